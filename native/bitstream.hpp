@@ -1,0 +1,94 @@
+// A stream of bit fields of any width up to 64, least significant bit first.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace shrinkpoint {
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "bit streams are loaded and stored as little-endian words");
+
+// Bytes past the last field that a reader may load (never use).
+constexpr size_t kBitSlack = 8;
+
+class BitWriter {
+   public:
+    // `out` must have room for every field plus kBitSlack bytes.
+    explicit BitWriter(uint8_t* out) : start_(out), out_(out) {}
+
+    // Fields of at most 56 bits.
+    void put(uint64_t field, unsigned bits) {
+        buffer_ |= field << filled_;
+        filled_ += bits;
+        std::memcpy(out_, &buffer_, 8);
+        out_ += filled_ >> 3;
+        buffer_ = filled_ < 64 ? buffer_ >> (filled_ & ~7u) : 0;
+        filled_ &= 7;
+    }
+
+    // `count` fields of one width of at most 28 bits. Eight of them end where they began within a byte, so their
+    // places are loop constants and the only thing handed on is the byte that two pairs of fields share.
+    void put_uniform(const uint32_t* fields, size_t count, unsigned bits) {
+        unsigned shift[4], step[4];  // of a pair: bits into its first byte; bytes from the pair before
+        unsigned place = filled_;
+        for (unsigned k = 0; k < 4; ++k) {
+            shift[k] = place & 7;
+            step[(k + 1) & 3] = ((place + 2 * bits) >> 3) - (place >> 3);
+            place += 2 * bits;
+        }
+        uint64_t word = buffer_;
+        unsigned carried = 0;  // bits by which the next pair's first byte lies into `word`
+        uint8_t* out = out_;
+        size_t i = 0;
+        for (; i + 8 <= count; i += 8) {
+            for (unsigned k = 0; k < 4; ++k) {
+                const uint64_t pair = fields[i + 2 * k] | static_cast<uint64_t>(fields[i + 2 * k + 1]) << bits;
+                word = pair << shift[k] | (carried < 64 ? word >> carried : 0);
+                std::memcpy(out, &word, 8);
+                out += step[(k + 1) & 3];
+                carried = 8 * step[(k + 1) & 3];
+            }
+        }
+        out_ = out;
+        buffer_ = carried < 64 ? word >> carried : 0;
+        for (; i < count; ++i) put(fields[i], bits);
+    }
+
+    void put_wide(uint64_t field, unsigned bits) {
+        if (bits > 32) {
+            put(field & 0xffffffffu, 32);
+            field >>= 32;
+            bits -= 32;
+        }
+        put(field, bits);
+    }
+
+    // Ends the stream with kBitSlack zero bytes; returns its size.
+    size_t finish() {
+        const uint64_t zero = 0;
+        std::memcpy(out_, &buffer_, 8);
+        out_ += filled_ > 0;
+        std::memcpy(out_, &zero, 8);
+        return static_cast<size_t>(out_ - start_) + kBitSlack;
+    }
+
+   private:
+    uint8_t* start_;
+    uint8_t* out_;
+    uint64_t buffer_ = 0;
+    unsigned filled_ = 0;
+};
+
+// The `bits` bits at bit `position`; the 8 bytes at position / 8 must be readable. At most 56 bits.
+inline uint64_t load_bits(const uint8_t* data, uint64_t position, unsigned bits) {
+    uint64_t word;
+    std::memcpy(&word, data + (position >> 3), 8);
+    return (word >> (position & 7)) & ((uint64_t{1} << bits) - 1);
+}
+
+inline uint64_t load_bits_wide(const uint8_t* data, uint64_t position, unsigned bits) {
+    if (bits <= 32) return load_bits(data, position, bits);
+    return load_bits(data, position, 32) | load_bits(data, position + 32, bits - 32) << 32;
+}
+
+}  // namespace shrinkpoint

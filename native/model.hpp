@@ -1,0 +1,73 @@
+// What a record's values are turned into: (table, symbol, extra bits) for every position. docs/format.md, "Coded".
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace shrinkpoint {
+
+enum class Tokens : uint8_t {
+    Level = 0,   // the symbol is the logarithm of the magnitude, less a predicted one
+    Delta = 1,   // the symbol is sign and size of the difference to a predicted value
+    Planes = 2,  // the symbols are the value's bytes, each byte position under a table of its own
+};
+
+enum class Predictor : uint8_t {
+    None = 0,
+    Base = 1,    // the parent's value
+    Adam = 2,    // the parent's value after one step of Adam from the moments
+    Square = 3,  // the second moment after one step, the gradient taken from two first moments
+};
+
+enum class Companion : uint8_t {
+    None = 0,
+    Base = 1,     // the parent's value, compared with the predicted level
+    Moment1 = 2,  // the square of the first moment, compared with the predicted level
+};
+
+struct Model {
+    Tokens tokens = Tokens::Planes;
+    Predictor predictor = Predictor::None;
+    Companion companion = Companion::None;
+    unsigned width = 8;      // bits of a value: 8, 16, 32, 64
+    unsigned mantissa = 0;   // explicit mantissa bits of a float; 0 for integers
+    unsigned fine = 0;       // Level: mantissa bits that belong to the symbol
+    unsigned shift = 0;      // low bits that are zero in every value
+    bool has_sign = true;    // Level: some value has its sign bit set
+    int32_t bias = 0;        // Level: the level of symbol 128 where no factors predict one
+    int32_t top = 0;         // Delta: the largest biased exponent of the base
+    float parameters[4] = {0, 0, 0, 0};  // Adam: decay, -step size, sqrt(1 - beta2^t), eps; Square: beta1, beta2
+};
+
+// A run of values that is one matrix: its factors stand at rows[row_offset..] and columns[column_offset..].
+struct Segment {
+    uint64_t start, rows, columns, row_offset, column_offset;
+};
+
+constexpr int8_t kDead = -128;         // a row or column in which every value is zero
+constexpr int kFactorSteps = 2;        // factors count halves of a level
+constexpr unsigned kMaxContexts = 512;
+constexpr unsigned kMaxPlanes = 8;
+
+// Level factors: level(i) is about (center + row + column) / kFactorSteps.
+struct Factors {
+    std::vector<Segment> segments;
+    std::vector<int32_t> centers;  // one a segment
+    std::vector<int8_t> rows, columns;
+    bool empty() const { return segments.empty(); }
+};
+
+// Everything a position's context may depend on besides the values themselves; null where the record has none.
+struct Arrays {
+    const uint8_t* base = nullptr;          // as wide as the values
+    const float* moment1 = nullptr;
+    const float* moment2 = nullptr;
+    const float* moment1_base = nullptr;
+    const uint8_t* hint = nullptr;           // Delta: 5 bits of context a position; takes the place of the moments
+    const Factors* factors = nullptr;
+};
+
+// Throws Corrupt for a model that no encoder writes, or one that needs arrays which are not there.
+void check(const Model& model, const Arrays& arrays, bool factors);
+
+}  // namespace shrinkpoint

@@ -1,0 +1,49 @@
+// Indices 0..count-1 shared out among threads; the first exception is passed on.
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace shrinkpoint {
+
+class Indices {
+   public:
+    explicit Indices(size_t count) : count_(count) {}
+    // Takes the next index; false when none is left.
+    bool take(size_t& index) {
+        index = next_++;
+        return index < count_;
+    }
+    void stop() { next_ = count_; }
+
+   private:
+    const size_t count_;
+    std::atomic<size_t> next_{0};
+};
+
+// Runs `work(indices)` once on each thread; it takes indices until none is left, and may keep buffers meanwhile.
+template <typename Work>
+void parallel(size_t count, unsigned threads, Work work) {
+    Indices indices(count);
+    std::exception_ptr error;
+    std::mutex mutex;
+    const auto run = [&] {
+        try {
+            work(indices);
+        } catch (...) {
+            const std::lock_guard lock(mutex);
+            if (!error) error = std::current_exception();
+            indices.stop();
+        }
+    };
+    std::vector<std::thread> pool;
+    for (unsigned t = 1; t < threads && t < count; ++t) pool.emplace_back(run);
+    run();
+    for (std::thread& thread : pool) thread.join();
+    if (error) std::rethrow_exception(error);
+}
+
+}  // namespace shrinkpoint

@@ -1,0 +1,161 @@
+#include "predict.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "simd.hpp"
+
+#if defined(__SSE__) || defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace shrinkpoint {
+
+#if defined(__SSE__) || defined(__x86_64__)
+DefaultFloats::DefaultFloats() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+DefaultFloats::~DefaultFloats() { _mm_setcsr(saved_); }
+#else
+DefaultFloats::DefaultFloats() : saved_(0) {}
+DefaultFloats::~DefaultFloats() = default;
+#endif
+
+namespace {
+
+inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+
+inline bool finite(float value) { return std::fabs(value) <= std::numeric_limits<float>::max(); }
+
+}  // namespace
+
+SHRINKPOINT_CLONES
+void predict_adam(const Model& model, const float* base, const float* moment1, const float* moment2, size_t count,
+                  uint32_t* predicted) {
+    const float decay = model.parameters[0], step = model.parameters[1];
+    const float correction = model.parameters[2], eps = model.parameters[3];
+    for (size_t i = 0; i < count; ++i) {
+        const float denominator = std::sqrt(moment2[i]) / correction + eps;
+        const float value = base[i] * decay + (step * moment1[i]) / denominator;
+        predicted[i] = bits_of(finite(value) ? value : base[i]);
+    }
+}
+
+SHRINKPOINT_CLONES
+void predict_square(const Model& model, const float* base, const float* moment1, const float* moment1_base,
+                    size_t count, uint32_t* predicted, uint32_t* squares) {
+    const float beta2 = model.parameters[1];
+    const float weight1 = model.parameters[2], weight2 = model.parameters[3];
+    for (size_t i = 0; i < count; ++i) {
+        const float gradient = moment1_base[i] + (moment1[i] - moment1_base[i]) / weight1;
+        const float square = weight2 * gradient * gradient;
+        const float value = base[i] * beta2 + square;
+        predicted[i] = bits_of(finite(value) ? value : base[i]);
+        squares[i] = finite(square) ? bits_of(square) & 0x7fffffffu : 0;
+    }
+}
+
+void predict_levels(const Factors& factors, uint64_t start, size_t count, int32_t* levels) {
+    auto next = std::upper_bound(factors.segments.begin(), factors.segments.end(), start,
+                                 [](uint64_t position, const Segment& s) { return position < s.start; });
+    size_t index = static_cast<size_t>(next - factors.segments.begin()) - 1;
+    size_t done = 0;
+    while (done < count) {
+        const Segment& segment = factors.segments[index];
+        const uint64_t inside = start + done - segment.start;
+        const uint64_t row = inside / segment.columns, column = inside % segment.columns;
+        if (row >= segment.rows) {
+            ++index;
+            continue;
+        }
+        const size_t run = static_cast<size_t>(std::min<uint64_t>(segment.columns - column, count - done));
+        const int8_t row_factor = factors.rows[segment.row_offset + row];
+        const int8_t* column_factors = factors.columns.data() + segment.column_offset + column;
+        const int32_t center = factors.centers[index] + row_factor;
+        if (row_factor == kDead) {
+            std::fill_n(levels + done, run, kDeadLevel);
+        } else {
+            for (size_t j = 0; j < run; ++j)
+                levels[done + j] = column_factors[j] == kDead ? kDeadLevel : (center + column_factors[j]) / kFactorSteps;
+        }
+        done += run;
+    }
+}
+
+namespace {
+
+struct LevelSums {
+    std::vector<int64_t> row_sums, column_sums;
+    std::vector<int64_t> row_counts, column_counts;
+};
+
+template <typename U>
+[[gnu::always_inline]] inline void add_row_of(const U* values, uint64_t columns, unsigned drop, int64_t* column_sums,
+                                              int64_t* column_counts, int64_t* row_sum, int64_t* row_count) {
+    constexpr U magnitude = static_cast<U>(~U{0}) >> 1;
+    int64_t sum = 0, present = 0;
+    for (uint64_t c = 0; c < columns; ++c) {
+        const auto level = static_cast<int64_t>((values[c] & magnitude) >> drop);
+        const int64_t one = (values[c] & magnitude) != 0;
+        sum += level;
+        present += one;
+        column_sums[c] += level;
+        column_counts[c] += one;
+    }
+    *row_sum += sum;
+    *row_count += present;
+}
+
+SHRINKPOINT_CLONES void add_row(const uint16_t* values, uint64_t columns, unsigned drop, int64_t* column_sums,
+                                int64_t* column_counts, int64_t* row_sum, int64_t* row_count) {
+    add_row_of(values, columns, drop, column_sums, column_counts, row_sum, row_count);
+}
+
+SHRINKPOINT_CLONES void add_row(const uint32_t* values, uint64_t columns, unsigned drop, int64_t* column_sums,
+                                int64_t* column_counts, int64_t* row_sum, int64_t* row_count) {
+    add_row_of(values, columns, drop, column_sums, column_counts, row_sum, row_count);
+}
+
+int8_t factor(int64_t sum, int64_t count, int64_t center) {
+    if (count == 0) return kDead;
+    const int64_t mean = (2 * sum + count) / (2 * count);
+    return static_cast<int8_t>(std::clamp<int64_t>(mean - center, -127, 127));
+}
+
+template <typename U>
+void fit_segment(const U* values, unsigned drop, size_t index, Factors& factors) {
+    const Segment& segment = factors.segments[index];
+    LevelSums sums;
+    sums.row_sums.resize(segment.rows), sums.row_counts.resize(segment.rows);
+    sums.column_sums.resize(segment.columns), sums.column_counts.resize(segment.columns);
+    for (uint64_t r = 0; r < segment.rows; ++r)
+        add_row(values + segment.start + r * segment.columns, segment.columns, drop, sums.column_sums.data(),
+                sums.column_counts.data(), &sums.row_sums[r], &sums.row_counts[r]);
+    int64_t total = 0, present = 0;
+    for (uint64_t r = 0; r < segment.rows; ++r) total += sums.row_sums[r], present += sums.row_counts[r];
+    const int64_t center = present > 0 ? (2 * total + present) / (2 * present) : 0;
+    factors.centers[index] = static_cast<int32_t>(center);
+    for (uint64_t r = 0; r < segment.rows; ++r)
+        factors.rows[segment.row_offset + r] = factor(sums.row_sums[r], sums.row_counts[r], center);
+    for (uint64_t c = 0; c < segment.columns; ++c)
+        factors.columns[segment.column_offset + c] =
+            segment.rows == 1 ? int8_t{0} : factor(sums.column_sums[c], sums.column_counts[c], center);
+}
+
+}  // namespace
+
+void fit_factors(const uint8_t* values, unsigned width, unsigned mantissa, unsigned fine, Factors& factors) {
+    const unsigned drop = mantissa - fine - 1;  // a level has kFactorSteps = 2 steps
+    for (size_t i = 0; i < factors.segments.size(); ++i) {
+        if (width == 16)
+            fit_segment(reinterpret_cast<const uint16_t*>(values), drop, i, factors);
+        else
+            fit_segment(reinterpret_cast<const uint32_t*>(values), drop, i, factors);
+    }
+}
+
+}  // namespace shrinkpoint

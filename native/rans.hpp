@@ -1,0 +1,64 @@
+// Interleaved static rANS over bytes, each symbol under one of several tables.
+//
+// 32-bit states in [2^16, 2^32), 16-bit renormalisation, 12-bit probabilities (Duda, arXiv 1311.2540; the interleaving
+// after Giesen, arXiv 1402.3392). Symbol i belongs to lane i % lanes; a stream is the lanes' states, then the words in
+// the order in which a decoder that runs forward asks for them.
+#pragma once
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace shrinkpoint {
+
+constexpr unsigned kProbabilityBits = 12;
+constexpr uint32_t kProbabilityScale = 1u << kProbabilityBits;
+constexpr unsigned kMaxLanes = 32;
+constexpr size_t kFewSymbols = 1 << 15;  // below this, the states of 32 lanes would weigh too much
+
+inline unsigned lanes_for(size_t count) { return count < kFewSymbols ? 4 : kMaxLanes; }
+
+using Histogram = std::array<uint64_t, 256>;
+using Frequencies = std::array<uint16_t, 256>;  // sum to kProbabilityScale
+
+// Frequencies of a histogram that is not all zero; every symbol that occurs keeps at least one.
+Frequencies normalise(const Histogram& histogram);
+
+struct EncoderSymbol {
+    uint64_t reciprocal;  // ceil(2^44 / frequency)
+    uint16_t frequency, cumulative;
+};
+using EncoderTable = std::array<EncoderSymbol, 256>;
+EncoderTable encoder_table(const Frequencies& frequencies);
+
+// Entry for each of the 2^12 slots: symbol | (frequency - 1) << 8 | (slot - cumulative) << 20.
+void decoder_table(const Frequencies& frequencies, uint32_t* entries);
+
+// Upper bound of a stream's bytes.
+inline size_t rans_bound(size_t count) { return 2 * count + 4 * kMaxLanes + 2; }
+
+// Writes at the end of out[0, capacity) and returns the size; capacity must be rans_bound(count).
+size_t rans_encode(const uint8_t* symbols, const uint8_t* tables, size_t count,
+                   const std::vector<EncoderTable>& encoders, uint8_t* out, size_t capacity);
+
+// Decodes a stream piece by piece. Never reads outside [data, data + size).
+class RansDecoder {
+   public:
+    RansDecoder(const uint8_t* data, size_t size, size_t count, const uint32_t* entries);
+    // The next `count` symbols; all but the last call must ask for a multiple of the lanes.
+    void decode(const uint8_t* tables, size_t count, uint8_t* symbols);
+    // Throws Corrupt unless the stream ended exactly where the encoder began.
+    void finish() const;
+
+   private:
+    template <unsigned Lanes>
+    void decode_lanes(const uint8_t* tables, size_t count, uint8_t* symbols);
+
+    const uint32_t* entries_;
+    const uint8_t* next_;
+    const uint8_t* end_;
+    unsigned lanes_;
+    uint32_t states_[kMaxLanes];
+};
+
+}  // namespace shrinkpoint
