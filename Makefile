@@ -1,0 +1,47 @@
+# Four verbs: check, test, bench, golden. And the demo. Each sets up what it needs in .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NATIVE := CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
+
+.PHONY: demo test check bench golden fuzz clean
+
+demo: $(VENV)/.installed
+	$(BIN)/shrinkpoint demo
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -q
+
+check: $(VENV)/.installed
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.bench
+	$(BIN)/python benchmarks/series.py
+	$(BIN)/python benchmarks/lossless.py
+	$(BIN)/python benchmarks/stall.py
+	$(BIN)/python benchmarks/kill.py
+
+# The only thing that may write to tests/golden. It refuses to change a file that is there.
+golden: $(VENV)/.installed
+	$(BIN)/python tests/golden/make.py
+
+# An editable install: the Python sources are used where they stand, and the native core is built again when it changes.
+# torch comes first and pinned: what it would bring along by itself is gigabytes of CUDA.
+$(VENV)/.installed: pyproject.toml $(NATIVE)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.15" ninja
+	$(BIN)/pip install --quiet --no-build-isolation --editable ".[dev]"
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.installed
+	$(BIN)/pip install --quiet --no-build-isolation --editable ".[dev,bench]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist results runs

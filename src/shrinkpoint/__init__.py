@@ -1,0 +1,55 @@
+"""shrinkpoint: what deep-learning training stores and sends, made small.
+
+    import shrinkpoint as sp
+
+    sp.save(state, "a.safetensors")                       # lossless; any nest of tensors and plain values
+    sp.save(later, "b.safetensors", base="a.safetensors")  # a delta: only what changed
+    state = sp.load("b.safetensors")                      # finds its base beside it
+
+    manager = sp.Manager("runs/gpt", keep=sp.Keep(last=3), background=True)
+    manager.save(step, model=model, optimizer=optimizer)
+    at = manager.restore(model=model, optimizer=optimizer)
+
+Importing this module does not import torch; using a name that needs it does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from shrinkpoint import errors as errors
+from shrinkpoint.errors import ShrinkpointError as ShrinkpointError
+
+if TYPE_CHECKING:
+    from shrinkpoint.schemes import Lossless as Lossless
+    from shrinkpoint.store import Keep as Keep
+    from shrinkpoint.store import Store as Store
+    from shrinkpoint.store.file import SaveReport as SaveReport
+    from shrinkpoint.store.single import FileSummary as FileSummary
+    from shrinkpoint.store.single import inspect as inspect
+    from shrinkpoint.store.single import load as load
+    from shrinkpoint.store.single import save as save
+    from shrinkpoint.train import Manager as Manager
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "FileSummary": "store.single", "Keep": "store.retention", "Lossless": "schemes", "Manager": "train",
+    "SaveReport": "store.file", "Store": "store.store", "inspect": "store.single", "load": "store.single",
+    "save": "store.single",
+}  # fmt: skip
+
+__all__ = ["ShrinkpointError", "__version__", "errors", *_HOMES]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,102 @@
+"""Everything this library raises, as one tree.
+
+::
+
+    ShrinkpointError
+    ├── FormatError                       the bytes are at fault
+    │   ├── CorruptError                  they contradict themselves or a digest
+    │   ├── TruncatedError                they end too early
+    │   └── VersionError                  a newer release wrote them
+    ├── ChainError                        a base is missing, or is not the one a delta was made against
+    ├── NotFoundError    (KeyError)       no such checkpoint, no such tensor
+    ├── StateError       (TypeError)      a state holds something that cannot be stored
+    ├── MismatchError    (ValueError)     a checkpoint does not fit the object it is restored into
+    ├── PolicyError      (ValueError)     a request that cannot be met
+    ├── StorageError     (OSError)        reading or writing failed
+    │   └── NoSpaceError                  the place is full
+    └── LockedError                       another process is saving here
+
+Every error says where it happened, what was found, what was expected and what to do about it; the four parts are
+attributes as well as text, so that a program need not parse the message.
+"""
+
+from __future__ import annotations
+
+
+class ShrinkpointError(Exception):
+    """Root of the tree.
+
+    Args:
+        where: the file, key or path inside a state that is at fault.
+        found: what was there.
+        expected: what should have been there.
+        do: what the reader of this message can do next.
+    """
+
+    def __init__(self, where: str, *, found: str, expected: str = "", do: str = "") -> None:
+        self.where, self.found, self.expected, self.do = where, found, expected, do
+        text = f"{where}: {found}"
+        if expected:
+            text += f"; expected {expected}"
+        if do:
+            text += f". {do[0].upper()}{do[1:]}"
+        self.message = text
+        super().__init__(text)
+
+    def __str__(self) -> str:  # KeyError would print the repr, OSError would look for an errno
+        return self.message
+
+    def __reduce__(self) -> tuple[object, ...]:  # keyword-only arguments do not survive the default pickling
+        return (_rebuild, (type(self), self.where, self.found, self.expected, self.do))
+
+
+def _rebuild(kind: type[ShrinkpointError], where: str, found: str, expected: str, do: str) -> ShrinkpointError:
+    return kind(where, found=found, expected=expected, do=do)
+
+
+class FormatError(ShrinkpointError):
+    """The bytes of a file are at fault."""
+
+
+class CorruptError(FormatError):
+    """Bytes contradict themselves or their digest."""
+
+
+class TruncatedError(FormatError):
+    """Bytes end before what they announce."""
+
+
+class VersionError(FormatError):
+    """A newer release wrote this; this one must not guess."""
+
+
+class ChainError(ShrinkpointError):
+    """A delta's base is missing, or is not the one the delta was made against."""
+
+
+class NotFoundError(ShrinkpointError, KeyError):
+    """No such checkpoint, no such tensor."""
+
+
+class StateError(ShrinkpointError, TypeError):
+    """A state holds something that cannot be stored; `where` is its path inside the state."""
+
+
+class MismatchError(ShrinkpointError, ValueError):
+    """A checkpoint does not fit the object it is restored into."""
+
+
+class PolicyError(ShrinkpointError, ValueError):
+    """A request that cannot be met."""
+
+
+class StorageError(ShrinkpointError, OSError):
+    """Reading or writing failed; the cause is chained."""
+
+
+class NoSpaceError(StorageError):
+    """The place where a checkpoint was to be written is full."""
+
+
+class LockedError(ShrinkpointError):
+    """Another process is saving to this store."""
