@@ -1,0 +1,217 @@
+"""Write records, one after the other, into one file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from io import BytesIO
+from typing import Protocol
+
+from shrinkpoint._native import xxh3_128
+from shrinkpoint.container import header
+from shrinkpoint.container.document import FILLER, FORMAT, SPARE, is_open, is_plain, needs_filler, row
+from shrinkpoint.container.header import Slot
+from shrinkpoint.container.strict import DEPTH, depth
+from shrinkpoint.errors import PolicyError, StateError
+from shrinkpoint.record import JSON, Encoded, TensorInfo
+
+_BLOCK = 8 << 20
+_DEPTH = DEPTH - 8  # what stands around a value in the header is nested, too
+_ZEROS = bytes(header.ALIGN)
+
+
+class Writable(Protocol):
+    """What a file must be able to do to be written; every `storage.Sink` can."""
+
+    def write(self, data: bytes | memoryview) -> None: ...
+
+    def seek(self, offset: int) -> None: ...
+
+    def read(self, length: int) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class FileSummary:
+    """A file that has been written: its bytes, and its header digest, which vouches for every one of them."""
+
+    size: int
+    digest: str
+
+
+class Writer:
+    """Streams records into a file.
+
+    The header comes first in the file and is known last. Up to `spool` bytes of payload are held back in memory, so
+    that a small file gets a header of just its size; in a larger file room for one is reserved, by what the expected
+    tensors and the records so far suggest, and filled at the end. Should the room not do, the payload is moved.
+
+    Args:
+        sink: empty, at offset 0.
+        scheme: the id of the scheme that encodes.
+        parent: how a reader finds the file this is a delta to; None for one that stands alone.
+        tree: the state without its tensors.
+        expected: the tensors that will come, as far as known; it decides nothing but the room for the header.
+
+    Raises:
+        StateError: `tree` or `parent` is not JSON, or nests too deeply.
+    """
+
+    spool = 64 << 20
+
+    def __init__(
+        self, sink: Writable, *, scheme: str, parent: JSON, tree: JSON, expected: Sequence[TensorInfo] = ()
+    ) -> None:
+        self._sink = sink
+        self._head = (
+            f'{{"format":{FORMAT},"writer":{_text(_release(), "writer")},"scheme":{_text(scheme, "scheme")},'
+            f'"parent":{_text(parent, "parent")},"tree":{_text(tree, "state")}'
+        )
+        self._coming = {info.name for info in expected}
+        self._recipes: dict[str, int] = {}
+        self._rows: list[str] = []
+        self._slots: list[Slot] = []
+        self._entries: set[str] = set()
+        self._records: set[str] = set()
+        self._tensors: set[str] = set()
+        self._end = 0  # of the payload so far, in bytes
+        self._held: BytesIO | None = BytesIO()
+        self._room = 0  # bytes reserved for the header, its length included; 0 while the payload is held back
+
+    def add(self, encoded: Encoded) -> int:
+        """Append one record; its parts are copied or written before this returns.
+
+        Returns:
+            the bytes it takes in the payload.
+
+        Raises:
+            PolicyError: it contradicts itself, or repeats a name.
+            StorageError: writing failed.
+        """
+        self._check(encoded)
+        recipe = self._recipes.setdefault(_text(encoded.recipe, encoded.name), len(self._recipes))
+        begin = self._end
+        digests = {part: self._part(encoded, part) for part in encoded.parts}
+        self._rows.append(_text(row(encoded, recipe, digests), encoded.name))
+        self._records.add(encoded.name)
+        self._tensors.update(info.name for info in encoded.infos)
+        return self._end - begin
+
+    def finish(self, report: JSON = None) -> FileSummary:
+        """Write the header. The file is whole afterwards, and as durable as its sink makes it.
+
+        Args:
+            report: for whoever inspects the file; JSON.
+
+        Raises:
+            PolicyError: a header would be longer than safetensors allows.
+            StateError: `report` is not JSON.
+            StorageError: writing failed.
+        """
+        data, digest = header.pack(self._document(report), self._slots, self._room - 8)
+        if len(data) - 8 > header.LIMIT:
+            raise PolicyError(
+                "container",
+                found=f"a header of {len(data) - 8} bytes for {len(self._tensors)} tensors",
+                expected=f"at most {header.LIMIT}",
+                do="save the state in several files",
+            )
+        if self._held is None:
+            self._move(len(data) - self._room)
+            self._sink.seek(0)
+        self._sink.write(data)
+        if self._held is not None:
+            self._sink.write(self._held.getbuffer())
+        return FileSummary(len(data) + self._end, digest)
+
+    def _document(self, report: JSON) -> str:
+        recipes, rows = ",".join(self._recipes), ",".join(self._rows)
+        return f'{self._head},"recipes":[{recipes}],"records":[{rows}],"report":{_text(report, "report")}}}'
+
+    def _check(self, encoded: Encoded) -> None:
+        names = [info.name for info in encoded.infos]
+        sizes = [memoryview(data).nbytes for data in encoded.parts.values()]
+        if not names:
+            fault = "no tensors"
+        elif encoded.name in self._records or len(set(names)) < len(names) or self._tensors.intersection(names):
+            fault = "a name that is taken"
+        elif is_plain(encoded.recipe) and sizes != [sum(info.nbytes for info in encoded.infos)]:
+            fault = f"plain parts of {sizes} bytes for {encoded.infos}"
+        else:
+            return
+        raise PolicyError(f"record {encoded.name!r}", found=fault, do="report this: the scheme is at fault")
+
+    def _part(self, encoded: Encoded, part: str) -> str:
+        """Place one part behind what there is; returns its digest."""
+        view = memoryview(encoded.parts[part])
+        data = view.cast("B") if view.nbytes else memoryview(b"")
+        if is_open(encoded.recipe, encoded.infos):
+            (info,) = encoded.infos
+            name, dtype, shape = info.name, info.dtype, info.shape
+        else:
+            name, dtype, shape = f"{encoded.name}/{part}", "U8", (len(data),)
+        pad = needs_filler(dtype, len(data), self._end)
+        if pad:
+            self._place(f"{FILLER}{len(self._slots)}", "U8", (pad,), _ZEROS[:pad])
+        self._place(name if self._is_free(name) else f"{SPARE}{len(self._slots)}", dtype, shape, data)
+        return xxh3_128(data)
+
+    def _is_free(self, name: str) -> bool:
+        """Whether an entry may have this name: not taken, not reserved, and Unicode, as safetensors wants it."""
+        reserved = name == "__metadata__" or name.startswith((FILLER, SPARE))
+        return not reserved and name not in self._entries and not any("\ud800" <= c <= "\udfff" for c in name)
+
+    def _place(self, name: str, dtype: str, shape: tuple[int, ...], data: bytes | memoryview) -> None:
+        if self._held is not None and self._held.tell() + len(data) > self.spool:
+            self._spill(self._held)
+        if self._held is not None:
+            self._held.write(data)
+        else:
+            self._sink.write(data)
+        self._slots.append(Slot(name, dtype, shape, self._end, self._end + len(data)))
+        self._entries.add(name)
+        self._end += len(data)
+
+    def _spill(self, held: BytesIO) -> None:
+        """Give up on an exact header: reserve room for one, and let the payload go."""
+        known, _ = header.pack(self._document(None), self._slots)
+        coming = sum(4 * len(name) + 400 for name in self._coming - self._tensors)  # an entry or two, and a row, each
+        self._room = len(known) + 4096 + coming
+        self._room += -self._room % header.ALIGN
+        self._sink.write(b" " * self._room)
+        self._sink.write(held.getbuffer())
+        self._held = None
+
+    def _move(self, by: int) -> None:
+        """Shift the payload towards the end of the file, last block first."""
+        for end in range(self._end if by > 0 else 0, 0, -_BLOCK):
+            begin = self._room + max(0, end - _BLOCK)
+            self._sink.seek(begin)
+            block = self._sink.read(self._room + end - begin)
+            self._sink.seek(begin + by)
+            self._sink.write(block)
+
+
+def _text(value: JSON, where: str) -> str:
+    """`value` as compact JSON that `strict.load` reads.
+
+    Raises:
+        StateError: there is no such text.
+    """
+    try:
+        text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+        reason = "nested too deeply" if depth(value) > _DEPTH else ""
+    except (TypeError, ValueError, RecursionError) as error:
+        reason = str(error)
+    if reason:
+        raise StateError(
+            where, found=f"what JSON does not take ({reason})", expected=f"JSON of at most {_DEPTH} levels"
+        )
+    return text
+
+
+@cache
+def _release() -> str:
+    return f"shrinkpoint {version('shrinkpoint')}"

@@ -1,0 +1,115 @@
+"""Damage is found: a cut anywhere, a flipped byte anywhere, a byte too many; and it is told so that one can act."""
+
+from __future__ import annotations
+
+import pytest
+from crafted import coded, contents, file, plain, reader, some, split
+
+from shrinkpoint.container import Reader
+from shrinkpoint.errors import CorruptError, FormatError, ShrinkpointError, TruncatedError
+from shrinkpoint.storage.memory import MemorySource
+
+DATA = file(some(), tree={"a": [1, "two"]}, report={"r": 1})
+SPILLED = file(some(), spool=0)
+HEAD = len(DATA) - len(split(DATA)[1])
+
+
+def read_all(data):
+    opened = reader(data)
+    for head in opened.records:
+        opened.read(head)
+
+
+@pytest.mark.parametrize("data", [DATA, SPILLED], ids=["exact", "reserved"])
+def test_every_prefix_is_truncated(data):
+    for cut in range(len(data)):
+        with pytest.raises(TruncatedError) as caught:
+            reader(data[:cut])
+        assert caught.value.expected
+        assert caught.value.do
+
+
+@pytest.mark.parametrize("mask", [0x01, 0x20, 0x80, 0xFF])
+@pytest.mark.parametrize("data", [DATA, SPILLED], ids=["exact", "reserved"])
+def test_every_flipped_byte_is_found(data, mask):
+    for position in range(len(data)):
+        flipped = bytearray(data)
+        flipped[position] ^= mask
+        with pytest.raises(FormatError) as caught:
+            read_all(flipped)
+        assert all([caught.value.where, caught.value.found, caught.value.expected, caught.value.do])
+
+
+def test_every_flipped_byte_of_the_payload_is_found_by_a_check():
+    for position in range(HEAD, len(DATA)):
+        flipped = bytearray(DATA)
+        flipped[position] ^= 0x10
+        (damage,) = reader(flipped).check()
+        assert damage.tensors
+        assert isinstance(damage.error, CorruptError)
+
+
+def test_check_names_every_damaged_record_and_goes_on():
+    data = file([plain("a"), plain("b"), coded("c", {"x": b"1234", "y": b"5678"}), plain("d")])
+    damaged = bytearray(data)
+    for tensor in range(0, 32, 8):
+        damaged[len(data) - 32 + tensor] ^= 1
+    assert [damage.record for damage in reader(damaged).check()] == ["a", "b", "c", "d"]
+
+
+def test_check_reads_large_parts_in_windows(monkeypatch):
+    monkeypatch.setattr("shrinkpoint.container.reader._WINDOW", 7)
+    assert contents(file([plain("a", "F32", (9,)), plain("b", "U8", (14,))]))
+
+
+@pytest.mark.parametrize("more", [b"\0", b"x" * 8, DATA])
+def test_file_with_more_than_it_announces_is_corrupt(more):
+    with pytest.raises(CorruptError, match=f"{len(DATA) + len(more)} bytes; expected {len(DATA)}"):
+        reader(DATA + more)
+
+
+def test_message_names_file_and_tensor_and_both_digests():
+    damaged = bytearray(DATA)
+    damaged[-1] ^= 1
+    opened = reader(damaged)
+    with pytest.raises(CorruptError) as caught:
+        opened.read(opened.records[-1])
+    assert caught.value.where == "a.safetensors: tensor 'half', part 'values'"
+    assert caught.value.expected == opened.records[-1].digest
+    assert opened.records[-1].digest not in caught.value.found
+    assert "verify" in caught.value.do
+
+
+class Cut(MemorySource):
+    """Loses its end after it was opened."""
+
+    def read(self, offset, length):
+        if offset > HEAD + 8:
+            raise TruncatedError("a", found="the end", expected="more", do="nothing")
+        return super().read(offset, length)
+
+
+def test_check_reports_what_cannot_be_read():
+    damage = list(Reader(Cut(DATA), "a").check())
+    assert damage
+    assert all(isinstance(one.error, TruncatedError) for one in damage)
+
+
+class Watched(MemorySource):
+    """Refuses to be asked for what it does not have."""
+
+    def read(self, offset, length):
+        assert offset + length <= self.size
+        return super().read(offset, length)
+
+
+def test_nothing_is_read_that_the_file_does_not_have():
+    for cut in range(len(DATA)):
+        with pytest.raises(ShrinkpointError):
+            Reader(Watched(DATA[:cut]), "a")
+    for position in range(8):
+        for value in (1, 0x7F, 0xFF):
+            data = bytearray(DATA)
+            data[position] ^= value
+            with pytest.raises(FormatError):
+                Reader(Watched(data), "a")
