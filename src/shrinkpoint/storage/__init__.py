@@ -1,0 +1,7 @@
+"""Keys to bytes: where checkpoints live. Nothing here knows what the bytes mean."""
+
+from shrinkpoint.storage.base import Sink, Source, Storage, check_key, storage_error
+from shrinkpoint.storage.local import LocalStorage
+from shrinkpoint.storage.memory import MemoryStorage
+
+__all__ = ["LocalStorage", "MemoryStorage", "Sink", "Source", "Storage", "check_key", "storage_error"]

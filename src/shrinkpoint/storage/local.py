@@ -1,0 +1,273 @@
+"""A storage in a directory.
+
+An object is written under a temporary name beside its own, flushed to the disk, renamed, and its directory flushed: it
+exists from the rename on, and survives a power cut from the last flush on.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+
+from shrinkpoint.errors import NotFoundError, TruncatedError
+from shrinkpoint.storage.base import RESERVED, Buffer, Keys, Sink, Source, check_key, storage_error
+from shrinkpoint.storage.lockfile import claim, held
+
+LOCK = RESERVED + "lock"
+_TEMPORARY = re.compile(re.escape(RESERVED) + "tmp-[0-9a-f]{16}")
+_PIECE = 1 << 30  # bytes of one read call; systems move less than 2 GiB at once
+_CANNOT_LINK = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+
+
+@contextmanager
+def _failing(where: str, doing: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(where, doing, error) from error
+
+
+class LocalSource(Source):
+    """A file open for reading."""
+
+    def __init__(self, path: Path, where: str) -> None:
+        self._where = where
+        with _failing(where, "opening"):
+            self._file = FileIO(path)
+            self._size = os.fstat(self._file.fileno()).st_size
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def read(self, offset: int, length: int) -> bytes | memoryview:
+        if offset + length > self._size:  # before memory is taken: a length may come from a damaged file
+            raise self._truncated(self._size, offset, length)
+        first = self._piece(offset, length)
+        if len(first) == length:
+            return first
+        data, done = memoryview(bytearray(length)), len(first)
+        data[:done] = first
+        while done < length:
+            piece = self._piece(offset + done, length - done)
+            if not piece:  # someone has cut the file since it was opened
+                raise self._truncated(offset + done, offset, length)
+            data[done : done + len(piece)] = piece
+            done += len(piece)
+        return data
+
+    def _piece(self, offset: int, length: int) -> bytes:
+        with _failing(self._where, "reading"):
+            return os.pread(self._file.fileno(), min(length, _PIECE), offset)
+
+    def _truncated(self, size: int, offset: int, length: int) -> TruncatedError:
+        return TruncatedError(
+            self._where,
+            found=f"a file that ends at byte {size}",
+            expected=f"{length} bytes from byte {offset} on",
+            do="restore another checkpoint, or fetch an intact copy of this file",
+        )
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class LocalSink(Sink):
+    """A temporary file that may become an object. Unbuffered, so that a forked child has nothing of it to flush."""
+
+    def __init__(self, path: Path, where: str) -> None:
+        self._where = where
+        with _failing(where, "creating a temporary file"):
+            self._file = FileIO(path, "x+")
+        with suppress(OSError):  # for `_alive`; some file systems have no locks
+            claim(self._file.fileno())
+
+    def write(self, data: Buffer) -> None:
+        rest = memoryview(data)
+        rest = rest.cast("B") if rest.nbytes else memoryview(b"")
+        while rest:
+            with _failing(self._where, "writing"):
+                rest = rest[self._file.write(rest) :]
+
+    def seek(self, offset: int) -> None:
+        with _failing(self._where, "seeking"):
+            self._file.seek(offset)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def read(self, length: int) -> bytes:
+        with _failing(self._where, "reading back"):
+            return self._file.read(length)
+
+    def sync(self) -> None:
+        """Return when every byte is on the disk."""
+        with _failing(self._where, "flushing to the disk"):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        with suppress(OSError):  # `sync` has told whatever there was to tell
+            self._file.close()
+
+
+class LocalStorage:
+    """The files below a directory, which need not exist yet.
+
+    Files that are not ours may lie beside them: they are listed, and nothing else happens to them.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._root = self.path.absolute()  # the process may change its directory later
+
+    def put(self, key: str, data: Buffer) -> None:
+        with self.create(key) as sink:
+            sink.write(data)
+
+    @contextmanager
+    def create(self, key: str) -> Iterator[LocalSink]:
+        path, where = self._locate(key), self.describe(key)
+        with self._temporary(path.parent, where) as temporary:
+            sink = LocalSink(temporary, where)
+            try:
+                yield sink
+                sink.sync()
+                with _failing(where, "renaming into place"):
+                    temporary.replace(path)
+                    _sync(path.parent)
+            finally:
+                sink.close()
+
+    def open(self, key: str) -> LocalSource:
+        return LocalSource(self._existing(key), self.describe(key))
+
+    def get(self, key: str) -> bytes:
+        with self.open(key) as source:
+            return bytes(source.read(0, source.size))
+
+    def list(self, prefix: str = "") -> Keys:
+        folder = prefix.rpartition("/")[0]  # no key outside it can match
+        if folder:
+            check_key(folder)
+        files = (path for path in self._walk(self._root / folder) if not path.name.startswith(RESERVED))
+        keys = (path.relative_to(self._root).as_posix() for path in files)
+        return sorted(key for key in keys if key.startswith(prefix))
+
+    def delete(self, key: str) -> None:
+        path = self._locate(key)
+        with _failing(self.describe(key), "deleting"):
+            try:
+                path.unlink()
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):  # no object, then
+                return
+            _sync(self._drop_empty(path.parent))  # a power cut must not bring it back when its base has gone
+
+    def link(self, source: str, target: str) -> bool:
+        old, new = self._existing(source), self._locate(target)
+        where = self.describe(target)
+        with self._temporary(new.parent, where) as temporary, _failing(where, "linking"):
+            try:
+                os.link(old, temporary)
+            except OSError as error:
+                if error.errno in _CANNOT_LINK:
+                    return False
+                raise
+            temporary.replace(new)
+            _sync(new.parent)
+        return True
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        with _failing(self.describe(), "creating the directory"):
+            _make(self._root)
+        with held(self._root / LOCK, self.describe()):
+            yield
+
+    def sweep(self) -> Keys:
+        swept = []
+        for path in self._walk(self._root):
+            if _TEMPORARY.fullmatch(path.name) and not _alive(path):
+                with _failing(str(path), "sweeping"):
+                    path.unlink(missing_ok=True)
+                    self._drop_empty(path.parent)
+                swept.append(path.relative_to(self._root).as_posix())
+        return sorted(swept)
+
+    def describe(self, key: str = "") -> str:
+        return str(self.path / key)
+
+    def _locate(self, key: str) -> Path:
+        return self._root / check_key(key)
+
+    def _existing(self, key: str) -> Path:
+        path = self._locate(key)
+        with _failing(self.describe(key), "opening"):
+            if path.is_file():  # not a directory, and not a pipe, on which reading would wait
+                return path
+        raise NotFoundError(self.describe(key), found="no such file", do="look at what lies beside it")
+
+    @contextmanager
+    def _temporary(self, folder: Path, where: str) -> Iterator[Path]:
+        """A free name in `folder`, which is made for it. Whatever has this name at the end is removed."""
+        with _failing(where, "creating the directory"):
+            _make(folder)
+        path = folder / f"{RESERVED}tmp-{secrets.token_hex(8)}"
+        try:
+            yield path
+        finally:
+            with suppress(OSError):  # an error on its way out is the one to tell; `sweep` comes by later
+                path.unlink(missing_ok=True)
+                self._drop_empty(folder)
+
+    def _walk(self, folder: Path) -> Iterator[Path]:
+        def refuse(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):  # it may vanish while we walk
+                raise storage_error(str(error.filename or folder), "listing", error) from error
+
+        for parent, _, names in os.walk(folder, onerror=refuse):
+            yield from (Path(parent, name) for name in names)
+
+    def _drop_empty(self, folder: Path) -> Path:
+        """Remove `folder` and its parents as far as they are empty; returns the first that is not, or the root."""
+        while folder != self._root:
+            try:
+                folder.rmdir()
+            except OSError:  # not empty, or not ours to remove
+                break
+            folder = folder.parent
+        return folder
+
+
+def _make(folder: Path) -> None:
+    """Create a directory and its parents, each durably."""
+    if not folder.is_dir():
+        _make(folder.parent)
+        with suppress(FileExistsError):  # someone was faster; a file in the way will be told by whoever opens it
+            folder.mkdir()
+        _sync(folder.parent)
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems do not flush directories
+            raise
+    finally:
+        os.close(fd)
+
+
+def _alive(path: Path) -> bool:
+    """Whether the writer of a temporary file still has it open."""
+    try:
+        with FileIO(path) as file:
+            return not claim(file.fileno())
+    except OSError:  # gone, or no locks here: then the caller's lock on the store must be enough
+        return False

@@ -1,0 +1,95 @@
+"""Locks on files that die with the process that holds them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from shrinkpoint.errors import LockedError
+from shrinkpoint.storage.base import storage_error
+
+_held: set[int] = set()
+
+
+def claim(fd: int) -> bool:
+    """Lock an open file until it is closed; False when it is open and locked elsewhere.
+
+    Raises:
+        OSError: this file system has no locks.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def held(path: Path, where: str) -> Iterator[None]:
+    """Hold the lock file at `path`; it stays there, empty, when it is released.
+
+    Raises:
+        LockedError: another process, or another part of this one, holds it.
+        StorageError: the file cannot be opened or locked.
+    """
+    fd = _acquire(path, where)
+    _held.add(fd)
+    try:
+        yield
+    finally:
+        if fd in _held:  # not so in a forked child
+            _held.remove(fd)
+            with suppress(OSError):
+                os.ftruncate(fd, 0)
+            os.close(fd)
+
+
+def _acquire(path: Path, where: str) -> int:
+    fd = -1
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        if not claim(fd):
+            raise LockedError(
+                where,
+                found=f"{_holder(fd)} is saving here already",
+                expected="one writer at a time",
+                do="wait until it has finished, or stop it: a lock dies with its process",
+            )
+        with suppress(OSError):  # whoever frees space on a full disk needs the lock, not the note
+            os.ftruncate(fd, 0)
+            os.write(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+    except OSError as error:
+        _close(fd)
+        raise storage_error(where, "locking", error) from error
+    except LockedError:
+        _close(fd)
+        raise
+    return fd
+
+
+def _close(fd: int) -> None:
+    if fd >= 0:
+        os.close(fd)
+
+
+def _holder(fd: int) -> str:
+    try:
+        note = json.loads(os.pread(fd, 1024, 0))
+        return f"process {note['pid']:d} on host {note['host']!r}"
+    except (OSError, ValueError, KeyError, TypeError):  # it has only just begun to write the note
+        return "another process"
+
+
+def _forget_held() -> None:
+    """In a forked child: drop the locks, or a data loader's worker that outlives its killed parent would keep them."""
+    for fd in _held:
+        os.close(fd)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_held)

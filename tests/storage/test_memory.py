@@ -1,0 +1,12 @@
+"""`MemoryStorage` is a storage."""
+
+from __future__ import annotations
+
+from suites.storage import StorageSuite
+
+from shrinkpoint.storage import MemoryStorage, Storage
+
+
+class TestMemoryStorage(StorageSuite):
+    def make(self) -> Storage:
+        return MemoryStorage()
