@@ -1,0 +1,58 @@
+"""What a state is once its tensors are taken out of the nest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from shrinkpoint.record import JSON, TensorInfo
+
+
+@dataclass(frozen=True)
+class AdamFacts:
+    """What an optimizer knows about one parameter; a hint for coders, never needed to decode.
+
+    Attributes:
+        moment1: name of the first moment (Adam's exp_avg, SGD's momentum_buffer) in the same `FlatState`.
+        moment2: name of the second moment (exp_avg_sq).
+        step: how many updates the optimizer has made to it.
+        lr: learning rate at the moment of the save.
+        beta1: decay of the first moment per step.
+        beta2: decay of the second moment per step.
+        eps: the optimizer's epsilon.
+        weight_decay: its coefficient, per step and lr when decoupled.
+        decoupled: weight decay acts on the weights (AdamW) and not through the gradient (Adam).
+    """
+
+    moment1: str | None
+    moment2: str | None
+    step: int | None
+    lr: float | None
+    beta1: float | None
+    beta2: float | None
+    eps: float | None
+    weight_decay: float | None
+    decoupled: bool
+
+
+@dataclass(frozen=True)
+class FlatState:
+    """A nest without its tensors, and the tensors by name, every storage once.
+
+    Attributes:
+        tree: the nest as JSON, tensors replaced by references (`docs/format.md`).
+        tensors: detached views of the caller's memory (or, after `snapshot`, copies), on any device, of any stride.
+        infos: name, shape, dtype and role; the same keys in the same order.
+        optim: by name of a parameter tensor; empty where no optimizer was found.
+    """
+
+    tree: JSON
+    tensors: dict[str, torch.Tensor] = field(repr=False)
+    infos: dict[str, TensorInfo] = field(repr=False)
+    optim: dict[str, AdamFacts] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, each storage once."""
+        return sum(info.nbytes for info in self.infos.values())

@@ -1,0 +1,249 @@
+"""What each tensor is for, and which moments belong to which parameter.
+
+Optimizers number their parameters and forget the names, so the link is found by order and shape. A wrong guess costs
+bytes, never correctness: roles and links only choose how tensors are coded.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shrinkpoint.record import Role
+from shrinkpoint.state.flat import AdamFacts
+from shrinkpoint.state.path import Path
+from shrinkpoint.state.ties import Leaf
+
+_SLOTS = {
+    "exp_avg": Role.MOMENT1,
+    "momentum_buffer": Role.MOMENT1,
+    "grad_avg": Role.MOMENT1,
+    "exp_avg_sq": Role.MOMENT2,
+    "max_exp_avg_sq": Role.MOMENT2,
+    "square_avg": Role.MOMENT2,
+    "exp_inf": Role.MOMENT2,
+    "sum": Role.MOMENT2,
+    "acc_delta": Role.MOMENT2,
+}
+_MASTER = re.compile("master|fp32")
+_BUFFER = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|inv_freq|mask|\w+_(ids|mask|cached|cache))$")
+_GRADIENT = re.compile("grads?|gradients?")
+_AVERAGE = re.compile("ema|swa|avg|average|teacher", re.IGNORECASE)
+
+Optimizers = Sequence[tuple[Path, dict[Any, Any]]]
+
+
+def infer(leaves: Sequence[Leaf], optimizers: Optimizers) -> tuple[dict[str, Role], dict[str, AdamFacts]]:
+    """Roles of stored tensors by name, and facts by parameter name.
+
+    Args:
+        leaves: of the whole state, after `store_once`.
+        optimizers: path and `state_dict` of each optimizer in it.
+    """
+    at = {leaf.path: leaf for leaf in leaves}
+    inside = [leaf for leaf in leaves if any(leaf.path[: len(path)] == path for path, _ in optimizers)]
+    taken = {id(leaf) for leaf in inside}
+    models = _models([leaf for leaf in leaves if id(leaf) not in taken])
+    roles: dict[str, Role] = {}
+    optim: dict[str, AdamFacts] = {}
+    for path, state_dict in optimizers:
+        slots = _slots(path, state_dict, at)
+        for leaf, role in _slot_roles(slots):
+            roles.setdefault(_stored(leaf), role)
+        match = _best(slots, models)
+        for slot, leaf in match.pairs:
+            optim.setdefault(leaf.name, _facts(slot))
+        for leaf in match.model.leaves:
+            roles.setdefault(leaf.name, Role.PARAMETER)
+    for leaf in leaves:
+        role = _inside_role(leaf) if id(leaf) in taken else _outside_role(leaf)
+        roles.setdefault(_stored(leaf), role)
+    return roles, optim
+
+
+@dataclass
+class Slot:
+    """What one optimizer keeps for one parameter."""
+
+    name: str | None  # of the parameter, where the optimizer knows it
+    group: int
+    settings: dict[str, Any]
+    values: dict[Any, Any]
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The parameter's shape, if something here has it."""
+        for key in ("exp_avg", "momentum_buffer", "exp_avg_sq", *self.leaves):
+            if key in self.leaves and key != "step":
+                return tuple(self.leaves[key].tensor.shape)
+        return None
+
+
+def _slots(path: Path, state_dict: dict[Any, Any], at: dict[Path, Leaf]) -> list[Slot]:
+    """One slot a parameter, in the order of the groups."""
+    slots = []
+    for number, group in enumerate(state_dict["param_groups"]):
+        if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+            continue
+        names = group.get("param_names")
+        for order, key in enumerate(group["params"]):
+            name = key if isinstance(key, str) else None
+            if isinstance(names, list) and order < len(names) and isinstance(names[order], str):
+                name = names[order]
+            values = state_dict["state"].get(key) if isinstance(key, int | str) else None
+            slot = Slot(name, number, group, values if isinstance(values, dict) else {})
+            paths = {slot_key: (*path, "state", key, slot_key) for slot_key in slot.values if isinstance(slot_key, str)}
+            slot.leaves = {slot_key: at[place] for slot_key, place in paths.items() if place in at}
+            slots.append(slot)
+    return slots
+
+
+def _slot_roles(slots: Sequence[Slot]) -> Iterator[tuple[Leaf, Role]]:
+    for slot in slots:
+        for key, leaf in slot.leaves.items():
+            if key in _SLOTS and leaf.tensor.is_floating_point():
+                yield leaf, _SLOTS[key]
+
+
+def _stored(leaf: Leaf) -> str:
+    """The name of the stored tensor this leaf lies in."""
+    return leaf.name or str(leaf.reference[0])
+
+
+def _inside_role(leaf: Leaf) -> Role:
+    """Of a tensor in an optimizer that is no known slot."""
+    named = any(isinstance(key, str) and _MASTER.search(key) for key in leaf.path)
+    return Role.MASTER if named and _is_weight(leaf) else Role.OTHER
+
+
+def _outside_role(leaf: Leaf) -> Role:
+    keys = [key for key in leaf.path if isinstance(key, str)]
+    last = keys[-1] if keys else ""
+    if any(_GRADIENT.fullmatch(key) for key in keys):
+        return Role.GRADIENT
+    if _BUFFER.search(last):
+        return Role.BUFFER
+    if any(_MASTER.search(key) for key in keys[:-1]) and _is_weight(leaf):
+        return Role.MASTER
+    looks_like_a_name = "." in last or last in ("weight", "bias")
+    return Role.PARAMETER if looks_like_a_name and _is_weight(leaf) else Role.OTHER
+
+
+def _is_weight(leaf: Leaf) -> bool:
+    return leaf.tensor.dim() >= 1 and (leaf.tensor.is_floating_point() or leaf.tensor.is_complex())
+
+
+@dataclass
+class Model:
+    """A dict outside all optimizers and the tensors below it that may be parameters, each once, in order."""
+
+    path: Path
+    leaves: list[Leaf] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._names: dict[str, Leaf] | None = None
+
+    def find(self, name: str) -> Leaf | None:
+        """The leaf of that name, dots and levels of the nest taken as the same."""
+        if self._names is None:
+            self._names = {".".join(map(str, leaf.path[len(self.path) :])): leaf for leaf in self.leaves}
+        return next((self._names[p + name] for p in ("", "module.", "_orig_mod.") if p + name in self._names), None)
+
+
+def _models(leaves: Sequence[Leaf]) -> list[Model]:
+    """Every nest that could be the model of an optimizer; averages last, then the shallow before the deep."""
+    models: dict[Path, Model] = {}
+    seen: set[tuple[Path, str]] = set()
+    for leaf in leaves:
+        if not leaf.name or not _is_weight(leaf) or _BUFFER.search(str(leaf.path[-1] if leaf.path else "")):
+            continue
+        for depth in range(len(leaf.path)):
+            path = leaf.path[:depth]
+            if (path, leaf.name) not in seen:  # tied parameters count once
+                seen.add((path, leaf.name))
+                models.setdefault(path, Model(path)).leaves.append(leaf)
+    return sorted(models.values(), key=lambda model: any(_AVERAGE.search(str(key)) for key in model.path))
+
+
+@dataclass
+class Match:
+    """A guess which leaves of a model an optimizer's slots belong to."""
+
+    model: Model
+    pairs: list[tuple[Slot, Leaf]] = field(default_factory=list)
+    named: int = 0  # of the pairs, how many the optimizer vouches for by name
+
+    @property
+    def score(self) -> tuple[int, int, int, int]:
+        """Many pairs, then few leaves besides, then the innermost nest."""
+        return (len(self.pairs), self.named, -len(self.model.leaves), len(self.model.path))
+
+
+def _best(slots: Sequence[Slot], models: Sequence[Model]) -> Match:
+    known = [slot for slot in slots if slot.shape is not None]
+    matches = [_align(known, model) for model in models] if known else []
+    best = max(matches, key=lambda match: match.score, default=Match(Model(())))
+    return best if best.pairs else Match(Model(()))
+
+
+def _align(slots: Sequence[Slot], model: Model) -> Match:
+    """Pairs of equal shape: by name where the optimizer has names, else in order within each group."""
+    match = Match(model)
+    free: dict[tuple[int, ...], list[int]] = {}
+    for position, leaf in enumerate(model.leaves):
+        free.setdefault(tuple(leaf.tensor.shape), []).append(position)
+    group, after = -1, 0
+    for slot in slots:
+        group, after = slot.group, after if slot.group == group else 0
+        named = model.find(slot.name) if slot.name else None
+        if named is not None and tuple(named.tensor.shape) == slot.shape:
+            match.pairs.append((slot, named))
+            match.named += 1
+        elif positions := free.get(slot.shape or (), []):
+            index = bisect_left(positions, after)
+            if index < len(positions):
+                position = after = positions.pop(index)
+            else:  # out of order: take any, and keep the place
+                position = positions.pop(0)
+            match.pairs.append((slot, model.leaves[position]))
+    return match
+
+
+def _facts(slot: Slot) -> AdamFacts:
+    settings = slot.settings
+    betas = settings.get("betas")
+    beta1, beta2 = betas if isinstance(betas, tuple | list) and len(betas) == 2 else (settings.get("momentum"), None)
+    step = _number(slot.values.get("step", settings.get("step")))
+    return AdamFacts(
+        moment1=_moment(slot, "exp_avg", "momentum_buffer"),
+        moment2=_moment(slot, "exp_avg_sq"),
+        step=None if step is None else int(step),
+        lr=_number(settings.get("lr")),
+        beta1=_number(beta1),
+        beta2=_number(beta2),
+        eps=_number(settings.get("eps")),
+        weight_decay=_number(settings.get("weight_decay")),
+        decoupled=bool(settings.get("decoupled_weight_decay", True)),
+    )
+
+
+def _moment(slot: Slot, *keys: str) -> str | None:
+    for key in keys:
+        if key in slot.leaves and slot.leaves[key].name:
+            return slot.leaves[key].name
+    return None
+
+
+def _number(value: Any) -> float | None:
+    """A finite Python number out of a number or a tensor of one element, else None."""
+    if isinstance(value, torch.Tensor):
+        value = value.item() if value.numel() == 1 and not value.is_complex() else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < float("inf") else None
