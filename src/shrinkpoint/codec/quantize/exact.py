@@ -1,0 +1,38 @@
+"""The lossless quantizer: a tensor's codes are its bit patterns."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shrinkpoint.errors import CorruptError
+from shrinkpoint.record import TensorInfo
+from shrinkpoint.state import torch_dtype
+
+
+def bits_of(x: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """The values of `x` in row-major order as bytes; shares memory when `x` is contiguous and on the CPU."""
+    flat = x.detach().resolve_conj().resolve_neg().to("cpu").contiguous().reshape(-1)
+    if flat.numel() == 0:
+        return np.empty(0, np.uint8)
+    return flat.view(torch.uint8).numpy()
+
+
+def from_bits(bits: np.ndarray[tuple[int], np.dtype[np.uint8]], info: TensorInfo) -> Tensor:
+    """The tensor whose `bits_of` is `bits`; shares memory with them.
+
+    Raises:
+        CorruptError: the number of bytes is not that of `info`.
+    """
+    if bits.nbytes != info.nbytes:
+        raise CorruptError(
+            f"tensor {info.name!r}",
+            found=f"{bits.nbytes} bytes",
+            expected=f"{info.nbytes} for shape {list(info.shape)} of {info.dtype}",
+            do="restore an older checkpoint",
+        )
+    dtype = torch_dtype(info.dtype)
+    if info.numel == 0:
+        return torch.empty(info.shape, dtype=dtype)
+    return torch.from_numpy(bits).view(dtype).reshape(info.shape)

@@ -1,0 +1,125 @@
+"""What was *done* to the tensors of one record: stored, and all a reader needs besides the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from shrinkpoint.codec.run import Run
+from shrinkpoint.record import JSON
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The bytes as they are."""
+
+
+@dataclass(frozen=True)
+class Same:
+    """Equal to the parent's tensors of the same names."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Equal to earlier tensors of this file, after a cast to this dtype where theirs is another."""
+
+    of: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Coded:
+    """Entropy-coded numbers.
+
+    Attributes:
+        runs: one for each tap; the last serves all taps that follow.
+        taps: values at each position of the trailing axes that are coded after each other (1: as they stand).
+        base: the parent's tensors of the same names are known.
+        moments: the ordinals, among the tensors of this file, of each member's (first, second) moment; () for none.
+            A lone first moment, context of a second one, has the form (first, first).
+    """
+
+    runs: tuple[Run, ...]
+    taps: int = 1
+    base: bool = False
+    moments: tuple[tuple[int, int], ...] = field(default=())
+
+
+Recipe: TypeAlias = Plain | Same | Copy | Coded
+
+
+def to_json(recipe: Recipe) -> JSON:
+    match recipe:
+        case Plain():
+            return {"kind": "plain"}
+        case Same():
+            return {"kind": "same"}
+        case Copy(of):
+            return {"kind": "copy", "of": _ranges(of)}
+        case Coded(runs, taps, base, moments):
+            out: dict[str, JSON] = {"kind": "coded", "runs": [run.to_json() for run in runs]}
+            if taps != 1:
+                out["taps"] = taps
+            if base:
+                out["base"] = True
+            if moments:
+                out["moments"] = [_ranges([pair[i] for pair in moments]) for i in range(2)]
+            return out
+
+
+def from_json(data: JSON) -> Recipe:
+    """Raises `ValueError` for what no encoder writes."""
+    if not isinstance(data, dict):
+        raise ValueError("a recipe is not an object")
+    rest = {key: value for key, value in data.items() if key != "kind"}
+    match data.get("kind"), rest:
+        case "plain", {**extra} if not extra:
+            return Plain()
+        case "same", {**extra} if not extra:
+            return Same()
+        case "copy", {"of": list(of), **extra} if not extra:
+            return Copy(_ordinals(of))
+        case "coded", {"runs": list(runs), **extra} if extra.keys() <= {"taps", "base", "moments"}:
+            return _coded(runs, **extra)
+    raise ValueError(f"unknown recipe {str(data)[:80]}")
+
+
+def _coded(runs: list[JSON], taps: JSON = 1, base: JSON = False, moments: JSON = ()) -> Coded:
+    if type(taps) is not int or not 1 <= taps <= MAX_TAPS or type(base) is not bool or not 1 <= len(runs) <= taps:
+        raise ValueError("a coded recipe has taps, base or runs out of range")
+    sides = [_ordinals(side) for side in moments] or [(), ()]
+    if len(sides) != 2 or len(sides[0]) != len(sides[1]):
+        raise ValueError("a coded recipe has moments that are no pairs")
+    return Coded(tuple(Run.from_json(run) for run in runs), taps, base, tuple(zip(*sides, strict=True)))
+
+
+def _ranges(ordinals: Sequence[int]) -> JSON:
+    """[first, step, count] of every arithmetic run: the moments of consecutive parameters are consecutive."""
+    out: list[list[int]] = []
+    for ordinal in ordinals:
+        if out and (out[-1][2] == 1 or ordinal == out[-1][0] + out[-1][1] * out[-1][2]):
+            out[-1][1] = ordinal - out[-1][0] if out[-1][2] == 1 else out[-1][1]
+            out[-1][2] += 1
+        else:
+            out.append([ordinal, 0, 1])
+    return out
+
+
+def _ordinals(data: JSON) -> tuple[int, ...]:
+    if not isinstance(data, list) or len(data) > MAX_MEMBERS:
+        raise ValueError("a recipe has ordinals that are no list of ranges")
+    out: list[int] = []
+    for item in data:
+        if not isinstance(item, list) or len(item) != 3 or not all(type(n) is int for n in item):
+            raise ValueError("a recipe has a range that is not three whole numbers")
+        first, step, count = item
+        if not 0 < count <= MAX_MEMBERS - len(out) or first < 0 or first + step * (count - 1) < 0:
+            raise ValueError("a recipe has a range that is out of range")
+        out.extend(first + step * i for i in range(count))
+    return tuple(out)
+
+
+MAX_MEMBERS = 1 << 20
+"""Tensors in one record."""
+MAX_TAPS = 64
+"""Above this, the trailing axes are no kernel but a matrix of their own."""

@@ -1,0 +1,165 @@
+"""What was done to one array of numbers: the native core's model, as plain data."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields, replace
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shrinkpoint import _native
+from shrinkpoint._native import Companion, Predictor, Tokens
+from shrinkpoint.codec.number import Number
+from shrinkpoint.record import JSON
+
+Bytes: TypeAlias = NDArray[np.uint8]
+Shapes: TypeAlias = list[tuple[int, int]]
+
+CHUNK = 1 << 18
+"""Numbers that are coded together, independently of all others (docs/format.md, "Chunks")."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the decoder holds besides the numbers: arrays of the same length, or None.
+
+    Attributes:
+        base: the parent's numbers, or whatever else the numbers are close to; as wide as they are.
+        moment1: first moments of the same parameters, float32.
+        moment2: second moments, float32.
+        moment1_base: the parent's first moments, float32.
+        hint: five bits of context for each number.
+        shapes: (rows, columns) of the matrices the numbers are made of.
+    """
+
+    base: Bytes | None = None
+    moment1: Bytes | None = None
+    moment2: Bytes | None = None
+    moment1_base: Bytes | None = None
+    hint: Bytes | None = None
+    shapes: Shapes | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """How one array was coded; docs/format.md, "Coded", says what every field means to a decoder.
+
+    Attributes:
+        tokens: "level", "delta" or "planes".
+        predictor: "none", "base", "tap", "adam" or "square" (delta only).
+        companion: "none", "base" or "moment1" (level only).
+        moments: delta contexts come from the moments.
+        factors: row and column factors predict the level.
+        fine: mantissa bits in a level.
+        shift: low bits that are zero in every number.
+        sign: some number has its sign bit set (level only).
+        bias: the level of symbol 128 where no factors predict one.
+        top: the largest exponent that delta contexts tell apart.
+        parameters: of the predictors "adam" and "square".
+        chunk: numbers in a chunk.
+    """
+
+    tokens: str
+    predictor: str = "none"
+    companion: str = "none"
+    moments: bool = False
+    factors: bool = False
+    fine: int = 0
+    shift: int = 0
+    sign: bool = True
+    bias: int = 0
+    top: int = 0
+    parameters: tuple[float, ...] = ()
+    chunk: int = CHUNK
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether a decoder needs the parent's numbers."""
+        return self.predictor in ("base", "adam", "square") or self.companion == "base"
+
+    def to_json(self) -> JSON:
+        """Only what differs from the defaults: a header is paid for on every checkpoint."""
+        out: dict[str, JSON] = {"tokens": self.tokens}
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                out[field.name] = list(value) if isinstance(value, tuple) else value
+        return out
+
+    @classmethod
+    def from_json(cls, data: JSON) -> Run:
+        """Raises `ValueError` for what no encoder writes; the native core checks the combination."""
+        if not isinstance(data, dict):
+            raise ValueError("a run is not an object")
+        kinds = {field.name: type(field.default) for field in fields(cls)[1:]} | {"tokens": str}
+        for name, value in data.items():
+            kind = list if name == "parameters" else kinds.get(name)
+            if kind is None or type(value) is not kind:
+                raise ValueError(f"a run has {name}={value!r}")
+        run = cls(**{**data, "parameters": tuple(data.get("parameters", ()))})
+        small = all(0 <= n < 1 << 12 for n in (run.fine, run.shift, run.top)) and abs(run.bias) < 1 << 20
+        if not small or not 0 < run.chunk <= CHUNK or not all(type(p) is float for p in run.parameters):
+            raise ValueError("a run has a number out of range")
+        if len(run.parameters) not in (0, 4) or "tokens" not in data:
+            raise ValueError("a run lacks its parameters or tokens")
+        return run
+
+    def encode(self, number: Number, values: Bytes, known: Known, threads: int) -> tuple[Bytes, Bytes]:
+        """(side, codes) of `values`."""
+        model = self._model(number)
+        factors = _native.fit_factors(model, values, known.shapes or []) if self.factors else None
+        return _native.encode(model, values, **self._arrays(known), factors=factors, chunk=self.chunk, threads=threads)
+
+    def measure(self, number: Number, values: Bytes, known: Known, stride: int, threads: int) -> float:
+        """Estimated bytes of `encode`, from every `stride`-th tile."""
+        model = self._model(number)
+        factors = _native.fit_factors(model, values, known.shapes or []) if self.factors else None
+        bits = _native.measure(model, values, **self._arrays(known), factors=factors, stride=stride, threads=threads)
+        return bits / 8
+
+    def decode(self, number: Number, side: Bytes, codes: Bytes, out: Bytes, known: Known, threads: int) -> None:
+        """Fill `out`; raises the native core's `Corrupt` and `Truncated`."""
+        _native.decode(
+            self._model(number), side, codes, out, **self._arrays(known),
+            shapes=known.shapes if self.factors else None, chunk=self.chunk, threads=threads,
+        )  # fmt: skip
+
+    def with_chunk(self, chunk: int) -> Run:
+        return replace(self, chunk=chunk)
+
+    def _model(self, number: Number) -> _native.Model:
+        model = _native.Model()
+        try:
+            model.tokens = Tokens[self.tokens.upper()]
+            model.predictor = Predictor["BASE" if self.predictor == "tap" else self.predictor.upper()]
+            model.companion = Companion[self.companion.upper()]
+        except KeyError as unknown:
+            raise ValueError(f"a run names {unknown}, which this release does not know") from None
+        model.width, model.mantissa = number.width, number.mantissa
+        model.fine, model.shift, model.has_sign = self.fine, self.shift, self.sign
+        model.bias, model.top = self.bias, self.top
+        if self.parameters:
+            model.parameters = list(self.parameters)
+        return model
+
+    def _arrays(self, known: Known) -> dict[str, Bytes | None]:
+        predicted = self.predictor in ("adam", "square")
+        with_moments = self.moments or predicted or self.companion == "moment1"
+        return {
+            "base": known.base if self.predictor != "none" or self.companion == "base" else None,
+            "moment1": known.moment1 if with_moments else None,
+            "moment2": known.moment2 if with_moments else None,
+            "moment1_base": known.moment1_base if self.predictor == "square" else None,
+            "hint": known.hint,
+        }
+
+
+def default_threads(threads: int | None) -> int:
+    """`threads`, or one for every core this process may use."""
+    if threads is not None:
+        return max(1, threads)
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

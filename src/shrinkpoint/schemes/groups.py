@@ -1,0 +1,141 @@
+"""Which tensors of a state share a record, and in what order the records stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shrinkpoint.codec import NUMBERS, Reference
+from shrinkpoint.codec.arrange import numbers, taps_of
+from shrinkpoint.codec.quantize import bits_of
+from shrinkpoint.codec.recipe import MAX_TAPS
+from shrinkpoint.record import Role, TensorInfo
+from shrinkpoint.schemes.links import Links
+from shrinkpoint.state import FlatState
+
+SMALL = 1 << 16
+"""Numbers below which a tensor shares a record: on its own it would not pay for its tables."""
+BUNDLE = 1 << 20
+"""Numbers after which a shared record is full: one small tensor must not cost the decoding of a large model."""
+
+_ORDER = [Role.MOMENT1, Role.MOMENT2, Role.MASTER]  # contexts before what is coded under them
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors to be coded together.
+
+    Attributes:
+        infos: of one dtype and role.
+        taps: positions of the trailing axes that are coded after each other.
+        based: the parent holds them all.
+        moments: (first, second) moment of each; () where a member has none.
+    """
+
+    infos: tuple[TensorInfo, ...]
+    taps: int
+    based: bool
+    moments: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A state's tensors by what is done with them.
+
+    Attributes:
+        same: equal to the parent's.
+        groups: to be coded, contexts first.
+        copies: equal, after a cast at most, to the tensor that is named.
+    """
+
+    same: list[TensorInfo]
+    groups: list[Group]
+    copies: list[tuple[TensorInfo, str]]
+
+
+def partition(flat: FlatState, reference: Reference | None) -> Partition:
+    """Sort a state's tensors into references, copies and groups to be coded."""
+    same: list[TensorInfo] = []
+    rest: list[TensorInfo] = []
+    for info in flat.infos.values():
+        (same if reference is not None and _unchanged(info, flat, reference) else rest).append(info)
+    copies = _copies(rest, flat)
+    copied = {info.name for info, _ in copies}
+    rest = [info for info in rest if info.name not in copied]
+    return Partition(same, _groups(rest, Links(flat, copied), reference, flat), copies)
+
+
+def _unchanged(info: TensorInfo, flat: FlatState, reference: Reference) -> bool:
+    x = flat.tensors[info.name]
+    old = reference.matching(info.name, info.shape, x.dtype)
+    return old is not None and _equal(x, old)
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    """Bit by bit, so that NaN equals itself and -0 does not equal 0; a differing start decides at once."""
+    a, b = bits_of(x), bits_of(y)
+    head = slice(0, 4096)
+    return bool((a[head] == b[head]).all()) and torch.equal(torch.from_numpy(a), torch.from_numpy(b))
+
+
+def _copies(infos: Iterable[TensorInfo], flat: FlatState) -> list[tuple[TensorInfo, str]]:
+    """Tensors that repeat an earlier one, and narrow floats that are a cast of a 32-bit one of the same shape."""
+    seen: dict[tuple[object, ...], list[str]] = {}
+    wide: dict[tuple[int, ...], list[str]] = {}
+    out = []
+    ordered = sorted(infos, key=lambda info: info.dtype != "F32")  # what is cast from comes first
+    for info in ordered:
+        x = flat.tensors[info.name]
+        if info.nbytes == 0:
+            continue
+        key = (info.dtype, info.shape, bytes(bits_of(x)[:64]))
+        source = _first(seen.get(key, []), lambda name, x=x: _equal(flat.tensors[name], x))  # type: ignore[misc]
+        if source is None and info.dtype in ("BF16", "F16"):
+            source = _first(wide.get(info.shape, []), lambda name, x=x: _is_cast(x, flat.tensors[name]))  # type: ignore[misc]
+        if source is not None:
+            out.append((info, source))
+            continue
+        seen.setdefault(key, []).append(info.name)
+        if info.dtype == "F32":
+            wide.setdefault(info.shape, []).append(info.name)
+    return out
+
+
+def _is_cast(x: Tensor, source: Tensor) -> bool:
+    flat, wide = x.reshape(-1), source.reshape(-1)
+    head = slice(0, 1024)
+    return _equal(flat[head], wide[head].to(x.dtype)) and _equal(x, source.to(x.dtype))
+
+
+def _first(names: list[str], holds: Callable[[str], bool]) -> str | None:
+    return next((name for name in names if holds(name)), None)
+
+
+def _groups(infos: list[TensorInfo], links: Links, reference: Reference | None, flat: FlatState) -> list[Group]:
+    bundles: dict[tuple[object, ...], list[TensorInfo]] = {}
+    for info in sorted(infos, key=lambda info: _ORDER.index(info.role) if info.role in _ORDER else len(_ORDER)):
+        based = reference is not None and reference.matching(info.name, info.shape, flat.tensors[info.name].dtype)
+        key: tuple[object, ...] = (
+            info.dtype,
+            info.role,
+            _taps(info),
+            based is not None and based is not False,
+            bool(links.moments(info)),
+        )
+        if numbers(info) >= SMALL:
+            key = (*key, info.name)
+        elif sum(map(numbers, bundles.get(key, ()))) + numbers(info) > BUNDLE:
+            bundles[(*key, len(bundles))] = bundles.pop(key)
+        bundles.setdefault(key, []).append(info)
+    return [
+        Group(tuple(members), _taps(members[0]), bool(key[3]), tuple(filter(None, map(links.moments, members))))
+        for key, members in bundles.items()
+    ]
+
+
+def _taps(info: TensorInfo) -> int:
+    taps = taps_of(info)
+    return taps if 1 < taps <= MAX_TAPS and NUMBERS[info.dtype].is_float and not info.dtype.startswith("C") else 1
