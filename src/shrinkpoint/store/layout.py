@@ -1,0 +1,79 @@
+"""The names of everything in a store, and nothing else.
+
+::
+
+    step-000001000/rank-00000.safetensors      the payload (rank-00000.2.safetensors after the step was saved again)
+    step-000001000/bases/<digest>.safetensors  a hard link to each file of the chain below
+    step-000001000/manifest.json               written last: the checkpoint exists when this does
+    step-000001000/forgotten                   hides the checkpoint whose manifest has the id that stands inside
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Collection
+from typing import SupportsIndex
+
+from shrinkpoint.errors import PolicyError
+
+MAX_STEP = 10**15
+PAYLOAD = re.compile(r"rank-[0-9]{5}(\.[1-9][0-9]{0,8})?\.safetensors")
+BASE = re.compile(r"bases/[0-9a-f]{32}\.safetensors")
+_STEP = re.compile(r"step-([0-9]{9,15})")
+
+
+def directory(step: int) -> str:
+    """The directory of a checkpoint; the names sort as the steps do up to step 999 999 999."""
+    return f"step-{step:09d}"
+
+
+def manifest_key(step: int) -> str:
+    return f"{directory(step)}/manifest.json"
+
+
+def forgotten_key(step: int) -> str:
+    return f"{directory(step)}/forgotten"
+
+
+def base_name(digest: str) -> str:
+    """The name, inside a step's directory, of the link to the file with this header digest."""
+    return f"bases/{digest}.safetensors"
+
+
+def payload_name(taken: Collection[str], rank: int = 0) -> str:
+    """A name for a payload that is not among `taken`: a committed file is never written into."""
+    name, again = f"rank-{rank:05d}.safetensors", 2
+    while name in taken:
+        name, again = f"rank-{rank:05d}.{again}.safetensors", again + 1
+    return name
+
+
+def step_of(key: str) -> int | None:
+    """The step whose directory holds `key`; None for a key that no store wrote, which is left alone."""
+    head, _, name = key.partition("/")
+    match = _STEP.fullmatch(head)
+    if not match or directory(int(match[1])) != head:
+        return None
+    ours = name in ("manifest.json", "forgotten") or PAYLOAD.fullmatch(name) or BASE.fullmatch(name)
+    return int(match[1]) if ours else None
+
+
+def checked_step(step: SupportsIndex) -> int:
+    """`step` as an int.
+
+    Raises:
+        PolicyError: it is not a whole number from 0 to `MAX_STEP` - 1.
+    """
+    try:
+        value = operator.index(step)
+    except TypeError:
+        value = -1
+    if isinstance(step, bool) or not 0 <= value < MAX_STEP:
+        raise PolicyError(
+            "step",
+            found=repr(step),
+            expected=f"a whole number from 0 to {MAX_STEP - 1}",
+            do="number saves by training step",
+        )
+    return value

@@ -1,0 +1,134 @@
+"""What stands in a store, found by listing it: there is no index that could be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from shrinkpoint.errors import CorruptError, FormatError, NotFoundError, ShrinkpointError, VersionError
+from shrinkpoint.storage import Storage
+from shrinkpoint.store import layout
+from shrinkpoint.store.manifest import MAX_BYTES, Base, Manifest
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A store at one moment.
+
+    Attributes:
+        manifests: every checkpoint whose manifest is readable, by step, rising; the forgotten too.
+        forgotten: the steps that are hidden.
+        broken: why a manifest that exists cannot be read, by step.
+        keys: every key in every step's directory.
+    """
+
+    manifests: dict[int, Manifest]
+    forgotten: frozenset[int]
+    broken: dict[int, ShrinkpointError]
+    keys: frozenset[str]
+
+    @property
+    def shown(self) -> dict[int, Manifest]:
+        """The checkpoints that are not forgotten."""
+        return {step: one for step, one in self.manifests.items() if step not in self.forgotten}
+
+    def insist(self) -> None:
+        """Refuse to go on where nobody can say what stands on what.
+
+        Raises:
+            StorageError: a manifest cannot be read now.
+            VersionError: a newer release wrote one.
+        """
+        for step, error in self.broken.items():
+            if step not in self.forgotten and (isinstance(error, VersionError) or not isinstance(error, FormatError)):
+                raise error
+
+    def names(self, step: int) -> frozenset[str]:
+        """The names in the directory of `step`, relative to it."""
+        head = layout.directory(step) + "/"
+        return frozenset(key[len(head) :] for key in self.keys if key.startswith(head))
+
+    def needed(self, steps: Collection[int]) -> frozenset[str]:
+        """The keys of the checkpoints in `steps`, and of what they stand on where they have no link of their own."""
+        return frozenset(key for step in steps for key in self._keys(self.manifests[step]))
+
+    def _keys(self, manifest: Manifest) -> Iterator[str]:
+        yield layout.manifest_key(manifest.step)
+        yield layout.forgotten_key(manifest.step)
+        yield from (manifest.key(one.name) for one in manifest.files)
+        for base in manifest.bases:
+            own, *siblings = places(manifest, base)
+            yield own if own in self.keys else (siblings or [own])[0]
+
+    def litter(self) -> list[str]:
+        """Keys that no checkpoint needs: what interrupted saves left, and payloads that were replaced.
+
+        A directory with a broken manifest is left as it is. Where links are impossible, or a newer release has
+        written, a broken manifest might be all that tells which old payloads are still needed: then nothing is litter.
+        """
+        newer = any(isinstance(error, VersionError) for error in self.broken.values())
+        if newer or (self.broken and not any("/bases/" in key for key in self.keys)):
+            return []
+        needed = self.needed(self.manifests)
+        return sorted(key for key in self.keys - needed if layout.step_of(key) not in self.broken)
+
+
+def places(manifest: Manifest, base: Base) -> tuple[str, ...]:
+    """The keys under which a file of a checkpoint's chain may be, in the order in which to try them."""
+    own = (manifest.key(base.name),) if base.name else ()
+    return own if base.step == manifest.step else (*own, base.sibling_key)
+
+
+def scan(storage: Storage) -> Listing:
+    """List a store and read its manifests; no payload is opened.
+
+    Raises:
+        StorageError: the store cannot be listed. (A manifest that cannot be read is in `broken` instead.)
+    """
+    keys = frozenset(key for key in storage.list("") if layout.step_of(key) is not None)
+    manifests: dict[int, Manifest] = {}
+    broken: dict[int, ShrinkpointError] = {}
+    forgotten: set[int] = set()
+    for step in sorted({step for key in keys if (step := layout.step_of(key)) is not None}):
+        if layout.manifest_key(step) not in keys:
+            continue
+        try:
+            manifests[step] = read_manifest(storage, step)
+            marked = layout.forgotten_key(step) in keys and _marks(storage, manifests[step])
+        except NotFoundError:  # deleted since the list was made
+            continue
+        except ShrinkpointError as error:
+            manifests.pop(step, None)
+            broken[step], marked = error, layout.forgotten_key(step) in keys
+        if marked:
+            forgotten.add(step)
+    return Listing(manifests, frozenset(forgotten), broken, keys)
+
+
+def read_manifest(storage: Storage, step: int) -> Manifest:
+    """The manifest of one step.
+
+    Raises:
+        NotFoundError: there is none.
+        FormatError: it is not to be trusted, or stands in another step's directory.
+        StorageError: it cannot be read.
+    """
+    key = layout.manifest_key(step)
+    where = storage.describe(key)
+    with storage.open(key) as source:
+        if source.size > MAX_BYTES:
+            found, expected = f"{source.size} bytes", f"at most {MAX_BYTES}"
+            raise CorruptError(where, found=found, expected=expected, do="restore another checkpoint")
+        manifest = Manifest.from_json(bytes(source.read(0, source.size)), where)
+    if manifest.step != step:
+        found, expected = f"the manifest of step {manifest.step}", f"that of step {step}"
+        raise CorruptError(where, found=found, expected=expected, do="give a copied directory its own step's name back")
+    return manifest
+
+
+def _marks(storage: Storage, manifest: Manifest) -> bool:
+    """Whether the marker hides this very checkpoint, and not one that had its step before."""
+    try:
+        return storage.get(layout.forgotten_key(manifest.step)) == manifest.id.encode()
+    except NotFoundError:
+        return False

@@ -1,0 +1,160 @@
+"""A checkpoint in the making: payload first, durably; manifest last, atomically."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import Literal
+
+from shrinkpoint.codec import Reference
+from shrinkpoint.errors import PolicyError, ShrinkpointError
+from shrinkpoint.record import JSON
+from shrinkpoint.schemes import Scheme
+from shrinkpoint.state import FlatState
+from shrinkpoint.storage import Storage
+from shrinkpoint.store import chain, layout, manifest
+from shrinkpoint.store.file import SaveReport, write_file
+from shrinkpoint.store.listing import Listing
+from shrinkpoint.store.manifest import Base, FileRef, Manifest
+
+
+class Pending:
+    """One checkpoint between `begin` and `commit`; without a `commit` it never was.
+
+    Expects: `add` once, then `commit`; or `abort` at any time before. As a context manager it aborts what was not
+    committed when the block ends. Only the holder of the store's lock may make one.
+
+    Args:
+        parent: the checkpoint to write a delta against, and its decoded tensors in `reference`; None: a keyframe.
+    """
+
+    def __init__(
+        self, storage: Storage, listing: Listing, step: int, parent: Manifest | None, reference: Reference | None
+    ) -> None:
+        self.step, self.parent = step, parent
+        self.replaces = bool(listing.names(step))
+        self._storage, self._listing, self._reference = storage, listing, reference
+        self._made: list[str] = []
+        self._report: SaveReport | None = None
+        self._name = ""
+        self._bases: tuple[Base, ...] = ()
+        self._state: Literal["open", "committing", "closed"] = "open"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may still be committed."""
+        return self._state == "open"
+
+    def __enter__(self) -> Pending:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def add(self, flat: FlatState, *, scheme: Scheme, threads: int | None = None) -> SaveReport:
+        """Write the payload.
+
+        Raises:
+            PolicyError: it was written already.
+            StorageError: writing failed.
+        """
+        if self._state != "open" or self._report is not None:
+            raise self._misuse("a second payload" if self._report else "closed")
+        if self.parent is not None:
+            self._bases = self._linked(self.parent)
+        self._name = layout.payload_name(self._listing.names(self.step))
+        key = self._key(self._name)
+        self._made.append(key)
+        self._report = write_file(
+            self._storage, key, flat, scheme=scheme, reference=self._reference, parent=self._found_at(), threads=threads
+        )
+        return self._report
+
+    def commit(
+        self,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        lossy_restores: int = 0,
+        note: str = "",
+        like: Manifest | None = None,
+    ) -> Manifest:
+        """Make the checkpoint exist.
+
+        Args:
+            like: the checkpoint that this one is, written again: keep all of it but its files.
+
+        Raises:
+            PolicyError: there is no payload yet.
+            StorageError: writing failed; the checkpoint may exist or not, and is whole if it does.
+        """
+        if self._state != "open" or self._report is None:
+            raise self._misuse("no payload" if self._state == "open" else "closed")
+        report = self._report
+        made = Manifest(
+            id=secrets.token_hex(8),
+            step=self.step,
+            created=manifest.now(),
+            scheme=report.scheme,
+            files=(FileRef(self._name, report.stored_bytes, report.digest),),
+            bases=self._bases,
+            metrics=dict(metrics or {}),
+            raw_bytes=report.raw_bytes,
+            stored_bytes=report.stored_bytes,
+            lossy_restores=lossy_restores,
+            note=note,
+        )
+        if like is not None:
+            made = replace(
+                made, id=like.id, created=like.created, scheme=like.scheme, metrics=like.metrics,
+                lossy_restores=like.lossy_restores, note=like.note,
+            )  # fmt: skip
+        # Once this call has begun, nobody but a reader can say whether the manifest stands: nothing may be removed.
+        self._state = "committing"
+        self._storage.put(layout.manifest_key(self.step), made.to_json())
+        self._state = "closed"
+        return made
+
+    def abort(self) -> None:
+        """Give up: remove what was written so far. What cannot be removed now, the next save sweeps."""
+        if self._state != "open":
+            return
+        self._state = "closed"
+        for key in reversed(self._made):
+            with suppress(ShrinkpointError):
+                self._storage.delete(key)
+
+    def _linked(self, parent: Manifest) -> tuple[Base, ...]:
+        """The chain below, each file hard-linked into this step's directory so that it needs no other."""
+        return tuple(self._link(parent, base) for base in chain.files(parent))
+
+    def _link(self, parent: Manifest, base: Base) -> Base:
+        name = layout.base_name(base.digest)
+        key = self._key(name)
+        if key in self._listing.keys:
+            return replace(base, name=name)
+        for source in dict.fromkeys((parent.key(base.name), base.sibling_key)):
+            if source in self._listing.keys:
+                self._made.append(key)
+                if self._storage.link(source, key):
+                    return replace(base, name=name)
+                self._made.pop()
+        return replace(base, name="")
+
+    def _found_at(self) -> JSON:
+        """How a reader of the payload alone finds its base: relative to the payload's directory."""
+        if not self._bases:
+            return None
+        base = self._bases[-1]
+        return {"name": base.name or f"../{base.sibling_key}", "digest": base.digest, "step": base.step}
+
+    def _key(self, name: str) -> str:
+        return f"{layout.directory(self.step)}/{name}"
+
+    def _misuse(self, found: str) -> PolicyError:
+        do = "begin another checkpoint"
+        return PolicyError(f"step {self.step}", found=found, expected="add once, then commit once", do=do)

@@ -1,0 +1,107 @@
+"""Deleting what nothing kept stands on: plan, show, execute are three things."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from shrinkpoint.errors import NotFoundError
+from shrinkpoint.storage import LocalStorage, Storage
+from shrinkpoint.store import layout
+from shrinkpoint.store.listing import Listing
+from shrinkpoint.store.retention import Keep, retain
+
+
+@dataclass(frozen=True)
+class PrunePlan:
+    """What a prune deletes, and why.
+
+    Attributes:
+        delete, keep: steps, rising.
+        bytes: what the store shrinks by; a file with a hard link elsewhere frees nothing.
+        reasons: for each step the sentences that say why.
+        keys: what is deleted, in this order: manifests first, so that no crash leaves one without its payload.
+    """
+
+    delete: tuple[int, ...]
+    keep: tuple[int, ...]
+    bytes: int
+    reasons: dict[int, tuple[str, ...]]
+    keys: tuple[str, ...]
+
+
+def plan(storage: Storage, listing: Listing, keep: Keep, now: datetime) -> PrunePlan:
+    """Decide; nothing is deleted.
+
+    Raises:
+        StorageError: a manifest cannot be read now, so nobody knows what it stands on.
+        VersionError: a newer release wrote one.
+    """
+    listing.insist()
+    decision = retain(listing.manifests.values(), keep, now, forgotten=listing.forgotten)
+    broken = {step for step in listing.broken if step in listing.forgotten}
+    reasons = {**decision.reasons, **dict.fromkeys(broken, ("forgotten, and its manifest is broken",))}
+    drop = sorted({*decision.drop, *broken})
+    keys = _keys(listing, decision.keep, drop)
+    return PrunePlan(tuple(drop), decision.keep, weigh(storage, listing, keys), dict(sorted(reasons.items())), keys)
+
+
+def execute(storage: Storage, plan: PrunePlan) -> None:
+    """Delete. A crash on the way leaves whole checkpoints, and litter that the next save sweeps.
+
+    Raises:
+        StorageError: deleting failed.
+    """
+    for key in plan.keys:
+        storage.delete(key)
+
+
+def _keys(listing: Listing, keep: Iterable[int], drop: list[int]) -> tuple[str, ...]:
+    manifests = [layout.manifest_key(step) for step in reversed(drop)]  # a delta goes before what it stands on
+    stay = listing.needed(tuple(keep))
+    left = {step for step in listing.broken if step not in drop}
+    rest = sorted(key for key in listing.keys - stay - set(manifests) if layout.step_of(key) not in left)
+    return (*manifests, *rest)
+
+
+def weigh(storage: Storage, listing: Listing, keys: Iterable[str]) -> int:
+    """The bytes that deleting `keys` frees: of a file with several names, only when every name goes."""
+    gone = set(keys)
+    names: dict[object, int] = {}
+    total: dict[object, tuple[int, int]] = {}
+    digests = dict(_digests(listing))
+    for key in gone:
+        with suppress(NotFoundError, FileNotFoundError):
+            file, links, size = _file(storage, key, digests)
+            links = links or sum(digests.get(other) == file for other in listing.keys)
+            names[file] = names.get(file, 0) + 1
+            total[file] = (links, size)
+    return sum(size for file, (links, size) in total.items() if names[file] >= links)
+
+
+def identity(storage: Storage, key: str) -> object:
+    """Equal for two keys only if they are the same file."""
+    if isinstance(storage, LocalStorage):
+        with suppress(OSError):
+            status = Path(storage.describe(key)).stat()
+            return status.st_dev, status.st_ino
+    return key
+
+
+def _file(storage: Storage, key: str, digests: dict[str, str]) -> tuple[object, int, int]:
+    """(which file, how many names it has or 0 if only the listing knows, bytes)."""
+    if isinstance(storage, LocalStorage):
+        status = Path(storage.describe(key)).stat()
+        return (status.st_dev, status.st_ino), status.st_nlink, status.st_size
+    with storage.open(key) as source:
+        return (digests[key], 0, source.size) if key in digests else (key, 1, source.size)
+
+
+def _digests(listing: Listing) -> Iterable[tuple[str, str]]:
+    """The header digest of every payload and link a manifest names: where links are, equal digests share bytes."""
+    for manifest in listing.manifests.values():
+        yield from ((manifest.key(one.name), one.digest) for one in manifest.files)
+        yield from ((manifest.key(base.name), base.digest) for base in manifest.bases if base.name)

@@ -1,0 +1,202 @@
+"""One file outside of any store: `save`, `load`, `inspect`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shrinkpoint.codec import Reference
+from shrinkpoint.container import Reader
+from shrinkpoint.errors import ChainError, CorruptError, PolicyError
+from shrinkpoint.record import TensorInfo
+from shrinkpoint.schemes import Lossless, Scheme
+from shrinkpoint.state import flatten, unflatten
+from shrinkpoint.storage import LocalStorage
+from shrinkpoint.store.file import Decoded, SaveReport, read_file, write_file
+
+
+@dataclass(frozen=True)
+class FileSummary:
+    """What a file says of itself; nothing has been decoded.
+
+    Attributes:
+        path: of the file.
+        scheme: which scheme wrote it.
+        parent: name of the file it is a delta against; None: it stands alone.
+        raw_bytes: bytes of its tensors.
+        stored_bytes: bytes of the file.
+        tensors: its tensors, in the order in which they are decoded.
+    """
+
+    path: str
+    scheme: str
+    parent: str | None
+    raw_bytes: int
+    stored_bytes: int
+    tensors: tuple[TensorInfo, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Raw bytes for each stored byte."""
+        return self.raw_bytes / self.stored_bytes
+
+
+def save(
+    state: Any,
+    path: str | Path,
+    *,
+    scheme: Scheme | str | None = None,
+    base: str | Path | None = None,
+    threads: int | None = None,
+) -> SaveReport:
+    """Save a state in one file; when this returns, it is durable. A file that was there is replaced, atomically.
+
+    Args:
+        state: any nest of dicts, lists, tuples, tensors and plain values; it is not changed.
+        scheme: None or "lossless".
+        base: a file saved earlier: write a delta against it. It must stay; `load` needs it.
+        threads: native threads; None: every core.
+
+    Raises:
+        StateError: the state holds something that cannot be stored.
+        PolicyError: an unknown scheme; a file that is its own base.
+        FormatError, ChainError, NotFoundError: the base does not load.
+        StorageError: writing failed; what was there is still there.
+    """
+    target = Path(path).absolute()
+    flat = flatten(state)
+    reference = parent = None
+    if base is not None:
+        root = Path(base).absolute()
+        if root == target:
+            raise PolicyError(str(path), found="the file itself as its base", do="save the delta under another name")
+        decoded, digest = decode_file(root, threads=threads)
+        reference = decoded.reference
+        parent = {"name": _beside(root, target), "digest": digest}
+    return write_file(
+        LocalStorage(target.parent), target.name, flat, scheme=_scheme(scheme), reference=reference, parent=parent,
+        threads=threads,
+    )  # fmt: skip
+
+
+def load(
+    path: str | Path,
+    *,
+    base: str | Path | None = None,
+    device: str | torch.device | None = None,
+    tie: bool = True,
+    threads: int | None = None,
+) -> Any:
+    """The state of a file that `save` wrote, or that lies in a store.
+
+    Args:
+        base: where the file's base lies now; None: beside it, under the name it was saved with.
+        device: where its tensors go; None: the CPU.
+        tie: tensors that shared memory share it again.
+        threads: native threads; None: every core.
+
+    Raises:
+        NotFoundError: there is no such file.
+        ChainError: a base is missing, or is another than the delta was made against.
+        FormatError: bytes are at fault.
+        StorageError: reading failed.
+    """
+    decoded, _ = decode_file(Path(path).absolute(), None if base is None else Path(base).absolute(), threads=threads)
+    tensors: dict[str, Tensor] = dict(decoded.reference.tensors)
+    if device is not None:
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    return unflatten(decoded.tree, tensors, tie=tie, where=str(path))
+
+
+def inspect(path: str | Path) -> FileSummary:
+    """What a file holds, from its header alone.
+
+    Raises:
+        NotFoundError: there is no such file.
+        FormatError: its header is damaged.
+    """
+    reader = _header(Path(path).absolute())
+    tensors = tuple(info for head in reader.records for info in head.infos)
+    return FileSummary(
+        str(path), reader.scheme, reader.parent and str(reader.parent["name"]), sum(info.nbytes for info in tensors),
+        reader.size, tensors,
+    )  # fmt: skip
+
+
+def decode_file(path: Path, base: Path | None = None, *, threads: int | None = None) -> tuple[Decoded, str]:
+    """A file's content and its header digest, its chain decoded from the keyframe on; raises as `load` does."""
+    chain = _chain(path, base)
+    reference: Reference | None = None
+    for link, _ in reversed(chain):
+        with LocalStorage(link.parent).open(link.name) as source:
+            decoded = read_file(source, str(link), reference, threads=threads)
+        reference = decoded.reference
+    return decoded, chain[0][1]
+
+
+def _chain(path: Path, base: Path | None) -> list[tuple[Path, str]]:
+    """The files from `path` down to the keyframe with their digests, each checked against what its child recorded."""
+    reader = _header(path)
+    out = [(path, reader.digest)]
+    while reader.parent is not None:
+        name, digest = reader.parent.get("name"), reader.parent.get("digest")
+        if not isinstance(name, str) or not isinstance(digest, str):
+            raise CorruptError(str(path), found="a parent without name or digest", do="restore another checkpoint")
+        if digest in {known for _, known in out}:
+            raise ChainError(str(path), found="a chain that leads back to itself", do="restore another checkpoint")
+        candidates = [base] if base is not None and len(out) == 1 else _candidates(out[-1][0], name)
+        here, reader = _found(candidates, digest, out[-1][0])
+        out.append((here, reader.digest))
+    return out
+
+
+def _candidates(path: Path, name: str) -> list[Path]:
+    """Where the base that `path` names may lie.
+
+    The name is relative to the directory in which the file was written. A link to that file in the `bases` directory
+    of a later step says the same name, so what it means is looked for beside the link and one level up too.
+    """
+    folder = path.parent
+    return [*dict.fromkeys((folder / name, folder / Path(name).name, folder.parent / name))]
+
+
+def _found(candidates: list[Path], digest: str, child: Path) -> tuple[Path, Reader]:
+    """The first candidate with this digest."""
+    error: ChainError | None = None
+    do = "say where the base is with base=, or load through its store"
+    for path in candidates:
+        if not path.is_file():
+            continue
+        reader = _header(path)
+        if reader.digest == digest:
+            return path, reader
+        found, expected = f"a file with digest {reader.digest}", f"{digest}, which {child} needs"
+        error = error or ChainError(str(path), found=found, expected=expected, do=do)
+    expected = f"the base of {child}, with digest {digest}"
+    raise error or ChainError(str(candidates[0]), found="no such file", expected=expected, do=do)
+
+
+def _header(path: Path) -> Reader:
+    with LocalStorage(path.parent).open(path.name) as source:
+        reader = Reader(source, str(path))
+    if reader.parent is not None and not isinstance(reader.parent, dict):
+        found, do = f"a parent {reader.parent!r:.60}", "restore another checkpoint"
+        raise CorruptError(str(path), found=found, expected="an object with a name and a digest", do=do)
+    return reader
+
+
+def _beside(base: Path, target: Path) -> str:
+    """The base's name as the delta records it: relative where they share a directory, so that both can be moved."""
+    return base.name if base.parent == target.parent else str(base)
+
+
+def _scheme(scheme: Scheme | str | None) -> Scheme:
+    if scheme is None or scheme == "lossless":
+        return Lossless()
+    if isinstance(scheme, str):
+        raise PolicyError("scheme", found=repr(scheme), expected="'lossless'", do="name a scheme this release has")
+    return scheme

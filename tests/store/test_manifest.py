@@ -1,0 +1,148 @@
+"""A manifest says what it said, or nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from manifests import manifest, run
+
+from shrinkpoint._native import xxh3_128
+from shrinkpoint.errors import CorruptError, FormatError, TruncatedError, VersionError
+from shrinkpoint.store.manifest import Manifest
+
+NAME = "rank-00000.safetensors"
+DELTA = replace(run(3)[2], metrics={"val_loss": 1.71, "ü": math.nan, "top": math.inf}, note="after the crash")
+
+
+def sealed(document: dict[str, object]) -> bytes:
+    """A document under a digest that is right, so that a test reaches what lies behind the digest."""
+    rest = {name: value for name, value in document.items() if name != "digest"}
+    canonical = json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
+    rest["digest"] = xxh3_128(canonical)
+    return json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
+
+
+def document() -> dict[str, object]:
+    return dict(json.loads(DELTA.to_json()))
+
+
+def same(a: Manifest, b: Manifest) -> bool:
+    return repr(sorted(a.metrics.items())) == repr(sorted(b.metrics.items())) and all(
+        getattr(a, f.name) == getattr(b, f.name) for f in fields(a) if f.name != "metrics"
+    )
+
+
+def test_comes_back_as_it_was() -> None:
+    back = Manifest.from_json(DELTA.to_json(), "here")
+    assert same(back, DELTA)
+    assert back.to_json() == DELTA.to_json()
+    assert back.depth == 2
+    assert back.parent is not None
+    assert back.parent.step == 2
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    metrics=st.dictionaries(st.text(max_size=8), st.floats(), max_size=4),
+    note=st.text(max_size=20),
+    raw=st.integers(0, 2**62),
+)
+def test_anything_a_loop_reports_comes_back(metrics: dict[str, float], note: str, raw: int) -> None:
+    made = replace(DELTA, metrics=metrics, note=note, raw_bytes=raw)
+    assert same(Manifest.from_json(made.to_json(), "here"), made)
+
+
+def test_every_flipped_bit_is_found() -> None:
+    data = DELTA.to_json()
+    for place in range(len(data)):
+        for bit in range(8):
+            damaged = bytearray(data)
+            damaged[place] ^= 1 << bit
+            with pytest.raises(FormatError) as caught:
+                Manifest.from_json(bytes(damaged), "here")
+            assert not isinstance(caught.value, VersionError), "damage must not look like a newer release"
+
+
+def test_every_prefix_is_found() -> None:
+    data = DELTA.to_json()
+    for length in range(len(data)):
+        with pytest.raises((TruncatedError, CorruptError)):
+            Manifest.from_json(data[:length], "here")
+
+
+@pytest.mark.parametrize(
+    "other", [b" ", b"{}", b"[]}", b"null}", b'{"digest":1}', b"{" * 100_000 + b"}", b"\xff}", b"1" * 9000 + b"}"]
+)
+def test_what_is_no_manifest_is_refused(other: bytes) -> None:
+    with pytest.raises(FormatError):
+        Manifest.from_json(other, "here")
+
+
+def test_another_spelling_is_refused() -> None:
+    with pytest.raises(CorruptError, match="spelling"):
+        Manifest.from_json(json.dumps(document()).encode(), "here")
+
+
+def test_a_newer_release_is_named_as_such() -> None:
+    with pytest.raises(VersionError, match="format 2"):
+        Manifest.from_json(sealed({**document(), "format": 2, "new": True}), "here")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": -1},
+        {"step": True},
+        {"step": 1.0},
+        {"step": 10**15},
+        {"step": 2},  # not above its bases
+        {"files": []},
+        {"files": [["../rank-00000.safetensors", 1, "0" * 32]]},
+        {"files": [["rank-00000.safetensors", -1, "0" * 32]]},
+        {"files": [["rank-00000.safetensors", 1, "0" * 31 + "/"]]},
+        {"files": [["rank-00000.safetensors", 1, "0" * 32]] * 2},
+        {"files": [["rank-00000.safetensors", 1]]},
+        {"files": 7},
+        {"bases": [[1, "id", "0" * 32, 1, "/etc/passwd", ""]]},
+        {"bases": [[1, "id", "0" * 32, 1, NAME, "bases/../../x"]]},
+        {"bases": [[2, "i", "0" * 32, 1, NAME, ""], [1, "i", "1" * 32, 1, NAME, ""]]},
+        {"created": "yesterday"},
+        {"created": "2026-01-01T00:00:00.000"},
+        {"metrics": {"val_loss": "low"}},
+        {"metrics": []},
+        {"raw_bytes": None},
+        {"note": None},
+    ],
+)  # fmt: skip
+def test_a_hostile_document_under_a_right_digest_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(CorruptError):
+        Manifest.from_json(sealed({**document(), **change}), "here")
+
+
+def test_a_missing_field_is_refused() -> None:
+    for name in document():
+        if name != "digest":
+            with pytest.raises(FormatError):
+                Manifest.from_json(sealed({key: value for key, value in document().items() if key != name}), "here")
+
+
+def test_importing_the_pure_part_does_not_import_torch() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, shrinkpoint.store.listing, shrinkpoint.store.chain, shrinkpoint.store.retention\n"
+        "from shrinkpoint.store import Keep, scan\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_keyframe_stands_alone() -> None:
+    assert manifest(5).depth == 0
+    assert manifest(5).parent is None

@@ -1,0 +1,57 @@
+"""Places for stores under test, and ways to hurt them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shrinkpoint.storage import LocalStorage, MemoryStorage, Storage
+
+
+class Linkless(MemoryStorage):
+    """A place that cannot link, as object storages cannot."""
+
+    def link(self, source: str, target: str) -> bool:
+        return False
+
+
+PLACES = ("local", "memory", "linkless")
+
+
+def place(kind: str, path: Path) -> Storage:
+    return {"local": lambda: LocalStorage(path), "memory": MemoryStorage, "linkless": Linkless}[kind]()
+
+
+def state(seed: int) -> dict[str, Any]:
+    """A small state; `frozen` is the same for every seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "model": {"w": torch.randn(5, 7, generator=generator), "frozen": torch.arange(12.0)},
+        "optimizer": {"state": {0: {"exp_avg": torch.randn(5, 7, generator=generator)}}, "lr": 1e-3 * seed},
+        "seed": seed,
+    }
+
+
+def flip(storage: Storage, key: str, at: int = -1) -> None:
+    """Turn one bit of a file, in place: under every name it has."""
+    if isinstance(storage, LocalStorage):
+        with (storage.path / key).open("r+b") as file:
+            data = file.read()
+            file.seek(at % len(data))
+            file.write(bytes([data[at % len(data)] ^ 1]))
+    else:
+        data = bytearray(storage.get(key))
+        data[at % len(data)] ^= 1
+        storage.put(key, bytes(data))
+
+
+def remove(storage: Storage, step: int) -> None:
+    """What a foreign hand does to an old checkpoint: its whole directory goes."""
+    for key in storage.list(f"step-{step:09d}/"):
+        storage.delete(key)
+
+
+def payloads(storage: Storage, step: int) -> list[str]:
+    return storage.list(f"step-{step:09d}/rank-")
