@@ -1,0 +1,311 @@
+"""A training loop's face to a store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from shrinkpoint.errors import MismatchError, PolicyError
+from shrinkpoint.schemes import Lossless, Scheme
+from shrinkpoint.state import FlatState, flatten, snapshot
+from shrinkpoint.storage import Storage
+from shrinkpoint.store import Keep, SaveReport, Skipped, Store, layout
+from shrinkpoint.store import Restored as Found
+from shrinkpoint.train import objects
+from shrinkpoint.train.rng import capture, reinstate
+from shrinkpoint.train.worker import Worker
+
+_SCHEMES: dict[str, Callable[[], Scheme]] = {"lossless": Lossless}
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """What a restore did.
+
+    Attributes:
+        seconds: to find, read, decode and load it.
+        raw_bytes: of the state's tensors.
+        depth: deltas that were applied on top of the keyframe.
+        scheme: which scheme wrote it.
+        lossy_restores: how many restores from lossy checkpoints lie behind this state.
+    """
+
+    seconds: float
+    raw_bytes: int
+    depth: int
+    scheme: str
+    lossy_restores: int
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Where a training loop goes on.
+
+    Attributes:
+        step: of the checkpoint.
+        extra: what was passed to `save` as `extra`.
+        metrics: what was passed as `metrics`.
+        skipped: newer checkpoints that do not load, newest first, with the reasons.
+        report: what the restore did.
+    """
+
+    step: int
+    extra: Any
+    metrics: Mapping[str, float]
+    skipped: tuple[Skipped, ...]
+    report: RestoreReport
+
+
+class Manager:
+    """Saves a training loop's state every now and then, and brings the loop back to where it was.
+
+    Memory on the host, beyond the loop's own: one state, the reference of the next delta; with `background`, or a
+    state that is not on the CPU, a second one, the snapshot that is being written.
+
+    Args:
+        where: a directory, which need not exist yet, or a storage.
+        scheme: "lossless", or a scheme of one's own settings.
+        keep: which checkpoints to keep, applied after every save; None keeps all.
+        keyframe_every: each chain has at most this many checkpoints, its keyframe included.
+        background: `save` returns as soon as the state is copied, and writing goes on beside the loop.
+        threads: native threads for coding; None: every core.
+
+    Raises:
+        PolicyError: a scheme nobody knows.
+    """
+
+    def __init__(
+        self,
+        where: str | Path | Storage,
+        *,
+        scheme: str | Scheme = "lossless",
+        keep: Keep | None = None,
+        keyframe_every: int | None = 20,
+        background: bool = False,
+        threads: int | None = None,
+    ) -> None:
+        self.store = Store(where, keyframe_every=keyframe_every, threads=threads)
+        self.stall = 0.0
+        """Seconds for which the last `save` held up the loop."""
+        self._scheme, self._keep, self._background = _scheme(scheme), keep, background
+        self._worker = Worker()
+        self._report: SaveReport | None = None
+        self._entered = False  # the store's lock is ours
+        self._last: FlatState | None = None  # the snapshot that the store holds as its reference
+        self._spare: FlatState | None = None  # the one before it, whose memory is free
+
+    def __repr__(self) -> str:
+        return f"Manager({self.store.storage.describe()!r})"
+
+    def __enter__(self) -> Manager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        extra: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        rng: bool = True,
+        **more: Any,
+    ) -> SaveReport | None:
+        """Save. The state is that of this moment: the caller may step as soon as this returns.
+
+        Args:
+            model, optimizer, scheduler, more: anything with `state_dict`, or dicts and lists of such.
+            extra: any nest of tensors and plain values.
+            metrics: numbers, for `Keep(best=)` and for people.
+            rng: save the random generators too.
+
+        Returns:
+            What the save did; None in the background, where `wait` returns it.
+
+        Raises:
+            StateError: the state holds something that cannot be stored.
+            PolicyError: an object without `state_dict`, a name that is taken, a step or metric that is no number.
+            LockedError: another process saves here.
+            StorageError: writing failed; every checkpoint that was there still loads.
+            whatever the save before raised in the background; then this call has saved nothing.
+        """
+        began = time.perf_counter()
+        try:
+            self._worker.wait()
+            self._enter(step)
+            measured = _numbers(metrics)
+            parts = _given({"model": model, "optimizer": optimizer, "scheduler": scheduler, **more})
+            flat = flatten(_state(parts, extra, rng=rng))
+            if not self._background and all(tensor.device.type == "cpu" for tensor in flat.tensors.values()):
+                return self._write(step, flat, measured, adopt=False)
+            copy = self._copied(flat)
+            if not self._background:
+                return self._write(step, copy, measured, adopt=True)
+            self._worker.start(f"saving step {step}", lambda: self._write(step, copy, measured, adopt=True))
+            return None
+        finally:
+            self.stall = time.perf_counter() - began
+
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        rng: bool = True,
+        strict: bool = True,
+        **more: Any,
+    ) -> Restored | None:
+        """Bring everything back to a checkpoint.
+
+        Args:
+            step: None: the newest that loads, and what was skipped is in the result. A number: that one or an error.
+            model, optimizer, scheduler, more: what was passed to `save`; what is left out stays as it is.
+            rng: set the random generators too, if they were saved.
+            strict: False: a model may lack keys or have others, and objects that were not saved stay as they are.
+
+        Returns:
+            Where to go on; None if the store is empty.
+
+        Raises:
+            MismatchError: the checkpoint does not fit; nothing was changed.
+            NotFoundError: there is no such checkpoint, or none that loads.
+            ChainError, FormatError: the checkpoint of that step does not load.
+            StorageError: the store cannot be read.
+        """
+        began = time.perf_counter()
+        self._worker.settle()
+        wanted = _given({"model": model, "optimizer": optimizer, "scheduler": scheduler, **more})
+        found = self._find(step)
+        if found is None:
+            return None
+        _apply(wanted, found.state, f"step {found.step}", rng=rng, strict=strict)
+        one = found.manifest
+        seconds = time.perf_counter() - began
+        report = RestoreReport(seconds, one.raw_bytes, one.depth, one.scheme, one.lossy_restores)
+        return Restored(found.step, found.state.get("extra"), one.metrics, found.skipped, report)
+
+    def wait(self) -> SaveReport | None:
+        """Wait until the last save is durable.
+
+        Returns:
+            What the last save that succeeded did; None if there is none yet.
+
+        Raises:
+            whatever a save raised in the background, once.
+        """
+        self._worker.wait()
+        return self._report
+
+    def close(self) -> None:
+        """Wait, let other processes save, free the memory. A later `save` opens the store again.
+
+        Raises:
+            whatever a save raised in the background, once.
+        """
+        try:
+            self._worker.wait()
+        finally:
+            self._last, self._spare, self._entered = None, None, False
+            self.store.close()
+
+    def _enter(self, step: int) -> None:
+        """Take the store's lock at the first save, so that a second process is refused here, not in the background."""
+        layout.checked_step(step)
+        if not self._entered:
+            self.store.begin(step).abort()
+            self._entered = True
+
+    def _copied(self, flat: FlatState) -> FlatState:
+        spare, self._spare = self._spare, None
+        return snapshot(flat, reuse=spare)
+
+    @torch.no_grad()
+    def _write(self, step: int, flat: FlatState, metrics: dict[str, float], *, adopt: bool) -> SaveReport:
+        """Save, remember which snapshot the store now holds, apply retention."""
+        last, self._last = self._last, None  # should saving fail, nobody knows which of them is held
+        report = self.store.save(step, flat, scheme=self._scheme, metrics=metrics, adopt=adopt)
+        if adopt:
+            self._last, self._spare = flat, last
+        self._report = report
+        if self._keep is not None:
+            self.store.prune(self._keep, dry_run=False)
+        return report
+
+    def _find(self, step: int | None) -> Found | None:
+        if step is not None:
+            manifest = self.store.manifest(step)
+            return Found(manifest.step, self.store.load(step), manifest)
+        listing = self.store.scan()
+        if not {*listing.manifests, *listing.broken} - listing.forgotten:
+            return None
+        return self.store.restore()
+
+
+def _scheme(scheme: str | Scheme) -> Scheme:
+    if not isinstance(scheme, str):
+        return scheme
+    if scheme not in _SCHEMES:
+        raise PolicyError(
+            "scheme", found=repr(scheme), expected=" or ".join(map(repr, _SCHEMES)), do="name a known one"
+        )
+    return _SCHEMES[scheme]()
+
+
+def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """The metrics as floats, tensors on devices included."""
+    try:
+        return {str(name): float(value) for name, value in (metrics or {}).items()}
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        found, expected = f"{metrics!r:.200}", "a number for each name"
+        raise PolicyError("metrics", found=found, expected=expected, do="pass floats") from error
+
+
+def _given(parts: Mapping[str, Any]) -> dict[str, Any]:
+    for name in ("extra", "metrics"):
+        if name in parts:
+            raise PolicyError(name, found="an argument of restore", do=f"take `{name}` from what restore returns")
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _state(parts: Mapping[str, Any], extra: Any, *, rng: bool) -> dict[str, Any]:
+    state = {name: objects.collect(part, name) for name, part in parts.items()}
+    if extra is not None:
+        state["extra"] = extra
+    if rng:
+        state["rng"] = capture()
+    return state
+
+
+def _apply(parts: Mapping[str, Any], state: Any, where: str, *, rng: bool, strict: bool) -> None:
+    """Check that everything fits, then load it."""
+    if not isinstance(state, dict):
+        raise MismatchError(
+            where, found=f"a {type(state).__name__}", expected="what a Manager saves", do="use Store.load"
+        )
+    missing = [name for name in parts if name not in state]
+    if missing and strict:
+        found = f"no {missing[0]!r} in the checkpoint, only " + ", ".join(map(repr, state))
+        raise MismatchError(
+            where, found=found, expected="all that is to be restored", do="leave it out, or strict=False"
+        )
+    present = {name: part for name, part in parts.items() if name in state}
+    for name, part in present.items():
+        objects.check(part, state[name], f"{where}, {name}", strict=strict)
+    for name, part in present.items():
+        objects.load(part, state[name], f"{where}, {name}", strict=strict)
+    if rng and "rng" in state:
+        reinstate(state["rng"])

@@ -1,0 +1,152 @@
+"""Saving beside the loop: what is saved is the state of the call, and no error is lost or told twice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from faulty import FaultyStorage
+
+from shrinkpoint.errors import StorageError
+from shrinkpoint.storage import LocalStorage, MemoryStorage, Sink
+from shrinkpoint.train import Manager
+
+
+class Gate(MemoryStorage):
+    """A storage that lets nobody write while it is shut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = threading.Event()
+
+    @contextmanager
+    def create(self, key: str) -> Iterator[Sink]:
+        assert self.opened.wait(60)
+        with super().create(key) as sink:
+            yield sink
+
+
+def big(value: float) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((1000,), value), "wide": torch.full((3,), value).expand(4, 3)}
+
+
+def test_what_is_saved_is_the_state_of_the_call() -> None:
+    gate = Gate()
+    manager = Manager(gate, background=True)
+    model = torch.nn.Linear(8, 8)
+    numbers, history = big(1.0), [1]
+    weight = model.weight.detach().clone()
+    manager.save(1, model=model, extra={"numbers": numbers, "history": history})
+    with torch.no_grad():  # the writer has not begun
+        model.weight.zero_()
+        numbers["weight"].zero_()
+        history.append(2)
+    gate.opened.set()
+    manager.wait()
+    at = manager.restore(model=model)
+    assert at is not None
+    assert torch.equal(model.weight, weight)
+    assert at.extra["history"] == [1]
+    assert at.extra["numbers"]["weight"].sum() == 1000
+    manager.close()
+
+
+def test_the_next_save_waits_for_the_one_before() -> None:
+    gate = Gate()
+    manager = Manager(gate, background=True)
+    manager.save(1, extra=big(1.0))
+    second = threading.Thread(target=lambda: manager.save(2, extra=big(2.0)))
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()
+    gate.opened.set()
+    second.join(60)
+    report = manager.wait()
+    assert report is not None and "000000002" in report.path
+    assert manager.store.steps() == [1, 2]
+    manager.close()
+
+
+def test_reused_memory_never_spoils_a_delta() -> None:
+    manager = Manager(MemoryStorage(), background=True, keyframe_every=4)
+    for step in range(10):
+        manager.save(step, extra=big(float(step)))
+    manager.wait()
+    for step in range(10):
+        at = manager.restore(step)
+        assert at is not None and at.extra["weight"].unique().tolist() == [step]
+    manager.save(10, extra=big(10.0))
+    manager.close()
+    assert manager.restore().extra["wide"].tolist() == [[10.0] * 3] * 4
+
+
+@pytest.mark.parametrize("tell", ["save", "wait", "close"])
+def test_an_error_surfaces_once_at_the_next_call(tmp_path: Path, tell: str) -> None:
+    storage = FaultyStorage(LocalStorage(tmp_path), dead=True)
+    manager = Manager(storage, background=True)
+    manager.save(1, extra=big(1.0))
+    manager.wait()
+    storage.fail_at = storage.calls + 1
+    manager.save(2, extra=big(2.0))
+    manager._worker.settle()
+    storage.fail_at = 0
+    with pytest.raises(StorageError):
+        manager.save(3, extra=big(3.0)) if tell == "save" else getattr(manager, tell)()
+    assert manager.store.steps() == [1]
+    manager.save(4, extra=big(4.0))
+    manager.wait()
+    manager.close()
+    assert manager.store.steps() == [1, 4]
+    assert manager.restore().extra["weight"].sum() == 4000
+
+
+def test_every_failure_in_the_background_is_told_and_none_lasts(tmp_path: Path) -> None:
+    storage = FaultyStorage(LocalStorage(tmp_path))
+    with Manager(storage, background=True) as manager:
+        for step in range(0, 40, 2):
+            manager.save(step, extra=big(float(step)))
+            manager.wait()
+            storage.fail_at = storage.calls + 1 + step // 2
+            manager.save(step + 1, extra=big(step + 1.0))
+            try:
+                manager.wait()
+            except StorageError:
+                pass
+            else:
+                assert step + 1 in manager.store.steps()
+            storage.fail_at = 0
+        steps = manager.store.steps()
+    assert set(range(0, 40, 2)) <= set(steps)
+    for step in steps:
+        at = Manager(tmp_path).restore(step)
+        assert at is not None and at.extra["weight"].unique().tolist() == [step]
+
+
+def test_a_store_that_is_gone_is_an_error_and_not_a_crash(tmp_path: Path) -> None:
+    where = tmp_path / "store"
+    manager = Manager(where, background=True)
+    manager.save(1, extra=big(1.0))
+    manager.wait()
+    for path in sorted(where.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    where.rmdir()
+    where.write_text("in the way")
+    manager.save(2, extra=big(2.0))
+    with pytest.raises(StorageError):
+        manager.wait()
+    where.unlink()
+    manager.save(3, extra=big(3.0))
+    manager.close()
+    assert Manager(where).restore().extra["weight"].sum() == 3000
+
+
+def test_leaving_the_block_waits_for_the_save() -> None:
+    gate = Gate()
+    with Manager(gate, background=True) as manager:
+        manager.save(1, extra=1)
+        threading.Timer(0.05, gate.opened.set).start()
+    assert manager.store.steps() == [1]
