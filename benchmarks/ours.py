@@ -1,0 +1,127 @@
+"""shrinkpoint itself on the same checkpoints, through the same codec and container that `save` uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from series import Checkpoint
+from torch import Tensor
+
+from shrinkpoint.codec import Reference, decode
+from shrinkpoint.record import Encoded
+from shrinkpoint.schemes import Lossless
+from shrinkpoint.state import FlatState, flatten
+from shrinkpoint.storage import MemoryStorage
+from shrinkpoint.store.file import read_file, write_file
+
+ROLES = {"W": "parameter", "m": "moment1", "v": "moment2"}
+PARENT = {"name": "parent.safetensors", "digest": "0" * 32}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one checkpoint took.
+
+    Attributes:
+        stored, raw: bytes by role, without the file's header.
+        file: bytes of the whole file, header and everything else in the state included.
+        file_raw: bytes of all tensors of the state.
+        reference: what a reader holds after it; every bit of it was compared with the state.
+    """
+
+    stored: dict[str, float]
+    raw: dict[str, int]
+    file: int
+    file_raw: int
+    reference: Reference = field(repr=False)
+
+
+def save(checkpoint: Checkpoint, reference: Reference | None = None) -> Saved:
+    """Encode, write to memory, read back and compare. A `reference` makes it a delta."""
+    flat = flatten(checkpoint.state)
+    stored: dict[str, float] = {}
+    raw: dict[str, int] = {}
+    for encoded in Lossless().encode(flat, reference):
+        for role, share, size in _shares(encoded):
+            stored[role] = stored.get(role, 0) + share
+            raw[role] = raw.get(role, 0) + size
+    storage = MemoryStorage()
+    report = write_file(
+        storage, "file", flat, scheme=Lossless(), reference=reference, parent=PARENT if reference else None
+    )
+    back = read_file(storage.open("file"), "file", reference)
+    compare(flat.tensors, back.reference.tensors)
+    return Saved(stored, raw, report.stored_bytes, report.raw_bytes, back.reference)
+
+
+def _shares(encoded: Encoded) -> Iterator[tuple[str, float, int]]:
+    """(role, its part of the stored bytes, its raw bytes); a record of several roles is divided by raw size."""
+    total = sum(info.nbytes for info in encoded.infos)
+    stored = sum(len(part) for part in encoded.parts.values())
+    for info in encoded.infos:
+        yield info.role.value, stored * info.nbytes / total if total else 0.0, info.nbytes
+
+
+def compare(expected: Any, found: Any) -> None:
+    """Raises AssertionError at the first tensor that is not the same bit by bit."""
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        same = torch.equal(_bytes(tensor), _bytes(found[name]))
+        assert same and tensor.shape == found[name].shape and tensor.dtype == found[name].dtype, name
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def only(flat: FlatState, *roles: str) -> FlatState:
+    """The same flat state with the tensors of these roles alone."""
+    names = [name for name, info in flat.infos.items() if info.role.value in roles]
+    facts = flat.optim if "moment1" in roles else {}
+    return replace(
+        flat,
+        tensors={name: flat.tensors[name] for name in names},
+        infos={name: flat.infos[name] for name in names},
+        optim=facts,
+    )
+
+
+@dataclass(frozen=True)
+class Job:
+    """One thing to time: encode and decode these tensors with so many threads."""
+
+    flat: FlatState
+    reference: Reference | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self.flat.infos.values())
+
+    def encode(self, threads: int) -> Callable[[], list[Encoded]]:
+        return lambda: list(Lossless().encode(self.flat, self.reference, threads=threads))
+
+    def decode(self, records: list[Encoded], threads: int) -> Callable[[], dict[str, Tensor]]:
+        def run() -> dict[str, Tensor]:
+            decoded: dict[str, Tensor] = {}
+            for record in records:
+                decoded.update(decode(record, decoded, self.reference, threads=threads))
+            return decoded
+
+        return run
+
+
+def jobs(base: Checkpoint, new: Checkpoint) -> dict[str, Job]:
+    """What is timed, by name: streams that stand alone, and whole states."""
+    flat = flatten(new.state)
+    reference = save(base).reference
+    return {
+        "W": Job(only(flat, "parameter")),
+        "v": Job(only(flat, "moment2")),
+        "m + v": Job(only(flat, "moment1", "moment2")),
+        "W delta alone": Job(only(flat, "parameter"), reference),
+        "W + m + v": Job(flat),
+        "W + m + v delta": Job(flat, reference),
+    }

@@ -1,0 +1,220 @@
+"""How long a save holds up the loop, and how much memory it takes, on the demo's model.
+
+    python benchmarks/stall.py
+
+Rounds of: train a few steps, then save the same state with each method in turn (each save waited for before the next
+begins, outside the clock), so that all methods see the same machine in the same minutes. Beside the stall, the rate of
+training while a background save runs. Memory is measured in a process of its own per method: the high-water mark of
+the resident set during a save over its value before, in multiples of the state's bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.optim import AdamW
+
+import shrinkpoint as sp
+from shrinkpoint.demo.batches import Batches
+from shrinkpoint.demo.model import GPT, Shape
+from shrinkpoint.demo.text import stdlib_text
+
+METHODS = ("background", "sync", "torch.save", "torch.save + fsync", "clone")
+RESET_PEAK = Path("/proc/self/clear_refs")
+
+
+class Run:
+    """The demo's training, a step at a time."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        torch.manual_seed(0)
+        self.model = GPT(Shape(layers=layers, width=width))
+        self.optimizer = AdamW(self.model.groups(0.1), lr=1e-3, betas=(0.9, 0.95))
+        self.batches = Batches(stdlib_text(), size=8, context=128, seed=0)
+        self.step = 0
+
+    def advance(self, steps: int) -> None:
+        for _ in range(steps):
+            loss = self.model(*self.batches.draw())
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.step += 1
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state, the tied head once."""
+        moments = [x for state in self.optimizer.state.values() for x in state.values()]
+        return sum(x.nbytes for x in [*self.model.parameters(), *moments])
+
+
+def torch_save(state: dict[str, Any], path: Path, *, sync: bool) -> None:
+    with path.open("wb") as file:
+        torch.save(state, file)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def clone(nest: Any) -> Any:
+    """Every tensor copied to new memory."""
+    if isinstance(nest, dict):
+        return {key: clone(value) for key, value in nest.items()}
+    if isinstance(nest, list):
+        return [clone(value) for value in nest]
+    return nest.detach().clone() if isinstance(nest, torch.Tensor) else nest
+
+
+class Savers:
+    """One method of saving each by name: a call that holds up the loop, and one that waits for what is in flight."""
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        self.run = run
+        self.managers = {name: sp.Manager(folder / name, background=name == "background") for name in METHODS[:2]}
+        plain = folder / "state.pt"
+        self.plain: dict[str, Callable[[], object]] = {
+            "torch.save": lambda: torch_save(run.state, plain, sync=False),
+            "torch.save + fsync": lambda: torch_save(run.state, plain, sync=True),
+            "clone": lambda: clone(run.state),
+        }
+
+    def save(self, method: str) -> None:
+        if method in self.plain:
+            self.plain[method]()
+        else:
+            self.managers[method].save(self.run.step, model=self.run.model, optimizer=self.run.optimizer)
+
+    def wait(self, method: str) -> None:
+        if method in self.managers:
+            self.managers[method].wait()
+
+    def close(self) -> None:
+        for manager in self.managers.values():
+            manager.close()
+
+
+def timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def stalls(run: Run, savers: Savers, rounds: int, steps: int) -> dict[str, Any]:
+    """Seconds of every save by method; the first round (keyframes, cold buffers) is kept apart."""
+    seconds: dict[str, list[float]] = {method: [] for method in METHODS}
+    to_disk: list[float] = []
+    quiet, busy = [], []
+    for _ in range(rounds + 1):
+        quiet.append(timed(lambda: run.advance(steps)) / steps)
+        for method in METHODS[1:]:
+            seconds[method].append(timed(lambda method=method: savers.save(method)))
+            savers.wait(method)
+        began = time.perf_counter()
+        seconds["background"].append(timed(lambda: savers.save("background")))
+        busy.append(timed(lambda: run.advance(1)))
+        savers.wait("background")
+        to_disk.append(time.perf_counter() - began)
+    return {
+        "first": {method: values[0] for method, values in seconds.items()},
+        "median": {method: median(values[1:]) for method, values in seconds.items()},
+        "all": seconds,
+        "background save until committed, a step of training in between": median(to_disk[1:]),
+        "step, nothing in flight": median(quiet[1:]),
+        "first step after a background save": median(busy[1:]),
+    }
+
+
+def resident(field: str) -> int:
+    """Bytes of VmRSS or VmHWM of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise SystemExit(f"this system does not report {field}")
+
+
+def peak(method: str, layers: int, width: int) -> dict[str, float]:
+    """Peak resident bytes beyond those before the first save, for a keyframe and the delta after it."""
+    torch.set_num_threads(2)
+    run = Run(layers, width)
+    run.advance(3)
+    with tempfile.TemporaryDirectory() as folder:
+        savers = Savers(run, Path(folder))
+        savers.save("clone")  # so that the allocator's own appetite is part of the baseline
+        before = resident("VmRSS")
+        result: dict[str, float] = {"state": run.nbytes}
+        for kind in ("keyframe", "delta"):
+            RESET_PEAK.write_text("5")
+            savers.save(method)
+            savers.wait(method)
+            result[kind] = (resident("VmHWM") - before) / run.nbytes
+            run.advance(1)
+        result["kept"] = (resident("VmRSS") - before) / run.nbytes
+        savers.close()
+    return result
+
+
+def peaks(layers: int, width: int) -> dict[str, dict[str, float]]:
+    results = {}
+    for method in METHODS:
+        command = [sys.executable, __file__, "--peak", method, "--layers", str(layers), "--width", str(width)]
+        results[method] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    return results
+
+
+def show(figures: dict[str, Any]) -> None:
+    print(f"state: {figures['bytes'] / 1e6:.1f} MB, {figures['rounds']} saves, torch {torch.__version__}\n")
+    print(f"{'stall of the loop':22}{'first':>10}{'median':>10}{'worst':>10}   seconds")
+    for method in METHODS:
+        values = figures["stalls"]["all"][method]
+        middle = figures["stalls"]["median"][method]
+        print(f"{method:22}{values[0]:10.4f}{middle:10.4f}{max(values[1:]):10.4f}")
+    print()
+    for name, value in figures["stalls"].items():
+        if isinstance(value, float):
+            print(f"{name}: {value:.3f} s")
+    print(f"\n{'peak memory':22}{'keyframe':>10}{'delta':>10}{'kept':>10}   x the state, beyond the state itself")
+    for method, row in figures["peaks"].items():
+        print(f"{method:22}{row['keyframe']:10.2f}{row['delta']:10.2f}{row['kept']:10.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=5, help="of training before each round")
+    parser.add_argument("--layers", type=int, default=Shape.layers)
+    parser.add_argument("--width", type=int, default=Shape.width)
+    parser.add_argument("--out", type=Path, default=Path("results/stall.json"))
+    parser.add_argument("--peak", choices=METHODS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.peak:
+        print(json.dumps(peak(args.peak, args.layers, args.width)))
+        return
+    torch.set_num_threads(2)
+    run = Run(args.layers, args.width)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.out.parent) as folder:
+        savers = Savers(run, Path(folder))
+        measured = stalls(run, savers, args.rounds, args.steps)
+        savers.close()
+    figures = {"bytes": run.nbytes, "rounds": args.rounds, "stalls": measured, "peaks": peaks(args.layers, args.width)}
+    args.out.write_text(json.dumps(figures, indent=1))
+    show(figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""The command line: one command a file, nothing that the library could not do."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run `shrinkpoint`; the console script and `python -m shrinkpoint` both start here."""
+    try:
+        import rich  # noqa: F401
+        import typer  # noqa: F401
+    except ModuleNotFoundError as missing:
+        sys.stderr.write(f'error: the command line needs {missing.name}: pip install "shrinkpoint[cli]"\n')
+        raise SystemExit(2) from None
+    from shrinkpoint.cli.app import app
+
+    app(prog_name="shrinkpoint")

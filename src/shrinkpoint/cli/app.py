@@ -1,0 +1,91 @@
+"""The application: its commands, its options, and how an error leaves it."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from shrinkpoint import __version__
+from shrinkpoint.cli import compact, demo, diff, export, forget, list, prune, show, verify
+from shrinkpoint.cli.console import close_pipe, note
+from shrinkpoint.cli.exits import Code, code_of
+from shrinkpoint.errors import ShrinkpointError
+
+_TRACEBACK = "SHRINKPOINT_TRACEBACK"
+_EPILOG = (
+    "Exit codes: 0 fine, 1 findings or differences, 2 usage, 3 not found, 4 corrupt or broken chain, "
+    "5 locked, 6 storage, 7 other."
+)
+
+
+class Guarded(TyperGroup):
+    """A group whose errors are one line on stderr and an exit code; `--traceback` shows where they come from."""
+
+    def parse_args(self, ctx: Any, args: Any) -> Any:
+        """Take `--traceback` wherever it stands, so that it can be put behind a command that just failed."""
+        if "--traceback" in args:
+            args = [arg for arg in args if arg != "--traceback"]
+            ctx.meta[_TRACEBACK] = True
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            close_pipe()
+            raise typer.Exit(Code.BROKEN_PIPE) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(Code.INTERRUPTED) from None
+        except (ShrinkpointError, OSError) as error:
+            if _TRACEBACK in ctx.meta or os.environ.get(_TRACEBACK, "") not in ("", "0"):
+                traceback.print_exc()
+            note(_line(error), "error", "bold red")
+            raise typer.Exit(code_of(error)) from None
+
+
+def _line(error: ShrinkpointError | OSError) -> str:
+    """What to say of an error; of one of the operating system, what a StorageError would."""
+    if isinstance(error, ShrinkpointError):
+        return str(error)
+    return f"{error.filename or 'storage'}: {error.strerror or error}"
+
+
+app = typer.Typer(
+    cls=Guarded,
+    name="shrinkpoint",
+    help="Look at, check and tend compressed checkpoint chains.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shrinkpoint {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    trace: Annotated[
+        bool,
+        typer.Option(
+            "--traceback", help=f"Show where an error comes from (anywhere on the line; or set {_TRACEBACK}=1)."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+for _module in (list, show, verify, diff, export, forget, prune, compact, demo):
+    app.command(name=_module.__name__.rpartition(".")[2])(_module.command)

@@ -1,0 +1,36 @@
+"""`shrinkpoint demo`: a training run is killed in the middle of a save, and goes on."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shrinkpoint.cli.console import emit
+from shrinkpoint.cli.exits import Code
+from shrinkpoint.cli.target import JsonOption
+
+
+def command(
+    store: Annotated[Path, typer.Option("--store", help="Where to leave the checkpoints.")] = Path("runs/demo"),
+    steps: Annotated[int, typer.Option("--steps", min=20, help="Length of the run.")] = 200,
+    every: Annotated[int, typer.Option("--every", min=1, help="Steps between two checkpoints.")] = 10,
+    json: JsonOption = False,
+) -> None:
+    """Train a small GPT, kill it with SIGKILL in the middle of a save, resume, compare bit for bit.
+
+    Exit code 1 if the resumed run does not end where a run that was never killed ends.
+    """
+    from rich.console import Console
+
+    from shrinkpoint.demo.plan import Plan
+    from shrinkpoint.demo.run import run
+
+    plan = Plan(store=store, steps=steps, every=every)
+    passed = run(plan, Console(stderr=json))
+    if json:
+        emit(jsonlib.loads(plan.record.read_text()))
+    if not passed:
+        raise typer.Exit(Code.FINDINGS)

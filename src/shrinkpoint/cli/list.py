@@ -1,0 +1,83 @@
+"""`shrinkpoint list`: what a store holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from shrinkpoint.cli import words
+from shrinkpoint.cli.console import emit, note, say
+from shrinkpoint.cli.table import Column, show
+from shrinkpoint.cli.target import JsonOption, StoreArgument, open_store
+from shrinkpoint.report import CheckpointSummary, StoreSummary, store_summary
+
+
+def command(
+    store: StoreArgument,
+    every: Annotated[bool, typer.Option("--all", help="Also the forgotten ones.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """List the checkpoints of a store: when, how large, what they stand on, their metrics."""
+    storage, listing = open_store(store)
+    summary = store_summary(
+        storage.describe(),
+        (listing.manifests if every else listing.shown).values(),
+        forgotten=listing.forgotten,
+        broken=((error.where, f"{error.found}") for error in listing.broken.values()),
+    )
+    if json:
+        emit(summary.to_json())
+    else:
+        _print(store, summary, hidden=0 if every else len(listing.forgotten & set(listing.manifests)))
+
+
+def _print(store: str, summary: StoreSummary, hidden: int) -> None:
+    rows = summary.checkpoints
+    if not rows:
+        say(f"{store}: no checkpoint yet")
+    else:
+        totals = f"{words.size(summary.raw_bytes)} of state in {words.size(summary.stored_bytes)}"
+        say(f"{store}: {words.count(len(rows), 'checkpoint')}, {totals} ({_ratio(summary)})")
+        say("")
+        show(_columns(rows), styles=["dim" if row.forgotten else "" for row in rows])
+    if hidden:
+        note(f"{words.count(hidden, 'checkpoint')} forgotten, shown by --all, deleted by `prune`")
+    for where, found in summary.broken:
+        note(f"{where}: {found} (see `shrinkpoint verify {store}`)", "unreadable", "bold red")
+
+
+def _columns(rows: Sequence[CheckpointSummary]) -> list[Column]:
+    return [
+        Column("step", [str(row.step) for row in rows], right=True),
+        Column("age", [words.age(row.created) for row in rows], right=True, rank=2),
+        Column("kind", [kind(row) for row in rows], rank=1),
+        Column("scheme", [row.scheme for row in rows], rank=6),
+        Column("state", [words.size(row.raw_bytes) for row in rows], right=True, rank=3),
+        Column("stored", [words.size(row.stored_bytes) for row in rows], right=True),
+        Column("ratio", [words.ratio(row.raw_bytes, row.stored_bytes) for row in rows], right=True),
+        *metric_columns(rows),
+        Column("lossy restores", [str(row.lossy_restores or "") for row in rows], right=True, rank=5),
+        Column("note", [row.note for row in rows], rank=7, wrap=True),
+    ]
+
+
+def kind(row: CheckpointSummary) -> str:
+    """`keyframe`, or what a delta stands on and how far above the keyframe it is."""
+    text = "keyframe" if row.keyframe else f"delta {row.depth} on {row.chain[-2]}"
+    return f"{text}, forgotten" if row.forgotten else text
+
+
+def metric_columns(rows: Sequence[CheckpointSummary], rank: int = 4) -> list[Column]:
+    """One column a metric, the ones that most checkpoints have first."""
+    names = Counter(name for row in rows for name in row.metrics)
+    return [
+        Column(name, [words.number(row.metrics[name]) if name in row.metrics else "" for row in rows], True, rank + at)
+        for at, (name, _) in enumerate(names.most_common())
+    ]
+
+
+def _ratio(summary: StoreSummary) -> str:
+    return words.ratio(summary.raw_bytes, summary.stored_bytes)

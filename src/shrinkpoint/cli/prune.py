@@ -1,0 +1,119 @@
+"""`shrinkpoint prune`: delete what no rule keeps and nothing kept stands on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from shrinkpoint.cli import words
+from shrinkpoint.cli.console import emit, say
+from shrinkpoint.cli.table import Column, show
+from shrinkpoint.cli.target import JsonOption, StoreArgument, open_store, some
+from shrinkpoint.store import prune
+from shrinkpoint.store.listing import Listing, scan
+from shrinkpoint.store.retention import Keep
+
+_BASE = re.compile(r"base of step ([0-9]+)")
+
+
+class Mode(str, Enum):
+    """Which end of a metric is the good one."""
+
+    MIN = "min"
+    MAX = "max"
+
+
+def command(
+    store: StoreArgument,
+    last: Annotated[
+        int | None, typer.Option("--keep-last", min=1, metavar="N", help="Keep this many of the newest.")
+    ] = None,
+    every: Annotated[
+        int | None, typer.Option("--keep-every", min=1, metavar="N", help="Keep steps that are a multiple.")
+    ] = None,
+    best: Annotated[
+        int | None, typer.Option("--keep-best", min=1, metavar="N", help="Keep this many of the best.")
+    ] = None,
+    metric: Annotated[str, typer.Option("--metric", metavar="NAME", help="What --keep-best goes by.")] = "val_loss",
+    mode: Annotated[Mode, typer.Option("--mode", help="Which end of the metric is best.")] = Mode.MIN,
+    within: Annotated[
+        str | None, typer.Option("--keep-within", metavar="SPAN", help="Keep those younger than, e.g., 90s, 12h, 7d.")
+    ] = None,
+    apply: Annotated[bool, typer.Option("--apply", help="Delete. Without it nothing is deleted.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Show what would be deleted and why; delete it with --apply.
+
+    Each rule adds to what is kept. The newest checkpoint is always kept, and so is every base of something kept.
+    Without a rule, only forgotten checkpoints go.
+    """
+    keep = Keep(last=last, every=every, best=best, metric=metric, mode=mode.value, within=within)
+    storage, listing = open_store(store)
+    now = datetime.now(timezone.utc)
+    if apply:
+        with storage.lock():
+            listing = scan(storage)
+            plan = prune.plan(storage, listing, keep, now)
+            prune.execute(storage, plan)
+    else:
+        plan = prune.plan(storage, listing, keep, now)
+    if json:
+        reasons = {str(step): list(why) for step, why in plan.reasons.items()}
+        emit({"applied": apply, **asdict(plan), "reasons": reasons})
+    else:
+        _print(store, listing, plan, apply)
+
+
+def _print(store: str, listing: Listing, plan: prune.PrunePlan, applied: bool) -> None:
+    steps = sorted(plan.reasons)
+    if steps:
+        show(
+            [
+                Column("step", [str(step) for step in steps], right=True),
+                Column("age", [_age(listing, step) for step in steps], right=True, rank=2),
+                Column("stored", [_stored(listing, step) for step in steps], right=True, rank=1),
+                Column("", [_fate(step in plan.delete, applied) for step in steps]),
+                Column("because", [because(plan.reasons[step]) for step in steps], wrap=True),
+            ],
+            styles=["red" if step in plan.delete else "" for step in steps],
+        )
+        say("")
+    say(_verdict(store, plan, applied))
+
+
+def because(reasons: Sequence[str]) -> str:
+    """The reasons in one line; those that a step is the base of are told together.
+
+    >>> because(["one of the last 2", "base of step 30", "base of step 40"])
+    'one of the last 2; base of 30, 40'
+    """
+    based = [int(match[1]) for one in reasons if (match := _BASE.fullmatch(one))]
+    rest = [one for one in reasons if not _BASE.fullmatch(one)]
+    return "; ".join(rest + ([f"base of {some(based)}"] if based else []))
+
+
+def _fate(drop: bool, applied: bool) -> str:
+    return ("deleted" if applied else "delete") if drop else "keep"
+
+
+def _age(listing: Listing, step: int) -> str:
+    return words.age(listing.manifests[step].created) if step in listing.manifests else "?"
+
+
+def _stored(listing: Listing, step: int) -> str:
+    return words.size(listing.manifests[step].stored_bytes) if step in listing.manifests else "?"
+
+
+def _verdict(store: str, plan: prune.PrunePlan, applied: bool) -> str:
+    what = f"{words.count(len(plan.delete), 'checkpoint')} and {words.size(plan.bytes)}"
+    if not plan.keys:
+        return f"{store}: nothing to delete, {words.count(len(plan.keep), 'checkpoint')} kept"
+    if applied:
+        return f"{store}: deleted {what}, kept {len(plan.keep)}"
+    return f"{store}: would delete {what}, keep {len(plan.keep)}. Nothing is deleted yet; add --apply"

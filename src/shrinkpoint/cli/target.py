@@ -1,0 +1,126 @@
+"""What a command is pointed at: a store, one of its checkpoints, or a single file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shrinkpoint.errors import NotFoundError, PolicyError
+from shrinkpoint.storage import LocalStorage, Source, Storage
+from shrinkpoint.store.listing import Listing, scan
+from shrinkpoint.store.manifest import Manifest
+
+StoreArgument = Annotated[str, typer.Argument(metavar="STORE", help="Directory of a store.", show_default=False)]
+PlaceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="STORE|FILE", help="A store, a store's checkpoint (STORE@STEP), or one file.", show_default=False
+    ),
+]
+StepOption = Annotated[
+    int | None, typer.Option("--step", min=0, metavar="N", help="Which checkpoint of a store; the newest if not given.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout and nothing else.")]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A place on the command line.
+
+    Attributes:
+        path: of the store or the file.
+        step: which checkpoint was asked for; None for the newest.
+    """
+
+    path: Path
+    step: int | None = None
+
+    @property
+    def is_file(self) -> bool:
+        return self.path.is_file()
+
+    def __str__(self) -> str:
+        return str(self.path) if self.step is None else f"{self.path}@{self.step}"
+
+
+def target(text: str, step: int | None = None) -> Target:
+    """Read `PATH` or `STORE@STEP`; a path that exists as it stands wins over the second reading.
+
+    Raises:
+        NotFoundError: there is nothing.
+        PolicyError: two different steps, or a step of a file.
+    """
+    path = Path(text)
+    if not path.exists():
+        before, at, after = text.rpartition("@")
+        if at and after.isdecimal() and Path(before).is_dir():
+            if step not in (None, int(after)):
+                raise PolicyError(text, found=f"--step {step} as well", expected="one step", do="leave one of them out")
+            return Target(Path(before), int(after))
+        raise NotFoundError(text, found="no such file or directory", do="check the path")
+    if path.is_file() and step is not None:
+        raise PolicyError(text, found="a file with --step", expected="a store", do="leave --step out")
+    return Target(path, step)
+
+
+def open_store(text: str) -> tuple[Storage, Listing]:
+    """A store's storage, and what stands in it.
+
+    Raises:
+        NotFoundError: there is no such directory. (An empty store is a store.)
+    """
+    path = Path(text)
+    if not path.is_dir():
+        found = "a file" if path.exists() else "no such directory"
+        raise NotFoundError(text, found=found, expected="the directory of a store", do="check the path")
+    storage = LocalStorage(path)
+    return storage, scan(storage)
+
+
+def open_file(path: Path) -> Source:
+    """A single file as a source of bytes; the caller closes it."""
+    return LocalStorage(path.absolute().parent).open(path.name)
+
+
+def checkpoint(listing: Listing, where: Target) -> Manifest:
+    """The checkpoint that was asked for, or the newest that is not forgotten.
+
+    Raises:
+        NotFoundError: there is none.
+        FormatError: its manifest cannot be read.
+    """
+    if where.step in listing.broken:
+        raise listing.broken[where.step]
+    if where.step is None and listing.shown:
+        return listing.shown[max(listing.shown)]
+    if where.step in listing.manifests:
+        return listing.manifests[where.step]
+    wanted = "no checkpoint" if where.step is None else f"no checkpoint of step {where.step}"
+    steps = f"one of {some(sorted(listing.shown))}" if listing.shown else "a directory with a checkpoint in it"
+    raise NotFoundError(str(where.path), found=wanted, expected=steps, do=f"see `shrinkpoint list {where.path}`")
+
+
+def known_step(listing: Listing, step: int, where: str) -> int:
+    """`step`, if the store has such a checkpoint, readable or not.
+
+    Raises:
+        NotFoundError: it has none.
+    """
+    if step not in listing.manifests and step not in listing.broken:
+        expected = f"one of {some(sorted(listing.shown))}" if listing.shown else "a store with checkpoints"
+        raise NotFoundError(where, found=f"no checkpoint of step {step}", expected=expected, do="list the store")
+    return step
+
+
+def some(steps: Sequence[int]) -> str:
+    """Steps in a line that does not grow with their number.
+
+    >>> some([1, 2, 3]), some(range(0, 1000, 100))
+    ('1, 2, 3', '0, 100, 200, ..., 700, 800, 900')
+    """
+    texts = [str(step) for step in steps]
+    return ", ".join(texts if len(texts) < 8 else [*texts[:3], "...", *texts[-3:]])

@@ -1,0 +1,34 @@
+"""What one training process told while it ran."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Course:
+    """Events of one process, collected.
+
+    Attributes:
+        first: the first step it made, 0 while it has made none.
+        last: the newest.
+        skipped: checkpoints that its restore passed over, and why.
+        losses: by step.
+        stalls: seconds that each save held up the loop, by step.
+    """
+
+    first: int = 0
+    last: int = 0
+    skipped: list[str] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
+    stalls: dict[int, float] = field(default_factory=dict)
+
+    def hear(self, event: dict[str, Any]) -> None:
+        if event["event"] == "start":
+            self.first, self.skipped = event["step"], event["skipped"]
+        elif event["event"] == "step":
+            self.last = event["step"]
+            self.losses[self.last] = event["loss"]
+        elif event["event"] == "save":
+            self.stalls[event["step"]] = event["stall"]

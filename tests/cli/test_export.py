@@ -1,0 +1,135 @@
+"""`export` writes files that need no shrinkpoint to read."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, OrderedDict
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from shrinkpoint.store import Store
+
+
+def test_safetensors_holds_every_tensor_under_its_name(run, store, tmp_path, state_at):
+    out = tmp_path / "all.safetensors"
+    done = run("export", store, out)
+    assert done.code == 0
+    assert "plain values left out" in done.stderr
+    tensors, state = load_file(out), state_at(40)
+    assert torch.equal(tensors["model/weight"], state["model"]["weight"])
+    assert torch.equal(tensors["optimizer/state/1/exp_avg_sq"], state["optimizer"]["state"][1]["exp_avg_sq"])
+    assert torch.equal(tensors["extra/order"], torch.arange(7))
+
+
+def test_a_torch_file_holds_the_whole_state_and_opens_with_weights_only(run, store, tmp_path, state_at):
+    out = tmp_path / "all.pt"
+    done = run("export", store, out, "--step", 30)
+    assert done.code == 0
+    assert "numpy" in done.stderr
+    loaded, state = torch.load(out, weights_only=True), state_at(30)
+    assert torch.equal(loaded["model"]["weight"], state["model"]["weight"])
+    assert loaded["extra"]["epoch"] == 1
+    assert loaded["extra"]["scale"] == 0.5
+    assert torch.equal(loaded["extra"]["order"], torch.arange(7))
+    torch.optim.AdamW(torch.nn.Linear(64, 32).parameters()).load_state_dict(loaded["optimizer"])
+    torch.nn.Linear(64, 32).load_state_dict(loaded["model"])
+
+
+def test_everything_a_state_may_hold_opens_with_weights_only(run, tmp_path):
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
+    numpy = [np.float64(2), np.int8(-3), np.bool_(True), np.arange(6).reshape(2, 3)[:, ::2], np.zeros((), ">f8")]
+    state = {
+        "ordered": OrderedDict(b=1, a=2),
+        "counter": Counter("aab"),
+        "size": torch.Size([2, 3]),
+        "bytes": b"\x00\xff" * 200,
+        "module": module.state_dict(),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "big": 1 << 90,
+        3: (None, True, 1.5),
+        "numpy": numpy,
+    }
+    with Store(tmp_path / "run") as store:
+        store.save(1, state)
+    assert run("export", tmp_path / "run", tmp_path / "all.pt").code == 0
+    loaded = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert list(loaded["ordered"]) == ["b", "a"]
+    assert loaded["module"]._metadata["0"] == {"version": 2}
+    assert loaded["counter"] == state["counter"]
+    assert loaded["size"] == torch.Size([2, 3])
+    assert (loaded["bytes"], loaded["big"], loaded[3]) == (state["bytes"], 1 << 90, (None, True, 1.5))
+    assert loaded["numpy"][:3] == [2.0, -3, True]
+    assert loaded["numpy"][3].tolist() == [[0, 2], [3, 5]]
+    assert isinstance(loaded["parameter"], torch.nn.Parameter)
+
+
+def test_tied_tensors_have_all_their_names_in_safetensors_and_stay_tied_in_torch(run, tmp_path):
+    w = torch.randn(4, 4)
+    with Store(tmp_path / "run") as store:
+        store.save(1, {"wte": w, "head": w, "row": w[1], "transposed": w.T})
+    for out in ("all.safetensors", "all.pt"):
+        assert run("export", tmp_path / "run", tmp_path / out).code == 0
+    tensors = load_file(tmp_path / "all.safetensors")
+    assert torch.equal(tensors["wte"], w)
+    assert torch.equal(tensors["head"], w)
+    assert torch.equal(tensors["row"], w[1])
+    assert torch.equal(tensors["transposed"], w.T)
+    loaded = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert loaded["wte"].data_ptr() == loaded["head"].data_ptr()
+
+
+def test_a_pattern_selects_by_name_and_the_nest_stays(run, store, tmp_path):
+    out = tmp_path / "model.pt"
+    assert run("export", store, out, "--only", "model/*", "--only", "extra/epoch").code == 0
+    loaded = torch.load(out, weights_only=True)
+    assert loaded.keys() == {"model", "extra"}
+    assert loaded["extra"] == {"epoch": 2}
+    torch.nn.Linear(64, 32).load_state_dict(loaded["model"])
+    document = json.loads(run("export", store, tmp_path / "m.safetensors", "--only", "*/exp_avg", "--json").stdout)
+    assert document["tensors"] == 2
+    assert load_file(tmp_path / "m.safetensors").keys() == {f"optimizer/state/{i}/exp_avg" for i in (0, 1)}
+
+
+def test_a_pattern_that_matches_nothing_is_not_found(run, store, tmp_path):
+    done = run("export", store, tmp_path / "x.pt", "--only", "modle/*")
+    assert done.code == 3
+    assert not (tmp_path / "x.pt").exists()
+
+
+def test_the_suffix_says_the_format_unless_told(run, store, tmp_path):
+    assert run("export", store, tmp_path / "weights").code == 2
+    assert run("export", store, tmp_path / "weights", "--to", "torch").code == 0
+    assert torch.load(tmp_path / "weights", weights_only=True).keys() == {"model", "optimizer", "frozen", "extra"}
+
+
+def test_a_file_that_exists_is_replaced_only_by_force(run, store, tmp_path):
+    out = tmp_path / "x.pt"
+    out.write_text("mine")
+    assert run("export", store, out).code == 2
+    assert out.read_text() == "mine"
+    assert run("export", store, out, "--force").code == 0
+
+
+def test_a_dtype_safetensors_lacks_is_refused_by_name(run, tmp_path):
+    with Store(tmp_path / "run") as store:
+        store.save(1, {"z": torch.zeros(2, dtype=torch.complex128)})
+    done = run("export", tmp_path / "run", tmp_path / "x.safetensors")
+    assert done.code == 2
+    assert "z: " in done.stderr
+    assert run("export", tmp_path / "run", tmp_path / "x.pt").code == 0
+
+
+def test_a_failed_write_leaves_nothing(run, store, tmp_path):
+    done = run("export", store, tmp_path / "no" / "such" / "x.pt")
+    assert done.code == 6
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x.safetensors").mkdir()
+    assert run("export", store, tmp_path / "full" / "x.safetensors", "--force").code == 6
+    assert [one.name for one in (tmp_path / "full").iterdir()] == ["x.safetensors"]
+
+
+def test_a_delta_file_is_exported_with_the_bases_it_names(run, payload, tmp_path, state_at):
+    assert run("export", payload(30), tmp_path / "x.safetensors").code == 0
+    assert torch.equal(load_file(tmp_path / "x.safetensors")["model/weight"], state_at(30)["model"]["weight"])

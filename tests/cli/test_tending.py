@@ -1,0 +1,165 @@
+"""`forget`, `prune` and `compact` change a store, and never what a checkpoint decodes to."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from shrinkpoint.store import Store
+
+
+def steps(run, store, *options):
+    return [one["step"] for one in json.loads(run("list", store, "--json", *options).stdout)["checkpoints"]]
+
+
+def test_forget_hides_and_deletes_nothing(run, store, payload):
+    done = run("forget", store, 10, 20)
+    assert (done.code, steps(run, store)) == (0, [30, 40])
+    assert steps(run, store, "--all") == [10, 20, 30, 40]
+    assert payload(10).exists()
+    assert Store(store).load(30)["extra"]["epoch"] == 1
+
+
+def test_forgetting_twice_is_fine_and_says_so(run, store):
+    run("forget", store, 10)
+    done = run("forget", store, 10, "--json")
+    assert (done.code, json.loads(done.stdout)) == (0, {"forgotten": [], "left": 3})
+
+
+def test_one_step_that_is_not_there_and_none_is_forgotten(run, store):
+    assert run("forget", store, 10, 11).code == 3
+    assert steps(run, store) == [10, 20, 30, 40]
+
+
+def test_a_checkpoint_with_a_broken_manifest_can_be_forgotten_and_pruned(run, store, flip):
+    flip(store / "step-000000040" / "manifest.json")
+    assert run("verify", store).code == 1
+    assert run("forget", store, 40).code == 0
+    assert run("prune", store, "--apply").code == 0
+    assert run("verify", store).code == 0
+    assert not (store / "step-000000040").exists()
+
+
+def test_prune_only_tells_until_it_is_applied(run, store):
+    done = run("prune", store, "--keep-last", 1)
+    assert done.code == 0
+    assert "would delete 3 checkpoints" in done.stdout
+    assert steps(run, store) == [10, 20, 30, 40]
+    done = run("prune", store, "--keep-last", 1, "--apply")
+    assert "deleted 3 checkpoints" in done.stdout
+    assert steps(run, store) == [40]
+    assert run("verify", store).code == 0
+
+
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        (["--keep-last", 2], [10, 20, 30, 40]),  # 30 stands on 20 and 10
+        (["--keep-every", 20], [10, 20, 40]),
+        (["--keep-best", 1], [10, 20, 40]),  # 20 has the smallest loss
+        (["--keep-best", 1, "--mode", "max"], [40]),
+        (["--keep-best", 1, "--metric", "no_such"], [40]),
+        (["--keep-within", "1h"], [10, 20, 30, 40]),
+        ([], [10, 20, 30, 40]),
+    ],
+)
+def test_prune_keeps_what_a_rule_wants_the_newest_and_every_base(run, store, rules, kept):
+    plan = json.loads(run("prune", store, *rules, "--json").stdout)
+    assert (plan["applied"], plan["keep"]) == (False, kept)
+    assert set(plan["reasons"]) == {"10", "20", "30", "40"}
+    assert all(plan["reasons"].values())
+
+
+def test_the_bytes_prune_promises_are_the_bytes_it_frees(run, store):
+    def used():
+        return sum(
+            {
+                (s.st_dev, s.st_ino): s.st_size for s in (one.stat() for one in store.rglob("*") if one.is_file())
+            }.values()
+        )
+
+    before = used()
+    plan = json.loads(run("prune", store, "--keep-last", 1, "--apply", "--json").stdout)
+    assert plan["bytes"] == before - used() > 0
+
+
+@pytest.mark.parametrize("span", ["7", "soon", "-1d"])
+def test_a_span_that_means_nothing_is_a_usage_error(run, store, span):
+    assert run("prune", store, f"--keep-within={span}").code == 2
+    assert run("prune", store, "--keep-last", 0).code == 2
+
+
+def test_compact_frees_deltas_from_what_is_forgotten(run, store, state_at):
+    run("forget", store, 20)
+    assert json.loads(run("compact", store, "--dry-run", "--json").stdout)["rewritten"][0]["step"] == 30
+    done = run("compact", store)
+    assert done.code == 0
+    assert "wrote 1 checkpoint" in done.stdout
+    run("prune", store, "--apply")
+    assert steps(run, store, "--all") == [10, 30, 40]
+    assert run("verify", store, "--deep").code == 0
+    assert torch.equal(Store(store).load(30)["model"]["weight"], state_at(30)["model"]["weight"])
+
+
+def test_compact_makes_one_step_a_keyframe(run, store, tmp_path):
+    shutil.copytree(store, tmp_path / "before")
+    changed = json.loads(run("compact", store, "--step", 30, "--json").stdout)["rewritten"]
+    assert [(one["step"], one["before"]["depth"], one["after"]["depth"]) for one in changed] == [(30, 2, 0)]
+    assert run("diff", f"{tmp_path / 'before'}@30", f"{store}@30").code == 0
+
+
+def test_compact_with_nothing_to_do_is_fine(run, store):
+    for arguments in ([], ["--step", 10]):
+        done = run("compact", store, *arguments)
+        assert (done.code, "nothing to do" in done.stdout) == (0, True)
+    assert run("compact", store, "--step", 11).code == 3
+
+
+def test_a_store_that_is_being_saved_to_can_be_read_and_not_changed(child, store, state_at):
+    with Store(store) as saver:
+        saver.save(50, state_at(50))
+        assert child("list", store).code == 0
+        assert child("show", store).code == 0
+        assert child("verify", store).code == 0
+        assert child("prune", store, "--keep-last", 1).code == 0
+        for arguments in (
+            ["forget", store, 10],
+            ["prune", store, "--keep-last", 1, "--apply"],
+            ["compact", store, "--step", 30],
+        ):
+            done = child(*arguments)
+            assert (done.code, done.stdout) == (5, "")
+            assert done.stderr.startswith("error: ")
+    assert child("forget", store, 10).code == 0
+
+
+SAVER = """
+import sys, torch
+from shrinkpoint.store import Store
+with Store(sys.argv[1], keyframe_every=3) as store:
+    for step in range(50, 10_000):
+        store.save(step, {"x": torch.full((1000,), float(step))})
+        print(step, flush=True)
+"""
+
+
+def test_looking_at_a_store_while_it_is_saved_to_finds_nothing_wrong(run, store):
+    with subprocess.Popen([sys.executable, "-c", SAVER, str(store)], stdout=subprocess.PIPE, text=True) as saver:
+        try:
+            assert saver.stdout.readline() == "50\n"
+            counts = []
+            for _ in range(5):
+                counts.append(len(steps(run, store)))
+                done = run("verify", store)
+                assert (done.code, "BROKEN" in done.stdout) == (0, False), done.stdout
+                assert run("show", store).code == 0
+            assert saver.poll() is None
+            assert counts[0] < counts[-1]
+        finally:
+            saver.kill()
+    assert run("verify", store, "--deep").code == 0
