@@ -12,6 +12,7 @@ import torch
 from stores import PLACES, flip, payloads, place, remove, state
 from strategies import difference
 
+from shrinkpoint.container import Reader
 from shrinkpoint.errors import ChainError, LockedError, NotFoundError, PolicyError, StateError
 from shrinkpoint.state import flatten, snapshot
 from shrinkpoint.storage import Storage
@@ -68,6 +69,15 @@ def test_a_fresh_process_writes_a_keyframe_and_a_resumed_one_a_delta(storage: St
         store.save(4, state(4), keyframe=True)
         assert store.manifest(4).depth == 0
     assert_loads(Store(storage), 1, 2, 3, 4)
+
+
+def test_a_delta_needs_its_base(storage: Storage) -> None:
+    """Else most tests of this folder would prove little."""
+    store = saved(storage, 1, 2)
+    with storage.open("step-000000002/rank-00000.safetensors") as source:
+        records = {info.name: head for head in Reader(source, "here").records for info in head.infos}
+    assert all(records[name].base for name in ("model/w", "model/frozen", "optimizer/state/0/exp_avg"))
+    assert store.manifest(2).stored_bytes < store.manifest(1).stored_bytes
 
 
 def test_an_unchanged_tensor_costs_its_bytes_once(storage: Storage) -> None:

@@ -17,6 +17,6 @@ def decode(where: Target) -> Decoded:
         FormatError: bytes are at fault.
     """
     if where.is_file:
-        return decode_file(where.path)[0]
+        return decode_file(where.path.absolute())[0]
     storage, listing = open_store(str(where.path))
     return decode_chain(storage, checkpoint(listing, where))

@@ -9,7 +9,7 @@ import typer
 from shrinkpoint.cli import words
 from shrinkpoint.cli.console import emit, say
 from shrinkpoint.cli.target import JsonOption, StoreArgument, known_step, open_store, some
-from shrinkpoint.store import layout
+from shrinkpoint.store.forget import forget
 from shrinkpoint.store.listing import scan
 
 
@@ -27,8 +27,7 @@ def command(
         listing = scan(storage)
         fresh = [step for step in dict.fromkeys(steps) if known_step(listing, step, store) not in listing.forgotten]
         for step in fresh:
-            mark = listing.manifests[step].id if step in listing.manifests else "broken"
-            storage.put(layout.forgotten_key(step), mark.encode())
+            forget(storage, listing, step)
         left = len(listing.shown.keys() - set(fresh))
     if json:
         emit({"forgotten": fresh, "left": left})

@@ -38,6 +38,11 @@ def gather(infos: Sequence[TensorInfo], source: Mapping[str, Tensor], taps: int)
     return np.ascontiguousarray(np.concatenate(words, axis=1)).reshape(-1).view(np.uint8)
 
 
+def has_floats(tensor: Tensor) -> bool:
+    """Whether `gather_floats` takes it: a float of any width but two in a byte."""
+    return tensor.is_floating_point() and tensor.dtype is not getattr(torch, "float4_e2m1fn_x2", None)
+
+
 def gather_floats(names: Sequence[str], source: Mapping[str, Tensor], taps: int) -> Bytes:
     """As `gather`, of float tensors of any width converted to float32 (which is exact for the narrower ones)."""
     floats = {name: source[name].to(torch.float32) for name in names}

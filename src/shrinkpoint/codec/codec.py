@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from shrinkpoint import _native
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.codec import recipe as recipes
-from shrinkpoint.codec.arrange import gather, gather_floats, matrices, numbers, scatter
+from shrinkpoint.codec.arrange import gather, gather_floats, has_floats, matrices, numbers, scatter
 from shrinkpoint.codec.kernel import known_of_tap, tap
 from shrinkpoint.codec.number import NUMBERS
 from shrinkpoint.codec.quantize import bits_of, from_bits
@@ -24,6 +25,7 @@ from shrinkpoint.record import Encoded, TensorInfo
 from shrinkpoint.state import torch_dtype
 
 _RUN = struct.Struct("<IQ")  # bytes of a run's side and of its codes
+_CASTS = {(torch.float32, "BF16"), (torch.float32, "F16")}  # between a copy and its source
 _SMALLEST_CHUNK = 4 + 4 * 4 + 8  # its header, the states of four lanes, the slack behind the extra bits
 
 
@@ -155,7 +157,7 @@ def decode(
                 return _decode_coded(encoded, recipe, decoded, reference, where, threads)
     except _native.Truncated as error:
         raise TruncatedError(where, found=str(error), do=_DO) from error
-    except (_native.Corrupt, ValueError, IndexError, struct.error) as error:
+    except (_native.Corrupt, ValueError, LookupError, struct.error) as error:
         if isinstance(error, CorruptError):
             raise
         raise CorruptError(where, found=str(error), do=_DO) from error
@@ -182,9 +184,12 @@ def _decode_copies(encoded: Encoded, of: Sequence[int], decoded: Mapping[str, Te
     out = {}
     for info, ordinal in zip(encoded.infos, of, strict=True):
         source = decoded[names[ordinal]]
+        dtype = torch_dtype(info.dtype)
         if tuple(source.shape) != info.shape:
             raise ValueError(f"a copy of shape {list(info.shape)} has a source of shape {list(source.shape)}")
-        out[info.name] = source.to(torch_dtype(info.dtype), copy=True)
+        if source.dtype != dtype and (source.dtype, info.dtype) not in _CASTS:
+            raise ValueError(f"a copy as {info.dtype} of {source.dtype}")
+        out[info.name] = source.to(dtype, copy=True)
     if _digest_of_members(encoded.infos, out) != encoded.digest:
         raise ValueError("the copies differ from what was saved")
     return out
@@ -245,7 +250,7 @@ def _moment_names(recipe: Coded, infos: Sequence[TensorInfo], decoded: Mapping[s
     if len(pairs) != len(infos):
         raise ValueError(f"{len(pairs)} pairs of moments for {len(infos)} tensors")
     for info, pair in zip(infos, pairs, strict=True):
-        if any(tuple(decoded[name].shape) != info.shape or not decoded[name].is_floating_point() for name in pair):
+        if any(tuple(decoded[name].shape) != info.shape or not has_floats(decoded[name]) for name in pair):
             raise ValueError(f"moments of {info.name!r} that do not fit it")
     return pairs
 

@@ -87,6 +87,8 @@ def from_json(data: JSON) -> Recipe:
 def _coded(runs: list[JSON], taps: JSON = 1, base: JSON = False, moments: JSON = ()) -> Coded:
     if type(taps) is not int or not 1 <= taps <= MAX_TAPS or type(base) is not bool or not 1 <= len(runs) <= taps:
         raise ValueError("a coded recipe has taps, base or runs out of range")
+    if not isinstance(moments, list | tuple):
+        raise ValueError("a coded recipe has moments that are no list")
     sides = [_ordinals(side) for side in moments] or [(), ()]
     if len(sides) != 2 or len(sides[0]) != len(sides[1]):
         raise ValueError("a coded recipe has moments that are no pairs")

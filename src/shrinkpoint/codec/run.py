@@ -107,7 +107,12 @@ class Run:
         return run
 
     def encode(self, number: Number, values: Bytes, known: Known, threads: int) -> tuple[Bytes, Bytes]:
-        """(side, codes) of `values`."""
+        """(side, codes) of `values`.
+
+        Raises:
+            ValueError: the run is for other values: it would lose bits.
+        """
+        self._check_covers(number, values)
         model = self._model(number)
         factors = _native.fit_factors(model, values, known.shapes or []) if self.factors else None
         return _native.encode(model, values, **self._arrays(known), factors=factors, chunk=self.chunk, threads=threads)
@@ -128,6 +133,14 @@ class Run:
 
     def with_chunk(self, chunk: int) -> Run:
         return replace(self, chunk=chunk)
+
+    def _check_covers(self, number: Number, values: Bytes) -> None:
+        """The last line of defence of "lossless": a scheme's mistake must not become a checkpoint."""
+        if self.shift == 0 and (self.sign or self.tokens != "level"):
+            return
+        union = int(np.bitwise_or.reduce(values.view(f"u{number.bytes}")))
+        if union & ((1 << self.shift) - 1) or (not self.sign and union >> (number.width - 1)):
+            raise ValueError("a run that drops bits which some number has")
 
     def _model(self, number: Number) -> _native.Model:
         model = _native.Model()

@@ -26,7 +26,7 @@ class Plan:
     """
 
     store: Path = Path("runs/demo")
-    steps: int = 160
+    steps: int = 200
     every: int = 10
     kill_at: int | None = None
     written: int = 1

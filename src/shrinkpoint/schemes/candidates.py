@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shrinkpoint.codec import Known, Number, Run
+from shrinkpoint.codec import NUMBERS, Known, Material, Number, Run
 from shrinkpoint.codec.run import Bytes
 from shrinkpoint.record import Role
 from shrinkpoint.schemes.adam import square_run, step_run
@@ -18,23 +18,35 @@ _MARGIN = 8
 """Levels above the sample's largest that still have symbols of their own."""
 
 
-def candidates(number: Number, values: Bytes, known: Known, role: Role, facts: AdamFacts | None) -> Iterator[Run]:
-    """Runs that can code `values`; at least one, the likeliest first."""
+def candidates(record: Material, values: Bytes, known: Known, facts: AdamFacts | None) -> Iterator[Run]:
+    """Runs that can code a record; at least one, the likeliest first.
+
+    Args:
+        values: of its first tap, which the runs are tuned to; they hold for the others, too.
+        known: of that tap.
+    """
+    number, role = NUMBERS[record.infos[0].dtype], record.infos[0].role
     if not number.is_float:
-        yield from _of_integers(number, values, known)
+        yield from _of_integers(number, known)
         return
-    words = values.view(f"u{number.bytes}")
-    union = int(np.bitwise_or.reduce(words))
+    union = _union(number, record.values)
     sign, shift = bool(union >> (number.width - 1)), _trailing_zeros(union, number.mantissa)
-    if known.base is not None:
-        yield from _against_base(number, known, role, facts, shift)
-    yield from _levels(number, words, known, role, sign, shift)
+    if record.known.base is not None:
+        both = min(shift, _trailing_zeros(_union(number, record.known.base), number.mantissa)) if shift else 0
+        yield from _against_base(number, known, role, facts, both)
+    yield from _levels(number, values.view(f"u{number.bytes}"), known, role, sign, shift)
 
 
 def smallest(number: Number, values: Bytes, known: Known, runs: Iterator[Run], threads: int) -> tuple[Run, float]:
-    """The run that codes a sample of `values` smallest, and its estimated bytes for all of them."""
+    """The run that codes a sample of `values` smallest, and its estimated bytes for all of them.
+
+    A run without a rival is not measured: its estimate is 0, and coding everything tells.
+    """
+    first, *rest = runs
+    if not rest:
+        return first, 0.0
     stride = stride_of(values.nbytes // number.bytes)
-    costs = [(run.measure(number, values, known, stride, threads), run) for run in runs]
+    costs = [(run.measure(number, values, known, stride, threads), run) for run in (first, *rest)]
     cost, run = min(costs, key=lambda pair: pair[0])
     return run, cost
 
@@ -44,7 +56,7 @@ def stride_of(count: int) -> int:
     return max(1, count // _SAMPLE)
 
 
-def _of_integers(number: Number, values: Bytes, known: Known) -> Iterator[Run]:
+def _of_integers(number: Number, known: Known) -> Iterator[Run]:
     if known.base is not None:
         yield Run("delta", predictor="base")
     if number.width > 8:
@@ -56,7 +68,6 @@ def _against_base(number: Number, known: Known, role: Role, facts: AdamFacts | N
     assert known.base is not None
     words = known.base.view(f"u{number.bytes}")
     top = int(_sample(words).max() & (1 << (number.width - 1)) - 1) >> number.mantissa
-    shift = min(shift, _trailing_zeros(int(np.bitwise_or.reduce(words)), number.mantissa)) if shift else 0
     if role is Role.MOMENT1:
         return  # a first moment forgets its parent within a few steps: standing alone is smaller (docs/design.md)
     predicted = None
@@ -96,6 +107,11 @@ def _sample(
     words: np.ndarray[tuple[int], np.dtype[np.unsignedinteger]],
 ) -> np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]:
     return words[:: max(1, words.size // _SAMPLE)]
+
+
+def _union(number: Number, values: Bytes) -> int:
+    """Every bit that some number has."""
+    return int(np.bitwise_or.reduce(values.view(f"u{number.bytes}")))
 
 
 def _trailing_zeros(union: int, most: int) -> int:

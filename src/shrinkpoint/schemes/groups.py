@@ -61,17 +61,23 @@ def partition(flat: FlatState, reference: Reference | None) -> Partition:
     same: list[TensorInfo] = []
     rest: list[TensorInfo] = []
     for info in flat.infos.values():
-        (same if reference is not None and _unchanged(info, flat, reference) else rest).append(info)
+        (same if _unchanged(info, flat, reference) else rest).append(info)
     copies = _copies(rest, flat)
     copied = {info.name for info, _ in copies}
     rest = [info for info in rest if info.name not in copied]
     return Partition(same, _groups(rest, Links(flat, copied), reference, flat), copies)
 
 
-def _unchanged(info: TensorInfo, flat: FlatState, reference: Reference) -> bool:
-    x = flat.tensors[info.name]
-    old = reference.matching(info.name, info.shape, x.dtype)
-    return old is not None and _equal(x, old)
+def _held(info: TensorInfo, flat: FlatState, reference: Reference | None) -> Tensor | None:
+    """The parent's tensor of this name, shape and dtype."""
+    if reference is None:
+        return None
+    return reference.matching(info.name, info.shape, flat.tensors[info.name].dtype)
+
+
+def _unchanged(info: TensorInfo, flat: FlatState, reference: Reference | None) -> bool:
+    old = _held(info, flat, reference)
+    return old is not None and _equal(flat.tensors[info.name], old)
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:
@@ -107,7 +113,9 @@ def _copies(infos: Iterable[TensorInfo], flat: FlatState) -> list[tuple[TensorIn
 def _is_cast(x: Tensor, source: Tensor) -> bool:
     flat, wide = x.reshape(-1), source.reshape(-1)
     head = slice(0, 1024)
-    return _equal(flat[head], wide[head].to(x.dtype)) and _equal(x, source.to(x.dtype))
+    if not _equal(flat[head], wide[head].to(x.dtype)) or not _equal(x, source.to(x.dtype)):
+        return False
+    return not bool(source.isnan().any())  # what becomes of a nan differs between machines
 
 
 def _first(names: list[str], holds: Callable[[str], bool]) -> str | None:
@@ -116,20 +124,17 @@ def _first(names: list[str], holds: Callable[[str], bool]) -> str | None:
 
 def _groups(infos: list[TensorInfo], links: Links, reference: Reference | None, flat: FlatState) -> list[Group]:
     bundles: dict[tuple[object, ...], list[TensorInfo]] = {}
+    filled: dict[tuple[object, ...], int] = {}
     for info in sorted(infos, key=lambda info: _ORDER.index(info.role) if info.role in _ORDER else len(_ORDER)):
-        based = reference is not None and reference.matching(info.name, info.shape, flat.tensors[info.name].dtype)
-        key: tuple[object, ...] = (
-            info.dtype,
-            info.role,
-            _taps(info),
-            based is not None and based is not False,
-            bool(links.moments(info)),
-        )
+        based = _held(info, flat, reference) is not None
+        key: tuple[object, ...] = (info.dtype, info.role, _taps(info), based, bool(links.moments(info)))
         if numbers(info) >= SMALL:
             key = (*key, info.name)
-        elif sum(map(numbers, bundles.get(key, ()))) + numbers(info) > BUNDLE:
+        elif filled.get(key, 0) + numbers(info) > BUNDLE:
             bundles[(*key, len(bundles))] = bundles.pop(key)
+            filled[key] = 0
         bundles.setdefault(key, []).append(info)
+        filled[key] = filled.get(key, 0) + numbers(info)
     return [
         Group(tuple(members), _taps(members[0]), bool(key[3]), tuple(filter(None, map(links.moments, members))))
         for key, members in bundles.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from shrinkpoint.codec.arrange import has_floats
 from shrinkpoint.record import Role, TensorInfo
 from shrinkpoint.state import AdamFacts, FlatState
 
@@ -40,4 +41,5 @@ class Links:
         if moment is None or name in self._late or name == info.name or moment.shape != info.shape:
             return False
         earlier = moment.role in (Role.MOMENT1, Role.MOMENT2) and moment.role is not info.role
-        return earlier and self._flat.tensors[name].is_floating_point()
+        exact = moment.dtype != "F64" or info.dtype == "F64"  # rounding to float32 is the machine's, and costs a prediction
+        return earlier and exact and has_floats(self._flat.tensors[name])

@@ -17,6 +17,7 @@ from shrinkpoint.codec import NUMBERS, Known, Material, Reference, Run, copies, 
 from shrinkpoint.codec.arrange import gather
 from shrinkpoint.codec.kernel import known_of_tap, tap
 from shrinkpoint.codec.run import CHUNK, default_threads
+from shrinkpoint.errors import PolicyError
 from shrinkpoint.record import Encoded
 from shrinkpoint.schemes.candidates import candidates, smallest, stride_of
 from shrinkpoint.schemes.groups import Group, partition
@@ -31,12 +32,19 @@ _RECORD = 256
 class Lossless:
     """Every value comes back bit by bit.
 
+    Raises:
+        PolicyError: a chunk that is too large, or none.
+
     Args:
         chunk: numbers coded together; smaller ones make partial reads cheaper and files larger.
     """
 
     id: ClassVar[str] = "lossless"
     chunk: int = CHUNK
+
+    def __post_init__(self) -> None:
+        if not 0 < self.chunk <= CHUNK:
+            raise PolicyError("Lossless.chunk", found=f"{self.chunk}", expected=f"1 to {CHUNK}", do="choose another")
 
     def encode(self, flat: FlatState, reference: Reference | None, *, threads: int | None = None) -> Iterator[Encoded]:
         """Yield the records of `flat`; see `schemes.Scheme`."""
@@ -100,7 +108,7 @@ def _choose(material: Material, links: Links, threads: int) -> tuple[tuple[Run, 
     values = tap(material.values, 0, taps)
     assert values is not None
     known = known_of_tap(number, material.values, material.known, Run("level"), 0, taps)
-    first, cost = smallest(number, values, known, candidates(number, values, known, info.role, facts), threads)
+    first, cost = smallest(number, values, known, candidates(material, values, known, facts), threads)
     if taps == 1:
         return (first,), cost
     index = min(2, taps - 1)  # the first tap that has all its hints

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from shrinkpoint.codec import Reference
+from shrinkpoint.state import empty
 from shrinkpoint.store.manifest import Manifest
 
 
@@ -49,5 +49,5 @@ class Held:
 
 def _copied(buffer: Tensor | None, tensor: Tensor) -> Tensor:
     if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        buffer = empty(tuple(tensor.shape), tensor.dtype)
     return buffer.copy_(tensor.detach())

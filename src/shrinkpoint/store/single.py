@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ def save(
 
     Raises:
         StateError: the state holds something that cannot be stored.
-        PolicyError: an unknown scheme; a file that is its own base.
+        PolicyError: an unknown scheme; a file that is its own base, or its base's.
         FormatError, ChainError, NotFoundError: the base does not load.
         StorageError: writing failed; what was there is still there.
     """
@@ -72,8 +73,9 @@ def save(
     reference = parent = None
     if base is not None:
         root = Path(base).absolute()
-        if root == target:
-            raise PolicyError(str(path), found="the file itself as its base", do="save the delta under another name")
+        if any(_is_same(link, target) for link, _ in _chain(root, None)):
+            found = "a base that is this file, or needs it"
+            raise PolicyError(str(path), found=found, do="save the delta under another name")
         decoded, digest = decode_file(root, threads=threads)
         reference = decoded.reference
         parent = {"name": _beside(root, target), "digest": digest}
@@ -122,8 +124,8 @@ def inspect(path: str | Path) -> FileSummary:
     reader = _header(Path(path).absolute())
     tensors = tuple(info for head in reader.records for info in head.infos)
     return FileSummary(
-        str(path), reader.scheme, reader.parent and str(reader.parent["name"]), sum(info.nbytes for info in tensors),
-        reader.size, tensors,
+        str(path), reader.scheme, None if reader.parent is None else reader.parent["name"],
+        sum(info.nbytes for info in tensors), reader.size, tensors,
     )  # fmt: skip
 
 
@@ -143,9 +145,7 @@ def _chain(path: Path, base: Path | None) -> list[tuple[Path, str]]:
     reader = _header(path)
     out = [(path, reader.digest)]
     while reader.parent is not None:
-        name, digest = reader.parent.get("name"), reader.parent.get("digest")
-        if not isinstance(name, str) or not isinstance(digest, str):
-            raise CorruptError(str(path), found="a parent without name or digest", do="restore another checkpoint")
+        name, digest = reader.parent["name"], reader.parent["digest"]
         if digest in {known for _, known in out}:
             raise ChainError(str(path), found="a chain that leads back to itself", do="restore another checkpoint")
         candidates = [base] if base is not None and len(out) == 1 else _candidates(out[-1][0], name)
@@ -169,7 +169,7 @@ def _found(candidates: list[Path], digest: str, child: Path) -> tuple[Path, Read
     error: ChainError | None = None
     do = "say where the base is with base=, or load through its store"
     for path in candidates:
-        if not path.is_file():
+        if not _is_file(path):
             continue
         reader = _header(path)
         if reader.digest == digest:
@@ -183,10 +183,26 @@ def _found(candidates: list[Path], digest: str, child: Path) -> tuple[Path, Read
 def _header(path: Path) -> Reader:
     with LocalStorage(path.parent).open(path.name) as source:
         reader = Reader(source, str(path))
-    if reader.parent is not None and not isinstance(reader.parent, dict):
-        found, do = f"a parent {reader.parent!r:.60}", "restore another checkpoint"
+    if reader.parent is not None and not all(_is_text(reader.parent.get(key)) for key in ("name", "digest")):
+        found, do = f"a parent {reader.parent!a:.60}", "restore another checkpoint"
         raise CorruptError(str(path), found=found, expected="an object with a name and a digest", do=do)
     return reader
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable()
+
+
+def _is_file(path: Path) -> bool:
+    with suppress(OSError):  # a name too long for this file system, a directory that may not be entered
+        return path.is_file()
+    return False
+
+
+def _is_same(a: Path, b: Path) -> bool:
+    with suppress(OSError):
+        return a.samefile(b)
+    return False
 
 
 def _beside(base: Path, target: Path) -> str:

@@ -20,6 +20,7 @@ from shrinkpoint.storage import LocalStorage, Storage
 from shrinkpoint.store import chain, layout, prune
 from shrinkpoint.store.compact import Rewritten, to_keyframe, to_merged
 from shrinkpoint.store.file import SaveReport
+from shrinkpoint.store.forget import forget
 from shrinkpoint.store.held import Held
 from shrinkpoint.store.lease import Lease
 from shrinkpoint.store.listing import Listing, scan
@@ -269,8 +270,7 @@ class Store:
             listing = self.scan()
             if step not in listing.manifests and step not in listing.broken:
                 raise _unknown(self.storage.describe(), listing, step)
-            mark = listing.manifests[step].id if step in listing.manifests else "broken"
-            self.storage.put(layout.forgotten_key(step), mark.encode())
+            forget(self.storage, listing, step)
 
     def prune(self, keep: Keep | None = None, *, dry_run: bool = True, now: datetime | None = None) -> prune.PrunePlan:
         """Delete what `keep` does not ask for and nothing kept stands on, and whatever is forgotten.

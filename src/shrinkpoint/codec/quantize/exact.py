@@ -16,6 +16,8 @@ def bits_of(x: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     flat = x.detach().resolve_conj().resolve_neg().to("cpu").contiguous().reshape(-1)
     if flat.numel() == 0:
         return np.empty(0, np.uint8)
+    if flat.stride() != (1,):  # a single element may have any
+        flat = flat.as_strided((1,), (1,))
     return flat.view(torch.uint8).numpy()
 
 
