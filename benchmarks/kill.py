@@ -9,7 +9,7 @@ the checkpoint is committed. After a kill all of this must hold, or the kill cou
 * what it returns is not older than the last `done`, and has the digest of that step's `begin`;
 * every other checkpoint in the store, too, is bit for bit what its `begin` said;
 * training from there repeats the steps that were lost with the same digests;
-* after the next save no file is left that no checkpoint names, and what `Keep` promises to keep is there.
+* after the next save no file or empty directory is left that no checkpoint names, and what `Keep` promises is there.
 
 SIGKILL takes the process and leaves the kernel: this shows that the order of operations is right and nothing of what
 a power cut does to a disk.
@@ -137,9 +137,10 @@ class Kill:
     Attributes:
         background: how the loop saved.
         after: seconds from its first save to the kill.
-        unfinished: a save was under way: its files are there, its manifest is not.
+        unfinished: a save or a deletion was cut short: files of a step are there, its manifest is not.
         done, restored: newest step reported as committed, and step that `restore` returned (0: none).
         checked: checkpoints loaded and compared.
+        empty: empty directories in the store after the checks.
         seconds: that the checks took.
         problems: empty when all is well.
     """
@@ -150,12 +151,14 @@ class Kill:
     done: int = 0
     restored: int = 0
     checked: int = 0
+    empty: int = 0
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
 
 
 def unfinished(store: Path) -> bool:
-    return any(not (folder / "manifest.json").exists() for folder in store.glob("step-*"))
+    """A step has files and no manifest: its save, or its deletion, was cut short."""
+    return any(not (file.parent / "manifest.json").exists() for file in store.glob("step-*/*") if file.is_file())
 
 
 def check(store: Path, log: Path, kill: Kill, *, tidy: bool) -> None:
@@ -177,6 +180,7 @@ def check(store: Path, log: Path, kill: Kill, *, tidy: bool) -> None:
         _check_others(store, diary, kill)
         if tidy:
             _save_and_sweep(store, log, kill, manager, model, optimizer)
+    kill.empty = empty_directories(store)
     kill.seconds = time.perf_counter() - began
 
 
@@ -205,6 +209,7 @@ def _save_and_sweep(
         manager.wait()
         lines.write(f"done {step}\n")
     kill.problems += [f"litter: {name}" for name in litter(store)]
+    kill.problems += [f"{count} empty directories" for count in [empty_directories(store)] if count]
     with sp.Store(store) as chain:
         there = set(chain.steps())
     promised = {*range(max(1, step - 2), step + 1), *range(EVERY, step, EVERY)}
@@ -212,19 +217,27 @@ def _save_and_sweep(
 
 
 def litter(store: Path) -> list[str]:
-    """Files that no manifest names, and directories without one; the store's lock is none."""
+    """Files that no manifest names; the store's lock is none."""
     found = []
     for path in sorted(store.iterdir()):
         if not path.is_dir():
             found += [path.name] if path.name != ".shrinkpoint-lock" else []
-        elif (manifest := path / "manifest.json").exists():
-            document = json.loads(manifest.read_text())
-            named = {"manifest.json", *(row[0] for row in document["files"]), *(row[5] for row in document["bases"])}
-            there = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
-            found += [f"{path.name}/{name}" for name in sorted(there - named)]
         else:
-            found.append(path.name)
+            there = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()}
+            found += [f"{path.name}/{name}" for name in sorted(there - named(path / "manifest.json"))]
     return found
+
+
+def named(manifest: Path) -> set[str]:
+    """Files that belong to a checkpoint, relative to its directory; none without a manifest."""
+    if not manifest.exists():
+        return set()
+    document = json.loads(manifest.read_text())
+    return {manifest.name, *(row[0] for row in document["files"]), *(row[5] for row in document["bases"])}
+
+
+def empty_directories(store: Path) -> int:
+    return sum(path.is_dir() and not any(path.iterdir()) for path in store.rglob("*"))
 
 
 def kill_loop(context: ForkServerContext, store: Path, log: Path, background: bool, after: float) -> None:
@@ -270,11 +283,12 @@ def summary(kills: list[Kill]) -> dict[str, Any]:
     """The campaign in a few numbers."""
     return {
         "kills": len(kills),
-        "in an unfinished save": sum(kill.unfinished for kill in kills),
-        "in a background save": sum(kill.unfinished and kill.background for kill in kills),
+        "in an unfinished save or deletion": sum(kill.unfinished for kill in kills),
+        "  of these in the background": sum(kill.unfinished and kill.background for kill in kills),
         "steps saved": max((kill.restored for kill in kills), default=0),
         "checkpoints compared": sum(kill.checked for kill in kills),
         "uncommitted steps restored": sum(kill.restored > kill.done for kill in kills),
+        "empty directories at the end": kills[-1].empty if kills else 0,
         "failed": sum(bool(kill.problems) for kill in kills),
     }
 
@@ -295,7 +309,7 @@ def main() -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({**figures, "each": [asdict(kill) for kill in kills]}, indent=1))
     for name, value in figures.items():
-        print(f"{name:30}{value:>10}")
+        print(f"{name:36}{value:>10}")
     return 1 if figures["failed"] else 0
 
 

@@ -10,7 +10,7 @@ import torch
 from series import Checkpoint
 from torch import Tensor
 
-from shrinkpoint.codec import Reference, decode
+from shrinkpoint.codec import Reference, decode_all
 from shrinkpoint.record import Encoded
 from shrinkpoint.schemes import Lossless
 from shrinkpoint.state import FlatState, flatten
@@ -104,13 +104,8 @@ class Job:
         return lambda: list(Lossless().encode(self.flat, self.reference, threads=threads))
 
     def decode(self, records: list[Encoded], threads: int) -> Callable[[], dict[str, Tensor]]:
-        def run() -> dict[str, Tensor]:
-            decoded: dict[str, Tensor] = {}
-            for record in records:
-                decoded.update(decode(record, decoded, self.reference, threads=threads))
-            return decoded
-
-        return run
+        recipes = [(one.recipe, len(one.infos), sum(info.nbytes for info in one.infos)) for one in records]
+        return lambda: decode_all(recipes, records.__getitem__, self.reference, threads=threads)
 
 
 def jobs(base: Checkpoint, new: Checkpoint) -> dict[str, Job]:

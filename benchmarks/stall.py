@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -114,28 +115,30 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def stalls(run: Run, savers: Savers, rounds: int, steps: int) -> dict[str, Any]:
+def stalls(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of every save by method; the first round (keyframes, cold buffers) is kept apart."""
+    torch.set_num_threads(2)
+    run = Run(args.layers, args.width)
     seconds: dict[str, list[float]] = {method: [] for method in METHODS}
-    to_disk: list[float] = []
-    quiet, busy = [], []
-    for _ in range(rounds + 1):
-        quiet.append(timed(lambda: run.advance(steps)) / steps)
-        for method in METHODS[1:]:
-            seconds[method].append(timed(lambda method=method: savers.save(method)))
-            savers.wait(method)
-        began = time.perf_counter()
-        seconds["background"].append(timed(lambda: savers.save("background")))
-        busy.append(timed(lambda: run.advance(1)))
-        savers.wait("background")
-        to_disk.append(time.perf_counter() - began)
+    quiet, busy, committed = [], [], []
+    with tempfile.TemporaryDirectory(dir=args.out.parent) as folder:
+        savers = Savers(run, Path(folder))
+        for _ in range(args.rounds + 1):
+            quiet.append(timed(lambda: run.advance(args.steps)) / args.steps)
+            for method in METHODS[1:]:
+                seconds[method].append(timed(partial(savers.save, method)))
+                savers.wait(method)
+            began = time.perf_counter()
+            seconds["background"].append(timed(lambda: savers.save("background")))
+            busy.append(timed(lambda: run.advance(1)))
+            savers.wait("background")
+            committed.append(time.perf_counter() - began)
+        savers.close()
     return {
-        "first": {method: values[0] for method, values in seconds.items()},
-        "median": {method: median(values[1:]) for method, values in seconds.items()},
-        "all": seconds,
-        "background save until committed, a step of training in between": median(to_disk[1:]),
-        "step, nothing in flight": median(quiet[1:]),
-        "first step after a background save": median(busy[1:]),
+        "seconds": seconds,
+        "median step, nothing in flight": median(quiet[1:]),
+        "median first step after a background save": median(busy[1:]),
+        "median from a background save to its commit, that step included": median(committed[1:]),
     }
 
 
@@ -154,7 +157,6 @@ def peak(method: str, layers: int, width: int) -> dict[str, float]:
     run.advance(3)
     with tempfile.TemporaryDirectory() as folder:
         savers = Savers(run, Path(folder))
-        savers.save("clone")  # so that the allocator's own appetite is part of the baseline
         before = resident("VmRSS")
         result: dict[str, float] = {"state": run.nbytes}
         for kind in ("keyframe", "delta"):
@@ -168,23 +170,24 @@ def peak(method: str, layers: int, width: int) -> dict[str, float]:
     return result
 
 
-def peaks(layers: int, width: int) -> dict[str, dict[str, float]]:
-    results = {}
-    for method in METHODS:
-        command = [sys.executable, __file__, "--peak", method, "--layers", str(layers), "--width", str(width)]
-        results[method] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    return results
+def apart(args: argparse.Namespace, *part: str, **environment: str) -> dict[str, Any]:
+    """Run one part of this in a process of its own, whose OpenMP threads sleep while they wait (see the demo)."""
+    sizes = [x for name in ("rounds", "steps", "layers", "width") for x in (f"--{name}", str(getattr(args, name)))]
+    command = [sys.executable, __file__, *sizes, "--out", str(args.out), *part]
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **environment}
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment).stdout
+    figures: dict[str, Any] = json.loads(output)
+    return figures
 
 
 def show(figures: dict[str, Any]) -> None:
+    measured = figures["stalls"]
     print(f"state: {figures['bytes'] / 1e6:.1f} MB, {figures['rounds']} saves, torch {torch.__version__}\n")
     print(f"{'stall of the loop':22}{'first':>10}{'median':>10}{'worst':>10}   seconds")
-    for method in METHODS:
-        values = figures["stalls"]["all"][method]
-        middle = figures["stalls"]["median"][method]
-        print(f"{method:22}{values[0]:10.4f}{middle:10.4f}{max(values[1:]):10.4f}")
+    for method, values in measured["seconds"].items():
+        print(f"{method:22}{values[0]:10.4f}{median(values[1:]):10.4f}{max(values[1:]):10.4f}")
     print()
-    for name, value in figures["stalls"].items():
+    for name, value in measured.items():
         if isinstance(value, float):
             print(f"{name}: {value:.3f} s")
     print(f"\n{'peak memory':22}{'keyframe':>10}{'delta':>10}{'kept':>10}   x the state, beyond the state itself")
@@ -199,19 +202,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=Shape.layers)
     parser.add_argument("--width", type=int, default=Shape.width)
     parser.add_argument("--out", type=Path, default=Path("results/stall.json"))
-    parser.add_argument("--peak", choices=METHODS, help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=("stalls", *METHODS), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.peak:
-        print(json.dumps(peak(args.peak, args.layers, args.width)))
-        return
-    torch.set_num_threads(2)
-    run = Run(args.layers, args.width)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=args.out.parent) as folder:
-        savers = Savers(run, Path(folder))
-        measured = stalls(run, savers, args.rounds, args.steps)
-        savers.close()
-    figures = {"bytes": run.nbytes, "rounds": args.rounds, "stalls": measured, "peaks": peaks(args.layers, args.width)}
+    if args.part:
+        print(json.dumps(stalls(args) if args.part == "stalls" else peak(args.part, args.layers, args.width)))
+        return
+    figures = {"rounds": args.rounds, "stalls": apart(args, "--part", "stalls")}
+    # memory that is freed goes back to the system, so that what is resident is what is in use
+    figures["peaks"] = {method: apart(args, "--part", method, MALLOC_MMAP_THRESHOLD_="65536") for method in METHODS}
+    figures["bytes"] = figures["peaks"]["sync"]["state"]
     args.out.write_text(json.dumps(figures, indent=1))
     show(figures)
 

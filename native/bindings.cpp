@@ -15,6 +15,7 @@
 #include "error.hpp"
 #include "planes.hpp"
 #include "predict.hpp"
+#include "simd.hpp"
 #include "tokens.hpp"
 
 namespace nb = nanobind;
@@ -95,9 +96,9 @@ class Record {
 using Array = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
 
 // Hands a vector over to Python without copying it.
-Array array_of(std::vector<uint8_t>&& data) {
-    auto* owned = new std::vector<uint8_t>(std::move(data));
-    const nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<uint8_t>*>(p); });
+Array array_of(Buffer&& data) {
+    auto* owned = new Buffer(std::move(data));
+    const nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<Buffer*>(p); });
     return Array(owned->data(), {owned->size()}, owner);
 }
 
@@ -158,6 +159,8 @@ NB_MODULE(_native, m) {
     nb::class_<Factors>(m, "Factors");
 
     m.def(
+        "empty", [](size_t size) { return array_of(Buffer(size)); }, "size"_a);
+    m.def(
         "fit_factors",
         [](const Model& model, nb::handle values, const Shapes& shapes) {
             const Bytes bytes(values);
@@ -177,7 +180,7 @@ NB_MODULE(_native, m) {
             const Bytes a(values), b(others);
             const uint64_t count = count_of(model, a);
             const uint8_t* other = b.checked(a.size(), model.width / 8, "others");
-            std::vector<uint8_t> out(count);
+            Buffer out(count);
             {
                 nb::gil_scoped_release release;
                 difference_classes(model, a.data(), other, count, out.data());
@@ -241,6 +244,14 @@ NB_MODULE(_native, m) {
         "moment1"_a.none() = nb::none(), "moment2"_a.none() = nb::none(), "moment1_base"_a.none() = nb::none(),
         "hint"_a.none() = nb::none(), "shapes"_a.none() = nb::none(), "chunk"_a = kChunk, "threads"_a = 1);
 
+    // For tests only: nothing wider than this (0 none, 1 AVX2, 2 AVX-512) from now on; returns what is used.
+    m.def(
+        "_use_simd",
+        [](int most) {
+            limit_simd(static_cast<Simd>(most < 0 ? 0 : most));
+            return static_cast<int>(simd());
+        },
+        "most"_a);
     m.def(
         "xxh3_128",
         [](nb::handle data) {
@@ -253,7 +264,7 @@ NB_MODULE(_native, m) {
         "pack_bits",
         [](const nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& codes, unsigned bits) {
             if (bits < 1 || bits > 32) throw nb::value_error("bits: expected 1 to 32");
-            std::vector<uint8_t> out(packed_size(codes.size(), bits));
+            Buffer out(packed_size(codes.size(), bits));
             {
                 nb::gil_scoped_release release;
                 pack_bits(codes.data(), codes.size(), bits, out.data());
@@ -282,7 +293,7 @@ NB_MODULE(_native, m) {
         [](nb::handle values, unsigned width) {
             const Bytes bytes(values);
             if (width < 1 || width > 8 || bytes.size() % width != 0) throw nb::value_error("width: expected 1 to 8");
-            std::vector<uint8_t> out(bytes.size());
+            Buffer out(bytes.size());
             {
                 nb::gil_scoped_release release;
                 split_planes(bytes.data(), bytes.size() / width, width, out.data());
@@ -295,7 +306,7 @@ NB_MODULE(_native, m) {
         [](nb::handle planes, unsigned width) {
             const Bytes bytes(planes);
             if (width < 1 || width > 8 || bytes.size() % width != 0) throw nb::value_error("width: expected 1 to 8");
-            std::vector<uint8_t> out(bytes.size());
+            Buffer out(bytes.size());
             {
                 nb::gil_scoped_release release;
                 join_planes(bytes.data(), bytes.size() / width, width, out.data());

@@ -26,34 +26,6 @@ class BitWriter {
         filled_ &= 7;
     }
 
-    // `count` fields of one width of at most 28 bits. Eight of them end where they began within a byte, so their
-    // places are loop constants and the only thing handed on is the byte that two pairs of fields share.
-    void put_uniform(const uint32_t* fields, size_t count, unsigned bits) {
-        unsigned shift[4], step[4];  // of a pair: bits into its first byte; bytes from the pair before
-        unsigned place = filled_;
-        for (unsigned k = 0; k < 4; ++k) {
-            shift[k] = place & 7;
-            step[(k + 1) & 3] = ((place + 2 * bits) >> 3) - (place >> 3);
-            place += 2 * bits;
-        }
-        uint64_t word = buffer_;
-        unsigned carried = 0;  // bits by which the next pair's first byte lies into `word`
-        uint8_t* out = out_;
-        size_t i = 0;
-        for (; i + 8 <= count; i += 8) {
-            for (unsigned k = 0; k < 4; ++k) {
-                const uint64_t pair = fields[i + 2 * k] | static_cast<uint64_t>(fields[i + 2 * k + 1]) << bits;
-                word = pair << shift[k] | (carried < 64 ? word >> carried : 0);
-                std::memcpy(out, &word, 8);
-                out += step[(k + 1) & 3];
-                carried = 8 * step[(k + 1) & 3];
-            }
-        }
-        out_ = out;
-        buffer_ = carried < 64 ? word >> carried : 0;
-        for (; i < count; ++i) put(fields[i], bits);
-    }
-
     void put_wide(uint64_t field, unsigned bits) {
         if (bits > 32) {
             put(field & 0xffffffffu, 32);
@@ -71,6 +43,9 @@ class BitWriter {
         std::memcpy(out_, &zero, 8);
         return static_cast<size_t>(out_ - start_) + kBitSlack;
     }
+
+    // Whole groups of eight 32-bit fields of one width, 4 to 28 bits; defined where the machine has the instructions.
+    void put_groups(const uint32_t* fields, size_t groups, unsigned bits);
 
    private:
     uint8_t* start_;

@@ -4,10 +4,12 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <optional>
 
 #include "bitstream.hpp"
 #include "cluster.hpp"
 #include "error.hpp"
+#include "lookup.hpp"
 #include "parallel.hpp"
 #include "planes.hpp"
 #include "predict.hpp"
@@ -41,6 +43,9 @@ class Contexts {
         : model_(model),
           arrays_(arrays),
           vary_(model.tokens == Tokens::Delta || arrays.factors != nullptr || model.companion != Companion::None) {}
+
+    // Whether positions differ in their contexts.
+    bool vary() const { return vary_; }
 
     void fill(uint64_t start, size_t count, Tile& tile) {
         if (!vary_ && filled_) return;
@@ -93,13 +98,24 @@ class Survey {
     // the one before.
     void count_symbols(size_t count) {
         uint32_t* const counts = counts_.data();
+        const uint8_t* symbols = tile_.symbols;
+        if (!contexts_of_.vary()) return count_bytes(symbols, count, counts, size_t{contexts_} * 256);
         const size_t way = ways_ > 1 ? size_t{contexts_} * 256 : 0;
         const uint16_t* contexts = tile_.contexts;
-        const uint8_t* symbols = tile_.symbols;
         size_t i = 0;
         for (; i + 4 <= count; i += 4)
             for (size_t j = 0; j < 4; ++j) ++counts[j * way + size_t{contexts[i + j]} * 256 + symbols[i + j]];
         for (; i < count; ++i) ++counts[size_t{contexts[i]} * 256 + symbols[i]];
+    }
+
+    static void count_bytes(const uint8_t* bytes, size_t count, uint32_t* counts, size_t way) {
+        size_t i = 0;
+        for (; i + 8 <= count; i += 8) {
+            uint64_t eight;
+            std::memcpy(&eight, bytes + i, 8);
+            for (unsigned j = 0; j < 8; ++j) ++counts[(j & 3) * way + (eight >> (8 * j) & 255)];
+        }
+        for (; i < count; ++i) ++counts[bytes[i]];
     }
 
     void add_planes(const uint8_t* values, Span span) {
@@ -143,16 +159,17 @@ class ChunkEncoder {
                  const std::vector<EncoderTable>& encoders)
         : model_(model), contexts_(model, arrays), tables_(tables), encoders_(encoders) {}
 
-    std::vector<uint8_t> encode(const uint8_t* values, Span span) {
+    Buffer encode(const uint8_t* values, Span span) {
         const size_t count = span.count * (model_.tokens == Tokens::Planes ? bytes_of(model_) : 1);
         symbols_.resize(count);
-        table_of_.resize(count);
+        if (several()) table_of_.resize(count);
         extra_.resize(span.count * bytes_of(model_) + 2 * kBitSlack);
         const size_t extra_size = model_.tokens == Tokens::Planes ? tokens_of_planes(values, span)
                                                                   : tokens_of_values(values, span);
         stream_.resize(rans_bound(count));
-        const size_t size = rans_encode(symbols_.data(), table_of_.data(), count, encoders_, stream_.data(), stream_.size());
-        std::vector<uint8_t> out(4 + size + extra_size);
+        const size_t size = rans_encode(symbols_.data(), several() ? table_of_.data() : nullptr, count, encoders_,
+                                        stream_.data(), stream_.size());
+        Buffer out(4 + size + extra_size);
         const auto announced = static_cast<uint32_t>(size);
         std::memcpy(out.data(), &announced, 4);
         std::memcpy(out.data() + 4, stream_.data() + stream_.size() - size, size);
@@ -161,10 +178,13 @@ class ChunkEncoder {
     }
 
    private:
+    bool several() const { return encoders_.size() > 1; }
+
     size_t tokens_of_planes(const uint8_t* values, Span span) {
         const unsigned bytes = bytes_of(model_);
         split_planes(values + span.start * bytes, span.count, bytes, symbols_.data());
-        for (unsigned p = 0; p < bytes; ++p) std::fill_n(table_of_.data() + p * span.count, span.count, tables_.map[p]);
+        for (unsigned p = 0; several() && p < bytes; ++p)
+            std::fill_n(table_of_.data() + p * span.count, span.count, tables_.map[p]);
         return BitWriter(extra_.data()).finish();
     }
 
@@ -175,7 +195,7 @@ class ChunkEncoder {
             contexts_.fill(span.start + done, length, tile_);
             tokenise(model_, values, span.start + done, length, tile_);
             std::memcpy(symbols_.data() + done, tile_.symbols, length);
-            for (size_t i = 0; i < length; ++i) table_of_[done + i] = tables_.map[tile_.contexts[i]];
+            if (several()) look_up(tables_.map.data(), tables_.map.size(), tile_.contexts, length, table_of_.data() + done);
             write_extra(model_, tile_, length, bits);
         }
         return bits.finish();
@@ -185,71 +205,110 @@ class ChunkEncoder {
     Contexts contexts_;
     const Tables& tables_;
     const std::vector<EncoderTable>& encoders_;
-    std::vector<uint8_t> symbols_, table_of_, extra_, stream_;
+    Buffer symbols_, table_of_, extra_, stream_;
     Tile tile_;
 };
 
+// One chunk being decoded: piece by piece, so that two can be decoded side by side.
 class ChunkDecoder {
    public:
-    ChunkDecoder(const Model& model, const Arrays& arrays, const Tables& tables, const std::vector<uint32_t>& entries)
-        : model_(model), contexts_(model, arrays), tables_(tables), entries_(entries) {}
+    ChunkDecoder(const Model& model, const Arrays& arrays, const Tables& tables, const std::vector<uint32_t>& entries,
+                 uint8_t* values)
+        : model_(model), contexts_(model, arrays), tables_(tables), entries_(entries), values_(values) {}
 
-    void decode(const uint8_t* data, size_t size, Span span, uint8_t* values) {
+    void begin(const uint8_t* data, size_t size, Span span) {
         uint32_t stream;
         if (size < 4) throw Truncated("a chunk is shorter than its header");
         std::memcpy(&stream, data, 4);
         if (stream > size - 4 || size - 4 - stream < kBitSlack) throw Truncated("a chunk is shorter than it announces");
-        const uint8_t* extra = data + 4 + stream;
-        const size_t extra_size = size - 4 - stream - kBitSlack;
-        if (model_.tokens == Tokens::Planes)
-            decode_planes(data + 4, stream, span, values);
-        else
-            decode_values(data + 4, stream, extra, extra_size, span, values);
+        extra_ = {data + 4 + stream, data + size};
+        position_ = 0, done_ = 0, span_ = span;
+        stream_.emplace(data + 4, stream, span.count * (planes() ? bytes_of(model_) : 1), entries_.data());
+    }
+
+    bool more() const { return done_ < span_.count; }
+
+    // Symbols that the next piece has.
+    size_t piece() const {
+        return planes() ? span_.count * bytes_of(model_) : std::min<size_t>(kTile, span_.count - done_);
+    }
+
+    void decode_piece() {
+        prepare();
+        stream_->decode(table_of_, piece(), symbols_);
+        take();
+    }
+
+    // The next pieces of two chunks, which must have as many symbols.
+    static void decode_pieces(ChunkDecoder& a, ChunkDecoder& b) {
+        a.prepare(), b.prepare();
+        RansDecoder::decode_two(*a.stream_, a.table_of_, a.symbols_, *b.stream_, b.table_of_, b.symbols_, a.piece());
+        a.take(), b.take();
+    }
+
+    void finish() const {
+        stream_->finish();
+        if ((position_ + 7) / 8 != static_cast<size_t>(extra_.end - extra_.data) - kBitSlack)
+            throw Corrupt("a chunk holds more extra bits than its symbols ask for");
     }
 
    private:
-    void decode_planes(const uint8_t* data, size_t size, Span span, uint8_t* values) {
-        const unsigned bytes = bytes_of(model_);
-        symbols_.resize(span.count * bytes);
-        table_of_.resize(span.count * bytes);
-        for (unsigned p = 0; p < bytes; ++p) std::fill_n(table_of_.data() + p * span.count, span.count, tables_.map[p]);
-        RansDecoder stream(data, size, symbols_.size(), entries_.data());
-        stream.decode(table_of_.data(), symbols_.size(), symbols_.data());
-        stream.finish();
-        join_planes(symbols_.data(), span.count, bytes, values + span.start * bytes);
+    bool planes() const { return model_.tokens == Tokens::Planes; }
+
+    // Finds the table of each symbol of the next piece and a place for the symbols.
+    void prepare() {
+        const size_t count = piece();
+        const bool several = entries_.size() > kProbabilityScale;
+        if (several && tables_buffer_.size() < count) tables_buffer_.resize(count);
+        table_of_ = several ? tables_buffer_.data() : nullptr;
+        if (!planes()) {
+            contexts_.fill(span_.start + done_, count, tile_);
+            if (several) look_up(tables_.map.data(), tables_.map.size(), tile_.contexts, count, tables_buffer_.data());
+            symbols_ = tile_.symbols;
+            return;
+        }
+        if (symbols_buffer_.size() < count) symbols_buffer_.resize(count);
+        symbols_ = symbols_buffer_.data();
+        for (unsigned p = 0; several && p < bytes_of(model_); ++p)
+            std::fill_n(tables_buffer_.data() + p * span_.count, span_.count, tables_.map[p]);
     }
 
-    void decode_values(const uint8_t* data, size_t size, const uint8_t* extra, size_t extra_size, Span span,
-                       uint8_t* values) {
-        RansDecoder stream(data, size, span.count, entries_.data());
-        uint64_t position = 0;
-        uint8_t tables[kTile];
-        for (size_t done = 0; done < span.count; done += kTile) {
-            const size_t length = std::min(kTile, span.count - done);
-            contexts_.fill(span.start + done, length, tile_);
-            for (size_t i = 0; i < length; ++i) tables[i] = tables_.map[tile_.contexts[i]];
-            stream.decode(tables, length, tile_.symbols);
-            const uint64_t bits = extra_widths(model_, length, tile_);
-            if (position + bits > 8 * static_cast<uint64_t>(extra_size)) throw Truncated("the extra bits end too early");
-            untokenise(model_, extra, position, span.start + done, length, tile_, values);
-            position += bits;
+    // Turns the piece's symbols into values.
+    void take() {
+        if (planes()) {
+            join_planes(symbols_, span_.count, bytes_of(model_), values_ + span_.start * bytes_of(model_));
+            done_ = span_.count;
+            return;
         }
-        stream.finish();
-        if ((position + 7) / 8 != extra_size) throw Corrupt("a chunk holds more extra bits than its symbols ask for");
+        const size_t count = piece();
+        const uint64_t bits = extra_widths(model_, count, tile_);
+        const auto held = static_cast<uint64_t>(extra_.end - extra_.data) - kBitSlack;
+        if (position_ + bits > 8 * held) throw Truncated("the extra bits end too early");
+        untokenise(model_, extra_, position_, span_.start + done_, count, tile_, values_);
+        position_ += bits;
+        done_ += count;
     }
 
     const Model& model_;
     Contexts contexts_;
     const Tables& tables_;
     const std::vector<uint32_t>& entries_;
-    std::vector<uint8_t> symbols_, table_of_;
+    uint8_t* values_;
+    std::optional<RansDecoder> stream_;
+    BitSpan extra_{};
+    uint64_t position_ = 0;
+    size_t done_ = 0;
+    Span span_{};
+    const uint8_t* table_of_ = nullptr;
+    uint8_t* symbols_ = nullptr;
+    Buffer symbols_buffer_, tables_buffer_;
     Tile tile_;
 };
 
 // ---- side: u32 size of the tables, tables, factors, u32 size of every chunk ---------------------------------------
 
 template <typename T>
-void append(std::vector<uint8_t>& out, const T* data, size_t count) {
+void append(Buffer& out, const T* data, size_t count) {
     const auto* bytes = reinterpret_cast<const uint8_t*>(data);
     out.insert(out.end(), bytes, bytes + count * sizeof(T));
 }
@@ -279,8 +338,8 @@ class SideReader {
     size_t left_;
 };
 
-std::vector<uint8_t> write_side(const Tables& tables, const Factors* factors, const std::vector<uint32_t>& sizes) {
-    std::vector<uint8_t> out;
+Buffer write_side(const Tables& tables, const Factors* factors, const std::vector<uint32_t>& sizes) {
+    Buffer out;
     const std::vector<uint8_t> written = write_tables(tables);
     const auto size = static_cast<uint32_t>(written.size());
     append(out, &size, 1);
@@ -292,6 +351,28 @@ std::vector<uint8_t> write_side(const Tables& tables, const Factors* factors, co
     }
     append(out, sizes.data(), sizes.size());
     return out;
+}
+
+// One buffer of all, each freed once it is copied.
+Buffer joined(std::vector<Buffer>& pieces, unsigned threads) {
+    std::vector<size_t> starts(1, 0);
+    for (const Buffer& piece : pieces) starts.push_back(starts.back() + piece.size());
+    Buffer out(starts.back());
+    parallel(pieces.size(), threads, [&](Indices& indices) {
+        for (size_t i; indices.take(i);) {
+            std::memcpy(out.data() + starts[i], pieces[i].data(), pieces[i].size());
+            Buffer().swap(pieces[i]);
+        }
+    });
+    return out;
+}
+
+// Decodes two chunks side by side as far as their pieces are of one size.
+void decode_both(ChunkDecoder& a, ChunkDecoder& b) {
+    while (a.more() && b.more() && a.piece() == b.piece()) ChunkDecoder::decode_pieces(a, b);
+    while (a.more()) a.decode_piece();
+    while (b.more()) b.decode_piece();
+    a.finish(), b.finish();
 }
 
 }  // namespace
@@ -314,23 +395,15 @@ Coded encode(const Model& model, const Arrays& arrays, const uint8_t* values, ui
     const Tables tables = cluster(survey_all(model, arrays, values, count, 1, threads)->counts());
     std::vector<EncoderTable> encoders;
     for (const Frequencies& frequencies : tables.frequencies) encoders.push_back(encoder_table(frequencies));
-    std::vector<std::vector<uint8_t>> chunks(chunk_count(count, chunk));
+    std::vector<Buffer> chunks(chunk_count(count, chunk));
     parallel(chunks.size(), threads, [&](Indices& indices) {
         const DefaultFloats floats;
         const auto encoder = std::make_unique<ChunkEncoder>(model, arrays, tables, encoders);
         for (size_t i; indices.take(i);) chunks[i] = encoder->encode(values, span_of(i, count, chunk, chunk));
     });
     std::vector<uint32_t> sizes;
-    size_t total = 0;
-    for (const auto& one : chunks) sizes.push_back(static_cast<uint32_t>(one.size())), total += one.size();
-    Coded out;
-    out.side = write_side(tables, arrays.factors, sizes);
-    out.codes.reserve(total);
-    for (auto& one : chunks) {
-        out.codes.insert(out.codes.end(), one.begin(), one.end());
-        std::vector<uint8_t>().swap(one);
-    }
-    return out;
+    for (const Buffer& one : chunks) sizes.push_back(static_cast<uint32_t>(one.size()));
+    return {write_side(tables, arrays.factors, sizes), joined(chunks, threads)};
 }
 
 void decode(const Model& model, Arrays arrays, Factors* factors, const uint8_t* side, size_t side_size,
@@ -359,11 +432,23 @@ void decode(const Model& model, Arrays arrays, Factors* factors, const uint8_t* 
     std::vector<uint32_t> entries(tables.frequencies.size() * kProbabilityScale);
     for (size_t t = 0; t < tables.frequencies.size(); ++t)
         decoder_table(tables.frequencies[t], entries.data() + t * kProbabilityScale);
-    parallel(chunks, threads, [&](Indices& indices) {
+    parallel((chunks + 1) / 2, threads, [&](Indices& indices) {
         const DefaultFloats floats;
-        const auto decoder = std::make_unique<ChunkDecoder>(model, arrays, tables, entries);
-        for (size_t i; indices.take(i);)
-            decoder->decode(codes + starts[i], sizes[i], span_of(i, count, chunk, chunk), values);
+        const auto one = std::make_unique<ChunkDecoder>(model, arrays, tables, entries, values);
+        const auto other = std::make_unique<ChunkDecoder>(model, arrays, tables, entries, values);
+        const auto begin = [&](ChunkDecoder& decoder, size_t i) {
+            decoder.begin(codes + starts[i], sizes[i], span_of(i, count, chunk, chunk));
+        };
+        for (size_t i; indices.take(i);) {
+            begin(*one, 2 * i);
+            if (2 * i + 1 < chunks) {
+                begin(*other, 2 * i + 1);
+                decode_both(*one, *other);
+            } else {
+                while (one->more()) one->decode_piece();
+                one->finish();
+            }
+        }
     });
 }
 

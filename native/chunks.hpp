@@ -2,8 +2,8 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <vector>
 
+#include "buffer.hpp"
 #include "model.hpp"
 
 namespace shrinkpoint {
@@ -11,7 +11,7 @@ namespace shrinkpoint {
 constexpr size_t kChunk = size_t{1} << 18;  // values; chunks are coded and decoded independently
 
 struct Coded {
-    std::vector<uint8_t> side, codes;
+    Buffer side, codes;
 };
 
 // Estimated bits of the whole record, from every `stride`-th tile.

@@ -33,9 +33,10 @@ inline bool finite(float value) { return std::fabs(value) <= std::numeric_limits
 
 }  // namespace
 
-SHRINKPOINT_CLONES
-void predict_adam(const Model& model, const float* base, const float* moment1, const float* moment2, size_t count,
-                  uint32_t* predicted) {
+SHRINKPOINT_KERNEL(void, predict_adam,
+                   (const Model& model, const float* base, const float* moment1, const float* moment2, size_t count,
+                    uint32_t* predicted),
+                   (model, base, moment1, moment2, count, predicted)) {
     const float decay = model.parameters[0], step = model.parameters[1];
     const float correction = model.parameters[2], eps = model.parameters[3];
     for (size_t i = 0; i < count; ++i) {
@@ -45,9 +46,10 @@ void predict_adam(const Model& model, const float* base, const float* moment1, c
     }
 }
 
-SHRINKPOINT_CLONES
-void predict_square(const Model& model, const float* base, const float* moment1, const float* moment1_base,
-                    size_t count, uint32_t* predicted, uint32_t* squares) {
+SHRINKPOINT_KERNEL(void, predict_square,
+                   (const Model& model, const float* base, const float* moment1, const float* moment1_base,
+                    size_t count, uint32_t* predicted, uint32_t* squares),
+                   (model, base, moment1, moment1_base, count, predicted, squares)) {
     const float beta2 = model.parameters[1];
     const float weight1 = model.parameters[2], weight2 = model.parameters[3];
     for (size_t i = 0; i < count; ++i) {
@@ -94,7 +96,7 @@ struct LevelSums {
 };
 
 template <typename U>
-[[gnu::always_inline]] inline void add_row_of(const U* values, uint64_t columns, unsigned drop, int64_t* column_sums,
+ALWAYS_INLINE void add_row_of(const U* values, uint64_t columns, unsigned drop, int64_t* column_sums,
                                               int64_t* column_counts, int64_t* row_sum, int64_t* row_count) {
     constexpr U magnitude = static_cast<U>(~U{0}) >> 1;
     int64_t sum = 0, present = 0;
@@ -110,14 +112,28 @@ template <typename U>
     *row_count += present;
 }
 
-SHRINKPOINT_CLONES void add_row(const uint16_t* values, uint64_t columns, unsigned drop, int64_t* column_sums,
-                                int64_t* column_counts, int64_t* row_sum, int64_t* row_count) {
+SHRINKPOINT_KERNEL(void, add_row_16,
+                   (const uint16_t* values, uint64_t columns, unsigned drop, int64_t* column_sums,
+                    int64_t* column_counts, int64_t* row_sum, int64_t* row_count),
+                   (values, columns, drop, column_sums, column_counts, row_sum, row_count)) {
     add_row_of(values, columns, drop, column_sums, column_counts, row_sum, row_count);
 }
 
-SHRINKPOINT_CLONES void add_row(const uint32_t* values, uint64_t columns, unsigned drop, int64_t* column_sums,
-                                int64_t* column_counts, int64_t* row_sum, int64_t* row_count) {
+SHRINKPOINT_KERNEL(void, add_row_32,
+                   (const uint32_t* values, uint64_t columns, unsigned drop, int64_t* column_sums,
+                    int64_t* column_counts, int64_t* row_sum, int64_t* row_count),
+                   (values, columns, drop, column_sums, column_counts, row_sum, row_count)) {
     add_row_of(values, columns, drop, column_sums, column_counts, row_sum, row_count);
+}
+
+void add_row(const uint16_t* values, uint64_t columns, unsigned drop, int64_t* column_sums, int64_t* column_counts,
+             int64_t* row_sum, int64_t* row_count) {
+    add_row_16(values, columns, drop, column_sums, column_counts, row_sum, row_count);
+}
+
+void add_row(const uint32_t* values, uint64_t columns, unsigned drop, int64_t* column_sums, int64_t* column_counts,
+             int64_t* row_sum, int64_t* row_count) {
+    add_row_32(values, columns, drop, column_sums, column_counts, row_sum, row_count);
 }
 
 int8_t factor(int64_t sum, int64_t count, int64_t center) {

@@ -6,13 +6,13 @@
 #include <numeric>
 
 #include "error.hpp"
+#include "rans_avx512.hpp"
 #include "simd.hpp"
 
 namespace shrinkpoint {
 
 namespace {
 
-constexpr uint32_t kLow = 1u << 16;
 constexpr uint32_t kSlotMask = kProbabilityScale - 1;
 
 }  // namespace
@@ -60,10 +60,8 @@ void decoder_table(const Frequencies& frequencies, uint32_t* entries) {
         for (uint32_t i = 0; i < frequencies[s]; ++i) *entries++ = s | (frequencies[s] - 1u) << 8 | i << 20;
 }
 
-#if defined(SHRINKPOINT_AVX512)
+#if defined(SHRINKPOINT_X86)
 namespace {
-
-using PackedTable = std::array<uint32_t, 256>;  // frequency | cumulative << 16
 
 std::vector<PackedTable> pack(const std::vector<EncoderTable>& encoders) {
     std::vector<PackedTable> out(encoders.size());
@@ -73,49 +71,6 @@ std::vector<PackedTable> pack(const std::vector<EncoderTable>& encoders) {
     return out;
 }
 
-// Sixteen lanes take one symbol each; the words they emit go in front of `next`.
-SHRINKPOINT_AVX512 inline __m512i put16(__m512i states, const uint8_t* symbols, const uint8_t* tables,
-                                        const PackedTable* packed, uint8_t*& next) {
-    const __m512i symbol = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(symbols)));
-    const __m512i table = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(tables)));
-    const __m512i index = _mm512_or_si512(_mm512_slli_epi32(table, 8), symbol);
-    const __m512i entry = _mm512_i32gather_epi32(index, packed, 4);
-    const __m512i frequency = _mm512_and_si512(entry, _mm512_set1_epi32(0xffff));
-    const __mmask16 emit = _mm512_cmpge_epu32_mask(_mm512_srli_epi32(states, 20), frequency);
-    const unsigned emitted = static_cast<unsigned>(__builtin_popcount(emit));
-    next -= 2 * emitted;
-    const __m256i words = _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(emit, states));
-    _mm256_mask_storeu_epi16(next, static_cast<__mmask16>((1u << emitted) - 1), words);
-    const __m512i x = _mm512_mask_srli_epi32(states, emit, states, 16);
-    // x < frequency * 2^20, so a float quotient is off by one at most; the remainder tells in which direction.
-    const __m512 ratio = _mm512_div_ps(_mm512_cvtepu32_ps(x), _mm512_cvtepu32_ps(frequency));
-    __m512i quotient = _mm512_cvttps_epu32(ratio);
-    __m512i rest = _mm512_sub_epi32(x, _mm512_mullo_epi32(quotient, frequency));
-    const __mmask16 above = _mm512_cmplt_epi32_mask(rest, _mm512_setzero_si512());
-    rest = _mm512_mask_add_epi32(rest, above, rest, frequency);
-    quotient = _mm512_mask_sub_epi32(quotient, above, quotient, _mm512_set1_epi32(1));
-    const __mmask16 below = _mm512_cmpge_epi32_mask(rest, frequency);
-    rest = _mm512_mask_sub_epi32(rest, below, rest, frequency);
-    quotient = _mm512_mask_add_epi32(quotient, below, quotient, _mm512_set1_epi32(1));
-    const __m512i offset = _mm512_add_epi32(rest, _mm512_srli_epi32(entry, 16));
-    return _mm512_add_epi32(_mm512_slli_epi32(quotient, kProbabilityBits), offset);
-}
-
-// Encodes symbols[0, count), last first; count is a multiple of 32.
-SHRINKPOINT_AVX512 void encode_rounds(const uint8_t* symbols, const uint8_t* tables, size_t count,
-                                      const PackedTable* packed, uint32_t* states, uint8_t*& next) {
-    __m512i first = _mm512_loadu_si512(states), second = _mm512_loadu_si512(states + 16);
-    uint8_t* at = next;
-    for (size_t i = count; i > 0;) {
-        i -= kMaxLanes;
-        second = put16(second, symbols + i + 16, tables + i + 16, packed, at);
-        first = put16(first, symbols + i, tables + i, packed, at);
-    }
-    next = at;
-    _mm512_storeu_si512(states, first);
-    _mm512_storeu_si512(states + 16, second);
-}
-
 }  // namespace
 #endif
 
@@ -123,10 +78,10 @@ size_t rans_encode(const uint8_t* symbols, const uint8_t* tables, size_t count,
                    const std::vector<EncoderTable>& encoders, uint8_t* out, size_t capacity) {
     const unsigned lanes = lanes_for(count);
     uint32_t states[kMaxLanes];
-    std::fill_n(states, kMaxLanes, kLow);
+    std::fill_n(states, kMaxLanes, kRansLow);
     uint8_t* next = out + capacity;
     const auto step = [&](size_t i, uint32_t& state) {
-        const EncoderSymbol& symbol = encoders[tables[i]][symbols[i]];
+        const EncoderSymbol& symbol = encoders[tables != nullptr ? tables[i] : 0][symbols[i]];
         uint32_t x = state;
         const bool emit = (x >> 20) >= symbol.frequency;
         const auto word = static_cast<uint16_t>(x);
@@ -138,10 +93,10 @@ size_t rans_encode(const uint8_t* symbols, const uint8_t* tables, size_t count,
     };
     size_t i = count;
     while (i % lanes != 0) --i, step(i, states[i % lanes]);
-#if defined(SHRINKPOINT_AVX512)
-    if (lanes == kMaxLanes && has_avx512()) {
+#if defined(SHRINKPOINT_X86)
+    if (lanes == kMaxLanes && simd() == Simd::Avx512) {
         const std::vector<PackedTable> packed = pack(encoders);
-        encode_rounds(symbols, tables, i, packed.data(), states, next);
+        encode_rounds_avx512(symbols, tables, i, packed.data(), states, next);
         i = 0;
     }
 #endif
@@ -162,51 +117,10 @@ size_t rans_encode(const uint8_t* symbols, const uint8_t* tables, size_t count,
 RansDecoder::RansDecoder(const uint8_t* data, size_t size, size_t count, const uint32_t* entries)
     : entries_(entries), end_(data + size), lanes_(lanes_for(count)) {
     if (size < 4 * lanes_) throw Truncated("a symbol stream is shorter than its states");
-    std::fill_n(states_, kMaxLanes, kLow);
+    std::fill_n(states_, kMaxLanes, kRansLow);
     std::memcpy(states_, data, 4 * lanes_);
     next_ = data + 4 * lanes_;
 }
-
-#if defined(SHRINKPOINT_AVX512)
-namespace {
-
-// One renormalised step of sixteen lanes.
-SHRINKPOINT_AVX512 inline __m512i step16(__m512i states, const uint8_t* tables, const uint32_t* entries,
-                                         uint8_t* symbols, const uint8_t*& next) {
-    const __m512i slots = _mm512_and_si512(states, _mm512_set1_epi32(kSlotMask));
-    const __m512i table = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(tables)));
-    const __m512i index = _mm512_or_si512(_mm512_slli_epi32(table, kProbabilityBits), slots);
-    const __m512i entry = _mm512_i32gather_epi32(index, entries, 4);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(symbols), _mm512_cvtepi32_epi8(entry));
-    const __m512i less_one = _mm512_and_si512(_mm512_srli_epi32(entry, 8), _mm512_set1_epi32(0xfff));
-    const __m512i high = _mm512_srli_epi32(states, kProbabilityBits);
-    const __m512i bias = _mm512_add_epi32(high, _mm512_srli_epi32(entry, 20));
-    const __m512i x = _mm512_add_epi32(_mm512_mullo_epi32(less_one, high), bias);
-    const __mmask16 low = _mm512_cmplt_epu32_mask(x, _mm512_set1_epi32(kLow));
-    const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(next)));
-    next += 2 * __builtin_popcount(low);
-    return _mm512_mask_or_epi32(x, low, _mm512_slli_epi32(x, 16), _mm512_maskz_expand_epi32(low, words));
-}
-
-// As many whole rounds of 32 lanes as can be read without looking past `end`; returns the symbols done.
-SHRINKPOINT_AVX512 size_t decode_rounds(const uint8_t* tables, size_t count, const uint32_t* entries,
-                                        uint32_t* states, const uint8_t*& next, const uint8_t* end,
-                                        uint8_t* symbols) {
-    __m512i first = _mm512_loadu_si512(states), second = _mm512_loadu_si512(states + 16);
-    const uint8_t* at = next;
-    size_t i = 0;
-    for (; i + kMaxLanes <= count && end - at >= static_cast<ptrdiff_t>(2 * kMaxLanes + 32); i += kMaxLanes) {
-        first = step16(first, tables + i, entries, symbols + i, at);
-        second = step16(second, tables + i + 16, entries, symbols + i + 16, at);
-    }
-    next = at;
-    _mm512_storeu_si512(states, first);
-    _mm512_storeu_si512(states + 16, second);
-    return i;
-}
-
-}  // namespace
-#endif
 
 template <unsigned Lanes>
 void RansDecoder::decode_lanes(const uint8_t* tables, size_t count, uint8_t* symbols) {
@@ -215,13 +129,17 @@ void RansDecoder::decode_lanes(const uint8_t* tables, size_t count, uint8_t* sym
     uint32_t states[Lanes];
     std::memcpy(states, states_, sizeof states);
     const auto advance = [&](size_t i, uint32_t& state) {
-        const uint32_t entry = entries[(uint32_t{tables[i]} << kProbabilityBits) | (state & kSlotMask)];
+        const uint32_t entry = entries[(tables != nullptr ? uint32_t{tables[i]} << kProbabilityBits : 0) | (state & kSlotMask)];
         symbols[i] = static_cast<uint8_t>(entry);
         return (((entry >> 8) & 0xfff) + 1) * (state >> kProbabilityBits) + (entry >> 20);
     };
     size_t i = 0;
-#if defined(SHRINKPOINT_AVX512)
-    if (Lanes == kMaxLanes && has_avx512()) i = decode_rounds(tables, count, entries, states, next, end_, symbols);
+#if defined(SHRINKPOINT_X86)
+    if (Lanes == kMaxLanes && simd() == Simd::Avx512) {
+        DecodeRun run{tables, symbols, next, end_, states};
+        i = decode_rounds_avx512(run, count, entries);
+        next = run.next;
+    }
 #endif
     for (; i + Lanes <= count && static_cast<size_t>(end_ - next) >= 2 * Lanes; i += Lanes) {
 #pragma GCC unroll 32
@@ -229,14 +147,14 @@ void RansDecoder::decode_lanes(const uint8_t* tables, size_t count, uint8_t* sym
             const uint32_t x = advance(i + lane, states[lane]);
             uint16_t word;
             std::memcpy(&word, next, 2);
-            const uint32_t low = x < kLow;  // no branch: it would be mispredicted at every third symbol
+            const uint32_t low = x < kRansLow;  // no branch: it would be mispredicted at every third symbol
             states[lane] = x << (16 * low) | (word & (0 - low));
             next += 2 * low;
         }
     }
     for (; i < count; ++i) {
         uint32_t x = advance(i, states[i % Lanes]);
-        if (x < kLow) {
+        if (x < kRansLow) {
             if (end_ - next < 2) throw Truncated("a symbol stream ends before its last symbol");
             uint16_t word;
             std::memcpy(&word, next, 2);
@@ -256,8 +174,23 @@ void RansDecoder::decode(const uint8_t* tables, size_t count, uint8_t* symbols) 
         decode_lanes<4>(tables, count, symbols);
 }
 
+void RansDecoder::decode_two(RansDecoder& a, const uint8_t* tables_a, uint8_t* symbols_a, RansDecoder& b,
+                             const uint8_t* tables_b, uint8_t* symbols_b, size_t count) {
+    size_t done = 0;
+#if defined(SHRINKPOINT_X86)
+    if (a.lanes_ == kMaxLanes && b.lanes_ == kMaxLanes && simd() == Simd::Avx512) {
+        DecodeRun run_a{tables_a, symbols_a, a.next_, a.end_, a.states_};
+        DecodeRun run_b{tables_b, symbols_b, b.next_, b.end_, b.states_};
+        done = decode_rounds_avx512(run_a, run_b, count, a.entries_);
+        a.next_ = run_a.next, b.next_ = run_b.next;
+    }
+#endif
+    a.decode(tables_a != nullptr ? tables_a + done : nullptr, count - done, symbols_a + done);
+    b.decode(tables_b != nullptr ? tables_b + done : nullptr, count - done, symbols_b + done);
+}
+
 void RansDecoder::finish() const {
-    const bool started = std::all_of(states_, states_ + kMaxLanes, [](uint32_t state) { return state == kLow; });
+    const bool started = std::all_of(states_, states_ + kMaxLanes, [](uint32_t state) { return state == kRansLow; });
     if (!started || next_ != end_) throw Corrupt("a symbol stream does not end where its encoder began");
 }
 

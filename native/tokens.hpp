@@ -1,6 +1,7 @@
 // Values <-> tokens, for a short run of positions at a time.
 #pragma once
 #include "bitstream.hpp"
+#include "fields.hpp"
 #include "model.hpp"
 
 namespace shrinkpoint {
@@ -11,12 +12,14 @@ constexpr size_t kTile = 2048;
 // `predicted` holds integers as wide as the values. Both are packed at the front.
 struct alignas(64) Tile {
     uint64_t extra[kTile];
-    uint64_t predicted[kTile];  // Delta
+    uint64_t predicted[kTile];  // Delta, unless the prediction is the base itself
+    const void* prediction;     // Delta: what is predicted
     int32_t levels[kTile];      // Level: predicted
     uint32_t squares[kTile];
     uint16_t contexts[kTile];
     uint8_t symbols[kTile];
-    uint8_t extra_bits[kTile];
+    uint8_t extra_bits[kTile];  // where `uniform` is kMixedWidths
+    uint8_t uniform;            // the number of extra bits of every position
 };
 
 // The hint that the difference of two arrays gives about a third: half its bit length, and its sign. 5 bits each.
@@ -41,8 +44,9 @@ uint64_t extra_sum(const Tile& tile, size_t count);
 // After contextualise and with symbols known: the number of extra bits of each position; returns their sum.
 uint64_t extra_widths(const Model& model, size_t count, Tile& tile);
 
-// After extra_widths: writes values[start, start + count) from the symbols and the bits at `position` of `extra`.
-void untokenise(const Model& model, const uint8_t* extra, uint64_t position, uint64_t start, size_t count, Tile& tile,
+// After extra_widths: writes values[start, start + count) from the symbols and the bits at `position` of `extra`, which
+// must hold as many as extra_widths returned.
+void untokenise(const Model& model, const BitSpan& extra, uint64_t position, uint64_t start, size_t count, Tile& tile,
                 uint8_t* values);
 
 }  // namespace shrinkpoint

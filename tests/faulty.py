@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from shrinkpoint.errors import StorageError
@@ -79,8 +79,8 @@ class FaultyStorage:
     def lock(self) -> AbstractContextManager[None]:
         return self.inner.lock()
 
-    def sweep(self) -> list[str]:
-        return self.inner.sweep()
+    def sweep(self, folders: Callable[[str], bool] = lambda name: False) -> list[str]:
+        return self.inner.sweep(folders)
 
     def describe(self, key: str = "") -> str:
         return self.inner.describe(key)

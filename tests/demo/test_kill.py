@@ -17,4 +17,4 @@ def test_twenty_kills_lose_no_committed_checkpoint(tmp_path: Path, monkeypatch: 
     kill = importlib.import_module("kill")
     kills = list(kill.campaign(tmp_path, kills=20))
     assert [problem for one in kills for problem in one.problems] == []
-    assert kill.summary(kills)["in an unfinished save"]
+    assert kill.summary(kills)["in an unfinished save or deletion"]

@@ -8,6 +8,7 @@ from shrinkpoint.codec.codec import Material, copies, decode, encode, known_arra
 from shrinkpoint.codec.number import NUMBERS, Number
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.codec.run import Known, Run
+from shrinkpoint.codec.waves import decode_all
 
 __all__ = [
     "NUMBERS",
@@ -18,6 +19,7 @@ __all__ = [
     "Run",
     "copies",
     "decode",
+    "decode_all",
     "encode",
     "known_arrays",
     "plain",

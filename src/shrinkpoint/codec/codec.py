@@ -20,6 +20,7 @@ from shrinkpoint.codec.quantize import bits_of, from_bits
 from shrinkpoint.codec.recipe import Coded, Copy, Plain, Same
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.codec.run import Bytes, Known, Run, default_threads
+from shrinkpoint.codec.slab import Slab
 from shrinkpoint.errors import ChainError, CorruptError, TruncatedError
 from shrinkpoint.record import Encoded, TensorInfo
 from shrinkpoint.state import torch_dtype
@@ -131,6 +132,7 @@ def decode(
     reference: Reference | None,
     *,
     where: str = "record",
+    slab: Slab | None = None,
     threads: int | None = None,
 ) -> dict[str, Tensor]:
     """The tensors of a record, by name; their digest has been checked.
@@ -138,23 +140,25 @@ def decode(
     Args:
         decoded: tensors of earlier records of the same file, in their order.
         reference: the parent's tensors, where the file is a delta.
+        slab: where the tensors' memory comes from; one for all records of a file saves time.
 
     Raises:
         CorruptError, TruncatedError: the bytes are at fault.
         ChainError: the parent is missing, or is not the one the record was made against.
     """
     where = f"{where}: record {encoded.name!r}"
+    slab = slab or Slab()
     try:
         recipe = recipes.from_json(encoded.recipe)
         match recipe:
             case Plain():
-                return _decode_plain(encoded)
+                return _decode_plain(encoded, slab)
             case Same():
                 return _decode_same(encoded, reference, where)
             case Copy(of):
                 return _decode_copies(encoded, of, decoded)
             case Coded():
-                return _decode_coded(encoded, recipe, decoded, reference, where, threads)
+                return _decode_coded(encoded, recipe, decoded, reference, where, slab, threads)
     except _native.Truncated as error:
         raise TruncatedError(where, found=str(error), do=_DO) from error
     except (_native.Corrupt, ValueError, LookupError, struct.error) as error:
@@ -166,8 +170,10 @@ def decode(
 _DO = "restore an older checkpoint; `shrinkpoint verify` names what else is hit"
 
 
-def _decode_plain(encoded: Encoded) -> dict[str, Tensor]:
-    values = np.frombuffer(bytearray(encoded.parts["values"]), np.uint8)
+def _decode_plain(encoded: Encoded, slab: Slab) -> dict[str, Tensor]:
+    stored = np.frombuffer(encoded.parts["values"], np.uint8)
+    values = slab.take(stored.nbytes)
+    values[:] = stored
     return _tensors(encoded, values, 1)
 
 
@@ -201,6 +207,7 @@ def _decode_coded(
     decoded: Mapping[str, Tensor],
     reference: Reference | None,
     where: str,
+    slab: Slab,
     threads: int | None,
 ) -> dict[str, Tensor]:
     infos, taps = encoded.infos, recipe.taps
@@ -216,7 +223,7 @@ def _decode_coded(
     for run, _, codes in pieces:  # before the allocation: no stream is so short for so many numbers
         if codes.nbytes < -(-count // run.chunk) * _SMALLEST_CHUNK:
             raise _native.Truncated("the codes are too short for the tensors' shapes")
-    values = np.empty(sum(info.nbytes for info in infos), np.uint8)
+    values = slab.take(sum(info.nbytes for info in infos))
     for index, (run, side, codes) in enumerate(pieces):
         here = known_of_tap(number, values, known, run, index, taps)
         out = tap(values, index, taps)

@@ -67,6 +67,20 @@ def to_json(recipe: Recipe) -> JSON:
             return out
 
 
+def needs(data: JSON) -> int:
+    """The largest ordinal that a recipe refers to, -1 for none; of a malformed recipe, anything."""
+    try:
+        recipe = from_json(data)
+    except ValueError:
+        return -1
+    match recipe:
+        case Copy(of):
+            return max(of, default=-1)
+        case Coded(moments=moments):
+            return max((max(pair) for pair in moments), default=-1)
+    return -1
+
+
 def from_json(data: JSON) -> Recipe:
     """Raises `ValueError` for what no encoder writes."""
     if not isinstance(data, dict):

@@ -91,8 +91,8 @@ class Run:
     @classmethod
     def from_json(cls, data: JSON) -> Run:
         """Raises `ValueError` for what no encoder writes; the native core checks the combination."""
-        if not isinstance(data, dict):
-            raise ValueError("a run is not an object")
+        if not isinstance(data, dict) or "tokens" not in data:
+            raise ValueError("a run is not an object, or has no tokens")
         kinds = {field.name: type(field.default) for field in fields(cls)[1:]} | {"tokens": str}
         for name, value in data.items():
             kind = list if name == "parameters" else kinds.get(name)
@@ -102,8 +102,8 @@ class Run:
         small = all(0 <= n < 1 << 12 for n in (run.fine, run.shift, run.top)) and abs(run.bias) < 1 << 20
         if not small or not 0 < run.chunk <= CHUNK or not all(type(p) is float for p in run.parameters):
             raise ValueError("a run has a number out of range")
-        if len(run.parameters) not in (0, 4) or "tokens" not in data:
-            raise ValueError("a run lacks its parameters or tokens")
+        if len(run.parameters) not in (0, 4):
+            raise ValueError("a run lacks some of its parameters")
         return run
 
     def encode(self, number: Number, values: Bytes, known: Known, threads: int) -> tuple[Bytes, Bytes]:

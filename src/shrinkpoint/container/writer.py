@@ -59,7 +59,7 @@ class Writer:
         StateError: `tree` or `parent` is not JSON, or nests too deeply.
     """
 
-    spool = 64 << 20
+    spool = 16 << 20
 
     def __init__(
         self, sink: Writable, *, scheme: str, parent: JSON, tree: JSON, expected: Sequence[TensorInfo] = ()

@@ -41,5 +41,6 @@ class Links:
         if moment is None or name in self._late or name == info.name or moment.shape != info.shape:
             return False
         earlier = moment.role in (Role.MOMENT1, Role.MOMENT2) and moment.role is not info.role
-        exact = moment.dtype != "F64" or info.dtype == "F64"  # rounding to float32 is the machine's, and costs a prediction
+        # Only 32-bit floats are predicted, from 32-bit moments: rounding 64-bit ones depends on the machine's settings.
+        exact = moment.dtype != "F64" or info.dtype == "F64"
         return earlier and exact and has_floats(self._flat.tensors[name])

@@ -7,16 +7,17 @@ Every choice is made by measuring a sample, and whatever gains nothing is stored
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar
-
-from torch import Tensor
 
 from shrinkpoint.codec import NUMBERS, Known, Material, Reference, Run, copies, encode, known_arrays, plain, same
 from shrinkpoint.codec.arrange import gather
 from shrinkpoint.codec.kernel import known_of_tap, tap
 from shrinkpoint.codec.run import CHUNK, default_threads
+from shrinkpoint.codec.waves import LARGE
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.record import Encoded
 from shrinkpoint.schemes.candidates import candidates, smallest, stride_of
@@ -49,41 +50,69 @@ class Lossless:
     def encode(self, flat: FlatState, reference: Reference | None, *, threads: int | None = None) -> Iterator[Encoded]:
         """Yield the records of `flat`; see `schemes.Scheme`."""
         parts = partition(flat, reference)
+        infos = [*parts.same, *(info for group in parts.groups for info in group.infos)]
+        ordinals = {info.name: ordinal for ordinal, info in enumerate(infos)}
         links = Links(flat, {info.name for info, _ in parts.copies})
-        ordinals: dict[str, int] = {}
+        coder = _Coder(flat, reference, links, ordinals, self.chunk, default_threads(threads))
         if parts.same and reference is not None:
-            yield _numbered(same("~same", parts.same, reference), ordinals)
-        for index, group in enumerate(parts.groups):
-            yield from self._code(f"~{index}", group, flat, reference, links, ordinals, default_threads(threads))
+            yield same("~same", parts.same, reference)
+        for records in coder.in_order(parts.groups):
+            yield from records
         if parts.copies:
-            infos = [info for info, _ in parts.copies]
             sources = [ordinals[source] for _, source in parts.copies]
-            yield copies("~copies", infos, sources, flat.tensors)
+            yield copies("~copies", [info for info, _ in parts.copies], sources, flat.tensors)
 
-    def _code(
-        self, bundle: str, group: Group, flat: FlatState, reference: Reference | None, links: Links,
-        ordinals: dict[str, int], threads: int,
-    ) -> Iterator[Encoded]:  # fmt: skip
-        encoded = self._coded(bundle, group, flat, reference, links, ordinals, threads)
-        if encoded is not None:
-            yield _numbered(encoded, ordinals)
+
+@dataclass(frozen=True)
+class _Coder:
+    """One state on its way into records.
+
+    Attributes:
+        ordinals: of every tensor that is not a copy.
+        workers: records that are coded at the same time; a large one has them all to itself.
+    """
+
+    flat: FlatState
+    reference: Reference | None
+    links: Links
+    ordinals: dict[str, int]
+    chunk: int
+    workers: int
+
+    def in_order(self, groups: Sequence[Group]) -> Iterator[list[Encoded]]:
+        """The records of each group. No more groups are begun than there are workers: what is done waits in memory."""
+        if self.workers == 1:
+            yield from (self._records(index, group) for index, group in enumerate(groups))
             return
-        for info in group.infos:  # one by one, so that any safetensors reader finds them under their names
-            yield _numbered(plain(info.name, (info,), flat.tensors), ordinals)
+        with ThreadPoolExecutor(self.workers) as pool:
+            begun: deque[Future[list[Encoded]]] = deque()
+            try:
+                for index, group in enumerate(groups):
+                    begun.append(pool.submit(self._records, index, group))
+                    if len(begun) > self.workers:
+                        yield begun.popleft().result()
+                while begun:
+                    yield begun.popleft().result()
+            finally:
+                for future in begun:
+                    future.cancel()
 
-    def _coded(
-        self, bundle: str, group: Group, flat: FlatState, reference: Reference | None, links: Links,
-        ordinals: dict[str, int], threads: int,
-    ) -> Encoded | None:  # fmt: skip
+    def _records(self, index: int, group: Group) -> list[Encoded]:
+        encoded = self._coded(group.infos[0].name if len(group.infos) == 1 else f"~{index}", group)
+        if encoded is not None:
+            return [encoded]
+        # One by one, so that any safetensors reader finds them under their names.
+        return [plain(info.name, (info,), self.flat.tensors) for info in group.infos]
+
+    def _coded(self, name: str, group: Group) -> Encoded | None:
         """The group's record, or None where coding gains nothing."""
-        name = group.infos[0].name if len(group.infos) == 1 else bundle
-        base = reference if group.based else None
         best: Encoded | None = None
-        for taps in {1, group.taps}:
-            material = _material(name, group, taps, flat.tensors, base, ordinals)
+        for taps in sorted({1, group.taps}):
+            material = self._material(name, group, taps)
             if material.nbytes <= _RECORD:
                 return None
-            runs, estimate = _choose(material, links, threads)
+            threads = self.workers if material.nbytes >= LARGE else 1
+            runs, estimate = _choose(material, self.links, threads)
             smallest_so_far = min(_stored(best), material.nbytes - _RECORD)
             if estimate < smallest_so_far:
                 runs = tuple(run.with_chunk(self.chunk) for run in runs)
@@ -91,13 +120,12 @@ class Lossless:
                 best = encoded if _stored(encoded) < smallest_so_far else best
         return best
 
-
-def _material(
-    name: str, group: Group, taps: int, tensors: dict[str, Tensor], base: Reference | None, ordinals: dict[str, int]
-) -> Material:
-    known = known_arrays(group.infos, taps, base, group.moments, tensors)
-    moments = tuple((ordinals[first], ordinals[second]) for first, second in group.moments)
-    return Material(name, group.infos, taps, gather(group.infos, tensors, taps), known, moments)
+    def _material(self, name: str, group: Group, taps: int) -> Material:
+        tensors = self.flat.tensors
+        base = self.reference if group.based else None
+        known = known_arrays(group.infos, taps, base, group.moments, tensors)
+        moments = tuple((self.ordinals[first], self.ordinals[second]) for first, second in group.moments)
+        return Material(name, group.infos, taps, gather(group.infos, tensors, taps), known, moments)
 
 
 def _choose(material: Material, links: Links, threads: int) -> tuple[tuple[Run, ...], float]:
@@ -130,12 +158,6 @@ def _later_taps(known: Known, first: Run) -> Iterator[Run]:
     yield Run("delta", predictor="tap", top=top)
     if known.base is not None:
         yield Run("delta", predictor="base", top=top)
-
-
-def _numbered(encoded: Encoded, ordinals: dict[str, int]) -> Encoded:
-    for info in encoded.infos:
-        ordinals[info.name] = len(ordinals)
-    return encoded
 
 
 def _stored(encoded: Encoded | None) -> float:

@@ -7,6 +7,7 @@ and durable, or it does not exist: no reader ever sees half of one. Every method
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol, TypeAlias
@@ -111,8 +112,13 @@ class Storage(Protocol):
             LockedError: another holds it, at once and naming it when it is known.
         """
 
-    def sweep(self) -> Keys:
-        """Remove what interrupted writers left behind, and nothing else; returns the names removed, sorted."""
+    def sweep(self, folders: Callable[[str], bool] = lambda name: False) -> Keys:
+        """Remove what interrupted writers left behind, and nothing else; returns the names removed, sorted.
+
+        Args:
+            folders: says of an empty directory, by its name, whether it is the caller's and can go. (A process may die
+                between emptying a directory and removing it.)
+        """
 
     def describe(self, key: str = "") -> str:
         """How a message names an object, or the whole place: a path or a URL."""

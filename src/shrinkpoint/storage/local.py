@@ -10,7 +10,7 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -189,7 +189,7 @@ class LocalStorage:
         with held(self._root / LOCK, self.describe()):
             yield
 
-    def sweep(self) -> Keys:
+    def sweep(self, folders: Callable[[str], bool] = lambda name: False) -> Keys:
         swept = []
         for path in self._walk(self._root):
             if _TEMPORARY.fullmatch(path.name) and not _alive(path):
@@ -197,6 +197,12 @@ class LocalStorage:
                     path.unlink(missing_ok=True)
                     self._drop_empty(path.parent)
                 swept.append(path.relative_to(self._root).as_posix())
+        for folder, _, _ in os.walk(self._root, topdown=False):
+            name = Path(folder).relative_to(self._root).as_posix()
+            if folders(name):
+                with suppress(OSError):  # not empty
+                    Path(folder).rmdir()
+                    swept.append(name)
         return sorted(swept)
 
     def describe(self, key: str = "") -> str:

@@ -6,9 +6,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
-from shrinkpoint.codec import Reference, decode
+from shrinkpoint.codec import Reference, decode_all
 from shrinkpoint.container import Reader, Writer
 from shrinkpoint.record import JSON
 from shrinkpoint.schemes import Scheme
@@ -125,9 +123,9 @@ def read_file(
         ChainError: `reference` is missing or is not the one the file was made against.
     """
     reader = Reader(source, where)
-    tensors: dict[str, Tensor] = {}
-    for head in reader.records:
-        tensors.update(decode(reader.read(head), tensors, reference, where=where, threads=threads))
+    heads = reader.records
+    recipes = [(head.recipe, len(head.infos), sum(info.nbytes for info in head.infos)) for head in heads]
+    tensors = decode_all(recipes, lambda index: reader.read(heads[index]), reference, where=where, threads=threads)
     if names is not None:
         tensors = {name: tensors[name] for name in names}
     return Decoded(reader.tree, Reference(tensors))

@@ -59,6 +59,13 @@ def step_of(key: str) -> int | None:
     return int(match[1]) if ours else None
 
 
+def is_folder(name: str) -> bool:
+    """Whether a store makes directories of this name, so that an empty one is its litter."""
+    head, _, rest = name.partition("/")
+    match = _STEP.fullmatch(head)
+    return match is not None and directory(int(match[1])) == head and rest in ("", "bases")
+
+
 def checked_step(step: SupportsIndex) -> int:
     """`step` as an int.
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from shrinkpoint.errors import StorageError
 from shrinkpoint.storage import Storage
+from shrinkpoint.store import layout
 from shrinkpoint.store.listing import scan
 
 
@@ -34,7 +35,7 @@ class Lease:
                 stack.enter_context(self._storage.lock())
                 self._lock = stack.pop_all()
         if not self._swept:
-            self._storage.sweep()
+            self._storage.sweep(layout.is_folder)
             self._delete_litter()
             self._swept = True
 

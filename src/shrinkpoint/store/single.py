@@ -183,14 +183,10 @@ def _found(candidates: list[Path], digest: str, child: Path) -> tuple[Path, Read
 def _header(path: Path) -> Reader:
     with LocalStorage(path.parent).open(path.name) as source:
         reader = Reader(source, str(path))
-    if reader.parent is not None and not all(_is_text(reader.parent.get(key)) for key in ("name", "digest")):
+    if reader.parent is not None and not all(type(reader.parent.get(key)) is str for key in ("name", "digest")):
         found, do = f"a parent {reader.parent!a:.60}", "restore another checkpoint"
         raise CorruptError(str(path), found=found, expected="an object with a name and a digest", do=do)
     return reader
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value.isprintable()
 
 
 def _is_file(path: Path) -> bool:

@@ -9,11 +9,12 @@ from torch import Tensor
 from shrinkpoint.errors import CorruptError
 from shrinkpoint.record import TensorInfo
 from shrinkpoint.state import torch_dtype
+from shrinkpoint.state.dtypes import empty, raw, resolve
 
 
 def bits_of(x: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """The values of `x` in row-major order as bytes; shares memory when `x` is contiguous and on the CPU."""
-    flat = x.detach().resolve_conj().resolve_neg().to("cpu").contiguous().reshape(-1)
+    flat = raw(resolve(x.detach())).to("cpu").contiguous().reshape(-1)
     if flat.numel() == 0:
         return np.empty(0, np.uint8)
     if flat.stride() != (1,):  # a single element may have any
@@ -36,5 +37,5 @@ def from_bits(bits: np.ndarray[tuple[int], np.dtype[np.uint8]], info: TensorInfo
         )
     dtype = torch_dtype(info.dtype)
     if info.numel == 0:
-        return torch.empty(info.shape, dtype=dtype)
+        return empty(info.shape, dtype)
     return torch.from_numpy(bits).view(dtype).reshape(info.shape)

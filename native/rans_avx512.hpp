@@ -1,0 +1,39 @@
+// The rounds of 32 lanes, sixteen lanes a register.
+#pragma once
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "rans.hpp"
+#include "simd.hpp"
+
+namespace shrinkpoint {
+
+#if defined(SHRINKPOINT_X86)
+
+// One stream being decoded.
+struct DecodeRun {
+    const uint8_t* tables;  // null where every symbol is under the first table
+    uint8_t* symbols;
+    const uint8_t* next;
+    const uint8_t* end;
+    uint32_t* states;
+};
+
+// As many whole rounds as can be read without looking past `end`; returns the symbols done and moves `next`.
+size_t decode_rounds_avx512(DecodeRun& run, size_t count, const uint32_t* entries);
+
+// The same rounds of two streams, turn and turn about: a round waits for the one before it in its own stream only.
+// Both have tables or neither has.
+size_t decode_rounds_avx512(DecodeRun& a, DecodeRun& b, size_t count, const uint32_t* entries);
+
+using PackedTable = std::array<uint32_t, 256>;  // frequency | cumulative << 16
+
+// Encodes symbols[0, count), last first; count is a multiple of 32. Words go in front of `next`, and up to 32 bytes
+// there are overwritten. `tables` may be null as above.
+void encode_rounds_avx512(const uint8_t* symbols, const uint8_t* tables, size_t count, const PackedTable* packed,
+                          uint32_t* states, uint8_t*& next);
+
+#endif
+
+}  // namespace shrinkpoint

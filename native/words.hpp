@@ -1,0 +1,29 @@
+// What the token kernels share: the integer types and small functions on bit patterns.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "simd.hpp"
+
+namespace shrinkpoint {
+
+template <typename U>
+constexpr unsigned width_of = 8 * sizeof(U);
+
+// The type in which a value's extra bits are handled: 32 bits where they suffice, for twice the lanes.
+template <typename U>
+using Extra = std::conditional_t<sizeof(U) == 8, uint64_t, uint32_t>;
+
+template <typename U>
+constexpr U magnitude_mask = static_cast<U>(static_cast<U>(~U{0}) >> 1);
+
+inline int32_t clamp_int(int32_t x, int32_t low, int32_t high) { return x < low ? low : (x > high ? high : x); }
+
+inline uint32_t float_bits(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+
+}  // namespace shrinkpoint

@@ -1,0 +1,67 @@
+"""All records of a file: those that do not need each other are decoded side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from torch import Tensor
+
+from shrinkpoint.codec.codec import decode
+from shrinkpoint.codec.recipe import needs
+from shrinkpoint.codec.reference import Reference
+from shrinkpoint.codec.run import default_threads
+from shrinkpoint.codec.slab import Slab
+from shrinkpoint.record import JSON, Encoded
+
+LARGE = 1 << 22
+"""Bytes from which a record has work for several threads by itself."""
+
+
+def decode_all(
+    recipes: Sequence[tuple[JSON, int, int]],
+    read: Callable[[int], Encoded],
+    reference: Reference | None,
+    *,
+    where: str = "file",
+    threads: int | None = None,
+) -> dict[str, Tensor]:
+    """The tensors of a file by name, in the order of its records.
+
+    Args:
+        recipes: (recipe, number of tensors, bytes of its tensors) of every record.
+        read: gives the record of an index; called from several threads.
+        reference: the parent's tensors, where the file is a delta.
+        threads: None: one for every core.
+
+    Raises:
+        FormatError, ChainError: as `decode`.
+    """
+    decoded: dict[str, Tensor] = {}
+    workers = default_threads(threads)
+    slab = Slab()
+
+    def one(index: int) -> dict[str, Tensor]:
+        native = workers if recipes[index][2] >= LARGE else 1
+        return decode(read(index), decoded, reference, where=where, slab=slab, threads=native)
+
+    if workers == 1:
+        for index in range(len(recipes)):
+            decoded.update(one(index))
+        return decoded
+    with ThreadPoolExecutor(workers) as pool:
+        for wave in _waves(recipes):
+            for tensors in [*pool.map(one, wave)]:  # complete before any is added: `decoded` is being read meanwhile
+                decoded.update(tensors)
+    return decoded
+
+
+def _waves(recipes: Sequence[tuple[JSON, int, int]]) -> Iterator[Sequence[int]]:
+    """Runs of records that need no tensor of their own run."""
+    start = done = here = 0
+    for index, (recipe, tensors, _) in enumerate(recipes):
+        if needs(recipe) >= done and index > start:
+            yield range(start, index)
+            start, done = index, here
+        here += tensors
+    yield range(start, len(recipes))

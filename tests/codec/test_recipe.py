@@ -1,0 +1,97 @@
+"""Recipes survive JSON, and JSON that is no recipe is refused."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shrinkpoint.codec import Run
+from shrinkpoint.codec.recipe import MAX_MEMBERS, MAX_TAPS, Coded, Copy, Plain, Same, from_json, to_json
+from shrinkpoint.codec.run import CHUNK
+
+ordinals = st.lists(st.integers(0, 2**40), max_size=8).map(tuple) | st.builds(
+    lambda first, step, count: tuple(range(first, first + step * count, step)),
+    st.integers(0, 99), st.integers(1, 9), st.integers(0, 50),
+)  # fmt: skip
+runs = st.builds(
+    Run,
+    tokens=st.sampled_from(["level", "delta", "planes"]),
+    predictor=st.sampled_from(["none", "base", "tap", "adam", "square"]),
+    companion=st.sampled_from(["none", "base", "moment1"]),
+    moments=st.booleans(), factors=st.booleans(), sign=st.booleans(),
+    fine=st.integers(0, 52), shift=st.integers(0, 52), bias=st.integers(-4096, 4096), top=st.integers(0, 4095),
+    parameters=st.just(()) | st.tuples(*[st.floats(allow_nan=False, allow_infinity=False)] * 4),
+    chunk=st.integers(1, CHUNK),
+)  # fmt: skip
+
+
+@st.composite
+def coded(draw: st.DrawFn) -> Coded:
+    taps = draw(st.integers(1, MAX_TAPS))
+    first = draw(ordinals)
+    second = draw(st.permutations(first)) if first else ()
+    many = tuple(draw(st.lists(runs, min_size=1, max_size=min(taps, 3))))
+    return Coded(many, taps, draw(st.booleans()), tuple(zip(first, second, strict=True)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.one_of(st.just(Plain()), st.just(Same()), st.builds(Copy, ordinals), coded()))
+def test_a_recipe_survives_json(recipe):
+    assert from_json(json.loads(json.dumps(to_json(recipe)))) == recipe
+
+
+def test_ordinals_of_consecutive_tensors_cost_no_more_than_a_few():
+    many = tuple((2 * i, 2 * i + 1) for i in range(10_000))
+    assert len(json.dumps(to_json(Coded((Run("level"),), moments=many)))) < 120
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["level", "base"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(junk, st.sampled_from(["kind", "runs", "taps", "base", "moments", "of", "more"]), st.data())
+def test_json_that_is_no_recipe_raises_nothing_but_value_errors(value, key, data):
+    good = data.draw(st.sampled_from([{"kind": "plain"}, {"kind": "copy", "of": []}, to_json(Coded((Run("level"),)))]))
+    for hostile in (value, {**good, key: value}):
+        with suppress(ValueError):
+            from_json(hostile)
+
+
+@pytest.mark.parametrize("recipe", [
+    None, [], "plain", {}, {"kind": "Plain"}, {"kind": "plain", "more": 1}, {"kind": "same", "base": True},
+    {"kind": "copy"},
+    {"kind": "copy", "of": [1]}, {"kind": "copy", "of": [[0, 1]]}, {"kind": "copy", "of": [[0, 0, 0]]},
+    {"kind": "copy", "of": [[-1, 0, 1]]}, {"kind": "copy", "of": [[0, -1, 2]]}, {"kind": "copy", "of": [[0, 0, 1.0]]},
+    {"kind": "copy", "of": [[0, 0, True]]}, {"kind": "copy", "of": [[0, 1, MAX_MEMBERS + 1]]},
+    {"kind": "copy", "of": [[0, 1, MAX_MEMBERS], [0, 1, 1]]},
+    {"kind": "coded", "runs": []}, {"kind": "coded", "runs": [{}]}, {"kind": "coded", "runs": [None]},
+    {"kind": "coded", "runs": [{"tokens": "level"}] * 2}, {"kind": "coded", "runs": [{"tokens": "level"}], "taps": 0},
+    {"kind": "coded", "runs": [{"tokens": "level"}], "taps": MAX_TAPS + 1},
+    {"kind": "coded", "runs": [{"tokens": "level"}], "taps": True},
+    {"kind": "coded", "runs": [{"tokens": "level"}], "base": 1},
+    {"kind": "coded", "runs": [{"tokens": "level"}], "moments": 3},
+    {"kind": "coded", "runs": [{"tokens": "level"}], "moments": None},
+    {"kind": "coded", "runs": [{"tokens": "level"}], "moments": [[[0, 0, 1]]]},
+    {"kind": "coded", "runs": [{"tokens": "level"}], "moments": [[[0, 0, 1]], []]},
+    {"kind": "coded", "runs": [{"tokens": "level", "chunk": 0}]},
+    {"kind": "coded", "runs": [{"tokens": "level", "chunk": CHUNK + 1}]},
+    {"kind": "coded", "runs": [{"tokens": "level", "fine": -1}]},
+    {"kind": "coded", "runs": [{"tokens": "level", "fine": 1.0}]},
+    {"kind": "coded", "runs": [{"tokens": "level", "sign": 1}]},
+    {"kind": "coded", "runs": [{"tokens": "level", "bias": 1 << 20}]},
+    {"kind": "coded", "runs": [{"tokens": "level", "top": 1 << 12}]},
+    {"kind": "coded", "runs": [{"tokens": "level", "parameters": [1.0]}]},
+    {"kind": "coded", "runs": [{"tokens": "level", "parameters": [1, 2, 3, 4]}]},
+    {"kind": "coded", "runs": [{"tokens": "level", "unknown": 0}]},
+], ids=lambda recipe: str(recipe)[:60])  # fmt: skip
+def test_what_no_encoder_writes_is_refused(recipe):
+    with pytest.raises(ValueError):
+        from_json(recipe)
