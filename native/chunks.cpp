@@ -68,7 +68,9 @@ class Survey {
           contexts_(context_count(model)),
           ways_(contexts_ <= 64 ? 4 : 1),
           counts_(size_t{ways_} * contexts_ * 256),
-          contexts_of_(model, arrays) {}
+          contexts_of_(model, arrays) {
+        std::fill(counts_.begin(), counts_.end(), 0);
+    }
 
     void add(const uint8_t* values, Span span) {
         positions_ += span.count;
@@ -86,8 +88,10 @@ class Survey {
     }
 
     ContextCounts counts() const {
-        ContextCounts out(size_t{contexts_} * 256);
-        for (size_t i = 0; i < counts_.size(); ++i) out[i % out.size()] += counts_[i];
+        const size_t way = size_t{contexts_} * 256;
+        ContextCounts out(counts_.begin(), counts_.begin() + static_cast<ptrdiff_t>(way));
+        for (size_t w = 1; w < ways_; ++w)
+            for (size_t i = 0; i < way; ++i) out[i] += counts_[w * way + i];
         return out;
     }
     uint64_t extra_bits() const { return extra_bits_; }
@@ -127,7 +131,7 @@ class Survey {
 
     const Model& model_;
     unsigned contexts_, ways_;
-    std::vector<uint32_t> counts_;
+    ContextCounts counts_;
     uint64_t extra_bits_ = 0, positions_ = 0;
     Contexts contexts_of_;
     Tile tile_;
@@ -136,17 +140,20 @@ class Survey {
 std::unique_ptr<Survey> survey_all(const Model& model, const Arrays& arrays, const uint8_t* values, uint64_t count,
                                    unsigned stride, unsigned threads) {
     const size_t tiles = chunk_count(count, kTile * stride);
-    auto all = std::make_unique<Survey>(model, arrays);
+    std::unique_ptr<Survey> all;
     std::mutex mutex;
     constexpr size_t kRun = 64;  // tiles that a thread takes at a time
     parallel(chunk_count(tiles, kRun), threads, [&](Indices& runs) {
         const DefaultFloats floats;
-        const auto own = std::make_unique<Survey>(model, arrays);
+        auto own = std::make_unique<Survey>(model, arrays);
         for (size_t run; runs.take(run);)
             for (size_t t = run * kRun; t < std::min(tiles, (run + 1) * kRun); ++t)
                 own->add(values, span_of(t, count, kTile * stride, kTile));
         const std::lock_guard lock(mutex);
-        all->add(*own);
+        if (all)
+            all->add(*own);
+        else
+            all = std::move(own);
     });
     return all;
 }

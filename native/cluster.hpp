@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "buffer.hpp"
 #include "model.hpp"
 #include "rans.hpp"
 
@@ -12,7 +13,7 @@ namespace shrinkpoint {
 constexpr unsigned kMaxTables = 16;
 
 // Symbol counts of every context: counts[context * 256 + symbol].
-using ContextCounts = std::vector<uint32_t>;
+using ContextCounts = std::vector<uint32_t, Uncleared<uint32_t>>;
 
 struct Tables {
     std::vector<uint8_t> map;              // context -> table

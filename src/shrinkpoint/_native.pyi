@@ -1,6 +1,103 @@
-def xxh3_128(data: object) -> str: ...
+"""The native core. Buffers are contiguous; everything here releases the interpreter's lock while it works."""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Buffer: TypeAlias = bytes | bytearray | memoryview | NDArray[np.uint8]
+Bytes: TypeAlias = NDArray[np.uint8]
+Shapes: TypeAlias = Sequence[tuple[int, int]]
+
+class Corrupt(Exception): ...
+class Truncated(Exception): ...
+
+class Tokens(Enum):
+    LEVEL = 0
+    DELTA = 1
+    PLANES = 2
+
+class Predictor(Enum):
+    NONE = 0
+    BASE = 1
+    ADAM = 2
+    SQUARE = 3
+
+class Companion(Enum):
+    NONE = 0
+    BASE = 1
+    MOMENT1 = 2
+
+class Model:
+    tokens: Tokens
+    predictor: Predictor
+    companion: Companion
+    width: int
+    mantissa: int
+    fine: int
+    shift: int
+    has_sign: bool
+    bias: int
+    top: int
+    parameters: list[float]
+    def __init__(self) -> None: ...
+
+class Factors: ...
 
 class Hasher:
     def __init__(self) -> None: ...
-    def update(self, data: object) -> None: ...
+    def update(self, data: Buffer) -> None: ...
     def hexdigest(self) -> str: ...
+
+def xxh3_128(data: Buffer) -> str: ...
+def empty(size: int) -> Bytes: ...
+def fit_factors(model: Model, values: Buffer, shapes: Shapes) -> Factors: ...
+def difference_classes(model: Model, values: Buffer, others: Buffer) -> Bytes: ...
+def measure(
+    model: Model,
+    values: Buffer,
+    *,
+    base: Buffer | None = None,
+    moment1: Buffer | None = None,
+    moment2: Buffer | None = None,
+    moment1_base: Buffer | None = None,
+    hint: Buffer | None = None,
+    factors: Factors | None = None,
+    stride: int = 1,
+    threads: int = 1,
+) -> float: ...
+def encode(
+    model: Model,
+    values: Buffer,
+    *,
+    base: Buffer | None = None,
+    moment1: Buffer | None = None,
+    moment2: Buffer | None = None,
+    moment1_base: Buffer | None = None,
+    hint: Buffer | None = None,
+    factors: Factors | None = None,
+    chunk: int = 262144,
+    threads: int = 1,
+) -> tuple[Bytes, Bytes]: ...
+def decode(
+    model: Model,
+    side: Buffer,
+    codes: Buffer,
+    out: Bytes,
+    *,
+    base: Buffer | None = None,
+    moment1: Buffer | None = None,
+    moment2: Buffer | None = None,
+    moment1_base: Buffer | None = None,
+    hint: Buffer | None = None,
+    shapes: Shapes | None = None,
+    chunk: int = 262144,
+    threads: int = 1,
+) -> None: ...
+def pack_bits(codes: NDArray[np.uint32], bits: int) -> Bytes: ...
+def unpack_bits(data: Buffer, count: int, bits: int) -> NDArray[np.uint32]: ...
+def split_planes(values: Buffer, width: int) -> Bytes: ...
+def join_planes(planes: Buffer, width: int) -> Bytes: ...
+def _use_simd(most: int) -> int: ...

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from coded import Loop, write
-from strategies import difference
+from strategies import DTYPES, TORCH, difference
 
 from shrinkpoint.codec import Reference
 from shrinkpoint.errors import ChainError
@@ -63,6 +63,23 @@ def test_equal_tensors_are_stored_once_and_stay_apart():
     back = written.read()
     back["model.weight"].zero_()
     assert torch.equal(back["teacher.weight"], x)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_equal_tensors_of_any_dtype_and_layout_are_stored_once_without_a_warning(name):
+    data = torch.randint(0, 2, (600 * TORCH[name].itemsize,), dtype=torch.uint8)
+    x = data.view(TORCH[name]).reshape(20, 30)
+    turned = data.clone().view(TORCH[name]).reshape(20, 30).t()
+    state = {"a": x, "b": data.clone().view(TORCH[name]).reshape(20, 30), "turned": turned, "again": turned[:, :]}
+    always = torch.is_warn_always_enabled()
+    try:
+        torch.set_warn_always(True)  # some warnings come only once a process otherwise
+        written = write(state)
+        back = written.read()
+    finally:
+        torch.set_warn_always(always)
+    assert written.recipes()["b"]["kind"] == "copy"
+    assert difference(state, back) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

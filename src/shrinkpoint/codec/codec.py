@@ -24,6 +24,7 @@ from shrinkpoint.codec.slab import Slab
 from shrinkpoint.errors import ChainError, CorruptError, TruncatedError
 from shrinkpoint.record import Encoded, TensorInfo
 from shrinkpoint.state import torch_dtype
+from shrinkpoint.state.dtypes import raw
 
 _RUN = struct.Struct("<IQ")  # bytes of a run's side and of its codes
 _CASTS = {(torch.float32, "BF16"), (torch.float32, "F16")}  # between a copy and its source
@@ -195,7 +196,7 @@ def _decode_copies(encoded: Encoded, of: Sequence[int], decoded: Mapping[str, Te
             raise ValueError(f"a copy of shape {list(info.shape)} has a source of shape {list(source.shape)}")
         if source.dtype != dtype and (source.dtype, info.dtype) not in _CASTS:
             raise ValueError(f"a copy as {info.dtype} of {source.dtype}")
-        out[info.name] = source.to(dtype, copy=True)
+        out[info.name] = raw(source).clone().view(dtype) if source.dtype == dtype else source.to(dtype)
     if _digest_of_members(encoded.infos, out) != encoded.digest:
         raise ValueError("the copies differ from what was saved")
     return out
