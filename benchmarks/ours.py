@@ -113,6 +113,7 @@ def jobs(base: Checkpoint, new: Checkpoint) -> dict[str, Job]:
     flat = flatten(new.state)
     reference = save(base).reference
     return {
+        "W in one piece": Job(flatten({"w": torch.from_numpy(new.flat("W"))})),
         "W": Job(only(flat, "parameter")),
         "v": Job(only(flat, "moment2")),
         "m + v": Job(only(flat, "moment1", "moment2")),

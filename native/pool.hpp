@@ -8,7 +8,7 @@
 namespace shrinkpoint {
 
 constexpr size_t kPooledFrom = size_t{1} << 16;  // bytes; smaller blocks are malloc's business
-constexpr size_t kPoolBound = size_t{64} << 20;  // bytes kept at most
+constexpr size_t kPoolBound = size_t{32} << 20;  // bytes kept at most
 
 // At least `size` bytes, aligned like malloc's. Throws std::bad_alloc.
 void* pool_take(size_t size);

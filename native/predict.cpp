@@ -61,6 +61,19 @@ SHRINKPOINT_KERNEL(void, predict_square,
     }
 }
 
+namespace {
+
+SHRINKPOINT_KERNEL(void, predict_row,
+                   (int32_t center, const int8_t* column_factors, size_t count, int32_t* levels),
+                   (center, column_factors, count, levels)) {
+    for (size_t j = 0; j < count; ++j) {
+        const int32_t level = (center + column_factors[j]) / kFactorSteps;
+        levels[j] = column_factors[j] == kDead ? kDeadLevel : level;
+    }
+}
+
+}  // namespace
+
 void predict_levels(const Factors& factors, uint64_t start, size_t count, int32_t* levels) {
     auto next = std::upper_bound(factors.segments.begin(), factors.segments.end(), start,
                                  [](uint64_t position, const Segment& s) { return position < s.start; });
@@ -78,62 +91,78 @@ void predict_levels(const Factors& factors, uint64_t start, size_t count, int32_
         const int8_t row_factor = factors.rows[segment.row_offset + row];
         const int8_t* column_factors = factors.columns.data() + segment.column_offset + column;
         const int32_t center = factors.centers[index] + row_factor;
-        if (row_factor == kDead) {
+        if (row_factor == kDead)
             std::fill_n(levels + done, run, kDeadLevel);
-        } else {
-            for (size_t j = 0; j < run; ++j)
-                levels[done + j] = column_factors[j] == kDead ? kDeadLevel : (center + column_factors[j]) / kFactorSteps;
-        }
+        else
+            predict_row(center, column_factors, run, levels + done);
         done += run;
     }
 }
 
 namespace {
 
+constexpr uint64_t kPiece = 1 << 16;  // rows or columns whose levels, below 2^14 each, add up within 32 bits
+
 struct LevelSums {
-    std::vector<int64_t> row_sums, column_sums;
-    std::vector<int64_t> row_counts, column_counts;
+    explicit LevelSums(const Segment& segment)
+        : row_sums(segment.rows), row_counts(segment.rows), column_sums(segment.columns), column_counts(segment.columns) {}
+    std::vector<int64_t> row_sums, row_counts, column_sums, column_counts;
 };
 
+// Adds the levels of one row to those of its columns; returns their sum, and how many are not of a zero.
 template <typename U>
-ALWAYS_INLINE void add_row_of(const U* values, uint64_t columns, unsigned drop, int64_t* column_sums,
-                                              int64_t* column_counts, int64_t* row_sum, int64_t* row_count) {
+ALWAYS_INLINE uint64_t add_row_of(const U* __restrict values, uint64_t columns, unsigned drop,
+                                  uint32_t* __restrict column_sums, uint32_t* __restrict column_counts) {
     constexpr U magnitude = static_cast<U>(~U{0}) >> 1;
-    int64_t sum = 0, present = 0;
+    uint32_t sum = 0, present = 0;
     for (uint64_t c = 0; c < columns; ++c) {
-        const auto level = static_cast<int64_t>((values[c] & magnitude) >> drop);
-        const int64_t one = (values[c] & magnitude) != 0;
+        const uint32_t bits = values[c] & magnitude;
+        const uint32_t level = bits >> drop, one = bits != 0;
         sum += level;
         present += one;
         column_sums[c] += level;
         column_counts[c] += one;
     }
-    *row_sum += sum;
-    *row_count += present;
+    return uint64_t{sum} << 32 | present;
 }
 
-SHRINKPOINT_KERNEL(void, add_row_16,
-                   (const uint16_t* values, uint64_t columns, unsigned drop, int64_t* column_sums,
-                    int64_t* column_counts, int64_t* row_sum, int64_t* row_count),
-                   (values, columns, drop, column_sums, column_counts, row_sum, row_count)) {
-    add_row_of(values, columns, drop, column_sums, column_counts, row_sum, row_count);
+SHRINKPOINT_KERNEL(uint64_t, add_row_16,
+                   (const uint16_t* values, uint64_t columns, unsigned drop, uint32_t* column_sums,
+                    uint32_t* column_counts),
+                   (values, columns, drop, column_sums, column_counts)) {
+    return add_row_of(values, columns, drop, column_sums, column_counts);
 }
 
-SHRINKPOINT_KERNEL(void, add_row_32,
-                   (const uint32_t* values, uint64_t columns, unsigned drop, int64_t* column_sums,
-                    int64_t* column_counts, int64_t* row_sum, int64_t* row_count),
-                   (values, columns, drop, column_sums, column_counts, row_sum, row_count)) {
-    add_row_of(values, columns, drop, column_sums, column_counts, row_sum, row_count);
+SHRINKPOINT_KERNEL(uint64_t, add_row_32,
+                   (const uint32_t* values, uint64_t columns, unsigned drop, uint32_t* column_sums,
+                    uint32_t* column_counts),
+                   (values, columns, drop, column_sums, column_counts)) {
+    return add_row_of(values, columns, drop, column_sums, column_counts);
 }
 
-void add_row(const uint16_t* values, uint64_t columns, unsigned drop, int64_t* column_sums, int64_t* column_counts,
-             int64_t* row_sum, int64_t* row_count) {
-    add_row_16(values, columns, drop, column_sums, column_counts, row_sum, row_count);
+uint64_t add_row(const uint16_t* values, uint64_t columns, unsigned drop, uint32_t* sums, uint32_t* counts) {
+    return add_row_16(values, columns, drop, sums, counts);
 }
 
-void add_row(const uint32_t* values, uint64_t columns, unsigned drop, int64_t* column_sums, int64_t* column_counts,
-             int64_t* row_sum, int64_t* row_count) {
-    add_row_32(values, columns, drop, column_sums, column_counts, row_sum, row_count);
+uint64_t add_row(const uint32_t* values, uint64_t columns, unsigned drop, uint32_t* sums, uint32_t* counts) {
+    return add_row_32(values, columns, drop, sums, counts);
+}
+
+// One block of at most kPiece rows and kPiece columns, summed in 32 bits.
+template <typename U>
+void add_block(const U* values, const Segment& segment, uint64_t row, uint64_t column, unsigned drop, LevelSums& sums) {
+    const uint64_t rows = std::min(kPiece, segment.rows - row), columns = std::min(kPiece, segment.columns - column);
+    std::vector<uint32_t> column_sums(columns), column_counts(columns);
+    for (uint64_t r = row; r < row + rows; ++r) {
+        const uint64_t both = add_row(values + segment.start + r * segment.columns + column, columns, drop,
+                                      column_sums.data(), column_counts.data());
+        sums.row_sums[r] += static_cast<int64_t>(both >> 32);
+        sums.row_counts[r] += static_cast<int64_t>(both & 0xffffffffu);
+    }
+    for (uint64_t c = 0; c < columns; ++c) {
+        sums.column_sums[column + c] += column_sums[c];
+        sums.column_counts[column + c] += column_counts[c];
+    }
 }
 
 int8_t factor(int64_t sum, int64_t count, int64_t center) {
@@ -145,12 +174,10 @@ int8_t factor(int64_t sum, int64_t count, int64_t center) {
 template <typename U>
 void fit_segment(const U* values, unsigned drop, size_t index, Factors& factors) {
     const Segment& segment = factors.segments[index];
-    LevelSums sums;
-    sums.row_sums.resize(segment.rows), sums.row_counts.resize(segment.rows);
-    sums.column_sums.resize(segment.columns), sums.column_counts.resize(segment.columns);
-    for (uint64_t r = 0; r < segment.rows; ++r)
-        add_row(values + segment.start + r * segment.columns, segment.columns, drop, sums.column_sums.data(),
-                sums.column_counts.data(), &sums.row_sums[r], &sums.row_counts[r]);
+    LevelSums sums(segment);
+    for (uint64_t row = 0; row < segment.rows; row += kPiece)
+        for (uint64_t column = 0; column < segment.columns; column += kPiece)
+            add_block(values, segment, row, column, drop, sums);
     int64_t total = 0, present = 0;
     for (uint64_t r = 0; r < segment.rows; ++r) total += sums.row_sums[r], present += sums.row_counts[r];
     const int64_t center = present > 0 ? (2 * total + present) / (2 * present) : 0;

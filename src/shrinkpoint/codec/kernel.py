@@ -23,6 +23,10 @@ def known_of_tap(number: Number, values: Bytes, known: Known, run: Run, index: i
     The predictor "base" takes the parent's tap, under the move of the tap before from *its* parent; "tap" takes the
     tap before, under the move that that one made from its own predecessor. The first tap has no such hint.
     """
+    if index == 0 and run.predictor == "tap":
+        raise ValueError("the first tap cannot be predicted from a tap before it")
+    if taps == 1:
+        return known
     here = Known(
         base=tap(known.base, index, taps),
         moment1=tap(known.moment1, index, taps),
@@ -31,8 +35,6 @@ def known_of_tap(number: Number, values: Bytes, known: Known, run: Run, index: i
         shapes=known.shapes,
     )
     if index == 0:
-        if run.predictor == "tap":
-            raise ValueError("the first tap cannot be predicted from a tap before it")
         return here
     before = tap(values, index - 1, taps)
     if run.predictor == "base":

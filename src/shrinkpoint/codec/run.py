@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -32,6 +32,7 @@ class Known:
         moment1_base: the parent's first moments, float32.
         hint: five bits of context for each number.
         shapes: (rows, columns) of the matrices the numbers are made of.
+        fitted: factors that fit the numbers, by the mantissa bits of their levels: an encoder tries them repeatedly.
     """
 
     base: Bytes | None = None
@@ -40,6 +41,7 @@ class Known:
     moment1_base: Bytes | None = None
     hint: Bytes | None = None
     shapes: Shapes | None = None
+    fitted: dict[int, _native.Factors] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,10 @@ class Run:
     def to_json(self) -> JSON:
         """Only what differs from the defaults: a header is paid for on every checkpoint."""
         out: dict[str, JSON] = {"tokens": self.tokens}
-        for field in fields(self)[1:]:
-            value = getattr(self, field.name)
-            if value != field.default:
-                out[field.name] = list(value) if isinstance(value, tuple) else value
+        for one in fields(self)[1:]:
+            value = getattr(self, one.name)
+            if value != one.default:
+                out[one.name] = list(value) if isinstance(value, tuple) else value
         return out
 
     @classmethod
@@ -93,7 +95,7 @@ class Run:
         """Raises `ValueError` for what no encoder writes; the native core checks the combination."""
         if not isinstance(data, dict) or "tokens" not in data:
             raise ValueError("a run is not an object, or has no tokens")
-        kinds = {field.name: type(field.default) for field in fields(cls)[1:]} | {"tokens": str}
+        kinds = {one.name: type(one.default) for one in fields(cls)[1:]} | {"tokens": str}
         for name, value in data.items():
             kind = list if name == "parameters" else kinds.get(name)
             if kind is None or type(value) is not kind:
@@ -114,13 +116,13 @@ class Run:
         """
         self._check_covers(number, values)
         model = self._model(number)
-        factors = _native.fit_factors(model, values, known.shapes or []) if self.factors else None
+        factors = self._fit(model, values, known)
         return _native.encode(model, values, **self._arrays(known), factors=factors, chunk=self.chunk, threads=threads)
 
     def measure(self, number: Number, values: Bytes, known: Known, stride: int, threads: int) -> float:
         """Estimated bytes of `encode`, from every `stride`-th tile."""
         model = self._model(number)
-        factors = _native.fit_factors(model, values, known.shapes or []) if self.factors else None
+        factors = self._fit(model, values, known)
         bits = _native.measure(model, values, **self._arrays(known), factors=factors, stride=stride, threads=threads)
         return bits / 8
 
@@ -133,6 +135,11 @@ class Run:
 
     def with_chunk(self, chunk: int) -> Run:
         return replace(self, chunk=chunk)
+
+    def _fit(self, model: _native.Model, values: Bytes, known: Known) -> _native.Factors | None:
+        if self.factors and self.fine not in known.fitted:
+            known.fitted[self.fine] = _native.fit_factors(model, values, known.shapes or [])
+        return known.fitted[self.fine] if self.factors else None
 
     def _check_covers(self, number: Number, values: Bytes) -> None:
         """The last line of defence of "lossless": a scheme's mistake must not become a checkpoint."""
