@@ -43,5 +43,25 @@ $(VENV)/.bench: $(VENV)/.installed
 	$(BIN)/pip install --quiet --no-build-isolation --editable ".[dev,bench]"
 	touch $@
 
+# The native core under sanitizers, fed with valid streams and with mutants of them: make fuzz SECONDS=600 SEED=7
+SECONDS ?= 60
+SEED ?= 1
+FUZZ := build/fuzz
+FUZZ_FLAGS := -std=gnu++17 -O1 -g -ffp-contract=off -Wall -Wextra -Wno-maybe-uninitialized -pthread -Inative -Inative/fuzz \
+  -fsanitize=address,undefined -fno-sanitize-recover=all
+FUZZ_OBJECTS := $(patsubst %.cpp,$(FUZZ)/%.o,$(notdir $(filter-out %/bindings.cpp %/checksum.cpp %/pool.cpp,\
+  $(wildcard native/*.cpp)) $(wildcard native/fuzz/*.cpp)))
+vpath %.cpp native native/fuzz
+
+fuzz: $(FUZZ)/fuzz
+	$(FUZZ)/fuzz $(SECONDS) $(SEED)
+
+$(FUZZ)/fuzz: $(FUZZ_OBJECTS)
+	$(CXX) $(FUZZ_FLAGS) $^ -o $@
+
+$(FUZZ)/%.o: %.cpp $(wildcard native/*.hpp native/fuzz/*.hpp)
+	@mkdir -p $(FUZZ)
+	$(CXX) $(FUZZ_FLAGS) -c $< -o $@
+
 clean:
 	rm -rf $(VENV) build dist results runs

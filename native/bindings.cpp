@@ -71,6 +71,15 @@ Factors laid_out(const Shapes& shapes, uint64_t count) {
     return out;
 }
 
+// `factors` again, once it is sure that they belong to `count` values.
+const Factors* checked(const Factors* factors, uint64_t count) {
+    if (factors == nullptr) return nullptr;
+    const Segment* last = factors->segments.empty() ? nullptr : &factors->segments.back();
+    if (last == nullptr || last->start + last->rows * last->columns != count)
+        throw nb::value_error("factors: of other values");
+    return factors;
+}
+
 // The buffers of one record, borrowed.
 class Record {
    public:
@@ -195,7 +204,7 @@ NB_MODULE(_native, m) {
             const Bytes bytes(values);
             const uint64_t count = count_of(model, bytes);
             Record record(model, count, base, moment1, moment2, moment1_base, hint);
-            record.arrays.factors = factors;
+            record.arrays.factors = checked(factors, count);
             if (count == 0 || stride == 0) throw nb::value_error("nothing to measure");
             check(model, record.arrays, factors != nullptr);
             nb::gil_scoped_release release;
@@ -211,7 +220,7 @@ NB_MODULE(_native, m) {
             const Bytes bytes(values);
             const uint64_t count = count_of(model, bytes);
             Record record(model, count, base, moment1, moment2, moment1_base, hint);
-            record.arrays.factors = factors;
+            record.arrays.factors = checked(factors, count);
             if (count == 0 || chunk == 0) throw nb::value_error("nothing to encode");
             check(model, record.arrays, factors != nullptr);
             Coded coded;

@@ -423,7 +423,7 @@ void decode(const Model& model, Arrays arrays, Factors* factors, const uint8_t* 
     if (factors != nullptr) {
         reader.read(factors->centers.data(), factors->centers.size());
         for (const int32_t center : factors->centers)
-            if (center < 0 || center > 1 << 20) throw Corrupt("a factor is out of range");
+            if (center < 0 || center > kMostCenter) throw Corrupt("a factor is out of range");
         reader.read(factors->rows.data(), factors->rows.size());
         reader.read(factors->columns.data(), factors->columns.size());
         arrays.factors = factors;

@@ -13,6 +13,20 @@ constexpr unsigned kCompanionZero = kResidualContexts, kDeadContext = kResidualC
 constexpr unsigned kLevelContexts = kResidualContexts + 2;
 constexpr int kZeroSymbol = 0, kEscapeSymbol = 255;
 
+// A level that would not fit counts as one that no prediction comes near.
+template <typename U>
+ALWAYS_INLINE uint32_t held_level(U level) {
+    if constexpr (sizeof(U) < 4)
+        return level;
+    else
+        return static_cast<uint32_t>(std::min<U>(level, U{1} << 30));
+}
+
+// Wraps around: where a factor is dead the difference is any number, and is not used.
+ALWAYS_INLINE int32_t less(uint32_t level, int32_t predicted) {
+    return static_cast<int32_t>(level - static_cast<uint32_t>(predicted));
+}
+
 template <typename U>
 ALWAYS_INLINE void level_contexts(const Model& model, const Arrays& arrays, uint64_t start, size_t count, Tile& tile) {
     if (arrays.factors != nullptr && !arrays.factors->empty())
@@ -24,17 +38,17 @@ ALWAYS_INLINE void level_contexts(const Model& model, const Arrays& arrays, uint
         const U* base = reinterpret_cast<const U*>(arrays.base) + start;
         for (size_t i = 0; i < count; ++i) {
             const U magnitude = base[i] & magnitude_mask<U>;
-            const int32_t residual = static_cast<int32_t>(magnitude >> drop) - tile.levels[i] + 24;
+            const int32_t residual = less(held_level<U>(static_cast<U>(magnitude >> drop)) + 24, tile.levels[i]);
             tile.contexts[i] = static_cast<uint16_t>(
                 magnitude == 0 ? kCompanionZero : static_cast<unsigned>(clamp_int(residual, 0, kResidualContexts - 1)));
         }
     } else if (model.companion == Companion::Moment1) {
         const float* moment = arrays.moment1 + start;
-        const int32_t half = 127 << model.fine;
+        const uint32_t half = 127u << model.fine;
         for (size_t i = 0; i < count; ++i) {
             const uint32_t magnitude = float_bits(moment[i]) & 0x7fffffffu;
-            const int32_t level = 2 * (static_cast<int32_t>(magnitude >> (23 - model.fine)) - half) + half;
-            const int32_t residual = (level - tile.levels[i]) / 2 + 24;
+            const uint32_t level = 2 * held_level(magnitude >> (23 - model.fine)) - half;
+            const int32_t residual = less(level, tile.levels[i]) / 2 + 24;
             tile.contexts[i] = static_cast<uint16_t>(
                 magnitude == 0 ? kCompanionZero : static_cast<unsigned>(clamp_int(residual, 0, kResidualContexts - 1)));
         }
@@ -76,7 +90,7 @@ ALWAYS_INLINE void level_tokens(const Model& model, const uint8_t* all, uint64_t
         const auto u = static_cast<Extra<U>>(values[i]);
         const Extra<U> magnitude = u & magnitude_mask<U>;
         const Extra<U> sign = (u >> (width_of<U> - 1)) & has_sign;
-        const int32_t distance = static_cast<int32_t>(magnitude >> drop) - levels[i] + 128;
+        const int32_t distance = less(held_level<Extra<U>>(magnitude >> drop) + 128, levels[i]);
         const bool zero = magnitude == 0, escape = static_cast<uint32_t>(distance - 1) > 253;
         const Extra<U> normal = sign << low | ((magnitude >> shift) & low_mask);
         symbols[i] = static_cast<uint8_t>(zero ? kZeroSymbol : escape ? kEscapeSymbol : distance);

@@ -15,17 +15,18 @@ void require(bool holds, const char* message) {
 void check(const Model& model, const Arrays& arrays, bool factors) {
     const bool narrow = model.width == 8 || model.width == 16, wide = model.width == 32 || model.width == 64;
     require(narrow || wide, "a recipe's width is none of 8, 16, 32, 64");
-    require(model.mantissa + 1 < model.width, "a recipe's mantissa is wider than its values");
+    require(model.mantissa < model.width - 1, "a recipe's mantissa is wider than its values");
     require(model.bias > -(1 << 20) && model.bias < 1 << 20, "a recipe's bias is out of range");
     require(model.top >= 0 && model.top < 1 << 12, "a recipe's largest exponent is out of range");
     const bool level = model.tokens == Tokens::Level, delta = model.tokens == Tokens::Delta;
     if (level) {
         require(model.mantissa > 0 && model.width > 8, "levels are for floats of 16 bits or more");
-        require(model.fine + model.shift <= model.mantissa, "a recipe leaves less than no mantissa bits");
+        require(model.fine <= model.mantissa && model.shift <= model.mantissa - model.fine,
+                "a recipe leaves less than no mantissa bits");
     }
     require(level || (model.companion == Companion::None && !factors), "only levels have companions and factors");
     if (factors)
-        require(model.width <= 32 && model.mantissa >= model.fine + 1, "factors are for floats of 16 and 32 bits");
+        require(model.width <= 32 && model.mantissa > model.fine, "factors are for floats of 16 and 32 bits");
     require(delta || model.predictor == Predictor::None, "only deltas have predictors");
     require(!delta || model.shift < model.width, "a recipe's shift leaves no bits");
     if (model.predictor == Predictor::Adam || model.predictor == Predictor::Square) {

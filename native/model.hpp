@@ -46,6 +46,7 @@ struct Segment {
 
 constexpr int8_t kDead = -128;         // a row or column in which every value is zero
 constexpr int kFactorSteps = 2;        // factors count halves of a level
+constexpr int32_t kMostCenter = 1 << 20;  // of a segment
 constexpr unsigned kMaxContexts = 512;
 constexpr unsigned kMaxPlanes = 8;
 

@@ -180,7 +180,8 @@ void fit_segment(const U* values, unsigned drop, size_t index, Factors& factors)
             add_block(values, segment, row, column, drop, sums);
     int64_t total = 0, present = 0;
     for (uint64_t r = 0; r < segment.rows; ++r) total += sums.row_sums[r], present += sums.row_counts[r];
-    const int64_t center = present > 0 ? (2 * total + present) / (2 * present) : 0;
+    const int64_t mean = present > 0 ? (2 * total + present) / (2 * present) : 0;
+    const int64_t center = std::min<int64_t>(mean, kMostCenter);
     factors.centers[index] = static_cast<int32_t>(center);
     for (uint64_t r = 0; r < segment.rows; ++r)
         factors.rows[segment.row_offset + r] = factor(sums.row_sums[r], sums.row_counts[r], center);

@@ -25,9 +25,8 @@ HOLD_AND_FORK = """
     import os, sys, time
     from shrinkpoint.storage import LocalStorage
     with LocalStorage(sys.argv[1]).lock():
-        worker = os.fork()
-        if worker:
-            print(worker, flush=True)
+        if os.fork() == 0:  # the worker speaks: it has run what runs after a fork
+            print(os.getpid(), flush=True)
         time.sleep(60)
 """
 WRITE = """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import ItemsView
+
 Table = list[int]
 """256 frequencies that sum to 4096."""
 
@@ -16,7 +18,7 @@ def encode(symbols: list[int], tables: list[Table]) -> bytes:
     """`tables` has the table of each symbol."""
     lanes = lanes_for(len(symbols))
     states, words = [LOW] * lanes, []
-    starts = {id(table): _starts(table) for table in tables}
+    starts = {number: _starts(table) for number, table in _distinct(tables)}
     for i in reversed(range(len(symbols))):
         x, frequency = states[i % lanes], tables[i][symbols[i]]
         if x >= frequency << 20:
@@ -32,8 +34,8 @@ def decode(stream: bytes, tables: list[Table]) -> list[int]:
     lanes = lanes_for(len(tables))
     states = [int.from_bytes(stream[4 * i : 4 * i + 4], "little") for i in range(lanes)]
     at, symbols = 4 * lanes, []
-    starts = {id(table): _starts(table) for table in tables}
-    slots = {id(table): _slots(table) for table in tables}
+    starts = {number: _starts(table) for number, table in _distinct(tables)}
+    slots = {number: _slots(table) for number, table in _distinct(tables)}
     for i, table in enumerate(tables):
         x = states[i % lanes]
         slot = x % 4096
@@ -47,6 +49,10 @@ def decode(stream: bytes, tables: list[Table]) -> list[int]:
         symbols.append(symbol)
     assert at == len(stream) and set(states) == {LOW}, "the stream does not end where its encoder began"
     return symbols
+
+
+def _distinct(tables: list[Table]) -> ItemsView[int, Table]:
+    return {id(table): table for table in tables}.items()
 
 
 def _starts(table: Table) -> list[int]:

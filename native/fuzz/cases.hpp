@@ -1,0 +1,105 @@
+// What the fuzzer feeds the core: choices, cases and their mutants.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "chunks.hpp"
+#include "cluster.hpp"
+#include "model.hpp"
+
+namespace shrinkpoint {
+
+using Bytes = std::vector<uint8_t>;
+using Shapes = std::vector<std::pair<uint64_t, uint64_t>>;
+
+// Reproducible choices: from given bytes as long as they last, then from a generator (splitmix64) that they seed.
+class Choices {
+   public:
+    Choices(uint64_t seed, uint64_t number) : state_(seed * 0x9e3779b97f4a7c15u ^ number * 0xd1b54a32d192ed03u) {}
+    Choices(const uint8_t* data, size_t size) : next_(data), end_(data + size) {
+        for (size_t i = 0; i < size; ++i) state_ = (state_ ^ data[i]) * 0x100000001b3u;
+    }
+
+    uint64_t word() {
+        uint64_t z = state_ += 0x9e3779b97f4a7c15u;
+        z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+        z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+        return z ^ z >> 31;
+    }
+    unsigned below(unsigned n) {
+        if (end_ - next_ < 2) return static_cast<unsigned>(word() % n);
+        uint16_t two;
+        std::memcpy(&two, next_, 2);
+        next_ += 2;
+        return two % n;
+    }
+    bool one_in(unsigned n) { return below(n) == 0; }
+    Bytes bytes(size_t size) {
+        Bytes out(size);
+        for (uint8_t& byte : out) byte = static_cast<uint8_t>(word() >> 56);
+        return out;
+    }
+
+   private:
+    uint64_t state_ = 0;
+    const uint8_t *next_ = nullptr, *end_ = nullptr;
+};
+
+// A heap block of exactly this size, so that the byte behind it is nobody's.
+class Exact {
+   public:
+    explicit Exact(const Bytes& bytes) : Exact(bytes, bytes.size()) {}
+    // The first `size` bytes, repeated if there are too few.
+    Exact(const Bytes& bytes, size_t size) {
+        // An empty block is the end of another one: of an allocation of nothing one byte could be read.
+        block_ = static_cast<uint8_t*>(std::malloc(size > 0 ? size : 8));
+        if (block_ == nullptr) throw std::bad_alloc();
+        data_ = size > 0 ? block_ : block_ + 8;
+        for (size_t i = 0; i < size; i += bytes.size()) {
+            if (bytes.empty()) return;
+            std::memcpy(data_ + i, bytes.data(), std::min(bytes.size(), size - i));
+        }
+    }
+    ~Exact() { std::free(block_); }
+    Exact(const Exact&) = delete;
+    Exact& operator=(const Exact&) = delete;
+
+    uint8_t* data() const { return data_; }
+    uint32_t* words() const { return reinterpret_cast<uint32_t*>(data_); }
+    float* floats() const { return reinterpret_cast<float*>(data_); }
+
+   private:
+    uint8_t *block_, *data_;
+};
+
+// All that the binding hands to decode; an empty array stands for none.
+struct Case {
+    Model model;
+    uint64_t count = 0;
+    size_t chunk = 1;
+    bool has_factors = false;
+    Shapes shapes;
+    Bytes base, moment1, moment2, moment1_base, hint, side, codes;
+};
+
+// As the binding does it; false where it would raise.
+bool lay_out(const Shapes& shapes, uint64_t count, Factors& out);
+
+// A model that `check` mostly accepts, for values of any kind.
+Model make_model(Choices& choose, bool factors);
+Tables make_tables(Choices& choose, unsigned contexts);
+// Everything but side and codes; `values` are such that the model loses nothing.
+Case make_case(Choices& choose, Bytes& values);
+
+void mutate(Choices& choose, Bytes& bytes, const Bytes& other);
+void mutate(Choices& choose, Case& c);
+
+}  // namespace shrinkpoint

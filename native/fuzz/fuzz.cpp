@@ -1,0 +1,317 @@
+// Streams as the encoder writes them and as nobody writes them. Built with sanitizers by `make fuzz`:
+//   fuzz SECONDS SEED         cases until the time is over
+//   fuzz SECONDS SEED CASE    this case alone, as a failure names it
+// Or link it as a libFuzzer target with -DSHRINKPOINT_LIBFUZZER: the input then makes the choices.
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#if __has_include(<sanitizer/common_interface_defs.h>)
+#include <sanitizer/common_interface_defs.h>
+#define SHRINKPOINT_SANITIZER 1
+#endif
+
+#include "bits.hpp"
+#include "cases.hpp"
+#include "chunks.hpp"
+#include "cluster.hpp"
+#include "error.hpp"
+#include "predict.hpp"
+#include "rans.hpp"
+#include "simd.hpp"
+#include "tokens.hpp"
+
+namespace shrinkpoint {
+
+// Instead of the pool, which hands out more than it is asked for: here an overrun of one byte shows.
+void* pool_take(size_t size) { return ::operator new(size); }
+void pool_give(void* block) noexcept { ::operator delete(block); }
+
+}  // namespace shrinkpoint
+
+namespace {
+
+using namespace shrinkpoint;
+
+uint64_t seed_now = 0, case_now = 0;
+uint64_t accepted = 0, refused = 0, impossible = 0;
+
+void name_case() {
+    std::fprintf(stderr, "fuzz: seed %llu, case %llu\n", static_cast<unsigned long long>(seed_now),
+                 static_cast<unsigned long long>(case_now));
+}
+
+void expect(bool holds, const char* message) {
+    if (holds) return;
+    std::fprintf(stderr, "fuzz: %s\n", message);
+    name_case();
+    std::abort();
+}
+
+// Runs `work`; whether it ended without one of the errors that bytes may cause.
+template <typename Work>
+bool passes(Work work) {
+    try {
+        work();
+    } catch (const Corrupt&) {
+        return false;
+    } catch (const Truncated&) {
+        return false;
+    }
+    return true;
+}
+
+enum class Outcome { Impossible, Refused, Decoded };
+
+// What the binding does, with every buffer of exactly its size.
+Outcome decode_exactly(const Case& c, unsigned threads, Bytes& values) {
+    const size_t bytes = c.model.width / 8;
+    const auto part = [&](const Bytes& all, size_t size) { return Exact(all, size * c.count); };
+    const Exact base = part(c.base, bytes), moment1 = part(c.moment1, 4), moment2 = part(c.moment2, 4);
+    const Exact moment1_base = part(c.moment1_base, 4), hint = part(c.hint, 1);
+    const Exact side(c.side), codes(c.codes), out(Bytes(c.count * bytes, 0xa5));
+    Arrays arrays;
+    arrays.base = c.base.empty() ? nullptr : base.data();
+    arrays.moment1 = c.moment1.empty() ? nullptr : moment1.floats();
+    arrays.moment2 = c.moment2.empty() ? nullptr : moment2.floats();
+    arrays.moment1_base = c.moment1_base.empty() ? nullptr : moment1_base.floats();
+    arrays.hint = c.hint.empty() ? nullptr : hint.data();
+    Factors factors;
+    if (!passes([&] { check(c.model, arrays, c.has_factors); })) return Outcome::Refused;
+    if (c.has_factors && !lay_out(c.shapes, c.count, factors)) return Outcome::Impossible;
+    const bool decoded = passes([&] {
+        decode(c.model, arrays, c.has_factors ? &factors : nullptr, side.data(), c.side.size(), codes.data(),
+               c.codes.size(), out.data(), c.count, c.chunk, threads);
+    });
+    values.assign(out.data(), out.data() + c.count * bytes);
+    return decoded ? Outcome::Decoded : Outcome::Refused;
+}
+
+// Encodes the case and checks that it comes back; false where the model cannot code it.
+bool encode_exactly(Choices& choose, Case& c, const Bytes& wanted) {
+    const Exact values(wanted), base(c.base), moment1(c.moment1), moment2(c.moment2), moment1_base(c.moment1_base);
+    const Exact hint(c.hint);
+    Arrays arrays;
+    arrays.base = c.base.empty() ? nullptr : base.data();
+    arrays.moment1 = c.moment1.empty() ? nullptr : moment1.floats();
+    arrays.moment2 = c.moment2.empty() ? nullptr : moment2.floats();
+    arrays.moment1_base = c.moment1_base.empty() ? nullptr : moment1_base.floats();
+    arrays.hint = c.hint.empty() ? nullptr : hint.data();
+    if (!passes([&] { check(c.model, arrays, c.has_factors); })) return false;
+    Factors factors;
+    if (c.has_factors) {
+        expect(lay_out(c.shapes, c.count, factors), "the shapes do not cover the values");
+        fit_factors(values.data(), c.model.width, c.model.mantissa, c.model.fine, factors);
+        arrays.factors = &factors;
+    }
+    const unsigned threads = 1 + (choose.one_in(16) ? 2 : 0);
+    if (choose.one_in(8))
+        expect(measure(c.model, arrays, values.data(), c.count, 1 + choose.below(3), threads) >= 0, "a negative size");
+    const Coded coded = encode(c.model, arrays, values.data(), c.count, c.chunk, threads);
+    c.side.assign(coded.side.begin(), coded.side.end());
+    c.codes.assign(coded.codes.begin(), coded.codes.end());
+    return true;
+}
+
+// Everything that a failure depends on besides the bytes.
+void print(const Case& c) {
+    const Model& m = c.model;
+    std::fprintf(stderr, "tokens %d predictor %d companion %d width %u mantissa %u fine %u shift %u sign %d bias %d top %d "
+                 "parameters %g %g %g %g count %llu chunk %zu factors %d hint %d side %zu codes %zu\n",
+                 static_cast<int>(m.tokens), static_cast<int>(m.predictor), static_cast<int>(m.companion), m.width,
+                 m.mantissa, m.fine, m.shift, m.has_sign, m.bias, m.top, static_cast<double>(m.parameters[0]),
+                 static_cast<double>(m.parameters[1]), static_cast<double>(m.parameters[2]),
+                 static_cast<double>(m.parameters[3]), static_cast<unsigned long long>(c.count), c.chunk, c.has_factors,
+                 !c.hint.empty(), c.side.size(), c.codes.size());
+}
+
+void limit(unsigned level) { limit_simd(static_cast<Simd>(level)); }
+
+// Whatever is decoded is the same with every instruction set.
+void decode_mutant(Choices& choose, const Case& c) {
+    Bytes values, again;
+    const Outcome outcome = decode_exactly(c, 1 + (choose.one_in(16) ? 2 : 0), values);
+    if (outcome == Outcome::Impossible) return void(++impossible);
+    ++(outcome == Outcome::Decoded ? accepted : refused);
+    if (!choose.one_in(4)) return;
+    const auto before = simd();
+    limit(choose.below(3));
+    expect(decode_exactly(c, 1, again) == outcome, "refused with one instruction set and not with another");
+    expect(outcome != Outcome::Decoded || values == again, "instruction sets differ");
+    limit_simd(before);
+}
+
+void fuzz_chunks(Choices& choose) {
+    Bytes values, decoded;
+    Case c = make_case(choose, values);
+    if (!encode_exactly(choose, c, values)) return;
+    for (unsigned level = 0; level < 3; ++level) {
+        limit(level);
+        const bool same = decode_exactly(c, 1, decoded) == Outcome::Decoded && decoded == values;
+        if (!same) print(c);
+        expect(same, "a round trip differs");
+    }
+    limit(choose.below(3));
+    for (unsigned i = 0; i < 24; ++i) {
+        Case mutant = c;
+        for (unsigned n = 1 + choose.below(3); n > 0; --n) mutate(choose, mutant);
+        decode_mutant(choose, mutant);
+    }
+}
+
+void fuzz_tables(Choices& choose) {
+    const unsigned contexts = 1 + choose.below(kMaxContexts);
+    const Tables tables = make_tables(choose, contexts);
+    Bytes written = write_tables(tables);
+    const Exact whole(written);
+    const Tables again = read_tables(whole.data(), written.size(), contexts);
+    expect(again.map == tables.map && again.frequencies == tables.frequencies, "tables do not come back");
+    for (unsigned i = 0; i < 32; ++i) {
+        Bytes mutant = choose.one_in(8) ? choose.bytes(choose.below(64)) : written;
+        mutate(choose, mutant, written);
+        const Exact exact(mutant);
+        const unsigned asked = choose.one_in(4) ? 1 + choose.below(kMaxContexts) : contexts;
+        passes([&] {
+            const Tables read = read_tables(exact.data(), mutant.size(), asked);
+            std::vector<uint32_t> entries(kProbabilityScale);
+            for (const Frequencies& frequencies : read.frequencies) decoder_table(frequencies, entries.data());
+            for (const uint8_t table : read.map) expect(table < read.frequencies.size(), "a table that is not there");
+        });
+    }
+}
+
+void fuzz_bits(Choices& choose) {
+    const unsigned bits = 1 + choose.below(32);
+    const size_t count = choose.below(200);
+    const Exact codes(choose.bytes(4 * count)), packed(Bytes(packed_size(count, bits))), back(Bytes(4 * count));
+    pack_bits(codes.words(), count, bits, packed.data());
+    unpack_bits(packed.data(), count, bits, back.words());
+    const uint64_t mask = (uint64_t{1} << bits) - 1;
+    for (size_t i = 0; i < count; ++i) expect(back.words()[i] == (codes.words()[i] & mask), "bits do not come back");
+}
+
+struct Stream {
+    Bytes data, tables, symbols;
+};
+
+Stream make_stream(Choices& choose, const std::vector<Frequencies>& frequencies, size_t count, bool several) {
+    std::vector<EncoderTable> encoders;
+    for (const Frequencies& one : frequencies) encoders.push_back(encoder_table(one));
+    Stream out;
+    for (size_t i = 0; i < count; ++i) {
+        const unsigned table = several ? choose.below(static_cast<unsigned>(frequencies.size())) : 0;
+        uint8_t symbol = static_cast<uint8_t>(choose.below(256));
+        while (frequencies[table][symbol] == 0) ++symbol;
+        if (several) out.tables.push_back(static_cast<uint8_t>(table));
+        out.symbols.push_back(symbol);
+    }
+    const Exact tables(out.tables), symbols(out.symbols), space(Bytes(rans_bound(count)));
+    const size_t size = rans_encode(symbols.data(), several ? tables.data() : nullptr, count, encoders, space.data(),
+                                    rans_bound(count));
+    out.data.assign(space.data() + rans_bound(count) - size, space.data() + rans_bound(count));
+    return out;
+}
+
+// Decodes one stream in pieces, or two at once; true where neither is refused.
+bool decode_streams(Choices& choose, const Stream& a, const Stream* b, const Exact& entries, const Exact& out_a,
+                    const Exact& out_b) {
+    const size_t count = a.symbols.size();
+    const Exact data_a(a.data), tables_a(a.tables), data_b(b ? b->data : Bytes()), tables_b(b ? b->tables : Bytes());
+    const auto at = [](const Bytes& all, const Exact& exact, size_t i) { return all.empty() ? nullptr : exact.data() + i; };
+    return passes([&] {
+        RansDecoder first(data_a.data(), a.data.size(), count, entries.words());
+        if (b == nullptr) {
+            for (size_t done = 0, piece; done < count; done += piece) {
+                piece = std::min<size_t>(count - done, kMaxLanes * (1 + choose.below(64)));
+                first.decode(at(a.tables, tables_a, done), piece, out_a.data() + done);
+            }
+            return first.finish();
+        }
+        RansDecoder second(data_b.data(), b->data.size(), count, entries.words());
+        RansDecoder::decode_two(first, at(a.tables, tables_a, 0), out_a.data(), second, at(b->tables, tables_b, 0),
+                                out_b.data(), count);
+        first.finish(), second.finish();
+    });
+}
+
+void fuzz_rans(Choices& choose) {
+    const Tables tables = make_tables(choose, 1 + choose.below(16));
+    const bool several = choose.one_in(2);
+    const size_t count = choose.one_in(4) ? kFewSymbols + choose.below(3000) : 1 + choose.below(3000);
+    const Exact entries(Bytes(4 * kProbabilityScale * tables.frequencies.size()));
+    for (size_t t = 0; t < tables.frequencies.size(); ++t)
+        decoder_table(tables.frequencies[t], entries.words() + t * kProbabilityScale);
+    const Stream a = make_stream(choose, tables.frequencies, count, several);
+    const Stream b = make_stream(choose, tables.frequencies, count, several);
+    const Exact out_a{Bytes(count)}, out_b{Bytes(count)};
+    const bool two = choose.one_in(2);
+    expect(decode_streams(choose, a, two ? &b : nullptr, entries, out_a, out_b), "a valid symbol stream is refused");
+    expect(std::equal(a.symbols.begin(), a.symbols.end(), out_a.data()), "symbols do not come back");
+    expect(!two || std::equal(b.symbols.begin(), b.symbols.end(), out_b.data()), "symbols do not come back");
+    for (unsigned i = 0; i < 8; ++i) {
+        Stream mutant = a;
+        if (choose.one_in(8))
+            mutant.data = choose.bytes(choose.below(400));
+        else
+            mutate(choose, mutant.data, b.data);
+        decode_streams(choose, mutant, two ? &b : nullptr, entries, out_a, out_b);
+    }
+}
+
+void fuzz_classes(Choices& choose) {
+    const Model model = make_model(choose, false);
+    if (model.shift >= model.width) return;
+    const size_t count = choose.below(300), size = count * model.width / 8;
+    const Exact values(choose.bytes(size)), others(choose.bytes(size)), classes{Bytes(count)};
+    difference_classes(model, values.data(), others.data(), count, classes.data());
+    for (size_t i = 0; i < count; ++i) expect(classes.data()[i] < 32, "a hint of more than five bits");
+}
+
+void run(Choices& choose) {
+    limit(choose.below(3));
+    switch (choose.below(8)) {
+        case 0: return fuzz_tables(choose);
+        case 1: return fuzz_rans(choose);
+        case 2: return choose.one_in(2) ? fuzz_bits(choose) : fuzz_classes(choose);
+        default: return fuzz_chunks(choose);
+    }
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+    Choices choose(data, size);
+    run(choose);
+    return 0;
+}
+
+#if !defined(SHRINKPOINT_LIBFUZZER)
+int main(int count, char** words) {
+    const double seconds = count > 1 ? std::atof(words[1]) : 10;
+    seed_now = count > 2 ? std::strtoull(words[2], nullptr, 10) : 1;
+    const bool alone = count > 3;
+    if (alone) case_now = std::strtoull(words[3], nullptr, 10);
+#if defined(SHRINKPOINT_SANITIZER)
+    __sanitizer_set_death_callback(name_case);
+#endif
+    const auto start = std::chrono::steady_clock::now();
+    const auto over = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() >= seconds; };
+    uint64_t cases = 0;
+    do {
+        Choices choose(seed_now, case_now);
+        try {
+            run(choose);
+        } catch (const std::exception& error) {
+            expect(false, error.what());
+        }
+        ++cases, ++case_now;
+    } while (!alone && !over());
+    std::printf("seed %llu: %llu cases; mutants: %llu refused, %llu decoded, %llu impossible\n",
+                static_cast<unsigned long long>(seed_now), static_cast<unsigned long long>(cases),
+                static_cast<unsigned long long>(refused), static_cast<unsigned long long>(accepted),
+                static_cast<unsigned long long>(impossible));
+    return 0;
+}
+#endif
