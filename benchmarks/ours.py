@@ -10,7 +10,8 @@ import torch
 from series import Checkpoint
 from torch import Tensor
 
-from shrinkpoint.codec import Reference, decode_all
+from shrinkpoint.codec import NUMBERS, Known, Reference, Run, decode_all
+from shrinkpoint.codec.quantize import bits_of
 from shrinkpoint.record import Encoded
 from shrinkpoint.schemes import Lossless
 from shrinkpoint.state import FlatState, flatten
@@ -108,11 +109,30 @@ class Job:
         return lambda: decode_all(recipes, records.__getitem__, self.reference, threads=threads)
 
 
-def jobs(base: Checkpoint, new: Checkpoint) -> dict[str, Job]:
+class Core:
+    """The native core alone, on an array, into memory that has been written to before: no digests, no fresh pages."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        flat = flatten({"w": values})
+        (record,) = Lossless().encode(flat, None)
+        self._run = Run.from_json(record.recipe["runs"][0])
+        self._values = bits_of(values)
+        self._out = self._values.copy()
+        self.nbytes = self._values.nbytes
+
+    def encode(self, threads: int) -> Callable[[], Any]:
+        return lambda: self._run.encode(NUMBERS["F32"], self._values, Known(), threads)
+
+    def decode(self, coded: Any, threads: int) -> Callable[[], Any]:
+        return lambda: self._run.decode(NUMBERS["F32"], *coded, self._out, Known(), threads)
+
+
+def jobs(base: Checkpoint, new: Checkpoint) -> dict[str, Job | Core]:
     """What is timed, by name: streams that stand alone, and whole states."""
     flat = flatten(new.state)
     reference = save(base).reference
     return {
+        "W, core alone": Core(torch.from_numpy(new.flat("W"))),
         "W in one piece": Job(flatten({"w": torch.from_numpy(new.flat("W"))})),
         "W": Job(only(flat, "parameter")),
         "v": Job(only(flat, "moment2")),

@@ -102,14 +102,14 @@ def _of_stream(where: str, stream: Mapping[str, Any]) -> Iterator[str]:
 
 def _of_speed(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     one = found["1"]
-    for name in ("ours: W in one piece", "ours: W"):
+    for name in ("ours: W, core alone", "ours: W in one piece", "ours: W"):
         for way, factor in (("encode", FASTER), ("decode", 1.0)):
             if "zipnn" not in one or name not in one:
                 continue
             mine, theirs = one[name][way]["cpu"], one["zipnn"][way]["cpu"]
             text = f"{mine:.2f} GB/s per core against zipnn's {theirs:.2f}, at least {factor}x: {mine / theirs:.2f}x"
             yield _line(mine >= factor * theirs, f"{way} fp32 {name[6:]}", text)
-    for name in ("ours: W in one piece", "ours: W", "ours: W + m + v", "ours: W + m + v delta"):
+    for name in ("ours: W, core alone", "ours: W in one piece", "ours: W", "ours: W + m + v", "ours: W + m + v delta"):
         if name in one:
             for way in ("encode", "decode"):
                 gain = found["2"][name][way]["wall"] / one[name][way]["wall"]
