@@ -14,149 +14,13 @@
 #include "planes.hpp"
 #include "predict.hpp"
 #include "rans.hpp"
+#include "spans.hpp"
+#include "survey.hpp"
 #include "tokens.hpp"
 
 namespace shrinkpoint {
 
 namespace {
-
-size_t chunk_count(uint64_t count, size_t chunk) { return static_cast<size_t>((count + chunk - 1) / chunk); }
-
-struct Span {
-    uint64_t start;
-    size_t count;
-};
-
-// At most `length` positions from the start of the index-th chunk.
-Span span_of(size_t index, uint64_t count, size_t chunk, size_t length) {
-    const uint64_t start = static_cast<uint64_t>(index) * chunk;
-    return {start, static_cast<size_t>(std::min<uint64_t>(length, count - start))};
-}
-
-unsigned bytes_of(const Model& model) { return model.width / 8; }
-
-// The contexts of tile after tile. Where they are the same everywhere (a level without factors and companion), the
-// first whole tile's serve all others.
-class Contexts {
-   public:
-    Contexts(const Model& model, const Arrays& arrays)
-        : model_(model),
-          arrays_(arrays),
-          vary_(model.tokens == Tokens::Delta || arrays.factors != nullptr || model.companion != Companion::None) {}
-
-    // Whether positions differ in their contexts.
-    bool vary() const { return vary_; }
-
-    void fill(uint64_t start, size_t count, Tile& tile) {
-        if (!vary_ && filled_) return;
-        contextualise(model_, arrays_, start, count, tile);
-        filled_ = count == kTile;
-    }
-
-   private:
-    const Model& model_;
-    const Arrays& arrays_;
-    const bool vary_;
-    bool filled_ = false;
-};
-
-// Symbol counts and the sum of extra bits over every `stride`-th tile.
-class Survey {
-   public:
-    Survey(const Model& model, const Arrays& arrays)
-        : model_(model),
-          contexts_(context_count(model)),
-          ways_(contexts_ <= 64 ? 4 : 1),
-          counts_(size_t{ways_} * contexts_ * 256),
-          contexts_of_(model, arrays) {
-        std::fill(counts_.begin(), counts_.end(), 0);
-    }
-
-    void add(const uint8_t* values, Span span) {
-        positions_ += span.count;
-        if (model_.tokens == Tokens::Planes) return add_planes(values, span);
-        contexts_of_.fill(span.start, span.count, tile_);
-        tokenise(model_, values, span.start, span.count, tile_);
-        count_symbols(span.count);
-        extra_bits_ += extra_sum(tile_, span.count);
-    }
-
-    void add(const Survey& other) {
-        for (size_t i = 0; i < counts_.size(); ++i) counts_[i] += other.counts_[i];
-        extra_bits_ += other.extra_bits_;
-        positions_ += other.positions_;
-    }
-
-    ContextCounts counts() const {
-        const size_t way = size_t{contexts_} * 256;
-        ContextCounts out(counts_.begin(), counts_.begin() + static_cast<ptrdiff_t>(way));
-        for (size_t w = 1; w < ways_; ++w)
-            for (size_t i = 0; i < way; ++i) out[i] += counts_[w * way + i];
-        return out;
-    }
-    uint64_t extra_bits() const { return extra_bits_; }
-    uint64_t positions() const { return positions_; }
-
-   private:
-    // Neighbours often hold the same symbol: counting them in different tables keeps one increment from waiting for
-    // the one before.
-    void count_symbols(size_t count) {
-        uint32_t* const counts = counts_.data();
-        const uint8_t* symbols = tile_.symbols;
-        if (!contexts_of_.vary()) return count_bytes(symbols, count, counts, size_t{contexts_} * 256);
-        const size_t way = ways_ > 1 ? size_t{contexts_} * 256 : 0;
-        const uint16_t* contexts = tile_.contexts;
-        size_t i = 0;
-        for (; i + 4 <= count; i += 4)
-            for (size_t j = 0; j < 4; ++j) ++counts[j * way + size_t{contexts[i + j]} * 256 + symbols[i + j]];
-        for (; i < count; ++i) ++counts[size_t{contexts[i]} * 256 + symbols[i]];
-    }
-
-    static void count_bytes(const uint8_t* bytes, size_t count, uint32_t* counts, size_t way) {
-        size_t i = 0;
-        for (; i + 8 <= count; i += 8) {
-            uint64_t eight;
-            std::memcpy(&eight, bytes + i, 8);
-            for (unsigned j = 0; j < 8; ++j) ++counts[(j & 3) * way + (eight >> (8 * j) & 255)];
-        }
-        for (; i < count; ++i) ++counts[bytes[i]];
-    }
-
-    void add_planes(const uint8_t* values, Span span) {
-        const unsigned bytes = bytes_of(model_);
-        for (size_t i = 0; i < span.count; ++i)
-            for (unsigned p = 0; p < bytes; ++p)
-                ++counts_[((i & (ways_ - 1)) * contexts_ + p) * 256 + values[(span.start + i) * bytes + p]];
-    }
-
-    const Model& model_;
-    unsigned contexts_, ways_;
-    ContextCounts counts_;
-    uint64_t extra_bits_ = 0, positions_ = 0;
-    Contexts contexts_of_;
-    Tile tile_;
-};
-
-std::unique_ptr<Survey> survey_all(const Model& model, const Arrays& arrays, const uint8_t* values, uint64_t count,
-                                   unsigned stride, unsigned threads) {
-    const size_t tiles = chunk_count(count, kTile * stride);
-    std::unique_ptr<Survey> all;
-    std::mutex mutex;
-    constexpr size_t kRun = 64;  // tiles that a thread takes at a time
-    parallel(chunk_count(tiles, kRun), threads, [&](Indices& runs) {
-        const DefaultFloats floats;
-        auto own = std::make_unique<Survey>(model, arrays);
-        for (size_t run; runs.take(run);)
-            for (size_t t = run * kRun; t < std::min(tiles, (run + 1) * kRun); ++t)
-                own->add(values, span_of(t, count, kTile * stride, kTile));
-        const std::lock_guard lock(mutex);
-        if (all)
-            all->add(*own);
-        else
-            all = std::move(own);
-    });
-    return all;
-}
 
 // ---- one chunk: u32 size of the symbol stream, the symbol stream, the extra bits ---------------------------------
 
@@ -383,19 +247,6 @@ void decode_both(ChunkDecoder& a, ChunkDecoder& b) {
 }
 
 }  // namespace
-
-double measure(const Model& model, const Arrays& arrays, const uint8_t* values, uint64_t count, unsigned stride,
-               unsigned threads) {
-    const auto survey = survey_all(model, arrays, values, count, stride, threads);
-    const ContextCounts counts = survey->counts();
-    const Tables tables = cluster(counts);
-    const double scale = static_cast<double>(count) / static_cast<double>(survey->positions());
-    const double fixed = static_cast<double>(write_tables(tables).size()) * 8;
-    const double symbols = cost(counts, tables) - fixed;
-    double bits = fixed + scale * (symbols + static_cast<double>(survey->extra_bits()));
-    if (arrays.factors != nullptr) bits += 8.0 * static_cast<double>(arrays.factors->rows.size() + arrays.factors->columns.size());
-    return bits;
-}
 
 Coded encode(const Model& model, const Arrays& arrays, const uint8_t* values, uint64_t count, size_t chunk,
              unsigned threads) {
