@@ -211,7 +211,8 @@ NB_MODULE(_native, m) {
             return measure(model, record.arrays, bytes.data(), count, stride, threads);
         },
         "model"_a, "values"_a, nb::kw_only(), "base"_a.none() = nb::none(), "moment1"_a.none() = nb::none(),
-        "moment2"_a.none() = nb::none(), "moment1_base"_a.none() = nb::none(), "hint"_a.none() = nb::none(), "factors"_a.none() = nb::none(),
+        "moment2"_a.none() = nb::none(), "moment1_base"_a.none() = nb::none(), "hint"_a.none() = nb::none(),
+        "factors"_a.none() = nb::none(),
         "stride"_a = 1, "threads"_a = 1);
     m.def(
         "encode",
@@ -231,13 +232,14 @@ NB_MODULE(_native, m) {
             return std::make_pair(array_of(std::move(coded.side)), array_of(std::move(coded.codes)));
         },
         "model"_a, "values"_a, nb::kw_only(), "base"_a.none() = nb::none(), "moment1"_a.none() = nb::none(),
-        "moment2"_a.none() = nb::none(), "moment1_base"_a.none() = nb::none(), "hint"_a.none() = nb::none(), "factors"_a.none() = nb::none(),
+        "moment2"_a.none() = nb::none(), "moment1_base"_a.none() = nb::none(), "hint"_a.none() = nb::none(),
+        "factors"_a.none() = nb::none(),
         "chunk"_a = kChunk, "threads"_a = 1);
     m.def(
         "decode",
         [](const Model& model, nb::handle side, nb::handle codes, nb::handle out, nb::handle base, nb::handle moment1,
-           nb::handle moment2, nb::handle moment1_base, nb::handle hint, const std::optional<Shapes>& shapes, size_t chunk,
-           unsigned threads) {
+           nb::handle moment2, nb::handle moment1_base, nb::handle hint, const std::optional<Shapes>& shapes,
+           size_t chunk, unsigned threads) {
             const Bytes side_bytes(side), code_bytes(codes), values(out, PyBUF_WRITABLE);
             const uint64_t count = count_of(model, values);
             const Record record(model, count, base, moment1, moment2, moment1_base, hint);

@@ -66,7 +66,8 @@ class ChunkEncoder {
             contexts_.fill(span.start + done, length, tile_);
             tokenise(model_, values, span.start + done, length, tile_);
             std::memcpy(symbols_.data() + done, tile_.symbols, length);
-            if (several()) look_up(tables_.map.data(), tables_.map.size(), tile_.contexts, length, table_of_.data() + done);
+            if (several())
+                look_up(tables_.map.data(), tables_.map.size(), tile_.contexts, length, table_of_.data() + done);
             write_extra(model_, tile_, length, bits);
         }
         return bits.finish();

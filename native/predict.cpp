@@ -105,7 +105,10 @@ constexpr uint64_t kPiece = 1 << 16;  // rows or columns whose levels, below 2^1
 
 struct LevelSums {
     explicit LevelSums(const Segment& segment)
-        : row_sums(segment.rows), row_counts(segment.rows), column_sums(segment.columns), column_counts(segment.columns) {}
+        : row_sums(segment.rows),
+          row_counts(segment.rows),
+          column_sums(segment.columns),
+          column_counts(segment.columns) {}
     std::vector<int64_t> row_sums, row_counts, column_sums, column_counts;
 };
 
