@@ -2,5 +2,6 @@
 
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.schemes.names import named
 
-__all__ = ["Lossless", "Scheme"]
+__all__ = ["Lossless", "Scheme", "named"]

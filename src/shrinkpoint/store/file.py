@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from shrinkpoint.codec import Reference, decode_all
@@ -111,12 +110,8 @@ def read_file(
     reference: Reference | None,
     *,
     threads: int | None = None,
-    names: Collection[str] | None = None,
 ) -> Decoded:
     """Decode a file; `reference` must be the parent's tensors where the file is a delta.
-
-    Args:
-        names: decode only these tensors and what they need; None decodes all.
 
     Raises:
         FormatError: the bytes are at fault.
@@ -126,6 +121,4 @@ def read_file(
     heads = reader.records
     recipes = [(head.recipe, len(head.infos), sum(info.nbytes for info in head.infos)) for head in heads]
     tensors = decode_all(recipes, lambda index: reader.read(heads[index]), reference, where=where, threads=threads)
-    if names is not None:
-        tensors = {name: tensors[name] for name in names}
     return Decoded(reader.tree, Reference(tensors))

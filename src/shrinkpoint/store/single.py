@@ -14,7 +14,7 @@ from shrinkpoint.codec import Reference
 from shrinkpoint.container import Reader
 from shrinkpoint.errors import ChainError, CorruptError, PolicyError
 from shrinkpoint.record import TensorInfo
-from shrinkpoint.schemes import Lossless, Scheme
+from shrinkpoint.schemes import Scheme, named
 from shrinkpoint.state import flatten, unflatten
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store.file import Decoded, SaveReport, read_file, write_file
@@ -80,8 +80,8 @@ def save(
         reference = decoded.reference
         parent = {"name": _beside(root, target), "digest": digest}
     return write_file(
-        LocalStorage(target.parent), target.name, flat, scheme=_scheme(scheme), reference=reference, parent=parent,
-        threads=threads,
+        LocalStorage(target.parent), target.name, flat, scheme=named("lossless" if scheme is None else scheme),
+        reference=reference, parent=parent, threads=threads,
     )  # fmt: skip
 
 
@@ -204,11 +204,3 @@ def _is_same(a: Path, b: Path) -> bool:
 def _beside(base: Path, target: Path) -> str:
     """The base's name as the delta records it: relative where they share a directory, so that both can be moved."""
     return base.name if base.parent == target.parent else str(base)
-
-
-def _scheme(scheme: Scheme | str | None) -> Scheme:
-    if scheme is None or scheme == "lossless":
-        return Lossless()
-    if isinstance(scheme, str):
-        raise PolicyError("scheme", found=repr(scheme), expected="'lossless'", do="name a scheme this release has")
-    return scheme

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shrinkpoint.errors import MismatchError, PolicyError
-from shrinkpoint.schemes import Lossless, Scheme
+from shrinkpoint.schemes import Scheme, named
 from shrinkpoint.state import FlatState, flatten, snapshot
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import Keep, SaveReport, Skipped, Store, layout
@@ -20,8 +20,6 @@ from shrinkpoint.store import Restored as Found
 from shrinkpoint.train import objects
 from shrinkpoint.train.rng import capture, reinstate
 from shrinkpoint.train.worker import Worker
-
-_SCHEMES: dict[str, Callable[[], Scheme]] = {"lossless": Lossless}
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class Manager:
         self.store = Store(where, keyframe_every=keyframe_every, threads=threads)
         self.stall = 0.0
         """Seconds for which the last `save` held up the loop."""
-        self._scheme, self._keep, self._background = _scheme(scheme), keep, background
+        self._scheme, self._keep, self._background = named(scheme), keep, background
         self._worker = Worker()
         self._report: SaveReport | None = None
         self._entered = False  # the store's lock is ours
@@ -253,16 +251,6 @@ class Manager:
         if not {*listing.manifests, *listing.broken} - listing.forgotten:
             return None
         return self.store.restore()
-
-
-def _scheme(scheme: str | Scheme) -> Scheme:
-    if not isinstance(scheme, str):
-        return scheme
-    if scheme not in _SCHEMES:
-        raise PolicyError(
-            "scheme", found=repr(scheme), expected=" or ".join(map(repr, _SCHEMES)), do="name a known one"
-        )
-    return _SCHEMES[scheme]()
 
 
 def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
