@@ -13,7 +13,7 @@ from torch import Tensor
 from shrinkpoint.codec import NUMBERS, Known, Reference, Run, decode_all
 from shrinkpoint.codec.quantize import bits_of
 from shrinkpoint.record import Encoded
-from shrinkpoint.schemes import Lossless
+from shrinkpoint.schemes import Kept, Lossless
 from shrinkpoint.state import FlatState, flatten
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store.file import read_file, write_file
@@ -51,8 +51,8 @@ def save(checkpoint: Checkpoint, reference: Reference | None = None) -> Saved:
             raw[role] = raw.get(role, 0) + size
     storage = MemoryStorage()
     report = write_file(
-        storage, "file", flat, scheme=Lossless(), reference=reference, parent=PARENT if reference else None
-    )
+        storage, "file", Kept(flat), scheme=Lossless(), reference=reference, parent=PARENT if reference else None
+    ).report
     back = read_file(storage.open("file"), "file", reference)
     compare(flat.tensors, back.reference.tensors)
     return Saved(stored, raw, report.stored_bytes, report.raw_bytes, back.reference)

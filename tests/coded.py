@@ -56,9 +56,8 @@ def write(state: Any, parent: Written | None = None, *, scheme: Lossless = SCHEM
     """The file of a state: a keyframe, or a delta against `parent`."""
     storage, reference = MemoryStorage(), None if parent is None else parent.reference()
     where = None if parent is None else {"name": "parent", "digest": parent.report.digest}
-    report = write_file(
-        storage, "file", flatten(state), scheme=scheme, reference=reference, parent=where, threads=threads
-    )
+    kept = scheme.quantize(flatten(state), reference)
+    report = write_file(storage, "file", kept, scheme=scheme, reference=reference, parent=where, threads=threads).report
     return Written(storage.get("file"), report, reference)
 
 
@@ -67,7 +66,7 @@ def stages(written: Written) -> Iterator[tuple[Encoded, dict[str, Tensor]]]:
     decoded: dict[str, Tensor] = {}
     for record in written.records():
         yield record, dict(decoded)
-        decoded.update(decode(record, decoded, written.parent, threads=1))
+        decoded.update(decode(record, decoded, written.parent, threads=1).tensors)
 
 
 def nudged(tensor: Tensor) -> Tensor:

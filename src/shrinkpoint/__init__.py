@@ -22,6 +22,10 @@ from shrinkpoint import errors as errors
 from shrinkpoint.errors import ShrinkpointError as ShrinkpointError
 
 if TYPE_CHECKING:
+    from shrinkpoint.schemes import CNR as CNR
+    from shrinkpoint.schemes import GOBO as GOBO
+    from shrinkpoint.schemes import QD as QD
+    from shrinkpoint.schemes import Inshrinkerator as Inshrinkerator
     from shrinkpoint.schemes import Lossless as Lossless
     from shrinkpoint.store import Keep as Keep
     from shrinkpoint.store import Store as Store
@@ -30,14 +34,15 @@ if TYPE_CHECKING:
     from shrinkpoint.store.single import inspect as inspect
     from shrinkpoint.store.single import load as load
     from shrinkpoint.store.single import save as save
+    from shrinkpoint.train import Gradients as Gradients
     from shrinkpoint.train import Manager as Manager
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "FileSummary": "store.single", "Keep": "store.retention", "Lossless": "schemes", "Manager": "train",
-    "SaveReport": "store.file", "Store": "store.store", "inspect": "store.single", "load": "store.single",
-    "save": "store.single",
+    "CNR": "schemes", "FileSummary": "store.single", "GOBO": "schemes", "Gradients": "train", "Inshrinkerator": "schemes",
+    "Keep": "store.retention", "Lossless": "schemes", "Manager": "train", "QD": "schemes", "SaveReport": "store.file",
+    "Store": "store.store", "inspect": "store.single", "load": "store.single", "save": "store.single",
 }  # fmt: skip
 
 __all__ = ["ShrinkpointError", "__version__", "errors", *_HOMES]

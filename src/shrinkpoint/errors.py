@@ -100,3 +100,7 @@ class NoSpaceError(StorageError):
 
 class LockedError(ShrinkpointError):
     """Another process is saving to this store."""
+
+
+class LossWarning(UserWarning):
+    """A lossy checkpoint was written, and something about what it lost should be known."""

@@ -50,13 +50,13 @@ def records() -> list[tuple[Encoded, dict[str, torch.Tensor]]]:
 
 
 def right(record: Encoded, decoded: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    return {name: bits(x) for name, x in decode(record, decoded, delta().parent, threads=1).items()}
+    return {name: bits(x) for name, x in decode(record, decoded, delta().parent, threads=1).tensors.items()}
 
 
 def hold(record: Encoded, decoded: dict[str, torch.Tensor], expected: dict[str, bytes]) -> type | None:
     """Decode; the error's type, or None where the right values came."""
     try:
-        found = decode(record, decoded, delta().parent, threads=1)
+        found = decode(record, decoded, delta().parent, threads=1).tensors
     except (FormatError, ChainError) as error:
         return type(error)
     assert {name: bits(x) for name, x in found.items()} == expected, record.recipe
@@ -164,7 +164,7 @@ def test_a_missing_or_wrong_parent_is_a_chain_error():
 def test_records_without_a_base_need_no_parent():
     for record, decoded in records():
         if record.base is None and record.recipe["kind"] != "same":
-            assert {name: bits(x) for name, x in decode(record, decoded, None).items()} == right(record, decoded)
+            assert {name: bits(x) for name, x in decode(record, decoded, None).tensors.items()} == right(record, decoded)
 
 
 def test_a_copy_is_cast_only_as_a_writer_casts():

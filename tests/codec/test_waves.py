@@ -28,7 +28,7 @@ def record(recipe: Any, names: Sequence[str], value: int) -> Encoded:
 
 def decoded(records: Sequence[Encoded], threads: int) -> dict[str, torch.Tensor]:
     recipes = [(one.recipe, len(one.infos), 12 * len(one.infos)) for one in records]
-    return decode_all(recipes, records.__getitem__, None, threads=threads)
+    return decode_all(recipes, records.__getitem__, None, threads=threads).tensors
 
 
 @settings(deadline=None, max_examples=60)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shrinkpoint.train import Manager
-from shrinkpoint.train.rng import capture
+from shrinkpoint.state.rng import capture
 
 
 class Order:

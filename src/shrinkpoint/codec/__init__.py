@@ -1,26 +1,34 @@
 """ONE TENSOR <-> BYTES.
 
 `recipe` says what was done, `arrange` lays tensors out as one array of numbers, `run` codes such an array with the
-native core, `codec` joins the stages and is the only place where they meet.
+native core, `codec` joins the stages and is the only place where they meet. Of a tensor that is quantized, `symbols` says
+what the quantizer left, and `quantized` codes that.
 """
 
 from shrinkpoint.codec.codec import Material, copies, decode, encode, known_arrays, plain, same
 from shrinkpoint.codec.number import NUMBERS, Number
+from shrinkpoint.codec.quantized import CODERS, DELTA_CODERS, Codebooked, encode_quantized
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.codec.run import Known, Run
+from shrinkpoint.codec.symbols import Symbols
 from shrinkpoint.codec.waves import decode_all
 
 __all__ = [
+    "CODERS",
+    "DELTA_CODERS",
     "NUMBERS",
+    "Codebooked",
     "Known",
     "Material",
     "Number",
     "Reference",
     "Run",
+    "Symbols",
     "copies",
     "decode",
     "decode_all",
     "encode",
+    "encode_quantized",
     "known_arrays",
     "plain",
     "same",

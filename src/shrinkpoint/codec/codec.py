@@ -17,7 +17,8 @@ from shrinkpoint.codec.arrange import gather, gather_floats, has_floats, matrice
 from shrinkpoint.codec.kernel import known_of_tap, tap
 from shrinkpoint.codec.number import NUMBERS
 from shrinkpoint.codec.quantize import bits_of, from_bits
-from shrinkpoint.codec.recipe import Coded, Copy, Plain, Same
+from shrinkpoint.codec.quantized import base_digest, decode_quantized
+from shrinkpoint.codec.recipe import Coded, Copy, Plain, Quantized, Same
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.codec.run import Bytes, Known, Run, default_threads
 from shrinkpoint.codec.slab import Slab
@@ -135,8 +136,8 @@ def decode(
     where: str = "record",
     slab: Slab | None = None,
     threads: int | None = None,
-) -> dict[str, Tensor]:
-    """The tensors of a record, by name; their digest has been checked.
+) -> Reference:
+    """The tensors of a record by name, and the symbols of those that are quantized; their digest has been checked.
 
     Args:
         decoded: tensors of earlier records of the same file, in their order.
@@ -153,13 +154,15 @@ def decode(
         recipe = recipes.from_json(encoded.recipe)
         match recipe:
             case Plain():
-                return _decode_plain(encoded, slab)
+                return Reference(_decode_plain(encoded, slab))
             case Same():
                 return _decode_same(encoded, reference, where)
             case Copy(of):
-                return _decode_copies(encoded, of, decoded)
+                return Reference(_decode_copies(encoded, of, decoded))
             case Coded():
-                return _decode_coded(encoded, recipe, decoded, reference, where, slab, threads)
+                return Reference(_decode_coded(encoded, recipe, decoded, reference, where, slab, threads))
+            case Quantized():
+                return _decode_quantized(encoded, recipe, decoded, reference, where, threads)
     except _native.Truncated as error:
         raise TruncatedError(where, found=str(error), do=_DO) from error
     except (_native.Corrupt, ValueError, LookupError, struct.error) as error:
@@ -178,10 +181,10 @@ def _decode_plain(encoded: Encoded, slab: Slab) -> dict[str, Tensor]:
     return _tensors(encoded, values, 1)
 
 
-def _decode_same(encoded: Encoded, reference: Reference | None, where: str) -> dict[str, Tensor]:
+def _decode_same(encoded: Encoded, reference: Reference | None, where: str) -> Reference:
     parent = _parent(encoded, reference, where)
     _check_base(encoded, _digest_of_members(encoded.infos, parent.tensors), where)
-    return {info.name: parent.tensors[info.name] for info in encoded.infos}
+    return parent.of(info.name for info in encoded.infos)
 
 
 def _decode_copies(encoded: Encoded, of: Sequence[int], decoded: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -233,6 +236,24 @@ def _decode_coded(
     return _tensors(encoded, values, taps)
 
 
+def _decode_quantized(
+    encoded: Encoded,
+    recipe: Quantized,
+    decoded: Mapping[str, Tensor],
+    reference: Reference | None,
+    where: str,
+    threads: int | None,
+) -> Reference:
+    infos = encoded.infos
+    if any(not info.dtype.startswith(("F", "BF")) or NUMBERS[info.dtype].width < 16 for info in infos):
+        raise ValueError("quantized tensors that are no floats")
+    if recipe.base:
+        parent = _parent(encoded, reference, where)
+        _check_base(encoded, base_digest(infos, parent) or "none: its tensors are not quantized", where)
+    known = known_arrays(infos, 1, None, _moment_names(recipe, infos, decoded), decoded)
+    return Reference(*decode_quantized(encoded, recipe, known, reference, default_threads(threads)))
+
+
 def _split(encoded: Encoded, recipe: Coded) -> list[tuple[Run, Bytes, Bytes]]:
     """(run, side, codes) of every tap."""
     sides = np.frombuffer(encoded.parts["side"], np.uint8)
@@ -250,7 +271,9 @@ def _split(encoded: Encoded, recipe: Coded) -> list[tuple[Run, Bytes, Bytes]]:
     return out
 
 
-def _moment_names(recipe: Coded, infos: Sequence[TensorInfo], decoded: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+def _moment_names(
+    recipe: Coded | Quantized, infos: Sequence[TensorInfo], decoded: Mapping[str, Tensor]
+) -> list[tuple[str, str]]:
     if not recipe.moments:
         return []
     names = list(decoded)

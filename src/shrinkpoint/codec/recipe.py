@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from shrinkpoint.codec.run import Run
+from shrinkpoint.codec.symbols import MOST_CODES, SPECIALS
 from shrinkpoint.record import JSON
 
 
@@ -45,7 +46,57 @@ class Coded:
     moments: tuple[tuple[int, int], ...] = field(default=())
 
 
-Recipe: TypeAlias = Plain | Same | Copy | Coded
+@dataclass(frozen=True)
+class Packed:
+    """Codes of `bits` bits, 1 to 8."""
+
+    bits: int
+
+
+@dataclass(frozen=True)
+class Cyclic:
+    """The differences to the parent's codes, entropy-coded as arXiv 2306.11800 does it.
+
+    Attributes:
+        modulus: of the differences; the larger of the two numbers of codes.
+        rearranged: they are grouped by the parent's code.
+        runs: they are run-length coded.
+    """
+
+    modulus: int
+    rearranged: bool
+    runs: bool
+
+
+Codes: TypeAlias = Run | Packed | Cyclic
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A quantizer's codes, and what they stand for (`codec.Symbols`).
+
+    Attributes:
+        bins: centers of each member.
+        first: the code of the first center.
+        codes: how the codes are coded.
+        centers: how the centers are coded; None: as they are.
+        exact: dtype of the values that are kept as they are, F32 or BF16.
+        exacts: how they are coded; None: as they are.
+        base: the parent's codes and values of the same tensors are known.
+        moments: as in `Coded`.
+    """
+
+    bins: int
+    first: int
+    codes: Codes
+    centers: Run | None = None
+    exact: str = "BF16"
+    exacts: Run | None = None
+    base: bool = False
+    moments: tuple[tuple[int, int], ...] = field(default=())
+
+
+Recipe: TypeAlias = Plain | Same | Copy | Coded | Quantized
 
 
 def to_json(recipe: Recipe) -> JSON:
@@ -63,8 +114,32 @@ def to_json(recipe: Recipe) -> JSON:
             if base:
                 out["base"] = True
             if moments:
-                out["moments"] = [_ranges([pair[i] for pair in moments]) for i in range(2)]
+                out["moments"] = _pairs(moments)
             return out
+        case Quantized():
+            return _quantized_json(recipe)
+
+
+def _quantized_json(recipe: Quantized) -> JSON:
+    out: dict[str, JSON] = {"kind": "quantized", "bins": recipe.bins, "first": recipe.first}
+    match recipe.codes:
+        case Run() as run:
+            out["codes"] = {"run": run.to_json()}
+        case Packed(bits):
+            out["codes"] = {"packed": bits}
+        case Cyclic(modulus, rearranged, runs):
+            out["codes"] = {"cyclic": [modulus, rearranged, runs]}
+    if recipe.centers is not None:
+        out["centers"] = recipe.centers.to_json()
+    if recipe.exact != "BF16":
+        out["exact"] = recipe.exact
+    if recipe.exacts is not None:
+        out["exacts"] = recipe.exacts.to_json()
+    if recipe.base:
+        out["base"] = True
+    if recipe.moments:
+        out["moments"] = _pairs(recipe.moments)
+    return out
 
 
 def needs(data: JSON) -> int:
@@ -76,7 +151,7 @@ def needs(data: JSON) -> int:
     match recipe:
         case Copy(of):
             return max(of, default=-1)
-        case Coded(moments=moments):
+        case Coded(moments=moments) | Quantized(moments=moments):
             return max((max(pair) for pair in moments), default=-1)
     return -1
 
@@ -95,18 +170,67 @@ def from_json(data: JSON) -> Recipe:
             return Copy(_ordinals(of))
         case "coded", {"runs": list(runs), **extra} if extra.keys() <= {"taps", "base", "moments"}:
             return _coded(runs, **extra)
+        case "quantized", {"bins": int(bins), "first": int(first), "codes": dict(codes), **extra} if extra.keys() <= {
+            "centers",
+            "exact",
+            "exacts",
+            "base",
+            "moments",
+        }:
+            return _quantized(bins, first, codes, **extra)
     raise ValueError(f"unknown recipe {str(data)[:80]}")
 
 
 def _coded(runs: list[JSON], taps: JSON = 1, base: JSON = False, moments: JSON = ()) -> Coded:
     if type(taps) is not int or not 1 <= taps <= MAX_TAPS or type(base) is not bool or not 1 <= len(runs) <= taps:
         raise ValueError("a coded recipe has taps, base or runs out of range")
+    return Coded(tuple(Run.from_json(run) for run in runs), taps, base, _unpaired(moments))
+
+
+def _quantized(
+    bins: int, first: int, codes: dict[str, JSON], centers: JSON = None, exact: JSON = "BF16", exacts: JSON = None,
+    base: JSON = False, moments: JSON = (),
+) -> Quantized:  # fmt: skip
+    if type(bins) is not int or type(first) is not int or not 0 <= first <= SPECIALS or bins < 1:
+        raise ValueError("a quantized recipe has bins or first out of range")
+    if first + bins > MOST_CODES or exact not in ("F32", "BF16") or type(base) is not bool:
+        raise ValueError("a quantized recipe has more codes than there are, or exact values of another dtype")
+    return Quantized(
+        bins,
+        first,
+        _codes(codes),
+        None if centers is None else Run.from_json(centers),
+        exact,
+        None if exacts is None else Run.from_json(exacts),
+        base,
+        _unpaired(moments),
+    )
+
+
+def _codes(data: dict[str, JSON]) -> Codes:
+    match data:
+        case {"run": run, **rest} if not rest:
+            return Run.from_json(run)
+        case {"packed": bits, **rest} if not rest and type(bits) is int and 1 <= bits <= 8:
+            return Packed(bits)
+        case {"cyclic": [modulus, rearranged, runs], **rest} if (
+            not rest and type(modulus) is int and 0 < modulus <= MOST_CODES and {type(rearranged), type(runs)} == {bool}
+        ):
+            return Cyclic(modulus, rearranged, runs)
+    raise ValueError(f"a quantized recipe has codes of an unknown kind {str(data)[:80]}")
+
+
+def _pairs(moments: Sequence[tuple[int, int]]) -> JSON:
+    return [_ranges([pair[i] for pair in moments]) for i in range(2)]
+
+
+def _unpaired(moments: JSON) -> tuple[tuple[int, int], ...]:
     if not isinstance(moments, list | tuple):
-        raise ValueError("a coded recipe has moments that are no list")
+        raise ValueError("a recipe has moments that are no list")
     sides = [_ordinals(side) for side in moments] or [(), ()]
     if len(sides) != 2 or len(sides[0]) != len(sides[1]):
-        raise ValueError("a coded recipe has moments that are no pairs")
-    return Coded(tuple(Run.from_json(run) for run in runs), taps, base, tuple(zip(*sides, strict=True)))
+        raise ValueError("a recipe has moments that are no pairs")
+    return tuple(zip(*sides, strict=True))
 
 
 def _ranges(ordinals: Sequence[int]) -> JSON:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from shrinkpoint.codec.symbols import Symbols
 
 
 @dataclass(frozen=True)
@@ -14,9 +16,11 @@ class Reference:
 
     Attributes:
         tensors: by name; contiguous, on the CPU.
+        symbols: of those that are quantized, what their values were made from.
     """
 
     tensors: Mapping[str, Tensor] = field(repr=False)
+    symbols: Mapping[str, Symbols] = field(default_factory=dict, repr=False)
 
     def matching(self, name: str, shape: tuple[int, ...], dtype: object) -> Tensor | None:
         """The parent's tensor of this name, or None when it has none of the same shape and dtype."""
@@ -24,3 +28,9 @@ class Reference:
         if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != dtype:
             return None
         return tensor
+
+    def of(self, names: Iterable[str]) -> Reference:
+        """What it holds of these tensors, all of which it has."""
+        names = list(names)
+        symbols = {name: self.symbols[name] for name in names if name in self.symbols}
+        return Reference({name: self.tensors[name] for name in names}, symbols)

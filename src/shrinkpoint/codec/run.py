@@ -49,16 +49,17 @@ class Run:
     """How one array was coded; docs/format.md, "Coded", says what every field means to a decoder.
 
     Attributes:
-        tokens: "level", "delta" or "planes".
-        predictor: "none", "base", "tap", "adam" or "square" (delta only).
+        tokens: "level", "delta", "planes" or "codes".
+        predictor: "none", "base", "tap", "adam" or "square" (delta only; codes: "none" or "base").
         companion: "none", "base" or "moment1" (level only).
-        moments: delta contexts come from the moments.
+        moments: contexts of deltas and codes come from the moments.
         factors: row and column factors predict the level.
         fine: mantissa bits in a level.
         shift: low bits that are zero in every number.
         sign: some number has its sign bit set (level only).
         bias: the level of symbol 128 where no factors predict one.
-        top: the largest exponent that delta contexts tell apart.
+        top: the largest exponent that delta contexts tell apart; of codes, the parent's largest (0: any). Fewer
+            codes leave more contexts to the moments.
         parameters: of the predictors "adam" and "square".
         chunk: numbers in a chunk.
     """

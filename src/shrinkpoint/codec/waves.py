@@ -12,6 +12,7 @@ from shrinkpoint.codec.recipe import needs
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.codec.run import default_threads
 from shrinkpoint.codec.slab import Slab
+from shrinkpoint.codec.symbols import Symbols
 from shrinkpoint.record import JSON, Encoded
 
 LARGE = 1 << 22
@@ -25,8 +26,8 @@ def decode_all(
     *,
     where: str = "file",
     threads: int | None = None,
-) -> dict[str, Tensor]:
-    """The tensors of a file by name, in the order of its records.
+) -> Reference:
+    """The tensors of a file by name, in the order of its records, and the symbols of those that are quantized.
 
     Args:
         recipes: (recipe, number of tensors, bytes of its tensors) of every record.
@@ -38,22 +39,21 @@ def decode_all(
         FormatError, ChainError: as `decode`.
     """
     decoded: dict[str, Tensor] = {}
+    symbols: dict[str, Symbols] = {}
     workers = default_threads(threads)
     slab = Slab()
 
-    def one(index: int) -> dict[str, Tensor]:
+    def one(index: int) -> Reference:
         native = workers if recipes[index][2] >= LARGE else 1
         return decode(read(index), decoded, reference, where=where, slab=slab, threads=native)
 
-    if workers == 1:
-        for index in range(len(recipes)):
-            decoded.update(one(index))
-        return decoded
     with ThreadPoolExecutor(workers) as pool:
         for wave in _waves(recipes):
-            for tensors in [*pool.map(one, wave)]:  # complete before any is added: `decoded` is being read meanwhile
-                decoded.update(tensors)
-    return decoded
+            # Complete before any is added: `decoded` is being read meanwhile.
+            for part in [*pool.map(one, wave)] if workers > 1 else map(one, wave):
+                decoded.update(part.tensors)
+                symbols.update(part.symbols)
+    return Reference(decoded, symbols)
 
 
 def _waves(recipes: Sequence[tuple[JSON, int, int]]) -> Iterator[Sequence[int]]:

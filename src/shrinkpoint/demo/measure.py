@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shrinkpoint.codec import Reference
-from shrinkpoint.schemes import Lossless
+from shrinkpoint.schemes import Kept, Lossless
 from shrinkpoint.state import FlatState, flatten, snapshot
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store.file import SaveReport, read_file, write_file
@@ -75,7 +75,8 @@ def _timed(flat: FlatState, base: FlatState | None, repeat: int) -> Timed:
     parent = None if base is None else {"name": "memory", "digest": "", "step": 0}
 
     def encode() -> None:
-        reports.append(write_file(storage, KEY, flat, scheme=Lossless(), reference=reference, parent=parent))
+        written = write_file(storage, KEY, Kept(flat), scheme=Lossless(), reference=reference, parent=parent)
+        reports.append(written.report)
 
     def decode() -> None:
         read_file(storage.open(KEY), KEY, reference)

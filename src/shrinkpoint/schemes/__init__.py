@@ -1,7 +1,18 @@
 """WHICH RECIPE: a scheme decides for a whole state what is done to each tensor."""
 
-from shrinkpoint.schemes.base import Scheme
+from shrinkpoint.schemes.again import Again
+from shrinkpoint.schemes.base import Kept, Scheme
+from shrinkpoint.schemes.cnr import CNR
+from shrinkpoint.schemes.gobo import GOBO
+from shrinkpoint.schemes.inshrinkerator import Inshrinkerator
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.names import named
+from shrinkpoint.schemes.qd import QD
+from shrinkpoint.schemes.searched import Searched
+from shrinkpoint.schemes.settled import Settled
+from shrinkpoint.schemes.target import ModelTarget
 
-__all__ = ["Lossless", "Scheme", "named"]
+__all__ = [
+    "CNR", "GOBO", "QD", "Again", "Inshrinkerator", "Kept", "Lossless", "ModelTarget", "Scheme", "Searched", "Settled",
+    "named",
+]  # fmt: skip

@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar, Protocol
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from shrinkpoint.codec import Reference
-from shrinkpoint.record import Encoded
+from shrinkpoint.codec import Reference, Symbols
+from shrinkpoint.record import JSON, Encoded
 from shrinkpoint.state import FlatState
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is left of a state once a scheme has lost what it loses; everything after that is exact.
+
+    Attributes:
+        flat: the state with every value as a reader will get it.
+        symbols: of the tensors that were quantized, what their values were made from.
+        loss: what was lost, as plain data for the manifest; None: nothing.
+    """
+
+    flat: FlatState
+    symbols: Mapping[str, Symbols] = field(default_factory=dict)
+    loss: JSON = None
 
 
 class Scheme(Protocol):
     """A named policy for a whole state. Readers never need it: a recipe says all that decoding needs."""
 
-    id: ClassVar[str]
+    @property
+    def id(self) -> str:
+        """What manifests and people call it."""
+        ...
 
-    def encode(self, flat: FlatState, reference: Reference | None, *, threads: int | None = None) -> Iterator[Encoded]:
-        """Yield the records of `flat`, each after those whose values it needs as context.
+    def quantize(self, flat: FlatState, reference: Reference | None) -> Kept:
+        """Lose what the scheme loses. Never changes the tensors of `flat`.
+
+        Args:
+            reference: the parent's decoded tensors; None: there is none.
+        """
+        ...
+
+    def encode(
+        self,
+        flat: FlatState,
+        reference: Reference | None,
+        *,
+        symbols: Mapping[str, Symbols] | None = None,
+        threads: int | None = None,
+    ) -> Iterator[Encoded]:
+        """Yield the records of what `quantize` kept, each after those whose values it needs as context.
 
         Args:
             reference: the parent's decoded tensors; None makes every record stand alone.

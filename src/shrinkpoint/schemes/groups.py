@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shrinkpoint.codec import NUMBERS, Reference
+from shrinkpoint.codec import NUMBERS, Reference, Symbols
 from shrinkpoint.codec.arrange import numbers, taps_of
 from shrinkpoint.codec.quantize import bits_of
 from shrinkpoint.codec.recipe import MAX_TAPS
@@ -33,12 +33,14 @@ class Group:
         taps: positions of the trailing axes that are coded after each other.
         based: the parent holds them all.
         moments: (first, second) moment of each; () where a member has none.
+        quantized: their codes are coded, not their values; where `based`, the parent has codes of them all.
     """
 
     infos: tuple[TensorInfo, ...]
     taps: int
     based: bool
     moments: tuple[tuple[str, str], ...]
+    quantized: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,16 +58,19 @@ class Partition:
     copies: list[tuple[TensorInfo, str]]
 
 
-def partition(flat: FlatState, reference: Reference | None) -> Partition:
-    """Sort a state's tensors into references, copies and groups to be coded."""
+def partition(flat: FlatState, reference: Reference | None, symbols: Mapping[str, Symbols]) -> Partition:
+    """Sort a state's tensors into references, copies and groups to be coded; `symbols` are of those quantized."""
     same: list[TensorInfo] = []
     rest: list[TensorInfo] = []
     for info in flat.infos.values():
-        (same if _unchanged(info, flat, reference) else rest).append(info)
-    copies = _copies(rest, flat)
+        (same if _unchanged(info, flat, reference, symbols.get(info.name)) else rest).append(info)
+    copies = _copies([info for info in rest if info.name not in symbols], flat, symbols)
     copied = {info.name for info, _ in copies}
+    links = Links(flat, copied)
     rest = [info for info in rest if info.name not in copied]
-    return Partition(same, _groups(rest, Links(flat, copied), reference, flat), copies)
+    groups = _groups([info for info in rest if info.name not in symbols], links, reference, flat)
+    codes = _code_groups([info for info in rest if info.name in symbols], links, reference, symbols)
+    return Partition(same, sorted(groups + codes, key=lambda group: _place(group.infos[0])), copies)
 
 
 def _held(info: TensorInfo, flat: FlatState, reference: Reference | None) -> Tensor | None:
@@ -75,9 +80,12 @@ def _held(info: TensorInfo, flat: FlatState, reference: Reference | None) -> Ten
     return reference.matching(info.name, info.shape, flat.tensors[info.name].dtype)
 
 
-def _unchanged(info: TensorInfo, flat: FlatState, reference: Reference | None) -> bool:
+def _unchanged(info: TensorInfo, flat: FlatState, reference: Reference | None, symbols: Symbols | None) -> bool:
     old = _held(info, flat, reference)
-    return old is not None and _equal(flat.tensors[info.name], old)
+    if old is None or reference is None or not _equal(flat.tensors[info.name], old):
+        return False
+    before = reference.symbols.get(info.name)  # a reader goes on with these, so they must be what this state has
+    return symbols is None or (before is not None and torch.equal(symbols.codes, before.codes))
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:
@@ -87,10 +95,14 @@ def _equal(x: Tensor, y: Tensor) -> bool:
     return bool((a[head] == b[head]).all()) and torch.equal(torch.from_numpy(a), torch.from_numpy(b))
 
 
-def _copies(infos: Iterable[TensorInfo], flat: FlatState) -> list[tuple[TensorInfo, str]]:
+def _copies(
+    infos: Iterable[TensorInfo], flat: FlatState, symbols: Mapping[str, Symbols]
+) -> list[tuple[TensorInfo, str]]:
     """Tensors that repeat an earlier one, and narrow floats that are a cast of a 32-bit one of the same shape."""
     seen: dict[tuple[object, ...], list[str]] = {}
     wide: dict[tuple[int, ...], list[str]] = {}
+    for name in symbols:
+        wide.setdefault(flat.infos[name].shape, []).append(name)
     out = []
     ordered = sorted(infos, key=lambda info: info.dtype != "F32")  # what is cast from comes first
     for info in ordered:
@@ -125,7 +137,7 @@ def _first(names: list[str], holds: Callable[[str], bool]) -> str | None:
 def _groups(infos: list[TensorInfo], links: Links, reference: Reference | None, flat: FlatState) -> list[Group]:
     bundles: dict[tuple[object, ...], list[TensorInfo]] = {}
     filled: dict[tuple[object, ...], int] = {}
-    for info in sorted(infos, key=lambda info: _ORDER.index(info.role) if info.role in _ORDER else len(_ORDER)):
+    for info in sorted(infos, key=_place):
         based = _held(info, flat, reference) is not None
         key: tuple[object, ...] = (info.dtype, info.role, _taps(info), based, bool(links.moments(info)))
         if numbers(info) >= SMALL:
@@ -136,9 +148,36 @@ def _groups(infos: list[TensorInfo], links: Links, reference: Reference | None, 
         bundles.setdefault(key, []).append(info)
         filled[key] = filled.get(key, 0) + numbers(info)
     return [
-        Group(tuple(members), _taps(members[0]), bool(key[3]), tuple(filter(None, map(links.moments, members))))
+        Group(tuple(members), _taps(members[0]), bool(key[3]), _moments(members, links))
         for key, members in bundles.items()
     ]
+
+
+def _place(info: TensorInfo) -> int:
+    return _ORDER.index(info.role) if info.role in _ORDER else len(_ORDER)
+
+
+def _code_groups(
+    infos: list[TensorInfo], links: Links, reference: Reference | None, symbols: Mapping[str, Symbols]
+) -> list[Group]:
+    """As `_groups`, of tensors that are quantized: those in a record have equally many centers."""
+    bundles: dict[tuple[object, ...], list[TensorInfo]] = {}
+    for info in infos:
+        one = symbols[info.name]
+        before = None if reference is None else reference.symbols.get(info.name)
+        based = before is not None and before.codes.shape == one.codes.shape
+        moments = bool(links.moments(info)) and info.role is not Role.MOMENT2
+        alone = info.name if info.numel >= SMALL else ""
+        key = (info.dtype, info.role, one.bins, one.first, one.exact.dtype, based, moments, alone)
+        bundles.setdefault(key, []).append(info)
+    return [
+        Group(tuple(members), 1, bool(key[5]), _moments(members, links) if key[6] else (), quantized=True)
+        for key, members in bundles.items()
+    ]
+
+
+def _moments(infos: list[TensorInfo], links: Links) -> tuple[tuple[str, str], ...]:
+    return tuple(filter(None, map(links.moments, infos)))
 
 
 def _taps(info: TensorInfo) -> int:

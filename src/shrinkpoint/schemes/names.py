@@ -6,9 +6,16 @@ from collections.abc import Callable
 
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.base import Scheme
+from shrinkpoint.schemes.cnr import CNR
+from shrinkpoint.schemes.gobo import GOBO
+from shrinkpoint.schemes.inshrinkerator import Inshrinkerator
 from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.schemes.qd import QD
 
-_SCHEMES: dict[str, Callable[[], Scheme]] = {Lossless.id: Lossless}
+_SCHEMES: dict[str, Callable[[], Scheme]] = {
+    Lossless.id: Lossless, Inshrinkerator.id: Inshrinkerator, QD.id: QD, CNR.id: CNR, GOBO.id: GOBO,
+}  # fmt: skip
+"""A lossy scheme by its name alone raises what it needs: loss is asked for with a bound."""
 
 
 def named(scheme: str | Scheme) -> Scheme:

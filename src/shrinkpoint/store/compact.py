@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shrinkpoint.schemes import Lossless
+from shrinkpoint.schemes import Again
 from shrinkpoint.state import FlatState, flatten, unflatten
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import chain
@@ -55,9 +55,10 @@ def _nearest(listing: Listing, manifest: Manifest) -> Manifest | None:
 def _rewrite(storage: Storage, manifest: Manifest, parent: Manifest | None, threads: int | None) -> Rewritten:
     """Lossless whatever the scheme was: what is stored now is already what a reader gets."""
     below = decode_chain(storage, parent, threads=threads).reference if parent else None
-    flat = _flat(decode_chain(storage, manifest, threads=threads), manifest)
+    decoded = decode_chain(storage, manifest, threads=threads)
     with Pending(storage, scan(storage), manifest.step, parent, below) as pending:
-        report = pending.add(flat, scheme=Lossless(), threads=threads)
+        scheme = Again(decoded.reference.symbols, manifest.loss)
+        report = pending.add(_flat(decoded, manifest), scheme=scheme, threads=threads)
         return manifest, pending.commit(like=manifest), report
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shrinkpoint.codec import Reference, decode_all
+from shrinkpoint.codec import Reference, Symbols, decode_all
 from shrinkpoint.container import Reader, Writer
-from shrinkpoint.record import JSON
-from shrinkpoint.schemes import Scheme
-from shrinkpoint.state import FlatState
+from shrinkpoint.record import JSON, Encoded, Role
+from shrinkpoint.schemes import Kept, Scheme
 from shrinkpoint.storage import Source, Storage
 
 
@@ -38,6 +38,9 @@ class SaveReport:
         seconds: from the first tensor to the durable file.
         roles: bytes by role name.
         digest: the file's header digest, which vouches for every other byte.
+        retention: of the weights' progress since the checkpoint before, how much this one has (see `progress`); None:
+            nothing was lost, or there is none before.
+        search: what a scheme that searches tried, measured and chose; None: nothing was searched.
     """
 
     path: str
@@ -48,11 +51,27 @@ class SaveReport:
     seconds: float
     roles: dict[str, RoleBytes] = field(default_factory=dict)
     digest: str = ""
+    retention: float | None = None
+    search: JSON = None
 
     @property
     def ratio(self) -> float:
-        """Raw bytes for each stored byte."""
+        """Raw bytes for each stored byte, of the whole state and the whole file."""
         return self.raw_bytes / self.stored_bytes if self.stored_bytes else 1.0
+
+    @property
+    def weights_ratio(self) -> float:
+        """Raw bytes for each stored byte, of the weights alone, the file's header left out."""
+        weights = self.roles.get(Role.PARAMETER.value, RoleBytes())
+        return weights.raw / weights.stored if weights.stored else float("inf") if weights.raw else 1.0
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that has been written: what the save did, and what a reader of it holds."""
+
+    report: SaveReport
+    reference: Reference
 
 
 @dataclass(frozen=True)
@@ -66,14 +85,14 @@ class Decoded:
 def write_file(
     storage: Storage,
     key: str,
-    flat: FlatState,
+    kept: Kept,
     *,
     scheme: Scheme,
     reference: Reference | None,
     parent: JSON,
     threads: int | None = None,
-) -> SaveReport:
-    """Write `flat` under `key`, durably and all or nothing.
+) -> Written:
+    """Write what a scheme kept of a state under `key`, durably and all or nothing.
 
     Args:
         reference: the parent's decoded tensors; None writes a keyframe.
@@ -83,16 +102,16 @@ def write_file(
         StorageError: writing failed; nothing is left under `key`.
     """
     began = time.perf_counter()
+    flat = kept.flat
     roles: dict[str, RoleBytes] = {}
+    symbols: dict[str, Symbols] = {}
     with storage.create(key) as sink:
         writer = Writer(sink, scheme=scheme.id, parent=parent, tree=flat.tree, expected=list(flat.infos.values()))
-        for encoded in scheme.encode(flat, reference, threads=threads):
-            stored = writer.add(encoded)
-            role = encoded.infos[0].role.value
-            raw = sum(info.nbytes for info in encoded.infos)
-            roles[role] = roles.get(role, RoleBytes()).plus(raw, stored, len(encoded.infos))
+        for encoded in scheme.encode(flat, reference, symbols=kept.symbols, threads=threads):
+            _count(roles, encoded, writer.add(encoded))
+            symbols.update(_symbols(encoded, kept, reference))
         summary = writer.finish({name: [r.raw, r.stored, r.tensors] for name, r in roles.items()})
-    return SaveReport(
+    report = SaveReport(
         path=storage.describe(key),
         scheme=scheme.id,
         keyframe=parent is None,
@@ -101,7 +120,22 @@ def write_file(
         seconds=time.perf_counter() - began,
         roles=roles,
         digest=summary.digest,
+        search=kept.loss,
     )
+    return Written(report, Reference(flat.tensors, symbols))
+
+
+def _count(roles: dict[str, RoleBytes], encoded: Encoded, stored: int) -> None:
+    """A record of several roles (references to other tensors) has next to no bytes of its own."""
+    for index, info in enumerate(encoded.infos):
+        role = info.role.value
+        roles[role] = roles.get(role, RoleBytes()).plus(info.nbytes, 0 if index else stored, 1)
+
+
+def _symbols(encoded: Encoded, kept: Kept, reference: Reference | None) -> Mapping[str, Symbols]:
+    """The symbols that a reader of this record goes on with."""
+    held = reference.symbols if encoded.recipe == {"kind": "same"} and reference is not None else kept.symbols
+    return {info.name: held[info.name] for info in encoded.infos if info.name in held}
 
 
 def read_file(
@@ -120,5 +154,5 @@ def read_file(
     reader = Reader(source, where)
     heads = reader.records
     recipes = [(head.recipe, len(head.infos), sum(info.nbytes for info in head.infos)) for head in heads]
-    tensors = decode_all(recipes, lambda index: reader.read(heads[index]), reference, where=where, threads=threads)
-    return Decoded(reader.tree, Reference(tensors))
+    found = decode_all(recipes, lambda index: reader.read(heads[index]), reference, where=where, threads=threads)
+    return Decoded(reader.tree, found)

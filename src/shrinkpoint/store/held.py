@@ -6,45 +6,61 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from shrinkpoint.codec import Reference
+from shrinkpoint.codec import Reference, Symbols
 from shrinkpoint.state import empty
 from shrinkpoint.store.manifest import Manifest
 
 
 class Held:
-    """The decoded tensors of the last checkpoint that was committed or loaded, and which one that was.
+    """What a reader gets of the last checkpoint that was committed or loaded, and which one that was.
 
-    A lossless scheme decodes to what it was given, so what was given can be held. The tensors are private: nothing that
-    a caller can reach shares their memory.
+    What a scheme did not touch decodes to what it was given, so what was given can be held. The tensors are private:
+    nothing that a caller can reach shares their memory.
+
+    Attributes:
+        manifest: the checkpoint; None: nothing is held.
+        originals: of the tensors that were quantized, the values before that; after a load, what was loaded.
     """
 
     def __init__(self) -> None:
         self.manifest: Manifest | None = None
+        self.originals: dict[str, Tensor] = {}
         self._tensors: dict[str, Tensor] = {}
+        self._symbols: dict[str, Symbols] = {}
 
     @property
     def reference(self) -> Reference:
-        return Reference(self._tensors)
+        return Reference(self._tensors, self._symbols)
 
     def drop(self) -> None:
         """Hold nothing: the next save is a keyframe."""
-        self.manifest, self._tensors = None, {}
+        self.manifest, self._tensors, self._symbols, self.originals = None, {}, {}, {}
 
-    def adopt(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    def adopt(self, manifest: Manifest, reference: Reference, originals: Mapping[str, Tensor] | None = None) -> None:
         """Hold these tensors themselves, which nobody else will write to."""
-        self.manifest, self._tensors = manifest, dict(tensors)
+        self.manifest = manifest
+        self._tensors, self._symbols = dict(reference.tensors), dict(reference.symbols)
+        given = reference.tensors if originals is None else originals
+        self.originals = {name: given[name] for name in reference.symbols if name in given}
 
-    def copy(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    def copy(self, manifest: Manifest, reference: Reference, originals: Mapping[str, Tensor]) -> None:
         """Hold a copy of these tensors, in the buffers at hand where they fit; hold nothing if memory runs out.
 
-        A checkpoint that is committed stays so: failing to remember it only makes the next one a keyframe.
+        A checkpoint that is committed stays so: failing to remember it only makes the next one a keyframe. What was
+        quantized is nobody else's and needs no copy; its original does.
         """
-        buffers, self.manifest, self._tensors = self._tensors, None, {}
+        buffers, old = self._tensors, self.originals
+        self.drop()
+        quantized = reference.symbols
         try:
-            copies = {name: _copied(buffers.pop(name, None), tensor) for name, tensor in tensors.items()}
+            kept = {name: _copied(old.pop(name, None), originals[name]) for name in quantized if name in originals}
+            tensors = {
+                name: tensor if name in quantized else _copied(buffers.pop(name, None), tensor)
+                for name, tensor in reference.tensors.items()
+            }
         except (MemoryError, RuntimeError):  # torch reports an allocation that failed as a RuntimeError
             return
-        self.adopt(manifest, copies)
+        self.adopt(manifest, Reference(tensors, quantized), kept)
 
 
 def _copied(buffer: Tensor | None, tensor: Tensor) -> Tensor:

@@ -77,6 +77,7 @@ class Manifest:
         raw_bytes: bytes of the state's tensors.
         stored_bytes: bytes of the payloads.
         lossy_restores: how many restores from lossy checkpoints lie behind this state.
+        loss: what this checkpoint lost, and what was tried and measured to decide it; None: nothing.
         note: free text.
     """
 
@@ -90,7 +91,13 @@ class Manifest:
     raw_bytes: int = 0
     stored_bytes: int = 0
     lossy_restores: int = 0
+    loss: JSON = None
     note: str = ""
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether a restore gives other values than were saved."""
+        return isinstance(self.loss, dict) and self.loss.get("chosen") is not None
 
     @property
     def depth(self) -> int:
@@ -119,6 +126,8 @@ class Manifest:
         """Canonical bytes: one manifest has one spelling, and its digest stands inside."""
         document: dict[str, JSON] = {one.name: getattr(self, one.name) for one in fields(self)}
         document["format"] = FORMAT
+        if self.loss is None:
+            del document["loss"]
         document["files"] = [[f.name, f.size, f.digest] for f in self.files]
         document["bases"] = [[b.step, b.id, b.digest, b.size, b.file, b.name] for b in self.bases]
         document["metrics"] = {name: _number(value) for name, value in self.metrics.items()}
@@ -201,6 +210,7 @@ def _manifest(document: dict[str, JSON]) -> Manifest:
         raw_bytes=_count(document["raw_bytes"]),
         stored_bytes=_count(document["stored_bytes"]),
         lossy_restores=_count(document["lossy_restores"]),
+        loss=document.get("loss"),
         note=_is(document["note"], str),
     )
     _check(manifest)

@@ -38,7 +38,10 @@ class Pending:
         self.replaces = bool(listing.names(step))
         self._storage, self._listing, self._reference = storage, listing, reference
         self._made: list[str] = []
+        self.reference: Reference | None = None
+        """What a reader will get, once there is a payload."""
         self._report: SaveReport | None = None
+        self._loss: JSON = None
         self._name = ""
         self._bases: tuple[Base, ...] = ()
         self._state: Literal["open", "committing", "closed"] = "open"
@@ -65,14 +68,16 @@ class Pending:
         """
         if self._state != "open" or self._report is not None:
             raise self._misuse("a second payload" if self._report else "closed")
+        kept = scheme.quantize(flat, self._reference)
         if self.parent is not None:
             self._bases = self._linked(self.parent)
         self._name = layout.payload_name(self._listing.names(self.step))
         key = self._key(self._name)
         self._made.append(key)
-        self._report = write_file(
-            self._storage, key, flat, scheme=scheme, reference=self._reference, parent=self._found_at(), threads=threads
+        written = write_file(
+            self._storage, key, kept, scheme=scheme, reference=self._reference, parent=self._found_at(), threads=threads
         )
+        self._report, self.reference, self._loss = written.report, written.reference, kept.loss
         return self._report
 
     def commit(
@@ -106,12 +111,13 @@ class Pending:
             raw_bytes=report.raw_bytes,
             stored_bytes=report.stored_bytes,
             lossy_restores=lossy_restores,
+            loss=self._loss,
             note=note,
         )
         if like is not None:
             made = replace(
                 made, id=like.id, created=like.created, scheme=like.scheme, metrics=like.metrics,
-                lossy_restores=like.lossy_restores, note=like.note,
+                lossy_restores=like.lossy_restores, loss=like.loss, note=like.note,
             )  # fmt: skip
         # Once this call has begun, nobody but a reader can say whether the manifest stands: nothing may be removed.
         self._state = "committing"

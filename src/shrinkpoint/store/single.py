@@ -79,10 +79,11 @@ def save(
         decoded, digest = decode_file(root, threads=threads)
         reference = decoded.reference
         parent = {"name": _beside(root, target), "digest": digest}
+    chosen = named("lossless" if scheme is None else scheme)
     return write_file(
-        LocalStorage(target.parent), target.name, flat, scheme=named("lossless" if scheme is None else scheme),
+        LocalStorage(target.parent), target.name, chosen.quantize(flat, reference), scheme=chosen,
         reference=reference, parent=parent, threads=threads,
-    )  # fmt: skip
+    ).report  # fmt: skip
 
 
 def load(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,8 @@ from typing import Any
 
 import torch
 
-from shrinkpoint.errors import ChainError, FormatError, NotFoundError, PolicyError, StorageError
+from shrinkpoint.codec import Reference
+from shrinkpoint.errors import ChainError, FormatError, LossWarning, NotFoundError, PolicyError, StorageError
 from shrinkpoint.schemes import Lossless, Scheme
 from shrinkpoint.state import FlatState, flatten, unflatten
 from shrinkpoint.storage import LocalStorage, Storage
@@ -26,6 +28,7 @@ from shrinkpoint.store.lease import Lease
 from shrinkpoint.store.listing import Listing, scan
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.pending import Pending
+from shrinkpoint.store.progress import ENOUGH, retention
 from shrinkpoint.store.resolve import vouch
 from shrinkpoint.store.retention import Keep
 from shrinkpoint.store.verify import Finding, verify
@@ -58,7 +61,8 @@ class Store:
     Reading never locks. The first save takes the store's lock, sweeps what interrupted saves left behind, and keeps the
     lock until `close`; a second process that saves is refused. One store may be used by several threads of a process.
 
-    Memory: after a save or a load, one state on the CPU, the reference of the next delta; `load` needs two at a time.
+    Memory: after a save or a load, one state on the CPU, the reference of the next delta; `load` needs two at a time. Of
+    what a lossy scheme quantizes also the values before that, and a byte for each.
 
     Args:
         where: a directory, which need not exist yet, or a storage.
@@ -186,10 +190,28 @@ class Store:
             with self.begin(step, keyframe=keyframe) as pending:
                 report = pending.add(flat, scheme=scheme or Lossless(), threads=self._threads)
                 made = pending.commit(metrics=measured, lossy_restores=lossy_restores, note=note)
-            (self._held.adopt if adopt else self._held.copy)(made, flat.tensors)
+            assert pending.reference is not None
+            report = replace(report, retention=self._retention(flat, pending.reference))
+            (self._held.adopt if adopt else self._held.copy)(made, pending.reference, flat.tensors)
             if pending.replaces:
                 self._lease.tidy()
             return report
+
+    @property
+    def reference(self) -> Reference | None:
+        """What a reader gets of the last checkpoint that was saved or loaded here; None: nothing is held."""
+        return None if self._held.manifest is None else self._held.reference
+
+    def _retention(self, flat: FlatState, written: Reference) -> float | None:
+        """How much of the progress since the checkpoint before was written; see `progress`."""
+        names = [name for name in written.symbols if name in self._held.originals]
+        if self._held.manifest is None or not names:
+            return None
+        now = {name: flat.tensors[name] for name in names}
+        kept = retention(self._held.originals, self._held.reference.tensors, now, written.tensors)
+        if kept is not None and kept < ENOUGH:
+            warnings.warn(_rounded_away(kept), LossWarning, stacklevel=4)
+        return kept
 
     def _parent(self, listing: Listing, step: int) -> Manifest | None:
         """The checkpoint to write a delta against: the one that is held, if it still stands as it was."""
@@ -254,7 +276,7 @@ class Store:
             tensors = decoded.reference.tensors
             state = unflatten(decoded.tree, _placed(tensors, device, copy=keep), tie=tie, where=f"step {manifest.step}")
             if keep:
-                self._held.adopt(manifest, tensors)
+                self._held.adopt(manifest, decoded.reference)
             return state
 
     # tidying
@@ -338,6 +360,13 @@ class Store:
             return NotFoundError(self.storage.describe(), found="no checkpoint", do="save one first")
         reasons = "; ".join(f"step {one.step}: {one.reason}" for one in skipped)
         return NotFoundError(self.storage.describe(), found=f"no checkpoint that loads ({reasons})", do="run `verify`")
+
+
+def _rounded_away(kept: float) -> str:
+    return (
+        f"this checkpoint holds {kept:.0%} of the progress since the one before: the rest was rounded away, and is lost "
+        "if training is restored from it. Save less often, or with more bins"
+    )
 
 
 def _placed(tensors: Mapping[str, torch.Tensor], device: Device, *, copy: bool) -> dict[str, torch.Tensor]:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from shrinkpoint.errors import MismatchError, PolicyError
-from shrinkpoint.schemes import Scheme, named
+from shrinkpoint.schemes import ModelTarget, Scheme, Searched, named
 from shrinkpoint.state import FlatState, flatten, snapshot
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import Keep, SaveReport, Skipped, Store, layout
 from shrinkpoint.store import Restored as Found
 from shrinkpoint.train import objects
-from shrinkpoint.train.rng import capture, reinstate
+from shrinkpoint.state.rng import capture, reinstate
 from shrinkpoint.train.worker import Worker
 
 
@@ -68,7 +68,8 @@ class Manager:
 
     Args:
         where: a directory, which need not exist yet, or a storage.
-        scheme: "lossless", or a scheme of one's own settings.
+        scheme: "lossless", or a scheme of one's own settings. One that searches evaluates `model` during `save`, before it
+            returns; in a group of replicas all of them call `save`, and only the first one writes.
         keep: which checkpoints to keep, applied after every save; None keeps all.
         keyframe_every: each chain has at most this many checkpoints, its keyframe included.
         background: `save` returns as soon as the state is copied, and writing goes on beside the loop.
@@ -97,6 +98,7 @@ class Manager:
         self._entered = False  # the store's lock is ours
         self._last: FlatState | None = None  # the snapshot that the store holds as its reference
         self._spare: FlatState | None = None  # the one before it, whose memory is free
+        self._lossy_restores = 0  # behind the state that is being trained
 
     def __repr__(self) -> str:
         return f"Manager({self.store.storage.describe()!r})"
@@ -142,16 +144,20 @@ class Manager:
         began = time.perf_counter()
         try:
             self._worker.wait()
-            self._enter(step)
+            if not isinstance(self._scheme, Searched) or self._scheme.leads:
+                self._enter(step)
             measured = _numbers(metrics)
             parts = _given({"model": model, "optimizer": optimizer, "scheduler": scheduler, **more})
             flat = flatten(_state(parts, extra, rng=rng))
+            scheme = self._settled(flat, parts)
+            if scheme is None:
+                return None
             if not self._background and all(tensor.device.type == "cpu" for tensor in flat.tensors.values()):
-                return self._write(step, flat, measured, adopt=False)
+                return self._write(step, flat, scheme, measured, adopt=False)
             copy = self._copied(flat)
             if not self._background:
-                return self._write(step, copy, measured, adopt=True)
-            self._worker.start(f"saving step {step}", lambda: self._write(step, copy, measured, adopt=True))
+                return self._write(step, copy, scheme, measured, adopt=True)
+            self._worker.start(f"saving step {step}", lambda: self._write(step, copy, scheme, measured, adopt=True))
             return None
         finally:
             self.stall = time.perf_counter() - began
@@ -192,8 +198,11 @@ class Manager:
             return None
         _apply(wanted, found.state, f"step {found.step}", rng=rng, strict=strict)
         one = found.manifest
+        self._lossy_restores = one.lossy_restores + one.is_lossy
+        if isinstance(self._scheme, Searched):
+            self._scheme.resume(one.loss)
         seconds = time.perf_counter() - began
-        report = RestoreReport(seconds, one.raw_bytes, one.depth, one.scheme, one.lossy_restores)
+        report = RestoreReport(seconds, one.raw_bytes, one.depth, one.scheme, self._lossy_restores)
         return Restored(found.step, found.state.get("extra"), one.metrics, found.skipped, report)
 
     def wait(self) -> SaveReport | None:
@@ -227,15 +236,32 @@ class Manager:
             self.store.begin(step).abort()
             self._entered = True
 
+    def _settled(self, flat: FlatState, parts: Mapping[str, Any]) -> Scheme | None:
+        """The scheme for this state, a search being done now, while the model is the caller's; None: not ours to write."""
+        if not isinstance(self._scheme, Searched):
+            return self._scheme
+        target = None
+        if self._scheme.evaluate is not None:
+            if "model" not in parts:
+                found, do = "a save without it", f"pass model=, which {self._scheme!r} evaluates"
+                raise PolicyError("model", found=found, expected="the model", do=do)
+            target = ModelTarget(flat, self._scheme.evaluate, parts["model"], "model/")
+        settled = self._scheme.settle(flat, self.store.reference, target)
+        return settled if self._scheme.leads else None
+
     def _copied(self, flat: FlatState) -> FlatState:
         spare, self._spare = self._spare, None
         return snapshot(flat, reuse=spare)
 
     @torch.no_grad()
-    def _write(self, step: int, flat: FlatState, metrics: dict[str, float], *, adopt: bool) -> SaveReport:
+    def _write(
+        self, step: int, flat: FlatState, scheme: Scheme, metrics: dict[str, float], *, adopt: bool
+    ) -> SaveReport:
         """Save, remember which snapshot the store now holds, apply retention."""
         last, self._last = self._last, None  # should saving fail, nobody knows which of them is held
-        report = self.store.save(step, flat, scheme=self._scheme, metrics=metrics, adopt=adopt)
+        report = self.store.save(
+            step, flat, scheme=scheme, metrics=metrics, adopt=adopt, lossy_restores=self._lossy_restores
+        )
         if adopt:
             self._last, self._spare = flat, last
         self._report = report

@@ -11,7 +11,7 @@ import torch
 from shrinkpoint.state import flatten, unflatten
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.train import Manager
-from shrinkpoint.train.rng import capture, reinstate
+from shrinkpoint.state.rng import capture, reinstate
 
 
 def draw() -> list[float]:

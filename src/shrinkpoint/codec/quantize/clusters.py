@@ -1,0 +1,164 @@
+"""Non-uniform quantization: weighted k-means on a histogram (arXiv 2306.11800, "Quantization").
+
+What is clustered is a sketch's histogram, a few thousand values however large the tensor. Stages, so that a search can
+share the earlier ones: `cluster` makes centers, `quantize` symbols.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shrinkpoint import _native
+from shrinkpoint.codec.quantize.histogram import Numbers, wide
+from shrinkpoint.codec.quantize.nearest import assign, check_bins
+from shrinkpoint.codec.symbols import SPECIALS, Symbols
+from shrinkpoint.errors import PolicyError
+
+SIGMA = 0.2
+"""What density weighs against magnitude; the paper's choice for all its experiments."""
+FROZEN = 0.01
+"""Previous centers stay as they are when none would move by more than this share."""
+
+
+def weights_of(values: Numbers, counts: Numbers, sigma: float = SIGMA) -> Tensor:
+    """What each value of a histogram weighs: `sigma * share of counts + (1 - sigma) * share of magnitudes`.
+
+    By density alone the centers crowd near zero; the magnitudes move some to the large weights. The paper's `Norm` is
+    taken as a division by the sum, of the magnitudes where values have signs. Where all are zero, shares are equal.
+
+    Args:
+        values: one of each cell of the histogram, finite.
+        counts: as many, not negative.
+        sigma: 1 is density alone, 0 magnitude alone.
+
+    Returns:
+        float64, on the CPU; sums to one.
+
+    Raises:
+        PolicyError: `sigma` is not from 0 to 1.
+    """
+    if not 0 <= sigma <= 1:
+        raise PolicyError("sigma", found=f"{sigma}", expected="0 to 1", do="take the default, 0.2")
+    return sigma * _shares(wide(counts)) + (1 - sigma) * _shares(wide(values).abs())
+
+
+def cluster(
+    values: Numbers,
+    counts: Numbers,
+    bins: int,
+    *,
+    sigma: float = SIGMA,
+    seed: int = 0,
+    start: Tensor | None = None,
+    iterations: int = 300,
+    tolerance: float = 1e-6,
+    squared: bool = True,
+) -> Tensor:
+    """Centers for a histogram, by weighted k-means++ and Lloyd's iteration; the same for the same arguments.
+
+    With `start` there is no random start: the iteration goes on from the centers of the previous checkpoint, so that
+    codes keep their meaning, and hardly any of them change between checkpoints. If no center then moves by `FROZEN` of
+    its magnitude, or of the gap to its nearer neighbour where that is more, the previous ones are returned unchanged.
+
+    Args:
+        values: ascending, finite; those without counts take no part.
+        counts: as many, not negative.
+        bins: how many centers.
+        sigma: see `weights_of`.
+        seed: of the random start.
+        start: ascending; `bins` of them.
+        iterations, tolerance: Lloyd stops after so many, or when the cost falls by less than that share. On a sketch's
+            histogram centers come to rest after 20 to 100; if they did not, a warm start would move them again.
+        squared: draw a start by the squared distance, which the theory covers; if not, by the distance, as printed.
+
+    Returns:
+        float32 of shape (bins,), ascending and finite, on the CPU. Where there are fewer distinct values than `bins`,
+        the largest is repeated; without values all are zero.
+
+    Raises:
+        PolicyError: `bins` do not fit into a byte beside the codes of fixed meaning, or `start` has another number.
+    """
+    check_bins(bins, SPECIALS)
+    previous = None if start is None else _previous(start, bins)
+    points, weights = _weighted(values, counts, sigma)
+    if not points.size:
+        return torch.zeros(bins) if previous is None else previous.float()
+    if previous is None:
+        begin = _native.kmeans_start(points, weights, bins, seed=seed, squared=squared)
+    else:
+        begin = previous.numpy()
+    found = wide(_native.kmeans(points, weights, begin, iterations=iterations, tolerance=tolerance))
+    if previous is not None and _moved(previous, found) < FROZEN:
+        return previous.float()
+    limit = torch.finfo(torch.float32).max  # a representative may lie above the largest value
+    return found.clamp(-limit, limit).float()
+
+
+def quantize(x: Tensor, centers: Tensor, *, pruned: Tensor | None = None, protected: Tensor | None = None) -> Symbols:
+    """The nearest center for every value, except where it is pruned (zero) or protected (kept in bfloat16).
+
+    Protected values are rounded to the nearest, ties to even, within 1/256 of their magnitude; those that would round
+    to an infinity of `x`'s dtype become the largest bfloat16 below it. Centers beyond the dtype's range are clamped.
+
+    Args:
+        x: bfloat16, float16 or float32; finite; any shape and strides.
+        centers: ascending and finite, as from `cluster`.
+        pruned, protected: bool, of the shape of `x`, on its device. What is both is protected.
+
+    Raises:
+        PolicyError: a mask has another shape, or there are too many centers.
+    """
+    limit = torch.finfo(x.dtype).max
+    centers = centers.detach().to("cpu", torch.float32).clamp(-limit, limit)
+    codes, exact = assign(x, centers, SPECIALS), torch.empty(0, dtype=torch.bfloat16, device=x.device)
+    if pruned is not None:
+        codes.masked_fill_(_mask("pruned", pruned, x), 0)
+    if protected is not None:
+        codes.masked_fill_(_mask("protected", protected, x), 1)
+        exact = _rounded(x.detach()[protected])
+    return Symbols(codes, centers, exact, SPECIALS)
+
+
+def _shares(x: Tensor) -> Tensor:
+    total = x.sum()
+    return x / total if total > 0 else torch.full_like(x, 1 / max(1, x.numel()))
+
+
+def _weighted(
+    values: Numbers, counts: Numbers, sigma: float
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    present = wide(counts) > 0
+    points, held = wide(values)[present], wide(counts)[present]
+    return points.numpy(), weights_of(points, held, sigma).numpy()
+
+
+def _previous(start: Tensor, bins: int) -> Tensor:
+    if start.numel() == bins:
+        return wide(start).reshape(-1)
+    raise PolicyError("start", found=f"{start.numel()} centers", expected=f"{bins}", do="start without them")
+
+
+def _moved(old: Tensor, new: Tensor) -> float:
+    """The largest move of a center, as a share of its magnitude or of the gap to its nearer neighbour."""
+    none = torch.tensor([torch.inf if old.numel() > 1 else 0.0], dtype=torch.float64)
+    gaps = old.diff()
+    scale = torch.maximum(old.abs(), torch.minimum(torch.cat([none, gaps]), torch.cat([gaps, none])))
+    moves = (new - old).abs()
+    return float(torch.where(moves > 0, moves / scale, moves).max())
+
+
+def _mask(name: str, mask: Tensor, x: Tensor) -> Tensor:
+    if mask.shape == x.shape:
+        return mask
+    found, expected = f"a mask of shape {list(mask.shape)}", f"{list(x.shape)}, that of the tensor"
+    raise PolicyError(name, found=found, expected=expected, do="give one bool for every value")
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """To bfloat16, and no further than the largest one that is finite in the dtype of `x`."""
+    most = torch.finfo(torch.bfloat16).max
+    limit = 65280.0 if x.dtype == torch.float16 else most
+    return x.to(torch.float32).clamp(-limit, limit).to(torch.bfloat16)

@@ -1,0 +1,91 @@
+"""Levels in geometric steps, for moments: their magnitudes span many octaves and matter by their ratio.
+
+The note's section on optimizer state wants a codebook in the logarithmic domain for second moments: a level that is
+rounded to zero there would make Adam's next step huge, so nothing is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shrinkpoint.codec.quantize.nearest import assign, check_bins
+from shrinkpoint.codec.symbols import SPECIALS, Symbols
+from shrinkpoint.errors import PolicyError
+
+LEAST = 1e-30
+"""No level is smaller."""
+SHARE = 1e-3
+"""Of the values other than zero at most so many may lie below the lowest level."""
+SHIFT = 15
+"""Low bits of a float32 that do not count for where the lowest level is: it is found to within 1/256."""
+
+
+def logarithmic(x: Tensor, bins: int = 254, *, signed: bool, share: float = SHARE) -> Symbols:
+    """The nearest of levels whose neighbours differ by one factor `r`; zero stays zero.
+
+    Levels go from a floor to the largest magnitude. The floor is the smallest magnitude, but not less than 1e-30, and
+    where a few tiny values would stretch the grid, higher, so that at most `share` of the values lie below it. Then
+
+    - from the floor upwards the error is at most `(r - 1) / (r + 1)` of the value;
+    - below the floor: unsigned values become the floor, so nothing but zero becomes zero. That makes Adam's step
+      smaller, never larger. Signed ones become the floor with their sign, or zero up to half of it.
+
+    Args:
+        x: bfloat16, float16 or float32; finite; any shape and strides.
+        bins: levels in all; signed, half of them, rounded down, for each sign.
+        signed: whether there may be negative values.
+        share: see above; 0 keeps the whole range.
+
+    Raises:
+        PolicyError: `bins` out of range, `share` not from 0 to 1, or a negative value where `signed` is false.
+    """
+    check_bins(bins, SPECIALS)
+    if signed and bins < 2:
+        raise PolicyError("bins", found=f"{bins}", expected="one for each sign", do="ask for two at least")
+    if not 0 <= share < 1:
+        raise PolicyError("share", found=f"{share}", expected="0 or more, below 1", do="take the default, 0.001")
+    flat = x.detach().float()
+    if not signed and bool((flat < 0).any()):
+        raise PolicyError("x", found="a negative value", expected="none, as signed is false", do="pass signed=True")
+    size = flat.abs()
+    low, high = ends(size, share)
+    steps = levels(low, high, bins // 2 if signed else bins)
+    centers = torch.cat([-steps.flip(0), steps]) if signed else steps
+    codes = assign(x, centers, SPECIALS)
+    codes.masked_fill_(size <= float(steps[0]) / 2 if signed else size == 0, 0)
+    return Symbols(codes, centers, torch.empty(0, dtype=torch.bfloat16, device=x.device), SPECIALS)
+
+
+def levels(low: float, high: float, count: int) -> Tensor:
+    """`count` float32 from `low` to `high` in geometric steps, ascending, on the CPU; one alone is `high`."""
+    if count == 1 or high == 0:
+        return torch.full((count,), high)
+    wide = torch.tensor([low, high], dtype=torch.float64).log()
+    places = torch.linspace(0, 1, count, dtype=torch.float64)
+    found = torch.exp(wide[0] * (1 - places) + wide[1] * places).clamp(low, high)
+    found[0], found[-1] = low, high
+    return found.float()
+
+
+def ends(size: Tensor, share: float) -> tuple[float, float]:
+    """The lowest and the highest level for these magnitudes; zeros where all are zero.
+
+    Args:
+        size: float32, not negative.
+        share: of those above zero at most so many are below the lowest level.
+    """
+    present = size[size > 0]
+    if not present.numel():
+        return 0.0, 0.0
+    least, largest = (float(end) for end in torch.aminmax(present))
+    floor = max(LEAST, least, _quantile(present, share))
+    return floor, max(floor, largest)
+
+
+def _quantile(size: Tensor, share: float) -> float:
+    """A magnitude below which at most `share` of these lie: bit patterns of positive floats are in their order."""
+    counts = torch.bincount(size.view(torch.int32) >> SHIFT, minlength=1)
+    before = counts.cumsum(0) - counts
+    cell = torch.nonzero(before <= share * size.numel()).max()
+    return float((cell.to(torch.int32) << SHIFT).view(torch.float32))

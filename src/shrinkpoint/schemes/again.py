@@ -1,0 +1,42 @@
+"""What a checkpoint holds already, written again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from shrinkpoint.codec import Reference, Symbols
+from shrinkpoint.record import JSON, Encoded
+from shrinkpoint.schemes.base import Kept
+from shrinkpoint.schemes.records import records
+from shrinkpoint.state import FlatState
+
+
+@dataclass(frozen=True)
+class Again:
+    """Loses nothing more: values stay as they are, and so do the symbols they were made from.
+
+    Attributes:
+        symbols: of the tensors that were quantized, by name.
+        loss: what was lost when they were.
+    """
+
+    id: ClassVar[str] = "again"
+    symbols: Mapping[str, Symbols] = field(default_factory=dict, repr=False)
+    loss: JSON = None
+
+    def quantize(self, flat: FlatState, reference: Reference | None) -> Kept:
+        """All of it; see `schemes.Scheme`."""
+        return Kept(flat, {name: one for name, one in self.symbols.items() if name in flat.infos}, self.loss)
+
+    def encode(
+        self,
+        flat: FlatState,
+        reference: Reference | None,
+        *,
+        symbols: Mapping[str, Symbols] | None = None,
+        threads: int | None = None,
+    ) -> Iterator[Encoded]:
+        """Yield the records of `flat`; see `schemes.Scheme`."""
+        return records(flat, reference, symbols=symbols, threads=threads)

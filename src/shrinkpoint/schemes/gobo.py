@@ -1,0 +1,67 @@
+"""GOBO+, a baseline of arXiv 2306.11800: outliers as they are, k-means for the rest (GOBO, MICRO 2020), no delta."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor
+
+from shrinkpoint.codec import Symbols
+from shrinkpoint.codec.quantize import outliers
+from shrinkpoint.codec.symbols import MOST_CODES
+from shrinkpoint.schemes import candidate
+from shrinkpoint.schemes.candidate import Earlier, entropy_of, sample
+from shrinkpoint.schemes.layers import EMBEDDING, kind_by_name
+from shrinkpoint.schemes.search import Axis, Point, Space
+from shrinkpoint.schemes.searched import Searched
+from shrinkpoint.schemes.target import Target
+
+SPACE = Space((Axis("bins", (8, 16, 32, 64, 128, 256)), Axis("embedding_bins", (16, 32))))
+"""256 bins are 255, for one code is that of the outliers."""
+
+
+class GOBO(Searched):
+    """GOBO+: GOBO's quantizer with a searched setting and its soft termination. Codes are entropy-coded where it gains.
+
+    Args:
+        as of `Searched`.
+    """
+
+    id: ClassVar[str] = "gobo"
+    coders = ("packed", "alone")
+    space = SPACE
+
+    def candidates(self, weights: Mapping[str, Tensor], earlier: Earlier, target: Target) -> candidate.Candidates:
+        """All points for these weights; see `Searched`."""
+        return _Candidates(weights, target.kinds)
+
+
+class _Candidates:
+    def __init__(self, weights: Mapping[str, Tensor], kinds: Mapping[str, str]) -> None:
+        self._weights = weights
+        self._kinds = {name: kinds.get(name) or kind_by_name(name, x.dim()) for name, x in weights.items()}
+        self._made: dict[tuple[str, int], Symbols] = {}
+
+    def symbols(self, point: Point) -> dict[str, Symbols]:
+        """Kept once made: the iteration over all values is long, and points share most of them."""
+        return {name: self._one(name, self._bins(name, point)) for name in self._weights}
+
+    def size(self, point: Point) -> float:
+        """From a sample, quantized by itself."""
+        return sum(self._size(name, x, self._bins(name, point)) for name, x in self._weights.items())
+
+    def _bins(self, name: str, point: Point) -> int:
+        at = SPACE.settings(point)
+        wanted = at["embedding_bins" if self._kinds[name] == EMBEDDING else "bins"]
+        return min(int(wanted), MOST_CODES - 1)
+
+    def _one(self, name: str, bins: int) -> Symbols:
+        if (name, bins) not in self._made:
+            self._made[name, bins] = outliers(self._weights[name], bins)
+        return self._made[name, bins]
+
+    def _size(self, name: str, x: Tensor, bins: int) -> float:
+        found = outliers(sample(x), bins, iterations=10)
+        scale = x.numel() / max(1, found.codes.numel())
+        return x.numel() * entropy_of(found.codes.long().cpu()) / 8 + 4 * scale * found.exact.numel() + 4 * bins

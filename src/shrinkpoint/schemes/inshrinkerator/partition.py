@@ -1,0 +1,66 @@
+"""Which values are pruned, which are protected, and which are quantized (arXiv 2306.11800, parameter ranking)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from shrinkpoint.schemes.inshrinkerator.weights import MAGNITUDE, SENSITIVITY, Weight
+from shrinkpoint.statistics import LogHistogram
+
+
+@dataclass
+class Partition:
+    """Thresholds from sketches, no sorting.
+
+    * Protected are the values above the quantile `1 - share` of all weights together, by size or by sensitivity: the
+      union of both, so up to twice the share.
+    * Pruned are the values below the quantile `share` of the weights of the same kind of layer, by one metric: the same
+      share for every kind. Zeros always are. What is both is protected.
+
+    A weight without a recorded gradient (frozen, or not reached) is ranked by size whatever the metric.
+    """
+
+    weights: Mapping[str, Weight]
+    _prune: dict[tuple[str, float], dict[tuple[str, str], float]] = field(default_factory=dict)
+    _protect: dict[float, dict[str, float]] = field(default_factory=dict)
+
+    def pruning(self, weight: Weight, metric: str, share: float) -> float:
+        """Below this score, a value of `weight` is pruned."""
+        key = (metric, share)
+        if key not in self._prune:
+            pools: dict[tuple[str, str], LogHistogram] = {}
+            for one in self.weights.values():
+                used = one.metric(metric)
+                pool = (one.kind, used)
+                pools[pool] = pools[pool] + one.scores[used] if pool in pools else one.scores[used]
+            self._prune[key] = {pool: sketch.quantile(share) if share else 0.0 for pool, sketch in pools.items()}
+        return self._prune[key][weight.kind, weight.metric(metric)]
+
+    def protection(self, share: float) -> dict[str, float]:
+        """By metric: above this score, a value is protected."""
+        if share not in self._protect:
+            sketches: dict[str, LogHistogram] = {}
+            for one in self.weights.values():
+                for metric, sketch in one.scores.items():
+                    sketches[metric] = sketches[metric] + sketch if metric in sketches else sketch
+            self._protect[share] = {metric: sketch.quantile(1 - share) for metric, sketch in sketches.items()}
+        return self._protect[share]
+
+    def masks(self, weight: Weight, metric: str, prune: float, protect: float) -> tuple[Tensor, Tensor]:
+        """(pruned, protected) of every value; bool, without overlap."""
+        return self.split(weight, weight.x.abs(), weight.sensitivity, metric, prune, protect)
+
+    def split(
+        self, weight: Weight, sizes: Tensor, sensitivity: Tensor | None, metric: str, prune: float, protect: float
+    ) -> tuple[Tensor, Tensor]:
+        """As `masks`, of some of the values of `weight`, of which sizes and sensitivity are given."""
+        limits = self.protection(protect)
+        protected = sizes > limits[MAGNITUDE]
+        if sensitivity is not None:
+            protected |= sensitivity > limits[SENSITIVITY]
+        scores = sensitivity if metric == SENSITIVITY and sensitivity is not None else sizes
+        pruned = (scores < self.pruning(weight, metric, prune)) | (sizes == 0)
+        return pruned & ~protected, protected

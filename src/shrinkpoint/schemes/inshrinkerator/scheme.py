@@ -1,0 +1,142 @@
+"""The scheme."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from shrinkpoint.codec import CODERS, Symbols
+from shrinkpoint.codec.quantize import clusters
+from shrinkpoint.schemes import search
+from shrinkpoint.schemes.candidate import Earlier
+from shrinkpoint.schemes.inshrinkerator.partition import Partition
+from shrinkpoint.schemes.inshrinkerator.sizes import Sizes
+from shrinkpoint.schemes.inshrinkerator.weights import ALPHA, MAGNITUDE, SENSITIVITY, Weight, weights_of
+from shrinkpoint.schemes.layers import EMBEDDING
+from shrinkpoint.schemes.search import Axis, Outcome, Point, Space, Trials
+from shrinkpoint.schemes.searched import Searched
+from shrinkpoint.schemes.target import ModelTarget, Target
+from shrinkpoint.statistics import LogHistogram
+
+SPACE = Space(
+    (
+        Axis("bins", (4, 6, 8, 12, 16, 32)),
+        Axis("embedding_bins", (16, 32)),
+        Axis("prune", (0.5, 0.4, 0.3, 0.2, 0.1, 0.0)),
+        Axis("protect", (0.0005, 0.005, 0.01)),
+    ),
+    (MAGNITUDE, SENSITIVITY),
+)
+"""The paper's table of the search space."""
+
+
+class Recorder(Protocol):
+    """What gradients come from: `train.Gradients`, or anything like it."""
+
+    @property
+    def mean(self) -> Mapping[str, Tensor]:
+        """Averages by name of a parameter in the model."""
+        ...
+
+
+class Inshrinkerator(Searched):
+    """Adaptive quantization under a quality threshold (arXiv 2306.11800).
+
+    The values of every weight are pruned, protected in bfloat16, or quantized to centers found by weighted k-means on a
+    sketch; codes are coded against those of the checkpoint before; and the setting of all that is searched for, so that
+    `evaluate` becomes worse by no more than `threshold`. docs/schemes.md says what is quantized and what is decided.
+
+    Args:
+        gradients: a recorder, without which values are ranked by size alone.
+        paper: everything as it is printed: fresh centers at every checkpoint, a start drawn by distance, the diagonal
+            search, and cyclic deltas rearranged by the previous code, run-length and Huffman coded.
+        space: another search space; its axes must have the names of `SPACE`.
+        sigma: weight of density against magnitude in the clustering.
+        further: what every `Searched` scheme takes: threshold, evaluate, higher_is_better, config, optimizer, fallback,
+            coarser, group, progress, seed.
+
+    Raises:
+        PolicyError: an argument that makes no sense.
+    """
+
+    id: ClassVar[str] = "inshrinkerator"
+
+    def __init__(
+        self, *, gradients: Recorder | None = None, paper: bool = False, space: Space = SPACE,
+        sigma: float = clusters.SIGMA, **further: Any,
+    ) -> None:  # fmt: skip
+        self.space = space
+        super().__init__(**further)
+        self.coders: Sequence[str] = ("rearranged",) if paper else CODERS
+        self._recorder, self._paper, self._sigma = gradients, paper, sigma
+
+    def variants(self, target: Target) -> tuple[str, ...]:
+        """Sensitivity is a metric only where there are gradients."""
+        known = SENSITIVITY if self._gradients(target) else MAGNITUDE
+        return tuple(one for one in self.space.variants if one in (MAGNITUDE, known)) or self.space.variants
+
+    def candidates(self, weights: Mapping[str, Tensor], earlier: Earlier, target: Target) -> Candidates:
+        """All points for these weights; see `Searched`."""
+        prepared = weights_of(weights, target.kinds, self._gradients(target))
+        shapes = {name: x.shape for name, x in weights.items()}
+        return Candidates(self.space, prepared, shapes, earlier, sigma=self._sigma, seed=self._seed, paper=self._paper)
+
+    def _whole(
+        self, candidates: Any, trials: Trials, allowed: float, variants: Sequence[str], progress: Any
+    ) -> Outcome:
+        if not self._paper:
+            return super()._whole(candidates, trials, allowed, variants, progress)
+        return search.diagonal(self.space, candidates.size, trials, allowed, variants=variants, progress=progress)
+
+    def _gradients(self, target: Target) -> dict[str, Tensor]:
+        """What was recorded, by the names of the state."""
+        if self._recorder is None or not isinstance(target, ModelTarget):
+            return {}
+        return {target.names[name]: mean for name, mean in self._recorder.mean.items() if name in target.names}
+
+
+class Candidates:
+    """The points of the space for the weights of one state."""
+
+    def __init__(
+        self, space: Space, weights: dict[str, Weight], shapes: Mapping[str, torch.Size], earlier: Earlier, *,
+        sigma: float, seed: int, paper: bool,
+    ) -> None:  # fmt: skip
+        self._space, self._weights, self._shapes, self._earlier = space, weights, shapes, earlier
+        self._sigma, self._seed, self._paper = sigma, seed, paper
+        self._partition = Partition(weights)
+        self._sizes = Sizes(weights, self._partition, Earlier() if paper else earlier, sigma)
+        self._embedding = torch.tensor([one.kind == EMBEDDING for one in weights.values()])
+
+    def size(self, point: Point) -> float:
+        """Predicted bytes."""
+        at = self._space.settings(point)
+        plain, embedded = (
+            self._sizes.of(int(at[bins]), str(at[search.METRIC]), float(at["prune"]), float(at["protect"]))
+            for bins in ("bins", "embedding_bins")
+        )
+        return float(torch.where(self._embedding, embedded, plain).sum())
+
+    def symbols(self, point: Point) -> dict[str, Symbols]:
+        """Symbols of every weight, by name."""
+        at = self._space.settings(point)
+        return {name: self._one(name, weight, at) for name, weight in self._weights.items()}
+
+    def _one(self, name: str, weight: Weight, at: Mapping[str, float | int | str]) -> Symbols:
+        bins = int(at["embedding_bins" if weight.kind == EMBEDDING else "bins"])
+        prune, protect = float(at["prune"]), float(at["protect"])
+        pruned, protected = self._partition.masks(weight, str(at[search.METRIC]), prune, protect)
+        values, counts = LogHistogram.of_ids(weight.ids, ALPHA, ~(pruned | protected)).buckets()
+        start = None if self._paper else self._earlier.centers.get(name)
+        centers = clusters.cluster(
+            values, counts, bins, sigma=self._sigma, seed=self._seed ^ zlib.crc32(name.encode()),
+            start=start if start is not None and start.numel() == bins else None, squared=not self._paper,
+        )  # fmt: skip
+        shape = self._shapes[name]
+        return clusters.quantize(
+            weight.x.reshape(shape), centers, pruned=pruned.reshape(shape), protected=protected.reshape(shape)
+        )

@@ -1,0 +1,51 @@
+"""What kind of layer a weight belongs to: kinds differ in how much they can lose (arXiv 2306.11800, partitioning)."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+
+EMBEDDING, CONVOLUTION, ATTENTION, LINEAR, HEAD = "embedding", "convolution", "attention", "linear", "head"
+
+_WORDS = [
+    (EMBEDDING, re.compile(r"embed|(^|[^a-z])(wte|wpe|emb|token|tokens|position|positions)([^a-z]|$)")),
+    (HEAD, re.compile(r"(^|[^a-z])(head|lm_head|classifier|score|logits|fc_out)([^a-z]|$)")),
+    (
+        ATTENTION,
+        re.compile(r"attn|attention|qkv|(^|[^a-z])([qkvo]_proj|wq|wk|wv|wo|in_proj|query|key|value)([^a-z]|$)"),
+    ),
+]
+
+
+def kind_by_name(name: str, dims: int) -> str:
+    """The likely kind of a weight with `dims` axes.
+
+    >>> kind_by_name("model/blocks.0.qkv.weight", 2), kind_by_name("model/wte.weight", 2)
+    ('attention', 'embedding')
+    """
+    if dims > 2:
+        return CONVOLUTION
+    lower = name.lower()
+    return next((kind for kind, words in _WORDS if words.search(lower)), LINEAR)
+
+
+def kinds_by_module(model: nn.Module) -> dict[str, str]:
+    """The kind of each parameter whose module leaves no doubt, by its name in the model."""
+    out: dict[str, str] = {}
+    for path, module in model.named_modules():
+        kind = _kind_of(module)
+        if kind is not None:
+            inner = module.named_parameters(recurse=kind is ATTENTION)
+            out.update((f"{path}.{name}" if path else name, kind) for name, _ in inner)
+    return out
+
+
+def _kind_of(module: nn.Module) -> str | None:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return EMBEDDING
+    if isinstance(module, nn.MultiheadAttention):
+        return ATTENTION
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return CONVOLUTION
+    return None

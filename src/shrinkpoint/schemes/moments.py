@@ -1,0 +1,55 @@
+"""What a lossy scheme does with an optimizer's state.
+
+Of an Adam state two thirds are moments, so a scheme that shrinks weights alone ends near 1.5x whatever it does to them
+(arXiv 2406.11257 makes the point). What else is done is therefore a mode of its own, and every report has two ratios.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from shrinkpoint.codec import Symbols
+from shrinkpoint.codec.quantize import logarithmic
+from shrinkpoint.errors import PolicyError
+from shrinkpoint.record import Role
+from shrinkpoint.schemes.picks import SMALLEST
+from shrinkpoint.state import FlatState
+
+Mode = Literal["exact", "reset", "lossy"]
+"""exact: bit for bit. reset: a restore begins with fresh moments. lossy: moments on a logarithmic grid of 254 levels."""
+
+_MOMENTS = (Role.MOMENT1, Role.MOMENT2)
+
+
+def checked(mode: str) -> Mode:
+    """Raises `PolicyError` for a mode nobody knows."""
+    for known in get_args(Mode):
+        if mode == known:
+            return known  # type: ignore[no-any-return]
+    expected = ", ".join(map(repr, get_args(Mode)))
+    raise PolicyError("optimizer", found=repr(mode), expected=expected, do="choose one of them")
+
+
+def reset(flat: FlatState) -> Iterator[tuple[str, Tensor]]:
+    """Every moment, and the step counters beside them, as they are before the first step: zero.
+
+    With the counter goes Adam's bias correction, without which zero moments would make the first steps too long.
+    """
+    moments = [name for name, info in flat.infos.items() if info.role in _MOMENTS]
+    homes = {name.rpartition("/")[0] for name in moments}
+    counters = [f"{home}/step" for home in homes if f"{home}/step" in flat.tensors]
+    for name in (*moments, *counters):
+        yield name, torch.zeros_like(flat.tensors[name], device="cpu", memory_format=torch.contiguous_format)
+
+
+def lossy(flat: FlatState) -> Iterator[tuple[str, Symbols]]:
+    """Symbols of the moments that are large enough and finite; the others stay exact."""
+    for name, info in flat.infos.items():
+        x = flat.tensors[name]
+        fits = info.role in _MOMENTS and x.numel() >= SMALLEST and x.dtype in (torch.float32, torch.bfloat16)
+        if fits and bool(x.isfinite().all()):
+            yield name, logarithmic(x, signed=info.role is Role.MOMENT1)

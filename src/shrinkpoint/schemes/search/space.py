@@ -1,0 +1,140 @@
+"""What a search may choose from: a grid whose axes are ordered by quality, once for every variant.
+
+The paper's configuration cube (arXiv 2306.11800 sec. 3.4): bins, pruning and protection are axes; the pruning metric is
+a variant, for neither metric is the better one everywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shrinkpoint.errors import PolicyError
+
+METRIC = "metric"
+"""The setting that names a point's variant."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One knob.
+
+    Attributes:
+        values: from the most aggressive to the safest: with everything else equal, quality never falls with the index.
+
+    Raises:
+        PolicyError: no values, a value twice, or a name that is taken.
+    """
+
+    name: str
+    values: tuple[float | int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.values or len(set(self.values)) < len(self.values):
+            raise PolicyError(
+                f"Axis({self.name!r})",
+                found=repr(self.values),
+                expected="different values, at least one",
+                do="name them",
+            )
+        if self.name == METRIC:
+            raise PolicyError("Axis", found=repr(self.name), expected="another name", do="let variants be the metrics")
+
+    def nearest(self, value: object) -> int | None:
+        """The index of `value`, or of the nearest safer one; None where neither can be told."""
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            return None
+        if value in self.values:
+            return self.values.index(value)
+        steps = [b > a for a, b in itertools.pairwise(self.values)]
+        if not steps or any(steps) != all(steps):
+            return None  # which of two numbers is the safer one is known only where the numbers are in order, too
+        return next((i for i, one in enumerate(self.values) if (one > value if steps[0] else one < value)), None)
+
+
+@dataclass(frozen=True, order=True)
+class Point:
+    """One choice on every axis, for one variant; `index` in the order of the space's axes."""
+
+    variant: str
+    index: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Space:
+    """A grid of points for each variant.
+
+    Attributes:
+        variants: a choice without an order of quality, such as the pruning metric; ("",) where there is none.
+
+    Raises:
+        PolicyError: an axis or a variant twice, or no variant.
+    """
+
+    axes: tuple[Axis, ...]
+    variants: tuple[str, ...] = ("",)
+
+    def __post_init__(self) -> None:
+        for what, names in (("axes", [axis.name for axis in self.axes]), ("variants", list(self.variants))):
+            if len(set(names)) < len(names) or (what == "variants" and not names):
+                raise PolicyError(f"Space({what}=)", found=repr(names), expected="different names", do="name each once")
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """How many values each axis has."""
+        return tuple(len(axis.values) for axis in self.axes)
+
+    def points(self, variant: str) -> tuple[Point, ...]:
+        """Every point of a variant, the most aggressive first and the safest last."""
+        return tuple(Point(variant, index) for index in itertools.product(*map(range, self.sides)))
+
+    def safest(self, variant: str) -> Point:
+        return Point(variant, tuple(side - 1 for side in self.sides))
+
+    def most_aggressive(self, variant: str) -> Point:
+        return Point(variant, (0,) * len(self.axes))
+
+    def allowed(self, variants: Sequence[str] | None) -> tuple[str, ...]:
+        """`variants` as they are, or all where none are named.
+
+        Raises:
+            PolicyError: one that this space has not, or an empty choice.
+        """
+        if variants is None:
+            return self.variants
+        if not variants or not set(variants) <= set(self.variants):
+            expected = " or ".join(map(repr, self.variants))
+            raise PolicyError(
+                "variants", found=repr(tuple(variants)), expected=expected, do="allow at least one of them"
+            )
+        return tuple(dict.fromkeys(variants))
+
+    def settings(self, point: Point) -> dict[str, float | int | str]:
+        """What a point stands for, as plain data; its variant under "metric" where there is something to tell."""
+        found: dict[str, float | int | str] = {
+            axis.name: axis.values[i] for axis, i in zip(self.axes, point.index, strict=True)
+        }
+        if self.variants != ("",):
+            found[METRIC] = point.variant
+        return found
+
+    def point(self, settings: Mapping[str, object]) -> Point | None:
+        """The point of these settings, which may come from a file and from another space.
+
+        A value that an axis no longer has becomes the nearest safer one. Settings without an axis are passed over.
+
+        Returns:
+            None where an axis has neither the value nor a safer one, or where a setting or the variant is missing.
+        """
+        variant = settings.get(METRIC, "")
+        index = [axis.nearest(settings.get(axis.name, math.nan)) for axis in self.axes]
+        if not isinstance(variant, str) or variant not in self.variants or None in index:
+            return None
+        return Point(variant, tuple(i for i in index if i is not None))
+
+
+def dominated(a: Point, b: Point) -> bool:
+    """Whether `a` is a different point that is at least as aggressive as `b` on every axis, so that `b` is no worse."""
+    return a != b and a.variant == b.variant and all(i <= j for i, j in zip(a.index, b.index, strict=True))

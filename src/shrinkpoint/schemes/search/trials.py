@@ -1,0 +1,126 @@
+"""Measuring points, as many at once as there are ranks.
+
+Data-parallel replicas hold the same state, so each can try another point (arXiv 2306.11800 sec. 3.4). After every round
+all of them know all answers, and each goes on alone to the same next round.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from shrinkpoint import errors
+from shrinkpoint.errors import PolicyError, ShrinkpointError
+from shrinkpoint.schemes.search.space import Point
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+
+
+class Trials:
+    """Measures points, `width` at a time.
+
+    A search over a group is a collective operation: all ranks run the same search over the same space.
+
+    Args:
+        measure: the relative degradation at a point. Every rank has the same one: the same state, the same batches.
+        group: the ranks that share the work; with nccl each has set its CUDA device, as always.
+
+    Attributes:
+        width: points that are measured at the same time.
+        seconds: that each point took where it was measured.
+
+    Raises:
+        PolicyError: this process is not in the group.
+    """
+
+    def __init__(self, measure: Callable[[Point], float], *, group: ProcessGroup | None = None) -> None:
+        self._measure, self._group = measure, group
+        self._rank, self.width = _place(group)
+        self.seconds: dict[Point, float] = {}
+
+    def run(self, points: Sequence[Point]) -> list[float]:
+        """The degradations at `points`, in one round; rank r measures the r-th.
+
+        Raises:
+            PolicyError: more points than ranks; or what `measure` raised on another rank. Errors of this library keep
+                their class. Every rank raises, and the text names the rank; without a group `measure`'s error passes
+                as it is.
+        """
+        if len(points) > self.width:
+            raise PolicyError(
+                "Trials.run", found=f"{len(points)} points", expected=f"at most {self.width}", do="split them"
+            )
+        answers = self.everywhere(lambda: self._timed(points[self._rank : self._rank + 1]))
+        self.seconds |= {point: seconds for point, (_, seconds) in zip(points, answers, strict=False)}
+        return [degradation for degradation, _ in answers[: len(points)]]
+
+    def sizes(self, predict: Callable[[Point], float], points: Sequence[Point]) -> dict[Point, float]:
+        """The predicted sizes of `points`: each rank predicts its share, so that all go on with the same numbers.
+
+        nan becomes infinite: a point that nobody wants.
+        """
+        shares = self.everywhere(lambda: [float(predict(point)) for point in points[self._rank :: self.width]])
+        found: dict[Point, float] = {}
+        for rank, share in enumerate(shares):
+            found |= zip(points[rank :: self.width], share, strict=True)
+        return {point: math.inf if math.isnan(found[point]) else found[point] for point in points}
+
+    def _timed(self, mine: Sequence[Point]) -> tuple[float, float]:
+        began = time.perf_counter()
+        degradation = float(self._measure(mine[0])) if mine else math.nan
+        return degradation, time.perf_counter() - began
+
+    def everywhere(self, compute: Callable[[], T]) -> list[T]:
+        """What each rank computed, by rank; an error of one is raised by all, for the others would wait for ever."""
+        if self._group is None:
+            return [compute()]
+        import torch.distributed as dist
+
+        mine: tuple[T | None, _Told | None]
+        cause: Exception | None = None
+        try:
+            mine = (compute(), None)
+        except Exception as error:
+            mine, cause = (None, _tell(self._rank, error)), error
+        answers: list[tuple[T, _Told | None]] = [None] * self.width  # type: ignore[list-item]
+        dist.all_gather_object(answers, mine, group=self._group)
+        told = next((told for _, told in answers if told is not None), None)
+        if told is not None:
+            raise _error(told) from cause
+        return [value for value, _ in answers]
+
+
+_Told = tuple[str, str, str, str, str]
+"""An error as text: the name of its class, and its four parts. Not every exception survives pickling."""
+
+
+def _place(group: ProcessGroup | None) -> tuple[int, int]:
+    """Which of how many."""
+    if group is None:
+        return 0, 1
+    import torch.distributed as dist
+
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise PolicyError("group", found="a group without this process", do="search only on the group's ranks")
+    return rank, dist.get_world_size(group)
+
+
+def _tell(rank: int, error: Exception) -> _Told:
+    if isinstance(error, ShrinkpointError):
+        return type(error).__name__, f"rank {rank}: {error.where}", error.found, error.expected, error.do
+    found = f"{type(error).__name__}: {error}"
+    return PolicyError.__name__, f"rank {rank}: evaluate", found, "a number", f"see the traceback of rank {rank}"
+
+
+def _error(told: _Told) -> ShrinkpointError:
+    name, where, found, expected, do = told
+    kind: type[ShrinkpointError] = getattr(
+        errors, name, PolicyError
+    )  # PolicyError stands in for a class that this module does not have
+    return kind(where, found=found, expected=expected, do=do)

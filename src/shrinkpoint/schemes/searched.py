@@ -1,0 +1,298 @@
+"""Schemes that look for the smallest setting whose measured degradation stays within a threshold."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from shrinkpoint.codec import CODERS, Reference, Symbols
+from shrinkpoint.errors import LossWarning, PolicyError
+from shrinkpoint.record import JSON, Encoded
+from shrinkpoint.schemes import moments, search
+from shrinkpoint.schemes.base import Kept
+from shrinkpoint.schemes.candidate import Candidates, Earlier
+from shrinkpoint.schemes.picks import Picks
+from shrinkpoint.schemes.quality import Quality
+from shrinkpoint.schemes.records import records
+from shrinkpoint.schemes.search import Outcome, Point, Space, Trials
+from shrinkpoint.schemes.settled import Settled
+from shrinkpoint.schemes.target import Evaluate, Target
+from shrinkpoint.state import FlatState
+
+Fallback = Literal["safest", "lossless"]
+
+
+class Searched:
+    """What all schemes with a search have in common (arXiv 2306.11800, configuration search; its authors gave their
+    baselines the same one).
+
+    The first time, the whole space is searched; then, only the neighbourhood of what was chosen last, and the whole
+    space again where no neighbour holds. One instance serves one training run: it remembers what it chose.
+
+    Args:
+        threshold: how much worse `evaluate` may become, relative to the state before: 0.01 is one per cent.
+        evaluate: called with what is being saved (a manager's `model`; else the state) with a candidate's values in it;
+            returns a loss or a score. It must give the same answer for the same weights: fix its batches and its seed,
+            and call `model.eval()`. Whatever it changes is put back.
+        higher_is_better: `evaluate` returns a score (accuracy) and no loss.
+        config: a setting, by name of the knobs; then nothing is searched and `evaluate` is not needed.
+        optimizer: "exact" keeps the optimizer's moments bit for bit; "reset" and "lossy" do not (see `moments`).
+        fallback: where no setting meets the threshold: "safest" takes the safest one, "lossless" loses nothing.
+        coarser: whether a later checkpoint may be quantized more aggressively than the one before.
+        group: a torch.distributed group of data-parallel replicas, all of which save at the same time and share the
+            trials; the first of them writes.
+        progress: True shows a line a trial on stderr; a callable gets every trial (`search.Progress`).
+        seed: of the random starts.
+
+    Raises:
+        PolicyError: an argument that makes no sense.
+    """
+
+    id: ClassVar[str]
+    coders: Sequence[str] = CODERS
+    space: Space
+
+    def __init__(
+        self,
+        *,
+        threshold: float = 0.05,
+        evaluate: Evaluate | None = None,
+        higher_is_better: bool = False,
+        config: Mapping[str, Any] | None = None,
+        optimizer: moments.Mode = "exact",
+        fallback: Fallback = "safest",
+        coarser: bool = False,
+        group: Any = None,
+        progress: bool | search.Progress = False,
+        seed: int = 0,
+    ) -> None:
+        self._evaluate, self._higher, self._threshold = evaluate, higher_is_better, _threshold(threshold)
+        self._fixed = None if config is None else self._point(config)
+        self._optimizer, self._fallback = moments.checked(optimizer), _fallback(fallback)
+        self._coarser, self._group, self._progress, self._seed = coarser, group, progress, seed
+        self._last: Point | None = None
+        self._noise: float | None = None
+        if evaluate is None and config is None:
+            expected, do = "evaluate= or config=", "pass a function that measures the model, or choose a setting"
+            raise PolicyError(type(self).__name__, found="neither", expected=expected, do=do)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(threshold={self._threshold:g})"
+
+    # what a scheme of this kind says of itself
+
+    @abstractmethod
+    def candidates(self, weights: Mapping[str, Tensor], earlier: Earlier, target: Target) -> Candidates:
+        """All points of the space for these weights."""
+        raise NotImplementedError
+
+    def variants(self, target: Target) -> tuple[str, ...]:
+        """Those of the space's variants that can be tried now."""
+        return self.space.variants
+
+    # what a store calls
+
+    def quantize(self, flat: FlatState, reference: Reference | None) -> Kept:
+        """Search and quantize; see `schemes.Scheme`."""
+        return self.settle(flat, reference).quantize(flat, reference)
+
+    def encode(
+        self,
+        flat: FlatState,
+        reference: Reference | None,
+        *,
+        symbols: Mapping[str, Symbols] | None = None,
+        threads: int | None = None,
+    ) -> Iterator[Encoded]:
+        """Yield the records of what was kept; see `schemes.Scheme`."""
+        return records(flat, reference, symbols=symbols, coders=self.coders, threads=threads)
+
+    # what a manager calls
+
+    @property
+    def evaluate(self) -> Evaluate | None:
+        return self._evaluate
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one of its group that writes."""
+        return self._group is None or torch.distributed.get_rank(self._group) == 0
+
+    def resume(self, loss: JSON) -> None:
+        """Go on from a checkpoint: search near what was chosen there.
+
+        Args:
+            loss: of its manifest; one of another scheme, or none, makes the next search a whole one.
+        """
+        chosen = loss.get("chosen") if isinstance(loss, dict) and loss.get("scheme") == self.id else None
+        self._last = self.space.point(chosen) if isinstance(chosen, dict) else None
+
+    @torch.no_grad()
+    def settle(self, flat: FlatState, reference: Reference | None, target: Target | None = None) -> Settled:
+        """Search, and decide for this state.
+
+        Args:
+            reference: what is held of the previous checkpoint; None: nothing.
+            target: what to measure on; None: on copies of the state.
+
+        Raises:
+            PolicyError: `evaluate` raised, or returned no number.
+        """
+        began = time.perf_counter()
+        picks = Picks.of(flat)
+        found = _Found()
+        if picks.tensors:
+            symbols = {} if reference is None else reference.symbols
+            earlier: Earlier = self._shared(Earlier.of(symbols, picks.tensors))
+            target = Target(flat, self._evaluate or _unasked) if target is None else target
+            found = self._find(flat, picks, earlier, target)
+        record = {
+            "scheme": self.id, "threshold": self._threshold, "optimizer": self._optimizer,
+            **found.record, "left_out": list(picks.refused), "seconds": round(time.perf_counter() - began, 3),
+        }  # fmt: skip
+        if picks.refused:
+            _warn(f"{picks.refused[0]} and {len(picks.refused) - 1} more weights are not finite and stay as they are")
+        optimizer = "exact" if found.lossless else self._optimizer
+        symbols = {name: _on_host(one) for name, one in found.symbols.items()}
+        return Settled(self.id, symbols, picks.casts, optimizer, self.coders, record)
+
+    def _find(self, flat: FlatState, picks: Picks, earlier: Earlier, target: Target) -> _Found:
+        candidates = self.candidates(picks.tensors, earlier, target)
+        if self._fixed is not None:
+            return _Found(candidates.symbols(self._fixed), {"chosen": self.space.settings(self._fixed)})
+        with target:
+            quality = Quality(lambda values: target.measure(picks.replaced(values, flat)), higher=self._higher)
+            trials = Trials(_measure(quality, candidates, picks), group=self._group)
+            base, *_ = trials.everywhere(lambda: quality.measure_base(twice=self._noise is None))
+            quality.base = base.value
+            if not math.isfinite(base.value):
+                _warn(f"evaluate returned {base.value} for the state itself, so this checkpoint is lossless")
+                return _Found(record={"quality": str(base.value), "fallback": "lossless"}, lossless=True)
+            self._noise = base.noise if self._noise is None else self._noise
+            if self._noise > self._threshold / 4:
+                _warn(
+                    f"evaluate differs by {self._noise:.2%} between two calls with the same weights, which is too much "
+                    f"for a threshold of {self._threshold:.2%}: fix its batches and its seed, and call model.eval()"
+                )
+            return self._searched(picks, candidates, trials, base.value, target)
+
+    def _searched(self, picks: Picks, candidates: Candidates, trials: Trials, base: float, target: Target) -> _Found:
+        allowed = max(self._threshold - (self._noise or 0.0), 0.0)
+        outcomes = [*self._outcomes(candidates, trials, allowed, picks, target)]
+        chosen = outcomes[-1].chosen
+        record: dict[str, Any] = {
+            "quality": base, "noise": self._noise,
+            "searches": [outcome.to_json(self.space) for outcome in outcomes],
+        }  # fmt: skip
+        if chosen is not None:
+            self._last = chosen.point
+            record |= {"chosen": self.space.settings(chosen.point), "degradation": chosen.degradation}
+            return _Found(candidates.symbols(chosen.point), record)
+        point = self.space.safest(self.variants(target)[0])
+        worst = next((t.degradation for o in outcomes for t in o.trials if t.point == point), math.nan)
+        kept = "nothing was lost instead" if self._fallback == "lossless" else "the safest one was taken"
+        _warn(f"no setting keeps the degradation within {self._threshold:.2%} (the safest: {worst:.2%}): {kept}")
+        record["fallback"] = self._fallback
+        if self._fallback == "lossless":
+            return _Found(record=record, lossless=True)
+        self._last = point
+        record |= {"chosen": self.space.settings(point), "degradation": None if math.isnan(worst) else worst}
+        return _Found(candidates.symbols(point), record)
+
+    def _outcomes(
+        self, candidates: Candidates, trials: Trials, allowed: float, picks: Picks, target: Target
+    ) -> Iterator[Outcome]:
+        """The searches that were needed, the last one decides."""
+        variants, progress = self.variants(target), self._shown(picks)
+        last = self._last
+        if last is not None and last.variant in variants:
+            outcome = search.neighbourhood(
+                self.space, candidates.size, trials, allowed, last,
+                variants=variants, coarser=self._coarser, progress=progress,
+            )  # fmt: skip
+            yield outcome
+            if outcome.chosen is not None:
+                return
+        yield self._whole(candidates, trials, allowed, variants, progress)
+
+    def _whole(
+        self, candidates: Candidates, trials: Trials, allowed: float, variants: Sequence[str],
+        progress: search.Progress | None,
+    ) -> Outcome:  # fmt: skip
+        """A search of the whole space."""
+        return search.branch_and_bound(
+            self.space, candidates.size, trials, allowed, variants=variants, progress=progress
+        )
+
+    def _shown(self, picks: Picks) -> search.Progress | None:
+        if not isinstance(self._progress, bool):
+            return self._progress
+        if not self._progress or not self.leads:
+            return None
+        raw = sum(x.numel() * x.element_size() for x in picks.tensors.values())
+        return search.show(self.space, self._threshold, raw)
+
+    def _point(self, config: Mapping[str, Any]) -> Point:
+        point = self.space.point({search.METRIC: self.space.variants[0], **config})
+        settings = {} if point is None else self.space.settings(point)
+        if point is None or any(settings.get(name) != value for name, value in config.items()):
+            names = {axis.name: axis.values for axis in self.space.axes}
+            expected = f"a value for each of {names}, and a metric of {self.space.variants}"
+            raise PolicyError("config", found=repr(dict(config)), expected=expected, do="choose among these")
+        return point
+
+    def _shared(self, thing: Any) -> Any:
+        """What the first rank of the group has."""
+        if self._group is None:
+            return thing
+        box = [thing]
+        torch.distributed.broadcast_object_list(box, group=self._group, group_src=0)
+        return box[0]
+
+
+@dataclass(frozen=True)
+class _Found:
+    symbols: Mapping[str, Symbols] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)
+    lossless: bool = False
+
+
+def _measure(quality: Quality, candidates: Candidates, picks: Picks) -> Callable[[Point], float]:
+    def degradation(point: Point) -> float:
+        found = candidates.symbols(point)
+        return quality.degradation({name: one.values(picks.tensors[name].dtype) for name, one in found.items()})
+
+    return degradation
+
+
+def _on_host(symbols: Symbols) -> Symbols:
+    return Symbols(symbols.codes.cpu(), symbols.centers.cpu(), symbols.exact.cpu(), symbols.first)
+
+
+def _threshold(threshold: float) -> float:
+    if not 0 <= threshold < math.inf:
+        found, expected = repr(threshold), "a number from 0, such as 0.01 for one per cent"
+        raise PolicyError("threshold", found=found, expected=expected, do="choose what you can bear to lose")
+    return float(threshold)
+
+
+def _fallback(fallback: str) -> Fallback:
+    if fallback in ("safest", "lossless"):
+        return fallback  # type: ignore[return-value]
+    raise PolicyError("fallback", found=repr(fallback), expected="'safest' or 'lossless'", do="choose one of them")
+
+
+def _unasked(_: Any) -> float:
+    raise AssertionError("a fixed setting is not measured")
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, LossWarning, stacklevel=2)

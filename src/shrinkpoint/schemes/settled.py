@@ -1,0 +1,64 @@
+"""A lossy scheme that has made up its mind about one state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from shrinkpoint.codec import CODERS, Reference, Symbols
+from shrinkpoint.record import JSON, Encoded
+from shrinkpoint.schemes import moments
+from shrinkpoint.schemes.base import Kept
+from shrinkpoint.schemes.records import records
+from shrinkpoint.state import FlatState
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The symbols of a state's weights are chosen; what is left is to apply and to code them.
+
+    Attributes:
+        id: of the scheme that chose.
+        symbols: of the weights, by name, on the CPU.
+        casts: name of a narrower copy -> name of the weight it is a cast of.
+        optimizer: what is done with the moments.
+        coders: how codes may be coded.
+        loss: for the manifest: what was tried, measured and chosen.
+    """
+
+    id: str
+    symbols: Mapping[str, Symbols] = field(repr=False)
+    casts: Mapping[str, str] = field(default_factory=dict)
+    optimizer: moments.Mode = "exact"
+    coders: Sequence[str] = CODERS
+    loss: JSON = None
+
+    @torch.no_grad()
+    def quantize(self, flat: FlatState, reference: Reference | None) -> Kept:
+        """Put the chosen values in place; see `schemes.Scheme`. `flat` is the state that was settled, or a copy of it."""
+        symbols = dict(self.symbols)
+        changed: dict[str, Tensor] = {}
+        if self.optimizer == "reset":
+            changed.update(moments.reset(flat))
+        elif self.optimizer == "lossy":
+            symbols.update(moments.lossy(flat))
+        changed.update((name, one.values(flat.tensors[name].dtype)) for name, one in symbols.items())
+        for name, source in self.casts.items():
+            if source in changed:
+                changed[name] = changed[source].to(flat.tensors[name].dtype)
+        tensors = {name: changed.get(name, tensor) for name, tensor in flat.tensors.items()}
+        return Kept(replace(flat, tensors=tensors), symbols, self.loss)
+
+    def encode(
+        self,
+        flat: FlatState,
+        reference: Reference | None,
+        *,
+        symbols: Mapping[str, Symbols] | None = None,
+        threads: int | None = None,
+    ) -> Iterator[Encoded]:
+        """Yield the records of what was kept; see `schemes.Scheme`."""
+        return records(flat, reference, symbols=symbols, coders=self.coders, threads=threads)

@@ -1,0 +1,218 @@
+"""What the gradients of the last batches were like, kept on the host for the sensitivity of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shrinkpoint.errors import PolicyError
+
+
+class Gradients:
+    """Records a moving average of the gradients that training computes anyway.
+
+    The recorder of arXiv 2306.11800, sections on quantization and implementation. Two calls in the loop, or `attach`:
+
+        loss.backward()
+        recorder.after_backward()
+        optimizer.step()
+        recorder.before_zero_grad()
+        optimizer.zero_grad()
+
+    Each is called once per optimizer step: where gradients are accumulated, after the last backward pass. What changes
+    gradients in place, such as clipping, belongs before `after_backward`. A loss scale that is still in them changes
+    nothing, as only relative sizes matter. A gradient with a value that is not finite is skipped, for that parameter
+    and batch.
+
+    The average starts as the first gradient and becomes `beta * average + (1 - beta) * gradient`. The paper prints the
+    two factors the other way round and still records 50 batches, of which its literal form would remember little more
+    than one; `paper=True` is that form.
+
+    While recording, the host holds the gradients once in float32, and of parameters on a GPU once more, pinned and in
+    their own dtype; `clear` frees both. All calls belong to the thread that trains.
+
+    Args:
+        model: whose parameters are recorded: tied ones once, under their first name; frozen ones not at all.
+        every: a save is planned at each multiple of so many optimizer steps, and only the last `batches` steps before
+            it are recorded, afresh each time; None: every step is, without an end.
+        batches: how many steps.
+        beta: how much of the average is kept, at least 0 and below 1.
+        paper: the paper's literal form.
+
+    Raises:
+        PolicyError: an argument out of range.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, every: int | None = None, batches: int = 50, beta: float = 0.9, paper: bool = False
+    ) -> None:
+        for name, value in (("every", every), ("batches", batches)):
+            if value is not None and value < 1:
+                raise PolicyError(f"Gradients, {name}", found=f"{value}", expected="at least 1")
+        if not 0 <= beta < 1:
+            raise PolicyError("Gradients, beta", found=f"{beta}", expected="at least 0 and below 1")
+        self._model, self._every, self._batches = model, every, batches
+        self._keep, self._take = (1 - beta, beta) if paper else (beta, 1 - beta)
+        self._step = 0
+        self._window = 0
+        self._mean: dict[str, Tensor] = {}
+        self._copies = _Copies()
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def step(self) -> int:
+        """How many optimizer steps were counted."""
+        return self._step
+
+    def at(self, step: int) -> None:
+        """Go on from a step, as after a restore; what was recorded belongs to other weights and is dropped."""
+        self.clear()
+        self._step = step
+
+    @property
+    def recording(self) -> bool:
+        """Whether the gradients of the step that comes next are recorded."""
+        return self._every is None or -(self._step + 1) % self._every < self._batches
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is anything in `mean`."""
+        self._fold()
+        return bool(self._mean)
+
+    @property
+    def mean(self) -> Mapping[str, Tensor]:
+        """The averages by parameter name, float32 on the host, of all parameters with a gradient in the last window.
+
+        A copy: what reads it, in whichever thread, is not disturbed by the recording that goes on.
+        """
+        self._fold()
+        return {name: mean.clone() for name, mean in self._mean.items()}
+
+    def after_backward(self) -> None:
+        """Record the gradients as they are now: on a GPU, start to copy them; else, average them at once."""
+        self._fold()
+        if not self.recording:
+            return
+        window = 0 if self._every is None else self._step // self._every
+        if window != self._window and self._starts_afresh:
+            self._mean = {}
+        self._window = window
+        for name, gradient in self._gradients():
+            if gradient.is_cuda:
+                self._copies.start(name, gradient)
+            else:
+                self._average(name, gradient)
+
+    def before_zero_grad(self) -> None:
+        """Count a step, and let nothing clear the gradients before they are copied.
+
+        It is the GPU that waits, not the host: a copy is averaged when the next one starts, or when `mean` is read.
+        """
+        self._copies.hold()
+        self._step += 1
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> Gradients:
+        """Do both at every step of an optimizer, instead of by hand; of several, the one that steps first.
+
+        Gradients are recorded as `optimizer.step` finds them, so not those that it lets a closure compute.
+        """
+        self.detach()
+
+        def before(*_: Any) -> None:
+            self.after_backward()
+
+        def after(*_: Any) -> None:
+            self.before_zero_grad()
+
+        self._handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+        return self
+
+    def detach(self) -> None:
+        """Undo `attach`; what was recorded stays."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def clear(self) -> None:
+        """Forget what was recorded, and free its memory."""
+        self._copies = _Copies()
+        self._mean = {}
+
+    @property
+    def _starts_afresh(self) -> bool:
+        """Windows that touch are one: then nothing is ever stale."""
+        return self._every is not None and self._batches < self._every
+
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._model.named_parameters():
+            gradient = parameter.grad
+            if gradient is None or not parameter.requires_grad or not gradient.is_floating_point():
+                continue
+            dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+            if dense.numel():
+                yield name, dense
+
+    def _fold(self) -> None:
+        for name, gradient in self._copies.finish():
+            self._average(name, gradient)
+
+    def _average(self, name: str, gradient: Tensor) -> None:
+        fresh = gradient.to(device="cpu", dtype=torch.float32)
+        if not all(bool(x.isfinite()) for x in torch.aminmax(fresh)):  # nan is both where there is one
+            return
+        mean = self._mean.get(name)
+        if mean is None or mean.shape != fresh.shape:
+            self._mean[name] = fresh.clone()
+        else:  # two roundings, as in the formula, and not the fused one that `add_(fresh, alpha=...)` may be
+            mean.mul_(self._keep).add_(fresh * self._take)
+
+
+class _Copies:
+    """Copies of tensors on GPUs on their way to pinned host memory, on a stream of their own."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._running: list[str] = []
+        self._events: dict[torch.device, torch.cuda.Event] = {}
+
+    def start(self, name: str, tensor: Tensor) -> None:
+        """Copy as soon as the work enqueued so far is done. `finish` must have been called since `hold`."""
+        device = tensor.device
+        with torch.cuda.device(device):
+            stream, buffer = self._stream(device), self._buffer(name, tensor)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                buffer.copy_(tensor, non_blocking=True)
+                self._events[device] = stream.record_event()
+            tensor.record_stream(stream)  # or its memory may be handed out again while it is read
+        self._running.append(name)
+
+    def hold(self) -> None:
+        """Let what is enqueued on the GPUs from now on wait for the copies."""
+        for device, event in self._events.items():
+            torch.cuda.current_stream(device).wait_event(event)
+
+    def finish(self) -> Iterator[tuple[str, Tensor]]:
+        """What was copied, once it has arrived; a buffer is good until the next `start`."""
+        for event in self._events.values():
+            event.synchronize()
+        names, self._running, self._events = self._running, [], {}
+        return iter([(name, self._buffers[name]) for name in names])
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        held = self._buffers.get(name)
+        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+            held = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._buffers[name] = held
+        return held
