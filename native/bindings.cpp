@@ -1,6 +1,4 @@
-// The only file that knows Python: checks arguments, releases the GIL, calls.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
+// What of the core Python sees: checks arguments, releases the GIL, calls.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -15,44 +13,14 @@
 #include "error.hpp"
 #include "planes.hpp"
 #include "predict.hpp"
+#include "python.hpp"
 #include "simd.hpp"
 #include "tokens.hpp"
 
-namespace nb = nanobind;
-using namespace nb::literals;
+using namespace nanobind::literals;
 using namespace shrinkpoint;
 
 namespace {
-
-// Any contiguous buffer, borrowed for the length of a call; None is an empty one.
-class Bytes {
-   public:
-    explicit Bytes(nb::handle object, int flags = PyBUF_SIMPLE) {
-        if (object.is_none()) return;
-        if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) throw nb::python_error();
-        held_ = true;
-    }
-    ~Bytes() {
-        if (held_) PyBuffer_Release(&view_);
-    }
-    Bytes(const Bytes&) = delete;
-    Bytes& operator=(const Bytes&) = delete;
-    uint8_t* data() const { return held_ ? static_cast<uint8_t*>(view_.buf) : nullptr; }
-    size_t size() const { return held_ ? static_cast<size_t>(view_.len) : 0; }
-
-    // The data, checked to be `size` bytes that may be read as words of `align`; null for None.
-    uint8_t* checked(size_t size, size_t align, const char* name) const {
-        if (!held_) return nullptr;
-        if (this->size() != size) throw nb::value_error((std::string(name) + ": wrong number of bytes").c_str());
-        if (reinterpret_cast<uintptr_t>(data()) % align != 0)
-            throw nb::value_error((std::string(name) + ": not aligned").c_str());
-        return data();
-    }
-
-   private:
-    Py_buffer view_{};
-    bool held_ = false;
-};
 
 using Shapes = std::vector<std::pair<uint64_t, uint64_t>>;  // rows, columns of each segment
 
@@ -102,15 +70,6 @@ class Record {
     Bytes base_, moment1_, moment2_, moment1_base_, hint_;
 };
 
-using Array = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
-
-// Hands a vector over to Python without copying it.
-Array array_of(Buffer&& data) {
-    auto* owned = new Buffer(std::move(data));
-    const nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<Buffer*>(p); });
-    return Array(owned->data(), {owned->size()}, owner);
-}
-
 uint64_t count_of(const Model& model, const Bytes& values) {
     if (model.width != 8 && model.width != 16 && model.width != 32 && model.width != 64)
         throw Corrupt("a recipe's width is none of 8, 16, 32, 64");
@@ -136,7 +95,8 @@ NB_MODULE(_native, m) {
     nb::enum_<Tokens>(m, "Tokens")
         .value("LEVEL", Tokens::Level)
         .value("DELTA", Tokens::Delta)
-        .value("PLANES", Tokens::Planes);
+        .value("PLANES", Tokens::Planes)
+        .value("CODES", Tokens::Codes);
     nb::enum_<Predictor>(m, "Predictor")
         .value("NONE", Predictor::None)
         .value("BASE", Predictor::Base)
@@ -254,6 +214,8 @@ NB_MODULE(_native, m) {
         "model"_a, "side"_a, "codes"_a, "out"_a, nb::kw_only(), "base"_a.none() = nb::none(),
         "moment1"_a.none() = nb::none(), "moment2"_a.none() = nb::none(), "moment1_base"_a.none() = nb::none(),
         "hint"_a.none() = nb::none(), "shapes"_a.none() = nb::none(), "chunk"_a = kChunk, "threads"_a = 1);
+
+    bind_quantizers(m);
 
     // For tests only: nothing wider than this (0 none, 1 AVX2, 2 AVX-512) from now on; returns what is used.
     m.def(

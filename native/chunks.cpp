@@ -271,7 +271,7 @@ void decode(const Model& model, Arrays arrays, Factors* factors, const uint8_t* 
     uint32_t tables_size;
     reader.read(&tables_size, 1);
     const uint8_t* written = reader.take(tables_size);
-    const Tables tables = read_tables(written, tables_size, context_count(model));
+    const Tables tables = read_tables(written, tables_size, context_count(model, arrays));
     if (factors != nullptr) {
         reader.read(factors->centers.data(), factors->centers.size());
         for (const int32_t center : factors->centers)

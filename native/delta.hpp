@@ -71,14 +71,10 @@ ALWAYS_INLINE void delta_contexts(const Model& model, const Arrays& arrays, uint
             tile.contexts[i] = static_cast<uint16_t>(tile.contexts[i] | (arrays.hint[start + i] & 31));
         return;
     }
-    if (arrays.moment1 == nullptr || arrays.moment2 == nullptr) return;
+    if (!arrays.moments()) return;
     for (size_t i = 0; i < count; ++i) {
-        // log2(|m| / sqrt(v)) in half octaves, from the bit patterns alone: the same on every machine.
         const uint32_t m = float_bits(arrays.moment1[start + i]), v = float_bits(arrays.moment2[start + i]);
-        const int32_t ratio = static_cast<int32_t>((m & 0x7fffffffu) >> 22) -
-                              static_cast<int32_t>(((v & 0x7fffffffu) >> 23) + 127);
-        const int32_t clamped = clamp_int(ratio + 10, 0, 15);
-        tile.contexts[i] = static_cast<uint16_t>(tile.contexts[i] | clamped << 1 | static_cast<int32_t>(m >> 31));
+        tile.contexts[i] = static_cast<uint16_t>(tile.contexts[i] | push(m, v) << 1 | static_cast<int32_t>(m >> 31));
     }
 }
 

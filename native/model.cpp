@@ -19,6 +19,7 @@ void check(const Model& model, const Arrays& arrays, bool factors) {
     require(model.bias > -(1 << 20) && model.bias < 1 << 20, "a recipe's bias is out of range");
     require(model.top >= 0 && model.top < 1 << 12, "a recipe's largest exponent is out of range");
     const bool level = model.tokens == Tokens::Level, delta = model.tokens == Tokens::Delta;
+    const bool codes = model.tokens == Tokens::Codes;
     if (level) {
         require(model.mantissa > 0 && model.width > 8, "levels are for floats of 16 bits or more");
         require(model.fine <= model.mantissa && model.shift <= model.mantissa - model.fine,
@@ -27,7 +28,13 @@ void check(const Model& model, const Arrays& arrays, bool factors) {
     require(level || (model.companion == Companion::None && !factors), "only levels have companions and factors");
     if (factors)
         require(model.width <= 32 && model.mantissa > model.fine, "factors are for floats of 16 and 32 bits");
-    require(delta || model.predictor == Predictor::None, "only deltas have predictors");
+    require(delta || codes || model.predictor == Predictor::None, "only deltas and codes have predictors");
+    if (codes) {
+        require(model.width == 8 && model.mantissa == 0 && model.shift == 0, "codes are whole bytes");
+        require(model.predictor == Predictor::None || model.predictor == Predictor::Base,
+                "codes are predicted from nothing but the parent's");
+        require(model.top < 256, "a recipe's largest code is out of range");
+    }
     require(!delta || model.shift < model.width, "a recipe's shift leaves no bits");
     if (model.predictor == Predictor::Adam || model.predictor == Predictor::Square) {
         require(model.width == 32 && model.mantissa == 23, "optimizer steps are predicted in 32-bit floats");

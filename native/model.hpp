@@ -10,6 +10,7 @@ enum class Tokens : uint8_t {
     Level = 0,   // the symbol is the logarithm of the magnitude, less a predicted one
     Delta = 1,   // the symbol is sign and size of the difference to a predicted value
     Planes = 2,  // the symbols are the value's bytes, each byte position under a table of its own
+    Codes = 3,   // the symbol is the byte less the parent's, which is the context too; without one the byte itself
 };
 
 enum class Predictor : uint8_t {
@@ -35,7 +36,8 @@ struct Model {
     unsigned shift = 0;      // low bits that are zero in every value
     bool has_sign = true;    // Level: some value has its sign bit set
     int32_t bias = 0;        // Level: the level of symbol 128 where no factors predict one
-    int32_t top = 0;         // Delta: the largest biased exponent of the base
+    int32_t top = 0;         // Delta: the largest biased exponent of the base; Codes: the largest byte that
+                             // contexts tell apart, 0 for all
     float parameters[4] = {0, 0, 0, 0};  // Adam: decay, -step size, sqrt(1 - beta2^t), eps; Square: beta1, beta2
 };
 
@@ -66,6 +68,7 @@ struct Arrays {
     const float* moment1_base = nullptr;
     const uint8_t* hint = nullptr;           // Delta: 5 bits of context a position; takes the place of the moments
     const Factors* factors = nullptr;
+    bool moments() const { return moment1 != nullptr && moment2 != nullptr; }
 };
 
 // Throws Corrupt for a model that no encoder writes, or one that needs arrays which are not there.

@@ -30,7 +30,8 @@ class Contexts {
     Contexts(const Model& model, const Arrays& arrays)
         : model_(model),
           arrays_(arrays),
-          vary_(model.tokens == Tokens::Delta || arrays.factors != nullptr || model.companion != Companion::None) {}
+          vary_(model.tokens == Tokens::Delta || arrays.factors != nullptr || model.companion != Companion::None ||
+                (model.tokens == Tokens::Codes && context_count(model, arrays) > 1)) {}
 
     // Whether positions differ in their contexts.
     bool vary() const { return vary_; }

@@ -15,7 +15,7 @@ class Survey {
    public:
     Survey(const Model& model, const Arrays& arrays)
         : model_(model),
-          contexts_(context_count(model)),
+          contexts_(context_count(model, arrays)),
           ways_(contexts_ <= 64 ? 4 : 1),
           counts_(size_t{ways_} * contexts_ * 256),
           contexts_of_(model, arrays) {

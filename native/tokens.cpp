@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "codes.hpp"
 #include "delta.hpp"
 #include "fields.hpp"
 #include "level.hpp"
@@ -103,16 +104,18 @@ void difference_classes(const Model& model, const uint8_t* values, const uint8_t
     }
 }
 
-unsigned context_count(const Model& model) {
+unsigned context_count(const Model& model, const Arrays& arrays) {
     switch (model.tokens) {
         case Tokens::Level: return kLevelContexts;
         case Tokens::Delta: return model.mantissa == 0 ? 1 : kMaxContexts;
         case Tokens::Planes: return model.width / 8;
+        case Tokens::Codes: return code_context_count(model, arrays);
     }
     return 1;
 }
 
 void contextualise(const Model& model, const Arrays& arrays, uint64_t start, size_t count, Tile& tile) {
+    if (model.tokens == Tokens::Codes) return code_contexts(model, arrays, start, count, tile);
     auto* predicted = reinterpret_cast<uint32_t*>(tile.predicted);
     if (model.predictor == Predictor::Adam)
         predict_adam(model, reinterpret_cast<const float*>(arrays.base) + start, arrays.moment1 + start,
@@ -129,6 +132,7 @@ void contextualise(const Model& model, const Arrays& arrays, uint64_t start, siz
 }
 
 void tokenise(const Model& model, const uint8_t* values, uint64_t start, size_t count, Tile& tile) {
+    if (model.tokens == Tokens::Codes) return code_tokens(model, values + start, count, tile);
     switch (model.width) {
         case 8: return tokenise_uint8_t(model, values, start, count, tile);
         case 16: return tokenise_uint16_t(model, values, start, count, tile);
@@ -150,12 +154,16 @@ uint64_t extra_sum(const Tile& tile, size_t count) {
 }
 
 uint64_t extra_widths(const Model& model, size_t count, Tile& tile) {
-    fill_widths(model, count, tile);
+    if (model.tokens == Tokens::Codes)
+        tile.uniform = 0;
+    else
+        fill_widths(model, count, tile);
     return extra_sum(tile, count);
 }
 
 void untokenise(const Model& model, const BitSpan& extra, uint64_t position, uint64_t start, size_t count, Tile& tile,
                 uint8_t* values) {
+    if (model.tokens == Tokens::Codes) return code_values(model, count, tile, values + start);
     if (model.width == 64)
         load_fields(extra, position, tile.extra_bits, tile.uniform, count, tile.extra);
     else

@@ -13,7 +13,7 @@ constexpr size_t kTile = 2048;
 struct alignas(64) Tile {
     uint64_t extra[kTile];
     uint64_t predicted[kTile];  // Delta, unless the prediction is the base itself
-    const void* prediction;     // Delta: what is predicted
+    const void* prediction;     // Delta and Codes: what is predicted
     int32_t levels[kTile];      // Level: predicted
     uint32_t squares[kTile];
     uint16_t contexts[kTile];
@@ -26,8 +26,8 @@ struct alignas(64) Tile {
 void difference_classes(const Model& model, const uint8_t* values, const uint8_t* others, size_t count,
                         uint8_t* classes);
 
-// How many contexts a model distinguishes (at most kMaxContexts).
-unsigned context_count(const Model& model);
+// How many contexts a model distinguishes with these arrays at hand (at most kMaxContexts).
+unsigned context_count(const Model& model, const Arrays& arrays);
 
 // Fills contexts and what else depends only on what the decoder already holds. For Planes there is nothing to fill.
 void contextualise(const Model& model, const Arrays& arrays, uint64_t start, size_t count, Tile& tile);

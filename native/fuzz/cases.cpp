@@ -55,6 +55,12 @@ void choose_delta(Choices& choose, Model& model) {
     for (float& parameter : model.parameters) parameter = any_float(choose);
 }
 
+void choose_codes(Choices& choose, Model& model) {
+    model.width = 8, model.mantissa = 0;
+    model.predictor = static_cast<Predictor>(choose.below(2));
+    model.top = static_cast<int32_t>(choose.one_in(2) ? 0 : choose.below(256));
+}
+
 enum class Flavour { Noise, Floats, Sparse, Constant, Count };
 
 // Bit patterns of `kind`: noise, floats of similar size with a few of any, mostly zeros, or all the same.
@@ -166,7 +172,10 @@ void replace_tables(Choices& choose, Case& c) {
     if (c.side.size() < 4) return;
     std::memcpy(&size, c.side.data(), 4);
     if (size > c.side.size() - 4) return;
-    const Bytes other = write_tables(make_tables(choose, context_count(c.model)));
+    Arrays arrays;  // only which there are
+    arrays.moment1 = c.moment1.empty() ? nullptr : reinterpret_cast<const float*>(c.moment1.data());
+    arrays.moment2 = c.moment2.empty() ? nullptr : reinterpret_cast<const float*>(c.moment2.data());
+    const Bytes other = write_tables(make_tables(choose, context_count(c.model, arrays)));
     const auto written = static_cast<uint32_t>(other.size());
     c.side.erase(c.side.begin() + 4, c.side.begin() + 4 + static_cast<ptrdiff_t>(size));
     c.side.insert(c.side.begin() + 4, other.begin(), other.end());
@@ -195,7 +204,7 @@ void mutate_model(Choices& choose, Model& model) {
         case 2: model.top = static_cast<int32_t>(small()); break;
         case 3: model.bias = static_cast<int32_t>(choose.word() % ((1 << 21) - 1)) - (1 << 20) + 1; break;
         case 4: model.has_sign = !model.has_sign; break;
-        case 5: model.tokens = static_cast<Tokens>(choose.below(3)); break;
+        case 5: model.tokens = static_cast<Tokens>(choose.below(4)); break;
         case 6: model.predictor = static_cast<Predictor>(choose.below(4)); break;
         case 7: model.companion = static_cast<Companion>(choose.below(3)); break;
         case 8: model.parameters[choose.below(4)] = any_float(choose); break;
@@ -234,7 +243,8 @@ Model make_model(Choices& choose, bool factors) {
     Model model;
     const Kind kind = kKinds[choose.below(sizeof kKinds / sizeof *kKinds)];
     model.width = kind.width, model.mantissa = kind.mantissa;
-    model.tokens = static_cast<Tokens>(choose.below(8) == 0 ? 2 : choose.below(2));
+    model.tokens = static_cast<Tokens>(choose.one_in(4) ? 2 + choose.below(2) : choose.below(2));
+    if (model.tokens == Tokens::Codes) choose_codes(choose, model);
     if (model.tokens == Tokens::Level && (model.mantissa == 0 || (factors && model.width == 64)))
         model.tokens = Tokens::Delta;
     if (model.tokens == Tokens::Level) choose_level(choose, model);

@@ -15,6 +15,7 @@
 
 #include "bits.hpp"
 #include "cases.hpp"
+#include "checks.hpp"
 #include "chunks.hpp"
 #include "cluster.hpp"
 #include "error.hpp"
@@ -43,25 +44,16 @@ void name_case() {
                  static_cast<unsigned long long>(case_now));
 }
 
-void expect(bool holds, const char* message) {
+}  // namespace
+
+void shrinkpoint::expect(bool holds, const char* message) {
     if (holds) return;
     std::fprintf(stderr, "fuzz: %s\n", message);
     name_case();
     std::abort();
 }
 
-// Runs `work`; whether it ended without one of the errors that bytes may cause.
-template <typename Work>
-bool passes(Work work) {
-    try {
-        work();
-    } catch (const Corrupt&) {
-        return false;
-    } catch (const Truncated&) {
-        return false;
-    }
-    return true;
-}
+namespace {
 
 enum class Outcome { Impossible, Refused, Decoded };
 
@@ -271,10 +263,14 @@ void fuzz_classes(Choices& choose) {
 
 void run(Choices& choose) {
     limit(choose.below(3));
-    switch (choose.below(8)) {
+    switch (choose.below(12)) {
         case 0: return fuzz_tables(choose);
         case 1: return fuzz_rans(choose);
         case 2: return choose.one_in(2) ? fuzz_bits(choose) : fuzz_classes(choose);
+        case 3: return fuzz_lengths(choose);
+        case 4: return fuzz_kmeans(choose);
+        case 5:
+        case 6: return fuzz_cyclic(choose);
         default: return fuzz_chunks(choose);
     }
 }

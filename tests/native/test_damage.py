@@ -23,11 +23,13 @@ SMALL = {
     "wild level": make(3, Run("level", 64, 52), 60, "wild"),
     "delta": make(4, Run("delta", 16, 7, predictor="base", top=125, chunk=100), 150, hint=True),
     "wide delta": make(5, Run("delta", 64, 52, predictor="none"), 60, "wild"),
+    "codes": make(10, Run("codes", 8, predictor="base", top=9, chunk=100), 150, moments=True),
     "square": make(6, Run("delta", 32, 23, predictor="square", parameters=(0.9, 0.95, 0.1, 0.05)), 150),
 }
 LARGE = {
     "planes": make(7, Run("planes", 16), 40000),
     "level": make(8, Run("level", 32, 23, bias=121, chunk=40000), 80000),
+    "codes": make(11, Run("codes", 8, predictor="base", chunk=40000), 80000),
     "delta": make(9, Run("delta", 16, 7, predictor="base", top=125, chunk=33000), 66000, "wild"),
 }
 small = pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
@@ -156,6 +158,13 @@ HOSTILE: list[dict[str, Any]] = [
     {"tokens": Tokens.DELTA, "predictor": Predictor.SQUARE},
     {"tokens": Tokens.DELTA, "predictor": Predictor.ADAM, "width": 16, "mantissa": 7},
     {"tokens": Tokens.PLANES, "predictor": Predictor.BASE},
+    {"tokens": Tokens.CODES},
+    *({"tokens": Tokens.CODES, "width": width, "mantissa": 0} for width in (16, 32, 64)),
+    *({"tokens": Tokens.CODES, "width": 8, "mantissa": mantissa} for mantissa in (1, 3)),
+    *({"tokens": Tokens.CODES, "width": 8, "mantissa": 0, "top": top} for top in (-1, 256, 1 << 11)),
+    {"tokens": Tokens.CODES, "width": 8, "mantissa": 0, "shift": 1},
+    {"tokens": Tokens.CODES, "width": 8, "mantissa": 0, "companion": Companion.BASE},
+    *({"tokens": Tokens.CODES, "width": 8, "mantissa": 0, "predictor": one} for one in list(Predictor)[1:]),
     {"tokens": Tokens.PLANES, "companion": Companion.BASE},
 ]
 
@@ -171,10 +180,11 @@ def test_a_model_that_no_encoder_writes_is_corrupt(fields: dict[str, Any]) -> No
         _native.decode(model(**fields), b"", b"", values)
 
 
-@pytest.mark.parametrize("tokens", [Tokens.DELTA, Tokens.PLANES])
+@pytest.mark.parametrize("tokens", [Tokens.DELTA, Tokens.PLANES, Tokens.CODES])
 def test_factors_of_anything_but_levels_are_corrupt(tokens: Tokens) -> None:
-    with pytest.raises(Corrupt):
-        _native.decode(model(tokens=tokens), b"", b"", np.zeros(64, np.uint8), shapes=[(4, 4)])
+    fields = {"width": 8, "mantissa": 0} if tokens == Tokens.CODES else {}
+    with pytest.raises(Corrupt, match="companions and factors"):
+        _native.decode(model(tokens=tokens, **fields), b"", b"", np.zeros(64, np.uint8), shapes=[(4, 4)])
 
 
 @pytest.mark.parametrize("center", [-1, (1 << 20) + 1, -(2**31)])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from twins import bits, planes, record, tokens
-from twins.cases import KINDS, RUNS, Case, cases, deltas, levels, make, seeds
+from twins.cases import KINDS, RUNS, Case, cases, codes, deltas, levels, make, seeds
 from twins.run import Run
 
 from shrinkpoint import _native
@@ -42,10 +42,17 @@ def test_the_twin_decodes_levels(case: Case) -> None:
     agree(case)
 
 
+@several
+@given(codes())
+def test_the_twin_decodes_codes(case: Case) -> None:
+    agree(case)
+
+
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_twin_decodes_every_kind_of_number(run: Run, kind: str) -> None:
-    for moments in (False, True) if run.tokens == "delta" and run.mantissa else (False,):
+    with_moments = run.tokens == "codes" or (run.tokens == "delta" and run.mantissa > 0)
+    for moments in (False, True) if with_moments else (False,):
         agree(make(9, replace(run, chunk=200), 500, kind, moments=moments))
 
 
@@ -53,6 +60,7 @@ WIDE = [
     make(1, Run("delta", 16, 7, predictor="base", top=125), 32801, hint=True),
     make(2, Run("level", 32, 23, companion="base", fine=2, bias=480), 32768),
     make(3, Run("planes", 32), 8200, "normal"),
+    make(4, Run("codes", 8, predictor="base"), 32801, moments=True),
 ]
 
 
@@ -76,7 +84,7 @@ def test_native_decodes_32_lanes_of_the_twin(case: Case) -> None:
 def check_native_reads_the_twin(case: Case, seed: int) -> None:
     random = np.random.default_rng(seed)
     all_tables = [(random.multinomial(4096 - 256, random.dirichlet(np.ones(256))) + 1).tolist() for _ in range(3)]
-    context_map = random.integers(0, 3, case.run.contexts).tolist()
+    context_map = random.integers(0, 3, case.run.contexts(case.known)).tolist()
     side, codes = record.encode(case.run, case.values.tolist(), case.known, context_map, all_tables)
     np.testing.assert_array_equal(case.decode(side, codes), case.values)
 

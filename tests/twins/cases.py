@@ -27,6 +27,9 @@ RUNS = {
     "delta 16": Run("delta", 16, 10, predictor="base", top=15),
     "delta 32": Run("delta", 32, predictor="none", shift=3),
     "delta 64": Run("delta", 64, 52, predictor="base", top=1023),
+    "codes": Run("codes", 8),
+    "codes base": Run("codes", 8, predictor="base"),
+    "codes few": Run("codes", 8, predictor="base", top=9),
     "adam": Run("delta", 32, 23, predictor="adam", top=125, parameters=(0.99, -1e-3, 0.5, 1e-8)),
     "square": Run("delta", 32, 23, predictor="square", parameters=SQUARE),
 }
@@ -195,6 +198,18 @@ def deltas(draw: st.DrawFn, most: int = 300) -> Case:
     )  # fmt: skip
 
 
+@st.composite
+def codes(draw: st.DrawFn, most: int = 300) -> Case:
+    run = Run(
+        "codes", 8,
+        predictor=draw(st.sampled_from(("none", "base"))),
+        top=draw(st.sampled_from((0, 1, 15, 16, 31, 32, 63, 64, 255))),
+        chunk=draw(chunks),
+    )  # fmt: skip
+    count, kind = draw(st.integers(1, most)), draw(st.sampled_from(KINDS))
+    return make(draw(seeds), run, count, kind, hint=draw(st.booleans()), moments=draw(st.booleans()))
+
+
 seeds = st.integers(0, 2**32 - 1)
 chunks = st.sampled_from((32, 64, 100, 262144))
-cases = st.one_of(planes(), levels(), deltas())
+cases = st.one_of(planes(), levels(), deltas(), codes())

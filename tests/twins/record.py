@@ -15,7 +15,7 @@ Shapes = list[tuple[int, int]]
 
 def decode(run: Run, side: bytes, codes: bytes, count: int, known: Known, shapes: Shapes | None = None) -> list[int]:
     size = int.from_bytes(side[:4], "little")
-    context_map, all_tables = tables.read(side[4 : 4 + size], run.contexts)
+    context_map, all_tables = tables.read(side[4 : 4 + size], run.contexts(known))
     factors, rest = 4 + size, 4 + size
     if shapes is not None:
         rest += predict.factors_size(shapes)
@@ -52,6 +52,9 @@ def _foreseen(run: Run, known: Known, count: int) -> tuple[list[int], list[int]]
     if run.tokens == "level":
         pairs = [tokens.level_context(run, known, i) for i in range(count)]
         return [context for context, _ in pairs], [level for _, level in pairs]
+    if run.tokens == "codes":
+        predicted = known.base if run.predictor == "base" else [0] * count
+        return [tokens.code_context(run, known, i) for i in range(count)], predicted
     predicted, squares = predict.predictions(run, known, count)
     return [tokens.delta_context(run, known, i, predicted[i], squares) for i in range(count)], predicted
 
@@ -77,7 +80,7 @@ def _decode_chunk(run: Run, chunk: bytes, of: list[Table], predicted: list[int])
         data, width = planes.join(bytes(symbols), run.width // 8), run.width // 8
         out = [int.from_bytes(data[at : at + width], "little") for at in range(0, len(data), width)]
     else:
-        number = tokens.level_number if run.tokens == "level" else tokens.delta_number
+        number = {"level": tokens.level_number, "delta": tokens.delta_number, "codes": tokens.code_number}[run.tokens]
         out = [number(run, symbol, p, extra.get) for symbol, p in zip(symbols, predicted, strict=True)]
     assert extra.at_end()
     return out
@@ -89,7 +92,9 @@ def _encode_chunk(run: Run, numbers: list[int], of: list[Table], predicted: list
         width = run.width // 8
         symbols = list(planes.split(b"".join(number.to_bytes(width, "little") for number in numbers), width))
     else:
-        symbol_of = tokens.level_symbol if run.tokens == "level" else tokens.delta_symbol
+        symbol_of = {"level": tokens.level_symbol, "delta": tokens.delta_symbol, "codes": tokens.code_symbol}[
+            run.tokens
+        ]
         for number, p in zip(numbers, predicted, strict=True):
             symbol, fields = symbol_of(run, number, p)
             symbols.append(symbol)

@@ -27,11 +27,24 @@ class Run:
     parameters: tuple[float, ...] = ()
     chunk: int = 262144
 
-    @property
-    def contexts(self) -> int:
+    def contexts(self, known: Known) -> int:
         if self.tokens == "planes":
             return self.width // 8
+        if self.tokens == "codes":
+            return (self.largest(known) + 1) * self.pushes(known)
         return 50 if self.tokens == "level" else 512 if self.mantissa else 1
+
+    def largest(self, known: Known) -> int:
+        """Of codes: the parent's largest that contexts tell apart."""
+        if self.predictor == "none":
+            return 0
+        return min(self.top or 255, 63 if known.moments else 255)
+
+    def pushes(self, known: Known) -> int:
+        """Of codes: contexts that the moments make of one."""
+        if not known.moments:
+            return 1
+        return 32 if self.largest(known) < 16 else 16 if self.largest(known) < 32 else 8
 
 
 @dataclass(frozen=True)
@@ -44,3 +57,7 @@ class Known:
     moment1_base: Floats | None = None
     hint: list[int] | None = None
     levels: list[int | None] | None = field(default=None)
+
+    @property
+    def moments(self) -> bool:
+        return self.moment1 is not None and self.moment2 is not None

@@ -111,11 +111,42 @@ def delta_context(run: Run, known: Known, i: int, prediction: int, squares: list
     e = held(run.top - exponent, 15)
     if known.hint is not None:
         return 32 * e + known.hint[i]
-    if known.moment1 is None or known.moment2 is None:
+    if not known.moments:
         return 32 * e
+    r, negative = push(known, i)
+    return 32 * e + 2 * r + negative
+
+
+def push(known: Known, i: int) -> tuple[int, bool]:
+    """How far Adam pushes, in 16 steps, and whether the first moment has its sign bit set."""
     m, v = bits_of(known.moment1[i]), bits_of(abs(known.moment2[i]))
-    r = ((m & 0x7FFFFFFF) >> 22) - ((v >> 23) + 127) + 10
-    return 32 * e + 2 * held(r, 15) + (m >> 31)
+    return held(((m & 0x7FFFFFFF) >> 22) - ((v >> 23) + 127) + 10, 15), m >= 1 << 31
+
+
+# ---- codes
+
+
+def code_context(run: Run, known: Known, i: int) -> int:
+    before = min(known.base[i], run.largest(known)) if run.predictor == "base" else 0
+    if not known.moments:
+        return before
+    r, negative = push(known, i)
+    pushes = run.pushes(known)
+    return pushes * before + 2 * (r * pushes // 32) + negative
+
+
+def code_symbol(run: Run, number: int, prediction: int) -> tuple[int, list[Field]]:
+    if run.predictor == "none":
+        return number, []
+    d = (number - prediction + 128) % 256 - 128
+    return 2 * d if d >= 0 else -2 * d - 1, []
+
+
+def code_number(run: Run, symbol: int, prediction: int, get) -> int:  # type: ignore[no-untyped-def]
+    """There is nothing to `get`."""
+    if run.predictor == "none":
+        return symbol
+    return (prediction + (-(symbol + 1) // 2 if symbol % 2 else symbol // 2)) % 256
 
 
 def hint(run: Run, bits: int, other: int) -> int:
