@@ -97,7 +97,14 @@ def cluster(
     return found.clamp(-limit, limit).float()
 
 
-def quantize(x: Tensor, centers: Tensor, *, pruned: Tensor | None = None, protected: Tensor | None = None) -> Symbols:
+def quantize(
+    x: Tensor,
+    centers: Tensor,
+    *,
+    pruned: Tensor | None = None,
+    protected: Tensor | None = None,
+    noise: Tensor | None = None,
+) -> Symbols:
     """The nearest center for every value, except where it is pruned (zero) or protected (kept in bfloat16).
 
     Protected values are rounded to the nearest, ties to even, within 1/256 of their magnitude; those that would round
@@ -107,19 +114,51 @@ def quantize(x: Tensor, centers: Tensor, *, pruned: Tensor | None = None, protec
         x: bfloat16, float16 or float32; finite; any shape and strides.
         centers: ascending and finite, as from `cluster`.
         pruned, protected: bool, of the shape of `x`, on its device. What is both is protected.
+        noise: float32, of the shape of `x`, evenly distributed in [0, 1): round up or down at random, so that the mean
+            is the value itself (see `dithered`); None: to the nearest.
 
     Raises:
         PolicyError: a mask has another shape, or there are too many centers.
     """
     limit = torch.finfo(x.dtype).max
     centers = centers.detach().to("cpu", torch.float32).clamp(-limit, limit)
-    codes, exact = assign(x, centers, SPECIALS), torch.empty(0, dtype=torch.bfloat16, device=x.device)
-    if pruned is not None:
+    exact = torch.empty(0, dtype=torch.bfloat16, device=x.device)
+    if noise is None:
+        codes = assign(x, centers, SPECIALS)
+    else:
+        codes = dithered(x, centers, SPECIALS, noise, zero=pruned is not None and bool(pruned.any()))
+    if pruned is not None and noise is None:
         codes.masked_fill_(_mask("pruned", pruned, x), 0)
     if protected is not None:
         codes.masked_fill_(_mask("protected", protected, x), 1)
         exact = _rounded(x.detach()[protected])
     return Symbols(codes, centers, exact, SPECIALS)
+
+
+def dithered(x: Tensor, centers: Tensor, first: int, noise: Tensor, *, zero: bool) -> Tensor:
+    """The code of the level below or above every value, at random, so that the mean is the value.
+
+    What matters right after a restore, when all values lie on levels: rounding to the nearest would take most of them
+    back to where they were, and with that what training has done to them; rounded at random, the same share of the way
+    is kept on average. Values on a level stay there, those beyond the ends get the end.
+
+    Args:
+        zero: zero is a level, too; its code is 0.
+
+    Returns:
+        uint8, contiguous, of the shape of `x` and on its device.
+    """
+    levels = centers.to(torch.float32)
+    codes = torch.arange(first, first + levels.numel(), dtype=torch.uint8)
+    if zero:
+        levels, order = torch.cat([levels, torch.zeros(1)]).sort(stable=True)
+        codes = torch.cat([codes, torch.zeros(1, dtype=torch.uint8)])[order]
+    levels, flat = levels.to(x.device), x.detach().reshape(-1).to(torch.float32)
+    below = torch.bucketize(flat, levels, right=True, out_int32=True).sub_(1).clamp_(0, max(levels.numel() - 2, 0))
+    above = (below + 1).clamp_(max=levels.numel() - 1)
+    low, high = levels.index_select(0, below), levels.index_select(0, above)
+    up = noise.reshape(-1) * (high - low) < flat - low
+    return codes.to(x.device).index_select(0, torch.where(up, above, below)).reshape(x.shape)
 
 
 def _shares(x: Tensor) -> Tensor:

@@ -1,0 +1,58 @@
+"""The systems that the studies compare, by name: how each is made from a threshold and a quality."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import shrinkpoint as sp
+
+SYSTEMS = {"inshrinkerator": "Inshrinkerator", "qd": "QD", "cnr": "CNR", "gobo": "GOBO"}
+"""Name here to name in shrinkpoint; "lossless" and "none" need no search."""
+
+
+class Watch:
+    """A quality function that knows how often it was called and how long it took, since `lap` was last called."""
+
+    def __init__(self, evaluate: Callable[[Any], float]) -> None:
+        self._evaluate = evaluate
+        self.calls, self.seconds = 0, 0.0
+
+    def __call__(self, model: Any) -> float:
+        began = time.perf_counter()
+        try:
+            return self._evaluate(model)
+        finally:
+            self.calls += 1
+            self.seconds += time.perf_counter() - began
+
+    def lap(self) -> dict[str, float]:
+        out = {"calls": self.calls, "seconds": self.seconds}
+        self.calls, self.seconds = 0, 0.0
+        return out
+
+
+def available(system: str) -> bool:
+    return system not in SYSTEMS or hasattr(sp, SYSTEMS[system])
+
+
+def scheme(system: str, **arguments: Any) -> Any:
+    """A scheme, or its name where there is nothing to set.
+
+    Args:
+        arguments: threshold, evaluate, higher_is_better, optimizer, and gradients and paper, which only
+            Inshrinkerator has.
+    """
+    if system not in SYSTEMS:
+        return "lossless"
+    if system != "inshrinkerator":
+        arguments = {name: value for name, value in arguments.items() if name not in ("gradients", "paper")}
+    return getattr(sp, SYSTEMS[system])(**arguments)
+
+
+def recorder(system: str, model: Any, interval: int) -> Any:
+    """A recorder of gradients where the system ranks by sensitivity, else None."""
+    if system != "inshrinkerator" or not hasattr(sp, "Gradients"):
+        return None
+    return sp.Gradients(model, every=interval, batches=50)
