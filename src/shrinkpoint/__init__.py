@@ -40,9 +40,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "CNR": "schemes", "FileSummary": "store.single", "GOBO": "schemes", "Gradients": "train", "Inshrinkerator": "schemes",
-    "Keep": "store.retention", "Lossless": "schemes", "Manager": "train", "QD": "schemes", "SaveReport": "store.file",
-    "Store": "store.store", "inspect": "store.single", "load": "store.single", "save": "store.single",
+    "CNR": "schemes", "FileSummary": "store.single", "GOBO": "schemes", "Gradients": "train",
+    "Inshrinkerator": "schemes", "Keep": "store.retention", "Lossless": "schemes", "Manager": "train", "QD": "schemes",
+    "SaveReport": "store.file", "Store": "store.store", "inspect": "store.single", "load": "store.single",
+    "save": "store.single",
 }  # fmt: skip
 
 __all__ = ["ShrinkpointError", "__version__", "errors", *_HOMES]

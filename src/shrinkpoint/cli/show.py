@@ -13,6 +13,7 @@ from shrinkpoint.cli.console import emit, say
 from shrinkpoint.cli.table import Column, facts, show
 from shrinkpoint.cli.target import JsonOption, PlaceArgument, StepOption, checkpoint, open_file, open_store, target
 from shrinkpoint.container import Reader
+from shrinkpoint.record import JSON
 from shrinkpoint.report import CheckpointSummary, FileSummary, TensorRow, checkpoint_summary, file_summary
 
 _VALUES = 12
@@ -71,12 +72,24 @@ def _facts(summary: CheckpointSummary, file: FileSummary) -> Iterator[tuple[str,
     ratio = words.ratio(summary.raw_bytes, summary.stored_bytes)
     yield "size", f"{words.size(summary.raw_bytes)} of state in {words.size(summary.stored_bytes)} ({ratio})"
     yield "metrics", ", ".join(f"{name} {words.number(value)}" for name, value in summary.metrics.items())
+    yield "lost", _lost(summary.loss)
     yield "lossy restores", str(summary.lossy_restores or "")
     yield "note", summary.note
     yield "forgotten", "deleted by the next `prune` unless something stands on it" if summary.forgotten else ""
     yield "file", file.where
     yield "digest", file.digest
     yield "id", summary.id
+
+
+def _lost(loss: JSON) -> str:
+    """What a scheme says that it lost; whatever else stands there is shown by --json."""
+    chosen = loss.get("chosen") if isinstance(loss, dict) else None
+    if not isinstance(loss, dict) or not isinstance(chosen, dict):
+        return "nothing" if loss else ""
+    settings = ", ".join(f"{str(name).replace('_', ' ')} {value}" for name, value in chosen.items())
+    degradation, optimizer = loss.get("degradation"), loss.get("optimizer")
+    measured = f"; degradation {degradation:.2%}" if isinstance(degradation, float) else ""
+    return f"{settings}{measured}" + (f"; optimizer {optimizer}" if optimizer in ("reset", "lossy") else "")
 
 
 def _kind(summary: CheckpointSummary) -> str:

@@ -1,8 +1,8 @@
 """ONE TENSOR <-> BYTES.
 
 `recipe` says what was done, `arrange` lays tensors out as one array of numbers, `run` codes such an array with the
-native core, `codec` joins the stages and is the only place where they meet. Of a tensor that is quantized, `symbols` says
-what the quantizer left, and `quantized` codes that.
+native core, `codec` joins the stages and is the only place where they meet. Of a tensor that is quantized, `symbols`
+says what the quantizer left, and `quantized` codes that.
 """
 
 from shrinkpoint.codec.codec import Material, copies, decode, encode, known_arrays, plain, same

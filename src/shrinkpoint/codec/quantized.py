@@ -19,7 +19,7 @@ from shrinkpoint.codec.quantize import bits_of
 from shrinkpoint.codec.recipe import Codes, Cyclic, Packed, Quantized
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.codec.run import CHUNK, Bytes, Known, Run, default_threads
-from shrinkpoint.codec.symbols import Symbols
+from shrinkpoint.codec.symbols import MOST_CODES, SPECIALS, Symbols
 from shrinkpoint.record import Encoded, TensorInfo
 from shrinkpoint.state import torch_dtype
 
@@ -64,7 +64,13 @@ class Codebooked:
 
 
 def encode_quantized(material: Codebooked, *, coders: Sequence[str] = CODERS, threads: int | None = None) -> Encoded:
-    """The record, in the smallest form that `coders` allow."""
+    """The record, in the smallest form that `coders` allow.
+
+    Raises:
+        ValueError: the symbols are not what `codec.Symbols` says, or not those of the tensors.
+    """
+    digest = _digest([bits_of(tensor) for tensor in material.tensors])
+    _check_readable(material, digest)
     infos, first = material.infos, material.symbols[0]
     codes = _joined([one.codes for one in material.symbols])
     parent = _Parent.of(infos, material.reference)
@@ -79,7 +85,6 @@ def encode_quantized(material: Codebooked, *, coders: Sequence[str] = CODERS, th
         bins=first.bins, first=first.first, codes=how, centers=centers, exact=_EXACT[first.exact.dtype], exacts=exacts,
         base=parent is not None, moments=material.moments if uses_moments else (),
     )  # fmt: skip
-    digest = _digest([bits_of(tensor) for tensor in material.tensors])
     base = None if parent is None else parent.digest
     return Encoded(material.name, infos, recipes.to_json(recipe), parts, digest, base)
 
@@ -119,6 +124,17 @@ def decode_quantized(
     return tensors, out
 
 
+def _check_readable(material: Codebooked, digest: str) -> None:
+    """The last line of defence: a scheme's mistake must not become a checkpoint that no reader takes."""
+    pairs = list(zip(material.infos, material.symbols, strict=True))
+    if any(not 0 < one.bins <= MOST_CODES - one.first or not 0 <= one.first <= SPECIALS for _, one in pairs):
+        raise ValueError("symbols with more codes than there are")
+    if any(not bool(one.centers.isfinite().all()) or bool((one.centers.diff() < 0).any()) for _, one in pairs):
+        raise ValueError("symbols whose centers do not rise, or are not finite")
+    if _digest([bits_of(one.values(torch_dtype(info.dtype))) for info, one in pairs]) != digest:
+        raise ValueError("symbols that stand for other values than the tensors have")
+
+
 def base_digest(infos: Sequence[TensorInfo], reference: Reference) -> str | None:
     """What a record that needs the parent's codes calls its base; None where the parent does not have them."""
     parent = _Parent.of(infos, reference)
@@ -138,9 +154,10 @@ class _Parent:
         if reference is None or any(info.name not in reference.symbols for info in infos):
             return None
         symbols = tuple(reference.symbols[info.name] for info in infos)
-        if any(tuple(one.codes.shape) != info.shape for one, info in zip(symbols, infos, strict=True)):
+        found = [reference.matching(info.name, info.shape, torch_dtype(info.dtype)) for info in infos]
+        tensors = tuple(tensor for tensor in found if tensor is not None)
+        if len(tensors) < len(infos):
             return None
-        tensors = tuple(reference.tensors[info.name] for info in infos)
         return cls(symbols, tensors, _joined([one.codes for one in symbols]))
 
     @property
@@ -169,7 +186,7 @@ def _forms(
     """(how, side, codes) in every form that `coders` allow; at least one, since fixed width always serves."""
     previous = None if parent is None else parent.codes
     any_form = False
-    for run in _runs(codes, previous, known, coders, threads):
+    for run in _runs(codes, parent, known, coders, threads):
         arrays = Known(base=previous, moment1=known.moment1, moment2=known.moment2)
         side, coded = run.encode(_BYTE, codes, arrays, threads)
         yield run, side.data, coded.data
@@ -184,18 +201,19 @@ def _forms(
         yield Packed(bits), b"", _native.pack_bits(codes.astype(np.uint32), bits).data
 
 
-def _runs(codes: Bytes, previous: Bytes | None, known: Known, coders: Sequence[str], threads: int) -> Iterator[Run]:
+def _runs(codes: Bytes, parent: _Parent | None, known: Known, coders: Sequence[str], threads: int) -> Iterator[Run]:
     if codes.nbytes == 0:
         return
-    if "alone" in coders or ("context" in coders and previous is None):
+    if "alone" in coders or ("context" in coders and parent is None):
         yield Run("codes")
-    if "context" in coders and previous is not None:
-        plain = Run("codes", predictor="base")
+    if "context" in coders and parent is not None:
+        top = parent.used - 1
+        plain = Run("codes", predictor="base", top=top)
         if known.moment1 is None or known.moment2 is None:
             yield plain
             return
-        arrays = Known(base=previous, moment1=known.moment1, moment2=known.moment2)
-        runs = [plain, Run("codes", predictor="base", moments=True)]
+        arrays = Known(base=parent.codes, moment1=known.moment1, moment2=known.moment2)
+        runs = [plain, Run("codes", predictor="base", moments=True, top=top)]
         stride = max(1, codes.nbytes >> 17)
         yield min(runs, key=lambda run: run.measure(_BYTE, codes, arrays, stride, threads))
 
@@ -229,6 +247,8 @@ def _decode_codes(
     count: int, recipe: Quantized, side: Bytes, stored: Bytes, parent: _Parent | None, known: Known, threads: int
 ) -> Bytes:
     previous = None if parent is None else parent.codes
+    if side.nbytes and not isinstance(recipe.codes, Run):
+        raise ValueError("a side of codes that have none")
     match recipe.codes:
         case Packed(bits):
             if stored.nbytes != (count * bits + 7) // 8:

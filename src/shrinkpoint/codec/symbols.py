@@ -55,6 +55,10 @@ class Symbols:
             return torch.zeros_like(self.codes, dtype=torch.bool)
         return self.codes == self.first - 1
 
+    def cpu(self) -> Symbols:
+        """The same, where a store holds them."""
+        return Symbols(self.codes.cpu(), self.centers.cpu(), self.exact.cpu(), self.first)
+
     def values(self, dtype: torch.dtype) -> Tensor:
         """What a reader gets; of the shape of `codes`, on their device."""
         table = torch.zeros(self.used, dtype=torch.float32, device=self.codes.device)

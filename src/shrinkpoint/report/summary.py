@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from shrinkpoint.record import JSON
 from shrinkpoint.store.manifest import Manifest
 
 
@@ -24,6 +25,7 @@ class CheckpointSummary:
         stored_bytes: bytes of its own files.
         metrics: what the loop measured.
         lossy_restores: lossy restores behind this state.
+        loss: what was lost, and what was measured to decide it; None: nothing.
         note: free text.
         forgotten: hidden, and deleted by the next `prune` unless something stands on it.
         files: (name, bytes, header digest) of its payloads.
@@ -39,6 +41,7 @@ class CheckpointSummary:
     stored_bytes: int
     metrics: dict[str, float] = field(default_factory=dict)
     lossy_restores: int = 0
+    loss: JSON = None
     note: str = ""
     forgotten: bool = False
     files: tuple[tuple[str, int, str], ...] = ()
@@ -48,10 +51,11 @@ class CheckpointSummary:
         return self.depth == 0
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object; `ratio` is raw bytes for each stored byte, null when that means nothing."""
+        """As a JSON object; `ratio` is raw bytes for each stored byte, null when that means nothing; `loss` may lack."""
         files = [{"name": name, "bytes": size, "digest": digest} for name, size, digest in self.files]
         ratio = {"ratio": _ratio(self.raw_bytes, self.stored_bytes)}
-        return {**asdict(self), "keyframe": self.keyframe, **ratio, "files": files}
+        out = {**asdict(self), "keyframe": self.keyframe, **ratio, "files": files}
+        return {name: value for name, value in out.items() if name != "loss" or value is not None}
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class StoreSummary:
     def to_json(self) -> dict[str, Any]:
         return {
             "where": self.where,
-            "checkpoints": [one.to_json() for one in self.checkpoints],
+            "checkpoints": [replace(one, loss=None).to_json() for one in self.checkpoints],
             "broken": [{"where": where, "found": found} for where, found in self.broken],
             "raw_bytes": self.raw_bytes,
             "stored_bytes": self.stored_bytes,
@@ -100,6 +104,7 @@ def checkpoint_summary(manifest: Manifest, *, forgotten: bool = False) -> Checkp
         stored_bytes=manifest.stored_bytes,
         metrics=dict(manifest.metrics),
         lossy_restores=manifest.lossy_restores,
+        loss=manifest.loss,
         note=manifest.note,
         forgotten=forgotten,
         files=tuple((one.name, one.size, one.digest) for one in manifest.files),

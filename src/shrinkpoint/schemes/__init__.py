@@ -10,9 +10,9 @@ from shrinkpoint.schemes.names import named
 from shrinkpoint.schemes.qd import QD
 from shrinkpoint.schemes.searched import Searched
 from shrinkpoint.schemes.settled import Settled
-from shrinkpoint.schemes.target import ModelTarget
+from shrinkpoint.schemes.target import ModelTarget, modules_of
 
 __all__ = [
     "CNR", "GOBO", "QD", "Again", "Inshrinkerator", "Kept", "Lossless", "ModelTarget", "Scheme", "Searched", "Settled",
-    "named",
+    "modules_of", "named",
 ]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from shrinkpoint.codec import Reference, Symbols
 from shrinkpoint.record import JSON, Encoded
@@ -20,11 +19,12 @@ class Again:
     Attributes:
         symbols: of the tensors that were quantized, by name.
         loss: what was lost when they were.
+        id: of the scheme that wrote it first.
     """
 
-    id: ClassVar[str] = "again"
     symbols: Mapping[str, Symbols] = field(default_factory=dict, repr=False)
     loss: JSON = None
+    id: str = "again"
 
     def quantize(self, flat: FlatState, reference: Reference | None) -> Kept:
         """All of it; see `schemes.Scheme`."""

@@ -24,14 +24,16 @@ class Earlier:
         centers: by name of a tensor.
         codes: the previous codes at the places of `sample`, by name.
         used: how many codes there were, by name.
+        generation: lossy restores behind the weights; 0: they have never been on a quantizer's levels.
     """
 
     centers: dict[str, Tensor] = field(default_factory=dict, repr=False)
     codes: dict[str, Tensor] = field(default_factory=dict, repr=False)
     used: dict[str, int] = field(default_factory=dict, repr=False)
+    generation: int = 0
 
     @classmethod
-    def of(cls, symbols: Mapping[str, Symbols], tensors: Mapping[str, Tensor]) -> Earlier:
+    def of(cls, symbols: Mapping[str, Symbols], tensors: Mapping[str, Tensor], generation: int = 0) -> Earlier:
         """Of those tensors that had the same shape before."""
         same = {name: symbols[name] for name, x in tensors.items() if name in symbols}
         same = {name: one for name, one in same.items() if one.codes.shape == tensors[name].shape}
@@ -39,6 +41,7 @@ class Earlier:
             {name: one.centers.cpu() for name, one in same.items()},
             {name: sample(one.codes).cpu() for name, one in same.items()},
             {name: one.used for name, one in same.items()},
+            generation,
         )
 
 
@@ -65,3 +68,19 @@ class Candidates(Protocol):
     def size(self, point: Point) -> float:
         """Predicted bytes of those symbols, the delta to the previous checkpoint taken into account."""
         ...
+
+
+class Latest:
+    """The same points; the symbols of the latest one are kept, since the last that is tried is often the one chosen."""
+
+    def __init__(self, candidates: Candidates) -> None:
+        self._candidates = candidates
+        self._latest: tuple[Point | None, dict[str, Symbols]] = (None, {})
+
+    def symbols(self, point: Point) -> dict[str, Symbols]:
+        if self._latest[0] != point:
+            self._latest = (point, self._candidates.symbols(point))
+        return self._latest[1]
+
+    def size(self, point: Point) -> float:
+        return self._candidates.size(point)

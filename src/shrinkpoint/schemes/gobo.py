@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -48,7 +49,10 @@ class _Candidates:
         return {name: self._one(name, self._bins(name, point)) for name in self._weights}
 
     def size(self, point: Point) -> float:
-        """From a sample, quantized by itself."""
+        """From a sample, quantized by itself; infinite for a point that only says again what another one says."""
+        at, embeddings = SPACE.settings(point), EMBEDDING in self._kinds.values()
+        if not embeddings and at["embedding_bins"] != SPACE.axes[1].values[-1]:
+            return math.inf
         return sum(self._size(name, x, self._bins(name, point)) for name, x in self._weights.items())
 
     def _bins(self, name: str, point: Point) -> int:

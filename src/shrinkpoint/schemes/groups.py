@@ -69,7 +69,7 @@ def partition(flat: FlatState, reference: Reference | None, symbols: Mapping[str
     links = Links(flat, copied)
     rest = [info for info in rest if info.name not in copied]
     groups = _groups([info for info in rest if info.name not in symbols], links, reference, flat)
-    codes = _code_groups([info for info in rest if info.name in symbols], links, reference, symbols)
+    codes = _code_groups([info for info in rest if info.name in symbols], links, reference, flat, symbols)
     return Partition(same, sorted(groups + codes, key=lambda group: _place(group.infos[0])), copies)
 
 
@@ -85,7 +85,13 @@ def _unchanged(info: TensorInfo, flat: FlatState, reference: Reference | None, s
     if old is None or reference is None or not _equal(flat.tensors[info.name], old):
         return False
     before = reference.symbols.get(info.name)  # a reader goes on with these, so they must be what this state has
-    return symbols is None or (before is not None and torch.equal(symbols.codes, before.codes))
+    return symbols is None or (before is not None and _alike(symbols, before))
+
+
+def _alike(a: Symbols, b: Symbols) -> bool:
+    if (a.first, a.bins, a.exact.dtype, a.exact.shape) != (b.first, b.bins, b.exact.dtype, b.exact.shape):
+        return False
+    return all(_equal(x, y) for x, y in ((a.codes, b.codes), (a.centers, b.centers), (a.exact, b.exact)))
 
 
 def _equal(x: Tensor, y: Tensor) -> bool:
@@ -102,14 +108,17 @@ def _copies(
     seen: dict[tuple[object, ...], list[str]] = {}
     wide: dict[tuple[int, ...], list[str]] = {}
     for name in symbols:
-        wide.setdefault(flat.infos[name].shape, []).append(name)
+        info, x = flat.infos[name], flat.tensors[name]
+        seen.setdefault(_key(info, x), []).append(name)
+        if info.dtype == "F32":
+            wide.setdefault(info.shape, []).append(name)
     out = []
     ordered = sorted(infos, key=lambda info: info.dtype != "F32")  # what is cast from comes first
     for info in ordered:
         x = flat.tensors[info.name]
         if info.nbytes == 0:
             continue
-        key = (info.dtype, info.shape, bytes(bits_of(x)[:64]))
+        key = _key(info, x)
         source = _first(seen.get(key, []), lambda name, x=x: _equal(flat.tensors[name], x))  # type: ignore[misc]
         if source is None and info.dtype in ("BF16", "F16"):
             source = _first(wide.get(info.shape, []), lambda name, x=x: _is_cast(x, flat.tensors[name]))  # type: ignore[misc]
@@ -120,6 +129,11 @@ def _copies(
         if info.dtype == "F32":
             wide.setdefault(info.shape, []).append(info.name)
     return out
+
+
+def _key(info: TensorInfo, x: Tensor) -> tuple[object, ...]:
+    """What equal tensors have in common, and few others."""
+    return (info.dtype, info.shape, bytes(bits_of(x.reshape(-1)[:64])))
 
 
 def _is_cast(x: Tensor, source: Tensor) -> bool:
@@ -158,14 +172,13 @@ def _place(info: TensorInfo) -> int:
 
 
 def _code_groups(
-    infos: list[TensorInfo], links: Links, reference: Reference | None, symbols: Mapping[str, Symbols]
+    infos: list[TensorInfo], links: Links, reference: Reference | None, flat: FlatState, symbols: Mapping[str, Symbols]
 ) -> list[Group]:
     """As `_groups`, of tensors that are quantized: those in a record have equally many centers."""
     bundles: dict[tuple[object, ...], list[TensorInfo]] = {}
     for info in infos:
         one = symbols[info.name]
-        before = None if reference is None else reference.symbols.get(info.name)
-        based = before is not None and before.codes.shape == one.codes.shape
+        based = _held(info, flat, reference) is not None and reference is not None and info.name in reference.symbols
         moments = bool(links.moments(info)) and info.role is not Role.MOMENT2
         alone = info.name if info.numel >= SMALL else ""
         key = (info.dtype, info.role, one.bins, one.first, one.exact.dtype, based, moments, alone)

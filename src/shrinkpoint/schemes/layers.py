@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from torch import nn
+from torch import Tensor, nn
 
 EMBEDDING, CONVOLUTION, ATTENTION, LINEAR, HEAD = "embedding", "convolution", "attention", "linear", "head"
 
@@ -31,21 +31,31 @@ def kind_by_name(name: str, dims: int) -> str:
 
 
 def kinds_by_module(model: nn.Module) -> dict[str, str]:
-    """The kind of each parameter whose module leaves no doubt, by its name in the model."""
+    """The kind of each parameter whose module leaves no doubt, by its name in the model.
+
+    A tied parameter is an embedding if it is one anywhere. A linear layer is none, whatever it is called.
+    """
     out: dict[str, str] = {}
-    for path, module in model.named_modules():
-        kind = _kind_of(module)
-        if kind is not None:
-            inner = module.named_parameters(recurse=kind is ATTENTION)
-            out.update((f"{path}.{name}" if path else name, kind) for name, _ in inner)
-    return out
+    embeddings: set[Tensor] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(path, recurse=isinstance(module, nn.MultiheadAttention)):
+            kind = _kind_of(module, name, parameter)
+            if kind is not None:
+                out.setdefault(name, kind)  # the outer module knows better
+            if kind == EMBEDDING:
+                embeddings.add(parameter)
+    tied = [name for name, one in model.named_parameters(remove_duplicate=False) if one in embeddings]
+    return out | dict.fromkeys(tied, EMBEDDING)
 
 
-def _kind_of(module: nn.Module) -> str | None:
+def _kind_of(module: nn.Module, name: str, parameter: Tensor) -> str | None:
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return EMBEDDING
     if isinstance(module, nn.MultiheadAttention):
         return ATTENTION
     if isinstance(module, nn.modules.conv._ConvNd):
         return CONVOLUTION
+    if isinstance(module, nn.Linear):
+        kind = kind_by_name(name, parameter.dim())
+        return LINEAR if kind == EMBEDDING else kind
     return None

@@ -20,7 +20,7 @@ from shrinkpoint.schemes.picks import SMALLEST
 from shrinkpoint.state import FlatState
 
 Mode = Literal["exact", "reset", "lossy"]
-"""exact: bit for bit. reset: a restore begins with fresh moments. lossy: moments on a logarithmic grid of 254 levels."""
+"""exact: bit for bit. reset: a restore begins with fresh moments. lossy: moments on 254 logarithmic levels."""
 
 _MOMENTS = (Role.MOMENT1, Role.MOMENT2)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,7 @@ from shrinkpoint.state import FlatState
 
 SMALLEST = 4096
 """Numbers below which a weight is kept exactly: what it could gain is little, and it is the likelier to matter."""
+_FEW = 256
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -31,19 +32,30 @@ class Picks:
     refused: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, flat: FlatState) -> Picks:
+    def of(cls, flat: FlatState, alive: Collection[str] | None = None) -> Picks:
         """Weights with two axes or more and at least `SMALLEST` values (arXiv 2306.11800 leaves open which, D1).
 
         Norms, biases, buffers, counters and 64-bit floats stay exact. Where a 16-bit weight is a cast of a float32
         master copy, the master is quantized and the weight follows.
+
+        Args:
+            alive: the names of a model's own parameters, where these are known: nothing else is then picked, but for
+                the masters of those.
         """
+
+        def is_weight(name: str, role: Role) -> bool:
+            return role is Role.MASTER or (role is Role.PARAMETER if alive is None else name in alive)
+
         wanted = {
-            name: flat.tensors[name] for name, info in flat.infos.items() if _eligible(flat.tensors[name], info.role)
+            name: flat.tensors[name]
+            for name, info in flat.infos.items()
+            if is_weight(name, info.role) and _fits(flat.tensors[name])
         }
         finite = {name: x for name, x in wanted.items() if bool(x.isfinite().all())}
-        refused = tuple(name for name in wanted if name not in finite)
-        casts = _casts(flat, finite)
-        return cls({name: x for name, x in finite.items() if name not in casts}, casts, refused)
+        casts = _casts(finite)
+        ours = {*(wanted if alive is None else alive), *casts.values()}
+        tensors = {name: x for name, x in finite.items() if name in ours and name not in casts}
+        return cls(tensors, casts, tuple(name for name in wanted if name in ours and name not in finite))
 
     def replaced(self, values: Mapping[str, Tensor], flat: FlatState) -> dict[str, Tensor]:
         """The state's tensors that change when those picked get these values: they, and their casts."""
@@ -54,11 +66,11 @@ class Picks:
         return out
 
 
-def _eligible(x: Tensor, role: Role) -> bool:
-    return role in (Role.PARAMETER, Role.MASTER) and x.dtype in _DTYPES and x.dim() >= 2 and x.numel() >= SMALLEST
+def _fits(x: Tensor) -> bool:
+    return x.dtype in _DTYPES and x.dim() >= 2 and x.numel() >= SMALLEST
 
 
-def _casts(flat: FlatState, picked: Mapping[str, Tensor]) -> dict[str, str]:
+def _casts(picked: Mapping[str, Tensor]) -> dict[str, str]:
     masters: dict[tuple[int, ...], list[str]] = {}
     for name, x in picked.items():
         if x.dtype == torch.float32:
@@ -68,7 +80,13 @@ def _casts(flat: FlatState, picked: Mapping[str, Tensor]) -> dict[str, str]:
         if x.dtype == torch.float32:
             continue
         for master in masters.get(tuple(x.shape), []):
-            if torch.equal(x.cpu(), picked[master].to(x.dtype).cpu()):
+            if _is_cast(x, picked[master]):
                 out[name] = master
                 break
     return out
+
+
+def _is_cast(x: Tensor, master: Tensor) -> bool:
+    """A few values first: most layers of a model have the same shape, and each would be compared with each."""
+    some, others = (one.detach().reshape(-1)[:_FEW].cpu() for one in (x, master))
+    return torch.equal(some, others.to(x.dtype)) and torch.equal(x.cpu(), master.to(x.dtype).cpu())

@@ -34,10 +34,15 @@ class Quality:
     base: float = math.nan
 
     def measure_base(self, *, twice: bool) -> Base:
-        """Measure the unchanged weights; `twice` tells how noisy that is, else it is taken to be exact."""
+        """Measure the unchanged weights; `twice` tells how noisy that is, else it is taken to be exact.
+
+        A value that is not finite the second time is what is returned: there is nothing to compare with then.
+        """
         value = self.measure({})
-        noise = abs(self._worse(self.measure({}), value)) if twice and math.isfinite(value) else 0.0
-        return Base(value, noise)
+        if not twice or not math.isfinite(value):
+            return Base(value, 0.0)
+        again = self.measure({})
+        return Base(value, abs(self._worse(again, value))) if math.isfinite(again) else Base(again, 0.0)
 
     def degradation(self, values: Values) -> float:
         """By how much of `base` the values are worse; negative where they are better, nan where they are nowhere.

@@ -18,7 +18,7 @@ from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.record import JSON, Encoded
 from shrinkpoint.schemes import moments, search
 from shrinkpoint.schemes.base import Kept
-from shrinkpoint.schemes.candidate import Candidates, Earlier
+from shrinkpoint.schemes.candidate import Candidates, Earlier, Latest
 from shrinkpoint.schemes.picks import Picks
 from shrinkpoint.schemes.quality import Quality
 from shrinkpoint.schemes.records import records
@@ -41,11 +41,12 @@ class Searched:
         threshold: how much worse `evaluate` may become, relative to the state before: 0.01 is one per cent.
         evaluate: called with what is being saved (a manager's `model`; else the state) with a candidate's values in it;
             returns a loss or a score. It must give the same answer for the same weights: fix its batches and its seed,
-            and call `model.eval()`. Whatever it changes is put back.
+            and call `model.eval()`. Whatever it changes in the model is put back.
         higher_is_better: `evaluate` returns a score (accuracy) and no loss.
         config: a setting, by name of the knobs; then nothing is searched and `evaluate` is not needed.
         optimizer: "exact" keeps the optimizer's moments bit for bit; "reset" and "lossy" do not (see `moments`).
-        fallback: where no setting meets the threshold: "safest" takes the safest one, "lossless" loses nothing.
+        fallback: where no setting meets the threshold: "safest" takes the safest one, "lossless" loses nothing. If
+            `evaluate` gives no number for the safest one either, nothing is lost in any case.
         coarser: whether a later checkpoint may be quantized more aggressively than the one before.
         group: a torch.distributed group of data-parallel replicas, all of which save at the same time and share the
             trials; the first of them writes.
@@ -74,12 +75,13 @@ class Searched:
         progress: bool | search.Progress = False,
         seed: int = 0,
     ) -> None:
-        self._evaluate, self._higher, self._threshold = evaluate, higher_is_better, _threshold(threshold)
+        self._evaluate, self._higher, self._threshold = _callable(evaluate), higher_is_better, _threshold(threshold)
         self._fixed = None if config is None else self._point(config)
         self._optimizer, self._fallback = moments.checked(optimizer), _fallback(fallback)
         self._coarser, self._group, self._progress, self._seed = coarser, group, progress, seed
         self._last: Point | None = None
         self._noise: float | None = None
+        self._generation = 0
         if evaluate is None and config is None:
             expected, do = "evaluate= or config=", "pass a function that measures the model, or choose a setting"
             raise PolicyError(type(self).__name__, found="neither", expected=expected, do=do)
@@ -126,14 +128,30 @@ class Searched:
         """Whether this process is the one of its group that writes."""
         return self._group is None or torch.distributed.get_rank(self._group) == 0
 
-    def resume(self, loss: JSON) -> None:
+    def together(self, compute: Callable[[], None]) -> None:
+        """Do something on the rank that leads; where it raises, all ranks of the group do, instead of waiting for it.
+
+        Raises:
+            whatever `compute` raises.
+        """
+        if self._group is None:
+            compute()
+        else:
+            Trials(_unmeasured, group=self._group).everywhere(lambda: compute() if self.leads else None)
+
+    def resume(self, loss: JSON, generation: int = 0) -> None:
         """Go on from a checkpoint: search near what was chosen there.
 
         Args:
-            loss: of its manifest; one of another scheme, or none, makes the next search a whole one.
+            loss: of its manifest; one of another scheme, one where nothing met the threshold, or none, makes the next
+                search a whole one.
+            generation: lossy restores behind the weights from now on; after one, they lie on a quantizer's levels.
         """
-        chosen = loss.get("chosen") if isinstance(loss, dict) and loss.get("scheme") == self.id else None
-        self._last = self.space.point(chosen) if isinstance(chosen, dict) else None
+        known = loss if isinstance(loss, dict) else {}
+        chosen = known.get("chosen")
+        ours = isinstance(chosen, dict) and known.get("scheme") == self.id and "fallback" not in known
+        self._last = self.space.point(chosen) if isinstance(chosen, dict) and ours else None
+        self._generation = generation
 
     @torch.no_grad()
     def settle(self, flat: FlatState, reference: Reference | None, target: Target | None = None) -> Settled:
@@ -147,19 +165,19 @@ class Searched:
             PolicyError: `evaluate` raised, or returned no number.
         """
         began = time.perf_counter()
-        picks = Picks.of(flat)
+        picks = Picks.of(flat, None if target is None else target.alive)
         found = _Found()
         if picks.tensors:
             symbols = {} if reference is None else reference.symbols
-            earlier: Earlier = self._shared(Earlier.of(symbols, picks.tensors))
-            target = Target(flat, self._evaluate or _unasked) if target is None else target
+            earlier: Earlier = self._shared(Earlier.of(symbols, picks.tensors, self._generation))
+            target = Target(flat, self._evaluate or _unmeasured) if target is None else target
             found = self._find(flat, picks, earlier, target)
         record = {
             "scheme": self.id, "threshold": self._threshold, "optimizer": self._optimizer,
             **found.record, "left_out": list(picks.refused), "seconds": round(time.perf_counter() - began, 3),
         }  # fmt: skip
         if picks.refused:
-            _warn(f"{picks.refused[0]} and {len(picks.refused) - 1} more weights are not finite and stay as they are")
+            _warn(f"weights with values that are not finite are kept as they are: {', '.join(picks.refused)}")
         optimizer = "exact" if found.lossless else self._optimizer
         symbols = {name: _on_host(one) for name, one in found.symbols.items()}
         return Settled(self.id, symbols, picks.casts, optimizer, self.coders, record)
@@ -170,8 +188,10 @@ class Searched:
             return _Found(candidates.symbols(self._fixed), {"chosen": self.space.settings(self._fixed)})
         with target:
             quality = Quality(lambda values: target.measure(picks.replaced(values, flat)), higher=self._higher)
+            candidates = Latest(candidates)
             trials = Trials(_measure(quality, candidates, picks), group=self._group)
-            base, *_ = trials.everywhere(lambda: quality.measure_base(twice=self._noise is None))
+            noise = self._noise
+            base, *_ = trials.everywhere(lambda: quality.measure_base(twice=noise is None))
             quality.base = base.value
             if not math.isfinite(base.value):
                 _warn(f"evaluate returned {base.value} for the state itself, so this checkpoint is lossless")
@@ -196,22 +216,27 @@ class Searched:
             self._last = chosen.point
             record |= {"chosen": self.space.settings(chosen.point), "degradation": chosen.degradation}
             return _Found(candidates.symbols(chosen.point), record)
-        point = self.space.safest(self.variants(target)[0])
-        worst = next((t.degradation for o in outcomes for t in o.trials if t.point == point), math.nan)
-        kept = "nothing was lost instead" if self._fallback == "lossless" else "the safest one was taken"
+        return self._fallen_back(candidates, outcomes, record, self.space.safest(self.variants(target)[0]))
+
+    def _fallen_back(
+        self, candidates: Candidates, outcomes: Sequence[Outcome], record: dict[str, Any], safest: Point
+    ) -> _Found:
+        """Nothing met the threshold. What is taken then was not chosen: the next search does not begin there."""
+        worst = next((t.degradation for o in outcomes for t in o.trials if t.point == safest), math.nan)
+        lossless = self._fallback == "lossless" or not math.isfinite(worst)
+        kept = "nothing was lost instead" if lossless else "the safest one was taken"
         _warn(f"no setting keeps the degradation within {self._threshold:.2%} (the safest: {worst:.2%}): {kept}")
-        record["fallback"] = self._fallback
-        if self._fallback == "lossless":
+        record["fallback"] = "lossless" if lossless else "safest"
+        if lossless:
             return _Found(record=record, lossless=True)
-        self._last = point
-        record |= {"chosen": self.space.settings(point), "degradation": None if math.isnan(worst) else worst}
-        return _Found(candidates.symbols(point), record)
+        record |= {"chosen": self.space.settings(safest), "degradation": worst}
+        return _Found(candidates.symbols(safest), record)
 
     def _outcomes(
         self, candidates: Candidates, trials: Trials, allowed: float, picks: Picks, target: Target
     ) -> Iterator[Outcome]:
         """The searches that were needed, the last one decides."""
-        variants, progress = self.variants(target), self._shown(picks)
+        variants, progress = self.variants(target), self._shown(picks, allowed)
         last = self._last
         if last is not None and last.variant in variants:
             outcome = search.neighbourhood(
@@ -221,32 +246,34 @@ class Searched:
             yield outcome
             if outcome.chosen is not None:
                 return
-        yield self._whole(candidates, trials, allowed, variants, progress)
+        yield self._whole(candidates.size, trials, allowed, variants, progress)
 
     def _whole(
-        self, candidates: Candidates, trials: Trials, allowed: float, variants: Sequence[str],
+        self, sizes: Callable[[Point], float], trials: Trials, allowed: float, variants: Sequence[str],
         progress: search.Progress | None,
     ) -> Outcome:  # fmt: skip
-        """A search of the whole space."""
-        return search.branch_and_bound(
-            self.space, candidates.size, trials, allowed, variants=variants, progress=progress
-        )
+        """A search of the whole space, but for what is more aggressive than the last choice."""
+        if self._last is not None and not self._coarser:
+            sizes = _without_bolder(sizes, self._last)
+        return search.branch_and_bound(self.space, sizes, trials, allowed, variants=variants, progress=progress)
 
-    def _shown(self, picks: Picks) -> search.Progress | None:
+    def _shown(self, picks: Picks, allowed: float) -> search.Progress | None:
         if not isinstance(self._progress, bool):
             return self._progress
         if not self._progress or not self.leads:
             return None
         raw = sum(x.numel() * x.element_size() for x in picks.tensors.values())
-        return search.show(self.space, self._threshold, raw)
+        return search.show(self.space, allowed, raw)
 
     def _point(self, config: Mapping[str, Any]) -> Point:
-        point = self.space.point({search.METRIC: self.space.variants[0], **config})
+        known = isinstance(config, Mapping)
+        point = self.space.point({search.METRIC: self.space.variants[0], **config}) if known else None
         settings = {} if point is None else self.space.settings(point)
         if point is None or any(settings.get(name) != value for name, value in config.items()):
-            names = {axis.name: axis.values for axis in self.space.axes}
-            expected = f"a value for each of {names}, and a metric of {self.space.variants}"
-            raise PolicyError("config", found=repr(dict(config)), expected=expected, do="choose among these")
+            expected = "a value for each of " + ", ".join(f"{axis.name} {axis.values}" for axis in self.space.axes)
+            if self.space.variants != ("",):
+                expected += f"; and a metric of {self.space.variants}, the first where none is named"
+            raise PolicyError("config", found=repr(config), expected=expected, do="choose among these")
         return point
 
     def _shared(self, thing: Any) -> Any:
@@ -278,7 +305,7 @@ def _on_host(symbols: Symbols) -> Symbols:
 
 
 def _threshold(threshold: float) -> float:
-    if not 0 <= threshold < math.inf:
+    if not isinstance(threshold, int | float) or not 0 <= threshold < math.inf:
         found, expected = repr(threshold), "a number from 0, such as 0.01 for one per cent"
         raise PolicyError("threshold", found=found, expected=expected, do="choose what you can bear to lose")
     return float(threshold)
@@ -290,8 +317,24 @@ def _fallback(fallback: str) -> Fallback:
     raise PolicyError("fallback", found=repr(fallback), expected="'safest' or 'lossless'", do="choose one of them")
 
 
-def _unasked(_: Any) -> float:
-    raise AssertionError("a fixed setting is not measured")
+def _callable(evaluate: Evaluate | None) -> Evaluate | None:
+    if evaluate is None or callable(evaluate):
+        return evaluate
+    found, expected = f"a {type(evaluate).__name__}", "a function of what is saved"
+    raise PolicyError("evaluate", found=found, expected=expected, do="pass the function itself, not what it returned")
+
+
+def _unmeasured(_: Any) -> float:
+    raise AssertionError("nothing is to be measured here")
+
+
+def _without_bolder(sizes: Callable[[Point], float], last: Point) -> Callable[[Point], float]:
+    """The same sizes, but infinite for what is more aggressive than `last`, under whichever variant."""
+
+    def size(point: Point) -> float:
+        return math.inf if search.dominated(Point(last.variant, point.index), last) else sizes(point)
+
+    return size
 
 
 def _warn(text: str) -> None:

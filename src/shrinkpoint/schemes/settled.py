@@ -38,13 +38,13 @@ class Settled:
 
     @torch.no_grad()
     def quantize(self, flat: FlatState, reference: Reference | None) -> Kept:
-        """Put the chosen values in place; see `schemes.Scheme`. `flat` is the state that was settled, or a copy of it."""
+        """Put the chosen values in place; `flat` is the state that was settled, or a copy. See `schemes.Scheme`."""
         symbols = dict(self.symbols)
         changed: dict[str, Tensor] = {}
         if self.optimizer == "reset":
             changed.update(moments.reset(flat))
         elif self.optimizer == "lossy":
-            symbols.update(moments.lossy(flat))
+            symbols.update((name, one.cpu()) for name, one in moments.lossy(flat))
         changed.update((name, one.values(flat.tensors[name].dtype)) for name, one in symbols.items())
         for name, source in self.casts.items():
             if source in changed:

@@ -57,7 +57,7 @@ def _rewrite(storage: Storage, manifest: Manifest, parent: Manifest | None, thre
     below = decode_chain(storage, parent, threads=threads).reference if parent else None
     decoded = decode_chain(storage, manifest, threads=threads)
     with Pending(storage, scan(storage), manifest.step, parent, below) as pending:
-        scheme = Again(decoded.reference.symbols, manifest.loss)
+        scheme = Again(decoded.reference.symbols, manifest.loss, manifest.scheme)
         report = pending.add(_flat(decoded, manifest), scheme=scheme, threads=threads)
         return manifest, pending.commit(like=manifest), report
 

@@ -46,21 +46,27 @@ class Held:
     def copy(self, manifest: Manifest, reference: Reference, originals: Mapping[str, Tensor]) -> None:
         """Hold a copy of these tensors, in the buffers at hand where they fit; hold nothing if memory runs out.
 
-        A checkpoint that is committed stays so: failing to remember it only makes the next one a keyframe. What was
-        quantized is nobody else's and needs no copy; its original does.
+        A checkpoint that is committed stays so: failing to remember it only makes the next one a keyframe. What a
+        scheme put in the place of an original is nobody else's and needs no copy; its original does.
         """
         buffers, old = self._tensors, self.originals
         self.drop()
         quantized = reference.symbols
         try:
             kept = {name: _copied(old.pop(name, None), originals[name]) for name in quantized if name in originals}
+            made = {name for name in kept if _apart(reference.tensors[name], originals[name])}
             tensors = {
-                name: tensor if name in quantized else _copied(buffers.pop(name, None), tensor)
+                name: tensor if name in made else _copied(buffers.pop(name, None), tensor)
                 for name, tensor in reference.tensors.items()
             }
         except (MemoryError, RuntimeError):  # torch reports an allocation that failed as a RuntimeError
             return
         self.adopt(manifest, Reference(tensors, quantized), kept)
+
+
+def _apart(tensor: Tensor, original: Tensor) -> bool:
+    """Not so where nothing was lost any more: the state lies on the values of the checkpoint before."""
+    return tensor.data_ptr() != original.data_ptr()
 
 
 def _copied(buffer: Tensor | None, tensor: Tensor) -> Tensor:

@@ -126,6 +126,7 @@ class Manifest:
         """Canonical bytes: one manifest has one spelling, and its digest stands inside."""
         document: dict[str, JSON] = {one.name: getattr(self, one.name) for one in fields(self)}
         document["format"] = FORMAT
+        document["loss"] = _plain(self.loss)
         if self.loss is None:
             del document["loss"]
         document["files"] = [[f.name, f.size, f.digest] for f in self.files]
@@ -171,6 +172,15 @@ def _number(value: float) -> float | str:
     return float(value) if math.isfinite(value) else str(float(value))
 
 
+def _plain(value: JSON) -> JSON:
+    """As `_number`, of whatever a scheme measured."""
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return _number(value) if isinstance(value, float) else value
+
+
 def _canonical(document: Mapping[str, JSON]) -> bytes:
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
@@ -210,7 +220,7 @@ def _manifest(document: dict[str, JSON]) -> Manifest:
         raw_bytes=_count(document["raw_bytes"]),
         stored_bytes=_count(document["stored_bytes"]),
         lossy_restores=_count(document["lossy_restores"]),
-        loss=document.get("loss"),
+        loss=_loss(document),
         note=_is(document["note"], str),
     )
     _check(manifest)
@@ -225,6 +235,12 @@ def _check(manifest: Manifest) -> None:
     steps = [base.step for base in manifest.bases] + [manifest.step]
     if any(low >= high for low, high in pairwise(steps)):  # so no chain can be a circle
         raise ValueError("a chain whose steps do not rise")
+
+
+def _loss(document: Mapping[str, JSON]) -> JSON:
+    if "loss" in document and document["loss"] is None:
+        raise ValueError("a loss of nothing, which has another spelling")
+    return document.get("loss")
 
 
 def _file(row: JSON) -> FileRef:

@@ -16,6 +16,7 @@ import torch
 
 from shrinkpoint.codec import Reference
 from shrinkpoint.errors import ChainError, FormatError, LossWarning, NotFoundError, PolicyError, StorageError
+from shrinkpoint.record import Role
 from shrinkpoint.schemes import Lossless, Scheme
 from shrinkpoint.state import FlatState, flatten, unflatten
 from shrinkpoint.storage import LocalStorage, Storage
@@ -61,8 +62,8 @@ class Store:
     Reading never locks. The first save takes the store's lock, sweeps what interrupted saves left behind, and keeps the
     lock until `close`; a second process that saves is refused. One store may be used by several threads of a process.
 
-    Memory: after a save or a load, one state on the CPU, the reference of the next delta; `load` needs two at a time. Of
-    what a lossy scheme quantizes also the values before that, and a byte for each.
+    Memory: after a save or a load, one state on the CPU, the reference of the next delta; `load` needs two at a time.
+    Of what a lossy scheme quantizes also the values before that, and a byte for each.
 
     Args:
         where: a directory, which need not exist yet, or a storage.
@@ -195,6 +196,8 @@ class Store:
             (self._held.adopt if adopt else self._held.copy)(made, pending.reference, flat.tensors)
             if pending.replaces:
                 self._lease.tidy()
+            if report.retention is not None and report.retention < ENOUGH:
+                warnings.warn(_rounded_away(report.retention), LossWarning, stacklevel=2)
             return report
 
     @property
@@ -204,14 +207,11 @@ class Store:
 
     def _retention(self, flat: FlatState, written: Reference) -> float | None:
         """How much of the progress since the checkpoint before was written; see `progress`."""
-        names = [name for name in written.symbols if name in self._held.originals]
-        if self._held.manifest is None or not names:
+        names = [name for name in written.symbols if flat.infos[name].role not in (Role.MOMENT1, Role.MOMENT2)]
+        if self._held.manifest is None:
             return None
         now = {name: flat.tensors[name] for name in names}
-        kept = retention(self._held.originals, self._held.reference.tensors, now, written.tensors)
-        if kept is not None and kept < ENOUGH:
-            warnings.warn(_rounded_away(kept), LossWarning, stacklevel=4)
-        return kept
+        return retention(self._held.originals, self._held.reference.tensors, now, written.tensors)
 
     def _parent(self, listing: Listing, step: int) -> Manifest | None:
         """The checkpoint to write a delta against: the one that is held, if it still stands as it was."""
@@ -364,8 +364,8 @@ class Store:
 
 def _rounded_away(kept: float) -> str:
     return (
-        f"this checkpoint holds {kept:.0%} of the progress since the one before: the rest was rounded away, and is lost "
-        "if training is restored from it. Save less often, or with more bins"
+        f"this checkpoint holds {kept:.0%} of the progress since the one before: the rest was rounded away, and is "
+        "lost if training is restored from it. Save less often, or with more bins"
     )
 
 

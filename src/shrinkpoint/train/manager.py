@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from shrinkpoint.errors import MismatchError, PolicyError
-from shrinkpoint.schemes import ModelTarget, Scheme, Searched, named
+from shrinkpoint.schemes import ModelTarget, Scheme, Searched, modules_of, named
 from shrinkpoint.state import FlatState, flatten, snapshot
+from shrinkpoint.state.rng import capture, reinstate
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import Keep, SaveReport, Skipped, Store, layout
 from shrinkpoint.store import Restored as Found
 from shrinkpoint.train import objects
-from shrinkpoint.state.rng import capture, reinstate
 from shrinkpoint.train.worker import Worker
 
 
@@ -68,8 +68,8 @@ class Manager:
 
     Args:
         where: a directory, which need not exist yet, or a storage.
-        scheme: "lossless", or a scheme of one's own settings. One that searches evaluates `model` during `save`, before it
-            returns; in a group of replicas all of them call `save`, and only the first one writes.
+        scheme: "lossless", or a scheme of one's own settings. One that searches evaluates `model` during `save`, before
+            it returns; in a group of replicas all of them call `save`, and only the first one writes.
         keep: which checkpoints to keep, applied after every save; None keeps all.
         keyframe_every: each chain has at most this many checkpoints, its keyframe included.
         background: `save` returns as soon as the state is copied, and writing goes on beside the loop.
@@ -144,7 +144,9 @@ class Manager:
         began = time.perf_counter()
         try:
             self._worker.wait()
-            if not isinstance(self._scheme, Searched) or self._scheme.leads:
+            if isinstance(self._scheme, Searched):
+                self._scheme.together(lambda: self._enter(step))
+            else:
                 self._enter(step)
             measured = _numbers(metrics)
             parts = _given({"model": model, "optimizer": optimizer, "scheduler": scheduler, **more})
@@ -200,7 +202,7 @@ class Manager:
         one = found.manifest
         self._lossy_restores = one.lossy_restores + one.is_lossy
         if isinstance(self._scheme, Searched):
-            self._scheme.resume(one.loss)
+            self._scheme.resume(one.loss, self._lossy_restores)
         seconds = time.perf_counter() - began
         report = RestoreReport(seconds, one.raw_bytes, one.depth, one.scheme, self._lossy_restores)
         return Restored(found.step, found.state.get("extra"), one.metrics, found.skipped, report)
@@ -237,15 +239,15 @@ class Manager:
             self._entered = True
 
     def _settled(self, flat: FlatState, parts: Mapping[str, Any]) -> Scheme | None:
-        """The scheme for this state, a search being done now, while the model is the caller's; None: not ours to write."""
+        """The scheme for this state, searched for now, while the model is the caller's; None: not ours to write."""
         if not isinstance(self._scheme, Searched):
             return self._scheme
-        target = None
-        if self._scheme.evaluate is not None:
-            if "model" not in parts:
-                found, do = "a save without it", f"pass model=, which {self._scheme!r} evaluates"
-                raise PolicyError("model", found=found, expected="the model", do=do)
-            target = ModelTarget(flat, self._scheme.evaluate, parts["model"], "model/")
+        target, evaluate = None, self._scheme.evaluate
+        if evaluate is not None and "model" not in parts:
+            found, do = "a save without it", f"pass model=, which {self._scheme!r} evaluates"
+            raise PolicyError("model", found=found, expected="the model", do=do)
+        if evaluate is not None or [*modules_of(parts.get("model"))]:
+            target = ModelTarget(flat, evaluate, parts["model"], "model/")
         settled = self._scheme.settle(flat, self.store.reference, target)
         return settled if self._scheme.leads else None
 

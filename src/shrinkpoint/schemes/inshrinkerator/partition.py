@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from shrinkpoint.schemes.inshrinkerator.weights import MAGNITUDE, SENSITIVITY, Weight
-from shrinkpoint.statistics import LogHistogram
+from shrinkpoint.statistics import LogHistogram, magnitude
 
 
 @dataclass
@@ -19,6 +19,9 @@ class Partition:
       union of both, so up to twice the share.
     * Pruned are the values below the quantile `share` of the weights of the same kind of layer, by one metric: the same
       share for every kind. Zeros always are. What is both is protected.
+
+    A quantile is known up to its bucket; values in that bucket are neither, so no share is exceeded. Right after a
+    restore weights lie on few values, of which a whole one could else be pruned for lying in the lower half of it.
 
     A weight without a recorded gradient (frozen, or not reached) is ranked by size whatever the metric.
     """
@@ -36,7 +39,9 @@ class Partition:
                 used = one.metric(metric)
                 pool = (one.kind, used)
                 pools[pool] = pools[pool] + one.scores[used] if pool in pools else one.scores[used]
-            self._prune[key] = {pool: sketch.quantile(share) if share else 0.0 for pool, sketch in pools.items()}
+            self._prune[key] = {
+                pool: sketch.quantile(share) / (1 + sketch.alpha) if share else 0.0 for pool, sketch in pools.items()
+            }
         return self._prune[key][weight.kind, weight.metric(metric)]
 
     def protection(self, share: float) -> dict[str, float]:
@@ -46,12 +51,14 @@ class Partition:
             for one in self.weights.values():
                 for metric, sketch in one.scores.items():
                     sketches[metric] = sketches[metric] + sketch if metric in sketches else sketch
-            self._protect[share] = {metric: sketch.quantile(1 - share) for metric, sketch in sketches.items()}
+            self._protect[share] = {
+                metric: sketch.quantile(1 - share) / (1 - sketch.alpha) for metric, sketch in sketches.items()
+            }
         return self._protect[share]
 
     def masks(self, weight: Weight, metric: str, prune: float, protect: float) -> tuple[Tensor, Tensor]:
         """(pruned, protected) of every value; bool, without overlap."""
-        return self.split(weight, weight.x.abs(), weight.sensitivity, metric, prune, protect)
+        return self.split(weight, magnitude(weight.x), weight.sensitivity, metric, prune, protect)
 
     def split(
         self, weight: Weight, sizes: Tensor, sensitivity: Tensor | None, metric: str, prune: float, protect: float

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -19,7 +21,7 @@ from shrinkpoint.schemes.inshrinkerator.weights import ALPHA, MAGNITUDE, SENSITI
 from shrinkpoint.schemes.layers import EMBEDDING
 from shrinkpoint.schemes.search import Axis, Outcome, Point, Space, Trials
 from shrinkpoint.schemes.searched import Searched
-from shrinkpoint.schemes.target import ModelTarget, Target
+from shrinkpoint.schemes.target import ModelTarget, Target, unwrapped
 from shrinkpoint.statistics import LogHistogram
 
 SPACE = Space(
@@ -56,6 +58,8 @@ class Inshrinkerator(Searched):
             search, and cyclic deltas rearranged by the previous code, run-length and Huffman coded.
         space: another search space; its axes must have the names of `SPACE`.
         sigma: weight of density against magnitude in the clustering.
+        dither: after a restore, round at thresholds of chance instead of to the nearest, so that what little training
+            has done since then is not rounded away (docs/schemes.md); never where `paper` is.
         further: what every `Searched` scheme takes: threshold, evaluate, higher_is_better, config, optimizer, fallback,
             coarser, group, progress, seed.
 
@@ -67,12 +71,13 @@ class Inshrinkerator(Searched):
 
     def __init__(
         self, *, gradients: Recorder | None = None, paper: bool = False, space: Space = SPACE,
-        sigma: float = clusters.SIGMA, **further: Any,
+        sigma: float = clusters.SIGMA, dither: bool = True, **further: Any,
     ) -> None:  # fmt: skip
         self.space = space
         super().__init__(**further)
         self.coders: Sequence[str] = ("rearranged",) if paper else CODERS
         self._recorder, self._paper, self._sigma = gradients, paper, sigma
+        self._dither = dither and not paper
 
     def variants(self, target: Target) -> tuple[str, ...]:
         """Sensitivity is a metric only where there are gradients."""
@@ -83,43 +88,69 @@ class Inshrinkerator(Searched):
         """All points for these weights; see `Searched`."""
         prepared = weights_of(weights, target.kinds, self._gradients(target))
         shapes = {name: x.shape for name, x in weights.items()}
-        return Candidates(self.space, prepared, shapes, earlier, sigma=self._sigma, seed=self._seed, paper=self._paper)
+        how = Clustering(self._sigma, self._seed, self._paper, earlier.generation if self._dither else 0)
+        return Candidates(self.space, prepared, shapes, earlier, how)
 
     def _whole(
-        self, candidates: Any, trials: Trials, allowed: float, variants: Sequence[str], progress: Any
+        self, sizes: Callable[[Point], float], trials: Trials, allowed: float, variants: Sequence[str], progress: Any
     ) -> Outcome:
         if not self._paper:
-            return super()._whole(candidates, trials, allowed, variants, progress)
-        return search.diagonal(self.space, candidates.size, trials, allowed, variants=variants, progress=progress)
+            return super()._whole(sizes, trials, allowed, variants, progress)
+        return search.diagonal(self.space, sizes, trials, allowed, variants=variants, progress=progress)
 
     def _gradients(self, target: Target) -> dict[str, Tensor]:
         """What was recorded, by the names of the state."""
         if self._recorder is None or not isinstance(target, ModelTarget):
             return {}
-        return {target.names[name]: mean for name, mean in self._recorder.mean.items() if name in target.names}
+        recorded = {unwrapped(name): mean for name, mean in self._recorder.mean.items()}
+        return {target.names[name]: mean for name, mean in recorded.items() if name in target.names}
+
+
+@dataclass(frozen=True)
+class Clustering:
+    """How centers are found and values assigned to them.
+
+    Attributes:
+        sigma, seed, paper: as of `Inshrinkerator`.
+        generation: of the noise by which values are rounded; 0: none, to the nearest. The same from one restore to the
+            next, so that a value changes its code only where it moves; another one after, since what was rounded by it
+            lies on levels now.
+    """
+
+    sigma: float
+    seed: int
+    paper: bool = False
+    generation: int = 0
 
 
 class Candidates:
     """The points of the space for the weights of one state."""
 
     def __init__(
-        self, space: Space, weights: dict[str, Weight], shapes: Mapping[str, torch.Size], earlier: Earlier, *,
-        sigma: float, seed: int, paper: bool,
+        self, space: Space, weights: dict[str, Weight], shapes: Mapping[str, torch.Size], earlier: Earlier,
+        how: Clustering,
     ) -> None:  # fmt: skip
-        self._space, self._weights, self._shapes, self._earlier = space, weights, shapes, earlier
-        self._sigma, self._seed, self._paper = sigma, seed, paper
+        self._space, self._weights, self._shapes, self._earlier, self._how = space, weights, shapes, earlier, how
         self._partition = Partition(weights)
-        self._sizes = Sizes(weights, self._partition, Earlier() if paper else earlier, sigma)
+        self._sizes = Sizes(weights, self._partition, Earlier() if how.paper else earlier, how.sigma, self._noises())
         self._embedding = torch.tensor([one.kind == EMBEDDING for one in weights.values()])
 
     def size(self, point: Point) -> float:
-        """Predicted bytes."""
+        """Predicted bytes; infinite for a point that only says again what another one says."""
         at = self._space.settings(point)
+        if not self._how.paper and self._is_double(point):
+            return math.inf
         plain, embedded = (
             self._sizes.of(int(at[bins]), str(at[search.METRIC]), float(at["prune"]), float(at["protect"]))
             for bins in ("bins", "embedding_bins")
         )
         return float(torch.where(self._embedding, embedded, plain).sum())
+
+    def _is_double(self, point: Point) -> bool:
+        """A knob for tensors that there are none of counts in one position alone."""
+        idle = {"bins": bool(self._embedding.all()), "embedding_bins": not bool(self._embedding.any())}
+        axes = zip(self._space.axes, point.index, strict=True)
+        return any(idle.get(axis.name, False) and i < len(axis.values) - 1 for axis, i in axes)
 
     def symbols(self, point: Point) -> dict[str, Symbols]:
         """Symbols of every weight, by name."""
@@ -131,12 +162,29 @@ class Candidates:
         prune, protect = float(at["prune"]), float(at["protect"])
         pruned, protected = self._partition.masks(weight, str(at[search.METRIC]), prune, protect)
         values, counts = LogHistogram.of_ids(weight.ids, ALPHA, ~(pruned | protected)).buckets()
-        start = None if self._paper else self._earlier.centers.get(name)
+        how, seed = self._how, self._seed(name)
+        start = None if how.paper else self._earlier.centers.get(name)
         centers = clusters.cluster(
-            values, counts, bins, sigma=self._sigma, seed=self._seed ^ zlib.crc32(name.encode()),
-            start=start if start is not None and start.numel() == bins else None, squared=not self._paper,
+            values, counts, bins, sigma=how.sigma, seed=seed,
+            start=start if start is not None and start.numel() == bins else None, squared=not how.paper,
         )  # fmt: skip
         shape = self._shapes[name]
         return clusters.quantize(
-            weight.x.reshape(shape), centers, pruned=pruned.reshape(shape), protected=protected.reshape(shape)
-        )
+            weight.x.reshape(shape), centers, pruned=pruned.reshape(shape), protected=protected.reshape(shape),
+            noise=self._noise(name, weight).reshape(shape) if how.generation else None,
+        )  # fmt: skip
+
+    def _noises(self) -> dict[str, Tensor]:
+        return {name: self._noise(name, one) for name, one in self._weights.items()} if self._how.generation else {}
+
+    def _noise(self, name: str, weight: Weight) -> Tensor:
+        return _noise(weight.x, self._seed(name) + self._how.generation)
+
+    def _seed(self, name: str) -> int:
+        return self._how.seed ^ zlib.crc32(name.encode())
+
+
+def _noise(like: Tensor, seed: int) -> Tensor:
+    """The same for the same seed, so that a trial is what is saved, and every replica tries the same."""
+    generator = torch.Generator(like.device).manual_seed(seed)
+    return torch.rand(like.shape, generator=generator, device=like.device)

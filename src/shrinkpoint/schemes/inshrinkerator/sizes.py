@@ -33,12 +33,14 @@ class Sizes:
         present: which of them are samples; short rows are filled up.
         previous: int64 [rows, samples], the codes in their places before; -1 in rows that have none.
         scale: values of the tensor for each sample, [rows].
+        noise: by name, what values are rounded by instead of to the nearest, 1-d; empty: by nothing.
     """
 
     weights: Mapping[str, Weight]
     partition: Partition
     earlier: Earlier
     sigma: float
+    noise: Mapping[str, Tensor] = field(default_factory=dict)
     _masks: dict[tuple[str, float, float], Tensor] = field(default_factory=dict)
     _rows: dict[tuple[int, str, float, float], Tensor] = field(default_factory=dict)
 
@@ -56,6 +58,8 @@ class Sizes:
             for name, row, at in zip(self.weights, rows, order, strict=True)
         ]
         self.previous = _padded(codes, -1)
+        drawn = [sample(self.noise[name]).cpu()[at] for name, at in zip(self.weights, order, strict=True) if self.noise]
+        self._drawn = _padded(drawn, 0.0) if drawn else None
         self.scale = torch.tensor(
             [one.x.numel() / row.numel() for one, row in zip(self.weights.values(), rows, strict=True)]
         )
@@ -99,8 +103,23 @@ class Sizes:
             cells = _between(mass, ends)
             found = _between(moment, ends) / cells
             centers = torch.where((cells > 0) & ~warm, found, centers)
+        if self._drawn is not None:
+            return self._dithered(centers.float(), mask, self._drawn)
         cells = torch.searchsorted(_middles(centers).float(), self.values)
         return torch.where(free, cells + SPECIALS, mask)
+
+    def _dithered(self, centers: Tensor, mask: Tensor, noise: Tensor) -> Tensor:
+        """As `codec.quantize.clusters.dithered`, a row for each tensor."""
+        codes = torch.arange(SPECIALS, SPECIALS + centers.shape[1]).expand_as(centers)
+        if bool((mask == 0).any()):
+            centers, order = torch.nn.functional.pad(centers, (0, 1)).sort(dim=1, stable=True)
+            codes = torch.nn.functional.pad(codes, (0, 1)).gather(1, order)
+        values = torch.where(self.present, self.values, 0.0)
+        below = torch.searchsorted(centers, values, right=True).sub_(1).clamp_(0, max(centers.shape[1] - 2, 0))
+        above = (below + 1).clamp_(max=centers.shape[1] - 1)
+        low, high = centers.gather(1, below), centers.gather(1, above)
+        found = codes.gather(1, torch.where(noise * (high - low) < values - low, above, below))
+        return torch.where(mask == 1, mask, found)
 
     def _start(self, bins: int, mass: Tensor) -> tuple[Tensor, Tensor]:
         """Centers to begin with, and the rows in which they stay: those of the previous checkpoint hardly move."""
