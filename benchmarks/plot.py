@@ -44,7 +44,11 @@ def write(panels: Sequence[Panel], path: Path, title: str) -> None:
     if find_spec("plotly") is None:
         print("plotly is not installed (pip install -e '.[bench]'): no plot")
         return
-    figure = _figure([panel for panel in panels if panel.lines], title)
+    panels = [panel for panel in panels if panel.lines]
+    if not panels:
+        print("nothing to plot yet")
+        return
+    figure = _figure(panels, title)
     figure.write_html(path.with_suffix(".html"), include_plotlyjs=True)
     written = [path.with_suffix(".html")]
     if find_spec("kaleido") is not None:

@@ -10,7 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shrinkpoint.codec import Run
-from shrinkpoint.codec.recipe import MAX_MEMBERS, MAX_TAPS, Coded, Copy, Plain, Same, from_json, to_json
+from shrinkpoint.codec.recipe import (
+    MAX_MEMBERS,
+    MAX_TAPS,
+    Coded,
+    Copy,
+    Cyclic,
+    Packed,
+    Plain,
+    Quantized,
+    Same,
+    from_json,
+    needs,
+    to_json,
+)
 from shrinkpoint.codec.run import CHUNK
 
 ordinals = st.lists(st.integers(0, 2**40), max_size=8).map(tuple) | st.builds(
@@ -19,7 +32,7 @@ ordinals = st.lists(st.integers(0, 2**40), max_size=8).map(tuple) | st.builds(
 )  # fmt: skip
 runs = st.builds(
     Run,
-    tokens=st.sampled_from(["level", "delta", "planes"]),
+    tokens=st.sampled_from(["level", "delta", "planes", "codes"]),
     predictor=st.sampled_from(["none", "base", "tap", "adam", "square"]),
     companion=st.sampled_from(["none", "base", "moment1"]),
     moments=st.booleans(), factors=st.booleans(), sign=st.booleans(),
@@ -38,8 +51,23 @@ def coded(draw: st.DrawFn) -> Coded:
     return Coded(many, taps, draw(st.booleans()), tuple(zip(first, second, strict=True)))
 
 
+codes = st.one_of(
+    runs, st.builds(Packed, st.integers(1, 8)), st.builds(Cyclic, st.integers(1, 256), st.booleans(), st.booleans())
+)
+
+
+@st.composite
+def quantized(draw: st.DrawFn) -> Quantized:
+    first = draw(st.integers(0, 2))
+    moments = tuple((n, n + 1) for n in draw(ordinals))
+    return Quantized(
+        draw(st.integers(1, 256 - first)), first, draw(codes), draw(st.none() | runs),
+        draw(st.sampled_from(["F32", "BF16"])), draw(st.none() | runs), draw(st.booleans()), moments,
+    )  # fmt: skip
+
+
 @settings(deadline=None, max_examples=60)
-@given(st.one_of(st.just(Plain()), st.just(Same()), st.builds(Copy, ordinals), coded()))
+@given(st.one_of(st.just(Plain()), st.just(Same()), st.builds(Copy, ordinals), coded(), quantized()))
 def test_a_recipe_survives_json(recipe):
     assert from_json(json.loads(json.dumps(to_json(recipe)))) == recipe
 
@@ -49,6 +77,17 @@ def test_ordinals_of_consecutive_tensors_cost_no_more_than_a_few():
     assert len(json.dumps(to_json(Coded((Run("level"),), moments=many)))) < 120
 
 
+def test_a_quantized_recipe_says_only_what_is_not_usual():
+    assert to_json(Quantized(16, 2, Packed(5))) == {"kind": "quantized", "bins": 16, "first": 2, "codes": {"packed": 5}}
+    how = Quantized(4, 0, Cyclic(6, True, False), Run("level"), "F32", Run("delta"), True, ((3, 4), (5, 6)))
+    assert to_json(how) == {
+        "kind": "quantized", "bins": 4, "first": 0, "codes": {"cyclic": [6, True, False]},
+        "centers": {"tokens": "level"}, "exact": "F32", "exacts": {"tokens": "delta"}, "base": True,
+        "moments": [[[3, 2, 2]], [[4, 2, 2]]],
+    }  # fmt: skip
+    assert needs(to_json(how)) == 6 and needs(to_json(Quantized(4, 0, Packed(2)))) == -1
+
+
 junk = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["level", "base"]),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -56,10 +95,21 @@ junk = st.recursive(
 )
 
 
+QUANTIZED = {"kind": "quantized", "bins": 16, "first": 2, "codes": {"packed": 5}}
+
+
 @settings(deadline=None, max_examples=60)
-@given(junk, st.sampled_from(["kind", "runs", "taps", "base", "moments", "of", "more"]), st.data())
+@given(
+    junk,
+    st.sampled_from(
+        ["kind", "runs", "taps", "base", "moments", "of", "bins", "first", "codes", "exact", "exacts", "more"]
+    ),
+    st.data(),
+)
 def test_json_that_is_no_recipe_raises_nothing_but_value_errors(value, key, data):
-    good = data.draw(st.sampled_from([{"kind": "plain"}, {"kind": "copy", "of": []}, to_json(Coded((Run("level"),)))]))
+    good = data.draw(
+        st.sampled_from([{"kind": "plain"}, {"kind": "copy", "of": []}, to_json(Coded((Run("level"),))), QUANTIZED])
+    )
     for hostile in (value, {**good, key: value}):
         with suppress(ValueError):
             from_json(hostile)
@@ -91,6 +141,21 @@ def test_json_that_is_no_recipe_raises_nothing_but_value_errors(value, key, data
     {"kind": "coded", "runs": [{"tokens": "level", "parameters": [1.0]}]},
     {"kind": "coded", "runs": [{"tokens": "level", "parameters": [1, 2, 3, 4]}]},
     {"kind": "coded", "runs": [{"tokens": "level", "unknown": 0}]},
+    {"kind": "quantized"}, {**QUANTIZED, "more": 1}, {**QUANTIZED, "runs": []}, {**QUANTIZED, "taps": 1},
+    {**QUANTIZED, "bins": 0}, {**QUANTIZED, "bins": -1}, {**QUANTIZED, "bins": True}, {**QUANTIZED, "bins": 16.0},
+    {**QUANTIZED, "bins": 255}, {**QUANTIZED, "bins": 10**30}, {**QUANTIZED, "first": 3}, {**QUANTIZED, "first": -1},
+    {**QUANTIZED, "first": False}, {**QUANTIZED, "first": None}, {**QUANTIZED, "first": 0, "bins": 257},
+    {**QUANTIZED, "codes": {}}, {**QUANTIZED, "codes": []}, {**QUANTIZED, "codes": {"packed": 0}},
+    {**QUANTIZED, "codes": {"packed": 9}}, {**QUANTIZED, "codes": {"packed": True}},
+    {**QUANTIZED, "codes": {"packed": 5, "run": {"tokens": "codes"}}}, {**QUANTIZED, "codes": {"run": None}},
+    {**QUANTIZED, "codes": {"run": {}}}, {**QUANTIZED, "codes": {"cyclic": [18, True]}},
+    {**QUANTIZED, "codes": {"cyclic": [0, True, True]}}, {**QUANTIZED, "codes": {"cyclic": [257, True, True]}},
+    {**QUANTIZED, "codes": {"cyclic": [True, True, True]}}, {**QUANTIZED, "codes": {"cyclic": [18, 1, True]}},
+    {**QUANTIZED, "codes": {"cyclic": [18, True, None]}}, {**QUANTIZED, "codes": {"other": 1}},
+    {**QUANTIZED, "centers": {}}, {**QUANTIZED, "centers": 1}, {**QUANTIZED, "exacts": []},
+    {**QUANTIZED, "exact": "F16"}, {**QUANTIZED, "exact": None}, {**QUANTIZED, "exact": []},
+    {**QUANTIZED, "base": 1}, {**QUANTIZED, "base": None}, {**QUANTIZED, "moments": 3},
+    {**QUANTIZED, "moments": [[[0, 0, 1]]]}, {**QUANTIZED, "moments": [[[0, 0, 1]], []]},
 ], ids=lambda recipe: str(recipe)[:60])  # fmt: skip
 def test_what_no_encoder_writes_is_refused(recipe):
     with pytest.raises(ValueError):

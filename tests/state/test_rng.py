@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from shrinkpoint.state import flatten, unflatten
+from shrinkpoint.state.rng import capture, reinstate
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.train import Manager
-from shrinkpoint.state.rng import capture, reinstate
 
 
 def draw() -> list[float]:

@@ -57,6 +57,43 @@ def test_anything_a_loop_reports_comes_back(metrics: dict[str, float], note: str
     assert same(Manifest.from_json(made.to_json(), "here"), made)
 
 
+LOSSY = replace(DELTA, loss={"chosen": {"bins": 8}, "degradation": 0.01, "tried": [{"bins": 4}, [1, None, True, "x"]]})
+
+
+def test_what_was_lost_comes_back() -> None:
+    back = Manifest.from_json(LOSSY.to_json(), "here")
+    assert same(back, LOSSY) and back.is_lossy
+    assert back.to_json() == LOSSY.to_json()
+
+
+def test_what_is_no_number_is_text_in_what_was_lost() -> None:
+    """A search may measure a nan; the checkpoint must not fail for it, nor its JSON."""
+    loss = {"worst": math.nan, "tried": [math.inf, (-math.inf, 1.5)], "chosen": None}
+    back = Manifest.from_json(replace(DELTA, loss=loss).to_json(), "here")
+    assert back.loss == {"worst": "nan", "tried": ["inf", ["-inf", 1.5]], "chosen": None}
+    assert not back.is_lossy
+
+
+def test_a_manifest_of_which_nothing_was_lost_says_nothing_of_it() -> None:
+    assert b',"loss":' not in DELTA.to_json()
+    assert not DELTA.is_lossy and not Manifest.from_json(DELTA.to_json(), "here").is_lossy
+    with pytest.raises(CorruptError, match="spelling"):
+        Manifest.from_json(sealed({**document(), "loss": None}), "here")
+
+
+@pytest.mark.parametrize("loss", [0, 1.5, "x", [], {}, {"chosen": None}, {"chosen": 0}, True])
+def test_whatever_stands_for_a_loss_can_be_looked_at(loss: object) -> None:
+    back = Manifest.from_json(sealed({**document(), "loss": loss}), "here")
+    assert back.loss == loss and back.is_lossy == (loss == {"chosen": 0})
+
+
+def test_every_flipped_bit_of_a_lossy_manifest_is_found() -> None:
+    data = LOSSY.to_json()
+    for place in range(len(data)):
+        with pytest.raises(FormatError):
+            Manifest.from_json(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :], "here")
+
+
 def test_every_flipped_bit_is_found() -> None:
     data = DELTA.to_json()
     for place in range(len(data)):

@@ -14,8 +14,8 @@ from strategies import difference
 from torch import nn
 from torch.nn import functional as F
 
-from shrinkpoint.train import Manager
 from shrinkpoint.state.rng import capture
+from shrinkpoint.train import Manager
 
 
 class Order:

@@ -51,7 +51,7 @@ class CheckpointSummary:
         return self.depth == 0
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object; `ratio` is raw bytes for each stored byte, null when that means nothing; `loss` may lack."""
+        """As a JSON object; `ratio` is raw bytes for each stored byte, null if that means nothing; `loss` may lack."""
         files = [{"name": name, "bytes": size, "digest": digest} for name, size, digest in self.files]
         ratio = {"ratio": _ratio(self.raw_bytes, self.stored_bytes)}
         out = {**asdict(self), "keyframe": self.keyframe, **ratio, "files": files}

@@ -48,7 +48,7 @@ class Earlier:
 def sample(x: Tensor) -> Tensor:
     """At most `SAMPLE` values of a tensor, spread over it; the same places for every tensor of its size."""
     flat = x.detach().reshape(-1)
-    return flat[:: max(1, -(-flat.numel() // SAMPLE))]
+    return flat[:: max(1, -(-flat.numel() // SAMPLE))].contiguous()
 
 
 def entropy_of(codes: Tensor) -> float:

@@ -15,6 +15,7 @@ from shrinkpoint.codec.recipe import MAX_TAPS
 from shrinkpoint.record import Role, TensorInfo
 from shrinkpoint.schemes.links import Links
 from shrinkpoint.state import FlatState
+from shrinkpoint.state.dtypes import raw, resolve
 
 SMALL = 1 << 16
 """Numbers below which a tensor shares a record: on its own it would not pay for its tables."""
@@ -133,7 +134,8 @@ def _copies(
 
 def _key(info: TensorInfo, x: Tensor) -> tuple[object, ...]:
     """What equal tensors have in common, and few others."""
-    return (info.dtype, info.shape, bytes(bits_of(x.reshape(-1)[:64])))
+    head = raw(resolve(x)).reshape(-1)[:64]  # as integers: torch warns of complex32 when it has to copy some
+    return (info.dtype, info.shape, bytes(bits_of(head)))
 
 
 def _is_cast(x: Tensor, source: Tensor) -> bool:

@@ -69,7 +69,8 @@ class Target:
 
     def _measured(self, argument: Any) -> float:
         try:
-            return float(self._evaluate(argument))
+            value = self._evaluate(argument)
+            return float(value.detach() if isinstance(value, Tensor) else value)
         except Exception as error:
             found = f"{type(error).__name__}: {error}"
             do = "make it take what is saved (a model, or a state) and return a loss or a score"

@@ -1,0 +1,261 @@
+"""A search in the middle of training: it leaves no trace, is recorded, and goes on where it was."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+from lossy import Digits, LettersRun, Run, Silent, unchanged
+from strategies import difference, same
+from torch import nn
+
+import shrinkpoint as sp
+from shrinkpoint.errors import LossWarning, PolicyError
+from shrinkpoint.schemes.inshrinkerator.scheme import SPACE
+from shrinkpoint.schemes.search import Axis, Space
+
+CONFIG = {"bins": 16, "embedding_bins": 32, "prune": 0.1, "protect": 0.005}
+
+
+def restored(where, make=Run, step=None) -> Run:
+    run = make()
+    with sp.Manager(where) as manager:
+        assert manager.restore(step, **run.parts) is not None
+    return run
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("make", [Run, LettersRun])
+def test_a_run_does_not_notice_that_it_was_saved(tmp_path, make, background):
+    run, other = make(steps=40), make(steps=40)
+    scheme = sp.Inshrinkerator(threshold=0.05, evaluate=run.evaluate)
+    with sp.Manager(tmp_path, scheme=scheme, background=background) as manager:
+        for step in (40, 60, 80):
+            before, addresses = run.photo(), run.addresses()
+            manager.save(step, **run.parts)
+            assert unchanged(run, before) and run.addresses() == addresses
+            for one in (run, other):  # both from the same random generators
+                torch.manual_seed(step)
+                one.steps(20)
+    assert difference(run.model.state_dict(), other.model.state_dict()) is None
+    assert difference(run.optimizer.state_dict(), other.optimizer.state_dict()) is None
+    assert run.calls > 5
+
+
+def test_what_is_saved_is_as_good_as_was_asked_for(tmp_path):
+    run = Run(steps=60)
+    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(threshold=0.02, evaluate=run.evaluate)) as manager:
+        for step in (1, 2, 3):
+            plain = run.loss()
+            report = manager.save(step, **run.parts)
+            assert run.loss(restored(tmp_path).model) <= plain * 1.02 * (1 + 1e-6)
+            assert report.weights_ratio > 4 and report.keyframe is (step == 1)
+            run.steps(20)
+
+
+def test_the_record_is_in_the_report_and_in_the_manifest(tmp_path):
+    run = Run(steps=40)
+    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(threshold=0.05, evaluate=run.evaluate)) as manager:
+        report = manager.save(40, **run.parts)
+    loss = sp.Store(tmp_path).manifest().loss
+    assert loss == report.search and sp.Store(tmp_path).manifest().is_lossy
+    assert loss["quality"] == run.loss() and loss["degradation"] <= 0.05 and loss["threshold"] == 0.05
+    assert SPACE.point(loss["chosen"]) is not None
+    trials = loss["searches"][-1]["trials"]
+    assert 2 <= len(trials) < 30 and run.calls == len(trials) + 2 + 1
+    assert report.roles["param"].tensors == 10 if "param" in report.roles else report.roles
+
+
+def test_an_interrupted_search_leaves_no_trace_and_saves_nothing(tmp_path):
+    run, calls = Run(steps=20), []
+
+    def evaluate(model):
+        calls.append(torch.rand(1))
+        model.train()
+        model.body[1].running_mean.add_(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return run.evaluate(model)
+
+    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(evaluate=evaluate)) as manager:
+        before = run.photo()
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(1, **run.parts)
+        assert unchanged(run, before) and manager.store.steps() == []
+        run.steps(3)
+        assert manager.save(2, **run.parts).search["chosen"]
+    assert sp.Store(tmp_path).steps() == [2]
+
+
+def test_an_error_in_evaluate_saves_nothing_and_training_goes_on(tmp_path):
+    run, broken = Run(steps=20), [True]
+
+    def evaluate(model):
+        model.load_state_dict({name: torch.zeros_like(x) for name, x in model.state_dict().items()})
+        if broken:
+            raise LookupError("no such batch")
+        return 1.0
+
+    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(evaluate=evaluate), background=True) as manager:
+        before = run.photo()
+        with pytest.raises(PolicyError, match="LookupError: no such batch") as caught:
+            manager.save(1, **run.parts)
+        assert isinstance(caught.value.__cause__, LookupError)
+        assert unchanged(run, before) and manager.store.steps() == []
+        broken.clear()
+        run.steps(3)
+        manager.save(2, **run.parts)
+        assert manager.wait().search["degradation"] == 0
+    assert sp.Store(tmp_path).steps() == [2]
+
+
+def methods(report) -> list[str]:
+    return [one["method"] for one in report.search["searches"]]
+
+
+def test_after_a_restart_the_search_goes_on_near_what_was_chosen(tmp_path):
+    run = Run(steps=60)
+    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(threshold=0.05, evaluate=run.evaluate)) as manager:
+        first = manager.save(1, **run.parts)
+        assert methods(first) == ["branch and bound"]
+        run.steps(10)
+        assert methods(manager.save(2, **run.parts))[0] == "neighbourhood"
+    again = Run()
+    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(threshold=0.05, evaluate=again.evaluate)) as manager:
+        at = manager.restore(**again.parts)
+        assert at.report.scheme == "inshrinkerator" and at.report.lossy_restores == 1
+        again.steps(10)
+        report = manager.save(3, **again.parts)
+        assert methods(report)[0] == "neighbourhood" and not report.keyframe
+    near = [SPACE.point(one.loss["chosen"]) for one in sp.Store(tmp_path).list()]
+    if methods(report) == ["neighbourhood"]:
+        assert all(abs(i - j) <= 1 for i, j in zip(near[1].index, near[2].index, strict=True))
+
+
+def test_gradients_make_sensitivity_a_metric(tmp_path):
+    run = Run(steps=30)
+    recorder = sp.Gradients(run.model, every=20, batches=10)
+    scheme = sp.Inshrinkerator(threshold=0.05, evaluate=run.evaluate, gradients=recorder)
+    with sp.Manager(tmp_path, scheme=scheme) as manager:
+        metrics = []
+        for step in (20, 40):
+            if step == 40:
+                run.steps(20, recorder)
+                assert recorder.ready
+            report = manager.save(step, **run.parts)
+            trials = [one["settings"]["metric"] for search in report.search["searches"] for one in search["trials"]]
+            metrics.append({*trials})
+    assert metrics == [{"magnitude"}, {"magnitude", "sensitivity"}]
+
+
+def test_gradients_of_a_wrapped_model_are_its_own(tmp_path):
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, x):
+            return self.module(x)
+
+    run = Run(steps=5)
+    wrapped = Wrapper(run.model)
+    recorder = sp.Gradients(wrapped)
+    run.steps(5, recorder)
+    scheme = sp.Inshrinkerator(config=CONFIG | {"metric": "sensitivity"}, gradients=recorder)
+    plain = sp.Inshrinkerator(config=CONFIG | {"metric": "magnitude"})
+    files = []
+    for name, one in (("a", scheme), ("b", plain)):
+        with sp.Manager(tmp_path / name, scheme=one) as manager:
+            manager.save(1, model=run.model)
+        files.append(sp.Store(tmp_path / name).load()["model"])
+    assert not same(files[0], files[1])
+
+
+def test_a_better_metric_is_switched_to(tmp_path):
+    """Where the gradients say what matters, and sizes nothing."""
+    torch.manual_seed(0)
+    model = nn.Linear(128, 64, bias=False)
+    nn.init.uniform_(model.weight, 0.5, 1.0)
+    matters = torch.rand(64, 128) < 0.4
+    origin = model.weight.detach().clone()
+
+    class Recorder:
+        mean: ClassVar = {"weight": torch.where(matters, 1.0, 1e-6)}
+
+    def evaluate(one):
+        return 1 + float(((one.weight - origin).square() * matters).sum() / origin.square().sum())
+
+    many = tuple(Axis(one.name, (32,) if one.name == "bins" else one.values) for one in SPACE.axes)
+    space = Space(many, SPACE.variants)  # where there are few bins, pruning saves nothing
+    scheme = sp.Inshrinkerator(threshold=0.2, evaluate=evaluate, space=space)
+    with sp.Manager(tmp_path, scheme=scheme) as manager, Silent():
+        chosen = manager.save(1, model=model).search["chosen"]
+        assert chosen["metric"] == "magnitude" and chosen["prune"] > 0  # without pruning, metrics do the same
+        scheme._recorder = Recorder()
+        report = manager.save(2, model=model)
+    trials = report.search["searches"][0]["trials"]
+    assert [one["settings"]["metric"] for one in trials[:2]] == ["magnitude", "sensitivity"]
+    assert trials[0]["degradation"] - trials[1]["degradation"] > 0.02
+    assert report.search["chosen"]["metric"] == "sensitivity"
+
+
+def test_a_fixed_setting_calls_nothing(tmp_path):
+    run = Run(steps=10)
+    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(config=CONFIG)) as manager:
+        report = manager.save(1, **run.parts)
+    assert run.calls == 0 and report.search["chosen"] == CONFIG | {"metric": "magnitude"}
+    assert report.weights_ratio > 4 > 2 > report.ratio > 1
+
+
+def test_under_ten_lines(tmp_path):
+    run = Run(steps=10)
+    manager = sp.Manager(tmp_path, scheme=sp.Inshrinkerator(threshold=0.01, evaluate=run.evaluate), keyframe_every=20)
+    manager.save(1, model=run.model, optimizer=run.optimizer)
+    assert manager.restore(model=run.model, optimizer=run.optimizer).step == 1
+    manager.close()
+
+
+def test_noise_between_two_measurements_is_said(tmp_path):
+    run = Run(steps=30)
+
+    def noisy(model):
+        return float(run.evaluate(model)) * (1 + 0.05 * (run.calls % 2))
+
+    scheme = sp.Inshrinkerator(threshold=0.06, evaluate=noisy)
+    with sp.Manager(tmp_path, scheme=scheme) as manager, pytest.warns(LossWarning, match="fix its batches"):
+        report = manager.save(1, **run.parts)
+    assert report.search["noise"] == pytest.approx(0.05, rel=0.1) and report.search["degradation"] <= 0.0125
+
+
+def test_dropout_in_train_mode_is_no_noise_for_randomness_is_put_back(tmp_path):
+    run = Run(steps=30)
+
+    def careless(model):
+        return float(run.evaluate(model.train()))
+
+    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(threshold=0.1, evaluate=careless)) as manager:
+        assert manager.save(1, **run.parts).search["noise"] == 0
+
+
+def test_models_of_one_run_are_evaluated_together(tmp_path):
+    torch.manual_seed(0)
+    models = {"a": Digits(), "b": nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))}
+    origin = {key: [x.detach().clone() for x in model.parameters()] for key, model in models.items()}
+
+    @torch.no_grad()
+    def evaluate(nest):
+        parts = [
+            float((x - y).square().sum() / y.square().sum())
+            for key, model in nest.items()
+            for x, y in zip(model.parameters(), origin[key], strict=True)
+            if x.dim() == 2
+        ]
+        return 1 + max(parts)
+
+    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(threshold=0.01, evaluate=evaluate)) as manager:
+        report = manager.save(1, model=models)
+        assert 0 < report.search["degradation"] <= 0.01
+        others = {"a": Digits(), "b": nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))}
+        manager.restore(model=others)
+    assert evaluate(others) == pytest.approx(1 + report.search["degradation"])
