@@ -59,13 +59,14 @@ def moved(one: Symbols, *, seed: int = 1, share: float = 0.1, bins: int | None =
     codes = torch.where(codes < one.first, codes, (codes + steps).clamp(max=one.first + bins - 1))
     centers = one.centers * 1.001 if bins == one.bins else torch.randn(bins, generator=random).sort().values
     exact = (one.exact.float() * 1.01).to(one.exact.dtype)
-    return Symbols(codes.to(torch.uint8), centers, exact, one.first)
+    return Symbols(codes.to(torch.uint8), centers, exact, one.first, one.residual, one.under)
 
 
 def alike(a: Symbols, b: Symbols) -> bool:
     """Whether every bit of two symbols is the same."""
     same = [bits(x) == bits(y) for x, y in ((a.codes, b.codes), (a.centers, b.centers), (a.exact, b.exact))]
-    return all(same) and (a.first, a.codes.shape, a.exact.dtype) == (b.first, b.codes.shape, b.exact.dtype)
+    kinds = [(one.first, one.residual, one.codes.shape, one.exact.dtype) for one in (a, b)]
+    return all(same) and kinds[0] == kinds[1]
 
 
 def same_reference(a: Reference, b: Reference) -> bool:
@@ -134,6 +135,8 @@ class Rounding:
         return unflatten(flat.tree, self.quantize(flat, None).flat.tensors)
 
 
+ALL_CODERS = (*CODERS, "lzma")
+"""Those that are taken only on request, too."""
 ANY_BINS = st.one_of(st.integers(1, 20), st.sampled_from([63, 64, 65, 254, 255, 256]))
 
 

@@ -26,7 +26,8 @@ JUNK: list[Any] = [
     0.0, 1.5, 1e300, float("inf"), "", "level", "delta", "planes", "none", "base", "tap", "adam", "square", "moment1",
     "__class__", "LEVEL", [], [[]], [0], [[0, 0, 1]], [[0, 1, 3]], [[0, 0, 1 << 20]], [[5, -1, 6]], [1.0] * 4,
     [float("inf")] * 4, {}, {"tokens": "delta"}, {"tokens": "codes"}, {"run": {"tokens": "codes"}}, {"packed": 5},
-    {"packed": 0}, {"cyclic": [9, True, True]}, {"cyclic": [256, False, True]}, {"cyclic": [1, False, False]}, "F32",
+    {"packed": 0}, {"lzma": 6}, {"cyclic": [9, True, True]}, {"cyclic": [256, False, True]},
+    {"cyclic": [1, False, False]}, "F32",
 ]  # fmt: skip
 RUN_FIELDS = [
     "tokens", "predictor", "companion", "moments", "factors", "fine", "shift", "sign", "bias", "top", "parameters",
@@ -52,7 +53,8 @@ def delta() -> Written:
 
 @cache
 def lossy() -> tuple[dict[str, Symbols], list[tuple[Encoded, dict[str, torch.Tensor]]]]:
-    """The parent's symbols, and records of codes in every form: with and without a parent, moments and members."""
+    """The parent's symbols, and records of codes in every form: with and without a parent, moments and members; and of
+    differences and under other codes, those of `UNDER`."""
     bins = {"a": 60, "b": 60, "c": 60, "pushed": 6}
     shapes = {"a": (40, 30), "b": (500,), "c": (2, 2), "pushed": (50, 60)}
     before = {name: symbols_of(shapes[name], bins[name], seed=1, exact=torch.float32) for name in shapes}
@@ -72,7 +74,26 @@ def lossy() -> tuple[dict[str, Symbols], list[tuple[Encoded, dict[str, torch.Ten
         members = tuple(values[name] for name in several), tuple(now[name] for name in several)
         material = Codebooked("~several", tuple(infos), *members, reference=reference)
         out += [(encode_quantized(material, coders=(coder,), threads=1), {}) for coder in CODERS]
+    out += [(encode_quantized(replace(material, reference=None), coders=("lzma",), threads=1), {})]
+    for residual, coder in ((False, "context"), (True, "rearranged"), (True, "lzma")):
+        one, base = replace(now["pushed"], residual=residual), held.tensors["pushed"]
+        material = Codebooked(
+            "under", (pushed,), (one.values(torch.float32, base),), (one,), reference=held if residual else None,
+            under=(before["pushed"].codes,), ordinals=(1,),
+        )  # fmt: skip
+        tensors = {"m": steps, UNDER: base} if coder != "lzma" else {}
+        out += [(encode_quantized(material, coders=(coder,), threads=1), tensors)]
     return before, out
+
+
+UNDER = "others"
+"""A tensor of the same file whose codes are context."""
+
+
+def read(
+    record: Encoded, decoded: dict[str, torch.Tensor], reference: Reference | None = None, *, where: str = "record"
+) -> Reference:
+    return decode(record, decoded, reference, symbols={UNDER: lossy()[0]["pushed"]}, where=where, threads=1)
 
 
 @cache
@@ -89,13 +110,13 @@ def records() -> list[tuple[Encoded, dict[str, torch.Tensor]]]:
 
 
 def right(record: Encoded, decoded: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    return {name: bits(x) for name, x in decode(record, decoded, parent(), threads=1).tensors.items()}
+    return {name: bits(x) for name, x in read(record, decoded, parent()).tensors.items()}
 
 
 def hold(record: Encoded, decoded: dict[str, torch.Tensor], expected: dict[str, bytes]) -> type | None:
     """Decode; the error's type, or None where the right values came."""
     try:
-        found = decode(record, decoded, parent(), threads=1).tensors
+        found = read(record, decoded, parent()).tensors
     except (FormatError, ChainError) as error:
         return type(error)
     assert {name: bits(x) for name, x in found.items()} == expected, record.recipe
@@ -111,7 +132,9 @@ def test_the_records_under_test_are_of_every_kind():
     assert {"adam", "square", "base"} <= {run.get("predictor") for run in runs}
     assert any(recipe.get("taps", 1) > 1 for recipe in recipes)
     codes = [recipe["codes"] for recipe in recipes if recipe["kind"] == "quantized"]
-    assert {key for one in codes for key in one} == {"run", "packed", "cyclic"}
+    assert {key for one in codes for key in one} == {"run", "packed", "cyclic", "lzma"}
+    others = [(recipe.get("residual", False), "under" in recipe) for recipe in recipes if recipe["kind"] == "quantized"]
+    assert {*others} == {(False, False), (False, True), (True, False), (True, True)}
     assert {run.get("moments", False) for one in codes for run in one.values() if isinstance(run, dict)} == {
         True,
         False,
@@ -124,7 +147,8 @@ def test_the_records_under_test_are_of_every_kind():
 def forged(recipe: Any) -> Iterator[Any]:
     """The recipe with each of its fields replaced by each piece of junk."""
     yield from JUNK
-    own = ("bins", "first", "codes", "centers", "exact", "exacts") if recipe["kind"] == "quantized" else ()
+    own = ("bins", "first", "codes", "centers", "exact", "exacts", "residual", "under")
+    own = own if recipe["kind"] == "quantized" else ()
     for key in ("kind", "runs", "taps", "base", "moments", "of", "more", *own):
         yield from ({**recipe, key: junk} for junk in JUNK)
     for key in ("centers", "exacts"):
@@ -178,13 +202,13 @@ def test_a_record_without_its_parts_is_corrupt():
         if record.parts:
             for parts in ({}, {"other": b""}):
                 with pytest.raises(CorruptError):
-                    decode(replace(record, parts=parts), decoded, parent())
+                    read(replace(record, parts=parts), decoded, parent())
 
 
 def test_a_record_whose_context_is_missing_is_refused():
     for record, decoded in records():
         expected = right(record, decoded)
-        needy = "moments" in record.recipe or "of" in record.recipe
+        needy = any(key in record.recipe for key in ("moments", "of", "under"))
         assert hold(record, {}, expected) == (CorruptError if needy else None)
 
 
@@ -196,7 +220,7 @@ def test_forged_shapes_and_dtypes_are_refused_without_taking_memory_for_them():
                 other = TensorInfo(info.name, shape, dtype, Role.OTHER)
                 if (shape, dtype) != (info.shape, info.dtype):
                     try:
-                        decode(replace(record, infos=(other, *record.infos[1:])), decoded, parent())
+                        read(replace(record, infos=(other, *record.infos[1:])), decoded, parent())
                     except (FormatError, ChainError):
                         continue
                     assert record.recipe == {"kind": "plain"} or other.nbytes == info.nbytes, (record.name, other)
@@ -209,7 +233,7 @@ def test_a_shape_that_no_bytes_so_few_could_have_is_refused_before_memory_is_tak
             tracemalloc.start()
             try:
                 with pytest.raises((FormatError, ChainError)):
-                    decode(replace(record, infos=(info,), base=None), decoded, parent())
+                    read(replace(record, infos=(info,), base=None), decoded, parent())
                 assert tracemalloc.get_traced_memory()[1] < 1 << 20
             finally:
                 tracemalloc.stop()
@@ -263,16 +287,14 @@ def test_a_missing_or_wrong_parent_is_a_chain_error():
     for record, decoded in needy:
         for wrong in (None, Reference({}), changed, renamed, reshaped, retyped):
             with pytest.raises(ChainError) as caught:
-                decode(record, decoded, wrong)
+                read(record, decoded, wrong)
             assert record.base in caught.value.message
 
 
 def test_records_without_a_base_need_no_parent():
     for record, decoded in records():
         if record.base is None and record.recipe["kind"] != "same":
-            assert {name: bits(x) for name, x in decode(record, decoded, None).tensors.items()} == right(
-                record, decoded
-            )
+            assert {name: bits(x) for name, x in read(record, decoded).tensors.items()} == right(record, decoded)
 
 
 def test_a_copy_is_cast_only_as_a_writer_casts():
@@ -288,5 +310,5 @@ def test_errors_name_the_file_and_the_record():
         if record.parts:
             part = next(iter(record.parts))
             with pytest.raises((CorruptError, TruncatedError)) as caught:
-                decode(replace(record, parts={**record.parts, part: b""}), decoded, parent(), where="a.file")
+                read(replace(record, parts={**record.parts, part: b""}), decoded, parent(), where="a.file")
             assert "a.file" in caught.value.where and record.name in caught.value.where and caught.value.do

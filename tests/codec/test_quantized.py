@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantized import ANY_BINS, alike, most_bins, moved, symbols, symbols_of
+from quantized import ALL_CODERS, ANY_BINS, alike, most_bins, moved, symbols, symbols_of
 from strategies import bits, shapes
 
 from shrinkpoint.codec import CODERS, Codebooked, Reference, Symbols, decode, encode_quantized
@@ -71,20 +71,20 @@ def records(draw: st.DrawFn) -> tuple[dict[str, Symbols], dict[str, Symbols] | N
     return now, {"alone": None, "equal": now}.get(kind, before), draw(st.sampled_from(DTYPES))
 
 
-@pytest.mark.parametrize("coder", [*CODERS, "all"])
+@pytest.mark.parametrize("coder", [*ALL_CODERS, "all"])
 def test_any_symbols_come_back_through_any_coder(coder):
     @settings(deadline=None, max_examples=40)
     @given(records())
     def holds(case):
         now, before, dtype = case
         parent = None if before is None else held(before, dtype)
-        encoded = come_back(now, dtype, parent, coders=CODERS if coder == "all" else (coder,))
+        encoded = come_back(now, dtype, parent, coders=ALL_CODERS if coder == "all" else (coder,))
         assert (encoded.base is None) == (before is None)
 
     holds()
 
 
-@pytest.mark.parametrize("coder", CODERS)
+@pytest.mark.parametrize("coder", ALL_CODERS)
 @pytest.mark.parametrize("count", [0, 1, 2, CHUNK - 1, CHUNK, CHUNK + 1])
 def test_the_first_and_last_code_of_a_chunk_come_back(coder, count):
     now = symbols_of((count,), 5, seed=3)
@@ -101,7 +101,7 @@ def test_every_number_of_bins_comes_back_with_all_its_codes_used(first, bins):
     exact = torch.tensor([1.5, -2.0, 0.25] if first else []).bfloat16()
     one = Symbols(codes, torch.linspace(-1, 1, bins) if bins > 1 else torch.tensor([0.5]), exact, first)
     for parent in (None, held({"w": one}), held({"w": symbols_of(tuple(codes.shape), 7, 2)})):
-        for coder in CODERS:
+        for coder in ALL_CODERS:
             come_back({"w": one}, parent=parent, coders=(coder,))
 
 
@@ -161,7 +161,7 @@ def test_each_stage_of_the_paper_helps_where_some_bins_are_left_more_often_than_
     assert sizes == sorted(sizes) and len({*sizes}) == 4
 
 
-@pytest.mark.parametrize("coder", CODERS)
+@pytest.mark.parametrize("coder", ALL_CODERS)
 def test_a_parent_with_another_number_of_bins_is_still_a_parent(coder):
     before = symbols_of((50, 60), 6)
     for bins in (1, 5, 6, 7, 200):
@@ -250,10 +250,36 @@ def test_what_no_reader_would_take_is_not_written():
         Symbols(good.codes, good.centers + 1, good.exact),
         Symbols(good.codes, torch.linspace(-1, 1, 255), good.exact),
         Symbols(good.codes, good.centers, good.exact * 2),
+        Symbols(good.codes, good.centers, good.exact[:0]),
+        Symbols(good.codes, good.centers[:-1], good.exact),
+        Symbols(good.codes.reshape(30, 20), good.centers, good.exact),
     ]
     for one in wrong:
         with pytest.raises(ValueError, match="symbols"):
             encode_quantized(Codebooked("w", (info,), tensors, (one,)))
+
+
+def test_symbols_of_several_kinds_are_not_written_as_one_record():
+    shape, infos = (20, 30), tuple(TensorInfo(name, (20, 30), "F32") for name in "ab")
+    good, values = symbols_of(shape, 6), torch.zeros(20, 30)
+    others = [
+        symbols_of(shape, 5),
+        symbols_of(shape, 6, 1),
+        symbols_of(shape, 6, exact=torch.float32),
+        replace(good, residual=True),
+    ]
+    for other in others:
+        parent = Reference({"a": values, "b": values})
+        tensors = (good.values(torch.float32), other.values(torch.float32, values))
+        with pytest.raises(ValueError, match="several kinds"):
+            encode_quantized(Codebooked("~ab", infos, tensors, (good, other), reference=parent))
+
+
+def test_lzma_is_taken_only_on_request():
+    one = {"w": Symbols(torch.arange(200).to(torch.uint8).repeat(500), torch.linspace(-1, 1, 200), torch.empty(0), 0)}
+    sizes = {coder: stored(come_back(one, coders=(coder,))) for coder in ALL_CODERS}
+    assert min(sizes.values()) == sizes["lzma"] < 0.5 * stored(come_back(one))
+    assert come_back(one, coders=("lzma",)).recipe["codes"] == {"lzma": 8}
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from shrinkpoint.codec.recipe import (
     Plain,
     Quantized,
     Same,
+    Squeezed,
     from_json,
     needs,
     to_json,
@@ -52,17 +53,23 @@ def coded(draw: st.DrawFn) -> Coded:
 
 
 codes = st.one_of(
-    runs, st.builds(Packed, st.integers(1, 8)), st.builds(Cyclic, st.integers(1, 256), st.booleans(), st.booleans())
-)
+    runs, st.builds(Packed, st.integers(1, 8)), st.builds(Squeezed, st.integers(1, 8)),
+    st.builds(Cyclic, st.integers(1, 256), st.booleans(), st.booleans()),
+)  # fmt: skip
 
 
 @st.composite
 def quantized(draw: st.DrawFn) -> Quantized:
     first = draw(st.integers(0, 2))
     moments = tuple((n, n + 1) for n in draw(ordinals))
+    how = draw(codes)
+    elsewhere = isinstance(how, Cyclic) or (isinstance(how, Run) and how.needs_base)
+    under = draw(ordinals) if elsewhere else ()
+    base = not under and draw(st.booleans())
     return Quantized(
-        draw(st.integers(1, 256 - first)), first, draw(codes), draw(st.none() | runs),
-        draw(st.sampled_from(["F32", "BF16"])), draw(st.none() | runs), draw(st.booleans()), moments,
+        draw(st.integers(1, 256 - first)), first, how, draw(st.none() | runs),
+        draw(st.sampled_from(["F32", "BF16"])), draw(st.none() | runs), base, moments,
+        not base and draw(st.booleans()), under,
     )  # fmt: skip
 
 
@@ -86,6 +93,13 @@ def test_a_quantized_recipe_says_only_what_is_not_usual():
         "moments": [[[3, 2, 2]], [[4, 2, 2]]],
     }  # fmt: skip
     assert needs(to_json(how)) == 6 and needs(to_json(Quantized(4, 0, Packed(2)))) == -1
+    how = Quantized(15, 2, Run("codes", "base"), residual=True, under=(4, 5, 6, 9))
+    assert to_json(how) == {
+        "kind": "quantized", "bins": 15, "first": 2, "codes": {"run": {"tokens": "codes", "predictor": "base"}},
+        "residual": True, "under": [[4, 1, 3], [9, 0, 1]],
+    }  # fmt: skip
+    assert needs(to_json(how)) == 9
+    assert to_json(Quantized(15, 2, Squeezed(4)))["codes"] == {"lzma": 4}
 
 
 junk = st.recursive(
@@ -96,19 +110,37 @@ junk = st.recursive(
 
 
 QUANTIZED = {"kind": "quantized", "bins": 16, "first": 2, "codes": {"packed": 5}}
+DELTA = {**QUANTIZED, "codes": {"cyclic": [18, True, True]}}
 
 
 @settings(deadline=None, max_examples=60)
 @given(
     junk,
     st.sampled_from(
-        ["kind", "runs", "taps", "base", "moments", "of", "bins", "first", "codes", "exact", "exacts", "more"]
+        [
+            "kind",
+            "runs",
+            "taps",
+            "base",
+            "moments",
+            "of",
+            "bins",
+            "first",
+            "codes",
+            "exact",
+            "exacts",
+            "residual",
+            "under",
+            "more",
+        ]
     ),
     st.data(),
 )
 def test_json_that_is_no_recipe_raises_nothing_but_value_errors(value, key, data):
     good = data.draw(
-        st.sampled_from([{"kind": "plain"}, {"kind": "copy", "of": []}, to_json(Coded((Run("level"),))), QUANTIZED])
+        st.sampled_from(
+            [{"kind": "plain"}, {"kind": "copy", "of": []}, to_json(Coded((Run("level"),))), QUANTIZED, DELTA]
+        )
     )
     for hostile in (value, {**good, key: value}):
         with suppress(ValueError):
@@ -156,6 +188,17 @@ def test_json_that_is_no_recipe_raises_nothing_but_value_errors(value, key, data
     {**QUANTIZED, "exact": "F16"}, {**QUANTIZED, "exact": None}, {**QUANTIZED, "exact": []},
     {**QUANTIZED, "base": 1}, {**QUANTIZED, "base": None}, {**QUANTIZED, "moments": 3},
     {**QUANTIZED, "moments": [[[0, 0, 1]]]}, {**QUANTIZED, "moments": [[[0, 0, 1]], []]},
+    {**QUANTIZED, "codes": {"lzma": 0}}, {**QUANTIZED, "codes": {"lzma": 9}}, {**QUANTIZED, "codes": {"lzma": True}},
+    {**QUANTIZED, "codes": {"lzma": [5]}}, {**QUANTIZED, "codes": {"lzma": 5, "packed": 5}},
+    {**QUANTIZED, "residual": 1}, {**QUANTIZED, "residual": None}, {**QUANTIZED, "residual": []},
+    {**QUANTIZED, "residual": True, "base": True}, {**DELTA, "residual": True, "base": True},
+    {**DELTA, "base": True, "under": [[0, 0, 1]]}, {**DELTA, "residual": True, "base": True, "under": [[0, 0, 1]]},
+    {**DELTA, "under": []}, {**DELTA, "under": None}, {**DELTA, "under": 0}, {**DELTA, "under": [0]},
+    {**DELTA, "under": [[-1, 0, 1]]}, {**DELTA, "under": [[0, 1, MAX_MEMBERS], [0, 1, 1]]}, {**DELTA, "under": True},
+    {**QUANTIZED, "under": [[0, 0, 1]]}, {**QUANTIZED, "codes": {"lzma": 5}, "under": [[0, 0, 1]]},
+    {**QUANTIZED, "codes": {"run": {"tokens": "codes"}}, "under": [[0, 0, 1]]},
+    {"kind": "coded", "runs": [{"tokens": "level"}], "residual": True},
+    {"kind": "coded", "runs": [{"tokens": "level"}], "under": [[0, 0, 1]]},
 ], ids=lambda recipe: str(recipe)[:60])  # fmt: skip
 def test_what_no_encoder_writes_is_refused(recipe):
     with pytest.raises(ValueError):

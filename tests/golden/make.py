@@ -9,10 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import sys
-import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +22,13 @@ sys.path.insert(0, str(HERE.parent))
 
 from coded import Loop  # noqa: E402
 from fingerprint import file_digests, fingerprint  # noqa: E402
-from quantized import Rounding, moved, symbols_of  # noqa: E402
+from golden.content import Golden, optimizer_state, randn  # noqa: E402
+from golden.lossy_files import quantized, residual, under, write_lossy_store, write_tracked_store  # noqa: E402
 from strategies import TORCH  # noqa: E402
 
 import shrinkpoint as sp  # noqa: E402
-from shrinkpoint.codec import CODERS, Symbols  # noqa: E402
+from shrinkpoint.codec import Reference  # noqa: E402
 from shrinkpoint.container import Reader, Writer  # noqa: E402
-from shrinkpoint.errors import LossWarning  # noqa: E402
-from shrinkpoint.schemes import Settled  # noqa: E402
 from shrinkpoint.state import flatten, unflatten  # noqa: E402
 from shrinkpoint.storage import LocalStorage  # noqa: E402
 
@@ -41,29 +38,6 @@ LARGEST = 20_000
 """Bytes of a golden file."""
 NEWEST = ("F8_E8M0", "F4_X2")
 """Dtypes that not every torch we support has."""
-
-
-@dataclass(frozen=True)
-class Golden:
-    """A file to be written.
-
-    Attributes:
-        state: what it holds.
-        shows: text that its recipes must contain, so that it is what its name says.
-        base: the golden file it is a delta against.
-        scheme: None for the default.
-        spool: bytes of payload after which the writer reserves room for the header.
-    """
-
-    state: Any
-    shows: tuple[str, ...] = ()
-    base: str | None = None
-    scheme: Any = None
-    spool: int = Writer.spool
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def values_of(name: str, count: int) -> torch.Tensor:
@@ -92,14 +66,6 @@ def plain_values() -> dict[Any, Any]:
         "conj": torch.tensor([1 + 2j]).conj(),
         "same names": {1: torch.zeros(1), "1": torch.ones(1)},
     }  # fmt: skip
-
-
-def optimizer_state(moment1: torch.Tensor, moment2: torch.Tensor) -> dict[str, Any]:
-    group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "params": [0]}
-    return {
-        "state": {0: {"step": torch.tensor(5.0), "exp_avg": moment1, "exp_avg_sq": moment2}},
-        "param_groups": [group],
-    }
 
 
 def half_state(step: int) -> dict[str, Any]:
@@ -175,63 +141,12 @@ def first_release() -> Iterator[tuple[str, Golden]]:
     yield "newest_dtypes", Golden({name: values_of(name, 300) for name in NEWEST})
     yield "tree", Golden(plain_values())
     yield from quantized()
+    yield from residual()
+    yield from under()
     yield (
         "large_header",
         Golden({f"{i}.weight": randn(64, seed=i).bfloat16() for i in range(24)} | {"z": randn(300)}, spool=500),
     )
-
-
-def settled(symbols: dict[str, Symbols], dtype: torch.dtype = torch.float32, coders: Any = CODERS) -> dict[str, Any]:
-    """A state whose tensors are made from symbols, and the scheme that makes them."""
-    state = {name: torch.zeros(one.codes.shape, dtype=dtype) for name, one in symbols.items()}
-    return {"state": state, "scheme": Settled("golden", symbols, coders=coders)}
-
-
-def pushed_state(step: int) -> dict[str, Any]:
-    """Weights, and moments that say which of them have moved: below -1 up, above 1 down."""
-    moment, weight = randn(90, 100, seed=3), randn(90, 100, seed=4) * 0.1
-    down = (moment > 1).float() - (moment < -1).float()
-    push = torch.where(down == 0, 2.0**-17, down * 2.0**-13)
-    optimizer = optimizer_state(push, torch.full((90, 100), 2.0**-26))
-    return {"model": {"w.weight": weight - 0.1 * step * down}, "optimizer": optimizer}
-
-
-def quantized() -> Iterator[tuple[str, Golden]]:
-    """Every form of codes, centers and exact values; deltas stand on `quantized_base` or on a delta of it."""
-    shapes = {"a.weight": (40, 50), "b.weight": (300,), "c.weight": ()}
-    before = {name: symbols_of(shape, 12, seed=1) for name, shape in shapes.items()}
-    after = {name: moved(one, share=0.2) for name, one in before.items()}
-    how = {
-        "context": ('"predictor": "base"',), "alone": ('"run": {"tokens": "codes"}',), "packed": ('"packed": 4',),
-        "rearranged": ('[14, true, true]',), "runs": ('[14, false, true]',), "huffman": ('[14, false, false]',),
-    }  # fmt: skip
-    yield "quantized_base", Golden(**settled(before), shows=('"quantized", "bins": 12, "first": 2',))
-    for coder, shows in how.items():
-        base = None if coder in ("alone", "packed") else "quantized_base"
-        yield f"quantized_{coder}", Golden(**settled(after, coders=(coder,)), shows=shows, base=base)
-    less = {name: moved(one, bins=5) for name, one in after.items()}
-    yield "quantized_fewer_bins", Golden(**settled(less), shows=('"bins": 5', '"base": true'), base="quantized_context")
-    kept = {**less, "b.weight": moved(less["b.weight"], seed=3, share=0.5)}
-    yield "quantized_same", Golden(**settled(kept), shows=("same", "quantized"), base="quantized_fewer_bins")
-    last = {name: moved(one, seed=4, share=0.3) for name, one in kept.items()}
-    yield "quantized_on_same", Golden(**settled(last), shows=('"base": true',), base="quantized_same")
-
-    fine = {"w.weight": symbols_of((30, 40), 254, exact=torch.float32, special=0.5)}
-    yield "quantized_inner_base", Golden(**settled(fine), shows=('"exact": "F32", "exacts": {"tokens": "level"',))
-    near = {name: moved(one) for name, one in fine.items()}
-    shows = ('"centers": {"tokens": "delta"', '"exacts": {"tokens": "delta"')
-    yield "quantized_inner", Golden(**settled(near), shows=shows, base="quantized_inner_base")
-    for first, dtype in ((0, torch.float16), (1, torch.bfloat16), (2, torch.float64)):
-        symbols = {"w.weight": symbols_of((20, 30), 256 - first, first), "e.weight": symbols_of((0, 3), 4, first)}
-        shows = (f'"first": {first}', f'"bins": {256 - first}')
-        yield f"quantized_first_{first}", Golden(**settled(symbols, dtype), shows=shows)
-
-    scheme = Rounding(bins=8)
-    yield "quantized_moments_base", Golden(pushed_state(0), ("quantized",), scheme=scheme)
-    shows = ('"moments": true, "top": 9', '"moments": [[[')
-    yield "quantized_moments", Golden(pushed_state(1), shows, "quantized_moments_base", scheme=scheme)
-    state = {"model": {"w.weight": randn(30, 40) * 0.1}, "half": {"w.weight": torch.zeros(30, 40).bfloat16()}}
-    yield "quantized_master", Golden(state, ("quantized", "copy"), scheme=scheme)
 
 
 def as_read(golden: Golden) -> Any:
@@ -239,15 +154,20 @@ def as_read(golden: Golden) -> Any:
     if golden.scheme is None or isinstance(golden.scheme, sp.Lossless):
         return golden.state
     flat = flatten(golden.state)
-    return unflatten(flat.tree, golden.scheme.quantize(flat, None).flat.tensors)
+    base = None if golden.base is None else Reference(flatten(sp.load(_path(golden.base))).tensors)
+    return unflatten(flat.tree, golden.scheme.quantize(flat, base).flat.tensors)
+
+
+def _path(name: str) -> Path:
+    return ROOT / f"{sp.__version__}_{name}.safetensors"
 
 
 def write(path: Path, golden: Golden) -> dict[str, str]:
     """Write one file, check that it is what it should be, and return the fingerprint of its state."""
-    name, release = path.name, path.name.split("_")[0]
+    name = path.name
     usual, Writer.spool = Writer.spool, golden.spool
     try:
-        base = None if golden.base is None else ROOT / f"{release}_{golden.base}.safetensors"
+        base = None if golden.base is None else _path(golden.base)
         sp.save(golden.state, path, base=base, scheme=golden.scheme)
     finally:
         Writer.spool = usual
@@ -274,32 +194,15 @@ def write_store(place: Path) -> dict[str, str]:
     return expected
 
 
-def write_lossy_store(place: Path) -> dict[str, str]:
-    """A store whose checkpoints are lossy, but for one in the middle, with one that was written again."""
-    expected = {}
-    loop, scheme = Loop(width=4), Rounding(loss={"chosen": {"bins": 8}, "degradation": 0.01, "worst": float("nan")})
-    with warnings.catch_warnings(), sp.Store(place, keyframe_every=9) as store:
-        warnings.simplefilter("ignore", LossWarning)
-        for step in (1, 2, 3, 4, 5):
-            state = {"model": loop.steps(1)["model"]}
-            lossy = step != 3
-            store.save(step, state, scheme=scheme if lossy else None, lossy_restores=step // 4)
-            expected[str(step)] = fingerprint(scheme.expected(state) if lossy else state)
-        store.forget(4)
-        store.compact()
-    (place / ".shrinkpoint-lock").unlink(missing_ok=True)
-    return expected
-
-
 def make() -> dict[str, Any]:
     """Write what is missing of this release; the new content of expected.json."""
     states: dict[str, Any] = {}
     stores: dict[str, Any] = {}
     for name, golden in FILES[sp.__version__]():
-        path = ROOT / f"{sp.__version__}_{name}.safetensors"
+        path = _path(name)
         if not path.exists():
             states[path.name] = write(path, golden)
-    for kind, write_one in {"store": write_store, "lossy_store": write_lossy_store}.items():
+    for kind, write_one in STORES.items():
         place = ROOT / f"{sp.__version__}_{kind}"
         if not place.exists():
             stores[place.name] = write_one(place)
@@ -322,6 +225,7 @@ def main() -> None:
 
 
 FILES = {"0.1.0": first_release}
+STORES = {"store": write_store, "lossy_store": write_lossy_store, "tracked_store": write_tracked_store}
 
 if __name__ == "__main__":
     main()

@@ -6,8 +6,9 @@ says what the quantizer left, and `quantized` codes that.
 """
 
 from shrinkpoint.codec.codec import Material, copies, decode, encode, known_arrays, plain, same
+from shrinkpoint.codec.codes import CODERS, DELTA_CODERS
 from shrinkpoint.codec.number import NUMBERS, Number
-from shrinkpoint.codec.quantized import CODERS, DELTA_CODERS, Codebooked, encode_quantized
+from shrinkpoint.codec.quantized import Codebooked, encode_quantized
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.codec.run import Known, Run
 from shrinkpoint.codec.symbols import Symbols

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from shrinkpoint.codec.recipe import Coded, Copy, Plain, Quantized, Same
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.codec.run import Bytes, Known, Run, default_threads
 from shrinkpoint.codec.slab import Slab
+from shrinkpoint.codec.symbols import Symbols
 from shrinkpoint.errors import ChainError, CorruptError, TruncatedError
 from shrinkpoint.record import Encoded, TensorInfo
 from shrinkpoint.state import torch_dtype
@@ -133,6 +134,7 @@ def decode(
     decoded: Mapping[str, Tensor],
     reference: Reference | None,
     *,
+    symbols: Mapping[str, Symbols] | None = None,
     where: str = "record",
     slab: Slab | None = None,
     threads: int | None = None,
@@ -141,6 +143,7 @@ def decode(
 
     Args:
         decoded: tensors of earlier records of the same file, in their order.
+        symbols: of those of them that are quantized.
         reference: the parent's tensors, where the file is a delta.
         slab: where the tensors' memory comes from; one for all records of a file saves time.
 
@@ -162,7 +165,7 @@ def decode(
             case Coded():
                 return Reference(_decode_coded(encoded, recipe, decoded, reference, where, slab, threads))
             case Quantized():
-                return _decode_quantized(encoded, recipe, decoded, reference, where, threads)
+                return _decode_quantized(encoded, recipe, decoded, symbols or {}, reference, where, threads)
     except _native.Truncated as error:
         raise TruncatedError(where, found=str(error), do=_DO) from error
     except (_native.Corrupt, ValueError, LookupError, struct.error) as error:
@@ -240,6 +243,7 @@ def _decode_quantized(
     encoded: Encoded,
     recipe: Quantized,
     decoded: Mapping[str, Tensor],
+    symbols: Mapping[str, Symbols],
     reference: Reference | None,
     where: str,
     threads: int | None,
@@ -247,11 +251,29 @@ def _decode_quantized(
     infos = encoded.infos
     if any(not info.dtype.startswith(("F", "BF")) or NUMBERS[info.dtype].width < 16 for info in infos):
         raise ValueError("quantized tensors that are no floats")
-    if recipe.base:
+    if recipe.base or recipe.residual:
         parent = _parent(encoded, reference, where)
-        _check_base(encoded, base_digest(infos, parent) or "none: its tensors are not quantized", where)
+        _check_base(encoded, base_digest(infos, recipe, parent) or "none: its tensors are not quantized", where)
     known = known_arrays(infos, 1, None, _moment_names(recipe, infos, decoded), decoded)
-    return Reference(*decode_quantized(encoded, recipe, known, reference, default_threads(threads)))
+    others = _others(recipe, infos, decoded, symbols)
+    under = [symbols[name].codes for name in others]
+    tensors, made = decode_quantized(encoded, recipe, known, reference, under, default_threads(threads))
+    for info, name in zip(infos, others, strict=False):  # so that the file can be written again as it was
+        made[info.name] = replace(made[info.name], under=name)
+    return Reference(tensors, made)
+
+
+def _others(
+    recipe: Quantized, infos: Sequence[TensorInfo], decoded: Mapping[str, Tensor], symbols: Mapping[str, Symbols]
+) -> list[str]:
+    """The tensors whose codes a record's own are coded under, one for each member."""
+    if not recipe.under:
+        return []
+    names = list(decoded)
+    others = [names[ordinal] for ordinal in recipe.under]
+    if [tuple(symbols[name].codes.shape) for name in others] != [info.shape for info in infos]:
+        raise ValueError("codes under those of tensors that do not fit")
+    return others
 
 
 def _split(encoded: Encoded, recipe: Coded) -> list[tuple[Run, Bytes, Bytes]]:

@@ -68,7 +68,14 @@ class Cyclic:
     runs: bool
 
 
-Codes: TypeAlias = Run | Packed | Cyclic
+@dataclass(frozen=True)
+class Squeezed:
+    """As `Packed`, and then LZMA, as the authors of arXiv 2406.11257 do it."""
+
+    bits: int
+
+
+Codes: TypeAlias = Run | Packed | Cyclic | Squeezed
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,8 @@ class Quantized:
         exacts: how they are coded; None: as they are.
         base: the parent's codes and values of the same tensors are known.
         moments: as in `Coded`.
+        residual: the parent's values of the same tensors are known, and centers and zeros are differences to them.
+        under: the ordinals, among the tensors of this file, of those whose codes take the place of the parent's.
     """
 
     bins: int
@@ -94,6 +103,8 @@ class Quantized:
     exacts: Run | None = None
     base: bool = False
     moments: tuple[tuple[int, int], ...] = field(default=())
+    residual: bool = False
+    under: tuple[int, ...] = field(default=())
 
 
 Recipe: TypeAlias = Plain | Same | Copy | Coded | Quantized
@@ -129,6 +140,8 @@ def _quantized_json(recipe: Quantized) -> JSON:
             out["codes"] = {"packed": bits}
         case Cyclic(modulus, rearranged, runs):
             out["codes"] = {"cyclic": [modulus, rearranged, runs]}
+        case Squeezed(bits):
+            out["codes"] = {"lzma": bits}
     if recipe.centers is not None:
         out["centers"] = recipe.centers.to_json()
     if recipe.exact != "BF16":
@@ -139,6 +152,10 @@ def _quantized_json(recipe: Quantized) -> JSON:
         out["base"] = True
     if recipe.moments:
         out["moments"] = _pairs(recipe.moments)
+    if recipe.residual:
+        out["residual"] = True
+    if recipe.under:
+        out["under"] = _ranges(recipe.under)
     return out
 
 
@@ -151,8 +168,10 @@ def needs(data: JSON) -> int:
     match recipe:
         case Copy(of):
             return max(of, default=-1)
-        case Coded(moments=moments) | Quantized(moments=moments):
+        case Coded(moments=moments):
             return max((max(pair) for pair in moments), default=-1)
+        case Quantized(moments=moments, under=under):
+            return max((*under, *(max(pair) for pair in moments)), default=-1)
     return -1
 
 
@@ -176,6 +195,8 @@ def from_json(data: JSON) -> Recipe:
             "exacts",
             "base",
             "moments",
+            "residual",
+            "under",
         }:
             return _quantized(bins, first, codes, **extra)
     raise ValueError(f"unknown recipe {str(data)[:80]}")
@@ -189,22 +210,34 @@ def _coded(runs: list[JSON], taps: JSON = 1, base: JSON = False, moments: JSON =
 
 def _quantized(
     bins: int, first: int, codes: dict[str, JSON], centers: JSON = None, exact: JSON = "BF16", exacts: JSON = None,
-    base: JSON = False, moments: JSON = (),
+    base: JSON = False, moments: JSON = (), residual: JSON = False, under: JSON = (),
 ) -> Quantized:  # fmt: skip
     if type(bins) is not int or type(first) is not int or not 0 <= first <= SPECIALS or bins < 1:
         raise ValueError("a quantized recipe has bins or first out of range")
     if first + bins > MOST_CODES or exact not in ("F32", "BF16") or type(base) is not bool:
         raise ValueError("a quantized recipe has more codes than there are, or exact values of another dtype")
+    how = _codes(codes)
+    if type(residual) is not bool or (base and residual):
+        raise ValueError("a quantized recipe has a residual that is neither, or codes of a parent besides")
+    if under != () and (base or under == [] or not _looks_elsewhere(how)):
+        raise ValueError("a quantized recipe has codes under others that it does not need")
     return Quantized(
         bins,
         first,
-        _codes(codes),
+        how,
         None if centers is None else Run.from_json(centers),
         exact,
         None if exacts is None else Run.from_json(exacts),
         base,
         _unpaired(moments),
+        residual,
+        () if under == () else _ordinals(under),
     )
+
+
+def _looks_elsewhere(codes: Codes) -> bool:
+    """Whether other codes are context of these."""
+    return isinstance(codes, Cyclic) or (isinstance(codes, Run) and codes.needs_base)
 
 
 def _codes(data: dict[str, JSON]) -> Codes:
@@ -213,6 +246,8 @@ def _codes(data: dict[str, JSON]) -> Codes:
             return Run.from_json(run)
         case {"packed": bits, **rest} if not rest and type(bits) is int and 1 <= bits <= 8:
             return Packed(bits)
+        case {"lzma": bits, **rest} if not rest and type(bits) is int and 1 <= bits <= 8:
+            return Squeezed(bits)
         case {"cyclic": [modulus, rearranged, runs], **rest} if (
             not rest and type(modulus) is int and 0 < modulus <= MOST_CODES and {type(rearranged), type(runs)} == {bool}
         ):

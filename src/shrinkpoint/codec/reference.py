@@ -29,6 +29,10 @@ class Reference:
             return None
         return tensor
 
+    def has_codes(self, name: str) -> bool:
+        """Whether the parent's codes of a tensor can be context: those of differences tell nothing about the next."""
+        return name in self.symbols and not self.symbols[name].residual
+
     def of(self, names: Iterable[str]) -> Reference:
         """What it holds of these tensors, all of which it has."""
         names = list(names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -32,12 +32,16 @@ class Symbols:
         centers: float32, of shape (bins,), ascending and finite; at least one.
         exact: float32 or bfloat16, 1-d: the values of the codes that say so, in row-major order.
         first: the code of the first center.
+        residual: centers and zeros are differences to the parent's value in the same place; exact values stay values.
+        under: name of another tensor of the state, of the same shape, whose codes are the context of these.
     """
 
     codes: Tensor = field(repr=False)
     centers: Tensor = field(repr=False)
     exact: Tensor = field(repr=False)
     first: int = SPECIALS
+    residual: bool = False
+    under: str = ""
 
     @property
     def bins(self) -> int:
@@ -57,14 +61,35 @@ class Symbols:
 
     def cpu(self) -> Symbols:
         """The same, where a store holds them."""
-        return Symbols(self.codes.cpu(), self.centers.cpu(), self.exact.cpu(), self.first)
+        return replace(self, codes=self.codes.cpu(), centers=self.centers.cpu(), exact=self.exact.cpu())
 
-    def values(self, dtype: torch.dtype) -> Tensor:
-        """What a reader gets; of the shape of `codes`, on their device."""
+    def values(self, dtype: torch.dtype, base: Tensor | None = None) -> Tensor:
+        """What a reader gets; of the shape of `codes`, on their device.
+
+        Args:
+            base: the parent's values, where these are differences to them.
+        """
         table = torch.zeros(self.used, dtype=torch.float32, device=self.codes.device)
         table[self.first :] = self.centers.to(table.device)
-        flat = table.to(dtype).index_select(0, self.codes.reshape(-1).to(torch.int32))
-        out = flat.reshape(self.codes.shape)
+        places = self.codes.reshape(-1).to(torch.int32)
+        if self.residual:
+            assert base is not None
+            differences = table.index_select(0, places).reshape(self.codes.shape)
+            out = _moved(base.to(table.device), differences, dtype)
+        else:
+            out = table.to(dtype).index_select(0, places).reshape(self.codes.shape)
         if self.exact.numel():
             out[self.protected] = self.exact.to(device=out.device, dtype=dtype)
         return out
+
+
+def _moved(base: Tensor, differences: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sums in float32, then the dtype; the parent's value itself where nothing is added or no finite value comes out.
+
+    So what does not move keeps its bits (-0.0 + 0.0 would be 0.0), and no result depends on how a machine treats a nan.
+    """
+    sums = (base.to(torch.float32) + differences).to(dtype)
+    moved = differences != 0
+    if sums.numel() and not bool(torch.stack(sums.aminmax()).isfinite().all()):  # of all at once: far the faster way
+        moved &= sums.isfinite()
+    return torch.where(moved, sums, base.to(dtype))

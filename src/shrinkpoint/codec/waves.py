@@ -45,7 +45,7 @@ def decode_all(
 
     def one(index: int) -> Reference:
         native = workers if recipes[index][2] >= LARGE else 1
-        return decode(read(index), decoded, reference, where=where, slab=slab, threads=native)
+        return decode(read(index), decoded, reference, symbols=symbols, where=where, slab=slab, threads=native)
 
     with ThreadPoolExecutor(workers) as pool:
         for wave in _waves(recipes):

@@ -3,6 +3,7 @@
 from shrinkpoint.codec.quantize.adaptive import adaptive, best_range
 from shrinkpoint.codec.quantize.clusters import cluster, quantize, weights_of
 from shrinkpoint.codec.quantize.exact import bits_of, from_bits
+from shrinkpoint.codec.quantize.exponents import exponents
 from shrinkpoint.codec.quantize.logarithmic import logarithmic
 from shrinkpoint.codec.quantize.nearest import assign
 from shrinkpoint.codec.quantize.outliers import centroids, is_outlier, outliers
@@ -16,6 +17,7 @@ __all__ = [
     "centroids",
     "cluster",
     "entropy",
+    "exponents",
     "from_bits",
     "is_outlier",
     "logarithmic",
