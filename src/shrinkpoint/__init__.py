@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     from shrinkpoint.schemes import CNR as CNR
     from shrinkpoint.schemes import GOBO as GOBO
     from shrinkpoint.schemes import QD as QD
+    from shrinkpoint.schemes import SCAR as SCAR
+    from shrinkpoint.schemes import TOPN as TOPN
+    from shrinkpoint.schemes import ExCP as ExCP
     from shrinkpoint.schemes import Inshrinkerator as Inshrinkerator
+    from shrinkpoint.schemes import LCCheckpoint as LCCheckpoint
     from shrinkpoint.schemes import Lossless as Lossless
     from shrinkpoint.store import Keep as Keep
     from shrinkpoint.store import Store as Store
@@ -40,10 +44,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "CNR": "schemes", "FileSummary": "store.single", "GOBO": "schemes", "Gradients": "train",
-    "Inshrinkerator": "schemes", "Keep": "store.retention", "Lossless": "schemes", "Manager": "train", "QD": "schemes",
-    "SaveReport": "store.file", "Store": "store.store", "inspect": "store.single", "load": "store.single",
-    "save": "store.single",
+    "CNR": "schemes", "ExCP": "schemes", "FileSummary": "store.single", "GOBO": "schemes", "Gradients": "train",
+    "Inshrinkerator": "schemes", "Keep": "store.retention", "LCCheckpoint": "schemes", "Lossless": "schemes",
+    "Manager": "train", "QD": "schemes", "SCAR": "schemes", "SaveReport": "store.file", "Store": "store.store",
+    "TOPN": "schemes", "inspect": "store.single", "load": "store.single", "save": "store.single",
 }  # fmt: skip
 
 __all__ = ["ShrinkpointError", "__version__", "errors", *_HOMES]

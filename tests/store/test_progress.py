@@ -82,7 +82,12 @@ def test_a_store_reports_what_the_next_checkpoint_keeps():
 def test_a_lossless_store_has_nothing_to_report():
     store = Store(MemoryStorage())
     assert [store.save(step, state(step / 100)).retention for step in (1, 2, 3)] == [None] * 3
-    assert store.save(4, state(0.04), scheme=Rounding()).retention is None
+
+
+def test_after_exact_checkpoints_the_first_lossy_one_reports_too():
+    store = Store(MemoryStorage())
+    store.save(1, state(0.0))
+    assert store.save(2, state(0.02), scheme=Rounding(bins=200)).retention == pytest.approx(1.0, abs=0.1)
 
 
 def test_training_that_is_rounded_away_after_a_restore_is_said():

@@ -16,6 +16,8 @@ from shrinkpoint.state import FlatState
 class Again:
     """Loses nothing more: values stay as they are, and so do the symbols they were made from.
 
+    But for symbols of differences: they are to another parent, and no later checkpoint looks at them.
+
     Attributes:
         symbols: of the tensors that were quantized, by name.
         loss: what was lost when they were.
@@ -28,7 +30,8 @@ class Again:
 
     def quantize(self, flat: FlatState, reference: Reference | None) -> Kept:
         """All of it; see `schemes.Scheme`."""
-        return Kept(flat, {name: one for name, one in self.symbols.items() if name in flat.infos}, self.loss)
+        held = {name: one for name, one in self.symbols.items() if name in flat.infos and not one.residual}
+        return Kept(flat, held, self.loss)
 
     def encode(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from shrinkpoint.codec import Reference, Symbols
 from shrinkpoint.record import JSON, Encoded
@@ -55,5 +55,19 @@ class Scheme(Protocol):
         Args:
             reference: the parent's decoded tensors; None makes every record stand alone.
             threads: native threads; None uses every core.
+        """
+        ...
+
+
+@runtime_checkable
+class Resuming(Protocol):
+    """A scheme that has to know when a run goes on from a checkpoint."""
+
+    def resume(self, loss: JSON, generation: int = 0) -> None:
+        """Go on from a checkpoint.
+
+        Args:
+            loss: of its manifest; whatever another scheme wrote there is passed over.
+            generation: lossy restores behind the weights from now on.
         """
         ...

@@ -34,7 +34,9 @@ class Group:
         taps: positions of the trailing axes that are coded after each other.
         based: the parent holds them all.
         moments: (first, second) moment of each; () where a member has none.
-        quantized: their codes are coded, not their values; where `based`, the parent has codes of them all.
+        quantized: their codes are coded, not their values; where `based`, the parent has codes of them all, or they are
+            differences to its values.
+        under: of each, the name of the tensor whose codes are context for its own; () for none.
     """
 
     infos: tuple[TensorInfo, ...]
@@ -42,6 +44,7 @@ class Group:
     based: bool
     moments: tuple[tuple[str, str], ...]
     quantized: bool = False
+    under: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,10 @@ def partition(flat: FlatState, reference: Reference | None, symbols: Mapping[str
     links = Links(flat, copied)
     rest = [info for info in rest if info.name not in copied]
     groups = _groups([info for info in rest if info.name not in symbols], links, reference, flat)
+    symbols = {info.name: symbols[info.name] for info in rest if info.name in symbols}
     codes = _code_groups([info for info in rest if info.name in symbols], links, reference, flat, symbols)
-    return Partition(same, sorted(groups + codes, key=lambda group: _place(group.infos[0])), copies)
+    depths = {name: _depth(name, symbols) for name in symbols}
+    return Partition(same, sorted(groups + codes, key=lambda group: _when(group, depths)), copies)
 
 
 def _held(info: TensorInfo, flat: FlatState, reference: Reference | None) -> Tensor | None:
@@ -81,12 +86,30 @@ def _held(info: TensorInfo, flat: FlatState, reference: Reference | None) -> Ten
     return reference.matching(info.name, info.shape, flat.tensors[info.name].dtype)
 
 
+def _when(group: Group, depths: Mapping[str, int]) -> tuple[int, int]:
+    """Contexts before what is coded under them."""
+    names = [info.name for info in group.infos] + [name for pair in group.moments for name in pair]
+    return max(depths.get(name, 0) for name in names), _place(group.infos[0])
+
+
+def _depth(name: str, symbols: Mapping[str, Symbols]) -> int:
+    """How many tensors' codes must be there before those of this one."""
+    depth = 0
+    while (other := symbols[name].under) in symbols and symbols[other].codes.shape == symbols[name].codes.shape:
+        name, depth = other, depth + 1
+        if depth > len(symbols):
+            raise ValueError(f"codes of {name!r} under themselves")
+    return depth
+
+
 def _unchanged(info: TensorInfo, flat: FlatState, reference: Reference | None, symbols: Symbols | None) -> bool:
     old = _held(info, flat, reference)
     if old is None or reference is None or not _equal(flat.tensors[info.name], old):
         return False
     before = reference.symbols.get(info.name)  # a reader goes on with these, so they must be what this state has
-    return symbols is None or (before is not None and _alike(symbols, before))
+    if symbols is None or symbols.residual:
+        return True
+    return before is not None and _alike(symbols, before)
 
 
 def _alike(a: Symbols, b: Symbols) -> bool:
@@ -176,19 +199,33 @@ def _place(info: TensorInfo) -> int:
 def _code_groups(
     infos: list[TensorInfo], links: Links, reference: Reference | None, flat: FlatState, symbols: Mapping[str, Symbols]
 ) -> list[Group]:
-    """As `_groups`, of tensors that are quantized: those in a record have equally many centers."""
+    """As `_groups`, of tensors that are quantized: those in a record have equally many centers.
+
+    Args:
+        symbols: of these tensors and no others, so that contexts are codes of this file.
+    """
     bundles: dict[tuple[object, ...], list[TensorInfo]] = {}
     for info in infos:
         one = symbols[info.name]
-        based = _held(info, flat, reference) is not None and reference is not None and info.name in reference.symbols
-        moments = bool(links.moments(info)) and info.role is not Role.MOMENT2
+        held = reference is not None and _held(info, flat, reference) is not None
+        depth = _depth(info.name, symbols)
+        based = held and reference is not None and (one.residual or (not depth and reference.has_codes(info.name)))
+        moments = info.role is not Role.MOMENT2 and _come_before(links.moments(info), symbols)
         alone = info.name if info.numel >= SMALL else ""
-        key = (info.dtype, info.role, one.bins, one.first, one.exact.dtype, based, moments, alone)
+        key = (based, moments, depth, info.dtype, info.role, one.bins, one.first, one.exact.dtype, one.residual, alone)
         bundles.setdefault(key, []).append(info)
     return [
-        Group(tuple(members), 1, bool(key[5]), _moments(members, links) if key[6] else (), quantized=True)
+        Group(
+            tuple(members), 1, bool(key[0]), _moments(members, links) if key[1] else (), quantized=True,
+            under=tuple(symbols[info.name].under for info in members) if key[2] else (),
+        )
         for key, members in bundles.items()
-    ]
+    ]  # fmt: skip
+
+
+def _come_before(moments: tuple[str, str] | None, symbols: Mapping[str, Symbols]) -> bool:
+    """Whether there are moments, and these do not wait for other codes themselves."""
+    return moments is not None and not any(name in symbols and symbols[name].under for name in moments)
 
 
 def _moments(infos: list[TensorInfo], links: Links) -> tuple[tuple[str, str], ...]:

@@ -7,15 +7,20 @@ from collections.abc import Callable
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.cnr import CNR
+from shrinkpoint.schemes.excp import ExCP
 from shrinkpoint.schemes.gobo import GOBO
 from shrinkpoint.schemes.inshrinkerator import Inshrinkerator
+from shrinkpoint.schemes.lc_checkpoint import LCCheckpoint
 from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.schemes.partial import SCAR, TOPN
 from shrinkpoint.schemes.qd import QD
 
 _SCHEMES: dict[str, Callable[[], Scheme]] = {
     Lossless.id: Lossless, Inshrinkerator.id: Inshrinkerator, QD.id: QD, CNR.id: CNR, GOBO.id: GOBO,
+    LCCheckpoint.id: LCCheckpoint, SCAR.id: SCAR, TOPN.id: TOPN, ExCP.id: ExCP,
 }  # fmt: skip
-"""A lossy scheme by its name alone raises what it needs: loss is asked for with a bound."""
+"""A scheme that has a bound for what it loses raises, by its name alone, what it needs; the others take their authors'
+settings."""
 
 
 def named(scheme: str | Scheme) -> Scheme:

@@ -123,12 +123,14 @@ class _Coder:
         return [plain(info.name, (info,), self.flat.tensors) for info in group.infos]
 
     def _quantized(self, name: str, group: Group) -> Encoded:
-        delta = group.based and any(coder in DELTA_CODERS for coder in self.coders)
-        infos, base = group.infos, self.reference if delta else None
+        infos, found = group.infos, tuple(self.symbols[info.name] for info in group.infos)
+        delta = group.based and (found[0].residual or any(coder in DELTA_CODERS for coder in self.coders))
+        base = self.reference if delta else None
         known = known_arrays(infos, 1, None, group.moments, self.flat.tensors)
-        found = tuple(self.symbols[info.name] for info in infos)
         tensors = tuple(self.flat.tensors[info.name] for info in infos)
-        material = Codebooked(name, infos, tensors, found, known, self._ordinals(group), base)
+        under = tuple(self.symbols[other].codes for other in group.under)
+        ordinals = tuple(self.ordinals[other] for other in group.under)
+        material = Codebooked(name, infos, tensors, found, known, self._ordinals(group), base, under, ordinals)
         threads = self.workers if sum(info.numel for info in infos) >= LARGE else 1
         return encode_quantized(material, coders=self.coders, threads=threads)
 

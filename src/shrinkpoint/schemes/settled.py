@@ -45,7 +45,9 @@ class Settled:
             changed.update(moments.reset(flat))
         elif self.optimizer == "lossy":
             symbols.update((name, one.cpu()) for name, one in moments.lossy(flat))
-        changed.update((name, one.values(flat.tensors[name].dtype)) for name, one in symbols.items())
+        for name, one in symbols.items():
+            base = reference.tensors[name] if one.residual and reference is not None else None
+            changed[name] = one.values(flat.tensors[name].dtype, base)
         for name, source in self.casts.items():
             if source in changed:
                 changed[name] = changed[source].to(flat.tensors[name].dtype)

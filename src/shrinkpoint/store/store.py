@@ -210,8 +210,9 @@ class Store:
         names = [name for name in written.symbols if flat.infos[name].role not in (Role.MOMENT1, Role.MOMENT2)]
         if self._held.manifest is None:
             return None
-        now = {name: flat.tensors[name] for name in names}
-        return retention(self._held.originals, self._held.reference.tensors, now, written.tensors)
+        now, kept = {name: flat.tensors[name] for name in names}, self._held.reference.tensors
+        before = {**kept, **self._held.originals}  # what was exact has no original beside it
+        return retention(before, kept, now, written.tensors)
 
     def _parent(self, listing: Listing, step: int) -> Manifest | None:
         """The checkpoint to write a delta against: the one that is held, if it still stands as it was."""
@@ -365,7 +366,7 @@ class Store:
 def _rounded_away(kept: float) -> str:
     return (
         f"this checkpoint holds {kept:.0%} of the progress since the one before: the rest was rounded away, and is "
-        "lost if training is restored from it. Save less often, or with more bins"
+        "lost if training is restored from it. Save less often, or lose less"
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from shrinkpoint.errors import MismatchError, PolicyError
-from shrinkpoint.schemes import ModelTarget, Scheme, Searched, modules_of, named
+from shrinkpoint.schemes import ModelTarget, Resuming, Scheme, Searched, modules_of, named
 from shrinkpoint.state import FlatState, flatten, snapshot
 from shrinkpoint.state.rng import capture, reinstate
 from shrinkpoint.storage import Storage
@@ -173,6 +174,7 @@ class Manager:
         scheduler: Any = None,
         rng: bool = True,
         strict: bool = True,
+        only: Sequence[str] | None = None,
         **more: Any,
     ) -> Restored | None:
         """Bring everything back to a checkpoint.
@@ -182,6 +184,9 @@ class Manager:
             model, optimizer, scheduler, more: what was passed to `save`; what is left out stays as it is.
             rng: set the random generators too, if they were saved.
             strict: False: a model may lack keys or have others, and objects that were not saved stay as they are.
+            only: patterns such as "layers.3.*": of `model`, and nothing else is restored then, the tensors whose names
+                fit one; all others, and the random generators, stay as they are. After a failure that took a part of
+                a model this loses less than going back with all of it (arXiv 1810.07354, partial recovery).
 
         Returns:
             Where to go on; None if the store is empty.
@@ -191,17 +196,21 @@ class Manager:
             NotFoundError: there is no such checkpoint, or none that loads.
             ChainError, FormatError: the checkpoint of that step does not load.
             StorageError: the store cannot be read.
+            PolicyError: `only` together with something else than a model, or fitting none of its tensors.
         """
         began = time.perf_counter()
         self._worker.settle()
         wanted = _given({"model": model, "optimizer": optimizer, "scheduler": scheduler, **more})
+        if only is not None:
+            _check_only(wanted, only)
         found = self._find(step)
         if found is None:
             return None
-        _apply(wanted, found.state, f"step {found.step}", rng=rng, strict=strict)
+        state = found.state if only is None else _part(found.state, model, only)
+        _apply(wanted, state, f"step {found.step}", rng=rng and only is None, strict=strict)
         one = found.manifest
         self._lossy_restores = one.lossy_restores + one.is_lossy
-        if isinstance(self._scheme, Searched):
+        if isinstance(self._scheme, Resuming):
             self._scheme.resume(one.loss, self._lossy_restores)
         seconds = time.perf_counter() - began
         report = RestoreReport(seconds, one.raw_bytes, one.depth, one.scheme, self._lossy_restores)
@@ -304,6 +313,29 @@ def _state(parts: Mapping[str, Any], extra: Any, *, rng: bool) -> dict[str, Any]
     if rng:
         state["rng"] = capture()
     return state
+
+
+def _check_only(wanted: Mapping[str, Any], only: Sequence[str]) -> None:
+    model: Any = wanted.get("model")
+    if set(wanted) != {"model"} or not hasattr(model, "state_dict"):
+        found, expected = ", ".join(wanted) or "nothing", "model= alone, and a module"
+        raise PolicyError("only", found=found, expected=expected, do="restore the rest in a call of its own")
+    if isinstance(only, str) or not any(_fits(name, only) for name in model.state_dict()):
+        expected = 'patterns of names in the model, such as ["layers.3.*"]'
+        raise PolicyError("only", found=repr(only), expected=expected, do="look at model.state_dict()")
+
+
+def _part(state: Any, model: Any, only: Sequence[str]) -> Any:
+    """The state with everything that is not asked for as the model has it now."""
+    saved = state.get("model") if isinstance(state, dict) else None
+    if not isinstance(saved, dict):
+        return state
+    kept = {name: x for name, x in model.state_dict().items() if not _fits(name, only)}
+    return {"model": kept | {name: x for name, x in saved.items() if _fits(name, only)}}
+
+
+def _fits(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _apply(parts: Mapping[str, Any], state: Any, where: str, *, rng: bool, strict: bool) -> None:

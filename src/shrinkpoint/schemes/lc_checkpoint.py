@@ -1,0 +1,64 @@
+"""LC-Checkpoint (arXiv 2009.13003): differences by exponent and sign, the largest few of which are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal, get_args
+
+from torch import Tensor
+
+from shrinkpoint.codec import CODERS, Symbols
+from shrinkpoint.codec.quantize.exponents import Representative, exponents
+from shrinkpoint.errors import PolicyError
+from shrinkpoint.record import JSON
+from shrinkpoint.schemes import moments
+from shrinkpoint.schemes.tracked import Tracked
+from shrinkpoint.state import FlatState
+
+Scope = Literal["tensor", "model"]
+
+
+class LCCheckpoint(Tracked):
+    """Exponent-based quantization and priority promotion of what has moved; nothing is searched or measured.
+
+    Args:
+        bits: x: the `2^x - 1` buckets of one sign and exponent with the largest exponents are kept, 1 to 8.
+        scope: over which the largest are chosen: each "tensor" by itself, or the whole "model", as in the paper, where
+            layers whose weights move less than others are never written (docs/schemes.md).
+        representative: what a bucket's values become, its "mean" or, as in the paper, its "middle".
+        paper: scope "model", representative "middle", Huffman codes; each can still be said otherwise.
+        optimizer: of `Tracked`.
+
+    Raises:
+        PolicyError: an argument that makes no sense.
+    """
+
+    id: ClassVar[str] = "lc-checkpoint"
+
+    def __init__(
+        self, *, bits: int = 3, scope: Scope | None = None, representative: Representative | None = None,
+        paper: bool = False, optimizer: moments.Mode = "exact",
+    ) -> None:  # fmt: skip
+        super().__init__(optimizer=optimizer)
+        usual: tuple[Scope, Representative] = ("model", "middle") if paper else ("tensor", "mean")
+        self._scope = usual[0] if scope is None else scope
+        self._representative = usual[1] if representative is None else representative
+        self._bits, self._paper = bits, paper
+        self.coders: Sequence[str] = ("huffman",) if paper else CODERS
+        if self._scope not in get_args(Scope):
+            raise PolicyError("scope", found=repr(scope), expected="'tensor' or 'model'", do="choose one of them")
+        exponents([], bits, representative=self._representative)  # says what is wrong with these two
+
+    @property
+    def settings(self) -> dict[str, JSON]:
+        return {
+            "bits": self._bits, "scope": self._scope, "representative": self._representative, "paper": self._paper,
+        }  # fmt: skip
+
+    def symbols(
+        self, weights: Mapping[str, Tensor], differences: Mapping[str, Tensor], flat: FlatState
+    ) -> dict[str, Symbols]:
+        """See `Tracked`."""
+        together = self._scope == "model"
+        found = exponents([*differences.values()], self._bits, together=together, representative=self._representative)
+        return dict(zip(differences, found, strict=True))

@@ -1,0 +1,168 @@
+"""Schemes that write what has moved since the checkpoint before, as a reader has it, and measure nothing."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shrinkpoint.codec import CODERS, Reference, Symbols
+from shrinkpoint.errors import LossWarning, PolicyError
+from shrinkpoint.record import JSON, Encoded
+from shrinkpoint.schemes import moments
+from shrinkpoint.schemes.base import Kept
+from shrinkpoint.schemes.picks import Picks
+from shrinkpoint.schemes.records import records
+from shrinkpoint.schemes.settled import Settled
+from shrinkpoint.state import AdamFacts, FlatState
+
+
+class Tracked:
+    """What these schemes have in common.
+
+    The first checkpoint, and every later keyframe, holds the weights exactly. A delta moves what a reader has towards
+    the weights: the difference is taken to the *reconstructed* checkpoint before, so that an error is seen, and can be
+    made good, by the next save, and does not grow with the chain (arXiv 2009.13003, algorithm 1).
+
+    What is quantized are the weights with two axes and 4096 values at least. The rest stays exact, and so does, for as
+    long as it lasts, a weight that is new, has another shape, has not moved, is not finite, or is so large that a sum
+    might not be.
+
+    Args:
+        optimizer: "exact" keeps the optimizer's moments bit for bit; "reset" and "lossy" do not (see `moments`).
+
+    Raises:
+        PolicyError: an argument that makes no sense.
+    """
+
+    id: ClassVar[str]
+    coders: Sequence[str] = CODERS
+
+    def __init__(self, *, optimizer: moments.Mode = "exact") -> None:
+        self._optimizer = moments.checked(optimizer)
+
+    # what a scheme of this kind says of itself
+
+    @abstractmethod
+    def symbols(
+        self, weights: Mapping[str, Tensor], differences: Mapping[str, Tensor], flat: FlatState
+    ) -> dict[str, Symbols]:
+        """Residual symbols by name of a weight.
+
+        Args:
+            weights: finite, float32 or narrower, of any strides; none where the checkpoint is a keyframe.
+            differences: of the same names and shapes, on the same devices: the weights less what a reader has of them
+                at the checkpoint before; float32, finite.
+            flat: the state of which the weights are.
+        """
+        raise NotImplementedError
+
+    @property
+    @abstractmethod
+    def settings(self) -> dict[str, JSON]:
+        """What was asked for, for the manifest."""
+        raise NotImplementedError
+
+    def further(self, flat: FlatState, symbols: Mapping[str, Symbols]) -> dict[str, Symbols]:
+        """Symbols of tensors that are no weights, but of the optimizer; `symbols` are those of the weights."""
+        return {}
+
+    def notes(self) -> dict[str, JSON]:
+        """What else a manifest should say, of this checkpoint and for the next one."""
+        return {}
+
+    # what a store calls
+
+    @torch.no_grad()
+    def quantize(self, flat: FlatState, reference: Reference | None) -> Kept:
+        """Lose what the scheme loses; see `schemes.Scheme`."""
+        picks = Picks.of(flat)
+        owned = replace(flat, optim=_handed_on(flat, picks))
+        symbols = self._of_weights(picks.tensors, owned, reference)
+        further = {name: one.cpu() for name, one in self.further(owned, symbols).items()}
+        if picks.refused:
+            text = f"weights with values that are not finite are kept as they are: {', '.join(picks.refused)}"
+            warnings.warn(text, LossWarning, stacklevel=2)
+        loss: JSON = None
+        if symbols or further or self._optimizer != "exact":
+            optimizer = "lossy" if further else self._optimizer
+            loss = {"scheme": self.id, "chosen": self.settings, "optimizer": optimizer, **self.notes()}
+            loss["left_out"] = [*picks.refused]
+        made = Settled(self.id, {**symbols, **further}, picks.casts, self._optimizer, self.coders, loss)
+        return made.quantize(flat, reference)
+
+    def encode(
+        self,
+        flat: FlatState,
+        reference: Reference | None,
+        *,
+        symbols: Mapping[str, Symbols] | None = None,
+        threads: int | None = None,
+    ) -> Iterator[Encoded]:
+        """Yield the records of what was kept; see `schemes.Scheme`."""
+        return records(flat, reference, symbols=symbols, coders=self.coders, threads=threads)
+
+    def __repr__(self) -> str:
+        said = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+        return f"{type(self).__name__}({said})"
+
+    def _of_weights(
+        self, picked: Mapping[str, Tensor], flat: FlatState, reference: Reference | None
+    ) -> dict[str, Symbols]:
+        differences = _differences(picked, reference)
+        weights = {name: picked[name] for name in differences}
+        found = self.symbols(weights, differences, flat)
+        return {name: one.cpu() for name, one in found.items() if _serves(one, weights[name], differences[name])}
+
+
+def whole(name: str, value: int) -> int:
+    """A seed as generators take it.
+
+    Raises:
+        PolicyError: it is none.
+    """
+    if type(value) is not int or not 0 <= value < 1 << 32:
+        raise PolicyError(name, found=repr(value), expected="a whole number from 0, of 32 bits", do="take 0")
+    return value
+
+
+def largest(x: Tensor) -> float:
+    """The largest magnitude, 0 of nothing; not finite where a value is not. A tenth of the time of `isfinite`."""
+    if x.numel() == 0:
+        return 0.0
+    low, high = (float(end) for end in torch.aminmax(x.detach()))
+    return math.nan if math.isnan(low) else max(-low, high)
+
+
+def _differences(weights: Mapping[str, Tensor], reference: Reference | None) -> dict[str, Tensor]:
+    """To what a reader has of each, where that can be a base."""
+    out: dict[str, Tensor] = {}
+    for name, x in weights.items():
+        held = None if reference is None else reference.matching(name, tuple(x.shape), x.dtype)
+        if held is not None:
+            difference = x.to(torch.float32) - held.to(x.device, torch.float32)
+            if math.isfinite(largest(difference)):  # else the base is not finite, or too far away
+                out[name] = difference
+    return out
+
+
+def _serves(symbols: Symbols, x: Tensor, difference: Tensor) -> bool:
+    """Whether something has moved, and no sum of base and center can be too large for the dtype."""
+    moved = largest(difference)
+    base = largest(x) + moved
+    return moved > 0 and base + largest(symbols.centers) <= torch.finfo(x.dtype).max
+
+
+def _handed_on(flat: FlatState, picks: Picks) -> dict[str, AdamFacts]:
+    """What the optimizer knows, of the master copies where it was found to know it of the narrow ones."""
+    out = {name: facts for name, facts in flat.optim.items() if name not in picks.casts}
+    for name, master in picks.casts.items():
+        if name in flat.optim:
+            out.setdefault(master, flat.optim[name])
+    return out
