@@ -1,11 +1,11 @@
-# Four verbs: check, test, bench, golden. And the demo. Each sets up what it needs in .venv.
+# Five verbs: check, test, bench, studies, golden. And the demo. Each sets up what it needs in .venv.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
 
-.PHONY: demo test check bench golden fuzz clean
+.PHONY: demo test check bench studies golden fuzz clean
 
 demo: $(VENV)/.installed
 	$(BIN)/shrinkpoint demo
@@ -24,6 +24,12 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/lossless.py
 	$(BIN)/python benchmarks/stall.py
 	$(BIN)/python benchmarks/kill.py
+
+# Of the lossy schemes: hours on one core, resumable (benchmarks/README.md says how to run a part).
+studies: $(VENV)/.bench
+	for study in quantile quantizers search codes overhead bins recovery transfer; do \
+	  $(BIN)/python benchmarks/$$study.py || exit 1; \
+	done
 
 # The only thing that may write to tests/golden. It refuses to change a file that is there.
 golden: $(VENV)/.installed

@@ -61,6 +61,8 @@ class Job:
         return " ".join([self.workload, f"seed={self.seed}", *(unusual or ["uninterrupted"])])
 
 
+UNMEASURED = ("lc 2 bits", "lc 3 bits", "lc 3 bits paper", "scar", "topn", "excp", "excp paper fp16")
+"""Schemes without a threshold, by their names in the harness."""
 BASE_FILES = ("workloads.py", "workload_text.py", "workload_image.py")
 
 
@@ -80,6 +82,7 @@ def grid(quick: bool) -> list[Job]:
     jobs += [Job("gpt", 0, ours, 0.05, 10, paper=True, keyframe_every=None)]
     jobs += [Job("gpt", seed, ours, 0.01, 10) for seed in (1, 2)]
     jobs += [Job("gpt", 0, ours, threshold, n) for threshold in (0.05, 0.01, 0.001) for n in (0, 5, 10, 20)]
+    jobs += [Job("gpt", seed, system, 0.0, 10) for system in UNMEASURED for seed in (0, 1, 2)]
     return list(dict.fromkeys(jobs))
 
 

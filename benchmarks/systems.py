@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import shrinkpoint as sp
+from shrinkpoint.harness import SYSTEMS as ALL
 
 SYSTEMS = {"inshrinkerator": "Inshrinkerator", "qd": "QD", "cnr": "CNR", "gobo": "GOBO"}
 """Name here to name in shrinkpoint; "lossless" and "none" need no search."""
@@ -38,14 +39,14 @@ def available(system: str) -> bool:
 
 
 def scheme(system: str, **arguments: Any) -> Any:
-    """A scheme, or its name where there is nothing to set.
+    """A scheme, or its name where there is nothing to set: one of `SYSTEMS`, or of the harness, without a threshold.
 
     Args:
         arguments: threshold, evaluate, higher_is_better, optimizer, and gradients and paper, which only
             Inshrinkerator has.
     """
     if system not in SYSTEMS:
-        return "lossless"
+        return ALL[system].make() if system in ALL else "lossless"
     if system != "inshrinkerator":
         arguments = {name: value for name, value in arguments.items() if name not in ("gradients", "paper")}
     return getattr(sp, SYSTEMS[system])(**arguments)

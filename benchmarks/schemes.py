@@ -1,0 +1,144 @@
+"""All schemes on the same checkpoints: rate against distortion and against loss, speed, memory.
+
+    python benchmarks/schemes.py             # a GPT and a ResNet-20 that are trained now, and a published series
+    python benchmarks/schemes.py --quick     # a toy of the first
+
+The same harness as `shrinkpoint bench`, on workloads of ours and with two points of reference (`references.py`): the
+checkpoints are recorded without loss from the middle of a training on, and every scheme gets the same ones, each as the
+one after the one before it. What restarts from its checkpoints cost a scheme is in `recovery.py`, which knows the same
+names. Writes results/schemes.json, and a picture for each subject.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import lzma
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import workloads
+from references import DCP, EightBit
+from report import table
+from speed import machine
+
+import shrinkpoint as sp
+from shrinkpoint.harness import SYSTEMS, Outcome, Quality, Recorded, Series, measure, plot, system
+from shrinkpoint.harness.table import HEAD, cells
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A series and what it is worth.
+
+    Attributes:
+        quality: None: nothing is known of the loss, and schemes that search are left out.
+    """
+
+    name: str
+    series: Series = field(repr=False)
+    quality: Quality | None = None
+
+
+@contextmanager
+def trained(name: str, data: Path, options: argparse.Namespace) -> Iterator[Subject]:
+    """A training from which checkpoints are kept from the middle on."""
+    workload = workloads.named(name, data, quick=options.quick)
+    course = workload.build(options.seed)
+    with tempfile.TemporaryDirectory() as folder, sp.Store(folder, keyframe_every=None) as store:
+        first = workload.steps // 2
+        for step in range(1, first + options.interval * (options.checkpoints - 1) + 1):
+            workload.advance(course)
+            if step >= first and (step - first) % options.interval == 0:
+                store.save(step, {"model": course.model.state_dict(), "optimizer": course.optimizer.state_dict()})
+        yield Subject(name, Recorded(store, name), Quality(_quality(workload), workload.higher_is_better))
+
+
+def _quality(workload: workloads.Workload) -> Callable[[Any], float]:
+    model = workload.build(0).model
+
+    def evaluate(state: Any) -> float:
+        model.load_state_dict(state["model"])
+        return workload.evaluate(model)
+
+    return evaluate
+
+
+@contextmanager
+def published(data: Path, options: argparse.Namespace) -> Iterator[Subject]:
+    """The first epochs of a published series, if it is there."""
+    paths = sorted((data / "series_ssl_adamw").glob("epoch_*.pth.xz"))[: options.checkpoints]
+    with tempfile.TemporaryDirectory() as folder, sp.Store(folder, keyframe_every=None) as store:
+        for epoch, path in enumerate(paths, 1):
+            saved = torch.load(io.BytesIO(lzma.decompress(path.read_bytes())), map_location="cpu", weights_only=True)
+            store.save(epoch, {"model": saved["model_state_dict"], "optimizer": saved["optimizer_state_dict"]})
+        yield Subject("series_ssl_adamw", Recorded(store, "series_ssl_adamw"))
+
+
+def outcomes(subject: Subject, options: argparse.Namespace) -> list[Outcome]:
+    found = []
+    quality = subject.quality
+    names = [name for name, known in SYSTEMS.items() if quality is not None or not known.searches]
+    systems: list[Any] = [
+        system(
+            name, evaluate=None if quality is None else quality.evaluate, threshold=options.threshold,
+            higher_is_better=quality is not None and quality.higher_is_better, threads=options.threads,
+        )
+        for name in names
+    ]  # fmt: skip
+    for one in [*systems, DCP(), EightBit()]:
+        if options.only and not any(part in one.name for part in options.only):
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what schemes say of single checkpoints is in the table
+            try:
+                found.append(measure(one, subject.series, quality))
+            except ImportError as missing:
+                found.append(Outcome(one.name, failure=str(missing)))
+        print(f"  {one.name}" + (f": {found[-1].failure}" if found[-1].failure else ""), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=workloads.default_data())
+    parser.add_argument("--subjects", nargs="*", default=["gpt", "resnet", "ssl"], help="gpt, resnet, wide, ssl")
+    parser.add_argument("--only", nargs="*", default=[], help="schemes whose name contains one of these")
+    parser.add_argument("--checkpoints", type=int, default=8)
+    parser.add_argument("--interval", type=int, default=16, help="steps between two of them, where we train")
+    parser.add_argument("--threshold", type=float, default=0.01, help="of schemes that search")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="a toy: does it all run?")
+    parser.add_argument("--out", type=Path, default=Path("results/schemes.json"))
+    options = parser.parse_args()
+    workloads.seed_everything(options.seed, options.threads)
+    if options.quick:
+        options.subjects, options.checkpoints, options.interval = ["gpt"], 3, 2
+    document: dict[str, Any] = {"machine": machine(), "threshold": options.threshold, "subjects": {}}
+    for name in options.subjects:
+        make = published(options.data, options) if name == "ssl" else trained(name, options.data, options)
+        with make as subject:
+            if not len(subject.series):
+                print(f"{subject.name}: no data, skipped")
+                continue
+            print(f"{subject.name}: {len(subject.series)} checkpoints")
+            found = outcomes(subject, options)
+            print("\n" + table(HEAD, cells(found)) + "\n")
+            document["subjects"][subject.name] = [one.to_json() for one in found]
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            place = options.out.with_name(f"{options.out.stem}_{name}")
+            print("plot:", *plot.write(found, place, f"{subject.name}, {len(subject.series)} checkpoints"))
+    options.out.write_text(json.dumps(document, indent=1))
+    print("written:", options.out)
+
+
+if __name__ == "__main__":
+    main()
