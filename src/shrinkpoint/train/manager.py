@@ -20,6 +20,7 @@ from shrinkpoint.storage import Storage
 from shrinkpoint.store import Keep, SaveReport, Skipped, Store, layout
 from shrinkpoint.store import Restored as Found
 from shrinkpoint.train import objects
+from shrinkpoint.train.roles import with_parameters
 from shrinkpoint.train.worker import Worker
 
 
@@ -151,7 +152,7 @@ class Manager:
                 self._enter(step)
             measured = _numbers(metrics)
             parts = _given({"model": model, "optimizer": optimizer, "scheduler": scheduler, **more})
-            flat = flatten(_state(parts, extra, rng=rng))
+            flat = with_parameters(flatten(_state(parts, extra, rng=rng)), parts)
             scheme = self._settled(flat, parts)
             if scheme is None:
                 return None
