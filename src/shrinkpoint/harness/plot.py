@@ -91,8 +91,8 @@ def _draw(figure: Any, column: int, panel: _Panel, outcomes: Sequence[Outcome], 
             continue
         marker = {"size": 11, "color": _COLOURS[index % len(_COLOURS)], "symbol": _SYMBOLS[index // len(_COLOURS)]}
         point = graph_objects.Scatter(
-            x=[x], y=[max(y, foot)], mode="markers", name=one.name, legendgroup=one.name, showlegend=one.name not in named,
-            marker=marker, hovertext=[f"{one.name}<br>{x:.3g}, {y:.3g}"], hoverinfo="text",
+            x=[x], y=[max(y, foot)], mode="markers", name=one.name, legendgroup=one.name, marker=marker,
+            showlegend=one.name not in named, hovertext=[f"{one.name}<br>{x:.3g}, {y:.3g}"], hoverinfo="text",
         )  # fmt: skip
         figure.add_trace(point, row=1, col=column)
         named.add(one.name)
