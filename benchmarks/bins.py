@@ -321,8 +321,10 @@ def show(found: list[dict[str, Any]], records: list[dict[str, Any]], path: Path)
 
 
 def _printed(figures: Sequence[Sequence[float | None]]) -> list[str]:
-    """The paper's cells in our columns; "density" is not in the paper."""
-    return ["x" if n is None else f"{n:.1f}" if n else "" for at in figures for n in (*at, 0)]
+    """The paper's cells in our columns; it has the first four quantizers alone."""
+    return [
+        "x" if n is None else f"{n:.1f}" if n else "" for at in figures for n in (*at, *[0] * (len(QUANTIZERS) - 4))
+    ]
 
 
 def _bins(row: Mapping[str, Any] | None, threshold: float) -> str:

@@ -8,9 +8,20 @@ from typing import Any
 
 import shrinkpoint as sp
 from shrinkpoint.harness import SYSTEMS as ALL
+from shrinkpoint.schemes.inshrinkerator.scheme import SPACE
+from shrinkpoint.schemes.search import Axis, Space
 
 SYSTEMS = {"inshrinkerator": "Inshrinkerator", "qd": "QD", "cnr": "CNR", "gobo": "GOBO"}
 """Name here to name in shrinkpoint; "lossless" and "none" need no search."""
+WIDER = "inshrinkerator wider"
+"""With fewer bins than the paper's space has: for models that bear more than its coarsest setting."""
+WIDER_SPACE = Space(
+    tuple(
+        Axis(axis.name, {"bins": (2, 3), "embedding_bins": (4, 8)}.get(axis.name, ()) + axis.values)
+        for axis in SPACE.axes
+    ),
+    SPACE.variants,
+)
 
 
 class Watch:
@@ -45,6 +56,8 @@ def scheme(system: str, **arguments: Any) -> Any:
         arguments: threshold, evaluate, higher_is_better, optimizer, and gradients and paper, which only
             Inshrinkerator has.
     """
+    if system == WIDER:
+        return sp.Inshrinkerator(space=WIDER_SPACE, **arguments)
     if system not in SYSTEMS:
         return ALL[system].make() if system in ALL else "lossless"
     if system != "inshrinkerator":

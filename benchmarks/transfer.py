@@ -196,7 +196,7 @@ def fine_tune(work: Task, state: State, seed: int) -> dict[str, Any]:
 
 
 def grid(args: argparse.Namespace) -> list[Job]:
-    names = ("none", "lossless", *systems.SYSTEMS)
+    names = ("none", "lossless", *systems.SYSTEMS, systems.WIDER)
     seeds = args.seeds[:1] if args.quick else args.seeds
     of = {"lossless": seeds[:1]}  # as from the state itself, bit for bit: run for its ratio
     jobs = [(work, name, seed) for work in args.tasks for name in names for seed in of.get(name, seeds)]

@@ -104,8 +104,7 @@ def _report(
         "threshold": threshold if evaluated else None,
         "schemes": [one.to_json() for one in outcomes],
     }
-    if out is not None:
-        _write(document, outcomes, out)
+    written = [] if out is None else _written(document, outcomes, out)
     if json:
         emit(document)
         return
@@ -120,9 +119,11 @@ def _report(
             note(f"{one.name}: {one.failure}", "failed", "bold red")
     if not evaluated:
         note("no --evaluate: nothing is known of the loss, and schemes that search were left out")
+    if written:
+        say("written: " + ", ".join(map(str, written)))
 
 
-def _write(document: dict[str, Any], outcomes: Sequence[Outcome], out: Path) -> None:
+def _written(document: dict[str, Any], outcomes: Sequence[Outcome], out: Path) -> list[Path]:
     from importlib.util import find_spec
 
     from shrinkpoint.harness import plot
@@ -134,4 +135,4 @@ def _write(document: dict[str, Any], outcomes: Sequence[Outcome], out: Path) -> 
         note("plotly is not installed: no picture (pip install 'shrinkpoint[plot]')")
     else:
         written += plot.write(outcomes, out, f"{document['series']}: {document['checkpoints']} checkpoints")
-    say("written: " + ", ".join(map(str, written)))
+    return written

@@ -33,6 +33,11 @@ def split(found, metric, prune, protect):
     return {name: one[0] for name, one in masks.items()}, {name: one[1] for name, one in masks.items()}
 
 
+@pytest.fixture(autouse=True)
+def the_same_weights_every_time():
+    torch.manual_seed(0)
+
+
 def share(masks, names) -> float:
     return float(torch.cat([masks[name] for name in names]).float().mean())
 
@@ -106,7 +111,7 @@ def test_gradients_that_have_vanished_rank_nothing():
     found = weights_of({"a": torch.randn(64, 64)}, {}, {"a": torch.zeros(64, 64)})
     pruned, protected = split(found, SENSITIVITY, 0.5, 0.01)
     assert not pruned["a"].any()
-    assert 0.005 < share(protected, ["a"]) <= 0.01
+    assert 0.005 < share(protected, ["a"]) <= 0.01 + 1 / 4096  # a share of 4096 values is no whole number of them
 
 
 @pytest.mark.parametrize("center", [0.1, 0.1013, 0.1024, 0.1031, 7.7])
