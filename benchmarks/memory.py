@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from shrinkpoint.harness.memory import resident
+
 COPIES = 8
 MODES = ("keyframe", "delta")
 
@@ -51,14 +53,6 @@ def size(state: Any) -> int:
     if isinstance(state, dict):
         return sum(size(one) for one in state.values())
     return sum(size(one) for one in state) if isinstance(state, (list, tuple)) else 0
-
-
-def resident(field: str) -> int:
-    """Bytes of `field` (VmRSS, VmHWM) of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
 
 
 def settle() -> int:

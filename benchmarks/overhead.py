@@ -26,6 +26,7 @@ from torch import nn
 
 import shrinkpoint as sp
 from shrinkpoint.demo.model import GPT, Shape
+from shrinkpoint.harness.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def saves(system: str, millions: float, count: int, folder: Path, *, whole: bool
     workloads.seed_everything(0, 1)
     model = GPT(Shape(layers=8, width=16 * round(math.sqrt(millions * 1e6 / 96) / 16), heads=8, context=64, dropout=0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    watch = systems.Watch(lambda candidate: 1 + 20 * _error(candidate, kept))
+    watch = Watch(lambda candidate: 1 + 20 * _error(candidate, kept))
     recorder = systems.recorder(system, model, 2)
     scheme = systems.scheme(system, threshold=0.05, evaluate=watch, gradients=recorder)
     out = []

@@ -30,6 +30,7 @@ from speed import machine
 from workloads import Course, Workload
 
 import shrinkpoint as sp
+from shrinkpoint.harness.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Play:
 
     def __init__(self, job: Job, workload: Workload, folder: Path) -> None:
         self.job, self.workload, self.folder = job, workload, folder
-        self.watch = systems.Watch(workload.evaluate)
+        self.watch = Watch(workload.evaluate)
         self.saves: list[dict[str, Any]] = []
         self.restores: list[dict[str, Any]] = []
         self.curve: list[tuple[int, float]] = []

@@ -30,6 +30,7 @@ import shrinkpoint as sp
 from shrinkpoint.demo.batches import Batches
 from shrinkpoint.demo.model import GPT, Shape
 from shrinkpoint.demo.text import stdlib_text
+from shrinkpoint.harness.memory import resident
 
 METHODS = ("background", "sync", "torch.save", "torch.save + fsync", "clone")
 RESET_PEAK = Path("/proc/self/clear_refs")
@@ -140,14 +141,6 @@ def stalls(args: argparse.Namespace) -> dict[str, Any]:
         "median first step after a background save": median(busy[1:]),
         "median from a background save to its commit, that step included": median(committed[1:]),
     }
-
-
-def resident(field: str) -> int:
-    """Bytes of VmRSS or VmHWM of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise SystemExit(f"this system does not report {field}")
 
 
 def peak(method: str, layers: int, width: int) -> dict[str, float]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import shrinkpoint as sp
@@ -22,27 +20,6 @@ WIDER_SPACE = Space(
     ),
     SPACE.variants,
 )
-
-
-class Watch:
-    """A quality function that knows how often it was called and how long it took, since `lap` was last called."""
-
-    def __init__(self, evaluate: Callable[[Any], float]) -> None:
-        self._evaluate = evaluate
-        self.calls, self.seconds = 0, 0.0
-
-    def __call__(self, model: Any) -> float:
-        began = time.perf_counter()
-        try:
-            return self._evaluate(model)
-        finally:
-            self.calls += 1
-            self.seconds += time.perf_counter() - began
-
-    def lap(self) -> dict[str, float]:
-        out = {"calls": self.calls, "seconds": self.seconds}
-        self.calls, self.seconds = 0, 0.0
-        return out
 
 
 def available(system: str) -> bool:

@@ -36,6 +36,7 @@ from torch.nn import functional as F
 from workloads import Batch, Stream
 
 import shrinkpoint as sp
+from shrinkpoint.harness.watch import Watch
 
 State = dict[str, Tensor]
 FILES = ("workloads.py", "workload_image.py", "workload_sentence.py", "transfer.py")
@@ -154,7 +155,7 @@ def compressed(work: Task, job: Job, threads: int) -> tuple[State, dict[str, Any
     base = work.source(work.state)
     if job.system == "none":
         return work.state, {"ratio weights": None, "ratio full": None, "source": base, "source base": base}
-    watch = systems.Watch(work.source)
+    watch = Watch(work.source)
     scheme = systems.scheme(job.system, threshold=job.threshold, evaluate=watch, higher_is_better=work.source_higher)
     with tempfile.TemporaryDirectory(prefix="shrinkpoint-transfer-") as folder:
         path = Path(folder) / "state.safetensors"

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import pytest
+from ranks import ranks
 
 import shrinkpoint as sp
 
-TESTS = Path(__file__).parents[1]
 RANKS = """
-    import json, os, sys, traceback
+    import json
     import torch
     import torch.distributed as dist
     import shrinkpoint as sp
@@ -75,43 +69,13 @@ RANKS = """
             json.dump(said, file)
         dist.barrier()
         dist.destroy_process_group()
-
-
-    width, folder = int(sys.argv[1]), sys.argv[2]
-    children = []
-    for rank in range(width):  # forked, for importing torch takes longer than all the rest
-        children.append(os.fork())
-        if children[-1] == 0:
-            try:
-                of_rank(rank, width, folder)
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-    sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 """
-
-
-def ranks(width: int, folder: Path) -> list[dict]:
-    """What each of `width` processes says."""
-    command = [sys.executable, "-c", textwrap.dedent(RANKS), str(width), str(folder)]
-    environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True
-    ) as parent:
-        try:
-            _, text = parent.communicate(timeout=120)
-        except BaseException:
-            os.killpg(parent.pid, signal.SIGKILL)  # ranks that wait for each other would outlive the test
-            raise
-    assert parent.returncode == 0, text
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(width)]
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def group(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("group")
-    return ranks(request.param, folder), folder
+    return ranks(RANKS, request.param, folder), folder
 
 
 @pytest.fixture(scope="module")

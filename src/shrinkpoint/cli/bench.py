@@ -16,7 +16,7 @@ from shrinkpoint.cli.table import Column, show
 from shrinkpoint.cli.target import JsonOption
 
 if TYPE_CHECKING:
-    from shrinkpoint.harness import Outcome, Quality, Series
+    from shrinkpoint.harness import Outcome, Quality, Series, System
 
 
 def command(
@@ -61,7 +61,7 @@ def command(
     Bits a value and errors are medians over the deltas; ratios are of the whole state, of the deltas and of the whole
     run; the rise is relative to the state before; memory is the largest rise during a save, in sizes of the state.
     """
-    from shrinkpoint.harness import SYSTEMS, measure, system
+    from shrinkpoint.harness import SYSTEMS, system
 
     with tempfile.TemporaryDirectory(prefix="shrinkpoint-bench-") as folder:
         series, quality = _subject(places or [], evaluate, higher, Path(folder))
@@ -74,11 +74,7 @@ def command(
             )
             for name in wanted
         ]  # fmt: skip
-        outcomes = []
-        for one in systems:
-            with waiting(f"{one.name}: {len(series)} checkpoints"), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what schemes say of single checkpoints is in the table
-                outcomes.append(measure(one, series, quality))
+        outcomes = [_outcome(one, series, quality) for one in systems]
         _report(series, outcomes, threshold, function is not None, out, json)
 
 
@@ -93,6 +89,14 @@ def _subject(places: Sequence[Path], evaluate: str | None, higher: bool, folder:
     with waiting("training a small GPT"):
         recorded, quality = record(folder, Plan())
     return recorded, quality if function is None else Quality(function, higher)
+
+
+def _outcome(system: System, series: Series, quality: Quality | None) -> Outcome:
+    from shrinkpoint.harness import measure
+
+    with waiting(f"{system.name}: {len(series)} checkpoints"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what schemes say of single checkpoints is in the table
+        return measure(system, series, quality)
 
 
 def _report(

@@ -30,7 +30,7 @@ class Reference:
         return tensor
 
     def has_codes(self, name: str) -> bool:
-        """Whether the parent's codes of a tensor can be context: those of differences tell nothing about the next."""
+        """Whether the parent's codes of a tensor can be context: those of differences tell little about the next."""
         return name in self.symbols and not self.symbols[name].residual
 
     def of(self, names: Iterable[str]) -> Reference:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from shrinkpoint.errors import PolicyError, ShrinkpointError
+from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.harness.distortion import GROUPS, Distortion
 from shrinkpoint.harness.outcome import Outcome, Row
 from shrinkpoint.harness.series import Series
 from shrinkpoint.harness.system import Returned, System
+from shrinkpoint.schemes.quality import worse
+from shrinkpoint.schemes.target import measured
 from shrinkpoint.state import FlatState, flatten
 
 
@@ -33,13 +34,8 @@ class Quality:
 
     def of(self, state: Any) -> float:
         """Raises `PolicyError` where `evaluate` raises, or returns no number."""
-        try:
-            with torch.no_grad():
-                value = self.evaluate(state)
-                return float(value.detach() if isinstance(value, Tensor) else value)
-        except Exception as error:
-            found, do = f"{type(error).__name__}: {error}", "make it take a state as it was saved and return a number"
-            raise PolicyError("evaluate", found=found, expected="a loss or a score", do=do) from error
+        with torch.no_grad():
+            return measured(self.evaluate, state)
 
     def given(self, step: int, state: Any) -> float:
         """Of a state of the series."""
@@ -49,8 +45,7 @@ class Quality:
 
     def rise(self, before: float, after: float) -> float:
         """By how much `after` is worse, relative to `before`."""
-        worse = before - after if self.higher_is_better else after - before
-        return worse / abs(before) if before else worse
+        return worse(after, before, higher=self.higher_is_better)
 
 
 def measure(system: System, series: Series, quality: Quality | None = None) -> Outcome:

@@ -15,19 +15,19 @@ class Peak:
         gc.collect()
         try:
             _FORGET.write_text("5")
-            self._before = _resident("VmRSS")
+            self._before: int | None = resident("VmRSS")
         except OSError:  # another system, or a container that does not allow it
             self._before = None
 
     @property
     def rise(self) -> int | None:
         """Bytes; None where it cannot be known."""
-        highest = None if self._before is None else _resident("VmHWM")
-        return None if highest is None or self._before is None else max(0, highest - self._before)
+        return None if self._before is None else max(0, resident("VmHWM") - self._before)
 
 
-def _resident(field: str) -> int | None:
+def resident(field: str) -> int:
+    """Bytes of `field` (VmRSS, VmHWM) of this process; raises `OSError` where nobody tells."""
     for line in _STATUS.read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    return None
+    raise OSError(f"{_STATUS} has no {field}")

@@ -12,7 +12,9 @@ from shrinkpoint.errors import PolicyError
 from shrinkpoint.harness.memory import Peak
 from shrinkpoint.harness.series import Series
 from shrinkpoint.harness.system import Returned
+from shrinkpoint.harness.watch import Watch
 from shrinkpoint.schemes import Scheme
+from shrinkpoint.schemes.target import Evaluate
 from shrinkpoint.state import unflatten
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store import Store
@@ -20,27 +22,7 @@ from shrinkpoint.store.file import Decoded, SaveReport
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.walk import walk
 
-Evaluate = Callable[[Any], Any]
 Make = Callable[..., Scheme]
-
-
-class Watch:
-    """A quality function that knows how long it took since `lap` was last called."""
-
-    def __init__(self, evaluate: Evaluate) -> None:
-        self._evaluate = evaluate
-        self._seconds = 0.0
-
-    def __call__(self, state: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return self._evaluate(state)
-        finally:
-            self._seconds += time.perf_counter() - began
-
-    def lap(self) -> float:
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
 
 
 @dataclass(frozen=True)
@@ -85,7 +67,7 @@ class Chain:
         watch.lap()
         peak, began = Peak(), time.perf_counter()
         report = store.save(step, state, scheme=scheme)
-        took, searched = time.perf_counter() - began, watch.lap()
+        took, searched = time.perf_counter() - began, watch.lap()["seconds"]
         return report, took - searched, searched, peak.rise
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shrinkpoint.codec import Reference, Symbols
-from shrinkpoint.record import JSON, Encoded
+from shrinkpoint.record import JSON
 from shrinkpoint.schemes.base import Kept
-from shrinkpoint.schemes.records import records
+from shrinkpoint.schemes.records import Coding
 from shrinkpoint.state import FlatState
 
 
 @dataclass(frozen=True)
-class Again:
+class Again(Coding):
     """Loses nothing more: values stay as they are, and so do the symbols they were made from.
 
     But for symbols of differences: they are to another parent, and no later checkpoint looks at them.
@@ -32,14 +32,3 @@ class Again:
         """All of it; see `schemes.Scheme`."""
         held = {name: one for name, one in self.symbols.items() if name in flat.infos and not one.residual}
         return Kept(flat, held, self.loss)
-
-    def encode(
-        self,
-        flat: FlatState,
-        reference: Reference | None,
-        *,
-        symbols: Mapping[str, Symbols] | None = None,
-        threads: int | None = None,
-    ) -> Iterator[Encoded]:
-        """Yield the records of `flat`; see `schemes.Scheme`."""
-        return records(flat, reference, symbols=symbols, threads=threads)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shrinkpoint.codec import Reference, Symbols
+from shrinkpoint.codec import Reference
 from shrinkpoint.codec.run import CHUNK
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.record import Encoded
 from shrinkpoint.schemes.base import Kept
-from shrinkpoint.schemes.records import records
+from shrinkpoint.schemes.records import Coding
 from shrinkpoint.state import FlatState
 
 
 @dataclass(frozen=True)
-class Lossless:
+class Lossless(Coding):
     """Every value comes back bit by bit.
 
     Raises:
@@ -36,14 +34,3 @@ class Lossless:
     def quantize(self, flat: FlatState, reference: Reference | None) -> Kept:
         """All of it; see `schemes.Scheme`."""
         return Kept(flat)
-
-    def encode(
-        self,
-        flat: FlatState,
-        reference: Reference | None,
-        *,
-        symbols: Mapping[str, Symbols] | None = None,
-        threads: int | None = None,
-    ) -> Iterator[Encoded]:
-        """Yield the records of `flat`; see `schemes.Scheme`."""
-        return records(flat, reference, symbols=symbols, chunk=self.chunk, threads=threads)

@@ -52,5 +52,10 @@ class Quality:
         return self._worse(self.measure(values), self.base)
 
     def _worse(self, value: float, base: float) -> float:
-        change = base - value if self.higher else value - base
-        return change / (abs(base) or 1.0)
+        return worse(value, base, higher=self.higher)
+
+
+def worse(value: float, base: float, *, higher: bool) -> float:
+    """By how much `value` is worse than `base`, relative to it, or to 1 where it is zero; `higher`: more is better."""
+    change = base - value if higher else value - base
+    return change / (abs(base) or 1.0)

@@ -76,6 +76,28 @@ def records(
         yield copies("~copies", [info for info, _ in parts.copies], sources, flat.tensors)
 
 
+class Coding:
+    """The second half of every scheme, and the same for all: what was kept becomes records.
+
+    Attributes:
+        coders, chunk: as of `records`.
+    """
+
+    coders: Sequence[str] = CODERS
+    chunk: int = CHUNK
+
+    def encode(
+        self,
+        flat: FlatState,
+        reference: Reference | None,
+        *,
+        symbols: Mapping[str, Symbols] | None = None,
+        threads: int | None = None,
+    ) -> Iterator[Encoded]:
+        """Yield the records of what was kept; see `schemes.Scheme`."""
+        return records(flat, reference, symbols=symbols, coders=self.coders, chunk=self.chunk, threads=threads)
+
+
 @dataclass(frozen=True)
 class _Coder:
     """One state on its way into records.

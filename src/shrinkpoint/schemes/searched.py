@@ -15,13 +15,13 @@ from torch import Tensor
 
 from shrinkpoint.codec import CODERS, Reference, Symbols
 from shrinkpoint.errors import LossWarning, PolicyError
-from shrinkpoint.record import JSON, Encoded
+from shrinkpoint.record import JSON
 from shrinkpoint.schemes import moments, search
 from shrinkpoint.schemes.base import Kept
 from shrinkpoint.schemes.candidate import Candidates, Earlier, Latest
 from shrinkpoint.schemes.picks import Picks
 from shrinkpoint.schemes.quality import Quality
-from shrinkpoint.schemes.records import records
+from shrinkpoint.schemes.records import Coding
 from shrinkpoint.schemes.search import Outcome, Point, Space, Trials
 from shrinkpoint.schemes.settled import Settled
 from shrinkpoint.schemes.target import Evaluate, Target
@@ -30,7 +30,7 @@ from shrinkpoint.state import FlatState
 Fallback = Literal["safest", "lossless"]
 
 
-class Searched:
+class Searched(Coding):
     """What all schemes with a search have in common (arXiv 2306.11800, configuration search; its authors gave their
     baselines the same one).
 
@@ -105,17 +105,6 @@ class Searched:
     def quantize(self, flat: FlatState, reference: Reference | None) -> Kept:
         """Search and quantize; see `schemes.Scheme`."""
         return self.settle(flat, reference).quantize(flat, reference)
-
-    def encode(
-        self,
-        flat: FlatState,
-        reference: Reference | None,
-        *,
-        symbols: Mapping[str, Symbols] | None = None,
-        threads: int | None = None,
-    ) -> Iterator[Encoded]:
-        """Yield the records of what was kept; see `schemes.Scheme`."""
-        return records(flat, reference, symbols=symbols, coders=self.coders, threads=threads)
 
     # what a manager calls
 

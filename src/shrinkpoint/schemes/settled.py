@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from shrinkpoint.codec import CODERS, Reference, Symbols
-from shrinkpoint.record import JSON, Encoded
+from shrinkpoint.record import JSON
 from shrinkpoint.schemes import moments
 from shrinkpoint.schemes.base import Kept
-from shrinkpoint.schemes.records import records
+from shrinkpoint.schemes.records import Coding
 from shrinkpoint.state import FlatState
 
 
 @dataclass(frozen=True)
-class Settled:
+class Settled(Coding):
     """The symbols of a state's weights are chosen; what is left is to apply and to code them.
 
     Attributes:
@@ -53,14 +53,3 @@ class Settled:
                 changed[name] = changed[source].to(flat.tensors[name].dtype)
         tensors = {name: changed.get(name, tensor) for name, tensor in flat.tensors.items()}
         return Kept(replace(flat, tensors=tensors), symbols, self.loss)
-
-    def encode(
-        self,
-        flat: FlatState,
-        reference: Reference | None,
-        *,
-        symbols: Mapping[str, Symbols] | None = None,
-        threads: int | None = None,
-    ) -> Iterator[Encoded]:
-        """Yield the records of what was kept; see `schemes.Scheme`."""
-        return records(flat, reference, symbols=symbols, coders=self.coders, threads=threads)

@@ -63,18 +63,9 @@ class Target:
         with torch.no_grad():
             try:
                 before.without_gradients()
-                return self._measured(self._argument(values))
+                return measured(self._evaluate, self._argument(values))
             finally:
                 before.put_back()
-
-    def _measured(self, argument: Any) -> float:
-        try:
-            value = self._evaluate(argument)
-            return float(value.detach() if isinstance(value, Tensor) else value)
-        except Exception as error:
-            found = f"{type(error).__name__}: {error}"
-            do = "make it take what is saved (a model, or a state) and return a loss or a score"
-            raise PolicyError("evaluate", found=found, expected="a number", do=do) from error
 
     def _taken(self) -> Before:
         """Of all that `evaluate` may reach."""
@@ -153,6 +144,21 @@ class ModelTarget(Target):
             if name in self._flat.tensors and name not in self.alive and self._flat.tensors[name].numel():
                 found, do = "a weight that is no parameter of the model in memory", "pass a plain module as model="
                 raise PolicyError(name, found=found, expected="a state_dict that shares memory", do=do)
+
+
+def measured(evaluate: Evaluate, argument: Any) -> float:
+    """What a user's function says of a model, or of a state.
+
+    Raises:
+        PolicyError: it raised, or what it returned is no number.
+    """
+    try:
+        value = evaluate(argument)
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+        do = "make it take what is saved (a model, or a state) and return a loss or a score"
+        raise PolicyError("evaluate", found=found, expected="a number", do=do) from error
 
 
 def modules_of(model: Any) -> Iterator[nn.Module]:

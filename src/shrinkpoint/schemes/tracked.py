@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -14,16 +14,16 @@ from torch import Tensor
 
 from shrinkpoint.codec import CODERS, Reference, Symbols
 from shrinkpoint.errors import LossWarning, PolicyError
-from shrinkpoint.record import JSON, Encoded
+from shrinkpoint.record import JSON
 from shrinkpoint.schemes import moments
 from shrinkpoint.schemes.base import Kept
 from shrinkpoint.schemes.picks import Picks
-from shrinkpoint.schemes.records import records
+from shrinkpoint.schemes.records import Coding
 from shrinkpoint.schemes.settled import Settled
 from shrinkpoint.state import AdamFacts, FlatState
 
 
-class Tracked:
+class Tracked(Coding):
     """What these schemes have in common.
 
     The first checkpoint, and every later keyframe, holds the weights exactly. A delta moves what a reader has towards
@@ -96,17 +96,6 @@ class Tracked:
             loss["left_out"] = [*picks.refused]
         made = Settled(self.id, {**symbols, **further}, picks.casts, self._optimizer, self.coders, loss)
         return made.quantize(flat, reference)
-
-    def encode(
-        self,
-        flat: FlatState,
-        reference: Reference | None,
-        *,
-        symbols: Mapping[str, Symbols] | None = None,
-        threads: int | None = None,
-    ) -> Iterator[Encoded]:
-        """Yield the records of what was kept; see `schemes.Scheme`."""
-        return records(flat, reference, symbols=symbols, coders=self.coders, threads=threads)
 
     def __repr__(self) -> str:
         said = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())

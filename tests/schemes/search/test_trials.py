@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
-
 import pytest
 from landscapes import random_landscape
+from ranks import ranks
 
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.search import Point, Trials, branch_and_bound, diagonal, neighbourhood
 
-TESTS = Path(__file__).parents[2]
 SEEDS = range(6)
 RANKS = """
-    import json, os, sys, traceback
+    import json
     import torch.distributed as dist
     from landscapes import random_landscape
     from shrinkpoint.errors import CorruptError, ShrinkpointError
@@ -70,37 +62,7 @@ RANKS = """
             json.dump(said, file)
         dist.barrier()
         dist.destroy_process_group()
-
-
-    width, folder = int(sys.argv[1]), sys.argv[2]
-    children = []
-    for rank in range(width):  # forked, for importing torch takes longer than all the rest
-        children.append(os.fork())
-        if children[-1] == 0:
-            try:
-                of_rank(rank, width, folder)
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-    sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 """
-
-
-def ranks(width: int, folder: Path) -> list[dict]:
-    """What each of `width` processes says."""
-    command = [sys.executable, "-c", textwrap.dedent(RANKS), str(width), str(folder)]
-    environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True
-    ) as parent:
-        try:
-            _, text = parent.communicate(timeout=60)
-        except BaseException:
-            os.killpg(parent.pid, signal.SIGKILL)  # ranks that wait for each other would outlive the test
-            raise
-    assert parent.returncode == 0, text
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(width)]
 
 
 def local() -> list:
@@ -114,7 +76,7 @@ def local() -> list:
 
 @pytest.fixture(scope="module", params=[2, 4])
 def said(request, tmp_path_factory):
-    return ranks(request.param, tmp_path_factory.mktemp("group"))
+    return ranks(RANKS, request.param, tmp_path_factory.mktemp("group"), timeout=60)
 
 
 def test_all_ranks_find_the_same_and_what_one_alone_finds(said):
