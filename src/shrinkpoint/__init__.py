@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shrinkpoint.schemes import SCAR as SCAR
     from shrinkpoint.schemes import TOPN as TOPN
     from shrinkpoint.schemes import ExCP as ExCP
+    from shrinkpoint.schemes import Fisher as Fisher
     from shrinkpoint.schemes import Inshrinkerator as Inshrinkerator
     from shrinkpoint.schemes import LCCheckpoint as LCCheckpoint
     from shrinkpoint.schemes import Lossless as Lossless
@@ -44,10 +45,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "CNR": "schemes", "ExCP": "schemes", "FileSummary": "store.single", "GOBO": "schemes", "Gradients": "train",
-    "Inshrinkerator": "schemes", "Keep": "store.retention", "LCCheckpoint": "schemes", "Lossless": "schemes",
-    "Manager": "train", "QD": "schemes", "SCAR": "schemes", "SaveReport": "store.file", "Store": "store.store",
-    "TOPN": "schemes", "inspect": "store.single", "load": "store.single", "save": "store.single",
+    "CNR": "schemes", "ExCP": "schemes", "FileSummary": "store.single", "Fisher": "schemes", "GOBO": "schemes",
+    "Gradients": "train", "Inshrinkerator": "schemes", "Keep": "store.retention", "LCCheckpoint": "schemes",
+    "Lossless": "schemes", "Manager": "train", "QD": "schemes", "SCAR": "schemes", "SaveReport": "store.file",
+    "Store": "store.store", "TOPN": "schemes", "inspect": "store.single", "load": "store.single", "save": "store.single",
 }  # fmt: skip
 
 __all__ = ["ShrinkpointError", "__version__", "errors", *_HOMES]

@@ -14,12 +14,14 @@ from shrinkpoint import _native
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.codec import recipe as recipes
 from shrinkpoint.codec.arrange import gather, gather_floats, has_floats, matrices, numbers, scatter
+from shrinkpoint.codec.gridded import base_digest as gridded_base
+from shrinkpoint.codec.gridded import decode_gridded
 from shrinkpoint.codec.kernel import known_of_tap, tap
 from shrinkpoint.codec.number import NUMBERS
 from shrinkpoint.codec.quantize import bits_of, from_bits
 from shrinkpoint.codec.quantized import base_digest, decode_quantized
-from shrinkpoint.codec.recipe import Coded, Copy, Plain, Quantized, Same
-from shrinkpoint.codec.reference import Reference
+from shrinkpoint.codec.recipe import Coded, Copy, Gridded, Plain, Quantized, Same
+from shrinkpoint.codec.reference import Origin, Reference
 from shrinkpoint.codec.run import Bytes, Known, Run, default_threads
 from shrinkpoint.codec.slab import Slab
 from shrinkpoint.codec.symbols import Symbols
@@ -134,7 +136,7 @@ def decode(
     decoded: Mapping[str, Tensor],
     reference: Reference | None,
     *,
-    symbols: Mapping[str, Symbols] | None = None,
+    symbols: Mapping[str, Origin] | None = None,
     where: str = "record",
     slab: Slab | None = None,
     threads: int | None = None,
@@ -166,6 +168,8 @@ def decode(
                 return Reference(_decode_coded(encoded, recipe, decoded, reference, where, slab, threads))
             case Quantized():
                 return _decode_quantized(encoded, recipe, decoded, symbols or {}, reference, where, threads)
+            case Gridded():
+                return _decode_gridded(encoded, recipe, decoded, reference, where, threads)
     except _native.Truncated as error:
         raise TruncatedError(where, found=str(error), do=_DO) from error
     except (_native.Corrupt, ValueError, LookupError, struct.error) as error:
@@ -243,7 +247,7 @@ def _decode_quantized(
     encoded: Encoded,
     recipe: Quantized,
     decoded: Mapping[str, Tensor],
-    symbols: Mapping[str, Symbols],
+    symbols: Mapping[str, Origin],
     reference: Reference | None,
     where: str,
     threads: int | None,
@@ -256,15 +260,43 @@ def _decode_quantized(
         _check_base(encoded, base_digest(infos, recipe, parent) or "none: its tensors are not quantized", where)
     known = known_arrays(infos, 1, None, _moment_names(recipe, infos, decoded), decoded)
     others = _others(recipe, infos, decoded, symbols)
-    under = [symbols[name].codes for name in others]
+    under = [_codes(symbols[name], name) for name in others]
     tensors, made = decode_quantized(encoded, recipe, known, reference, under, default_threads(threads))
     for info, name in zip(infos, others, strict=False):  # so that the file can be written again as it was
         made[info.name] = replace(made[info.name], under=name)
     return Reference(tensors, made)
 
 
+def _codes(origin: Origin, name: str) -> Tensor:
+    if not isinstance(origin, Symbols):
+        raise ValueError(f"codes under those of {name!r}, which has none")
+    return origin.codes
+
+
+def _decode_gridded(
+    encoded: Encoded,
+    recipe: Gridded,
+    decoded: Mapping[str, Tensor],
+    reference: Reference | None,
+    where: str,
+    threads: int | None,
+) -> Reference:
+    infos = encoded.infos
+    if any(info.dtype not in ("F32", "BF16", "F16") for info in infos):
+        raise ValueError("points of tensors that are no floats of 16 or 32 bits")
+    if recipe.base:
+        parent = _parent(encoded, reference, where)
+        _check_base(encoded, gridded_base(infos, recipe, parent), where)
+    names = list(decoded)
+    others = {names[ordinal]: decoded[names[ordinal]] for ordinal in recipe.others}
+    if others and [(tuple(x.shape), x.dtype) for x in others.values()] != [(i.shape, torch.float32) for i in infos]:
+        raise ValueError("points relative to tensors that do not fit")
+    tensors, points = decode_gridded(encoded, recipe, reference, others, default_threads(threads))
+    return Reference(tensors, points)
+
+
 def _others(
-    recipe: Quantized, infos: Sequence[TensorInfo], decoded: Mapping[str, Tensor], symbols: Mapping[str, Symbols]
+    recipe: Quantized, infos: Sequence[TensorInfo], decoded: Mapping[str, Tensor], symbols: Mapping[str, Origin]
 ) -> list[str]:
     """The tensors whose codes a record's own are coded under, one for each member."""
     if not recipe.under:

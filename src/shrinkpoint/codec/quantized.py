@@ -193,7 +193,8 @@ class _Parent:
             return None
         if not residual and not all(reference.has_codes(info.name) for info in infos):
             return None
-        symbols = () if residual else tuple(reference.symbols[info.name] for info in infos)
+        held = () if residual else tuple(reference.symbols[info.name] for info in infos)
+        symbols = tuple(one for one in held if isinstance(one, Symbols))
         found = [reference.matching(info.name, info.shape, torch_dtype(info.dtype)) for info in infos]
         tensors = tuple(tensor for tensor in found if tensor is not None)
         if len(tensors) < len(infos):

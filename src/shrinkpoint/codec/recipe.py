@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from shrinkpoint.codec.lattice import LAWS, Law
 from shrinkpoint.codec.run import Run
 from shrinkpoint.codec.symbols import MOST_CODES, SPECIALS
 from shrinkpoint.record import JSON
@@ -107,7 +108,28 @@ class Quantized:
     under: tuple[int, ...] = field(default=())
 
 
-Recipe: TypeAlias = Plain | Same | Copy | Coded | Quantized
+@dataclass(frozen=True)
+class Gridded:
+    """Points of lattices (`codec.Lattice`).
+
+    Attributes:
+        law: of the lattices.
+        run: how the differences to the guessed points are coded.
+        step: of the law "log".
+        base: the parent's values of the same tensors are known.
+        inherited: the lattices are the parent's.
+        others: of the law "relative", the ordinals, among the tensors of this file, of those they are relative to.
+    """
+
+    law: Law
+    run: Run
+    step: int = 1
+    base: bool = False
+    inherited: bool = False
+    others: tuple[int, ...] = field(default=())
+
+
+Recipe: TypeAlias = Plain | Same | Copy | Coded | Quantized | Gridded
 
 
 def to_json(recipe: Recipe) -> JSON:
@@ -129,6 +151,17 @@ def to_json(recipe: Recipe) -> JSON:
             return out
         case Quantized():
             return _quantized_json(recipe)
+        case Gridded(law, run, step, base, inherited, others):
+            out = {"kind": "gridded", "law": law, "run": run.to_json()}
+            if step != 1:
+                out["step"] = step
+            if base:
+                out["base"] = True
+            if inherited:
+                out["inherited"] = True
+            if others:
+                out["others"] = _ranges(others)
+            return out
 
 
 def _quantized_json(recipe: Quantized) -> JSON:
@@ -172,6 +205,8 @@ def needs(data: JSON) -> int:
             return max((max(pair) for pair in moments), default=-1)
         case Quantized(moments=moments, under=under):
             return max((*under, *(max(pair) for pair in moments)), default=-1)
+        case Gridded(others=others):
+            return max(others, default=-1)
     return -1
 
 
@@ -199,6 +234,13 @@ def from_json(data: JSON) -> Recipe:
             "under",
         }:
             return _quantized(bins, first, codes, **extra)
+        case "gridded", {"law": str(law), "run": dict(run), **extra} if extra.keys() <= {
+            "step",
+            "base",
+            "inherited",
+            "others",
+        }:
+            return _gridded(law, run, **extra)
     raise ValueError(f"unknown recipe {str(data)[:80]}")
 
 
@@ -233,6 +275,22 @@ def _quantized(
         residual,
         () if under == () else _ordinals(under),
     )
+
+
+def _gridded(
+    law: str, run: dict[str, JSON], step: JSON = 1, base: JSON = False, inherited: JSON = False, others: JSON = ()
+) -> Gridded:
+    known = next((one for one in LAWS if one == law), None)
+    if known is None or type(step) is not int or not 1 <= step <= MOST_STEP or (step != 1 and known != "log"):
+        raise ValueError("a gridded recipe has a law that nobody knows, or a step out of range")
+    if type(base) is not bool or type(inherited) is not bool or (inherited and not base):
+        raise ValueError("a gridded recipe has lattices of a parent that it does not have")
+    if (known == "relative") != bool(others):
+        raise ValueError("a gridded recipe is relative to nothing, or has others besides")
+    how = Run.from_json(run)
+    if how.tokens != "codes" or how.predictor != "base" or how.moments:
+        raise ValueError("a gridded recipe whose points are coded in another way")
+    return Gridded(known, how, step, base, inherited, () if others == () else _ordinals(others))
 
 
 def _looks_elsewhere(codes: Codes) -> bool:
@@ -296,5 +354,7 @@ def _ordinals(data: JSON) -> tuple[int, ...]:
 
 MAX_MEMBERS = 1 << 20
 """Tensors in one record."""
+MOST_STEP = 1 << 10
+"""Eighths of an octave."""
 MAX_TAPS = 64
 """Above this, the trailing axes are no kernel but a matrix of their own."""

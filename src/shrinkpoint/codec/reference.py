@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from torch import Tensor
 
+from shrinkpoint.codec.lattice import Points
 from shrinkpoint.codec.symbols import Symbols
+
+Origin: TypeAlias = Symbols | Points
+"""What a quantizer left of a tensor, and what its values were made from."""
 
 
 @dataclass(frozen=True)
@@ -17,10 +22,12 @@ class Reference:
     Attributes:
         tensors: by name; contiguous, on the CPU.
         symbols: of those that are quantized, what their values were made from.
+        originals: a writer's alone: of those, the values before they were quantized, where it still has them.
     """
 
     tensors: Mapping[str, Tensor] = field(repr=False)
-    symbols: Mapping[str, Symbols] = field(default_factory=dict, repr=False)
+    symbols: Mapping[str, Origin] = field(default_factory=dict, repr=False)
+    originals: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     def matching(self, name: str, shape: tuple[int, ...], dtype: object) -> Tensor | None:
         """The parent's tensor of this name, or None when it has none of the same shape and dtype."""
@@ -29,9 +36,15 @@ class Reference:
             return None
         return tensor
 
+    @property
+    def codebooks(self) -> dict[str, Symbols]:
+        """Those of the symbols that are codes of centers."""
+        return {name: one for name, one in self.symbols.items() if isinstance(one, Symbols)}
+
     def has_codes(self, name: str) -> bool:
         """Whether the parent's codes of a tensor can be context: those of differences tell little about the next."""
-        return name in self.symbols and not self.symbols[name].residual
+        held = self.symbols.get(name)
+        return isinstance(held, Symbols) and not held.residual
 
     def of(self, names: Iterable[str]) -> Reference:
         """What it holds of these tensors, all of which it has."""

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from shrinkpoint.codec.codec import decode
 from shrinkpoint.codec.recipe import needs
-from shrinkpoint.codec.reference import Reference
+from shrinkpoint.codec.reference import Origin, Reference
 from shrinkpoint.codec.run import default_threads
 from shrinkpoint.codec.slab import Slab
-from shrinkpoint.codec.symbols import Symbols
 from shrinkpoint.record import JSON, Encoded
 
 LARGE = 1 << 22
@@ -39,7 +38,7 @@ def decode_all(
         FormatError, ChainError: as `decode`.
     """
     decoded: dict[str, Tensor] = {}
-    symbols: dict[str, Symbols] = {}
+    symbols: dict[str, Origin] = {}
     workers = default_threads(threads)
     slab = Slab()
 

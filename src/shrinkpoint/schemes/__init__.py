@@ -1,9 +1,10 @@
 """WHICH RECIPE: a scheme decides for a whole state what is done to each tensor."""
 
 from shrinkpoint.schemes.again import Again
-from shrinkpoint.schemes.base import Kept, Resuming, Scheme
+from shrinkpoint.schemes.base import Kept, Resuming, Scheme, Settling
 from shrinkpoint.schemes.cnr import CNR
 from shrinkpoint.schemes.excp import ExCP
+from shrinkpoint.schemes.fisher import Fisher
 from shrinkpoint.schemes.gobo import GOBO
 from shrinkpoint.schemes.inshrinkerator import Inshrinkerator
 from shrinkpoint.schemes.lc_checkpoint import LCCheckpoint
@@ -16,6 +17,6 @@ from shrinkpoint.schemes.settled import Settled
 from shrinkpoint.schemes.target import ModelTarget, modules_of
 
 __all__ = [
-    "CNR", "GOBO", "QD", "SCAR", "TOPN", "Again", "ExCP", "Inshrinkerator", "Kept", "LCCheckpoint", "Lossless",
-    "ModelTarget", "Resuming", "Scheme", "Searched", "Settled", "modules_of", "named",
+    "CNR", "GOBO", "QD", "SCAR", "TOPN", "Again", "ExCP", "Fisher", "Inshrinkerator", "Kept", "LCCheckpoint",
+    "Lossless", "ModelTarget", "Resuming", "Scheme", "Searched", "Settled", "Settling", "modules_of", "named",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shrinkpoint.codec import Reference, Symbols
+from shrinkpoint.codec import Origin, Points, Reference
 from shrinkpoint.record import JSON
 from shrinkpoint.schemes.base import Kept
 from shrinkpoint.schemes.records import Coding
@@ -24,11 +24,15 @@ class Again(Coding):
         id: of the scheme that wrote it first.
     """
 
-    symbols: Mapping[str, Symbols] = field(default_factory=dict, repr=False)
+    symbols: Mapping[str, Origin] = field(default_factory=dict, repr=False)
     loss: JSON = None
     id: str = "again"
 
     def quantize(self, flat: FlatState, reference: Reference | None) -> Kept:
         """All of it; see `schemes.Scheme`."""
-        held = {name: one for name, one in self.symbols.items() if name in flat.infos and not one.residual}
+        held = {
+            name: one
+            for name, one in self.symbols.items()
+            if name in flat.infos and (isinstance(one, Points) or not one.residual)
+        }
         return Kept(flat, held, self.loss)

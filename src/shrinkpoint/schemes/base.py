@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from shrinkpoint.codec import Reference, Symbols
+from shrinkpoint.codec import Origin, Reference
 from shrinkpoint.record import JSON, Encoded
 from shrinkpoint.state import FlatState
 
@@ -22,7 +22,7 @@ class Kept:
     """
 
     flat: FlatState
-    symbols: Mapping[str, Symbols] = field(default_factory=dict)
+    symbols: Mapping[str, Origin] = field(default_factory=dict)
     loss: JSON = None
 
 
@@ -47,7 +47,7 @@ class Scheme(Protocol):
         flat: FlatState,
         reference: Reference | None,
         *,
-        symbols: Mapping[str, Symbols] | None = None,
+        symbols: Mapping[str, Origin] | None = None,
         threads: int | None = None,
     ) -> Iterator[Encoded]:
         """Yield the records of what `quantize` kept, each after those whose values it needs as context.
@@ -55,6 +55,33 @@ class Scheme(Protocol):
         Args:
             reference: the parent's decoded tensors; None makes every record stand alone.
             threads: native threads; None uses every core.
+        """
+        ...
+
+
+@runtime_checkable
+class Settling(Protocol):
+    """A scheme that decides while the model is the caller's; what is decided can then be written beside the loop."""
+
+    @property
+    def evaluate(self) -> Callable[[Any], Any] | None:
+        """What it measures a model with; None: it measures nothing."""
+        ...
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one that writes."""
+        ...
+
+    def together(self, compute: Callable[[], None]) -> None:
+        """Do something on the process that leads; where it raises, all that take part do."""
+        ...
+
+    def settle(self, flat: FlatState, reference: Reference | None, target: Any = None) -> Scheme:
+        """Decide for this state.
+
+        Args:
+            target: what to measure on (`target.Target`); None: on copies of the state.
         """
         ...
 

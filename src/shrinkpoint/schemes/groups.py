@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from shrinkpoint.codec import NUMBERS, Reference, Symbols
+from shrinkpoint.codec import NUMBERS, Origin, Points, Reference, Symbols
 from shrinkpoint.codec.arrange import numbers, taps_of
 from shrinkpoint.codec.quantize import bits_of
 from shrinkpoint.codec.recipe import MAX_TAPS
@@ -34,16 +35,17 @@ class Group:
         taps: positions of the trailing axes that are coded after each other.
         based: the parent holds them all.
         moments: (first, second) moment of each; () where a member has none.
-        quantized: their codes are coded, not their values; where `based`, the parent has codes of them all, or they are
-            differences to its values.
-        under: of each, the name of the tensor whose codes are context for its own; () for none.
+        kind: what is coded: their "values"; their "codes", where `based` those of the parent being the context, or its
+            values what they are differences to; or their "points", where `based` beside its values.
+        under: of each, the name of the tensor whose codes are context for its own, or that its points are relative to;
+            () for none.
     """
 
     infos: tuple[TensorInfo, ...]
     taps: int
     based: bool
     moments: tuple[tuple[str, str], ...]
-    quantized: bool = False
+    kind: Literal["values", "codes", "points"] = "values"
     under: tuple[str, ...] = ()
 
 
@@ -62,7 +64,7 @@ class Partition:
     copies: list[tuple[TensorInfo, str]]
 
 
-def partition(flat: FlatState, reference: Reference | None, symbols: Mapping[str, Symbols]) -> Partition:
+def partition(flat: FlatState, reference: Reference | None, symbols: Mapping[str, Origin]) -> Partition:
     """Sort a state's tensors into references, copies and groups to be coded; `symbols` are of those quantized."""
     same: list[TensorInfo] = []
     rest: list[TensorInfo] = []
@@ -74,7 +76,11 @@ def partition(flat: FlatState, reference: Reference | None, symbols: Mapping[str
     rest = [info for info in rest if info.name not in copied]
     groups = _groups([info for info in rest if info.name not in symbols], links, reference, flat)
     symbols = {info.name: symbols[info.name] for info in rest if info.name in symbols}
-    codes = _code_groups([info for info in rest if info.name in symbols], links, reference, flat, symbols)
+    chosen = [info for info in rest if info.name in symbols]
+    codes = _code_groups(
+        [one for one in chosen if isinstance(symbols[one.name], Symbols)], links, reference, flat, symbols
+    )
+    codes += _point_groups([one for one in chosen if isinstance(symbols[one.name], Points)], reference, flat, symbols)
     depths = {name: _depth(name, symbols) for name in symbols}
     return Partition(same, sorted(groups + codes, key=lambda group: _when(group, depths)), copies)
 
@@ -92,27 +98,34 @@ def _when(group: Group, depths: Mapping[str, int]) -> tuple[int, int]:
     return max(depths.get(name, 0) for name in names), _place(group.infos[0])
 
 
-def _depth(name: str, symbols: Mapping[str, Symbols]) -> int:
+def _depth(name: str, symbols: Mapping[str, Origin]) -> int:
     """How many tensors' codes must be there before those of this one."""
     depth = 0
-    while (other := symbols[name].under) in symbols and symbols[other].codes.shape == symbols[name].codes.shape:
+    while (other := _needed(symbols[name])) in symbols and symbols[other].codes.shape == symbols[name].codes.shape:
         name, depth = other, depth + 1
         if depth > len(symbols):
             raise ValueError(f"codes of {name!r} under themselves")
     return depth
 
 
-def _unchanged(info: TensorInfo, flat: FlatState, reference: Reference | None, symbols: Symbols | None) -> bool:
+def _needed(origin: Origin) -> str:
+    """The tensor of the same file without which there is no decoding this one."""
+    return origin.under if isinstance(origin, Symbols) else origin.other
+
+
+def _unchanged(info: TensorInfo, flat: FlatState, reference: Reference | None, symbols: Origin | None) -> bool:
     old = _held(info, flat, reference)
     if old is None or reference is None or not _equal(flat.tensors[info.name], old):
         return False
     before = reference.symbols.get(info.name)  # a reader goes on with these, so they must be what this state has
-    if symbols is None or symbols.residual:
+    if symbols is None or (isinstance(symbols, Symbols) and symbols.residual):
         return True
     return before is not None and _alike(symbols, before)
 
 
-def _alike(a: Symbols, b: Symbols) -> bool:
+def _alike(a: Origin, b: Origin) -> bool:
+    if isinstance(a, Points) or isinstance(b, Points):
+        return isinstance(a, Points) and isinstance(b, Points) and a.lattice == b.lattice and _equal(a.codes, b.codes)
     if (a.first, a.bins, a.exact.dtype, a.exact.shape) != (b.first, b.bins, b.exact.dtype, b.exact.shape):
         return False
     return all(_equal(x, y) for x, y in ((a.codes, b.codes), (a.centers, b.centers), (a.exact, b.exact)))
@@ -126,7 +139,7 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 
 
 def _copies(
-    infos: Iterable[TensorInfo], flat: FlatState, symbols: Mapping[str, Symbols]
+    infos: Iterable[TensorInfo], flat: FlatState, symbols: Mapping[str, Origin]
 ) -> list[tuple[TensorInfo, str]]:
     """Tensors that repeat an earlier one, and narrow floats that are a cast of a 32-bit one of the same shape."""
     seen: dict[tuple[object, ...], list[str]] = {}
@@ -197,7 +210,7 @@ def _place(info: TensorInfo) -> int:
 
 
 def _code_groups(
-    infos: list[TensorInfo], links: Links, reference: Reference | None, flat: FlatState, symbols: Mapping[str, Symbols]
+    infos: list[TensorInfo], links: Links, reference: Reference | None, flat: FlatState, symbols: Mapping[str, Origin]
 ) -> list[Group]:
     """As `_groups`, of tensors that are quantized: those in a record have equally many centers.
 
@@ -207,6 +220,7 @@ def _code_groups(
     bundles: dict[tuple[object, ...], list[TensorInfo]] = {}
     for info in infos:
         one = symbols[info.name]
+        assert isinstance(one, Symbols)
         held = reference is not None and _held(info, flat, reference) is not None
         depth = _depth(info.name, symbols)
         based = held and reference is not None and (one.residual or (not depth and reference.has_codes(info.name)))
@@ -216,16 +230,40 @@ def _code_groups(
         bundles.setdefault(key, []).append(info)
     return [
         Group(
-            tuple(members), 1, bool(key[0]), _moments(members, links) if key[1] else (), quantized=True,
-            under=tuple(symbols[info.name].under for info in members) if key[2] else (),
+            tuple(members), 1, bool(key[0]), _moments(members, links) if key[1] else (), kind="codes",
+            under=tuple(_needed(symbols[info.name]) for info in members) if key[2] else (),
         )
         for key, members in bundles.items()
     ]  # fmt: skip
 
 
-def _come_before(moments: tuple[str, str] | None, symbols: Mapping[str, Symbols]) -> bool:
+def _point_groups(
+    infos: list[TensorInfo], reference: Reference | None, flat: FlatState, symbols: Mapping[str, Origin]
+) -> list[Group]:
+    """As `_groups`, of tensors that are points: those in a record have lattices of one kind."""
+    bundles: dict[tuple[object, ...], list[TensorInfo]] = {}
+    for info in infos:
+        one = symbols[info.name]
+        assert isinstance(one, Points)
+        # What is relative to another tensor is rounded anew each time: the points before say nothing of these.
+        based = not one.other and reference is not None and _held(info, flat, reference) is not None
+        before = reference.symbols.get(info.name) if based and reference is not None else None
+        kept = isinstance(before, Points) and before.lattice == one.lattice
+        alone = info.name if info.numel >= SMALL else ""
+        key = (based, one.lattice.law, one.lattice.step, info.dtype, info.role, bool(one.other), kept, alone)
+        bundles.setdefault(key, []).append(info)
+    return [
+        Group(
+            tuple(members), 1, bool(key[0]), (), kind="points",
+            under=tuple(_needed(symbols[info.name]) for info in members) if key[5] else (),
+        )
+        for key, members in bundles.items()
+    ]  # fmt: skip
+
+
+def _come_before(moments: tuple[str, str] | None, symbols: Mapping[str, Origin]) -> bool:
     """Whether there are moments, and these do not wait for other codes themselves."""
-    return moments is not None and not any(name in symbols and symbols[name].under for name in moments)
+    return moments is not None and not any(name in symbols and _needed(symbols[name]) for name in moments)
 
 
 def _moments(infos: list[TensorInfo], links: Links) -> tuple[tuple[str, str], ...]:

@@ -8,6 +8,7 @@ from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.cnr import CNR
 from shrinkpoint.schemes.excp import ExCP
+from shrinkpoint.schemes.fisher import Fisher
 from shrinkpoint.schemes.gobo import GOBO
 from shrinkpoint.schemes.inshrinkerator import Inshrinkerator
 from shrinkpoint.schemes.lc_checkpoint import LCCheckpoint
@@ -17,7 +18,7 @@ from shrinkpoint.schemes.qd import QD
 
 _SCHEMES: dict[str, Callable[[], Scheme]] = {
     Lossless.id: Lossless, Inshrinkerator.id: Inshrinkerator, QD.id: QD, CNR.id: CNR, GOBO.id: GOBO,
-    LCCheckpoint.id: LCCheckpoint, SCAR.id: SCAR, TOPN.id: TOPN, ExCP.id: ExCP,
+    Fisher.id: Fisher, LCCheckpoint.id: LCCheckpoint, SCAR.id: SCAR, TOPN.id: TOPN, ExCP.id: ExCP,
 }  # fmt: skip
 """A scheme that has a bound for what it loses raises, by its name alone, what it needs; the others take their authors'
 settings."""

@@ -32,7 +32,9 @@ class Picks:
     refused: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, flat: FlatState, alive: Collection[str] | None = None) -> Picks:
+    def of(
+        cls, flat: FlatState, alive: Collection[str] | None = None, *, smallest: int = SMALLEST, axes: int = 2
+    ) -> Picks:
         """Weights with two axes or more and at least `SMALLEST` values (arXiv 2306.11800 leaves open which, D1).
 
         Norms, biases, buffers, counters and 64-bit floats stay exact. Where a 16-bit weight is a cast of a float32
@@ -41,6 +43,7 @@ class Picks:
         Args:
             alive: the names of a model's own parameters, where these are known: nothing else is then picked, but for
                 the masters of those.
+            smallest, axes: how many values and axes a weight has at least.
         """
 
         def is_weight(name: str, role: Role) -> bool:
@@ -49,7 +52,7 @@ class Picks:
         wanted = {
             name: flat.tensors[name]
             for name, info in flat.infos.items()
-            if is_weight(name, info.role) and _fits(flat.tensors[name])
+            if is_weight(name, info.role) and _fits(flat.tensors[name], smallest, axes)
         }
         finite = {name: x for name, x in wanted.items() if bool(x.isfinite().all())}
         casts = _casts(finite)
@@ -66,8 +69,8 @@ class Picks:
         return out
 
 
-def _fits(x: Tensor) -> bool:
-    return x.dtype in _DTYPES and x.dim() >= 2 and x.numel() >= SMALLEST
+def _fits(x: Tensor, smallest: int, axes: int) -> bool:
+    return x.dtype in _DTYPES and x.dim() >= axes and x.numel() >= smallest
 
 
 def _casts(picked: Mapping[str, Tensor]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from shrinkpoint.codec import (
     CODERS,
@@ -19,11 +20,15 @@ from shrinkpoint.codec import (
     Codebooked,
     Known,
     Material,
+    Origin,
+    Pointed,
+    Points,
     Reference,
     Run,
     Symbols,
     copies,
     encode,
+    encode_gridded,
     encode_quantized,
     known_arrays,
     plain,
@@ -39,6 +44,7 @@ from shrinkpoint.schemes.groups import Group, partition
 from shrinkpoint.schemes.links import Links
 from shrinkpoint.state import FlatState
 
+_Kind = TypeVar("_Kind", Symbols, Points)
 _RECORD = 256
 """Bytes that a coded record adds to the header beyond a plain one's: what coding must gain at least."""
 
@@ -47,7 +53,7 @@ def records(
     flat: FlatState,
     reference: Reference | None,
     *,
-    symbols: Mapping[str, Symbols] | None = None,
+    symbols: Mapping[str, Origin] | None = None,
     coders: Sequence[str] = CODERS,
     chunk: int = CHUNK,
     threads: int | None = None,
@@ -91,7 +97,7 @@ class Coding:
         flat: FlatState,
         reference: Reference | None,
         *,
-        symbols: Mapping[str, Symbols] | None = None,
+        symbols: Mapping[str, Origin] | None = None,
         threads: int | None = None,
     ) -> Iterator[Encoded]:
         """Yield the records of what was kept; see `schemes.Scheme`."""
@@ -109,7 +115,7 @@ class _Coder:
 
     flat: FlatState
     reference: Reference | None
-    symbols: Mapping[str, Symbols]
+    symbols: Mapping[str, Origin]
     links: Links
     ordinals: dict[str, int]
     coders: Sequence[str]
@@ -136,8 +142,10 @@ class _Coder:
 
     def _records(self, index: int, group: Group) -> list[Encoded]:
         name = group.infos[0].name if len(group.infos) == 1 else f"~{index}"
-        if group.quantized:
+        if group.kind == "codes":
             return [self._quantized(name, group)]
+        if group.kind == "points":
+            return [self._gridded(name, group)]
         encoded = self._coded(name, group)
         if encoded is not None:
             return [encoded]
@@ -145,7 +153,7 @@ class _Coder:
         return [plain(info.name, (info,), self.flat.tensors) for info in group.infos]
 
     def _quantized(self, name: str, group: Group) -> Encoded:
-        infos, found = group.infos, tuple(self.symbols[info.name] for info in group.infos)
+        infos, found = group.infos, self._origins(group, Symbols)
         delta = group.based and (found[0].residual or any(coder in DELTA_CODERS for coder in self.coders))
         base = self.reference if delta else None
         known = known_arrays(infos, 1, None, group.moments, self.flat.tensors)
@@ -155,6 +163,20 @@ class _Coder:
         material = Codebooked(name, infos, tensors, found, known, self._ordinals(group), base, under, ordinals)
         threads = self.workers if sum(info.numel for info in infos) >= LARGE else 1
         return encode_quantized(material, coders=self.coders, threads=threads)
+
+    def _gridded(self, name: str, group: Group) -> Encoded:
+        infos, points, tensors = group.infos, self._origins(group, Points), self.flat.tensors
+        others = tuple(tensors[other] for other in group.under)
+        ordinals = tuple(self.ordinals[other] for other in group.under)
+        material = Pointed(
+            name, infos, tuple(tensors[info.name] for info in infos), points,
+            self.reference if group.based else None, others, ordinals,
+        )  # fmt: skip
+        return encode_gridded(material, threads=self.workers if sum(info.numel for info in infos) >= LARGE else 1)
+
+    def _origins(self, group: Group, kind: type[_Kind]) -> tuple[_Kind, ...]:
+        found = (self.symbols[info.name] for info in group.infos)
+        return tuple(one for one in found if isinstance(one, kind))
 
     def _coded(self, name: str, group: Group) -> Encoded | None:
         """The group's record, or None where coding gains nothing."""

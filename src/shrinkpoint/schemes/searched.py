@@ -157,7 +157,7 @@ class Searched(Coding):
         picks = Picks.of(flat, None if target is None else target.alive)
         found = _Found()
         if picks.tensors:
-            symbols = {} if reference is None else reference.symbols
+            symbols = {} if reference is None else reference.codebooks
             earlier: Earlier = self._shared(Earlier.of(symbols, picks.tensors, self._generation))
             target = Target(flat, self._evaluate or _unmeasured) if target is None else target
             found = self._find(flat, picks, earlier, target)
@@ -168,8 +168,8 @@ class Searched(Coding):
         if picks.refused:
             _warn(f"weights with values that are not finite are kept as they are: {', '.join(picks.refused)}")
         optimizer = "exact" if found.lossless else self._optimizer
-        symbols = {name: _on_host(one) for name, one in found.symbols.items()}
-        return Settled(self.id, symbols, picks.casts, optimizer, self.coders, record)
+        made = {name: _on_host(one) for name, one in found.symbols.items()}
+        return Settled(self.id, made, picks.casts, optimizer, self.coders, record)
 
     def _find(self, flat: FlatState, picks: Picks, earlier: Earlier, target: Target) -> _Found:
         candidates = self.candidates(picks.tensors, earlier, target)

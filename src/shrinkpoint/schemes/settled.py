@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from shrinkpoint.codec import CODERS, Reference, Symbols
+from shrinkpoint.codec import CODERS, Origin, Points, Reference
 from shrinkpoint.record import JSON
 from shrinkpoint.schemes import moments
 from shrinkpoint.schemes.base import Kept
@@ -22,7 +22,7 @@ class Settled(Coding):
 
     Attributes:
         id: of the scheme that chose.
-        symbols: of the weights, by name, on the CPU.
+        symbols: of what is quantized, by name, on the CPU.
         casts: name of a narrower copy -> name of the weight it is a cast of.
         optimizer: what is done with the moments.
         coders: how codes may be coded.
@@ -30,7 +30,7 @@ class Settled(Coding):
     """
 
     id: str
-    symbols: Mapping[str, Symbols] = field(repr=False)
+    symbols: Mapping[str, Origin] = field(repr=False)
     casts: Mapping[str, str] = field(default_factory=dict)
     optimizer: moments.Mode = "exact"
     coders: Sequence[str] = CODERS
@@ -45,11 +45,17 @@ class Settled(Coding):
             changed.update(moments.reset(flat))
         elif self.optimizer == "lossy":
             symbols.update((name, one.cpu()) for name, one in moments.lossy(flat))
-        for name, one in symbols.items():
-            base = reference.tensors[name] if one.residual and reference is not None else None
-            changed[name] = one.values(flat.tensors[name].dtype, base)
+        for name, one in sorted(symbols.items(), key=lambda item: isinstance(item[1], Points) and bool(item[1].other)):
+            changed[name] = one.values(flat.tensors[name].dtype, _beside(one, name, changed, reference))
         for name, source in self.casts.items():
             if source in changed:
                 changed[name] = changed[source].to(flat.tensors[name].dtype)
         tensors = {name: changed.get(name, tensor) for name, tensor in flat.tensors.items()}
         return Kept(replace(flat, tensors=tensors), symbols, self.loss)
+
+
+def _beside(one: Origin, name: str, changed: Mapping[str, Tensor], reference: Reference | None) -> Tensor | None:
+    """What else decides the values: the parent's, or those of another tensor, which come first."""
+    if isinstance(one, Points):
+        return changed[one.other] if one.other else None
+    return reference.tensors[name] if one.residual and reference is not None else None

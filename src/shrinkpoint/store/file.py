@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shrinkpoint.codec import Reference, Symbols, decode_all
+from shrinkpoint.codec import Origin, Reference, decode_all
 from shrinkpoint.container import Reader, Writer
 from shrinkpoint.record import JSON, Encoded, Role
 from shrinkpoint.schemes import Kept, Scheme
@@ -104,7 +104,7 @@ def write_file(
     began = time.perf_counter()
     flat = kept.flat
     roles: dict[str, RoleBytes] = {}
-    symbols: dict[str, Symbols] = {}
+    symbols: dict[str, Origin] = {}
     with storage.create(key) as sink:
         writer = Writer(sink, scheme=scheme.id, parent=parent, tree=flat.tree, expected=list(flat.infos.values()))
         for encoded in scheme.encode(flat, reference, symbols=kept.symbols, threads=threads):
@@ -132,7 +132,7 @@ def _count(roles: dict[str, RoleBytes], encoded: Encoded, stored: int) -> None:
         roles[role] = roles.get(role, RoleBytes()).plus(info.nbytes, 0 if index else stored, 1)
 
 
-def _symbols(encoded: Encoded, kept: Kept, reference: Reference | None) -> Mapping[str, Symbols]:
+def _symbols(encoded: Encoded, kept: Kept, reference: Reference | None) -> Mapping[str, Origin]:
     """The symbols that a reader of this record goes on with."""
     held = reference.symbols if encoded.recipe == {"kind": "same"} and reference is not None else kept.symbols
     return {info.name: held[info.name] for info in encoded.infos if info.name in held}

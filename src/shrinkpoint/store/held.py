@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from shrinkpoint.codec import Reference, Symbols
+from shrinkpoint.codec import Origin, Reference
 from shrinkpoint.state import empty
 from shrinkpoint.store.manifest import Manifest
 
@@ -26,11 +26,11 @@ class Held:
         self.manifest: Manifest | None = None
         self.originals: dict[str, Tensor] = {}
         self._tensors: dict[str, Tensor] = {}
-        self._symbols: dict[str, Symbols] = {}
+        self._symbols: dict[str, Origin] = {}
 
     @property
     def reference(self) -> Reference:
-        return Reference(self._tensors, self._symbols)
+        return Reference(self._tensors, self._symbols, self.originals)
 
     def drop(self) -> None:
         """Hold nothing: the next save is a keyframe."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shrinkpoint.errors import MismatchError, PolicyError
-from shrinkpoint.schemes import ModelTarget, Resuming, Scheme, Searched, modules_of, named
+from shrinkpoint.schemes import ModelTarget, Resuming, Scheme, Settling, modules_of, named
 from shrinkpoint.state import FlatState, flatten, snapshot
 from shrinkpoint.state.rng import capture, reinstate
 from shrinkpoint.storage import Storage
@@ -146,7 +146,7 @@ class Manager:
         began = time.perf_counter()
         try:
             self._worker.wait()
-            if isinstance(self._scheme, Searched):
+            if isinstance(self._scheme, Settling):
                 self._scheme.together(lambda: self._enter(step))
             else:
                 self._enter(step)
@@ -250,7 +250,7 @@ class Manager:
 
     def _settled(self, flat: FlatState, parts: Mapping[str, Any]) -> Scheme | None:
         """The scheme for this state, searched for now, while the model is the caller's; None: not ours to write."""
-        if not isinstance(self._scheme, Searched):
+        if not isinstance(self._scheme, Settling):
             return self._scheme
         target, evaluate = None, self._scheme.evaluate
         if evaluate is not None and "model" not in parts:

@@ -1,0 +1,157 @@
+"""Uniform grids whose steps vary by row and by column, and the points of a tensor on one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Law = Literal["linear", "relative", "log"]
+"""What points stand for: multiples of a step; the same, times the square root of another tensor; powers of two."""
+LAWS: tuple[Law, ...] = get_args(Law)
+
+FINE = 8
+"""Steps are powers of two, of so many parts of an octave."""
+MOST_EXPONENT = 120 * FINE
+"""Of a row, a column and their sum: no step is denormal, or infinite."""
+MOST_CODE = (1 << 15) - 2
+"""Of a point: what is added to it for dither is exact in float32."""
+NOTHING = -127
+"""The code that stands for zero where points stand for powers of two; the least of those that do is one above."""
+_POWERS = tuple(float(torch.tensor(2.0 ** (k / FINE), dtype=torch.float32)) for k in range(FINE))
+_DITHERS = 256
+_MASK = (1 << 32) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Lattice:
+    """Where the points of one tensor lie, seen as a matrix: its first axis by all others, a vector as one row.
+
+    With `s = 2^((rows[i] + columns[j]) / 8)`, the point `q` in row i and column j is
+
+    * linear: `(q + u) s`;
+    * relative: `(q + u) s sqrt(other[i, j])`, other being the tensor of second moments that belongs to it;
+    * log: `s 2^(q step / 8)`, or 0 where q is `NOTHING`.
+
+    u is 0, or with a seed a number in (-1/2, 1/2) that depends on it and on the place: subtractive dither. What is
+    rounded to such points has an error that is evenly distributed whatever the values are, even if they came from
+    another grid, and 0 on average.
+
+    Attributes:
+        rows, columns: int16, 1-d, on the CPU; as many as `spans` says.
+        step: of the law "log", in eighths of an octave; else 1.
+        seed: of the dither, below 2^32; 0: none.
+    """
+
+    law: Law
+    rows: Tensor = field(repr=False)
+    columns: Tensor = field(repr=False)
+    step: int = 1
+    seed: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Lattice):
+            return NotImplemented
+        alike = (self.law, self.step, self.seed) == (other.law, other.step, other.seed)
+        return alike and torch.equal(self.rows, other.rows) and torch.equal(self.columns, other.columns)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def exponents(self, device: torch.device | str = "cpu") -> Tensor:
+        """Of `s`, in eighths of an octave; int32, of shape (rows, columns) or (rows, 1)."""
+        rows, columns = (one.to(device, torch.int32) for one in (self.rows, self.columns))
+        return rows[:, None] + columns[None, :]
+
+    def scales(self, other: Tensor | None = None, device: torch.device | str = "cpu") -> Tensor:
+        """What a step is, float32; of the matrix's shape or one that is broadcast to it.
+
+        Args:
+            other: second moments, where the law is "relative"; of the matrix's shape, float32.
+        """
+        rows, columns = (power(one.to(device, torch.int32)) for one in (self.rows, self.columns))
+        out = rows[:, None] * columns[None, :]
+        return out if other is None else out * other.sqrt()
+
+    def dither(self, shape: tuple[int, int], device: torch.device | str = "cpu") -> Tensor | float:
+        """u of every place, float32; 0 without a seed."""
+        return dither(self.seed, shape, device) if self.seed else 0.0
+
+
+@dataclass(frozen=True)
+class Points:
+    """One tensor as points of a lattice.
+
+    Attributes:
+        codes: int16, contiguous, of the tensor's shape.
+        other: where the law is "relative", the name of the tensor of the same state that it is relative to.
+    """
+
+    codes: Tensor = field(repr=False)
+    lattice: Lattice
+    other: str = ""
+
+    def cpu(self) -> Points:
+        """The same, where a store holds them."""
+        return replace(self, codes=self.codes.cpu())
+
+    def values(self, dtype: torch.dtype, other: Tensor | None = None) -> Tensor:
+        """What a reader gets; of the shape of `codes`, on their device. Every step of it is one rounding of float32.
+
+        Args:
+            other: the tensor named so.
+        """
+        lattice, codes = self.lattice, matrix(self.codes)
+        if lattice.law == "log":
+            made = power(lattice.exponents(codes.device) + lattice.step * codes.to(torch.int32))
+            made = made.masked_fill(codes == NOTHING, 0.0)
+        else:
+            beside = None if other is None else matrix(other).to(torch.float32)
+            moved = codes.to(torch.float32) + lattice.dither(_shape(codes), codes.device)
+            made = moved * lattice.scales(beside, codes.device)
+        return made.reshape(self.codes.shape).to(dtype)
+
+
+def matrix(x: Tensor) -> Tensor:
+    """A tensor as lattices see it."""
+    return x.reshape(x.shape[0], -1) if x.dim() >= 2 and x.numel() else x.reshape(1, -1)
+
+
+def sides(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of what `matrix` makes of a tensor."""
+    count = math.prod(shape)
+    return (shape[0], count // shape[0]) if len(shape) >= 2 and count else (1, count)
+
+
+def spans(law: Law, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns that a tensor's lattice tells apart: one column where there is one row, or another tensor."""
+    rows, columns = sides(shape)
+    return (rows, 1) if rows == 1 or law == "relative" else (rows, columns)
+
+
+def power(exponents: Tensor) -> Tensor:
+    """`2^(n / 8)` of int32 n: float32, of a table of eight and exact powers of two, so the same everywhere."""
+    table = torch.tensor(_POWERS, dtype=torch.float32, device=exponents.device)
+    octaves = (exponents >> 3).clamp_(-126, 127)
+    return ((octaves + 127) << 23).view(torch.float32) * table[(exponents & (FINE - 1)).long()]
+
+
+def exponent(values: Tensor) -> Tensor:
+    """`8 log2(x)` of positive x, rounded to whole numbers as the encoder likes; int32. Not part of the format."""
+    return (values.to(torch.float32).log2() * FINE).round().to(torch.int32)
+
+
+def dither(seed: int, shape: tuple[int, int], device: torch.device | str = "cpu") -> Tensor:
+    """A number of (-1/2, 1/2) for every place, float32: odd multiples of 1/512, by a hash of the place's number."""
+    count = shape[0] * shape[1]
+    x = torch.arange(count, dtype=torch.int64, device=device).mul_(0x9E3779B1).add_(seed).bitwise_and_(_MASK)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = x.bitwise_xor(x >> shift).mul_(factor).bitwise_and_(_MASK)
+    x = x.bitwise_xor_(x >> 16) >> 24
+    return x.to(torch.float32).add_(0.5).div_(_DITHERS).sub_(0.5).reshape(shape)
+
+
+def _shape(x: Tensor) -> tuple[int, int]:
+    return x.shape[0], x.shape[1]

@@ -1,0 +1,5 @@
+"""A stated budget, no knobs: steps that follow what the optimizer knows of the loss. docs/fisher.md."""
+
+from shrinkpoint.schemes.fisher.scheme import Fisher
+
+__all__ = ["Fisher"]

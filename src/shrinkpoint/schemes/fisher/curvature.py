@@ -1,0 +1,97 @@
+"""What is known of the loss around the weights: its slope, and mean squared gradients in place of its curvature.
+
+Where a batch of N terms (tokens, images) is averaged, the gradient g of a batch varies around its mean with a variance
+of F / N, F being the diagonal of the empirical Fisher information, which near a minimum of a log-likelihood is that of
+the Hessian. So the mean of g^2 that Adam keeps (v, without its bias towards zero) is about H / N, and
+
+    rise(d) = sum(m d) + 1/2 N sum(v d^2)
+
+predicts by how much an error d of the weights raises the loss; m, Adam's first moment, is the mean gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shrinkpoint.codec.lattice import matrix
+from shrinkpoint.state import AdamFacts, FlatState
+
+
+class Recorder(Protocol):
+    """What squared gradients come from where the optimizer has none: `train.Gradients`, or anything like it."""
+
+    @property
+    def square(self) -> Mapping[str, Tensor]:
+        """Averages of squares by name of a parameter in the model."""
+        ...
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """Of one weight, seen as a matrix.
+
+    Attributes:
+        squares: mean squared gradients, float32; None: nothing is known.
+        slope: mean gradients, float32; None: nothing is known.
+    """
+
+    squares: Tensor | None = field(default=None, repr=False)
+    slope: Tensor | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, name: str, x: Tensor, flat: FlatState, recorded: Mapping[str, Tensor]) -> Curvature:
+        """From the second moment; else from what was recorded; else from the momentum, whose square has the same shape.
+
+        The last is too large by a factor that all weights have in common, which the number of terms makes up for.
+        """
+        facts = flat.optim.get(name)
+        first = None if facts is None else _moment(flat, facts.moment1, x)
+        second = None if facts is None else _moment(flat, facts.moment2, x)
+        slope = None
+        if first is not None and facts is not None:
+            slope = (
+                first / _grown(facts.beta1, facts.step) if second is not None else first * (1 - (facts.beta1 or 0.0))
+            )
+        if second is not None and facts is not None:
+            return cls(second / _grown(facts.beta2, facts.step), slope)
+        if name in recorded and recorded[name].shape == x.shape:
+            return cls(matrix(recorded[name]).to(x.device, torch.float32), slope)
+        return cls(None if slope is None else slope.square(), slope)
+
+    def rise(self, error: Tensor) -> tuple[float, float]:
+        """(slope term, curvature term of one loss term) of an error as a matrix; zeros where nothing is known."""
+        first = 0.0 if self.slope is None else float((self.slope * error).sum(dtype=torch.float64))
+        second = 0.0 if self.squares is None else float((self.squares * error.square()).sum(dtype=torch.float64)) / 2
+        return first, second
+
+
+def curvatures(weights: Mapping[str, Tensor], flat: FlatState, recorded: Mapping[str, Tensor]) -> dict[str, Curvature]:
+    """Of every weight, by name; `recorded` are mean squared gradients by the names of the state."""
+    return {name: Curvature.of(name, x, flat, recorded) for name, x in weights.items()}
+
+
+def _moment(flat: FlatState, name: str | None, like: Tensor) -> Tensor | None:
+    """A moment as a matrix; None where there is none, or none that can be used."""
+    x = None if name is None else flat.tensors.get(name)
+    if x is None or x.shape != like.shape or not x.is_floating_point():
+        return None
+    x = matrix(x).to(like.device, torch.float32)
+    return x if bool(x.isfinite().all()) else None
+
+
+def _grown(beta: float | None, step: int | None) -> float:
+    """What is left of Adam's bias towards zero after so many steps."""
+    if beta is None or step is None or not 0 <= beta < 1 or step < 1:
+        return 1.0
+    grown: float = 1 - beta**step
+    return grown
+
+
+def known(facts: AdamFacts | None) -> bool:
+    """Whether an optimizer says anything of a weight."""
+    return facts is not None and facts.moment1 is not None

@@ -1,0 +1,181 @@
+"""How large the steps are: three ways to ask for it, one answer."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shrinkpoint.record import JSON
+from shrinkpoint.schemes.fisher.drafts import Draft, Drafts, multiplier_of, size_of
+
+LARGEST, SMALLEST = size_of(1.6), size_of(1e-3)
+"""In standard deviations of a tensor: above the first, hardly anything is left of it but signs."""
+UNKNOWN = size_of(0.5)
+"""Where nothing tells how large steps may be."""
+AIM = 0.5
+"""Of the budget: what steps are made for when they are changed, as predictions are."""
+LOW = 0.1
+"""Of the budget: a rise below it lets the next checkpoint take larger steps."""
+TRIALS = 4
+"""Evaluations of drafts in one save, at most; one where the steps stay as they are."""
+_SLACK = size_of(2**0.5)
+"""By how much steps may differ from the best ones before they are changed: a change costs bits."""
+
+Measure = Callable[[Draft], float]
+"""By how much a draft raises the loss."""
+
+
+@dataclass
+class Learned:
+    """What a run teaches, and every manifest says.
+
+    Attributes:
+        size: of the steps at the checkpoint before, in eighths of an octave; None: there is none.
+        terms: N of the prediction; None: not known.
+    """
+
+    size: int | None = None
+    terms: float | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was chosen.
+
+    Attributes:
+        draft: None: nothing that was tried is within the budget, so that nothing may be lost.
+        tried: for the manifest.
+    """
+
+    draft: Draft | None
+    tried: list[JSON] = field(default_factory=list)
+
+
+class Dial(ABC):
+    """Something that was asked for."""
+
+    @property
+    @abstractmethod
+    def settings(self) -> dict[str, JSON]:
+        """For the manifest."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def turn(self, drafts: Drafts, learned: Learned, measure: Measure | None, left: float) -> Answer:
+        """Choose.
+
+        Args:
+            learned: changed where something was learned.
+            measure: None: nothing can be measured.
+            left: bits that the weights may have, should a ratio be asked for.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ByError(Dial):
+    """The root mean square of the error, in standard deviations of each tensor."""
+
+    error: float
+
+    @property
+    def settings(self) -> dict[str, JSON]:
+        return {"relative_error": self.error}
+
+    def turn(self, drafts: Drafts, learned: Learned, measure: Measure | None, left: float) -> Answer:
+        """See `Dial`."""
+        draft = drafts.draft(size_of(self.error * math.sqrt(12)))
+        return Answer(draft, [_line(draft, learned, None if measure is None else measure(draft))])
+
+
+@dataclass(frozen=True)
+class ByRatio(Dial):
+    """How many times smaller the whole state becomes."""
+
+    ratio: float
+
+    @property
+    def settings(self) -> dict[str, JSON]:
+        return {"ratio": self.ratio}
+
+    def turn(self, drafts: Drafts, learned: Learned, measure: Measure | None, left: float) -> Answer:
+        """See `Dial`."""
+        low, high = SMALLEST, LARGEST
+        if learned.size is not None and abs(drafts.bits(learned.size) - left) < 0.1 * left:
+            low = high = learned.size
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if drafts.bits(middle) <= left else (middle + 1, high)
+        draft = drafts.draft(low)
+        return Answer(draft, [_line(draft, learned, None if measure is None else measure(draft))])
+
+
+@dataclass(frozen=True)
+class ByBudget(Dial):
+    """The rise of the loss that a checkpoint may cause."""
+
+    budget: float
+
+    @property
+    def settings(self) -> dict[str, JSON]:
+        return {"budget": self.budget}
+
+    def turn(self, drafts: Drafts, learned: Learned, measure: Measure | None, left: float) -> Answer:
+        """See `Dial`. Without `measure` the prediction decides, and where there is none either, `UNKNOWN`."""
+        size = self._first(drafts, learned, measured=measure is not None)
+        tried: list[JSON] = []
+        for _ in range(TRIALS):
+            draft = drafts.draft(size)
+            if measure is None:
+                return Answer(draft, [_line(draft, learned, None)])
+            rise = measure(draft)
+            tried.append(_line(draft, learned, rise))
+            _learn(learned, draft, rise)
+            if rise <= self.budget:
+                return Answer(draft, tried)
+            size = self._smaller(draft, rise)
+        return Answer(None, tried)
+
+    def _first(self, drafts: Drafts, learned: Learned, *, measured: bool) -> int:
+        """The steps of the checkpoint before, unless others are clearly better; not smaller ones if measured."""
+        unit = drafts.curved(0) * (learned.terms or 0.0)
+        if not 0 < unit < math.inf:
+            return UNKNOWN if learned.size is None else learned.size
+        best = min(max(size_of(math.sqrt(AIM * self.budget / unit)), SMALLEST), LARGEST)
+        if learned.size is None:
+            return best
+        change = min(best - learned.size, 2 * _SLACK)
+        if abs(change) <= _SLACK or (measured and change < 0):
+            return learned.size
+        return learned.size + change
+
+    def _smaller(self, draft: Draft, rise: float) -> int:
+        share = AIM * self.budget / rise if math.isfinite(rise) else 0.0
+        return max(SMALLEST, draft.size + min(-_SLACK, max(-6 * _SLACK, size_of(math.sqrt(max(share, 1e-9))))))
+
+
+def _learn(learned: Learned, draft: Draft, rise: float) -> None:
+    """N from a measured rise; not all at once, since one error of many is a matter of chance.
+
+    Only from weights that were rounded to the nearest. Where some are held at their points, a checkpoint is an average
+    over time, which often has a lower loss than the newest weights: nothing that larger steps would still have.
+    """
+    if draft.curved <= 0 or not math.isfinite(rise) or draft.hold > 0.5:
+        return
+    if learned.terms is None:
+        if rise > 0:
+            learned.terms = rise / draft.curved
+        return
+    found = min(max(rise / draft.curved, learned.terms / 2), learned.terms * 2)
+    learned.terms = math.sqrt(learned.terms * found)
+
+
+def _line(draft: Draft, learned: Learned, rise: float | None) -> JSON:
+    """What a manifest says of a draft; the prediction is that from before it was measured."""
+    predicted = None if learned.terms is None else learned.terms * draft.curved
+    return {
+        "step": round(multiplier_of(draft.size), 4), "hold": round(draft.hold, 3), "curvature": predicted,
+        "slope": draft.slope, "rise": rise if rise is None or math.isfinite(rise) else str(rise),
+    }  # fmt: skip

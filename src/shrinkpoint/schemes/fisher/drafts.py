@@ -1,0 +1,133 @@
+"""All ways to write the weights of one state: one for each size of the steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shrinkpoint.codec import Lattice, Points, Reference
+from shrinkpoint.codec.lattice import FINE, matrix
+from shrinkpoint.schemes.fisher.curvature import Curvature
+from shrinkpoint.schemes.fisher.weights import Before, fits, hold_for, lattice_of, points_of, positions, scaled, seed_of
+
+RETAINED = 0.95
+"""Of the weights' progress since the checkpoint before, at least."""
+LONGEST = 0.75
+"""Steps from its point at which a weight leaves it, at most."""
+_SAMPLE = 1 << 14
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One way to write the weights.
+
+    Attributes:
+        size: of its steps, in eighths of an octave above a standard deviation.
+        points: by name of a weight.
+        slope, curved: the two terms of the predicted rise, the second one of a single loss term.
+        hold: see `weights.points_of`.
+    """
+
+    size: int
+    points: Mapping[str, Points] = field(repr=False)
+    slope: float
+    curved: float
+    hold: float
+
+
+class Drafts:
+    """Drafts of the weights of one state.
+
+    Args:
+        weights: by name; finite.
+        known: of each.
+        reference: what a reader has of the checkpoint before; None: nothing.
+        size: of the steps of that checkpoint; None: not known, or not to be kept.
+        generation: lossy restores behind the weights.
+        seed: of the dither.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, Tensor], known: Mapping[str, Curvature], reference: Reference | None,
+        size: int | None, generation: int, seed: int,
+    ) -> None:  # fmt: skip
+        self._reference = reference
+        self.known = known
+        self.steps: dict[str, Lattice] = {}
+        """Of one standard deviation, of those weights that have points."""
+        for name, x in weights.items():
+            lattice = self._like(name, x, size)
+            number = seed_of(name, generation, seed)
+            made = lattice_of(x, known[name], number) if lattice is None else _reseeded(lattice, number)
+            if made is not None:
+                self.steps[name] = made
+        self.weights = {name: weights[name] for name in self.steps}
+
+    def curved(self, size: int) -> float:
+        """What errors spread evenly over each cell raise the loss by, for a single loss term."""
+        total = 0.0
+        for name, lattice in self.steps.items():
+            squares = self.known[name].squares
+            if squares is not None:
+                steps = scaled(lattice, size).scales(device=squares.device)
+                total += float((squares * steps.square()).sum(dtype=torch.float64)) / 24
+        return total
+
+    def draft(self, size: int) -> Draft:
+        """With steps of this size. Weights whose points would not reach far enough are left out, and stay exact."""
+        lattices = {name: scaled(one, size) for name, one in self.steps.items()}
+        lattices = {name: one for name, one in lattices.items() if fits(self.weights[name], one)}
+        before = {name: Before.of(name, one, self._reference) for name, one in lattices.items()}
+        same = {name: one for name, one in before.items() if one is not None}
+        hold = hold_for(self.weights, lattices, same, RETAINED, LONGEST)
+        points = {name: points_of(self.weights[name], one, before[name], hold) for name, one in lattices.items()}
+        slope = curved = 0.0
+        for name, one in points.items():
+            error = matrix(one.values(torch.float32)) - matrix(self.weights[name]).to(torch.float32)
+            first, second = self.known[name].rise(error)
+            slope, curved = slope + first, curved + second
+        return Draft(size, points, slope, curved, hold)
+
+    def bits(self, size: int) -> float:
+        """What its points cost, about: the entropy of the differences in a part of them."""
+        return sum(self._bits(name, scaled(one, size)) for name, one in self.steps.items())
+
+    def _bits(self, name: str, lattice: Lattice) -> float:
+        x = self.weights[name]
+        every = slice(None, None, max(1, x.numel() // _SAMPLE))
+        codes = positions(x, lattice)[every].round()
+        held = None if self._reference is None else self._reference.matching(name, tuple(x.shape), x.dtype)
+        if held is not None:
+            codes = codes - positions(held.to(x.device), lattice)[every].round()
+        return entropy(codes) * x.numel() / max(1, codes.numel())
+
+    def _like(self, name: str, x: Tensor, size: int | None) -> Lattice | None:
+        """The steps of the checkpoint before, as of one standard deviation then."""
+        held = None if self._reference is None or size is None else self._reference.symbols.get(name)
+        if not isinstance(held, Points) or held.codes.shape != x.shape or held.lattice.law != "linear" or size is None:
+            return None
+        return scaled(held.lattice, -size)
+
+
+def entropy(codes: Tensor) -> float:
+    """Bits of all of them, each coded by how often it occurs."""
+    counts = torch.bincount(codes.reshape(-1).to(torch.int64).clamp(-4096, 4095) + 4096).double()
+    counts = counts[counts > 0]
+    return float((counts * (counts.sum() / counts).log2()).sum())
+
+
+def size_of(multiplier: float) -> int:
+    """A number of standard deviations, in eighths of an octave."""
+    return round(math.log2(multiplier) * FINE)
+
+
+def multiplier_of(size: int) -> float:
+    return float(2.0 ** (size / FINE))
+
+
+def _reseeded(lattice: Lattice, seed: int) -> Lattice:
+    return Lattice(lattice.law, lattice.rows, lattice.columns, seed=seed)

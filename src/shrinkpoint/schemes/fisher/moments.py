@@ -1,0 +1,159 @@
+"""An optimizer's moments on lattices.
+
+Second moments as powers of two around the mean of their row and column: what is left is mostly the noise of an average
+over few gradients. First moments as multiples of the square root of what a reader has of the second ones, which is what
+Adam divides them by; with subtractive dither, so that an average over weights, and over saves, is what it was. Rounded
+to the nearest, small ones would all become zero, and ten steps of training with them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shrinkpoint.codec import Lattice, Points
+from shrinkpoint.codec.lattice import FINE, MOST_CODE, MOST_EXPONENT, NOTHING, matrix, spans
+from shrinkpoint.record import Role
+from shrinkpoint.state import FlatState
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SMALLEST = 2.0**-120  # of a second moment that a lattice reaches
+FEWEST = 16
+"""Values of a tensor that is quantized at least."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How coarse moments are.
+
+    Attributes:
+        first: of a first moment, in square roots of second moments.
+        most: of a first moment, in root mean squares of its row.
+        second: of a second moment, in eighths of an octave.
+        zone: half the width of what becomes the mean of row and column, in steps.
+        lone: of a first moment without a second one, in root mean squares of its row and column.
+    """
+
+    first: float = 2.0
+    most: float = 8.0
+    second: int = 24
+    zone: float = 0.6
+    lone: float = 4.0
+
+
+def moments(flat: FlatState, save: int, seed: int, steps: Steps) -> Iterator[tuple[str, Points]]:
+    """Points of every moment that is large enough and finite; the others stay exact.
+
+    Args:
+        save: a number that no other save of this run has: of the dither.
+    """
+    pairs = {facts.moment1: facts.moment2 for facts in flat.optim.values() if facts.moment1 is not None}
+    usable = {name: x for name, x in flat.tensors.items() if _usable(x, flat.infos[name].role)}
+    made: dict[str, Tensor] = {}
+    for name, x in usable.items():
+        if flat.infos[name].role is Role.MOMENT2 and not bool((x < 0).any()):
+            floor = _floor(name, pairs, usable)
+            chosen = second(x, floor, steps)
+            made[name] = chosen.values(x.dtype)
+            yield name, chosen
+    for name, x in usable.items():
+        if flat.infos[name].role is not Role.MOMENT1:
+            continue
+        other = pairs.get(name) or ""
+        number = zlib.crc32(f"{seed}/{save}/{name}".encode()) or 1
+        if other in made and made[other].shape == x.shape and made[other].dtype == torch.float32:
+            points = first(x, made[other], other, number, steps)
+        else:
+            points = lone(x, number, steps)
+        if points is not None:
+            yield name, points
+
+
+def second(v: Tensor, floor: Tensor | None, steps: Steps) -> Points:
+    """Of a second moment; where it is zero it stays so, unless `floor` (bool) says that it may not."""
+    values = matrix(v).to(torch.float32)
+    there = values > 0 if floor is None else (values > 0) | matrix(floor)
+    logs = values.clamp(min=_SMALLEST).log2() * FINE
+    rows, columns = _factors(logs, there, spans("log", tuple(v.shape)))
+    lattice = Lattice("log", rows, columns, step=steps.second)
+    at = (logs - lattice.exponents(values.device)) / steps.second
+    codes = torch.where(at.abs() < steps.zone, torch.zeros_like(at), at.round())
+    codes = codes.clamp(NOTHING + 1, -NOTHING).masked_fill(~there, NOTHING)
+    return Points(codes.to(torch.int16).reshape(v.shape), lattice)
+
+
+def first(m: Tensor, v: Tensor, other: str, seed: int, steps: Steps) -> Points | None:
+    """Of a first moment, relative to the square root of `v`, which a reader has as `other`."""
+    values, roots = matrix(m).to(torch.float32), matrix(v).to(torch.float32).sqrt()
+    relative = torch.where(roots > 0, values / roots, 0.0)
+    usual = relative.square().mean(1).sqrt()
+    wide = (usual * steps.most).clamp(max=steps.first, min=2.0 ** (-MOST_EXPONENT / FINE))
+    rows = _exponents(wide)
+    lattice = Lattice("relative", rows, torch.zeros(1, dtype=torch.int16), seed=seed)
+    return _dithered(m, values, lattice, other, v)
+
+
+def lone(m: Tensor, seed: int, steps: Steps) -> Points | None:
+    """Of a first moment beside which there is no second one (momentum)."""
+    values = matrix(m).to(torch.float32)
+    squares = values.square()
+    whole = float(squares.mean())
+    if whole == 0:
+        return None
+    nrows, ncolumns = spans("linear", tuple(m.shape))
+    rows = (squares.mean(1) / whole).sqrt() if nrows > 1 else torch.ones(1, device=m.device)
+    columns = (squares.mean(0) / whole).sqrt() if ncolumns > 1 else torch.ones(1, device=m.device)
+    tiny = 2.0**-20
+    lattice = Lattice(
+        "linear", _exponents(rows.clamp(min=tiny) * (whole**0.5 * steps.lone)), _exponents(columns.clamp(min=tiny)),
+        seed=seed,
+    )  # fmt: skip
+    return _dithered(m, values, lattice, "", None)
+
+
+def _dithered(m: Tensor, values: Tensor, lattice: Lattice, other: str, v: Tensor | None) -> Points | None:
+    shape = values.shape[0], values.shape[1]
+    scales = lattice.scales(None if v is None else matrix(v).to(torch.float32), m.device)
+    at = torch.where(scales > 0, values / scales, 0.0) - lattice.dither(shape, m.device)
+    codes = at.round()
+    if not bool((codes.abs() < MOST_CODE).all()):
+        return None
+    return Points(codes.to(torch.int16).reshape(m.shape), lattice, other)
+
+
+def _factors(logs: Tensor, there: Tensor, counts: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Means of logarithms by row and by column, of what is there; whole numbers."""
+    weight = there.to(torch.float32)
+    logs = logs * weight
+    whole = logs.sum() / weight.sum().clamp(min=1)
+    rows = logs.sum(1) / weight.sum(1).clamp(min=1)
+    rows = torch.where(weight.sum(1) > 0, rows, whole)
+    if counts[1] == 1:
+        columns = torch.zeros(1)
+    else:
+        columns = logs.sum(0) / weight.sum(0).clamp(min=1) - whole
+        columns = torch.where(weight.sum(0) > 0, columns, 0.0)
+    limit = MOST_EXPONENT // 2
+    rows = rows.round().clamp(-2 * limit + limit // 4, limit)
+    return rows.to(torch.int16).cpu(), columns.round().clamp(-limit // 4, limit // 4).to(torch.int16).cpu()
+
+
+def _exponents(values: Tensor) -> Tensor:
+    limit = MOST_EXPONENT // 2
+    return (values.log2() * FINE).round().clamp(-limit, limit).to(torch.int16).cpu()
+
+
+def _floor(name: str, pairs: Mapping[str, str | None], usable: Mapping[str, Tensor]) -> Tensor | None:
+    """Where a first moment is not zero: its second one must not be, or Adam would divide by nothing but its epsilon."""
+    owner = next((one for one, other in pairs.items() if other == name), None)
+    m = usable.get(owner or "")
+    return None if m is None or m.shape != usable[name].shape else m != 0
+
+
+def _usable(x: Tensor, role: Role) -> bool:
+    fits = role in (Role.MOMENT1, Role.MOMENT2) and x.dtype in _DTYPES and x.numel() >= FEWEST
+    return fits and bool(x.isfinite().all())

@@ -1,0 +1,245 @@
+"""The scheme."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from shrinkpoint.codec import Origin, Points, Reference
+from shrinkpoint.errors import LossWarning, PolicyError
+from shrinkpoint.record import JSON
+from shrinkpoint.schemes import moments as others
+from shrinkpoint.schemes.base import Kept
+from shrinkpoint.schemes.fisher.curvature import Recorder, curvatures
+from shrinkpoint.schemes.fisher.dial import Answer, ByBudget, ByError, ByRatio, Dial, Learned, Measure
+from shrinkpoint.schemes.fisher.drafts import Draft, Drafts, entropy, multiplier_of
+from shrinkpoint.schemes.fisher.moments import FEWEST, Steps, moments
+from shrinkpoint.schemes.picks import Picks
+from shrinkpoint.schemes.records import Coding
+from shrinkpoint.schemes.settled import Settled
+from shrinkpoint.schemes.target import Evaluate, ModelTarget, Target, unwrapped
+from shrinkpoint.state import FlatState
+
+Moments = Literal["coded", "exact", "drop"]
+BUDGET = 1e-3
+"""Nats."""
+
+
+class Fisher(Coding):
+    """The fewest bits that keep a stated rise of the loss, or the least rise for a stated number of bits.
+
+    Weights go on a uniform grid whose steps follow, by row and by column, what the optimizer knows of the loss: Adam's
+    second moment is, up to a factor, its curvature. Codes are coded under the points of the checkpoint before. After a
+    restore, dither keeps what training has done since. Moments go on grids of their own. docs/fisher.md.
+
+    One instance serves one training run: it remembers its steps and what it has learned.
+
+    Args:
+        budget: by how much a checkpoint may raise the loss, in its own unit (nats); 0.001 where nothing is asked.
+        ratio: instead of that: how many times smaller the whole state shall be.
+        relative_error: instead of both: the root mean square of the error, in standard deviations of each tensor.
+        evaluate: called with what is being saved (a manager's `model`; else the state); returns a loss or a score.
+            Then the measured rise decides, and the prediction saves trials. As with every scheme that measures, it must
+            give the same answer for the same weights.
+        higher_is_better: `evaluate` returns a score, and `budget` is of that.
+        terms: how many loss terms (tokens, images) a batch averages: with it the prediction is one of nats, and
+            without `evaluate` it decides. Where there is neither, steps have half a standard deviation.
+        gradients: a recorder of squared gradients, for optimizers that have none.
+        moments: of the optimizer: "coded" on grids, "exact" bit for bit, or "drop": zero after a restore.
+        seed: of the dither.
+
+    Raises:
+        PolicyError: an argument that makes no sense, or two ways to say how much may be lost.
+    """
+
+    id: ClassVar[str] = "fisher"
+
+    def __init__(
+        self, *, budget: float | None = None, ratio: float | None = None, relative_error: float | None = None,
+        evaluate: Evaluate | None = None, higher_is_better: bool = False, terms: float | None = None,
+        gradients: Recorder | None = None, moments: Moments = "coded", seed: int = 0,
+    ) -> None:  # fmt: skip
+        self._dial = _dial(budget, ratio, relative_error)
+        if evaluate is not None and not callable(evaluate):
+            raise PolicyError(
+                "evaluate", found=repr(evaluate), expected="a function", do="pass one that takes the model"
+            )
+        if moments not in get_args(Moments):
+            expected = ", ".join(map(repr, get_args(Moments)))
+            raise PolicyError("moments", found=repr(moments), expected=expected, do="choose one of them")
+        self._evaluate, self._higher, self._recorder = evaluate, higher_is_better, gradients
+        self._moments: Moments = moments
+        self._terms = None if terms is None else _positive("terms", terms)
+        self._seed, self._generation, self._saves = seed, 0, 0
+        self._learned = Learned(terms=self._terms)
+
+    def __repr__(self) -> str:
+        said = ", ".join(f"{name}={value:g}" for name, value in self._dial.settings.items())
+        return f"Fisher({said})"
+
+    # what a manager calls
+
+    @property
+    def evaluate(self) -> Evaluate | None:
+        return self._evaluate
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one that writes."""
+        return True
+
+    def together(self, compute: Callable[[], None]) -> None:
+        """Do something where one process leads and others follow; here there is one."""
+        compute()
+
+    def resume(self, loss: JSON, generation: int = 0) -> None:
+        """Go on from a checkpoint: with its steps and what was known then, and another dither; see `Resuming`."""
+        self._generation = generation
+        self._learned = Learned(terms=self._terms)
+        if not isinstance(loss, dict) or loss.get("scheme") != self.id:
+            return
+        size, terms = loss.get("size"), loss.get("terms")
+        if type(size) is int and abs(size) < 1 << 10:
+            self._learned.size = size
+        if isinstance(terms, float) and 0 < terms < math.inf:
+            self._learned.terms = terms
+
+    @torch.no_grad()
+    def settle(self, flat: FlatState, reference: Reference | None, target: Target | None = None) -> Settled:
+        """Decide for this state.
+
+        Args:
+            reference: what is held of the checkpoint before; None: nothing.
+            target: what to measure on; None: on copies of the state.
+
+        Raises:
+            PolicyError: `evaluate` raised, or returned no number.
+        """
+        began = time.perf_counter()
+        picks = Picks.of(flat, None if target is None else target.alive, smallest=FEWEST, axes=1)
+        if picks.refused:
+            _warn(f"weights with values that are not finite are kept as they are: {', '.join(picks.refused)}")
+        further = self._of_moments(flat)
+        answer = self._of_weights(flat, picks, reference, target, further)
+        symbols: dict[str, Origin] = (
+            {} if answer.draft is None else {n: p.cpu() for n, p in answer.draft.points.items()}
+        )
+        symbols |= {name: one.cpu() for name, one in further.items()}
+        self._saves += 1
+        loss: dict[str, Any] = {
+            "scheme": self.id, **self._dial.settings, "optimizer": self._moments, "tried": answer.tried,
+            "terms": self._learned.terms, "size": self._learned.size, "left_out": [*picks.refused],
+            "chosen": self._chosen(symbols), "seconds": round(time.perf_counter() - began, 3),
+        }  # fmt: skip
+        kept: others.Mode = "reset" if self._moments == "drop" else "exact"
+        return Settled(self.id, symbols, picks.casts, kept, self.coders, loss)
+
+    def _chosen(self, symbols: Mapping[str, Origin]) -> JSON:
+        """What every manifest says of a choice; None where nothing was lost."""
+        if not symbols and self._moments != "drop":
+            return None
+        size = self._learned.size
+        return {"step": None if size is None else round(multiplier_of(size), 4), "moments": self._moments}
+
+    # what a store calls
+
+    def quantize(self, flat: FlatState, reference: Reference | None) -> Kept:
+        """Decide and quantize; see `schemes.Scheme`."""
+        return self.settle(flat, reference).quantize(flat, reference)
+
+    def _of_moments(self, flat: FlatState) -> dict[str, Points]:
+        if self._moments != "coded":
+            return {}
+        updates = [facts.step for facts in flat.optim.values() if facts.step is not None]
+        return dict(moments(flat, max(updates, default=self._saves), self._seed, Steps()))
+
+    def _of_weights(
+        self, flat: FlatState, picks: Picks, reference: Reference | None, target: Target | None,
+        further: Mapping[str, Points],
+    ) -> Answer:  # fmt: skip
+        if not picks.tensors:
+            return Answer(None)
+        known = curvatures(picks.tensors, flat, self._recorded(target))
+        if reference is None:
+            self._learned.size = None
+        size = self._learned.size
+        drafts = Drafts(picks.tensors, known, reference, size, self._generation, self._seed)
+        left = _left(flat, drafts, further, self._dial)
+        with self._measuring(flat, picks, target) as measure:
+            answer = self._dial.turn(drafts, self._learned, measure, left)
+        if answer.draft is None:
+            _warn(f"no steps keep the loss within {self}: this checkpoint's weights are exact")
+            self._learned.size = None
+        else:
+            self._learned.size = answer.draft.size
+        return answer
+
+    @contextmanager
+    def _measuring(self, flat: FlatState, picks: Picks, target: Target | None) -> Iterator[Measure | None]:
+        """How to measure a draft; None where nothing was asked for, or the state itself has no finite loss."""
+        if self._evaluate is None:
+            yield None
+            return
+        target = Target(flat, self._evaluate) if target is None else target
+        with target:
+            base = target.measure({})
+            if not math.isfinite(base):
+                _warn(f"evaluate returned {base} for the state itself, so the prediction decides")
+                yield None
+                return
+
+            def measure(draft: Draft) -> float:
+                values = {name: one.values(picks.tensors[name].dtype) for name, one in draft.points.items()}
+                found = target.measure(picks.replaced(values, flat))
+                return base - found if self._higher else found - base
+
+            yield measure
+
+    def _recorded(self, target: Target | None) -> dict[str, Tensor]:
+        """What was recorded, by the names of the state."""
+        if self._recorder is None or not isinstance(target, ModelTarget):
+            return {}
+        recorded = {unwrapped(name): square for name, square in self._recorder.square.items()}
+        return {target.names[name]: square for name, square in recorded.items() if name in target.names}
+
+
+def _left(flat: FlatState, drafts: Drafts, further: Mapping[str, Points], dial: Dial) -> float:
+    """Bits that a ratio leaves to the weights: without the moments, and what stays exact."""
+    if not isinstance(dial, ByRatio):
+        return math.inf
+    coded = {*drafts.weights, *further}
+    exact = 8 * sum(info.nbytes for name, info in flat.infos.items() if name not in coded)
+    left = 8 * flat.nbytes / dial.ratio - exact - sum(entropy(one.codes) for one in further.values())
+    if left <= 0:
+        _warn(f"what is not weights is more than the state may have at {dial.ratio:g}x: the largest steps there are")
+    return left
+
+
+def _dial(budget: float | None, ratio: float | None, relative_error: float | None) -> Dial:
+    given = {"budget": budget, "ratio": ratio, "relative_error": relative_error}
+    said = {name: _positive(name, value) for name, value in given.items() if value is not None}
+    if len(said) > 1:
+        found = " and ".join(said)
+        raise PolicyError("Fisher", found=found, expected="one of them", do="say in one way how much may be lost")
+    if "ratio" in said:
+        return ByRatio(said["ratio"])
+    if "relative_error" in said:
+        return ByError(said["relative_error"])
+    return ByBudget(said.get("budget", BUDGET))
+
+
+def _positive(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise PolicyError(name, found=repr(value), expected="a number above 0", do="take the default")
+    return float(value)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, LossWarning, stacklevel=4)

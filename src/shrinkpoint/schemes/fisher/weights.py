@@ -1,0 +1,166 @@
+"""Weights on lattices: how large the steps are, and which point a weight gets."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from shrinkpoint.codec import Lattice, Points, Reference
+from shrinkpoint.codec.lattice import FINE, MOST_CODE, MOST_EXPONENT, matrix, spans
+from shrinkpoint.schemes.fisher.curvature import Curvature
+
+GAMMA = 0.25
+"""By which power of the squared gradients steps fall: 1/2 would be right where a step costs bits by its logarithm.
+Where what is coded is whether a weight has left its cell, it costs by its inverse: 1/3; and 1/4 measured best."""
+VECTOR = 0.25
+"""Steps of vectors (biases, gains) beside those of matrices: there are few, and each matters more."""
+FLATTEST = 1e-4
+"""Of the mean squared gradient: rows and columns with less count as having that, so that no step is without bound."""
+
+
+def lattice_of(x: Tensor, known: Curvature, seed: int) -> Lattice | None:
+    """Steps for a weight: in the geometric mean one standard deviation, smaller where the loss is more sensitive.
+
+    Returns:
+        None where the weight does not vary.
+    """
+    spread = float(matrix(x).to(torch.float32).std(correction=0)) * (1.0 if x.dim() >= 2 else VECTOR)
+    if not 0 < spread < math.inf:
+        return None
+    rows, columns = spans("linear", tuple(x.shape))
+    usual = math.log2(spread)
+    by_row, by_column = torch.zeros(rows), torch.zeros(columns)
+    if known.squares is not None and rows > 1:
+        by_row, by_column = (_fall(known.squares, axis) for axis in (1, 0))
+    exponents = (by_row + usual) * FINE, by_column * FINE
+    low, high = -MOST_EXPONENT // 2, MOST_EXPONENT // 2
+    made = [one.round().clamp(low, high).to(torch.int16).cpu() for one in exponents]
+    return Lattice("linear", made[0], made[1], seed=seed)
+
+
+def _fall(squares: Tensor, axis: int) -> Tensor:
+    """log2 of how steps vary along the other axis; 0 on average."""
+    means = squares.mean(axis)
+    means = means.clamp(min=float(means.mean()) * FLATTEST)
+    if not bool((means > 0).all()):
+        return torch.zeros_like(means)
+    logs = means.log2() * -GAMMA
+    return logs - logs.mean()
+
+
+def positions(x: Tensor, lattice: Lattice) -> Tensor:
+    """Where a weight lies between points: float32, of the matrix's shape."""
+    values = matrix(x).to(torch.float32)
+    shape = values.shape[0], values.shape[1]
+    return values / lattice.scales(device=x.device) - lattice.dither(shape, x.device)
+
+
+def fits(x: Tensor, lattice: Lattice) -> bool:
+    """Whether points reach as far as the weight does."""
+    ends = positions(x, lattice).aminmax()
+    return float(ends.min) > -MOST_CODE and float(ends.max) < MOST_CODE
+
+
+@dataclass(frozen=True)
+class Before:
+    """What a weight's points can be compared with.
+
+    Attributes:
+        codes: of the checkpoint before, on the same lattice.
+        kept: its values.
+        original: the weight as it was in training then; None: nobody knows.
+    """
+
+    codes: Tensor = field(repr=False)
+    kept: Tensor = field(repr=False)
+    original: Tensor | None = field(repr=False)
+
+    @classmethod
+    def of(cls, name: str, lattice: Lattice, reference: Reference | None) -> Before | None:
+        held = None if reference is None else reference.symbols.get(name)
+        if reference is None or not isinstance(held, Points) or held.lattice != lattice:
+            return None
+        return cls(held.codes, reference.tensors[name], reference.originals.get(name))
+
+
+def points_of(x: Tensor, lattice: Lattice, before: Before | None, hold: float) -> Points:
+    """The nearest point; the one before where the weight is not further than `hold` steps from it.
+
+    Args:
+        hold: from 1/2, to the nearest, on. Weights that only shake then stay where they are, and a checkpoint is more
+            of an average over time.
+    """
+    at = positions(x, lattice)
+    codes = at.round()
+    if before is not None and hold > 0.5:
+        old = matrix(before.codes).to(at.device, torch.float32)
+        codes = torch.where((at - old).abs() <= hold, old, codes)
+    return Points(codes.to(torch.int16).reshape(x.shape), lattice)
+
+
+def hold_for(
+    weights: Mapping[str, Tensor], lattices: Mapping[str, Lattice], before: Mapping[str, Before], wanted: float,
+    most: float,
+) -> float:  # fmt: skip
+    """The longest hold with which so much of the weights' progress is retained; measured on a part of the weights."""
+    parts = [_Part.of(weights[name], lattices[name], one) for name, one in before.items() if one.original is not None]
+    if not parts:
+        return 0.5
+    low, high = 0.5, most
+    for _ in range(6):
+        middle = (low + high) / 2
+        kept, moved = (sum(pair) for pair in zip(*(part.progress(middle) for part in parts), strict=True))
+        low, high = (middle, high) if kept >= wanted * moved else (low, middle)
+    return low
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some rows of a weight.
+
+    Attributes:
+        at: where it lies between points.
+        old: its points before.
+        steps: of the lattice.
+        moved: how far training went; what the checkpoint before had left out is in `behind`.
+    """
+
+    at: Tensor
+    old: Tensor
+    steps: Tensor
+    moved: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, lattice: Lattice, before: Before) -> _Part:
+        assert before.original is not None
+        every = slice(None, None, max(1, x.numel() // _SAMPLE))
+        at = positions(x, lattice)[every]
+        old = matrix(before.codes).to(at.device, torch.float32)[every]
+        steps = lattice.scales(device=at.device).expand(matrix(x).shape)[every]
+        moved = matrix(x)[every].to(torch.float32) - matrix(before.original)[every].to(at.device, torch.float32)
+        return cls(at, old, steps, moved)
+
+    def progress(self, hold: float) -> tuple[float, float]:
+        codes = torch.where((self.at - self.old).abs() <= hold, self.old, self.at.round())
+        written = (codes - self.old) * self.steps
+        return float((written * self.moved).sum()), float(self.moved.square().sum())
+
+
+_SAMPLE = 1 << 14
+
+
+def seed_of(name: str, generation: int, seed: int) -> int:
+    """Of a weight's dither: none before the first restore, and another one after each."""
+    if generation == 0:
+        return 0
+    return zlib.crc32(f"{seed}/{generation}/{name}".encode()) or 1
+
+
+def scaled(lattice: Lattice, octaves: int) -> Lattice:
+    """Steps larger by so many eighths of an octave."""
+    return replace(lattice, rows=lattice.rows + octaves)
