@@ -48,7 +48,8 @@ _HOMES = {
     "CNR": "schemes", "ExCP": "schemes", "FileSummary": "store.single", "Fisher": "schemes", "GOBO": "schemes",
     "Gradients": "train", "Inshrinkerator": "schemes", "Keep": "store.retention", "LCCheckpoint": "schemes",
     "Lossless": "schemes", "Manager": "train", "QD": "schemes", "SCAR": "schemes", "SaveReport": "store.file",
-    "Store": "store.store", "TOPN": "schemes", "inspect": "store.single", "load": "store.single", "save": "store.single",
+    "Store": "store.store", "TOPN": "schemes", "inspect": "store.single", "load": "store.single",
+    "save": "store.single",
 }  # fmt: skip
 
 __all__ = ["ShrinkpointError", "__version__", "errors", *_HOMES]
