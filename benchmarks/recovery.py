@@ -27,6 +27,7 @@ import torch
 import workloads
 from ledger import Ledger, version
 from speed import machine
+from workload_variants import VARIANTS
 from workloads import Course, Workload
 
 import shrinkpoint as sp
@@ -64,6 +65,8 @@ class Job:
 
 UNMEASURED = ("lc 2 bits", "lc 3 bits", "lc 3 bits paper", "scar", "topn", "excp", "excp paper fp16")
 """Schemes without a threshold, by their names in the harness."""
+OURS = ("fisher .3", "fisher .6")
+"""The same, of ours."""
 BASE_FILES = ("workloads.py", "workload_text.py", "workload_image.py")
 
 
@@ -84,6 +87,9 @@ def grid(quick: bool) -> list[Job]:
     jobs += [Job("gpt", seed, ours, 0.01, 10) for seed in (1, 2)]
     jobs += [Job("gpt", 0, ours, threshold, n) for threshold in (0.05, 0.01, 0.001) for n in (0, 5, 10, 20)]
     jobs += [Job("gpt", seed, system, 0.0, 10) for system in UNMEASURED for seed in (0, 1, 2)]
+    jobs += [Job(name, seed) for name in VARIANTS for seed in (0, 1, 2)]
+    every = ("gpt", "resnet", *VARIANTS)
+    jobs += [Job(name, seed, system, 0.0, 10) for name in every for system in OURS for seed in (0, 1, 2)]
     return list(dict.fromkeys(jobs))
 
 

@@ -161,14 +161,17 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def named(name: str, data: Path, *, quick: bool) -> Workload:
-    """A workload by name: "gpt", "resnet" or "wide" (a ResNet-20 of twice the width on half the resolution).
+    """A workload by name: "gpt", "resnet", "wide" (a ResNet-20, twice as wide on half the resolution), or a variant.
 
     Args:
         quick: a toy of it that runs in seconds and learns next to nothing.
     """
     import workload_image
     import workload_text
+    import workload_variants
 
+    if name in workload_variants.VARIANTS:
+        return workload_variants.variant(name, data, quick=quick)
     if name == "gpt":
         return workload_text.gpt(data, quick=quick)
     return workload_image.resnet(data, wide=name == "wide", quick=quick)

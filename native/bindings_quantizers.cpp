@@ -1,8 +1,11 @@
 // What quantizers use of the core: checks arguments, releases the GIL, calls.
 #include <nanobind/stl/vector.h>
 
+#include <initializer_list>
+
 #include "cyclic.hpp"
 #include "kmeans.hpp"
+#include "points.hpp"
 #include "python.hpp"
 
 using namespace nanobind::literals;
@@ -87,11 +90,145 @@ void bind_kmeans(nb::module_& m) {
         "values"_a, "weights"_a, "k"_a, nb::kw_only(), "seed"_a, "squared"_a);
 }
 
+std::vector<int16_t> exponents_of(nb::handle object, const char* name) {
+    const Bytes bytes(object);
+    const auto* first = reinterpret_cast<const int16_t*>(bytes.checked(bytes.size() / 2 * 2, 2, name));
+    return {first, first + bytes.size() / 2};
+}
+
+// An array of a lattice's tensor, which may be missing where it is read.
+template <typename T>
+T* whole(const Lattice& lattice, const Bytes& bytes, const char* name) {
+    return reinterpret_cast<T*>(bytes.checked(lattice.count() * sizeof(T), sizeof(T), name));
+}
+
+template <typename T>
+T* needed(const Lattice& lattice, const Bytes& bytes, const char* name) {
+    if (bytes.size() != lattice.count() * sizeof(T))
+        throw nb::value_error((std::string(name) + ": wrong number of bytes").c_str());
+    return whole<T>(lattice, bytes, name);
+}
+
+Floats floats_of(const Lattice& lattice, const Bytes& bytes, const char* name) {
+    const bool narrow = bytes.size() == 2 * lattice.count();
+    if (narrow) return {reinterpret_cast<const uint8_t*>(whole<const uint16_t>(lattice, bytes, name)), 2};
+    return {reinterpret_cast<const uint8_t*>(whole<const float>(lattice, bytes, name)), 4};
+}
+
+// What is written shares nothing with what is read meanwhile.
+void apart(const Bytes& written, std::initializer_list<const Bytes*> read) {
+    for (const Bytes* one : read)
+        if (overlap(written, *one)) throw nb::value_error("an array that is written shares memory with another one");
+}
+
+nb::tuple encoded(const Lattice& lattice, nb::handle codes, nb::handle contexts, nb::handle tokens, nb::handle parent,
+                  nb::handle squares, nb::handle expected, unsigned threads) {
+    const Bytes points(codes), parents(parent), beside(squares), values(expected);
+    const Bytes told(contexts, PyBUF_WRITABLE), out(tokens, PyBUF_WRITABLE);
+    apart(told, {&points, &parents, &beside, &values, &out});
+    apart(out, {&points, &parents, &beside, &values});
+    const auto* before = whole<const float>(lattice, beside, "squares");
+    const auto* from = needed<const int16_t>(lattice, points, "codes");
+    auto* under = needed<uint8_t>(lattice, told, "contexts");
+    auto* to = needed<uint8_t>(lattice, out, "tokens");
+    const Floats known = floats_of(lattice, parents, "parent"), wanted = floats_of(lattice, values, "expected");
+    Differences found;
+    Buffer escapes;
+    {
+        nb::gil_scoped_release release;
+        found = lattice_tokens(lattice, known, before, from, wanted, under, to, threads);
+        const auto* first = reinterpret_cast<const uint8_t*>(found.escapes.data());
+        escapes.assign(first, first + 4 * found.escapes.size());
+    }
+    return nb::make_tuple(array_of(std::move(escapes)), found.in_range, found.same);
+}
+
+size_t decoded(const Lattice& lattice, nb::handle tokens, nb::handle contexts, nb::handle escapes, nb::handle codes,
+               nb::handle values, nb::handle squares, unsigned threads) {
+    const Bytes symbols(tokens), told(contexts), large(escapes), beside(squares);
+    const Bytes points(codes, PyBUF_WRITABLE), made(values, PyBUF_WRITABLE);
+    apart(points, {&symbols, &told, &large, &beside, &made});
+    apart(made, {&symbols, &told, &large, &beside});
+    const auto* from = needed<const uint8_t>(lattice, symbols, "tokens");
+    const auto* under = needed<const uint8_t>(lattice, told, "contexts");
+    const size_t count = large.size() / 4;
+    const auto* beyond = reinterpret_cast<const int32_t*>(large.checked(4 * count, 4, "escapes"));
+    const auto* factor = whole<const float>(lattice, beside, "squares");
+    auto* to = needed<int16_t>(lattice, points, "codes");
+    auto* out = needed<float>(lattice, made, "values");
+    nb::gil_scoped_release release;
+    return lattice_points(lattice, from, under, beyond, count, factor, to, out, threads);
+}
+
+void bind_lattice(nb::module_& m) {
+    nb::class_<Lattice>(m, "Lattice")
+        .def(
+            "__init__",
+            [](Lattice* self, nb::handle rows, nb::handle columns, uint64_t height, uint64_t width, bool powers,
+               int32_t step, uint32_t seed) {
+                new (self) Lattice(powers, exponents_of(rows, "rows"), exponents_of(columns, "columns"), height, width,
+                                   step, seed);
+            },
+            "rows"_a, "columns"_a, "height"_a, "width"_a, nb::kw_only(), "powers"_a = false, "step"_a = 1,
+            "seed"_a = 0);
+    m.def(
+        "lattice_guess",
+        [](const Lattice& lattice, nb::handle guesses, nb::handle contexts, nb::handle parent, nb::handle squares,
+           unsigned threads) {
+            const Bytes parents(parent), beside(squares);
+            const Bytes out(guesses, PyBUF_WRITABLE), told(contexts, PyBUF_WRITABLE);
+            apart(out, {&parents, &beside, &told});
+            apart(told, {&parents, &beside});
+            const Floats known = floats_of(lattice, parents, "parent");
+            const auto* factor = whole<const float>(lattice, beside, "squares");
+            auto* to = needed<int16_t>(lattice, out, "guesses");
+            auto* under = needed<uint8_t>(lattice, told, "contexts");
+            nb::gil_scoped_release release;
+            lattice_guess(lattice, known, factor, to, under, threads);
+        },
+        "lattice"_a, "guesses"_a, "contexts"_a, nb::kw_only(), "parent"_a.none() = nb::none(),
+        "squares"_a.none() = nb::none(), "threads"_a = 1);
+    m.def("lattice_tokens", encoded, "lattice"_a, "codes"_a, "contexts"_a, "tokens"_a, nb::kw_only(),
+          "parent"_a.none() = nb::none(), "squares"_a.none() = nb::none(), "expected"_a.none() = nb::none(),
+          "threads"_a = 1);
+    m.def("lattice_points", decoded, "lattice"_a, "tokens"_a, "contexts"_a, "escapes"_a, "codes"_a, "values"_a,
+          nb::kw_only(), "squares"_a.none() = nb::none(), "threads"_a = 1);
+    m.def(
+        "lattice_values",
+        [](const Lattice& lattice, nb::handle codes, nb::handle values, nb::handle squares, unsigned threads) {
+            const Bytes points(codes), beside(squares), made(values, PyBUF_WRITABLE);
+            apart(made, {&points, &beside});
+            const auto* from = needed<const int16_t>(lattice, points, "codes");
+            const auto* factor = whole<const float>(lattice, beside, "squares");
+            auto* to = needed<float>(lattice, made, "values");
+            nb::gil_scoped_release release;
+            lattice_values(lattice, from, factor, to, threads);
+        },
+        "lattice"_a, "codes"_a, "values"_a, nb::kw_only(), "squares"_a.none() = nb::none(), "threads"_a = 1);
+    m.def(
+        "lattice_nearest",
+        [](const Lattice& lattice, nb::handle values, nb::handle codes, nb::handle squares, nb::handle before,
+           float hold, unsigned threads) {
+            const Bytes wanted(values), beside(squares), old(before), points(codes, PyBUF_WRITABLE);
+            apart(points, {&wanted, &beside, &old});
+            const Floats from = floats_of(lattice, wanted, "values");
+            if (from.data == nullptr && lattice.count() != 0) throw nb::value_error("values: none");
+            const auto* factor = whole<const float>(lattice, beside, "squares");
+            const auto* held = whole<const int16_t>(lattice, old, "before");
+            auto* to = needed<int16_t>(lattice, points, "codes");
+            nb::gil_scoped_release release;
+            return lattice_nearest(lattice, from, factor, held, hold, to, threads);
+        },
+        "lattice"_a, "values"_a, "codes"_a, nb::kw_only(), "squares"_a.none() = nb::none(),
+        "before"_a.none() = nb::none(), "hold"_a = 0.5f, "threads"_a = 1);
+}
+
 }  // namespace
 
 void bind_quantizers(nb::module_& m) {
     bind_cyclic(m);
     bind_kmeans(m);
+    bind_lattice(m);
 }
 
 }  // namespace shrinkpoint

@@ -53,7 +53,7 @@ inline Array array_of(Buffer&& data) {
     return Array(owned->data(), {owned->size()}, owner);
 }
 
-// Adds cyclic_encode, cyclic_decode, kmeans and kmeans_start.
+// Adds cyclic_encode, cyclic_decode, kmeans, kmeans_start, Lattice and what takes one.
 void bind_quantizers(nb::module_& m);
 
 }  // namespace shrinkpoint

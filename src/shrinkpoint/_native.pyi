@@ -48,6 +48,19 @@ class Model:
 
 class Factors: ...
 
+class Lattice:
+    def __init__(
+        self,
+        rows: Buffer,
+        columns: Buffer,
+        height: int,
+        width: int,
+        *,
+        powers: bool = False,
+        step: int = 1,
+        seed: int = 0,
+    ) -> None: ...
+
 class Hasher:
     def __init__(self) -> None: ...
     def update(self, data: Buffer) -> None: ...
@@ -108,4 +121,48 @@ def cyclic_decode(
 ) -> None: ...
 def kmeans(values: Doubles, weights: Doubles, centers: Doubles, *, iterations: int, tolerance: float) -> Doubles: ...
 def kmeans_start(values: Doubles, weights: Doubles, k: int, *, seed: int, squared: bool) -> Doubles: ...
+def lattice_guess(
+    lattice: Lattice,
+    guesses: Bytes,
+    contexts: Bytes,
+    *,
+    parent: Buffer | None = None,
+    squares: Buffer | None = None,
+    threads: int = 1,
+) -> None: ...
+def lattice_tokens(
+    lattice: Lattice,
+    codes: Buffer,
+    contexts: Bytes,
+    tokens: Bytes,
+    *,
+    parent: Buffer | None = None,
+    squares: Buffer | None = None,
+    expected: Buffer | None = None,
+    threads: int = 1,
+) -> tuple[Bytes, bool, bool]: ...
+def lattice_points(
+    lattice: Lattice,
+    tokens: Buffer,
+    contexts: Buffer,
+    escapes: Buffer,
+    codes: Bytes,
+    values: Bytes,
+    *,
+    squares: Buffer | None = None,
+    threads: int = 1,
+) -> int: ...
+def lattice_values(
+    lattice: Lattice, codes: Buffer, values: Bytes, *, squares: Buffer | None = None, threads: int = 1
+) -> None: ...
+def lattice_nearest(
+    lattice: Lattice,
+    values: Buffer,
+    codes: Bytes,
+    *,
+    squares: Buffer | None = None,
+    before: Buffer | None = None,
+    hold: float = 0.5,
+    threads: int = 1,
+) -> bool: ...
 def _use_simd(most: int) -> int: ...

@@ -13,9 +13,11 @@ from shrinkpoint.codec import Run
 from shrinkpoint.codec.recipe import (
     MAX_MEMBERS,
     MAX_TAPS,
+    MOST_STEP,
     Coded,
     Copy,
     Cyclic,
+    Gridded,
     Packed,
     Plain,
     Quantized,
@@ -73,8 +75,18 @@ def quantized(draw: st.DrawFn) -> Quantized:
     )  # fmt: skip
 
 
+@st.composite
+def gridded(draw: st.DrawFn) -> Gridded:
+    law = draw(st.sampled_from(["linear", "relative", "log"]))
+    run = Run("codes", predictor="base", top=draw(st.integers(0, 255)), chunk=draw(st.integers(1, CHUNK)))
+    base = draw(st.booleans())
+    others = draw(ordinals.filter(len)) if law == "relative" else ()
+    step = draw(st.integers(1, MOST_STEP)) if law == "log" else 1
+    return Gridded(law, run, step, base, base and draw(st.booleans()), others)
+
+
 @settings(deadline=None, max_examples=60)
-@given(st.one_of(st.just(Plain()), st.just(Same()), st.builds(Copy, ordinals), coded(), quantized()))
+@given(st.one_of(st.just(Plain()), st.just(Same()), st.builds(Copy, ordinals), coded(), quantized(), gridded()))
 def test_a_recipe_survives_json(recipe):
     assert from_json(json.loads(json.dumps(to_json(recipe)))) == recipe
 
@@ -102,6 +114,17 @@ def test_a_quantized_recipe_says_only_what_is_not_usual():
     assert to_json(Quantized(15, 2, Squeezed(4)))["codes"] == {"lzma": 4}
 
 
+def test_a_gridded_recipe_says_only_what_is_not_usual():
+    run = Run("codes", predictor="base", top=135)
+    usual = {"kind": "gridded", "law": "linear", "run": {"tokens": "codes", "predictor": "base", "top": 135}}
+    assert to_json(Gridded("linear", run)) == usual and needs(usual) == -1
+    assert to_json(Gridded("linear", run, base=True)) == {**usual, "base": True}
+    assert to_json(Gridded("linear", run, base=True, inherited=True)) == {**usual, "base": True, "inherited": True}
+    assert to_json(Gridded("log", run, 24)) == {**usual, "law": "log", "step": 24}
+    relative = to_json(Gridded("relative", run, others=(4, 5, 6, 9)))
+    assert relative == {**usual, "law": "relative", "others": [[4, 1, 3], [9, 0, 1]]} and needs(relative) == 9
+
+
 junk = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["level", "base"]),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -109,6 +132,7 @@ junk = st.recursive(
 )
 
 
+POINTS = {"kind": "gridded", "law": "linear", "run": {"tokens": "codes", "predictor": "base"}}
 QUANTIZED = {"kind": "quantized", "bins": 16, "first": 2, "codes": {"packed": 5}}
 DELTA = {**QUANTIZED, "codes": {"cyclic": [18, True, True]}}
 
@@ -131,6 +155,11 @@ DELTA = {**QUANTIZED, "codes": {"cyclic": [18, True, True]}}
             "exacts",
             "residual",
             "under",
+            "law",
+            "run",
+            "step",
+            "inherited",
+            "others",
             "more",
         ]
     ),
@@ -197,6 +226,26 @@ def test_json_that_is_no_recipe_raises_nothing_but_value_errors(value, key, data
     {**DELTA, "under": [[-1, 0, 1]]}, {**DELTA, "under": [[0, 1, MAX_MEMBERS], [0, 1, 1]]}, {**DELTA, "under": True},
     {**QUANTIZED, "under": [[0, 0, 1]]}, {**QUANTIZED, "codes": {"lzma": 5}, "under": [[0, 0, 1]]},
     {**QUANTIZED, "codes": {"run": {"tokens": "codes"}}, "under": [[0, 0, 1]]},
+    {"kind": "gridded"}, {"kind": "gridded", "law": "linear"}, {"kind": "gridded", "run": POINTS["run"]},
+    {**POINTS, "more": 1}, {**POINTS, "runs": []}, {**POINTS, "moments": []}, {**POINTS, "law": "LOG"},
+    {**POINTS, "law": None}, {**POINTS, "law": 1}, {**POINTS, "law": []}, {**POINTS, "law": ""},
+    {**POINTS, "run": None}, {**POINTS, "run": {}}, {**POINTS, "run": []}, {**POINTS, "run": {"tokens": "codes"}},
+    {**POINTS, "run": {"tokens": "codes", "predictor": "tap"}}, {**POINTS, "run": {"tokens": "level"}},
+    {**POINTS, "run": {"tokens": "delta", "predictor": "base"}}, {**POINTS, "run": {**POINTS["run"], "moments": True}},
+    {**POINTS, "run": {**POINTS["run"], "chunk": 0}}, {**POINTS, "run": {**POINTS["run"], "top": -1}},
+    {**POINTS, "step": 2}, {**POINTS, "law": "relative", "others": [[0, 0, 1]], "step": 2}, {**POINTS, "step": 1.0},
+    {**POINTS, "law": "log", "step": 0}, {**POINTS, "law": "log", "step": -1}, {**POINTS, "law": "log", "step": True},
+    {**POINTS, "law": "log", "step": MOST_STEP + 1}, {**POINTS, "law": "log", "step": 8.0},
+    {**POINTS, "law": "log", "step": None}, {**POINTS, "law": "log", "step": "8"}, {**POINTS, "base": 1},
+    {**POINTS, "base": None}, {**POINTS, "base": []}, {**POINTS, "inherited": True}, {**POINTS, "inherited": 1},
+    {**POINTS, "base": True, "inherited": 1}, {**POINTS, "base": False, "inherited": True},
+    {**POINTS, "base": True, "inherited": None}, {**POINTS, "others": [[0, 0, 1]]}, {**POINTS, "others": None},
+    {**POINTS, "others": []}, {**POINTS, "law": "log", "others": []}, {**POINTS, "others": False},
+    {**POINTS, "law": "log", "others": [[0, 0, 1]]}, {**POINTS, "law": "relative"},
+    {**POINTS, "law": "relative", "others": []}, {**POINTS, "law": "relative", "others": [0]},
+    {**POINTS, "law": "relative", "others": [[-1, 0, 1]]}, {**POINTS, "law": "relative", "others": 1},
+    {**POINTS, "law": "relative", "others": [[0, 1, MAX_MEMBERS], [0, 1, 1]]},
+    {"kind": "coded", "runs": [{"tokens": "level"}], "law": "linear"},
     {"kind": "coded", "runs": [{"tokens": "level"}], "residual": True},
     {"kind": "coded", "runs": [{"tokens": "level"}], "under": [[0, 0, 1]]},
 ], ids=lambda recipe: str(recipe)[:60])  # fmt: skip

@@ -24,6 +24,7 @@ from coded import Loop  # noqa: E402
 from fingerprint import file_digests, fingerprint  # noqa: E402
 from golden.content import Golden, optimizer_state, randn  # noqa: E402
 from golden.lossy_files import quantized, residual, under, write_lossy_store, write_tracked_store  # noqa: E402
+from golden.point_files import fisher, points, write_fisher_store  # noqa: E402
 from strategies import TORCH  # noqa: E402
 
 import shrinkpoint as sp  # noqa: E402
@@ -143,6 +144,8 @@ def first_release() -> Iterator[tuple[str, Golden]]:
     yield from quantized()
     yield from residual()
     yield from under()
+    yield from points()
+    yield from fisher()
     yield (
         "large_header",
         Golden({f"{i}.weight": randn(64, seed=i).bfloat16() for i in range(24)} | {"z": randn(300)}, spool=500),
@@ -225,7 +228,10 @@ def main() -> None:
 
 
 FILES = {"0.1.0": first_release}
-STORES = {"store": write_store, "lossy_store": write_lossy_store, "tracked_store": write_tracked_store}
+STORES = {
+    "store": write_store, "lossy_store": write_lossy_store, "tracked_store": write_tracked_store,
+    "fisher_store": write_fisher_store,
+}  # fmt: skip
 
 if __name__ == "__main__":
     main()

@@ -228,3 +228,24 @@ def test_gradients_on_a_gpu_arrive_on_the_host_before_they_are_cleared(attached,
     loop = Loop(attached=attached, to_none=to_none, device="cuda", every=10, batches=4).steps(10)
     assert same(loop.recorder.mean, loop.by_hand(7, 10, 0.9, 1 - 0.9))
     assert all(not x.is_cuda for x in loop.recorder.mean.values())
+
+
+def test_squares_are_averaged_beside_the_gradients_where_they_are_asked_for() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    recorder, plain = Gradients(model, beta=0.5, squares=True), Gradients(model, beta=0.5)
+    wanted: Tensor | None = None
+    for _ in range(4):
+        model.zero_grad()
+        model(torch.randn(3, 8)).square().mean().backward()
+        for one in (recorder, plain):
+            one.after_backward()
+            one.before_zero_grad()
+        assert model.weight.grad is not None
+        square = model.weight.grad.square()
+        wanted = square.clone() if wanted is None else wanted * 0.5 + square * 0.5
+    assert wanted is not None
+    assert torch.equal(recorder.square["weight"], wanted)
+    assert not plain.square
+    recorder.clear()
+    assert not recorder.square

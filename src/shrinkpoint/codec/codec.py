@@ -288,8 +288,8 @@ def _decode_gridded(
         parent = _parent(encoded, reference, where)
         _check_base(encoded, gridded_base(infos, recipe, parent), where)
     names = list(decoded)
-    others = {names[ordinal]: decoded[names[ordinal]] for ordinal in recipe.others}
-    if others and [(tuple(x.shape), x.dtype) for x in others.values()] != [(i.shape, torch.float32) for i in infos]:
+    others = [(names[ordinal], decoded[names[ordinal]]) for ordinal in recipe.others]
+    if others and [(tuple(x.shape), x.dtype) for _, x in others] != [(i.shape, torch.float32) for i in infos]:
         raise ValueError("points relative to tensors that do not fit")
     tensors, points = decode_gridded(encoded, recipe, reference, others, default_threads(threads))
     return Reference(tensors, points)

@@ -9,7 +9,7 @@ the middle between two points tells little, one near a point tells much.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shrinkpoint import _native
 from shrinkpoint.codec import recipe as recipes
-from shrinkpoint.codec.lattice import FINE, MOST_CODE, MOST_EXPONENT, NOTHING, Lattice, Points, matrix, sides, spans
+from shrinkpoint.codec.lattice import MOST_EXPONENT, Lattice, Points, sides, spans
 from shrinkpoint.codec.number import Number
 from shrinkpoint.codec.quantize import bits_of
 from shrinkpoint.codec.recipe import Gridded
@@ -32,17 +32,8 @@ _SIZES = struct.Struct("<IQII")  # bytes of the lattices, of the run's codes and
 _SIDES = struct.Struct("<II")  # bytes of the run's side, and how many escapes; the run's codes are the rest
 _ESCAPE = -128
 """The difference that stands for one too large for a byte; the next of the escapes is that."""
-_OFFSETS = 16
-"""Places in the cell around a point that contexts tell apart; one more for the point itself."""
-_CLASSES = 8
-"""Sizes of a step, beside its tensor's usual one, that contexts tell apart."""
-_NEAR = 1.0 / 64
-_QUARTERS = 12
-"""Of a step of powers of two, up and down from zero, that contexts tell apart."""
 _SMALLEST = 28  # bytes of a chunk of a run, at least
 _BYTE = Number(8)
-
-Shorts = NDArray[np.int16]
 
 
 @dataclass(frozen=True)
@@ -74,29 +65,26 @@ def encode_gridded(material: Pointed, *, threads: int | None = None) -> Encoded:
     Raises:
         ValueError: the points are not what `codec.Points` says, or not those of the tensors.
     """
-    infos, reference = material.infos, material.reference
+    infos, reference, workers = material.infos, material.reference, default_threads(threads)
     lattices = [one.lattice for one in material.points]
     digest = _digest(material.tensors)
-    _check(material, digest)
-    parents = _parents(infos, reference)
-    guesses = [
-        _Guess.of(lattice, info, parent, other)
-        for lattice, info, parent, other in zip(lattices, infos, parents, _aligned(material.others, infos), strict=True)
-    ]
-    codes = [one.codes.reshape(-1).numpy() for one in material.points]
-    tokens, escapes = _tokens(codes, guesses)
-    contexts = np.concatenate([one.contexts for one in guesses])
+    _check(material)
+    count = sum(info.numel for info in infos)
+    contexts, tokens = _native.empty(count), _native.empty(count)
+    members = _members(infos, lattices, reference, material.others)
+    escapes = b"".join(_tokens(material, i, one, contexts, tokens, workers) for i, one in enumerate(members))
     run = Run("codes", predictor="base", top=int(contexts.max(initial=0)))
-    side, coded = run.encode(_BYTE, tokens, Known(base=contexts), default_threads(threads))
+    nothing = np.empty(0, np.uint8)
+    side, coded = run.encode(_BYTE, tokens, Known(base=contexts), workers) if count else (nothing, nothing)
     inherited = reference is not None and _alike(_inherited(infos, reference), lattices)
     described = _seeds(lattices) + (b"" if inherited else _exponents(lattices))
     parts = b"".join(
         [
-            _SIZES.pack(len(described), coded.nbytes, side.nbytes, escapes.size),
+            _SIZES.pack(len(described), coded.nbytes, side.nbytes, len(escapes) // 4),
             described,
             side.tobytes(),
             coded.tobytes(),
-            escapes.astype("<i4").tobytes(),
+            escapes,
         ]
     )
     recipe = Gridded(
@@ -108,13 +96,13 @@ def encode_gridded(material: Pointed, *, threads: int | None = None) -> Encoded:
 
 
 def decode_gridded(
-    encoded: Encoded, recipe: Gridded, reference: Reference | None, others: Mapping[str, Tensor], threads: int
+    encoded: Encoded, recipe: Gridded, reference: Reference | None, others: Sequence[tuple[str, Tensor]], threads: int
 ) -> tuple[dict[str, Tensor], dict[str, Points]]:
     """The tensors and points of a record.
 
     Args:
         reference: the parent, which has been checked, where the recipe asks for it.
-        others: second moments by name, one for each member in their order, where the recipe asks for them.
+        others: second moments with their names, one for each member in their order, where the recipe asks for them.
 
     Raises:
         ValueError, LookupError, struct.error, _native.Corrupt, _native.Truncated: the bytes are at fault.
@@ -125,29 +113,27 @@ def decode_gridded(
     if coded.nbytes < -(-count // recipe.run.chunk) * _SMALLEST:  # before the memory is taken
         raise _native.Truncated("the points are too short for the tensors' shapes")
     lattices = _read_lattices(described, infos, recipe, reference)
-    parents = _parents(infos, reference if recipe.base else None)
-    beside = _aligned(tuple(others.values()), infos)
-    guesses = [
-        _Guess.of(lattice, info, parent, other)
-        for lattice, info, parent, other in zip(lattices, infos, parents, beside, strict=True)
-    ]
-    contexts = np.concatenate([one.contexts for one in guesses])
-    tokens = np.empty(count, np.uint8)
-    recipe.run.decode(_BYTE, side, coded, tokens, Known(base=contexts), threads)
-    codes = _codes(tokens, contexts, guesses, escapes)
-    names = list(others) or [""] * len(infos)
-    points = [
-        Points(torch.from_numpy(one).reshape(info.shape), lattice, name)
-        for one, info, lattice, name in zip(codes, infos, lattices, names, strict=True)
-    ]
-    tensors = {
-        info.name: one.values(torch_dtype(info.dtype), other)
-        for info, one, other in zip(infos, points, beside, strict=True)
-    }
-    digest = _digest([tensors[info.name] for info in infos])
+    members = _members(infos, lattices, reference if recipe.base else None, [x for _, x in others])
+    contexts, tokens = _native.empty(count), _native.empty(count)
+    codes = [_guess(one, contexts, threads) for one in members]
+    if count:
+        recipe.run.decode(_BYTE, side, coded, tokens, Known(base=contexts), threads)
+    large, hasher = escapes.copy(), _native.Hasher()
+    tensors, points = {}, {}
+    names = [name for name, _ in others] or [""] * len(infos)
+    for i, (info, other) in enumerate(zip(infos, names, strict=True)):
+        values, used = _values(members[i], tokens, contexts, large, codes[i], threads)
+        large = large[4 * used :]
+        made = torch.from_numpy(codes[i].view(np.int16)).reshape(info.shape)
+        points[info.name] = Points(made, lattices[i], other)
+        tensors[info.name] = torch.from_numpy(values.view(np.float32)).reshape(info.shape).to(torch_dtype(info.dtype))
+        hasher.update(bits_of(tensors[info.name]))
+    if large.size:
+        raise ValueError("more large differences than tokens that say so")
+    digest = hasher.hexdigest()
     if digest != encoded.digest:
         raise ValueError(f"decoded values with digest {digest}, expected {encoded.digest}")
-    return tensors, {info.name: one for info, one in zip(infos, points, strict=True)}
+    return tensors, points
 
 
 def base_digest(infos: Sequence[TensorInfo], recipe: Gridded, reference: Reference) -> str:
@@ -163,90 +149,79 @@ def base_digest(infos: Sequence[TensorInfo], recipe: Gridded, reference: Referen
 
 
 @dataclass(frozen=True)
-class _Guess:
-    """What the parent says of a tensor's points.
+class _Member:
+    """One tensor of a record, as the native core takes it.
 
     Attributes:
-        codes: int32, 1-d: the points nearest to the parent's values; zeros without a parent.
-        contexts: uint8, 1-d.
+        parent: its values before, float32 or bfloat16; None: unknown.
+        squares: steps are multiplied by their roots, float32; None: they are not.
+        place: of its values among the record's.
     """
 
-    codes: NDArray[np.int32]
-    contexts: Bytes
-
-    @classmethod
-    def of(cls, lattice: Lattice, info: TensorInfo, parent: Tensor | None, other: Tensor | None) -> _Guess:
-        shape = sides(info.shape)
-        if lattice.law == "log":
-            codes, contexts = _nearest_power(lattice, shape, parent)
-        else:
-            codes, offsets = _nearest(lattice, shape, parent, other)
-            contexts = offsets * _CLASSES + _classes(lattice, shape)
-        return cls(codes.reshape(-1).numpy(), contexts.reshape(-1).to(torch.uint8).numpy())
+    lattice: _native.Lattice
+    parent: Bytes | None
+    squares: Bytes | None
+    place: slice
 
 
-def _nearest(
-    lattice: Lattice, shape: tuple[int, int], parent: Tensor | None, other: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Codes and offsets; every step is one rounding of float32, as a reader on another machine repeats it."""
-    u = lattice.dither(shape)
-    if parent is None:
-        at = torch.zeros(shape) - u
-    else:
-        scales = lattice.scales(None if other is None else matrix(other).to(torch.float32))
-        at = matrix(parent).to(torch.float32) / scales - u
-        at = torch.nan_to_num_(at, 0.0, 0.0, 0.0).clamp_(-MOST_CODE, MOST_CODE)
-    codes = at.round()
-    rest = at - codes
-    offsets = ((rest + 0.5) * _OFFSETS).to(torch.int32).clamp_(0, _OFFSETS - 1)
-    return codes.to(torch.int32), offsets.masked_fill_(rest.abs() < _NEAR, _OFFSETS)
+def _members(
+    infos: Sequence[TensorInfo], lattices: Sequence[Lattice], reference: Reference | None, others: Sequence[Tensor]
+) -> list[_Member]:
+    beside: Sequence[Tensor | None] = others or [None] * len(infos)
+    out, start = [], 0
+    for info, lattice, other in zip(infos, lattices, beside, strict=True):
+        parent = None if reference is None else bits_of(_wide(reference.tensors[info.name]))
+        squares = None if other is None else bits_of(other.to(torch.float32))
+        place = slice(start, start + info.numel)
+        out.append(_Member(lattice.native(sides(info.shape)), parent, squares, place))
+        start = place.stop
+    return out
 
 
-def _nearest_power(lattice: Lattice, shape: tuple[int, int], parent: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes and contexts. Most values are where their row and column say, whatever the parent's were: so that is the
-    guess, and the parent's point is context.
+def _wide(x: Tensor) -> Tensor:
+    """Of the dtypes that the native core reads."""
+    return x if x.dtype in (torch.float32, torch.bfloat16) else x.to(torch.float32)
 
-    The parent's values are taken as integers: an octave has eight parts of equal width, nearly those of powers of two.
+
+def _tokens(material: Pointed, index: int, member: _Member, contexts: Bytes, tokens: Bytes, threads: int) -> bytes:
+    """Fills in what is coded of one tensor; returns the differences that are too large.
+
+    In the same turn it is the last line of defence: a scheme's mistake must not become a checkpoint that no reader
+    takes.
     """
-    if parent is None:
-        return torch.zeros(shape, dtype=torch.int32), torch.zeros(shape, dtype=torch.int32)
-    bits = matrix(parent).to(torch.float32).contiguous().view(torch.int32)
-    level = (bits >> 20) - 127 * FINE  # the exponent and three bits of the mantissa
-    beyond = level - lattice.exponents()
-    quarters = torch.div(beyond * 4, lattice.step, rounding_mode="floor").clamp_(-_QUARTERS, _QUARTERS - 1) + _QUARTERS
-    nothing = bits == 0
-    codes = torch.zeros(shape, dtype=torch.int32).masked_fill_(nothing, NOTHING)
-    return codes, quarters.masked_fill_(nothing, 2 * _QUARTERS)
+    info, points, tensor = material.infos[index], material.points[index], material.tensors[index]
+    expected = bits_of(tensor) if tensor.dtype in (torch.float32, torch.bfloat16) else None
+    escapes, in_range, same = _native.lattice_tokens(
+        member.lattice, bits_of(points.codes), contexts[member.place], tokens[member.place],
+        parent=member.parent, squares=member.squares, expected=expected, threads=threads,
+    )  # fmt: skip
+    if not in_range:
+        raise ValueError(f"points of {info.name!r} that are out of range")
+    if expected is None or not same:  # of 16 bits, what torch makes of them decides
+        other = material.others[index] if material.others else None
+        if not np.array_equal(bits_of(points.values(tensor.dtype, other)), bits_of(tensor)):
+            raise ValueError("points that stand for other values than the tensors have")
+    return escapes.tobytes()
 
 
-def _classes(lattice: Lattice, shape: tuple[int, int]) -> Tensor:
-    """By how many half octaves a step is above or below its tensor's usual one."""
-    if lattice.law == "log":
-        return torch.zeros(shape, dtype=torch.int32)
-    rows, columns = lattice.rows.to(torch.int32), lattice.columns.to(torch.int32)
-    rows = rows - rows.sum() // max(1, rows.numel())
-    columns = columns - columns.sum() // max(1, columns.numel())
-    here = ((rows[:, None] + columns[None, :]) >> 2) + _CLASSES // 2
-    return here.clamp_(0, _CLASSES - 1).expand(shape)
+def _guess(member: _Member, contexts: Bytes, threads: int) -> Bytes:
+    """Where a tensor's points are taken to be; fills in its contexts."""
+    codes = _native.empty(2 * (member.place.stop - member.place.start))
+    under = contexts[member.place]
+    _native.lattice_guess(member.lattice, codes, under, parent=member.parent, squares=member.squares, threads=threads)
+    return codes
 
 
-def _tokens(codes: Sequence[Shorts], guesses: Sequence[_Guess]) -> tuple[Bytes, NDArray[np.int32]]:
-    """The bytes to be coded (context + difference, modulo 256), and the differences that are too large."""
-    apart = np.concatenate([one.astype(np.int32) - guess.codes for one, guess in zip(codes, guesses, strict=True)])
-    contexts = np.concatenate([guess.contexts for guess in guesses])
-    large = np.abs(apart) > -_ESCAPE - 1
-    escapes = apart[large]
-    apart[large] = _ESCAPE
-    return (contexts + apart.astype(np.int8).view(np.uint8)).astype(np.uint8), escapes
-
-
-def _codes(tokens: Bytes, contexts: Bytes, guesses: Sequence[_Guess], escapes: Bytes) -> list[Shorts]:
-    apart = _unescaped((tokens - contexts).view(np.int8), np.frombuffer(escapes.tobytes(), "<i4"))
-    codes = np.concatenate([one.codes for one in guesses]).astype(np.int64) + apart
-    if codes.size and int(np.abs(codes).max()) > MOST_CODE:
-        raise ValueError("a point that is too far out")
-    ends = np.cumsum([one.codes.size for one in guesses])[:-1]
-    return np.split(codes.astype(np.int16), ends)
+def _values(
+    member: _Member, tokens: Bytes, contexts: Bytes, escapes: Bytes, codes: Bytes, threads: int
+) -> tuple[Bytes, int]:
+    """A tensor's values, and how many of the escapes were used; guesses become codes."""
+    place = member.place
+    values = _native.empty(2 * codes.nbytes)
+    used = _native.lattice_points(
+        member.lattice, tokens[place], contexts[place], escapes, codes, values, squares=member.squares, threads=threads
+    )
+    return values, used
 
 
 def _seeds(lattices: Sequence[Lattice]) -> bytes:
@@ -275,6 +250,8 @@ def _read_lattices(
     lattices = _inherited(infos, reference) if recipe.inherited else _read_exponents(data, infos, recipe)
     if any(one.law != recipe.law or one.step != recipe.step for one in lattices) or (recipe.inherited and data.nbytes):
         raise ValueError("lattices of the parent that are of another law, or more bytes than they have")
+    if recipe.law == "log" and seeds.any():
+        raise ValueError("dither where there is none")
     return [replace(one, seed=int(seed)) for one, seed in zip(lattices, seeds, strict=True)]
 
 
@@ -325,14 +302,6 @@ def _alike(lattices: Sequence[Lattice], others: Sequence[Lattice]) -> bool:
     return [replace(one, seed=0) for one in lattices] == [replace(one, seed=0) for one in others]
 
 
-def _parents(infos: Sequence[TensorInfo], reference: Reference | None) -> list[Tensor | None]:
-    return [None if reference is None else reference.tensors[info.name] for info in infos]
-
-
-def _aligned(others: Sequence[Tensor], infos: Sequence[TensorInfo]) -> Sequence[Tensor | None]:
-    return others or [None] * len(infos)
-
-
 def _unescaped(apart: NDArray[np.int8], escapes: NDArray[np.int32]) -> NDArray[np.int32]:
     out = apart.astype(np.int32)
     large = out == _ESCAPE
@@ -352,27 +321,19 @@ def _split(stored: memoryview | bytes | bytearray) -> list[Bytes]:
     return np.split(data, np.cumsum([_SIZES.size, *sizes]))[1:-1]
 
 
-def _check(material: Pointed, digest: str) -> None:
-    """The last line of defence: a scheme's mistake must not become a checkpoint that no reader takes."""
+def _check(material: Pointed) -> None:
+    """What `_tokens` takes for granted."""
     first = material.points[0].lattice
     if len({(one.lattice.law, one.lattice.step) for one in material.points}) != 1:
         raise ValueError("points of several laws in one record")
     if (first.law == "relative") != bool(material.others):
         raise ValueError("points that are relative to nothing, or something beside points that are not")
-    for info, one in zip(material.infos, material.points, strict=True):
+    for info, one, tensor in zip(material.infos, material.points, material.tensors, strict=True):
         counts = one.lattice.rows.numel(), one.lattice.columns.numel()
-        if tuple(one.codes.shape) != info.shape or counts != spans(first.law, info.shape):
+        if {tuple(one.codes.shape), tuple(tensor.shape)} != {info.shape} or counts != spans(first.law, info.shape):
             raise ValueError(f"points of another shape than {info.name!r}")
-        if not _is_sound(one.lattice) or (one.codes.numel() and int(one.codes.abs().max()) > MOST_CODE):
+        if not _is_sound(one.lattice) or (first.law == "log" and one.lattice.seed):
             raise ValueError(f"points of {info.name!r} that are out of range")
-    made = [
-        one.values(tensor.dtype, other)
-        for one, tensor, other in zip(
-            material.points, material.tensors, _aligned(material.others, material.infos), strict=True
-        )
-    ]
-    if _digest(made) != digest:
-        raise ValueError("points that stand for other values than the tensors have")
 
 
 def _digest(tensors: Sequence[Tensor]) -> str:

@@ -6,8 +6,12 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from shrinkpoint import _native
+from shrinkpoint.codec.quantize import bits_of
 
 Law = Literal["linear", "relative", "log"]
 """What points stand for: multiples of a step; the same, times the square root of another tensor; powers of two."""
@@ -73,11 +77,20 @@ class Lattice:
         """
         rows, columns = (power(one.to(device, torch.int32)) for one in (self.rows, self.columns))
         out = rows[:, None] * columns[None, :]
-        return out if other is None else out * other.sqrt()
+        return out if other is None else out * roots(other)
 
     def dither(self, shape: tuple[int, int], device: torch.device | str = "cpu") -> Tensor | float:
         """u of every place, float32; 0 without a seed."""
         return dither(self.seed, shape, device) if self.seed else 0.0
+
+    def native(self, shape: tuple[int, int]) -> _native.Lattice:
+        """The same for the native core, and for matrices of this shape.
+
+        Raises:
+            ValueError: it is of another shape.
+        """
+        rows, columns = bits_of(self.rows), bits_of(self.columns)
+        return _native.Lattice(rows, columns, *shape, powers=self.law == "log", step=self.step, seed=self.seed)
 
 
 @dataclass(frozen=True)
@@ -103,6 +116,8 @@ class Points:
         Args:
             other: the tensor named so.
         """
+        if self.codes.device.type == "cpu":
+            return self._native_values(other).to(dtype)
         lattice, codes = self.lattice, matrix(self.codes)
         if lattice.law == "log":
             made = power(lattice.exponents(codes.device) + lattice.step * codes.to(torch.int32))
@@ -112,6 +127,12 @@ class Points:
             moved = codes.to(torch.float32) + lattice.dither(_shape(codes), codes.device)
             made = moved * lattice.scales(beside, codes.device)
         return made.reshape(self.codes.shape).to(dtype)
+
+    def _native_values(self, other: Tensor | None) -> Tensor:
+        lattice, made = self.lattice.native(_shape(matrix(self.codes))), _native.empty(4 * self.codes.numel())
+        codes, squares = bits_of(self.codes), None if other is None else bits_of(other.to(torch.float32))
+        _native.lattice_values(lattice, codes, made, squares=squares, threads=torch.get_num_threads())
+        return torch.from_numpy(made.view(np.float32)).reshape(self.codes.shape)
 
 
 def matrix(x: Tensor) -> Tensor:
@@ -136,6 +157,15 @@ def power(exponents: Tensor) -> Tensor:
     table = torch.tensor(_POWERS, dtype=torch.float32, device=exponents.device)
     octaves = (exponents >> 3).clamp_(-126, 127)
     return ((octaves + 127) << 23).view(torch.float32) * table[(exponents & (FINE - 1)).long()]
+
+
+def roots(other: Tensor) -> Tensor:
+    """What steps of the law "relative" are multiplied by: float32, each rounded as IEEE 754 says.
+
+    torch's own roots on the CPU are those of the library it was built with, which are a rounding off where that library
+    finds other instructions: so by way of float64, in which such an error does not reach the rounding to float32.
+    """
+    return other.to(torch.float64).sqrt().to(torch.float32)
 
 
 def exponent(values: Tensor) -> Tensor:

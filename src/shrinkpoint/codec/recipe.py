@@ -285,7 +285,7 @@ def _gridded(
         raise ValueError("a gridded recipe has a law that nobody knows, or a step out of range")
     if type(base) is not bool or type(inherited) is not bool or (inherited and not base):
         raise ValueError("a gridded recipe has lattices of a parent that it does not have")
-    if (known == "relative") != bool(others):
+    if (known == "relative") != (others != ()) or others == []:
         raise ValueError("a gridded recipe is relative to nothing, or has others besides")
     how = Run.from_json(run)
     if how.tokens != "codes" or how.predictor != "base" or how.moments:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shrinkpoint.codec import Origin, Points, Reference
+from shrinkpoint.codec.quantize import bits_of
 from shrinkpoint.record import JSON
 from shrinkpoint.schemes.base import Kept
 from shrinkpoint.schemes.records import Coding
@@ -33,6 +34,18 @@ class Again(Coding):
         held = {
             name: one
             for name, one in self.symbols.items()
-            if name in flat.infos and (isinstance(one, Points) or not one.residual)
+            if name in flat.infos and _stands(name, one, flat, self.symbols)
         }
         return Kept(flat, held, self.loss)
+
+
+def _stands(name: str, one: Origin, flat: FlatState, symbols: Mapping[str, Origin]) -> bool:
+    """Whether a value is still what its symbols say, so that they can be written without the checkpoint before."""
+    if not isinstance(one, Points):
+        return not one.residual
+    if not one.other:
+        return True
+    x, other = flat.tensors[name], flat.tensors.get(one.other)
+    if other is None or not isinstance(symbols.get(one.other), Points) or other.shape != x.shape:
+        return False  # what it was relative to has changed since
+    return bool((bits_of(one.values(x.dtype, other)) == bits_of(x)).all())

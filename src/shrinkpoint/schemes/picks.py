@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.record import Role
-from shrinkpoint.state import FlatState
+from shrinkpoint.state import AdamFacts, FlatState
 
 SMALLEST = 4096
 """Numbers below which a weight is kept exactly: what it could gain is little, and it is the likelier to matter."""
@@ -23,7 +23,7 @@ class Picks:
 
     Attributes:
         tensors: by name; the state's own, on their devices.
-        casts: name of a narrower copy -> name of the picked tensor it is a cast of.
+        casts: name of a copy, narrower or not -> name of the picked tensor it is a cast of.
         refused: weights that would have been picked but hold a nan or an infinity.
     """
 
@@ -59,6 +59,33 @@ class Picks:
         ours = {*(wanted if alive is None else alive), *casts.values()}
         tensors = {name: x for name, x in finite.items() if name in ours and name not in casts}
         return cls(tensors, casts, tuple(name for name in wanted if name in ours and name not in finite))
+
+    def handed_on(self, flat: FlatState) -> dict[str, AdamFacts]:
+        """What the optimizer knows, of the master copies where it was found to know it of the narrow ones."""
+        out = {name: facts for name, facts in flat.optim.items() if name not in self.casts}
+        for name, master in self.casts.items():
+            if name in flat.optim:
+                out.setdefault(master, flat.optim[name])
+        return out
+
+    def folded(self, owned: Collection[str]) -> Picks:
+        """The same, but copies of a weight that an optimizer knows follow that weight (a tied one, saved twice).
+
+        Args:
+            owned: names of what an optimizer knows.
+        """
+        known: dict[tuple[int, ...], list[str]] = {}
+        for name, x in self.tensors.items():
+            if name in owned:
+                known.setdefault(tuple(x.shape), []).append(name)
+        copies = {}
+        for name, x in self.tensors.items():
+            for other in known.get(tuple(x.shape), []) if name not in owned else []:
+                if x.dtype == self.tensors[other].dtype and _is_cast(x, self.tensors[other]):
+                    copies[name] = other
+                    break
+        tensors = {name: x for name, x in self.tensors.items() if name not in copies}
+        return Picks(tensors, self.casts | copies, self.refused)
 
     def replaced(self, values: Mapping[str, Tensor], flat: FlatState) -> dict[str, Tensor]:
         """The state's tensors that change when those picked get these values: they, and their casts."""

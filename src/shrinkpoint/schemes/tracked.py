@@ -20,7 +20,7 @@ from shrinkpoint.schemes.base import Kept
 from shrinkpoint.schemes.picks import Picks
 from shrinkpoint.schemes.records import Coding
 from shrinkpoint.schemes.settled import Settled
-from shrinkpoint.state import AdamFacts, FlatState
+from shrinkpoint.state import FlatState
 
 
 class Tracked(Coding):
@@ -83,7 +83,7 @@ class Tracked(Coding):
     def quantize(self, flat: FlatState, reference: Reference | None) -> Kept:
         """Lose what the scheme loses; see `schemes.Scheme`."""
         picks = Picks.of(flat)
-        owned = replace(flat, optim=_handed_on(flat, picks))
+        owned = replace(flat, optim=picks.handed_on(flat))
         symbols = self._of_weights(picks.tensors, owned, reference)
         further = {name: one.cpu() for name, one in self.further(owned, symbols).items()}
         if picks.refused:
@@ -146,12 +146,3 @@ def _serves(symbols: Symbols, x: Tensor, difference: Tensor) -> bool:
     moved = largest(difference)
     base = largest(x) + moved
     return moved > 0 and base + largest(symbols.centers) <= torch.finfo(x.dtype).max
-
-
-def _handed_on(flat: FlatState, picks: Picks) -> dict[str, AdamFacts]:
-    """What the optimizer knows, of the master copies where it was found to know it of the narrow ones."""
-    out = {name: facts for name, facts in flat.optim.items() if name not in picks.casts}
-    for name, master in picks.casts.items():
-        if name in flat.optim:
-            out.setdefault(master, flat.optim[name])
-    return out

@@ -32,8 +32,8 @@ class Gradients:
     two factors the other way round and still records 50 batches, of which its literal form would remember little more
     than one; `paper=True` is that form.
 
-    While recording, the host holds the gradients once in float32, and of parameters on a GPU once more, pinned and in
-    their own dtype; `clear` frees both. All calls belong to the thread that trains.
+    While recording, the host holds gradients once in float32 (twice with `squares`), and of parameters on a GPU once
+    more, pinned and in their own dtype; `clear` frees all. All calls belong to the thread that trains.
 
     Args:
         model: whose parameters are recorded: tied ones once, under their first name; frozen ones not at all.
@@ -42,14 +42,16 @@ class Gradients:
         batches: how many steps.
         beta: how much of the average is kept, at least 0 and below 1.
         paper: the paper's literal form.
+        squares: average the squares of the gradients, too: for `Fisher`, where the optimizer has no second moments.
 
     Raises:
         PolicyError: an argument out of range.
     """
 
     def __init__(
-        self, model: nn.Module, *, every: int | None = None, batches: int = 50, beta: float = 0.9, paper: bool = False
-    ) -> None:
+        self, model: nn.Module, *, every: int | None = None, batches: int = 50, beta: float = 0.9, paper: bool = False,
+        squares: bool = False,
+    ) -> None:  # fmt: skip
         for name, value in (("every", every), ("batches", batches)):
             if value is not None and value < 1:
                 raise PolicyError(f"Gradients, {name}", found=f"{value}", expected="at least 1")
@@ -60,6 +62,7 @@ class Gradients:
         self._step = 0
         self._window = 0
         self._mean: dict[str, Tensor] = {}
+        self._square: dict[str, Tensor] | None = {} if squares else None
         self._copies = _Copies()
         self._handles: list[RemovableHandle] = []
 
@@ -93,6 +96,12 @@ class Gradients:
         self._fold()
         return {name: mean.clone() for name, mean in self._mean.items()}
 
+    @property
+    def square(self) -> Mapping[str, Tensor]:
+        """The averages of squares, as `mean`; empty where they were not asked for."""
+        self._fold()
+        return {name: square.clone() for name, square in (self._square or {}).items()}
+
     def after_backward(self) -> None:
         """Record the gradients as they are now: on a GPU, start to copy them; else, average them at once."""
         self._fold()
@@ -100,7 +109,7 @@ class Gradients:
             return
         window = 0 if self._every is None else self._step // self._every
         if window != self._window and self._starts_afresh:
-            self._mean = {}
+            self._forget()
         self._window = window
         for name, gradient in self._gradients():
             if gradient.is_cuda:
@@ -141,7 +150,10 @@ class Gradients:
     def clear(self) -> None:
         """Forget what was recorded, and free its memory."""
         self._copies = _Copies()
-        self._mean = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._mean, self._square = {}, None if self._square is None else {}
 
     @property
     def _starts_afresh(self) -> bool:
@@ -165,9 +177,14 @@ class Gradients:
         fresh = gradient.to(device="cpu", dtype=torch.float32)
         if not all(bool(x.isfinite()) for x in torch.aminmax(fresh)):  # nan is both where there is one
             return
-        mean = self._mean.get(name)
+        self._into(self._mean, name, fresh)
+        if self._square is not None:
+            self._into(self._square, name, fresh.square())
+
+    def _into(self, averages: dict[str, Tensor], name: str, fresh: Tensor) -> None:
+        mean = averages.get(name)
         if mean is None or mean.shape != fresh.shape:
-            self._mean[name] = fresh.clone()
+            averages[name] = fresh.clone()
         else:  # two roundings, as in the formula, and not the fused one that `add_(fresh, alpha=...)` may be
             mean.mul_(self._keep).add_(fresh * self._take)
 

@@ -11,6 +11,7 @@ predicts by how much an error d of the weights raises the loss; m, Adam's first 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -24,6 +25,11 @@ from shrinkpoint.state import AdamFacts, FlatState
 
 class Recorder(Protocol):
     """What squared gradients come from where the optimizer has none: `train.Gradients`, or anything like it."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether anything was recorded."""
+        ...
 
     @property
     def square(self) -> Mapping[str, Tensor]:
@@ -47,9 +53,14 @@ class Curvature:
     def of(cls, name: str, x: Tensor, flat: FlatState, recorded: Mapping[str, Tensor]) -> Curvature:
         """From the second moment; else from what was recorded; else from the momentum, whose square has the same shape.
 
-        The last is too large by a factor that all weights have in common, which the number of terms makes up for.
+        The last is too small by a factor that all weights have in common, which the number of terms makes up for. What
+        is not finite (in a run that diverges) is not known.
         """
-        facts = flat.optim.get(name)
+        found = cls._found(x, flat, flat.optim.get(name), recorded.get(name))
+        return found if math.isfinite(found.mean) else cls()
+
+    @classmethod
+    def _found(cls, x: Tensor, flat: FlatState, facts: AdamFacts | None, recorded: Tensor | None) -> Curvature:
         first = None if facts is None else _moment(flat, facts.moment1, x)
         second = None if facts is None else _moment(flat, facts.moment2, x)
         slope = None
@@ -59,9 +70,16 @@ class Curvature:
             )
         if second is not None and facts is not None:
             return cls(second / _grown(facts.beta2, facts.step), slope)
-        if name in recorded and recorded[name].shape == x.shape:
-            return cls(matrix(recorded[name]).to(x.device, torch.float32), slope)
+        if recorded is not None and recorded.shape == x.shape:
+            return cls(matrix(recorded).to(x.device, torch.float32), slope)
         return cls(None if slope is None else slope.square(), slope)
+
+    @property
+    def mean(self) -> float:
+        """Of the squares; 0 where nothing is known."""
+        if self.squares is None or self.squares.numel() == 0:
+            return 0.0
+        return float(self.squares.mean(dtype=torch.float64))
 
     def rise(self, error: Tensor) -> tuple[float, float]:
         """(slope term, curvature term of one loss term) of an error as a matrix; zeros where nothing is known."""
@@ -90,8 +108,3 @@ def _grown(beta: float | None, step: int | None) -> float:
         return 1.0
     grown: float = 1 - beta**step
     return grown
-
-
-def known(facts: AdamFacts | None) -> bool:
-    """Whether an optimizer says anything of a weight."""
-    return facts is not None and facts.moment1 is not None

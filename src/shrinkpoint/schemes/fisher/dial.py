@@ -10,16 +10,18 @@ from dataclasses import dataclass, field
 from shrinkpoint.record import JSON
 from shrinkpoint.schemes.fisher.drafts import Draft, Drafts, multiplier_of, size_of
 
-LARGEST, SMALLEST = size_of(1.6), size_of(1e-3)
-"""In standard deviations of a tensor: above the first, hardly anything is left of it but signs."""
-UNKNOWN = size_of(0.5)
+LARGEST, SMALLEST = size_of(4.0), size_of(1e-3)
+"""In standard deviations, in the geometric mean over all weights."""
+UNKNOWN = size_of(1.0)
 """Where nothing tells how large steps may be."""
 AIM = 0.5
 """Of the budget: what steps are made for when they are changed, as predictions are."""
 LOW = 0.1
 """Of the budget: a rise below it lets the next checkpoint take larger steps."""
-TRIALS = 4
+TRIALS = 5
 """Evaluations of drafts in one save, at most; one where the steps stay as they are."""
+_FINEST, _COARSEST = 2.0**-24, 2.0**6
+"""Standard deviations beyond which a number of steps says nothing any more."""
 _SLACK = size_of(2**0.5)
 """By how much steps may differ from the best ones before they are changed: a change costs bits."""
 
@@ -52,6 +54,11 @@ class Answer:
     draft: Draft | None
     tried: list[JSON] = field(default_factory=list)
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Weights that no points of this size reach, and which therefore stay exact."""
+        return () if self.draft is None else self.draft.left_out
+
 
 class Dial(ABC):
     """Something that was asked for."""
@@ -76,7 +83,7 @@ class Dial(ABC):
 
 @dataclass(frozen=True)
 class ByError(Dial):
-    """The root mean square of the error, in standard deviations of each tensor."""
+    """The root mean square of the error, in standard deviations: the geometric mean over all weights."""
 
     error: float
 
@@ -86,7 +93,8 @@ class ByError(Dial):
 
     def turn(self, drafts: Drafts, learned: Learned, measure: Measure | None, left: float) -> Answer:
         """See `Dial`."""
-        draft = drafts.draft(size_of(self.error * math.sqrt(12)))
+        size = size_of(min(max(self.error * math.sqrt(12), _FINEST), _COARSEST))
+        draft = drafts.draft(size)
         return Answer(draft, [_line(draft, learned, None if measure is None else measure(draft))])
 
 
@@ -124,26 +132,30 @@ class ByBudget(Dial):
 
     def turn(self, drafts: Drafts, learned: Learned, measure: Measure | None, left: float) -> Answer:
         """See `Dial`. Without `measure` the prediction decides, and where there is none either, `UNKNOWN`."""
-        size = self._first(drafts, learned, measured=measure is not None)
+        size, free = self._first(drafts, learned, measured=measure is not None), learned.size is None
         tried: list[JSON] = []
+        held: Draft | None = None
         for _ in range(TRIALS):
             draft = drafts.draft(size)
             if measure is None:
                 return Answer(draft, [_line(draft, learned, None)])
             rise = measure(draft)
             tried.append(_line(draft, learned, rise))
-            _learn(learned, draft, rise)
-            if rise <= self.budget:
+            _learn(learned, draft, rise, LOW * self.budget)
+            too_much = not rise <= self.budget  # also where it is nan
+            if too_much and held is not None:
+                return Answer(held, tried)
+            if too_much:
+                size, free = self._smaller(draft, rise), False
+                continue
+            held, size = draft, self._best(drafts, learned)
+            if not free or size <= draft.size + 1:
                 return Answer(draft, tried)
-            size = self._smaller(draft, rise)
-        return Answer(None, tried)
+        return Answer(held, tried)
 
     def _first(self, drafts: Drafts, learned: Learned, *, measured: bool) -> int:
         """The steps of the checkpoint before, unless others are clearly better; not smaller ones if measured."""
-        unit = drafts.curved(0) * (learned.terms or 0.0)
-        if not 0 < unit < math.inf:
-            return UNKNOWN if learned.size is None else learned.size
-        best = min(max(size_of(math.sqrt(AIM * self.budget / unit)), SMALLEST), LARGEST)
+        best = self._best(drafts, learned)
         if learned.size is None:
             return best
         change = min(best - learned.size, 2 * _SLACK)
@@ -151,13 +163,22 @@ class ByBudget(Dial):
             return learned.size
         return learned.size + change
 
+    def _best(self, drafts: Drafts, learned: Learned) -> int:
+        """What the prediction says; without one, the steps of the checkpoint before."""
+        unit = drafts.curved(0) * (learned.terms or 0.0)
+        if not 0 < unit < math.inf:
+            return UNKNOWN if learned.size is None else learned.size
+        return min(max(size_of(math.sqrt(AIM * self.budget / unit)), SMALLEST), LARGEST)
+
     def _smaller(self, draft: Draft, rise: float) -> int:
         share = AIM * self.budget / rise if math.isfinite(rise) else 0.0
         return max(SMALLEST, draft.size + min(-_SLACK, max(-6 * _SLACK, size_of(math.sqrt(max(share, 1e-9))))))
 
 
-def _learn(learned: Learned, draft: Draft, rise: float) -> None:
+def _learn(learned: Learned, draft: Draft, rise: float, least: float) -> None:
     """N from a measured rise; not all at once, since one error of many is a matter of chance.
+
+    The first time it is taken to be `least`, at least: then too, steps may not become too large at once.
 
     Only from weights that were rounded to the nearest. Where some are held at their points, a checkpoint is an average
     over time, which often has a lower loss than the newest weights: nothing that larger steps would still have.
@@ -165,8 +186,7 @@ def _learn(learned: Learned, draft: Draft, rise: float) -> None:
     if draft.curved <= 0 or not math.isfinite(rise) or draft.hold > 0.5:
         return
     if learned.terms is None:
-        if rise > 0:
-            learned.terms = rise / draft.curved
+        learned.terms = max(rise, least) / draft.curved
         return
     found = min(max(rise / draft.curved, learned.terms / 2), learned.terms * 2)
     learned.terms = math.sqrt(learned.terms * found)

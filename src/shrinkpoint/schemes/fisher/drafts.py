@@ -12,9 +12,22 @@ from torch import Tensor
 from shrinkpoint.codec import Lattice, Points, Reference
 from shrinkpoint.codec.lattice import FINE, matrix
 from shrinkpoint.schemes.fisher.curvature import Curvature
-from shrinkpoint.schemes.fisher.weights import Before, fits, hold_for, lattice_of, points_of, positions, scaled, seed_of
+from shrinkpoint.schemes.fisher.weights import (
+    WIDEST,
+    Before,
+    care,
+    deviation,
+    fits,
+    hold_for,
+    lattice_of,
+    points_of,
+    positions,
+    scaled,
+    seed_of,
+    usual_squares,
+)
 
-RETAINED = 0.95
+RETAINED = 0.93
 """Of the weights' progress since the checkpoint before, at least."""
 LONGEST = 0.75
 """Steps from its point at which a weight leaves it, at most."""
@@ -26,10 +39,11 @@ class Draft:
     """One way to write the weights.
 
     Attributes:
-        size: of its steps, in eighths of an octave above a standard deviation.
+        size: of its steps, in eighths of an octave: 0 is a standard deviation, in the geometric mean over all weights.
         points: by name of a weight.
         slope, curved: the two terms of the predicted rise, the second one of a single loss term.
         hold: see `weights.points_of`.
+        left_out: weights that stay exact, since points would not reach as far as they do.
     """
 
     size: int
@@ -37,6 +51,7 @@ class Draft:
     slope: float
     curved: float
     hold: float
+    left_out: tuple[str, ...] = ()
 
 
 class Drafts:
@@ -49,39 +64,46 @@ class Drafts:
         size: of the steps of that checkpoint; None: not known, or not to be kept.
         generation: lossy restores behind the weights.
         seed: of the dither.
+        kinds: of layers, by name of a weight, where there is more to go by than the name.
     """
 
     def __init__(
         self, weights: Mapping[str, Tensor], known: Mapping[str, Curvature], reference: Reference | None,
-        size: int | None, generation: int, seed: int,
+        size: int | None, generation: int, seed: int, kinds: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self._reference = reference
-        self.known = known
         self.steps: dict[str, Lattice] = {}
-        """Of one standard deviation, of those weights that have points."""
+        """Of size 0, of those weights that have points."""
+        usual = usual_squares(known, weights)
+        cares = {name: care(name, x, known[name], usual, kinds or {}) for name, x in weights.items()}
         for name, x in weights.items():
             lattice = self._like(name, x, size)
             number = seed_of(name, generation, seed)
-            made = lattice_of(x, known[name], number) if lattice is None else _reseeded(lattice, number)
+            if lattice is None:
+                made = lattice_of(x, known[name], usual, number, cares[name])
+            else:
+                made = _reseeded(lattice, number)
             if made is not None:
                 self.steps[name] = made
         self.weights = {name: weights[name] for name in self.steps}
+        self.known = known if usual > 0 else {name: _supposed(x, len(weights)) for name, x in self.weights.items()}
+        self._most = {name: WIDEST * cares[name] * deviation(x) for name, x in self.weights.items()}
 
     def curved(self, size: int) -> float:
         """What errors spread evenly over each cell raise the loss by, for a single loss term."""
         total = 0.0
-        for name, lattice in self.steps.items():
+        for name in self.steps:
             squares = self.known[name].squares
             if squares is not None:
-                steps = scaled(lattice, size).scales(device=squares.device)
+                steps = self._sized(name, size).scales(device=squares.device)
                 total += float((squares * steps.square()).sum(dtype=torch.float64)) / 24
         return total
 
     def draft(self, size: int) -> Draft:
         """With steps of this size. Weights whose points would not reach far enough are left out, and stay exact."""
-        lattices = {name: scaled(one, size) for name, one in self.steps.items()}
+        lattices = {name: self._sized(name, size) for name in self.steps}
         lattices = {name: one for name, one in lattices.items() if fits(self.weights[name], one)}
-        before = {name: Before.of(name, one, self._reference) for name, one in lattices.items()}
+        before = {name: Before.of(name, self.weights[name], one, self._reference) for name, one in lattices.items()}
         same = {name: one for name, one in before.items() if one is not None}
         hold = hold_for(self.weights, lattices, same, RETAINED, LONGEST)
         points = {name: points_of(self.weights[name], one, before[name], hold) for name, one in lattices.items()}
@@ -90,11 +112,14 @@ class Drafts:
             error = matrix(one.values(torch.float32)) - matrix(self.weights[name]).to(torch.float32)
             first, second = self.known[name].rise(error)
             slope, curved = slope + first, curved + second
-        return Draft(size, points, slope, curved, hold)
+        return Draft(size, points, slope, curved, hold, tuple(name for name in self.steps if name not in points))
 
     def bits(self, size: int) -> float:
         """What its points cost, about: the entropy of the differences in a part of them."""
-        return sum(self._bits(name, scaled(one, size)) for name, one in self.steps.items())
+        return sum(self._bits(name, self._sized(name, size)) for name in self.steps)
+
+    def _sized(self, name: str, size: int) -> Lattice:
+        return scaled(self.steps[name], size, self._most[name])
 
     def _bits(self, name: str, lattice: Lattice) -> float:
         x = self.weights[name]
@@ -127,6 +152,15 @@ def size_of(multiplier: float) -> int:
 
 def multiplier_of(size: int) -> float:
     return float(2.0 ** (size / FINE))
+
+
+def _supposed(x: Tensor, count: int) -> Curvature:
+    """Where nothing is known of any of so many weights: a rise by the share of their variances that is lost.
+
+    What that is in the loss's own unit, only a measurement can say; then `terms` is the factor between the two.
+    """
+    share = 1.0 / (deviation(x) ** 2 * x.numel() * count)
+    return Curvature(torch.full((1, 1), share, device=x.device).expand(matrix(x).shape))
 
 
 def _reseeded(lattice: Lattice, seed: int) -> Lattice:

@@ -8,9 +8,10 @@ to the nearest, small ones would all become zero, and ten steps of training with
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,8 +21,9 @@ from shrinkpoint.codec.lattice import FINE, MOST_CODE, MOST_EXPONENT, NOTHING, m
 from shrinkpoint.record import Role
 from shrinkpoint.state import FlatState
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16)
 _SMALLEST = 2.0**-120  # of a second moment that a lattice reaches
+_AVERAGES = ("exp_avg_sq", "square_avg")
 FEWEST = 16
 """Values of a tensor that is quantized at least."""
 
@@ -35,6 +37,7 @@ class Steps:
         most: of a first moment, in root mean squares of its row.
         second: of a second moment, in eighths of an octave.
         zone: half the width of what becomes the mean of row and column, in steps.
+        lasting: as `second`, of what never forgets (a sum, a maximum), so that no error heals.
         lone: of a first moment without a second one, in root mean squares of its row and column.
     """
 
@@ -42,6 +45,7 @@ class Steps:
     most: float = 8.0
     second: int = 24
     zone: float = 0.6
+    lasting: int = 4
     lone: float = 4.0
 
 
@@ -57,7 +61,8 @@ def moments(flat: FlatState, save: int, seed: int, steps: Steps) -> Iterator[tup
     for name, x in usable.items():
         if flat.infos[name].role is Role.MOMENT2 and not bool((x < 0).any()):
             floor = _floor(name, pairs, usable)
-            chosen = second(x, floor, steps)
+            heals = name.rpartition("/")[2] in _AVERAGES
+            chosen = second(x, floor, steps if heals else replace(steps, second=steps.lasting, zone=0.5))
             made[name] = chosen.values(x.dtype)
             yield name, chosen
     for name, x in usable.items():
@@ -98,11 +103,11 @@ def first(m: Tensor, v: Tensor, other: str, seed: int, steps: Steps) -> Points |
 
 
 def lone(m: Tensor, seed: int, steps: Steps) -> Points | None:
-    """Of a first moment beside which there is no second one (momentum)."""
+    """Of a first moment without a second one (momentum); None, for exact, where some are zero and must stay so."""
     values = matrix(m).to(torch.float32)
     squares = values.square()
     whole = float(squares.mean())
-    if whole == 0:
+    if not 0 < whole < math.inf or not bool(values.all()):
         return None
     nrows, ncolumns = spans("linear", tuple(m.shape))
     rows = (squares.mean(1) / whole).sqrt() if nrows > 1 else torch.ones(1, device=m.device)

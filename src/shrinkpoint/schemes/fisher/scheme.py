@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from shrinkpoint.codec import Origin, Points, Reference
 from shrinkpoint.errors import LossWarning, PolicyError
-from shrinkpoint.record import JSON
+from shrinkpoint.record import JSON, Role
 from shrinkpoint.schemes import moments as others
 from shrinkpoint.schemes.base import Kept
 from shrinkpoint.schemes.fisher.curvature import Recorder, curvatures
@@ -28,6 +29,7 @@ from shrinkpoint.schemes.target import Evaluate, ModelTarget, Target, unwrapped
 from shrinkpoint.state import FlatState
 
 Moments = Literal["coded", "exact", "drop"]
+MOMENTS = (Role.MOMENT1, Role.MOMENT2)
 BUDGET = 1e-3
 """Nats."""
 
@@ -44,13 +46,14 @@ class Fisher(Coding):
     Args:
         budget: by how much a checkpoint may raise the loss, in its own unit (nats); 0.001 where nothing is asked.
         ratio: instead of that: how many times smaller the whole state shall be.
-        relative_error: instead of both: the root mean square of the error, in standard deviations of each tensor.
+        relative_error: instead of both: the root mean square of the error, in standard deviations of a tensor: the
+            geometric mean over all weights. Nothing need be known of the loss; what is known distributes it.
         evaluate: called with what is being saved (a manager's `model`; else the state); returns a loss or a score.
             Then the measured rise decides, and the prediction saves trials. As with every scheme that measures, it must
             give the same answer for the same weights.
         higher_is_better: `evaluate` returns a score, and `budget` is of that.
         terms: how many loss terms (tokens, images) a batch averages: with it the prediction is one of nats, and
-            without `evaluate` it decides. Where there is neither, steps have half a standard deviation.
+            without `evaluate` it decides. Where there is neither, steps are one standard deviation.
         gradients: a recorder of squared gradients, for optimizers that have none.
         moments: of the optimizer: "coded" on grids, "exact" bit for bit, or "drop": zero after a restore.
         seed: of the dither.
@@ -124,10 +127,13 @@ class Fisher(Coding):
         """
         began = time.perf_counter()
         picks = Picks.of(flat, None if target is None else target.alive, smallest=FEWEST, axes=1)
+        picks = picks.folded(flat.optim.keys())
         if picks.refused:
             _warn(f"weights with values that are not finite are kept as they are: {', '.join(picks.refused)}")
         further = self._of_moments(flat)
         answer = self._of_weights(flat, picks, reference, target, further)
+        if answer.left_out:
+            _warn(f"weights that no points of these steps reach are kept as they are: {', '.join(answer.left_out)}")
         symbols: dict[str, Origin] = (
             {} if answer.draft is None else {n: p.cpu() for n, p in answer.draft.points.items()}
         )
@@ -135,7 +141,7 @@ class Fisher(Coding):
         self._saves += 1
         loss: dict[str, Any] = {
             "scheme": self.id, **self._dial.settings, "optimizer": self._moments, "tried": answer.tried,
-            "terms": self._learned.terms, "size": self._learned.size, "left_out": [*picks.refused],
+            "terms": self._learned.terms, "size": self._learned.size, "left_out": [*picks.refused, *answer.left_out],
             "chosen": self._chosen(symbols), "seconds": round(time.perf_counter() - began, 3),
         }  # fmt: skip
         kept: others.Mode = "reset" if self._moments == "drop" else "exact"
@@ -146,7 +152,7 @@ class Fisher(Coding):
         if not symbols and self._moments != "drop":
             return None
         size = self._learned.size
-        return {"step": None if size is None else round(multiplier_of(size), 4), "moments": self._moments}
+        return {"step_in_deviations": None if size is None else round(multiplier_of(size), 4), "moments": self._moments}
 
     # what a store calls
 
@@ -158,7 +164,8 @@ class Fisher(Coding):
         if self._moments != "coded":
             return {}
         updates = [facts.step for facts in flat.optim.values() if facts.step is not None]
-        return dict(moments(flat, max(updates, default=self._saves), self._seed, Steps()))
+        number = max(updates, default=self._saves + (self._generation << 20))
+        return dict(moments(flat, number, self._seed, Steps()))
 
     def _of_weights(
         self, flat: FlatState, picks: Picks, reference: Reference | None, target: Target | None,
@@ -166,12 +173,17 @@ class Fisher(Coding):
     ) -> Answer:  # fmt: skip
         if not picks.tensors:
             return Answer(None)
-        known = curvatures(picks.tensors, flat, self._recorded(target))
+        recorded = self._recorded(target)
+        for name, master in picks.casts.items():
+            if name in recorded:
+                recorded.setdefault(master, recorded[name])
+        known = curvatures(picks.tensors, replace(flat, optim=picks.handed_on(flat)), recorded)
         if reference is None:
             self._learned.size = None
         size = self._learned.size
-        drafts = Drafts(picks.tensors, known, reference, size, self._generation, self._seed)
-        left = _left(flat, drafts, further, self._dial)
+        kinds = {} if target is None else target.kinds
+        drafts = Drafts(picks.tensors, known, reference, size, self._generation, self._seed, kinds)
+        left = _left(flat, {*drafts.weights, *picks.casts}, further, self._dial, self._moments)
         with self._measuring(flat, picks, target) as measure:
             answer = self._dial.turn(drafts, self._learned, measure, left)
         if answer.draft is None:
@@ -206,15 +218,19 @@ class Fisher(Coding):
         """What was recorded, by the names of the state."""
         if self._recorder is None or not isinstance(target, ModelTarget):
             return {}
+        if not self._recorder.square and self._recorder.ready:
+            do = "make the recorder with squares=True"
+            raise PolicyError("gradients", found="a recorder without squares", expected="one with squares", do=do)
         recorded = {unwrapped(name): square for name, square in self._recorder.square.items()}
         return {target.names[name]: square for name, square in recorded.items() if name in target.names}
 
 
-def _left(flat: FlatState, drafts: Drafts, further: Mapping[str, Points], dial: Dial) -> float:
+def _left(flat: FlatState, weights: set[str], further: Mapping[str, Points], dial: Dial, kept: Moments) -> float:
     """Bits that a ratio leaves to the weights: without the moments, and what stays exact."""
     if not isinstance(dial, ByRatio):
         return math.inf
-    coded = {*drafts.weights, *further}
+    dropped = {name for name, info in flat.infos.items() if kept == "drop" and info.role in MOMENTS}
+    coded = {*weights, *further, *dropped}
     exact = 8 * sum(info.nbytes for name, info in flat.infos.items() if name not in coded)
     left = 8 * flat.nbytes / dial.ratio - exact - sum(entropy(one.codes) for one in further.values())
     if left <= 0:

@@ -13,31 +13,63 @@ from torch import Tensor
 from shrinkpoint.codec import Lattice, Points, Reference
 from shrinkpoint.codec.lattice import FINE, MOST_CODE, MOST_EXPONENT, matrix, spans
 from shrinkpoint.schemes.fisher.curvature import Curvature
+from shrinkpoint.schemes.layers import EMBEDDING, HEAD, kind_by_name
 
 GAMMA = 0.25
 """By which power of the squared gradients steps fall: 1/2 would be right where a step costs bits by its logarithm.
 Where what is coded is whether a weight has left its cell, it costs by its inverse: 1/3; and 1/4 measured best."""
-VECTOR = 0.25
-"""Steps of vectors (biases, gains) beside those of matrices: there are few, and each matters more."""
+ALLOTTED = 1 / 3
+"""The same between tensors."""
+WIDEST = 2.0
+"""Standard deviations of its tensor that a row's steps have at most: above, hardly anything is left of it but signs."""
+CAREFUL = 0.25
+"""Steps beside others, where it is known or likely that each value matters more: vectors (biases, gains), of which
+there are few; embeddings and heads, where nothing is known of any weight; weights of which alone nothing is known."""
 FLATTEST = 1e-4
 """Of the mean squared gradient: rows and columns with less count as having that, so that no step is without bound."""
 
 
-def lattice_of(x: Tensor, known: Curvature, seed: int) -> Lattice | None:
-    """Steps for a weight: in the geometric mean one standard deviation, smaller where the loss is more sensitive.
+def usual_squares(known: Mapping[str, Curvature], weights: Mapping[str, Tensor]) -> float:
+    """The geometric mean, over all weights of which something is known, of their tensors' mean squared gradients."""
+    means = {name: one.mean for name, one in known.items()}
+    counts = {name: weights[name].numel() for name, mean in means.items() if mean > 0}
+    total = sum(counts.values())
+    return math.exp(sum(count * math.log(means[name]) for name, count in counts.items()) / total) if total else 0.0
+
+
+def care(name: str, x: Tensor, known: Curvature, usual: float, kinds: Mapping[str, str]) -> float:
+    """Steps of a weight beside those of others, by what is not known of it.
+
+    Args:
+        usual: see `lattice_of`; 0: nothing is known of any weight.
+        kinds: of layers, by name of a weight, where there is more to go by than the name.
+    """
+    if x.dim() < 2:
+        return CAREFUL
+    if usual > 0:
+        return 1.0 if known.mean > 0 else CAREFUL
+    return CAREFUL if kinds.get(name, kind_by_name(name, x.dim())) in (EMBEDDING, HEAD) else 1.0
+
+
+def lattice_of(x: Tensor, known: Curvature, usual: float, seed: int, careful: float = 1.0) -> Lattice | None:
+    """Steps for a weight: one standard deviation, but smaller where the loss is more sensitive, and larger where less.
+
+    Args:
+        usual: squared gradients of a tensor that gets one standard deviation.
+        careful: see `care`.
 
     Returns:
         None where the weight does not vary.
     """
-    spread = float(matrix(x).to(torch.float32).std(correction=0)) * (1.0 if x.dim() >= 2 else VECTOR)
+    spread = deviation(x) * careful
     if not 0 < spread < math.inf:
         return None
     rows, columns = spans("linear", tuple(x.shape))
-    usual = math.log2(spread)
+    level = math.log2(spread) - (ALLOTTED * math.log2(known.mean / usual) if known.mean > 0 and usual > 0 else 0.0)
     by_row, by_column = torch.zeros(rows), torch.zeros(columns)
     if known.squares is not None and rows > 1:
         by_row, by_column = (_fall(known.squares, axis) for axis in (1, 0))
-    exponents = (by_row + usual) * FINE, by_column * FINE
+    exponents = (by_row + level) * FINE, by_column * FINE
     low, high = -MOST_EXPONENT // 2, MOST_EXPONENT // 2
     made = [one.round().clamp(low, high).to(torch.int16).cpu() for one in exponents]
     return Lattice("linear", made[0], made[1], seed=seed)
@@ -61,9 +93,11 @@ def positions(x: Tensor, lattice: Lattice) -> Tensor:
 
 
 def fits(x: Tensor, lattice: Lattice) -> bool:
-    """Whether points reach as far as the weight does."""
+    """Whether points reach as far as the weight does, and its dtype as far as the points."""
     ends = positions(x, lattice).aminmax()
-    return float(ends.min) > -MOST_CODE and float(ends.max) < MOST_CODE
+    if float(ends.min) <= -MOST_CODE or float(ends.max) >= MOST_CODE:
+        return False
+    return x.dtype != torch.float16 or bool(points_of(x, lattice, None, 0.5).values(x.dtype).isfinite().all())
 
 
 @dataclass(frozen=True)
@@ -72,20 +106,19 @@ class Before:
 
     Attributes:
         codes: of the checkpoint before, on the same lattice.
-        kept: its values.
         original: the weight as it was in training then; None: nobody knows.
     """
 
     codes: Tensor = field(repr=False)
-    kept: Tensor = field(repr=False)
     original: Tensor | None = field(repr=False)
 
     @classmethod
-    def of(cls, name: str, lattice: Lattice, reference: Reference | None) -> Before | None:
+    def of(cls, name: str, x: Tensor, lattice: Lattice, reference: Reference | None) -> Before | None:
         held = None if reference is None else reference.symbols.get(name)
-        if reference is None or not isinstance(held, Points) or held.lattice != lattice:
+        if reference is None or not isinstance(held, Points) or held.lattice != lattice or held.codes.shape != x.shape:
             return None
-        return cls(held.codes, reference.tensors[name], reference.originals.get(name))
+        original = reference.originals.get(name)
+        return cls(held.codes, original if original is not None and original.shape == x.shape else None)
 
 
 def points_of(x: Tensor, lattice: Lattice, before: Before | None, hold: float) -> Points:
@@ -151,7 +184,7 @@ class _Part:
         return float((written * self.moved).sum()), float(self.moved.square().sum())
 
 
-_SAMPLE = 1 << 14
+_SAMPLE = 1 << 16
 
 
 def seed_of(name: str, generation: int, seed: int) -> int:
@@ -161,6 +194,14 @@ def seed_of(name: str, generation: int, seed: int) -> int:
     return zlib.crc32(f"{seed}/{generation}/{name}".encode()) or 1
 
 
-def scaled(lattice: Lattice, octaves: int) -> Lattice:
-    """Steps larger by so many eighths of an octave."""
-    return replace(lattice, rows=lattice.rows + octaves)
+def deviation(x: Tensor) -> float:
+    """The standard deviation of a weight."""
+    return float(matrix(x).to(torch.float32).std(correction=0))
+
+
+def scaled(lattice: Lattice, octaves: int, most: float = math.inf) -> Lattice:
+    """Steps larger by so many eighths of an octave, but in no row's mean above `most`."""
+    rows = lattice.rows + octaves
+    if 0 < most < math.inf:
+        rows = rows.clamp(max=math.floor(math.log2(most) * FINE))
+    return replace(lattice, rows=rows)

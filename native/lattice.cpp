@@ -1,0 +1,123 @@
+#include "lattice.hpp"
+
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+namespace shrinkpoint {
+
+namespace {
+
+constexpr int32_t kMostStep = 1 << 12;
+constexpr uint64_t kMostPlaces = uint64_t{1} << 56;  // so that bytes of them can be counted
+
+std::vector<float> steps_of(const std::vector<int16_t>& exponents) {
+    std::vector<float> out;
+    out.reserve(exponents.size());
+    for (const int16_t one : exponents) {
+        const uint32_t bits = power(one);
+        float step;
+        std::memcpy(&step, &bits, 4);
+        out.push_back(step);
+    }
+    return out;
+}
+
+std::vector<int32_t> classes_of(const std::vector<int16_t>& exponents) {
+    int64_t sum = 0;
+    for (const int16_t one : exponents) sum += one;
+    const auto count = static_cast<int64_t>(std::max<size_t>(1, exponents.size()));
+    const int64_t mean = sum / count - (sum % count < 0);
+    std::vector<int32_t> out;
+    out.reserve(exponents.size());
+    for (const int16_t one : exponents) out.push_back(static_cast<int32_t>(one - mean));
+    return out;
+}
+
+// make(row, column, place, run) for the parts of rows in [start, start + count).
+template <typename Make>
+ALWAYS_INLINE void by_rows(const Lattice& lattice, uint64_t start, size_t count, Make make) {
+    uint64_t row = start / lattice.columns, column = start % lattice.columns;
+    for (size_t done = 0; done < count; ++row, column = 0) {
+        const size_t run = static_cast<size_t>(std::min<uint64_t>(lattice.columns - column, count - done));
+        make(row, column, done, run);
+        done += run;
+    }
+}
+
+}  // namespace
+
+Lattice::Lattice(bool is_powers, std::vector<int16_t> by_row, std::vector<int16_t> by_column, uint64_t height,
+                 uint64_t width, int32_t apart, uint32_t dither)
+    : powers(is_powers),
+      rows(height),
+      columns(width),
+      step(apart),
+      seed(dither),
+      row_exponents(std::move(by_row)),
+      column_exponents(std::move(by_column)) {
+    if (row_exponents.size() != rows || (column_exponents.size() != 1 && column_exponents.size() != columns))
+        throw std::invalid_argument("exponents: expected one for each row, and one for each column or for all");
+    if (columns != 0 && rows > kMostPlaces / columns)
+        throw std::invalid_argument("rows and columns: too many");
+    if (step < 1 || step > kMostStep) throw std::invalid_argument("step: expected 1 to 4096");
+    if (columns == 1) {  // a column is worked through as a row: neither sums nor products mind
+        std::swap(rows, columns);
+        std::swap(row_exponents, column_exponents);
+    }
+    row_steps = steps_of(row_exponents), column_steps = steps_of(column_exponents);
+    row_classes = classes_of(row_exponents), column_classes = classes_of(column_exponents);
+}
+
+SHRINKPOINT_KERNEL(void, fill_steps, (const Lattice& lattice, uint64_t start, size_t count, float* out),
+                   (lattice, start, count, out)) {
+    by_rows(lattice, start, count, [&](uint64_t row, uint64_t column, size_t place, size_t run) {
+        const float step = lattice.row_steps[row];
+        const float* columns = lattice.column_steps.data();
+        if (lattice.column_steps.size() == 1)
+            std::fill_n(out + place, run, step * columns[0]);
+        else
+            for (size_t i = 0; i < run; ++i) out[place + i] = step * columns[column + i];
+    });
+}
+
+SHRINKPOINT_KERNEL(void, fill_classes, (const Lattice& lattice, uint64_t start, size_t count, uint8_t* out),
+                   (lattice, start, count, out)) {
+    const auto told = [](int32_t above) {
+        return static_cast<uint8_t>(std::min(std::max((above >> 2) + kStepClasses / 2, 0), kStepClasses - 1));
+    };
+    by_rows(lattice, start, count, [&](uint64_t row, uint64_t column, size_t place, size_t run) {
+        const int32_t above = lattice.row_classes[row];
+        const int32_t* columns = lattice.column_classes.data();
+        if (lattice.column_classes.size() == 1)
+            std::fill_n(out + place, run, told(above + columns[0]));
+        else
+            for (size_t i = 0; i < run; ++i) out[place + i] = told(above + columns[column + i]);
+    });
+}
+
+SHRINKPOINT_KERNEL(void, fill_exponents, (const Lattice& lattice, uint64_t start, size_t count, int32_t* out),
+                   (lattice, start, count, out)) {
+    by_rows(lattice, start, count, [&](uint64_t row, uint64_t column, size_t place, size_t run) {
+        const int32_t exponent = lattice.row_exponents[row];
+        const int16_t* columns = lattice.column_exponents.data();
+        if (lattice.column_exponents.size() == 1)
+            std::fill_n(out + place, run, exponent + columns[0]);
+        else
+            for (size_t i = 0; i < run; ++i) out[place + i] = exponent + columns[column + i];
+    });
+}
+
+SHRINKPOINT_KERNEL(void, fill_dithers, (uint32_t seed, uint64_t start, size_t count, float* out),
+                   (seed, start, count, out)) {
+    const auto first = static_cast<uint32_t>(start);
+    for (size_t i = 0; i < count; ++i) {
+        uint32_t x = (first + static_cast<uint32_t>(i)) * 0x9E3779B1u + seed;
+        x = (x ^ x >> 16) * 0x7FEB352Du;
+        x = (x ^ x >> 15) * 0x846CA68Bu;
+        x = (x ^ x >> 16) >> 24;
+        out[i] = (static_cast<float>(static_cast<int32_t>(x)) + 0.5f) / 256 - 0.5f;
+    }
+}
+
+}  // namespace shrinkpoint

@@ -1,0 +1,361 @@
+#include "points.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <stdexcept>
+
+#include "parallel.hpp"
+#include "predict.hpp"
+#include "simd.hpp"
+#include "spans.hpp"
+
+namespace shrinkpoint {
+
+namespace {
+
+constexpr size_t kPiece = size_t{1} << 17;  // positions that a thread takes at a time
+constexpr int32_t kMostCode = (1 << 15) - 2;
+constexpr int16_t kNothing = -127;
+constexpr int32_t kEscape = -128;
+constexpr int32_t kOffsets = 16, kQuarters = 12;
+constexpr float kNear = 1.0f / 64;
+constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to whole numbers, half to even
+constexpr uint32_t kRounderBits = 0x4b400000;
+
+ALWAYS_INLINE uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+
+ALWAYS_INLINE float float_of(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// Half to even; |value| < 2^22.
+ALWAYS_INLINE int32_t rounded(float value) { return static_cast<int32_t>(bits_of(value + kRounder) - kRounderBits); }
+
+// One or the other without a branch, so that loops become vectors.
+ALWAYS_INLINE int32_t chosen(bool first, int32_t a, int32_t b) {
+    const int32_t mask = -static_cast<int32_t>(first);
+    return (a & mask) | (b & ~mask);
+}
+
+// 0 for what is not finite; within the reach of codes.
+ALWAYS_INLINE float reachable(float at) {
+    at = std::fabs(at) <= std::numeric_limits<float>::max() ? at : 0.0f;
+    return std::min(std::max(at, static_cast<float>(-kMostCode)), static_cast<float>(kMostCode));
+}
+
+// What is known of the positions of one tile, and room to work in.
+struct alignas(64) Cells {
+    float steps[kTile];
+    float dithers[kTile];
+    float parent[kTile];
+    float values[kTile];
+    int32_t exponents[kTile];
+    uint8_t classes[kTile];
+    int16_t guesses[kTile];
+};
+
+SHRINKPOINT_KERNEL(void, multiply, (const float* squares, size_t count, float* out), (squares, count, out)) {
+    for (size_t i = 0; i < count; ++i) out[i] *= std::sqrt(squares[i]);
+}
+
+SHRINKPOINT_KERNEL(void, widen, (const uint16_t* values, size_t count, float* out), (values, count, out)) {
+    for (size_t i = 0; i < count; ++i) out[i] = float_of(static_cast<uint32_t>(values[i]) << 16);
+}
+
+SHRINKPOINT_KERNEL(bool, same_when_narrow, (const float* values, const uint16_t* expected, size_t count),
+                   (values, expected, count)) {
+    uint32_t apart = 0;
+    for (size_t i = 0; i < count; ++i) {
+        const uint32_t bits = bits_of(values[i]);
+        const uint32_t narrow = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        apart |= (narrow ^ expected[i]) | ((bits & 0x7fffffff) > 0x7f800000);
+    }
+    return apart == 0;
+}
+
+// The nearest point, and by how much it is missed and how large the step is.
+SHRINKPOINT_KERNEL(void, guess_multiples,
+                   (const float* parent, const float* steps, const float* dithers, const uint8_t* classes,
+                    size_t count, int16_t* guesses, uint8_t* contexts),
+                   (parent, steps, dithers, classes, count, guesses, contexts)) {
+    for (size_t i = 0; i < count; ++i) {
+        const float at = reachable(parent[i] / steps[i] - dithers[i]);
+        const int32_t code = rounded(at);
+        const float rest = at - static_cast<float>(code);
+        int32_t offset = std::min(static_cast<int32_t>((rest + 0.5f) * kOffsets), kOffsets - 1);
+        offset = chosen(std::fabs(rest) < kNear, kOffsets, offset);
+        guesses[i] = static_cast<int16_t>(code);
+        contexts[i] = static_cast<uint8_t>(offset * kStepClasses + classes[i]);
+    }
+}
+
+// Most values are where their row and column say, whatever the parent's were: so that is the guess, and the parent's
+// point is context, by how many quarters of a step it is above them. The parent's values are taken as integers: an
+// octave has eight parts of equal width, nearly those of powers of two.
+SHRINKPOINT_KERNEL(void, guess_powers,
+                   (const float* parent, const int32_t* exponents, int32_t step, size_t count, int16_t* guesses,
+                    uint8_t* contexts),
+                   (parent, exponents, step, count, guesses, contexts)) {
+    const auto width = static_cast<float>(step);
+    for (size_t i = 0; i < count; ++i) {
+        const auto bits = static_cast<int32_t>(bits_of(parent[i]));
+        const int32_t beyond = (bits >> 20) - 127 * kOctave - exponents[i];
+        // Exact: both are below 2^24, and a quotient that is not whole is further from whole ones than it is rounded.
+        float quotient = static_cast<float>(4 * beyond) / width;
+        quotient = std::min(std::max(quotient, -kQuarters - 1.0f), kQuarters + 1.0f);
+        int32_t quarters = static_cast<int32_t>(quotient);
+        quarters -= static_cast<float>(quarters) > quotient;
+        quarters = std::min(std::max(quarters, -kQuarters), kQuarters - 1) + kQuarters;
+        guesses[i] = static_cast<int16_t>(chosen(bits == 0, kNothing, 0));
+        contexts[i] = static_cast<uint8_t>(chosen(bits == 0, 2 * kQuarters, quarters));
+    }
+}
+
+SHRINKPOINT_KERNEL(void, make_multiples,
+                   (const int16_t* codes, const float* steps, const float* dithers, size_t count, float* values),
+                   (codes, steps, dithers, count, values)) {
+    for (size_t i = 0; i < count; ++i) values[i] = (static_cast<float>(codes[i]) + dithers[i]) * steps[i];
+}
+
+SHRINKPOINT_KERNEL(void, make_powers,
+                   (const int16_t* codes, const int32_t* exponents, int32_t step, size_t count, float* values),
+                   (codes, exponents, step, count, values)) {
+    for (size_t i = 0; i < count; ++i) {
+        const uint32_t bits = power(exponents[i] + step * codes[i]);
+        values[i] = float_of(codes[i] == kNothing ? 0 : bits);
+    }
+}
+
+// Returns how many differences are escapes, and 2^31 where a code is out of range.
+SHRINKPOINT_KERNEL(uint32_t, subtract,
+                   (const int16_t* codes, const int16_t* guesses, const uint8_t* contexts, size_t count,
+                    uint8_t* tokens),
+                   (codes, guesses, contexts, count, tokens)) {
+    uint32_t escapes = 0, far = 0;
+    for (size_t i = 0; i < count; ++i) {
+        const int32_t code = codes[i], apart = code - guesses[i];
+        const bool large = apart > -kEscape - 1 || apart < kEscape + 1;
+        escapes += large;
+        far |= code > kMostCode || code < -kMostCode;
+        tokens[i] = static_cast<uint8_t>(contexts[i] + (large ? kEscape : apart));
+    }
+    return escapes | far << 31;
+}
+
+// Returns the same; what escapes are is not added yet.
+SHRINKPOINT_KERNEL(uint32_t, add, (const uint8_t* tokens, const uint8_t* contexts, size_t count, int16_t* codes),
+                   (tokens, contexts, count, codes)) {
+    uint32_t escapes = 0, far = 0;
+    for (size_t i = 0; i < count; ++i) {
+        const int32_t apart = static_cast<int8_t>(tokens[i] - contexts[i]);
+        const bool large = apart == kEscape;
+        const int32_t code = codes[i] + (large ? 0 : apart);
+        escapes += large;
+        far |= code > kMostCode || code < -kMostCode;
+        codes[i] = static_cast<int16_t>(code);
+    }
+    return escapes | far << 31;
+}
+
+SHRINKPOINT_KERNEL(size_t, count_escapes, (const uint8_t* tokens, const uint8_t* contexts, size_t count),
+                   (tokens, contexts, count)) {
+    uint32_t escapes = 0;
+    for (size_t i = 0; i < count; ++i)
+        escapes += static_cast<uint8_t>(tokens[i] - contexts[i]) == static_cast<uint8_t>(kEscape);
+    return escapes;
+}
+
+SHRINKPOINT_KERNEL(bool, round_all,
+                   (const float* values, const float* steps, const float* dithers, size_t count, int16_t* codes),
+                   (values, steps, dithers, count, codes)) {
+    uint32_t far = 0;
+    for (size_t i = 0; i < count; ++i) {
+        const float at = values[i] / steps[i] - dithers[i];
+        far |= !(std::fabs(at) < static_cast<float>(kMostCode));
+        codes[i] = static_cast<int16_t>(rounded(reachable(at)));
+    }
+    return far == 0;
+}
+
+SHRINKPOINT_KERNEL(void, hold_back,
+                   (const float* values, const float* steps, const float* dithers, const int16_t* before, float hold,
+                    size_t count, int16_t* codes),
+                   (values, steps, dithers, before, hold, count, codes)) {
+    for (size_t i = 0; i < count; ++i) {
+        const float at = values[i] / steps[i] - dithers[i];
+        codes[i] = std::fabs(at - static_cast<float>(before[i])) <= hold ? before[i] : codes[i];
+    }
+}
+
+void find(const Lattice& lattice, const float* squares, uint64_t start, size_t count, Cells& cells) {
+    if (lattice.powers) return fill_exponents(lattice, start, count, cells.exponents);
+    fill_steps(lattice, start, count, cells.steps);
+    if (squares != nullptr) multiply(squares + start, count, cells.steps);
+    if (lattice.seed != 0) fill_dithers(lattice.seed, start, count, cells.dithers);
+}
+
+const float* floats(Floats all, uint64_t start, size_t count, float* room) {
+    if (all.bytes == 4) return reinterpret_cast<const float*>(all.data) + start;
+    widen(reinterpret_cast<const uint16_t*>(all.data) + start, count, room);
+    return room;
+}
+
+void guess(const Lattice& lattice, Floats parent, uint64_t start, size_t count, Cells& cells, int16_t* guesses,
+           uint8_t* contexts) {
+    if (lattice.powers && parent.data == nullptr) {
+        std::fill_n(guesses, count, int16_t{0});
+        std::fill_n(contexts, count, uint8_t{0});
+        return;
+    }
+    if (lattice.powers) {
+        const float* values = floats(parent, start, count, cells.parent);
+        return guess_powers(values, cells.exponents, lattice.step, count, guesses, contexts);
+    }
+    fill_classes(lattice, start, count, cells.classes);
+    if (parent.data != nullptr) {
+        const float* values = floats(parent, start, count, cells.parent);
+        return guess_multiples(values, cells.steps, cells.dithers, cells.classes, count, guesses, contexts);
+    }
+    std::fill_n(cells.parent, count, 0.0f);
+    std::fill_n(cells.values, count, 1.0f);  // whatever a step is, it does not move 0
+    guess_multiples(cells.parent, cells.values, cells.dithers, cells.classes, count, guesses, contexts);
+}
+
+void make(const Lattice& lattice, const int16_t* codes, size_t count, const Cells& cells, float* values) {
+    if (lattice.powers)
+        make_powers(codes, cells.exponents, lattice.step, count, values);
+    else
+        make_multiples(codes, cells.steps, cells.dithers, count, values);
+}
+
+bool is_same(const float* values, Floats expected, uint64_t start, size_t count) {
+    const uint8_t* there = expected.data + start * expected.bytes;
+    if (expected.bytes == 4) return std::memcmp(values, there, 4 * count) == 0;
+    return same_when_narrow(values, reinterpret_cast<const uint16_t*>(there), count);
+}
+
+// work(piece, start, count, cells) for every tile.
+template <typename Work>
+void by_tiles(uint64_t count, unsigned threads, Work work) {
+    parallel(chunk_count(count, kPiece), threads, [&](Indices& indices) {
+        const DefaultFloats floats;
+        const auto cells = std::make_unique<Cells>();  // all zeros, as dithers are without a seed
+        for (size_t index; indices.take(index);) {
+            const Span piece = span_of(index, count, kPiece, kPiece);
+            for (size_t done = 0; done < piece.count; done += kTile)
+                work(index, piece.start + done, std::min(kTile, piece.count - done), *cells);
+        }
+    });
+}
+
+// Where the escapes of every piece start, and how many there are.
+std::vector<size_t> escapes_before(const uint8_t* tokens, const uint8_t* contexts, uint64_t count, unsigned threads) {
+    std::vector<size_t> out(chunk_count(count, kPiece) + 1);
+    by_tiles(count, threads, [&](size_t piece, uint64_t start, size_t length, Cells&) {
+        out[piece + 1] += count_escapes(tokens + start, contexts + start, length);
+    });
+    for (size_t i = 1; i < out.size(); ++i) out[i] += out[i - 1];
+    return out;
+}
+
+// Adds what escapes are; returns whether all codes are in range.
+bool add_escapes(const uint8_t* tokens, const uint8_t* contexts, size_t count, const int32_t* escapes,
+                 int16_t* codes) {
+    bool in_range = true;
+    for (size_t i = 0; i < count; ++i) {
+        if (static_cast<int8_t>(tokens[i] - contexts[i]) != kEscape) continue;
+        const int64_t code = int64_t{codes[i]} + *escapes++;
+        in_range &= -kMostCode <= code && code <= kMostCode;
+        codes[i] = static_cast<int16_t>(code);
+    }
+    return in_range;
+}
+
+}  // namespace
+
+void lattice_guess(const Lattice& lattice, Floats parent, const float* squares, int16_t* guesses, uint8_t* contexts,
+                   unsigned threads) {
+    by_tiles(lattice.count(), threads, [&](size_t, uint64_t start, size_t count, Cells& cells) {
+        find(lattice, squares, start, count, cells);
+        guess(lattice, parent, start, count, cells, guesses + start, contexts + start);
+    });
+}
+
+Differences lattice_tokens(const Lattice& lattice, Floats parent, const float* squares, const int16_t* codes,
+                           Floats expected, uint8_t* contexts, uint8_t* tokens, unsigned threads) {
+    std::vector<std::vector<int32_t>> escapes(chunk_count(lattice.count(), kPiece));
+    std::atomic<bool> in_range{true}, same{true};
+    by_tiles(lattice.count(), threads, [&](size_t piece, uint64_t start, size_t count, Cells& cells) {
+        find(lattice, squares, start, count, cells);
+        guess(lattice, parent, start, count, cells, cells.guesses, contexts + start);
+        const uint32_t found = subtract(codes + start, cells.guesses, contexts + start, count, tokens + start);
+        if (found >> 31 != 0) in_range = false;
+        for (size_t i = 0; (found & 0x7fffffff) != 0 && i < count; ++i) {
+            const int32_t apart = codes[start + i] - cells.guesses[i];
+            if (std::abs(apart) >= -kEscape) escapes[piece].push_back(apart);
+        }
+        if (expected.data == nullptr) return;
+        make(lattice, codes + start, count, cells, cells.values);
+        if (!is_same(cells.values, expected, start, count)) same = false;
+    });
+    Differences out;
+    for (const auto& some : escapes) out.escapes.insert(out.escapes.end(), some.begin(), some.end());
+    out.in_range = in_range, out.same = same;
+    return out;
+}
+
+size_t lattice_points(const Lattice& lattice, const uint8_t* tokens, const uint8_t* contexts, const int32_t* escapes,
+                      size_t escape_count, const float* squares, int16_t* codes, float* values, unsigned threads) {
+    std::vector<size_t> next(chunk_count(lattice.count(), kPiece) + 1);
+    if (escape_count != 0) next = escapes_before(tokens, contexts, lattice.count(), threads);
+    const size_t used = next.back();
+    by_tiles(lattice.count(), threads, [&](size_t piece, uint64_t start, size_t count, Cells& cells) {
+        const uint32_t found = add(tokens + start, contexts + start, count, codes + start);
+        const size_t large = found & 0x7fffffff;
+        bool in_range = found >> 31 == 0;
+        if (large > escape_count - std::min(escape_count, next[piece]))
+            throw std::invalid_argument("more large differences than escapes");
+        if (large != 0)
+            in_range &= add_escapes(tokens + start, contexts + start, count, escapes + next[piece], codes + start);
+        next[piece] += large;
+        if (!in_range) throw std::invalid_argument("a point that is too far out");
+        find(lattice, squares, start, count, cells);
+        make(lattice, codes + start, count, cells, values + start);
+    });
+    return used;
+}
+
+void lattice_values(const Lattice& lattice, const int16_t* codes, const float* squares, float* values,
+                    unsigned threads) {
+    by_tiles(lattice.count(), threads, [&](size_t, uint64_t start, size_t count, Cells& cells) {
+        find(lattice, squares, start, count, cells);
+        make(lattice, codes + start, count, cells, values + start);
+    });
+}
+
+bool lattice_nearest(const Lattice& lattice, Floats values, const float* squares, const int16_t* before, float hold,
+                     int16_t* codes, unsigned threads) {
+    if (lattice.powers) throw std::invalid_argument("nearest: points that stand for powers");
+    std::atomic<bool> fits{true};
+    by_tiles(lattice.count(), threads, [&](size_t, uint64_t start, size_t count, Cells& cells) {
+        find(lattice, squares, start, count, cells);
+        const float* here = floats(values, start, count, cells.parent);
+        if (!round_all(here, cells.steps, cells.dithers, count, codes + start)) fits = false;
+        if (before != nullptr && hold > 0.5f)
+            hold_back(here, cells.steps, cells.dithers, before + start, hold, count, codes + start);
+    });
+    return fits;
+}
+
+}  // namespace shrinkpoint

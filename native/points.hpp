@@ -1,0 +1,49 @@
+// Points of a lattice: values <-> codes <-> the bytes that are coded.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "lattice.hpp"
+
+namespace shrinkpoint {
+
+// Floats of 32 bits or, with two bytes each, bfloat16; null for none.
+struct Floats {
+    const uint8_t* data = nullptr;
+    unsigned bytes = 4;
+};
+
+// All arrays have lattice.count() elements, row by row. Steps are multiplied by the roots of
+// `squares`, which may be null; these roots are rounded as IEEE 754 says, as those of no library need be.
+
+// What a parent says of the points: those nearest to its values (without a parent: to 0), and under what to code the
+// difference to them.
+void lattice_guess(const Lattice& lattice, Floats parent, const float* squares, int16_t* guesses, uint8_t* contexts,
+                   unsigned threads);
+
+struct Differences {
+    std::vector<int32_t> escapes;  // too large for a byte
+    bool in_range = true;          // every code is one that a reader takes
+    bool same = true;              // and stands for the value that was expected; a nan of 16 bits never does
+};
+
+// As lattice_guess, but what it leaves is the bytes to be coded; `expected` may be missing.
+Differences lattice_tokens(const Lattice& lattice, Floats parent, const float* squares, const int16_t* codes,
+                           Floats expected, uint8_t* contexts, uint8_t* tokens, unsigned threads);
+
+// Codes, in the place of the guesses, and their values; returns how many of the escapes were used. Throws
+// std::invalid_argument for tokens that need more than there are, and for a code that no writer has.
+size_t lattice_points(const Lattice& lattice, const uint8_t* tokens, const uint8_t* contexts, const int32_t* escapes,
+                      size_t escape_count, const float* squares, int16_t* codes, float* values, unsigned threads);
+
+void lattice_values(const Lattice& lattice, const int16_t* codes, const float* squares, float* values,
+                    unsigned threads);
+
+// The points nearest to values, but the one of `before`, which may be null, where the value is at most `hold` steps
+// from it. Returns whether points reach as far as the values do; where not, the codes are of no use. Throws
+// std::invalid_argument where points stand for powers.
+bool lattice_nearest(const Lattice& lattice, Floats values, const float* squares, const int16_t* before, float hold,
+                     int16_t* codes, unsigned threads);
+
+}  // namespace shrinkpoint

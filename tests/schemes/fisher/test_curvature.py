@@ -1,0 +1,136 @@
+"""What an optimizer knows of the loss, and that the prediction made of it is right where it can be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from adams import adam, known_of, normal, squares
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lossy import Run
+from torch import Tensor, nn
+
+import shrinkpoint as sp
+from shrinkpoint.codec.lattice import matrix
+from shrinkpoint.schemes.fisher.curvature import Curvature
+from shrinkpoint.state import flatten
+
+SHAPES = [(40,), (6, 9), (4, 3, 2, 2)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(SHAPES), st.integers(0, 99), st.floats(1, 1e6), st.integers(1, 3000),
+    st.sampled_from([(0.9, 0.999), (0.5, 0.95), (0.0, 0.99)]),
+)  # fmt: skip
+def test_the_prediction_is_exact_for_a_quadratic_loss_of_that_curvature(shape, random, terms, step, betas):
+    """`sum(h (w - w0)^2) / 2`: its gradient is `h (w - w0)`, and squared gradients of a batch are `h / terms`."""
+    w, w0, d = (normal(*shape, seed=3 * random + i) for i in range(3))
+    h = squares(*shape, seed=random) * 1e6
+
+    def loss(x: Tensor) -> float:
+        return float((h.double() * (x.double() - w0.double()).square()).sum() / 2)
+
+    m = h * (w - w0) * (1 - betas[0] ** step)
+    v = h / terms * (1 - betas[1] ** step)
+    slope, curved = known_of(adam({"a": w}, {"a": v}, {"a": m}, step=step, betas=betas))["a"].rise(matrix(d))
+    assert slope + terms * curved == pytest.approx(loss(w + d) - loss(w), rel=1e-3, abs=1e-4 * loss(w))
+
+
+@pytest.mark.parametrize("step", [1, 2, 30, 5000])
+def test_averages_that_have_just_begun_are_taken_for_what_they_are_averages_of(step):
+    g = normal(5, 8)
+    v, m = g.square() * (1 - 0.999**step), g * (1 - 0.9**step)
+    known = known_of(adam({"a": g}, {"a": v}, {"a": m}, step=step))["a"]
+    torch.testing.assert_close(known.squares, g.square(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(known.slope, g, rtol=1e-4, atol=0)
+
+
+def momentum(weights: dict[str, Tensor], buffers: dict[str, Tensor], beta: float = 0.9) -> dict:
+    state = {i: {"momentum_buffer": buffers[name]} for i, name in enumerate(weights)}
+    group = {"lr": 0.1, "momentum": beta, "params": [*range(len(weights))]}
+    return {"model": weights, "optimizer": {"state": state, "param_groups": [group]}}
+
+
+def test_without_second_moments_the_momentum_s_square_serves():
+    """SGD adds gradients up, so that its momentum is larger than their mean by `1 / (1 - beta)`."""
+    g = normal(6, 9)
+    known = known_of(momentum({"a": g}, {"a": g / (1 - 0.9)}))["a"]
+    torch.testing.assert_close(known.slope, g)
+    torch.testing.assert_close(known.squares, g.square())
+
+
+def test_what_was_recorded_comes_before_the_momentum_and_after_the_second_moments():
+    x, recorded = normal(6, 9), {"model/a": squares(6, 9, seed=5)}
+    assert torch.equal(known_of(momentum({"a": x}, {"a": x}), recorded)["a"].squares, recorded["model/a"])
+    assert not torch.equal(known_of(adam({"a": x}), recorded)["a"].squares, recorded["model/a"])
+    other = {"model/a": squares(9, 6)}
+    assert torch.equal(known_of(momentum({"a": x}, {"a": x}), other)["a"].squares, (x * (1 - 0.9)).square())
+
+
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}])
+def test_a_recorder_of_squares_is_asked_where_the_optimizer_has_none(tmp_path, settings):
+    """Rows whose gradients are recorded as a hundred times larger get finer steps."""
+    run = Run()
+    run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.05, **settings)
+    recorder = sp.Gradients(run.model, squares=True)
+    run.steps(5, recorder)
+
+    class Recorded:
+        square = {name: x.clone() for name, x in recorder.square.items()}
+
+    Recorded.square["body.0.weight"] = torch.ones(96, 64)
+    Recorded.square["body.0.weight"][:48] *= 100.0
+    for gradients in (recorder, Recorded()):
+        with sp.Manager(tmp_path / type(gradients).__name__, scheme=sp.Fisher(gradients=gradients)) as manager:
+            manager.save(1, **run.parts)
+            rows = manager.store.reference.symbols["model/body.0.weight"].lattice.rows
+            assert len(rows.unique()) == 2 if gradients is not recorder else len(rows.unique()) > 2
+    assert (rows[48:] > rows[:48].max()).all()
+
+
+def test_where_nothing_is_known_nothing_is_predicted():
+    known = known_of({"model": {"a": normal(6, 9)}})["a"]
+    assert known.squares is None and known.slope is None
+    assert known.mean == 0 and known.rise(normal(6, 9)) == (0.0, 0.0)
+
+
+def broken(state: dict, key: str, value: float) -> dict:
+    state["optimizer"]["state"][0][key] = torch.full((6, 9), value)
+    return state
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_moments_that_are_not_finite_are_not_known(value):
+    x = normal(6, 9)
+    assert known_of(broken(adam({"a": x}), "exp_avg", value))["a"].slope is None
+    known = known_of(broken(adam({"a": x}), "exp_avg_sq", value))["a"]
+    assert known.squares is None or bool(known.squares.isfinite().all())
+
+
+def test_moments_of_another_shape_are_not_known():
+    state = adam({"a": normal(6, 9)})
+    state["optimizer"]["state"][0]["exp_avg_sq"] = torch.ones(6, 1)  # as factored optimizers have them
+    known = known_of(state)["a"]
+    assert known.squares is None or known.squares.shape == (6, 9)
+
+
+def test_bfloat16_moments_are_as_good():
+    x = normal(6, 9)
+    state = adam({"a": x})
+    exact = known_of(state)["a"].squares
+    state["optimizer"]["state"][0]["exp_avg_sq"] = state["optimizer"]["state"][0]["exp_avg_sq"].bfloat16()
+    found = known_of(state)["a"].squares
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, exact, rtol=2**-8, atol=0)
+
+
+def test_kernels_are_seen_as_matrices_of_their_first_axis():
+    model = nn.Conv2d(3, 8, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(normal(2, 3, 5, 5)).square().mean().backward()
+    optimizer.step()
+    flat = flatten({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    known = Curvature.of("model/weight", model.weight.detach(), flat, {})
+    assert known.squares.shape == known.slope.shape == (8, 27)
+    torch.testing.assert_close(known.squares, matrix(model.weight.grad).square(), rtol=1e-3, atol=0)

@@ -1,0 +1,358 @@
+"""Three ways to ask for how much may be lost, and that each is answered."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from adams import adam, normal, squares
+from lossy import Silent
+from torch import Tensor
+
+import shrinkpoint as sp
+from shrinkpoint.errors import LossWarning, PolicyError
+from shrinkpoint.schemes.fisher.dial import AIM, LARGEST, TRIALS, Learned
+from shrinkpoint.schemes.fisher.drafts import multiplier_of
+from shrinkpoint.storage import MemoryStorage
+
+TERMS = 500.0
+SHAPES = {"a.weight": (64, 48), "b.weight": (96, 64), "b.bias": (96,)}
+
+
+class Bowl:
+    """Weights in the middle of a quadratic loss, whose curvature is `scale` times that which the optimizer knows."""
+
+    def __init__(self, scale: float = 1.0, shapes: dict[str, tuple[int, ...]] = SHAPES) -> None:
+        self.scale, self.calls, self.moves = scale, 0, 0
+        self.center = {name: normal(*shape, seed=i, scale=0.1) for i, (name, shape) in enumerate(shapes.items())}
+        self.v = {name: squares(*shape, seed=i, octaves=1) for i, (name, shape) in enumerate(shapes.items())}
+
+    def move(self, by: float = 0.01) -> Bowl:
+        """What training does: the middle lies elsewhere, and the weights with it."""
+        self.moves += 1
+        self.center = {name: x + by * normal(*x.shape, seed=1000 + self.moves) for name, x in self.center.items()}
+        return self
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return adam(self.center, self.v, {name: torch.zeros_like(x) for name, x in self.center.items()})
+
+    def rise(self, model: dict[str, Tensor]) -> float:
+        parts = [float((self.v[name] * (model[name] - x).square()).sum()) for name, x in self.center.items()]
+        return self.scale * TERMS * sum(parts) / 2
+
+    def evaluate(self, state: dict[str, Any]) -> float:
+        self.calls += 1
+        return 3.0 + self.rise(state["model"])
+
+    def errors(self, model: dict[str, Tensor]) -> float:
+        """The root mean square, in standard deviations: the geometric mean over all weights."""
+        logs = counts = 0.0
+        for name, x in self.center.items():
+            logs += x.numel() * float(((model[name] - x).square().mean().sqrt() / x.std()).log())
+            counts += x.numel()
+        return math.exp(logs / counts)
+
+
+class Chain:
+    """Saves, and what each of them says."""
+
+    def __init__(self, bowl: Bowl, keyframe_every: int | None = None, **options: Any) -> None:
+        self.bowl, self.scheme = bowl, sp.Fisher(**options)
+        self.store, self.step, self.calls = sp.Store(MemoryStorage(), keyframe_every=keyframe_every), 0, 0
+
+    def save(self) -> dict[str, Any]:
+        self.step += 1
+        calls = self.bowl.calls
+        self.report = self.store.save(self.step, self.bowl.state, scheme=self.scheme)
+        self.calls = self.bowl.calls - calls
+        self.said: dict[str, Any] = self.report.search
+        return self.said
+
+    @property
+    def model(self) -> dict[str, Tensor]:
+        return self.store.load(self.step)["model"]
+
+    @property
+    def rise(self) -> float:
+        return self.bowl.rise(self.model)
+
+
+# a budget that is measured
+
+
+@pytest.mark.parametrize("scale", [1e-4, 0.01, 1.0, 100.0, 1e4])
+@pytest.mark.parametrize("terms", [None, TERMS])
+def test_whatever_the_prediction_is_worth_no_save_is_above_the_budget(scale, terms):
+    bowl = Bowl(scale)
+    chain = Chain(bowl, 5, budget=0.05, evaluate=bowl.evaluate, terms=terms)
+    for _ in range(8):
+        with Silent():
+            said = chain.save()
+        assert chain.rise <= 0.05 * (1 + 1e-6)
+        assert said["chosen"]["step"] is not None or chain.rise == 0
+        assert chain.calls <= 1 + TRIALS
+        assert said["tried"][-1]["rise"] == pytest.approx(chain.rise, rel=1e-3) or len(said["tried"]) > 1
+        bowl.move()
+    assert said["chosen"]["step"] is not None
+    assert chain.rise > 0.05 / 20 or said["size"] >= LARGEST - 8
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+def test_once_steps_stay_a_save_costs_two_evaluations(scale):
+    bowl = Bowl(scale)
+    chain = Chain(bowl, budget=0.05, evaluate=bowl.evaluate)
+    calls, steps = [], []
+    for _ in range(8):
+        with Silent():
+            steps.append(chain.save()["size"])
+        calls.append(chain.calls)
+        bowl.move()
+    assert calls[-4:] == [2] * 4 and len({*steps[-4:]}) == 1
+
+
+def test_what_is_measured_teaches_the_prediction():
+    bowl = Bowl(7.0)
+    chain = Chain(bowl, 1, budget=0.05, evaluate=bowl.evaluate)
+    for _ in range(4):
+        said = chain.save()
+        bowl.move()
+    assert said["terms"] == pytest.approx(7 * TERMS, rel=0.1)
+    (line,) = said["tried"]
+    assert line["curvature"] == pytest.approx(line["rise"], rel=0.1)
+    assert 0.5 * AIM < line["rise"] / 0.05 <= 1
+
+
+def test_a_keyframe_after_a_first_too_careful_one_takes_larger_steps():
+    bowl = Bowl(50.0)
+    chain = Chain(bowl, 3, budget=0.05, evaluate=bowl.evaluate)
+    first = chain.save()
+    bowl.scale = 0.5
+    sizes = []
+    for _ in range(9):
+        with Silent():
+            said = chain.save()
+        bowl.move()
+        if chain.report.keyframe:
+            sizes.append(said["size"])
+    assert len(sizes) == 3 and sizes[0] > first["size"] and sizes[-1] > first["size"] + 8
+
+
+def test_where_even_the_smallest_steps_are_too_large_the_weights_are_exact_and_that_is_said():
+    bowl = Bowl(1e12)
+    chain = Chain(bowl, budget=1e-3, evaluate=bowl.evaluate)
+    for _ in range(2):
+        with pytest.warns(LossWarning, match="no steps keep the loss within"):
+            said = chain.save()
+        assert said["chosen"] == {"step": None, "moments": "coded"} and said["size"] is None
+        assert len(said["tried"]) == TRIALS and all(line["rise"] > 1e-3 for line in said["tried"])
+        assert all(torch.equal(x, chain.model[name]) for name, x in bowl.center.items())
+        bowl.move()
+    bowl.scale = 1.0  # what is left of it is no obstacle
+    for _ in range(3):
+        with Silent():
+            said = chain.save()
+    assert said["chosen"]["step"] > 0 and 0 < chain.rise <= 1e-3
+
+
+def test_a_score_may_fall_by_the_budget():
+    bowl = Bowl()
+    chain = Chain(bowl, 1, budget=0.05, evaluate=lambda state: -bowl.evaluate(state), higher_is_better=True)
+    other = Chain(Bowl(), 1, budget=0.05, evaluate=bowl.evaluate)
+    assert chain.save()["tried"] == other.save()["tried"] and 0 < chain.rise <= 0.05
+
+
+def test_what_is_better_than_before_is_within_any_budget():
+    bowl = Bowl()
+    chain = Chain(bowl, budget=1e-9, evaluate=lambda state: -bowl.rise(state["model"]))
+    assert chain.save()["chosen"]["step"] >= 1 and chain.save()["tried"][0]["rise"] < 0
+
+
+# a budget that is predicted
+
+
+@pytest.mark.parametrize("budget", [1e-3, 0.01, 0.1])
+def test_with_the_number_of_terms_the_prediction_decides(budget):
+    bowl = Bowl()
+    chain = Chain(bowl, budget=budget, terms=TERMS)
+    for _ in range(3):
+        said = chain.save()
+        (line,) = said["tried"]
+        assert line["rise"] is None and said["terms"] == TERMS and bowl.calls == 0
+        assert line["curvature"] == pytest.approx(chain.rise, rel=0.05)
+        assert 0.4 * AIM < chain.rise / budget < 1
+        bowl.move(0.001)
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": 0.5}, {"budget": 1e-6}])
+def test_with_nothing_to_go_by_steps_are_the_stated_ones(options):
+    bowl = Bowl()
+    chain = Chain(bowl, **options)
+    for _ in range(2):
+        said = chain.save()
+        assert said["chosen"]["step"] == 1.0 and said["terms"] is None and said["tried"][0]["curvature"] is None
+
+
+def test_terms_without_any_knowledge_of_the_loss_are_nothing_to_go_by():
+    said = sp.Fisher(terms=100).quantize_loss if False else None
+    store = sp.Store(MemoryStorage())
+    said = store.save(1, {"a.weight": normal(40, 40)}, scheme=sp.Fisher(terms=100, budget=1e-9)).search
+    assert said["chosen"]["step"] == 1.0
+
+
+# an evaluation that is of no use
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_where_the_state_itself_has_no_loss_the_prediction_decides_and_that_is_said(value):
+    bowl = Bowl()
+    chain = Chain(bowl, budget=0.05, terms=TERMS, evaluate=lambda state: value)
+    with pytest.warns(LossWarning, match=f"evaluate returned {value} for the state itself"):
+        said = chain.save()
+    assert said["chosen"]["step"] > 0 and said["tried"][0]["rise"] is None and 0 < chain.rise < 0.05
+
+
+@pytest.mark.parametrize("answer", [None, "3.0?", [1, 2], torch.ones(3)])
+def test_an_evaluation_that_is_no_number_is_an_error_and_nothing_is_saved(answer):
+    bowl = Bowl()
+    chain = Chain(bowl, evaluate=lambda state: answer)
+    with pytest.raises(PolicyError, match="a number"):
+        chain.save()
+    assert chain.store.steps() == []
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_error_in_an_evaluation_is_named_and_nothing_is_changed(at):
+    bowl = Bowl()
+    before = {name: x.clone() for name, x in bowl.center.items()}
+
+    def evaluate(state: Any) -> float:
+        state["model"]["a.weight"].zero_()
+        bowl.calls += 1
+        if bowl.calls == at:
+            raise LookupError("no such batch")
+        return 1.0
+
+    chain = Chain(bowl, evaluate=evaluate)
+    with pytest.raises(PolicyError, match="LookupError: no such batch"):
+        chain.save()
+    assert all(torch.equal(before[name], x) for name, x in bowl.center.items()) and chain.store.steps() == []
+
+
+def test_drafts_whose_loss_is_infinite_are_not_taken():
+    bowl = Bowl()
+
+    def evaluate(state: Any) -> float:
+        rise = bowl.rise(state["model"])
+        return rise if rise < 1e-3 else math.inf
+
+    chain = Chain(bowl, budget=0.05, evaluate=evaluate)
+    with Silent():
+        said = chain.save()
+    assert said["tried"][0]["rise"] == "inf"
+    assert chain.rise < 1e-3
+
+
+# a ratio
+
+
+LARGE = {"a.weight": (300, 256), "b.weight": (256, 300), "c.bias": (300,)}
+
+
+@pytest.mark.parametrize("ratio", [5.0, 8.0, 16.0])
+def test_the_whole_state_becomes_as_small_as_was_asked_for(ratio):
+    bowl = Bowl(shapes=LARGE)
+    chain = Chain(bowl, ratio=ratio)
+    for _ in range(3):
+        chain.save()
+        assert chain.report.ratio == pytest.approx(ratio, rel=0.1)
+        bowl.move(0.03)
+
+
+def test_a_ratio_that_cannot_be_had_is_said():
+    bowl = Bowl()
+    chain = Chain(bowl, ratio=500)
+    with pytest.warns(LossWarning, match="more than the state may have at 500x"):
+        said = chain.save()
+    assert said["size"] == LARGEST
+    exact = Chain(bowl, ratio=4, moments="exact")
+    with pytest.warns(LossWarning, match="more than the state may have at 4x"):
+        exact.save()
+
+
+def test_a_larger_ratio_loses_more():
+    rises = []
+    for ratio in (5, 7, 10, 14):
+        chain = Chain(Bowl(shapes=LARGE), ratio=ratio)
+        chain.save()
+        rises.append(chain.rise)
+    assert rises == sorted(rises) and rises[-1] > 10 * rises[0]
+
+
+# an error
+
+
+@pytest.mark.parametrize("error", [0.003, 0.03, 0.1])
+def test_the_error_is_as_large_as_was_asked_for(error):
+    bowl = Bowl(shapes={"a.weight": (96, 64), "b.weight": (64, 96), "c.weight": (16, 4, 3, 3)})
+    bowl.v["b.weight"] = bowl.v["b.weight"] * 4
+    chain = Chain(bowl, relative_error=error)
+    for _ in range(3):
+        said = chain.save()
+        assert bowl.errors(chain.model) == pytest.approx(error, rel=0.1)
+        assert multiplier_of(said["size"]) == pytest.approx(error * math.sqrt(12), rel=0.05)
+        bowl.move(0.02)
+
+
+def test_what_is_asked_for_by_error_or_ratio_is_measured_too_where_it_can_be():
+    for options in ({"relative_error": 0.05}, {"ratio": 6}):
+        bowl = Bowl()
+        chain = Chain(bowl, evaluate=bowl.evaluate, **options)
+        (line,) = chain.save()["tried"]
+        assert line["rise"] == pytest.approx(chain.rise, rel=1e-3) and chain.calls == 2
+
+
+@pytest.mark.parametrize("options", [{"relative_error": 0.05}, {"budget": 0.05, "terms": TERMS}, {"ratio": 8}])
+def test_the_same_error_is_better_where_the_loss_is_known(options):
+    """Of the same number of bits, more go where it matters."""
+
+    def saved(change: Callable[[Bowl], None]) -> Chain:
+        bowl = Bowl(shapes=LARGE)
+        bowl.v = {name: squares(*x.shape, octaves=3, seed=i) for i, (name, x) in enumerate(bowl.center.items())}
+        truth = bowl.v
+        change(bowl)
+        chain = Chain(bowl, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LossWarning)
+            chain.save()
+        bowl.v = truth
+        return chain
+
+    def blind(bowl: Bowl) -> None:
+        bowl.v = {name: torch.full_like(x, float(x.mean())) for name, x in bowl.v.items()}
+
+    known, unknown = saved(lambda bowl: None), saved(blind)
+    assert known.rise < 0.8 * unknown.rise
+
+
+def test_a_run_that_goes_on_knows_what_the_manifest_says():
+    scheme = sp.Fisher()
+    for size, terms in ((3, 5.0), (None, None), (-7, None)):
+        scheme.resume({"scheme": "fisher", "size": size, "terms": terms}, 1)
+        assert scheme._learned == Learned(size, terms)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [None, [], "x", {}, {"scheme": "inshrinkerator", "size": 3, "terms": 2.0},
+     {"scheme": "fisher", "size": "3", "terms": "2"}, {"scheme": "fisher", "size": True, "terms": -1.0},
+     {"scheme": "fisher", "size": 1 << 40, "terms": math.inf}, {"scheme": "fisher", "terms": math.nan}],
+)  # fmt: skip
+def test_what_no_manifest_of_ours_says_is_passed_over(loss):
+    scheme = sp.Fisher(terms=9)
+    scheme.resume(loss, 2)
+    assert scheme._learned == Learned(None, 9.0)

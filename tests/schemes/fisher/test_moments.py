@@ -1,0 +1,256 @@
+"""Moments on grids: zeros stay zero, no division by nothing, errors that average out."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from adams import adam, normal, squares
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lossy import Run
+from strategies import same
+from torch import Tensor
+
+import shrinkpoint as sp
+from shrinkpoint.codec import Points
+from shrinkpoint.codec.lattice import matrix
+from shrinkpoint.record import Role
+from shrinkpoint.schemes.fisher.moments import FEWEST, Steps, first, lone, moments, second
+from shrinkpoint.state import flatten, unflatten
+
+STEPS = Steps()
+SHAPES = [(48, 32), (700,), (12, 4, 3, 3), (1, 200), (200, 1)]
+
+
+def kept(state: dict, **options) -> dict:
+    """What a reader gets."""
+    flat = flatten(state)
+    found = sp.Fisher(**options).settle(flat, None).quantize(flat, None)
+    return unflatten(found.flat.tree, found.flat.tensors)
+
+
+def slots(state: dict) -> list[dict[str, Tensor]]:
+    return [*state["optimizer"]["state"].values()]
+
+
+def beside(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as a reader gets them."""
+    slot = slots(kept(adam({"a": normal(*m.shape)}, {"a": v}, {"a": m})))[0]
+    return slot["exp_avg"], slot["exp_avg_sq"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(SHAPES), st.integers(0, 99), st.integers(-24, 24), st.floats(0, 6))
+def test_second_moments_stay_positive_where_they_are_and_zero_where_they_are_not(shape, seed, level, octaves):
+    v = squares(*shape, seed=seed, octaves=octaves) * 10.0**level
+    v[normal(*shape, seed=seed + 1) > 1.5] = 0.0
+    v[:1] = 0.0
+    m = normal(*shape, seed=seed + 2, scale=0.1) * v.sqrt()
+    first_, second_ = beside(m, v)
+    assert bool((second_ >= 0).all()) and torch.equal(second_ == 0, (v == 0) & (m == 0))
+    assert not first_[v == 0].any() and bool(first_.isfinite().all() and second_.isfinite().all())
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(SHAPES), st.integers(0, 99), st.sampled_from(["some", "rows", "all"]))
+def test_second_moments_are_never_zero_where_first_ones_are_not(shape, seed, where):
+    """Adam would divide by its epsilon alone: squares of small gradients underflow before these do."""
+    m, v = normal(*shape, seed=seed, scale=1e-3), squares(*shape, seed=seed)
+    chosen = {"some": normal(*shape, seed=seed + 1) > 1, "rows": torch.zeros(shape, dtype=torch.bool),
+              "all": torch.ones(shape, dtype=torch.bool)}[where]  # fmt: skip
+    chosen[:2] = True
+    v[chosen], m[chosen] = 0.0, m[chosen] * 1e-18
+    first_, second_ = beside(m, v)
+    assert bool((second_ > 0)[m != 0].all()) and bool((second_ > 0)[first_ != 0].all())
+
+
+def test_second_moments_are_within_a_factor_of_what_they_were():
+    v = squares(64, 96)
+    logs = (beside(v * 0, v)[1] / v).log2()
+    assert float(logs.abs().max()) <= STEPS.second / 8 * max(STEPS.zone, 0.5) + 1 / 8
+    assert abs(float(logs.mean())) < 0.1
+
+
+def test_rows_and_columns_keep_their_means():
+    v = squares(128, 96, octaves=4)
+    found = beside(v * 0, v)[1]
+    for axis in (0, 1):
+        assert float((found.log2().mean(axis) - v.log2().mean(axis)).abs().max()) < 0.75
+
+
+def relative(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    v = squares(*shape)
+    return normal(*shape, seed=9, scale=0.3) * v.sqrt(), v
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_error_of_first_moments_is_at_most_half_a_step_and_zero_on_average(shape, alone):
+    m, v = relative(shape)
+    total, count = torch.zeros(shape), 200
+    for seed in range(1, count + 1):
+        points = lone(m, seed, STEPS) if alone else first(m, v, "v", seed, STEPS)
+        assert points is not None
+        half = points.lattice.scales(None if alone else matrix(v)).expand(matrix(m).shape).reshape(shape) / 2
+        error = points.values(torch.float32, None if alone else v) - m
+        assert bool((error.abs() <= half * 1.001).all())
+        total += error / half
+    spread = 1 / math.sqrt(3 * count)
+    assert float((total / count).abs().max()) < 6 * spread and abs(float((total / count).mean())) < spread
+
+
+def test_each_save_and_each_tensor_has_a_dither_of_its_own():
+    def seeds(save: int, seed: int) -> set[int]:
+        flat = flatten(adam({"a": normal(9, 9), "b": normal(9, 9)}))
+        return {one.lattice.seed for name, one in moments(flat, save, seed, STEPS) if name.endswith("exp_avg")}
+
+    assert len(seeds(1, 0) | seeds(2, 0) | seeds(1, 1)) == 6 and 0 not in seeds(1, 0)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_rows_that_hardly_move_get_little_noise(alone):
+    """At most four root mean squares of the row, be it a millionth of the others."""
+    m, v = relative((40, 64))
+    m[:10] *= 1e-3
+    m[10] *= 1e-6
+    points = lone(m, 3, STEPS) if alone else first(m, v, "v", 3, STEPS)
+    assert points is not None
+    error = points.values(torch.float32, None if alone else v) - m
+    error, usual = (error, m) if alone else (error / v.sqrt(), m / v.sqrt())
+    noise, rows = error.square().mean(1).sqrt(), usual.square().mean(1).sqrt()
+    assert bool((noise <= 4.3 * rows).all())
+    if not alone:
+        assert bool((error.abs().amax(1) <= 4.3 * rows).all())
+
+
+def test_dead_rows_of_a_momentum_stay_next_to_nothing():
+    m = normal(40, 64)
+    m[7], m[:, 5] = 0.0, 0.0
+    points = lone(m, 3, STEPS)
+    assert points is not None
+    found = points.values(torch.float32)
+    assert float(found[7].abs().max()) < 1e-5 and float(found[:, 5].abs().max()) < 1e-5
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(SHAPES), st.integers(-44, 37), st.integers(-37, 37), st.integers(0, 9))
+def test_moments_of_any_size_come_back_finite(shape, level, other, seed):
+    """Denormal ones, and those whose squares are no float32."""
+    m, v = normal(*shape, seed=seed) * 10.0**level, squares(*shape, seed=seed) * 1e6 * 10.0**other / 1e3
+    for found, x in zip(beside(m, v), (m, v), strict=True):
+        assert bool(found[x.isfinite()].isfinite().all())
+    points = lone(m, 3, STEPS)
+    assert points is None or bool(points.values(torch.float32).isfinite().all())
+
+
+def trained(make, steps: int = 6, **settings) -> Run:
+    run = Run()
+    run.optimizer = make(run.model.parameters(), **settings)
+    return run.steps(steps)
+
+
+def state_of(run: Run) -> dict:
+    return copy.deepcopy({"model": dict(run.model.state_dict()), "optimizer": run.optimizer.state_dict()})
+
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}, {"momentum_buffer": "linear"}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.01}, {"sum": "log"}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-4, "momentum": 0.9}, {"square_avg": "log", "momentum_buffer": "linear"}),
+    "amsgrad": (
+        torch.optim.AdamW, {"lr": 1e-3, "amsgrad": True},
+        {"exp_avg": "relative", "exp_avg_sq": "log", "max_exp_avg_sq": "log"},
+    ),
+    "nadam": (torch.optim.NAdam, {"lr": 1e-3}, {"exp_avg": "relative", "exp_avg_sq": "log"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_optimizer_has_its_moments_coded_and_all_else_exact_and_trains_on(name):
+    make, options, laws = OPTIMIZERS[name]
+    run = trained(make, **options)
+    state = state_of(run)
+    symbols = sp.Fisher().settle(flatten(state), None).symbols
+    found = {key.rpartition("/")[2]: one.lattice.law for key, one in symbols.items() if key.startswith("optim")}
+    assert found == laws
+    after = kept(state)
+    for old, new in zip(slots(state), slots(after), strict=True):
+        for key in old:
+            assert same(old[key], new[key]) is (key not in laws or old[key].numel() < FEWEST), key
+            assert laws.get(key) != "log" or torch.equal(new[key] > 0, old[key] > 0)
+    assert same(state["optimizer"]["param_groups"], after["optimizer"]["param_groups"])
+    losses = []
+    for one in (state, after):
+        torch.manual_seed(1)
+        run.optimizer.load_state_dict(copy.deepcopy(one["optimizer"]))
+        run.model.load_state_dict(state["model"])
+        losses.append(run.steps(20).loss())
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+def test_step_counters_and_rates_stay_exact():
+    state = state_of(trained(torch.optim.AdamW, lr=torch.tensor(1e-3), steps=3))
+    after = kept(state)
+    assert [slot["step"] for slot in slots(after)] == [torch.tensor(3.0)] * 8
+    assert same(state["optimizer"]["param_groups"], after["optimizer"]["param_groups"])
+
+
+@pytest.mark.parametrize("which", ["both", "second", "first"])
+def test_bfloat16_moments_are_coded_too(which):
+    m, v = relative((48, 32))
+    v[3], m[3] = 0.0, 0.0
+    m, v = m.bfloat16() if which != "second" else m, v.bfloat16() if which != "first" else v
+    first_, second_ = beside(m, v)
+    assert first_.dtype == m.dtype and second_.dtype == v.dtype
+    assert torch.equal(second_ > 0, v > 0) and not torch.equal(first_, m) and not torch.equal(second_, v)
+    error = (first_.float() - m.float()) / v.float().sqrt().clamp(min=1e-12)
+    live = torch.arange(48) != 3
+    assert float(error[live].square().mean().sqrt()) < 2 * float((m / v.sqrt())[live].float().square().mean().sqrt())
+    assert abs(float(error[live].mean())) < 0.05
+
+
+def test_exact_moments_are_exact_bit_for_bit():
+    state = state_of(trained(torch.optim.AdamW))
+    after = kept(state, moments="exact")
+    assert same(state["optimizer"], after["optimizer"]) and not same(state["model"], after["model"])
+
+
+def test_dropped_moments_are_what_they_are_before_the_first_step():
+    run = trained(torch.optim.AdamW)
+    after = kept(state_of(run), moments="drop")
+    assert not any(x.any() for slot in slots(after) for x in slot.values())
+    run.optimizer.load_state_dict(after["optimizer"])
+    run.steps(2)
+    assert all(slot["step"] == 2 for slot in run.optimizer.state.values())
+
+
+def test_moments_that_are_small_or_not_as_they_should_be_stay_exact():
+    state = adam({name: normal(*shape) for name, shape in {"a": (15,), "b": (6, 6), "c": (6, 6)}.items()})
+    slots(state)[1]["exp_avg"][2, 2] = math.nan
+    slots(state)[2]["exp_avg_sq"][2, 2] = -1e-9
+    after = kept(state)
+    small, broken, negative = zip(slots(state), slots(after), strict=True)
+    assert same(*small) and same(broken[0]["exp_avg"], broken[1]["exp_avg"])
+    assert not same(broken[0]["exp_avg_sq"], broken[1]["exp_avg_sq"])
+    assert same(negative[0]["exp_avg_sq"], negative[1]["exp_avg_sq"])
+    assert not same(negative[0]["exp_avg"], negative[1]["exp_avg"])
+
+
+def test_no_moment_is_touched_that_the_roles_do_not_name():
+    flat = flatten(state_of(trained(torch.optim.AdamW)))
+    found = {name: one for name, one in moments(flat, 1, 0, STEPS)}
+    assert all(isinstance(one, Points) for one in found.values())
+    assert {flat.infos[name].role for name in found} == {Role.MOMENT1, Role.MOMENT2}
+
+
+def test_dead_rows_of_a_second_moment_have_no_say_in_the_others():
+    v = squares(32, 48)
+    dead = v.clone()
+    dead[4] = 0.0
+    found, other = (second(x, None, STEPS).values(torch.float32) for x in (v, dead))
+    assert not other[4].any()
+    live = torch.arange(32) != 4
+    assert float((found[live].log2() - other[live].log2()).abs().mean()) < 0.3

@@ -1,0 +1,225 @@
+"""Steps that follow the curvature, and points that stay where they are as long as that costs no progress."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from adams import adam, known_of, normal, squares
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shrinkpoint.codec import Lattice, Points, Reference
+from shrinkpoint.codec.lattice import FINE, matrix
+from shrinkpoint.schemes.fisher.curvature import Curvature
+from shrinkpoint.schemes.fisher.drafts import Drafts, size_of
+from shrinkpoint.schemes.fisher.weights import (
+    ALLOTTED,
+    CAREFUL,
+    FLATTEST,
+    GAMMA,
+    WIDEST,
+    Before,
+    deviation,
+    fits,
+    hold_for,
+    lattice_of,
+    points_of,
+    positions,
+    scaled,
+    seed_of,
+)
+
+WEIGHTS = {"a": normal(48, 64, scale=0.02), "b": normal(96, 48, seed=1, scale=0.5), "c": normal(8, 4, 3, 3, seed=2)}
+
+
+def steps_of(weights: dict[str, Tensor], v: dict[str, Tensor] | None = None, size: int = 0) -> dict[str, Tensor]:
+    """log2 of the steps before any is capped, in standard deviations of the weight, as matrices."""
+    drafts = Drafts(weights, known_of(adam(weights, v)), None, None, 0, 0)
+    return {
+        name: (scaled(drafts.steps[name], size).scales().expand(matrix(x).shape) / deviation(x)).log2()
+        for name, x in weights.items()
+    }
+
+
+def mean(steps: dict[str, Tensor]) -> float:
+    return float(torch.cat([one.reshape(-1) for one in steps.values()]).mean())
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 99), st.floats(0, 2), st.floats(-20, 20))
+def test_steps_are_one_standard_deviation_in_the_geometric_mean_over_all_weights(seed, octaves, level):
+    v = {name: squares(*x.shape, seed=seed + i, octaves=octaves) for i, (name, x) in enumerate(WEIGHTS.items())}
+    v["b"] = v["b"] * 2.0**level  # one tensor matters far more than the others, or less
+    assert abs(mean(steps_of(WEIGHTS, v))) <= 1 / FINE
+
+
+@pytest.mark.parametrize("size", [-40, -16, -3])
+def test_another_size_is_so_many_eighths_of_an_octave_of_all_of_them(size):
+    assert abs(mean(steps_of(WEIGHTS, size=size)) - size / FINE) < 1 / FINE
+
+
+def test_rows_and_columns_that_matter_more_have_finer_steps_by_the_stated_power():
+    """Sixteen times the squared gradients: half the step, at a power of one quarter."""
+    v = torch.ones(48, 64)
+    v[:24] *= 16.0
+    v[:, :32] *= 256.0
+    steps = steps_of({"a": WEIGHTS["a"]}, {"a": v})["a"]
+    torch.testing.assert_close(steps[24:] - steps[:24], torch.full((24, 64), 4 * GAMMA), atol=1.1 / FINE, rtol=0)
+    torch.testing.assert_close(steps[:, 32:] - steps[:, :32], torch.full((48, 32), 8 * GAMMA), atol=1.1 / FINE, rtol=0)
+
+
+def test_tensors_that_matter_more_have_finer_steps_by_the_stated_power():
+    weights = {"a": normal(32, 32), "b": normal(32, 32, seed=1, scale=7.0)}
+    steps = steps_of(weights, {"a": torch.ones(32, 32), "b": torch.full((32, 32), 4096.0)})
+    assert float(steps["a"].mean() - steps["b"].mean()) == pytest.approx(12 * ALLOTTED, abs=1.1 / FINE)
+
+
+@pytest.mark.parametrize("size", [0, 16, 200])
+def test_no_row_has_steps_above_the_widest(size):
+    v = squares(48, 64, octaves=1)
+    v[:5] *= 1e-4
+    drafts = Drafts({"a": WEIGHTS["a"]}, known_of(adam({"a": WEIGHTS["a"]}, {"a": v})), None, None, 0, 0)
+    lattice = drafts._sized("a", size)
+    widest = math.log2(WIDEST * deviation(WEIGHTS["a"])) * FINE
+    assert int(lattice.rows.max()) <= widest
+    if size == 200:
+        assert set(lattice.rows.tolist()) == {math.floor(widest)}
+    if size == 0:
+        assert len(lattice.rows.unique()) > 3
+
+
+@pytest.mark.parametrize("what", ["row", "column", "most"])
+def test_dead_rows_and_columns_do_not_get_steps_without_bound(what):
+    v = torch.ones(48, 64)
+    place = {"row": (slice(7, 8),), "column": (slice(None), slice(7, 8)), "most": (slice(1, None),)}[what]
+    v[place] = 0.0
+    steps = steps_of({"a": WEIGHTS["a"]}, {"a": v})["a"]
+    largest = max(float(v.mean(axis).max()) for axis in (0, 1)) / float(v.mean())
+    assert float(steps[place].max() - steps.min()) <= GAMMA * math.log2(largest / FLATTEST) + 2.1 / FINE
+    assert float(steps[place].min()) >= float(steps.max()) - 1e-6
+
+
+def test_a_weight_that_does_not_vary_has_no_lattice():
+    nothing = Curvature()
+    for x in (torch.zeros(8, 8), torch.full((8, 8), 0.37), torch.full((40,), -1.0), torch.full((3, 9), 1e-30)):
+        assert lattice_of(x, nothing, 0.0, 0) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([(64,), (6, 9), (4, 3, 2, 2), (1, 30), (30, 1)]), st.integers(-17, 17), st.integers(-37, 37),
+    st.integers(0, 9),
+)  # fmt: skip
+def test_whatever_weights_and_curvature_are_like_steps_fit_the_weight(shape, scale, level, random):
+    x = normal(*shape, seed=random, scale=10.0**scale)
+    with_v = Curvature(matrix(squares(*shape, seed=random, octaves=0.5)) * 1e6 * 10.0**level / 100)
+    for known, usual in ((Curvature(), 0.0), (with_v, with_v.mean)):
+        lattice = lattice_of(x, known, usual, 7)
+        assert lattice is not None and fits(x, lattice)
+        steps = lattice.scales() / deviation(x)
+        assert 2**-4 < float(steps.log2().mean().exp2()) < 2**4
+
+
+def test_vectors_and_what_is_not_known_beside_others_have_careful_steps():
+    weights = {"known": normal(32, 32), "other": normal(32, 32, seed=1), "bias": normal(32, seed=2)}
+    known = known_of(adam({name: weights[name] for name in ("known", "bias")}))
+    drafts = Drafts(weights, known | {"other": Curvature()}, None, None, 0, 0)
+    other = float((drafts.steps["other"].scales() / deviation(weights["other"])).mean())
+    assert math.log2(other) == pytest.approx(math.log2(CAREFUL), abs=1 / FINE)
+    for known in ({name: Curvature() for name in weights}, known_of(adam(weights))):
+        steps = Drafts(weights, known, None, None, 0, 0).steps["bias"].scales() / deviation(weights["bias"])
+        assert known["bias"].squares is not None or steps.log2().mean() == pytest.approx(-2, abs=1 / FINE)
+
+
+def test_where_nothing_is_known_embeddings_and_heads_have_careful_steps():
+    names = {"wte.weight": CAREFUL, "lm_head.weight": CAREFUL, "mlp.fc.weight": 1.0}
+    weights = {name: normal(64, 32, seed=i) for i, name in enumerate(names)}
+    drafts = Drafts(weights, {name: Curvature() for name in names}, None, None, 0, 0)
+    for name, expected in names.items():
+        step = float((drafts.steps[name].scales() / deviation(weights[name])).mean())
+        assert math.log2(step) == pytest.approx(math.log2(expected), abs=1 / FINE)
+
+
+# points
+
+
+def lattice(shape: tuple[int, int] = (48, 64), seed: int = 0) -> Lattice:
+    made = lattice_of(normal(*shape), Curvature(squares(*shape)), 1e-6, seed)
+    assert made is not None
+    return made
+
+
+def before(x: Tensor, on: Lattice, original: bool = True) -> Before:
+    points = points_of(x, on, None, 0.5)
+    return Before(points.codes, points.values(torch.float32), x if original else None)
+
+
+def left(x: Tensor, points: Points) -> Tensor:
+    """How many steps a weight lies from its point."""
+    return (positions(x, points.lattice) - points.codes).abs()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.floats(0.5, 0.75), st.floats(0, 1), st.sampled_from([0, 77]))
+def test_a_weight_leaves_its_point_when_it_is_further_than_the_hold_and_goes_to_the_nearest(hold, far, seed):
+    on, x = lattice(seed=seed), normal(48, 64)
+    old, now = before(x, on), normal(48, 64) + far * normal(48, 64, seed=1)
+    points = points_of(now, on, old, hold)
+    from_old = (positions(now, on) - old.codes).abs()
+    stayed = points.codes == old.codes
+    assert stayed[from_old <= hold].all()
+    assert torch.equal(stayed | (from_old > hold), torch.ones_like(stayed))
+    assert float(left(now, points).max()) <= hold + 1e-4
+    assert bool((left(now, points)[from_old > hold] <= 0.5 + 1e-4).all())
+
+
+def moved(kind: str, by: float, shape: tuple[int, int]) -> Tensor:
+    noise = normal(*shape, seed=5, scale=by)
+    return noise if kind == "shaken" else noise * 0.2 + by * normal(shape[0], 1, seed=6)
+
+
+@pytest.mark.parametrize("kind", ["shaken", "drifting"])
+@pytest.mark.parametrize("by", [0.05, 0.2, 0.6])
+def test_the_hold_keeps_the_progress_that_is_wanted(kind, by):
+    """Of all of the weight, though a part of it is measured; unless even the longest keeps more."""
+    shape = (600, 512)
+    x, on = normal(*shape), lattice(shape)
+    held = before(x, on)
+    now = x + moved(kind, by, shape)
+    hold = hold_for({"a": now}, {"a": on}, {"a": held}, 0.93, 0.75)
+    written = points_of(now, on, held, hold).values(torch.float32) - held.kept
+    kept = float((written * (now - x)).sum() / (now - x).square().sum())
+    assert 0.5 < hold <= 0.75
+    assert kept > 0.9 and (hold > 0.74 or kept < 0.96), (hold, kept)
+
+
+def test_with_nothing_to_compare_weights_go_to_the_nearest_point():
+    x, on = normal(48, 64), lattice()
+    assert hold_for({"a": x}, {"a": on}, {}, 0.93, 0.75) == 0.5
+    assert hold_for({"a": x}, {"a": on}, {"a": before(x, on, original=False)}, 0.93, 0.75) == 0.5
+
+
+def test_what_is_on_another_lattice_is_not_held():
+    x, on = normal(48, 64), lattice()
+    points = points_of(x, on, None, 0.5)
+    reference = Reference({"a": points.values(torch.float32)}, {"a": points}, {"a": x})
+    assert Before.of("a", on, reference) is not None
+    others = (replace(on, rows=on.rows + 1), replace(on, seed=7))
+    assert all(Before.of("a", other, reference) is None for other in others)
+    assert Before.of("b", on, reference) is None and Before.of("a", on, None) is None
+
+
+def test_the_dither_is_another_one_for_each_weight_seed_and_restore_and_none_before_the_first():
+    seeds = {seed_of(name, generation, seed) for name in ("a", "b") for generation in (1, 2, 3) for seed in (0, 1)}
+    assert len(seeds) == 12 and all(0 < one < 1 << 32 for one in seeds)
+    assert seed_of("a", 0, 0) == seed_of("b", 0, 5) == 0
+
+
+def test_points_that_would_not_reach_are_seen():
+    on, x = lattice((4, 4)), normal(4, 4)
+    assert fits(x, on) and fits(x * 1000, on) and not fits(x * 1e6, on)
+    assert not fits(x, replace(on, rows=on.rows + size_of(1e-6)))
