@@ -82,7 +82,7 @@ PARTS = (
     Variant("steps alike in all rows and columns", PLAIN, ((weights, "GAMMA", 0.0),)),
     Variant("steps alike in all tensors", PLAIN, ((weights, "ALLOTTED", 0.0),)),
     Variant("neither", PLAIN, ((weights, "GAMMA", 0.0), (weights, "ALLOTTED", 0.0))),
-    Variant("steps without a cap", PLAIN, ((weights, "WIDEST", 1e9),)),
+    Variant("steps without a cap", PLAIN, ((drafts, "WIDEST", 1e9),)),
     Variant("to the nearest, nothing held", PLAIN, ((drafts, "LONGEST", 0.5),)),
     Variant("held to a retention of .8", PLAIN, ((drafts, "RETAINED", 0.8),)),
 )

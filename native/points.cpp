@@ -181,7 +181,8 @@ SHRINKPOINT_KERNEL(bool, round_all,
                    (values, steps, dithers, count, codes)) {
     uint32_t far = 0;
     for (size_t i = 0; i < count; ++i) {
-        const float at = values[i] / steps[i] - dithers[i];
+        const float quotient = values[i] / steps[i];
+        const float at = (steps[i] > 0.0f ? quotient : 0.0f) - dithers[i];  // no step: all points are zero
         far |= !(std::fabs(at) < static_cast<float>(kMostCode));
         codes[i] = static_cast<int16_t>(rounded(reachable(at)));
     }

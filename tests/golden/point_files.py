@@ -51,6 +51,8 @@ def points() -> Iterator[tuple[str, Golden]]:
         yield f"points_{law}_others", Golden(**settled(others), shows=shows, base=f"points_{law}_base")
     kept = {**of_law("linear", 2, at=-37, seed=5), "b": points_of("linear", (300,), random=2, at=-36, seed=6)}
     yield "points_same", Golden(**settled(kept), shows=("same", "gridded"), base="points_linear_others")
+    empty = {"a": points_of("linear", (0,)), "b": points_of("linear", (3, 0, 2))}
+    yield "points_empty", Golden(**settled(empty), shows=("gridded",))
     yield from _far()
     yield from _by_contexts()
     yield from _on_any_values()

@@ -16,8 +16,8 @@ from shrinkpoint.codec.quantize import assign, cluster
 from shrinkpoint.codec.symbols import MOST_CODES, SPECIALS
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.record import JSON
-from shrinkpoint.schemes.picks import SMALLEST
-from shrinkpoint.schemes.tracked import Tracked, largest, whole
+from shrinkpoint.schemes.picks import SMALLEST, largest
+from shrinkpoint.schemes.tracked import Tracked, whole
 from shrinkpoint.state import FlatState
 from shrinkpoint.statistics import LogHistogram
 

@@ -27,6 +27,7 @@ class Settled(Coding):
         optimizer: what is done with the moments.
         coders: how codes may be coded.
         loss: for the manifest: what was tried, measured and chosen.
+        values: of points, where they were computed already; on the CPU.
     """
 
     id: str
@@ -35,6 +36,7 @@ class Settled(Coding):
     optimizer: moments.Mode = "exact"
     coders: Sequence[str] = CODERS
     loss: JSON = None
+    values: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     @torch.no_grad()
     def quantize(self, flat: FlatState, reference: Reference | None) -> Kept:
@@ -46,7 +48,10 @@ class Settled(Coding):
         elif self.optimizer == "lossy":
             symbols.update((name, one.cpu()) for name, one in moments.lossy(flat))
         for name, one in sorted(symbols.items(), key=lambda item: isinstance(item[1], Points) and bool(item[1].other)):
-            changed[name] = one.values(flat.tensors[name].dtype, _beside(one, name, changed, reference))
+            made = self.values.get(name)
+            if made is None:
+                made = one.values(flat.tensors[name].dtype, _beside(one, name, changed, reference))
+            changed[name] = made
         for name, source in self.casts.items():
             if source in changed:
                 changed[name] = changed[source].to(flat.tensors[name].dtype)

@@ -17,7 +17,7 @@ from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.record import JSON
 from shrinkpoint.schemes import moments
 from shrinkpoint.schemes.base import Kept
-from shrinkpoint.schemes.picks import Picks
+from shrinkpoint.schemes.picks import Picks, largest
 from shrinkpoint.schemes.records import Coding
 from shrinkpoint.schemes.settled import Settled
 from shrinkpoint.state import FlatState
@@ -119,14 +119,6 @@ def whole(name: str, value: int) -> int:
     if type(value) is not int or not 0 <= value < 1 << 32:
         raise PolicyError(name, found=repr(value), expected="a whole number from 0, of 32 bits", do="take 0")
     return value
-
-
-def largest(x: Tensor) -> float:
-    """The largest magnitude, 0 of nothing; not finite where a value is not. A tenth of the time of `isfinite`."""
-    if x.numel() == 0:
-        return 0.0
-    low, high = (float(end) for end in torch.aminmax(x.detach()))
-    return math.nan if math.isnan(low) else max(-low, high)
 
 
 def _differences(weights: Mapping[str, Tensor], reference: Reference | None) -> dict[str, Tensor]:

@@ -39,7 +39,11 @@ class Bowl:
 
     @property
     def state(self) -> dict[str, Any]:
-        return adam(self.center, self.v, {name: torch.zeros_like(x) for name, x in self.center.items()})
+        """First moments are noise: the slope is zero, and they cost what they cost."""
+        noise = {
+            name: 0.1 * normal(*x.shape, seed=self.moves) * self.v[name].sqrt() for name, x in self.center.items()
+        }
+        return adam(self.center, self.v, noise)
 
     def rise(self, model: dict[str, Tensor]) -> float:
         parts = [float((self.v[name] * (model[name] - x).square()).sum()) for name, x in self.center.items()]
@@ -94,11 +98,11 @@ def test_whatever_the_prediction_is_worth_no_save_is_above_the_budget(scale, ter
         with Silent():
             said = chain.save()
         assert chain.rise <= 0.05 * (1 + 1e-6)
-        assert said["chosen"]["step"] is not None or chain.rise == 0
+        assert said["chosen"]["step_in_deviations"] is not None or chain.rise == 0
         assert chain.calls <= 1 + TRIALS
         assert said["tried"][-1]["rise"] == pytest.approx(chain.rise, rel=1e-3) or len(said["tried"]) > 1
         bowl.move()
-    assert said["chosen"]["step"] is not None
+    assert said["chosen"]["step_in_deviations"] is not None
     assert chain.rise > 0.05 / 20 or said["size"] >= LARGEST - 8
 
 
@@ -148,7 +152,7 @@ def test_where_even_the_smallest_steps_are_too_large_the_weights_are_exact_and_t
     for _ in range(2):
         with pytest.warns(LossWarning, match="no steps keep the loss within"):
             said = chain.save()
-        assert said["chosen"] == {"step": None, "moments": "coded"} and said["size"] is None
+        assert said["chosen"] == {"step_in_deviations": None, "moments": "coded"} and said["size"] is None
         assert len(said["tried"]) == TRIALS and all(line["rise"] > 1e-3 for line in said["tried"])
         assert all(torch.equal(x, chain.model[name]) for name, x in bowl.center.items())
         bowl.move()
@@ -156,7 +160,7 @@ def test_where_even_the_smallest_steps_are_too_large_the_weights_are_exact_and_t
     for _ in range(3):
         with Silent():
             said = chain.save()
-    assert said["chosen"]["step"] > 0 and 0 < chain.rise <= 1e-3
+    assert said["chosen"]["step_in_deviations"] > 0 and 0 < chain.rise <= 1e-3
 
 
 def test_a_score_may_fall_by_the_budget():
@@ -169,13 +173,13 @@ def test_a_score_may_fall_by_the_budget():
 def test_what_is_better_than_before_is_within_any_budget():
     bowl = Bowl()
     chain = Chain(bowl, budget=1e-9, evaluate=lambda state: -bowl.rise(state["model"]))
-    assert chain.save()["chosen"]["step"] >= 1 and chain.save()["tried"][0]["rise"] < 0
+    assert chain.save()["chosen"]["step_in_deviations"] >= 1 and chain.save()["tried"][0]["rise"] < 0
 
 
 # a budget that is predicted
 
 
-@pytest.mark.parametrize("budget", [1e-3, 0.01, 0.1])
+@pytest.mark.parametrize("budget", [1e-4, 1e-3, 0.01])
 def test_with_the_number_of_terms_the_prediction_decides(budget):
     bowl = Bowl()
     chain = Chain(bowl, budget=budget, terms=TERMS)
@@ -184,8 +188,8 @@ def test_with_the_number_of_terms_the_prediction_decides(budget):
         (line,) = said["tried"]
         assert line["rise"] is None and said["terms"] == TERMS and bowl.calls == 0
         assert line["curvature"] == pytest.approx(chain.rise, rel=0.05)
-        assert 0.4 * AIM < chain.rise / budget < 1
-        bowl.move(0.001)
+        assert 0.8 * AIM < chain.rise / budget < 1
+        bowl.move(0.05)
 
 
 @pytest.mark.parametrize("options", [{}, {"budget": 0.5}, {"budget": 1e-6}])
@@ -194,14 +198,7 @@ def test_with_nothing_to_go_by_steps_are_the_stated_ones(options):
     chain = Chain(bowl, **options)
     for _ in range(2):
         said = chain.save()
-        assert said["chosen"]["step"] == 1.0 and said["terms"] is None and said["tried"][0]["curvature"] is None
-
-
-def test_terms_without_any_knowledge_of_the_loss_are_nothing_to_go_by():
-    said = sp.Fisher(terms=100).quantize_loss if False else None
-    store = sp.Store(MemoryStorage())
-    said = store.save(1, {"a.weight": normal(40, 40)}, scheme=sp.Fisher(terms=100, budget=1e-9)).search
-    assert said["chosen"]["step"] == 1.0
+        assert said["chosen"]["step_in_deviations"] == 1.0 and said["terms"] is None and said["tried"][0]["curvature"] is None
 
 
 # an evaluation that is of no use
@@ -213,7 +210,7 @@ def test_where_the_state_itself_has_no_loss_the_prediction_decides_and_that_is_s
     chain = Chain(bowl, budget=0.05, terms=TERMS, evaluate=lambda state: value)
     with pytest.warns(LossWarning, match=f"evaluate returned {value} for the state itself"):
         said = chain.save()
-    assert said["chosen"]["step"] > 0 and said["tried"][0]["rise"] is None and 0 < chain.rise < 0.05
+    assert said["chosen"]["step_in_deviations"] > 0 and said["tried"][0]["rise"] is None and 0 < chain.rise < 0.05
 
 
 @pytest.mark.parametrize("answer", [None, "3.0?", [1, 2], torch.ones(3)])
@@ -243,17 +240,18 @@ def test_an_error_in_an_evaluation_is_named_and_nothing_is_changed(at):
     assert all(torch.equal(before[name], x) for name, x in bowl.center.items()) and chain.store.steps() == []
 
 
-def test_drafts_whose_loss_is_infinite_are_not_taken():
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_drafts_that_have_no_loss_are_not_taken(value):
     bowl = Bowl()
 
     def evaluate(state: Any) -> float:
         rise = bowl.rise(state["model"])
-        return rise if rise < 1e-3 else math.inf
+        return rise if rise < 1e-3 else value
 
     chain = Chain(bowl, budget=0.05, evaluate=evaluate)
     with Silent():
         said = chain.save()
-    assert said["tried"][0]["rise"] == "inf"
+    assert said["tried"][0]["rise"] == str(value)
     assert chain.rise < 1e-3
 
 
@@ -263,7 +261,7 @@ def test_drafts_whose_loss_is_infinite_are_not_taken():
 LARGE = {"a.weight": (300, 256), "b.weight": (256, 300), "c.bias": (300,)}
 
 
-@pytest.mark.parametrize("ratio", [5.0, 8.0, 16.0])
+@pytest.mark.parametrize("ratio", [14.0, 20.0, 30.0])
 def test_the_whole_state_becomes_as_small_as_was_asked_for(ratio):
     bowl = Bowl(shapes=LARGE)
     chain = Chain(bowl, ratio=ratio)
@@ -274,38 +272,71 @@ def test_the_whole_state_becomes_as_small_as_was_asked_for(ratio):
 
 
 def test_a_ratio_that_cannot_be_had_is_said():
-    bowl = Bowl()
-    chain = Chain(bowl, ratio=500)
-    with pytest.warns(LossWarning, match="more than the state may have at 500x"):
-        said = chain.save()
-    assert said["size"] == LARGEST
-    exact = Chain(bowl, ratio=4, moments="exact")
+    chain = Chain(Bowl(), ratio=4, moments="exact")
     with pytest.warns(LossWarning, match="more than the state may have at 4x"):
-        exact.save()
+        assert chain.save()["size"] == LARGEST
+
+
+def test_what_costs_nothing_does_not_count_beside_a_ratio():
+    """Dropped moments, copies of the weights in 16 bits, and a tied weight that is saved twice."""
+    weights = {"a.weight": normal(300, 256), "b.weight": normal(256, 300, seed=1)}
+    narrow = {name: x.bfloat16() for name, x in weights.items()}
+    tied = adam(weights)
+    tied["model"] = {**weights, "head.weight": weights["a.weight"].clone()}
+    cases = [
+        (adam(weights), {"ratio": 25.0, "moments": "drop"}), ({"model": narrow, "masters": weights}, {"ratio": 12.0}),
+        (tied, {"ratio": 30.0}),
+    ]  # fmt: skip
+    for state, options in cases:
+        report = sp.Store(MemoryStorage()).save(1, state, scheme=sp.Fisher(**options))
+        assert report.ratio == pytest.approx(options["ratio"], rel=0.1)
 
 
 def test_a_larger_ratio_loses_more():
     rises = []
-    for ratio in (5, 7, 10, 14):
+    for ratio in (14, 18, 24, 32):
         chain = Chain(Bowl(shapes=LARGE), ratio=ratio)
         chain.save()
         rises.append(chain.rise)
-    assert rises == sorted(rises) and rises[-1] > 10 * rises[0]
+    assert rises == sorted(rises) and rises[-1] > 4 * rises[0]
 
 
 # an error
 
 
+MATRICES = {"a.weight": (96, 64), "b.weight": (64, 96), "c.weight": (16, 4, 3, 3)}
+
+
 @pytest.mark.parametrize("error", [0.003, 0.03, 0.1])
-def test_the_error_is_as_large_as_was_asked_for(error):
-    bowl = Bowl(shapes={"a.weight": (96, 64), "b.weight": (64, 96), "c.weight": (16, 4, 3, 3)})
+@pytest.mark.parametrize("keyframe_every", [1, None])
+def test_the_error_is_as_large_as_was_asked_for(error, keyframe_every):
+    """Later in a chain it may be half as large again, where weights that only shake stay at their points."""
+    bowl = Bowl(shapes=MATRICES)
     bowl.v["b.weight"] = bowl.v["b.weight"] * 4
-    chain = Chain(bowl, relative_error=error)
+    chain = Chain(bowl, keyframe_every, relative_error=error)
     for _ in range(3):
         said = chain.save()
-        assert bowl.errors(chain.model) == pytest.approx(error, rel=0.1)
+        found = bowl.errors(chain.model)
+        assert 0.9 * error < found < (1.1 if chain.report.keyframe else 1.5) * error
         assert multiplier_of(said["size"]) == pytest.approx(error * math.sqrt(12), rel=0.05)
         bowl.move(0.02)
+
+
+@pytest.mark.parametrize("error", [1e-12, 1e-300])
+def test_weights_that_cannot_be_written_so_finely_are_exact_and_named(error):
+    bowl = Bowl()
+    chain = Chain(bowl, relative_error=error)
+    with pytest.warns(LossWarning, match=r"no points of these steps reach .*model/a\.weight"):
+        said = chain.save()
+    assert said["left_out"] == [f"model/{name}" for name in bowl.center] and bowl.rise(chain.model) == 0
+
+
+def test_an_error_without_bound_leaves_hardly_more_than_signs():
+    bowl = Bowl()
+    chain = Chain(bowl, relative_error=1e300)
+    said = chain.save()
+    assert said["size"] < 1 << 10 and chain.report.weights_ratio > 18
+    assert all(float((x - bowl.center[name]).norm() / bowl.center[name].norm()) < 1.2 for name, x in chain.model.items())
 
 
 def test_what_is_asked_for_by_error_or_ratio_is_measured_too_where_it_can_be():
@@ -316,7 +347,7 @@ def test_what_is_asked_for_by_error_or_ratio_is_measured_too_where_it_can_be():
         assert line["rise"] == pytest.approx(chain.rise, rel=1e-3) and chain.calls == 2
 
 
-@pytest.mark.parametrize("options", [{"relative_error": 0.05}, {"budget": 0.05, "terms": TERMS}, {"ratio": 8}])
+@pytest.mark.parametrize("options", [{"relative_error": 0.05}, {"ratio": 8}])
 def test_the_same_error_is_better_where_the_loss_is_known(options):
     """Of the same number of bits, more go where it matters."""
 

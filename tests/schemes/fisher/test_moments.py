@@ -74,6 +74,14 @@ def test_second_moments_are_within_a_factor_of_what_they_were():
     assert abs(float(logs.mean())) < 0.1
 
 
+@pytest.mark.parametrize("key", ["max_exp_avg_sq", "sum", "exp_inf"])
+def test_what_never_forgets_has_finer_steps(key):
+    state, v = adam({"a": normal(64, 96)}), squares(64, 96)
+    slots(state)[0][key] = v.clone()
+    logs = (slots(kept(state))[0][key] / v).log2()
+    assert 0.1 < float(logs.abs().max()) <= STEPS.lasting / 16 + 1 / 8 < 0.5
+
+
 def test_rows_and_columns_keep_their_means():
     v = squares(128, 96, octaves=4)
     found = beside(v * 0, v)[1]
@@ -126,13 +134,14 @@ def test_rows_that_hardly_move_get_little_noise(alone):
         assert bool((error.abs().amax(1) <= 4.3 * rows).all())
 
 
-def test_dead_rows_of_a_momentum_stay_next_to_nothing():
+def test_a_momentum_with_zeros_keeps_them():
+    """Without a second moment beside them nothing says where they are: then all of it stays exact."""
     m = normal(40, 64)
-    m[7], m[:, 5] = 0.0, 0.0
-    points = lone(m, 3, STEPS)
-    assert points is not None
-    found = points.values(torch.float32)
-    assert float(found[7].abs().max()) < 1e-5 and float(found[:, 5].abs().max()) < 1e-5
+    for place in ((7,), (slice(None), 5), (2, 3)):
+        dead = m.clone()
+        dead[place] = 0.0
+        assert lone(dead, 3, STEPS) is None
+    assert lone(m, 3, STEPS) is not None
 
 
 @settings(max_examples=40, deadline=None)
@@ -179,7 +188,8 @@ def test_each_optimizer_has_its_moments_coded_and_all_else_exact_and_trains_on(n
     after = kept(state)
     for old, new in zip(slots(state), slots(after), strict=True):
         for key in old:
-            assert same(old[key], new[key]) is (key not in laws or old[key].numel() < FEWEST), key
+            exact = key not in laws or old[key].numel() < FEWEST or (laws[key] == "linear" and not old[key].all())
+            assert same(old[key], new[key]) is exact, key
             assert laws.get(key) != "log" or torch.equal(new[key] > 0, old[key] > 0)
     assert same(state["optimizer"]["param_groups"], after["optimizer"]["param_groups"])
     losses = []
@@ -201,15 +211,13 @@ def test_step_counters_and_rates_stay_exact():
 @pytest.mark.parametrize("which", ["both", "second", "first"])
 def test_bfloat16_moments_are_coded_too(which):
     m, v = relative((48, 32))
-    v[3], m[3] = 0.0, 0.0
     m, v = m.bfloat16() if which != "second" else m, v.bfloat16() if which != "first" else v
     first_, second_ = beside(m, v)
     assert first_.dtype == m.dtype and second_.dtype == v.dtype
     assert torch.equal(second_ > 0, v > 0) and not torch.equal(first_, m) and not torch.equal(second_, v)
     error = (first_.float() - m.float()) / v.float().sqrt().clamp(min=1e-12)
-    live = torch.arange(48) != 3
-    assert float(error[live].square().mean().sqrt()) < 2 * float((m / v.sqrt())[live].float().square().mean().sqrt())
-    assert abs(float(error[live].mean())) < 0.05
+    assert float(error.square().mean().sqrt()) < 2 * float((m / v.sqrt()).float().square().mean().sqrt())
+    assert abs(float(error.mean())) < 0.05
 
 
 def test_exact_moments_are_exact_bit_for_bit():

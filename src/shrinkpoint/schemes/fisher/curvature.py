@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec.lattice import matrix
+from shrinkpoint.schemes.picks import largest
 from shrinkpoint.state import AdamFacts, FlatState
 
 
@@ -44,10 +45,16 @@ class Curvature:
     Attributes:
         squares: mean squared gradients, float32; None: nothing is known.
         slope: mean gradients, float32; None: nothing is known.
+        mean: of the squares; 0 where nothing is known.
     """
 
     squares: Tensor | None = field(default=None, repr=False)
     slope: Tensor | None = field(default=None, repr=False)
+    mean: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.squares is not None and self.squares.numel():
+            object.__setattr__(self, "mean", float(self.squares.sum(dtype=torch.float32)) / self.squares.numel())
 
     @classmethod
     def of(cls, name: str, x: Tensor, flat: FlatState, recorded: Mapping[str, Tensor]) -> Curvature:
@@ -74,13 +81,6 @@ class Curvature:
             return cls(matrix(recorded).to(x.device, torch.float32), slope)
         return cls(None if slope is None else slope.square(), slope)
 
-    @property
-    def mean(self) -> float:
-        """Of the squares; 0 where nothing is known."""
-        if self.squares is None or self.squares.numel() == 0:
-            return 0.0
-        return float(self.squares.mean(dtype=torch.float64))
-
     def rise(self, error: Tensor) -> tuple[float, float]:
         """(slope term, curvature term of one loss term) of an error as a matrix; zeros where nothing is known."""
         first = 0.0 if self.slope is None else float((self.slope * error).sum(dtype=torch.float64))
@@ -99,7 +99,7 @@ def _moment(flat: FlatState, name: str | None, like: Tensor) -> Tensor | None:
     if x is None or x.shape != like.shape or not x.is_floating_point():
         return None
     x = matrix(x).to(like.device, torch.float32)
-    return x if bool(x.isfinite().all()) else None
+    return x if math.isfinite(largest(x)) else None
 
 
 def _grown(beta: float | None, step: int | None) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,11 +17,9 @@ from shrinkpoint.schemes.fisher.weights import (
     Before,
     care,
     deviation,
-    fits,
     hold_for,
     lattice_of,
     points_of,
-    positions,
     scaled,
     seed_of,
     usual_squares,
@@ -44,6 +42,7 @@ class Draft:
         slope, curved: the two terms of the predicted rise, the second one of a single loss term.
         hold: see `weights.points_of`.
         left_out: weights that stay exact, since points would not reach as far as they do.
+        values: what the points stand for, of the weights' dtypes and on their devices.
     """
 
     size: int
@@ -52,6 +51,7 @@ class Draft:
     curved: float
     hold: float
     left_out: tuple[str, ...] = ()
+    values: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
 
 class Drafts:
@@ -102,17 +102,20 @@ class Drafts:
     def draft(self, size: int) -> Draft:
         """With steps of this size. Weights whose points would not reach far enough are left out, and stay exact."""
         lattices = {name: self._sized(name, size) for name in self.steps}
-        lattices = {name: one for name, one in lattices.items() if fits(self.weights[name], one)}
         before = {name: Before.of(name, self.weights[name], one, self._reference) for name, one in lattices.items()}
         same = {name: one for name, one in before.items() if one is not None}
         hold = hold_for(self.weights, lattices, same, RETAINED, LONGEST)
-        points = {name: points_of(self.weights[name], one, before[name], hold) for name, one in lattices.items()}
+        found = {name: points_of(self.weights[name], one, before[name], hold) for name, one in lattices.items()}
+        points = {name: one for name, one in found.items() if one is not None}
+        values = {name: one.values(self.weights[name].dtype) for name, one in points.items()}
         slope = curved = 0.0
-        for name, one in points.items():
-            error = matrix(one.values(torch.float32)) - matrix(self.weights[name]).to(torch.float32)
+        for name, made in values.items():
+            error = matrix(made).to(torch.float32) - matrix(self.weights[name]).to(torch.float32)
             first, second = self.known[name].rise(error)
             slope, curved = slope + first, curved + second
-        return Draft(size, points, slope, curved, hold, tuple(name for name in self.steps if name not in points))
+        return Draft(
+            size, points, slope, curved, hold, tuple(name for name in self.steps if name not in points), values
+        )
 
     def bits(self, size: int) -> float:
         """What its points cost, about: the entropy of the differences in a part of them."""
@@ -124,10 +127,11 @@ class Drafts:
     def _bits(self, name: str, lattice: Lattice) -> float:
         x = self.weights[name]
         every = slice(None, None, max(1, x.numel() // _SAMPLE))
-        codes = positions(x, lattice)[every].round()
+        steps = replace(lattice, rows=lattice.rows[every]).scales(device=x.device)
+        codes = (matrix(x)[every].to(torch.float32) / steps).round()
         held = None if self._reference is None else self._reference.matching(name, tuple(x.shape), x.dtype)
         if held is not None:
-            codes = codes - positions(held.to(x.device), lattice)[every].round()
+            codes = codes - (matrix(held)[every].to(x.device, torch.float32) / steps).round()
         return entropy(codes) * x.numel() / max(1, codes.numel())
 
     def _like(self, name: str, x: Tensor, size: int | None) -> Lattice | None:

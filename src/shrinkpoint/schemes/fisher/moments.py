@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec import Lattice, Points
-from shrinkpoint.codec.lattice import FINE, MOST_CODE, MOST_EXPONENT, NOTHING, matrix, spans
+from shrinkpoint.codec.lattice import FINE, MOST_EXPONENT, NOTHING, matrix, spans
+from shrinkpoint.codec.quantize.points import nearest
 from shrinkpoint.record import Role
+from shrinkpoint.schemes.picks import largest
 from shrinkpoint.state import FlatState
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -49,15 +51,18 @@ class Steps:
     lone: float = 4.0
 
 
-def moments(flat: FlatState, save: int, seed: int, steps: Steps) -> Iterator[tuple[str, Points]]:
+def moments(
+    flat: FlatState, save: int, seed: int, steps: Steps, made: dict[str, Tensor] | None = None
+) -> Iterator[tuple[str, Points]]:
     """Points of every moment that is large enough and finite; the others stay exact.
 
     Args:
         save: a number that no other save of this run has: of the dither.
+        made: filled with the values of second moments, which first ones need.
     """
     pairs = {facts.moment1: facts.moment2 for facts in flat.optim.values() if facts.moment1 is not None}
     usable = {name: x for name, x in flat.tensors.items() if _usable(x, flat.infos[name].role)}
-    made: dict[str, Tensor] = {}
+    made = {} if made is None else made
     for name, x in usable.items():
         if flat.infos[name].role is Role.MOMENT2 and not bool((x < 0).any()):
             floor = _floor(name, pairs, usable)
@@ -99,7 +104,7 @@ def first(m: Tensor, v: Tensor, other: str, seed: int, steps: Steps) -> Points |
     wide = (usual * steps.most).clamp(max=steps.first, min=2.0 ** (-MOST_EXPONENT / FINE))
     rows = _exponents(wide)
     lattice = Lattice("relative", rows, torch.zeros(1, dtype=torch.int16), seed=seed)
-    return _dithered(m, values, lattice, other, v)
+    return nearest(m, lattice, other=v, name=other)
 
 
 def lone(m: Tensor, seed: int, steps: Steps) -> Points | None:
@@ -117,17 +122,7 @@ def lone(m: Tensor, seed: int, steps: Steps) -> Points | None:
         "linear", _exponents(rows.clamp(min=tiny) * (whole**0.5 * steps.lone)), _exponents(columns.clamp(min=tiny)),
         seed=seed,
     )  # fmt: skip
-    return _dithered(m, values, lattice, "", None)
-
-
-def _dithered(m: Tensor, values: Tensor, lattice: Lattice, other: str, v: Tensor | None) -> Points | None:
-    shape = values.shape[0], values.shape[1]
-    scales = lattice.scales(None if v is None else matrix(v).to(torch.float32), m.device)
-    at = torch.where(scales > 0, values / scales, 0.0) - lattice.dither(shape, m.device)
-    codes = at.round()
-    if not bool((codes.abs() < MOST_CODE).all()):
-        return None
-    return Points(codes.to(torch.int16).reshape(m.shape), lattice, other)
+    return nearest(m, lattice)
 
 
 def _factors(logs: Tensor, there: Tensor, counts: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -161,4 +156,4 @@ def _floor(name: str, pairs: Mapping[str, str | None], usable: Mapping[str, Tens
 
 def _usable(x: Tensor, role: Role) -> bool:
     fits = role in (Role.MOMENT1, Role.MOMENT2) and x.dtype in _DTYPES and x.numel() >= FEWEST
-    return fits and bool(x.isfinite().all())
+    return fits and math.isfinite(largest(x))

@@ -130,7 +130,8 @@ class Fisher(Coding):
         picks = picks.folded(flat.optim.keys())
         if picks.refused:
             _warn(f"weights with values that are not finite are kept as they are: {', '.join(picks.refused)}")
-        further = self._of_moments(flat)
+        values: dict[str, Tensor] = {}
+        further = self._of_moments(flat, values)
         answer = self._of_weights(flat, picks, reference, target, further)
         if answer.left_out:
             _warn(f"weights that no points of these steps reach are kept as they are: {', '.join(answer.left_out)}")
@@ -145,7 +146,9 @@ class Fisher(Coding):
             "chosen": self._chosen(symbols), "seconds": round(time.perf_counter() - began, 3),
         }  # fmt: skip
         kept: others.Mode = "reset" if self._moments == "drop" else "exact"
-        return Settled(self.id, symbols, picks.casts, kept, self.coders, loss)
+        if answer.draft is not None:
+            values |= {name: x for name, x in answer.draft.values.items() if x.device.type == "cpu"}
+        return Settled(self.id, symbols, picks.casts, kept, self.coders, loss, values)
 
     def _chosen(self, symbols: Mapping[str, Origin]) -> JSON:
         """What every manifest says of a choice; None where nothing was lost."""
@@ -160,12 +163,12 @@ class Fisher(Coding):
         """Decide and quantize; see `schemes.Scheme`."""
         return self.settle(flat, reference).quantize(flat, reference)
 
-    def _of_moments(self, flat: FlatState) -> dict[str, Points]:
+    def _of_moments(self, flat: FlatState, values: dict[str, Tensor]) -> dict[str, Points]:
         if self._moments != "coded":
             return {}
         updates = [facts.step for facts in flat.optim.values() if facts.step is not None]
         number = max(updates, default=self._saves + (self._generation << 20))
-        return dict(moments(flat, number, self._seed, Steps()))
+        return dict(moments(flat, number, self._seed, Steps(), values))
 
     def _of_weights(
         self, flat: FlatState, picks: Picks, reference: Reference | None, target: Target | None,
@@ -208,8 +211,7 @@ class Fisher(Coding):
                 return
 
             def measure(draft: Draft) -> float:
-                values = {name: one.values(picks.tensors[name].dtype) for name, one in draft.points.items()}
-                found = target.measure(picks.replaced(values, flat))
+                found = target.measure(picks.replaced(draft.values, flat))
                 return base - found if self._higher else found - base
 
             yield measure

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec import Lattice, Points, Reference
-from shrinkpoint.codec.lattice import FINE, MOST_CODE, MOST_EXPONENT, matrix, spans
+from shrinkpoint.codec.lattice import FINE, MOST_EXPONENT, matrix, spans
+from shrinkpoint.codec.quantize.points import nearest
 from shrinkpoint.schemes.fisher.curvature import Curvature
 from shrinkpoint.schemes.layers import EMBEDDING, HEAD, kind_by_name
 
@@ -85,31 +86,18 @@ def _fall(squares: Tensor, axis: int) -> Tensor:
     return logs - logs.mean()
 
 
-def positions(x: Tensor, lattice: Lattice) -> Tensor:
-    """Where a weight lies between points: float32, of the matrix's shape."""
-    values = matrix(x).to(torch.float32)
-    shape = values.shape[0], values.shape[1]
-    return values / lattice.scales(device=x.device) - lattice.dither(shape, x.device)
-
-
-def fits(x: Tensor, lattice: Lattice) -> bool:
-    """Whether points reach as far as the weight does, and its dtype as far as the points."""
-    ends = positions(x, lattice).aminmax()
-    if float(ends.min) <= -MOST_CODE or float(ends.max) >= MOST_CODE:
-        return False
-    return x.dtype != torch.float16 or bool(points_of(x, lattice, None, 0.5).values(x.dtype).isfinite().all())
-
-
 @dataclass(frozen=True)
 class Before:
     """What a weight's points can be compared with.
 
     Attributes:
         codes: of the checkpoint before, on the same lattice.
+        kept: its values.
         original: the weight as it was in training then; None: nobody knows.
     """
 
     codes: Tensor = field(repr=False)
+    kept: Tensor = field(repr=False)
     original: Tensor | None = field(repr=False)
 
     @classmethod
@@ -118,22 +106,24 @@ class Before:
         if reference is None or not isinstance(held, Points) or held.lattice != lattice or held.codes.shape != x.shape:
             return None
         original = reference.originals.get(name)
-        return cls(held.codes, original if original is not None and original.shape == x.shape else None)
+        kept = reference.tensors[name]
+        return cls(held.codes, kept, original if original is not None and original.shape == x.shape else None)
 
 
-def points_of(x: Tensor, lattice: Lattice, before: Before | None, hold: float) -> Points:
+def points_of(x: Tensor, lattice: Lattice, before: Before | None, hold: float) -> Points | None:
     """The nearest point; the one before where the weight is not further than `hold` steps from it.
 
     Args:
         hold: from 1/2, to the nearest, on. Weights that only shake then stay where they are, and a checkpoint is more
             of an average over time.
+
+    Returns:
+        None where points do not reach as far as the weight, or its dtype as far as the points.
     """
-    at = positions(x, lattice)
-    codes = at.round()
-    if before is not None and hold > 0.5:
-        old = matrix(before.codes).to(at.device, torch.float32)
-        codes = torch.where((at - old).abs() <= hold, old, codes)
-    return Points(codes.to(torch.int16).reshape(x.shape), lattice)
+    made = nearest(x, lattice, before=None if before is None else before.codes, hold=hold)
+    if made is not None and x.dtype == torch.float16 and not bool(made.values(x.dtype).isfinite().all()):
+        return None
+    return made
 
 
 def hold_for(
@@ -157,14 +147,12 @@ class _Part:
     """Some rows of a weight.
 
     Attributes:
-        at: where it lies between points.
-        old: its points before.
+        away: how many steps it is from its points before.
         steps: of the lattice.
-        moved: how far training went; what the checkpoint before had left out is in `behind`.
+        moved: how far training went since.
     """
 
-    at: Tensor
-    old: Tensor
+    away: Tensor
     steps: Tensor
     moved: Tensor
 
@@ -172,15 +160,13 @@ class _Part:
     def of(cls, x: Tensor, lattice: Lattice, before: Before) -> _Part:
         assert before.original is not None
         every = slice(None, None, max(1, x.numel() // _SAMPLE))
-        at = positions(x, lattice)[every]
-        old = matrix(before.codes).to(at.device, torch.float32)[every]
-        steps = lattice.scales(device=at.device).expand(matrix(x).shape)[every]
-        moved = matrix(x)[every].to(torch.float32) - matrix(before.original)[every].to(at.device, torch.float32)
-        return cls(at, old, steps, moved)
+        now = matrix(x)[every].to(torch.float32)
+        kept, original = (matrix(one)[every].to(x.device, torch.float32) for one in (before.kept, before.original))
+        steps = replace(lattice, rows=lattice.rows[every]).scales(device=x.device)
+        return cls((now - kept) / steps, steps, now - original)
 
     def progress(self, hold: float) -> tuple[float, float]:
-        codes = torch.where((self.at - self.old).abs() <= hold, self.old, self.at.round())
-        written = (codes - self.old) * self.steps
+        written = torch.where(self.away.abs() <= hold, 0.0, self.away.round()) * self.steps
         return float((written * self.moved).sum()), float(self.moved.square().sum())
 
 
