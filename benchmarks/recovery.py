@@ -90,6 +90,9 @@ def grid(quick: bool) -> list[Job]:
     jobs += [Job(name, seed) for name in VARIANTS for seed in (0, 1, 2)]
     every = ("gpt", "resnet", *VARIANTS)
     jobs += [Job(name, seed, system, 0.0, 10) for name in every for system in OURS for seed in (0, 1, 2)]
+    jobs += [
+        Job(name, seed, "fisher", threshold, 10) for name in every for threshold in (0.001, 0.01) for seed in (0, 1, 2)
+    ]
     return list(dict.fromkeys(jobs))
 
 

@@ -22,6 +22,9 @@ WIDER_SPACE = Space(
 )
 
 
+FISHER = "fisher"
+
+
 def available(system: str) -> bool:
     return system not in SYSTEMS or hasattr(sp, SYSTEMS[system])
 
@@ -33,6 +36,9 @@ def scheme(system: str, **arguments: Any) -> Any:
         arguments: threshold, evaluate, higher_is_better, optimizer, and gradients and paper, which only
             Inshrinkerator has.
     """
+    if system == FISHER:
+        budget = f"{100 * arguments['threshold']:g}%"
+        return sp.Fisher(budget=budget, **{name: arguments[name] for name in ("evaluate", "higher_is_better")})
     if system == WIDER:
         return sp.Inshrinkerator(space=WIDER_SPACE, **arguments)
     if system not in SYSTEMS:

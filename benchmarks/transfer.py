@@ -156,11 +156,7 @@ def compressed(work: Task, job: Job, threads: int) -> tuple[State, dict[str, Any
     if job.system == "none":
         return work.state, {"ratio weights": None, "ratio full": None, "source": base, "source base": base}
     watch = Watch(work.source)
-    settings = {"evaluate": watch, "higher_is_better": work.source_higher}
-    if job.system == FISHER:
-        scheme = sp.Fisher(budget=job.threshold * abs(base), **settings)
-    else:
-        scheme = systems.scheme(job.system, threshold=job.threshold, **settings)
+    scheme = systems.scheme(job.system, threshold=job.threshold, evaluate=watch, higher_is_better=work.source_higher)
     with tempfile.TemporaryDirectory(prefix="shrinkpoint-transfer-") as folder:
         path = Path(folder) / "state.safetensors"
         began = time.perf_counter()
@@ -200,12 +196,8 @@ def fine_tune(work: Task, state: State, seed: int) -> dict[str, Any]:
     return {"target": work.target(model), "train loss": losses[:: max(1, len(losses) // 50)], "train seconds": seconds}
 
 
-FISHER = "fisher"
-"""Without gradients: a state alone, and the quality of it."""
-
-
 def grid(args: argparse.Namespace) -> list[Job]:
-    names = ("none", "lossless", *systems.SYSTEMS, systems.WIDER, FISHER)
+    names = ("none", "lossless", *systems.SYSTEMS, systems.WIDER, systems.FISHER)
     seeds = args.seeds[:1] if args.quick else args.seeds
     of = {"lossless": seeds[:1]}  # as from the state itself, bit for bit: run for its ratio
     jobs = [(work, name, seed) for work in args.tasks for name in names for seed in of.get(name, seeds)]

@@ -110,6 +110,10 @@ def _searching(kind: Make, **settings: Any) -> Known:
     return Known(lambda **given: kind(**settings, **given), True)
 
 
+def _fisher(*, threshold: float, higher_is_better: bool, evaluate: Evaluate) -> Scheme:
+    return schemes.Fisher(budget=f"{100 * threshold:g}%", evaluate=evaluate, higher_is_better=higher_is_better)
+
+
 SYSTEMS: Mapping[str, Known] = {
     "lossless": Known(schemes.Lossless),
     "inshrinkerator": _searching(schemes.Inshrinkerator),
@@ -118,6 +122,7 @@ SYSTEMS: Mapping[str, Known] = {
     "qd": _searching(schemes.QD),
     "cnr": _searching(schemes.CNR),
     "gobo": _searching(schemes.GOBO),
+    "fisher": _searching(_fisher),
     "fisher .15": Known(lambda: schemes.Fisher(relative_error=0.15)),
     "fisher .3": Known(lambda: schemes.Fisher(relative_error=0.3)),
     "fisher .6": Known(lambda: schemes.Fisher(relative_error=0.6)),

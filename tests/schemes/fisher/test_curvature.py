@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from adams import adam, known_of, normal, squares
@@ -77,7 +79,8 @@ def test_a_recorder_of_squares_is_asked_where_the_optimizer_has_none(tmp_path, s
     run.steps(5, recorder)
 
     class Recorded:
-        square = {name: x.clone() for name, x in recorder.square.items()}
+        ready = True
+        square: ClassVar = dict(recorder.square)
 
     Recorded.square["body.0.weight"] = torch.ones(96, 64)
     Recorded.square["body.0.weight"][:48] *= 100.0

@@ -10,81 +10,14 @@ from typing import Any
 import pytest
 import torch
 from adams import adam, normal, squares
+from bowls import TERMS, Bowl, Chain
 from lossy import Silent
-from torch import Tensor
 
 import shrinkpoint as sp
 from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.schemes.fisher.dial import AIM, LARGEST, TRIALS, Learned
 from shrinkpoint.schemes.fisher.drafts import multiplier_of
 from shrinkpoint.storage import MemoryStorage
-
-TERMS = 500.0
-SHAPES = {"a.weight": (64, 48), "b.weight": (96, 64), "b.bias": (96,)}
-
-
-class Bowl:
-    """Weights in the middle of a quadratic loss, whose curvature is `scale` times that which the optimizer knows."""
-
-    def __init__(self, scale: float = 1.0, shapes: dict[str, tuple[int, ...]] = SHAPES) -> None:
-        self.scale, self.calls, self.moves = scale, 0, 0
-        self.center = {name: normal(*shape, seed=i, scale=0.1) for i, (name, shape) in enumerate(shapes.items())}
-        self.v = {name: squares(*shape, seed=i, octaves=1) for i, (name, shape) in enumerate(shapes.items())}
-
-    def move(self, by: float = 0.01) -> Bowl:
-        """What training does: the middle lies elsewhere, and the weights with it."""
-        self.moves += 1
-        self.center = {name: x + by * normal(*x.shape, seed=1000 + self.moves) for name, x in self.center.items()}
-        return self
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """First moments are noise: the slope is zero, and they cost what they cost."""
-        noise = {
-            name: 0.1 * normal(*x.shape, seed=self.moves) * self.v[name].sqrt() for name, x in self.center.items()
-        }
-        return adam(self.center, self.v, noise)
-
-    def rise(self, model: dict[str, Tensor]) -> float:
-        parts = [float((self.v[name] * (model[name] - x).square()).sum()) for name, x in self.center.items()]
-        return self.scale * TERMS * sum(parts) / 2
-
-    def evaluate(self, state: dict[str, Any]) -> float:
-        self.calls += 1
-        return 3.0 + self.rise(state["model"])
-
-    def errors(self, model: dict[str, Tensor]) -> float:
-        """The root mean square, in standard deviations: the geometric mean over all weights."""
-        logs = counts = 0.0
-        for name, x in self.center.items():
-            logs += x.numel() * float(((model[name] - x).square().mean().sqrt() / x.std()).log())
-            counts += x.numel()
-        return math.exp(logs / counts)
-
-
-class Chain:
-    """Saves, and what each of them says."""
-
-    def __init__(self, bowl: Bowl, keyframe_every: int | None = None, **options: Any) -> None:
-        self.bowl, self.scheme = bowl, sp.Fisher(**options)
-        self.store, self.step, self.calls = sp.Store(MemoryStorage(), keyframe_every=keyframe_every), 0, 0
-
-    def save(self) -> dict[str, Any]:
-        self.step += 1
-        calls = self.bowl.calls
-        self.report = self.store.save(self.step, self.bowl.state, scheme=self.scheme)
-        self.calls = self.bowl.calls - calls
-        self.said: dict[str, Any] = self.report.search
-        return self.said
-
-    @property
-    def model(self) -> dict[str, Tensor]:
-        return self.store.load(self.step)["model"]
-
-    @property
-    def rise(self) -> float:
-        return self.bowl.rise(self.model)
-
 
 # a budget that is measured
 
@@ -198,7 +131,43 @@ def test_with_nothing_to_go_by_steps_are_the_stated_ones(options):
     chain = Chain(bowl, **options)
     for _ in range(2):
         said = chain.save()
-        assert said["chosen"]["step_in_deviations"] == 1.0 and said["terms"] is None and said["tried"][0]["curvature"] is None
+        assert (
+            said["chosen"]["step_in_deviations"] == 1.0
+            and said["terms"] is None
+            and said["tried"][0]["curvature"] is None
+        )
+
+
+def test_terms_without_any_knowledge_of_the_loss_are_nothing_to_go_by():
+    scheme = sp.Fisher(terms=100, budget=1e-9)
+    said = sp.Store(MemoryStorage()).save(1, {"a.weight": normal(40, 40)}, scheme=scheme).search
+    assert said["chosen"]["step_in_deviations"] == 1.0
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_without_any_knowledge_of_the_loss_measuring_it_is_enough(scale):
+    """The prediction is then in no unit of its own, and a measurement says which."""
+    bowl = Bowl(scale)
+    store, rises = sp.Store(MemoryStorage(), keyframe_every=1), []
+    scheme = sp.Fisher(budget=0.05, evaluate=lambda state: 2.0 + bowl.rise(state))
+    for step in range(3):
+        with Silent():
+            store.save(step, bowl.center, scheme=scheme)
+        rises.append(bowl.rise(store.load(step)))
+        bowl.move()
+    assert all(0.05 / 20 < rise <= 0.05 for rise in rises)
+
+
+@pytest.mark.parametrize("base", [3.0, -3.0, 0.0])
+def test_a_budget_in_per_cent_is_one_of_the_loss_itself(base):
+    """Of one, where that is zero."""
+    bowl, other = Bowl(), Bowl()
+    chain = Chain(bowl, budget="2%", evaluate=lambda state: base + bowl.rise(state["model"]))
+    same = Chain(other, budget=0.02 * (abs(base) or 1.0), evaluate=lambda state: base + other.rise(state["model"]))
+    for _ in range(3):
+        with Silent():
+            assert chain.save()["tried"] == same.save()["tried"] and chain.said["budget"] == "2%"
+        bowl.move(), other.move()
 
 
 # an evaluation that is of no use
@@ -271,9 +240,10 @@ def test_the_whole_state_becomes_as_small_as_was_asked_for(ratio):
         bowl.move(0.03)
 
 
-def test_a_ratio_that_cannot_be_had_is_said():
-    chain = Chain(Bowl(), ratio=4, moments="exact")
-    with pytest.warns(LossWarning, match="more than the state may have at 4x"):
+@pytest.mark.parametrize("options", [{"ratio": 500}, {"ratio": 4, "moments": "exact"}])
+def test_a_ratio_that_cannot_be_had_is_said(options):
+    chain = Chain(Bowl(), **options)
+    with pytest.warns(LossWarning, match=f"at {options['ratio']}x there is no room for the weights"):
         assert chain.save()["size"] == LARGEST
 
 
@@ -336,7 +306,9 @@ def test_an_error_without_bound_leaves_hardly_more_than_signs():
     chain = Chain(bowl, relative_error=1e300)
     said = chain.save()
     assert said["size"] < 1 << 10 and chain.report.weights_ratio > 18
-    assert all(float((x - bowl.center[name]).norm() / bowl.center[name].norm()) < 1.2 for name, x in chain.model.items())
+    assert all(
+        float((x - bowl.center[name]).norm() / bowl.center[name].norm()) < 1.2 for name, x in chain.model.items()
+    )
 
 
 def test_what_is_asked_for_by_error_or_ratio_is_measured_too_where_it_can_be():

@@ -249,7 +249,7 @@ def test_moments_that_are_small_or_not_as_they_should_be_stay_exact():
 
 def test_no_moment_is_touched_that_the_roles_do_not_name():
     flat = flatten(state_of(trained(torch.optim.AdamW)))
-    found = {name: one for name, one in moments(flat, 1, 0, STEPS)}
+    found = dict(moments(flat, 1, 0, STEPS))
     assert all(isinstance(one, Points) for one in found.values())
     assert {flat.infos[name].role for name in found} == {Role.MOMENT1, Role.MOMENT2}
 

@@ -45,11 +45,13 @@ class Curvature:
     Attributes:
         squares: mean squared gradients, float32; None: nothing is known.
         slope: mean gradients, float32; None: nothing is known.
+        shape_alone: the squares are those of momentum.
         mean: of the squares; 0 where nothing is known.
     """
 
     squares: Tensor | None = field(default=None, repr=False)
     slope: Tensor | None = field(default=None, repr=False)
+    shape_alone: bool = False
     mean: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
@@ -79,7 +81,7 @@ class Curvature:
             return cls(second / _grown(facts.beta2, facts.step), slope)
         if recorded is not None and recorded.shape == x.shape:
             return cls(matrix(recorded).to(x.device, torch.float32), slope)
-        return cls(None if slope is None else slope.square(), slope)
+        return cls(None if slope is None else slope.square(), slope, shape_alone=True)
 
     def rise(self, error: Tensor) -> tuple[float, float]:
         """(slope term, curvature term of one loss term) of an error as a matrix; zeros where nothing is known."""
@@ -89,8 +91,14 @@ class Curvature:
 
 
 def curvatures(weights: Mapping[str, Tensor], flat: FlatState, recorded: Mapping[str, Tensor]) -> dict[str, Curvature]:
-    """Of every weight, by name; `recorded` are mean squared gradients by the names of the state."""
-    return {name: Curvature.of(name, x, flat, recorded) for name, x in weights.items()}
+    """Of every weight, by name; `recorded` are mean squared gradients by the names of the state.
+
+    Squares of momentum are nothing beside mean squares (of another optimizer, for other weights): then only these count.
+    """
+    out = {name: Curvature.of(name, x, flat, recorded) for name, x in weights.items()}
+    if any(one.mean > 0 and not one.shape_alone for one in out.values()):
+        out = {name: Curvature(slope=one.slope) if one.shape_alone else one for name, one in out.items()}
+    return out
 
 
 def _moment(flat: FlatState, name: str | None, like: Tensor) -> Tensor | None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from shrinkpoint.errors import LossWarning
 from shrinkpoint.record import JSON
 from shrinkpoint.schemes.fisher.drafts import Draft, Drafts, multiplier_of, size_of
 
-LARGEST, SMALLEST = size_of(4.0), size_of(1e-3)
-"""In standard deviations, in the geometric mean over all weights."""
+LARGEST, SMALLEST = size_of(4.0), size_of(1 / 64)
+"""In standard deviations, in the geometric mean over all weights. Below, most points of a keyframe are too far from
+zero for a byte, and cost as much as the weights themselves."""
 UNKNOWN = size_of(1.0)
 """Where nothing tells how large steps may be."""
 AIM = 0.5
@@ -116,22 +119,38 @@ class ByRatio(Dial):
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if drafts.bits(middle) <= left else (middle + 1, high)
+        if low == LARGEST and drafts.bits(low) > left:
+            text = f"at {self.ratio:g}x there is no room for the weights: steps are the largest there are"
+            warnings.warn(text, LossWarning, stacklevel=5)
         draft = drafts.draft(low)
         return Answer(draft, [_line(draft, learned, None if measure is None else measure(draft))])
 
 
 @dataclass(frozen=True)
 class ByBudget(Dial):
-    """The rise of the loss that a checkpoint may cause."""
+    """The rise of the loss that a checkpoint may cause.
+
+    Attributes:
+        budget: in the loss's own unit.
+        share: instead of that: of the loss itself, in per cent, from which `of` makes a budget.
+    """
 
     budget: float
+    share: float | None = None
 
     @property
     def settings(self) -> dict[str, JSON]:
-        return {"budget": self.budget}
+        return {"budget": self.budget if self.share is None else f"{self.share:g}%"}
+
+    def of(self, base: float) -> ByBudget:
+        """The same where the state's own loss is `base`, or its score; of 1 where that is zero."""
+        return self if self.share is None else ByBudget(self.share / 100 * (abs(base) or 1.0))
 
     def turn(self, drafts: Drafts, learned: Learned, measure: Measure | None, left: float) -> Answer:
         """See `Dial`. Without `measure` the prediction decides, and where there is none either, `UNKNOWN`."""
+        if measure is None and drafts.supposed:  # a prediction in no unit decides nothing
+            draft = drafts.draft(UNKNOWN if learned.size is None else learned.size)
+            return Answer(draft, [_line(draft, Learned(), None)])
         size, free = self._first(drafts, learned, measured=measure is not None), learned.size is None
         tried: list[JSON] = []
         held: Draft | None = None

@@ -71,7 +71,8 @@ class Drafts:
         self, weights: Mapping[str, Tensor], known: Mapping[str, Curvature], reference: Reference | None,
         size: int | None, generation: int, seed: int, kinds: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
-        self._reference = reference
+        self._reference, self._size = reference, size
+        self._inherited: set[str] = set()
         self.steps: dict[str, Lattice] = {}
         """Of size 0, of those weights that have points."""
         usual = usual_squares(known, weights)
@@ -83,10 +84,13 @@ class Drafts:
                 made = lattice_of(x, known[name], usual, number, cares[name])
             else:
                 made = _reseeded(lattice, number)
+                self._inherited.add(name)
             if made is not None:
                 self.steps[name] = made
         self.weights = {name: weights[name] for name in self.steps}
-        self.known = known if usual > 0 else {name: _supposed(x, len(weights)) for name, x in self.weights.items()}
+        self.supposed = usual <= 0
+        """Nothing is known of any weight: the prediction is in no unit."""
+        self.known = {name: _supposed(x, len(weights)) for name, x in self.weights.items()} if self.supposed else known
         self._most = {name: WIDEST * cares[name] * deviation(x) for name, x in self.weights.items()}
 
     def curved(self, size: int) -> float:
@@ -122,7 +126,9 @@ class Drafts:
         return sum(self._bits(name, self._sized(name, size)) for name in self.steps)
 
     def _sized(self, name: str, size: int) -> Lattice:
-        return scaled(self.steps[name], size, self._most[name])
+        """Steps that were capped once are not capped again: a deviation that has changed a little would change them."""
+        kept = name in self._inherited and self._size is not None and size <= self._size
+        return scaled(self.steps[name], size, math.inf if kept else self._most[name])
 
     def _bits(self, name: str, lattice: Lattice) -> float:
         x = self.weights[name]

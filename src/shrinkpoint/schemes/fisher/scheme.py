@@ -44,10 +44,12 @@ class Fisher(Coding):
     One instance serves one training run: it remembers its steps and what it has learned.
 
     Args:
-        budget: by how much a checkpoint may raise the loss, in its own unit (nats); 0.001 where nothing is asked.
+        budget: by how much a checkpoint may raise the loss, in its own unit (nats), or, with `evaluate`, in per cent of
+            it: "0.1%". 0.001 where nothing is asked.
         ratio: instead of that: how many times smaller the whole state shall be.
         relative_error: instead of both: the root mean square of the error, in standard deviations of a tensor: the
-            geometric mean over all weights. Nothing need be known of the loss; what is known distributes it.
+            geometric mean over all weights, of a keyframe; weights held at their points may add a fifth. Nothing need
+            be known of the loss; what is known distributes it.
         evaluate: called with what is being saved (a manager's `model`; else the state); returns a loss or a score.
             Then the measured rise decides, and the prediction saves trials. As with every scheme that measures, it must
             give the same answer for the same weights.
@@ -65,11 +67,17 @@ class Fisher(Coding):
     id: ClassVar[str] = "fisher"
 
     def __init__(
-        self, *, budget: float | None = None, ratio: float | None = None, relative_error: float | None = None,
+        self, *, budget: float | str | None = None, ratio: float | None = None, relative_error: float | None = None,
         evaluate: Evaluate | None = None, higher_is_better: bool = False, terms: float | None = None,
         gradients: Recorder | None = None, moments: Moments = "coded", seed: int = 0,
     ) -> None:  # fmt: skip
         self._dial = _dial(budget, ratio, relative_error)
+        if isinstance(budget, str) and evaluate is None:
+            found, do = (
+                f"{budget!r} of a loss that nobody measures",
+                "pass evaluate=, or a budget in the loss's own unit",
+            )
+            raise PolicyError("budget", found=found, expected="evaluate=", do=do)
         if evaluate is not None and not callable(evaluate):
             raise PolicyError(
                 "evaluate", found=repr(evaluate), expected="a function", do="pass one that takes the model"
@@ -84,7 +92,7 @@ class Fisher(Coding):
         self._learned = Learned(terms=self._terms)
 
     def __repr__(self) -> str:
-        said = ", ".join(f"{name}={value:g}" for name, value in self._dial.settings.items())
+        said = ", ".join(f"{name}={value!r}" for name, value in self._dial.settings.items())
         return f"Fisher({said})"
 
     # what a manager calls
@@ -147,7 +155,8 @@ class Fisher(Coding):
         }  # fmt: skip
         kept: others.Mode = "reset" if self._moments == "drop" else "exact"
         if answer.draft is not None:
-            values |= {name: x for name, x in answer.draft.values.items() if x.device.type == "cpu"}
+            values |= answer.draft.values
+        values = {name: x for name, x in values.items() if x.device.type == "cpu"}
         return Settled(self.id, symbols, picks.casts, kept, self.coders, loss, values)
 
     def _chosen(self, symbols: Mapping[str, Origin]) -> JSON:
@@ -187,8 +196,9 @@ class Fisher(Coding):
         kinds = {} if target is None else target.kinds
         drafts = Drafts(picks.tensors, known, reference, size, self._generation, self._seed, kinds)
         left = _left(flat, {*drafts.weights, *picks.casts}, further, self._dial, self._moments)
-        with self._measuring(flat, picks, target) as measure:
-            answer = self._dial.turn(drafts, self._learned, measure, left)
+        with self._measuring(flat, picks, target) as (measure, base):
+            dial = self._dial.of(base) if isinstance(self._dial, ByBudget) else self._dial
+            answer = dial.turn(drafts, self._learned, measure, left)
         if answer.draft is None:
             _warn(f"no steps keep the loss within {self}: this checkpoint's weights are exact")
             self._learned.size = None
@@ -197,24 +207,29 @@ class Fisher(Coding):
         return answer
 
     @contextmanager
-    def _measuring(self, flat: FlatState, picks: Picks, target: Target | None) -> Iterator[Measure | None]:
-        """How to measure a draft; None where nothing was asked for, or the state itself has no finite loss."""
+    def _measuring(
+        self, flat: FlatState, picks: Picks, target: Target | None
+    ) -> Iterator[tuple[Measure | None, float]]:
+        """How to measure a draft, and what the state itself has.
+
+        None where nothing was asked for, or the state itself has no finite loss.
+        """
         if self._evaluate is None:
-            yield None
+            yield None, 1.0
             return
         target = Target(flat, self._evaluate) if target is None else target
         with target:
             base = target.measure({})
             if not math.isfinite(base):
                 _warn(f"evaluate returned {base} for the state itself, so the prediction decides")
-                yield None
+                yield None, 1.0
                 return
 
             def measure(draft: Draft) -> float:
                 found = target.measure(picks.replaced(draft.values, flat))
                 return base - found if self._higher else found - base
 
-            yield measure
+            yield measure, base
 
     def _recorded(self, target: Target | None) -> dict[str, Tensor]:
         """What was recorded, by the names of the state."""
@@ -234,14 +249,12 @@ def _left(flat: FlatState, weights: set[str], further: Mapping[str, Points], dia
     dropped = {name for name, info in flat.infos.items() if kept == "drop" and info.role in MOMENTS}
     coded = {*weights, *further, *dropped}
     exact = 8 * sum(info.nbytes for name, info in flat.infos.items() if name not in coded)
-    left = 8 * flat.nbytes / dial.ratio - exact - sum(entropy(one.codes) for one in further.values())
-    if left <= 0:
-        _warn(f"what is not weights is more than the state may have at {dial.ratio:g}x: the largest steps there are")
-    return left
+    return 8 * flat.nbytes / dial.ratio - exact - sum(entropy(one.codes) for one in further.values())
 
 
-def _dial(budget: float | None, ratio: float | None, relative_error: float | None) -> Dial:
-    given = {"budget": budget, "ratio": ratio, "relative_error": relative_error}
+def _dial(budget: float | str | None, ratio: float | None, relative_error: float | None) -> Dial:
+    share = _share(budget) if isinstance(budget, str) else None
+    given = {"budget": share or budget, "ratio": ratio, "relative_error": relative_error}
     said = {name: _positive(name, value) for name, value in given.items() if value is not None}
     if len(said) > 1:
         found = " and ".join(said)
@@ -250,10 +263,22 @@ def _dial(budget: float | None, ratio: float | None, relative_error: float | Non
         return ByRatio(said["ratio"])
     if "relative_error" in said:
         return ByError(said["relative_error"])
-    return ByBudget(said.get("budget", BUDGET))
+    return ByBudget(said.get("budget", BUDGET), share)
 
 
-def _positive(name: str, value: float) -> float:
+def _share(budget: str) -> float:
+    """The number of a text such as "0.1%"."""
+    number, sign, rest = budget.strip().partition("%")
+    try:
+        share = float(number)
+    except ValueError:
+        share = math.nan
+    if sign != "%" or rest or not 0 < share < math.inf:
+        raise PolicyError("budget", found=repr(budget), expected='a number, or a text such as "0.1%"', do="take 0.001")
+    return share
+
+
+def _positive(name: str, value: float | str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise PolicyError(name, found=repr(value), expected="a number above 0", do="take the default")
     return float(value)
