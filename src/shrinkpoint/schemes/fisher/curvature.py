@@ -93,7 +93,7 @@ class Curvature:
 def curvatures(weights: Mapping[str, Tensor], flat: FlatState, recorded: Mapping[str, Tensor]) -> dict[str, Curvature]:
     """Of every weight, by name; `recorded` are mean squared gradients by the names of the state.
 
-    Squares of momentum are nothing beside mean squares (of another optimizer, for other weights): then only these count.
+    Squares of momentum are nothing beside mean squares (of another optimizer, for other weights): then these count.
     """
     out = {name: Curvature.of(name, x, flat, recorded) for name, x in weights.items()}
     if any(one.mean > 0 and not one.shape_alone for one in out.values()):

@@ -26,6 +26,7 @@ from shrinkpoint.schemes.picks import Picks
 from shrinkpoint.schemes.records import Coding
 from shrinkpoint.schemes.settled import Settled
 from shrinkpoint.schemes.target import Evaluate, ModelTarget, Target, unwrapped
+from shrinkpoint.schemes.tracked import whole
 from shrinkpoint.state import FlatState
 
 Moments = Literal["coded", "exact", "drop"]
@@ -88,7 +89,7 @@ class Fisher(Coding):
         self._evaluate, self._higher, self._recorder = evaluate, higher_is_better, gradients
         self._moments: Moments = moments
         self._terms = None if terms is None else _positive("terms", terms)
-        self._seed, self._generation, self._saves = seed, 0, 0
+        self._seed, self._generation, self._saves = whole("seed", seed), 0, 0
         self._learned = Learned(terms=self._terms)
 
     def __repr__(self) -> str:
