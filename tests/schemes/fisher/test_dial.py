@@ -16,7 +16,7 @@ from lossy import Silent
 import shrinkpoint as sp
 from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.schemes.fisher.dial import AIM, LARGEST, TRIALS, Learned
-from shrinkpoint.schemes.fisher.drafts import multiplier_of
+from shrinkpoint.schemes.fisher.drafts import Draft, multiplier_of
 from shrinkpoint.storage import MemoryStorage
 
 # a budget that is measured
@@ -359,3 +359,18 @@ def test_what_no_manifest_of_ours_says_is_passed_over(loss):
     scheme = sp.Fisher(terms=9)
     scheme.resume(loss, 2)
     assert scheme._learned == Learned(None, 9.0)
+
+
+def test_the_number_of_terms_is_learned_by_and_by_and_never_from_weights_that_are_held():
+    learned = Learned(terms=100.0)
+    learned.hear(Draft(0, {}, 0.0, 1e-3, 0.5), rise=50.0, least=1e-4)  # says 50000: a matter of chance
+    assert learned.terms == pytest.approx((100 * 200) ** 0.5)
+    learned.hear(Draft(0, {}, 0.0, 1e-3, 0.5), rise=-1.0, least=1e-4)
+    assert learned.terms == pytest.approx((141.42 * 70.71) ** 0.5, rel=1e-3)
+    before = learned.terms
+    learned.hear(Draft(0, {}, 0.0, 1e-3, 0.51), rise=1e-4, least=1e-4)
+    learned.hear(Draft(0, {}, 0.0, 0.0, 0.5), rise=1e-4, least=1e-4)
+    assert learned.terms == before
+    first = Learned()
+    first.hear(Draft(0, {}, 0.0, 1e-3, 0.5), rise=-1.0, least=1e-4)
+    assert first.terms == pytest.approx(0.1)

@@ -74,19 +74,19 @@ class Curvature:
         second = None if facts is None else _moment(flat, facts.moment2, x)
         slope = None
         if first is not None and facts is not None:
-            slope = (
-                first / _grown(facts.beta1, facts.step) if second is not None else first * (1 - (facts.beta1 or 0.0))
-            )
+            adam = second is not None
+            slope = _unbiased(first, facts.beta1, facts.step) if adam else first * (1 - (facts.beta1 or 0.0))
         if second is not None and facts is not None:
-            return cls(second / _grown(facts.beta2, facts.step), slope)
+            return cls(_unbiased(second, facts.beta2, facts.step), slope)
         if recorded is not None and recorded.shape == x.shape:
             return cls(matrix(recorded).to(x.device, torch.float32), slope)
         return cls(None if slope is None else slope.square(), slope, shape_alone=True)
 
     def rise(self, error: Tensor) -> tuple[float, float]:
         """(slope term, curvature term of one loss term) of an error as a matrix; zeros where nothing is known."""
-        first = 0.0 if self.slope is None else float((self.slope * error).sum(dtype=torch.float64))
-        second = 0.0 if self.squares is None else float((self.squares * error.square()).sum(dtype=torch.float64)) / 2
+        flat = error.reshape(-1)
+        first = 0.0 if self.slope is None else float(torch.dot(self.slope.reshape(-1), flat))
+        second = 0.0 if self.squares is None else float(torch.dot(self.squares.reshape(-1), flat.square())) / 2
         return first, second
 
 
@@ -110,9 +110,9 @@ def _moment(flat: FlatState, name: str | None, like: Tensor) -> Tensor | None:
     return x if math.isfinite(largest(x)) else None
 
 
-def _grown(beta: float | None, step: int | None) -> float:
-    """What is left of Adam's bias towards zero after so many steps."""
+def _unbiased(moment: Tensor, beta: float | None, step: int | None) -> Tensor:
+    """Without what is left of Adam's bias towards zero after so many steps."""
     if beta is None or step is None or not 0 <= beta < 1 or step < 1:
-        return 1.0
-    grown: float = 1 - beta**step
-    return grown
+        return moment
+    grown = 1 - beta**step
+    return moment if grown > 1 - 1e-6 else moment / grown

@@ -44,6 +44,21 @@ class Learned:
     size: int | None = None
     terms: float | None = None
 
+    def hear(self, draft: Draft, rise: float, least: float) -> None:
+        """N from a measured rise; not all at once, since one error of many is a matter of chance.
+
+        The first time it is taken to be `least`, at least: then too, steps may not become too large at once. Only from
+        weights that were rounded to the nearest: where some are held at their points, a checkpoint is an average over
+        time, which often has a lower loss than the newest weights, and nothing of that is left with other steps.
+        """
+        if draft.curved <= 0 or not math.isfinite(rise) or draft.hold > 0.5:
+            return
+        if self.terms is None:
+            self.terms = max(rise, least) / draft.curved
+            return
+        found = min(max(rise / draft.curved, self.terms / 2), self.terms * 2)
+        self.terms = math.sqrt(self.terms * found)
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -160,7 +175,7 @@ class ByBudget(Dial):
                 return Answer(draft, [_line(draft, learned, None)])
             rise = measure(draft)
             tried.append(_line(draft, learned, rise))
-            _learn(learned, draft, rise, LOW * self.budget)
+            learned.hear(draft, rise, LOW * self.budget)
             too_much = not rise <= self.budget  # also where it is nan
             if too_much and held is not None:
                 return Answer(held, tried)
@@ -192,23 +207,6 @@ class ByBudget(Dial):
     def _smaller(self, draft: Draft, rise: float) -> int:
         share = AIM * self.budget / rise if math.isfinite(rise) else 0.0
         return max(SMALLEST, draft.size + min(-_SLACK, max(-6 * _SLACK, size_of(math.sqrt(max(share, 1e-9))))))
-
-
-def _learn(learned: Learned, draft: Draft, rise: float, least: float) -> None:
-    """N from a measured rise; not all at once, since one error of many is a matter of chance.
-
-    The first time it is taken to be `least`, at least: then too, steps may not become too large at once.
-
-    Only from weights that were rounded to the nearest. Where some are held at their points, a checkpoint is an average
-    over time, which often has a lower loss than the newest weights: nothing that larger steps would still have.
-    """
-    if draft.curved <= 0 or not math.isfinite(rise) or draft.hold > 0.5:
-        return
-    if learned.terms is None:
-        learned.terms = max(rise, least) / draft.curved
-        return
-    found = min(max(rise / draft.curved, learned.terms / 2), learned.terms * 2)
-    learned.terms = math.sqrt(learned.terms * found)
 
 
 def _line(draft: Draft, learned: Learned, rise: float | None) -> JSON:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,11 +61,12 @@ def moments(
         made: filled with the values of second moments, which first ones need.
     """
     pairs = {facts.moment1: facts.moment2 for facts in flat.optim.values() if facts.moment1 is not None}
+    owners = {second: first for first, second in pairs.items() if second is not None}
     usable = {name: x for name, x in flat.tensors.items() if _usable(x, flat.infos[name].role)}
     made = {} if made is None else made
     for name, x in usable.items():
         if flat.infos[name].role is Role.MOMENT2 and not bool((x < 0).any()):
-            floor = _floor(name, pairs, usable)
+            floor = _floor(usable.get(owners.get(name, "")), x)
             heals = name.rpartition("/")[2] in _AVERAGES
             chosen = second(x, floor, steps if heals else replace(steps, second=steps.lasting, zone=0.5))
             made[name] = chosen.values(x.dtype)
@@ -87,20 +88,22 @@ def second(v: Tensor, floor: Tensor | None, steps: Steps) -> Points:
     """Of a second moment; where it is zero it stays so, unless `floor` (bool) says that it may not."""
     values = matrix(v).to(torch.float32)
     there = values > 0 if floor is None else (values > 0) | matrix(floor)
-    logs = values.clamp(min=_SMALLEST).log2() * FINE
-    rows, columns = _factors(logs, there, spans("log", tuple(v.shape)))
+    everywhere = bool(there.all())
+    logs = values.clamp(min=_SMALLEST).log2_().mul_(FINE)
+    rows, columns = _factors(logs, None if everywhere else there, spans("log", tuple(v.shape)))
     lattice = Lattice("log", rows, columns, step=steps.second)
-    at = (logs - lattice.exponents(values.device)) / steps.second
-    codes = torch.where(at.abs() < steps.zone, torch.zeros_like(at), at.round())
-    codes = codes.clamp(NOTHING + 1, -NOTHING).masked_fill(~there, NOTHING)
+    by_row, by_column = (side.to(values.device, torch.float32) for side in (rows, columns))
+    at = logs.sub_(by_row[:, None]).sub_(by_column).div_(steps.second)
+    codes = at.round().masked_fill_(at.abs() < steps.zone, 0).clamp_(NOTHING + 1, -NOTHING)
+    if not everywhere:
+        codes.masked_fill_(~there, NOTHING)
     return Points(codes.to(torch.int16).reshape(v.shape), lattice)
 
 
 def first(m: Tensor, v: Tensor, other: str, seed: int, steps: Steps) -> Points | None:
     """Of a first moment, relative to the square root of `v`, which a reader has as `other`."""
-    values, roots = matrix(m).to(torch.float32), matrix(v).to(torch.float32).sqrt()
-    relative = torch.where(roots > 0, values / roots, 0.0)
-    usual = relative.square().mean(1).sqrt()
+    squares = matrix(m).to(torch.float32).square().div_(matrix(v))
+    usual = squares.nan_to_num_(0.0, 0.0, 0.0).mean(1).sqrt()
     wide = (usual * steps.most).clamp(max=steps.first, min=2.0 ** (-MOST_EXPONENT / FINE))
     rows = _exponents(wide)
     lattice = Lattice("relative", rows, torch.zeros(1, dtype=torch.int16), seed=seed)
@@ -125,18 +128,18 @@ def lone(m: Tensor, seed: int, steps: Steps) -> Points | None:
     return nearest(m, lattice)
 
 
-def _factors(logs: Tensor, there: Tensor, counts: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Means of logarithms by row and by column, of what is there; whole numbers."""
-    weight = there.to(torch.float32)
-    logs = logs * weight
-    whole = logs.sum() / weight.sum().clamp(min=1)
-    rows = logs.sum(1) / weight.sum(1).clamp(min=1)
-    rows = torch.where(weight.sum(1) > 0, rows, whole)
-    if counts[1] == 1:
-        columns = torch.zeros(1)
+def _factors(logs: Tensor, there: Tensor | None, counts: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Means of logarithms by row and by column, of what is there (None: all of it); whole numbers."""
+    if there is None:
+        rows, columns, whole = logs.mean(1), logs.mean(0), logs.mean()
     else:
-        columns = logs.sum(0) / weight.sum(0).clamp(min=1) - whole
-        columns = torch.where(weight.sum(0) > 0, columns, 0.0)
+        weight = there.to(torch.float32)
+        logs = logs * weight
+        whole = logs.sum() / weight.sum().clamp(min=1)
+        rows, columns = (
+            torch.where(weight.sum(axis) > 0, logs.sum(axis) / weight.sum(axis).clamp(min=1), whole) for axis in (1, 0)
+        )
+    columns = torch.zeros(1) if counts[1] == 1 else columns - whole
     limit = MOST_EXPONENT // 2
     rows = rows.round().clamp(-2 * limit + limit // 4, limit)
     return rows.to(torch.int16).cpu(), columns.round().clamp(-limit // 4, limit // 4).to(torch.int16).cpu()
@@ -147,11 +150,9 @@ def _exponents(values: Tensor) -> Tensor:
     return (values.log2() * FINE).round().clamp(-limit, limit).to(torch.int16).cpu()
 
 
-def _floor(name: str, pairs: Mapping[str, str | None], usable: Mapping[str, Tensor]) -> Tensor | None:
+def _floor(m: Tensor | None, v: Tensor) -> Tensor | None:
     """Where a first moment is not zero: its second one must not be, or Adam would divide by nothing but its epsilon."""
-    owner = next((one for one, other in pairs.items() if other == name), None)
-    m = usable.get(owner or "")
-    return None if m is None or m.shape != usable[name].shape else m != 0
+    return None if m is None or m.shape != v.shape else m != 0
 
 
 def _usable(x: Tensor, role: Role) -> bool:
