@@ -23,6 +23,7 @@ class AdamFacts:
         eps: the optimizer's epsilon.
         weight_decay: its coefficient, per step and lr when decoupled.
         decoupled: weight decay acts on the weights (AdamW) and not through the gradient (Adam).
+        factors: names of the means of squared gradients by row and by column, over the last two axes (Adafactor).
     """
 
     moment1: str | None
@@ -34,6 +35,7 @@ class AdamFacts:
     eps: float | None
     weight_decay: float | None
     decoupled: bool
+    factors: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)

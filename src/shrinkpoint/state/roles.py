@@ -30,6 +30,8 @@ _SLOTS = {
     "sum": Role.MOMENT2,
     "acc_delta": Role.MOMENT2,
 }
+_FACTORS = (("row_var", "col_var"), ("exp_avg_sq_row", "exp_avg_sq_col"))
+"""Adafactor's, as torch and as transformers name them."""
 _MASTER = re.compile("master|fp32")
 _BUFFER = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|inv_freq|mask|\w+_(ids|mask|cached|cache))$")
 _GRADIENT = re.compile("grads?|gradients?")
@@ -77,8 +79,20 @@ class Slot:
     leaves: dict[str, Leaf] = field(default_factory=dict)
 
     @property
+    def factors(self) -> tuple[Leaf, Leaf] | None:
+        """Means by row and by column in place of a second moment."""
+        pairs = ((self.leaves.get(row), self.leaves.get(column)) for row, column in _FACTORS)
+        found = [(row, column) for row, column in pairs if row is not None and column is not None]
+        return next((pair for pair in found if all(leaf.tensor.dim() for leaf in pair)), None)
+
+    @property
     def shape(self) -> tuple[int, ...] | None:
         """The parameter's shape, if something here has it."""
+        if self.factors is not None:
+            row, column = self.factors
+            rows = tuple(row.tensor.shape)
+            kept = rows[:-1] if row.tensor.dim() == column.tensor.dim() and rows[-1:] == (1,) else rows
+            return (*kept, column.tensor.shape[-1])
         for key in ("exp_avg", "momentum_buffer", "exp_avg_sq", *self.leaves):
             if key in self.leaves and key != "step":
                 return tuple(self.leaves[key].tensor.shape)
@@ -230,7 +244,13 @@ def _facts(slot: Slot) -> AdamFacts:
         eps=_number(settings.get("eps")),
         weight_decay=_number(settings.get("weight_decay")),
         decoupled=bool(settings.get("decoupled_weight_decay", True)),
+        factors=_factors(slot),
     )
+
+
+def _factors(slot: Slot) -> tuple[str, str] | None:
+    names = [leaf.name for leaf in slot.factors or ()]
+    return (names[0], names[1]) if len(names) == 2 and all(names) else None
 
 
 def _moment(slot: Slot, *keys: str) -> str | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import shrinkpoint as sp
 from shrinkpoint.codec.lattice import matrix
-from shrinkpoint.schemes.fisher.curvature import Curvature
+from shrinkpoint.schemes.fisher.curvature import Curvature, curvatures
 from shrinkpoint.state import flatten
 
 SHAPES = [(40,), (6, 9), (4, 3, 2, 2)]
@@ -137,3 +137,19 @@ def test_kernels_are_seen_as_matrices_of_their_first_axis():
     known = Curvature.of("model/weight", model.weight.detach(), flat, {})
     assert known.squares.shape == known.slope.shape == (8, 27)
     torch.testing.assert_close(known.squares, matrix(model.weight.grad).square(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (6, 24, 8)])
+def test_the_factors_of_adafactor_serve_in_the_place_of_second_moments(shape):
+    weight = nn.Parameter(normal(*shape, seed=1))
+    optimizer = torch.optim.Adafactor([weight])
+    for step in range(3):
+        weight.grad = normal(*shape, seed=step + 2) * torch.linspace(0.1, 3, shape[-1])
+        optimizer.step()
+    flat = flatten({"model": {"a.weight": weight.detach()}, "optimizer": optimizer.state_dict()})
+    state = optimizer.state[weight]
+    found = curvatures({"model/a.weight": weight.detach()}, flat, {})["model/a.weight"]
+    wanted = state["row_var"] * state["col_var"] / state["row_var"].mean(-2, keepdim=True)
+    assert found.squares is not None
+    assert not found.shape_alone
+    assert torch.allclose(found.squares, matrix(wanted))

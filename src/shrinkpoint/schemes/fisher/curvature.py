@@ -60,7 +60,8 @@ class Curvature:
 
     @classmethod
     def of(cls, name: str, x: Tensor, flat: FlatState, recorded: Mapping[str, Tensor]) -> Curvature:
-        """From the second moment; else from what was recorded; else from the momentum, whose square has the same shape.
+        """From the second moment, or its factors; else from what was recorded; else from the momentum, whose square has
+        the same shape.
 
         The last is too small by a factor that all weights have in common, which the number of terms makes up for. What
         is not finite (in a run that diverges) is not known.
@@ -78,6 +79,9 @@ class Curvature:
             slope = _unbiased(first, facts.beta1, facts.step) if adam else first * (1 - (facts.beta1 or 0.0))
         if second is not None and facts is not None:
             return cls(_unbiased(second, facts.beta2, facts.step), slope)
+        factored = None if facts is None or facts.factors is None else _product(flat, facts.factors, x)
+        if factored is not None:
+            return cls(factored, slope)
         if recorded is not None and recorded.shape == x.shape:
             return cls(matrix(recorded).to(x.device, torch.float32), slope)
         return cls(None if slope is None else slope.square(), slope, shape_alone=True)
@@ -108,6 +112,21 @@ def _moment(flat: FlatState, name: str | None, like: Tensor) -> Tensor | None:
         return None
     x = matrix(x).to(like.device, torch.float32)
     return x if math.isfinite(largest(x)) else None
+
+
+def _product(flat: FlatState, names: tuple[str, str], like: Tensor) -> Tensor | None:
+    """Second moments out of their means by row and by column, over the last two axes; as a matrix.
+
+    Of Adafactor (arXiv 1804.04235, algorithm 4), whose averages need no correction: their decay begins at 0.
+    """
+    rows, columns = (flat.tensors.get(name) for name in names)
+    if rows is None or columns is None or like.dim() < 2:
+        return None
+    rows = rows.to(like.device, torch.float32).reshape(*like.shape[:-1], 1)
+    columns = columns.to(like.device, torch.float32).reshape(*like.shape[:-2], 1, like.shape[-1])
+    usual = rows.mean(-2, keepdim=True)
+    made = matrix(torch.where(usual > 0, rows * columns / usual, 0.0))
+    return made if math.isfinite(largest(made)) else None
 
 
 def _unbiased(moment: Tensor, beta: float | None, step: int | None) -> Tensor:
