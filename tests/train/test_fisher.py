@@ -110,6 +110,7 @@ def test_every_save_is_within_the_budget_or_its_weights_are_exact():
             exact = same(other.model.state_dict(), run.model.state_dict())
             assert exact is (report.search["chosen"]["step_in_deviations"] is None)
             assert exact or any(line["rise"] <= budget for line in tried)
+            assert report.search["rise"] is None if exact else report.search["rise"] <= budget
     assert sum(one.loss["size"] is not None for one in sp.Store(storage).list()) > 6
 
 

@@ -87,8 +87,9 @@ def _lost(loss: JSON) -> str:
     if not isinstance(loss, dict) or not isinstance(chosen, dict):
         return "nothing" if loss else ""
     settings = ", ".join(f"{str(name).replace('_', ' ')} {value}" for name, value in chosen.items())
-    degradation, optimizer = loss.get("degradation"), loss.get("optimizer")
+    degradation, rise, optimizer = loss.get("degradation"), loss.get("rise"), loss.get("optimizer")
     measured = f"; degradation {degradation:.2%}" if isinstance(degradation, float) else ""
+    measured += f"; rise of the loss {rise:+.2g}" if isinstance(rise, float) else ""
     return f"{settings}{measured}" + (f"; optimizer {optimizer}" if optimizer in ("reset", "lossy") else "")
 
 

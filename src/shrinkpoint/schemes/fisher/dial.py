@@ -67,10 +67,12 @@ class Answer:
     Attributes:
         draft: None: nothing that was tried is within the budget, so that nothing may be lost.
         tried: for the manifest.
+        rise: of the loss, measured; None: nothing was.
     """
 
     draft: Draft | None
     tried: list[JSON] = field(default_factory=list)
+    rise: float | None = None
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -113,7 +115,8 @@ class ByError(Dial):
         """See `Dial`."""
         size = size_of(min(max(self.error * math.sqrt(12), _FINEST), _COARSEST))
         draft = drafts.draft(size)
-        return Answer(draft, [_line(draft, learned, None if measure is None else measure(draft))])
+        rise = None if measure is None else measure(draft)
+        return Answer(draft, [_line(draft, learned, rise)], rise)
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,8 @@ class ByRatio(Dial):
             text = f"at {self.ratio:g}x there is no room for the weights: steps are the largest there are"
             warnings.warn(text, LossWarning, stacklevel=5)
         draft = drafts.draft(low)
-        return Answer(draft, [_line(draft, learned, None if measure is None else measure(draft))])
+        rise = None if measure is None else measure(draft)
+        return Answer(draft, [_line(draft, learned, rise)], rise)
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,7 @@ class ByBudget(Dial):
         size, free = self._first(drafts, learned, measured=measure is not None), learned.size is None
         tried: list[JSON] = []
         held: Draft | None = None
+        least = 0.0
         for _ in range(TRIALS):
             draft = drafts.draft(size)
             if measure is None:
@@ -178,14 +183,14 @@ class ByBudget(Dial):
             learned.hear(draft, rise, LOW * self.budget)
             too_much = not rise <= self.budget  # also where it is nan
             if too_much and held is not None:
-                return Answer(held, tried)
+                return Answer(held, tried, least)
             if too_much:
                 size, free = self._smaller(draft, rise), False
                 continue
-            held, size = draft, self._best(drafts, learned)
+            held, least, size = draft, rise, self._best(drafts, learned)
             if not free or size <= draft.size + 1:
-                return Answer(draft, tried)
-        return Answer(held, tried)
+                return Answer(draft, tried, rise)
+        return Answer(held, tried, None if held is None else least)
 
     def _first(self, drafts: Drafts, learned: Learned, *, measured: bool) -> int:
         """The steps of the checkpoint before, unless others are clearly better; not smaller ones if measured."""
@@ -214,5 +219,10 @@ def _line(draft: Draft, learned: Learned, rise: float | None) -> JSON:
     predicted = None if learned.terms is None else learned.terms * draft.curved
     return {
         "step": round(multiplier_of(draft.size), 4), "hold": round(draft.hold, 3), "curvature": predicted,
-        "slope": draft.slope, "rise": rise if rise is None or math.isfinite(rise) else str(rise),
+        "slope": draft.slope, "rise": finite(rise),
     }  # fmt: skip
+
+
+def finite(rise: float | None) -> JSON:
+    """A rise as a manifest can say it."""
+    return rise if rise is None or math.isfinite(rise) else str(rise)

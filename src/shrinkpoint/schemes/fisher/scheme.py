@@ -19,7 +19,7 @@ from shrinkpoint.record import JSON, Role
 from shrinkpoint.schemes import moments as others
 from shrinkpoint.schemes.base import Kept
 from shrinkpoint.schemes.fisher.curvature import Recorder, curvatures
-from shrinkpoint.schemes.fisher.dial import Answer, ByBudget, ByError, ByRatio, Dial, Learned, Measure
+from shrinkpoint.schemes.fisher.dial import Answer, ByBudget, ByError, ByRatio, Dial, Learned, Measure, finite
 from shrinkpoint.schemes.fisher.drafts import Draft, Drafts, entropy, multiplier_of
 from shrinkpoint.schemes.fisher.moments import FEWEST, Steps, moments
 from shrinkpoint.schemes.picks import Picks
@@ -152,7 +152,8 @@ class Fisher(Coding):
         loss: dict[str, Any] = {
             "scheme": self.id, **self._dial.settings, "optimizer": self._moments, "tried": answer.tried,
             "terms": self._learned.terms, "size": self._learned.size, "left_out": [*picks.refused, *answer.left_out],
-            "chosen": self._chosen(symbols), "seconds": round(time.perf_counter() - began, 3),
+            "chosen": self._chosen(symbols), "rise": finite(answer.rise),
+            "seconds": round(time.perf_counter() - began, 3),
         }  # fmt: skip
         kept: others.Mode = "reset" if self._moments == "drop" else "exact"
         if answer.draft is not None:
