@@ -24,6 +24,8 @@ class AdamFacts:
         weight_decay: its coefficient, per step and lr when decoupled.
         decoupled: weight decay acts on the weights (AdamW) and not through the gradient (Adam).
         factors: names of the means of squared gradients by row and by column, over the last two axes (Adafactor).
+        blocks: names of the second moments in 8 bits: codes, what these stand for, and the largest value of each block
+            (bitsandbytes).
     """
 
     moment1: str | None
@@ -36,6 +38,7 @@ class AdamFacts:
     weight_decay: float | None
     decoupled: bool
     factors: tuple[str, str] | None = None
+    blocks: tuple[str, str, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,9 @@ _SLOTS = {
 }
 _FACTORS = (("row_var", "col_var"), ("exp_avg_sq_row", "exp_avg_sq_col"))
 """Adafactor's, as torch and as transformers name them."""
+_NESTED = "__bnb_optimizer_quant_state__"
+_BLOCKS = ("state2", "qmap2", "absmax2")
+"""Where bitsandbytes keeps what it quantizes, and the names of the second moment there."""
 _MASTER = re.compile("master|fp32")
 _BUFFER = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|inv_freq|mask|\w+_(ids|mask|cached|cache))$")
 _GRADIENT = re.compile("grads?|gradients?")
@@ -93,7 +96,7 @@ class Slot:
             rows = tuple(row.tensor.shape)
             kept = rows[:-1] if row.tensor.dim() == column.tensor.dim() and rows[-1:] == (1,) else rows
             return (*kept, column.tensor.shape[-1])
-        for key in ("exp_avg", "momentum_buffer", "exp_avg_sq", *self.leaves):
+        for key in ("exp_avg", "momentum_buffer", "exp_avg_sq", "state1", *self.leaves):
             if key in self.leaves and key != "step":
                 return tuple(self.leaves[key].tensor.shape)
         return None
@@ -113,6 +116,9 @@ def _slots(path: Path, state_dict: dict[Any, Any], at: dict[Path, Leaf]) -> list
             values = state_dict["state"].get(key) if isinstance(key, int | str) else None
             slot = Slot(name, number, group, values if isinstance(values, dict) else {})
             paths = {slot_key: (*path, "state", key, slot_key) for slot_key in slot.values if isinstance(slot_key, str)}
+            nested = slot.values.get(_NESTED)
+            if isinstance(nested, dict):
+                paths |= {inner: (*path, "state", key, _NESTED, inner) for inner in nested if isinstance(inner, str)}
             slot.leaves = {slot_key: at[place] for slot_key, place in paths.items() if place in at}
             slots.append(slot)
     return slots
@@ -245,12 +251,21 @@ def _facts(slot: Slot) -> AdamFacts:
         weight_decay=_number(settings.get("weight_decay")),
         decoupled=bool(settings.get("decoupled_weight_decay", True)),
         factors=_factors(slot),
+        blocks=_blocks(slot),
     )
 
 
 def _factors(slot: Slot) -> tuple[str, str] | None:
     names = [leaf.name for leaf in slot.factors or ()]
     return (names[0], names[1]) if len(names) == 2 and all(names) else None
+
+
+def _blocks(slot: Slot) -> tuple[str, str, str] | None:
+    leaves = [slot.leaves[key] for key in _BLOCKS if key in slot.leaves]
+    if len(leaves) < len(_BLOCKS) or not all(leaf.name for leaf in leaves) or leaves[0].tensor.dtype != torch.uint8:
+        return None
+    codes, values, largest = (leaf.name for leaf in leaves)
+    return codes, values, largest
 
 
 def _moment(slot: Slot, *keys: str) -> str | None:

@@ -153,3 +153,21 @@ def test_the_factors_of_adafactor_serve_in_the_place_of_second_moments(shape):
     assert found.squares is not None
     assert not found.shape_alone
     assert torch.allclose(found.squares, matrix(wanted))
+
+
+@pytest.mark.parametrize("shape", [(128, 96), (50, 7), (300,)])
+def test_second_moments_in_8_bits_serve_as_what_they_stand_for(shape):
+    weight, block = normal(*shape, seed=1), 256
+    count = weight.numel()
+    codes = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(2)).to(torch.uint8)
+    values, tops = torch.linspace(0, 1, 256).square(), squares(-(-count // block), seed=3)
+    inner = {"state1": codes, "state2": codes, "qmap1": values, "qmap2": values, "absmax1": tops, "absmax2": tops}
+    optimizer = {
+        "state": {0: {"step": 7, "__bnb_optimizer_quant_state__": inner}},
+        "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.95), "params": [0]}],
+    }
+    flat = flatten({"model": {"a.weight": weight}, "optimizer": optimizer})
+    found = curvatures({"model/a.weight": weight}, flat, {})["model/a.weight"]
+    wanted = values[codes.reshape(-1).long()] * tops[torch.arange(count) // block]
+    assert found.squares is not None
+    assert torch.equal(found.squares.reshape(-1), wanted)

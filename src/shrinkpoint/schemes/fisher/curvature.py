@@ -60,8 +60,8 @@ class Curvature:
 
     @classmethod
     def of(cls, name: str, x: Tensor, flat: FlatState, recorded: Mapping[str, Tensor]) -> Curvature:
-        """From the second moment, or its factors; else from what was recorded; else from the momentum, whose square has
-        the same shape.
+        """From the second moment, its factors, or its 8 bits; else from what was recorded; else from momentum, whose
+        square has the same shape.
 
         The last is too small by a factor that all weights have in common, which the number of terms makes up for. What
         is not finite (in a run that diverges) is not known.
@@ -79,9 +79,13 @@ class Curvature:
             slope = _unbiased(first, facts.beta1, facts.step) if adam else first * (1 - (facts.beta1 or 0.0))
         if second is not None and facts is not None:
             return cls(_unbiased(second, facts.beta2, facts.step), slope)
-        factored = None if facts is None or facts.factors is None else _product(flat, facts.factors, x)
-        if factored is not None:
-            return cls(factored, slope)
+        made = None
+        if facts is not None and facts.factors is not None:
+            made = _product(flat, facts.factors, x)
+        elif facts is not None and facts.blocks is not None:
+            made = _unpacked(flat, facts.blocks, x)
+        if made is not None:
+            return cls(made, slope)
         if recorded is not None and recorded.shape == x.shape:
             return cls(matrix(recorded).to(x.device, torch.float32), slope)
         return cls(None if slope is None else slope.square(), slope, shape_alone=True)
@@ -126,6 +130,23 @@ def _product(flat: FlatState, names: tuple[str, str], like: Tensor) -> Tensor | 
     columns = columns.to(like.device, torch.float32).reshape(*like.shape[:-2], 1, like.shape[-1])
     usual = rows.mean(-2, keepdim=True)
     made = matrix(torch.where(usual > 0, rows * columns / usual, 0.0))
+    return made if math.isfinite(largest(made)) else None
+
+
+def _unpacked(flat: FlatState, names: tuple[str, str, str], like: Tensor) -> Tensor | None:
+    """Second moments out of 8 bits a value (bitsandbytes, arXiv 2110.02861), as a matrix; Adam's bias is left in them."""
+    codes, values, largest_ones = (flat.tensors.get(name) for name in names)
+    if codes is None or values is None or largest_ones is None or codes.shape != like.shape:
+        return None
+    blocks, count = largest_ones.numel(), codes.numel()
+    if values.numel() != 256 or not blocks or not count:
+        return None
+    size = 1 << (-(-count // blocks) - 1).bit_length()
+    if -(-count // size) != blocks:
+        return None
+    scales = largest_ones.reshape(-1).to(torch.float32).repeat_interleave(size)[:count]
+    made = values.reshape(-1).to(torch.float32)[codes.reshape(-1).to(values.device).long()] * scales.to(values.device)
+    made = matrix(made.reshape(like.shape)).to(like.device)
     return made if math.isfinite(largest(made)) else None
 
 
