@@ -134,7 +134,7 @@ def _product(flat: FlatState, names: tuple[str, str], like: Tensor) -> Tensor | 
 
 
 def _unpacked(flat: FlatState, names: tuple[str, str, str], like: Tensor) -> Tensor | None:
-    """Second moments out of 8 bits a value (bitsandbytes, arXiv 2110.02861), as a matrix; Adam's bias is left in them."""
+    """Second moments out of 8 bits (bitsandbytes, arXiv 2110.02861), as a matrix; Adam's bias is left in them."""
     codes, values, largest_ones = (flat.tensors.get(name) for name in names)
     if codes is None or values is None or largest_ones is None or codes.shape != like.shape:
         return None
