@@ -1,6 +1,7 @@
 """The parts of `fisher`, one by one: what each is worth, whether budgets are kept, and what is left after restores.
 
-    python benchmarks/fisher.py                       # gpt: 20 minutes
+    python benchmarks/fisher.py                       # gpt: 50 minutes
+    python benchmarks/fisher.py --only alone parts    # a part: parts, sizes, budgets, alone, restores, moments
     python benchmarks/fisher.py --workload resnet     # or "gpt .999", "resnet adamw"
     python benchmarks/fisher.py --quick               # a toy
 
@@ -17,7 +18,7 @@ import json
 import statistics
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +31,7 @@ from speed import machine
 from workloads import Course, Workload
 
 import shrinkpoint as sp
-from shrinkpoint.schemes.fisher import drafts, weights
+from shrinkpoint.schemes.fisher import drafts, scheme, weights
 from shrinkpoint.schemes.fisher import moments as coded
 
 ROLES = ("parameter", "moment1", "moment2")
@@ -94,6 +95,19 @@ RESTORED = (
     Variant("error .3, first moments to the nearest", {"relative_error": 0.3}, ((coded, "zlib", _Nearest),)),
     Variant("error .3, moments exact", {"relative_error": 0.3, "moments": "exact"}),
     Variant("error .3, moments dropped", {"relative_error": 0.3, "moments": "drop"}),
+)
+
+
+def _steps(**other: float) -> tuple[tuple[Any, str, Any], ...]:
+    return ((scheme, "Steps", lambda: coded.Steps(**other)),)
+
+
+MOMENTS = tuple(
+    Variant(f"error .3, first moments by {first:g} units", {"relative_error": 0.3}, _steps(first=first, most=4 * first))
+    for first in (1.0, 2.0, 3.0, 6.0)
+) + tuple(
+    Variant(f"error .3, second moments by {second / 8:g} octaves", {"relative_error": 0.3}, _steps(second=second))
+    for second in (8, 16, 32)
 )
 
 
@@ -184,6 +198,36 @@ def restored(
     return workload.test(course.model), saves
 
 
+def alone(workload: Workload, seed: int, step: int) -> dict[str, tuple[float, float]]:
+    """(ratio of the weights, rise) of one checkpoint, a state in a file of its own, beside inshrinkerator."""
+    course = workload.build(seed)
+    for _ in range(step):
+        workload.advance(course)
+    base, fresh = workload.evaluate(course.model), workload.build(seed).model
+
+    def evaluate(state: Any) -> float:
+        fresh.load_state_dict(state["model"])
+        return workload.evaluate(fresh)
+
+    weights = {"model": copy.deepcopy(course.model.state_dict())}
+    whole = {**weights, "optimizer": copy.deepcopy(course.optimizer.state_dict())}
+    asked: list[tuple[str, Any, Any]] = []
+    for error in (0.15, 0.3, 0.6, 1.1):
+        asked.append((f"error {error}, with the optimizer", whole, sp.Fisher(relative_error=error)))
+    for error in (0.15, 0.23, 0.3, 0.4):
+        asked.append((f"error {error}, weights alone", weights, sp.Fisher(relative_error=error)))
+    known = {"evaluate": evaluate, "higher_is_better": workload.higher_is_better}
+    asked += [
+        (f"inshrinkerator {t:.1%}", weights, sp.Inshrinkerator(threshold=t, **known)) for t in (0.001, 0.01, 0.05)
+    ]
+    out = {}
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        for name, state, how in asked:
+            report = sp.save(state, f"{folder}/a.safetensors", scheme=how)
+            out[name] = report.weights_ratio, worse(workload, evaluate(sp.load(f"{folder}/a.safetensors")), base)
+    return out
+
+
 def halfway(workload: Workload, seed: int, step: int) -> dict[str, Any]:
     course = workload.build(seed)
     for _ in range(step):
@@ -223,6 +267,7 @@ def summary(name: str, saves: list[Saved]) -> list[str]:
     ]  # fmt: skip
 
 
+STUDIES = ("parts", "sizes", "budgets", "alone", "restores", "moments")
 HEAD = ["", "key W bits", "W bits", "m bits", "v bits", "state x", "W x, 20", "rise", "worst", "retention", "to"]
 
 
@@ -246,7 +291,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--interval", type=int, default=50, help="steps between checkpoints of the chain")
     parser.add_argument("--every", nargs="*", type=int, default=[5, 20, 50], help="steps between restores")
-    parser.add_argument("--only", nargs="*", default=["parts", "sizes", "budgets", "restores"])
+    parser.add_argument("--only", nargs="*", default=list(STUDIES))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a toy: does it all run?")
     parser.add_argument("--out", type=Path)
@@ -276,12 +321,17 @@ def study(workload: Workload, options: argparse.Namespace) -> dict[str, Any]:
             asked = {one.name: one.asked["budget"] for one in chains["budgets"]}
             rows = [kept(name, asked[name], saves) for name, saves in found["budgets"].items()]
             print(table(["", "within %", "above a tenth %", "evaluations", "predicted / measured"], rows), "\n")
-    if "restores" in options.only:
-        found["restores"] = restores(workload, options, half)
+    if "alone" in options.only:
+        found["alone"] = alone(workload, options.seed, workload.steps * 3 // 4)
+        rows = [[name, f"{ratio:.1f}", f"{rise:+.4f}"] for name, (ratio, rise) in found["alone"].items()]
+        print(table(["one checkpoint alone", "weights x", "rise"], rows), "\n")
+    for part, variants in (("restores", RESTORED), ("moments", MOMENTS)):
+        if part in options.only:
+            found[part] = restores(workload, options, half, variants)
     return found
 
 
-def restores(workload: Workload, options: argparse.Namespace, half: int) -> dict[str, Any]:
+def restores(workload: Workload, options: argparse.Namespace, half: int, variants: Sequence[Variant]) -> dict[str, Any]:
     steps = 12 if options.quick else min(200, half)
     middle = halfway(workload, options.seed, half)
     plain, _ = restored(None, workload, options.seed, middle, 0, steps)
@@ -290,7 +340,7 @@ def restores(workload: Workload, options: argparse.Namespace, half: int) -> dict
     out: dict[str, Any] = {"middle": start, "uninterrupted": plain}
     rows = []
     for every in [4] if options.quick else options.every:
-        for variant in RESTORED:
+        for variant in variants:
             quality, saves = restored(variant, workload, options.seed, middle, every, steps)
             out[f"{variant.name}, every {every}"] = {"quality": quality, "saves": saves}
             rows.append([*summary(f"{variant.name}, every {every}", saves), f"{quality:.4f}"])
