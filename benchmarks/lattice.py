@@ -101,7 +101,7 @@ class Subjects:
         return encode_gridded(self.material, threads=1)
 
     def read(self, encoded: Any) -> Any:
-        others = {} if self.case.other is None else {OTHER: self.case.other}
+        others = [] if self.case.other is None else [(OTHER, self.case.other)]
         recipe = recipes.from_json(encoded.recipe)
         assert isinstance(recipe, recipes.Gridded)
         return decode_gridded(encoded, recipe, self.material.reference, others, 1)
