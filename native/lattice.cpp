@@ -45,6 +45,20 @@ ALWAYS_INLINE void by_rows(const Lattice& lattice, uint64_t start, size_t count,
     }
 }
 
+// out = make(of its row, of its column), where there may be one of the second for all.
+template <typename Row, typename Column, typename Out, typename Make>
+ALWAYS_INLINE void spread(const Lattice& lattice, const std::vector<Row>& rows, const std::vector<Column>& columns,
+                          uint64_t start, size_t count, Out* out, Make make) {
+    by_rows(lattice, start, count, [&](uint64_t row, uint64_t column, size_t place, size_t run) {
+        const Row here = rows[row];
+        const Column* across = columns.data();
+        if (columns.size() == 1)
+            std::fill_n(out + place, run, make(here, across[0]));
+        else
+            for (size_t i = 0; i < run; ++i) out[place + i] = make(here, across[column + i]);
+    });
+}
+
 }  // namespace
 
 Lattice::Lattice(bool is_powers, std::vector<int16_t> by_row, std::vector<int16_t> by_column, uint64_t height,
@@ -71,41 +85,22 @@ Lattice::Lattice(bool is_powers, std::vector<int16_t> by_row, std::vector<int16_
 
 SHRINKPOINT_KERNEL(void, fill_steps, (const Lattice& lattice, uint64_t start, size_t count, float* out),
                    (lattice, start, count, out)) {
-    by_rows(lattice, start, count, [&](uint64_t row, uint64_t column, size_t place, size_t run) {
-        const float step = lattice.row_steps[row];
-        const float* columns = lattice.column_steps.data();
-        if (lattice.column_steps.size() == 1)
-            std::fill_n(out + place, run, step * columns[0]);
-        else
-            for (size_t i = 0; i < run; ++i) out[place + i] = step * columns[column + i];
-    });
+    spread(lattice, lattice.row_steps, lattice.column_steps, start, count, out,
+           [](float row, float column) { return row * column; });
 }
 
 SHRINKPOINT_KERNEL(void, fill_classes, (const Lattice& lattice, uint64_t start, size_t count, uint8_t* out),
                    (lattice, start, count, out)) {
-    const auto told = [](int32_t above) {
-        return static_cast<uint8_t>(std::min(std::max((above >> 2) + kStepClasses / 2, 0), kStepClasses - 1));
-    };
-    by_rows(lattice, start, count, [&](uint64_t row, uint64_t column, size_t place, size_t run) {
-        const int32_t above = lattice.row_classes[row];
-        const int32_t* columns = lattice.column_classes.data();
-        if (lattice.column_classes.size() == 1)
-            std::fill_n(out + place, run, told(above + columns[0]));
-        else
-            for (size_t i = 0; i < run; ++i) out[place + i] = told(above + columns[column + i]);
+    spread(lattice, lattice.row_classes, lattice.column_classes, start, count, out, [](int32_t row, int32_t column) {
+        const int32_t told = (row + column) >> 2;
+        return static_cast<uint8_t>(std::min(std::max(told + kStepClasses / 2, 0), kStepClasses - 1));
     });
 }
 
 SHRINKPOINT_KERNEL(void, fill_exponents, (const Lattice& lattice, uint64_t start, size_t count, int32_t* out),
                    (lattice, start, count, out)) {
-    by_rows(lattice, start, count, [&](uint64_t row, uint64_t column, size_t place, size_t run) {
-        const int32_t exponent = lattice.row_exponents[row];
-        const int16_t* columns = lattice.column_exponents.data();
-        if (lattice.column_exponents.size() == 1)
-            std::fill_n(out + place, run, exponent + columns[0]);
-        else
-            for (size_t i = 0; i < run; ++i) out[place + i] = exponent + columns[column + i];
-    });
+    spread(lattice, lattice.row_exponents, lattice.column_exponents, start, count, out,
+           [](int32_t row, int32_t column) { return row + column; });
 }
 
 SHRINKPOINT_KERNEL(void, fill_dithers, (uint32_t seed, uint64_t start, size_t count, float* out),

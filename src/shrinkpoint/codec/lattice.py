@@ -168,11 +168,6 @@ def roots(other: Tensor) -> Tensor:
     return other.to(torch.float64).sqrt().to(torch.float32)
 
 
-def exponent(values: Tensor) -> Tensor:
-    """`8 log2(x)` of positive x, rounded to whole numbers as the encoder likes; int32. Not part of the format."""
-    return (values.to(torch.float32).log2() * FINE).round().to(torch.int32)
-
-
 def dither(seed: int, shape: tuple[int, int], device: torch.device | str = "cpu") -> Tensor:
     """A number of (-1/2, 1/2) for every place, float32: odd multiples of 1/512, by a hash of the place's number."""
     count = shape[0] * shape[1]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from shrinkpoint.errors import LossWarning
 from shrinkpoint.record import Role
 from shrinkpoint.state import AdamFacts, FlatState
 
@@ -60,6 +62,12 @@ class Picks:
         ours = {*(wanted if alive is None else alive), *casts.values()}
         tensors = {name: x for name, x in finite.items() if name in ours and name not in casts}
         return cls(tensors, casts, tuple(name for name in wanted if name in ours and name not in finite))
+
+    def warn(self) -> None:
+        """Say what was refused, where something was."""
+        if self.refused:
+            text = f"weights with values that are not finite are kept as they are: {', '.join(self.refused)}"
+            warnings.warn(text, LossWarning, stacklevel=3)
 
     def handed_on(self, flat: FlatState) -> dict[str, AdamFacts]:
         """What the optimizer knows, of the master copies where it was found to know it of the narrow ones."""

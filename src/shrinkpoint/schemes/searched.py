@@ -165,8 +165,7 @@ class Searched(Coding):
             "scheme": self.id, "threshold": self._threshold, "optimizer": self._optimizer,
             **found.record, "left_out": list(picks.refused), "seconds": round(time.perf_counter() - began, 3),
         }  # fmt: skip
-        if picks.refused:
-            _warn(f"weights with values that are not finite are kept as they are: {', '.join(picks.refused)}")
+        picks.warn()
         optimizer = "exact" if found.lossless else self._optimizer
         made = {name: _on_host(one) for name, one in found.symbols.items()}
         return Settled(self.id, made, picks.casts, optimizer, self.coders, record)

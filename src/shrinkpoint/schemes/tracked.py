@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec import CODERS, Reference, Symbols
-from shrinkpoint.errors import LossWarning, PolicyError
+from shrinkpoint.errors import PolicyError
 from shrinkpoint.record import JSON
 from shrinkpoint.schemes import moments
 from shrinkpoint.schemes.base import Kept
@@ -86,9 +85,7 @@ class Tracked(Coding):
         owned = replace(flat, optim=picks.handed_on(flat))
         symbols = self._of_weights(picks.tensors, owned, reference)
         further = {name: one.cpu() for name, one in self.further(owned, symbols).items()}
-        if picks.refused:
-            text = f"weights with values that are not finite are kept as they are: {', '.join(picks.refused)}"
-            warnings.warn(text, LossWarning, stacklevel=2)
+        picks.warn()
         loss: JSON = None
         if symbols or further or self._optimizer != "exact":
             optimizer = "lossy" if further else self._optimizer

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -46,17 +47,18 @@ class Curvature:
         squares: mean squared gradients, float32; None: nothing is known.
         slope: mean gradients, float32; None: nothing is known.
         shape_alone: the squares are those of momentum.
-        mean: of the squares; 0 where nothing is known.
     """
 
     squares: Tensor | None = field(default=None, repr=False)
     slope: Tensor | None = field(default=None, repr=False)
     shape_alone: bool = False
-    mean: float = field(default=0.0, init=False)
 
-    def __post_init__(self) -> None:
-        if self.squares is not None and self.squares.numel():
-            object.__setattr__(self, "mean", float(self.squares.sum(dtype=torch.float32)) / self.squares.numel())
+    @cached_property
+    def mean(self) -> float:
+        """Of the squares; 0 where nothing is known."""
+        if self.squares is None or self.squares.numel() == 0:
+            return 0.0
+        return float(self.squares.sum(dtype=torch.float32)) / self.squares.numel()
 
     @classmethod
     def of(cls, name: str, x: Tensor, flat: FlatState, recorded: Mapping[str, Tensor]) -> Curvature:

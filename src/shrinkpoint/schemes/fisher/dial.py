@@ -114,9 +114,7 @@ class ByError(Dial):
     def turn(self, drafts: Drafts, learned: Learned, measure: Measure | None, left: float) -> Answer:
         """See `Dial`."""
         size = size_of(min(max(self.error * math.sqrt(12), _FINEST), _COARSEST))
-        draft = drafts.draft(size)
-        rise = None if measure is None else measure(draft)
-        return Answer(draft, [_line(draft, learned, rise)], rise)
+        return _taken(drafts.draft(size), learned, measure)
 
 
 @dataclass(frozen=True)
@@ -140,9 +138,7 @@ class ByRatio(Dial):
         if low == LARGEST and drafts.bits(low) > left:
             text = f"at {self.ratio:g}x there is no room for the weights: steps are the largest there are"
             warnings.warn(text, LossWarning, stacklevel=5)
-        draft = drafts.draft(low)
-        rise = None if measure is None else measure(draft)
-        return Answer(draft, [_line(draft, learned, rise)], rise)
+        return _taken(drafts.draft(low), learned, measure)
 
 
 @dataclass(frozen=True)
@@ -168,29 +164,27 @@ class ByBudget(Dial):
     def turn(self, drafts: Drafts, learned: Learned, measure: Measure | None, left: float) -> Answer:
         """See `Dial`. Without `measure` the prediction decides, and where there is none either, `UNKNOWN`."""
         if measure is None and drafts.supposed:  # a prediction in no unit decides nothing
-            draft = drafts.draft(UNKNOWN if learned.size is None else learned.size)
-            return Answer(draft, [_line(draft, Learned(), None)])
+            return _taken(drafts.draft(UNKNOWN if learned.size is None else learned.size), Learned(), None)
         size, free = self._first(drafts, learned, measured=measure is not None), learned.size is None
+        if measure is None:
+            return _taken(drafts.draft(size), learned, None)
         tried: list[JSON] = []
-        held: Draft | None = None
-        least = 0.0
+        held: Answer | None = None
         for _ in range(TRIALS):
             draft = drafts.draft(size)
-            if measure is None:
-                return Answer(draft, [_line(draft, learned, None)])
             rise = measure(draft)
             tried.append(_line(draft, learned, rise))
             learned.hear(draft, rise, LOW * self.budget)
-            too_much = not rise <= self.budget  # also where it is nan
-            if too_much and held is not None:
-                return Answer(held, tried, least)
-            if too_much:
+            if rise <= self.budget:
+                held = Answer(draft, tried, rise)
+                size = self._best(drafts, learned) if free else draft.size
+                if size <= draft.size + 1:
+                    return held
+            elif held is not None:  # nan, too, is too much
+                return held
+            else:
                 size, free = self._smaller(draft, rise), False
-                continue
-            held, least, size = draft, rise, self._best(drafts, learned)
-            if not free or size <= draft.size + 1:
-                return Answer(draft, tried, rise)
-        return Answer(held, tried, None if held is None else least)
+        return held or Answer(None, tried)
 
     def _first(self, drafts: Drafts, learned: Learned, *, measured: bool) -> int:
         """The steps of the checkpoint before, unless others are clearly better; not smaller ones if measured."""
@@ -212,6 +206,12 @@ class ByBudget(Dial):
     def _smaller(self, draft: Draft, rise: float) -> int:
         share = AIM * self.budget / rise if math.isfinite(rise) else 0.0
         return max(SMALLEST, draft.size + min(-_SLACK, max(-6 * _SLACK, size_of(math.sqrt(max(share, 1e-9))))))
+
+
+def _taken(draft: Draft, learned: Learned, measure: Measure | None) -> Answer:
+    """A draft that is taken whatever it does to the loss."""
+    rise = None if measure is None else measure(draft)
+    return Answer(draft, [_line(draft, learned, rise)], rise)
 
 
 def _line(draft: Draft, learned: Learned, rise: float | None) -> JSON:

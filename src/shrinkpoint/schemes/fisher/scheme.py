@@ -137,8 +137,7 @@ class Fisher(Coding):
         began = time.perf_counter()
         picks = Picks.of(flat, None if target is None else target.alive, smallest=FEWEST, axes=1)
         picks = picks.folded(flat.optim.keys())
-        if picks.refused:
-            _warn(f"weights with values that are not finite are kept as they are: {', '.join(picks.refused)}")
+        picks.warn()
         values: dict[str, Tensor] = {}
         further = self._of_moments(flat, values)
         answer = self._of_weights(flat, picks, reference, target, further)
@@ -237,10 +236,11 @@ class Fisher(Coding):
         """What was recorded, by the names of the state."""
         if self._recorder is None or not isinstance(target, ModelTarget):
             return {}
-        if not self._recorder.square and self._recorder.ready:
+        squares = self._recorder.square  # a copy, made by every look at it
+        if not squares and self._recorder.ready:
             do = "make the recorder with squares=True"
             raise PolicyError("gradients", found="a recorder without squares", expected="one with squares", do=do)
-        recorded = {unwrapped(name): square for name, square in self._recorder.square.items()}
+        recorded = {unwrapped(name): square for name, square in squares.items()}
         return {target.names[name]: square for name, square in recorded.items() if name in target.names}
 
 

@@ -26,6 +26,7 @@ WIDEST = 2.0
 CAREFUL = 0.25
 """Steps beside others, where it is known or likely that each value matters more: vectors (biases, gains), of which
 there are few; embeddings and heads, where nothing is known of any weight; weights of which alone nothing is known."""
+_SAMPLE = 1 << 16
 FLATTEST = 1e-4
 """Of the mean squared gradient: rows and columns with less count as having that, so that no step is without bound."""
 
@@ -168,9 +169,6 @@ class _Part:
     def progress(self, hold: float) -> tuple[float, float]:
         written = torch.where(self.away.abs() <= hold, 0.0, self.away.round()) * self.steps
         return float((written * self.moved).sum()), float(self.moved.square().sum())
-
-
-_SAMPLE = 1 << 16
 
 
 def seed_of(name: str, generation: int, seed: int) -> int:
