@@ -79,15 +79,28 @@ def half_state(step: int) -> dict[str, Any]:
 
 def first_release() -> Iterator[tuple[str, Golden]]:
     """Name and content of every file of 0.1.0, bases before what stands on them."""
-    weights = randn(25, 60) * torch.logspace(-3, 0, 25)[:, None]
+    for part in (levels, deltas, taps, whole_numbers, quantized, residual, under, points, fisher):
+        yield from part()
+    yield (
+        "large_header",
+        Golden({f"{i}.weight": randn(64, seed=i).bfloat16() for i in range(24)} | {"z": randn(300)}, spool=500),
+    )
+
+
+def weights() -> torch.Tensor:
+    return randn(25, 60) * torch.logspace(-3, 0, 25)[:, None]
+
+
+def levels() -> Iterator[tuple[str, Golden]]:
+    """Floats that stand alone, and moments."""
     yield "plain", Golden({"a.weight": randn(3, 4), "b": torch.arange(5), "c": torch.tensor(True)}, ("plain",))
     yield "empty", Golden({})
-    yield "level_fp32", Golden({"w.weight": weights}, ("level",))
+    yield "level_fp32", Golden({"w.weight": weights()}, ("level",))
     yield "level_bf16", Golden({"w.weight": randn(40, 60).bfloat16()}, ("level",))
     yield "level_fp16", Golden({"w.weight": randn(40, 60).half()}, ("level",))
     yield "level_fp64", Golden({"w.weight": randn(30, 40).double() * 0.1}, ("level",))
     yield "level_shift", Golden({"w.weight": randn(40, 60).bfloat16().float()}, ("shift",))
-    moment = weights * randn(1, 60, seed=3)
+    moment = weights() * randn(1, 60, seed=3)
     state = {"model": {"w.weight": randn(25, 60, seed=1)}, "optimizer": optimizer_state(moment, moment.square() + 1e-9)}
     yield "moments", Golden(state, ("factors", "moment1"))
     alive = (torch.arange(25) % 3 == 0)[:, None]
@@ -96,14 +109,18 @@ def first_release() -> Iterator[tuple[str, Golden]]:
         squares = moment.square() * (1 + drift * randn(25, 60, seed=8).square())
         state = {"optimizer": {"state": {0: {"exp_avg_sq": squares}}, "param_groups": [{"params": [0]}]}}
         yield name, Golden(state, ('"companion": "base"',) if drift else (), "squares_base" if drift else None)
-    yield "chunks", Golden({"w.weight": weights}, ('"chunk": 512',), scheme=sp.Lossless(chunk=512))
+    yield "chunks", Golden({"w.weight": weights()}, ('"chunk": 512',), scheme=sp.Lossless(chunk=512))
     yield "bundle", Golden({f"{i}.weight": randn(i, 7, seed=i) * 0.02 for i in range(1, 20)}, ("level",))
 
-    yield "delta_base", Golden({"w.weight": weights, "i": torch.arange(900), "f": weights[0].clone()})
+
+def deltas() -> Iterator[tuple[str, Golden]]:
+    """Floats and counters after a parent, and Adam's own step."""
+    before = weights()
+    yield "delta_base", Golden({"w.weight": before, "i": torch.arange(900), "f": before[0].clone()})
     later = {
-        "w.weight": weights * (1 + 1e-4 * randn(25, 60, seed=2)),
+        "w.weight": before * (1 + 1e-4 * randn(25, 60, seed=2)),
         "i": torch.arange(1, 901),
-        "f": weights[0].clone(),
+        "f": before[0].clone(),
     }
     yield "delta_fp32", Golden(later, ('"predictor": "base"', "same"), "delta_base")
     yield "delta_of_delta", Golden({**later, "i": torch.arange(2, 902)}, ("delta", "same"), "delta_fp32")
@@ -114,6 +131,9 @@ def first_release() -> Iterator[tuple[str, Golden]]:
     yield "adam_base", Golden(loop.steps(5))
     yield "adam_step", Golden(loop.steps(1), ('"adam"', '"square"'), "adam_base")
 
+
+def taps() -> Iterator[tuple[str, Golden]]:
+    """Kernels of convolutions."""
     kernels = randn(16, 12, 1, 1) * (1 + 1e-3 * randn(16, 12, 3, 3, seed=1))
     yield "taps", Golden({"w.weight": kernels, "v.weight": kernels[:, :, :2, 0].contiguous()}, ('"taps": 9', '"tap"'))
     images = (randn(96, 24, 3, 3, seed=4).sign() * 0.5).bfloat16()
@@ -121,6 +141,9 @@ def first_release() -> Iterator[tuple[str, Golden]]:
     yield "taps_base", Golden({"w.weight": images})
     yield "taps_delta", Golden({"w.weight": (images * drift).bfloat16()}, ('"taps": 9', '"base"'), "taps_base")
 
+
+def whole_numbers() -> Iterator[tuple[str, Golden]]:
+    """Copies, integers, and every dtype and value that is not like the others."""
     masters = {f"{i}.weight": randn(20, 30, seed=i) for i in range(2)}
     casts = {name: x.bfloat16() for name, x in masters.items()}
     halves = {name: x.half() for name, x in masters.items()}
@@ -141,15 +164,6 @@ def first_release() -> Iterator[tuple[str, Golden]]:
     yield "all_dtypes", Golden({name: values_of(name, 3) for name in TORCH if name not in NEWEST})
     yield "newest_dtypes", Golden({name: values_of(name, 300) for name in NEWEST})
     yield "tree", Golden(plain_values())
-    yield from quantized()
-    yield from residual()
-    yield from under()
-    yield from points()
-    yield from fisher()
-    yield (
-        "large_header",
-        Golden({f"{i}.weight": randn(64, seed=i).bfloat16() for i in range(24)} | {"z": randn(300)}, spool=500),
-    )
 
 
 def as_read(golden: Golden) -> Any:
