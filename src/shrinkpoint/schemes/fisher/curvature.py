@@ -47,11 +47,13 @@ class Curvature:
         squares: mean squared gradients, float32; None: nothing is known.
         slope: mean gradients, float32; None: nothing is known.
         shape_alone: the squares are those of momentum.
+        probed: the squares are the curvature itself, from measured rises: of a single loss term, N is 1.
     """
 
     squares: Tensor | None = field(default=None, repr=False)
     slope: Tensor | None = field(default=None, repr=False)
     shape_alone: bool = False
+    probed: bool = False
 
     @cached_property
     def mean(self) -> float:

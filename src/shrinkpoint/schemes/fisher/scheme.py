@@ -18,10 +18,11 @@ from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.record import JSON, Role
 from shrinkpoint.schemes import moments as others
 from shrinkpoint.schemes.base import Kept
-from shrinkpoint.schemes.fisher.curvature import Recorder, curvatures
-from shrinkpoint.schemes.fisher.dial import Answer, ByBudget, ByError, ByRatio, Dial, Learned, Measure, finite
-from shrinkpoint.schemes.fisher.drafts import Draft, Drafts, entropy, multiplier_of
+from shrinkpoint.schemes.fisher.curvature import Curvature, Recorder, curvatures
+from shrinkpoint.schemes.fisher.dial import Answer, ByBudget, ByError, ByRatio, Dial, Learned, finite
+from shrinkpoint.schemes.fisher.drafts import Drafts, entropy, multiplier_of
 from shrinkpoint.schemes.fisher.moments import FEWEST, Steps, moments
+from shrinkpoint.schemes.fisher.probes import Rise, probe, probed
 from shrinkpoint.schemes.picks import Picks
 from shrinkpoint.schemes.records import Coding
 from shrinkpoint.schemes.settled import Settled
@@ -91,6 +92,7 @@ class Fisher(Coding):
         self._terms = None if terms is None else _positive("terms", terms)
         self._seed, self._generation, self._saves = whole("seed", seed), 0, 0
         self._learned = Learned(terms=self._terms)
+        self._probed: dict[str, float] = {}
 
     def __repr__(self) -> str:
         said = ", ".join(f"{name}={value!r}" for name, value in self._dial.settings.items())
@@ -114,7 +116,7 @@ class Fisher(Coding):
     def resume(self, loss: JSON, generation: int = 0) -> None:
         """Go on from a checkpoint: with its steps and what was known then, and another dither; see `Resuming`."""
         self._generation = generation
-        self._learned = Learned(terms=self._terms)
+        self._learned, self._probed = Learned(terms=self._terms), {}
         if not isinstance(loss, dict) or loss.get("scheme") != self.id:
             return
         size, terms = loss.get("size"), loss.get("terms")
@@ -122,6 +124,9 @@ class Fisher(Coding):
             self._learned.size = size
         if isinstance(terms, float) and 0 < terms < math.inf:
             self._learned.terms = terms
+        found = loss.get("probed")
+        if isinstance(found, dict) and all(isinstance(x, float) and 0 < x < math.inf for x in found.values()):
+            self._probed = dict(found)
 
     @torch.no_grad()
     def settle(self, flat: FlatState, reference: Reference | None, target: Target | None = None) -> Settled:
@@ -150,7 +155,8 @@ class Fisher(Coding):
         self._saves += 1
         loss: dict[str, Any] = {
             "scheme": self.id, **self._dial.settings, "optimizer": self._moments, "tried": answer.tried,
-            "terms": self._learned.terms, "size": self._learned.size, "left_out": [*picks.refused, *answer.left_out],
+            "terms": self._learned.terms, "size": self._learned.size, "probed": self._probed or None,
+            "left_out": [*picks.refused, *answer.left_out],
             "chosen": self._chosen(symbols), "rise": finite(answer.rise),
             "seconds": round(time.perf_counter() - began, 3),
         }  # fmt: skip
@@ -195,10 +201,13 @@ class Fisher(Coding):
             self._learned.size = None
         size = self._learned.size
         kinds = {} if target is None else target.kinds
-        drafts = Drafts(picks.tensors, known, reference, size, self._generation, self._seed, kinds)
-        left = _left(flat, {*drafts.weights, *picks.casts}, further, self._dial, self._moments)
-        with self._measuring(flat, picks, target) as (measure, base):
+        with self._measuring(flat, picks, target) as (rise, base):
+            if rise is not None and not any(one.mean > 0 for one in known.values()):
+                known = self._by_probes(picks.tensors, rise) or known
+            drafts = Drafts(picks.tensors, known, reference, size, self._generation, self._seed, kinds)
+            left = _left(flat, {*drafts.weights, *picks.casts}, further, self._dial, self._moments)
             dial = self._dial.of(base) if isinstance(self._dial, ByBudget) else self._dial
+            measure = None if rise is None else lambda draft: rise(draft.values)
             answer = dial.turn(drafts, self._learned, measure, left)
         if answer.draft is None:
             _warn(f"no steps keep the loss within {self}: this checkpoint's weights are exact")
@@ -207,11 +216,17 @@ class Fisher(Coding):
             self._learned.size = answer.draft.size
         return answer
 
+    def _by_probes(self, weights: Mapping[str, Tensor], rise: Rise) -> dict[str, Curvature]:
+        """What the loss says of each kind of weights, asked once in a run; nothing where it minds none of them."""
+        if not self._probed:
+            self._probed = probe(weights, rise)
+            if self._learned.terms is None:
+                self._learned.terms = 1.0
+        return probed(weights, self._probed) if self._probed else {}
+
     @contextmanager
-    def _measuring(
-        self, flat: FlatState, picks: Picks, target: Target | None
-    ) -> Iterator[tuple[Measure | None, float]]:
-        """How to measure a draft, and what the state itself has.
+    def _measuring(self, flat: FlatState, picks: Picks, target: Target | None) -> Iterator[tuple[Rise | None, float]]:
+        """How to measure what other values of some weights do, and what the state itself has.
 
         None where nothing was asked for, or the state itself has no finite loss.
         """
@@ -226,11 +241,11 @@ class Fisher(Coding):
                 yield None, 1.0
                 return
 
-            def measure(draft: Draft) -> float:
-                found = target.measure(picks.replaced(draft.values, flat))
+            def rise(values: Mapping[str, Tensor]) -> float:
+                found = target.measure(picks.replaced(values, flat))
                 return base - found if self._higher else found - base
 
-            yield measure, base
+            yield rise, base
 
     def _recorded(self, target: Target | None) -> dict[str, Tensor]:
         """What was recorded, by the names of the state."""

@@ -21,6 +21,8 @@ GAMMA = 0.25
 Where what is coded is whether a weight has left its cell, it costs by its inverse: 1/3; and 1/4 measured best."""
 ALLOTTED = 1 / 3
 """The same between tensors."""
+PROBED = 1 / 2
+"""The same where the curvature was probed: such checkpoints mostly stand alone, and a step costs by its logarithm."""
 WIDEST = 2.0
 """Standard deviations of its tensor that a row's steps have at most: above, hardly anything is left of it but signs."""
 CAREFUL = 0.25
@@ -67,7 +69,8 @@ def lattice_of(x: Tensor, known: Curvature, usual: float, seed: int, careful: fl
     if not 0 < spread < math.inf:
         return None
     rows, columns = spans("linear", tuple(x.shape))
-    level = math.log2(spread) - (ALLOTTED * math.log2(known.mean / usual) if known.mean > 0 and usual > 0 else 0.0)
+    power = PROBED if known.probed else ALLOTTED
+    level = math.log2(spread) - (power * math.log2(known.mean / usual) if known.mean > 0 and usual > 0 else 0.0)
     by_row, by_column = torch.zeros(rows), torch.zeros(columns)
     if known.squares is not None and rows > 1:
         by_row, by_column = (_fall(known.squares, axis) for axis in (1, 0))
