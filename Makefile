@@ -27,7 +27,7 @@ bench: $(VENV)/.bench
 
 # Of the lossy schemes: hours on one core, resumable (benchmarks/README.md says how to run a part).
 studies: $(VENV)/.bench
-	for study in quantile quantizers search codes restores lattice fisher overhead bins schemes recovery transfer rework; do \
+	for study in quantile quantizers search codes restores lattice fisher overhead bins schemes recovery transfer rework wire link replicas; do \
 	  $(BIN)/python benchmarks/$$study.py || exit 1; \
 	done
 
@@ -55,7 +55,7 @@ SEED ?= 1
 FUZZ := build/fuzz
 FUZZ_FLAGS := -std=gnu++17 -O1 -g -ffp-contract=off -Wall -Wextra -Wno-maybe-uninitialized -pthread -Inative -Inative/fuzz \
   -fsanitize=address,undefined -fno-sanitize-recover=all
-FUZZ_OBJECTS := $(patsubst %.cpp,$(FUZZ)/%.o,$(notdir $(filter-out %/bindings.cpp %/bindings_quantizers.cpp %/checksum.cpp %/pool.cpp,\
+FUZZ_OBJECTS := $(patsubst %.cpp,$(FUZZ)/%.o,$(notdir $(filter-out %/bindings.cpp %/bindings_quantizers.cpp %/bindings_wire_uniform.cpp %/bindings_wire_blocks.cpp %/bindings_wire_sparse.cpp %/checksum.cpp %/pool.cpp,\
   $(wildcard native/*.cpp)) $(wildcard native/fuzz/*.cpp)))
 vpath %.cpp native native/fuzz
 

@@ -216,6 +216,9 @@ NB_MODULE(_native, m) {
         "hint"_a.none() = nb::none(), "shapes"_a.none() = nb::none(), "chunk"_a = kChunk, "threads"_a = 1);
 
     bind_quantizers(m);
+    bind_wire_uniform(m);
+    bind_wire_blocks(m);
+    bind_wire_sparse(m);
 
     // For tests only: nothing wider than this (0 none, 1 AVX2, 2 AVX-512) from now on; returns what is used.
     m.def(

@@ -55,5 +55,9 @@ inline Array array_of(Buffer&& data) {
 
 // Adds cyclic_encode, cyclic_decode, kmeans, kmeans_start, Lattice and what takes one.
 void bind_quantizers(nb::module_& m);
+// What crosses a wire: ranges, blocks, places.
+void bind_wire_uniform(nb::module_& m);
+void bind_wire_blocks(nb::module_& m);
+void bind_wire_sparse(nb::module_& m);
 
 }  // namespace shrinkpoint

@@ -1,0 +1,119 @@
+// What comm/operators/{normal,blockfloat,rotated}.py use of the core: checks arguments, releases the GIL, calls.
+#include "python.hpp"
+#include "wire_blocks.hpp"
+
+using namespace nanobind::literals;
+
+namespace shrinkpoint {
+
+namespace {
+
+// A buffer of so many floats.
+float* floats(const Bytes& bytes, size_t count, const char* name) {
+    if (bytes.size() != 4 * count) throw nb::value_error((std::string(name) + ": wrong number of bytes").c_str());
+    return reinterpret_cast<float*>(bytes.checked(4 * count, 4, name));
+}
+
+// A message of so many bytes.
+uint8_t* message(const Bytes& bytes, size_t size) {
+    if (bytes.size() != size) throw nb::value_error("wire: wrong number of bytes");
+    return bytes.data();
+}
+
+NormalWire normal_of(const Bytes& values, const Bytes& centers, size_t group, unsigned bits) {
+    if (bits < 1 || bits > 4 || !is_group(group)) throw nb::value_error("bits, group: out of range");
+    return {values.size() / 4, group, bits, floats(centers, size_t{1} << (bits - 1), "centers")};
+}
+
+BlockWire block_of(const Bytes& values, size_t block, unsigned bits) {
+    if (bits < 2 || bits > 8 || !is_group(block)) throw nb::value_error("bits, block: out of range");
+    return {values.size() / 4, block, bits};
+}
+
+Rotation rotation_of(const Bytes& values, const Bytes& signs, float limit) {
+    const size_t block = signs.size() / 4;
+    if (block != 16 && block != 64 && block != 256) throw nb::value_error("signs: expected 16, 64 or 256");
+    return {values.size() / 4, block, floats(signs, block, "signs"), limit};
+}
+
+// A byte for each block; none, if they were not given.
+uint8_t* flags_of(const Bytes& flags, nb::handle given, const Rotation& how) {
+    if (!given.is_none() && flags.size() != how.blocks()) throw nb::value_error("flags: wrong number of bytes");
+    return given.is_none() ? nullptr : flags.data();
+}
+
+}  // namespace
+
+void bind_wire_blocks(nb::module_& m) {
+    m.def(
+        "normal_encode",
+        [](nb::handle values, nb::handle centers, nb::handle wire, size_t group, unsigned bits, unsigned threads) {
+            const Bytes from(values), levels(centers), to(wire, PyBUF_WRITABLE);
+            const NormalWire how = normal_of(from, levels, group, bits);
+            const float* first = floats(from, how.count, "values");
+            uint8_t* out = message(to, how.bytes());
+            nb::gil_scoped_release release;
+            normal_encode(how, first, out, threads);
+        },
+        "values"_a, "centers"_a, "wire"_a, nb::kw_only(), "group"_a, "bits"_a, "threads"_a = 1);
+    m.def(
+        "normal_decode",
+        [](nb::handle wire, nb::handle centers, nb::handle values, size_t group, unsigned bits, unsigned threads) {
+            const Bytes from(wire), levels(centers), to(values, PyBUF_WRITABLE);
+            const NormalWire how = normal_of(to, levels, group, bits);
+            float* out = floats(to, how.count, "values");
+            const uint8_t* first = message(from, how.bytes());
+            nb::gil_scoped_release release;
+            normal_decode(how, first, out, threads);
+        },
+        "wire"_a, "centers"_a, "values"_a, nb::kw_only(), "group"_a, "bits"_a, "threads"_a = 1);
+    m.def(
+        "blockfloat_encode",
+        [](nb::handle values, nb::handle wire, size_t block, unsigned bits, unsigned threads) {
+            const Bytes from(values), to(wire, PyBUF_WRITABLE);
+            const BlockWire how = block_of(from, block, bits);
+            const float* first = floats(from, how.count, "values");
+            uint8_t* out = message(to, how.bytes());
+            nb::gil_scoped_release release;
+            blockfloat_encode(how, first, out, threads);
+        },
+        "values"_a, "wire"_a, nb::kw_only(), "block"_a, "bits"_a, "threads"_a = 1);
+    m.def(
+        "blockfloat_decode",
+        [](nb::handle wire, nb::handle values, size_t block, unsigned bits, unsigned threads) {
+            const Bytes from(wire), to(values, PyBUF_WRITABLE);
+            const BlockWire how = block_of(to, block, bits);
+            float* out = floats(to, how.count, "values");
+            const uint8_t* first = message(from, how.bytes());
+            nb::gil_scoped_release release;
+            blockfloat_decode(how, first, out, threads);
+        },
+        "wire"_a, "values"_a, nb::kw_only(), "block"_a, "bits"_a, "threads"_a = 1);
+    m.def(
+        "rotate",
+        [](nb::handle values, nb::handle signs, nb::handle turned, nb::handle flags, float limit, unsigned threads) {
+            const Bytes from(values), diagonal(signs), to(turned, PyBUF_WRITABLE), told(flags, PyBUF_WRITABLE);
+            const Rotation how = rotation_of(from, diagonal, limit);
+            const float* first = floats(from, how.count, "values");
+            float* out = floats(to, how.blocks() * how.block, "turned");
+            uint8_t* which = flags_of(told, flags, how);
+            nb::gil_scoped_release release;
+            rotate(how, first, out, which, threads);
+        },
+        "values"_a, "signs"_a, "turned"_a, nb::kw_only(), "flags"_a.none() = nb::none(), "limit"_a = 0.0f,
+        "threads"_a = 1);
+    m.def(
+        "rotate_back",
+        [](nb::handle turned, nb::handle signs, nb::handle values, nb::handle flags, unsigned threads) {
+            const Bytes from(turned), diagonal(signs), told(flags), to(values, PyBUF_WRITABLE);
+            const Rotation how = rotation_of(to, diagonal, 0.0f);
+            float* out = floats(to, how.count, "values");
+            const float* first = floats(from, how.blocks() * how.block, "turned");
+            const uint8_t* which = flags_of(told, flags, how);
+            nb::gil_scoped_release release;
+            rotate_back(how, first, which, out, threads);
+        },
+        "turned"_a, "signs"_a, "values"_a, nb::kw_only(), "flags"_a.none() = nb::none(), "threads"_a = 1);
+}
+
+}  // namespace shrinkpoint

@@ -1,0 +1,118 @@
+// What operators that send some values of many use of the core: checks arguments, releases the GIL, calls.
+#include <nanobind/stl/string.h>
+
+#include <limits>
+#include <string>
+
+#include "python.hpp"
+#include "wire_sparse.hpp"
+
+using namespace nanobind::literals;
+
+namespace shrinkpoint {
+
+namespace {
+
+constexpr uint64_t kMostPlaces = uint64_t{1} << kMostPlaceBits;
+constexpr uint64_t kMostColumns = std::numeric_limits<uint32_t>::max();
+
+PlaceForm form_of(const std::string& name) {
+    if (name == "all") return PlaceForm::All;
+    if (name == "bitmap") return PlaceForm::Bitmap;
+    if (name == "packed") return PlaceForm::Packed;
+    if (name == "split") return PlaceForm::Split;
+    throw nb::value_error("form: expected all, bitmap, packed or split");
+}
+
+// As many words of `width` bytes as there are.
+template <typename Word>
+size_t count_of(const Bytes& bytes, const char* name) {
+    if (bytes.size() % sizeof(Word) != 0) throw nb::value_error(name);
+    bytes.checked(bytes.size(), sizeof(Word), name);
+    return bytes.size() / sizeof(Word);
+}
+
+PlaceCode code_of(const std::string& form, uint64_t n, unsigned width, uint64_t k, const Bytes& data) {
+    const PlaceCode code{form_of(form), n, k, width};
+    if (width > kMostPlaceBits || n > kMostPlaces || k > n) throw nb::value_error("places: too many, or too wide");
+    if (data.size() != code.size()) throw nb::value_error("places: wrong number of bytes");
+    return code;
+}
+
+}  // namespace
+
+void bind_wire_sparse(nb::module_& m) {
+    m.def(
+        "places_encode",
+        [](const std::string& form, uint64_t n, unsigned width, nb::handle places, nb::handle out) {
+            const Bytes from(places), into(out, PyBUF_WRITABLE);
+            const PlaceCode code = code_of(form, n, width, count_of<int64_t>(from, "places"), into);
+            nb::gil_scoped_release release;
+            return encode_places(code, reinterpret_cast<const int64_t*>(from.data()), into.data());
+        },
+        "form"_a, "n"_a, "width"_a, "places"_a, "out"_a);
+    m.def(
+        "places_decode",
+        [](const std::string& form, uint64_t n, unsigned width, nb::handle data, nb::handle places) {
+            const Bytes from(data), into(places, PyBUF_WRITABLE);
+            const PlaceCode code = code_of(form, n, width, count_of<int64_t>(into, "places"), from);
+            nb::gil_scoped_release release;
+            return decode_places(code, from.data(), reinterpret_cast<int64_t*>(into.data()));
+        },
+        "form"_a, "n"_a, "width"_a, "data"_a, "places"_a);
+    m.def(
+        "sparse_encode",
+        [](const std::string& form, unsigned width, nb::handle values, size_t rows, nb::handle out, nb::handle chosen,
+           unsigned threads) {
+            const Bytes from(values), into(out, PyBUF_WRITABLE), what(chosen, PyBUF_WRITABLE);
+            const size_t n = count_of<float>(from, "values"), k = what.size() / 4;
+            const PlaceCode code = code_of(form, n, width, k, into);
+            if (what.size() % 4 != 0 || rows == 0 || k == 0 || n % rows != 0 || k % rows != 0 ||
+                n / rows > kMostColumns)
+                throw nb::value_error("rows: expected as many values in each, and as many chosen");
+            nb::gil_scoped_release release;
+            return encode_largest(code, reinterpret_cast<const uint32_t*>(from.data()), rows, into.data(),
+                                  what.data(), threads);
+        },
+        "form"_a, "width"_a, "values"_a, "rows"_a, "out"_a, "chosen"_a, nb::kw_only(), "threads"_a = 1);
+    m.def(
+        "sparse_decode",
+        [](const std::string& form, unsigned width, nb::handle data, nb::handle chosen, nb::handle out, size_t item) {
+            const Bytes from(data), what(chosen), into(out, PyBUF_WRITABLE);
+            if ((item != 2 && item != 4 && item != 8) || what.size() % item != 0 || into.size() % item != 0)
+                throw nb::value_error("item: expected 2, 4 or 8, and a whole number of values");
+            const PlaceCode code = code_of(form, into.size() / item, width, what.size() / item, from);
+            nb::gil_scoped_release release;
+            return decode_spread(code, from.data(), what.data(), item, into.data());
+        },
+        "form"_a, "width"_a, "data"_a, "chosen"_a, "out"_a, "item"_a);
+    m.def(
+        "sparse_gather",
+        [](nb::handle values, nb::handle places, nb::handle chosen) {
+            const Bytes from(values), where(places), what(chosen, PyBUF_WRITABLE);
+            const size_t count = count_of<float>(from, "values"), k = count_of<int64_t>(where, "places");
+            what.checked(k * 4, 4, "chosen");
+            bool fine = false, lost = false;
+            {
+                nb::gil_scoped_release release;
+                fine = gather(reinterpret_cast<const uint32_t*>(from.data()), count,
+                              reinterpret_cast<const int64_t*>(where.data()), k,
+                              reinterpret_cast<uint32_t*>(what.data()), lost);
+            }
+            if (!fine) throw nb::value_error("places: not all of them are there");
+            return lost;
+        },
+        "values"_a, "places"_a, "chosen"_a);
+    m.def(
+        "sparse_random",
+        [](size_t n, uint32_t seed, nb::handle places) {
+            const Bytes where(places, PyBUF_WRITABLE);
+            const size_t k = count_of<int64_t>(where, "places");
+            if (k == 0 || k > n || n > kMostColumns) throw nb::value_error("places: expected some of fewer than 2^32");
+            nb::gil_scoped_release release;
+            least_hashes(seed, n, k, reinterpret_cast<int64_t*>(where.data()));
+        },
+        "n"_a, "seed"_a, "places"_a);
+}
+
+}  // namespace shrinkpoint

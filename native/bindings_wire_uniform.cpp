@@ -1,0 +1,73 @@
+// Uniform grids and planes of bits, as Python sees them.
+#include <nanobind/stl/optional.h>
+
+#include <optional>
+
+#include "python.hpp"
+#include "wire_uniform.hpp"
+
+using namespace nanobind::literals;
+
+namespace shrinkpoint {
+
+namespace {
+
+unsigned checked_bits(unsigned bits) {
+    if (bits < 1 || bits > 8) throw nb::value_error("bits: expected 1 to 8");
+    return bits;
+}
+
+UniformWire laid_out(size_t bytes, size_t size, unsigned bits, std::optional<uint32_t> seed, bool brief) {
+    if (size == 0) throw nb::value_error("size: expected at least 1");
+    if (bytes % 4 != 0) throw nb::value_error("values: not a whole number of values");
+    return {bytes / 4, size, checked_bits(bits), brief, seed.has_value(), seed.value_or(0)};
+}
+
+void encode(nb::handle values, size_t size, unsigned bits, nb::handle wire, std::optional<uint32_t> seed, bool brief,
+            unsigned threads) {
+    const Bytes from(values), to(wire, PyBUF_WRITABLE);
+    const UniformWire how = laid_out(from.size(), size, bits, seed, brief);
+    const auto* data = reinterpret_cast<const float*>(from.checked(from.size(), 4, "values"));
+    uint8_t* out = to.checked(how.bytes(), 1, "wire");
+    const nb::gil_scoped_release unlocked;
+    uniform_encode(how, data, out, threads);
+}
+
+void decode(nb::handle wire, size_t size, unsigned bits, nb::handle values, std::optional<uint32_t> seed, bool brief,
+            unsigned threads) {
+    const Bytes from(wire), to(values, PyBUF_WRITABLE);
+    const UniformWire how = laid_out(to.size(), size, bits, seed, brief);
+    const uint8_t* data = from.checked(how.bytes(), 1, "wire");
+    auto* out = reinterpret_cast<float*>(to.checked(to.size(), 4, "values"));
+    const nb::gil_scoped_release unlocked;
+    uniform_decode(how, data, out, threads);
+}
+
+void pack(nb::handle codes, unsigned bits, nb::handle planes) {
+    const Bytes from(codes), to(planes, PyBUF_WRITABLE);
+    uint8_t* out = to.checked(wire_plane_bytes(from.size(), checked_bits(bits)), 1, "planes");
+    const nb::gil_scoped_release unlocked;
+    pack_planes(from.data(), from.size(), bits, out);
+}
+
+void unpack(nb::handle planes, unsigned bits, nb::handle codes) {
+    const Bytes from(planes), to(codes, PyBUF_WRITABLE);
+    const uint8_t* data = from.checked(wire_plane_bytes(to.size(), checked_bits(bits)), 1, "planes");
+    const nb::gil_scoped_release unlocked;
+    unpack_planes(data, to.size(), bits, to.data());
+}
+
+}  // namespace
+
+void bind_wire_uniform(nb::module_& m) {
+    m.def("uniform_encode", encode, "values"_a, "size"_a, "bits"_a, "wire"_a, nb::kw_only(), "seed"_a = nb::none(),
+          "brief"_a = true, "threads"_a = 1,
+          "Float32 values as ranges of runs of `size` and codes; ranges are bfloat16 where `brief`, and codes dithered "
+          "where there is a seed.");
+    m.def("uniform_decode", decode, "wire"_a, "size"_a, "bits"_a, "values"_a, nb::kw_only(), "seed"_a = nb::none(),
+          "brief"_a = true, "threads"_a = 1, "What uniform_encode made, as float32.");
+    m.def("pack_planes", pack, "codes"_a, "bits"_a, "planes"_a, "Codes below 2^bits as planes of 4, 2 and 1 bits.");
+    m.def("unpack_planes", unpack, "planes"_a, "bits"_a, "codes"_a, "What pack_planes made, as codes.");
+}
+
+}  // namespace shrinkpoint

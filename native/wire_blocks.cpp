@@ -1,0 +1,247 @@
+#include "wire_blocks.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "parallel.hpp"
+#include "wire_butterfly.hpp"
+#include "wire_groups.hpp"
+#include "wire_levels.hpp"
+
+namespace shrinkpoint {
+
+namespace {
+
+constexpr size_t kSpan = 4096;  // values that are worked on at a time: whole groups, whole tiles
+static_assert(kSpan % kMostGroup == 0 && kSpan % kWireTile == 0);
+
+// work(first, count) for all spans of `count` values.
+template <typename Work>
+void by_spans(size_t count, unsigned threads, Work work) {
+    const size_t spans = (count + kSpan - 1) / kSpan;
+    parallel(spans, threads, [&](Indices& indices) {
+        for (size_t i; indices.take(i);) work(i * kSpan, std::min(kSpan, count - i * kSpan));
+    });
+}
+
+}  // namespace
+
+// --- levels of a normal distribution
+
+namespace {
+
+// apply(levels) for the levels of so many bits.
+template <typename Apply>
+ALWAYS_INLINE void with_levels(const NormalWire& how, Apply apply) {
+    if (how.bits == 1) apply(Levels<1>(how.centers));
+    if (how.bits == 2) apply(Levels<2>(how.centers));
+    if (how.bits == 3) apply(Levels<4>(how.centers));
+    if (how.bits == 4) apply(Levels<8>(how.centers));
+}
+
+SHRINKPOINT_KERNEL(void, encode_normal_span,
+                   (const NormalWire& how, const float* values, size_t first, size_t count, uint8_t* wire),
+                   (how, values, first, count, wire)) {
+    alignas(64) float copy[kSpan];
+    alignas(64) uint8_t codes[kSpan];
+    const float* from = filled_up(values + first, count, std::max(how.group, kWireTile), copy);
+    const size_t tiles = wire_tiles(count), whole = (count + how.group - 1) / how.group * how.group;
+    if (whole < tiles * kWireTile) std::memset(codes + whole, 0, tiles * kWireTile - whole);
+    with_levels(how, [&](const auto& levels) __attribute__((always_inline)) {
+        levels.encode_span(how, from, first, whole, codes, wire + 2 * (first / how.group));
+    });
+    pack_tiles(codes, tiles, how.bits, wire + how.head(), first / kWireTile, wire_tiles(how.count));
+}
+
+SHRINKPOINT_KERNEL(void, decode_normal_span,
+                   (const NormalWire& how, const uint8_t* wire, size_t first, size_t count, float* values),
+                   (how, wire, first, count, values)) {
+    alignas(64) uint8_t codes[kSpan];
+    unpack_tiles(wire + how.head(), first / kWireTile, wire_tiles(how.count), how.bits, codes, wire_tiles(count));
+    with_levels(how, [&](const auto& levels) __attribute__((always_inline)) {
+        levels.decode_span(how, wire + 2 * (first / how.group), count, codes, values + first);
+    });
+}
+
+}  // namespace
+
+void normal_encode(const NormalWire& how, const float* values, uint8_t* wire, unsigned threads) {
+    by_spans(how.count, threads,
+             [&](size_t first, size_t count) { encode_normal_span(how, values, first, count, wire); });
+}
+
+void normal_decode(const NormalWire& how, const uint8_t* wire, float* values, unsigned threads) {
+    by_spans(how.count, threads,
+             [&](size_t first, size_t count) { decode_normal_span(how, wire, first, count, values); });
+}
+
+// --- blocks of small floats
+
+namespace {
+
+constexpr uint32_t kNanBlock = 255, kLeastExponent = 16;
+constexpr float kRounder = 0x1.8p23f;  // added to a small number, it leaves an integer in the low bits of the sum
+
+struct Mantissas {
+    unsigned bits;
+    float most;
+
+    ALWAYS_INLINE explicit Mantissas(unsigned of_bits)
+        : bits(of_bits), most(static_cast<float>((1u << (of_bits - 1)) - 1)) {}
+
+    ALWAYS_INLINE float step(uint32_t exponent) const {
+        if (exponent == kNanBlock) return std::numeric_limits<float>::quiet_NaN();
+        return exponent == 0 ? 0.0f : bits_float((exponent - (bits - 2)) << 23);
+    }
+
+    // The nearest integer that is not out of reach, plus kRounder.
+    ALWAYS_INLINE float near(float at) const {
+        at = at < -most ? -most : at;
+        return (at > most ? most : at) + kRounder;
+    }
+
+    ALWAYS_INLINE float error(const float* values, size_t count, float inverse, float parts,
+                              float* __restrict room) const {
+        for (size_t i = 0; i < count; ++i) {
+            const float at = values[i] * inverse * parts, off = at - (near(at) - kRounder);
+            room[i] = off * off;
+        }
+        return halved(room, count);
+    }
+
+    ALWAYS_INLINE uint8_t encode(const float* values, size_t count, uint8_t* __restrict out) const {
+        const uint32_t exponent = largest(values, count) >> 23;
+        if (exponent == kNanBlock || exponent < kLeastExponent) {
+            std::memset(out, 0, count);
+            return static_cast<uint8_t>(exponent == kNanBlock ? kNanBlock : 0);
+        }
+        float room[kMostGroup];
+        const float inverse = 1 / step(exponent), coarse = error(values, count, inverse, 1, room);
+        const bool finer = error(values, count, inverse, 2, room) * 0.25f < coarse;
+        const float parts = finer ? 2.0f : 1.0f;
+        const uint32_t mask = (1u << bits) - 1;
+        for (size_t i = 0; i < count; ++i)
+            out[i] = static_cast<uint8_t>(float_bits(near(values[i] * inverse * parts)) & mask);
+        return static_cast<uint8_t>(exponent - finer);
+    }
+
+    ALWAYS_INLINE void decode(const uint8_t* codes, size_t count, uint32_t exponent, float* __restrict out) const {
+        const float by = step(exponent);
+        const int32_t high = 1 << (bits - 1);
+        for (size_t i = 0; i < count; ++i) out[i] = static_cast<float>((codes[i] ^ high) - high) * by;
+    }
+};
+
+SHRINKPOINT_KERNEL(void, encode_block_span,
+                   (const BlockWire& how, const float* values, size_t first, size_t count, uint8_t* wire),
+                   (how, values, first, count, wire)) {
+    alignas(64) float copy[kSpan];
+    alignas(64) uint8_t codes[kSpan];
+    const Mantissas mantissas(how.bits);
+    const float* from = filled_up(values + first, count, std::max(how.block, kWireTile), copy);
+    const size_t tiles = wire_tiles(count), whole = (count + how.block - 1) / how.block * how.block;
+    if (whole < tiles * kWireTile) std::memset(codes + whole, 0, tiles * kWireTile - whole);
+    for (size_t start = 0; start < whole; start += how.block)
+        wire[(first + start) / how.block] = mantissas.encode(from + start, how.block, codes + start);
+    pack_tiles(codes, tiles, how.bits, wire + how.head(), first / kWireTile, wire_tiles(how.count));
+}
+
+SHRINKPOINT_KERNEL(void, decode_block_span,
+                   (const BlockWire& how, const uint8_t* wire, size_t first, size_t count, float* values),
+                   (how, wire, first, count, values)) {
+    alignas(64) uint8_t codes[kSpan];
+    const Mantissas mantissas(how.bits);
+    unpack_tiles(wire + how.head(), first / kWireTile, wire_tiles(how.count), how.bits, codes, wire_tiles(count));
+    for (size_t start = 0; start < count; start += how.block)
+        mantissas.decode(codes + start, std::min(how.block, count - start), wire[(first + start) / how.block],
+                         values + first + start);
+}
+
+}  // namespace
+
+void blockfloat_encode(const BlockWire& how, const float* values, uint8_t* wire, unsigned threads) {
+    by_spans(how.count, threads,
+             [&](size_t first, size_t count) { encode_block_span(how, values, first, count, wire); });
+}
+
+void blockfloat_decode(const BlockWire& how, const uint8_t* wire, float* values, unsigned threads) {
+    by_spans(how.count, threads,
+             [&](size_t first, size_t count) { decode_block_span(how, wire, first, count, values); });
+}
+
+// --- rotations
+
+namespace {
+
+template <size_t size>
+ALWAYS_INLINE bool outlying(const float* x, float limit) {
+    float sizes[size];
+    for (size_t i = 0; i < size; ++i) sizes[i] = std::fabs(x[i]);
+    return bits_float(largest(x, size)) > halved(sizes, size) * limit;
+}
+
+template <size_t size>
+ALWAYS_INLINE void rotate_span(const Rotation& how, const float* values, size_t first, size_t count, float* turned,
+                               uint8_t* flags) {
+    for (size_t start = first; start < first + count; start += size) {
+        alignas(64) float x[size], copy[size];
+        const float* from = filled_up(values + start, std::min(size, first + count - start), size, copy);
+        const bool turn = flags == nullptr || outlying<size>(from, how.limit);
+        if (flags != nullptr) flags[start / size] = turn;
+        if (!turn) {
+            std::memcpy(turned + start, from, sizeof x);
+            continue;
+        }
+        for (size_t i = 0; i < size; ++i) x[i] = from[i] * how.signs[i];
+        butterfly<size>(x);
+        std::memcpy(turned + start, x, sizeof x);
+    }
+}
+
+template <size_t size>
+ALWAYS_INLINE void rotate_span_back(const Rotation& how, const float* turned, const uint8_t* flags, size_t first,
+                                    size_t count, float* values) {
+    for (size_t start = first; start < first + count; start += size) {
+        alignas(64) float x[size];
+        std::memcpy(x, turned + start, sizeof x);
+        if (flags == nullptr || flags[start / size] != 0) {
+            butterfly<size>(x);
+            for (size_t i = 0; i < size; ++i) x[i] *= how.signs[i];
+        }
+        std::memcpy(values + start, x, 4 * std::min(size, first + count - start));
+    }
+}
+
+SHRINKPOINT_KERNEL(void, rotate_some,
+                   (const Rotation& how, const float* values, size_t first, size_t count, float* turned,
+                    uint8_t* flags),
+                   (how, values, first, count, turned, flags)) {
+    if (how.block == 16) rotate_span<16>(how, values, first, count, turned, flags);
+    if (how.block == 64) rotate_span<64>(how, values, first, count, turned, flags);
+    if (how.block == 256) rotate_span<256>(how, values, first, count, turned, flags);
+}
+
+SHRINKPOINT_KERNEL(void, rotate_some_back,
+                   (const Rotation& how, const float* turned, const uint8_t* flags, size_t first, size_t count,
+                    float* values),
+                   (how, turned, flags, first, count, values)) {
+    if (how.block == 16) rotate_span_back<16>(how, turned, flags, first, count, values);
+    if (how.block == 64) rotate_span_back<64>(how, turned, flags, first, count, values);
+    if (how.block == 256) rotate_span_back<256>(how, turned, flags, first, count, values);
+}
+
+}  // namespace
+
+void rotate(const Rotation& how, const float* values, float* turned, uint8_t* flags, unsigned threads) {
+    by_spans(how.count, threads,
+             [&](size_t first, size_t count) { rotate_some(how, values, first, count, turned, flags); });
+}
+
+void rotate_back(const Rotation& how, const float* turned, const uint8_t* flags, float* values, unsigned threads) {
+    by_spans(how.count, threads,
+             [&](size_t first, size_t count) { rotate_some_back(how, turned, flags, first, count, values); });
+}
+
+}  // namespace shrinkpoint

@@ -1,0 +1,123 @@
+// Groups of values on the levels of comm/operators/normal.py, each with a scale. For kernels.
+#pragma once
+#include <cmath>
+#include <limits>
+
+#include "wire_blocks.hpp"
+#include "wire_groups.hpp"
+
+namespace shrinkpoint {
+
+constexpr double kRootHalfPi = 1.2533141373155001;  // sqrt(pi / 2)
+constexpr float kLeastScale = 0x1p-120f;
+constexpr uint16_t kNanScale = 0x7FC0;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr size_t kUsualGroup = 64;  // loops of known length are faster
+
+template <unsigned levels>
+struct Levels {
+    float centers[levels], thresholds[levels];  // the last threshold is not one
+
+    ALWAYS_INLINE explicit Levels(const float* from) {
+        for (unsigned i = 0; i < levels; ++i) centers[i] = from[i];
+        for (unsigned i = 0; i + 1 < levels; ++i) thresholds[i] = (centers[i] + centers[i + 1]) * 0.5f;
+    }
+
+    // The sum of squared errors of magnitudes, in units of `scale`. `room` has as many places.
+    ALWAYS_INLINE float error(const float* sizes, size_t count, float scale, float* __restrict room) const {
+        const float inverse = 1 / scale;
+        for (size_t i = 0; i < count; ++i) {
+            const float at = sizes[i] * inverse;
+            float level = centers[0];
+#pragma GCC unroll 8
+            for (unsigned k = 0; k + 1 < levels; ++k) level = at > thresholds[k] ? centers[k + 1] : level;
+            room[i] = (at - level) * (at - level);
+        }
+        return halved(room, count);
+    }
+
+    ALWAYS_INLINE void codes(const float* values, size_t count, float scale, uint8_t* __restrict out) const {
+        const float inverse = 1 / scale;
+        for (size_t i = 0; i < count; ++i) {
+            const float at = std::fabs(values[i]) * inverse;
+            int32_t code = values[i] < 0 ? static_cast<int32_t>(levels) : 0;
+#pragma GCC unroll 8
+            for (unsigned k = 0; k + 1 < levels; ++k) code += at > thresholds[k] ? 1 : 0;
+            out[i] = static_cast<uint8_t>(code);
+        }
+    }
+
+    // The best of four scales; `first`, that of the mean magnitude, is neither zero nor infinite.
+    ALWAYS_INLINE float best(const float* sizes, size_t count, float mean, float first, float* room) const {
+        if (levels == 1) return first;
+        const float most = bits_float(largest(sizes, count)) * (1 / centers[levels - 1]);
+        const float unit = 1 / first, ratio = first * unit, apart = most - mean;
+        const float others[] = {mean + apart * 0.25f, mean + apart * 0.5f, most};
+        float found = first, least = error(sizes, count, first, room) * (ratio * ratio);
+        for (const float other : others) {
+            const float scale = nearest_brief(other), part = scale * unit;
+            const float sum = error(sizes, count, scale, room) * (part * part);
+            found = sum < least ? scale : found;
+            least = sum < least ? sum : least;
+        }
+        return found;
+    }
+
+    // Codes of one group of `count` values of which `real` are not padding, and the bits of its scale.
+    ALWAYS_INLINE uint16_t encode(const float* values, size_t count, size_t real, uint8_t* out) const {
+        float sizes[kMostGroup], room[kMostGroup];
+        const auto factor = static_cast<float>(kRootHalfPi / static_cast<double>(real));
+        for (size_t i = 0; i < count; ++i) room[i] = (sizes[i] = std::fabs(values[i])) * factor;
+        const float mean = halved(room, count);
+        const float first = mean < kInfinity ? nearest_brief(mean) : kInfinity;
+        if (!(first < kInfinity) || first < kLeastScale) {
+            std::memset(out, 0, count);
+            return first < kLeastScale ? 0 : kNanScale;
+        }
+        const float scale = best(sizes, count, mean, first, room);
+        codes(values, count, scale, out);
+        return static_cast<uint16_t>(float_bits(scale) >> 16);
+    }
+
+    ALWAYS_INLINE void decode(const uint8_t* codes, size_t count, float scale, float* __restrict out) const {
+        for (size_t i = 0; i < count; ++i) {
+            const uint32_t code = codes[i];
+            out[i] = bits_float(chosen<levels>(code, 0) | (code & levels) * (0x80000000u / levels)) * scale;
+        }
+    }
+
+    // The bits of the center that the low bits of a code say, of `many` from the first on: without a look-up.
+    template <unsigned many>
+    ALWAYS_INLINE uint32_t chosen(uint32_t code, unsigned first) const {
+        if constexpr (many == 1) {
+            return float_bits(centers[first]);
+        } else {
+            const uint32_t low = chosen<many / 2>(code, first), high = chosen<many / 2>(code, first + many / 2);
+            const uint32_t which = 0 - (code / (many / 2) & 1);
+            return low ^ (which & (low ^ high));
+        }
+    }
+
+    ALWAYS_INLINE void encode_span(const NormalWire& how, const float* values, size_t first, size_t count,
+                                   uint8_t* codes, uint8_t* scales) const {
+        for (size_t start = 0; start < count; start += how.group) {
+            const size_t real = std::min(how.group, how.count - first - start);
+            const uint16_t scale = how.group == kUsualGroup
+                                       ? encode(values + start, kUsualGroup, real, codes + start)
+                                       : encode(values + start, how.group, real, codes + start);
+            *scales++ = static_cast<uint8_t>(scale);
+            *scales++ = static_cast<uint8_t>(scale >> 8);
+        }
+    }
+
+    ALWAYS_INLINE void decode_span(const NormalWire& how, const uint8_t* scales, size_t count, const uint8_t* codes,
+                                   float* values) const {
+        for (size_t start = 0; start < count; start += how.group) {
+            const uint8_t* scale = scales + 2 * (start / how.group);
+            const uint32_t word = static_cast<uint32_t>(scale[0]) << 16 | static_cast<uint32_t>(scale[1]) << 24;
+            decode(codes + start, std::min(how.group, count - start), bits_float(word), values + start);
+        }
+    }
+};
+
+}  // namespace shrinkpoint

@@ -1,0 +1,51 @@
+"""Values rounded to sixteen bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shrinkpoint.comm.operators.base import PLAIN, Context, Operator
+from shrinkpoint.comm.operators.flat import fill, words
+from shrinkpoint.errors import PolicyError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Cast(Operator):
+    """Each value rounded to the nearest of another dtype: infinite in "fp16" from 65520 on.
+
+    Raises:
+        PolicyError: no such dtype.
+    """
+
+    dtype: Literal["bf16", "fp16"] = "bf16"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            do = "use uniform quantization for fewer bits"
+            raise PolicyError("dtype", found=repr(self.dtype), expected=" or ".join(DTYPES), do=do)
+
+    @property
+    def spec(self) -> str:
+        return self.dtype
+
+    def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: Context = PLAIN) -> int:
+        return 2 * math.prod(shape)
+
+    def encode(self, x: Tensor, context: Context = PLAIN) -> Tensor:
+        narrow = x.detach().to(DTYPES[self.dtype], copy=True, memory_format=torch.contiguous_format)
+        return narrow.view(-1).view(torch.uint8)
+
+    def decode(self, wire: Tensor, out: Tensor, context: Context = PLAIN) -> Tensor:
+        values = words(self.checked(wire, out, context), DTYPES[self.dtype])
+        if out.dtype in (values.dtype, torch.float32, torch.float64):
+            out.detach().copy_(values.view(out.shape))
+            return out
+        return fill(out, values.to(torch.float32))
