@@ -1,0 +1,84 @@
+"""Operators and feedbacks as words: every word comes back, and nonsense is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from links import STATEFUL, STATELESS
+
+from shrinkpoint import comm
+from shrinkpoint.comm import AQSGD, EF, BlockFloat, Cast, EFMixed, Exact, Feedback, Operator, TopK, Uniform, parse
+from shrinkpoint.errors import PolicyError
+
+WORDS = [*STATELESS, *STATEFUL, "h256(h16(q4:32))", "same", "same:q8:64", "top0.01", "top100", "top10:h64(q4:64)"]
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_word_comes_back(word):
+    made = parse(word)
+    assert str(made) == word and parse(str(made)) == made
+    assert isinstance(made, Feedback) == (word in STATEFUL) and isinstance(made, Operator) != isinstance(made, Feedback)
+
+
+def test_words_are_what_they_say():
+    assert parse("exact") == Exact() and parse("bf16") == Cast("bf16")
+    assert parse("q4") == Uniform(4) and parse("q4:64") == Uniform(4, 64) and parse("q4:row") == Uniform(4, "row")
+    assert parse("q1:channel:dither") == Uniform(1, "channel", dither=True)
+    assert parse("block4") == BlockFloat(4) and parse(" top10 ") == TopK(0.1)
+    assert parse("top2.5:q4:64") == TopK(0.025, values=Uniform(4, 64))
+    assert parse("top2.5:tensor") == TopK(0.025, per="tensor")
+    assert parse("ef(top10:bf16)") == EF(TopK(0.1, values="bf16"))
+    assert parse("efmixed(top10, share=0.25)") == EFMixed(TopK(0.1), share=0.25)
+    assert parse("aq(q2:64, warmup=7, dtype=bf16)") == AQSGD(Uniform(2, 64), warmup=7, dtype="bf16")
+
+
+def test_a_folder_may_have_any_name():
+    how = AQSGD(Uniform(2, 64), warmup=3, most_bytes=100, folder="/data/runs (new), folder=x\n")
+    assert parse(str(how)) == how
+
+
+@given(st.floats(1e-6, 1.0))
+def test_a_share_comes_back_exactly(share):
+    how = TopK(share)
+    assert parse(str(how)) == how
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["", "q", "q0", "q9", "q4:", "q4:0", "q4:rows", "q4 :64", "n5:64", "block4:x", "top", "top0", "top101", "top10:fp8",
+     "top-3", "rand", "h7(q4:64)", "h64(q4:64", "h64()", "ef", "ef()", "ef(ef(top10))", "ef21(aq(q2:64))",
+     "efmixed(q4:64)", "efmixed(top10, share=1)", "aq(q2:64, warm=3)", "aq(q2:64, warmup=-1)", "aq(q2:64, dtype=int8)",
+     "aq(q2:64, most_bytes=0)", "powersgd", "Q4"],
+)  # fmt: skip
+def test_nonsense_is_refused(word):
+    with pytest.raises(PolicyError):
+        parse(word)
+
+
+def test_what_is_no_word_is_told_the_words():
+    with pytest.raises(PolicyError, match=r"spec 'quantize'.*q4:64.*top10"):
+        parse("quantize")
+
+
+def test_a_half_of_a_message_is_only_defined_where_entries_are_chosen():
+    with pytest.raises(PolicyError, match="keeps a share of the entries"):
+        EFMixed(Uniform(4))
+
+
+def test_every_name_of_the_public_face_resolves_and_is_listed():
+    code = "from shrinkpoint import comm; print(all(getattr(comm, n).__name__ == n for n in comm.__all__))"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+    assert set(comm.__all__) <= set(dir(comm)) and len(set(comm.__all__)) == len(comm.__all__)
+    with pytest.raises(AttributeError, match="nonsense"):
+        comm.nonsense
+
+
+def test_importing_it_imports_no_torch():
+    code = "import sys, shrinkpoint.comm; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False False"
