@@ -1,0 +1,332 @@
+"""Compression between the stages of a pipeline that the user already built."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shrinkpoint.comm.feedback.base import Feedback
+from shrinkpoint.comm.handshake import Handshake
+from shrinkpoint.comm.ledger import Ledger
+from shrinkpoint.comm.link import Link, Nonfinite
+from shrinkpoint.comm.operators.base import Operator
+from shrinkpoint.comm.operators.exact import Exact
+from shrinkpoint.comm.points import needed_at_inference, split_ids
+from shrinkpoint.comm.spec import parse
+from shrinkpoint.comm.stage import Boundary, Way, WiredStage, refuse_unknown
+from shrinkpoint.errors import LossWarning, MismatchError, PolicyError
+
+How = Operator | Feedback | str | None
+_WIRED = "_shrinkpoint_wire"
+
+
+def compress_pipeline(
+    schedule_or_stages: Any,
+    *,
+    forward: How = "q4:64",
+    backward: How = "q4:64",
+    per_link: Mapping[int, Mapping[str, How]] | None = None,
+    nonfinite: Nonfinite = "pass",
+    min_numel: int = 0,
+    sample_every: int = 16,
+    timeout: float = 30.0,
+) -> Wire:
+    """Compress what the stages of a pipeline send to each other, from the next step on.
+
+    Call it on every rank, with the same arguments, before the first step or between two. Boundary i lies between the
+    stages i and i + 1. Neighbours on one rank (the turn of a V schedule) hand over without a message: nothing is
+    compressed there. Integer tensors cross as they are. All micro-batches of a step must have one shape, for torch
+    posts buffers of the first one's; `Wire.new_shapes` is for a step with another.
+
+    Args:
+        schedule_or_stages: a schedule of torch.distributed.pipelining, or this rank's stage or stages, by hand or from
+            the tracing frontend.
+        forward, backward: how activations and gradients cross: an operator, a feedback, the spec of one; None: as
+            they are.
+        per_link: for a boundary's index, a mapping with "forward" or "backward" or both, instead of the above.
+        nonfinite: "raise": a step in which a value was not finite ends with an error at both ends of the link.
+        min_numel: smaller tensors cross as they are.
+        sample_every: the relative error is taken of each message that is a multiple of this; 0: of none.
+        timeout: seconds to wait, in the first step, for ranks that have not called this yet.
+
+    Returns:
+        The handle: statistics, state, and the way back.
+
+    Raises:
+        PolicyError: no stages, stages that are compressed already, a boundary that does not exist, a word that is no
+            spec, a release of torch that this does not know.
+        MismatchError: on every rank, at the start of the first step: the ranks do not agree, or one never called this.
+    """
+    stages, schedule = _stages(schedule_or_stages)
+    plan = _Plan({"forward": forward, "backward": backward}, per_link or {}, stages[0].num_stages)
+    options = {"nonfinite": nonfinite, "min_numel": min_numel, "sample_every": sample_every}
+    return Wire(stages, schedule, plan, options, timeout)
+
+
+class _Plan:
+    """Which operator each boundary and direction has."""
+
+    def __init__(self, common: Mapping[str, How], per_link: Mapping[int, Mapping[str, How]], stages: int) -> None:
+        for boundary, ways in per_link.items():
+            if boundary not in range(stages - 1):
+                found, expected = f"boundary {boundary!r}", f"0 to {stages - 2}, for {stages} stages"
+                raise PolicyError("compress_pipeline, per_link", found=found, expected=expected)
+            if not ways.keys() <= common.keys():
+                found, expected = f"{sorted(ways)} for boundary {boundary}", "forward, backward or both"
+                raise PolicyError("compress_pipeline, per_link", found=found, expected=expected)
+        self.hows = [
+            {way: _made(how) for way, how in {**common, **per_link.get(boundary, {})}.items()}
+            for boundary in range(stages - 1)
+        ]
+
+    def boundary(self, number: int, other: int, options: Mapping[str, Any]) -> Boundary:
+        return Boundary(other, *(self._way(number, way, options) for way in ("forward", "backward")))
+
+    def activations(self) -> list[Operator | Feedback]:
+        return [how for ways in self.hows if (how := ways["forward"]) is not None]
+
+    def _way(self, number: int, way: str, options: Mapping[str, Any]) -> Way:
+        how, name = self.hows[number][way], f"{number} {way}"
+        needed = any(
+            isinstance(one, Feedback) and one.needs_ids for ways in self.hows[number:] for one in ways.values()
+        )
+        carries = needed and way == "forward"  # for this boundary's gradients, and for those after it
+        if how is None and carries:
+            how = Exact()
+        link = None if how is None else Link(how, name=name, with_ids=carries, **options)
+        return Way(name, link, Ledger() if link is None else link.ledger)
+
+
+def _made(how: How) -> Operator | Feedback | None:
+    return parse(how) if isinstance(how, str) else how
+
+
+class Wire:
+    """What `compress_pipeline` put between the stages of a pipeline, as far as this rank holds the ends of it.
+
+    Attributes:
+        inference: compress in `schedule.eval()` too; a model that was trained with TopK or Random-K needs it. Set it
+            alike on every rank, between two steps.
+    """
+
+    def __init__(
+        self, stages: Sequence[Any], schedule: Any, plan: _Plan, options: Mapping[str, Any], timeout: float
+    ) -> None:
+        self._schedule, self._plan, self._timeout = schedule, plan, timeout
+        self._inference, self._warned = True, False
+        self._told: Tensor | None = None
+        self._ids: Tensor | None = None
+        self._begun: set[int] = set()
+        self._ended: set[int] = set()
+        self._refused: list[PolicyError] = []
+        self._agreed: tuple[bool, bool] | None = None
+        self._started = False
+        first = stages[0]
+        self._handshake = Handshake(first.group, [stage.stage_index for stage in stages], first.num_stages)
+        self._stages: dict[int, WiredStage] = {}
+        for stage in stages:
+            self._stages[stage.stage_index] = self._wired(stage, options)
+            setattr(stage, _WIRED, self)
+        self._publish({"nonfinite": options["nonfinite"]})
+
+    @property
+    def inference(self) -> bool:
+        return self._inference
+
+    @inference.setter
+    def inference(self, value: bool) -> None:
+        self._inference = value
+        sparse = [how.spec for how in self._plan.activations() if needed_at_inference(how)]
+        if not value and sparse and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"evaluation is not compressed and this model has {sparse[0]} on its activations: one that was trained "
+                "so is usually much worse without (arXiv 2401.07788); feedback such as ef21 mends that",
+                LossWarning,
+                stacklevel=2,
+            )
+
+    @property
+    def links(self) -> dict[str, Link]:
+        """This rank's ends by name: "0 forward" is the way of activations over the boundary of the stages 0 and 1."""
+        return {way.name: way.link for way in self._crossing() if way.link is not None}
+
+    def ledgers(self) -> dict[str, Ledger]:
+        """What each of this rank's ends has sent or received, by the name of the link."""
+        return {way.name: way.ledger for way in self._crossing()}
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """The same as plain values, for JSON."""
+        return {name: ledger.as_dict() for name, ledger in self.ledgers().items()}
+
+    def set_sample_ids(self, ids: Tensor | Sequence[int]) -> None:
+        """Say which samples the next step's batch holds, for AQ-SGD.
+
+        Needed on the rank of the first stage, before each step: the others read them from the messages.
+
+        Args:
+            ids: one integer a row of the batch. They are split into micro-batches as torch splits the batch.
+
+        Raises:
+            PolicyError: they are not integers, or not 1-d.
+        """
+        self._told = torch.as_tensor(ids)
+        split_ids(self._told, 1)  # refuses what are no ids
+
+    def new_shapes(self) -> None:
+        """Let torch find the shapes anew in the next step: its batch has another size than those before.
+
+        Call it on every rank. torch finds out by itself only where `step` and `eval` take turns.
+
+        Raises:
+            PolicyError: the schedule is not known, or its stages were built for one shape.
+        """
+        flags = [name for name in vars(self._schedule or object) if name.endswith("_forward_initialized")]
+        fixed = [index for index, wired in self._stages.items() if _fixed(wired.stage)]
+        if not flags or fixed:
+            found = f"stages {fixed} have the shapes that they were built with"
+            if not fixed:
+                found = f"{type(self._schedule).__name__} of torch {torch.__version__} finds shapes once"
+            do = "give compress_pipeline a schedule whose stages find their shapes"
+            raise PolicyError("Wire.new_shapes", found=found, do=do)
+        for flag in flags:
+            setattr(self._schedule, flag, False)
+            setattr(self._schedule, flag.replace("forward", "backward"), False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank's ends remember. Save it on every rank, with the rank's stages."""
+        return {"links": {name: link.state_dict() for name, link in self.links.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; on every rank, before the next step, which compares the two ends of each link.
+
+        Raises:
+            MismatchError: the state is of other links.
+        """
+        links, found = self.links, state["links"]
+        if links.keys() != found.keys():
+            expected = f"those of this rank, {', '.join(links) or 'none'}"
+            raise MismatchError("wire", found=f"links {', '.join(found) or 'none'}", expected=expected)
+        for name, link in links.items():
+            link.load_state_dict(found[name])
+        self._agreed = None
+
+    def detach(self) -> None:
+        """Send everything as it is again; on every rank, between two steps."""
+        for wired in self._stages.values():
+            wired.detach()
+            vars(wired.stage).pop(_WIRED, None)
+
+    def check(self) -> None:
+        """Raise what `nonfinite="raise"` has found and is still to be raised: after an evaluation, say.
+
+        Raises:
+            PolicyError: a value that was sent or came was not finite.
+        """
+        refused, self._refused = self._refused, []
+        if refused:
+            raise refused[0]
+
+    # What a stage asks of the rank that it is on.
+
+    def begin(self, stage: int) -> None:
+        if self._begun and stage not in self._begun:  # another stage of this rank has begun the step
+            self._begun.add(stage)
+            return
+        self._begun, self._ended = {stage}, set()
+        self._ids, self._told = self._told, None
+        self.check()
+        self._agree((bool(self._stages[stage].stage.has_backward), self._inference))
+
+    def end(self, stage: int) -> None:
+        self._ended.add(stage)
+        if self._ended == self._stages.keys():
+            self.check()
+
+    def compresses(self, training: bool) -> bool:
+        return training or self._inference
+
+    def told_ids(self, stage: int, slot: int) -> Tensor | None:
+        if self._ids is not None:
+            return split_ids(self._ids, self._micro_batches(stage))[slot]
+        before = self._stages.get(stage - 1)  # it hands over without a message
+        return None if before is None else before.sample_ids(slot)
+
+    def refuse(self, error: PolicyError) -> None:
+        self._refused.append(error)
+
+    def _micro_batches(self, stage: int) -> int:
+        known = getattr(self._schedule, "_n_microbatches", None)
+        return int(known or len(self._stages[stage].stage.args_recv_info))
+
+    def _agree(self, mode: tuple[bool, bool]) -> None:
+        """Let all ranks compare what they are about to do: in the first step, and where that changes."""
+        if self._agreed == mode:
+            return
+        if self._agreed is None and not self._started:
+            self._handshake.verify(self._timeout)  # before any wait that is longer
+            self._started = True
+        state = self._agreed is None
+        self._publish({"training": mode[0], "inference": mode[1]}, state=state)
+        self._handshake.verify()
+        self._agreed = mode
+
+    def _publish(self, words: Mapping[str, Any], *, state: bool = False) -> None:
+        def said(way: Way) -> dict[str, Any]:
+            word = {"how": "off"} if way.link is None else way.link.describe()
+            return {**word, "state": way.link.fingerprint()} if state and way.link is not None else word
+
+        self._handshake.publish(
+            {
+                index: {
+                    **words,
+                    "links": {
+                        way.name: said(way) for side in wired.boundaries for way in (side.forward, side.backward)
+                    },
+                }
+                for index, wired in self._stages.items()
+            }
+        )
+
+    def _crossing(self) -> Iterator[Way]:
+        """The ways of this rank that lead to another one."""
+        for index, wired in self._stages.items():
+            ranks = wired.stage.stage_index_to_group_rank
+            for side in wired.boundaries:
+                if ranks[side.other] != ranks[index]:
+                    yield from (side.forward, side.backward)
+
+    def _wired(self, stage: Any, options: Mapping[str, Any]) -> WiredStage:
+        index = stage.stage_index
+        before = None if stage.is_first else self._plan.boundary(index - 1, index - 1, options)
+        after = None if stage.is_last else self._plan.boundary(index, index + 1, options)
+        return WiredStage(stage, before, after, self)
+
+
+def _stages(given: Any) -> tuple[list[Any], Any]:
+    """The stages of this rank, and their schedule where it is known."""
+    found = getattr(given, "_stages", None) or getattr(given, "_stage", None)
+    schedule = None if found is None else given
+    found = given if found is None else found
+    stages = list(found) if isinstance(found, Iterable) else [found]
+    strange = [type(stage).__name__ for stage in stages if not hasattr(stage, "stage_index")]
+    if not stages or strange:
+        expected = "a schedule of torch.distributed.pipelining, or stages of it"
+        raise PolicyError("compress_pipeline", found=", ".join(strange) or "no stages", expected=expected)
+    for stage in stages:
+        refuse_unknown(stage)
+    wired = [stage.stage_index for stage in stages if hasattr(stage, _WIRED)]
+    if wired:
+        has, do = f"stages {wired} are compressed already", "detach the wire that they have first"
+        raise PolicyError("compress_pipeline", found=has, do=do)
+    return stages, schedule
+
+
+def _fixed(stage: Any) -> bool:
+    """Whether the shapes of a stage's messages were given when it was built, or traced."""
+    told = getattr(stage, "_user_meta", None)
+    return told is None or told.has_any()
