@@ -220,7 +220,8 @@ def alone(workload: Workload, seed: int, step: int) -> dict[str, tuple[float, fl
     for error in (0.15, 0.23, 0.3, 0.4):
         asked.append((f"error {error}, weights alone, probed", weights, sp.Fisher(relative_error=error, **known)))
     asked += [
-        (f"inshrinkerator {t:.1%}", weights, sp.Inshrinkerator(threshold=t, **known)) for t in (0.001, 0.003, 0.01, 0.05)
+        (f"inshrinkerator {t:.1%}", weights, sp.Inshrinkerator(threshold=t, **known))
+        for t in (0.001, 0.003, 0.01, 0.05)
     ]
     out = {}
     with tempfile.TemporaryDirectory() as folder, quiet():

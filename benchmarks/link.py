@@ -1,0 +1,170 @@
+"""What compression on the wire is worth in time: shaped links between processes, and the speed of the operators.
+
+    python benchmarks/link.py                          # all of it, about a quarter of an hour on two idle cores
+    python benchmarks/link.py --only speed --repeats 9
+    python benchmarks/link.py --smoke                  # small sizes, to see that it runs
+
+Pipelines and data parallel training run in network namespaces (link_net.py), which takes root; where there can be none
+they are skipped with a message. Results go to results/link.json, part by part: what is not measured again stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import link_net
+import link_speed
+import link_tables
+import torch
+
+from shrinkpoint.comm.advice import cost
+from shrinkpoint.comm.forecast import Candidate, Cost, Load, Schedule
+
+RATES = (0, 10000, 1000, 100)
+"""Mbit/s; 0 is without a limit, and goes first: its uncompressed step is what predictions start from."""
+WORKER = Path(__file__).with_name("link_worker.py")
+PARTS = ("speed", "pipeline", "stages", "ddp")
+Pair = tuple[str, str]
+CASES: dict[str, Pair] = {
+    "none": ("", ""),
+    "bf16": ("bf16", "bf16"),
+    "q8:64": ("q8:64", "q8:64"),
+    "q4:64 / q8:64": ("q4:64", "q8:64"),
+    "q4:64": ("q4:64", "q4:64"),
+    "n3:64": ("n3:64", "n3:64"),
+}
+FEW = {name: CASES[name] for name in ("none", "bf16", "q8:64", "q4:64")}
+HOOKS: dict[str, Pair] = {
+    "none": ("", ""),
+    "fp16 hook": ("fp16 hook", ""),
+    "q8:64": ("q8:64", ""),
+    "q4:64": ("q4:64", ""),
+}
+
+
+def pipeline(args: argparse.Namespace) -> dict[str, Any]:
+    """Two stages, all operators."""
+    return {name: _pipeline(args, 2, name, CASES) for name in args.schedules}
+
+
+def stages(args: argparse.Namespace) -> dict[str, Any]:
+    """Four stages on a bridge; on two cores they share them, so that computing takes more of a step."""
+    return {"1F1B": _pipeline(args, 4, "1F1B", FEW)}
+
+
+def _pipeline(args: argparse.Namespace, world: int, schedule: Schedule, cases: dict[str, Pair]) -> dict[str, Any]:
+    sizes = {"width": args.width, "inner": args.inner, "batch": args.batch, "length": args.length}
+    job = {"kind": "pipeline", "schedule": schedule, "micro_batches": args.micro_batches, **sizes}
+    shape = (args.batch, args.length, args.width)
+    load = Load("pipeline", 1, world=world, micro_batches=args.micro_batches, schedule=schedule)
+    return _measured(args, job, load, cases, _costs(cases, shape, args.repeats))
+
+
+def ddp(args: argparse.Namespace) -> dict[str, Any]:
+    """Two ranks that average a perceptron's gradients."""
+    side = round((args.parameters / 4) ** 0.5)
+    count = 4 * side * (side + 1)
+    costs = _costs({k: v for k, v in HOOKS.items() if k != "fp16 hook"}, (count,), args.repeats)
+    costs["fp16 hook"] = replace(_costs({"fp16": ("fp16", "fp16")}, (count,), args.repeats)["fp16"], name="fp16 hook")
+    job = {"kind": "ddp", "parameters": args.parameters, "rows": 8}
+    return _measured(args, job, Load("ddp", 1, world=2), HOOKS, costs)
+
+
+def _costs(cases: dict[str, Pair], shape: tuple[int, ...], repeats: int) -> dict[str, Candidate]:
+    """What `advise` measures of each case, in this process."""
+    x, known = torch.randn(shape, generator=torch.Generator().manual_seed(0)), {}
+    for spec in {spec for pair in cases.values() for spec in pair if spec}:
+        known[spec] = cost(spec, x, repeats=repeats)
+    plain, made = Cost(x.nbytes, x.nbytes), {}
+    for name, (there, back) in cases.items():
+        forward = known.get(there, plain)
+        made[name] = Candidate(name, forward, known.get(back, forward))
+    return made
+
+
+def _measured(
+    args: argparse.Namespace, job: dict[str, Any], load: Load, cases: dict[str, Pair], costs: dict[str, Candidate]
+) -> dict[str, Any]:
+    """Of every rate and case: seconds of the steps, bytes, and what the forecast says."""
+    job |= {"world": load.world, "rounds": args.rounds, "steps": args.steps, "warm": 1}
+    job["cases"] = [{"name": name, "forward": f, "backward": b} for name, (f, b) in cases.items()]
+    found: dict[str, Any] = {"job": job, "costs": {name: asdict(one) for name, one in costs.items()}, "rates": {}}
+    with link_net.Network(load.world) as network:
+        for mbps in args.rates:
+            network.shape(mbps or None)
+            said = _run(network, job | {"address": network.address(0)}, args.timeout)
+            found["rates"][str(mbps)] = [{name: rank[name] for name in cases} for rank in said]
+            print(
+                f"  {job['kind']}, {load.world} processes, {mbps or 'no limit'} Mbit/s: done",
+                file=sys.stderr,
+                flush=True,
+            )
+    link_tables.evaluate(found, load, costs)
+    return found
+
+
+def _run(network: link_net.Network, job: dict[str, Any], timeout: float) -> list[dict[str, Any]]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    ranks = [json.dumps(job | {"rank": rank}) for rank in range(job["world"])]
+    commands = [[sys.executable, str(WORKER), text] for text in ranks]
+    return [json.loads(text.splitlines()[-1]) for text in network.run(commands, env=environment, timeout=timeout)]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--rates", nargs="+", type=int, default=RATES, help="Mbit/s; 0: no limit, needed first")
+    parser.add_argument("--schedules", nargs="+", choices=("1F1B", "GPipe"), default=("1F1B", "GPipe"))
+    parser.add_argument("--rounds", type=int, default=3, help="of all cases in turns")
+    parser.add_argument("--steps", type=int, default=4, help="of every case in every round, after one that warms up")
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=8, help="rows of a micro-batch")
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--inner", type=int, default=32, help="dimensions within a block")
+    parser.add_argument("--parameters", type=int, default=1 << 22, help="of the data parallel model")
+    parser.add_argument("--repeats", type=int, default=15, help="of every timing of an operator")
+    parser.add_argument("--core", type=int, default=0, help="that operators are timed on")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one rate")
+    parser.add_argument("--smoke", action="store_true", help="small sizes, few steps, two rates")
+    parser.add_argument("--out", type=Path, default=Path("results/link.json"))
+    args = parser.parse_args()
+    if args.smoke:
+        args.rates, args.rounds, args.steps, args.repeats = (0, 200), 1, 2, 3
+        args.batch, args.width, args.parameters, args.timeout = 2, 256, 1 << 16, 150
+    if args.rates[0] != 0:
+        parser.error("the first rate is 0: its uncompressed step is what predictions start from")
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    link_net.leave_on_signals()
+    refusal = link_net.refusal()
+    torch.set_num_threads(1)
+    figures: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    failed: list[str] = []
+    for part in args.only:
+        if part != "speed" and refusal:
+            print(f"{part}: skipped, network namespaces with limited links are not permitted here ({refusal})")
+            continue
+        try:
+            figures[part] = {"speed": link_speed.speeds, "pipeline": pipeline, "stages": stages, "ddp": ddp}[part](args)
+        except RuntimeError as error:
+            failed.append(f"{part}: {error}")
+            figures.pop(part, None)
+        args.out.write_text(json.dumps(figures, indent=1))
+    link_tables.show(figures, args.only)
+    if failed:
+        sys.exit("\n".join(failed))
+
+
+if __name__ == "__main__":
+    main()

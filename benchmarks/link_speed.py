@@ -1,0 +1,175 @@
+"""GB/s of float32 on one core: every operator by its native and its torch path, and what else is at hand.
+
+All subjects run in turns on one pinned core, so that a busy moment meets all of them; the first round does not count.
+Every subject makes a new message, and decodes into the same tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shrinkpoint.comm.operators.base import Context, Operator
+from shrinkpoint.comm.spec import parse
+
+SPECS = (
+    *("exact", "bf16", "fp16", "q8", "q4", "q8:64", "q6:64", "q4:64", "q3:64", "q2:64", "q4:row", "q4:64:dither"),
+    *("n4:64", "n3:64", "n2:64", "block8:32", "block4:32", "h64(q4:64)", "h64>5(q4:64)"),
+    *("top10", "top10:bf16", "top10:q4:64", "same:bf16", "rand10"),
+)
+NUMBERS = 1 << 20
+"""Of the tensor: 4 MiB of float32."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """`encode` gives what `decode` takes; `wire` says how many bytes of that would be sent."""
+
+    name: str
+    path: str
+    encode: Callable[[Tensor], Any]
+    decode: Callable[[Any, Tensor], object]
+    wire: Callable[[Any], int]
+
+
+def speeds(args: argparse.Namespace) -> dict[str, Any]:
+    """{"rows": of every subject GB/s each way and together, bytes, the relative error, break-even Mbit/s}."""
+    side = 256 if args.smoke else int(NUMBERS**0.5)
+    x = torch.randn(side, side, generator=torch.Generator().manual_seed(0))
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {args.core} if args.core in before else before)
+    try:
+        rows = _measured(subjects(x), x, args.repeats)
+    finally:
+        os.sched_setaffinity(0, before)
+    return {"bytes": x.nbytes, "torch": torch.__version__, "repeats": args.repeats, "rows": rows}
+
+
+def subjects(x: Tensor) -> list[Subject]:
+    """Ours by both paths, then the rivals that are installed."""
+    found = []
+    for spec in SPECS:
+        operator = parse(spec)
+        assert isinstance(operator, Operator)
+        context = Context(key=1, places=torch.arange(0, x.numel(), 10) if spec.startswith("same") else None)
+        found.append(_subject(spec, "native", operator.encode, operator.decode, context))
+        if hasattr(operator, "_encode_torch"):
+            found.append(_subject(spec, "torch", operator._encode_torch, operator._decode_torch, context))  # type: ignore[attr-defined]
+    return found + rivals()
+
+
+def _subject(spec: str, path: str, encode: Callable[..., Any], decode: Callable[..., Any], context: Context) -> Subject:
+    return Subject(spec, path, lambda x: encode(x, context), lambda wire, out: decode(wire, out, context), Tensor.numel)
+
+
+def rivals() -> list[Subject]:
+    cast = Subject("torch bf16 cast", "rival", Tensor.bfloat16, lambda y, out: out.copy_(y), lambda y: y.nbytes)
+    made = [cast, *(_per_tensor(bits) for bits in (8, 4))]
+    if find_spec("bitsandbytes"):
+        made += _bitsandbytes()
+    return made
+
+
+def _per_tensor(bits: int) -> Subject:
+    """torch's own quantized tensors, one range; two codes a byte where four bits are asked for."""
+
+    def encode(x: Tensor) -> tuple[Tensor, float]:
+        lo, hi = (float(one) for one in torch.aminmax(x))
+        step = max(hi - lo, 1e-30) / (2**bits - 1)
+        zero = min(max(round(-lo / step), 0), 2**bits - 1)
+        codes = torch.quantize_per_tensor(x, step, zero, torch.quint8).int_repr()
+        if bits == 8:
+            return codes, (step, zero)
+        half = codes.view(2, -1).clamp_(max=15)
+        return half[0] | half[1] << 4, (step, zero)
+
+    def decode(message: tuple[Tensor, Any], out: Tensor) -> None:
+        codes, (step, zero) = message
+        if bits == 4:
+            codes = torch.cat([codes & 15, codes >> 4]).view(out.shape)
+        out.copy_(torch._make_per_tensor_quantized_tensor(codes, step, zero).dequantize())
+
+    return Subject(f"torch.quantize_per_tensor, {bits} bits", "rival", encode, decode, lambda m: m[0].nbytes + 8)
+
+
+def _bitsandbytes() -> list[Subject]:
+    from bitsandbytes import functional
+
+    def size(message: tuple[Tensor, Any]) -> int:
+        return message[0].nbytes + message[1].absmax.nbytes
+
+    eight = Subject(
+        "bitsandbytes, 8 bits, blocks of 64",
+        "rival",
+        partial(functional.quantize_blockwise, blocksize=64),
+        lambda m, out: out.copy_(functional.dequantize_blockwise(m[0], m[1])),
+        size,
+    )
+    four = [
+        Subject(
+            f"bitsandbytes, {kind}, blocks of 64",
+            "rival",
+            partial(functional.quantize_4bit, blocksize=64, quant_type=kind),
+            lambda m, out: out.copy_(functional.dequantize_4bit(m[0], m[1])),
+            size,
+        )
+        for kind in ("nf4", "fp4")
+    ]
+    return [eight, *four]
+
+
+def _measured(found: list[Subject], x: Tensor, repeats: int) -> list[dict[str, Any]]:
+    taken: dict[tuple[str, str], list[list[tuple[float, float]]]] = {}
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    out = torch.empty_like(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for turn in range(repeats + 1):
+            for one in found:
+                marks = [_now()]
+                message = one.encode(x)
+                marks.append(_now())
+                one.decode(message, out)
+                marks.append(_now())
+                if turn:
+                    taken.setdefault((one.name, one.path), []).append(marks)
+                else:
+                    error = float((x - out).norm() / x.norm())
+                    rows[one.name, one.path] = {
+                        "name": one.name,
+                        "path": one.path,
+                        "wire": one.wire(message),
+                        "error": error,
+                    }
+    for key, marks_of_all in taken.items():
+        rows[key] |= _figures(x.nbytes, rows[key]["wire"], marks_of_all)
+    return list(rows.values())
+
+
+def _figures(raw: int, wire: int, turns: list[list[tuple[float, float]]]) -> dict[str, float]:
+    """Wall times, and the CPU time of both ways together; from the clocks before, between and after."""
+    encode = median(between[0] - before[0] for before, between, _ in turns)
+    decode = median(after[0] - between[0] for _, between, after in turns)
+    cpu = median(after[1] - before[1] for before, _, after in turns)
+    return {
+        "encode": raw / encode / 1e9,
+        "decode": raw / decode / 1e9,
+        "both": raw / (encode + decode) / 1e9,
+        "cpu": raw / max(cpu, 1e-9) / 1e9,
+        "break_even": 8 * (raw - wire) / (encode + decode) / 1e6,
+    }
+
+
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()

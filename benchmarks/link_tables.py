@@ -1,0 +1,155 @@
+"""What link.py measured, as tables and verdicts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from shrinkpoint.comm.advice import CANDIDATES
+from shrinkpoint.comm.forecast import OFF, Candidate, Load, judge
+
+NONE = "none"
+OURS = ("q8:64", "q4:64 / q8:64", "q4:64", "n3:64")
+"""Whose steps are to be shorter than the uncompressed ones'."""
+BYTES = 0.03
+"""By how much the kernel may have counted more than the ledgers."""
+SPEEDS = ("q8", "q4", "q8:64", "q4:64")
+LEAST = 2.0
+"""GB/s of float32, encoding and decoding one after the other, on one core."""
+SLOW = 1000
+"""Mbit/s at which, and below which, compression is to pay."""
+
+
+PAYLOAD = 1448 / 1514
+"""Of a full packet what is not headers of TCP, IP and Ethernet, which the limit counts."""
+
+
+def evaluate(found: dict[str, Any], load: Load, costs: dict[str, Candidate]) -> None:
+    """Add the rows of the table to what a part measured: one for each rate and case."""
+    rows: list[dict[str, Any]] = []
+    for rate, ranks in found["rates"].items():
+        for name in ranks[0]:
+            rows.append(_row(int(rate), name, [rank[name] for rank in ranks], costs[name]))
+    compute = next(row["seconds"] for row in rows if row["rate"] == 0 and row["name"] == NONE)
+    uncompressed = {row["rate"]: row["seconds"] for row in rows if row["name"] == NONE}
+    for row in rows:
+        row["gain"] = uncompressed[row["rate"]] / row["seconds"]
+        if row["rate"]:
+            at, one = replace(load, mbps=PAYLOAD * row["rate"], compute=compute), costs[row["name"]]
+            plain = row["name"] == NONE
+            row["predicted"] = at.plain(one.forward.raw, one.backward.raw) if plain else at.seconds(one)
+    found["compute"], found["rows"] = compute, rows
+    found["advice"] = {
+        rate: _advised(replace(load, mbps=PAYLOAD * rate, compute=compute), costs) for rate in uncompressed if rate
+    }
+
+
+def _advised(load: Load, costs: dict[str, Candidate]) -> str:
+    """What `advise` says with its own candidates."""
+    plain = costs[NONE].forward.raw, costs[NONE].backward.raw
+    return judge(load, [costs[name] for name in CANDIDATES if name in costs], plain=plain).best
+
+
+def _row(rate: int, name: str, ranks: list[list[dict[str, Any]]], one: Candidate) -> dict[str, Any]:
+    """Of all rounds: the first rank's steps, all ranks' bytes."""
+    seconds = [value for turn in ranks[0] for value in turn["seconds"]]
+    turns = [turn for rank in ranks for turn in rank]
+    row = {"rate": rate, "name": name, "seconds": median(seconds), "least": min(seconds), "most": max(seconds)}
+    row |= {"steps": len(seconds), "sent": sum(turn["sent"] for turn in turns) / len(seconds)}
+    for key in ("raw", "wire", "encode", "decode"):
+        row[key] = sum(turn["ledger"].get(key, 0) for turn in turns) / len(seconds)
+    row["loss"] = next((turn["loss"] for turn in reversed(turns) if turn["loss"] is not None), None)
+    return row
+
+
+def show(figures: dict[str, Any], parts: list[str]) -> None:
+    verdicts: list[tuple[bool, str]] = []
+    if "speed" in parts and "speed" in figures:
+        verdicts += _speed(figures["speed"])
+    for part in ("pipeline", "stages"):
+        for schedule, found in figures.get(part, {}).items() if part in parts else ():
+            verdicts += _steps(f"pipeline, {schedule}", found)
+    if "ddp" in parts and "ddp" in figures:
+        verdicts += _steps("ddp", figures["ddp"])
+    print()
+    for passed, text in verdicts:
+        print(f"{'PASS' if passed else 'miss'}  {text}")
+
+
+def _speed(found: dict[str, Any]) -> list[tuple[bool, str]]:
+    print(f"\n{found['bytes'] / 1e6:.1f} MB of float32, one core, GB/s; medians of {found['repeats']}\n")
+    head = ("", "path", "ratio", "error", "encode", "decode", "both", "both, CPU", "pays below Mbit/s")
+    rows = []
+    for row in found["rows"]:
+        figures = [f"{found['bytes'] / row['wire']:.2f}", f"{row['error']:.4f}"]
+        figures += [f"{row[key]:.2f}" for key in ("encode", "decode", "both", "cpu")]
+        rows.append((row["name"], row["path"], *figures, f"{row['break_even']:.0f}"))
+    _print(head, rows, texts=2)
+    native = {row["name"]: row["both"] for row in found["rows"] if row["path"] == "native"}
+    text = "encode + decode of {} on one core: {:.2f} GB/s (at least {:g})"
+    return [(native[name] >= LEAST, text.format(name, native[name], LEAST)) for name in SPEEDS if name in native]
+
+
+def _steps(title: str, found: dict[str, Any]) -> list[tuple[bool, str]]:
+    job, verdicts = found["job"], []
+    title = f"{title}, {job['world']} processes"
+    print(f"\n{title}: seconds of a step, medians of {found['rows'][0]['steps']}; MB a step, all ranks together\n")
+    head = (
+        "Mbit/s",
+        "",
+        "step s",
+        "least",
+        "most",
+        "gain",
+        "predicted",
+        "off %",
+        "kernel MB",
+        "ledger MB",
+        "enc s",
+        "dec s",
+    )
+    _print(head, [_cells(row) for row in found["rows"]], texts=2)
+    _forecast(found)
+    worst = max((abs(_excess(row)), row["name"], row["rate"]) for row in found["rows"] if row["wire"])
+    text = f"{title}: the kernel counted within {worst[0]:.1%} of the ledgers (at most {BYTES:.0%})"
+    verdicts.append((worst[0] <= BYTES, f"{text}; worst: {worst[1]} at {worst[2] or 'no limit'}"))
+    for row in found["rows"]:
+        if 0 < row["rate"] <= SLOW and row["name"] in OURS:
+            text = f"{title}: {row['name']} at {row['rate']} Mbit/s: {row['gain']:.2f} times as fast as uncompressed"
+            verdicts.append((row["gain"] > 1, text))
+    return verdicts
+
+
+def _forecast(found: dict[str, Any]) -> None:
+    """How far off it was, and what would have come of following it."""
+    off = sorted(abs(row["predicted"] / row["seconds"] - 1) for row in found["rows"] if row["rate"])
+    print(f"\nforecast: off by {median(off):.1%} in the median, {off[-1]:.1%} at worst")
+    for rate, name in found["advice"].items():
+        taken = {row["name"]: row["seconds"] for row in found["rows"] if row["rate"] == int(rate)}
+        tried = {NONE, *CANDIDATES} & taken.keys()
+        best = min(tried, key=lambda one: taken[one])
+        told = NONE if name == OFF else name
+        print(f"advice at {rate} Mbit/s: {name}, {taken[told]:.4f} s a step; the best was {best}, {taken[best]:.4f} s")
+
+
+def _excess(row: dict[str, Any]) -> float:
+    return float(row["sent"] / row["wire"] - 1)
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    times = [f"{row[key]:.4f}" for key in ("seconds", "least", "most")]
+    forecast = ["", ""]
+    if row["rate"]:
+        forecast = [f"{row['predicted']:.4f}", f"{100 * (row['predicted'] / row['seconds'] - 1):+.1f}"]
+    ledger = [f"{row['wire'] / 1e6:.3f}" if row["wire"] else "", *(f"{row[way]:.4f}" for way in ("encode", "decode"))]
+    head = (str(row["rate"] or "no limit"), row["name"], *times, f"{row['gain']:.2f}")
+    return (*head, *forecast, f"{row['sent'] / 1e6:.3f}", *ledger)
+
+
+def _print(head: tuple[str, ...], rows: list[tuple[str, ...]], *, texts: int) -> None:
+    """Aligned; so many columns to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    for row in [head, *rows]:
+        pairs = zip(row, widths, strict=True)
+        print("  ".join(text.ljust(w) if i < texts else text.rjust(w) for i, (text, w) in enumerate(pairs)).rstrip())

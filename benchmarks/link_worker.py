@@ -1,0 +1,153 @@
+"""One rank of a measurement on a link: run by link.py inside a namespace, prints one JSON object.
+
+Every case is built anew in every round, so that all of them meet the same minutes. A step is timed from one barrier to
+the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import link_model
+import link_net
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
+
+from shrinkpoint.comm.ddp import compress_ddp
+from shrinkpoint.comm.pipeline import compress_pipeline
+
+SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
+Job = tuple[Callable[[], float | None], Callable[[], dict[str, float]]]
+"""A step that gives the loss where it is known, and the account so far."""
+
+
+@contextlib.contextmanager
+def pipeline(job: dict[str, Any], case: dict[str, Any]) -> Iterator[Job]:
+    """A stage of the GPT on each rank; forward + backward + update of all micro-batches."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    stage = link_model.Stage(rank, world, job["width"], job["inner"])
+    shape = (job["batch"], job["length"])
+    wide = torch.zeros(*shape, job["width"], requires_grad=True)
+    takes = torch.zeros(shape, dtype=torch.int64) if rank == 0 else wide
+    gives = torch.zeros(*shape, link_model.VOCABULARY, requires_grad=True) if rank == world - 1 else wide
+    built = PipelineStage(stage, rank, world, torch.device("cpu"), input_args=(takes,), output_args=(gives,))
+    schedule = SCHEDULES[job["schedule"]](built, job["micro_batches"], loss_fn=link_model.loss)
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.01)
+    wire = None
+    if case["forward"]:
+        wire = compress_pipeline(schedule, forward=case["forward"], backward=case["backward"])
+    data = link_model.tokens((job["batch"] * job["micro_batches"], job["length"] + 1), 0)
+
+    def step() -> float | None:
+        losses: list[torch.Tensor] = []
+        if rank == 0:
+            schedule.step(data[:, :-1].contiguous())
+        elif rank == world - 1:
+            schedule.step(target=data[:, 1:].contiguous(), losses=losses)
+        else:
+            schedule.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        return sum(float(one) for one in losses) / len(losses) if losses else None
+
+    try:
+        yield step, lambda: {} if wire is None else account(wire.ledgers(), [f"{rank} forward", f"{rank - 1} backward"])
+    finally:
+        if wire is not None:
+            wire.detach()
+
+
+@contextlib.contextmanager
+def averaging(job: dict[str, Any], case: dict[str, Any]) -> Iterator[Job]:
+    """A perceptron of `parameters` weights on each rank, few rows of data: gradients are what a step takes."""
+    torch.manual_seed(0)
+    side = round((job["parameters"] / 4) ** 0.5)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(side, side), nn.Tanh()) for _ in range(4)))
+    parallel = DistributedDataParallel(model)
+    handle = None
+    if case["forward"] == "fp16 hook":
+        parallel.register_comm_hook(None, fp16_compress_hook)
+    elif case["forward"]:
+        handle = compress_ddp(parallel, case["forward"])
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
+    rows = torch.randn(2, job["rows"], side, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def step() -> float:
+        loss = (parallel(rows[0]) - rows[1]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    yield step, lambda: {} if handle is None else account(handle.ledgers, list(handle.ledgers))
+
+
+KINDS = {"pipeline": pipeline, "ddp": averaging}
+
+
+def measure(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of each step after the warm-up, and in sum over them what the kernel and the ledgers counted."""
+    with KINDS[job["kind"]](job, case) as (step, ledgers):
+        for _ in range(job["warm"]):
+            step()
+        dist.barrier()
+        before, counted = ledgers(), link_net.sent_bytes()
+        seconds, loss = [], None
+        for _ in range(job["steps"]):
+            began = time.perf_counter()
+            loss = step()
+            dist.barrier()
+            seconds.append(time.perf_counter() - began)
+        sent = link_net.sent_bytes() - counted
+        spent = {key: value - before[key] for key, value in ledgers().items()}
+        return {"seconds": seconds, "sent": sent, "ledger": spent, "loss": loss}
+
+
+def account(ledgers: dict[str, Any], sending: list[str]) -> dict[str, float]:
+    """In sum: bytes of what this rank sends, seconds of all that it does."""
+    sent = [one for name, one in ledgers.items() if name in sending]
+    sums = {"raw": sum(one.raw_bytes for one in sent), "wire": sum(one.wire_bytes for one in sent)}
+    times = {way: sum(getattr(one, f"{way}_seconds") for one in ledgers.values()) for way in ("encode", "decode")}
+    return {**sums, **times}
+
+
+def end_with_parent() -> None:
+    """Linux kills this process when link.py is no more, however that ended."""
+    set_death_signal = 1
+    ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+
+
+def main() -> None:
+    end_with_parent()
+    job = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    os.environ["GLOO_SOCKET_IFNAME"] = link_net.DEVICE
+    at = f"tcp://{job['address']}:29500"
+    dist.init_process_group("gloo", at, timedelta(seconds=60), rank=job["rank"], world_size=job["world"])
+    seen: dict[str, list[Any]] = {case["name"]: [] for case in job["cases"]}
+    for _ in range(job["rounds"]):
+        for case in job["cases"]:
+            seen[case["name"]].append(measure(job, case))
+    dist.barrier()
+    dist.destroy_process_group()
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

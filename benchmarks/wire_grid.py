@@ -1,0 +1,133 @@
+"""Which runs the study of the wire consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+
+Pair = tuple[str, str]
+"""Specs forward and backward; "" is uncompressed. "epoch" in a spec is the number of steps of an epoch."""
+
+TASKS = ("image", "text")
+PLAIN: Pair = ("", "")
+TOPS = (50, 30, 20, 10, 5, 2)
+FEEDBACKS = ("ef", "efmixed", "ef21")
+KEYS: dict[str, tuple[Pair, ...]] = {
+    "image": (
+        PLAIN, ("q4", "q8"), ("q8", "q4"), ("q4:64", "q4:64"), ("n3:64", "q4:64"), ("top10", "top10"),
+        ("ef21(top10)", "ef21(top10)"), ("aq(top10, warmup=epoch)", "top10"), ("aq(top30, warmup=epoch)", "top30"),
+    ),
+    "text": (
+        PLAIN, ("q4", "q8"), ("q8", "q4"), ("q4:64", "q4:64"), ("n3:64", "q4:64"), ("top10", "top10"),
+        ("top10", "same"),
+    ),
+}  # fmt: skip
+"""What is run with three seeds."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: a task, a seed, and what its links do."""
+
+    task: str
+    seed: int = 0
+    forward: str = ""
+    backward: str = ""
+    quick: bool = False
+
+    @property
+    def pair(self) -> Pair:
+        return self.forward, self.backward
+
+    @property
+    def key(self) -> bool:
+        return self.pair in KEYS.get(self.task, ())
+
+    @property
+    def words(self) -> set[str]:
+        """What --only may name it by."""
+        named = {f"{name}={value}" for name, value in asdict(self).items()}
+        parts = {part for part, pairs in parts_of(self.task).items() if self.pair in pairs}
+        return named | parts | {self.task, self.forward, self.backward} | ({"key"} if self.key else set())
+
+    def __str__(self) -> str:
+        return f"{self.task} seed={self.seed} {shown(self.pair)}"
+
+
+def shown(pair: Pair) -> str:
+    return " / ".join(spec or "-" for spec in pair)
+
+
+def topped(share: float) -> Pair:
+    return f"top{share:g}", f"top{share:g}"
+
+
+def aq(operator: str, *, warm: bool = True) -> str:
+    return f"aq({operator}, warmup=epoch)" if warm else f"aq({operator})"
+
+
+def parts_of(task: str) -> dict[str, tuple[Pair, ...]]:
+    """The grids of arXiv 2401.07788, then what goes past them, by the question they answer."""
+    if task == "still":
+        return {"still": (PLAIN, topped(10), (aq("top30"), "top30"), (aq("top10"), "top10"))}
+    bits = (8, 6, 4, 2) if task == "image" else (8, 4, 2)
+    return {
+        "bits": tuple((f"q{there}", f"q{back}") for there in bits for back in bits),
+        "topk": tuple(topped(share) for share in TOPS),
+        "one way": tuple(pair for share in (10, 5) for pair in ((f"top{share}", ""), ("", f"top{share}"))),
+        "same": tuple((f"top{share}", "same") for share in (50, 30, 10, 5)),
+        "feedback": tuple((f"{name}(top{share})",) * 2 for name in FEEDBACKS for share in (30, 10)),
+        "aq": (
+            (aq("q4"), "q8"),
+            (aq("q2"), "q8"),
+            *((aq(f"top{share}"), f"top{share}") for share in (50, 30, 20, 10)),
+        ),
+        "groups": (("q4:64", "q8:64"), ("q8:64", "q4:64"), ("q2:64", "q8:64"), ("q8:64", "q2:64"), ("q4:64", "q4:64")),
+        "equal": _equal(task),
+        "reach": _reach(task),
+    }
+
+
+def _equal(task: str) -> tuple[Pair, ...]:
+    """Alternatives of about the same bytes, the same operator in both directions."""
+    two = ("q2:64", "n2:64", "h64(q2:64)")
+    three = ("q3", "q3:64", "n3:64", "block3:32", "h64(n3:64)", "q3:64:dither")
+    four = ("q4:64:dither", "q4:row", "n4:64", "block4:32", "h64(q4:64)")
+    four += ("q4:channel",) if task == "image" else ()  # on text a channel is a row
+    return (*((spec, spec) for spec in (*two, *three, *four)), ("top10:q4:64", "same:q4:64"))
+
+
+def _reach(task: str) -> tuple[Pair, ...]:
+    """At least 8 times fewer bytes forward, and 4 backward."""
+    some = (("n3:64", "q4:64"), ("n3:64", "q6:64"), (aq("q2:64"), "q4:64"))
+    if task == "image":
+        return some
+    cold = ("q2:64", "n2:64", "n3:64", "q3:64")
+    return (*some, *((aq(spec, warm=False), "q6:64") for spec in cold))
+
+
+def grid(quick: bool) -> list[Job]:
+    """All runs: what decides most first."""
+    if quick:
+        return [Job(task, 0, *pair, quick=True) for task in ("image", "text", "still") for pair in _toys(task)]
+    jobs = [Job(task, seed, *pair) for seed in (0, 1, 2) for task in TASKS for pair in KEYS[task]]
+    order = ("topk", "bits", "groups", "feedback", "aq", "reach", "equal", "same", "one way")
+    jobs += [Job(task, 0, *pair) for part in order for task in TASKS for pair in parts_of(task)[part]]
+    jobs += [Job("still", 0, *pair) for pair in parts_of("still")["still"]]
+    return list(dict.fromkeys(jobs))
+
+
+def _toys(task: str) -> Iterator[Pair]:
+    parts = parts_of(task)
+    yield from (PLAIN, topped(10))
+    if task == "still":
+        yield parts["still"][-1]
+        return
+    yield from (("q4", "q8"), ("q8", "q4"), ("q4:64", "q4:64"), ("top10", "same"), ("ef21(top10)", "ef21(top10)"))
+    yield from (("efmixed(top30)",) * 2, (aq("q2"), "q8"), ("h64(n3:64)", "q4:64:dither"))
+
+
+def chosen(jobs: Iterable[Job], only: Iterable[str], seeds: Iterable[int] | None) -> Iterator[Job]:
+    """Those that all of the words fit."""
+    wanted, allowed = set(only), None if seeds is None else set(seeds)
+    return (job for job in jobs if wanted <= job.words and (allowed is None or job.seed in allowed))

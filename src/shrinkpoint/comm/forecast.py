@@ -1,0 +1,269 @@
+"""From what messages cost to how long a step takes on a link, and to what should be sent. Nothing here is measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from shrinkpoint.errors import PolicyError
+
+Kind = Literal["pipeline", "ddp"]
+"""What crosses the link: activations and their gradients between stages; gradients that are averaged over ranks."""
+Schedule = Literal["1F1B", "GPipe"]
+OFF = "off"
+MARGIN = 0.05
+"""What counts as a gain: the forecast itself was seen to be off by so much."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One message.
+
+    Attributes:
+        raw, wire: bytes of the tensor, and of the message.
+        encode, decode: seconds.
+        error: Euclidean norm of what is lost, over that of the tensor.
+    """
+
+    raw: int
+    wire: int
+    encode: float = 0.0
+    decode: float = 0.0
+    error: float = 0.0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What might be sent: of a pipeline an activation and its gradient, of ddp all gradients (twice the same)."""
+
+    name: str
+    forward: Cost
+    backward: Cost
+
+    @property
+    def pair(self) -> tuple[Cost, Cost]:
+        return self.forward, self.backward
+
+
+@dataclass(frozen=True)
+class Load:
+    """A training step without its operators.
+
+    Attributes:
+        mbps: millions of bits that a rank's link carries a second, in each direction.
+        compute: seconds that a step takes where nothing need be sent, waiting for other stages included.
+        world: stages of a pipeline, or ranks.
+        micro_batches: of a step; each crosses every boundary once in each direction.
+        overlap: whether sending goes on while the rank computes and encodes. Schedules of torch's pipelines mostly wait
+            for what they send, and encoded gradients are sent when they are complete. What torch itself averages is
+            overlapped in any case.
+        schedule: "1F1B": neighbours exchange an activation and a gradient, and then compute; "GPipe": all activations
+            go first. Others are between the two.
+        duplex: whether both messages of an exchange cross at the same time. On gloo one waits for the other: what says
+            that a rank is ready to receive goes behind what it sends.
+    """
+
+    kind: Kind
+    mbps: float
+    compute: float = 0.0
+    world: int = 2
+    micro_batches: int = 1
+    overlap: bool = False
+    schedule: Schedule = "1F1B"
+    duplex: bool = False
+
+    def __post_init__(self) -> None:
+        wrong = {
+            "kind": self.kind not in get_args(Kind),
+            "mbps": not 0 < self.mbps < math.inf,
+            "compute": not 0 <= self.compute < math.inf,
+            "world": self.world < 2,
+            "micro_batches": self.micro_batches < 1,
+            "schedule": self.schedule not in get_args(Schedule),
+        }
+        for name, is_wrong in wrong.items():
+            if is_wrong:
+                do = "give 'pipeline' or 'ddp', '1F1B' or 'GPipe', a positive rate, and two ranks or more"
+                raise PolicyError(f"advise, {name}", found=repr(getattr(self, name)), do=do)
+
+    def nbytes(self, forward: float, backward: float) -> float:
+        """Bytes of a step, from those of one message of each direction: of a pipeline what crosses one boundary, of ddp
+        what each rank sends: twice a part (world - 1) / world."""
+        if self.kind == "pipeline":
+            return self.micro_batches * (forward + backward)
+        return 2 * forward * (self.world - 1) / self.world
+
+    def wire(self, forward: float, backward: float) -> float:
+        """Seconds of a step in which something crosses, from the bytes of one message of each direction.
+
+        In a pipeline the first micro-batch goes all the way and back, and each further one follows at an interval: that
+        of a middle stage, if there is one, which exchanges with both its neighbours in turn.
+        """
+        if self.kind == "ddp":
+            return 8 * self.nbytes(forward, backward) / (self.mbps * 1e6)
+        both, interval = forward + backward, forward + backward
+        if self.schedule == "1F1B":
+            interval = (max(forward, backward) if self.duplex else both) * min(self.world - 1, 2)
+        return 8 * ((self.world - 1) * both + (self.micro_batches - 1) * interval) / (self.mbps * 1e6)
+
+    def codec(self, candidate: Candidate) -> float:
+        """Seconds of a step in which a rank encodes or decodes while others wait."""
+        there, back = candidate.pair
+        if self.kind == "ddp":  # the others' shards out and theirs in, the own sum out, all sums in
+            return there.encode + there.decode * (2 - 1 / self.world)
+        first, last = there.encode + back.decode, there.decode + back.encode
+        interval = max(first, last) if self.world == 2 else first + last
+        return (self.world - 1) * (first + last) + (self.micro_batches - 1) * interval
+
+    def plain(self, forward: int, backward: int) -> float:
+        """Seconds of a step that sends everything as it is, from the bytes of one message of each direction."""
+        return self._seconds(self.compute, self.wire(forward, backward), self.overlap or self.kind == "ddp")
+
+    def seconds(self, candidate: Candidate) -> float:
+        """Of a step that encodes."""
+        there, back = candidate.pair
+        work = self.compute + self.codec(candidate)
+        return self._seconds(work, self.wire(there.wire, back.wire), self.overlap)
+
+    @staticmethod
+    def _seconds(work: float, wire: float, overlap: bool) -> float:
+        return max(work, wire) if overlap else work + wire
+
+    def break_even(self, candidate: Candidate) -> float:
+        """Mbit/s of the link at which messages take as long encoded as they are; below that they arrive sooner.
+
+        For one direction with speeds `enc` and `dec` of raw bytes and the ratio r, (1 - 1/r) / (1/enc + 1/dec).
+        """
+        saved = self.nbytes(*(one.raw - one.wire for one in candidate.pair))
+        each = self.micro_batches * sum(one.encode + one.decode for one in candidate.pair)
+        spent = self.codec(candidate) if self.kind == "ddp" else each
+        if saved <= 0:
+            return 0.0
+        return 8 * saved / spent / 1e6 if spent else math.inf
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate.
+
+    Attributes:
+        nbytes: of a step; of a pipeline over one boundary, of ddp from each rank.
+        ratio: by how much fewer that is than without.
+        error: the larger one of both directions.
+        codec: seconds of a step in which a rank encodes or decodes.
+        seconds: what a step is predicted to take.
+        gain: the step without, over this one.
+        break_even: Mbit/s below which it pays where nothing is overlapped.
+    """
+
+    name: str
+    nbytes: float
+    ratio: float
+    error: float
+    codec: float
+    seconds: float
+    gain: float
+    break_even: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to send, and why. Printing it gives a table.
+
+    Attributes:
+        best: the spec of an operator, of a pair of them ("there / back"), or "off".
+        rows: the fastest first, "off" among them.
+    """
+
+    best: str
+    rows: tuple[Row, ...]
+    load: Load
+    about: str = ""
+
+    def row(self, name: str) -> Row:
+        """What is known of a candidate.
+
+        Raises:
+            KeyError: it is not one.
+        """
+        return {row.name: row for row in self.rows}[name]
+
+    @property
+    def pays(self) -> bool:
+        return self.best != OFF
+
+    def table(self) -> str:
+        """Aligned text: a head, and a line for each row."""
+        head = ("operator", "MB a step", "ratio", "error", "codec s", "step s", "gain", "pays below Mbit/s")
+        cells = [head, *(_cells(row) for row in self.rows)]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+        lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in cells]
+        return "\n".join("  ".join(line) for line in lines)
+
+    def __str__(self) -> str:
+        return "\n".join(line for line in (self._headline(), self.table(), self._verdict()) if line)
+
+    def _headline(self) -> str:
+        load = self.load
+        parts = [self.about, load.kind, f"{load.world} {'stages' if load.kind == 'pipeline' else 'ranks'}"]
+        if load.kind == "pipeline":
+            parts.append(f"{load.micro_batches} micro-batches")
+        parts += [f"{load.mbps:g} Mbit/s", f"{load.compute:.4g} s of computing"]
+        return ", ".join(part for part in parts if part)
+
+    def _verdict(self) -> str:
+        if not self.pays:
+            return f"best: off. Nothing is {MARGIN:.0%} faster than a step of {self.row(OFF).seconds:.4g} s without"
+        row = self.row(self.best)
+        return f"best: {row.name}, {row.gain:.2f} times as fast as without"
+
+
+def judge(
+    load: Load,
+    candidates: Sequence[Candidate],
+    *,
+    plain: tuple[int, int],
+    most_error: float | None = None,
+    about: str = "",
+) -> Advice:
+    """What to send.
+
+    A later candidate is chosen over an earlier one, and the first over nothing, only where it makes the step 5 %
+    faster: what is merely smaller never wins.
+
+    Args:
+        candidates: the most careful first.
+        plain: bytes of one message of each direction as they are.
+        most_error: a candidate that loses more, or whose loss is not a number, is listed and never chosen.
+    """
+    off = Row(OFF, load.nbytes(*plain), 1.0, 0.0, 0.0, load.plain(*plain), 1.0, math.inf)
+    rows = [_row(load, one, off) for one in candidates]
+    best = off
+    for row in rows:
+        allowed = most_error is None or row.error <= most_error
+        if allowed and row.seconds < best.seconds * (1 - MARGIN):
+            best = row
+    return Advice(best.name, tuple(sorted([off, *rows], key=lambda row: row.seconds)), load, about)
+
+
+def _row(load: Load, one: Candidate, off: Row) -> Row:
+    nbytes, seconds = load.nbytes(one.forward.wire, one.backward.wire), load.seconds(one)
+    errors = [side.error for side in one.pair]
+    error = math.nan if any(map(math.isnan, errors)) else max(errors)
+    ratio = off.nbytes / nbytes if nbytes else 1.0
+    gain = off.seconds / seconds if seconds else 1.0
+    return Row(one.name, nbytes, ratio, error, load.codec(one), seconds, gain, load.break_even(one))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    limit = "" if row.name == OFF else f"{row.break_even:.0f}"
+    figures = (
+        f"{row.nbytes / 1e6:.3f}",
+        f"{row.ratio:.2f}",
+        f"{row.error:.4f}",
+        f"{row.codec:.4f}",
+        f"{row.seconds:.4f}",
+    )
+    return (row.name, *figures, f"{row.gain:.2f}", limit)
