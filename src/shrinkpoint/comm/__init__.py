@@ -46,13 +46,14 @@ if TYPE_CHECKING:
     from shrinkpoint.comm.spec import parse as parse
 
 _HOMES = {
-    "AQSGD": "feedback.aqsgd", "Accordion": "accordion", "Allotment": "allotment", "At": "link", "BlockFloat":
-    "operators.blockfloat", "Cast": "operators.cast", "Context": "operators.base", "EF": "feedback.ef", "EF21":
-    "feedback.ef21", "EFMixed": "feedback.mixed", "Exact": "operators.exact", "Feedback": "feedback.base", "Ledger":
-    "ledger", "Link": "link", "Normal": "operators.normal", "Operator": "operators.base", "Points": "points",
-    "RandomK": "operators.randomk", "Rotated": "operators.rotated", "SameIndices": "operators.same", "TopK":
-    "operators.topk", "Uniform": "operators.uniform", "Wire": "pipeline", "advise": "advice", "allot": "allotment",
-    "parse": "spec",
+    "AQSGD": "feedback.aqsgd", "Accordion": "accordion", "Allotment": "allotment", "At": "link",
+    "BlockFloat": "operators.blockfloat", "Cast": "operators.cast", "Context": "operators.base", "EF": "feedback.ef",
+    "EF21": "feedback.ef21", "EFMixed": "feedback.mixed", "Exact": "operators.exact", "Feedback": "feedback.base",
+    "Ledger": "ledger", "Link": "link", "Normal": "operators.normal", "Operator": "operators.base", "Points": "points",
+    "RandomK": "operators.randomk", "Rotated": "operators.rotated", "SameIndices": "operators.same",
+    "TopK": "operators.topk", "Uniform": "operators.uniform", "Wire": "pipeline", "advise": "advice",
+    "allot": "allotment", "compress_ddp": "ddp", "compress_fsdp": "fsdp", "compress_pipeline": "pipeline",
+    "insert_points": "points", "parse": "spec",
 }  # fmt: skip
 
 __all__ = list(_HOMES)
