@@ -27,7 +27,7 @@ bench: $(VENV)/.bench
 
 # Of the lossy schemes: hours on one core, resumable (benchmarks/README.md says how to run a part).
 studies: $(VENV)/.bench
-	for study in quantile quantizers search codes restores lattice fisher overhead bins schemes recovery transfer rework wire link replicas; do \
+	for study in quantile quantizers search codes restores lattice fisher overhead bins schemes recovery transfer rework wire allot link replicas; do \
 	  $(BIN)/python benchmarks/$$study.py || exit 1; \
 	done
 

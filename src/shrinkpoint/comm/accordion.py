@@ -1,0 +1,109 @@
+"""When gradients bear strong compression and when they do not: Accordion (arXiv 2010.16248)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from shrinkpoint.errors import MismatchError, PolicyError
+
+How = TypeVar("How")
+_FIELDS = ("critical", "previous", "squares", "steps", "counted", "rate", "fell")
+
+
+class Accordion(Generic[How]):
+    """Two ways to compress, and which of them is in use: the mild one while the gradient's norm changes fast.
+
+    At the end of every window of steps, with `before` and `now` the norms in the last two windows, the next window is
+    critical if `|before - now| / before >= threshold`, or if the learning rate fell (Algorithm 1). The norm of a window
+    is the root of the mean square over its steps; the paper takes that of the summed gradient, which would need
+    memory of the size of the model. Steps whose gradient is not finite do not count. The first two windows are
+    critical: there is nothing to compare with.
+
+    Decisions rest on numbers that were summed over the group, so that all ranks take the same one.
+
+    Args:
+        strong: an operator, or feedback around one, or its spec: outside critical regimes.
+        mild: the same, within them.
+        threshold: of the relative change.
+        every: steps of a window.
+
+    Raises:
+        PolicyError: a threshold or a window that is not positive.
+    """
+
+    def __init__(self, strong: How, mild: How, *, threshold: float = 0.5, every: int = 100) -> None:
+        if not threshold > 0 or every < 1:
+            found, expected = f"a threshold of {threshold} and windows of {every} steps", "positive ones"
+            raise PolicyError("Accordion", found=found, expected=expected, do="use threshold=0.5, every=100")
+        self.strong, self.mild, self.threshold, self.every = strong, mild, threshold, every
+        self.critical = True
+        self.previous = math.nan
+        """The norm in the window before; nan: there was none."""
+        self.squares, self.steps, self.counted = 0.0, 0, 0
+        self.rate, self.fell = math.inf, False
+
+    @property
+    def how(self) -> How:
+        """What is in use."""
+        return self.mild if self.critical else self.strong
+
+    def note_lr(self, rate: float) -> None:
+        """Tell the learning rate of the steps to come: the window after one in which it fell is critical.
+
+        For schedules that fall by steps. One that falls all the time would keep compression mild for good.
+        """
+        self.fell |= rate < self.rate
+        self.rate = rate
+
+    def observe(self, square: float, summed: Callable[[list[float]], list[float]]) -> bool:
+        """Count one step.
+
+        Args:
+            square: of the norm of the step's gradient, or of this rank's share of it.
+            summed: sums numbers over the group; called by every rank at the same step, once in a window.
+
+        Returns:
+            Whether what is in use changed.
+        """
+        self.steps += 1
+        if math.isfinite(square):
+            self.squares, self.counted = self.squares + square, self.counted + 1
+        if self.steps < self.every:
+            return False
+        squares, counted, fell = summed([self.squares, float(self.counted), float(self.fell)])
+        now = math.sqrt(squares / counted) if counted else math.nan
+        before, self.critical = self.critical, self._changes(now) or fell > 0
+        self.previous = now
+        self.squares, self.steps, self.counted, self.fell = 0.0, 0, 0, False
+        return before != self.critical
+
+    def _changes(self, now: float) -> bool:
+        """Whether the norm changed so much, or cannot be compared."""
+        return not abs(self.previous - now) < self.threshold * self.previous and not self.previous == now == 0
+
+    def describe(self) -> dict[str, Any]:
+        """What the ranks must agree on."""
+        return {
+            "strong": str(self.strong),
+            "mild": str(self.mild),
+            "threshold": self.threshold,
+            "every": self.every,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The regime, and what is known of the window under way."""
+        return {name: getattr(self, name) for name in _FIELDS}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on as the one that gave this state would have.
+
+        Raises:
+            MismatchError: it is not such a state.
+        """
+        if set(state) != set(_FIELDS):
+            found, expected = f"a state of {sorted(state)}", f"one of {sorted(_FIELDS)}"
+            raise MismatchError("Accordion", found=found, expected=expected, do="give what its state_dict() gave")
+        for name, value in state.items():
+            setattr(self, name, value)

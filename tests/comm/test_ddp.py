@@ -1,0 +1,238 @@
+"""Gradients of replicas in encoded messages: real processes, a real gloo group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import ranks
+
+from shrinkpoint.comm.ddp import compress_ddp
+from shrinkpoint.errors import PolicyError
+
+START = '''
+    import contextlib, math
+    import torch
+    import torch.distributed as dist
+    from torch.nn.functional import cross_entropy, mse_loss
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    from replicas import Net, batch, caught, digest, drawn, images, join, leave, plain_net
+    from shrinkpoint.comm.ddp import compress_ddp
+
+
+    def trained(how, rank, steps, *, begin=0, state=None, group=None, same=False, **arguments):
+        """A model that was trained, what compressed it, and the optimizer.
+
+        Args:
+            same: DDP orders gradients anew after the first step, but not where some may be missing.
+        """
+        model = DDP(plain_net(), process_group=group, bucket_cap_mb=0.005, find_unused_parameters=same)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        replicas = how and compress_ddp(model, how, **arguments)
+        if state:
+            model.load_state_dict(state[0]), optimizer.load_state_dict(state[1]), replicas.load_state_dict(state[2])
+        losses = []
+        for step in range(begin, begin + steps):
+            x, y = batch(step, rank)
+            loss = mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+        return model, replicas, optimizer, losses
+
+
+    def bits(model):
+        return digest(*model.module.parameters())
+'''
+
+LONG = """
+    def of_rank(rank, width, folder):
+        said = join(rank, width, folder)
+        for how in (None, "q4:64", "ef(q3:32:dither)"):
+            model = DDP(Net().to(memory_format=torch.channels_last), bucket_cap_mb=0.02, find_unused_parameters=True,
+                        gradient_as_bucket_view=how != "q4:64")
+            replicas = how and compress_ddp(model, how)
+            optimizer, losses = torch.optim.Adam(model.parameters(), lr=2e-3), []
+            for step in range(100):
+                optimizer.zero_grad()
+                for part in range(step % 2, 2):  # in every other step, a first one that only adds up
+                    with model.no_sync() if part == 0 else contextlib.nullcontext():
+                        x, y = images(2 * step + part, rank)
+                        # in every third step, and on one rank only, a branch has no gradient
+                        loss = cross_entropy(model(x, step + (rank == 0)), y)
+                        loss.backward()
+                losses.append(float(loss))
+                optimizer.step()
+            said[str(how)] = [bits(model), sum(losses[-20:]) / 20, losses[0], model.module.never.weight.grad is None]
+        said["buckets"] = len(replicas.state_dict()["hops"]["first"])
+
+        ends = dist.new_group([0, 2])
+        if rank != 1:
+            model, replicas, _, losses = trained("q4:64", rank, 8, group=ends)
+            said["ends"] = [bits(model), {name: one.wire_bytes for name, one in replicas.ledgers.items()}]
+        single = [dist.new_group([of]) for of in range(width)][rank]
+        model, replicas, _, _ = trained("q2", rank, 3, group=single)
+        said["single"] = [bits(model) == bits(trained(None, rank, 3, group=single)[0]),
+                          replicas.ledgers["first hop"].messages]
+        leave(said, rank, folder)
+"""
+
+SHORT = """
+    def of_rank(rank, width, folder):
+        said = join(rank, width, folder)
+        said["own"] = bits(trained(None, rank, 12)[0])
+        said["exact"] = bits(trained("exact", rank, 12)[0])
+        said["small"] = bits(trained("q2", rank, 12, min_numel=1 << 20)[0])
+
+        # ranks that were not set up alike
+        hows = [("q4:64", "q8:64"), ("q4:64", "ef(q4:64)")]
+        said["differ"] = [caught(lambda: trained(pair[rank], rank, 1)) for pair in hows]
+        said["differ"] += [caught(lambda: trained("q4", rank, 1, second=("q8", None)[rank]))]
+        other = dist.new_group([0, 1])
+        if rank == 0:
+            said["absent"] = caught(lambda: trained("q4", rank, 1, group=other, timeout=0.3))
+        else:
+            DDP(plain_net(), process_group=other, bucket_cap_mb=0.005)  # and nothing more: it never says a word
+
+        # a gradient that is not finite
+        model, _, optimizer, _ = trained("q4:64", rank, 2)
+        scaler, before = torch.amp.GradScaler("cpu", init_scale=4.0), bits(model)
+        x, y = batch(0, rank)
+        loss = mse_loss(model(x), y) * (math.inf if rank == 1 else 1.0)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        said["skipped"] = [bits(model) == before, scaler.get_scale()]
+
+        def overflown():
+            model, _, _, _ = trained("q4:64", rank, 1, nonfinite="raise")
+            (mse_loss(model(x), y) * (math.nan if rank == 0 else 1.0)).backward()
+
+        said["raised"] = caught(overflown)
+
+        # a state
+        for how in ("ef(q2:32)", "ef21(q2:32)"):
+            model, replicas, optimizer, _ = trained(how, rank, 6, same=True)
+            state = [model.state_dict(), optimizer.state_dict(), replicas.state_dict()]
+            said[how] = bits(trained(how, rank, 6, begin=6, same=True, state=state)[0])
+            said["whole " + how] = bits(trained(how, rank, 12, same=True)[0])
+        _, replicas, _, _ = trained("q4", rank, 1)
+        said["foreign"] = caught(lambda: replicas.load_state_dict(state[2]))
+        _, ahead, _, _ = trained("ef21(q2:32)", rank, 1, same=True)
+        one_more = trained("ef21(q2:32)", rank, 2, same=True)[1].state_dict()
+        model, replicas, optimizer, _ = trained("ef21(q2:32)", rank, 2, same=True)
+        replicas.load_state_dict(one_more if rank == 0 else ahead.state_dict())
+        said["apart"] = caught(lambda: mse_loss(model(x), y).backward())
+
+        # calls that cannot be met
+        taken = DDP(plain_net())
+        compress_ddp(taken, "q4")
+        said["refused"] = [caught(lambda: compress_ddp(taken, "q4"))]
+        said["refused"] += [caught(lambda: compress_ddp(DDP(plain_net()), how)) for how in ("same", "aq(q2)", "no")]
+        said["refused"] += [caught(lambda: compress_ddp(DDP(plain_net()), nonfinite="skip"))]
+
+        # ranks whose data ends sooner
+        model = DDP(plain_net(), bucket_cap_mb=0.005)
+        replicas, optimizer = compress_ddp(model, "q4:64"), torch.optim.SGD(model.parameters(), lr=0.1)
+        with model.join():
+            for step in range(3 + 2 * rank):
+                x, y = batch(step, rank)
+                optimizer.zero_grad()
+                mse_loss(model(x), y).backward()
+                optimizer.step()
+        said["joined"] = bits(model)
+        leave(said, rank, folder)
+"""
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory):
+    return ranks(START + LONG, 3, tmp_path_factory.mktemp("long"))
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    return ranks(START + SHORT, 2, tmp_path_factory.mktemp("short"))
+
+
+@pytest.mark.parametrize("how", ["q4:64", "ef(q3:32:dither)"])
+def test_replicas_are_equal_to_the_last_bit_after_100_steps(long, how):
+    assert all(one[how][0] == long[0][how][0] for one in long)
+    assert all(one[how][3] for one in long)
+    assert long[0]["buckets"] > 2
+
+
+@pytest.mark.parametrize("how", ["q4:64", "ef(q3:32:dither)"])
+def test_replicas_learn_as_without_compression(long, how):
+    mean, plain = (sum(one[key][1] for one in long) / 3 for key in (how, "None"))
+    assert plain < long[0]["None"][2] / 2
+    assert mean < plain + 0.1
+
+
+def test_exact_messages_give_what_torch_gives(short):
+    assert all(one["exact"] == one["small"] == short[0]["own"] for one in short)
+
+
+def test_ranks_set_up_otherwise_are_an_error_on_all(short):
+    for one in short:
+        assert [kind for kind, _ in one["differ"]] == ["MismatchError"] * 3
+    assert "q8:64" in short[0]["differ"][0][1]
+    kind, text = short[0]["absent"]
+    assert kind == "MismatchError"
+    assert "rank 1 said nothing" in text
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks_or_is_an_error_on_all(short):
+    assert all(one["skipped"] == [True, 2.0] for one in short)
+    assert all(one["raised"][0] == "PolicyError" for one in short)
+
+
+@pytest.mark.parametrize("how", ["ef(q2:32)", "ef21(q2:32)"])
+def test_restored_replicas_go_on_as_if_nothing_had_happened(short, how):
+    assert all(one[how] == one[f"whole {how}"] == short[0][how] for one in short)
+
+
+def test_a_state_of_another_set_up_or_of_another_step_is_an_error(short):
+    assert all(one["foreign"][0] == one["apart"][0] == "MismatchError" for one in short)
+
+
+def test_what_cannot_be_compressed_is_refused(short):
+    assert all([kind for kind, _ in one["refused"]] == ["PolicyError"] * 5 for one in short)
+    with pytest.raises(PolicyError, match="DistributedDataParallel"):
+        compress_ddp(torch.nn.Linear(2, 2))
+
+
+def test_ranks_whose_data_ends_sooner_do_not_hold_up_the_others(short):
+    assert short[0]["joined"] == short[1]["joined"]
+
+
+def test_groups_may_be_any_and_one_rank_alone_sends_nothing(long):
+    assert long[0]["ends"] == long[2]["ends"]
+    assert all(one["single"] == [True, 0] for one in long)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_replicas_on_gpus_are_equal_to_the_last_bit(tmp_path):
+    said = ranks(START + NCCL, 2, tmp_path)
+    assert said[0] == said[1]
+
+
+NCCL = """
+    def of_rank(rank, width, folder):
+        torch.cuda.set_device(rank)
+        dist.init_process_group("nccl", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=width)
+        said = {}
+        for how in ("q4:64", "ef(q3:32:dither)", "ef21(top10)"):
+            model = DDP(plain_net().cuda(), device_ids=[rank], bucket_cap_mb=0.005)
+            compress_ddp(model, how)
+            optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+            for step in range(20):
+                x, y = (one.cuda() for one in batch(step, rank))
+                optimizer.zero_grad()
+                mse_loss(model(x), y).backward()
+                optimizer.step()
+            said[how] = digest(*(one.cpu() for one in model.module.parameters()))
+        leave(said, rank, folder)
+"""

@@ -1,0 +1,266 @@
+"""Sharded weights and their gradients in encoded messages: real processes, a real gloo group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import ranks
+
+from shrinkpoint.comm.fsdp import compress_fsdp
+from shrinkpoint.errors import PolicyError
+
+START = """
+    import math
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.nn.functional import mse_loss
+    from replicas import batch, caught, digest, drawn, join, leave, plain_net
+    from shrinkpoint.comm.fsdp import compress_fsdp
+
+
+    def sharded(mesh, model=None, **arguments):
+        model = model or plain_net(width=47)  # uneven: shards are filled up
+        for one in (model[0], model[2], model):
+            fully_shard(one, mesh=mesh, **arguments)
+        return model
+
+
+    def steps(model, rank, which, optimizer=None, parts=1):
+        optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=3e-3)
+        for step in which:
+            optimizer.zero_grad()
+            for part in range(parts):
+                model.set_requires_gradient_sync(part == parts - 1)
+                x, y = batch(parts * step + part, rank)
+                loss = mse_loss(model(x), y)
+                loss.backward()
+            optimizer.step()
+        return loss.item()
+
+
+    def bits(model):
+        return digest(*(one.full_tensor() for one in model.parameters()))
+
+
+    def gradients(mesh, how, prepare, rank):
+        "All gradients after one step, by torch's own communication (how is None) or ours."
+        model = sharded(mesh)
+        how and compress_fsdp(model, how, how)
+        prepare(model)
+        x, y = batch(0, rank)
+        mse_loss(model(x), y).backward()
+        return torch.cat([one.grad.full_tensor().flatten() for one in model.parameters()])
+"""
+
+RANKS = """
+    def of_rank(rank, width, folder):
+        said, mesh = join(rank, width, folder), init_device_mesh("cpu", (width,))
+
+        # with exact messages all is as it was
+        bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for name, arguments, parts in (("plain", {}, 1), ("parts", {}, 2), ("bf16", {"mp_policy": bf16}, 1),
+                                       ("kept", {"reshard_after_forward": False}, 1)):
+            own, ours = sharded(mesh, **arguments), sharded(mesh, **arguments)
+            compress_fsdp(ours, "exact", "exact")
+            for model in (own, ours):
+                steps(model, rank, range(4), parts=parts)
+            said[name] = bits(own) == bits(ours)
+
+        # what the reduction asks for
+        prepares = {
+            "avg": lambda model: None,
+            "sum": lambda model: model.set_force_sum_reduction_for_comms(True),
+            "factor": lambda model: [one.set_gradient_divide_factor(5.0) for one in (model, model[0], model[2])],
+            "forced factor": lambda model: [(one.set_gradient_divide_factor(5.0),
+                one.set_force_sum_reduction_for_comms(True)) for one in (model, model[0], model[2])],
+        }
+        found = {name: gradients(mesh, "exact", prepare, rank) for name, prepare in prepares.items()}
+        own = gradients(mesh, None, prepares["avg"], rank)
+        said["reduced"] = [torch.equal(found["avg"], own), torch.allclose(found["sum"], own),
+            torch.allclose(found["factor"] * 5 / width, own), torch.allclose(found["forced factor"] * 5 / width, own)]
+
+        # lossy messages: near, and the same weights on every rank
+        for how in (None, "q4:64", "ef(q3:64)"):
+            model = sharded(mesh)
+            handle = compress_fsdp(model, how and "q8:64", how)
+            said[f"loss {how}"] = steps(model, rank, range(60))
+            for one in (model, model[0], model[2]):
+                one.unshard()
+            said[f"weights {how}"] = digest(*model.parameters())
+            for one in (model, model[0], model[2]):
+                one.reshard()
+            said[f"bytes {how}"] = [one.ratio for one in handle.ledgers.values()]
+
+        # weights of two dtypes come as bytes
+        mixed = []
+        for how in (None, "q2"):
+            model = plain_net(width=48)
+            model.register_parameter("frozen", nn.Parameter(drawn(10, seed=1).half(), requires_grad=False))
+            fully_shard(model, mesh=mesh)
+            handle = how and compress_fsdp(model, how, None)
+            steps(model, rank, range(2))
+            mixed.append(digest(*(one.full_tensor() for one in model.parameters())))
+        said["mixed"] = [mixed[0] == mixed[1], handle.ledgers["all-gather"].messages]
+
+        # small shards; work that is waited for later
+        own, ours = sharded(mesh), sharded(mesh)
+        compress_fsdp(ours, "q2", "q2", min_numel=1 << 20)
+        said["small"] = [steps(own, rank, range(2)) == steps(ours, rank, range(2)), bits(own) == bits(ours)]
+        model, x = sharded(mesh), batch(0, 0)[0]
+        compress_fsdp(model, "q4:64", "q4:64")
+        model(x)
+        now = model(x)
+        for one in (model, model[0], model[2]):
+            one.reshard()
+        works = [one.unshard(async_op=True) for one in (model, model[0], model[2])]
+        for work in works:
+            work.wait()
+        said["async"] = torch.equal(now, model(x))
+
+        # given back
+        model = sharded(mesh)
+        groups = [part for one in (model, model[0], model[2]) for part in one._get_fsdp_state()._fsdp_param_groups]
+        before = [(part._all_gather_comm, part._reduce_scatter_comm) for part in groups]
+        handle = compress_fsdp(model, "q4", "q4")
+        steps(model, rank, range(1))
+        sent = handle.ledgers["all-gather"].messages
+        handle.detach()
+        steps(model, rank, range(1))
+        said["detached"] = [before == [(part._all_gather_comm, part._reduce_scatter_comm) for part in groups],
+                            sent > 0, handle.ledgers["all-gather"].messages == sent]
+
+        # ranks that were not set up alike, and what is not finite
+        def unlike(*hows):
+            model = sharded(mesh)
+            compress_fsdp(model, *hows[rank], timeout=5)
+            steps(model, rank, range(1))
+
+        said["unlike"] = [caught(lambda: unlike(("q4", "q4"), ("q8", "q4"))),
+                          caught(lambda: unlike(("q4", "q4"), ("q4", "ef(q4)")))]
+
+        def overflown(nonfinite):
+            model = sharded(mesh)
+            compress_fsdp(model, "q8:64", "q4:64", nonfinite=nonfinite)
+            x, y = batch(0, rank)
+            (mse_loss(model(x), y) * (math.inf if rank == 0 else 1.0)).backward()
+            said["finite"] = [bool(one.grad.full_tensor().isfinite().all()) for one in model.parameters()]
+
+        said["passed"], said["raised"] = caught(lambda: overflown("pass")), caught(lambda: overflown("raise"))
+
+        # a state
+        for how in ("ef(q2:32:dither)", "ef21(q2:32)"):
+            model = sharded(mesh)
+            optimizer, handle = torch.optim.Adam(model.parameters(), lr=3e-3), compress_fsdp(model, "q8:64", how)
+            steps(model, rank, range(4), optimizer)
+            kept = [one.full_tensor() for one in model.parameters()], optimizer.state_dict(), handle.state_dict()
+            again = sharded(mesh, put(plain_net(width=47), kept[0]))
+            second, other = torch.optim.Adam(again.parameters(), lr=3e-3), compress_fsdp(again, "q8:64", how)
+            second.load_state_dict(kept[1])
+            other.load_state_dict(kept[2])
+            steps(again, rank, range(4, 8), second)  # the first stands still: what was saved are its own tensors
+            whole = sharded(mesh)
+            compress_fsdp(whole, "q8:64", how)
+            steps(whole, rank, range(8))
+            said[how] = bits(whole) == bits(again)
+        said["foreign"] = caught(lambda: compress_fsdp(sharded(mesh), "q8", "q4").load_state_dict(kept[2]))
+
+        said["refused"] = [caught(lambda: compress_fsdp(sharded(mesh), *hows)) for hows in
+                           (("ef(q8)", "q4"), ("same", "q4"), ("q8", "aq(q4)"), ("q8", "q99"))]
+        said["refused"] += [caught(lambda: compress_fsdp(sharded(mesh), nonfinite="skip"))]
+        leave(said, rank, folder)
+
+
+    def put(model, values):
+        with torch.no_grad():
+            for one, value in zip(model.parameters(), values):
+                one.copy_(value)
+        return model
+"""
+
+REPLICATED = """
+    def of_rank(rank, width, folder):
+        said = join(rank, width, folder)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        own, ours, lossy = sharded(mesh), sharded(mesh), sharded(mesh)
+        compress_fsdp(ours, "exact", "exact")
+        handle = compress_fsdp(lossy, "q8:64", "ef(q4:64)")
+        said["losses"] = [steps(model, rank, range(10)) for model in (own, ours, lossy)]
+        said["bits"] = [bits(model) for model in (own, ours, lossy)]
+        said["messages"] = handle.ledgers["reduce-scatter"].messages
+        leave(said, rank, folder)
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    return ranks(START + RANKS, 2, tmp_path_factory.mktemp("group"))
+
+
+@pytest.fixture(scope="module")
+def replicated(tmp_path_factory):
+    return ranks(START + REPLICATED, 4, tmp_path_factory.mktemp("replicated"))
+
+
+@pytest.mark.parametrize("what", ["plain", "parts", "bf16", "kept"])
+def test_exact_messages_give_what_torch_gives(said, what):
+    assert all(one[what] for one in said)
+
+
+def test_averages_sums_and_factors_are_what_was_asked_for(said):
+    assert all(one["reduced"] == [True] * 4 for one in said)
+
+
+@pytest.mark.parametrize("how", ["q4:64", "ef(q3:64)"])
+def test_all_ranks_compute_with_the_same_weights_and_learn_as_without_compression(said, how):
+    assert said[0][f"weights {how}"] == said[1][f"weights {how}"]
+    mean, plain = (sum(one[f"loss {key}"] for one in said) / 2 for key in (how, None))
+    assert mean < 1.15 * plain
+    gathered, scattered = said[0][f"bytes {how}"]
+    assert gathered > 3.5
+    assert scattered > 6
+
+
+def test_weights_of_several_dtypes_and_small_ones_cross_as_they_are(said):
+    assert all((one["mixed"], one["small"]) == ([True, 0], [True, True]) for one in said)
+
+
+def test_work_that_is_waited_for_later_gives_the_same_weights(said):
+    assert all(one["async"] for one in said)
+
+
+def test_torch_gets_its_own_communication_back(said):
+    assert all(one["detached"] == [True, True, True] for one in said)
+
+
+def test_ranks_set_up_otherwise_are_an_error_on_all(said):
+    for one in said:
+        assert [kind for kind, _ in one["unlike"]] == ["MismatchError"] * 2
+    assert "q8" in said[0]["unlike"][0][1]
+
+
+def test_gradients_that_are_not_finite_stay_so_or_are_an_error_on_all(said):
+    assert all((one["passed"][0], one["raised"][0]) == ("none", "PolicyError") for one in said)
+    assert all(one["finite"] == [False] * 6 for one in said)
+
+
+@pytest.mark.parametrize("how", ["ef(q2:32:dither)", "ef21(q2:32)"])
+def test_a_restored_run_goes_on_as_if_nothing_had_happened(said, how):
+    assert all(one[how] for one in said)
+    assert all(one["foreign"][0] == "MismatchError" for one in said)
+
+
+def test_what_cannot_be_compressed_is_refused(said):
+    assert all([kind for kind, _ in one["refused"]] == ["PolicyError"] * 5 for one in said)
+    with pytest.raises(PolicyError, match="fully_shard"):
+        compress_fsdp(torch.nn.Linear(2, 2))
+
+
+def test_replicated_shards_stay_equal(replicated):
+    assert all(one["bits"] == replicated[0]["bits"] for one in replicated)
+    own, exact, lossy = (sum(one["losses"][index] for one in replicated) for index in range(3))
+    assert exact == pytest.approx(own, rel=1e-5)
+    assert lossy < 1.1 * own
+    assert all(one["messages"] == 30 for one in replicated)
