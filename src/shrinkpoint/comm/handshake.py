@@ -5,17 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from shrinkpoint.errors import MismatchError, PolicyError
-
-_generations: dict[str, int] = {}
-"""How often this process came to the table of a group: a later time never reads an older word."""
+from shrinkpoint.comm.board import Board
+from shrinkpoint.errors import MismatchError
 
 Words = Mapping[str, Any]
 """What a stage says: plain values; under "links" by the name of a link, what both of its ends must say alike."""
@@ -34,18 +30,17 @@ class Handshake:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, mine: Sequence[int], stages: int) -> None:
-        self._group: dist.ProcessGroup = group or dist.distributed_c10d._get_default_group()
-        self._store, self._stages, self._round = _store(self._group), stages, 0
-        self._mine, self._generation = tuple(mine), _next_generation(self._group)
+        self._board, self._mine = Board(group, "wire"), tuple(mine)
+        self._stages, self._round = stages, 0
 
     def publish(self, words: Mapping[int, Words]) -> None:
         """Say the word of each of this rank's stages in the next round. Waits for nobody."""
         self._round += 1
         for stage in self._mine:
-            said = json.dumps({"digests": _digests(words[stage]), "words": words[stage]})
-            self._store.set(self._key(self._round, stage), said)
+            word = {"digests": _digests(words[stage]), "words": words[stage]}
+            self._board.say(stage, json.dumps(word), self._round)
             if self._round > 2:  # who is in round n - 1 has read all of round n - 2
-                self._store.delete_key(self._key(self._round - 2, stage))
+                self._board.wipe(stage, self._round - 2)
 
     def verify(self, timeout: float | None = None) -> None:
         """Read what all stages said in this round.
@@ -57,7 +52,7 @@ class Handshake:
             MismatchError: two ends of a link do not say the same, or a stage says nothing in time; on every rank that
                 verifies.
         """
-        patience = _patience(self._group) if timeout is None else timeout
+        patience = _patience(self._board.group) if timeout is None else timeout
         said = [self._read(stage, patience) for stage in range(self._stages)]
         wrong = [line for lower, upper in pairwise(said) for line in _differences(lower, upper)]
         if wrong:
@@ -65,23 +60,13 @@ class Handshake:
             raise MismatchError("pipeline", found="; ".join(wrong), expected="both ends of a link alike", do=do)
 
     def _read(self, stage: int, patience: float) -> Any:
-        key = self._key(self._round, stage)
         try:
-            self._store.wait([key], timedelta(seconds=patience))
-            return json.loads(self._store.get(key))
-        except RuntimeError as error:  # every store says so that it waited in vain
-            what = f"within {patience:g} s" if "timeout" in str(error).lower() else f"({error})"
+            return json.loads(self._board.hear(stage, patience, self._round))
+        except OSError as error:
+            what = f"within {patience:g} s" if isinstance(error, TimeoutError) else f"({error})"
             found = f"stage {stage} did not say what its links are {what}"
             do = "call compress_pipeline, load_state_dict, eval and step alike on every rank"
             raise MismatchError("pipeline", found=found, do=do) from error
-
-    def _key(self, round_: int, stage: int) -> str:
-        return f"shrinkpoint/wire/{self._generation}/{round_}/{stage}"
-
-
-def _next_generation(group: dist.ProcessGroup) -> int:
-    _generations[group.group_name] = _generations.get(group.group_name, 0) + 1
-    return _generations[group.group_name]
 
 
 def _patience(group: dist.ProcessGroup) -> float:
@@ -91,14 +76,6 @@ def _patience(group: dist.ProcessGroup) -> float:
         return float(group._get_backend(device).options._timeout.total_seconds())
     except (AttributeError, IndexError, RuntimeError):  # a backend without such options
         return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
-
-
-def _store(group: dist.ProcessGroup) -> Any:
-    get = getattr(dist.distributed_c10d, "_get_process_group_store", None)
-    if get is None:
-        found = f"torch {torch.__version__} does not give the store of a process group"
-        raise PolicyError("compress_pipeline", found=found, do="use torch 2.6 or newer")
-    return get(group)
 
 
 def _digests(words: Words) -> dict[str, str]:
