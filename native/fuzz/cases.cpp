@@ -252,6 +252,27 @@ Model make_model(Choices& choose, bool factors) {
     return model;
 }
 
+size_t make_count(Choices& choose) {
+    if (choose.one_in(150)) return 60000 + choose.below(60000) + choose.below(40000);
+    const size_t count = choose.below(choose.one_in(3) ? 70 : 4500);
+    return choose.one_in(3) ? count / 64 * 64 : count;
+}
+
+Bytes make_floats(Choices& choose, size_t count) {
+    constexpr Kind kFloat{32, 23};
+    if (!choose.one_in(2)) return array(choose, kFloat, count);
+    const float scale = std::ldexp(1.0f, static_cast<int>(choose.below(270)) - 145), shift = any_float(choose);
+    const unsigned points = choose.one_in(2) ? 3 : 1 + choose.below(5000);
+    const unsigned odd = choose.one_in(2) ? 0 : 1 + choose.below(500);
+    const bool moved = choose.one_in(4);
+    std::vector<float> out(count);
+    for (float& one : out) {
+        const auto at = static_cast<float>(choose.below(2 * points + 1)) - static_cast<float>(points);
+        one = odd != 0 && choose.one_in(odd) ? any_float(choose) : at * scale + (moved ? shift : 0.0f);
+    }
+    return bytes_of_all(out);
+}
+
 Tables make_tables(Choices& choose, unsigned contexts) {
     Tables out;
     const unsigned count = choose.one_in(3) ? 1 : 1 + choose.below(kMaxTables);
@@ -339,6 +360,17 @@ void mutate(Choices& choose, Bytes& bytes, const Bytes& other) {
             std::fill_n(here, length, static_cast<uint8_t>(choose.one_in(2) ? 0 : 255));
         }
     }
+}
+
+Bytes mutant_of(Choices& choose, const Bytes& message, size_t size) {
+    Bytes out = choose.one_in(8) ? choose.bytes(size) : message;
+    for (unsigned n = choose.below(4); n > 0; --n) mutate(choose, out, message);
+    if (out.size() < size) {
+        const Bytes more = choose.bytes(size - out.size());
+        out.insert(out.end(), more.begin(), more.end());
+    }
+    out.resize(size);
+    return out;
 }
 
 void mutate(Choices& choose, Case& c) {

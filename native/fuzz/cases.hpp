@@ -80,6 +80,36 @@ class Exact {
     uint8_t *block_, *data_;
 };
 
+// The same, but at any address: for bytes that are not read as words.
+class Unaligned {
+   public:
+    Unaligned(size_t shift, const Bytes& bytes) : shift_(shift), block_(moved(shift, bytes)) {}
+    uint8_t* data() const { return block_.data() + shift_; }
+
+   private:
+    static Bytes moved(size_t shift, Bytes bytes) {
+        bytes.insert(bytes.begin(), shift, 0);
+        return bytes;
+    }
+
+    size_t shift_;
+    Exact block_;
+};
+
+// The elements of an array of bytes, and such an array.
+template <typename T>
+std::vector<T> elements(const Bytes& bytes) {
+    std::vector<T> out(bytes.size() / sizeof(T));
+    if (!out.empty()) std::memcpy(out.data(), bytes.data(), out.size() * sizeof(T));
+    return out;
+}
+
+template <typename T>
+Bytes bytes_of_all(const std::vector<T>& all) {
+    const auto* first = reinterpret_cast<const uint8_t*>(all.data());
+    return Bytes(first, first + all.size() * sizeof(T));
+}
+
 // All that the binding hands to decode; an empty array stands for none.
 struct Case {
     Model model;
@@ -99,7 +129,14 @@ Tables make_tables(Choices& choose, unsigned contexts);
 // Everything but side and codes; `values` are such that the model loses nothing.
 Case make_case(Choices& choose, Bytes& values);
 
+// How many values a tensor has: few, whole tiles or not, rarely so many that threads share them.
+size_t make_count(Choices& choose);
+// float32 of any kind: alike, mostly zeros, noise, of similar size, or on a grid; a few that are not finite.
+Bytes make_floats(Choices& choose, size_t count);
+
 void mutate(Choices& choose, Bytes& bytes, const Bytes& other);
+// A mutant of so many bytes.
+Bytes mutant_of(Choices& choose, const Bytes& message, size_t size);
 void mutate(Choices& choose, Case& c);
 
 }  // namespace shrinkpoint

@@ -1,5 +1,7 @@
 // What the fuzzer's parts share: how a case fails, and the parts themselves.
 #pragma once
+#include <functional>
+
 #include "cases.hpp"
 #include "error.hpp"
 
@@ -21,8 +23,19 @@ bool passes(Work work) {
     return true;
 }
 
+// What `make(threads)` makes: expected to be the same with every instruction set and number of threads.
+Bytes same_everywhere(const std::function<Bytes(unsigned)>& make);
+
 void fuzz_lengths(Choices& choose);
 void fuzz_cyclic(Choices& choose);
 void fuzz_kmeans(Choices& choose);
+void fuzz_lattice(Choices& choose);
+void fuzz_uniform(Choices& choose);
+void fuzz_planes(Choices& choose);
+void fuzz_normal(Choices& choose);
+void fuzz_blockfloat(Choices& choose);
+void fuzz_rotation(Choices& choose);
+void fuzz_places(Choices& choose);
+void fuzz_largest(Choices& choose);
 
 }  // namespace shrinkpoint

@@ -53,6 +53,17 @@ void shrinkpoint::expect(bool holds, const char* message) {
     std::abort();
 }
 
+shrinkpoint::Bytes shrinkpoint::same_everywhere(const std::function<Bytes(unsigned)>& make) {
+    const Simd before = simd();
+    const Bytes first = make(1);
+    for (const Simd level : {Simd::None, Simd::Avx2, Simd::Avx512}) {
+        limit_simd(level);
+        expect(make(level == Simd::Avx2 ? 3 : 1) == first, "instruction sets or threads differ");
+    }
+    limit_simd(before);
+    return first;
+}
+
 namespace {
 
 enum class Outcome { Impossible, Refused, Decoded };
@@ -261,9 +272,17 @@ void fuzz_classes(Choices& choose) {
     for (size_t i = 0; i < count; ++i) expect(classes.data()[i] < 32, "a hint of more than five bits");
 }
 
+void fuzz_blocks(Choices& choose) {
+    switch (choose.below(3)) {
+        case 0: return fuzz_normal(choose);
+        case 1: return fuzz_blockfloat(choose);
+        default: return fuzz_rotation(choose);
+    }
+}
+
 void run(Choices& choose) {
     limit(choose.below(3));
-    switch (choose.below(12)) {
+    switch (choose.below(20)) {
         case 0: return fuzz_tables(choose);
         case 1: return fuzz_rans(choose);
         case 2: return choose.one_in(2) ? fuzz_bits(choose) : fuzz_classes(choose);
@@ -271,6 +290,13 @@ void run(Choices& choose) {
         case 4: return fuzz_kmeans(choose);
         case 5:
         case 6: return fuzz_cyclic(choose);
+        case 7:
+        case 8: return fuzz_lattice(choose);
+        case 9: return fuzz_uniform(choose);
+        case 10: return fuzz_planes(choose);
+        case 11: return fuzz_blocks(choose);
+        case 12: return fuzz_places(choose);
+        case 13: return fuzz_largest(choose);
         default: return fuzz_chunks(choose);
     }
 }

@@ -30,7 +30,7 @@ def test_no_stream_makes_the_native_core_leave_its_buffers(tmp_path: Path) -> No
     reason = missing(tmp_path)
     if reason is not None:
         pytest.skip(reason)
-    command = ["make", "-s", "fuzz", "CXX=g++", "SECONDS=10", "SEED=1", f"FUZZ={tmp_path}"]
+    command = ["make", "-s", "-j2", "fuzz", "CXX=g++", "SECONDS=10", "SEED=1", f"FUZZ={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert "seed 1:" in done.stdout

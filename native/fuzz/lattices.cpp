@@ -1,0 +1,297 @@
+// Points of a lattice: there and back, the nearest ones, and tokens that nobody wrote.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <stdexcept>
+#include <vector>
+
+#include "checks.hpp"
+#include "lattice.hpp"
+#include "points.hpp"
+
+namespace shrinkpoint {
+
+namespace {
+
+constexpr int32_t kMostCode = (1 << 15) - 2;
+constexpr int16_t kNothing = -127;
+
+// A lattice, and what lies beside its points; an empty array is missing.
+struct Grid {
+    Lattice lattice;
+    bool tame = false;  // no step is 0 or not finite
+    Bytes squares, parent;
+    unsigned width = 4;  // bytes of a value of the parent
+
+    size_t count() const { return static_cast<size_t>(lattice.count()); }
+};
+
+struct Stream {
+    Bytes guesses, tokens, contexts, escapes;
+};
+
+std::vector<int16_t> make_exponents(Choices& choose, size_t count, bool tame) {
+    const int spread = tame || choose.one_in(2) ? 20 : choose.one_in(2) ? 960 : 32767;
+    std::vector<int16_t> out(count);
+    for (int16_t& one : out) one = static_cast<int16_t>(static_cast<int>(choose.word() % (2 * spread + 1)) - spread);
+    return out;
+}
+
+Lattice make_lattice(Choices& choose, bool tame) {
+    const size_t count = choose.one_in(8) ? make_count(choose) * 2 : make_count(choose);
+    const size_t wanted = choose.one_in(3) ? 1 : choose.one_in(3) ? count : 1 + choose.below(60);
+    const size_t rows = std::min(wanted, count), columns = rows == 0 ? choose.below(3) : count / rows;
+    const size_t across = choose.one_in(3) ? 1 : columns;
+    return Lattice(choose.one_in(3), make_exponents(choose, rows, tame), make_exponents(choose, across, tame), rows,
+                   columns, choose.one_in(3) ? 1 + choose.below(4096) : 1 + choose.below(8),
+                   choose.one_in(2) ? 0 : static_cast<uint32_t>(choose.word()));
+}
+
+Bytes make_squares(Choices& choose, size_t count, bool tame) {
+    if (!tame) return make_floats(choose, count);
+    std::vector<float> out(count);
+    for (float& one : out) one = static_cast<float>(1 + choose.below(1000)) / 100;
+    return bytes_of_all(out);
+}
+
+// Codes near 0 or anywhere, some of them beyond the last one where there is no `limit`.
+Bytes make_codes(Choices& choose, size_t count, bool limit) {
+    const int most = choose.one_in(2) ? 3 : choose.one_in(2) ? 300 : kMostCode;
+    std::vector<int16_t> out(count);
+    for (int16_t& one : out) {
+        one = static_cast<int16_t>(static_cast<int>(choose.word() % (2 * most + 1)) - most);
+        if (choose.one_in(50)) one = kNothing;
+        if (!limit && choose.one_in(500)) one = static_cast<int16_t>(choose.word());
+    }
+    return bytes_of_all(out);
+}
+
+// Null for an array that is missing; none of an empty lattice is.
+const float* floats_or_null(const Bytes& bytes, const Exact& exact) { return bytes.empty() ? nullptr : exact.floats(); }
+
+Floats known(const Bytes& bytes, const Exact& exact, unsigned width) {
+    return {bytes.empty() ? nullptr : exact.data(), width};
+}
+
+Bytes joined(const Exact& a, size_t size_a, const Exact& b, size_t size_b) {
+    Bytes out(a.data(), a.data() + size_a);
+    out.insert(out.end(), b.data(), b.data() + size_b);
+    return out;
+}
+
+Bytes values_of(const Grid& grid, const Bytes& codes) {
+    const size_t count = grid.count();
+    const Exact squares(grid.squares), points(codes);
+    return same_everywhere([&](unsigned threads) {
+        const Exact out(Bytes(4 * count, 0xa5));
+        lattice_values(grid.lattice, reinterpret_cast<const int16_t*>(points.data()),
+                       floats_or_null(grid.squares, squares), out.floats(), threads);
+        return Bytes(out.data(), out.data() + 4 * count);
+    });
+}
+
+// The upper halves: bfloat16, rounded towards zero.
+Bytes narrowed(const Bytes& floats) {
+    std::vector<uint16_t> out;
+    for (const uint32_t bits : elements<uint32_t>(floats)) out.push_back(static_cast<uint16_t>(bits >> 16));
+    return bytes_of_all(out);
+}
+
+Grid make_grid(Choices& choose) {
+    const bool tame = choose.one_in(2);
+    Grid grid{make_lattice(choose, tame), tame, {}, {}, 4};
+    if (choose.one_in(2)) grid.squares = make_squares(choose, grid.count(), tame);
+    if (choose.one_in(4)) return grid;
+    grid.parent = choose.one_in(3) ? make_floats(choose, grid.count())
+                                   : values_of(grid, make_codes(choose, grid.count(), true));
+    if (!choose.one_in(3)) return grid;
+    grid.width = 2;
+    grid.parent = narrowed(grid.parent);
+    return grid;
+}
+
+// Guesses, and what to code differences under.
+void guess(const Grid& grid, Stream& out) {
+    const size_t count = grid.count();
+    const Exact squares(grid.squares), parent(grid.parent);
+    const Bytes both = same_everywhere([&](unsigned threads) {
+        const Exact guesses(Bytes(2 * count, 0xa5)), contexts(Bytes(count, 0xa5));
+        lattice_guess(grid.lattice, known(grid.parent, parent, grid.width), floats_or_null(grid.squares, squares),
+                      reinterpret_cast<int16_t*>(guesses.data()), contexts.data(), threads);
+        return joined(guesses, 2 * count, contexts, count);
+    });
+    out.guesses.assign(both.begin(), both.begin() + static_cast<ptrdiff_t>(2 * count));
+    out.contexts.assign(both.begin() + static_cast<ptrdiff_t>(2 * count), both.end());
+}
+
+// Tokens and escapes of codes; returns whether all are in range.
+bool write(const Grid& grid, const Bytes& codes, const Bytes& expected, Stream& out) {
+    const size_t count = grid.count();
+    const Exact squares(grid.squares), parent(grid.parent), points(codes), wanted(expected);
+    Differences found;
+    const Bytes both = same_everywhere([&](unsigned threads) {
+        const Exact contexts(Bytes(count, 0xa5)), tokens(Bytes(count, 0xa5));
+        found = lattice_tokens(grid.lattice, known(grid.parent, parent, grid.width),
+                               floats_or_null(grid.squares, squares),
+                               reinterpret_cast<const int16_t*>(points.data()), known(expected, wanted, 4),
+                               contexts.data(), tokens.data(), threads);
+        out.escapes = bytes_of_all(found.escapes);
+        Bytes all = joined(contexts, count, tokens, count);
+        all.insert(all.end(), out.escapes.begin(), out.escapes.end());
+        return all;
+    });
+    const auto at = [&](size_t place) { return both.begin() + static_cast<ptrdiff_t>(place); };
+    expect(std::equal(at(0), at(count), out.contexts.begin()), "a lattice's contexts differ");
+    out.tokens.assign(at(count), at(2 * count));
+    expect(found.same, "points do not stand for their own values");
+    return found.in_range;
+}
+
+// Codes, then values; nothing where the tokens are refused.
+std::optional<Bytes> read(const Grid& grid, const Stream& c, unsigned threads) {
+    const size_t count = grid.count();
+    const Exact guesses(c.guesses), tokens(c.tokens), contexts(c.contexts), escapes(c.escapes), squares(grid.squares);
+    const Exact values(Bytes(4 * count, 0xa5));
+    try {
+        const size_t used = lattice_points(grid.lattice, tokens.data(), contexts.data(),
+                                           reinterpret_cast<const int32_t*>(escapes.data()), c.escapes.size() / 4,
+                                           floats_or_null(grid.squares, squares),
+                                           reinterpret_cast<int16_t*>(guesses.data()), values.floats(), threads);
+        expect(used <= c.escapes.size() / 4, "more escapes than there are");
+    } catch (const std::invalid_argument&) {
+        return std::nullopt;
+    }
+    return joined(guesses, 2 * count, values, 4 * count);
+}
+
+void read_mutants(Choices& choose, const Grid& grid, const Stream& c) {
+    for (unsigned i = 0; i < 8; ++i) {
+        Stream mutant = c;
+        if (!choose.one_in(3)) mutant.tokens = mutant_of(choose, c.tokens, c.tokens.size());
+        if (choose.one_in(3)) mutant.contexts = mutant_of(choose, c.contexts, c.contexts.size());
+        if (choose.one_in(4)) mutant.guesses = mutant_of(choose, c.guesses, c.guesses.size());
+        const size_t escapes = c.escapes.size() / 4 + choose.below(4);
+        mutant.escapes = mutant_of(choose, c.escapes, 4 * (escapes - std::min<size_t>(escapes, choose.below(4))));
+        const std::optional<Bytes> made = read(grid, mutant, 1 + (choose.one_in(16) ? 2 : 0));
+        if (choose.one_in(4)) expect(read(grid, mutant, 3) == made, "threads differ");
+        if (!made) continue;
+        const std::vector<int16_t> codes = elements<int16_t>(Bytes(made->begin(), made->end() - 4 * grid.count()));
+        for (const int16_t code : codes) expect(std::abs(code) <= kMostCode, "a point that is too far out");
+    }
+}
+
+void check_tokens(Choices& choose, const Grid& grid) {
+    const Bytes codes = make_codes(choose, grid.count(), choose.one_in(2)), values = values_of(grid, codes);
+    Stream c;
+    guess(grid, c);
+    const bool in_range = write(grid, codes, values, c);
+    Bytes wanted = codes;
+    wanted.insert(wanted.end(), values.begin(), values.end());
+    bool refused = false;
+    const Bytes made = same_everywhere([&](unsigned threads) {
+        const std::optional<Bytes> one = read(grid, c, threads);
+        refused = !one;
+        return one.value_or(Bytes());
+    });
+    expect(refused != in_range, "points are refused that are in range, or others are not");
+    expect(refused || made == wanted, "points do not come back");
+    read_mutants(choose, grid, c);
+}
+
+// The steps and dithers of all positions, as float32.
+std::vector<float> steps_of(const Grid& grid) {
+    std::vector<float> out(grid.count());
+    if (!out.empty()) fill_steps(grid.lattice, 0, out.size(), out.data());
+    const std::vector<float> squares = elements<float>(grid.squares);
+    for (size_t i = 0; i < squares.size(); ++i) out[i] *= std::sqrt(squares[i]);
+    return out;
+}
+
+std::vector<float> dithers_of(const Grid& grid) {
+    std::vector<float> out(grid.count(), 0.0f);
+    if (grid.lattice.seed != 0) fill_dithers(grid.lattice.seed, 0, out.size(), out.data());
+    return out;
+}
+
+// Codes of values; `fits` says whether they are of use.
+Bytes nearest(const Grid& grid, const Bytes& wanted, unsigned width, const Bytes& before, float hold, bool& fits) {
+    const size_t count = grid.count();
+    const Exact values(wanted), squares(grid.squares), old(before);
+    Bytes out = same_everywhere([&](unsigned threads) {
+        const Exact codes(Bytes(2 * count, 0xa5));
+        fits = lattice_nearest(grid.lattice, {values.data(), width}, floats_or_null(grid.squares, squares),
+                               before.empty() ? nullptr : reinterpret_cast<const int16_t*>(old.data()), hold,
+                               reinterpret_cast<int16_t*>(codes.data()), threads);
+        Bytes made(codes.data(), codes.data() + 2 * count);
+        made.push_back(fits);
+        return made;
+    });
+    out.pop_back();
+    return out;
+}
+
+void check_nearest(Choices& choose, const Grid& grid) {
+    const bool narrow = choose.one_in(3), held = choose.one_in(3);
+    Bytes wanted = make_floats(choose, grid.count());
+    if (choose.one_in(2)) wanted = values_of(grid, make_codes(choose, grid.count(), true));
+    if (narrow) wanted = narrowed(wanted);
+    const Bytes old = held ? make_codes(choose, grid.count(), false) : Bytes();
+    const float hold = choose.one_in(4) ? 0.0f : static_cast<float>(choose.below(400)) / 100;
+    bool fits = false;
+    const std::vector<int16_t> codes = elements<int16_t>(nearest(grid, wanted, narrow ? 2 : 4, old, hold, fits));
+    if (!fits) return;
+    const std::vector<uint16_t> halves = elements<uint16_t>(wanted);
+    std::vector<float> values = elements<float>(wanted);
+    if (narrow) values.assign(halves.size(), 0.0f);
+    for (size_t i = 0; narrow && i < halves.size(); ++i) {
+        const uint32_t bits = static_cast<uint32_t>(halves[i]) << 16;
+        std::memcpy(&values[i], &bits, 4);
+    }
+    const std::vector<float> steps = steps_of(grid), dithers = dithers_of(grid);
+    const std::vector<int16_t> before = elements<int16_t>(old);
+    for (size_t i = 0; i < codes.size(); ++i) {
+        if (!(steps[i] >= std::numeric_limits<float>::min()) || std::isinf(steps[i])) continue;
+        const double at = static_cast<double>(values[i]) / steps[i] - dithers[i], off = std::abs(at - codes[i]);
+        const bool kept = held && hold > 0.5f && codes[i] == before[i] && off <= hold + 0.01;
+        expect(off <= 0.51 || kept, "not the nearest point");
+    }
+}
+
+// A point is the nearest one to what it stands for.
+void check_points_stay(Choices& choose, const Grid& grid) {
+    if (!grid.tame) return;
+    std::vector<int16_t> codes = elements<int16_t>(make_codes(choose, grid.count(), true));
+    for (int16_t& code : codes) code = std::clamp<int16_t>(code, 1 - kMostCode, kMostCode - 1);
+    bool fits = false;
+    const Bytes all = bytes_of_all(codes), back = nearest(grid, values_of(grid, all), 4, Bytes(), 0.5f, fits);
+    expect(fits && back == all, "points move");
+}
+
+// Whatever a lattice is made of, it is refused or of the size that it says.
+void make_any(Choices& choose) {
+    const size_t rows = choose.below(20), columns = choose.below(20);
+    const uint64_t height = choose.one_in(4) ? choose.word() : rows, width = choose.one_in(4) ? choose.word() : columns;
+    try {
+        const Lattice lattice(choose.one_in(2), make_exponents(choose, rows, false),
+                              make_exponents(choose, choose.one_in(3) ? 1 : columns, false), height, width,
+                              static_cast<int32_t>(choose.below(5000)) - 10, static_cast<uint32_t>(choose.word()));
+        if (lattice.count() == 0 || lattice.count() > 400) return;
+        const Exact steps(Bytes(4 * lattice.count()));
+        fill_steps(lattice, 0, static_cast<size_t>(lattice.count()), steps.floats());
+    } catch (const std::invalid_argument&) {
+    }
+}
+
+}  // namespace
+
+void fuzz_lattice(Choices& choose) {
+    make_any(choose);
+    const Grid grid = make_grid(choose);
+    check_tokens(choose, grid);
+    if (grid.lattice.powers) return;
+    check_nearest(choose, grid);
+    check_points_stay(choose, grid);
+}
+
+}  // namespace shrinkpoint
