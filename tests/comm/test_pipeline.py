@@ -31,10 +31,32 @@ HOWS = [
     (None, "q4:64"),
     ("q4:64", None),
 ]
+BETWEEN = {
+    0: {"forward": "q8", "backward": "q1"},
+    1: {"forward": "q4:row", "backward": "exact"},
+    2: {"forward": "q2:16", "backward": None},
+}
+"""Boundaries 0 and 2 lie between the same two ranks, and 1 goes the other way."""
+SHARED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 PROGRAM = f"""
     from piped import batches, join, tell, versus
+    from torch.distributed.pipelining import schedules
 
-    SCHEDULES, HOWS = {SCHEDULES!r}, {HOWS!r}
+    SCHEDULES, HOWS, BETWEEN, SHARED = {SCHEDULES!r}, {HOWS!r}, {BETWEEN!r}, {SHARED!r}
+
+
+    def fused(call):
+        "What a call gives, and how many lists torch posted meanwhile that both send and receive."
+        torchs, kinds = schedules._batch_p2p, []
+
+        def posted(ops, desc=None):
+            kinds.append(len({{op.op for op in ops}}))
+            return torchs(ops, desc)
+
+        schedules._batch_p2p = posted
+        found = call()
+        schedules._batch_p2p = torchs
+        return {{**found, "fused": kinds.count(2)}}
 
 
     def of_rank(rank, width, folder):
@@ -45,6 +67,11 @@ PROGRAM = f"""
             said[kind] = versus(kind, rank, width, stages, data, **how)
         for forward, backward in HOWS:
             said[f"{{forward}} {{backward}}"] = versus("1F1B", rank, width, 2, data, forward=forward, backward=backward)
+        for kind in SHARED:
+            how = dict(forward="q4", backward="q4:64", per=BETWEEN)
+            said[f"between {{kind}}"] = versus(kind, rank, width, 4, data, **how)
+        for how in ("q4:64", None):
+            said[f"with {{how}}"] = fused(lambda: versus("1F1B", rank, width, 2, data, forward=how, backward=how))
         tell(rank, folder, said)
 """
 DEEP = """
@@ -81,6 +108,17 @@ def test_each_boundary_of_four_stages_has_its_own_operators(deep, kind):
     messages = 3 * 4  # two steps and an evaluation
     assert (raw, wire) == (messages * 32 * 4, messages * (64 + 8))  # whole tiles of 64 values, and two numbers
     assert len(set(deep[2][kind]["bytes"]["2 backward"])) == 1
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_messages_of_two_boundaries_between_the_same_ranks_are_not_mixed_up(said, kind):
+    """They are told apart by their order alone."""
+    assert [(one[f"between {kind}"]["weights"], one[f"between {kind}"]["losses"]) for one in said] == [([], True)] * 2
+
+
+def test_receives_of_gloo_are_posted_before_the_sends_that_torch_fuses_them_with(said):
+    assert [one["with q4:64"]["fused"] for one in said] == [0, 0]
+    assert all(one["with None"]["fused"] for one in said)
 
 
 def test_both_ends_count_the_same_bytes(said):

@@ -78,12 +78,12 @@ PROGRAM = """
         return Whole(*(kind() for kind in kinds))
 
 
-    def cut(rank, data, *kinds, **how):
+    def cut(rank, data, *kinds, schedule="GPipe", **how):
         model = whole(*kinds)
         module = model.last if rank else model.first
         stage = PipelineStage(module, rank, 2, CPU)
         wire = compress_pipeline(stage, **(how or HOW))
-        train(scheduled("GPipe", [stage]), module, rank, data)
+        train(scheduled(schedule, [stage]), module, rank, data)
         expected = here(whole(*kinds), data, ["first"], **how)
         prefix = "last." if rank else "first."
         found = {prefix + name: value for name, value in module.state_dict().items()}
@@ -205,6 +205,7 @@ PROGRAM = """
         data = batches(3)
         said = {
             "given": given_shapes(rank, data), "tensors": cut(rank, data, Two, One),
+            "fused": cut(rank, data, Two, One, schedule="1F1B"),
             "same": cut(rank, data, Two, One, forward="top25", backward="same", min_numel=16),
             "norm": cut(rank, data, norm, norm), "traced": traced(rank, data), "evaluated": evaluated(rank, data),
             "warned": warned(rank), "resized": resized(rank, data), "detached": detached(rank, data),
@@ -225,7 +226,7 @@ def test_stages_with_given_shapes_are_compressed_alike(said):
 
 
 def test_several_tensors_cross_and_integers_as_they_are(said):
-    for case in ("tensors", "same"):
+    for case in ("tensors", "fused", "same"):
         assert [one[case][0] for one in said] == [[], []]
         assert said[0][case][1] == said[1][case][1]
     messages = {name: count for name, (count, _) in said[0]["tensors"][1].items()}

@@ -67,8 +67,8 @@ def advise(
         overlap: whether a rank computes while it sends. Otherwise computing, encoding and sending are added up, as
             torch's pipelines were seen to do.
         schedule: of the pipeline, "1F1B" or "GPipe", whichever is nearer.
-        duplex: whether the activation and the gradient that neighbours exchange cross at the same time. On gloo they do
-            not.
+        duplex: whether the activation and the gradient that neighbours exchange cross at the same time where they are
+            not encoded. On gloo they do not; encoded ones do.
         most_error: what loses more of a tensor's norm than that is not chosen.
 
     Raises:

@@ -61,8 +61,9 @@ class Load:
             overlapped in any case.
         schedule: "1F1B": neighbours exchange an activation and a gradient, and then compute; "GPipe": all activations
             go first. Others are between the two.
-        duplex: whether both messages of an exchange cross at the same time. On gloo one waits for the other: what says
-            that a rank is ready to receive goes behind what it sends.
+        duplex: whether both messages of an exchange cross at the same time where they are not encoded. On gloo one
+            waits for the other: what says that a rank is ready to receive goes behind what it sends. Encoded messages
+            always do.
     """
 
     kind: Kind
@@ -95,7 +96,7 @@ class Load:
             return self.micro_batches * (forward + backward)
         return 2 * forward * (self.world - 1) / self.world
 
-    def wire(self, forward: float, backward: float) -> float:
+    def wire(self, forward: float, backward: float, *, encoded: bool = False) -> float:
         """Seconds of a step in which something crosses, from the bytes of one message of each direction.
 
         In a pipeline the first micro-batch goes all the way and back, and each further one follows at an interval: that
@@ -105,7 +106,8 @@ class Load:
             return 8 * self.nbytes(forward, backward) / (self.mbps * 1e6)
         both, interval = forward + backward, forward + backward
         if self.schedule == "1F1B":
-            interval = (max(forward, backward) if self.duplex else both) * min(self.world - 1, 2)
+            at_once = encoded or self.duplex
+            interval = (max(forward, backward) if at_once else both) * min(self.world - 1, 2)
         return 8 * ((self.world - 1) * both + (self.micro_batches - 1) * interval) / (self.mbps * 1e6)
 
     def codec(self, candidate: Candidate) -> float:
@@ -125,7 +127,7 @@ class Load:
         """Of a step that encodes."""
         there, back = candidate.pair
         work = self.compute + self.codec(candidate)
-        return self._seconds(work, self.wire(there.wire, back.wire), self.overlap)
+        return self._seconds(work, self.wire(there.wire, back.wire, encoded=True), self.overlap)
 
     @staticmethod
     def _seconds(work: float, wire: float, overlap: bool) -> float:

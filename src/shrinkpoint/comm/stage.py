@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from shrinkpoint.comm.gloo import is_gloo
 from shrinkpoint.comm.ledger import Ledger
 from shrinkpoint.comm.link import FINITE, At, Link
 from shrinkpoint.comm.operators.same import SameIndices
@@ -59,11 +61,16 @@ class Boundary:
 
 @dataclass(frozen=True)
 class _Posted:
-    """A message on its way in: where it lands, what it will be unpacked into, and where it stands."""
+    """A message on its way in: where it lands, what it will be unpacked into, and where it stands.
+
+    Attributes:
+        work: to be waited for; None: the schedule does.
+    """
 
     wire: Tensor
     out: Tensor
     at: At
+    work: dist.Work | None = None
 
 
 class Rank(Protocol):
@@ -91,6 +98,12 @@ class WiredStage:
     torch builds the list of messages of a micro-batch in four methods and takes what came in two others; this instance
     has them replaced. Schedules do not notice: the shapes, dtypes and gradients that they see are those of before.
 
+    On gloo a receive is posted here, before the sends that 1F1B fuses it with: otherwise what tells the other rank that
+    this one is ready goes behind what this one sends, and the two messages of an exchange cross one after the other.
+    Messages between two ranks are told apart by their order alone, so that this is done only where each rank has one
+    stage and all messages of a list are compressed: then the order of the lists is that of the sends, whatever the
+    schedule fuses. Elsewhere torch posts them; its schedules of several stages a rank do so at once in any case.
+
     Args:
         stage: a `PipelineStage` or what the tracing frontend builds.
         before: the boundary to the stage before; None: it is the first.
@@ -102,6 +115,8 @@ class WiredStage:
         self.index: int = stage.stage_index
         self._came: dict[tuple[str, int], list[_Posted]] = {}
         self._left: list[Tensor] = []
+        ranks = stage.stage_index_to_group_rank
+        self._alone = len(set(ranks.values())) == len(ranks)
         self._ids: dict[int, Tensor | None] = {}
         self._buffers: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         self._replaced: dict[str, Any] = {}
@@ -241,11 +256,17 @@ class WiredStage:
             out, at = op.tensor.detach(), self._at(side, slot, tensor, backward=backward)
             op.tensor = torch.empty(way.link.wire_bytes(out.shape, out.dtype, at), dtype=torch.uint8, device=out.device)
             posted.append(_Posted(op.tensor, out, at))
-        return ops
+        if not (self._alone and len(posted) == len(ops) and all(is_gloo(op.group, op.tensor.device) for op in ops)):
+            return ops
+        works = [dist.irecv(op.tensor, op.peer, op.group, op.tag) for op in ops]
+        posted[:] = [replace(one, work=work) for one, work in zip(posted, works, strict=True)]
+        return []
 
     def _unpack(self, way: Way, slot: int) -> None:
         for posted in self._came.pop((way.name, slot), ()):
             assert way.link is not None
+            if posted.work is not None:
+                posted.work.wait()
             self._checked(functools.partial(way.link.unpack, posted.wire, posted.out, posted.at))
             ids = way.link.ids(posted.at)
             if self._ids.get(slot) is None and ids is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shrinkpoint.comm.feedback.base import End, Feedback, Packed, Turn
 from shrinkpoint.comm.feedback.plain import Plain
+from shrinkpoint.comm.gloo import Exchange, is_gloo
 from shrinkpoint.comm.ledger import Ledger
 from shrinkpoint.comm.operators.base import Context, Operator
 from shrinkpoint.comm.operators.exact import Exact
@@ -30,6 +31,8 @@ SAMPLE_EVERY = 16
 SLOT = 16
 """Messages lie at multiples of so many bytes, where operators may view them as wider words."""
 _KEPT_STEPS = 2
+_LARGE = 1 << 17
+"""Bytes of a message. From this size on, more than two ranks of gloo are done sooner without its own all-to-all."""
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -185,7 +188,10 @@ class Scatter(Hop):
     @staticmethod
     def _exchanged(wires: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
         received = torch.empty_like(wires)
-        dist.all_to_all_single(received, wires, sizes, sizes, group=group)
+        if is_gloo(group, wires.device) and (len(sizes) == 2 or max(sizes) >= _LARGE):
+            Exchange(torch.split(wires, sizes), torch.split(received, sizes), group).wait()
+        else:
+            dist.all_to_all_single(received, wires, sizes, sizes, group=group)
         return received
 
 
@@ -207,7 +213,7 @@ class Gather(Hop):
         turns = [self._turn(layout, memory, of, width, of) for of in range(width)]
         wire = self._pack(row, memory, turns[me], copies=width - 1)
         every = wire.new_empty(width * wire.numel())
-        work = all_gather(every, wire, group=group, async_op=async_op)
+        work = self._gathered(every, wire, group, async_op)
 
         def decode() -> None:
             for of, message in enumerate(torch.split(every, wire.numel())):
@@ -218,11 +224,22 @@ class Gather(Hop):
         decode()
         return None
 
+    @staticmethod
+    def _gathered(every: Tensor, wire: Tensor, group: dist.ProcessGroup, async_op: bool) -> Any:
+        if group.size() != 2 or not is_gloo(group, wire.device):  # gloo's ring of more ranks goes one way round
+            return all_gather(every, wire, group=group, async_op=async_op)
+        rows = every.view(2, wire.numel())
+        rows[group.rank()] = wire
+        work = Exchange([wire, wire], list(rows), group)
+        if not async_op:
+            work.wait()
+        return work
+
 
 class Decoding(dist.Work):
     """Work whose result is decoded when it is waited for."""
 
-    def __init__(self, work: dist.Work, decode: Callable[[], None]) -> None:
+    def __init__(self, work: dist.Work | Exchange, decode: Callable[[], None]) -> None:
         super().__init__()
         self._work, self._decode = work, decode
         self._done = False
