@@ -4,7 +4,8 @@
 
 On the text task of wire.py: the model is fine-tuned without compression, `allot` measures each operator at each
 boundary on windows that it was trained on, and what it chose is compared with one operator for all, at no more bytes:
-on the loss of held-out text, and over a whole fine-tuning. Writes results/allot.json.
+on the loss of held-out text, and over a whole fine-tuning; there also with changes since a sample was here before sent
+instead of its activations (AQ-SGD). Writes results/allot.json.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def trained(task: wire_task.Task, seed: int, forward: Any, backward: str | None)
     per = None if isinstance(forward, str) or forward is None else forward
     points = comm.insert_points(course.model, list(task.after), forward=one, backward=backward, per_point=per)
     for _ in range(task.steps):
-        task.advance(course, course.stream.draw())
+        drawn = course.stream.draw()
+        points.set_sample_ids(drawn[2])
+        task.advance(course, drawn)
     points.remove()
     return course.model
 
@@ -81,11 +84,15 @@ def main() -> None:
         found = comm.allot(
             model, list(task.after), lambda one: float(task.loss(one, drawn)), ratio=ratio, candidates=CANDIDATES
         )
-        ways = {"alike": {number: {"forward": spec} for number in range(len(task.after))}, "allotted": found.per_link}
+        ways = {
+            "alike": {number: {"forward": spec} for number in range(len(task.after))},
+            "allotted": found.per_link,
+            "allotted, changes": {number: {"forward": f"aq({one})"} for number, one in enumerate(found.chosen)},
+        }
         for name, per in ways.items():
             rows.append(row(task, model, per, args.seeds) | {"ratio": ratio, "way": name})
             rows[-1]["rise"] -= base
-            rows[-1]["predicted"] = found.predicted if name == "allotted" else None
+            rows[-1]["predicted"] = found.predicted if name != "alike" else None
             print(rows[-1], flush=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     said = {"base": base, "rows": rows, "seeds": args.seeds, "backward": BACKWARD, "machine": machine()}
