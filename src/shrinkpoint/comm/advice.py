@@ -15,7 +15,7 @@ from shrinkpoint.comm.feedback import AQSGD, Feedback
 from shrinkpoint.comm.forecast import Advice, Candidate, Cost, Kind, Load, Schedule, judge
 from shrinkpoint.comm.link import At, Link
 from shrinkpoint.comm.operators.base import Operator
-from shrinkpoint.comm.spec import parse
+from shrinkpoint.comm.spec import made
 from shrinkpoint.errors import PolicyError
 
 How: TypeAlias = Operator | Feedback | str
@@ -96,9 +96,9 @@ def cost(how: How, x: Tensor, *, at: At | None = None, repeats: int = 7) -> Cost
 
 
 def _sent(how: How, x: Tensor, at: At, repeats: int) -> tuple[Cost, Link]:
-    made = parse(how) if isinstance(how, str) else how
-    made = replace(made, warmup=0) if isinstance(made, AQSGD) else made
-    sender, receiver = (Link(made, name="advise", sample_every=0) for _ in range(2))
+    given = made(how)
+    given = replace(given, warmup=0) if isinstance(given, AQSGD) else given
+    sender, receiver = (Link(given, name="advise", sample_every=0) for _ in range(2))
     x, out, error, seconds = x.detach(), torch.empty_like(x, requires_grad=False), 0.0, []
     for turn in range(_WARM + repeats):
         marks = [_now(x)]

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from shrinkpoint.comm.accordion import Accordion
 from shrinkpoint.comm.agreement import TIMEOUT, Agreement
 from shrinkpoint.comm.ledger import Ledger
-from shrinkpoint.comm.twohop import How, TwoHop, summed
+from shrinkpoint.comm.link import How
+from shrinkpoint.comm.twohop import TwoHop, summed
 from shrinkpoint.errors import MismatchError, PolicyError
 
 

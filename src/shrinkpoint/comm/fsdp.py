@@ -16,8 +16,9 @@ from shrinkpoint.comm.agreement import TIMEOUT, Agreement
 from shrinkpoint.comm.feedback.base import Feedback
 from shrinkpoint.comm.feedback.plain import Plain
 from shrinkpoint.comm.ledger import Ledger
+from shrinkpoint.comm.link import How
 from shrinkpoint.comm.operators.exact import Exact
-from shrinkpoint.comm.twohop import Gather, How, Scatter, all_gather, chosen, summed
+from shrinkpoint.comm.twohop import Gather, Scatter, all_gather, chosen, summed
 from shrinkpoint.errors import MismatchError, PolicyError
 
 

@@ -16,7 +16,7 @@ from shrinkpoint.comm.feedback.base import Feedback, Turn
 from shrinkpoint.comm.feedback.plain import Plain
 from shrinkpoint.comm.ledger import Ledger
 from shrinkpoint.comm.operators.base import Context, Operator
-from shrinkpoint.comm.spec import parse
+from shrinkpoint.comm.spec import made
 from shrinkpoint.errors import MismatchError, PolicyError
 
 How = Operator | Feedback | str | None
@@ -75,8 +75,8 @@ class Link:
         for what, value in (("sample_every", sample_every), ("min_numel", min_numel)):
             if value < 0:
                 raise PolicyError(f"link {name}, {what}", found=f"{value}", expected="0 or more")
-        made = parse(how) if isinstance(how, str) else how
-        self.how: Feedback = made if isinstance(made, Feedback) else Plain(made)
+        given = made(how)
+        self.how: Feedback = given if isinstance(given, Feedback) else Plain(given)
         self.name, self.ledger = name, Ledger()
         self._end, self._plain = self.how.end(), Plain(self.how.operator).end()
         self._with_ids = with_ids or self.how.needs_ids

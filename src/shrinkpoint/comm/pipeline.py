@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,16 +10,16 @@ from torch import Tensor
 
 from shrinkpoint.comm.feedback.base import Feedback
 from shrinkpoint.comm.handshake import Handshake
+from shrinkpoint.comm.inference import Reminder
 from shrinkpoint.comm.ledger import Ledger
-from shrinkpoint.comm.link import Link, Nonfinite
+from shrinkpoint.comm.link import How, Link, Nonfinite
 from shrinkpoint.comm.operators.base import Operator
 from shrinkpoint.comm.operators.exact import Exact
-from shrinkpoint.comm.points import needed_at_inference, split_ids
-from shrinkpoint.comm.spec import parse
+from shrinkpoint.comm.points import split_ids
+from shrinkpoint.comm.spec import made
 from shrinkpoint.comm.stage import Boundary, Way, WiredStage, refuse_unknown
-from shrinkpoint.errors import LossWarning, MismatchError, PolicyError
+from shrinkpoint.errors import MismatchError, PolicyError
 
-How = Operator | Feedback | str | None
 _WIRED = "_shrinkpoint_wire"
 
 
@@ -79,7 +78,7 @@ class _Plan:
                 found, expected = f"{sorted(ways)} for boundary {boundary}", "forward, backward or both"
                 raise PolicyError("compress_pipeline, per_link", found=found, expected=expected)
         self.hows = [
-            {way: _made(how) for way, how in {**common, **per_link.get(boundary, {})}.items()}
+            {way: None if how is None else made(how) for way, how in {**common, **per_link.get(boundary, {})}.items()}
             for boundary in range(stages - 1)
         ]
 
@@ -101,10 +100,6 @@ class _Plan:
         return Way(name, link, Ledger() if link is None else link.ledger)
 
 
-def _made(how: How) -> Operator | Feedback | None:
-    return parse(how) if isinstance(how, str) else how
-
-
 class Wire:
     """What `compress_pipeline` put between the stages of a pipeline, as far as this rank holds the ends of it.
 
@@ -117,7 +112,7 @@ class Wire:
         self, stages: Sequence[Any], schedule: Any, plan: _Plan, options: Mapping[str, Any], timeout: float
     ) -> None:
         self._schedule, self._plan, self._timeout = schedule, plan, timeout
-        self._inference, self._warned = True, False
+        self._inference, self._reminder = True, Reminder(plan.activations())
         self._told: Tensor | None = None
         self._ids: Tensor | None = None
         self._begun: set[int] = set()
@@ -140,15 +135,8 @@ class Wire:
     @inference.setter
     def inference(self, value: bool) -> None:
         self._inference = value
-        sparse = [how.spec for how in self._plan.activations() if needed_at_inference(how)]
-        if not value and sparse and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"evaluation is not compressed and this model has {sparse[0]} on its activations: one that was trained "
-                "so is usually much worse without (arXiv 2401.07788); feedback such as ef21 mends that",
-                LossWarning,
-                stacklevel=2,
-            )
+        if not value:
+            self._reminder.say("evaluation is not compressed", stacklevel=2)
 
     @property
     def links(self) -> dict[str, Link]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shrinkpoint.comm.feedback.base import Feedback
+from shrinkpoint.comm.inference import Reminder
 from shrinkpoint.comm.ledger import Ledger
 from shrinkpoint.comm.link import At, How, Link, Nonfinite
 from shrinkpoint.comm.operators.base import Operator
-from shrinkpoint.comm.spec import parse
-from shrinkpoint.errors import LossWarning, MismatchError, PolicyError
+from shrinkpoint.errors import MismatchError, PolicyError
 
 
 class Points:
@@ -30,7 +29,8 @@ class Points:
         self._points, self._micro_batches = list(points), micro_batches
         self._enabled = self._inference = True
         self._ids: tuple[Tensor, ...] | None = None
-        self._warned = False
+        forward = [point.forward.sender.how for point in self._points if point.forward is not None]
+        self._reminder = Reminder(forward)
         for point in self._points:
             point.owner = self
 
@@ -45,7 +45,8 @@ class Points:
     @enabled.setter
     def enabled(self, value: bool) -> None:
         self._enabled = value
-        self._warn(value)
+        if not value:
+            self._reminder.say("compression is off", stacklevel=2)
 
     @property
     def inference(self) -> bool:
@@ -54,7 +55,8 @@ class Points:
     @inference.setter
     def inference(self, value: bool) -> None:
         self._inference = value
-        self._warn(value)
+        if not value:
+            self._reminder.say("compression is off", stacklevel=2)
 
     def set_sample_ids(self, ids: Tensor) -> None:
         """The samples of the next step, one id a row of the whole batch; split along the micro-batches as a pipeline's.
@@ -98,18 +100,6 @@ class Points:
     def at(self, call: int, training: bool) -> At:
         slot = call % self._micro_batches
         return At(slot, training=training, ids=None if self._ids is None else self._ids[slot])
-
-    def _warn(self, on: bool) -> None:
-        named = [point.forward.sender for point in self._points if point.forward is not None]
-        sparse = [link.how.spec for link in named if needed_at_inference(link.how)]
-        if not on and sparse and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"compression is off and this model has {sparse[0]} on its activations: one that was trained so is "
-                "usually much worse without (arXiv 2401.07788); feedback such as ef21 mends that",
-                LossWarning,
-                stacklevel=3,
-            )
 
 
 def insert_points(
@@ -171,14 +161,6 @@ def split_ids(ids: Tensor, micro_batches: int) -> tuple[Tensor, ...]:
         found, expected = f"{ids.dtype} of shape {tuple(ids.shape)}", "integers, 1-d: one a row of the batch"
         raise PolicyError("set_sample_ids", found=found, expected=expected)
     return torch.tensor_split(ids.detach().to("cpu", torch.int64), micro_batches)
-
-
-def needed_at_inference(how: Feedback | Operator | str) -> bool:
-    """Whether a model that was trained so is much worse without: entries are dropped, and nothing makes it good."""
-    made = parse(how) if isinstance(how, str) else how
-    if isinstance(made, Operator):
-        return isinstance(getattr(made, "share", None), float)
-    return made.plain and needed_at_inference(made.operator)
 
 
 class _Pair:

@@ -43,9 +43,18 @@ def parse(text: str) -> Operator | Feedback:
     for pattern, make in _FEEDBACKS:
         found = re.fullmatch(pattern, stripped, re.DOTALL)
         if found:
-            made: Feedback = make(found)
-            return made
+            feedback: Feedback = make(found)
+            return feedback
     return operator(stripped)
+
+
+def made(how: Operator | Feedback | str) -> Operator | Feedback:
+    """What was given as itself or as its word.
+
+    Raises:
+        PolicyError: the word is none.
+    """
+    return parse(how) if isinstance(how, str) else how
 
 
 def operator(text: str) -> Operator:
@@ -57,8 +66,8 @@ def operator(text: str) -> Operator:
     for pattern, make in _OPERATORS:
         found = re.fullmatch(pattern, text.strip())
         if found:
-            made: Operator = make(found)
-            return made
+            chosen: Operator = make(found)
+            return chosen
     raise PolicyError(f"spec {text!r}", found="no operator and no feedback", expected=f"one of {_SHAPES}")
 
 

@@ -16,12 +16,12 @@ from shrinkpoint.comm.feedback.base import End, Feedback, Packed, Turn
 from shrinkpoint.comm.feedback.plain import Plain
 from shrinkpoint.comm.gloo import Exchange, is_gloo
 from shrinkpoint.comm.ledger import Ledger
+from shrinkpoint.comm.link import How
 from shrinkpoint.comm.operators.base import Context, Operator
 from shrinkpoint.comm.operators.exact import Exact
-from shrinkpoint.comm.spec import parse
+from shrinkpoint.comm.spec import made
 from shrinkpoint.errors import MismatchError, PolicyError
 
-How = Operator | Feedback | str | None
 """An operator, feedback around one, or the spec of either; None: nothing is compressed."""
 
 SHARE = 64
@@ -43,7 +43,7 @@ def chosen(how: How) -> Feedback:
         PolicyError: it is one that gradients and weights cannot be sent with, which have neither sample ids nor the
             places of a forward message.
     """
-    found = parse(how) if isinstance(how, str) else Exact() if how is None else how
+    found = Exact() if how is None else made(how)
     feedback = Plain(found) if isinstance(found, Operator) else found
     if feedback.needs_ids:
         do = "use an operator, or EF, EFMixed or EF21"
