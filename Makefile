@@ -1,17 +1,21 @@
-# Five verbs: check, test, bench, studies, golden. And the demo. Each sets up what it needs in .venv.
+# Six verbs: check, test, nightly, bench, studies, golden. And the demo. Each sets up what it needs in .venv.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
 
-.PHONY: demo test check bench studies golden fuzz clean
+.PHONY: demo test nightly check bench studies golden fuzz clean
 
 demo: $(VENV)/.installed
 	$(BIN)/shrinkpoint demo
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q
+
+# What takes too long for every change: long matrices of ranks, real kills in the middle of saves.
+nightly: $(VENV)/.installed
+	$(BIN)/python -m pytest -q -m nightly
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check

@@ -169,8 +169,11 @@ class LocalStorage:
             _sync(self._drop_empty(path.parent))  # a power cut must not bring it back when its base has gone
 
     def link(self, source: str, target: str) -> bool:
-        old, new = self._existing(source), self._locate(target)
-        where = self.describe(target)
+        return self.link_file(self._existing(source), target)
+
+    def link_file(self, old: Path, target: str) -> bool:
+        """As `link`, of a file that may lie outside of this directory."""
+        new, where = self._locate(target), self.describe(target)
         with self._temporary(new.parent, where) as temporary, _failing(where, "linking"):
             try:
                 os.link(old, temporary)

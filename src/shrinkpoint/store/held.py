@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from shrinkpoint.codec import Origin, Reference
-from shrinkpoint.state import empty
-from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.errors import LossWarning
+from shrinkpoint.record import Role
+from shrinkpoint.state import FlatState, empty
+from shrinkpoint.store.progress import ENOUGH, retention
+
+M = TypeVar("M")
 
 
-class Held:
+class Held(Generic[M]):
     """What a reader gets of the last checkpoint that was committed or loaded, and which one that was.
 
     What a scheme did not touch decodes to what it was given, so what was given can be held. The tensors are private:
@@ -23,7 +29,7 @@ class Held:
     """
 
     def __init__(self) -> None:
-        self.manifest: Manifest | None = None
+        self.manifest: M | None = None
         self.originals: dict[str, Tensor] = {}
         self._tensors: dict[str, Tensor] = {}
         self._symbols: dict[str, Origin] = {}
@@ -36,14 +42,14 @@ class Held:
         """Hold nothing: the next save is a keyframe."""
         self.manifest, self._tensors, self._symbols, self.originals = None, {}, {}, {}
 
-    def adopt(self, manifest: Manifest, reference: Reference, originals: Mapping[str, Tensor] | None = None) -> None:
+    def adopt(self, manifest: M, reference: Reference, originals: Mapping[str, Tensor] | None = None) -> None:
         """Hold these tensors themselves, which nobody else will write to."""
         self.manifest = manifest
         self._tensors, self._symbols = dict(reference.tensors), dict(reference.symbols)
         given = reference.tensors if originals is None else originals
         self.originals = {name: given[name] for name in reference.symbols if name in given}
 
-    def copy(self, manifest: Manifest, reference: Reference, originals: Mapping[str, Tensor]) -> None:
+    def copy(self, manifest: M, reference: Reference, originals: Mapping[str, Tensor]) -> None:
         """Hold a copy of these tensors, in the buffers at hand where they fit; hold nothing if memory runs out.
 
         A checkpoint that is committed stays so: failing to remember it only makes the next one a keyframe. What a
@@ -62,6 +68,30 @@ class Held:
         except (MemoryError, RuntimeError):  # torch reports an allocation that failed as a RuntimeError
             return
         self.adopt(manifest, Reference(tensors, quantized), kept)
+
+    def progress(self, flat: FlatState, written: Reference) -> float | None:
+        """How much of the progress since what is held was written; see `progress.retention`.
+
+        Args:
+            flat: the state as it was in training.
+            written: as a reader gets it.
+        """
+        if self.manifest is None:
+            return None
+        names = [name for name in written.symbols if flat.infos[name].role not in (Role.MOMENT1, Role.MOMENT2)]
+        now, kept = {name: flat.tensors[name] for name in names}, self._tensors
+        before = {**kept, **self.originals}  # what was exact has no original beside it
+        return retention(before, kept, now, written.tensors)
+
+
+def warn_of(kept: float | None) -> None:
+    """Warn where a checkpoint holds too little of the progress since the one before."""
+    if kept is not None and kept < ENOUGH:
+        text = (
+            f"this checkpoint holds {kept:.0%} of the progress since the one before: the rest was rounded away, and "
+            "is lost if training is restored from it. Save less often, or lose less"
+        )
+        warnings.warn(text, LossWarning, stacklevel=3)
 
 
 def _apart(tensor: Tensor, original: Tensor) -> bool:

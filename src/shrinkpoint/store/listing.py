@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from shrinkpoint.errors import CorruptError, FormatError, NotFoundError, ShrinkpointError, VersionError
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import layout
-from shrinkpoint.store.manifest import MAX_BYTES, Base, Manifest
+from shrinkpoint.store.manifest import Base, Manifest
+from shrinkpoint.store.sealed import MAX_BYTES
 
 
 @dataclass(frozen=True)

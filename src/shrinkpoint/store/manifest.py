@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from datetime import datetime, timezone
+from datetime import datetime
 from itertools import pairwise
-from typing import Any
 
-from shrinkpoint._native import xxh3_128
-from shrinkpoint.errors import CorruptError, TruncatedError, VersionError
 from shrinkpoint.record import JSON
 from shrinkpoint.store import layout
+from shrinkpoint.store.sealed import (
+    check_format,
+    corrupt,
+    count,
+    expect,
+    header_digest,
+    number,
+    payload_name,
+    plain,
+    sealed,
+    unsealed,
+)
 
 FORMAT = 1
-MAX_BYTES = 16 << 20
-"""A reader refuses a larger manifest before it allocates; ours stay below 300 bytes per file of the chain."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +131,13 @@ class Manifest:
         """Canonical bytes: one manifest has one spelling, and its digest stands inside."""
         document: dict[str, JSON] = {one.name: getattr(self, one.name) for one in fields(self)}
         document["format"] = FORMAT
-        document["loss"] = _plain(self.loss)
+        document["loss"] = plain(self.loss)
         if self.loss is None:
             del document["loss"]
         document["files"] = [[f.name, f.size, f.digest] for f in self.files]
         document["bases"] = [[b.step, b.id, b.digest, b.size, b.file, b.name] for b in self.bases]
-        document["metrics"] = {name: _number(value) for name, value in self.metrics.items()}
-        return _sealed(document)
+        document["metrics"] = {name: number(value) for name, value in self.metrics.items()}
+        return sealed(document)
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Manifest:
@@ -143,85 +148,28 @@ class Manifest:
             CorruptError: the bytes contradict their digest or themselves.
             VersionError: a newer release wrote them.
         """
-        document = _unsealed(data, where)
-        if document.get("format") != FORMAT:
-            raise VersionError(
-                where,
-                found=f"manifest format {document.get('format')!r}",
-                expected=f"at most {FORMAT}",
-                do="read it with the release that wrote it, or a newer one",
-            )
+        document = unsealed(data, where)
+        check_format(document, where, FORMAT)
         try:
             return _manifest(document)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise _corrupt(where, f"a manifest that contradicts itself ({error})") from error
-
-
-def now() -> str:
-    """This moment, as manifests spell it."""
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-
-
-def _corrupt(where: str, found: str, expected: str = "") -> CorruptError:
-    do = "this checkpoint cannot be trusted: restore another, then `forget` and `prune` it"
-    return CorruptError(where, found=found, expected=expected, do=do)
-
-
-def _number(value: float) -> float | str:
-    """JSON has no nan and no infinities; a loss of a diverged run must not stop its checkpoint."""
-    return float(value) if math.isfinite(value) else str(float(value))
-
-
-def _plain(value: JSON) -> JSON:
-    """As `_number`, of whatever a scheme measured."""
-    if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return _number(value) if isinstance(value, float) else value
-
-
-def _canonical(document: Mapping[str, JSON]) -> bytes:
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
-
-
-def _sealed(document: dict[str, JSON]) -> bytes:
-    return _canonical({**document, "digest": xxh3_128(_canonical(document))})
-
-
-def _unsealed(data: bytes, where: str) -> dict[str, JSON]:
-    """The document, once its digest is right and its spelling is the canonical one."""
-    if not data.endswith(b"}"):
-        do = "restore another checkpoint, then `forget` and `prune` this one"
-        raise TruncatedError(where, found=f"{len(data)} bytes without an end", expected="a whole manifest", do=do)
-    try:
-        document = json.loads(data)
-        found = document.pop("digest")
-        canonical = _sealed(document)
-        expected = json.loads(canonical)["digest"]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _corrupt(where, f"no manifest ({type(error).__name__})", "a JSON object with its digest") from error
-    if found != expected:
-        raise _corrupt(where, f"digest {str(found)[:40]}", expected)
-    if canonical != data:
-        raise _corrupt(where, "another spelling of this manifest", "canonical JSON")
-    return dict(document)
+            raise corrupt(where, f"a manifest that contradicts itself ({error})") from error
 
 
 def _manifest(document: dict[str, JSON]) -> Manifest:
     manifest = Manifest(
-        id=_is(document["id"], str),
-        step=layout.checked_step(_is(document["step"], int)),
-        created=_is(document["created"], str),
-        scheme=_is(document["scheme"], str),
-        files=tuple(_file(one) for one in _is(document["files"], list)),
-        bases=tuple(_base(one) for one in _is(document["bases"], list)),
-        metrics={name: float(value) for name, value in _is(document["metrics"], dict).items()},
-        raw_bytes=_count(document["raw_bytes"]),
-        stored_bytes=_count(document["stored_bytes"]),
-        lossy_restores=_count(document["lossy_restores"]),
+        id=expect(document["id"], str),
+        step=layout.checked_step(expect(document["step"], int)),
+        created=expect(document["created"], str),
+        scheme=expect(document["scheme"], str),
+        files=tuple(_file(one) for one in expect(document["files"], list)),
+        bases=tuple(_base(one) for one in expect(document["bases"], list)),
+        metrics={name: float(value) for name, value in expect(document["metrics"], dict).items()},
+        raw_bytes=count(document["raw_bytes"]),
+        stored_bytes=count(document["stored_bytes"]),
+        lossy_restores=count(document["lossy_restores"]),
         loss=_loss(document),
-        note=_is(document["note"], str),
+        note=expect(document["note"], str),
     )
     _check(manifest)
     return manifest
@@ -244,38 +192,13 @@ def _loss(document: Mapping[str, JSON]) -> JSON:
 
 
 def _file(row: JSON) -> FileRef:
-    name, size, digest = _is(row, list)
-    return FileRef(_matching(layout.PAYLOAD, name), _count(size), _digest(digest))
+    name, size, digest = expect(row, list)
+    return FileRef(payload_name(name), count(size), header_digest(digest))
 
 
 def _base(row: JSON) -> Base:
-    step, id, digest, size, file, name = _is(row, list)
+    step, id, digest, size, file, name = expect(row, list)
     if name and name != layout.base_name(digest):
         raise ValueError(f"a base named {name!r}")
-    file = _matching(layout.PAYLOAD, file)
-    return Base(layout.checked_step(_is(step, int)), _is(id, str), _digest(digest), _count(size), file, _is(name, str))
-
-
-def _digest(value: JSON) -> str:
-    layout.base_name(_is(value, str))
-    _matching(layout.BASE, layout.base_name(value))
-    return str(value)
-
-
-def _matching(pattern: Any, name: JSON) -> str:
-    """A name that stays inside its directory; `..` and `/` match no pattern of ours."""
-    if not pattern.fullmatch(_is(name, str)):
-        raise ValueError(f"a file named {name!r}")
-    return str(name)
-
-
-def _count(value: JSON) -> int:
-    if _is(value, int) < 0:
-        raise ValueError(f"a negative count {value}")
-    return int(value)
-
-
-def _is(value: JSON, kind: type) -> Any:
-    if type(value) is not kind:
-        raise TypeError(f"{value!r} where {kind.__name__} should be")
-    return value
+    step, file = layout.checked_step(expect(step, int)), payload_name(file)
+    return Base(step, expect(id, str), header_digest(digest), count(size), file, expect(name, str))

@@ -15,10 +15,11 @@ from shrinkpoint.record import JSON
 from shrinkpoint.schemes import Scheme
 from shrinkpoint.state import FlatState
 from shrinkpoint.storage import Storage
-from shrinkpoint.store import chain, layout, manifest
+from shrinkpoint.store import chain, layout
 from shrinkpoint.store.file import SaveReport, write_file
 from shrinkpoint.store.listing import Listing
 from shrinkpoint.store.manifest import Base, FileRef, Manifest
+from shrinkpoint.store.sealed import now
 
 
 class Pending:
@@ -103,7 +104,7 @@ class Pending:
         made = Manifest(
             id=secrets.token_hex(8),
             step=self.step,
-            created=manifest.now(),
+            created=now(),
             scheme=report.scheme,
             files=(FileRef(self._name, report.stored_bytes, report.digest),),
             bases=self._bases,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +14,7 @@ from typing import Any
 import torch
 
 from shrinkpoint.codec import Reference
-from shrinkpoint.errors import ChainError, FormatError, LossWarning, NotFoundError, PolicyError, StorageError
-from shrinkpoint.record import Role
+from shrinkpoint.errors import ChainError, FormatError, NotFoundError, PolicyError, StorageError
 from shrinkpoint.schemes import Lossless, Scheme
 from shrinkpoint.state import FlatState, flatten, unflatten
 from shrinkpoint.storage import LocalStorage, Storage
@@ -24,12 +22,11 @@ from shrinkpoint.store import chain, layout, prune
 from shrinkpoint.store.compact import Rewritten, to_keyframe, to_merged
 from shrinkpoint.store.file import SaveReport
 from shrinkpoint.store.forget import forget
-from shrinkpoint.store.held import Held
+from shrinkpoint.store.held import Held, warn_of
 from shrinkpoint.store.lease import Lease
 from shrinkpoint.store.listing import Listing, scan
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.pending import Pending
-from shrinkpoint.store.progress import ENOUGH, retention
 from shrinkpoint.store.resolve import vouch
 from shrinkpoint.store.retention import Keep
 from shrinkpoint.store.verify import Finding, verify
@@ -82,7 +79,7 @@ class Store:
             raise PolicyError("keyframe_every", found=repr(keyframe_every), expected=expected, do=do)
         self.storage: Storage = LocalStorage(where) if isinstance(where, str | Path) else where
         self._keyframe_every, self._threads = keyframe_every, threads
-        self._held = Held()
+        self._held: Held[Manifest] = Held()
         self._guard = threading.RLock()
         self._lease = Lease(self.storage, self._guard)
         self._begun: weakref.ref[Pending] | None = None
@@ -192,27 +189,17 @@ class Store:
                 report = pending.add(flat, scheme=scheme or Lossless(), threads=self._threads)
                 made = pending.commit(metrics=measured, lossy_restores=lossy_restores, note=note)
             assert pending.reference is not None
-            report = replace(report, retention=self._retention(flat, pending.reference))
+            report = replace(report, retention=self._held.progress(flat, pending.reference))
             (self._held.adopt if adopt else self._held.copy)(made, pending.reference, flat.tensors)
             if pending.replaces:
                 self._lease.tidy()
-            if report.retention is not None and report.retention < ENOUGH:
-                warnings.warn(_rounded_away(report.retention), LossWarning, stacklevel=2)
+            warn_of(report.retention)
             return report
 
     @property
     def reference(self) -> Reference | None:
         """What a reader gets of the last checkpoint that was saved or loaded here; None: nothing is held."""
         return None if self._held.manifest is None else self._held.reference
-
-    def _retention(self, flat: FlatState, written: Reference) -> float | None:
-        """How much of the progress since the checkpoint before was written; see `progress`."""
-        names = [name for name in written.symbols if flat.infos[name].role not in (Role.MOMENT1, Role.MOMENT2)]
-        if self._held.manifest is None:
-            return None
-        now, kept = {name: flat.tensors[name] for name in names}, self._held.reference.tensors
-        before = {**kept, **self._held.originals}  # what was exact has no original beside it
-        return retention(before, kept, now, written.tensors)
 
     def _parent(self, listing: Listing, step: int) -> Manifest | None:
         """The checkpoint to write a delta against: the one that is held, if it still stands as it was."""
@@ -275,7 +262,7 @@ class Store:
                 self._held.drop()  # else there would be three states in memory
             decoded = decode_chain(self.storage, manifest, threads=self._threads)
             tensors = decoded.reference.tensors
-            state = unflatten(decoded.tree, _placed(tensors, device, copy=keep), tie=tie, where=f"step {manifest.step}")
+            state = unflatten(decoded.tree, placed(tensors, device, copy=keep), tie=tie, where=f"step {manifest.step}")
             if keep:
                 self._held.adopt(manifest, decoded.reference)
             return state
@@ -363,14 +350,12 @@ class Store:
         return NotFoundError(self.storage.describe(), found=f"no checkpoint that loads ({reasons})", do="run `verify`")
 
 
-def _rounded_away(kept: float) -> str:
-    return (
-        f"this checkpoint holds {kept:.0%} of the progress since the one before: the rest was rounded away, and is "
-        "lost if training is restored from it. Save less often, or lose less"
-    )
+def placed(tensors: Mapping[str, torch.Tensor], device: Device, *, copy: bool) -> dict[str, torch.Tensor]:
+    """Tensors on a device, the CPU where none is named.
 
-
-def _placed(tensors: Mapping[str, torch.Tensor], device: Device, *, copy: bool) -> dict[str, torch.Tensor]:
+    Raises:
+        PolicyError: the device is not there, or is full.
+    """
     try:
         return {name: tensor.to(device or "cpu", copy=copy) for name, tensor in tensors.items()}
     except (AssertionError, RuntimeError, TypeError) as error:  # torch has no error of its own for "no such device"

@@ -13,14 +13,16 @@ from typing import Any
 import torch
 
 from shrinkpoint.errors import MismatchError, PolicyError
-from shrinkpoint.schemes import ModelTarget, Resuming, Scheme, Settling, modules_of, named
+from shrinkpoint.schemes import Resuming, Scheme, Settling, named
 from shrinkpoint.state import FlatState, flatten, snapshot
 from shrinkpoint.state.rng import capture, reinstate
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import Keep, SaveReport, Skipped, Store, layout
 from shrinkpoint.store import Restored as Found
 from shrinkpoint.train import objects
+from shrinkpoint.train.metrics import numbers
 from shrinkpoint.train.roles import with_parameters
+from shrinkpoint.train.settling import settled
 from shrinkpoint.train.worker import Worker
 
 
@@ -150,10 +152,10 @@ class Manager:
                 self._scheme.together(lambda: self._enter(step))
             else:
                 self._enter(step)
-            measured = _numbers(metrics)
+            measured = numbers(metrics)
             parts = _given({"model": model, "optimizer": optimizer, "scheduler": scheduler, **more})
             flat = with_parameters(flatten(_state(parts, extra, rng=rng)), parts)
-            scheme = self._settled(flat, parts)
+            scheme = settled(self._scheme, flat, self.store.reference, parts)
             if scheme is None:
                 return None
             if not self._background and all(tensor.device.type == "cpu" for tensor in flat.tensors.values()):
@@ -248,19 +250,6 @@ class Manager:
             self.store.begin(step).abort()
             self._entered = True
 
-    def _settled(self, flat: FlatState, parts: Mapping[str, Any]) -> Scheme | None:
-        """The scheme for this state, searched for now, while the model is the caller's; None: not ours to write."""
-        if not isinstance(self._scheme, Settling):
-            return self._scheme
-        target, evaluate = None, self._scheme.evaluate
-        if evaluate is not None and "model" not in parts:
-            found, do = "a save without it", f"pass model=, which {self._scheme!r} evaluates"
-            raise PolicyError("model", found=found, expected="the model", do=do)
-        if evaluate is not None or [*modules_of(parts.get("model"))]:
-            target = ModelTarget(flat, evaluate, parts["model"], "model/")
-        settled = self._scheme.settle(flat, self.store.reference, target)
-        return settled if self._scheme.leads else None
-
     def _copied(self, flat: FlatState) -> FlatState:
         spare, self._spare = self._spare, None
         return snapshot(flat, reuse=spare)
@@ -289,15 +278,6 @@ class Manager:
         if not {*listing.manifests, *listing.broken} - listing.forgotten:
             return None
         return self.store.restore()
-
-
-def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """The metrics as floats, tensors on devices included."""
-    try:
-        return {str(name): float(value) for name, value in (metrics or {}).items()}
-    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        found, expected = f"{metrics!r:.200}", "a number for each name"
-        raise PolicyError("metrics", found=found, expected=expected, do="pass floats") from error
 
 
 def _given(parts: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,203 @@
+"""A checkpoint in a directory that somebody else names, lists and deletes: a framework's, with its own retention.
+
+::
+
+    rank-00000.safetensors       the payload, one a rank (rank-00000.2.safetensors where it is saved into again)
+    bases/<digest>.safetensors   a hard link to each file of the chains below
+    shrinkpoint.json             the manifest, written last: the checkpoint exists when this does
+
+Such a folder needs no other one: where what a delta would stand on is gone, or cannot be linked, it is a keyframe. It
+may be copied and moved. Files that are not ours may lie beside these: nothing happens to them.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from shrinkpoint.codec import Reference
+from shrinkpoint.container import Reader
+from shrinkpoint.errors import ChainError, CorruptError, NotFoundError, ShrinkpointError, StorageError
+from shrinkpoint.record import JSON
+from shrinkpoint.storage import LocalStorage, Source
+from shrinkpoint.store import layout
+from shrinkpoint.store.file import Decoded, read_file
+from shrinkpoint.store.foldermanifest import MAX_BYTES, FolderManifest, Payload
+from shrinkpoint.store.sealed import now
+
+MANIFEST = "shrinkpoint.json"
+_log = logging.getLogger("shrinkpoint")
+_OURS = re.compile(f"{layout.PAYLOAD.pattern}|{layout.BASE.pattern}")
+_DO = "restore another checkpoint"
+
+
+def is_checkpoint(folder: str | Path) -> bool:
+    """Whether a directory has a manifest of ours; not whether it is whole."""
+    return (Path(folder) / MANIFEST).is_file()
+
+
+def read_manifest(folder: str | Path) -> FolderManifest:
+    """What a checkpoint says of itself.
+
+    Raises:
+        NotFoundError: there is no manifest.
+        FormatError: it is not to be trusted.
+        StorageError: it cannot be read.
+    """
+    storage = LocalStorage(folder)
+    where = storage.describe(MANIFEST)
+    with storage.open(MANIFEST) as source:
+        if source.size > MAX_BYTES:
+            raise CorruptError(where, found=f"{source.size} bytes", expected=f"at most {MAX_BYTES}", do=_DO)
+        return FolderManifest.from_json(bytes(source.read(0, source.size)), where)
+
+
+def chain_of(folder: str | Path, payload: Payload) -> list[Path]:
+    """The files of a payload's chain, keyframe first, the payload last."""
+    root = Path(folder)
+    return [*(root / layout.base_name(digest) for digest, _ in payload.bases), root / payload.name]
+
+
+def check(folder: str | Path, *, deep: bool = False) -> FolderManifest:
+    """Make sure that a checkpoint is whole: every file is there, of the right size, and its header is the right one.
+
+    Args:
+        deep: compare every stored byte with its digest, too.
+
+    Raises:
+        NotFoundError: there is no manifest.
+        ChainError: a base is missing, or is another than the delta was made against.
+        FormatError: bytes are at fault.
+        StorageError: reading failed.
+    """
+    manifest = read_manifest(folder)
+    seen: set[str] = set()
+    for payload in manifest.payloads:
+        for key, digest, size in _files(payload):
+            if digest not in seen:
+                seen.add(digest)
+                _with(folder, key, partial(_whole, digest=digest, size=size, deep=deep))
+    return manifest
+
+
+def decode(folder: str | Path, rank: int = 0, *, threads: int | None = None) -> Decoded:
+    """One payload's content, its chain decoded from the keyframe on; at most two states are in memory at a time.
+
+    Raises:
+        NotFoundError: there is no manifest, or no payload of this rank.
+        ChainError, FormatError, StorageError: as `check`.
+    """
+    payloads = read_manifest(folder).payloads
+    if not 0 <= rank < len(payloads):
+        found, expected = f"no payload of rank {rank}", f"a rank below {len(payloads)}"
+        raise NotFoundError(str(folder), found=found, expected=expected, do="name one of its ranks")
+    decoded: Decoded | None = None
+    for key, digest, size in _files(payloads[rank]):
+        reference = None if decoded is None else decoded.reference
+        read = partial(_decoded, digest=digest, size=size, reference=reference, threads=threads)
+        decoded = _with(folder, key, read)
+    assert decoded is not None
+    return decoded
+
+
+def commit(
+    folder: str | Path,
+    payloads: Sequence[Payload],
+    *,
+    scheme: str,
+    step: int | None = None,
+    metrics: Mapping[str, float] | None = None,
+    lossy_restores: int = 0,
+    loss: JSON = None,
+    note: str = "",
+    extra: JSON = None,
+) -> FolderManifest:
+    """Make the checkpoint exist, in the place of the one that was in this folder before; then remove what that had.
+
+    Raises:
+        StorageError: a payload is not there as it was written, or writing failed; the checkpoint before stands.
+    """
+    storage = LocalStorage(folder)
+    for payload in payloads:
+        for key, _, size in _files(payload):
+            _check_size(storage, key, size)
+    made = FolderManifest(
+        secrets.token_hex(8), now(), scheme, tuple(payloads), None if step is None else layout.checked_step(step),
+        dict(metrics or {}), lossy_restores, loss, note, extra,
+    )  # fmt: skip
+    storage.put(MANIFEST, made.to_json())
+    needed = {key for payload in payloads for key, _, _ in _files(payload)}
+    try:
+        storage.sweep(lambda name: name == "bases")
+        for key in names(folder) - needed:
+            storage.delete(key)
+    except StorageError as error:  # the checkpoint stands; what is left over costs space and nothing else
+        _log.warning("%s", error)
+    return made
+
+
+def names(folder: str | Path) -> set[str]:
+    """Keys of the payloads and links in a folder, needed or not."""
+    root = Path(folder)
+    found = (path.relative_to(root).as_posix() for place in (root, root / "bases") for path in place.glob("*"))
+    return {key for key in found if _OURS.fullmatch(key)}
+
+
+def vouched(source: Source, where: str, digest: str, size: int) -> Reader:
+    """The header of a file of a chain, which is the file that the manifest speaks of.
+
+    Raises:
+        ChainError: it is another file.
+        FormatError: the header is damaged, or the file too short.
+    """
+    reader = Reader(source, where)
+    if reader.digest != digest or source.size != size:
+        found = f"{source.size} bytes with header digest {reader.digest}"
+        raise ChainError(where, found=found, expected=f"{size} bytes with {digest}", do=_DO)
+    return reader
+
+
+def _whole(source: Source, where: str, *, digest: str, size: int, deep: bool) -> None:
+    reader = vouched(source, where, digest, size)
+    for damage in reader.check() if deep else ():
+        raise damage.error
+
+
+def _decoded(
+    source: Source, where: str, *, digest: str, size: int, reference: Reference | None, threads: int | None
+) -> Decoded:
+    vouched(source, where, digest, size)
+    return read_file(source, where, reference, threads=threads)
+
+
+def _files(payload: Payload) -> list[tuple[str, str, int]]:
+    """(key, header digest, bytes) of each file of a chain, keyframe first."""
+    bases = [(layout.base_name(digest), digest, size) for digest, size in payload.bases]
+    return [*bases, (payload.name, payload.digest, payload.size)]
+
+
+def _with(folder: str | Path, key: str, use):  # type: ignore[no-untyped-def]
+    storage = LocalStorage(folder)
+    where = storage.describe(key)
+    try:
+        with storage.open(key) as source:
+            return use(source, where)
+    except NotFoundError as error:
+        kind: type[ShrinkpointError] = ChainError if layout.BASE.fullmatch(key) else CorruptError
+        raise kind(where, found="no such file", expected="a file its manifest names", do=_DO) from error
+
+
+def _check_size(storage: LocalStorage, key: str, size: int) -> None:
+    try:
+        with storage.open(key) as source:
+            found = f"{source.size} bytes"
+            if source.size == size:
+                return
+    except NotFoundError:
+        found = "no such file"
+    do = "let all ranks write to one file system"
+    raise StorageError(storage.describe(key), found=found, expected=f"the {size} bytes that a rank wrote", do=do)

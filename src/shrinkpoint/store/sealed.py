@@ -1,0 +1,118 @@
+"""Small JSON documents with one spelling each and their digest inside, which a reader can trust or refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+from shrinkpoint._native import xxh3_128
+from shrinkpoint.errors import CorruptError, TruncatedError, VersionError
+from shrinkpoint.record import JSON
+from shrinkpoint.store import layout
+
+MAX_BYTES = 16 << 20
+"""A reader refuses a larger document before it allocates; a manifest has below 300 bytes per file of the chain."""
+
+
+def now() -> str:
+    """This moment, as manifests spell it."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def sealed(document: Mapping[str, JSON]) -> bytes:
+    """Canonical bytes of a document, with their digest in it."""
+    return _canonical({**document, "digest": xxh3_128(_canonical(document))})
+
+
+def unsealed(data: bytes, where: str) -> dict[str, JSON]:
+    """The document, once its digest is right and its spelling is the canonical one.
+
+    Raises:
+        TruncatedError: the bytes end before the closing brace.
+        CorruptError: they contradict their digest or themselves.
+    """
+    if not data.endswith(b"}"):
+        do = "restore another checkpoint, then `forget` and `prune` this one"
+        raise TruncatedError(where, found=f"{len(data)} bytes without an end", expected="a whole manifest", do=do)
+    try:
+        document = json.loads(data)
+        found = document.pop("digest")
+        canonical = sealed(document)
+        expected = json.loads(canonical)["digest"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise corrupt(where, f"no manifest ({type(error).__name__})", "a JSON object with its digest") from error
+    if found != expected:
+        raise corrupt(where, f"digest {str(found)[:40]}", expected)
+    if canonical != data:
+        raise corrupt(where, "another spelling of this manifest", "canonical JSON")
+    return dict(document)
+
+
+def check_format(document: Mapping[str, JSON], where: str, known: int) -> None:
+    """Refuse what another release spells.
+
+    Raises:
+        VersionError: a newer release wrote it.
+    """
+    if document.get("format") != known:
+        raise VersionError(
+            where,
+            found=f"manifest format {document.get('format')!r}",
+            expected=f"at most {known}",
+            do="read it with the release that wrote it, or a newer one",
+        )
+
+
+def corrupt(where: str, found: str, expected: str = "") -> CorruptError:
+    """What to raise of a document that cannot be trusted."""
+    do = "this checkpoint cannot be trusted: restore another, then `forget` and `prune` it"
+    return CorruptError(where, found=found, expected=expected, do=do)
+
+
+def number(value: float) -> float | str:
+    """JSON has no nan and no infinities; a loss of a diverged run must not stop its checkpoint."""
+    return float(value) if math.isfinite(value) else str(float(value))
+
+
+def plain(value: JSON) -> JSON:
+    """As `number`, of whatever a scheme measured."""
+    if isinstance(value, dict):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return number(value) if isinstance(value, float) else value
+
+
+def expect(value: JSON, kind: type) -> Any:
+    """`value`, which is of this very type; else a TypeError."""
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} where {kind.__name__} should be")
+    return value
+
+
+def count(value: JSON) -> int:
+    """A whole number from 0; else a TypeError or ValueError."""
+    if expect(value, int) < 0:
+        raise ValueError(f"a negative count {value}")
+    return int(value)
+
+
+def payload_name(value: JSON) -> str:
+    """The name of a payload, which stays inside its directory: `..` and `/` match no pattern of ours."""
+    if not layout.PAYLOAD.fullmatch(expect(value, str)):
+        raise ValueError(f"a file named {value!r}")
+    return str(value)
+
+
+def header_digest(value: JSON) -> str:
+    """A header digest in hex; else a TypeError or ValueError."""
+    if not layout.BASE.fullmatch(layout.base_name(expect(value, str))):
+        raise ValueError(f"a digest {value!r}")
+    return str(value)
+
+
+def _canonical(document: Mapping[str, JSON]) -> bytes:
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
