@@ -1,0 +1,367 @@
+"""What a save costs in each framework, stock and through shrinkpoint: bytes on disk, and the time the loop waits.
+
+    python benchmarks/frameworks.py                          # all four; or --only dcp lightning
+
+One training run a framework, of a byte-level GPT with 4.8 M parameters and AdamW on the standard library's source. At
+every save point each method saves the same state in turn, into directories of its own, so that all methods see the same
+machine in the same minutes; what runs in the background is waited for before the next method begins, outside the clock.
+The first save is a keyframe and is kept apart. Bytes are those of the files' contents, a file with several links
+counted once. Stock frameworks do not flush to the disk (torch.distributed.checkpoint does): their seconds end when the
+system has the bytes; ours end when they are durable. "flush" is what flushing the stock checkpoint afterwards takes.
+"fisher" is the lossy scheme with errors of .3 standard deviations; what such errors do is in docs/fisher.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shrinkpoint as sp
+from shrinkpoint.demo.model import GPT, Shape
+from shrinkpoint.demo.text import stdlib_text
+
+PARTS = ("transformers", "accelerate", "lightning", "dcp")
+Save = Callable[[Path], object]
+Method = tuple[Save, Callable[[], object]]
+"""How to save, and how to wait for what is still being written."""
+
+
+class Windows(torch.utils.data.Dataset):
+    """Windows of the text, by number."""
+
+    def __init__(self, length: int = 128, count: int = 1 << 16) -> None:
+        self.text = torch.frombuffer(bytearray(stdlib_text()), dtype=torch.uint8)
+        self.length, self.count = length, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        at = index * 7919 % (len(self.text) - self.length)
+        window = self.text[at : at + self.length].long()
+        return {"input_ids": window, "labels": window.clone()}
+
+
+class Round:
+    """The save points of one run."""
+
+    def __init__(self, root: Path, methods: dict[str, Method]) -> None:
+        self.root, self.methods = root, methods
+        self.seconds: dict[str, list[float]] = {name: [] for name in methods}
+        self.flush: list[float] = []
+        self.bytes: dict[str, list[int]] = {name: [] for name in methods}
+
+    def save(self, step: int) -> None:
+        for name, (save, wait) in self.methods.items():
+            folder = self.root / name.replace(" ", "-") / f"checkpoint-{step}"
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            began = time.perf_counter()
+            save(folder)
+            self.seconds[name].append(time.perf_counter() - began)
+            wait()
+            self.bytes[name].append(size(folder.parent))
+        self.flush.append(flushed(self.root / "stock" / f"checkpoint-{step}"))
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        return {"seconds": self.seconds, "flush": self.flush, "bytes": self.bytes}
+
+
+def size(root: Path) -> int:
+    """Bytes of all files below, each once."""
+    files = {path.stat().st_ino: path.stat().st_size for path in root.rglob("*") if path.is_file()}
+    return sum(files.values())
+
+
+def flushed(folder: Path) -> float:
+    """Seconds to make a checkpoint durable that was only handed to the system."""
+    began = time.perf_counter()
+    for path in [folder] if folder.is_file() else folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    return time.perf_counter() - began
+
+
+def nothing() -> None:
+    pass
+
+
+def fisher() -> sp.Fisher:
+    return sp.Fisher(relative_error=0.3)
+
+
+def of_transformers(root: Path, saves: int, steps: int) -> dict[str, Any]:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+    from shrinkpoint.train.transformers import Shrink, ShrinkTrainer
+
+    class Ours(ShrinkTrainer, Trainer):
+        pass
+
+    set_seed(0)
+    shape = Shape()
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=256, n_positions=shape.context, n_embd=shape.width, n_layer=shape.layers, n_head=shape.heads
+        )
+    )
+
+    def arguments(name: str) -> TrainingArguments:
+        return TrainingArguments(
+            output_dir=str(root / name), max_steps=saves * steps, per_device_train_batch_size=8, learning_rate=1e-3,
+            save_strategy="no", report_to=[], logging_strategy="no", disable_tqdm=True, use_cpu=True,
+        )  # fmt: skip
+
+    driver = Trainer(model=model, args=arguments("driver"), train_dataset=Windows())
+
+    def beside(kind: type[Trainer], name: str, **settings: Any) -> Save:
+        """A trainer that only saves what the driver trains."""
+        made: list[Trainer] = []
+
+        def save(folder: Path) -> None:
+            if not made:
+                pair = (driver.optimizer, driver.lr_scheduler)
+                made.append(kind(model=model, args=arguments(name), optimizers=pair, **settings))
+                kept.append(made[0])
+            made[0].state, made[0].args.output_dir = driver.state, str(folder.parent)
+            made[0]._save_checkpoint(model, trial=None)
+
+        return save
+
+    kept: list[Any] = []
+
+    def wait() -> None:
+        for one in kept:
+            if isinstance(one, ShrinkTrainer):
+                one.shrink_wait()
+
+    rounds = Round(root, {
+        "stock": (beside(Trainer, "stock"), nothing),
+        "shrinkpoint": (beside(Ours, "shrinkpoint"), wait),
+        "background": (beside(Ours, "background", shrink=Shrink(background=True)), wait),
+        "fisher": (beside(Ours, "fisher", shrink=Shrink(scheme=fisher())), wait),
+    })  # fmt: skip
+
+    class Points(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step % steps == 0:
+                rounds.save(state.global_step)
+
+    driver.add_callback(Points())
+    driver.train()
+    return rounds.figures
+
+
+def of_accelerate(root: Path, saves: int, steps: int) -> dict[str, Any]:
+    from accelerate import Accelerator
+
+    from shrinkpoint.train.accelerate import Shrink
+
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = GPT(Shape())
+    optimizer = torch.optim.AdamW(model.groups(0.1), lr=1e-3)
+    loader = torch.utils.data.DataLoader(Windows(), batch_size=8)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    sync, background = Shrink(accelerator), Shrink(accelerator, background=True)
+    lossy = Shrink(accelerator, scheme=fisher())
+    rounds = Round(root, {
+        "stock": (lambda folder: accelerator.save_state(str(folder)), nothing),
+        "shrinkpoint": (sync.save_state, nothing),
+        "background": (background.save_state, background.wait),
+        "fisher": (lossy.save_state, nothing),
+    })  # fmt: skip
+    for step, batch in zip(range(1, saves * steps + 1), loader, strict=False):
+        accelerator.backward(model(batch["input_ids"][:, :-1], batch["input_ids"][:, 1:].contiguous()))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % steps == 0:
+            rounds.save(step)
+    for one in (sync, background, lossy):
+        one.close()
+    return rounds.figures
+
+
+def of_lightning(root: Path, saves: int, steps: int) -> dict[str, Any]:
+    import lightning as L
+    from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+    from shrinkpoint.train.lightning import ShrinkIO
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = GPT(Shape())
+
+        def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+            return self.model(batch["input_ids"][:, :-1], batch["input_ids"][:, 1:].contiguous())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.model.groups(0.1), lr=1e-3)
+
+    L.seed_everything(0, verbose=False)
+    sync, background, lossy, stock = ShrinkIO(), ShrinkIO(background=True), ShrinkIO(fisher()), TorchCheckpointIO()
+    trainer: list[L.Trainer] = []
+
+    def through(io: Any) -> Save:
+        """As `Trainer.save_checkpoint` does: collect the state, hand it to the plugin."""
+
+        def save(folder: Path) -> None:
+            io.save_checkpoint(trainer[0]._checkpoint_connector.dump_checkpoint(), folder)
+
+        return save
+
+    rounds = Round(root, {
+        "stock": (through(stock), nothing),
+        "shrinkpoint": (through(sync), nothing),
+        "background": (through(background), background.wait),
+        "fisher": (through(lossy), nothing),
+    })  # fmt: skip
+
+    class Points(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step % steps == 0:
+                rounds.save(trainer.global_step)
+
+    trainer.append(
+        L.Trainer(
+            max_steps=saves * steps, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=[Points()],
+        )
+    )  # fmt: skip
+    trainer[0].fit(Module(), torch.utils.data.DataLoader(Windows(), batch_size=8))
+    for io in (sync, background, lossy):
+        io.teardown()
+    return rounds.figures
+
+
+def of_dcp(root: Path, saves: int, steps: int) -> dict[str, Any]:
+    """On each of two ranks: FSDP2 on gloo. The figures are those of rank 0, which waits for the other."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from shrinkpoint.train.dcp import Writer
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model: nn.Module = GPT(Shape())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    running: list[Any] = []
+    lossy = fisher()
+
+    def state() -> dict[str, Any]:
+        weights, moments = get_state_dict(model, optimizer)
+        return {"model": weights, "optim": moments}
+
+    def later(**where: Any) -> None:
+        running.append(dcp.async_save(state(), **where))
+
+    def wait() -> None:
+        while running:
+            running.pop().result()
+        dist.barrier()
+
+    methods: dict[str, Method] = {
+        "stock": (lambda folder: dcp.save(state(), checkpoint_id=folder), dist.barrier),
+        "shrinkpoint": (lambda folder: dcp.save(state(), storage_writer=Writer(folder)), dist.barrier),
+        "stock async": (lambda folder: later(checkpoint_id=folder), wait),
+        "shrinkpoint async": (lambda folder: later(storage_writer=Writer(folder)), wait),
+        "fisher": (lambda folder: dcp.save(state(), storage_writer=Writer(folder, scheme=lossy)), dist.barrier),
+    }
+    rounds = Round(root, methods)
+    windows, rank = Windows(), dist.get_rank()
+    for step in range(1, saves * steps + 1):
+        batch = torch.stack([windows[(step * 2 + rank) * 4 + i]["input_ids"] for i in range(4)])
+        model(batch[:, :-1], batch[:, 1:].contiguous()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % steps == 0:
+            dist.barrier()
+            rounds.save(step)
+    dist.barrier()
+    if rank == 0:
+        print(json.dumps(rounds.figures), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return rounds.figures
+
+
+def apart(part: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One framework in processes of its own."""
+    ranks = 2 if part == "dcp" else 1
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    with tempfile.TemporaryDirectory(dir=args.out.parent) as folder:
+        command += [__file__, "--part", part, "--folder", folder]
+        command += ["--saves", str(args.saves), "--steps", str(args.steps)]
+        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(2 // ranks)}
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment, text=True).stdout
+    return json.loads(output.strip().splitlines()[-1])
+
+
+def rows(part: str, figures: dict[str, Any]) -> Iterator[str]:
+    """A table's rows: each method beside the stock one that does the same."""
+    for name, seconds in figures["seconds"].items():
+        grown = figures["bytes"][name]
+        stock = figures["bytes"][
+            "stock async" if name.endswith("async") and "stock async" in figures["bytes"] else "stock"
+        ]
+        first, later = stock[0] / grown[0], (stock[-1] - stock[0]) / (grown[-1] - grown[0])
+        yield (
+            f"{part:13} {name:18}{grown[-1] / 1e6:9.1f} {first:7.2f}x {later:7.2f}x "
+            f"{seconds[0]:9.3f} {median(seconds[1:]):9.3f} {max(seconds[1:]):9.3f}"
+        )
+    yield f"{part:13} {'flush of stock':18}{'':27}{figures['flush'][0]:10.3f} {median(figures['flush'][1:]):9.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--saves", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=20, help="of training before each save")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--out", type=Path, default=Path("results/frameworks.json"))
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.part:
+        warnings.simplefilter("ignore")  # of the frameworks: this is no training that anybody keeps
+        run = {"transformers": of_transformers, "accelerate": of_accelerate, "lightning": of_lightning, "dcp": of_dcp}
+        figures = run[args.part](args.folder, args.saves, args.steps)
+        if args.part != "dcp":
+            print(json.dumps(figures))
+        return
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    found = {part: apart(part, args) for part in args.only}
+    versions = {"torch": torch.__version__, "shrinkpoint": sp.__version__}
+    args.out.write_text(json.dumps({"saves": args.saves, "steps": args.steps, "versions": versions, **found}, indent=1))
+    print(f"{args.saves} saves, {args.steps} steps apart, torch {torch.__version__}\n")
+    head = f"{'MB':>9} {'first':>8} {'later':>8} {'first s':>9} {'median s':>9} {'worst s':>9}"
+    print(f"{'':13} {'':18}{head}")
+    for part, figures in found.items():
+        print("\n".join(rows(part, figures)), "\n")
+
+
+if __name__ == "__main__":
+    main()
