@@ -79,6 +79,14 @@ uint64_t count_of(const Model& model, const Bytes& values) {
     return values.size() / bytes;
 }
 
+// The chunks from `first` on that `here` values of `count` fill: whole ones, but for the last of all.
+Stretch stretch_of(uint64_t count, size_t chunk, size_t first, uint64_t here) {
+    if (first > count / chunk || here > count - first * chunk) throw nb::value_error("a stretch beyond the record");
+    const uint64_t start = first * chunk;
+    if (here % chunk != 0 && start + here != count) throw nb::value_error("a stretch that ends within a chunk");
+    return {count, chunk, first, first + static_cast<size_t>((here - 1) / chunk) + 1};
+}
+
 std::string hex(const Digest128& digest) {
     char text[33];
     std::snprintf(text, sizeof text, "%016llx%016llx", static_cast<unsigned long long>(digest.high),
@@ -212,6 +220,27 @@ NB_MODULE(_native, m) {
                    code_bytes.data(), code_bytes.size(), values.data(), count, chunk, threads);
         },
         "model"_a, "side"_a, "codes"_a, "out"_a, nb::kw_only(), "base"_a.none() = nb::none(),
+        "moment1"_a.none() = nb::none(), "moment2"_a.none() = nb::none(), "moment1_base"_a.none() = nb::none(),
+        "hint"_a.none() = nb::none(), "shapes"_a.none() = nb::none(), "chunk"_a = kChunk, "threads"_a = 1);
+
+    m.def(
+        "decode_stretch",
+        [](const Model& model, nb::handle side, nb::handle codes, nb::handle out, uint64_t count, size_t first,
+           nb::handle base, nb::handle moment1, nb::handle moment2, nb::handle moment1_base, nb::handle hint,
+           const std::optional<Shapes>& shapes, size_t chunk, unsigned threads) {
+            const Bytes side_bytes(side), code_bytes(codes), values(out, PyBUF_WRITABLE);
+            const uint64_t here = count_of(model, values);
+            const Record record(model, here, base, moment1, moment2, moment1_base, hint);
+            if (here == 0 || chunk == 0) throw nb::value_error("nothing to decode");
+            const Stretch stretch = stretch_of(count, chunk, first, here);
+            check(model, record.arrays, shapes.has_value());
+            Factors factors;
+            if (shapes) factors = laid_out(*shapes, count);
+            nb::gil_scoped_release release;
+            decode_stretch(model, record.arrays, shapes ? &factors : nullptr, side_bytes.data(), side_bytes.size(),
+                           code_bytes.data(), code_bytes.size(), values.data(), stretch, threads);
+        },
+        "model"_a, "side"_a, "codes"_a, "out"_a, "count"_a, "first"_a, nb::kw_only(), "base"_a.none() = nb::none(),
         "moment1"_a.none() = nb::none(), "moment2"_a.none() = nb::none(), "moment1_base"_a.none() = nb::none(),
         "hint"_a.none() = nb::none(), "shapes"_a.none() = nb::none(), "chunk"_a = kChunk, "threads"_a = 1);
 

@@ -1,7 +1,9 @@
 // What quantizers use of the core: checks arguments, releases the GIL, calls.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
 #include <initializer_list>
+#include <optional>
 
 #include "cyclic.hpp"
 #include "kmeans.hpp"
@@ -96,23 +98,32 @@ std::vector<int16_t> exponents_of(nb::handle object, const char* name) {
     return {first, first + bytes.size() / 2};
 }
 
-// An array of a lattice's tensor, which may be missing where it is read.
+// An array of so many elements, which may be missing where it is read.
 template <typename T>
-T* whole(const Lattice& lattice, const Bytes& bytes, const char* name) {
-    return reinterpret_cast<T*>(bytes.checked(lattice.count() * sizeof(T), sizeof(T), name));
+T* whole(uint64_t count, const Bytes& bytes, const char* name) {
+    return reinterpret_cast<T*>(bytes.checked(count * sizeof(T), sizeof(T), name));
 }
 
 template <typename T>
-T* needed(const Lattice& lattice, const Bytes& bytes, const char* name) {
-    if (bytes.size() != lattice.count() * sizeof(T))
+T* needed(uint64_t count, const Bytes& bytes, const char* name) {
+    if (bytes.size() != count * sizeof(T))
         throw nb::value_error((std::string(name) + ": wrong number of bytes").c_str());
-    return whole<T>(lattice, bytes, name);
+    return whole<T>(count, bytes, name);
 }
 
-Floats floats_of(const Lattice& lattice, const Bytes& bytes, const char* name) {
-    const bool narrow = bytes.size() == 2 * lattice.count();
-    if (narrow) return {reinterpret_cast<const uint8_t*>(whole<const uint16_t>(lattice, bytes, name)), 2};
-    return {reinterpret_cast<const uint8_t*>(whole<const float>(lattice, bytes, name)), 4};
+Floats floats_of(uint64_t count, const Bytes& bytes, const char* name) {
+    const bool narrow = bytes.size() == 2 * count;
+    if (narrow) return {reinterpret_cast<const uint8_t*>(whole<const uint16_t>(count, bytes, name)), 2};
+    return {reinterpret_cast<const uint8_t*>(whole<const float>(count, bytes, name)), 4};
+}
+
+// All positions of a lattice's tensor; or those from `first` on that an array of two bytes for each is made for.
+Positions positions_of(const Lattice& lattice, std::optional<uint64_t> first, const Bytes& codes) {
+    if (!first) return {0, lattice.count()};
+    const uint64_t count = codes.size() / 2;
+    if (*first > lattice.count() || count > lattice.count() - *first)
+        throw nb::value_error("first: positions beyond the tensor");
+    return {*first, count};
 }
 
 // What is written shares nothing with what is read meanwhile.
@@ -127,11 +138,11 @@ nb::tuple encoded(const Lattice& lattice, nb::handle codes, nb::handle contexts,
     const Bytes told(contexts, PyBUF_WRITABLE), out(tokens, PyBUF_WRITABLE);
     apart(told, {&points, &parents, &beside, &values, &out});
     apart(out, {&points, &parents, &beside, &values});
-    const auto* before = whole<const float>(lattice, beside, "squares");
-    const auto* from = needed<const int16_t>(lattice, points, "codes");
-    auto* under = needed<uint8_t>(lattice, told, "contexts");
-    auto* to = needed<uint8_t>(lattice, out, "tokens");
-    const Floats known = floats_of(lattice, parents, "parent"), wanted = floats_of(lattice, values, "expected");
+    const auto* before = whole<const float>(lattice.count(), beside, "squares");
+    const auto* from = needed<const int16_t>(lattice.count(), points, "codes");
+    auto* under = needed<uint8_t>(lattice.count(), told, "contexts");
+    auto* to = needed<uint8_t>(lattice.count(), out, "tokens");
+    const Floats known = floats_of(lattice.count(), parents, "parent"), wanted = floats_of(lattice.count(), values, "expected");
     Differences found;
     Buffer escapes;
     {
@@ -144,20 +155,21 @@ nb::tuple encoded(const Lattice& lattice, nb::handle codes, nb::handle contexts,
 }
 
 size_t decoded(const Lattice& lattice, nb::handle tokens, nb::handle contexts, nb::handle escapes, nb::handle codes,
-               nb::handle values, nb::handle squares, unsigned threads) {
+               nb::handle values, nb::handle squares, std::optional<uint64_t> first, unsigned threads) {
     const Bytes symbols(tokens), told(contexts), large(escapes), beside(squares);
     const Bytes points(codes, PyBUF_WRITABLE), made(values, PyBUF_WRITABLE);
     apart(points, {&symbols, &told, &large, &beside, &made});
     apart(made, {&symbols, &told, &large, &beside});
-    const auto* from = needed<const uint8_t>(lattice, symbols, "tokens");
-    const auto* under = needed<const uint8_t>(lattice, told, "contexts");
+    const Positions positions = positions_of(lattice, first, points);
+    const auto* from = needed<const uint8_t>(positions.count, symbols, "tokens");
+    const auto* under = needed<const uint8_t>(positions.count, told, "contexts");
     const size_t count = large.size() / 4;
     const auto* beyond = reinterpret_cast<const int32_t*>(large.checked(4 * count, 4, "escapes"));
-    const auto* factor = whole<const float>(lattice, beside, "squares");
-    auto* to = needed<int16_t>(lattice, points, "codes");
-    auto* out = needed<float>(lattice, made, "values");
+    const auto* factor = whole<const float>(positions.count, beside, "squares");
+    auto* to = needed<int16_t>(positions.count, points, "codes");
+    auto* out = needed<float>(positions.count, made, "values");
     nb::gil_scoped_release release;
-    return lattice_points(lattice, from, under, beyond, count, factor, to, out, threads);
+    return lattice_points(lattice, from, under, beyond, count, factor, to, out, positions, threads);
 }
 
 void bind_lattice(nb::module_& m) {
@@ -174,33 +186,34 @@ void bind_lattice(nb::module_& m) {
     m.def(
         "lattice_guess",
         [](const Lattice& lattice, nb::handle guesses, nb::handle contexts, nb::handle parent, nb::handle squares,
-           unsigned threads) {
+           std::optional<uint64_t> first, unsigned threads) {
             const Bytes parents(parent), beside(squares);
             const Bytes out(guesses, PyBUF_WRITABLE), told(contexts, PyBUF_WRITABLE);
             apart(out, {&parents, &beside, &told});
             apart(told, {&parents, &beside});
-            const Floats known = floats_of(lattice, parents, "parent");
-            const auto* factor = whole<const float>(lattice, beside, "squares");
-            auto* to = needed<int16_t>(lattice, out, "guesses");
-            auto* under = needed<uint8_t>(lattice, told, "contexts");
+            const Positions positions = positions_of(lattice, first, out);
+            const Floats known = floats_of(positions.count, parents, "parent");
+            const auto* factor = whole<const float>(positions.count, beside, "squares");
+            auto* to = needed<int16_t>(positions.count, out, "guesses");
+            auto* under = needed<uint8_t>(positions.count, told, "contexts");
             nb::gil_scoped_release release;
-            lattice_guess(lattice, known, factor, to, under, threads);
+            lattice_guess(lattice, known, factor, to, under, positions, threads);
         },
         "lattice"_a, "guesses"_a, "contexts"_a, nb::kw_only(), "parent"_a.none() = nb::none(),
-        "squares"_a.none() = nb::none(), "threads"_a = 1);
+        "squares"_a.none() = nb::none(), "first"_a.none() = nb::none(), "threads"_a = 1);
     m.def("lattice_tokens", encoded, "lattice"_a, "codes"_a, "contexts"_a, "tokens"_a, nb::kw_only(),
           "parent"_a.none() = nb::none(), "squares"_a.none() = nb::none(), "expected"_a.none() = nb::none(),
           "threads"_a = 1);
     m.def("lattice_points", decoded, "lattice"_a, "tokens"_a, "contexts"_a, "escapes"_a, "codes"_a, "values"_a,
-          nb::kw_only(), "squares"_a.none() = nb::none(), "threads"_a = 1);
+          nb::kw_only(), "squares"_a.none() = nb::none(), "first"_a.none() = nb::none(), "threads"_a = 1);
     m.def(
         "lattice_values",
         [](const Lattice& lattice, nb::handle codes, nb::handle values, nb::handle squares, unsigned threads) {
             const Bytes points(codes), beside(squares), made(values, PyBUF_WRITABLE);
             apart(made, {&points, &beside});
-            const auto* from = needed<const int16_t>(lattice, points, "codes");
-            const auto* factor = whole<const float>(lattice, beside, "squares");
-            auto* to = needed<float>(lattice, made, "values");
+            const auto* from = needed<const int16_t>(lattice.count(), points, "codes");
+            const auto* factor = whole<const float>(lattice.count(), beside, "squares");
+            auto* to = needed<float>(lattice.count(), made, "values");
             nb::gil_scoped_release release;
             lattice_values(lattice, from, factor, to, threads);
         },
@@ -211,11 +224,11 @@ void bind_lattice(nb::module_& m) {
            float hold, unsigned threads) {
             const Bytes wanted(values), beside(squares), old(before), points(codes, PyBUF_WRITABLE);
             apart(points, {&wanted, &beside, &old});
-            const Floats from = floats_of(lattice, wanted, "values");
+            const Floats from = floats_of(lattice.count(), wanted, "values");
             if (from.data == nullptr && lattice.count() != 0) throw nb::value_error("values: none");
-            const auto* factor = whole<const float>(lattice, beside, "squares");
-            const auto* held = whole<const int16_t>(lattice, old, "before");
-            auto* to = needed<int16_t>(lattice, points, "codes");
+            const auto* factor = whole<const float>(lattice.count(), beside, "squares");
+            const auto* held = whole<const int16_t>(lattice.count(), old, "before");
+            auto* to = needed<int16_t>(lattice.count(), points, "codes");
             nb::gil_scoped_release release;
             return lattice_nearest(lattice, from, factor, held, hold, to, threads);
         },

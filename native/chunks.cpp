@@ -267,6 +267,13 @@ Coded encode(const Model& model, const Arrays& arrays, const uint8_t* values, ui
 
 void decode(const Model& model, Arrays arrays, Factors* factors, const uint8_t* side, size_t side_size,
             const uint8_t* codes, size_t codes_size, uint8_t* values, uint64_t count, size_t chunk, unsigned threads) {
+    decode_stretch(model, arrays, factors, side, side_size, codes, codes_size, values,
+                   {count, chunk, 0, chunk_count(count, chunk)}, threads);
+}
+
+void decode_stretch(const Model& model, Arrays arrays, Factors* factors, const uint8_t* side, size_t side_size,
+                    const uint8_t* codes, size_t codes_size, uint8_t* values, const Stretch& stretch,
+                    unsigned threads) {
     SideReader reader(side, side_size);
     uint32_t tables_size;
     reader.read(&tables_size, 1);
@@ -278,10 +285,12 @@ void decode(const Model& model, Arrays arrays, Factors* factors, const uint8_t* 
             if (center < 0 || center > kMostCenter) throw Corrupt("a factor is out of range");
         reader.read(factors->rows.data(), factors->rows.size());
         reader.read(factors->columns.data(), factors->columns.size());
+        factors->origin = stretch.start();
         arrays.factors = factors;
     }
-    const size_t chunks = chunk_count(count, chunk);
-    if (reader.left() != chunks * sizeof(uint32_t)) throw Corrupt("the side data do not list one size a chunk");
+    const size_t all = chunk_count(stretch.count, stretch.chunk), chunks = stretch.last - stretch.first;
+    if (reader.left() != all * sizeof(uint32_t)) throw Corrupt("the side data do not list one size a chunk");
+    reader.take(stretch.first * sizeof(uint32_t));
     std::vector<uint32_t> sizes(chunks);
     reader.read(sizes.data(), chunks);
     std::vector<uint64_t> starts(1, 0);
@@ -296,7 +305,7 @@ void decode(const Model& model, Arrays arrays, Factors* factors, const uint8_t* 
         const auto one = std::make_unique<ChunkDecoder>(model, arrays, tables, entries, values);
         const auto other = std::make_unique<ChunkDecoder>(model, arrays, tables, entries, values);
         const auto begin = [&](ChunkDecoder& decoder, size_t i) {
-            decoder.begin(codes + starts[i], sizes[i], span_of(i, count, chunk, chunk));
+            decoder.begin(codes + starts[i], sizes[i], span_of(i, stretch.values(), stretch.chunk, stretch.chunk));
         };
         for (size_t i; indices.take(i);) {
             begin(*one, 2 * i);

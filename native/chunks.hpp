@@ -1,5 +1,6 @@
 // A record's values <-> its two parts: `side` (tables, factors, chunk sizes) and `codes` (the chunks).
 #pragma once
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -20,6 +21,21 @@ double measure(const Model& model, const Arrays& arrays, const uint8_t* values, 
 
 Coded encode(const Model& model, const Arrays& arrays, const uint8_t* values, uint64_t count, size_t chunk,
              unsigned threads);
+
+// Consecutive chunks of a record: those of [first, last), of `count` values in all.
+struct Stretch {
+    uint64_t count;
+    size_t chunk, first, last;
+
+    uint64_t start() const { return static_cast<uint64_t>(first) * chunk; }
+    uint64_t values() const { return std::min<uint64_t>(static_cast<uint64_t>(last) * chunk, count) - start(); }
+};
+
+// As `decode`, but of these chunks alone: `codes`, `values` and all arrays are those of the stretch; `side` is that of
+// the record, and factors are laid out for all of it. The stretch must lie inside the record.
+void decode_stretch(const Model& model, Arrays arrays, Factors* factors, const uint8_t* side, size_t side_size,
+                    const uint8_t* codes, size_t codes_size, uint8_t* values, const Stretch& stretch,
+                    unsigned threads);
 
 // `factors` has its segments filled in where the model uses them. Throws Corrupt or Truncated; reads and writes only
 // inside the given spans.

@@ -30,7 +30,7 @@ ALWAYS_INLINE int32_t less(uint32_t level, int32_t predicted) {
 template <typename U>
 ALWAYS_INLINE void level_contexts(const Model& model, const Arrays& arrays, uint64_t start, size_t count, Tile& tile) {
     if (arrays.factors != nullptr && !arrays.factors->empty())
-        predict_levels(*arrays.factors, start, count, tile.levels);
+        predict_levels(*arrays.factors, arrays.factors->origin + start, count, tile.levels);
     else
         std::fill_n(tile.levels, count, model.bias);
     const unsigned drop = model.mantissa - model.fine;

@@ -57,6 +57,7 @@ struct Factors {
     std::vector<Segment> segments;
     std::vector<int32_t> centers;  // one a segment
     std::vector<int8_t> rows, columns;
+    uint64_t origin = 0;  // of the values at hand among those that the segments divide
     bool empty() const { return segments.empty(); }
 };
 

@@ -199,11 +199,18 @@ SHRINKPOINT_KERNEL(void, hold_back,
     }
 }
 
+// What is known of `count` positions from `start` on; `squares` are theirs.
 void find(const Lattice& lattice, const float* squares, uint64_t start, size_t count, Cells& cells) {
     if (lattice.powers) return fill_exponents(lattice, start, count, cells.exponents);
     fill_steps(lattice, start, count, cells.steps);
-    if (squares != nullptr) multiply(squares + start, count, cells.steps);
+    if (squares != nullptr) multiply(squares, count, cells.steps);
     if (lattice.seed != 0) fill_dithers(lattice.seed, start, count, cells.dithers);
+}
+
+const float* from(const float* squares, uint64_t start) { return squares == nullptr ? nullptr : squares + start; }
+
+Floats from(Floats all, uint64_t start) {
+    return all.data == nullptr ? all : Floats{all.data + start * all.bytes, all.bytes};
 }
 
 const float* floats(Floats all, uint64_t start, size_t count, float* room) {
@@ -212,6 +219,7 @@ const float* floats(Floats all, uint64_t start, size_t count, float* room) {
     return room;
 }
 
+// `parent` is theirs, too.
 void guess(const Lattice& lattice, Floats parent, uint64_t start, size_t count, Cells& cells, int16_t* guesses,
            uint8_t* contexts) {
     if (lattice.powers && parent.data == nullptr) {
@@ -220,12 +228,12 @@ void guess(const Lattice& lattice, Floats parent, uint64_t start, size_t count, 
         return;
     }
     if (lattice.powers) {
-        const float* values = floats(parent, start, count, cells.parent);
+        const float* values = floats(parent, 0, count, cells.parent);
         return guess_powers(values, cells.exponents, lattice.step, count, guesses, contexts);
     }
     fill_classes(lattice, start, count, cells.classes);
     if (parent.data != nullptr) {
-        const float* values = floats(parent, start, count, cells.parent);
+        const float* values = floats(parent, 0, count, cells.parent);
         return guess_multiples(values, cells.steps, cells.dithers, cells.classes, count, guesses, contexts);
     }
     std::fill_n(cells.parent, count, 0.0f);
@@ -286,10 +294,11 @@ bool add_escapes(const uint8_t* tokens, const uint8_t* contexts, size_t count, c
 }  // namespace
 
 void lattice_guess(const Lattice& lattice, Floats parent, const float* squares, int16_t* guesses, uint8_t* contexts,
-                   unsigned threads) {
-    by_tiles(lattice.count(), threads, [&](size_t, uint64_t start, size_t count, Cells& cells) {
-        find(lattice, squares, start, count, cells);
-        guess(lattice, parent, start, count, cells, guesses + start, contexts + start);
+                   Positions positions, unsigned threads) {
+    by_tiles(positions.count, threads, [&](size_t, uint64_t start, size_t count, Cells& cells) {
+        const uint64_t place = positions.first + start;
+        find(lattice, from(squares, start), place, count, cells);
+        guess(lattice, from(parent, start), place, count, cells, guesses + start, contexts + start);
     });
 }
 
@@ -298,8 +307,8 @@ Differences lattice_tokens(const Lattice& lattice, Floats parent, const float* s
     std::vector<std::vector<int32_t>> escapes(chunk_count(lattice.count(), kPiece));
     std::atomic<bool> in_range{true}, same{true};
     by_tiles(lattice.count(), threads, [&](size_t piece, uint64_t start, size_t count, Cells& cells) {
-        find(lattice, squares, start, count, cells);
-        guess(lattice, parent, start, count, cells, cells.guesses, contexts + start);
+        find(lattice, from(squares, start), start, count, cells);
+        guess(lattice, from(parent, start), start, count, cells, cells.guesses, contexts + start);
         const uint32_t found = subtract(codes + start, cells.guesses, contexts + start, count, tokens + start);
         if (found >> 31 != 0) in_range = false;
         for (size_t i = 0; (found & 0x7fffffff) != 0 && i < count; ++i) {
@@ -317,11 +326,12 @@ Differences lattice_tokens(const Lattice& lattice, Floats parent, const float* s
 }
 
 size_t lattice_points(const Lattice& lattice, const uint8_t* tokens, const uint8_t* contexts, const int32_t* escapes,
-                      size_t escape_count, const float* squares, int16_t* codes, float* values, unsigned threads) {
-    std::vector<size_t> next(chunk_count(lattice.count(), kPiece) + 1);
-    if (escape_count != 0) next = escapes_before(tokens, contexts, lattice.count(), threads);
+                      size_t escape_count, const float* squares, int16_t* codes, float* values, Positions positions,
+                      unsigned threads) {
+    std::vector<size_t> next(chunk_count(positions.count, kPiece) + 1);
+    if (escape_count != 0) next = escapes_before(tokens, contexts, positions.count, threads);
     const size_t used = next.back();
-    by_tiles(lattice.count(), threads, [&](size_t piece, uint64_t start, size_t count, Cells& cells) {
+    by_tiles(positions.count, threads, [&](size_t piece, uint64_t start, size_t count, Cells& cells) {
         const uint32_t found = add(tokens + start, contexts + start, count, codes + start);
         const size_t large = found & 0x7fffffff;
         bool in_range = found >> 31 == 0;
@@ -331,7 +341,7 @@ size_t lattice_points(const Lattice& lattice, const uint8_t* tokens, const uint8
             in_range &= add_escapes(tokens + start, contexts + start, count, escapes + next[piece], codes + start);
         next[piece] += large;
         if (!in_range) throw std::invalid_argument("a point that is too far out");
-        find(lattice, squares, start, count, cells);
+        find(lattice, from(squares, start), positions.first + start, count, cells);
         make(lattice, codes + start, count, cells, values + start);
     });
     return used;
@@ -340,7 +350,7 @@ size_t lattice_points(const Lattice& lattice, const uint8_t* tokens, const uint8
 void lattice_values(const Lattice& lattice, const int16_t* codes, const float* squares, float* values,
                     unsigned threads) {
     by_tiles(lattice.count(), threads, [&](size_t, uint64_t start, size_t count, Cells& cells) {
-        find(lattice, squares, start, count, cells);
+        find(lattice, from(squares, start), start, count, cells);
         make(lattice, codes + start, count, cells, values + start);
     });
 }
@@ -350,7 +360,7 @@ bool lattice_nearest(const Lattice& lattice, Floats values, const float* squares
     if (lattice.powers) throw std::invalid_argument("nearest: points that stand for powers");
     std::atomic<bool> fits{true};
     by_tiles(lattice.count(), threads, [&](size_t, uint64_t start, size_t count, Cells& cells) {
-        find(lattice, squares, start, count, cells);
+        find(lattice, from(squares, start), start, count, cells);
         const float* here = floats(values, start, count, cells.parent);
         if (!round_all(here, cells.steps, cells.dithers, count, codes + start)) fits = false;
         if (before != nullptr && hold > 0.5f)

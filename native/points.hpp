@@ -14,13 +14,18 @@ struct Floats {
     unsigned bytes = 4;
 };
 
-// All arrays have lattice.count() elements, row by row. Steps are multiplied by the roots of
+// Positions of a lattice's tensor, row by row.
+struct Positions {
+    uint64_t first, count;
+};
+
+// All arrays have lattice.count() elements, row by row; or, where positions are given, one for each of these. Steps are multiplied by the roots of
 // `squares`, which may be null; these roots are rounded as IEEE 754 says, as those of no library need be.
 
 // What a parent says of the points: those nearest to its values (without a parent: to 0), and under what to code the
 // difference to them.
 void lattice_guess(const Lattice& lattice, Floats parent, const float* squares, int16_t* guesses, uint8_t* contexts,
-                   unsigned threads);
+                   Positions positions, unsigned threads);
 
 struct Differences {
     std::vector<int32_t> escapes;  // too large for a byte
@@ -35,7 +40,8 @@ Differences lattice_tokens(const Lattice& lattice, Floats parent, const float* s
 // Codes, in the place of the guesses, and their values; returns how many of the escapes were used. Throws
 // std::invalid_argument for tokens that need more than there are, and for a code that no writer has.
 size_t lattice_points(const Lattice& lattice, const uint8_t* tokens, const uint8_t* contexts, const int32_t* escapes,
-                      size_t escape_count, const float* squares, int16_t* codes, float* values, unsigned threads);
+                      size_t escape_count, const float* squares, int16_t* codes, float* values, Positions positions,
+                      unsigned threads);
 
 void lattice_values(const Lattice& lattice, const int16_t* codes, const float* squares, float* values,
                     unsigned threads);

@@ -92,6 +92,35 @@ Outcome decode_exactly(const Case& c, unsigned threads, Bytes& values) {
     return decoded ? Outcome::Decoded : Outcome::Refused;
 }
 
+// The chunks [first, last) of a case alone, of their own codes.
+Outcome decode_chunks(const Case& c, size_t first, size_t last, const Bytes& own, unsigned threads, Bytes& values) {
+    const size_t bytes = c.model.width / 8;
+    const Stretch stretch{c.count, c.chunk, first, last};
+    const auto part = [&](const Bytes& all, size_t size) {
+        if (all.empty()) return Bytes();
+        const auto begin = all.begin() + static_cast<ptrdiff_t>(size * stretch.start());
+        return Bytes(begin, begin + static_cast<ptrdiff_t>(size * stretch.values()));
+    };
+    const Exact base(part(c.base, bytes)), moment1(part(c.moment1, 4)), moment2(part(c.moment2, 4));
+    const Exact moment1_base(part(c.moment1_base, 4)), hint(part(c.hint, 1));
+    const Exact side(c.side), codes(own), out(Bytes(stretch.values() * bytes, 0xa5));
+    Arrays arrays;
+    arrays.base = c.base.empty() ? nullptr : base.data();
+    arrays.moment1 = c.moment1.empty() ? nullptr : moment1.floats();
+    arrays.moment2 = c.moment2.empty() ? nullptr : moment2.floats();
+    arrays.moment1_base = c.moment1_base.empty() ? nullptr : moment1_base.floats();
+    arrays.hint = c.hint.empty() ? nullptr : hint.data();
+    Factors factors;
+    if (!passes([&] { check(c.model, arrays, c.has_factors); })) return Outcome::Refused;
+    if (c.has_factors && !lay_out(c.shapes, c.count, factors)) return Outcome::Impossible;
+    const bool decoded = passes([&] {
+        decode_stretch(c.model, arrays, c.has_factors ? &factors : nullptr, side.data(), c.side.size(), codes.data(),
+                       own.size(), out.data(), stretch, threads);
+    });
+    values.assign(out.data(), out.data() + stretch.values() * bytes);
+    return decoded ? Outcome::Decoded : Outcome::Refused;
+}
+
 // Encodes the case and checks that it comes back; false where the model cannot code it.
 bool encode_exactly(Choices& choose, Case& c, const Bytes& wanted) {
     const Exact values(wanted), base(c.base), moment1(c.moment1), moment2(c.moment2), moment1_base(c.moment1_base);
@@ -146,6 +175,29 @@ void decode_mutant(Choices& choose, const Case& c) {
     limit_simd(before);
 }
 
+// Any stretch of a valid record is what it is in the whole one; of a mutant it is anything, or refused.
+void fuzz_stretch(Choices& choose, const Case& c, const Bytes& values) {
+    const size_t chunks = static_cast<size_t>((c.count + c.chunk - 1) / c.chunk), bytes = c.model.width / 8;
+    const size_t first = choose.below(static_cast<unsigned>(chunks));
+    const size_t last = first + 1 + choose.below(static_cast<unsigned>(chunks - first));
+    const std::vector<uint32_t> sizes = elements<uint32_t>({c.side.end() - static_cast<ptrdiff_t>(4 * chunks), c.side.end()});
+    ptrdiff_t begin = 0, end = 0;
+    for (size_t i = 0; i < last; ++i) (i < first ? begin : end) += sizes[i];
+    Bytes own(c.codes.begin() + begin, c.codes.begin() + begin + end), decoded;
+    const Stretch stretch{c.count, c.chunk, first, last};
+    const auto from = values.begin() + static_cast<ptrdiff_t>(stretch.start() * bytes);
+    const Bytes expected(from, from + static_cast<ptrdiff_t>(stretch.values() * bytes));
+    const bool same = decode_chunks(c, first, last, own, 1 + choose.below(2), decoded) == Outcome::Decoded;
+    if (!same || decoded != expected) print(c);
+    expect(same && decoded == expected, "a stretch differs");
+    for (unsigned i = 0; i < 4; ++i) {
+        Case mutant = c;
+        Bytes codes = own;
+        mutate(choose, choose.one_in(2) ? mutant.side : codes, own);
+        decode_chunks(mutant, first, last, codes, 1, decoded);
+    }
+}
+
 void fuzz_chunks(Choices& choose) {
     Bytes values, decoded;
     Case c = make_case(choose, values);
@@ -157,6 +209,7 @@ void fuzz_chunks(Choices& choose) {
         expect(same, "a round trip differs");
     }
     limit(choose.below(3));
+    fuzz_stretch(choose, c, values);
     for (unsigned i = 0; i < 24; ++i) {
         Case mutant = c;
         for (unsigned n = 1 + choose.below(3); n > 0; --n) mutate(choose, mutant);

@@ -118,7 +118,7 @@ void guess(const Grid& grid, Stream& out) {
     const Bytes both = same_everywhere([&](unsigned threads) {
         const Exact guesses(Bytes(2 * count, 0xa5)), contexts(Bytes(count, 0xa5));
         lattice_guess(grid.lattice, known(grid.parent, parent, grid.width), floats_or_null(grid.squares, squares),
-                      reinterpret_cast<int16_t*>(guesses.data()), contexts.data(), threads);
+                      reinterpret_cast<int16_t*>(guesses.data()), contexts.data(), {0, count}, threads);
         return joined(guesses, 2 * count, contexts, count);
     });
     out.guesses.assign(both.begin(), both.begin() + static_cast<ptrdiff_t>(2 * count));
@@ -157,12 +157,42 @@ std::optional<Bytes> read(const Grid& grid, const Stream& c, unsigned threads) {
         const size_t used = lattice_points(grid.lattice, tokens.data(), contexts.data(),
                                            reinterpret_cast<const int32_t*>(escapes.data()), c.escapes.size() / 4,
                                            floats_or_null(grid.squares, squares),
-                                           reinterpret_cast<int16_t*>(guesses.data()), values.floats(), threads);
+                                           reinterpret_cast<int16_t*>(guesses.data()), values.floats(), {0, count}, threads);
         expect(used <= c.escapes.size() / 4, "more escapes than there are");
     } catch (const std::invalid_argument&) {
         return std::nullopt;
     }
     return joined(guesses, 2 * count, values, 4 * count);
+}
+
+// Of some positions alone: the same guesses, contexts, codes and values as of all of them.
+void check_positions(Choices& choose, const Grid& grid, const Stream& c, const Bytes& codes) {
+    const size_t first = choose.below(static_cast<unsigned>(grid.count()) + 1);
+    const size_t count = choose.below(static_cast<unsigned>(grid.count() - first) + 1);
+    const auto part = [&](const Bytes& all, size_t size) {
+        if (all.empty()) return Bytes();
+        const auto begin = all.begin() + static_cast<ptrdiff_t>(size * first);
+        return Bytes(begin, begin + static_cast<ptrdiff_t>(size * count));
+    };
+    const Bytes some = part(grid.squares, 4), before = part(grid.parent, grid.width), symbols = part(c.tokens, 1);
+    const Exact squares(some), parent(before), tokens(symbols), escapes(c.escapes);
+    const Exact guesses(Bytes(2 * count, 0xa5)), contexts(Bytes(count, 0xa5)), values(Bytes(4 * count, 0xa5));
+    const float* factors = grid.squares.empty() ? nullptr : squares.floats();
+    const Floats known = grid.parent.empty() ? Floats{} : Floats{parent.data(), grid.width};
+    auto* points = reinterpret_cast<int16_t*>(guesses.data());
+    const Positions positions{first, count};
+    lattice_guess(grid.lattice, known, factors, points, contexts.data(), positions, 1 + choose.below(2));
+    expect(joined(guesses, 2 * count, contexts, count) == [&] {
+        Bytes both = part(c.guesses, 2);
+        const Bytes under = part(c.contexts, 1);
+        both.insert(both.end(), under.begin(), under.end());
+        return both;
+    }(), "guesses of some positions differ");
+    if (!c.escapes.empty()) return;
+    lattice_points(grid.lattice, tokens.data(), contexts.data(), nullptr, 0, factors, points, values.floats(),
+                   positions, 1 + choose.below(2));
+    expect(joined(guesses, 2 * count, values, 0) == part(codes, 2), "points of some positions differ");
+    expect(joined(values, 4 * count, values, 0) == part(values_of(grid, codes), 4), "values of some positions differ");
 }
 
 void read_mutants(Choices& choose, const Grid& grid, const Stream& c) {
@@ -196,6 +226,7 @@ void check_tokens(Choices& choose, const Grid& grid) {
     });
     expect(refused != in_range, "points are refused that are in range, or others are not");
     expect(refused || made == wanted, "points do not come back");
+    if (!refused) check_positions(choose, grid, c, codes);
     read_mutants(choose, grid, c);
 }
 

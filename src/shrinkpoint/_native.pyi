@@ -112,6 +112,23 @@ def decode(
     chunk: int = 262144,
     threads: int = 1,
 ) -> None: ...
+def decode_stretch(
+    model: Model,
+    side: Buffer,
+    codes: Buffer,
+    out: Bytes,
+    count: int,
+    first: int,
+    *,
+    base: Buffer | None = None,
+    moment1: Buffer | None = None,
+    moment2: Buffer | None = None,
+    moment1_base: Buffer | None = None,
+    hint: Buffer | None = None,
+    shapes: Shapes | None = None,
+    chunk: int = 262144,
+    threads: int = 1,
+) -> None: ...
 def pack_bits(codes: NDArray[np.uint32], bits: int) -> Bytes: ...
 def unpack_bits(data: Buffer, count: int, bits: int) -> NDArray[np.uint32]: ...
 def split_planes(values: Buffer, width: int) -> Bytes: ...
@@ -129,6 +146,7 @@ def lattice_guess(
     *,
     parent: Buffer | None = None,
     squares: Buffer | None = None,
+    first: int | None = None,
     threads: int = 1,
 ) -> None: ...
 def lattice_tokens(
@@ -151,6 +169,7 @@ def lattice_points(
     values: Bytes,
     *,
     squares: Buffer | None = None,
+    first: int | None = None,
     threads: int = 1,
 ) -> int: ...
 def lattice_values(

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from stores import state
@@ -19,11 +20,14 @@ from strategies import difference
 
 import shrinkpoint as sp
 from shrinkpoint.errors import ChainError, CorruptError, FormatError, NotFoundError, ShrinkpointError, StorageError
-from shrinkpoint.schemes import Lossless
-from shrinkpoint.state import flatten, snapshot, unflatten
+from shrinkpoint.schemes import Lossless, Scheme
+from shrinkpoint.schemes.sharded import settle
+from shrinkpoint.schemes.shards import Shard, Shards
+from shrinkpoint.state import FlatState, flatten, snapshot, unflatten
 from shrinkpoint.store import folder
 from shrinkpoint.store.foldermanifest import FolderManifest, Payload
 from shrinkpoint.store.tip import Tip
+from shrinkpoint.store.unfold import decode
 
 
 def save(tip: Tip, path: Path, seed: int, **options: object) -> FolderManifest:
@@ -34,7 +38,7 @@ def save(tip: Tip, path: Path, seed: int, **options: object) -> FolderManifest:
 
 
 def load(path: Path) -> object:
-    decoded = folder.decode(path)
+    decoded = decode(path)
     return unflatten(decoded.tree, decoded.reference.tensors)
 
 
@@ -128,7 +132,7 @@ def test_until_the_commit_there_is_no_checkpoint_and_abandoning_leaves_nothing(t
 def test_what_was_loaded_is_the_base_of_the_next(tmp_path):
     chain(tmp_path, 2)
     tip = Tip()
-    tip.adopt(tmp_path / "c2", folder.decode(tmp_path / "c2"))
+    tip.adopt(tmp_path / "c2", decode(tmp_path / "c2"))
     assert save(tip, tmp_path / "c3", 3).depth == 2
     assert has(tmp_path / "c3", 3)
 
@@ -159,7 +163,7 @@ def test_every_damage_is_found_and_told(tmp_path, which):
         with pytest.raises((FormatError, ChainError)):
             folder.check(tmp_path / "c2", deep=True)
         with pytest.raises((FormatError, ChainError)):
-            folder.decode(tmp_path / "c2")
+            decode(tmp_path / "c2")
     for size in range(0, len(whole), 61):
         path.write_bytes(whole[:size])
         with pytest.raises((FormatError, ChainError)):
@@ -177,7 +181,7 @@ def test_a_payload_of_a_rank_that_is_not_there_is_no_checkpoint(tmp_path):
         folder.commit(tmp_path / "c2", [tip.payload, elsewhere], scheme="lossless")
     assert not folder.is_checkpoint(tmp_path / "c2")
     with pytest.raises(NotFoundError, match="no payload of rank 1"):
-        folder.decode(tmp_path / "c1", 1)
+        decode(tmp_path / "c1", 1)
 
 
 class Dying:
@@ -286,3 +290,31 @@ def test_a_manifest_that_no_release_writes_is_refused(key, value):
     del document["digest"]
     with pytest.raises(FormatError):
         FolderManifest.from_json(sealed({**document, key: value}), "here")
+
+
+def test_what_was_decided_for_a_delta_is_kept_where_it_has_to_be_a_keyframe(tmp_path, monkeypatch):
+    def moved(seed: int) -> FlatState:
+        return snapshot(flatten({"model": {"w.weight": state(1)["model"]["w"].repeat(9) + 0.01 * seed}}))
+
+    def settled(flat: FlatState, tip: Tip) -> Scheme:
+        name = "model/w.weight"
+        places = {name: Shard(name, tuple(flat.tensors[name].shape), (0,))}
+        return settle(sp.LCCheckpoint(), flat, tip.reference, Shards(places, lambda thing: [thing]))
+
+    tip = Tip()
+    tip.write(tmp_path / "c1", moved(0), scheme=settled(moved(0), tip), adopt=True)
+    folder.commit(tmp_path / "c1", [tip.payload], scheme="lc-checkpoint")
+    tip.promote()
+    decided = settled(moved(1), tip)
+    expected = decided.quantize(moved(1), tip.reference).flat.tensors["model/w.weight"]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert tip.reference is not None
+    tip.write(tmp_path / "c2", moved(1), scheme=decided, adopt=True)
+    assert folder.commit(tmp_path / "c2", [tip.payload], scheme="lc-checkpoint").depth == 0
+    tip.promote()
+    assert torch.equal(decode(tmp_path / "c2").reference.tensors["model/w.weight"], expected)
+    assert tip.reference is None

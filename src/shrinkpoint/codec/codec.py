@@ -22,10 +22,11 @@ from shrinkpoint.codec.quantize import bits_of, from_bits
 from shrinkpoint.codec.quantized import base_digest, decode_quantized
 from shrinkpoint.codec.recipe import Coded, Copy, Gridded, Plain, Quantized, Same
 from shrinkpoint.codec.reference import Origin, Reference
+from shrinkpoint.codec.refusing import refusing
 from shrinkpoint.codec.run import Bytes, Known, Run, default_threads
 from shrinkpoint.codec.slab import Slab
 from shrinkpoint.codec.symbols import Symbols
-from shrinkpoint.errors import ChainError, CorruptError, TruncatedError
+from shrinkpoint.errors import ChainError
 from shrinkpoint.record import Encoded, TensorInfo
 from shrinkpoint.state import torch_dtype
 from shrinkpoint.state.dtypes import raw
@@ -155,7 +156,7 @@ def decode(
     """
     where = f"{where}: record {encoded.name!r}"
     slab = slab or Slab()
-    try:
+    with refusing(where):
         recipe = recipes.from_json(encoded.recipe)
         match recipe:
             case Plain():
@@ -170,15 +171,7 @@ def decode(
                 return _decode_quantized(encoded, recipe, decoded, symbols or {}, reference, where, threads)
             case Gridded():
                 return _decode_gridded(encoded, recipe, decoded, reference, where, threads)
-    except _native.Truncated as error:
-        raise TruncatedError(where, found=str(error), do=_DO) from error
-    except (_native.Corrupt, ValueError, LookupError, struct.error) as error:
-        if isinstance(error, CorruptError):
-            raise
-        raise CorruptError(where, found=str(error), do=_DO) from error
-
-
-_DO = "restore an older checkpoint; `shrinkpoint verify` names what else is hit"
+    raise AssertionError("unreachable")
 
 
 def _decode_plain(encoded: Encoded, slab: Slab) -> dict[str, Tensor]:

@@ -112,7 +112,7 @@ def decode_gridded(
     described, side, coded, escapes = _split(encoded.parts["points"])
     if coded.nbytes < -(-count // recipe.run.chunk) * _SMALLEST:  # before the memory is taken
         raise _native.Truncated("the points are too short for the tensors' shapes")
-    lattices = _read_lattices(described, infos, recipe, reference)
+    lattices = read_lattices(described, infos, recipe, reference)
     members = _members(infos, lattices, reference if recipe.base else None, [x for _, x in others])
     contexts, tokens = _native.empty(count), _native.empty(count)
     codes = [_guess(one, contexts, threads) for one in members]
@@ -241,7 +241,7 @@ def _exponents(lattices: Sequence[Lattice]) -> bytes:
     return b"".join([_SIDES.pack(side.nbytes, escapes.size), side.tobytes(), escapes.tobytes(), coded.tobytes()])
 
 
-def _read_lattices(
+def read_lattices(
     data: Bytes, infos: Sequence[TensorInfo], recipe: Gridded, reference: Reference | None
 ) -> list[Lattice]:
     seeds, data = np.frombuffer(data[: 4 * len(infos)].tobytes(), "<u4"), data[4 * len(infos) :]

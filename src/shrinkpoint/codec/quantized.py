@@ -64,7 +64,7 @@ def encode_quantized(material: Codebooked, *, coders: Sequence[str] = CODERS, th
     digest = _digest([bits_of(tensor) for tensor in material.tensors])
     infos, first = material.infos, material.symbols[0]
     codes = _joined([one.codes for one in material.symbols])
-    parent = _Parent.of(infos, material.reference, residual=first.residual)
+    parent = Parent.of(infos, material.reference, residual=first.residual)
     if material.under and not first.residual:
         parent = None
     _check_readable(material, parent, digest)
@@ -105,7 +105,7 @@ def decode_quantized(
     """
     infos = encoded.infos
     needed = recipe.base or recipe.residual
-    parent = _Parent.of(infos, reference, residual=recipe.residual) if needed else None
+    parent = Parent.of(infos, reference, residual=recipe.residual) if needed else None
     if needed and parent is None:
         raise ValueError("a parent whose tensors are not quantized")
     context = _joined(under) if under else None if parent is None else parent.codes
@@ -113,7 +113,7 @@ def decode_quantized(
     codes = decode_codes(sum(info.numel for info in infos), recipe, side, stored, context, known, threads)
     if codes.nbytes and int(codes.max()) >= recipe.first + recipe.bins:
         raise ValueError("a code beyond the last center")
-    centers = _decode_centers(len(infos), recipe, middle, parent)
+    centers = decode_centers(len(infos), recipe, middle, parent)
     members = np.split(codes, np.cumsum([info.numel for info in infos])[:-1])
     shaped = [torch.from_numpy(one).reshape(info.shape) for one, info in zip(members, infos, strict=True)]
     exact = _decode_exact(recipe, end, parent, shaped)
@@ -129,13 +129,13 @@ def decode_quantized(
     return tensors, {info.name: one for info, one in zip(infos, symbols, strict=True)}
 
 
-def _made(infos: Sequence[TensorInfo], symbols: Sequence[Symbols], parent: _Parent | None) -> list[Tensor]:
+def _made(infos: Sequence[TensorInfo], symbols: Sequence[Symbols], parent: Parent | None) -> list[Tensor]:
     """The values that symbols stand for."""
     bases = parent.tensors if parent is not None and parent.codes is None else [None] * len(infos)
     return [one.values(torch_dtype(info.dtype), base) for info, one, base in zip(infos, symbols, bases, strict=True)]
 
 
-def _check_readable(material: Codebooked, parent: _Parent | None, digest: str) -> None:
+def _check_readable(material: Codebooked, parent: Parent | None, digest: str) -> None:
     """The last line of defence: a scheme's mistake must not become a checkpoint that no reader takes."""
     shapes = [info.shape for info in material.infos]
     if [tuple(one.codes.shape) for one in material.symbols] != shapes or len({*map(_kind, material.symbols)}) != 1:
@@ -170,12 +170,12 @@ def _check(one: Symbols) -> None:
 
 def base_digest(infos: Sequence[TensorInfo], recipe: Quantized, reference: Reference) -> str | None:
     """What a record calls its base; None where it needs the parent's codes, which the parent does not have."""
-    parent = _Parent.of(infos, reference, residual=recipe.residual)
+    parent = Parent.of(infos, reference, residual=recipe.residual)
     return None if parent is None else parent.digest
 
 
 @dataclass(frozen=True)
-class _Parent:
+class Parent:
     """What the parent holds of a record's tensors.
 
     Attributes:
@@ -188,7 +188,7 @@ class _Parent:
     codes: Bytes | None
 
     @classmethod
-    def of(cls, infos: Sequence[TensorInfo], reference: Reference | None, *, residual: bool) -> _Parent | None:
+    def of(cls, infos: Sequence[TensorInfo], reference: Reference | None, *, residual: bool) -> Parent | None:
         if reference is None:
             return None
         if not residual and not all(reference.has_codes(info.name) for info in infos):
@@ -227,12 +227,12 @@ def _split(stored: Stored) -> list[Bytes]:
     return np.split(data, np.cumsum([_SIZES.size, *sizes]))[1:]
 
 
-def _encode_centers(symbols: Sequence[Symbols], parent: _Parent | None) -> tuple[Run | None, bytes]:
+def _encode_centers(symbols: Sequence[Symbols], parent: Parent | None) -> tuple[Run | None, bytes]:
     centers = np.concatenate([bits_of(one.centers) for one in symbols])
     return encode_inner(NUMBERS["F32"], centers, None if parent is None else parent.centers(symbols[0].bins))
 
 
-def _decode_centers(members: int, recipe: Quantized, stored: Bytes, parent: _Parent | None) -> list[Tensor]:
+def decode_centers(members: int, recipe: Quantized, stored: Bytes, parent: Parent | None) -> list[Tensor]:
     out = np.empty(4 * recipe.bins * members, np.uint8)
     base = None if parent is None else parent.centers(recipe.bins)
     decode_inner(NUMBERS["F32"], recipe.centers, stored, out, base)
@@ -242,14 +242,14 @@ def _decode_centers(members: int, recipe: Quantized, stored: Bytes, parent: _Par
     return [*centers]
 
 
-def _encode_exact(symbols: Sequence[Symbols], parent: _Parent | None) -> tuple[Run | None, bytes]:
+def _encode_exact(symbols: Sequence[Symbols], parent: Parent | None) -> tuple[Run | None, bytes]:
     dtype = symbols[0].exact.dtype
     values = np.concatenate([bits_of(one.exact) for one in symbols])
     base = None if parent is None else parent.at([one.protected.cpu() for one in symbols], dtype)
     return encode_inner(NUMBERS[_EXACT[dtype]], values, base)
 
 
-def _decode_exact(recipe: Quantized, stored: Bytes, parent: _Parent | None, codes: Sequence[Tensor]) -> list[Tensor]:
+def _decode_exact(recipe: Quantized, stored: Bytes, parent: Parent | None, codes: Sequence[Tensor]) -> list[Tensor]:
     dtype = torch_dtype(recipe.exact)
     places = [one == recipe.first - 1 if recipe.first else torch.zeros_like(one, dtype=torch.bool) for one in codes]
     counts = [int(place.sum()) for place in places]

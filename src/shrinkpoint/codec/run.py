@@ -134,6 +134,22 @@ class Run:
             shapes=known.shapes if self.factors else None, chunk=self.chunk, threads=threads,
         )  # fmt: skip
 
+    def decode_stretch(
+        self, number: Number, side: Bytes, codes: Bytes, out: Bytes, known: Known, count: int, first: int, threads: int
+    ) -> None:
+        """As `decode`, of the chunks from `first` on that fill `out`.
+
+        Args:
+            side: of the whole run.
+            codes: of these chunks alone.
+            known: of these chunks alone, but for `shapes`, which are those of the whole.
+            count: of numbers in the whole run.
+        """
+        _native.decode_stretch(
+            self._model(number), side, codes, out, count, first, **self._arrays(known),
+            shapes=known.shapes if self.factors else None, chunk=self.chunk, threads=threads,
+        )  # fmt: skip
+
     def with_chunk(self, chunk: int) -> Run:
         return replace(self, chunk=chunk)
 

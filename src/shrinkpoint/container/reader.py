@@ -52,6 +52,7 @@ class Reader:
         head = header.unpack(source, where)
         said = document.parse(head, where)
         self._source = source
+        self._vouched: set[tuple[str, str]] = set()  # records' parts whose bytes were compared with their digests
         self.where, self.digest, self.size = where, head.digest, source.size
         self.writer, self.scheme, self.parent = said.writer, said.scheme, said.parent
         self.tree, self.report, self.records = said.tree, said.report, said.records
@@ -66,6 +67,22 @@ class Reader:
         """
         parts = {part: self._part(record, part, entry) for part, entry in record.parts.items()}
         return Encoded(record.name, record.infos, record.recipe, parts, record.digest, record.base)
+
+    def read_part(self, record: RecordHead, part: str, begin: int, end: int) -> memoryview:
+        """Some bytes of a part, whose digest is compared when the first of it are asked for, and then no more.
+
+        Raises:
+            CorruptError: the digest does not match, or the part does not have these bytes.
+            TruncatedError, StorageError: as `read`.
+        """
+        entry = record.parts[part]
+        if not 0 <= begin <= end <= entry.size:
+            raise self._damaged(record, part, f"{entry.size} bytes", f"bytes {begin} to {end}")
+        if (record.name, part) not in self._vouched:
+            self._filler(record, part, entry)
+            self._match(record, part, entry, self._digest(entry))
+            self._vouched.add((record.name, part))
+        return memoryview(self._source.read(entry.offset + begin, end - begin))
 
     def check(self) -> Iterator[Damage]:
         """Compare all stored bytes with their digests, without decoding, in little memory; yields what is damaged."""

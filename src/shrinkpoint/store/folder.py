@@ -7,7 +7,8 @@
     shrinkpoint.json             the manifest, written last: the checkpoint exists when this does
 
 Such a folder needs no other one: where what a delta would stand on is gone, or cannot be linked, it is a keyframe. It
-may be copied and moved. Files that are not ours may lie beside these: nothing happens to them.
+may be copied and moved. Files that are not ours may lie beside these: nothing happens to them. No torch here: `unfold`
+decodes.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from shrinkpoint.codec import Reference
 from shrinkpoint.container import Reader
 from shrinkpoint.errors import ChainError, CorruptError, NotFoundError, ShrinkpointError, StorageError
 from shrinkpoint.record import JSON
 from shrinkpoint.storage import LocalStorage, Source
 from shrinkpoint.store import layout
-from shrinkpoint.store.file import Decoded, read_file
 from shrinkpoint.store.foldermanifest import MAX_BYTES, FolderManifest, Payload
 from shrinkpoint.store.sealed import now
 
+T = TypeVar("T")
 MANIFEST = "shrinkpoint.json"
 _log = logging.getLogger("shrinkpoint")
 _OURS = re.compile(f"{layout.PAYLOAD.pattern}|{layout.BASE.pattern}")
@@ -38,6 +39,17 @@ _DO = "restore another checkpoint"
 def is_checkpoint(folder: str | Path) -> bool:
     """Whether a directory has a manifest of ours; not whether it is whole."""
     return (Path(folder) / MANIFEST).is_file()
+
+
+def found_in(root: str | Path) -> list[Path]:
+    """The checkpoints of a run: the directory itself, else those in it, at most two levels down, in the order of the
+    numbers in their names."""
+    path = Path(root)
+    if is_checkpoint(path):
+        return [path]
+    folders = [one.parent for pattern in ("*", "*/*") for one in path.glob(f"{pattern}/{MANIFEST}")]
+    shown = [one for one in folders if not any(part.startswith(".") for part in one.relative_to(path).parts)]
+    return sorted(shown, key=lambda one: _natural(one.relative_to(path).as_posix()))
 
 
 def read_manifest(folder: str | Path) -> FolderManifest:
@@ -77,31 +89,11 @@ def check(folder: str | Path, *, deep: bool = False) -> FolderManifest:
     manifest = read_manifest(folder)
     seen: set[str] = set()
     for payload in manifest.payloads:
-        for key, digest, size in _files(payload):
+        for key, digest, size in files(payload):
             if digest not in seen:
                 seen.add(digest)
-                _with(folder, key, partial(_whole, digest=digest, size=size, deep=deep))
+                using(folder, key, partial(_whole, digest=digest, size=size, deep=deep))
     return manifest
-
-
-def decode(folder: str | Path, rank: int = 0, *, threads: int | None = None) -> Decoded:
-    """One payload's content, its chain decoded from the keyframe on; at most two states are in memory at a time.
-
-    Raises:
-        NotFoundError: there is no manifest, or no payload of this rank.
-        ChainError, FormatError, StorageError: as `check`.
-    """
-    payloads = read_manifest(folder).payloads
-    if not 0 <= rank < len(payloads):
-        found, expected = f"no payload of rank {rank}", f"a rank below {len(payloads)}"
-        raise NotFoundError(str(folder), found=found, expected=expected, do="name one of its ranks")
-    decoded: Decoded | None = None
-    for key, digest, size in _files(payloads[rank]):
-        reference = None if decoded is None else decoded.reference
-        read = partial(_decoded, digest=digest, size=size, reference=reference, threads=threads)
-        decoded = _with(folder, key, read)
-    assert decoded is not None
-    return decoded
 
 
 def commit(
@@ -123,14 +115,14 @@ def commit(
     """
     storage = LocalStorage(folder)
     for payload in payloads:
-        for key, _, size in _files(payload):
+        for key, _, size in files(payload):
             _check_size(storage, key, size)
     made = FolderManifest(
         secrets.token_hex(8), now(), scheme, tuple(payloads), None if step is None else layout.checked_step(step),
         dict(metrics or {}), lossy_restores, loss, note, extra,
     )  # fmt: skip
     storage.put(MANIFEST, made.to_json())
-    needed = {key for payload in payloads for key, _, _ in _files(payload)}
+    needed = {key for payload in payloads for key, _, _ in files(payload)}
     try:
         storage.sweep(lambda name: name == "bases")
         for key in names(folder) - needed:
@@ -167,20 +159,24 @@ def _whole(source: Source, where: str, *, digest: str, size: int, deep: bool) ->
         raise damage.error
 
 
-def _decoded(
-    source: Source, where: str, *, digest: str, size: int, reference: Reference | None, threads: int | None
-) -> Decoded:
-    vouched(source, where, digest, size)
-    return read_file(source, where, reference, threads=threads)
-
-
-def _files(payload: Payload) -> list[tuple[str, str, int]]:
+def files(payload: Payload) -> list[tuple[str, str, int]]:
     """(key, header digest, bytes) of each file of a chain, keyframe first."""
     bases = [(layout.base_name(digest), digest, size) for digest, size in payload.bases]
     return [*bases, (payload.name, payload.digest, payload.size)]
 
 
-def _with(folder: str | Path, key: str, use):  # type: ignore[no-untyped-def]
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key by which checkpoint-1000 comes after checkpoint-200."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
+
+
+def using(folder: str | Path, key: str, use: Callable[[Source, str], T]) -> T:
+    """Call `use` with a file of a checkpoint and its name in messages.
+
+    Raises:
+        ChainError: it is a base, and not there.
+        CorruptError: it is a payload, and not there.
+    """
     storage = LocalStorage(folder)
     where = storage.describe(key)
     try:

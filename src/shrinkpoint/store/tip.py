@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from shrinkpoint.codec import Reference
+from shrinkpoint.codec import Reference, Symbols
 from shrinkpoint.container import Reader
 from shrinkpoint.errors import PolicyError, ShrinkpointError
-from shrinkpoint.schemes import Scheme
+from shrinkpoint.schemes import Kept, Scheme, Settled
 from shrinkpoint.state import FlatState
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store import layout
@@ -45,6 +45,7 @@ class Tip:
             expected, do = "a whole number from 1, or None", "say after how many checkpoints a new chain begins"
             raise PolicyError("keyframe_every", found=repr(keyframe_every), expected=expected, do=do)
         self._most, self._threads = keyframe_every, threads
+        self._links = True  # as far as is known
         self._held: Held[Payload] = Held()
         self._at: Path | None = None  # the directory with the files of what is held
         self._kept: Path | None = None  # that directory, where it is one of ours
@@ -83,7 +84,7 @@ class Tip:
             base = None if keyframe else self._linked(storage, made)
             reference = None if base is None else self._held.reference
             key = layout.payload_name(names(storage.path), rank)
-            kept = scheme.quantize(flat, reference)
+            kept = scheme.quantize(flat, reference) if base is not None else self._alone(scheme, flat)
             made.append(key)
             written = write_file(
                 storage, key, kept, scheme=scheme, reference=reference, parent=_parent(base), threads=self._threads
@@ -145,7 +146,7 @@ class Tip:
     def _standing(self) -> Payload | None:
         """What the next delta would stand on; None: nothing can."""
         payload = self._held.manifest
-        if payload is None or self._at is None:
+        if payload is None or self._at is None or not self._links:
             return None
         if self._most is not None and len(payload.bases) + 1 >= self._most:
             return None
@@ -157,7 +158,10 @@ class Tip:
         if payload is None or self._at is None:
             return None
         try:
-            if all(_link(path, storage, layout.base_name(d), made) for path, d in _files(self._at, payload)):
+            self._links = all(
+                _link(path, storage, layout.base_name(digest), made) for path, digest in _files(self._at, payload)
+            )
+            if self._links:
                 self._vouch(storage, payload)
                 return payload
         except (ShrinkpointError, OSError):  # deleted or damaged meanwhile: nothing more should stand on it
@@ -165,6 +169,14 @@ class Tip:
         _remove(storage, made)
         made.clear()
         return None
+
+    def _alone(self, scheme: Scheme, flat: FlatState) -> Kept:
+        """What a scheme keeps for a keyframe, even if it has decided for a delta, before that turned out impossible."""
+        if not isinstance(scheme, Settled):
+            return scheme.quantize(flat, None)
+        kept = scheme.quantize(flat, self._held.reference)
+        differences = {name for name, one in kept.symbols.items() if isinstance(one, Symbols) and one.residual}
+        return replace(kept, symbols={name: one for name, one in kept.symbols.items() if name not in differences})
 
     def _vouch(self, storage: LocalStorage, payload: Payload) -> None:
         """Raises where the file that the delta will stand on is not the one that was written."""

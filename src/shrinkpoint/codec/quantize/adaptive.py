@@ -23,8 +23,9 @@ Wide: TypeAlias = npt.NDArray[np.float64]
 
 
 def adaptive(
-    x: Tensor, bins: int, values: Numbers, counts: Numbers, *, steps: int = 100, ratio: float = 0.5
-) -> Symbols:
+    x: Tensor, bins: int, values: Numbers, counts: Numbers, *, steps: int = 100, ratio: float = 0.5,
+    whole: tuple[float, float] | None = None,
+) -> Symbols:  # fmt: skip
     """The nearest point of a uniform grid over the range that `best_range` finds; values outside get its ends.
 
     Args:
@@ -33,12 +34,13 @@ def adaptive(
         values, counts: a histogram of `x`, as fine as the loss is to be judged; values ascending. What it leaves out,
             zeros for one, has no say in the range.
         steps, ratio: see `best_range`.
+        whole: the least and the largest value of all; None: those of `x`.
 
     Raises:
         PolicyError: `bins`, `steps` or `ratio` out of range.
     """
     check_bins(bins, 0)
-    low, high = best_range(values, counts, ends(x), bins, steps=steps, ratio=ratio)
+    low, high = best_range(values, counts, whole or ends(x), bins, steps=steps, ratio=ratio)
     return on_grid(x, grid(low, high, bins))
 
 

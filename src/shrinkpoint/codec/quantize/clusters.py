@@ -104,6 +104,7 @@ def quantize(
     pruned: Tensor | None = None,
     protected: Tensor | None = None,
     noise: Tensor | None = None,
+    zero: bool | None = None,
 ) -> Symbols:
     """The nearest center for every value, except where it is pruned (zero) or protected (kept in bfloat16).
 
@@ -116,6 +117,7 @@ def quantize(
         pruned, protected: bool, of the shape of `x`, on its device. What is both is protected.
         noise: float32, of the shape of `x`, evenly distributed in [0, 1): round up or down at random, so that the mean
             is the value itself (see `dithered`); None: to the nearest.
+        zero: whether zero is a level then; None: where anything is pruned.
 
     Raises:
         PolicyError: a mask has another shape, or there are too many centers.
@@ -126,7 +128,8 @@ def quantize(
     if noise is None:
         codes = assign(x, centers, SPECIALS)
     else:
-        codes = dithered(x, centers, SPECIALS, noise, zero=pruned is not None and bool(pruned.any()))
+        zero = (pruned is not None and bool(pruned.any())) if zero is None else zero
+        codes = dithered(x, centers, SPECIALS, noise, zero=zero)
     if pruned is not None and noise is None:
         codes.masked_fill_(_mask("pruned", pruned, x), 0)
     if protected is not None:

@@ -108,15 +108,25 @@ def exponents(
     Raises:
         PolicyError: `bits` or `representative` is none of those.
     """
+    check(bits, representative)
+    found = [Buckets.of(x) for x in differences]
+    if together and found:
+        found = [sum(found[1:], found[0])] * len(found)
+    return [promote(x, one, bits, representative) for x, one in zip(differences, found, strict=True)]
+
+
+def check(bits: int, representative: Representative) -> None:
+    """Raises `PolicyError` where one of them is none of those."""
     if type(bits) is not int or not 1 <= bits <= 8:
         raise PolicyError("bits", found=f"{bits!r}", expected="1 to 8", do="take 2 or 3, as the paper does")
     if representative not in get_args(Representative):
         expected = " or ".join(map(repr, get_args(Representative)))
         raise PolicyError("representative", found=repr(representative), expected=expected, do="choose one of them")
-    found = [Buckets.of(x) for x in differences]
-    if together and found:
-        found = [sum(found[1:], found[0])] * len(found)
-    return [_symbols(x, *one.promoted(bits, representative)) for x, one in zip(differences, found, strict=True)]
+
+
+def promote(x: Tensor, buckets: Buckets, bits: int, representative: Representative) -> Symbols:
+    """Residual symbols of a difference, or of a part of it, with what is in the buckets of all."""
+    return _symbols(x, *buckets.promoted(bits, representative))
 
 
 def _symbols(x: Tensor, kept: Tensor, values: Tensor) -> Symbols:

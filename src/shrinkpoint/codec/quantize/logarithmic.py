@@ -21,7 +21,9 @@ SHIFT = 15
 """Low bits of a float32 that do not count for where the lowest level is: it is found to within 1/256."""
 
 
-def logarithmic(x: Tensor, bins: int = 254, *, signed: bool, share: float = SHARE) -> Symbols:
+def logarithmic(
+    x: Tensor, bins: int = 254, *, signed: bool, share: float = SHARE, whole: tuple[float, float] | None = None
+) -> Symbols:
     """The nearest of levels whose neighbours differ by one factor `r`; zero stays zero.
 
     Levels go from a floor to the largest magnitude. The floor is the smallest magnitude, but not less than 1e-30, and
@@ -36,6 +38,7 @@ def logarithmic(x: Tensor, bins: int = 254, *, signed: bool, share: float = SHAR
         bins: levels in all; signed, half of them, rounded down, for each sign.
         signed: whether there may be negative values.
         share: see above; 0 keeps the whole range.
+        whole: the lowest and the highest level; None: those of `x`, as `ends` finds them.
 
     Raises:
         PolicyError: `bins` out of range, `share` not from 0 to 1, or a negative value where `signed` is false.
@@ -49,7 +52,7 @@ def logarithmic(x: Tensor, bins: int = 254, *, signed: bool, share: float = SHAR
     if not signed and bool((flat < 0).any()):
         raise PolicyError("x", found="a negative value", expected="none, as signed is false", do="pass signed=True")
     size = flat.abs()
-    low, high = ends(size, share)
+    low, high = whole or ends(size, share)
     steps = levels(low, high, bins // 2 if signed else bins)
     centers = torch.cat([-steps.flip(0), steps]) if signed else steps
     codes = assign(x, centers, SPECIALS)
@@ -79,13 +82,17 @@ def ends(size: Tensor, share: float) -> tuple[float, float]:
     if not present.numel():
         return 0.0, 0.0
     least, largest = (float(end) for end in torch.aminmax(present))
-    floor = max(LEAST, least, _quantile(present, share))
-    return floor, max(floor, largest)
+    return ends_of(least, largest, cells(present), share)
 
 
-def _quantile(size: Tensor, share: float) -> float:
-    """A magnitude below which at most `share` of these lie: bit patterns of positive floats are in their order."""
-    counts = torch.bincount(size.view(torch.int32) >> SHIFT, minlength=1)
+def cells(size: Tensor) -> Tensor:
+    """How many magnitudes above zero lie in each cell: bit patterns of positive floats are in their order."""
+    return torch.bincount(size[size > 0].view(torch.int32) >> SHIFT, minlength=1)
+
+
+def ends_of(least: float, largest: float, counts: Tensor, share: float) -> tuple[float, float]:
+    """As `ends`, from the least and the largest magnitude above zero, and from `cells`."""
     before = counts.cumsum(0) - counts
-    cell = torch.nonzero(before <= share * size.numel()).max()
-    return float((cell.to(torch.int32) << SHIFT).view(torch.float32))
+    cell = torch.nonzero(before <= share * int(counts.sum())).max()
+    floor = max(LEAST, least, float((cell.to(torch.int32) << SHIFT).view(torch.float32)))
+    return floor, max(floor, largest)

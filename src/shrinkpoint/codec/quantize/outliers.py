@@ -44,7 +44,11 @@ def outliers(x: Tensor, bins: int, *, threshold: float = THRESHOLD, iterations: 
     check_bins(bins, 0)
     bins = min(bins, MOST_CODES - 1)
     apart = is_outlier(x, threshold)
-    centers = centroids(x.detach()[~apart].float(), bins, iterations=iterations)
+    return around(x, apart, centroids(x.detach()[~apart].float(), bins, iterations=iterations))
+
+
+def around(x: Tensor, apart: Tensor, centers: Tensor) -> Symbols:
+    """The nearest centroid for every value, but what is `apart` (bool) as it is."""
     codes = assign(x, centers, 1).masked_fill_(apart, 0)
     return Symbols(codes, centers, x.detach()[apart].float(), 1)
 
@@ -53,12 +57,17 @@ def is_outlier(x: Tensor, threshold: float = THRESHOLD) -> Tensor:
     """Where the log-density of the Gaussian with the mean and deviation of `x` is below `threshold`: bool, like `x`."""
     wide = x.detach().double()
     deviation, mean = torch.std_mean(wide, correction=0) if x.numel() else (wide.sum(), wide.sum())
+    return is_far(x, float(mean), float(deviation), threshold)
+
+
+def is_far(x: Tensor, mean: float, deviation: float, threshold: float = THRESHOLD) -> Tensor:
+    """As `is_outlier`, of a Gaussian that is known."""
     if not deviation > 0:
         return torch.zeros_like(x, dtype=torch.bool)
-    room = -threshold - math.log(float(deviation) * math.sqrt(2 * math.pi))
+    room = -threshold - math.log(deviation * math.sqrt(2 * math.pi))
     if room < 0:
         return torch.ones_like(x, dtype=torch.bool)
-    return (wide - mean).abs_() > float(deviation) * math.sqrt(2 * room)
+    return (x.detach().double() - mean).abs_() > deviation * math.sqrt(2 * room)
 
 
 def centroids(values: Tensor, bins: int, *, iterations: int = 1000, soft: float = SOFT) -> Tensor:

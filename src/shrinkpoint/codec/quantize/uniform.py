@@ -58,10 +58,19 @@ def on_grid(x: Tensor, centers: Tensor) -> Symbols:
 
 def entropy(x: Tensor, bins: int = MOST_CODES) -> float:
     """Bits per value of a histogram of `bins` cells of equal width, those at the ends half as wide."""
-    if not x.numel():
-        return 0.0
-    counts = torch.bincount(uniform(x, bins).codes.reshape(-1), minlength=bins).double()
-    shares = counts[counts > 0] / x.numel()
+    return entropy_of(histogram(x, ends(x), bins)) if x.numel() else 0.0
+
+
+def histogram(x: Tensor, whole: tuple[float, float], bins: int = MOST_CODES) -> Tensor:
+    """How many values are nearest to each point of a grid between two ends; int64."""
+    codes = on_grid(x, grid(*whole, bins)).codes
+    return torch.bincount(codes.reshape(-1), minlength=bins)
+
+
+def entropy_of(counts: Tensor) -> float:
+    """Bits per value of a histogram; 0 of an empty one."""
+    counts = counts.double()
+    shares = counts[counts > 0] / counts.sum()
     return max(0.0, -float((shares * shares.log2()).sum()))
 
 

@@ -1,0 +1,29 @@
+"""What bytes may raise while they are decoded, as errors of our tree."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shrinkpoint import _native
+from shrinkpoint.errors import CorruptError, TruncatedError
+
+_DO = "restore an older checkpoint; `shrinkpoint verify` names what else is hit"
+
+
+@contextmanager
+def refusing(where: str) -> Iterator[None]:
+    """Decode inside of it.
+
+    Raises:
+        CorruptError, TruncatedError: the bytes are at fault; `where` says whose they are.
+    """
+    try:
+        yield
+    except _native.Truncated as error:
+        raise TruncatedError(where, found=str(error), do=_DO) from error
+    except (_native.Corrupt, ValueError, LookupError, struct.error) as error:
+        if isinstance(error, CorruptError):
+            raise
+        raise CorruptError(where, found=str(error), do=_DO) from error

@@ -1,0 +1,88 @@
+"""Records decoded in part, beside what they decode to as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from strategies import bits
+from torch import Tensor
+
+from shrinkpoint.codec import Points, Reference, Symbols
+from shrinkpoint.codec.partial import Opened, Origin, Pieces, Span
+from shrinkpoint.codec.pieces import pieces_of
+from shrinkpoint.codec.run import Bytes
+from shrinkpoint.record import Encoded, TensorInfo
+from shrinkpoint.state import dtype_name
+
+
+def infos_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
+    return {name: TensorInfo(name, tuple(x.shape), dtype_name(x.dtype)) for name, x in tensors.items()}
+
+
+@dataclass
+class Part:
+    """A record, and whole tensors of which it gets what it says it needs and nothing else.
+
+    Attributes:
+        decoded: tensors of earlier records of its file.
+        symbols: of those that are quantized.
+        asked: spans it was given.
+    """
+
+    encoded: Encoded
+    decoded: Mapping[str, Tensor]
+    parent: Reference | None
+    symbols: Mapping[str, object] = field(default_factory=dict)
+    asked: list[Span] = field(default_factory=list)
+
+    def opened(self) -> Opened:
+        parts = {name: memoryview(part) for name, part in self.encoded.parts.items()}
+        earlier = list(infos_of(self.decoded).values())
+        before = None if self.parent is None else infos_of(self.parent.tensors)
+        sizes = {name: part.nbytes for name, part in parts.items()}
+
+        def read(part: str, begin: int, end: int) -> memoryview:
+            assert 0 <= begin <= end <= sizes[part]
+            return memoryview(bytes(parts[part][begin:end]))
+
+        return Opened(self.encoded.infos, self.encoded.recipe, sizes, read, earlier.__getitem__, before)
+
+    def pieces(self) -> Pieces | None:
+        return pieces_of(self.opened())
+
+    def range(self, pieces: Pieces, lo: int, hi: int) -> bytes:
+        """The bytes of the units [lo, hi) of the stream."""
+        needs = set(pieces.needs(lo, hi))
+
+        def supply(span: Span) -> Bytes:
+            assert span in needs
+            self.asked.append(span)
+            held, symbols = (self.decoded, self.symbols) if span.own else (self.parent.tensors, self.parent.symbols)
+            data = bits(symbols[span.name].codes if span.codes else held[span.name])
+            assert 0 <= span.start <= span.stop <= len(data)
+            return np.frombuffer(data[span.start : span.stop], np.uint8)
+
+        made = pieces.origins(self._origin)
+        block = pieces.decode(lo, hi, supply, 1)
+        assert made.keys() <= {info.name for info in self.encoded.infos}
+        assert block.codes is None or block.codes.nbytes == hi - lo
+        return block.values.tobytes()
+
+    def _origin(self, name: str) -> Origin:
+        one = self.parent.symbols[name]
+        assert isinstance(one, Symbols | Points)
+        return one.lattice if isinstance(one, Points) else one
+
+
+def stream(encoded: Encoded, whole: Reference) -> bytes:
+    """The bytes of a record's tensors, one behind the other."""
+    return b"".join(bits(whole.tensors[info.name]) for info in encoded.infos)
+
+
+def aligned(pieces: Pieces, start: int, stop: int) -> tuple[int, int]:
+    """The range of whole chunks that covers two places, given in parts of a thousand of the stream."""
+    lo, hi = sorted((start * pieces.count // 1000, stop * pieces.count // 1000))
+    lo = min(lo // pieces.chunk * pieces.chunk, (pieces.count - 1) // pieces.chunk * pieces.chunk)
+    return lo, min((max(hi, lo + 1) + pieces.chunk - 1) // pieces.chunk * pieces.chunk, pieces.count)
