@@ -248,3 +248,21 @@ def test_a_state_on_a_gpu_gives_the_same_file():
         here, over = put(state, scheme), put(there, scheme)
         assert same_reference(here.read(), over.read())
         assert all(one.codes.device.type == "cpu" for one in over.reference.symbols.values())
+
+
+def test_moments_without_values_lie_beside_others_of_their_kind():
+    """As those of a rank that has no row of a small parameter."""
+    generator = torch.Generator().manual_seed(6)
+    shapes = [(0, 50), (80, 50), (40,)]
+    slots = [
+        {
+            "exp_avg": torch.randn(shape, generator=generator) / 100,
+            "exp_avg_sq": torch.rand(shape, generator=generator) / 1000,
+        }
+        for shape in shapes
+    ]
+    model = {f"layer.{index}.weight": torch.randn(shape, generator=generator) for index, shape in enumerate(shapes)}
+    groups = [{"params": [0, 1, 2], "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}]
+    state = {"model": model, "optimizer": {"state": dict(enumerate(slots)), "param_groups": groups}}
+    first = put(state, Lossless())
+    put({**state, "model": {name: x + 0.01 for name, x in model.items()}}, Lossless(), first)

@@ -12,6 +12,7 @@ from shrinkpoint.codec import Symbols
 from shrinkpoint.codec.quantize import adaptive
 from shrinkpoint.schemes import candidate
 from shrinkpoint.schemes.candidate import Earlier
+from shrinkpoint.schemes.pooled import Pooled
 from shrinkpoint.schemes.search import Axis, Point, Space
 from shrinkpoint.schemes.searched import Searched
 from shrinkpoint.schemes.target import Target
@@ -38,21 +39,34 @@ class CNR(Searched):
     coders = ("packed",)
     space = SPACE
 
-    def candidates(self, weights: Mapping[str, Tensor], earlier: Earlier, target: Target) -> candidate.Candidates:
+    def candidates(
+        self, weights: Mapping[str, Tensor], earlier: Earlier, target: Target, pool: Pooled | None = None
+    ) -> candidate.Candidates:
         """All points for these weights; see `Searched`."""
-        return _Candidates(weights)
+        return _Candidates(weights, pool)
 
 
 class _Candidates:
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], pool: Pooled | None) -> None:
         self._weights = weights
-        self._histograms = {name: _histogram(name, x) for name, x in weights.items()}
+        self._ends: dict[str, tuple[float, float]] = {}
+        sketches = {name: LogHistogram.of(x, where=name) for name, x in weights.items()}
+        if pool is not None:
+            sums, ends = pool.sketches(sketches), pool.ends(weights)
+            sketches = {name: sums[pool.title(name)] for name in weights}
+            self._ends = {name: ends[pool.title(name)] for name in weights}
+        self._histograms = {name: _histogram(sketch) for name, sketch in sketches.items()}
 
     def symbols(self, point: Point) -> dict[str, Symbols]:
         at = SPACE.settings(point)
         return {
             name: adaptive(
-                x, int(at["bins"]), *self._histograms[name], steps=int(at["steps"]), ratio=float(at["range"])
+                x,
+                int(at["bins"]),
+                *self._histograms[name],
+                steps=int(at["steps"]),
+                ratio=float(at["range"]),
+                whole=self._ends.get(name),
             )
             for name, x in self._weights.items()
         }
@@ -64,9 +78,8 @@ class _Candidates:
         return sum(x.numel() * bits / 8 + 4 * bins for x in self._weights.values())
 
 
-def _histogram(name: str, x: Tensor) -> tuple[Tensor, Tensor]:
+def _histogram(sketch: LogHistogram) -> tuple[Tensor, Tensor]:
     """Values and counts, zero among them."""
-    sketch = LogHistogram.of(x, where=name)
     values, counts = sketch.buckets()
     at = int((values < 0).sum())
     zero = values.new_zeros(1), counts.new_tensor([sketch.zeros])

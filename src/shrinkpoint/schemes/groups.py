@@ -191,7 +191,8 @@ def _groups(infos: list[TensorInfo], links: Links, reference: Reference | None, 
     filled: dict[tuple[object, ...], int] = {}
     for info in sorted(infos, key=_place):
         based = _held(info, flat, reference) is not None
-        key: tuple[object, ...] = (info.dtype, info.role, _taps(info), based, bool(links.moments(info)))
+        empty = not numbers(info)  # such a one has neither rows nor columns, and is stored as it is
+        key: tuple[object, ...] = (info.dtype, info.role, _taps(info), based, bool(links.moments(info)), empty)
         if numbers(info) >= SMALL:
             key = (*key, info.name)
         elif filled.get(key, 0) + numbers(info) > BUNDLE:

@@ -8,10 +8,11 @@ from typing import ClassVar, Literal, get_args
 from torch import Tensor
 
 from shrinkpoint.codec import CODERS, Symbols
-from shrinkpoint.codec.quantize.exponents import Representative, exponents
+from shrinkpoint.codec.quantize.exponents import Representative, exponents, promote
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.record import JSON
 from shrinkpoint.schemes import moments
+from shrinkpoint.schemes.pooled import Pooled
 from shrinkpoint.schemes.tracked import Tracked
 from shrinkpoint.state import FlatState
 
@@ -56,9 +57,16 @@ class LCCheckpoint(Tracked):
         }  # fmt: skip
 
     def symbols(
-        self, weights: Mapping[str, Tensor], differences: Mapping[str, Tensor], flat: FlatState
-    ) -> dict[str, Symbols]:
+        self, weights: Mapping[str, Tensor], differences: Mapping[str, Tensor], flat: FlatState,
+        pool: Pooled | None = None,
+    ) -> dict[str, Symbols]:  # fmt: skip
         """See `Tracked`."""
         together = self._scope == "model"
+        if pool is not None:
+            buckets = pool.buckets(differences, together=together)
+            return {
+                name: promote(x, buckets[pool.title(name)], self._bits, self._representative)
+                for name, x in differences.items()
+            }
         found = exponents([*differences.values()], self._bits, together=together, representative=self._representative)
         return dict(zip(differences, found, strict=True))

@@ -50,6 +50,10 @@ def lossy(flat: FlatState) -> Iterator[tuple[str, Symbols]]:
     """Symbols of the moments that are large enough and finite; the others stay exact."""
     for name, info in flat.infos.items():
         x = flat.tensors[name]
-        fits = info.role in _MOMENTS and x.numel() >= SMALLEST and x.dtype in (torch.float32, torch.bfloat16)
-        if fits and bool(x.isfinite().all()):
+        if is_moment(info.role, x) and x.numel() >= SMALLEST and bool(x.isfinite().all()):
             yield name, logarithmic(x, signed=info.role is Role.MOMENT1)
+
+
+def is_moment(role: Role, x: Tensor) -> bool:
+    """Whether a tensor is a moment that levels can stand for."""
+    return role in _MOMENTS and x.dtype in (torch.float32, torch.bfloat16)

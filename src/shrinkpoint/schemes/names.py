@@ -16,7 +16,7 @@ from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.partial import SCAR, TOPN
 from shrinkpoint.schemes.qd import QD
 
-_SCHEMES: dict[str, Callable[[], Scheme]] = {
+_SCHEMES: dict[str, Callable[..., Scheme]] = {
     Lossless.id: Lossless, Inshrinkerator.id: Inshrinkerator, QD.id: QD, CNR.id: CNR, GOBO.id: GOBO,
     Fisher.id: Fisher, LCCheckpoint.id: LCCheckpoint, SCAR.id: SCAR, TOPN.id: TOPN, ExCP.id: ExCP,
 }  # fmt: skip
@@ -30,9 +30,16 @@ def named(scheme: str | Scheme) -> Scheme:
     Raises:
         PolicyError: a name nobody knows.
     """
-    if not isinstance(scheme, str):
-        return scheme
-    if scheme not in _SCHEMES:
+    return kind(scheme)() if isinstance(scheme, str) else scheme
+
+
+def kind(name: str) -> Callable[..., Scheme]:
+    """What makes schemes of this name.
+
+    Raises:
+        PolicyError: a name nobody knows.
+    """
+    if name not in _SCHEMES:
         expected = " or ".join(map(repr, _SCHEMES))
-        raise PolicyError("scheme", found=repr(scheme), expected=expected, do="name a known one")
-    return _SCHEMES[scheme]()
+        raise PolicyError("scheme", found=repr(name), expected=expected, do="name a known one")
+    return _SCHEMES[name]

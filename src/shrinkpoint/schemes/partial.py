@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -14,6 +14,7 @@ from shrinkpoint.codec import Symbols
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.record import JSON
 from shrinkpoint.schemes import moments
+from shrinkpoint.schemes.pooled import Pooled
 from shrinkpoint.schemes.tracked import Tracked, whole
 from shrinkpoint.state import FlatState
 
@@ -48,9 +49,12 @@ class Partial(Tracked):
         raise NotImplementedError
 
     def symbols(
-        self, weights: Mapping[str, Tensor], differences: Mapping[str, Tensor], flat: FlatState
-    ) -> dict[str, Symbols]:
+        self, weights: Mapping[str, Tensor], differences: Mapping[str, Tensor], flat: FlatState,
+        pool: Pooled | None = None,
+    ) -> dict[str, Symbols]:  # fmt: skip
         """See `Tracked`."""
+        if pool is not None:
+            return self._of_boxes(weights, differences, pool)
         if not weights:
             return {}
         home = next(iter(weights.values())).device
@@ -64,6 +68,42 @@ class Partial(Tracked):
             name: _symbols(x, part.reshape(x.shape).to(x.device))
             for (name, x), part in zip(weights.items(), parts, strict=True)
         }
+
+    def _of_boxes(
+        self, weights: Mapping[str, Tensor], differences: Mapping[str, Tensor], pool: Pooled
+    ) -> dict[str, Symbols]:
+        """As `symbols`, of boxes of weights of several ranks."""
+        distances = {name: x.abs().reshape(-1) for name, x in differences.items() if pool.wholes.counts(name)}
+        totals = [int(one) for one in pool.wholes.gather(sum(x.numel() for x in distances.values()))]
+        count = min(math.ceil(self._fraction * sum(totals)), sum(totals))
+        fresh = self.boxes(distances, count, totals, pool) if count else {}
+        return {
+            name: _symbols(x, (~fresh[name]).to(torch.uint8).reshape(x.shape))
+            for name, x in weights.items()
+            if name in fresh
+        }
+
+    def boxes(
+        self, distances: Mapping[str, Tensor], count: int, totals: Sequence[int], pool: Pooled
+    ) -> dict[str, Tensor]:
+        """Which values of each box are written; bool, 1-d. A collective.
+
+        Args:
+            distances: of every value, by name.
+            count: of all values to be written, on all ranks.
+            totals: how many values each rank has.
+        """
+        limit = pool.highest(distances, count)
+        above = {name: x > limit for name, x in distances.items()}
+        ties = {name: (x == limit) & (x > 0) for name, x in distances.items()}
+        both = (sum(int(one.sum()) for one in some.values()) for some in (above, ties))
+        told = pool.wholes.gather(tuple(both))
+        left = count - sum(one for one, _ in told) - sum(one for _, one in told[: pool.wholes.rank])
+        for name, tied in ties.items():
+            taken = tied & (tied.cumsum(0) <= max(left, 0))
+            left -= int(tied.sum())
+            above[name] |= taken
+        return above
 
 
 class SCAR(Partial):
@@ -109,12 +149,26 @@ class SCAR(Partial):
         self._turn = turn if type(turn) is int and 0 <= turn < 1 << 31 else 0
 
     def symbols(
-        self, weights: Mapping[str, Tensor], differences: Mapping[str, Tensor], flat: FlatState
-    ) -> dict[str, Symbols]:
+        self, weights: Mapping[str, Tensor], differences: Mapping[str, Tensor], flat: FlatState,
+        pool: Pooled | None = None,
+    ) -> dict[str, Symbols]:  # fmt: skip
         """See `Tracked`."""
-        found = super().symbols(weights, differences, flat)
-        self._turn = self._turn + 1 if found else 0
+        found = super().symbols(weights, differences, flat, pool)
+        some = bool(found) if pool is None else any(pool.wholes.gather(bool(found)))
+        self._turn = self._turn + 1 if some else 0
         return found
+
+    def boxes(
+        self, distances: Mapping[str, Tensor], count: int, totals: Sequence[int], pool: Pooled
+    ) -> dict[str, Tensor]:
+        """See `Partial`: values are numbered by rank."""
+        if self._order == "largest":
+            return super().boxes(distances, count, totals, pool)
+        chosen = torch.zeros(sum(totals), dtype=torch.bool)
+        chosen[self.places(torch.empty(sum(totals), device="meta"), count).cpu()] = True
+        first = sum(totals[: pool.wholes.rank])
+        mine = torch.split(chosen[first : first + totals[pool.wholes.rank]], [x.numel() for x in distances.values()])
+        return {name: part.to(x.device) & (x != 0) for (name, x), part in zip(distances.items(), mine, strict=True)}
 
     def places(self, distances: Tensor, count: int) -> Tensor:
         """See `Partial`."""
@@ -122,9 +176,9 @@ class SCAR(Partial):
         if self._order == "largest":
             return distances.topk(count, sorted=False).indices
         if self._order == "round robin":
-            return (torch.arange(count, device=distances.device) + self._turn * count) % total
+            return (torch.arange(count, device=_host(distances)) + self._turn * count) % total
         generator = torch.Generator().manual_seed(self._seed << 31 | self._turn)
-        return torch.randperm(total, generator=generator)[:count].to(distances.device)
+        return torch.randperm(total, generator=generator)[:count].to(_host(distances))
 
 
 class TOPN(Partial):
@@ -157,3 +211,8 @@ def _symbols(x: Tensor, stale: Tensor) -> Symbols:
     dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     zero = torch.zeros(1, device=x.device)
     return Symbols(stale, zero, x[stale == 0].to(dtype), first=1, residual=True)
+
+
+def _host(x: Tensor) -> torch.device:
+    """Where a tensor is; the CPU of one that is nowhere."""
+    return torch.device("cpu") if x.is_meta else x.device

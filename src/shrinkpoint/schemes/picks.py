@@ -17,7 +17,7 @@ from shrinkpoint.state import AdamFacts, FlatState
 SMALLEST = 4096
 """Numbers below which a weight is kept exactly: what it could gain is little, and it is the likelier to matter."""
 _FEW = 256
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Picks:
         copies = {}
         for name, x in self.tensors.items():
             for other in known.get(tuple(x.shape), []) if name not in owned else []:
-                if x.dtype == self.tensors[other].dtype and _is_cast(x, self.tensors[other]):
+                if x.dtype == self.tensors[other].dtype and is_cast(x, self.tensors[other]):
                     copies[name] = other
                     break
         tensors = {name: x for name, x in self.tensors.items() if name not in copies}
@@ -114,7 +114,7 @@ def largest(x: Tensor) -> float:
 
 
 def _fits(x: Tensor, smallest: int, axes: int) -> bool:
-    return x.dtype in _DTYPES and x.dim() >= axes and x.numel() >= smallest
+    return x.dtype in DTYPES and x.dim() >= axes and x.numel() >= smallest
 
 
 def _casts(picked: Mapping[str, Tensor]) -> dict[str, str]:
@@ -127,13 +127,13 @@ def _casts(picked: Mapping[str, Tensor]) -> dict[str, str]:
         if x.dtype == torch.float32:
             continue
         for master in masters.get(tuple(x.shape), []):
-            if _is_cast(x, picked[master]):
+            if is_cast(x, picked[master]):
                 out[name] = master
                 break
     return out
 
 
-def _is_cast(x: Tensor, master: Tensor) -> bool:
+def is_cast(x: Tensor, master: Tensor) -> bool:
     """A few values first: most layers of a model have the same shape, and each would be compared with each."""
     some, others = (one.detach().reshape(-1)[:_FEW].cpu() for one in (x, master))
     return torch.equal(some, others.to(x.dtype)) and torch.equal(x.cpu(), master.to(x.dtype).cpu())

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec import Symbols
-from shrinkpoint.codec.quantize.uniform import ends, entropy, grid, on_grid, uniform, variable_bins
+from shrinkpoint.codec.quantize.uniform import ends, entropy, entropy_of, grid, histogram, on_grid, variable_bins
 from shrinkpoint.schemes import candidate
-from shrinkpoint.schemes.candidate import Earlier, entropy_of, sample
+from shrinkpoint.schemes.candidate import Earlier, sample
+from shrinkpoint.schemes.pooled import Pooled
 from shrinkpoint.schemes.search import Axis, Point, Space
 from shrinkpoint.schemes.searched import Searched
 from shrinkpoint.schemes.target import Target
@@ -33,19 +34,30 @@ class QD(Searched):
     coders = ("huffman",)
     space = SPACE
 
-    def candidates(self, weights: Mapping[str, Tensor], earlier: Earlier, target: Target) -> candidate.Candidates:
+    def candidates(
+        self, weights: Mapping[str, Tensor], earlier: Earlier, target: Target, pool: Pooled | None = None
+    ) -> candidate.Candidates:
         """All points for these weights; see `Searched`."""
-        return _Candidates(weights, earlier)
+        return _Candidates(weights, earlier, pool)
 
 
 class _Candidates:
-    def __init__(self, weights: Mapping[str, Tensor], earlier: Earlier) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], earlier: Earlier, pool: Pooled | None) -> None:
         self._weights, self._earlier = weights, earlier
-        self._entropies = [entropy(x) for x in weights.values()]
+        self._titles = {name: name if pool is None else pool.title(name) for name in weights}
+        if pool is None:
+            self._ends = {name: ends(x) for name, x in weights.items()}
+            self._entropies = {name: entropy(x) for name, x in weights.items()}
+        else:
+            self._ends = pool.ends(weights)
+            counts = pool.counts({name: histogram(x, self._ends[pool.title(name)]) for name, x in weights.items()})
+            self._entropies = {title: entropy_of(counts[title]) for title in pool.titles}
 
     def symbols(self, point: Point) -> dict[str, Symbols]:
         bins = self._bins(point)
-        return {name: uniform(x, bins[name]) for name, x in self._weights.items()}
+        return {
+            name: on_grid(x, grid(*self._ends[self._titles[name]], bins[name])) for name, x in self._weights.items()
+        }
 
     def size(self, point: Point) -> float:
         settings = SPACE.settings(point)
@@ -56,14 +68,15 @@ class _Candidates:
     def _bins(self, point: Point) -> dict[str, int]:
         settings = SPACE.settings(point)
         least = int(settings["least"])
-        bins = variable_bins(self._entropies, least, max(least, int(settings["most"])))
-        return dict(zip(self._weights, bins, strict=True))
+        bins = variable_bins([*self._entropies.values()], least, max(least, int(settings["most"])))
+        found = dict(zip(self._entropies, bins, strict=True))
+        return {name: found[title] for name, title in self._titles.items()}
 
     def _one(self, name: str, x: Tensor, bins: int) -> float:
         """A Huffman code has one bit at least."""
-        codes = on_grid(sample(x), grid(*ends(x), bins)).codes.long().cpu()
+        codes = on_grid(sample(x), grid(*self._ends[self._titles[name]], bins)).codes.long().cpu()
         before = self._earlier.codes.get(name)
         if before is not None:
             modulus = max(bins, self._earlier.used[name])
             codes = torch.remainder(before.long() - codes, modulus)
-        return x.numel() * max(1.0, entropy_of(codes)) / 8 + 4 * bins
+        return x.numel() * max(1.0, candidate.entropy_of(codes)) / 8 + 4 * bins

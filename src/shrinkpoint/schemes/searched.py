@@ -7,7 +7,7 @@ import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,9 +20,10 @@ from shrinkpoint.schemes import moments, search
 from shrinkpoint.schemes.base import Kept
 from shrinkpoint.schemes.candidate import Candidates, Earlier, Latest
 from shrinkpoint.schemes.picks import Picks
+from shrinkpoint.schemes.pooled import Pooled
 from shrinkpoint.schemes.quality import Quality
 from shrinkpoint.schemes.records import Coding
-from shrinkpoint.schemes.search import Outcome, Point, Space, Trials
+from shrinkpoint.schemes.search import Joint, Outcome, Point, Space, Trials
 from shrinkpoint.schemes.settled import Settled
 from shrinkpoint.schemes.target import Evaluate, Target
 from shrinkpoint.state import FlatState
@@ -81,7 +82,7 @@ class Searched(Coding):
         self._coarser, self._group, self._progress, self._seed = coarser, group, progress, seed
         self._last: Point | None = None
         self._noise: float | None = None
-        self._generation = 0
+        self._generation, self._quiet = 0, False
         if evaluate is None and config is None:
             expected, do = "evaluate= or config=", "pass a function that measures the model, or choose a setting"
             raise PolicyError(type(self).__name__, found="neither", expected=expected, do=do)
@@ -92,11 +93,17 @@ class Searched(Coding):
     # what a scheme of this kind says of itself
 
     @abstractmethod
-    def candidates(self, weights: Mapping[str, Tensor], earlier: Earlier, target: Target) -> Candidates:
-        """All points of the space for these weights."""
+    def candidates(
+        self, weights: Mapping[str, Tensor], earlier: Earlier, target: Target, pool: Pooled | None = None
+    ) -> Candidates:
+        """All points of the space for these weights.
+
+        Args:
+            pool: these are boxes of weights of several ranks; all of them are here, and later where symbols are made.
+        """
         raise NotImplementedError
 
-    def variants(self, target: Target) -> tuple[str, ...]:
+    def variants(self, target: Target, pool: Pooled | None = None) -> tuple[str, ...]:
         """Those of the space's variants that can be tried now."""
         return self.space.variants
 
@@ -111,6 +118,16 @@ class Searched(Coding):
     @property
     def evaluate(self) -> Evaluate | None:
         return self._evaluate
+
+    @property
+    def measures(self) -> bool:
+        """Whether it asks `evaluate` before it decides."""
+        return self._fixed is None
+
+    @property
+    def shares(self) -> bool:
+        """Whether replicas share its trials."""
+        return self._group is not None
 
     @property
     def leads(self) -> bool:
@@ -143,24 +160,30 @@ class Searched(Coding):
         self._generation = generation
 
     @torch.no_grad()
-    def settle(self, flat: FlatState, reference: Reference | None, target: Target | None = None) -> Settled:
+    def settle(
+        self, flat: FlatState, reference: Reference | None, target: Target | None = None, pool: Pooled | None = None
+    ) -> Settled:
         """Search, and decide for this state.
 
         Args:
             reference: what is held of the previous checkpoint; None: nothing.
             target: what to measure on; None: on copies of the state.
+            pool: what there is of these tensors on other ranks, all of which decide at the same time.
 
         Raises:
             PolicyError: `evaluate` raised, or returned no number.
         """
         began = time.perf_counter()
-        picks = Picks.of(flat, None if target is None else target.alive)
+        alive = None if target is None else target.alive
+        self._quiet = pool is not None and pool.wholes.rank > 0
+        picks = Picks.of(flat, alive) if pool is None else pool.picks(flat, alive)
         found = _Found()
-        if picks.tensors:
+        if picks.tensors if pool is None else pool.titles:
             symbols = {} if reference is None else reference.codebooks
-            earlier: Earlier = self._shared(Earlier.of(symbols, picks.tensors, self._generation))
+            earlier = Earlier.of(symbols, picks.tensors, self._generation)
+            earlier = self._shared(earlier) if pool is None else self._alike(earlier, picks, pool)
             target = Target(flat, self._evaluate or _unmeasured) if target is None else target
-            found = self._find(flat, picks, earlier, target)
+            found = self._find(flat, picks, earlier, target, pool)
         record = {
             "scheme": self.id, "threshold": self._threshold, "optimizer": self._optimizer,
             **found.record, "left_out": list(picks.refused), "seconds": round(time.perf_counter() - began, 3),
@@ -168,16 +191,20 @@ class Searched(Coding):
         picks.warn()
         optimizer = "exact" if found.lossless else self._optimizer
         made = {name: _on_host(one) for name, one in found.symbols.items()}
+        if pool is not None and optimizer == "lossy":
+            made |= {name: one.cpu() for name, one in pool.moments(flat)}
+            optimizer = "exact"  # what else is to be done with it
         return Settled(self.id, made, picks.casts, optimizer, self.coders, record)
 
-    def _find(self, flat: FlatState, picks: Picks, earlier: Earlier, target: Target) -> _Found:
-        candidates = self.candidates(picks.tensors, earlier, target)
+    def _find(self, flat: FlatState, picks: Picks, earlier: Earlier, target: Target, pool: Pooled | None) -> _Found:
+        candidates = self.candidates(picks.tensors, earlier, target, *(() if pool is None else (pool,)))
         if self._fixed is not None:
             return _Found(candidates.symbols(self._fixed), {"chosen": self.space.settings(self._fixed)})
         with target:
             quality = Quality(lambda values: target.measure(picks.replaced(values, flat)), higher=self._higher)
             candidates = Latest(candidates)
-            trials = Trials(_measure(quality, candidates, picks), group=self._group)
+            measure = _measure(quality, candidates, picks)
+            trials = Trials(measure, group=self._group) if pool is None else Joint(measure, pool.wholes.total)
             noise = self._noise
             base, *_ = trials.everywhere(lambda: quality.measure_base(twice=noise is None))
             quality.base = base.value
@@ -190,11 +217,14 @@ class Searched(Coding):
                     f"evaluate differs by {self._noise:.2%} between two calls with the same weights, which is too much "
                     f"for a threshold of {self._threshold:.2%}: fix its batches and its seed, and call model.eval()"
                 )
-            return self._searched(picks, candidates, trials, base.value, target)
+            variants = self.variants(target, *(() if pool is None else (pool,)))
+            return self._searched(picks, candidates, trials, base.value, variants)
 
-    def _searched(self, picks: Picks, candidates: Candidates, trials: Trials, base: float, target: Target) -> _Found:
+    def _searched(
+        self, picks: Picks, candidates: Candidates, trials: Trials, base: float, variants: Sequence[str]
+    ) -> _Found:
         allowed = max(self._threshold - (self._noise or 0.0), 0.0)
-        outcomes = [*self._outcomes(candidates, trials, allowed, picks, target)]
+        outcomes = [*self._outcomes(candidates, trials, allowed, picks, variants)]
         chosen = outcomes[-1].chosen
         record: dict[str, Any] = {
             "quality": base, "noise": self._noise,
@@ -204,7 +234,7 @@ class Searched(Coding):
             self._last = chosen.point
             record |= {"chosen": self.space.settings(chosen.point), "degradation": chosen.degradation}
             return _Found(candidates.symbols(chosen.point), record)
-        return self._fallen_back(candidates, outcomes, record, self.space.safest(self.variants(target)[0]))
+        return self._fallen_back(candidates, outcomes, record, self.space.safest(variants[0]))
 
     def _fallen_back(
         self, candidates: Candidates, outcomes: Sequence[Outcome], record: dict[str, Any], safest: Point
@@ -221,10 +251,10 @@ class Searched(Coding):
         return _Found(candidates.symbols(safest), record)
 
     def _outcomes(
-        self, candidates: Candidates, trials: Trials, allowed: float, picks: Picks, target: Target
+        self, candidates: Candidates, trials: Trials, allowed: float, picks: Picks, variants: Sequence[str]
     ) -> Iterator[Outcome]:
         """The searches that were needed, the last one decides."""
-        variants, progress = self.variants(target), self._shown(picks, allowed)
+        progress = self._shown(picks, allowed)
         last = self._last
         if last is not None and last.variant in variants:
             outcome = search.neighbourhood(
@@ -248,7 +278,7 @@ class Searched(Coding):
     def _shown(self, picks: Picks, allowed: float) -> search.Progress | None:
         if not isinstance(self._progress, bool):
             return self._progress
-        if not self._progress or not self.leads:
+        if not self._progress or not self.leads or self._quiet:
             return None
         raw = sum(x.numel() * x.element_size() for x in picks.tensors.values())
         return search.show(self.space, allowed, raw)
@@ -263,6 +293,12 @@ class Searched(Coding):
                 expected += f"; and a metric of {self.space.variants}, the first where none is named"
             raise PolicyError("config", found=repr(config), expected=expected, do="choose among these")
         return point
+
+    def _alike(self, earlier: Earlier, picks: Picks, pool: Pooled) -> Earlier:
+        """The same on all ranks that have a box of a tensor; and what was learned, where all learned it."""
+        self._last, self._noise = pool.agreed(self._last), pool.agreed(self._noise)
+        self._generation = pool.agreed(self._generation) or 0
+        return replace(pool.earlier(earlier, picks.tensors), generation=self._generation)
 
     def _shared(self, thing: Any) -> Any:
         """What the first rank of the group has."""

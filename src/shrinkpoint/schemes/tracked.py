@@ -17,6 +17,7 @@ from shrinkpoint.record import JSON
 from shrinkpoint.schemes import moments
 from shrinkpoint.schemes.base import Kept
 from shrinkpoint.schemes.picks import Picks, largest
+from shrinkpoint.schemes.pooled import Pooled
 from shrinkpoint.schemes.records import Coding
 from shrinkpoint.schemes.settled import Settled
 from shrinkpoint.state import FlatState
@@ -50,8 +51,9 @@ class Tracked(Coding):
 
     @abstractmethod
     def symbols(
-        self, weights: Mapping[str, Tensor], differences: Mapping[str, Tensor], flat: FlatState
-    ) -> dict[str, Symbols]:
+        self, weights: Mapping[str, Tensor], differences: Mapping[str, Tensor], flat: FlatState,
+        pool: Pooled | None = None,
+    ) -> dict[str, Symbols]:  # fmt: skip
         """Residual symbols by name of a weight.
 
         Args:
@@ -59,6 +61,7 @@ class Tracked(Coding):
             differences: of the same names and shapes, on the same devices: the weights less what a reader has of them
                 at the checkpoint before; float32, finite.
             flat: the state of which the weights are.
+            pool: these are boxes of weights of several ranks; all of them are here.
         """
         raise NotImplementedError
 
@@ -68,7 +71,9 @@ class Tracked(Coding):
         """What was asked for, for the manifest."""
         raise NotImplementedError
 
-    def further(self, flat: FlatState, symbols: Mapping[str, Symbols]) -> dict[str, Symbols]:
+    def further(
+        self, flat: FlatState, symbols: Mapping[str, Symbols], pool: Pooled | None = None
+    ) -> dict[str, Symbols]:
         """Symbols of tensors that are no weights, but of the optimizer; `symbols` are those of the weights."""
         return {}
 
@@ -81,30 +86,54 @@ class Tracked(Coding):
     @torch.no_grad()
     def quantize(self, flat: FlatState, reference: Reference | None) -> Kept:
         """Lose what the scheme loses; see `schemes.Scheme`."""
-        picks = Picks.of(flat)
+        return self.decide(flat, reference).quantize(flat, reference)
+
+    @torch.no_grad()
+    def decide(self, flat: FlatState, reference: Reference | None, pool: Pooled | None = None) -> Settled:
+        """What is lost of a state.
+
+        Args:
+            pool: what there is of these tensors on other ranks, all of which decide at the same time.
+        """
+        pools = () if pool is None else (pool,)
+        picks = Picks.of(flat) if pool is None else pool.picks(flat, None)
         owned = replace(flat, optim=picks.handed_on(flat))
-        symbols = self._of_weights(picks.tensors, owned, reference)
-        further = {name: one.cpu() for name, one in self.further(owned, symbols).items()}
+        symbols = self._of_weights(picks.tensors, owned, reference, *pools)
+        further = {name: one.cpu() for name, one in self.further(owned, symbols, *pools).items()}
         picks.warn()
+        lossy, optimizer = (bool(symbols), bool(further)), self._optimizer
+        if pool is not None:
+            weights, others = pool.wholes.total(*map(len, (symbols, further)))
+            lossy = weights > 0, others > 0
+            if optimizer == "lossy":
+                further |= {name: one.cpu() for name, one in pool.moments(flat)}
+                optimizer = "exact"  # what else is to be done with it
         loss: JSON = None
-        if symbols or further or self._optimizer != "exact":
-            optimizer = "lossy" if further else self._optimizer
-            loss = {"scheme": self.id, "chosen": self.settings, "optimizer": optimizer, **self.notes()}
+        if any(lossy) or self._optimizer != "exact":
+            said = "lossy" if lossy[1] else self._optimizer
+            loss = {"scheme": self.id, "chosen": self.settings, "optimizer": said, **self.notes()}
             loss["left_out"] = [*picks.refused]
-        made = Settled(self.id, {**symbols, **further}, picks.casts, self._optimizer, self.coders, loss)
-        return made.quantize(flat, reference)
+        return Settled(self.id, {**symbols, **further}, picks.casts, optimizer, self.coders, loss)
 
     def __repr__(self) -> str:
         said = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
         return f"{type(self).__name__}({said})"
 
     def _of_weights(
-        self, picked: Mapping[str, Tensor], flat: FlatState, reference: Reference | None
+        self, picked: Mapping[str, Tensor], flat: FlatState, reference: Reference | None, pool: Pooled | None = None
     ) -> dict[str, Symbols]:
         differences = _differences(picked, reference)
+        if pool is None:
+            weights = {name: picked[name] for name in differences}
+            found = self.symbols(weights, differences, flat)
+            return {name: one.cpu() for name, one in found.items() if _serves(one, weights[name], differences[name])}
+        titles = pool.all({name: name in differences for name in picked})
+        differences = {name: x for name, x in differences.items() if pool.title(name) in titles}
         weights = {name: picked[name] for name in differences}
-        found = self.symbols(weights, differences, flat)
-        return {name: one.cpu() for name, one in found.items() if _serves(one, weights[name], differences[name])}
+        found = self.symbols(weights, differences, flat, pool)
+        ends = pool.most({name: _ends(weights[name], x) for name, x in differences.items()})
+        serves = pool.all({n: _is_within(one, ends[pool.title(n)], weights[n].dtype) for n, one in found.items()})
+        return {name: one.cpu() for name, one in found.items() if pool.title(name) in serves}
 
 
 def whole(name: str, value: int) -> int:
@@ -132,6 +161,15 @@ def _differences(weights: Mapping[str, Tensor], reference: Reference | None) -> 
 
 def _serves(symbols: Symbols, x: Tensor, difference: Tensor) -> bool:
     """Whether something has moved, and no sum of base and center can be too large for the dtype."""
+    return _is_within(symbols, _ends(x, difference), x.dtype)
+
+
+def _ends(x: Tensor, difference: Tensor) -> tuple[float, float]:
+    """How far a weight has moved at most, and how large a base of it may be."""
     moved = largest(difference)
-    base = largest(x) + moved
-    return moved > 0 and base + largest(symbols.centers) <= torch.finfo(x.dtype).max
+    return moved, largest(x) + moved
+
+
+def _is_within(symbols: Symbols, ends: tuple[float, ...], dtype: torch.dtype) -> bool:
+    moved, base = ends
+    return moved > 0 and base + largest(symbols.centers) <= torch.finfo(dtype).max

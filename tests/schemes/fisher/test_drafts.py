@@ -14,7 +14,8 @@ import shrinkpoint as sp
 from shrinkpoint.codec import Reference
 from shrinkpoint.codec.lattice import FINE
 from shrinkpoint.schemes.fisher.curvature import Curvature
-from shrinkpoint.schemes.fisher.drafts import LONGEST, RETAINED, Drafts, entropy, multiplier_of, size_of
+from shrinkpoint.schemes.fisher.drafts import LONGEST, RETAINED, Drafts, multiplier_of, size_of
+from shrinkpoint.schemes.fisher.spread import entropy
 
 WEIGHTS = {"a": normal(64, 96, scale=0.02), "b": normal(96, 64, seed=1), "bias": normal(96, seed=2)}
 

@@ -16,6 +16,7 @@ from shrinkpoint.codec import Lattice, Points, Reference
 from shrinkpoint.codec.lattice import FINE, matrix
 from shrinkpoint.schemes.fisher.curvature import Curvature
 from shrinkpoint.schemes.fisher.drafts import Drafts, size_of
+from shrinkpoint.schemes.fisher.hold import hold_for
 from shrinkpoint.schemes.fisher.weights import (
     ALLOTTED,
     CAREFUL,
@@ -24,7 +25,6 @@ from shrinkpoint.schemes.fisher.weights import (
     WIDEST,
     Before,
     deviation,
-    hold_for,
     lattice_of,
     points_of,
     scaled,

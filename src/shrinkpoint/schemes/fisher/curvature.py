@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shrinkpoint.codec.lattice import matrix
 from shrinkpoint.schemes.picks import largest
+from shrinkpoint.schemes.wholes import Margins
 from shrinkpoint.state import AdamFacts, FlatState
 
 
@@ -48,19 +49,29 @@ class Curvature:
         slope: mean gradients, float32; None: nothing is known.
         shape_alone: the squares are those of momentum.
         probed: the squares are the curvature itself, from measured rises: of a single loss term, N is 1.
+        margins: of the squares of a whole tensor, where this is a part of it.
     """
 
     squares: Tensor | None = field(default=None, repr=False)
     slope: Tensor | None = field(default=None, repr=False)
     shape_alone: bool = False
     probed: bool = False
+    margins: Margins | None = field(default=None, repr=False)
 
     @cached_property
     def mean(self) -> float:
         """Of the squares; 0 where nothing is known."""
+        if self.margins is not None:
+            return self.margins.mean
         if self.squares is None or self.squares.numel() == 0:
             return 0.0
         return float(self.squares.sum(dtype=torch.float32)) / self.squares.numel()
+
+    def means(self, axis: int) -> Tensor | None:
+        """Of the squares, along an axis: 1 gives one of each row; None: nothing is known."""
+        if self.margins is not None:
+            return self.margins.means(axis).to(torch.float32)
+        return None if self.squares is None else self.squares.mean(axis)
 
     @classmethod
     def of(cls, name: str, x: Tensor, flat: FlatState, recorded: Mapping[str, Tensor]) -> Curvature:
@@ -70,19 +81,20 @@ class Curvature:
         The last is too small by a factor that all weights have in common, which the number of terms makes up for. What
         is not finite (in a run that diverges) is not known.
         """
-        found = cls._found(x, flat, flat.optim.get(name), recorded.get(name))
+        found = cls.found(x, flat, flat.optim.get(name), recorded.get(name))
         return found if math.isfinite(found.mean) else cls()
 
     @classmethod
-    def _found(cls, x: Tensor, flat: FlatState, facts: AdamFacts | None, recorded: Tensor | None) -> Curvature:
+    def found(cls, x: Tensor, flat: FlatState, facts: AdamFacts | None, recorded: Tensor | None) -> Curvature:
+        """As `of`, finite or not."""
         first = None if facts is None else _moment(flat, facts.moment1, x)
         second = None if facts is None else _moment(flat, facts.moment2, x)
         slope = None
         if first is not None and facts is not None:
             adam = second is not None
-            slope = _unbiased(first, facts.beta1, facts.step) if adam else first * (1 - (facts.beta1 or 0.0))
+            slope = unbiased(first, facts.beta1, facts.step) if adam else first * (1 - (facts.beta1 or 0.0))
         if second is not None and facts is not None:
-            return cls(_unbiased(second, facts.beta2, facts.step), slope)
+            return cls(unbiased(second, facts.beta2, facts.step), slope)
         made = None
         if facts is not None and facts.factors is not None:
             made = _product(flat, facts.factors, x)
@@ -107,7 +119,11 @@ def curvatures(weights: Mapping[str, Tensor], flat: FlatState, recorded: Mapping
 
     Squares of momentum are nothing beside mean squares (of another optimizer, for other weights): then these count.
     """
-    out = {name: Curvature.of(name, x, flat, recorded) for name, x in weights.items()}
+    return comparable({name: Curvature.of(name, x, flat, recorded) for name, x in weights.items()})
+
+
+def comparable(out: dict[str, Curvature]) -> dict[str, Curvature]:
+    """The same, without what is known by its shape alone where more is known of others."""
     if any(one.mean > 0 and not one.shape_alone for one in out.values()):
         out = {name: Curvature(slope=one.slope) if one.shape_alone else one for name, one in out.items()}
     return out
@@ -154,7 +170,7 @@ def _unpacked(flat: FlatState, names: tuple[str, str, str], like: Tensor) -> Ten
     return made if math.isfinite(largest(made)) else None
 
 
-def _unbiased(moment: Tensor, beta: float | None, step: int | None) -> Tensor:
+def unbiased(moment: Tensor, beta: float | None, step: int | None) -> Tensor:
     """Without what is left of Adam's bias towards zero after so many steps."""
     if beta is None or step is None or not 0 <= beta < 1 or step < 1:
         return moment

@@ -12,17 +12,15 @@ from torch import Tensor
 from shrinkpoint.codec import Lattice, Points, Reference
 from shrinkpoint.codec.lattice import FINE, matrix
 from shrinkpoint.schemes.fisher.curvature import Curvature
+from shrinkpoint.schemes.fisher.hold import hold_for
+from shrinkpoint.schemes.fisher.pool import ALONE, Pool
 from shrinkpoint.schemes.fisher.weights import (
     WIDEST,
     Before,
     care,
-    deviation,
-    hold_for,
-    lattice_of,
     points_of,
     scaled,
     seed_of,
-    usual_squares,
 )
 
 RETAINED = 0.93
@@ -65,23 +63,26 @@ class Drafts:
         generation: lossy restores behind the weights.
         seed: of the dither.
         kinds: of layers, by name of a weight, where there is more to go by than the name.
+        pool: what there is of these weights elsewhere. Then this process has boxes of some of them, and `known` has the
+            margins of the whole weights; every method is called by all processes.
     """
 
     def __init__(
         self, weights: Mapping[str, Tensor], known: Mapping[str, Curvature], reference: Reference | None,
-        size: int | None, generation: int, seed: int, kinds: Mapping[str, str] | None = None,
+        size: int | None, generation: int, seed: int, kinds: Mapping[str, str] | None = None, pool: Pool = ALONE,
     ) -> None:  # fmt: skip
-        self._reference, self._size = reference, size
+        self._reference, self._size, self._pool = reference, size, pool
         self._inherited: set[str] = set()
         self.steps: dict[str, Lattice] = {}
         """Of size 0, of those weights that have points."""
-        usual = usual_squares(known, weights)
-        cares = {name: care(name, x, known[name], usual, kinds or {}) for name, x in weights.items()}
+        usual = pool.usual(known, weights)
+        titled = {pool.title(name): kind for name, kind in (kinds or {}).items()}
+        cares = {name: care(pool.title(name), x, known[name], usual, titled) for name, x in weights.items()}
         for name, x in weights.items():
             lattice = self._like(name, x, size)
-            number = seed_of(name, generation, seed)
+            number = pool.seed(name, seed_of(pool.title(name), generation, seed))
             if lattice is None:
-                made = lattice_of(x, known[name], usual, number, cares[name])
+                made = pool.lattice(name, x, known[name], usual, number, cares[name])
             else:
                 made = _reseeded(lattice, number)
                 self._inherited.add(name)
@@ -90,69 +91,75 @@ class Drafts:
         self.weights = {name: weights[name] for name in self.steps}
         self.supposed = usual <= 0
         """Nothing is known of any weight: the prediction is in no unit."""
-        self.known = {name: _supposed(x, len(weights)) for name, x in self.weights.items()} if self.supposed else known
-        self._most = {name: WIDEST * cares[name] * deviation(x) for name, x in self.weights.items()}
+        self.known = dict(known)
+        if self.supposed:
+            self.known = {name: self._supposed(name, x, pool.count(weights)) for name, x in self.weights.items()}
+        self._most = {name: WIDEST * cares[name] * pool.deviation(name, x) for name, x in self.weights.items()}
 
     def curved(self, size: int) -> float:
         """What errors spread evenly over each cell raise the loss by, for a single loss term."""
         total = 0.0
         for name in self.steps:
-            squares = self.known[name].squares
+            squares = self.known[name].squares if self._pool.counts(name) else None
             if squares is not None:
                 steps = self._sized(name, size).scales(device=squares.device)
                 total += float((squares * steps.square()).sum(dtype=torch.float64)) / 24
-        return total
+        return self._pool.total(total)[0]
 
     def draft(self, size: int) -> Draft:
         """With steps of this size. Weights whose points would not reach far enough are left out, and stay exact."""
         lattices = {name: self._sized(name, size) for name in self.steps}
         before = {name: Before.of(name, self.weights[name], one, self._reference) for name, one in lattices.items()}
         same = {name: one for name, one in before.items() if one is not None}
-        hold = hold_for(self.weights, lattices, same, RETAINED, LONGEST)
+        hold = hold_for(self.weights, lattices, same, RETAINED, LONGEST, self._pool)
         found = {name: points_of(self.weights[name], one, before[name], hold) for name, one in lattices.items()}
-        points = {name: one for name, one in found.items() if one is not None}
+        left_out = self._pool.anywhere(name for name, one in found.items() if one is None)
+        points = {n: one for n, one in found.items() if one is not None and self._pool.title(n) not in left_out}
         values = {name: one.values(self.weights[name].dtype) for name, one in points.items()}
         slope = curved = 0.0
         for name, made in values.items():
             error = matrix(made).to(torch.float32) - matrix(self.weights[name]).to(torch.float32)
-            first, second = self.known[name].rise(error)
+            first, second = self.known[name].rise(error) if self._pool.counts(name) else (0.0, 0.0)
             slope, curved = slope + first, curved + second
-        return Draft(
-            size, points, slope, curved, hold, tuple(name for name in self.steps if name not in points), values
-        )
+        slope, curved = self._pool.total(slope, curved)
+        titles = dict.fromkeys((*map(self._pool.title, self.steps), *sorted(left_out)))
+        return Draft(size, points, slope, curved, hold, tuple(one for one in titles if one in left_out), values)
 
     def bits(self, size: int) -> float:
         """What its points cost, about: the entropy of the differences in a part of them."""
-        return sum(self._bits(name, self._sized(name, size)) for name in self.steps)
+        codes = {name: self._some(name, self._sized(name, size)) for name in self.steps}
+        return self._pool.bits(codes, self.weights)
 
     def _sized(self, name: str, size: int) -> Lattice:
         """Steps that were capped once are not capped again: a deviation that has changed a little would change them."""
         kept = name in self._inherited and self._size is not None and size <= self._size
         return scaled(self.steps[name], size, math.inf if kept else self._most[name])
 
-    def _bits(self, name: str, lattice: Lattice) -> float:
+    def _some(self, name: str, lattice: Lattice) -> Tensor:
+        """Differences of points, of some rows."""
         x = self.weights[name]
-        every = slice(None, None, max(1, x.numel() // _SAMPLE))
+        every = self._pool.rows(name, x, _SAMPLE)
         steps = replace(lattice, rows=lattice.rows[every]).scales(device=x.device)
         codes = (matrix(x)[every].to(torch.float32) / steps).round()
         held = None if self._reference is None else self._reference.matching(name, tuple(x.shape), x.dtype)
         if held is not None:
             codes = codes - (matrix(held)[every].to(x.device, torch.float32) / steps).round()
-        return entropy(codes) * x.numel() / max(1, codes.numel())
+        return codes
+
+    def _supposed(self, name: str, x: Tensor, count: int) -> Curvature:
+        """Where nothing is known of any of so many weights: a rise by the share of their variances that is lost.
+
+        What that is in the loss's own unit, only a measurement can say; then `terms` is the factor between the two.
+        """
+        share = 1.0 / (self._pool.deviation(name, x) ** 2 * self._pool.numel(name, x) * count)
+        return Curvature(torch.full((1, 1), share, device=x.device).expand(matrix(x).shape))
 
     def _like(self, name: str, x: Tensor, size: int | None) -> Lattice | None:
         """The steps of the checkpoint before, as of one standard deviation then."""
         held = None if self._reference is None or size is None else self._reference.symbols.get(name)
-        if not isinstance(held, Points) or held.codes.shape != x.shape or held.lattice.law != "linear" or size is None:
+        if not isinstance(held, Points) or size is None or not is_linear(held, x) or not self._pool.inherits(name):
             return None
         return scaled(held.lattice, -size)
-
-
-def entropy(codes: Tensor) -> float:
-    """Bits of all of them, each coded by how often it occurs."""
-    counts = torch.bincount(codes.reshape(-1).to(torch.int64).clamp(-4096, 4095) + 4096).double()
-    counts = counts[counts > 0]
-    return float((counts * (counts.sum() / counts).log2()).sum())
 
 
 def size_of(multiplier: float) -> int:
@@ -164,13 +171,9 @@ def multiplier_of(size: int) -> float:
     return float(2.0 ** (size / FINE))
 
 
-def _supposed(x: Tensor, count: int) -> Curvature:
-    """Where nothing is known of any of so many weights: a rise by the share of their variances that is lost.
-
-    What that is in the loss's own unit, only a measurement can say; then `terms` is the factor between the two.
-    """
-    share = 1.0 / (deviation(x) ** 2 * x.numel() * count)
-    return Curvature(torch.full((1, 1), share, device=x.device).expand(matrix(x).shape))
+def is_linear(points: Points, x: Tensor) -> bool:
+    """Whether these are points that the next ones of `x` can lie on."""
+    return points.codes.shape == x.shape and points.lattice.law == "linear"
 
 
 def _reseeded(lattice: Lattice, seed: int) -> Lattice:

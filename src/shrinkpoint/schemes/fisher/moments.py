@@ -21,9 +21,10 @@ from shrinkpoint.codec.lattice import FINE, MOST_EXPONENT, NOTHING, matrix, span
 from shrinkpoint.codec.quantize.points import nearest
 from shrinkpoint.record import Role
 from shrinkpoint.schemes.picks import largest
+from shrinkpoint.schemes.wholes import Margins
 from shrinkpoint.state import FlatState
 
-_DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16)
 _SMALLEST = 2.0**-120  # of a second moment that a lattice reaches
 _AVERAGES = ("exp_avg_sq", "square_avg")
 FEWEST = 16
@@ -66,9 +67,8 @@ def moments(
     made = {} if made is None else made
     for name, x in usable.items():
         if flat.infos[name].role is Role.MOMENT2 and not bool((x < 0).any()):
-            floor = _floor(usable.get(owners.get(name, "")), x)
-            heals = name.rpartition("/")[2] in _AVERAGES
-            chosen = second(x, floor, steps if heals else replace(steps, second=steps.lasting, zone=0.5))
+            floor = floor_of(usable.get(owners.get(name, "")), x)
+            chosen = second(x, floor, steps_of(name.rpartition("/")[2], steps))
             made[name] = chosen.values(x.dtype)
             yield name, chosen
     for name, x in usable.items():
@@ -84,48 +84,83 @@ def moments(
             yield name, points
 
 
-def second(v: Tensor, floor: Tensor | None, steps: Steps) -> Points:
-    """Of a second moment; where it is zero it stays so, unless `floor` (bool) says that it may not."""
-    values = matrix(v).to(torch.float32)
-    there = values > 0 if floor is None else (values > 0) | matrix(floor)
-    everywhere = bool(there.all())
-    logs = values.clamp(min=_SMALLEST).log2_().mul_(FINE)
-    rows, columns = _factors(logs, None if everywhere else there, spans("log", tuple(v.shape)))
+def steps_of(slot: str, steps: Steps) -> Steps:
+    """Of a second moment by the name that the optimizer has for it."""
+    return steps if slot in _AVERAGES else replace(steps, second=steps.lasting, zone=0.5)
+
+
+def second(v: Tensor, floor: Tensor | None, steps: Steps, sides: tuple[Tensor, Tensor] | None = None) -> Points:
+    """Of a second moment; where it is zero it stays so, unless `floor` (bool) says that it may not.
+
+    Args:
+        sides: exponents of rows and columns, where they are known.
+    """
+    logs, there = logarithms(v, floor)
+    rows, columns = _factors(logs, there, spans("log", tuple(v.shape))) if sides is None else sides
     lattice = Lattice("log", rows, columns, step=steps.second)
-    by_row, by_column = (side.to(values.device, torch.float32) for side in (rows, columns))
+    by_row, by_column = (side.to(v.device, torch.float32) for side in (rows, columns))
     at = logs.sub_(by_row[:, None]).sub_(by_column).div_(steps.second)
     codes = at.round().masked_fill_(at.abs() < steps.zone, 0).clamp_(NOTHING + 1, -NOTHING)
-    if not everywhere:
+    if there is not None:
         codes.masked_fill_(~there, NOTHING)
     return Points(codes.to(torch.int16).reshape(v.shape), lattice)
 
 
-def first(m: Tensor, v: Tensor, other: str, seed: int, steps: Steps) -> Points | None:
-    """Of a first moment, relative to the square root of `v`, which a reader has as `other`."""
-    squares = matrix(m).to(torch.float32).square().div_(matrix(v))
-    usual = squares.nan_to_num_(0.0, 0.0, 0.0).mean(1).sqrt()
-    wide = (usual * steps.most).clamp(max=steps.first, min=2.0 ** (-MOST_EXPONENT / FINE))
-    rows = _exponents(wide)
+def logarithms(v: Tensor, floor: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Of a second moment as a matrix, in eighths of an octave; and where it counts as being there, None: everywhere."""
+    values = matrix(v).to(torch.float32)
+    there = values > 0 if floor is None else (values > 0) | matrix(floor)
+    return values.clamp(min=_SMALLEST).log2_().mul_(FINE), None if bool(there.all()) else there
+
+
+def first(m: Tensor, v: Tensor, other: str, seed: int, steps: Steps, rows: Tensor | None = None) -> Points | None:
+    """Of a first moment, relative to the square root of `v`, which a reader has as `other`.
+
+    Args:
+        rows: exponents of rows, where they are known.
+    """
+    rows = first_rows(relative_squares(m, v).mean(1), steps) if rows is None else rows
     lattice = Lattice("relative", rows, torch.zeros(1, dtype=torch.int16), seed=seed)
     return nearest(m, lattice, other=v, name=other)
 
 
-def lone(m: Tensor, seed: int, steps: Steps) -> Points | None:
-    """Of a first moment without a second one (momentum); None, for exact, where some are zero and must stay so."""
-    values = matrix(m).to(torch.float32)
-    squares = values.square()
-    whole = float(squares.mean())
-    if not 0 < whole < math.inf or not bool(values.all()):
+def relative_squares(m: Tensor, v: Tensor) -> Tensor:
+    """Of a first moment, divided by the second one; a matrix."""
+    return matrix(m).to(torch.float32).square().div_(matrix(v)).nan_to_num_(0.0, 0.0, 0.0)
+
+
+def first_rows(means: Tensor, steps: Steps) -> Tensor:
+    """Exponents of rows, from the means of `relative_squares`."""
+    wide = (means.sqrt() * steps.most).clamp(max=steps.first, min=2.0 ** (-MOST_EXPONENT / FINE))
+    return _exponents(wide)
+
+
+def lone(m: Tensor, seed: int, steps: Steps, sides: tuple[Tensor, Tensor] | None = None) -> Points | None:
+    """Of a first moment without a second one (momentum); None, for exact, where some are zero and must stay so.
+
+    Args:
+        sides: exponents of rows and columns, where they are known; then no value is zero.
+    """
+    if sides is None:
+        values = matrix(m).to(torch.float32)
+        squares = values.square()
+        if not bool(values.all()):
+            return None
+        means = float(squares.mean()), squares.mean(1), squares.mean(0)
+        sides = lone_sides(*means, spans("linear", tuple(m.shape)), steps)
+    return None if sides is None else nearest(m, Lattice("linear", *sides, seed=seed))
+
+
+def lone_sides(
+    whole: float, rows: Tensor, columns: Tensor, counts: tuple[int, int], steps: Steps
+) -> tuple[Tensor, Tensor] | None:
+    """Exponents of rows and columns, from the means of squares: of all, and by row and by column."""
+    if not 0 < whole < math.inf:
         return None
-    nrows, ncolumns = spans("linear", tuple(m.shape))
-    rows = (squares.mean(1) / whole).sqrt() if nrows > 1 else torch.ones(1, device=m.device)
-    columns = (squares.mean(0) / whole).sqrt() if ncolumns > 1 else torch.ones(1, device=m.device)
+    rows = (rows / whole).sqrt() if counts[0] > 1 else torch.ones(1, device=rows.device)
+    columns = (columns / whole).sqrt() if counts[1] > 1 else torch.ones(1, device=columns.device)
     tiny = 2.0**-20
-    lattice = Lattice(
-        "linear", _exponents(rows.clamp(min=tiny) * (whole**0.5 * steps.lone)), _exponents(columns.clamp(min=tiny)),
-        seed=seed,
-    )  # fmt: skip
-    return nearest(m, lattice)
+    return _exponents(rows.clamp(min=tiny) * (whole**0.5 * steps.lone)), _exponents(columns.clamp(min=tiny))
 
 
 def _factors(logs: Tensor, there: Tensor | None, counts: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -139,7 +174,23 @@ def _factors(logs: Tensor, there: Tensor | None, counts: tuple[int, int]) -> tup
         rows, columns = (
             torch.where(weight.sum(axis) > 0, logs.sum(axis) / weight.sum(axis).clamp(min=1), whole) for axis in (1, 0)
         )
-    columns = torch.zeros(1) if counts[1] == 1 else columns - whole
+    return _whole_numbers(rows, torch.zeros(1) if counts[1] == 1 else columns - whole)
+
+
+def factors_of(logs: Margins, there: Margins | None) -> tuple[Tensor, Tensor]:
+    """As `_factors`, from sums: of the logarithms of what is there, and of how much is there (None: all of it)."""
+    nrows, ncolumns = spans("log", logs.shape)
+    if there is None:
+        rows, columns, whole = logs.means(1), logs.means(0), logs.mean
+    else:
+        whole = logs.total / max(1.0, there.total)
+        pairs = ((logs.rows, there.rows), (logs.columns, there.columns))
+        rows, columns = (torch.where(n > 0, sums / n.clamp(min=1), whole) for sums, n in pairs)
+        rows = rows if nrows > 1 else torch.tensor([whole])
+    return _whole_numbers(rows, torch.zeros(1) if ncolumns == 1 else columns - whole)
+
+
+def _whole_numbers(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     limit = MOST_EXPONENT // 2
     rows = rows.round().clamp(-2 * limit + limit // 4, limit)
     return rows.to(torch.int16).cpu(), columns.round().clamp(-limit // 4, limit // 4).to(torch.int16).cpu()
@@ -150,11 +201,11 @@ def _exponents(values: Tensor) -> Tensor:
     return (values.log2() * FINE).round().clamp(-limit, limit).to(torch.int16).cpu()
 
 
-def _floor(m: Tensor | None, v: Tensor) -> Tensor | None:
+def floor_of(m: Tensor | None, v: Tensor) -> Tensor | None:
     """Where a first moment is not zero: its second one must not be, or Adam would divide by nothing but its epsilon."""
     return None if m is None or m.shape != v.shape else m != 0
 
 
 def _usable(x: Tensor, role: Role) -> bool:
-    fits = role in (Role.MOMENT1, Role.MOMENT2) and x.dtype in _DTYPES and x.numel() >= FEWEST
+    fits = role in (Role.MOMENT1, Role.MOMENT2) and x.dtype in DTYPES and x.numel() >= FEWEST
     return fits and math.isfinite(largest(x))

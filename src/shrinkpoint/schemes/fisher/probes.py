@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shrinkpoint.codec.lattice import dither, matrix
 from shrinkpoint.schemes.fisher.curvature import Curvature
-from shrinkpoint.schemes.fisher.weights import deviation
+from shrinkpoint.schemes.fisher.spread import deviation
 
 MOST = 16
 """Kinds that are tried one by one, those with the most weights; the others together. Each costs one evaluation."""
@@ -46,12 +46,24 @@ def probe(weights: Mapping[str, Tensor], rise: Rise) -> dict[str, float]:
     Returns:
         Nothing where no kind raises the loss.
     """
-    kinds, found = kinds_of(weights), dict[str, float]()
+    kinds, found = kinds_of(weights), dict[str, tuple[float, float]]()
     for kind in dict.fromkeys(kinds.values()):
-        noisy = {name: _noisy(x, seed) for seed, (name, x) in enumerate(weights.items(), 1) if kinds[name] == kind}
-        squares = sum(float((made.float() - weights[name].float()).square().sum()) for name, made in noisy.items())
-        measured = rise(noisy)
-        found[kind] = 2 * measured / squares if squares > 0 and math.isfinite(measured) else math.nan
+        made = {
+            name: noisy(x, seed, deviation(x))
+            for seed, (name, x) in enumerate(weights.items(), 1)
+            if kinds[name] == kind
+        }
+        squares = sum(float((one.float() - weights[name].float()).square().sum()) for name, one in made.items())
+        found[kind] = rise(made), squares
+    return curvature_of(found)
+
+
+def curvature_of(measured: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """By kind of weights, from a rise and the sum of the squared errors that caused it."""
+    found = {
+        kind: 2 * rise / squares if squares > 0 and math.isfinite(rise) else math.nan
+        for kind, (rise, squares) in measured.items()
+    }
     known = [one for one in found.values() if one > 0]
     if not known:
         return {}
@@ -68,9 +80,13 @@ def probed(weights: Mapping[str, Tensor], found: Mapping[str, float]) -> dict[st
     return out
 
 
-def _noisy(x: Tensor, seed: int) -> Tensor:
-    """The weight with an error that is evenly distributed, as that of a lattice with dither."""
-    step = STEP * deviation(x)
+def noisy(x: Tensor, seed: int, spread: float) -> Tensor:
+    """The weight with an error that is evenly distributed, as that of a lattice with dither.
+
+    Args:
+        spread: its standard deviation.
+    """
+    step = STEP * spread
     if not 0 < step < math.inf:
         return x
     noise = dither(seed, (1, x.numel()), x.device).reshape(x.shape)

@@ -18,14 +18,16 @@ from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.record import JSON, Role
 from shrinkpoint.schemes import moments as others
 from shrinkpoint.schemes.base import Kept
-from shrinkpoint.schemes.fisher.curvature import Curvature, Recorder, curvatures
+from shrinkpoint.schemes.fisher.curvature import Curvature, Recorder
 from shrinkpoint.schemes.fisher.dial import Answer, ByBudget, ByError, ByRatio, Dial, Learned, finite
-from shrinkpoint.schemes.fisher.drafts import Drafts, entropy, multiplier_of
-from shrinkpoint.schemes.fisher.moments import FEWEST, Steps, moments
-from shrinkpoint.schemes.fisher.probes import Rise, probe, probed
+from shrinkpoint.schemes.fisher.drafts import Drafts, multiplier_of
+from shrinkpoint.schemes.fisher.moments import Steps
+from shrinkpoint.schemes.fisher.pool import ALONE, Pool
+from shrinkpoint.schemes.fisher.probes import Rise
 from shrinkpoint.schemes.picks import Picks
 from shrinkpoint.schemes.records import Coding
 from shrinkpoint.schemes.settled import Settled
+from shrinkpoint.schemes.shardedtarget import ShardTarget
 from shrinkpoint.schemes.target import Evaluate, ModelTarget, Target, unwrapped
 from shrinkpoint.schemes.tracked import whole
 from shrinkpoint.state import FlatState
@@ -105,6 +107,11 @@ class Fisher(Coding):
         return self._evaluate
 
     @property
+    def measures(self) -> bool:
+        """Whether it asks `evaluate` before it decides."""
+        return self._evaluate is not None
+
+    @property
     def leads(self) -> bool:
         """Whether this process is the one that writes."""
         return True
@@ -129,23 +136,27 @@ class Fisher(Coding):
             self._probed = dict(found)
 
     @torch.no_grad()
-    def settle(self, flat: FlatState, reference: Reference | None, target: Target | None = None) -> Settled:
+    def settle(
+        self, flat: FlatState, reference: Reference | None, target: Target | None = None, pool: Pool = ALONE
+    ) -> Settled:
         """Decide for this state.
 
         Args:
             reference: what is held of the checkpoint before; None: nothing.
             target: what to measure on; None: on copies of the state.
+            pool: what there is of these tensors on other ranks, all of which decide at the same time.
 
         Raises:
             PolicyError: `evaluate` raised, or returned no number.
         """
         began = time.perf_counter()
-        picks = Picks.of(flat, None if target is None else target.alive, smallest=FEWEST, axes=1)
-        picks = picks.folded(flat.optim.keys())
+        alive = None if target is None else target.alive
+        self._agree(pool)
+        picks = pool.picks(flat, reference, alive)
         picks.warn()
         values: dict[str, Tensor] = {}
-        further = self._of_moments(flat, values)
-        answer = self._of_weights(flat, picks, reference, target, further)
+        further = self._of_moments(flat, values, pool)
+        answer = self._of_weights(flat, picks, reference, target, further, pool)
         if answer.left_out:
             _warn(f"weights that no points of these steps reach are kept as they are: {', '.join(answer.left_out)}")
         symbols: dict[str, Origin] = (
@@ -157,7 +168,7 @@ class Fisher(Coding):
             "scheme": self.id, **self._dial.settings, "optimizer": self._moments, "tried": answer.tried,
             "terms": self._learned.terms, "size": self._learned.size, "probed": self._probed or None,
             "left_out": [*picks.refused, *answer.left_out],
-            "chosen": self._chosen(symbols), "rise": finite(answer.rise),
+            "chosen": self._chosen(any(pool.total(len(symbols)))), "rise": finite(answer.rise),
             "seconds": round(time.perf_counter() - began, 3),
         }  # fmt: skip
         kept: others.Mode = "reset" if self._moments == "drop" else "exact"
@@ -166,9 +177,17 @@ class Fisher(Coding):
         values = {name: x for name, x in values.items() if x.device.type == "cpu"}
         return Settled(self.id, symbols, picks.casts, kept, self.coders, loss, values)
 
-    def _chosen(self, symbols: Mapping[str, Origin]) -> JSON:
+    def _agree(self, pool: Pool) -> None:
+        """What processes do not remember alike is forgotten."""
+        learned = self._learned
+        self._generation = pool.largest(self._generation) or 0
+        self._saves = pool.largest(self._saves) or 0
+        learned.size, learned.terms = pool.agreed(learned.size), pool.agreed(learned.terms) or self._terms
+        self._probed = pool.agreed(self._probed) or {}
+
+    def _chosen(self, lossy: bool) -> JSON:
         """What every manifest says of a choice; None where nothing was lost."""
-        if not symbols and self._moments != "drop":
+        if not lossy and self._moments != "drop":
             return None
         size = self._learned.size
         return {"step_in_deviations": None if size is None else round(multiplier_of(size), 4), "moments": self._moments}
@@ -179,33 +198,35 @@ class Fisher(Coding):
         """Decide and quantize; see `schemes.Scheme`."""
         return self.settle(flat, reference).quantize(flat, reference)
 
-    def _of_moments(self, flat: FlatState, values: dict[str, Tensor]) -> dict[str, Points]:
+    def _of_moments(self, flat: FlatState, values: dict[str, Tensor], pool: Pool) -> dict[str, Points]:
         if self._moments != "coded":
             return {}
         updates = [facts.step for facts in flat.optim.values() if facts.step is not None]
-        number = max(updates, default=self._saves + (self._generation << 20))
-        return dict(moments(flat, number, self._seed, Steps(), values))
+        number = pool.largest(max(updates, default=None))
+        if number is None:
+            number = self._saves + (self._generation << 20)
+        return dict(pool.moments(flat, number, self._seed, Steps(), values))
 
     def _of_weights(
         self, flat: FlatState, picks: Picks, reference: Reference | None, target: Target | None,
-        further: Mapping[str, Points],
+        further: Mapping[str, Points], pool: Pool,
     ) -> Answer:  # fmt: skip
-        if not picks.tensors:
+        if not pool.count(picks.tensors):
             return Answer(None)
         recorded = self._recorded(target)
         for name, master in picks.casts.items():
             if name in recorded:
                 recorded.setdefault(master, recorded[name])
-        known = curvatures(picks.tensors, replace(flat, optim=picks.handed_on(flat)), recorded)
+        known = pool.curvatures(picks.tensors, replace(flat, optim=picks.handed_on(flat)), recorded)
         if reference is None:
             self._learned.size = None
         size = self._learned.size
         kinds = {} if target is None else target.kinds
         with self._measuring(flat, picks, target) as (rise, base):
-            if rise is not None and not any(one.mean > 0 for one in known.values()):
-                known = self._by_probes(picks.tensors, rise) or known
-            drafts = Drafts(picks.tensors, known, reference, size, self._generation, self._seed, kinds)
-            left = _left(flat, {*drafts.weights, *picks.casts}, further, self._dial, self._moments)
+            if rise is not None and pool.usual(known, picks.tensors) <= 0:
+                known = self._by_probes(picks.tensors, rise, pool) or known
+            drafts = Drafts(picks.tensors, known, reference, size, self._generation, self._seed, kinds, pool)
+            left = _left(flat, {*drafts.weights, *picks.casts}, further, self._dial, self._moments, pool)
             dial = self._dial.of(base) if isinstance(self._dial, ByBudget) else self._dial
             measure = None if rise is None else lambda draft: rise(draft.values)
             answer = dial.turn(drafts, self._learned, measure, left)
@@ -216,13 +237,13 @@ class Fisher(Coding):
             self._learned.size = answer.draft.size
         return answer
 
-    def _by_probes(self, weights: Mapping[str, Tensor], rise: Rise) -> dict[str, Curvature]:
+    def _by_probes(self, weights: Mapping[str, Tensor], rise: Rise, pool: Pool) -> dict[str, Curvature]:
         """What the loss says of each kind of weights, asked once in a run; nothing where it minds none of them."""
         if not self._probed:
-            self._probed = probe(weights, rise)
+            self._probed = pool.probe(weights, rise)
             if self._learned.terms is None:
                 self._learned.terms = 1.0
-        return probed(weights, self._probed) if self._probed else {}
+        return pool.probed(weights, self._probed) if self._probed else {}
 
     @contextmanager
     def _measuring(self, flat: FlatState, picks: Picks, target: Target | None) -> Iterator[tuple[Rise | None, float]]:
@@ -249,24 +270,31 @@ class Fisher(Coding):
 
     def _recorded(self, target: Target | None) -> dict[str, Tensor]:
         """What was recorded, by the names of the state."""
-        if self._recorder is None or not isinstance(target, ModelTarget):
+        if self._recorder is None or not isinstance(target, ModelTarget | ShardTarget):
             return {}
         squares = self._recorder.square  # a copy, made by every look at it
         if not squares and self._recorder.ready:
             do = "make the recorder with squares=True"
             raise PolicyError("gradients", found="a recorder without squares", expected="one with squares", do=do)
+        if isinstance(target, ShardTarget):
+            return target.recorded(squares)
         recorded = {unwrapped(name): square for name, square in squares.items()}
         return {target.names[name]: square for name, square in recorded.items() if name in target.names}
 
 
-def _left(flat: FlatState, weights: set[str], further: Mapping[str, Points], dial: Dial, kept: Moments) -> float:
+def _left(
+    flat: FlatState, weights: set[str], further: Mapping[str, Points], dial: Dial, kept: Moments, pool: Pool
+) -> float:
     """Bits that a ratio leaves to the weights: without the moments, and what stays exact."""
     if not isinstance(dial, ByRatio):
         return math.inf
     dropped = {name for name, info in flat.infos.items() if kept == "drop" and info.role in MOMENTS}
     coded = {*weights, *further, *dropped}
-    exact = 8 * sum(info.nbytes for name, info in flat.infos.items() if name not in coded)
-    return 8 * flat.nbytes / dial.ratio - exact - sum(entropy(one.codes) for one in further.values())
+    exact = 8 * sum(info.nbytes for name, info in flat.infos.items() if name not in coded and pool.counts(name))
+    nbytes = sum(info.nbytes for name, info in flat.infos.items() if pool.counts(name))
+    both = pool.total(exact, nbytes)
+    codes = {name: one.codes for name, one in further.items()}
+    return 8 * both[1] / dial.ratio - both[0] - pool.bits(codes)
 
 
 def _dial(budget: float | str | None, ratio: float | None, relative_error: float | None) -> Dial:

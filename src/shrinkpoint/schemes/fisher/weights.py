@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec import Lattice, Points, Reference
-from shrinkpoint.codec.lattice import FINE, MOST_EXPONENT, matrix, spans
+from shrinkpoint.codec.lattice import FINE, MOST_EXPONENT, spans
 from shrinkpoint.codec.quantize.points import nearest
 from shrinkpoint.schemes.fisher.curvature import Curvature
+from shrinkpoint.schemes.fisher.spread import deviation
 from shrinkpoint.schemes.layers import EMBEDDING, HEAD, kind_by_name
 
 GAMMA = 0.25
@@ -28,7 +29,6 @@ WIDEST = 2.0
 CAREFUL = 0.25
 """Steps beside others, where it is known or likely that each value matters more: vectors (biases, gains), of which
 there are few; embeddings and heads, where nothing is known of any weight; weights of which alone nothing is known."""
-_SAMPLE = 1 << 16
 FLATTEST = 1e-4
 """Of the mean squared gradient: rows and columns with less count as having that, so that no step is without bound."""
 
@@ -55,34 +55,38 @@ def care(name: str, x: Tensor, known: Curvature, usual: float, kinds: Mapping[st
     return CAREFUL if kinds.get(name, kind_by_name(name, x.dim())) in (EMBEDDING, HEAD) else 1.0
 
 
-def lattice_of(x: Tensor, known: Curvature, usual: float, seed: int, careful: float = 1.0) -> Lattice | None:
+def lattice_of(
+    x: Tensor, known: Curvature, usual: float, seed: int, careful: float = 1.0, spread: float | None = None
+) -> Lattice | None:
     """Steps for a weight: one standard deviation, but smaller where the loss is more sensitive, and larger where less.
 
     Args:
         usual: squared gradients of a tensor that gets one standard deviation.
         careful: see `care`.
+        spread: the weight's standard deviation, where that is known; then only the shape of `x` counts.
 
     Returns:
         None where the weight does not vary.
     """
-    spread = deviation(x) * careful
+    spread = (deviation(x) if spread is None else spread) * careful
     if not 0 < spread < math.inf:
         return None
     rows, columns = spans("linear", tuple(x.shape))
     power = PROBED if known.probed else ALLOTTED
     level = math.log2(spread) - (power * math.log2(known.mean / usual) if known.mean > 0 and usual > 0 else 0.0)
     by_row, by_column = torch.zeros(rows), torch.zeros(columns)
-    if known.squares is not None and rows > 1:
-        by_row, by_column = (_fall(known.squares, axis) for axis in (1, 0))
+    if rows > 1:
+        by_row, by_column = (_fall(known.means(axis), count) for axis, count in ((1, rows), (0, columns)))
     exponents = (by_row + level) * FINE, by_column * FINE
     low, high = -MOST_EXPONENT // 2, MOST_EXPONENT // 2
     made = [one.round().clamp(low, high).to(torch.int16).cpu() for one in exponents]
     return Lattice("linear", made[0], made[1], seed=seed)
 
 
-def _fall(squares: Tensor, axis: int) -> Tensor:
-    """log2 of how steps vary along the other axis; 0 on average."""
-    means = squares.mean(axis)
+def _fall(means: Tensor | None, count: int) -> Tensor:
+    """log2 of how steps vary along an axis of so many squares' means; 0 on average."""
+    if means is None:
+        return torch.zeros(count)
     means = means.clamp(min=float(means.mean()) * FLATTEST)
     if not bool((means > 0).all()):
         return torch.zeros_like(means)
@@ -130,60 +134,11 @@ def points_of(x: Tensor, lattice: Lattice, before: Before | None, hold: float) -
     return made
 
 
-def hold_for(
-    weights: Mapping[str, Tensor], lattices: Mapping[str, Lattice], before: Mapping[str, Before], wanted: float,
-    most: float,
-) -> float:  # fmt: skip
-    """The longest hold with which so much of the weights' progress is retained; measured on a part of the weights."""
-    parts = [_Part.of(weights[name], lattices[name], one) for name, one in before.items() if one.original is not None]
-    if not parts:
-        return 0.5
-    low, high = 0.5, most
-    for _ in range(6):
-        middle = (low + high) / 2
-        kept, moved = (sum(pair) for pair in zip(*(part.progress(middle) for part in parts), strict=True))
-        low, high = (middle, high) if kept >= wanted * moved else (low, middle)
-    return low
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Some rows of a weight.
-
-    Attributes:
-        away: how many steps it is from its points before.
-        steps: of the lattice.
-        moved: how far training went since.
-    """
-
-    away: Tensor
-    steps: Tensor
-    moved: Tensor
-
-    @classmethod
-    def of(cls, x: Tensor, lattice: Lattice, before: Before) -> _Part:
-        assert before.original is not None
-        every = slice(None, None, max(1, x.numel() // _SAMPLE))
-        now = matrix(x)[every].to(torch.float32)
-        kept, original = (matrix(one)[every].to(x.device, torch.float32) for one in (before.kept, before.original))
-        steps = replace(lattice, rows=lattice.rows[every]).scales(device=x.device)
-        return cls((now - kept) / steps, steps, now - original)
-
-    def progress(self, hold: float) -> tuple[float, float]:
-        written = torch.where(self.away.abs() <= hold, 0.0, self.away.round()) * self.steps
-        return float((written * self.moved).sum()), float(self.moved.square().sum())
-
-
 def seed_of(name: str, generation: int, seed: int) -> int:
     """Of a weight's dither: none before the first restore, and another one after each."""
     if generation == 0:
         return 0
     return zlib.crc32(f"{seed}/{generation}/{name}".encode()) or 1
-
-
-def deviation(x: Tensor) -> float:
-    """The standard deviation of a weight."""
-    return float(matrix(x).to(torch.float32).std(correction=0))
 
 
 def scaled(lattice: Lattice, octaves: int, most: float = math.inf) -> Lattice:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -19,8 +20,10 @@ from shrinkpoint.schemes.inshrinkerator.partition import Partition
 from shrinkpoint.schemes.inshrinkerator.sizes import Sizes
 from shrinkpoint.schemes.inshrinkerator.weights import ALPHA, MAGNITUDE, SENSITIVITY, Weight, weights_of
 from shrinkpoint.schemes.layers import EMBEDDING
+from shrinkpoint.schemes.pooled import Pooled
 from shrinkpoint.schemes.search import Axis, Outcome, Point, Space, Trials
 from shrinkpoint.schemes.searched import Searched
+from shrinkpoint.schemes.shardedtarget import ShardTarget
 from shrinkpoint.schemes.target import ModelTarget, Target, unwrapped
 from shrinkpoint.statistics import LogHistogram
 
@@ -79,17 +82,25 @@ class Inshrinkerator(Searched):
         self._recorder, self._paper, self._sigma = gradients, paper, sigma
         self._dither = dither and not paper
 
-    def variants(self, target: Target) -> tuple[str, ...]:
+    def variants(self, target: Target, pool: Pooled | None = None) -> tuple[str, ...]:
         """Sensitivity is a metric only where there are gradients."""
-        known = SENSITIVITY if self._gradients(target) else MAGNITUDE
+        gradients = self._gradients(target)
+        if pool is not None:
+            gradients = {title: torch.empty(0) for title in pool.wholes.anywhere(gradients)}
+        known = SENSITIVITY if gradients else MAGNITUDE
         return tuple(one for one in self.space.variants if one in (MAGNITUDE, known)) or self.space.variants
 
-    def candidates(self, weights: Mapping[str, Tensor], earlier: Earlier, target: Target) -> Candidates:
+    def candidates(
+        self, weights: Mapping[str, Tensor], earlier: Earlier, target: Target, pool: Pooled | None = None
+    ) -> Candidates:
         """All points for these weights; see `Searched`."""
-        prepared = weights_of(weights, target.kinds, self._gradients(target))
+        kinds = target.kinds if pool is None else pool.kinds(weights, target.kinds)
+        prepared = weights_of(weights, kinds, self._gradients(target))
         shapes = {name: x.shape for name, x in weights.items()}
         how = Clustering(self._sigma, self._seed, self._paper, earlier.generation if self._dither else 0)
-        return Candidates(self.space, prepared, shapes, earlier, how)
+        if pool is None:
+            return Candidates(self.space, prepared, shapes, earlier, how)
+        return Boxes(self.space, prepared, shapes, earlier, how, pool)
 
     def _whole(
         self, sizes: Callable[[Point], float], trials: Trials, allowed: float, variants: Sequence[str], progress: Any
@@ -100,6 +111,8 @@ class Inshrinkerator(Searched):
 
     def _gradients(self, target: Target) -> dict[str, Tensor]:
         """What was recorded, by the names of the state."""
+        if self._recorder is not None and isinstance(target, ShardTarget):
+            return target.recorded(self._recorder.mean)
         if self._recorder is None or not isinstance(target, ModelTarget):
             return {}
         recorded = {unwrapped(name): mean for name, mean in self._recorder.mean.items()}
@@ -131,9 +144,17 @@ class Candidates:
         how: Clustering,
     ) -> None:  # fmt: skip
         self._space, self._weights, self._shapes, self._earlier, self._how = space, weights, shapes, earlier, how
-        self._partition = Partition(weights)
-        self._sizes = Sizes(weights, self._partition, Earlier() if how.paper else earlier, how.sigma, self._noises())
-        self._embedding = torch.tensor([one.kind == EMBEDDING for one in weights.values()])
+        self._partition = self._parted()
+        self._embedding = torch.tensor([one.kind == EMBEDDING for one in weights.values()], dtype=torch.bool)
+        self._embeddings = [one.kind == EMBEDDING for one in self._partition.weights.values()]
+
+    @cached_property
+    def _sizes(self) -> Sizes:
+        earlier = Earlier() if self._how.paper else self._earlier
+        return Sizes(self._weights, self._partition, earlier, self._how.sigma, self._noises())
+
+    def _parted(self) -> Partition:
+        return Partition(self._weights)
 
     def size(self, point: Point) -> float:
         """Predicted bytes; infinite for a point that only says again what another one says."""
@@ -148,7 +169,7 @@ class Candidates:
 
     def _is_double(self, point: Point) -> bool:
         """A knob for tensors that there are none of counts in one position alone."""
-        idle = {"bins": bool(self._embedding.all()), "embedding_bins": not bool(self._embedding.any())}
+        idle = {"bins": all(self._embeddings), "embedding_bins": not any(self._embeddings)}
         axes = zip(self._space.axes, point.index, strict=True)
         return any(idle.get(axis.name, False) and i < len(axis.values) - 1 for axis, i in axes)
 
@@ -161,7 +182,7 @@ class Candidates:
         bins = int(at["embedding_bins" if weight.kind == EMBEDDING else "bins"])
         prune, protect = float(at["prune"]), float(at["protect"])
         pruned, protected = self._partition.masks(weight, str(at[search.METRIC]), prune, protect)
-        values, counts = LogHistogram.of_ids(weight.ids, ALPHA, ~(pruned | protected)).buckets()
+        values, counts = self._sketch(name, LogHistogram.of_ids(weight.ids, ALPHA, ~(pruned | protected))).buckets()
         how, seed = self._how, self._seed(name)
         start = None if how.paper else self._earlier.centers.get(name)
         centers = clusters.cluster(
@@ -171,8 +192,16 @@ class Candidates:
         shape = self._shapes[name]
         return clusters.quantize(
             weight.x.reshape(shape), centers, pruned=pruned.reshape(shape), protected=protected.reshape(shape),
-            noise=self._noise(name, weight).reshape(shape) if how.generation else None,
+            noise=self._noise(name, weight).reshape(shape) if how.generation else None, zero=self._zero(name),
         )  # fmt: skip
+
+    def _sketch(self, name: str, one: LogHistogram) -> LogHistogram:
+        """Of the values that get centers."""
+        return one
+
+    def _zero(self, name: str) -> bool | None:
+        """Whether anything of a weight is pruned; None: its masks tell."""
+        return None
 
     def _noises(self) -> dict[str, Tensor]:
         return {name: self._noise(name, one) for name, one in self._weights.items()} if self._how.generation else {}
@@ -182,6 +211,70 @@ class Candidates:
 
     def _seed(self, name: str) -> int:
         return self._how.seed ^ zlib.crc32(name.encode())
+
+
+class Boxes(Candidates):
+    """The same for boxes of weights of several ranks: thresholds and centers are those of the whole weights."""
+
+    def __init__(
+        self, space: Space, weights: dict[str, Weight], shapes: Mapping[str, torch.Size], earlier: Earlier,
+        how: Clustering, pool: Pooled,
+    ) -> None:  # fmt: skip
+        self._pool = pool
+        self._sketches: dict[str, LogHistogram] = {}
+        self._zeros: set[str] = set()
+        self._whole = self._merged(weights)
+        mine = {name: self._known(one, self._whole[pool.title(name)].scores) for name, one in weights.items()}
+        super().__init__(space, mine, shapes, earlier, how)
+
+    def _known(self, weight: Weight, scores: dict[str, LogHistogram]) -> Weight:
+        sensitivity = weight.sensitivity if SENSITIVITY in scores else None
+        return replace(weight, scores=scores, sensitivity=sensitivity)
+
+    def _merged(self, weights: Mapping[str, Weight]) -> dict[str, Weight]:
+        """What is known of whole weights, by title: their kinds and scores, without values."""
+        pool, scores = self._pool, dict[str, dict[str, LogHistogram]]()
+        for metric in (MAGNITUDE, SENSITIVITY):
+            known = pool.all({name: metric in one.scores for name, one in weights.items()})
+            found = pool.sketches(
+                {name: one.scores[metric] for name, one in weights.items() if pool.title(name) in known}, ALPHA
+            )
+            for title, sketch in found.items():
+                scores.setdefault(title, {})[metric] = sketch
+        nothing = torch.empty(0)
+        return {title: Weight(nothing, pool.all_kinds[title], nothing, scores[title]) for title in pool.titles}
+
+    def _parted(self) -> Partition:
+        return Partition(self._whole)
+
+    def size(self, point: Point) -> float:
+        """Of the boxes of this rank; 0 where it has none."""
+        if not self._weights:
+            return math.inf if not self._how.paper and self._is_double(point) else 0.0
+        return super().size(point)
+
+    def symbols(self, point: Point) -> dict[str, Symbols]:
+        """As `Candidates`; a collective."""
+        at, parts, zeros = self._space.settings(point), dict[str, LogHistogram](), list[str]()
+        for name, weight in self._weights.items():
+            metric, prune, protect = str(at[search.METRIC]), float(at["prune"]), float(at["protect"])
+            pruned, protected = self._partition.masks(weight, metric, prune, protect)
+            parts[name] = LogHistogram.of_ids(weight.ids, ALPHA, ~(pruned | protected))
+            zeros += [name] * bool(pruned.any())
+        self._sketches, self._zeros = self._pool.sketches(parts, ALPHA), self._pool.wholes.anywhere(zeros)
+        return super().symbols(point)
+
+    def _sketch(self, name: str, one: LogHistogram) -> LogHistogram:
+        return self._sketches[self._pool.title(name)]
+
+    def _zero(self, name: str) -> bool | None:
+        return self._pool.title(name) in self._zeros
+
+    def _seed(self, name: str) -> int:
+        return super()._seed(self._pool.title(name))
+
+    def _noise(self, name: str, weight: Weight) -> Tensor:
+        return _noise(weight.x, self._pool.seed(name, self._seed(name) + self._how.generation))
 
 
 def _noise(like: Tensor, seed: int) -> Tensor:

@@ -95,6 +95,25 @@ class Trials:
         return [value for value, _ in answers]
 
 
+class Joint(Trials):
+    """Trials of states of which every rank has a part: all ranks measure each point together, and sizes add up.
+
+    Args:
+        measure: the same on all ranks; a collective.
+        total: sums of numbers over ranks; a collective.
+    """
+
+    def __init__(self, measure: Callable[[Point], float], total: Callable[..., Sequence[float]]) -> None:
+        super().__init__(measure)
+        self._total = total
+
+    def sizes(self, predict: Callable[[Point], float], points: Sequence[Point]) -> dict[Point, float]:
+        """See `Trials`."""
+        found = [float(predict(point)) for point in points]
+        sums = self._total(*(math.inf if math.isnan(one) else one for one in found))
+        return dict(zip(points, sums, strict=True))
+
+
 _Told = tuple[str, str, str, str, str]
 """An error as text: the name of its class, and its four parts. Not every exception survives pickling."""
 

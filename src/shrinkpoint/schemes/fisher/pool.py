@@ -1,0 +1,124 @@
+"""What the scheme has to know of whole tensors, and of all of them: by itself, or together with other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import TypeVar
+
+from torch import Tensor
+
+from shrinkpoint.codec import Lattice, Points, Reference
+from shrinkpoint.schemes.fisher.curvature import Curvature, curvatures
+from shrinkpoint.schemes.fisher.moments import FEWEST, Steps, moments
+from shrinkpoint.schemes.fisher.probes import Rise, probe, probed
+from shrinkpoint.schemes.fisher.spread import deviation, entropy
+from shrinkpoint.schemes.fisher.weights import lattice_of, usual_squares
+from shrinkpoint.schemes.picks import Picks
+from shrinkpoint.state import FlatState
+
+T = TypeVar("T")
+
+
+class Pool:
+    """Of one process, which has all of every tensor.
+
+    `merged.Merged` is the same of several ranks, each of which has some boxes. There, what is asked of all weights is a
+    collective: all ranks ask it, in the same order; what is asked of one weight is not.
+    """
+
+    # of one weight
+
+    def title(self, name: str) -> str:
+        """What the whole weight is called."""
+        return name
+
+    def counts(self, name: str) -> bool:
+        """Whether this process's numbers of a tensor count in sums."""
+        return True
+
+    def numel(self, name: str, x: Tensor) -> int:
+        return x.numel()
+
+    def deviation(self, name: str, x: Tensor) -> float:
+        return deviation(x)
+
+    def rows(self, name: str, x: Tensor, most: int) -> slice:
+        """Some of its rows, spread over the whole weight: about `most` values in all, where rows are not long."""
+        return slice(None, None, max(1, x.numel() // most))
+
+    def seed(self, name: str, number: int) -> int:
+        """Of this process's part of the dither."""
+        return number
+
+    def inherits(self, name: str) -> bool:
+        """Whether all of the weight has points of the checkpoint before."""
+        return True
+
+    def lattice(
+        self, name: str, x: Tensor, known: Curvature, usual: float, seed: int, careful: float
+    ) -> Lattice | None:
+        """As `weights.lattice_of`."""
+        return lattice_of(x, known, usual, seed, careful)
+
+    # of all weights
+
+    def picks(self, flat: FlatState, reference: Reference | None, alive: Collection[str] | None) -> Picks:
+        """Which tensors are weights to be quantized; what comes first."""
+        return Picks.of(flat, alive, smallest=FEWEST, axes=1).folded(flat.optim.keys())
+
+    def moments(
+        self, flat: FlatState, save: int, seed: int, steps: Steps, made: dict[str, Tensor]
+    ) -> Iterable[tuple[str, Points]]:
+        """As `moments.moments`."""
+        return moments(flat, save, seed, steps, made)
+
+    def curvatures(
+        self, weights: Mapping[str, Tensor], flat: FlatState, recorded: Mapping[str, Tensor]
+    ) -> dict[str, Curvature]:
+        """As `curvature.curvatures`."""
+        return curvatures(weights, flat, recorded)
+
+    def probe(self, weights: Mapping[str, Tensor], rise: Rise) -> dict[str, float]:
+        """As `probes.probe`."""
+        return probe(weights, rise)
+
+    def probed(self, weights: Mapping[str, Tensor], found: Mapping[str, float]) -> dict[str, Curvature]:
+        """As `probes.probed`."""
+        return probed(weights, found)
+
+    def usual(self, known: Mapping[str, Curvature], weights: Mapping[str, Tensor]) -> float:
+        """As `weights.usual_squares`."""
+        return usual_squares(known, weights)
+
+    def count(self, weights: Collection[str]) -> int:
+        """How many whole weights there are."""
+        return len(weights)
+
+    def total(self, *numbers: float) -> tuple[float, ...]:
+        """Sums over all processes."""
+        return numbers
+
+    def largest(self, number: int | None) -> int | None:
+        """Of all processes; None where none has one."""
+        return number
+
+    def agreed(self, thing: T) -> T | None:
+        """What all processes have; None where they differ."""
+        return thing
+
+    def anywhere(self, names: Iterable[str]) -> set[str]:
+        """Titles of the weights that some process names."""
+        return set(names)
+
+    def bits(self, codes: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None) -> float:
+        """What codes cost, by their entropy.
+
+        Args:
+            weights: of which the codes are only some; None: they are all.
+        """
+        if weights is None:
+            return sum(entropy(one) for one in codes.values())
+        return sum(entropy(one) * weights[name].numel() / max(1, one.numel()) for name, one in codes.items())
+
+
+ALONE = Pool()

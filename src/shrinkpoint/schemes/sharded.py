@@ -1,0 +1,101 @@
+"""Schemes decided by several ranks together, each of which has some boxes of the tensors of all."""
+
+from __future__ import annotations
+
+from inspect import signature
+
+from shrinkpoint.codec import Reference
+from shrinkpoint.errors import MismatchError, PolicyError
+from shrinkpoint.schemes.base import Scheme
+from shrinkpoint.schemes.fisher import Fisher
+from shrinkpoint.schemes.fisher.merged import Merged
+from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.schemes.pooled import Pooled
+from shrinkpoint.schemes.searched import Searched
+from shrinkpoint.schemes.settled import Settled
+from shrinkpoint.schemes.shardedtarget import ShardTarget
+from shrinkpoint.schemes.shards import Link, Shards
+from shrinkpoint.schemes.tracked import Tracked
+from shrinkpoint.schemes.wholes import Wholes
+from shrinkpoint.state import FlatState
+
+__all__ = ["ShardTarget", "check", "settle"]
+
+
+def settle(
+    scheme: Scheme, flat: FlatState, reference: Reference | None, shards: Shards, target: ShardTarget | None = None
+) -> Scheme:
+    """Decide for this rank's boxes, with the statistics of whole tensors: a collective of all ranks that write.
+
+    All boxes of one tensor get the same recipe, and decisions about all tensors are the same on all ranks. A rank that
+    is alone, and has whole tensors, decides as without shards.
+
+    Args:
+        scheme: of the same settings on every rank.
+        flat: this rank's tensors.
+        reference: what a reader has of them in this rank's previous file; None: nothing. Where one rank that has
+            tensors has nothing, all ranks decide as if they had nothing.
+        target: what to measure on, where the scheme measures.
+
+    Returns:
+        What quantizes and encodes this rank's boxes.
+
+    Raises:
+        PolicyError: a scheme that cannot be sharded; before any rank waits for another.
+        MismatchError: ranks have different schemes, or tensors of one name that differ.
+        ShrinkpointError: what went wrong on this rank or on another; on all ranks.
+    """
+    if isinstance(scheme, Lossless):
+        return scheme
+    check(scheme, measures=target is not None)
+    link = Link(shards.gather)
+    return link.together(lambda: _settled(scheme, flat, reference, Shards(shards.places, link), target))
+
+
+def check(scheme: Scheme, *, measures: bool = False) -> None:
+    """Whether several ranks can decide a scheme together; no collective.
+
+    Args:
+        measures: there is a model that is saved, on every rank.
+
+    Raises:
+        PolicyError: they cannot.
+    """
+    if isinstance(scheme, Lossless):
+        return
+    known = isinstance(scheme, Fisher | Tracked) or (isinstance(scheme, Searched) and _takes_pool(scheme))
+    if not known:
+        expected, do = "a scheme that several ranks can decide together", "take one of this library's"
+        raise PolicyError("scheme", found=repr(scheme), expected=expected, do=do)
+    if isinstance(scheme, Searched) and scheme.shares:
+        found, do = "ranks that share the trials of one state", "leave group= away: all ranks measure each trial"
+        raise PolicyError("group", found=found, expected="None, where ranks have parts of the state", do=do)
+    if isinstance(scheme, Searched | Fisher) and scheme.measures and not measures:
+        found, do = "no model that is saved", "say which one it is, or how much may be lost without measuring"
+        raise PolicyError("evaluate", found=found, expected="a model to measure on every rank", do=do)
+
+
+def _takes_pool(scheme: Searched) -> bool:
+    return all("pool" in signature(one).parameters for one in (scheme.candidates, scheme.variants))
+
+
+def _settled(
+    scheme: Scheme, flat: FlatState, reference: Reference | None, shards: Shards, target: ShardTarget | None
+) -> Settled:
+    wholes = Wholes(flat, shards)
+    told = wholes.gather((f"{type(scheme).__name__}, {scheme!r}", bool(flat.tensors) and reference is None))
+    schemes = sorted({name for name, _ in told})
+    if len(schemes) > 1:
+        found = " and ".join(schemes)
+        raise MismatchError("scheme", found=found, expected="the same on all ranks", do="set all ranks up alike")
+    if any(alone for _, alone in told):
+        reference = None
+    target = ShardTarget(flat) if target is None else target
+    target.join(wholes)
+    if isinstance(scheme, Fisher):
+        return scheme.settle(flat, reference, target, *(() if wholes.alone else (Merged(wholes),)))
+    pools = () if wholes.alone else (Pooled(wholes),)
+    if isinstance(scheme, Searched):
+        return scheme.settle(flat, reference, target, *pools)
+    assert isinstance(scheme, Tracked)
+    return scheme.decide(flat, reference, *pools)

@@ -1,0 +1,161 @@
+"""What a search measures on where every rank has a part of the model: all ranks evaluate it together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shrinkpoint.errors import PolicyError
+from shrinkpoint.schemes.before import Before
+from shrinkpoint.schemes.layers import kinds_by_module
+from shrinkpoint.schemes.target import Evaluate, Target, measured, modules_of, unwrapped
+from shrinkpoint.schemes.wholes import Wholes, is_of, recorded
+from shrinkpoint.state import FlatState
+
+
+class ShardTarget(Target):
+    """A model whose parameters are on several ranks (FSDP2, tensor parallelism), or copied on all of them.
+
+    `evaluate` is called on all ranks at the same time, so it may use collectives, as a forward pass of such a model
+    does. What ranks return is averaged: each may measure its own batches. An `evaluate` that raises on one rank alone
+    leaves the others in whatever collective they have begun.
+
+    Args:
+        flat: this rank's tensors, which share memory with its part of the model.
+        evaluate: None: nothing will be measured.
+        model: a module, or a dict or list of modules; None: it is not known.
+
+    Attributes:
+        alive: names of the tensors that are parameters; None where there is no model: all of them.
+    """
+
+    def __init__(self, flat: FlatState, evaluate: Evaluate | None = None, model: Any = None) -> None:
+        super().__init__(flat, evaluate or _unasked)
+        self._model, self._modules = model, [*modules_of(model)]
+        self._wholes: Wholes | None = None
+        self._measures = evaluate is not None
+        self._places: dict[int, list[str]] = {}
+        if model is None:
+            return
+        self._let_go()  # so that a module's parameters are the parts
+        for name, x in flat.tensors.items():
+            if x.numel():
+                self._places.setdefault(x.data_ptr(), []).append(name)  # a tied one has several
+        for parameter, kind in self._parameters():
+            for name in self._places.get(_local(parameter).data_ptr(), []):
+                self.kinds |= {} if kind is None else {name: kind}
+        ours = {_local(parameter).data_ptr() for parameter, _ in self._parameters()}
+        self.alive = frozenset(name for place, names in self._places.items() if place in ours for name in names)
+
+    def join(self, wholes: Wholes) -> None:
+        """Take part in what all ranks do together.
+
+        Raises:
+            PolicyError: something is to be measured, and what is saved shares no memory with a model, or a rank has a
+                parameter that only another one saves, so that it would not have the trial's values; on every rank.
+        """
+        self._wholes = wholes
+        if not self._measures:
+            return
+        told = wholes.gather((bool(self.alive), self._copied(wholes)))
+        if not any(alive for alive, _ in told):
+            found, do = "no weight that is a parameter of the model in memory", "say which model is saved"
+            raise PolicyError("evaluate", found=found, expected="tensors that share memory with it", do=do)
+        copied = next((one for _, one in told if one is not None), None)
+        if copied is not None:
+            found, do = "copies of it on ranks that do not save it", "say how much may be lost without measuring"
+            raise PolicyError(copied, found=found, expected="a model in parts, each on one rank", do=do)
+
+    def _copied(self, wholes: Wholes) -> str | None:
+        """A parameter that this rank has, and another one saves."""
+        for module in self._modules:
+            for name, parameter in module.named_parameters():
+                local = _local(parameter)
+                if local.numel() and local.data_ptr() not in self._places:
+                    found = (title for title in wholes.shapes if is_of(title, unwrapped(name)))
+                    title = next(found, None)
+                    if title is not None:
+                        return title
+        return None
+
+    def recorded(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a recorder has of this rank's tensors, by their names."""
+        assert self._wholes is not None
+        return recorded(self._wholes, {unwrapped(name): x for name, x in found.items()}, self._flat)
+
+    def measure(self, values: Mapping[str, Tensor]) -> float:
+        """See `Target`; a collective: the mean of what all ranks measure."""
+        assert self._wholes is not None
+        before = self._before or self._taken()
+        with torch.no_grad():
+            try:
+                before.without_gradients()
+                for name, value in values.items():
+                    if self.alive is not None and name in self.alive:
+                        self._flat.tensors[name].copy_(value)
+                self._let_go()
+                found = measured(self._evaluate, self._model)
+            finally:
+                self._let_go()
+                before.put_back()
+        return _mean(self._wholes.gather(found))
+
+    def _taken(self) -> Before:
+        buffers = {x.data_ptr(): x for module in self._modules for x in map(_local, module.buffers())}
+        ours = {self._flat.tensors[name].data_ptr(): self._flat.tensors[name] for name in self.alive or ()}
+        return _Before((buffers | ours).values(), self._modules)
+
+    def _let_go(self) -> None:
+        """Whole weights that a forward pass has put together: they would be used again as they are."""
+        for module in self._modules:
+            for part in module.modules():
+                reshard = getattr(part, "reshard", None)
+                if callable(reshard):
+                    reshard()
+
+    def _parameters(self) -> Iterator[tuple[Tensor, str | None]]:
+        for module in self._modules:
+            kinds = kinds_by_module(module)
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                yield parameter, kinds.get(name)
+
+
+class _Before(Before):
+    """The same without the memory that parameters lie in: those that are in parts have none of their own."""
+
+    def __init__(self, tensors: Any, modules: list[nn.Module]) -> None:
+        super().__init__(tensors, ())
+        self._modes = [(part, part.training) for module in modules for part in module.modules()]
+        self._held = [(one, one.grad) for module in modules for one in module.parameters()]
+
+    def without_gradients(self) -> None:
+        """See `Before`."""
+        for parameter, _ in self._held:
+            parameter.grad = None
+
+    def put_back(self) -> None:
+        """See `Before`."""
+        for part, training in self._modes:
+            part.training = training
+        for parameter, gradient in self._held:
+            parameter.grad = gradient
+        super().put_back()
+
+
+def _local(x: Any) -> Tensor:
+    """This rank's part of a parameter."""
+    local: Tensor = (x.to_local() if hasattr(x, "to_local") else x).detach()
+    return local
+
+
+def _mean(found: list[float]) -> float:
+    """Of what ranks measured; what all of them found, exactly, where they agree."""
+    return found[0] if all(one == found[0] for one in found) else math.fsum(found) / len(found)
+
+
+def _unasked(_: Any) -> float:
+    raise AssertionError("nothing is to be measured")
