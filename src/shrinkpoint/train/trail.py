@@ -22,6 +22,7 @@ from shrinkpoint.store import folder as folders
 from shrinkpoint.store.foldermanifest import FolderManifest
 from shrinkpoint.store.store import Device, placed
 from shrinkpoint.store.tip import Tip
+from shrinkpoint.store.unfold import decode
 from shrinkpoint.train.metrics import numbers
 from shrinkpoint.train.roles import with_parameters
 from shrinkpoint.train.settling import settled
@@ -170,7 +171,7 @@ class Trail:
             found, do = f"the payloads of {len(manifest.payloads)} ranks", "read it with shrinkpoint.train.dcp"
             raise MismatchError(str(folder), found=found, expected="the payload of one process", do=do)
         self._tip.drop()  # else there would be three states in memory
-        decoded = folders.decode(folder, threads=self._threads)
+        decoded = decode(folder, threads=self._threads)
         tensors = placed(decoded.reference.tensors, device, copy=True)
         state = unflatten(decoded.tree, tensors, tie=tie, where=str(folder))
         self._tip.adopt(folder, decoded)

@@ -1,0 +1,131 @@
+"""A switch for the whole process: who only passes a path to `dcp.save` and `dcp.load` gets our writer and reader."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from torch.distributed.checkpoint import state_dict_saver as saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from shrinkpoint.errors import PolicyError
+from shrinkpoint.schemes import Scheme
+from shrinkpoint.store.folder import is_checkpoint
+from shrinkpoint.train.dcp import marker
+from shrinkpoint.train.dcp.place import is_path
+from shrinkpoint.train.dcp.reader import Reader
+from shrinkpoint.train.dcp.writer import Writer
+
+_PLACES = ("torch.distributed.checkpoint", *(
+    f"torch.distributed.checkpoint.{name}" for name in ("filesystem", "_storage_utils", "format_utils")
+))  # fmt: skip
+_SUBCLASSED = ("_fsspec_filesystem", "hf_storage")
+_EXECUTORS = ("_ProcessBasedAsyncCheckpointExecutor", "_ThreadBasedAsyncCheckpointExecutor")
+_before: list[tuple[Any, str, Any]] = []
+"""What was there: (module, name, object)."""
+
+
+def install(scheme: str | Scheme = "lossless", **settings: Any) -> None:
+    """From now on, whoever gives torch.distributed.checkpoint a path saves with `Writer` and loads with `Reader`.
+
+    Directories that torch's own writer wrote are read as ever, by torch's own reader, which unpickles. Installing
+    again changes the settings. URLs stay with whatever reads them.
+
+    Args:
+        scheme, settings: of `Writer`.
+
+    Raises:
+        PolicyError: settings that `Writer` refuses.
+    """
+    Writer(scheme=scheme, **settings)
+    _Writer.settings = {"scheme": scheme, **settings}
+    if _before:
+        return
+    for name in _SUBCLASSED:  # these derive from torch's own classes, and must go on doing so
+        with suppress(ImportError):
+            importlib.import_module(f"torch.distributed.checkpoint.{name}")
+    for place in map(importlib.import_module, _PLACES):
+        for name, ours in (("FileSystemWriter", _Writer), ("FileSystemReader", _Reader)):
+            if hasattr(place, name):
+                _replace(place, name, ours)
+    for name in _EXECUTORS:
+        if hasattr(saver, name):
+            _replace(saver, name, _executor(getattr(saver, name)))
+
+
+def uninstall() -> None:
+    """Put back what was there before `install`; nothing happens where nothing is installed."""
+    while _before:
+        place, name, stock = _before.pop()
+        setattr(place, name, stock)
+
+
+def _replace(place: Any, name: str, ours: Any) -> None:
+    _before.append((place, name, getattr(place, name)))
+    setattr(place, name, ours)
+
+
+class _Writer(Writer):
+    """Ours, made as torch's own is."""
+
+    settings: ClassVar[dict[str, Any]] = {}
+
+    def __init__(
+        self, path: str | os.PathLike[str], *args: Any, overwrite: bool = True, _extensions: Any = None, **kwargs: Any
+    ) -> None:
+        if _extensions:
+            found, do = "_extensions of FileSystemWriter", "leave them out, or uninstall()"
+            raise PolicyError("Writer", found=found, expected="no transformation of bytes", do=do)
+        super().__init__(path, **self.settings)
+        self._overwrite = overwrite
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if not self._overwrite and (is_checkpoint(self._place.folder) or (self._place.folder / marker.NAME).exists()):
+            found, do = "a checkpoint", "save elsewhere, or with overwrite=True"
+            raise PolicyError(str(self._place.folder), found=found, expected="none, as overwrite=False", do=do)
+
+
+class _Reader(Reader):
+    """Ours, made as torch's own is, which reads what ours does not know."""
+
+    def __init__(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        self._stock: StorageReader | None = None
+        super().__init__(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        super().reset(checkpoint_id)
+        self._stock = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if not is_checkpoint(self._place.folder) or marker.is_foreign(self._place.folder):
+            self._stock = FileSystemReader(self._place.folder)
+            return self._stock.read_metadata(*args, **kwargs)
+        return super().read_metadata(*args, **kwargs)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        if self._stock is not None:
+            self._stock.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        return super().read_data(plan, planner) if self._stock is None else self._stock.read_data(plan, planner)
+
+
+def _executor(stock: type[Any]) -> type[Any]:
+    """`async_save` saves later, or in a process where nothing is installed: the writer comes from here and now."""
+
+    class Executor(stock):  # type: ignore[misc]
+        def execute_save(self, *args: Any, **kwargs: Any) -> Any:
+            path = kwargs.get("checkpoint_id")
+            if kwargs.get("storage_writer") is None and is_path(path):
+                kwargs["storage_writer"] = Writer(path, **_Writer.settings)
+            return super().execute_save(*args, **kwargs)
+
+    return Executor

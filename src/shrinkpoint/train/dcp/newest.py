@@ -1,0 +1,68 @@
+"""Which checkpoint all ranks go on from."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from shrinkpoint.errors import ShrinkpointError
+from shrinkpoint.schemes.shards import gathering
+from shrinkpoint.store import folder as folders
+
+_log = logging.getLogger("shrinkpoint")
+
+
+def newest(root: str | Path, group: dist.ProcessGroup | None = None, *, deep: bool = False) -> Path | None:
+    """The newest directory below `root` with a checkpoint that is whole for all ranks; all get the same answer.
+
+    Newer is what has the larger number in its name. Every rank checks what it sees: on a disk of its own, a rank may
+    see less. What is passed over is said aloud, with the reason.
+
+    Args:
+        root: a directory; that there is none is no error.
+        group: the ranks that ask, all of them together; None: all there are.
+        deep: compare every stored byte with its digest, too.
+
+    Returns:
+        None where there is none.
+    """
+    place = Path(root).absolute()
+    gather = gathering(group)
+    seen: set[str] = set().union(*gather(_candidates(place)))
+    for name in sorted(seen, key=_by_number, reverse=True):
+        reasons = gather(_fault(place / name, deep=deep))
+        if not any(reasons):
+            return place / name
+        for rank, reason in enumerate(reasons):
+            if reason:
+                _log.warning("%s is passed over: rank %d: %s", place / name, rank, reason)
+    return None
+
+
+def _candidates(root: Path) -> set[str]:
+    """Directories that may be meant: also those without a manifest, which a save that failed left behind."""
+    try:
+        return {path.name for path in root.iterdir() if path.is_dir() and _is_ours(path)}
+    except OSError:
+        return set()
+
+
+def _is_ours(path: Path) -> bool:
+    return folders.is_checkpoint(path) or any(path.glob("rank-*.safetensors"))
+
+
+def _fault(folder: Path, *, deep: bool) -> str:
+    try:
+        folders.check(folder, deep=deep)
+    except ShrinkpointError as error:
+        return str(error)
+    return ""
+
+
+def _by_number(name: str) -> tuple[Any, ...]:
+    """`step-10` after `step-9`: digits count as numbers, and before letters."""
+    return tuple((1, int(part), "") if part.isdigit() else (2, 0, part) for part in re.split(r"(\d+)", name) if part)

@@ -1,0 +1,45 @@
+"""Where a checkpoint goes, and how much of the machine is this rank's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from shrinkpoint.errors import PolicyError
+
+
+class Place:
+    """What torch calls a `checkpoint_id`. Nothing is raised before it is needed: not all ranks might hear of it."""
+
+    def __init__(self, given: Any = None) -> None:
+        self._given = given
+        self.path: Path | None = None
+        if is_path(given):
+            self.path = Path(given).absolute()  # now: the process may change its directory later
+
+    @property
+    def folder(self) -> Path:
+        """The directory.
+
+        Raises:
+            PolicyError: there is none.
+        """
+        if self.path is None:
+            found = "no path" if self._given is None else f"{self._given!r:.200}, which is no path of a directory"
+            do = "pass checkpoint_id=, or the path to Writer or Reader"
+            raise PolicyError("checkpoint_id", found=found, expected="a directory", do=do)
+        return self.path
+
+
+def is_path(given: Any) -> bool:
+    """Whether something can be a directory: any path but a URL."""
+    return isinstance(given, str | os.PathLike) and "://" not in str(os.fspath(given)) and bool(os.fspath(given))
+
+
+def threads_of(threads: int | None) -> int | None:
+    """Native threads of this rank; where torchrun has started several on this machine, they share its cores."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if threads is not None or not ranks.isdecimal() or int(ranks) < 2:
+        return threads
+    return max(1, len(os.sched_getaffinity(0)) // int(ranks))

@@ -1,0 +1,214 @@
+"""The writing half of `torch.distributed.checkpoint`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from shrinkpoint.errors import PolicyError, ShrinkpointError, StorageError
+from shrinkpoint.record import JSON
+from shrinkpoint.schemes import Lossless, Scheme, named
+from shrinkpoint.state import snapshot
+from shrinkpoint.storage import LocalStorage
+from shrinkpoint.store import folder as folders
+from shrinkpoint.store.foldermanifest import Payload
+from shrinkpoint.train.dcp import chains, lossy, marker
+from shrinkpoint.train.dcp.chains import Chain, Loaded
+from shrinkpoint.train.dcp.description import KEY, describe, planned
+from shrinkpoint.train.dcp.items import Collected, collect
+from shrinkpoint.train.dcp.place import Place, is_path, threads_of
+from shrinkpoint.train.metrics import numbers
+
+_log = logging.getLogger("shrinkpoint")
+
+
+@dataclass(frozen=True)
+class _Mine:
+    """What the coordinator tells a rank: facts that are the same for every save, for torch may replay its plans."""
+
+    rank: int
+    world: int
+
+
+@dataclass(frozen=True)
+class _Wrote:
+    """What a rank tells the coordinator."""
+
+    payload: Payload
+    scheme: str
+    loss: JSON
+    lossy_restores: int
+
+
+class Writer(StorageWriter):
+    """Writes one payload a rank, each a delta against what this rank wrote before, and a manifest at the end.
+
+    `dcp.save(state, storage_writer=Writer(path))`, or a path for each save with `checkpoint_id=`. The checkpoint is
+    self-contained: every older directory may be deleted. What the next delta stands on is held by the process, so that
+    a new writer for each save is as good as one for all.
+
+    Memory on each rank: a copy of what it writes, for each of the last `chains.MOST` chains.
+
+    Args:
+        path: directory of the next checkpoint; None: `dcp.save` says it.
+        scheme: "lossless", or a scheme of one's own settings, which decides for whole tensors over all ranks.
+        keyframe_every: each chain has at most this many checkpoints, its keyframe included; None: no bound.
+        chain: what belongs together; None: paths that differ in their numbers only.
+        threads: native threads for coding; None: every core, shared with the other ranks on this machine.
+        group: what is passed to `dcp.save` as `process_group`; only a lossy scheme needs it.
+        model: whose state is saved; only a scheme that measures needs it.
+        step, metrics, note: for the manifest: what is saved, for people.
+
+    Raises:
+        PolicyError: a scheme nobody knows, or a number out of range.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, *, scheme: str | Scheme = "lossless",
+        keyframe_every: int | None = 20, chain: str | None = None, threads: int | None = None,
+        group: dist.ProcessGroup | None = None, model: Any = None, step: int | None = None,
+        metrics: Mapping[str, Any] | None = None, note: str = "",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if keyframe_every is not None and keyframe_every < 1:
+            expected, do = "a whole number from 1, or None", "say after how many checkpoints a new chain begins"
+            raise PolicyError("keyframe_every", found=repr(keyframe_every), expected=expected, do=do)
+        self._scheme, self._keyframe_every, self._chain = named(scheme), keyframe_every, chain
+        self._threads, self._group, self._model = threads_of(threads), group, model
+        self._about: dict[str, Any] = {"step": step, "metrics": numbers(metrics), "note": note}
+        self._place, self._is_coordinator = Place(path), True
+        self._restored: dict[str, Loaded] | None = None  # in the process that this writer was sent from
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For `async_save` in a process, which gets neither group nor model, but is told what was restored here."""
+        return {**self.__dict__, "_group": None, "_model": None, "_restored": self._restored or chains.restored()}
+
+    @property
+    def checkpoint_id(self) -> Path | None:
+        """The directory of this checkpoint."""
+        return self._place.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it can be a directory: any path but a URL."""
+        return is_path(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a save. Nothing is raised here: torch calls this where other ranks would not hear of it."""
+        if checkpoint_id is not None:
+            self._place = Place(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take a role.
+
+        Raises:
+            PolicyError: no path, or none of a directory; a save in which ranks do not speak to each other.
+        """
+        self._is_coordinator, _ = is_coordinator, self._place.folder
+        if not kwargs.get("use_collectives", True):
+            found = "use_collectives=False, which makes checkpoints that no rank can vouch for"
+            raise PolicyError("Writer", found=found, expected="collectives", do="leave it out")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Nothing to add: see `_Mine`."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tell every rank its number."""
+        return [replace(plan, storage_data=_Mine(rank, len(plans))) for rank, plan in enumerate(plans)]
+
+    @torch.no_grad()
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's payload, durably; there is no checkpoint before `finish`.
+
+        Raises:
+            StateError: something cannot be stored.
+            PolicyError: a scheme that cannot be used here.
+            StorageError: writing failed; nothing of it is left.
+        """
+        results = self._write(plan, planner)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Make the checkpoint exist, once every rank has written all that was planned.
+
+        Raises:
+            StorageError: something is missing, or writing failed; the checkpoint before stands.
+        """
+        folder = self._place.folder
+        wrote, owners = _gathered(results)
+        missing = [index for index in planned(metadata) if index not in owners]
+        if missing or not wrote:
+            found = f"{len(missing)} entries that nobody wrote, such as {missing[0].fqn!r}" if missing else "no payload"
+            raise StorageError(str(folder), found=found, expected="all that was planned", do="report this")
+        manifest = folders.commit(
+            folder, [one.payload for one in wrote], scheme=wrote[0].scheme,
+            lossy_restores=wrote[0].lossy_restores, loss=next((x.loss for x in wrote if x.loss is not None), None),
+            extra={KEY: describe(metadata, owners)}, **self._about,
+        )  # fmt: skip
+        try:
+            LocalStorage(folder).put(marker.NAME, marker.content(manifest.id))
+        except ShrinkpointError as error:  # the checkpoint stands; this is for other people's tools
+            _log.warning("%s", error)
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=self._place.path)
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        mine = plan.storage_data
+        assert isinstance(mine, _Mine)
+        folder = self._place.folder
+        default = chains.default_name(folder)
+        name = self._chain or default
+        restored = chains.restored() if self._restored is None else self._restored
+        with chains.chain(name, mine.rank, keyframe_every=self._keyframe_every, threads=self._threads) as chain:
+            chain.settle_accounts()
+            loaded = restored.get(default)
+            scheme = chain.resumed(self._scheme, loaded)
+            if isinstance(scheme, Lossless):
+                collected = self._collected(plan, planner, chain, loaded, mine.rank)
+            else:
+                scheme, collected = lossy.settled(
+                    scheme, lambda: self._collected(plan, planner, chain, loaded, mine.rank), chain,
+                    world=mine.world, group=self._group, model=self._model, is_sent=self._restored is not None,
+                )  # fmt: skip
+            if not collected.written and not self._is_coordinator:
+                return []
+            copy = None if collected.is_on_cpu else snapshot(collected.flat)
+            report = chain.tip.write(
+                folder, copy or collected.flat, scheme=scheme, rank=mine.rank, adopt=copy is not None
+            )
+            wrote = _Wrote(chain.wrote(folder), report.scheme, report.search, chain.lossy_restores)
+        results = [WriteResult(index, nbytes, None) for index, nbytes in collected.written.items()]
+        return [*results, WriteResult(MetadataIndex("~payload"), wrote.payload.size, wrote)]
+
+    def _collected(
+        self, plan: SavePlan, planner: SavePlanner, chain: Chain, loaded: Loaded | None, rank: int
+    ) -> Collected:
+        collected = collect(plan, planner)
+        chain.stand_on(loaded, collected.flat, rank, self._threads)
+        return collected
+
+
+def _gathered(results: list[list[WriteResult]]) -> tuple[list[_Wrote], dict[MetadataIndex, int]]:
+    """What the ranks that wrote say, and which of their payloads has what."""
+    wrote: list[_Wrote] = []
+    owners: dict[MetadataIndex, int] = {}
+    for rank in results:
+        said = [one.storage_data for one in rank if isinstance(one.storage_data, _Wrote)]
+        owners.update({one.index: len(wrote) for one in rank if not isinstance(one.storage_data, _Wrote) and said})
+        wrote += said[:1]
+    return wrote, owners
