@@ -1,0 +1,173 @@
+"""Only a callback: the weights stay the Trainer's, what is beside them is shrunk."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import gather_object
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
+from shrinkpoint.schemes import Scheme
+from shrinkpoint.state.rng import capture, reinstate
+from shrinkpoint.store import SaveReport
+from shrinkpoint.store.folder import is_checkpoint
+from shrinkpoint.train.trail import Trail
+from shrinkpoint.train.transformers import folders
+
+_log = logging.getLogger("shrinkpoint")
+
+
+class ShrinkCallback(TrainerCallback):
+    """Saves optimizer, scheduler and random generators with the Trainer's checkpoints of weights, and restores them.
+
+    For a Trainer that cannot be subclassed; with `save_only_model=True`, and with `save_total_limit` of 2 at least: the
+    Trainer deletes older checkpoints before a callback hears of the new one. A broken checkpoint is an error; pass
+    `resume_from_checkpoint=newest(output_dir)`, which passes over those.
+
+    Args:
+        scheme: for the optimizer: "lossless", or a scheme that needs no model.
+        keyframe_every: each chain has at most this many checkpoints; None: no bound.
+        background: training goes on while a checkpoint is written.
+        threads: native threads for coding; None: every core.
+        resume_from_checkpoint: where to go on from, if that is no directory of `output_dir`.
+
+    Raises:
+        PolicyError: settings that make no sense.
+    """
+
+    def __init__(
+        self, *, scheme: str | Scheme = "lossless", keyframe_every: int | None = 20, background: bool = False,
+        threads: int | None = None, resume_from_checkpoint: str | Path | None = None,
+    ) -> None:  # fmt: skip
+        self._trail = Trail(scheme=scheme, keyframe_every=keyframe_every, background=background, threads=threads)
+        self._from = resume_from_checkpoint
+        self._generators: Any = None  # to be set where training goes on
+        self._swept: tuple[Path, dict[str, Any]] | None = None
+
+    def wait(self) -> SaveReport | None:
+        """Wait until the last checkpoint is whole; what it did, or None if there is none yet.
+
+        Raises:
+            whatever writing it raised in the background, once.
+        """
+        return self._trail.wait()
+
+    @property
+    def stall(self) -> float:
+        """Seconds for which writing the last checkpoint held up training."""
+        return self._trail.stall
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Restore what the Trainer has not.
+
+        Raises:
+            NotFoundError: training goes on from a checkpoint without what is saved here.
+            MismatchError: the checkpoint is one of another step.
+            ChainError, FormatError, StorageError: it is broken.
+        """
+        _check(args, state)
+        self._generators = None
+        if state.global_step == 0:
+            return
+        folder = self._resumed(args, state)
+        if folder is None:
+            return
+        folders.examine(folder)
+        loaded = self._trail.load(folder)
+        if loaded.manifest.step != state.global_step:
+            found, expected = f"step {loaded.manifest.step}", f"{state.global_step}, where training goes on"
+            raise MismatchError(
+                str(folder), found=found, expected=expected, do="pass resume_from_checkpoint= here, too"
+            )
+        for name, one in _stateful(parts).items():
+            one.load_state_dict(loaded.state[name])
+        self._set_aside(loaded.state["rng"], args, folder)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """At the beginning of an epoch generators belong to what draws its order, too; else see `on_step_begin`."""
+        if args.ignore_data_skip or float(state.epoch or 0).is_integer():
+            self._set_generators()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """In the midst of one, only when the batches before are skipped, which draws from them."""
+        self._set_generators()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Wait before the Trainer saves, and deletes what the checkpoint before was to replace.
+
+        Raises:
+            whatever writing that raised in the background.
+        """
+        if control.should_save or control.should_evaluate:  # of the best ones it saves, it knows after evaluating
+            self._trail.wait()
+
+    on_epoch_end = on_step_end
+
+    def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Save beside the weights. All processes come here; those that write get the generators of all."""
+        generators = gather_object([capture()])
+        if not args.should_save:
+            return
+        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        stateful = _stateful(parts)
+        saved = {name: one.state_dict() for name, one in stateful.items()} | {"rng": generators}
+        self._trail.save(
+            folder, saved, parts=stateful, step=state.global_step, extra=folders.about(folder, saved)
+        )  # fmt: skip
+        folders.sweep(folder, saved)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Wait for what is being written.
+
+        Raises:
+            whatever writing it raised.
+        """
+        self._trail.close()
+
+    def _resumed(self, args: Any, state: Any) -> Path | None:
+        """The directory that training goes on from; None: the Trainer has restored all of it."""
+        own = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        named = self._from if self._from is not None else args.resume_from_checkpoint
+        folder = Path(named) if isinstance(named, str | Path) and Path(named).is_dir() else own
+        if is_checkpoint(folder):
+            return folder
+        if (folder / "optimizer.pt").is_file():
+            return None
+        found, do = "no optimizer that was saved here", "resume from newest(output_dir)"
+        raise NotFoundError(str(folder), found=found, expected="what training goes on with", do=do)
+
+    def _set_aside(self, generators: Any, args: Any, folder: Path) -> None:
+        if len(generators) == args.world_size:
+            self._generators = generators[args.process_index]
+        else:
+            found = f"{len(generators)} processes, and now there are {args.world_size}"
+            _log.warning("%s was saved by %s: random numbers will be others", folder, found)
+
+    def _set_generators(self) -> None:
+        generators, self._generators = self._generators, None
+        if generators is not None:
+            reinstate(generators)
+
+
+def _check(args: Any, state: Any) -> None:
+    for name, wrong, do in (
+        ("save_only_model", not args.save_only_model, "pass save_only_model=True, or optimizers are saved twice"),
+        ("enable_jit_checkpoint", args.enable_jit_checkpoint, "use ShrinkTrainer: callbacks do not hear of those"),
+        ("hyperparameter_search", state.is_hyper_param_search, "use ShrinkTrainer: directories are the trial's"),
+        ("fsdp or deepspeed", bool(args.fsdp or args.deepspeed), "use shrinkpoint.train.dcp.install"),
+    ):
+        if wrong:
+            raise PolicyError(name, found="what ShrinkCallback cannot serve", expected="something else", do=do)
+    if args.save_total_limit == 1:
+        _log.warning("save_total_limit=1: the Trainer deletes the only checkpoint before the next one is whole")
+
+
+def _stateful(parts: dict[str, Any]) -> dict[str, Any]:
+    """What is saved and restored, by name."""
+    optimizer = parts["optimizer"]
+    found = {"optimizer": optimizer, "scheduler": parts["lr_scheduler"], "scaler": getattr(optimizer, "scaler", None)}
+    return {name: one for name, one in found.items() if one is not None}

@@ -1,0 +1,220 @@
+"""The Trainer's checkpoint directories: which of them are whole, ours and those of the stock Trainer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import shutil
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+
+from shrinkpoint.errors import CorruptError, NotFoundError, ShrinkpointError, StorageError, TruncatedError
+from shrinkpoint.record import JSON
+from shrinkpoint.store import folder as folders
+
+STATE = "trainer_state.json"
+SENTINEL = "checkpoint-is-incomplete.txt"
+"""What `enable_jit_checkpoint` puts into a directory until it is whole."""
+WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+LOOP = re.compile(r"(optimizer|scheduler|scaler)\.pt")
+GENERATORS = re.compile(r"rng_state(_\d+)?\.pth")
+_STEP = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+_PAIR = ("optimizer.pt", "scheduler.pt")
+_DO = "resume from another checkpoint"
+_log = logging.getLogger("shrinkpoint")
+
+
+def newest(output_dir: str | Path, *, deep: bool = True, optimizer: bool = True) -> str | None:
+    """The newest whole checkpoint of a run, for `resume_from_checkpoint`; what is passed over is logged as a warning.
+
+    Of checkpoints that the stock Trainer wrote as much is checked as can be: that files are there, and complete.
+
+    Args:
+        output_dir: that of the `TrainingArguments`.
+        deep: compare every byte with its digest, too.
+        optimizer: pass over those with weights alone. (A checkpoint that a `ShrinkCallback` had not finished is one.)
+
+    Returns:
+        None: there are no checkpoints.
+
+    Raises:
+        NotFoundError: there are, and none is whole.
+    """
+    reasons: list[str] = []
+    for folder in numbered(output_dir):
+        try:
+            examine(folder, deep=deep, optimizer=optimizer)
+        except ShrinkpointError as error:
+            reasons.append(str(error))
+            _log.warning("%s is passed over: %s", folder, error)
+        else:
+            return str(folder)
+    if not reasons:
+        return None
+    found = f"{len(reasons)} checkpoints, none of them whole; the newest: {reasons[0]}"
+    raise NotFoundError(str(output_dir), found=found, expected="a whole checkpoint", do="name one to try")
+
+
+def numbered(output_dir: str | Path) -> list[Path]:
+    """The checkpoint directories of a run, the one of the last step first."""
+    root = Path(output_dir)
+    inside = list(root.iterdir()) if root.is_dir() else []
+    steps = {path: match for path in inside if path.is_dir() and (match := _STEP.fullmatch(path.name))}
+    return sorted(steps, key=lambda path: int(steps[path][1]), reverse=True)
+
+
+def examine(folder: str | Path, *, deep: bool = False, optimizer: bool = False) -> None:
+    """Make sure that a checkpoint is whole.
+
+    Args:
+        deep: read every byte.
+        optimizer: there must be one.
+
+    Raises:
+        NotFoundError: there is none.
+        ChainError, FormatError: files are missing, or not as they were written.
+        StorageError: reading failed.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise NotFoundError(str(root), found="no such directory", expected="a checkpoint", do=_DO)
+    if (root / SENTINEL).exists():
+        raise TruncatedError(str(root / SENTINEL), found="a save that was cut short", expected="a whole one", do=_DO)
+    try:
+        has_optimizer = _ours(root, deep) if folders.is_checkpoint(root) else _stock(root, deep)
+        if optimizer and not has_optimizer:
+            found, do = "weights without an optimizer", "name it, to go on from its weights alone"
+            raise NotFoundError(str(root), found=found, expected="all that training goes on with", do=do)
+    except OSError as error:
+        if isinstance(error, ShrinkpointError):
+            raise
+        raise StorageError(str(root), found=f"{type(error).__name__}: {error}", expected="files to read") from error
+
+
+def about(folder: Path, state: Mapping[str, Any]) -> JSON:
+    """What a manifest says of the Trainer's own files beside it, which are all written by now.
+
+    Args:
+        state: what the folder's payload will hold.
+    """
+    own = () if "model" in state else _all_weights(folder)  # else they are of an earlier save into this folder
+    weights = {path.relative_to(folder).as_posix(): path.stat().st_size for path in own}
+    holds: list[JSON] = [*sorted(state)]
+    return {"framework": "transformers", "state": _digest(folder / STATE), "weights": dict(weights), "holds": holds}
+
+
+def sweep(folder: Path, state: Mapping[str, Any]) -> None:
+    """Remove the stock files that lay in a folder before, and would now be those of another step.
+
+    Args:
+        state: what the folder's payload holds.
+    """
+    kinds = {"model": WEIGHTS, "optimizer": LOOP, "rng": GENERATORS}
+    stale = [kind for name, kind in kinds.items() if name in state]
+    for path in [*folder.iterdir()] if folder.is_dir() else []:
+        if any(kind.fullmatch(path.name) for kind in stale):
+            path.unlink(missing_ok=True)
+
+
+def rotate(output_dir: str | Path, limit: int | None, keep: set[Path]) -> None:
+    """As the Trainer does: delete the oldest directories, until `limit` are left.
+
+    But never `keep`: the Trainer protects what it takes for the newest, and a broken one of a later step is not.
+    """
+    if limit is None or limit <= 0:
+        return
+    found = [Path(path) for path in sort_checkpoints(str(output_dir), use_mtime=True)]
+    surplus = len(found) - max(limit, len(keep))
+    for path in [path for path in found if path not in keep][: max(surplus, 0)]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _ours(root: Path, deep: bool) -> bool:
+    """Whether it has an optimizer."""
+    manifest = folders.check(root, deep=deep)
+    _state(root)
+    extra = manifest.extra if isinstance(manifest.extra, dict) else {}
+    if extra.get("state") != _digest(root / STATE):
+        found, expected = "another file than was there when this was saved", "the one of this checkpoint"
+        raise CorruptError(str(root / STATE), found=found, expected=expected, do=_DO)
+    weights = extra.get("weights")
+    for name, size in weights.items() if isinstance(weights, dict) else ():
+        there = (root / name).stat().st_size if (root / name).is_file() else None
+        if there != size:
+            found = "no such file" if there is None else f"{there} bytes"
+            raise TruncatedError(str(root / name), found=found, expected=f"{size} bytes", do=_DO)
+        _readable(root / name, deep=deep)
+    holds = extra.get("holds")
+    return isinstance(holds, list) and "optimizer" in holds
+
+
+def _stock(root: Path, deep: bool) -> bool:
+    """Whether it has an optimizer."""
+    weights = [*_all_weights(root)]
+    sharded = any(path.is_dir() and path.name.startswith("pytorch_model_fsdp") for path in root.iterdir())
+    if not weights and not sharded:
+        found, expected = "neither a manifest nor weights", "a checkpoint whose writing ended"
+        raise TruncatedError(str(root), found=found, expected=expected, do=_DO)
+    _state(root)
+    there = [name for name in _PAIR if (root / name).is_file()]
+    missing = sorted({*_PAIR} - {*there})
+    if there and missing and not sharded:
+        raise TruncatedError(str(root / missing[0]), found="no such file", expected=f"one beside {there[0]}", do=_DO)
+    kinds = (LOOP, GENERATORS)
+    for path in [*weights, *(path for path in root.iterdir() if any(kind.fullmatch(path.name) for kind in kinds))]:
+        _readable(path, deep=deep)
+    return bool(there) or sharded
+
+
+def _state(root: Path) -> None:
+    """The Trainer writes this last, and not atomically."""
+    path = root / STATE
+    if not path.is_file():
+        raise TruncatedError(str(path), found="no such file", expected="what the Trainer writes last", do=_DO)
+    try:
+        if isinstance(json.loads(path.read_text("utf-8")), dict):
+            return
+    except ValueError:
+        pass
+    raise CorruptError(str(path), found="no JSON object", expected="the state of a Trainer", do=_DO)
+
+
+def _readable(path: Path, *, deep: bool) -> None:
+    """As far as the format itself tells."""
+    try:
+        if path.suffix == ".json":
+            folder = path.parent
+            for shard in {*json.loads(path.read_text("utf-8"))["weight_map"].values()}:
+                if not (folder / shard).is_file():
+                    raise TruncatedError(str(folder / shard), found="no such file", expected="a shard", do=_DO)
+        elif path.suffix == ".safetensors":
+            with safe_open(str(path), framework="pt"):
+                pass
+        else:
+            with zipfile.ZipFile(path) as archive:
+                bad = archive.testzip() if deep else None
+            if bad is not None:
+                raise CorruptError(str(path), found=f"wrong bytes in {bad}", expected="those of its checksum", do=_DO)
+    except (SafetensorError, zipfile.BadZipFile, ValueError, KeyError, AttributeError, TypeError) as error:
+        if isinstance(error, ShrinkpointError):
+            raise
+        found = f"{type(error).__name__}: {error}"
+        raise CorruptError(str(path), found=found, expected="a whole file", do=_DO) from error
+
+
+def _all_weights(root: Path) -> Iterator[Path]:
+    """The Trainer's own files of weights: of the model, and of adapters in directories of their own."""
+    for path in sorted([*root.glob("*"), *root.glob("*/adapter_model.*")]):
+        if path.is_file() and WEIGHTS.fullmatch(path.name):
+            yield path
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

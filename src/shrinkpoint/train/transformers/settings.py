@@ -1,0 +1,99 @@
+"""How a Trainer's checkpoints are made small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from shrinkpoint.errors import PolicyError
+from shrinkpoint.schemes import Fisher, Scheme
+from shrinkpoint.schemes.names import kind
+from shrinkpoint.train.gradients import Gradients
+from shrinkpoint.train.trail import Trail
+
+
+@dataclass(frozen=True)
+class Shrink:
+    """Settings of a `ShrinkTrainer`; as they are, nothing is lost.
+
+    Attributes:
+        scheme: "lossless"; another name; a scheme that is made already; or what makes one, such as `sp.Fisher` or
+            `functools.partial(sp.Inshrinkerator, threshold=0.01)`.
+        evaluate: a metric of the Trainer's own evaluation, such as "eval_loss": the scheme measures with it. Whether
+            more of it is better is what `greater_is_better` says where it is `metric_for_best_model`, else its name.
+        batches: how many batches of the evaluation dataset one measurement takes; None: all.
+        gradients: record gradients for the scheme: of the steps before each save.
+        keyframe_every: each chain has at most this many checkpoints; None: no bound.
+        background: training goes on while a checkpoint is written. One at a time: a save that comes too early waits.
+            Older checkpoints are deleted only once the new one is whole.
+        threads: native threads for coding; None: every core.
+    """
+
+    scheme: str | Scheme | Callable[..., Scheme] = "lossless"
+    evaluate: str | None = None
+    batches: int | None = 8
+    gradients: bool = False
+    keyframe_every: int | None = 20
+    background: bool = False
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.batches is not None and self.batches < 1:
+            raise PolicyError("Shrink, batches", found=f"{self.batches}", expected="at least 1, or None for all")
+        made = not isinstance(self.scheme, str) and not callable(self.scheme)
+        if made and (self.evaluate is not None or self.gradients):
+            found, do = f"{self.scheme!r}, which is made already", "pass its class, or a functools.partial of it"
+            raise PolicyError("Shrink, scheme", found=found, expected="what can be told how to measure", do=do)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether nothing was asked for."""
+        return self == Shrink()
+
+    def recorder(self, model: nn.Module, every: int | None) -> Gradients | None:
+        """A recorder of gradients, where one is asked for.
+
+        Args:
+            every: optimizer steps from save to save; None: nobody knows.
+        """
+        if not self.gradients:
+            return None
+        maker = kind(self.scheme) if isinstance(self.scheme, str) else self.scheme
+        made = maker.func if isinstance(maker, partial) else maker
+        squares = not isinstance(made, type) or issubclass(made, Fisher)
+        return Gradients(model, every=every, squares=squares)
+
+    def trail(self, evaluate: Callable[[Any], float] | None, higher: bool, recorder: Gradients | None) -> Trail:
+        """What writes, and the scheme it writes with.
+
+        Args:
+            evaluate: measures the model.
+            higher: it returns a score.
+
+        Raises:
+            PolicyError: the scheme cannot do what is asked for, or needs what is not.
+        """
+        given: dict[str, Any] = {}
+        if evaluate is not None:
+            given |= {"evaluate": evaluate, "higher_is_better": higher}
+        if recorder is not None:
+            given["gradients"] = recorder
+        return Trail(
+            scheme=self._made(given), keyframe_every=self.keyframe_every, background=self.background,
+            threads=self.threads,
+        )  # fmt: skip
+
+    def _made(self, given: dict[str, Any]) -> Scheme:
+        maker = kind(self.scheme) if isinstance(self.scheme, str) else self.scheme
+        if not callable(maker):
+            return maker
+        try:
+            return maker(**given)
+        except TypeError as error:
+            asked = " and ".join(sorted({"evaluate", "gradients"} & given.keys())) or "no arguments"
+            found, do = f"one that does not take {asked} ({error})", "choose another one, or ask for less"
+            raise PolicyError("Shrink, scheme", found=found, expected="a maker of schemes", do=do) from error
