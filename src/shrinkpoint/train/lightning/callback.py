@@ -1,0 +1,56 @@
+"""What the plugin cannot see: the module behind the state, and its gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.optim import Optimizer
+
+from shrinkpoint.errors import PolicyError
+from shrinkpoint.train.gradients import Gradients
+from shrinkpoint.train.lightning.io import ShrinkIO
+
+
+class ShrinkCallback(pl.Callback):
+    """Tells the Trainer's `ShrinkIO` which module it saves, and records gradients for schemes that use them.
+
+    Gradients are recorded on the process that saves, before they are clipped, and of several optimizers when the first
+    one steps. After a restore, recording starts afresh.
+
+    Args:
+        gradients: a recorder of the same module, which the scheme has, too.
+    """
+
+    def __init__(self, gradients: Gradients | None = None) -> None:
+        self._gradients = gradients
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Find the plugin.
+
+        Raises:
+            PolicyError: the Trainer has none.
+        """
+        plugin = trainer.strategy.checkpoint_io
+        if not isinstance(plugin, ShrinkIO):
+            found, do = f"a {type(plugin).__name__}", "pass Trainer(plugins=[ShrinkIO(...)])"
+            raise PolicyError("ShrinkCallback", found=found, expected="ShrinkIO as the checkpoint plugin", do=do)
+        plugin.watch(pl_module)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Count on from the step that training goes on from."""
+        if self._gradients is not None:
+            self._gradients.at(trainer.global_step)
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Record; what changes gradients comes after this hook, so copies are waited for at once."""
+        if self._gradients is not None and trainer.is_global_zero and _same(optimizer, trainer.optimizers[0]):
+            self._gradients.after_backward()
+            self._gradients.before_zero_grad()
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two are one optimizer; manual optimization sees a wrapper."""
+    return getattr(one, "optimizer", one) is getattr(other, "optimizer", other)

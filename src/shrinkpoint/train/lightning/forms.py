@@ -1,0 +1,148 @@
+"""Values that a Lightning checkpoint may hold and a state does not: written in a plain form, and made again from it.
+
+A form is a dict with one key, which begins with "shrinkpoint:"; a dict that only looks like one gets a second colon.
+Reading one builds values of the types below and of no other: nothing is imported, and of what is imported only members
+of enums are looked up.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Callable
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.data import AttributeDict
+from lightning.pytorch.utilities import AttributeDict as PrintedDict
+
+from shrinkpoint.errors import FormatError, MismatchError
+
+_PREFIX = "shrinkpoint:"
+_MAX_DEPTH = 64
+"""Deeper nests than a state may have are left as they are, for the state to refuse; also those without an end."""
+
+_FORMS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "attributes": (AttributeDict, dict, AttributeDict),
+    "parsed": (PrintedDict, dict, PrintedDict),
+    "namespace": (Namespace, lambda value: dict(vars(value)), lambda form: Namespace(**form)),
+    "path": (type(Path()), str, Path),
+    "device": (torch.device, str, torch.device),
+    "dtype": (torch.dtype, lambda value: str(value).removeprefix("torch."), lambda form: _dtype(form)),
+    "timedelta": (timedelta, lambda value: [value.days, value.seconds, value.microseconds], lambda f: timedelta(*f)),
+    "set": (set, list, set),
+    "frozenset": (frozenset, list, frozenset),
+    "complex": (complex, lambda value: [value.real, value.imag], lambda form: complex(*form)),
+    "range": (range, lambda value: [value.start, value.stop, value.step], lambda form: range(*form)),
+    "slice": (slice, lambda value: [value.start, value.stop, value.step], lambda form: slice(*form)),
+}
+"""Name -> type, its plain form, and how it is made again."""
+
+_BY_TYPE = {kind: name for name, (kind, _, _) in _FORMS.items()}
+
+
+def plain(value: Any) -> Any:
+    """The same nest with a plain form for every value that has one; what cannot be stored stays as it is."""
+    return _mapped(value, _plain, 0)
+
+
+def unplain(value: Any) -> Any:
+    """The inverse of `plain`.
+
+    Raises:
+        MismatchError: the class of an enum is not imported, or lacks the member.
+        FormatError: a form that this release does not know.
+    """
+    return _mapped(value, _unplain, 0)
+
+
+def _mapped(value: Any, each: Callable[[Any, int], Any], depth: int) -> Any:
+    """`each` of a value whose parts are mapped; a container of which nothing changes is the same object."""
+    kind = type(value)
+    if depth > _MAX_DEPTH:
+        return value
+    if kind in (dict, OrderedDict):
+        return each(_mapped_dict(value, each, depth), depth)
+    if kind in (list, tuple):
+        parts = [_mapped(part, each, depth + 1) for part in value]
+        changed = any(new is not old for new, old in zip(parts, value, strict=True))
+        return kind(parts) if changed else value
+    return each(value, depth)
+
+
+def _mapped_dict(value: dict[Any, Any], each: Callable[[Any, int], Any], depth: int) -> dict[Any, Any]:
+    parts = {key: _mapped(part, each, depth + 1) for key, part in value.items()}
+    if all(parts[key] is part for key, part in value.items()):
+        return value
+    made = type(value)(parts)
+    if hasattr(value, "_metadata"):  # of a module's state_dict
+        made._metadata = value._metadata  # type: ignore[attr-defined]
+    return made
+
+
+def _plain(value: Any, depth: int) -> Any:
+    name = _BY_TYPE.get(type(value))
+    if name is not None:
+        return {_PREFIX + name: _mapped(_FORMS[name][1](value), _plain, depth + 1)}
+    if isinstance(value, Enum) and _member(_place(value)) is value:
+        return {f"{_PREFIX}enum": _place(value)}
+    name = _form_of(value)
+    if name is not None:  # no form, only called like one
+        return {f"{_PREFIX}:{name}": part for part in value.values()}
+    return value
+
+
+def _unplain(value: Any, depth: int) -> Any:
+    name = _form_of(value)
+    if name is None:
+        return value
+    (form,) = value.values()
+    if name.startswith(":"):
+        return {_PREFIX + name[1:]: form}
+    if name == "enum":
+        return _found_member(form)
+    if name not in _FORMS:
+        raise FormatError("checkpoint", found=f"a value of the form {name!r}", expected=", ".join(_FORMS))
+    return _FORMS[name][2](form)
+
+
+def _form_of(value: Any) -> str | None:
+    if type(value) is not dict or len(value) != 1:
+        return None
+    (key,) = value
+    return key.removeprefix(_PREFIX) if type(key) is str and key.startswith(_PREFIX) else None
+
+
+def _place(value: Enum) -> list[str]:
+    return [type(value).__module__, type(value).__qualname__, value.name]
+
+
+def _member(place: Any) -> Enum | None:
+    """The member of an enum that is imported already; no attribute is asked for, so no code of a module runs."""
+    module, path, name = place
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    return found.__members__.get(name) if isinstance(found, type) and issubclass(found, Enum) else None
+
+
+def _found_member(place: Any) -> Enum:
+    found = _member(place)
+    if found is None:
+        module, path, name = place
+        do = f"import {module} before loading, or save plain values"
+        raise MismatchError(
+            "checkpoint", found=f"{path}.{name} of {module}", expected="an enum that is imported", do=do
+        )
+    return found
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = vars(torch).get(name)
+    if not isinstance(found, torch.dtype):
+        raise FormatError("checkpoint", found=f"the dtype {name!r}", expected="one that this torch has")
+    return found

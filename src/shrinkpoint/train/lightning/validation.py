@@ -1,0 +1,73 @@
+"""The loss of the first validation batches, for schemes that ask what a checkpoint costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from shrinkpoint.errors import PolicyError
+
+
+class Validation:
+    """`Fisher(budget="0.1%", evaluate=Validation(batches=4))`: the mean loss that `validation_step` returns.
+
+    The batches are the first ones of the Trainer's validation data, taken once and kept, so that the same weights get
+    the same answer. What `validation_step` logs meanwhile is not logged.
+
+    Args:
+        batches: how many.
+        key: of the loss, where `validation_step` returns a dict.
+    """
+
+    def __init__(self, batches: int = 4, *, key: str = "loss") -> None:
+        if batches < 1:
+            raise PolicyError("Validation, batches", found=f"{batches}", expected="at least 1")
+        self._count, self._key = batches, key
+        self._batches: list[Any] = []
+
+    @torch.no_grad()
+    def __call__(self, module: pl.LightningModule) -> float:
+        """The loss of a module that a Trainer is training.
+
+        Raises:
+            PolicyError: there is no validation data, or `validation_step` returns no loss.
+        """
+        trainer = module.trainer
+        self._batches = self._batches or _first(trainer, self._count)
+        module.eval()  # whoever calls this puts the modes back
+        silent = dict.fromkeys(("log", "log_dict"), _nothing)
+        vars(module).update(silent)
+        try:
+            losses = [self._loss(trainer, module, batch, index) for index, batch in enumerate(self._batches)]
+        finally:
+            for name in silent:
+                del vars(module)[name]
+        return sum(losses) / len(losses)
+
+    def _loss(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> float:
+        batch = trainer.strategy.batch_to_device(batch)
+        with trainer.precision_plugin.val_step_context():
+            out: Any = module.validation_step(batch, index)
+        loss = out.get(self._key) if isinstance(out, dict) else out
+        if not isinstance(loss, Tensor | float | int):
+            found, expected = f"a {type(loss).__name__}", f"a loss, or a dict with {self._key!r}"
+            raise PolicyError("validation_step", found=found, expected=expected, do="return the loss")
+        return float(loss)
+
+
+def _first(trainer: pl.Trainer, count: int) -> list[Any]:
+    if trainer.val_dataloaders is None:
+        trainer.fit_loop.epoch_loop.val_loop.setup_data()
+    loaders: Any = trainer.val_dataloaders
+    loader = loaders[0] if isinstance(loaders, list | tuple) and loaders else loaders
+    batches = [batch for batch, _ in zip(loader or (), range(count), strict=False)]
+    if not batches:
+        raise PolicyError("Validation", found="no validation data", expected="a val_dataloader", do="pass one to fit")
+    return batches
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass

@@ -1,0 +1,365 @@
+"""The plugin by itself: writing beside the loop, removal, loading without a Trainer, values that are no tensors."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import shutil
+import threading
+from argparse import Namespace
+from collections import OrderedDict
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.fabric.utilities.data import AttributeDict
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lit import QUIET, Small, every, names, points, small, trainer
+from strategies import same
+from torch import nn
+
+from shrinkpoint.errors import ChainError, CorruptError, FormatError, MismatchError, NotFoundError, StorageError
+from shrinkpoint.schemes import Lossless
+from shrinkpoint.state import flatten, unflatten
+from shrinkpoint.train.lightning import ShrinkIO, load_from_checkpoint, newest
+from shrinkpoint.train.lightning.forms import plain, unplain
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"state_dict": {"w": torch.full((64,), value)}, "global_step": int(value)}
+
+
+class Gate(Lossless):
+    """Writes when it may, and fails when it must."""
+
+    def __init__(self) -> None:
+        self.open, self.entered, self.fails = threading.Event(), threading.Event(), False
+
+    def encode(self, *arguments: Any, **options: Any) -> Any:
+        self.entered.set()
+        assert self.open.wait(60)
+        if self.fails:
+            raise StorageError("disk", found="nothing but smoke")
+        return super().encode(*arguments, **options)
+
+
+# beside the loop
+
+
+def test_one_save_is_written_at_a_time_and_the_next_one_waits(tmp_path):
+    gate = Gate()
+    ours = ShrinkIO(gate, background=True)
+    ours.save_checkpoint(state(1), tmp_path / "1.ckpt")
+    assert gate.entered.wait(60)
+    second = threading.Thread(target=ours.save_checkpoint, args=(state(2), tmp_path / "2.ckpt"))
+    second.start()
+    second.join(0.2)
+    assert second.is_alive() and not (tmp_path / "2.ckpt").exists()
+    gate.open.set()
+    second.join()
+    ours.teardown()
+    assert [ours.load_checkpoint(tmp_path / f"{i}.ckpt")["global_step"] for i in (1, 2)] == [1, 2]
+
+
+def test_a_name_is_taken_as_soon_as_it_is_saved_to(tmp_path):
+    """Or ModelCheckpoint would give it to another one."""
+    gate = Gate()
+    ours = ShrinkIO(gate, background=True)
+    ours.save_checkpoint(state(1), tmp_path / "deep" / "1.ckpt")
+    assert (tmp_path / "deep" / "1.ckpt").exists() and newest(tmp_path / "deep") is None
+    gate.open.set()
+    ours.wait()
+    assert newest(tmp_path / "deep") == tmp_path / "deep" / "1.ckpt"
+
+
+def test_the_state_is_that_of_the_call(tmp_path):
+    gate, given_state = Gate(), state(1)
+    ours = ShrinkIO(gate, background=True)
+    ours.save_checkpoint(given_state, tmp_path / "1.ckpt")
+    given_state["state_dict"]["w"].zero_()
+    gate.open.set()
+    ours.wait()
+    assert ours.load_checkpoint(tmp_path / "1.ckpt")["state_dict"]["w"].eq(1).all()
+
+
+def test_what_is_removed_meanwhile_goes_once_its_successor_stands(tmp_path):
+    gate = Gate()
+    gate.open.set()
+    ours = ShrinkIO(gate, background=True)
+    ours.save_checkpoint(state(1), tmp_path / "1.ckpt")
+    ours.wait()
+    gate.open.clear()
+    ours.save_checkpoint(state(2), tmp_path / "2.ckpt")
+    ours.remove_checkpoint(tmp_path / "1.ckpt")
+    assert (tmp_path / "1.ckpt").exists()
+    gate.open.set()
+    ours.wait()
+    assert names(tmp_path) == ["2.ckpt"]
+
+
+def test_what_is_removed_stays_if_its_successor_was_not_written(tmp_path, caplog):
+    gate = Gate()
+    gate.open.set()
+    ours = ShrinkIO(gate, background=True)
+    ours.save_checkpoint(state(1), tmp_path / "1.ckpt")
+    ours.wait()
+    gate.fails = True
+    ours.save_checkpoint(state(2), tmp_path / "2.ckpt")
+    ours.remove_checkpoint(tmp_path / "1.ckpt")
+    with pytest.raises(StorageError, match="smoke"):
+        ours.save_checkpoint(state(3), tmp_path / "3.ckpt")
+    assert names(tmp_path) == ["1.ckpt"] == [newest(tmp_path).name] and "1.ckpt is not removed" in caplog.text
+    gate.fails = False
+    ours.save_checkpoint(state(3), tmp_path / "3.ckpt")
+    ours.teardown()
+    assert names(tmp_path) == ["1.ckpt", "3.ckpt"]
+
+
+def test_removing_what_is_being_written_waits_for_it(tmp_path):
+    gate = Gate()
+    ours = ShrinkIO(gate, background=True)
+    ours.save_checkpoint(state(1), tmp_path / "1.ckpt")
+    remover = threading.Thread(target=ours.remove_checkpoint, args=(tmp_path / "1.ckpt",))
+    remover.start()
+    remover.join(0.2)
+    assert remover.is_alive()
+    gate.open.set()
+    remover.join()
+    ours.teardown()
+    assert names(tmp_path) == []
+
+
+def test_a_failed_save_is_heard_of_at_the_end(tmp_path):
+    gate = Gate()
+    gate.open.set()
+    gate.fails = True
+    run = trainer(tmp_path, ShrinkIO(gate, background=True), epochs=1, callbacks=[every(tmp_path / "all")])
+    with pytest.raises(StorageError, match="smoke"):
+        run.fit(small(), points())
+    assert names(tmp_path / "all") == []
+
+
+def test_a_plugin_goes_to_other_processes_and_on_after_its_end(tmp_path):
+    ours = pickle.loads(pickle.dumps(ShrinkIO(background=True)))
+    for i in (1, 2):
+        ours.save_checkpoint(state(i), tmp_path / f"{i}.ckpt")
+        ours.teardown()
+    assert [ours.load_checkpoint(tmp_path / f"{i}.ckpt")["global_step"] for i in (1, 2)] == [1, 2]
+
+
+# removal
+
+
+def test_a_base_that_is_removed_still_carries_the_next_delta(tmp_path):
+    ours = ShrinkIO()
+    for i in range(4):
+        ours.save_checkpoint(state(i), tmp_path / f"{i}.ckpt")
+        ours.remove_checkpoint(tmp_path / f"{i}.ckpt")
+    ours.save_checkpoint(state(4), tmp_path / "4.ckpt")
+    assert ours.wait().keyframe is False and [path.name for path in tmp_path.iterdir()] == ["4.ckpt"]
+    assert same(ShrinkIO().load_checkpoint(tmp_path / "4.ckpt"), state(4))
+
+
+def test_a_base_that_somebody_else_removed_is_not_needed(tmp_path):
+    ours = ShrinkIO()
+    ours.save_checkpoint(state(1), tmp_path / "1.ckpt")
+    shutil.rmtree(tmp_path / "1.ckpt")
+    ours.save_checkpoint(state(2), tmp_path / "2.ckpt")
+    assert ours.wait().keyframe is True and same(ShrinkIO().load_checkpoint(tmp_path / "2.ckpt"), state(2))
+
+
+def test_files_and_links_are_removed_as_such(tmp_path):
+    ours = ShrinkIO()
+    ours.save_checkpoint(state(1), tmp_path / "1.ckpt")
+    (tmp_path / "link.ckpt").symlink_to("1.ckpt")
+    torch.save({}, tmp_path / "file.ckpt")
+    assert newest(tmp_path) == tmp_path / "1.ckpt"
+    for name in ("link.ckpt", "file.ckpt"):
+        ours.remove_checkpoint(str(tmp_path / name))
+    assert names(tmp_path) == ["1.ckpt"] == [newest(tmp_path).name]
+
+
+# what is whole, and what is not
+
+
+def test_the_newest_whole_one_is_found_and_what_is_passed_over_is_said(tmp_path, caplog):
+    ours = ShrinkIO()
+    for i in (3, 1, 2):
+        ours.save_checkpoint(state(i), tmp_path / "deep" / f"{i}.ckpt")
+    assert newest(tmp_path) == tmp_path / "deep/2.ckpt"
+    (payload,) = (tmp_path / "deep/2.ckpt").glob("rank-*")
+    data = bytearray(payload.read_bytes())
+    data[-1] ^= 1
+    payload.write_bytes(data)
+    (tmp_path / "deep/4.ckpt").mkdir()  # of a save that was cut off
+    with caplog.at_level(logging.WARNING, "shrinkpoint"):
+        assert newest(str(tmp_path)) == tmp_path / "deep/1.ckpt"
+    assert "4.ckpt is passed over" in caplog.text and "2.ckpt is passed over" in caplog.text
+    assert newest(tmp_path / "nowhere") is None
+
+
+def test_a_broken_one_says_what_to_do(tmp_path):
+    ours = ShrinkIO(keyframe_every=None)
+    ours.save_checkpoint(state(1), tmp_path / "1.ckpt")
+    ours.save_checkpoint(state(2), tmp_path / "2.ckpt")
+    shutil.rmtree(tmp_path / "2.ckpt/bases")
+    with pytest.raises(ChainError, match="newest"):
+        ours.load_checkpoint(tmp_path / "2.ckpt")
+    manifest = tmp_path / "2.ckpt/shrinkpoint.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"step":2', b'"step":3'))
+    with pytest.raises(CorruptError, match="newest"):
+        ours.load_checkpoint(tmp_path / "2.ckpt")
+    manifest.unlink()
+    with pytest.raises(NotFoundError, match="newest"):
+        ours.load_checkpoint(tmp_path / "2.ckpt")
+
+
+# without a Trainer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pl.Trainer]:
+    """A run in a directory: ours as epoch=0.ckpt, and stock.ckpt of the same state."""
+    root = tmp_path_factory.mktemp("saved")
+    run = trainer(root, ShrinkIO(), epochs=1, callbacks=[every(root)])
+    run.fit(small(width=16), points())
+    run.strategy.checkpoint_io = TorchCheckpointIO()
+    run.save_checkpoint(root / "stock.ckpt")
+    return root, run
+
+
+@pytest.mark.parametrize("name", ["epoch=0.ckpt", "stock.ckpt"])
+def test_a_module_is_made_from_a_checkpoint(saved, name):
+    root, run = saved
+    made = load_from_checkpoint(Small, root / name)
+    assert same(made.state_dict(), run.lightning_module.state_dict())
+    assert made.hparams == run.lightning_module.hparams and made.hparams.width == 16
+    assert load_from_checkpoint(Small, str(root / name), map_location="cpu", lr=0.5).hparams.lr == 0.5
+
+
+@pytest.mark.parametrize("name", ["epoch=0.ckpt", "stock.ckpt"])
+def test_strictness_is_lightnings(saved, name):
+    class Larger(Small):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.more = nn.Linear(1, 1)
+
+    with pytest.raises(RuntimeError, match="Missing key"):
+        load_from_checkpoint(Larger, saved[0] / name)
+    with pytest.warns(UserWarning, match=r"not in the checkpoint.*more.weight"):
+        load_from_checkpoint(Larger, saved[0] / name, strict=False)
+
+
+def test_hyperparameters_may_come_from_a_file(saved, tmp_path):
+    (tmp_path / "h.yaml").write_text("width: 16\nlr: 0.25\n")
+    assert load_from_checkpoint(Small, saved[0] / "epoch=0.ckpt", hparams_file=tmp_path / "h.yaml").hparams.lr == 0.25
+
+
+def test_places_are_chosen_as_with_torch_load(saved):
+    ours = ShrinkIO()
+    nowhere = torch.empty(0, device="meta").untyped_storage()
+    for place in ("meta", torch.device("meta"), {"cpu": "meta"}, lambda storage, _: nowhere):
+        found = ours.load_checkpoint(saved[0] / "epoch=0.ckpt", map_location=place)
+        assert {x.device.type for x in found["state_dict"].values()} == {"meta"}
+    for place in ("cpu", {"cuda:0": "cuda:1"}, lambda storage, _: None):
+        found = ours.load_checkpoint(saved[0] / "epoch=0.ckpt", map_location=place)
+        assert {x.device.type for x in found["state_dict"].values()} == {"cpu"}
+
+
+def test_nothing_is_unpickled(saved, tmp_path):
+    """What only unpickling could read is not there; a stock file is read as it was asked for."""
+    assert not [path for path in saved[0].glob("epoch=0.ckpt/**/*") if path.suffix in (".pt", ".pkl")]
+    torch.save({"path": Path("x")}, tmp_path / "one.ckpt")
+    with pytest.raises(pickle.UnpicklingError):
+        ShrinkIO().load_checkpoint(tmp_path / "one.ckpt", weights_only=True)
+    assert ShrinkIO().load_checkpoint(tmp_path / "one.ckpt", weights_only=False) == {"path": Path("x")}
+
+
+# values
+
+
+class Color(Enum):
+    RED = 1
+
+
+class Word(str, Enum):
+    A = "a"
+
+
+LEAVES = st.one_of(
+    st.none(), st.integers(), st.text(max_size=3), st.sampled_from([*Color, *Word]), st.builds(Path, st.just("a/b")),
+    st.sampled_from([torch.float16, torch.int8]), st.just(torch.device("cuda", 1)), st.timedeltas(),
+    st.complex_numbers(allow_nan=False), st.builds(range, st.integers(0, 9)), st.just(slice(1, None)),
+    st.frozensets(st.integers(0, 9), max_size=3),
+)  # fmt: skip
+KEYS = st.one_of(st.text(max_size=3), st.sampled_from(["shrinkpoint:path", "shrinkpoint::set", "shrinkpoint:?"]))
+NESTS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(KEYS, inner, max_size=3),
+        st.dictionaries(KEYS, inner, max_size=3).map(AttributeDict),
+        st.dictionaries(st.sampled_from("abc"), inner, max_size=2).map(lambda found: Namespace(**found)),
+        st.dictionaries(KEYS, inner, max_size=3).map(OrderedDict),
+    ),
+    max_leaves=8,
+)
+
+
+def typed(value: Any) -> Any:
+    """With the types of containers, which == passes over."""
+    if isinstance(value, dict):
+        return type(value), [(key, typed(one)) for key, one in value.items()]
+    if isinstance(value, list | tuple):
+        return type(value), [typed(one) for one in value]
+    return (type(value), typed(vars(value))) if isinstance(value, Namespace) else (type(value), value)
+
+
+@given(NESTS)
+def test_values_of_lightnings_kinds_come_back_as_they_were(value):
+    flat = flatten({"it": plain(value)})
+    found = unplain(unflatten(flat.tree, flat.tensors, where="test"))["it"]
+    assert typed(found) == typed(value)
+
+
+def test_what_needs_no_form_is_the_same_object():
+    module = nn.BatchNorm1d(2)
+    whole = {"state_dict": module.state_dict(), "loops": [{"a": (1, 2)}]}
+    assert plain(whole) is whole and unplain(whole) is whole
+    changed = plain(whole | {"path": Path("x")})
+    assert changed["state_dict"] is whole["state_dict"] and changed["path"] == {"shrinkpoint:path": "x"}
+
+
+def test_a_metadata_of_versions_survives_a_form_beside_it():
+    found = nn.BatchNorm1d(2).state_dict()
+    found["_extra_state"] = Path("x")
+    assert unplain(plain(found))._metadata == found._metadata and unplain(plain(found)) == found
+
+
+def test_enums_are_looked_up_and_nothing_is_imported():
+    class Here(Enum):
+        ONE = 1
+
+    assert plain(Here.ONE) is Here.ONE  # nobody could find it again
+    for place in (
+        ["no.such", "A", "B"],
+        ["os", "path", "join"],
+        [__name__, "Color", "GREEN"],
+        [__name__, "Small", "x"],
+    ):
+        with pytest.raises(MismatchError, match="an enum that is imported"):
+            unplain({"shrinkpoint:enum": place})
+    with pytest.raises(FormatError, match="the form 'spell'"):
+        unplain({"shrinkpoint:spell": 1})
+    with pytest.raises(FormatError, match="load"):
+        unplain({"shrinkpoint:dtype": "load"})
+    assert unplain({"shrinkpoint:timedelta": [1, 2, 3]}) == timedelta(1, 2, 3)

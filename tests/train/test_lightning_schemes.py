@@ -1,0 +1,191 @@
+"""Schemes that measure and record, in Lightning's loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lit import QUIET, Small, every, names, points, small, trainer
+from strategies import same
+from torch import nn
+
+import shrinkpoint as sp
+from shrinkpoint.errors import PolicyError
+from shrinkpoint.store.folder import read_manifest
+from shrinkpoint.train import Gradients
+from shrinkpoint.train.lightning import ShrinkCallback, ShrinkIO, Validation
+
+pytestmark = [
+    *(pytest.mark.filterwarnings(line) for line in QUIET),
+    pytest.mark.filterwarnings("ignore::shrinkpoint.errors.LossWarning"),
+]
+WIDTH = 256
+
+
+def fit(root: Path, *plugins: Any, callbacks: Any = (), epochs: int = 3, **options: Any) -> pl.Trainer:
+    run = trainer(root, *plugins, epochs=epochs, callbacks=[*callbacks, every(root / "all")], **options)
+    torch.manual_seed(1)
+    run.fit(small(width=WIDTH), points(), points(6, seed=1))
+    return run
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_training_does_not_notice_that_it_is_evaluated(tmp_path, background):
+    seen: list[tuple[type, bool]] = []
+    validation = Validation(batches=2)
+
+    def evaluate(module: Any) -> float:
+        seen.append((type(module), module.net[0].weight.requires_grad))
+        return validation(module)
+
+    ours = ShrinkIO(sp.Fisher(budget=0.05, evaluate=evaluate), background=background)
+    run = fit(tmp_path / "ours", ours, callbacks=[ShrinkCallback()])
+    plain = fit(tmp_path / "plain")
+    assert len(seen) > 5 and {kind for kind, _ in seen} == {Small}
+    assert same(run.lightning_module.state_dict(), plain.lightning_module.state_dict())
+    assert run.lightning_module.losses == plain.lightning_module.losses
+    assert run.callback_metrics.keys() == plain.callback_metrics.keys()
+    sizes = [
+        sum(f.stat().st_size for f in (tmp_path / "ours/all" / name).glob("rank*"))
+        for name in names(tmp_path / "ours/all")
+    ]
+    stock = (tmp_path / "plain/all/epoch=0.ckpt").stat().st_size
+    assert all(2 * size < stock for size in sizes)
+    manifests = [read_manifest(tmp_path / "ours/all" / name) for name in names(tmp_path / "ours/all")]
+    assert all(one.is_lossy and one.loss["rise"] <= 0.05 for one in manifests)
+
+
+def test_a_run_goes_on_from_a_lossy_checkpoint_and_says_so(tmp_path):
+    for epochs in (1, 2):
+        path = tmp_path / "all/epoch=0.ckpt"
+        run = trainer(
+            tmp_path, ShrinkIO(sp.Fisher(relative_error=0.1)), epochs=epochs, callbacks=[every(tmp_path / "all")]
+        )
+        run.fit(small(width=WIDTH), points(), ckpt_path=path if path.exists() else None)
+    assert [read_manifest(tmp_path / f"all/epoch={i}.ckpt").lossy_restores for i in (0, 1)] == [0, 1]
+    found = ShrinkIO().load_checkpoint(tmp_path / "all/epoch=1.ckpt")["state_dict"]
+    ours = run.lightning_module.state_dict()
+    weight = "net.0.weight"
+    assert 0 < (found[weight] - ours[weight]).std() < 0.3 * ours[weight].std()
+    assert same({k: v for k, v in found.items() if "running" in k}, {k: v for k, v in ours.items() if "running" in k})
+
+
+def test_a_scheme_that_evaluates_wants_the_callback(tmp_path):
+    with pytest.raises(PolicyError, match=r"Add ShrinkCallback\(\) to the Trainer's callbacks"):
+        fit(tmp_path, ShrinkIO(sp.Fisher(evaluate=Validation())))
+    with pytest.raises(PolicyError, match=r"Pass Trainer\(plugins=\[ShrinkIO"):
+        fit(tmp_path, callbacks=[ShrinkCallback()])
+
+
+def test_validation_says_what_it_lacks(tmp_path):
+    ours = ShrinkIO(sp.Fisher(evaluate=Validation()))
+    run = trainer(tmp_path, ours, callbacks=[ShrinkCallback(), every(tmp_path / "all")])
+    with pytest.raises(PolicyError, match="`val_dataloader` must be implemented"):
+        run.fit(small(), points())
+    with pytest.raises(PolicyError, match="at least 1"):
+        Validation(0)
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_validation_is_the_validation_loop_on_its_first_batches(tmp_path, batches):
+    run = trainer(tmp_path, epochs=1, limit_val_batches=batches)
+    model = small()
+    found: list[float] = []
+
+    class Asks(pl.Callback):
+        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            modes = [module.training for module in pl_module.modules()]
+            found.append(Validation(batches)(pl_module))
+            pl_module.train(modes[0])
+
+    run.callbacks.append(Asks())
+    run.fit(model, points(), points(6, seed=1))
+    assert found == [pytest.approx(run.callback_metrics["val_loss"].item())] and "log" not in vars(model)
+
+
+class ByHand(pl.Callback):
+    """Its own recorder, fed from the module's own hook."""
+
+    def __init__(self, gradients: Gradients) -> None:
+        self.gradients = gradients
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.gradients.after_backward()
+        self.gradients.before_zero_grad()
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_gradients_are_recorded_once_a_step(tmp_path, manual):
+    class Manual(Small):
+        automatic_optimization = not manual
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = super().training_step(batch, index)
+            if manual:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+    torch.manual_seed(0)
+    model = Manual(width=WIDTH)
+    ours, other = (Gradients(model, every=4, batches=2, squares=True) for _ in range(2))
+    scheme = sp.Fisher(relative_error=0.1, gradients=ours)
+    accumulate = {} if manual else {"accumulate_grad_batches": 2}
+    callbacks = [ShrinkCallback(ours), ByHand(other), every(tmp_path / "all")]
+    run = trainer(tmp_path, ShrinkIO(scheme), callbacks=callbacks, **accumulate)
+    run.fit(model, points(8))
+    assert ours.step == other.step == run.global_step == (24 if manual else 12)
+    assert ours.mean.keys() == dict(model.named_parameters()).keys() and same(dict(ours.mean), dict(other.mean))
+    assert all(read_manifest(tmp_path / "all" / name).is_lossy for name in names(tmp_path / "all"))
+
+
+def test_recording_counts_on_after_a_restore(tmp_path):
+    fit(tmp_path, ShrinkIO(), epochs=2)
+    model = small(width=WIDTH)
+    gradients = Gradients(model)
+    run = trainer(tmp_path, ShrinkIO(), epochs=3, callbacks=[ShrinkCallback(gradients)])
+    run.fit(model, points(), ckpt_path=tmp_path / "all/epoch=1.ckpt")
+    assert gradients.step == 12
+
+
+def test_inshrinkerator_searches_with_recorded_gradients(tmp_path):
+    model = small(width=2048)
+    recorder, validation = Gradients(model), Validation(2)
+    seen: list[float] = []
+
+    def evaluate(module: Any) -> float:
+        seen.append(validation(module))
+        return seen[-1]
+
+    scheme = sp.Inshrinkerator(evaluate=evaluate, gradients=recorder, threshold=0.05)
+    run = trainer(tmp_path, ShrinkIO(scheme), epochs=2, callbacks=[ShrinkCallback(recorder), every(tmp_path / "all")])
+    run.fit(model, points(), points(6, seed=1))
+    manifest = read_manifest(tmp_path / "all/epoch=1.ckpt")
+    assert manifest.scheme == "inshrinkerator" and manifest.is_lossy and len(set(seen)) > 3
+    (search,) = manifest.loss["searches"]
+    assert "sensitivity" in {trial["settings"]["metric"] for trial in search["trials"]}
+
+
+def test_fabric_says_which_module_is_watched(tmp_path):
+    torch.manual_seed(0)
+    seen: list[type] = []
+
+    def evaluate(model: Any) -> float:
+        seen.append(type(model))
+        return float(model(torch.ones(2, 64)).square().mean())
+
+    ours = ShrinkIO(sp.Fisher(budget=1.0, evaluate=evaluate), model="model")
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[ours])
+    inner = nn.Linear(64, 64)
+    model, optimizer = fabric.setup(inner, torch.optim.Adam(inner.parameters()))
+    with pytest.raises(PolicyError, match=r"call watch\(model\)"):
+        fabric.save(tmp_path / "0.ckpt", {"model": model})
+    ours.watch(model)
+    fabric.save(tmp_path / "1.ckpt", {"model": model, "optimizer": optimizer})
+    assert set(seen) == {nn.Linear} and read_manifest(tmp_path / "1.ckpt").is_lossy
