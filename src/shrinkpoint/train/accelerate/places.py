@@ -1,0 +1,101 @@
+"""Where the checkpoints of an Accelerator lie: the names that it gives them, and which of them are too many."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from shrinkpoint.errors import NotFoundError, PolicyError
+from shrinkpoint.store import folder as folders
+
+_NUMBERED = re.compile(r"checkpoint_(\d{1,18})")
+
+
+def root_of(accelerator: Accelerator) -> Path | None:
+    """Where checkpoints are numbered; None: the caller names each of them.
+
+    Raises:
+        PolicyError: they are to be numbered, and nobody said where.
+    """
+    settings = accelerator.project_configuration
+    if not settings.automatic_checkpoint_naming:
+        return None
+    if settings.project_dir is None:
+        found, do = "automatic_checkpoint_naming without a project_dir", "pass project_dir= to Accelerator"
+        raise PolicyError("ProjectConfiguration", found=found, do=do)
+    return Path(settings.project_dir).expanduser() / "checkpoints"
+
+
+def to_save(accelerator: Accelerator, output_dir: str | Path | None) -> Path:
+    """Where the next checkpoint goes.
+
+    Raises:
+        PolicyError: nobody says where, or the next number is taken.
+    """
+    root = root_of(accelerator)
+    if root is None:
+        if output_dir is None:
+            found, do = "no directory", "pass output_dir=, or ProjectConfiguration(automatic_checkpoint_naming=True)"
+            raise PolicyError("save_state", found=found, do=do)
+        return Path(output_dir).expanduser()
+    folder = root / f"checkpoint_{accelerator.save_iteration}"
+    if is_one(folder):
+        found, do = "a checkpoint that is there", "set accelerator.project_configuration.iteration, or load_state first"
+        raise PolicyError(str(folder), found=found, expected="a number that is free", do=do)
+    return folder
+
+
+def to_load(accelerator: Accelerator, input_dir: str | Path | None) -> list[Path]:
+    """What may be loaded, the newest first.
+
+    Raises:
+        NotFoundError: nothing is there.
+        PolicyError: nobody says where.
+    """
+    if input_dir is not None:
+        return [Path(input_dir).expanduser()]
+    root = root_of(accelerator)
+    if root is None:
+        found, do = "no directory", "pass input_dir=, or ProjectConfiguration(automatic_checkpoint_naming=True)"
+        raise PolicyError("load_state", found=found, do=do)
+    found_at = [path for _, path in reversed(numbered(root))]
+    if not found_at:
+        raise NotFoundError(str(root), found="no checkpoint", expected="checkpoint_0 or a later one", do="train first")
+    return found_at
+
+
+def numbered(root: Path) -> list[tuple[int, Path]]:
+    """The numbered directories, whole or not, the oldest first."""
+    if not root.is_dir():
+        return []
+    found = ((_NUMBERED.fullmatch(path.name), path) for path in root.iterdir() if path.is_dir())
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def next_free(root: Path) -> int:
+    """A number above those of all checkpoints."""
+    return max((number for number, path in numbered(root) if is_one(path)), default=-1) + 1
+
+
+def too_many(root: Path, limit: int | None) -> list[Path]:
+    """All directories that are older than the newest `limit` checkpoints, the oldest first.
+
+    What is there without being a checkpoint counts as none, so it never costs one its place.
+    """
+    if limit is None:
+        return []
+    found = numbered(root)
+    kept = [number for number, path in found if is_one(path)][-max(limit, 1) :]
+    return [path for number, path in found if kept and number < kept[0]]
+
+
+def is_one(folder: Path) -> bool:
+    """Whether somebody has saved a state in a directory: we, or Accelerate itself."""
+    return folders.is_checkpoint(folder) or is_stock(folder)
+
+
+def is_stock(folder: Path) -> bool:
+    """Whether Accelerate itself has saved a state in a directory; this file is one of the last that it writes."""
+    return not folders.is_checkpoint(folder) and (folder / "random_states_0.pkl").is_file()
