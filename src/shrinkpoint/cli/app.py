@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from shrinkpoint import __version__
-from shrinkpoint.cli import bench, compact, demo, diff, export, forget, list, prune, show, verify
+from shrinkpoint.cli import bench, compact, convert, demo, diff, export, forget, list, prune, show, verify
 from shrinkpoint.cli.console import close_pipe, note
 from shrinkpoint.cli.exits import Code, code_of
 from shrinkpoint.errors import ShrinkpointError
@@ -87,5 +87,5 @@ def _options(
     pass
 
 
-for _module in (list, show, verify, diff, export, forget, prune, compact, bench, demo):
+for _module in (list, show, verify, diff, export, convert, forget, prune, compact, bench, demo):
     app.command(name=_module.__name__.rpartition(".")[2])(_module.command)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shrinkpoint.cli.leaves import named, tensor_of, valued
+from shrinkpoint.foreign.leaves import named, tensor_of, valued
 from shrinkpoint.state import dtype_name, unflatten
 from shrinkpoint.store.file import Decoded
 

@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from shrinkpoint.cli.decoded import decode
-from shrinkpoint.cli.leaves import Valued, items, named, tensor_of, valued
 from shrinkpoint.cli.target import Target
 from shrinkpoint.container.header import NATIVE
 from shrinkpoint.errors import NotFoundError, PolicyError, StorageError
+from shrinkpoint.foreign.leaves import Valued, items, named, tensor_of, valued
 from shrinkpoint.state import dtype_name, unflatten
 from shrinkpoint.state.path import Path as Keys
 from shrinkpoint.state.path import name_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,17 +12,21 @@ import typer
 from shrinkpoint.cli import words
 from shrinkpoint.cli.console import emit, note, say
 from shrinkpoint.cli.table import Column, show
-from shrinkpoint.cli.target import JsonOption, StoreArgument, open_store
-from shrinkpoint.report import CheckpointSummary, StoreSummary, store_summary
+from shrinkpoint.cli.target import JsonOption, RunArgument, Target, open_store
+from shrinkpoint.report import CheckpointSummary, FolderSummary, RunSummary, StoreSummary, run_summary, store_summary
 
 
 def command(
-    store: StoreArgument,
+    store: RunArgument,
     every: Annotated[bool, typer.Option("--all", help="Also the forgotten ones.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """List the checkpoints of a store: when, how large, what they stand on, their metrics."""
+    """List the checkpoints of a store, or of a framework's run: when, how large, what they stand on, their metrics."""
     storage, listing = open_store(store)
+    if Target(Path(store)).is_run:
+        run = run_summary(Path(store))
+        emit(run.to_json()) if json else _print_run(run)
+        return
     summary = store_summary(
         storage.describe(),
         (listing.manifests if every else listing.shown).values(),
@@ -49,6 +54,29 @@ def _print(store: str, summary: StoreSummary, hidden: int) -> None:
         note(f"{where}: {found} (see `shrinkpoint verify {store}`)", "unreadable", "bold red")
 
 
+def _print_run(run: RunSummary) -> None:
+    rows = run.checkpoints
+    totals = f"{words.size(run.raw_bytes)} of state in {words.size(run.stored_bytes)}"
+    ratio = words.ratio(run.raw_bytes, run.stored_bytes)
+    say(f"{run.where}: {words.count(len(rows), 'checkpoint')}, {totals} ({ratio})")
+    say("")
+    show([
+        Column("folder", [row.folder for row in rows], wrap=True),
+        Column("step", ["" if row.step is None else str(row.step) for row in rows], right=True, rank=1),
+        Column("age", [words.age(row.created) for row in rows], right=True, rank=3),
+        Column("kind", ["keyframe" if not row.depth else f"delta {row.depth}" for row in rows], rank=2),
+        Column("ranks", [str(row.ranks) for row in rows], right=True, rank=6),
+        Column("scheme", [row.scheme for row in rows], rank=7),
+        Column("state", [words.size(row.raw_bytes) for row in rows], right=True, rank=4),
+        Column("stored", [words.size(row.stored_bytes) for row in rows], right=True),
+        Column("ratio", [words.ratio(row.raw_bytes, row.stored_bytes) for row in rows], right=True),
+        *metric_columns(rows, rank=5),
+        Column("note", [row.note for row in rows], rank=8, wrap=True),
+    ])  # fmt: skip
+    for where, found in run.broken:
+        note(f"{where}: {found} (see `shrinkpoint verify {run.where}`)", "unreadable", "bold red")
+
+
 def _columns(rows: Sequence[CheckpointSummary]) -> list[Column]:
     return [
         Column("step", [str(row.step) for row in rows], right=True),
@@ -70,7 +98,7 @@ def kind(row: CheckpointSummary) -> str:
     return f"{text}, forgotten" if row.forgotten else text
 
 
-def metric_columns(rows: Sequence[CheckpointSummary], rank: int = 4) -> list[Column]:
+def metric_columns(rows: Sequence[CheckpointSummary | FolderSummary], rank: int = 4) -> list[Column]:
     """One column a metric, the ones that most checkpoints have first."""
     names = Counter(name for row in rows for name in row.metrics)
     return [

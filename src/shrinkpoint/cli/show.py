@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,7 +15,16 @@ from shrinkpoint.cli.table import Column, facts, show
 from shrinkpoint.cli.target import JsonOption, PlaceArgument, StepOption, checkpoint, open_file, open_store, target
 from shrinkpoint.container import Reader
 from shrinkpoint.record import JSON
-from shrinkpoint.report import CheckpointSummary, FileSummary, TensorRow, checkpoint_summary, file_summary
+from shrinkpoint.report import (
+    CheckpointSummary,
+    FileSummary,
+    FolderSummary,
+    TensorRow,
+    checkpoint_summary,
+    file_summary,
+    folder_summary,
+)
+from shrinkpoint.store.folder import read_manifest
 
 _VALUES = 12
 
@@ -26,8 +36,11 @@ def command(
     values: Annotated[bool, typer.Option("--values", help="Every plain value of the state.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Show a checkpoint or a file: its chain, what each role costs, its plain values."""
+    """Show a checkpoint (of a store, or a framework's) or a file: its chain, what each role costs, its plain values."""
     where = target(place, step)
+    if where.is_run:
+        _show_folder(where.folder, tensors, values, json)
+        return
     if where.is_file:
         with closing(open_file(where.path)) as source:
             summary: CheckpointSummary | None = None
@@ -63,6 +76,38 @@ def _head(place: str, summary: CheckpointSummary | None, file: FileSummary) -> N
     else:
         say(f"{place}, step {summary.step}", "bold")
         facts(list(_facts(summary, file)))
+
+
+def _show_folder(folder: Path, tensors: bool, values: bool, json: bool) -> None:
+    """A framework's checkpoint: of a run, its newest."""
+    one = folder_summary(read_manifest(folder), str(folder))
+    files = [_summary_of(folder / name) for name, _, _ in one.files]
+    if json:
+        emit({**one.to_json(), "files": [file.to_json(tensors=tensors) for file in files]})
+        return
+    say(str(folder), "bold")
+    facts(list(_folder_facts(one)))
+    for file in files:
+        _print(file, tensors, values)
+
+
+def _summary_of(path: Path) -> FileSummary:
+    with closing(open_file(path)) as source:
+        return file_summary(Reader(source, str(path)), str(path))
+
+
+def _folder_facts(one: FolderSummary) -> Iterator[tuple[str, str]]:
+    yield "step", "" if one.step is None else str(one.step)
+    yield "made", f"{one.created[:19].replace('T', ' ')} UTC, {_ago(words.age(one.created))}"
+    yield "kind", "keyframe" if not one.depth else f"delta; {words.count(one.depth, 'file')} below, linked here"
+    yield "ranks", str(one.ranks) if one.ranks > 1 else ""
+    yield "scheme", one.scheme
+    ratio = words.ratio(one.raw_bytes, one.stored_bytes)
+    yield "size", f"{words.size(one.raw_bytes)} of state in {words.size(one.stored_bytes)} ({ratio})"
+    yield "metrics", ", ".join(f"{name} {words.number(value)}" for name, value in one.metrics.items())
+    yield "lost", _lost(one.loss)
+    yield "lossy restores", str(one.lossy_restores or "")
+    yield "note", one.note
 
 
 def _facts(summary: CheckpointSummary, file: FileSummary) -> Iterator[tuple[str, str]]:

@@ -11,14 +11,21 @@ import typer
 
 from shrinkpoint.errors import NotFoundError, PolicyError
 from shrinkpoint.storage import LocalStorage, Source, Storage
+from shrinkpoint.store.folder import found_in
 from shrinkpoint.store.listing import Listing, scan
 from shrinkpoint.store.manifest import Manifest
 
 StoreArgument = Annotated[str, typer.Argument(metavar="STORE", help="Directory of a store.", show_default=False)]
+RunArgument = Annotated[
+    str,
+    typer.Argument(metavar="STORE|RUN", help="Directory of a store, or of a framework's run.", show_default=False),
+]
 PlaceArgument = Annotated[
     str,
     typer.Argument(
-        metavar="STORE|FILE", help="A store, a store's checkpoint (STORE@STEP), or one file.", show_default=False
+        metavar="STORE|FOLDER|FILE",
+        help="A store, a store's checkpoint (STORE@STEP), a framework's checkpoint directory or run, or one file.",
+        show_default=False,
     ),
 ]
 StepOption = Annotated[
@@ -42,6 +49,23 @@ class Target:
     @property
     def is_file(self) -> bool:
         return self.path.is_file()
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it is a checkpoint in a folder of a framework's own, or a directory with such folders in it."""
+        return self.path.is_dir() and bool(found_in(self.path)) and not scan(LocalStorage(self.path)).keys
+
+    @property
+    def folder(self) -> Path:
+        """Of a run, the newest checkpoint.
+
+        Raises:
+            PolicyError: a step was asked for, which folders do not have as their names.
+        """
+        if self.step is not None:
+            found, do = f"step {self.step}", f"name the directory of that checkpoint below {self.path}"
+            raise PolicyError(str(self.path), found=found, expected="a checkpoint's own directory", do=do)
+        return found_in(self.path)[-1]
 
     def __str__(self) -> str:
         return str(self.path) if self.step is None else f"{self.path}@{self.step}"

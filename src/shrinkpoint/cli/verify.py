@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,6 +16,7 @@ from shrinkpoint.cli.exits import Code
 from shrinkpoint.cli.target import JsonOption, PlaceArgument, Target, open_file, open_store, target
 from shrinkpoint.container import Reader
 from shrinkpoint.errors import PolicyError, ShrinkpointError
+from shrinkpoint.store.folder import check, found_in
 from shrinkpoint.store.verify import Finding, verify
 
 
@@ -32,8 +34,7 @@ def command(
     if where.step is not None:
         raise PolicyError(place, found="one step", expected="a store or a file", do=f"verify all of {where.path}")
     with waiting(f"reading {where}"):
-        findings = _file(where, deep) if where.is_file else _store(where, deep)
-        checked = 1 if where.is_file else len(open_store(str(where.path))[1].shown)
+        findings, checked = _checked(where, deep)
     if json:
         emit({"where": str(where), "deep": deep, "checked": checked, "findings": [asdict(one) for one in findings]})
     else:
@@ -47,9 +48,29 @@ def is_litter(one: Finding) -> bool:
     return one.step is None and one.loads
 
 
-def _store(where: Target, deep: bool) -> list[Finding]:
-    storage, _ = open_store(str(where.path))
-    return verify(storage, deep=deep)
+def _checked(where: Target, deep: bool) -> tuple[list[Finding], int]:
+    """What was found, and in how many checkpoints or files."""
+    if where.is_file:
+        return _file(where, deep), 1
+    if where.is_run:
+        folders = found_in(where.path)
+        return [one for folder in folders for one in _folder(folder, deep)], len(folders)
+    storage, listing = open_store(str(where.path))
+    return verify(storage, deep=deep), len(listing.shown)
+
+
+def _folder(folder: Path, deep: bool) -> list[Finding]:
+    """A framework's checkpoint: its manifest, every file it needs and, deep, what these decode to."""
+    try:
+        manifest = check(folder, deep=True)
+        if deep:
+            from shrinkpoint.store.unfold import decode
+
+            for rank in range(len(manifest.payloads)):
+                decode(folder, rank)
+    except ShrinkpointError as error:
+        return [_finding(error)]
+    return []
 
 
 def _file(where: Target, deep: bool) -> list[Finding]:
@@ -59,13 +80,17 @@ def _file(where: Target, deep: bool) -> list[Finding]:
             for head in (reader := Reader(source, str(where.path))).records:
                 reader.read(head)
         if deep:
-            from shrinkpoint.cli.decoded import decode
+            from shrinkpoint.cli import decoded
 
-            decode(where)
+            decoded.decode(where)
     except ShrinkpointError as error:
-        problem = error.found + (f"; expected {error.expected}" if error.expected else "")
-        return [Finding(None, error.where, problem, error.do)]
+        return [_finding(error)]
     return []
+
+
+def _finding(error: ShrinkpointError) -> Finding:
+    problem = error.found + (f"; expected {error.expected}" if error.expected else "")
+    return Finding(None, error.where, problem, error.do)
 
 
 def _print(where: Target, checked: int, findings: Sequence[Finding], deep: bool) -> None:
@@ -92,6 +117,6 @@ def _verdict(findings: Sequence[Finding]) -> str:
     real = [one for one in findings if not is_litter(one)]
     if not real:
         return "every byte is what was written"
-    lost = {one.step for one in real if not one.loads}
+    lost = {one.step if one.step is not None else one.where for one in real if not one.loads}
     harm = f"{words.count(len(lost), 'checkpoint')} lost" if lost else "everything loads"
     return f"{words.count(len(real), 'finding')}, {harm}"

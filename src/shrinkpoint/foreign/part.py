@@ -1,0 +1,59 @@
+"""One file of a checkpoint that others wrote, or several that belong together, once it has been read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shrinkpoint.errors import CorruptError, StorageError
+from shrinkpoint.storage import storage_error
+
+
+@dataclass(frozen=True)
+class Part:
+    """What was read, and what its form needs beside that to write it again.
+
+    Attributes:
+        form: "torch", "safetensors", "sharded", "dcp", "bytes" or "folder"; see docs/convert.md.
+        content: any nest that a state may hold.
+        facts: plain data.
+    """
+
+    form: str
+    content: Any = field(repr=False)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """The form and the facts as one piece of plain data."""
+        return {"form": self.form, **self.facts}
+
+
+def inside(folder: Path, name: object, where: str) -> Path:
+    """The path of a file that a document names, which has to lie in `folder`: documents come from anybody.
+
+    Raises:
+        CorruptError: the name is absolute, leads out of the folder, or is no name at all.
+    """
+    parts = name.split("/") if isinstance(name, str) else []
+    if not parts or any(part in ("", ".", "..") or "\\" in part or "\0" in part for part in parts):
+        expected, do = "a relative path that stays in the directory", "do not use this checkpoint"
+        raise CorruptError(where, found=f"the file name {name!r:.120}", expected=expected, do=do)
+    return folder.joinpath(*parts)
+
+
+def contents(path: Path) -> bytes:
+    """All bytes of a file.
+
+    Raises:
+        StorageError: reading failed.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> StorageError:
+    return storage_error(str(path), "reading", error)

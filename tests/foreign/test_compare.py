@@ -1,0 +1,45 @@
+"""Equal means bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shrinkpoint.foreign.compare import difference, outline_difference, same_bits
+from shrinkpoint.state import flatten
+from shrinkpoint.store.single import decode_file, save
+
+
+def test_a_nan_equals_itself_and_zeros_of_two_signs_differ():
+    nan = torch.tensor([float("nan"), 1.0])
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert same_bits(torch.tensor(2.0), torch.tensor(2.0))
+    assert same_bits(torch.zeros(0, 3), torch.zeros(0, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex128, torch.bool, torch.float8_e5m2])
+def test_every_dtype_is_compared_whatever_its_strides(dtype):
+    values = torch.tensor([[1, 0], [0, 1], [1, 1]]).to(dtype)
+    assert same_bits(values.t(), values.t().contiguous())
+    assert not same_bits(values, torch.ones(3, 2).to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        ({"w": torch.ones(3), "n": 2}, "plain values"), ({"w": torch.ones(3), "n": 1, "m": torch.ones(1)}, "nest"),
+        ({"w": torch.ones(4), "n": 1}, "shape"), ({"w": torch.ones(3).int(), "n": 1}, "int32"),
+        ({"w": torch.zeros(3), "n": 1}, "other values"),
+    ],
+)  # fmt: skip
+def test_the_first_difference_is_named(tmp_path, other, what):
+    save(other, tmp_path / "a.safetensors")
+    decoded, _ = decode_file(tmp_path / "a.safetensors")
+    assert what in difference(flatten({"w": torch.ones(3), "n": 1}), decoded)
+    assert difference(flatten(other), decoded) == ""
+
+
+def test_a_tensor_that_is_missing_is_named():
+    flat = flatten({"w": torch.ones(3)})
+    assert outline_difference(flat, flat.tree, {}) == "other tensors: w"

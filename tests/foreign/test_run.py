@@ -1,0 +1,88 @@
+"""What there is at a path: one checkpoint or a run, in the order of its steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from foreigners import run_of_files
+from safetensors.torch import save_file
+
+from shrinkpoint import save
+from shrinkpoint.errors import NotFoundError, PolicyError
+from shrinkpoint.foreign.run import find
+from shrinkpoint.store import Store
+
+
+def _steps(run):
+    return [(one.step, one.name) for one in run.checkpoints]
+
+
+def test_files_are_a_run_in_the_order_of_their_numbers(tmp_path):
+    run = find(run_of_files(tmp_path / "run", (100, 20, 3)))
+    assert _steps(run) == [(3, "step-3.pt"), (20, "step-20.pt"), (100, "step-100.pt")]
+
+
+def test_directories_are_a_run_and_what_is_none_is_named(tmp_path):
+    for step in (500, 1000):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        save_file({"w": torch.ones(2)}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
+    (tmp_path / "checkpoint-7").mkdir()
+    (tmp_path / "logs").mkdir()
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    run = find(tmp_path)
+    assert _steps(run) == [(500, "checkpoint-500"), (1000, "checkpoint-1000")]
+    assert [path.name for path in run.left_out] == ["checkpoint-7", "logs", "model.safetensors"]
+
+
+def test_another_name_of_a_checkpoint_is_not_named(tmp_path):
+    run_of_files(tmp_path / "run")
+    (tmp_path / "run" / "last.pt").symlink_to("step-30.pt")
+    (tmp_path / "run" / "best.pt").hardlink_to(tmp_path / "run" / "step-20.pt")
+    assert not find(tmp_path / "run").left_out
+
+
+def test_shards_and_ranks_are_no_run(tmp_path):
+    for rank in range(2):
+        save_file({f"w{rank}": torch.ones(2)}, tmp_path / f"model-0000{rank}-of-00002.safetensors")
+        torch.save({}, tmp_path / f"rng_state_{rank}.pth")
+    assert _steps(find(tmp_path)) == [(0, tmp_path.name)]
+
+
+def test_the_checkpoints_of_a_project_are_found(tmp_path):
+    run_of_files(tmp_path / "version_0" / "checkpoints", (1, 2))
+    assert len(find(tmp_path / "version_0").checkpoints) == 2
+
+
+def test_two_checkpoints_of_one_step_are_refused_until_one_is_chosen(tmp_path):
+    run_of_files(tmp_path / "run", (10,))
+    torch.save({}, tmp_path / "run" / "epoch=3-step=10.ckpt")
+    with pytest.raises(PolicyError, match=r"epoch=3-step=10.ckpt and step-10.pt"):
+        find(tmp_path / "run")
+    assert _steps(find(tmp_path / "run", only=["*.ckpt"])) == [(10, "epoch=3-step=10.ckpt")]
+
+
+def test_what_does_not_exist_or_match_is_said(tmp_path):
+    run_of_files(tmp_path / "run", (10,))
+    with pytest.raises(NotFoundError, match="no such file"):
+        find(tmp_path / "walk")
+    with pytest.raises(NotFoundError, match="no checkpoint of step 11"):
+        find(tmp_path / "run", step=11)
+    with pytest.raises(NotFoundError, match=r"like \*\.ckpt"):
+        find(tmp_path / "run", only=["*.ckpt"])
+
+
+def test_a_file_of_another_kind_is_refused_when_it_is_read(tmp_path):
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(PolicyError, match="another kind"):
+        find(tmp_path / "notes.txt").checkpoints[0].read()
+
+
+def test_our_own_are_known_as_ours(tmp_path):
+    with Store(tmp_path / "store") as store:
+        store.save(4, {"w": torch.ones(2)})
+        store.save(9, {"w": torch.ones(2)})
+    save({"w": torch.ones(2)}, tmp_path / "one.safetensors")
+    assert _steps(find(tmp_path / "store")) == [(4, "store@4"), (9, "store@9")]
+    for path in ("store", "one.safetensors"):
+        assert all(one.is_ours for one in find(tmp_path / path).checkpoints)
+        assert torch.equal(find(tmp_path / path).checkpoints[0].read()["w"], torch.ones(2))
