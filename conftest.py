@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,3 +14,4 @@ def elsewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, t
     if isinstance(request.node, pytest.DoctestItem):
         monkeypatch.chdir(tmp_path)
     yield
+    logging.disable(logging.NOTSET)  # a page may have asked a framework to be quiet

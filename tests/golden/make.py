@@ -23,6 +23,7 @@ sys.path.insert(0, str(HERE.parent))
 from coded import Loop  # noqa: E402
 from fingerprint import file_digests, fingerprint  # noqa: E402
 from golden.content import Golden, optimizer_state, randn  # noqa: E402
+from golden.folder_files import write_folders, write_shards  # noqa: E402
 from golden.lossy_files import quantized, residual, under, write_lossy_store, write_tracked_store  # noqa: E402
 from golden.point_files import fisher, points, write_fisher_store  # noqa: E402
 from strategies import TORCH  # noqa: E402
@@ -223,14 +224,19 @@ def make() -> dict[str, Any]:
         place = ROOT / f"{sp.__version__}_{kind}"
         if not place.exists():
             stores[place.name] = write_one(place)
-    return {"files": file_digests(ROOT), "states": states, "stores": stores}
+    runs: dict[str, Any] = {}
+    for kind, write_run in RUNS.items():
+        place = ROOT / f"{sp.__version__}_{kind}"
+        if not place.exists():
+            runs[place.name] = write_run(place)
+    return {"files": file_digests(ROOT), "states": states, "stores": stores, "runs": runs}
 
 
 def main() -> None:
     ROOT.mkdir(exist_ok=True)
-    expected: dict[str, Any] = {"files": {}, "states": {}, "stores": {}}
+    expected: dict[str, Any] = {"files": {}, "states": {}, "stores": {}, "runs": {}}
     if EXPECTED.exists():
-        expected = json.loads(EXPECTED.read_text())
+        expected |= json.loads(EXPECTED.read_text())
     if {name: digest for name, digest in file_digests(ROOT).items() if name != EXPECTED.name} != expected["files"]:
         sys.exit(f"{ROOT} is not as it was made: golden files are added and never changed. Restore it first.")
     new = make()
@@ -238,7 +244,8 @@ def main() -> None:
     expected = {key: {**expected[key], **new[key]} for key in expected}
     EXPECTED.write_text(json.dumps(expected, indent=0) + "\n")
     sizes = [path.stat().st_size for path in ROOT.rglob("*") if path.is_file()]
-    print(f"{len(new['states']) + len(new['stores'])} new, {len(sizes)} files, {sum(sizes)} bytes in {ROOT.name}")
+    made = sum(len(new[key]) for key in ("states", "stores", "runs"))
+    print(f"{made} new, {len(sizes)} files, {sum(sizes)} bytes in {ROOT.name}")
 
 
 FILES = {"0.1.0": first_release}
@@ -246,6 +253,7 @@ STORES = {
     "store": write_store, "lossy_store": write_lossy_store, "tracked_store": write_tracked_store,
     "fisher_store": write_fisher_store,
 }  # fmt: skip
+RUNS = {"folders": write_folders, "shards": write_shards}
 
 if __name__ == "__main__":
     main()

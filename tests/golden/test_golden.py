@@ -14,10 +14,15 @@ from strategies import TORCH
 import shrinkpoint as sp
 from shrinkpoint.container import Reader
 from shrinkpoint.errors import NotFoundError
+from shrinkpoint.state import unflatten
 from shrinkpoint.storage import LocalStorage
+from shrinkpoint.store.folder import check
+from shrinkpoint.store.unfold import decode
+from shrinkpoint.train.dcp import load
 
 ROOT = Path(__file__).parent / "v1"
 EXPECTED = json.loads((ROOT / "expected.json").read_text())
+FOLDERS = [(run, folder) for run, folders in EXPECTED["runs"].items() for folder in folders]
 STORED = [(store, int(step)) for store, steps in EXPECTED["stores"].items() for step in steps]
 
 
@@ -43,7 +48,9 @@ def test_no_golden_file_is_missing_new_or_changed():
 def test_every_golden_file_has_an_expectation():
     files = {name for name in EXPECTED["files"] if "/" not in name}
     assert files == EXPECTED["states"].keys() and len(files) > 25
-    assert {name.split("/")[0] for name in EXPECTED["files"] if "/" in name} == EXPECTED["stores"].keys()
+    assert {name.split("/")[0] for name in EXPECTED["files"] if "/" in name} == EXPECTED["stores"].keys() | EXPECTED[
+        "runs"
+    ].keys()
 
 
 @pytest.mark.parametrize("name", EXPECTED["states"])
@@ -78,3 +85,15 @@ def test_a_golden_store_lists_verifies_and_restores():
         assert not list(store.verify(deep=True))
         newest = max(store.steps())
         assert fingerprint(store.restore().state) == steps[str(newest)]
+
+
+@pytest.mark.parametrize("run, folder", FOLDERS)
+def test_a_golden_folder_is_whole_and_decodes_to_what_was_saved(run, folder):
+    place = ROOT / run / folder
+    assert check(place, deep=True).depth > 0 or folder.endswith("1")
+    if run.endswith("shards"):
+        found = load(place)
+    else:
+        decoded = decode(place)
+        found = unflatten(decoded.tree, decoded.reference.tensors)
+    assert fingerprint(found) == EXPECTED["runs"][run][folder]
