@@ -280,6 +280,7 @@ def test_a_manifest_with_any_flipped_bit_is_refused(manifest, data):
         ("created", "2026-11-22"),
         ("metrics", []),
         ("format", 2),
+        ("lossy_restores", 10**30),
     ],
 )
 def test_a_manifest_that_no_release_writes_is_refused(key, value):
@@ -290,6 +291,18 @@ def test_a_manifest_that_no_release_writes_is_refused(key, value):
     del document["digest"]
     with pytest.raises(FormatError):
         FolderManifest.from_json(sealed({**document, key: value}), "here")
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_nothing_stands_on_a_chain_of_which_a_file_has_become_shorter(tmp_path, which):
+    tip = chain(tmp_path, 3)
+    manifest = folder.read_manifest(tmp_path / "c3")
+    base = folder.chain_of(tmp_path / "c3", manifest.payloads[0])[which]
+    data = base.read_bytes()
+    base.unlink()
+    base.write_bytes(data[:-1])
+    assert save(tip, tmp_path / "c4", 4).depth == 0
+    assert has(tmp_path / "c4", 4)
 
 
 def test_what_was_decided_for_a_delta_is_kept_where_it_has_to_be_a_keyframe(tmp_path, monkeypatch):

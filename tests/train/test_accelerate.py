@@ -345,3 +345,45 @@ def test_batches_come_in_the_same_order_after_an_epoch(tmp_path: Path, seedable:
     if seedable:
         load_state(other, tmp_path / "within")
         assert epoch(loader) == second
+
+
+def test_a_model_less_than_was_saved_is_refused(tmp_path: Path) -> None:
+    run = loop()
+    run.accelerator.prepare(nn.Linear(4, 4))
+    save_state(run.accelerator, tmp_path / "a")
+    run.accelerator._models.pop()
+    before = run.state()
+    with pytest.raises(MismatchError, match="2 models in the checkpoint"):
+        load_state(run.accelerator, tmp_path / "a")
+    assert run.state() == before
+
+
+def test_a_dataloader_that_cannot_be_stored_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = loop()
+    monkeypatch.setattr(run.loader, "use_stateful_dataloader", True, raising=False)
+    monkeypatch.setattr(run.loader, "state_dict", lambda: {"place": object()}, raising=False)
+    with pytest.raises(StateError, match="dataloader 0, "):
+        save_state(run.accelerator, tmp_path / "a")
+
+
+def test_what_lies_beside_numbered_checkpoints_stays(tmp_path: Path) -> None:
+    run = loop(tmp_path, limit=1)
+    places = tmp_path / "checkpoints"
+    (places / "best").mkdir(parents=True)
+    (places / "checkpoint_x").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "notes.txt").write_text("x")
+    (places / "checkpoint_0").symlink_to(tmp_path / "elsewhere")
+    run.accelerator.project_configuration.iteration = 1
+    for _ in range(3):
+        save_state(run.accelerator)
+    assert {"best", "checkpoint_x", "checkpoint_3"} <= {path.name for path in places.iterdir()}
+    assert not {"checkpoint_1", "checkpoint_2"} & {path.name for path in places.iterdir()}
+    assert (tmp_path / "elsewhere" / "notes.txt").read_text() == "x"
+
+
+def test_leaving_the_block_says_what_failed_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = loop(tmp_path)
+    monkeypatch.setattr(LocalStorage, "create", full)
+    with pytest.raises(NoSpaceError), Shrink(run.accelerator, background=True) as shrink:
+        shrink.save_state()

@@ -96,6 +96,15 @@ def test_after_a_restore_the_first_save_is_a_delta(tmp_path: Path) -> None:
     assert restored(tmp_path / "step-2") == digest(run.state())
 
 
+def test_a_chain_that_is_full_ends_after_a_restore_as_it_does_before(tmp_path: Path) -> None:
+    trained(tmp_path, 2)
+    forget()
+    run = Run(None, seed=9)
+    run.restore(storage_reader=Reader(tmp_path / "step-1"))
+    depths = [save(run.state(), tmp_path / f"step-{step}", keyframe_every=3).depth for step in range(2, 7)]
+    assert depths == [2, 0, 1, 2, 0]
+
+
 def test_what_a_checkpoint_of_another_layout_holds_is_nothing_to_stand_on(tmp_path: Path) -> None:
     save({"a": torch.ones(1000), "small": torch.ones(3)}, tmp_path / "step-0")
     forget()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from meshes import save
 
 from shrinkpoint import errors
 from shrinkpoint.store import folder as folders
-from shrinkpoint.train.dcp import forget, load
+from shrinkpoint.train.dcp import Reader, forget, load
+from shrinkpoint.train.dcp.apart import check_apart
 from shrinkpoint.train.dcp.description import KEY, understand
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -42,6 +48,10 @@ DESCRIPTION = {"items": [["x", ["x"], "F32", 0], ["y", None, None, 0]], "layouts
         {"items": [["x", ["x"], "F32", 0]], "layouts": [[[4], [[[0, 0], [4], 0]]]]},
         {"items": [["x", ["x"], "F32", 0]], "layouts": [[[-4], []]]},
         {"items": [["x", ["x"], "F32", 0]], "layouts": [[[2**62], []]]},
+        {"items": [["x", ["x"], "F32", 0]], "layouts": [[[4], [[[0], [2], 0], [[1], [2], 0]]]]},
+        {"items": [["x", ["x"], "F32", 0]], "layouts": [[[4, 4], [[[0, 1], [2, 2], 0], [[1, 0], [2, 2], 0]]]]},
+        {"items": [["x", ["x"], "F32", 0]], "layouts": [[[], [[[], [], 0], [[], [], 0]]]]},
+        {"items": [[f"x{n}", [f"x{n}", 99], None, 0] for n in range(100)], "layouts": []},
     ],
 )  # fmt: skip
 def test_a_forged_description_is_refused(forged: Any) -> None:
@@ -56,6 +66,54 @@ def test_boxes_that_do_not_fill_their_tensor_take_no_memory(tmp_path: Path) -> N
     folders.commit(tmp_path, manifest.payloads, scheme="lossless", extra=extra)
     with pytest.raises(errors.CorruptError, match="boxes"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("I32", 4), ("F32", 2**40)])
+def test_a_manifest_that_says_more_than_its_files_is_refused_before_it_costs_memory(
+    dtype: str, size: int, tmp_path: Path
+) -> None:
+    manifest = save({"x": torch.ones(4)}, tmp_path)
+    items, layouts = [["x", ["x"], dtype, 0]], [[[size], [[[0], [size], 0]]]]
+    folders.commit(tmp_path, manifest.payloads, scheme="lossless", extra={KEY: {"items": items, "layouts": layouts}})
+    with pytest.raises(errors.CorruptError, match="shape"):
+        load(tmp_path)
+    target = {"x": torch.zeros(4, dtype=torch.int32)}
+    with pytest.raises(dcp.api.CheckpointException, match=r"(?i)shape|size"):
+        dcp.load(target, storage_reader=Reader(tmp_path))
+
+
+def test_many_entries_cut_alike_take_the_memory_of_one() -> None:
+    boxes = [[[at], [1], 0] for at in range(1000)]
+    document = {"items": [[f"x{n}", None, "F32", 0] for n in range(1000)], "layouts": [[[1000], boxes]]}
+    tracemalloc.start()
+    understand(document, 1, "here").metadata()
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 1 << 23
+
+
+@settings(max_examples=60, deadline=None)
+@given(cuts=st.lists(st.lists(st.integers(1, 9), max_size=3, unique=True), min_size=1, max_size=3), data=st.data())
+def test_boxes_of_any_grid_are_apart_and_overlap_when_one_grows(cuts: list[list[int]], data: st.DataObject) -> None:
+    sides = [[*zip([0, *sorted(one)], [*sorted(one), 10], strict=True)] for one in cuts]
+    boxes = [*itertools.product(*sides)]
+    offsets, sizes = ([[pick(*one) for one in box] for box in boxes] for pick in (lambda a, _: a, lambda a, b: b - a))
+    check_apart(offsets, sizes)
+    at, axis = data.draw(st.integers(0, len(boxes) - 1)), data.draw(st.integers(0, len(cuts) - 1))
+    grown = [*map(list, sizes)]
+    grown[at][axis] += 1
+    if offsets[at][axis] + sizes[at][axis] < 10:
+        with pytest.raises(ValueError, match="overlap"):
+            check_apart(offsets, grown)
+    else:
+        check_apart(offsets, grown)
+
+
+def test_boxes_that_no_plane_separates_may_still_be_apart() -> None:
+    wheel = [(0, 0, 2, 1), (0, 1, 1, 2), (1, 2, 2, 1), (2, 0, 1, 2), (1, 1, 1, 1)]
+    check_apart([box[:2] for box in wheel], [box[2:] for box in wheel])
+    with pytest.raises(ValueError, match="overlap"):
+        check_apart([box[:2] for box in wheel], [box[2:] for box in wheel[:-1]] + [(2, 1)])
 
 
 def test_a_checkpoint_of_something_else_is_not_ours_to_read(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import pickle
 import shutil
@@ -27,6 +28,7 @@ from torch import nn
 from shrinkpoint.errors import ChainError, CorruptError, FormatError, MismatchError, NotFoundError, StorageError
 from shrinkpoint.schemes import Lossless
 from shrinkpoint.state import flatten, unflatten
+from shrinkpoint.store.folder import check
 from shrinkpoint.train.lightning import ShrinkIO, load_from_checkpoint, newest
 from shrinkpoint.train.lightning.forms import plain, unplain
 
@@ -145,6 +147,42 @@ def test_a_failed_save_is_heard_of_at_the_end(tmp_path):
     with pytest.raises(StorageError, match="smoke"):
         run.fit(small(), points())
     assert names(tmp_path / "all") == []
+
+
+def test_a_save_after_the_end_is_waited_for(tmp_path):
+    plugin = ShrinkIO(background=True)
+    run = trainer(tmp_path, plugin, epochs=1, callbacks=[every(tmp_path / "all")])
+    run.fit(small(), points())
+    for name in ("first", "second"):
+        (tmp_path / name / "shrinkpoint.json").mkdir(parents=True)
+        with pytest.raises(StorageError, match=r"shrinkpoint\.json"):
+            run.save_checkpoint(tmp_path / name)
+    run.save_checkpoint(tmp_path / "third")
+    check(tmp_path / "third")
+    plugin.save_checkpoint({"global_step": 99, "state_dict": {}}, tmp_path / "later")  # training goes on
+    assert plugin._writing == tmp_path / "later"
+    plugin.teardown()
+
+
+def test_a_save_before_the_process_is_ended_is_waited_for(tmp_path):
+    plugin = ShrinkIO(background=True)
+    plugin.save_checkpoint(state(1), tmp_path / "hpc_ckpt_1.ckpt")
+    check(tmp_path / "hpc_ckpt_1.ckpt")
+    plugin.teardown()
+
+
+def test_what_cannot_be_removed_later_costs_no_checkpoint(tmp_path, monkeypatch, caplog):
+    def busy(path, *args, **options):
+        if Path(path).name == "epoch=0.ckpt":
+            raise OSError(errno.EBUSY, "busy")
+        return rmtree(path, *args, **options)
+
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    keep = every(tmp_path / "kept", save_top_k=1)
+    trainer(tmp_path, ShrinkIO(background=True), callbacks=[keep]).fit(small(), points())
+    assert names(tmp_path / "kept") == ["epoch=0.ckpt", "epoch=2.ckpt"]
+    assert "epoch=0.ckpt is not removed" in caplog.text
 
 
 def test_a_plugin_goes_to_other_processes_and_on_after_its_end(tmp_path):

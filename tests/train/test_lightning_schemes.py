@@ -9,9 +9,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.tuner import Tuner
 from lit import QUIET, Small, every, names, points, small, trainer
 from strategies import same
 from torch import nn
+from torchmetrics import MeanMetric
 
 import shrinkpoint as sp
 from shrinkpoint.errors import PolicyError
@@ -57,6 +60,76 @@ def test_training_does_not_notice_that_it_is_evaluated(tmp_path, background):
     assert all(2 * size < stock for size in sizes)
     manifests = [read_manifest(tmp_path / "ours/all" / name) for name in names(tmp_path / "ours/all")]
     assert all(one.is_lossy and one.loss["rise"] <= 0.05 for one in manifests)
+
+
+class Collecting(Small):
+    """Keeps what its validation steps find in each way that Lightning's pages show."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.outputs, self.mean, self.count = [], MeanMetric(), 0
+        self.seen: list[tuple[Any, ...]] = []
+
+    def validation_step(self, batch, index):
+        loss = super().validation_step(batch, index)
+        self.outputs.append(loss)
+        self.mean.update(loss)
+        self.count += 1
+        return loss
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen.append((torch.stack(self.outputs).mean().item(), self.mean.compute().item(), self.count))
+        self.outputs.clear()  # and the metric goes on for ever
+
+
+def test_what_a_module_collects_in_validation_is_not_what_a_scheme_measured(tmp_path):
+    run = trainer(tmp_path / "plain")
+    torch.manual_seed(1)
+    plain = Collecting(width=WIDTH)
+    run.fit(plain, points(), points(6, seed=1))
+    torch.manual_seed(1)
+    watched = Collecting(width=WIDTH)
+    scheme = sp.Fisher(budget=0.05, evaluate=Validation(batches=2))
+    run = trainer(tmp_path, ShrinkIO(scheme), callbacks=[ShrinkCallback(), every(tmp_path / "all")])
+    run.fit(watched, points(), points(6, seed=1))
+    assert watched.seen == plain.seen and len(plain.seen) == 4
+
+
+def test_a_module_of_another_run_is_not_taken_for_the_one_that_is_saved(tmp_path):
+    plugin = ShrinkIO(sp.Fisher(relative_error=0.1))
+    fit(tmp_path / "first", plugin, callbacks=[ShrinkCallback()], epochs=1)
+    fit(tmp_path / "second", plugin, epochs=1)  # without the callback
+    report = plugin.wait()
+    assert report is not None and report.path.startswith(str(tmp_path / "second")) and report.weights_ratio > 3
+    plugin = ShrinkIO(sp.Fisher(budget=0.05, evaluate=Validation(batches=2)))
+    fit(tmp_path / "third", plugin, callbacks=[ShrinkCallback()], epochs=1)
+    with pytest.raises(PolicyError, match=r"another module.*ShrinkCallback"):
+        fit(tmp_path / "fourth", plugin, epochs=1)
+
+
+def test_averaged_weights_are_quantized_and_not_taken_for_the_module(tmp_path):
+    plugin = ShrinkIO(sp.Fisher(relative_error=0.2))
+    fit(tmp_path / "mean", plugin, callbacks=[ShrinkCallback(), EMAWeightAveraging(decay=0.9)], epochs=1)
+    report = plugin.wait()
+    assert report is not None and report.weights_ratio > 3
+    plugin = ShrinkIO(sp.Fisher(budget=0.05, evaluate=Validation(batches=2)))
+    with pytest.raises(PolicyError, match="averaged"):
+        fit(tmp_path / "asked", plugin, callbacks=[ShrinkCallback(), EMAWeightAveraging(decay=0.9)], epochs=1)
+
+
+def test_what_a_tuner_saves_and_restores_loses_nothing(tmp_path):
+    module = small(width=WIDTH)
+    module.lr = 0.01
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    plugin = ShrinkIO(sp.Fisher(relative_error=0.3), background=True)
+    Tuner(trainer(tmp_path, plugin)).lr_find(module, points(40), num_training=8, update_attr=False)
+    assert same(dict(module.state_dict()), before) and not [*tmp_path.iterdir()]
+
+
+def test_a_group_of_replicas_is_refused_and_not_waited_for(tmp_path):
+    scheme = sp.Inshrinkerator(threshold=0.05, evaluate=Validation(batches=2), group=object())
+    with pytest.raises(PolicyError, match="group"):
+        ShrinkIO(scheme)
 
 
 def test_a_run_goes_on_from_a_lossy_checkpoint_and_says_so(tmp_path):

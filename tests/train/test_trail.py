@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,8 @@ from adams import normal
 from strategies import difference
 
 import shrinkpoint as sp
-from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError, StateError, StorageError
+from shrinkpoint.errors import LossWarning, MismatchError, NotFoundError, PolicyError, StateError, StorageError
+from shrinkpoint.storage import local
 from shrinkpoint.store import folder
 from shrinkpoint.train import Trail, first_whole
 
@@ -126,6 +129,39 @@ def test_an_error_of_the_background_is_told_at_the_next_call_and_once(tmp_path):
     trail.save(tmp_path / "c1", loop.state)
     trail.close()
     assert difference(Trail().load(tmp_path / "c1").state, loop.state) is None
+
+
+def test_a_checkpoint_that_stands_after_an_error_keeps_its_payload(tmp_path, monkeypatch):
+    def failing(path):
+        if (path / folder.MANIFEST).exists():
+            raise OSError(errno.EIO, "a bad disk")
+
+    loop = Loop()
+    with Trail() as trail:
+        trail.save(tmp_path / "a", loop.state)
+        loop.train()
+        with monkeypatch.context() as patch:
+            patch.setattr(local, "_sync", failing)
+            with pytest.raises(StorageError):
+                trail.save(tmp_path / "b", loop.state)
+        expected = copied(loop.state)
+        loop.train()
+        assert not trail.save(tmp_path / "c", loop.state).keyframe
+    folder.check(tmp_path / "b", deep=True)
+    assert difference(Trail().load(tmp_path / "b").state, expected) is None
+
+
+def test_a_save_that_a_warning_ends_leaves_nothing(tmp_path):
+    loop = Loop()
+    trail = Trail(scheme=sp.Fisher(relative_error=0.5))
+    trail.save(tmp_path / "a", loop.state, parts=loop.parts)
+    loop.optimizer.param_groups[0]["lr"] = 1e-7
+    loop.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LossWarning)
+        with pytest.raises(LossWarning):
+            trail.save(tmp_path / "b", loop.state, parts=loop.parts)
+    assert not [path for path in (tmp_path / "b").rglob("*") if path.is_file()]
 
 
 def test_a_lossy_run_counts_its_restores_and_its_scheme_goes_on(tmp_path):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
+import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast, Trainer, Trai
 from transformers.trainer_jit_checkpoint import CheckpointManager
 from transformers.trainer_utils import get_last_checkpoint
 
+import shrinkpoint as sp
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes import Lossless
 from shrinkpoint.store.folder import check, is_checkpoint, read_manifest
@@ -98,6 +102,37 @@ def test_a_model_that_is_made_for_every_training_is_resumed(run):
     trainer = made(ShrinkTrainer, run, trainer_model=None, trainer_model_init=lambda: gpt2())
     trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
     assert trainer.state.global_step == 8 and read_manifest(run / "checkpoint-8").depth == 3
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_the_model_of_the_training_before_is_not_held(tmp_path, gradients):
+    class Looks(TrainerCallback):
+        def on_train_begin(self, args, state, control, **_):
+            gc.collect()
+            alive.append(first() is not None)
+
+    shrink = Shrink(scheme=partial(sp.Fisher, relative_error=0.1), gradients=gradients)
+    settings = {"trainer_model_init": lambda: gpt2(), "trainer_model": None, "max_steps": 2, "trainer_shrink": shrink}
+    trainer = made(ShrinkTrainer, tmp_path, trainer_callbacks=[Looks()], **settings)
+    alive: list[bool] = []
+    for _ in range(2):
+        first = weakref.ref(trainer.model)
+        trainer.train()
+    assert alive == [False, False]
+
+
+def test_a_resume_that_begins_again_with_smaller_batches_has_its_optimizer(run, caplog):
+    class Large(ShrinkTrainer):
+        def get_batch_samples(self, *args, **kwargs):
+            calls.append(None)
+            if len(calls) == 1:
+                raise RuntimeError("CUDA out of memory.")
+            return super().get_batch_samples(*args, **kwargs)
+
+    calls: list[None] = []
+    trainer = made(Large, run, auto_find_batch_size=True)
+    trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
+    assert trainer.optimizer.state_dict()["state"][0]["step"] == 8 and "afresh" not in caplog.text
 
 
 def test_only_the_model_is_saved_and_resumed_from_where_that_is_asked(tmp_path, caplog):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface import WEIGHTS, ended, made, steps, whole
 from strategies import same
-from transformers import GPT2LMHeadModel, Trainer
+from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
 
 from shrinkpoint.errors import NotFoundError, PolicyError
 from shrinkpoint.store.folder import check
@@ -57,6 +58,34 @@ def test_a_callback_refuses_a_checkpoint_without_its_part_and_newest_finds_anoth
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(NotFoundError, match="none of them whole"):
         newest(tmp_path)
+
+
+def test_a_scale_of_the_loss_that_was_not_saved_starts_afresh_and_it_is_said_aloud(tmp_path, caplog):
+    class Scaled(Trainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    called(tmp_path, ShrinkCallback(), max_steps=4).train()
+    trainer = made(Scaled, tmp_path, save_only_model=True, trainer_callbacks=[ShrinkCallback()])
+    trainer.train(resume_from_checkpoint=True)
+    assert "holds no scaler" in caplog.text and trainer.optimizer.state_dict()["state"][0]["step"] == 8
+
+
+def test_an_error_of_the_training_before_is_not_one_of_the_next(tmp_path):
+    class Ends(TrainerCallback):
+        def on_save(self, args, state, control, **_):
+            raise RuntimeError("the end")
+
+    blocked = tmp_path / "first" / "checkpoint-2" / "shrinkpoint.json"
+    blocked.mkdir(parents=True)
+    callback = ShrinkCallback(background=True)
+    trainer = called(tmp_path / "first", callback)
+    trainer.add_callback(Ends())
+    with pytest.raises(RuntimeError, match="the end"):
+        trainer.train()
+    called(tmp_path / "second", callback, max_steps=2).train()
+    assert newest(tmp_path / "second") == str(tmp_path / "second" / "checkpoint-2")
 
 
 def test_a_callback_says_what_it_cannot_serve(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,36 @@ def test_what_is_measured_is_what_the_trainer_evaluates(tmp_path):
     assert Evaluation(trainer, "loss", 1)() == pytest.approx(first["eval_loss"], rel=1e-6) != whole["eval_loss"]
 
 
+def test_what_a_trainer_collects_in_evaluation_is_not_what_a_scheme_measured(tmp_path):
+    class Collects(Trainer):
+        """Sums its evaluation up in lists, as trainers of other libraries do."""
+
+        def __init__(self, *args, **kwargs):
+            self._losses: dict[str, list[float]] = defaultdict(list)
+            super().__init__(*args, **kwargs)
+
+        def compute_loss(self, model, *args, **kwargs):
+            found = super().compute_loss(model, *args, **kwargs)
+            self._losses["train" if model.training else "eval"].append(
+                (found[0] if type(found) is tuple else found).item()
+            )
+            return found
+
+        def log(self, logs, *args, **kwargs):
+            seen.append({name: self._losses.pop(name) for name in [*self._losses]})
+            super().log(logs, *args, **kwargs)
+
+    class Ours(ShrinkTrainer, Collects):
+        pass
+
+    settings = {"eval_strategy": "steps", "eval_steps": 3, "max_steps": 7}
+    seen: list[dict[str, list[float]]] = []
+    trained(Collects, tmp_path / "plain", save_strategy="no", **settings)
+    plain, seen = seen, []
+    trained(Ours, tmp_path, trainer_shrink=Shrink("fisher", "eval_loss", batches=2), **settings)
+    assert seen == plain and len(plain) == 4
+
+
 def test_of_several_datasets_or_an_endless_one_the_first_batches_are_taken(tmp_path):
     class Endless(IterableDataset):
         def __iter__(self):
@@ -165,6 +196,17 @@ def test_the_moments_of_a_callback_may_be_lossy(tmp_path):
 def test_settings_that_cannot_be_met_are_refused_before_training(tmp_path, settings, message):
     with pytest.raises(PolicyError, match=message):
         made(ShrinkTrainer, tmp_path, trainer_shrink=Shrink(**settings))
+
+
+def test_a_scheme_that_another_process_leads_is_refused_where_the_trainer_saves(tmp_path):
+    class Follows(sp.Fisher):
+        leads = False
+
+    with pytest.raises(PolicyError, match="leads"):
+        made(ShrinkTrainer, tmp_path, trainer_shrink=Shrink(Follows(relative_error=0.1)))
+    group = sp.Inshrinkerator(threshold=0.05, evaluate=lambda state: 0.0, group=object())
+    with pytest.raises(PolicyError, match="group"):
+        ShrinkCallback(scheme=group)
 
 
 def test_measuring_needs_a_dataset_and_a_metric_that_it_has(tmp_path):

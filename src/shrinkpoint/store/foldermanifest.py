@@ -136,11 +136,18 @@ def _checked(document: Mapping[str, JSON]) -> FolderManifest:
         payloads=payloads,
         step=step,
         metrics={name: float(value) for name, value in expect(document["metrics"], dict).items()},
-        lossy_restores=count(document["lossy_restores"]),
+        lossy_restores=_generation(document["lossy_restores"]),
         loss=document["loss"],
         note=expect(document["note"], str),
         extra=document["extra"],
     )
+
+
+def _generation(value: JSON) -> int:
+    """A count of restores, which schemes make seeds of."""
+    if count(value) >= 1 << 31:
+        raise ValueError(f"{value} restores")
+    return count(value)
 
 
 def _payload(row: JSON) -> Payload:

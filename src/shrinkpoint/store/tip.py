@@ -89,11 +89,11 @@ class Tip:
             written = write_file(
                 storage, key, kept, scheme=scheme, reference=reference, parent=_parent(base), threads=self._threads
             )
+            report = replace(written.report, retention=self._held.progress(flat, written.reference))
+            warn_of(report.retention)
         except BaseException:
             _remove(storage, made)
             raise
-        report = replace(written.report, retention=self._held.progress(flat, written.reference))
-        warn_of(report.retention)
         payload = Payload(key, report.stored_bytes, report.digest, report.raw_bytes, _below(base))
         self._written = _Written(storage, made, payload, written.reference, flat, adopt)
         return report
@@ -179,7 +179,10 @@ class Tip:
         return replace(kept, symbols={name: one for name, one in kept.symbols.items() if name not in differences})
 
     def _vouch(self, storage: LocalStorage, payload: Payload) -> None:
-        """Raises where the file that the delta will stand on is not the one that was written."""
+        """Raises where a file that the delta will stand on is not the one that was written; sizes tell most of it."""
+        for digest, size in payload.bases:
+            if (storage.path / layout.base_name(digest)).stat().st_size != size:
+                raise OSError(f"{digest} has changed")
         key = layout.base_name(payload.digest)
         with storage.open(key) as source:
             if Reader(source, storage.describe(key)).digest != payload.digest or source.size != payload.size:

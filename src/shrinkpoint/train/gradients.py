@@ -32,6 +32,9 @@ class Gradients:
     two factors the other way round and still records 50 batches, of which its literal form would remember little more
     than one; `paper=True` is that form.
 
+    Of a parameter that is in parts (FSDP2, tensor parallelism) each rank records its own part, and what is not finite
+    in one part is skipped there; a scheme that is decided by all ranks puts them together (docs/dcp.md).
+
     While recording, the host holds gradients once in float32 (twice with `squares`), and of parameters on a GPU once
     more, pinned and in their own dtype; `clear` frees all. All calls belong to the thread that trains.
 
@@ -165,7 +168,8 @@ class Gradients:
             gradient = parameter.grad
             if gradient is None or not parameter.requires_grad or not gradient.is_floating_point():
                 continue
-            dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+            local = _local(gradient.detach())
+            dense = local.to_dense() if local.is_sparse else local
             if dense.numel():
                 yield name, dense
 
@@ -187,6 +191,22 @@ class Gradients:
             averages[name] = fresh.clone()
         else:  # two roundings, as in the formula, and not the fused one that `add_(fresh, alpha=...)` may be
             mean.mul_(self._keep).add_(fresh * self._take)
+
+
+def _local(gradient: Tensor) -> Tensor:
+    """This rank's part of a gradient in parts, as FSDP2 and tensor parallelism leave them; else all of it.
+
+    No rank waits for another, but where the ranks' parts are still to be summed.
+    """
+    placements = getattr(gradient, "placements", None)
+    if placements is None:
+        return gradient
+    from torch.distributed.tensor import DTensor, Replicate
+
+    assert isinstance(gradient, DTensor)
+    if any(one.is_partial() for one in placements):
+        gradient = gradient.redistribute(placements=[Replicate() if one.is_partial() else one for one in placements])
+    return gradient.to_local()
 
 
 class _Copies:

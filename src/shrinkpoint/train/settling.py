@@ -7,8 +7,22 @@ from typing import Any
 
 from shrinkpoint.codec import Reference
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.schemes import ModelTarget, Scheme, Settling, modules_of
+from shrinkpoint.schemes import ModelTarget, Scheme, Searched, Settling, modules_of
 from shrinkpoint.state import FlatState
+
+
+def alone(scheme: Scheme, who: str) -> None:
+    """Make sure that a scheme waits for no other process, where only one comes to it.
+
+    Args:
+        who: asks, for the message.
+
+    Raises:
+        PolicyError: replicas share its trials.
+    """
+    if isinstance(scheme, Searched) and scheme.shares:
+        found, do = f"{scheme!r} with a group of replicas", "leave group= away"
+        raise PolicyError(who, found=found, expected="a scheme for the one process that saves", do=do)
 
 
 def settled(

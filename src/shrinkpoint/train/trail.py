@@ -234,7 +234,9 @@ class Trail:
             )  # fmt: skip
         except BaseException:
             # The manifest may stand all the same (a power cut's worth of doubt): then its payload must, too.
-            if not _stands(folder, self._tip.payload.digest):
+            if _stands(folder, self._tip.payload.digest):
+                self._tip.promote()
+            else:
                 self._tip.abandon()
             raise
         self._tip.promote()

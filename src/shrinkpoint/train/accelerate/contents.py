@@ -151,17 +151,23 @@ def _rest(accelerator: Accelerator) -> dict[str, Any]:
 
 def _registered(index: int, thing: Any) -> Any:
     """The state of an object, if it can be stored; the error names the object."""
-    state = thing.state_dict()
+    return _storable(thing.state_dict(), f"{type(thing).__qualname__}, object {index} of register_for_checkpointing")
+
+
+def _storable(state: Any, name: str) -> Any:
     try:
         flatten(state)
     except StateError as error:
-        where = f"{type(thing).__qualname__}, object {index} of register_for_checkpointing, {error.where}"
-        raise StateError(where, found=error.found, expected=error.expected, do=error.do) from error
+        raise StateError(f"{name}, {error.where}", found=error.found, expected=error.expected, do=error.do) from error
     return state
 
 
 def _own(accelerator: Accelerator) -> dict[str, Any]:
-    return {"rng": capture(), "loaders": [loaders.state_of(loader) for loader in accelerator._dataloaders]}
+    stands = [
+        _storable(loaders.state_of(loader), f"dataloader {index}")
+        for index, loader in enumerate(accelerator._dataloaders)
+    ]
+    return {"rng": capture(), "loaders": stands}
 
 
 def _reinstate(accelerator: Accelerator, ranks: list[Any], where: str) -> None:
@@ -190,9 +196,12 @@ def _models(accelerator: Accelerator, state: dict[str, Any], models: Sequence[nn
     """Each model that is to be loaded, and what of.
 
     Raises:
-        MismatchError: there are more models than were saved.
+        MismatchError: there are more models than were saved, or fewer than were prepared then.
     """
     saved = _many(state.get("model"))
+    if len(saved) > len(accelerator._models):
+        found, expected = f"{len(saved)} models in the checkpoint", f"{len(accelerator._models)}"
+        raise MismatchError("model", found=found, expected=expected, do=_DO)
     places = range(len(models))
     if len(saved) == len(accelerator._models):
         known = [id(model) for model in accelerator._models]

@@ -83,6 +83,8 @@ class Shrink:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is None:
+            self.wait()  # with all the others: what fails on one of them is an error on each
         self.close()
 
     def save_state(
@@ -268,7 +270,7 @@ class Shrink:
         self._loaded = None
         if everyone(lambda: places.is_stock(folder))[0]:
             self._trail.close()
-            self._accelerator.load_state(str(folder))
+            everyone(lambda: self._accelerator.load_state(str(folder)))
             return None
         manifests: list[FolderManifest] = []
         read = folders.check if self._writes else folders.read_manifest
@@ -323,11 +325,17 @@ class Shrink:
         root = places.root_of(self._accelerator)
         if root is None or not self._writes:
             return
-        for folder in places.too_many(root, self._accelerator.project_configuration.total_limit):
-            try:
-                self._trail.discard(folder)
-            except ShrinkpointError as error:
-                _log.warning("%s", error)
+        try:
+            for folder in places.too_many(root, self._accelerator.project_configuration.total_limit):
+                self._discard(folder)
+        except OSError as error:
+            _log.warning("%s", error)
+
+    def _discard(self, folder: Path) -> None:
+        try:
+            self._trail.discard(folder)
+        except ShrinkpointError as error:
+            _log.warning("%s", error)
 
 
 def _make(folder: Path) -> None:

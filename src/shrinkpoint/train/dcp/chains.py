@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from shrinkpoint.store.unfold import decode
 MOST = 8
 """Chains whose last state a process holds, each one copy of what this rank writes; the longest unused goes first."""
 _LOADED = 64
+Kind = tuple[str, tuple[int, ...], str]
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,14 @@ class Loaded:
         folder: where it lies.
         lossy_restores: lossy restores behind the state from now on.
         loss: of its manifest.
+        kinds: name, shape and dtype of every whole tensor in it.
     """
 
     folder: str
     id: str
     lossy_restores: int
     loss: JSON = None
+    kinds: frozenset[Kind] = field(default=frozenset(), compare=False, repr=False)
 
 
 @dataclass
@@ -57,6 +60,7 @@ class Chain:
         scheme, given: of the last save, and how it was set up.
         unconfirmed: the folder and digest of the last write.
         loaded: the checkpoint that was restored last.
+        past: the same, once something has been saved after it: nothing more stands on it alone.
     """
 
     tip: Tip
@@ -66,11 +70,15 @@ class Chain:
     lock: threading.RLock = field(default_factory=threading.RLock)
     unconfirmed: tuple[str, str] | None = None
     loaded: Loaded | None = None
+    past: Loaded | None = None
 
     def settle_accounts(self) -> None:
         """Where the last write has not become a checkpoint, or is one no longer, nothing may stand on it."""
-        if self.unconfirmed is not None and not _is_committed(*self.unconfirmed):
-            self.tip.drop()
+        if self.unconfirmed is not None:
+            if _is_committed(*self.unconfirmed):
+                self.past = self.loaded
+            else:
+                self.tip.drop()
         self.unconfirmed = None
 
     def wrote(self, folder: Path) -> Payload:
@@ -102,8 +110,11 @@ class Chain:
         return self.scheme
 
     def stand_on(self, loaded: Loaded | None, flat: FlatState, rank: int, threads: int | None) -> None:
-        """With nothing to stand on, decode what was restored: the first save after a restart is a delta as well."""
-        if loaded is None or self.tip.reference is not None:
+        """With nothing to stand on, decode what was restored: the first save after a restart is a delta as well.
+
+        Only that one: where a chain is as long as it may be, a keyframe is what begins the next.
+        """
+        if loaded is None or loaded == self.past or self.tip.reference is not None:
             return
         with suppress(ShrinkpointError):  # deleted or damaged since: the next one is a keyframe
             manifest = folders.read_manifest(loaded.folder)
@@ -141,13 +152,17 @@ def chain(name: str, rank: int, *, keyframe_every: int | None, threads: int | No
         yield one
 
 
-def remember(folder: Path, manifest: FolderManifest) -> None:
-    """A checkpoint was restored."""
+def remember(folder: Path, manifest: FolderManifest, kinds: Iterable[Kind] = ()) -> None:
+    """A checkpoint was restored.
+
+    Args:
+        kinds: of all that is in it.
+    """
     generation = manifest.lossy_restores + manifest.is_lossy
     with _GUARD:
         name = default_name(folder)
         _RESTORED.pop(name, None)
-        _RESTORED[name] = Loaded(str(Path(folder).absolute()), manifest.id, generation, manifest.loss)
+        _RESTORED[name] = Loaded(str(Path(folder).absolute()), manifest.id, generation, manifest.loss, frozenset(kinds))
         while len(_RESTORED) > _LOADED:
             _RESTORED.popitem(last=False)
 
@@ -156,6 +171,19 @@ def restored() -> dict[str, Loaded]:
     """The last checkpoint that was restored, by the default name of its chain."""
     with _GUARD:
         return dict(_RESTORED)
+
+
+def origin(restored: Mapping[str, Loaded], name: str, kinds: Collection[Kind]) -> Loaded | None:
+    """Which checkpoint training goes on from: the last that was restored of this chain, else of all these tensors.
+
+    Args:
+        restored: by default name, the last one last.
+        name: the default name of where it is saved now.
+        kinds: of what is saved now.
+    """
+    if name in restored or not kinds:
+        return restored.get(name)
+    return next((one for one in reversed([*restored.values()]) if one.kinds.issuperset(kinds)), None)
 
 
 def forget() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,33 @@ from shrinkpoint.store.unfold import decode
 from shrinkpoint.train.dcp.description import Chunk, Item, Offsets, chunk_name
 
 _DO = "restore another checkpoint"
+
+
+def check_kind(where: str, name: str, kind: tuple[Offsets, str] | None, item: Item, chunk: Chunk) -> None:
+    """Raises CorruptError where a stored tensor is not the box that a manifest says it is.
+
+    Args:
+        kind: shape and dtype of what is stored; None: nothing is.
+    """
+    if kind != (chunk.sizes, item.dtype):
+        found = "no such tensor" if kind is None else f"{kind[1]} of shape {kind[0]}"
+        raise CorruptError(f"{where}: {name!r}", found=found, expected=f"{item.dtype} of shape {chunk.sizes}", do=_DO)
+
+
+def check_kinds(folder: Path, manifest: FolderManifest, at: int, boxes: Iterable[tuple[Item, Chunk]]) -> None:
+    """As `check_kind`, of all boxes in a payload, of which only the header is read.
+
+    Raises:
+        ChainError, FormatError, StorageError: as `folder.check`.
+    """
+    payload = manifest.payloads[at]
+    where = str(folder / payload.name)
+    with LocalStorage(folder).open(payload.name) as source:
+        head = folders.vouched(source, where, payload.digest, payload.size)
+    kinds = {info.name: (info.shape, info.dtype) for record in head.records for info in record.infos}
+    for item, chunk in boxes:
+        name = chunk_name(item.fqn, chunk.offsets, chunk.sizes, item.size)
+        check_kind(where, name, kinds.get(name), item, chunk)
 
 
 class Contents(ABC):
@@ -65,10 +92,7 @@ class Contents(ABC):
             starts: where it begins, in `chunk`.
         """
         name = chunk_name(item.fqn, chunk.offsets, chunk.sizes, item.size)
-        kind = self._kind(name)
-        if kind is None or kind[0] != chunk.sizes:
-            found = "no such tensor" if kind is None else f"shape {kind[0]}"
-            raise CorruptError(f"{self._where}: {name!r}", found=found, expected=f"shape {chunk.sizes}", do=_DO)
+        check_kind(self._where, name, self._kind(name), item, chunk)
         if any(start + size > side for start, size, side in zip(starts, sizes, chunk.sizes, strict=True)):
             raise CorruptError(f"{self._where}: {name!r}", found=f"a box at {starts}", expected=f"within {chunk.sizes}")
         return self._part(name, starts, sizes)

@@ -30,6 +30,7 @@ from shrinkpoint.errors import CorruptError, MismatchError, StateError
 from shrinkpoint.record import ITEMSIZE, JSON
 from shrinkpoint.state import dtype_name, torch_dtype
 from shrinkpoint.state.path import name_of
+from shrinkpoint.train.dcp.apart import check_apart
 
 KEY = "torch.distributed.checkpoint"
 """Where a manifest's `extra` has it."""
@@ -96,8 +97,16 @@ class Description:
     def metadata(self) -> Metadata:
         """As torch's planners want it."""
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        layouts: dict[int, list[ChunkStorageMetadata]] = {}
         for fqn, item in self.items.items():
-            entries[fqn] = _tensor_metadata(item) if item.is_tensor else BytesStorageMetadata()
+            if not item.is_tensor:
+                entries[fqn] = BytesStorageMetadata()
+                continue
+            boxes = layouts.get(id(item.chunks))  # made once: many boxes of many items would fill the memory
+            if boxes is None:
+                boxes = layouts[id(item.chunks)] = _boxes(item.chunks)
+            properties = TensorProperties(dtype=torch_dtype(item.dtype))
+            entries[fqn] = TensorStorageMetadata(properties, torch.Size(item.size), boxes)
         paths = {fqn: item.path for fqn, item in self.items.items() if item.path is not None}
         return Metadata(entries, planner_data=paths if paths or not entries else None)
 
@@ -173,15 +182,25 @@ def understand(document: JSON, payloads: int, where: str) -> Description:
 
 
 def _check_paths(paths: Sequence[Sequence[str | int]]) -> None:
-    """A list in a nest has at most `_GAPS` places more than there are entries: planners take memory for all."""
+    """All lists of a nest together have at most `_GAPS` places more than keys: planners take memory for all."""
+    places: dict[int, int] = {}
+    levels: dict[tuple[int, str | int], int] = {}
+    keys = 0
     for path in paths:
-        if not path or any(isinstance(key, int) and not 0 <= key < len(paths) + _GAPS for key in path):
+        if not path or any(isinstance(key, int) and key < 0 for key in path):
             raise ValueError(f"the path {path}")
+        keys += len(path)
+        level = 0
+        for key in path:
+            if isinstance(key, int):
+                places[level] = max(places.get(level, 0), key + 1)
+            level = levels.setdefault((level, key), len(levels) + 1)
+    if sum(places.values()) > keys + _GAPS:
+        raise ValueError(f"lists of {sum(places.values())} places, of which {keys} are filled at most")
 
 
-def _tensor_metadata(item: Item) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in item.chunks]
-    return TensorStorageMetadata(TensorProperties(dtype=torch_dtype(item.dtype)), torch.Size(item.size), chunks)
+def _boxes(chunks: Sequence[Chunk]) -> list[ChunkStorageMetadata]:
+    return [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in chunks]
 
 
 def _paths(planner_data: Any) -> Mapping[str, list[str | int]]:
@@ -226,6 +245,7 @@ def _layout(row: JSON, payloads: int) -> tuple[Offsets, tuple[Chunk, ...]]:
         if any(end > side for end, side in zip(ends, whole, strict=True)):
             raise ValueError(f"a box to {ends} of {whole}")
         chunks.append(chunk)
+    check_apart([one.offsets for one in chunks], [one.sizes for one in chunks])
     return whole, tuple(chunks)
 
 

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from shrinkpoint.errors import StateError
 from shrinkpoint.record import Role, TensorInfo
 from shrinkpoint.state import FlatState, dtype_name
+from shrinkpoint.state.dtypes import NAMES
 from shrinkpoint.state.path import name_of
 from shrinkpoint.state.ties import Names
 from shrinkpoint.state.tree import Planter
@@ -74,6 +75,12 @@ def collect(plan: SavePlan, planner: SavePlanner) -> Collected:
         tensors.setdefault(fqn, []).append((name, x))
         written[item.index] = x.numel() * x.element_size()
     return Collected(_flat(nest, boxes, tensors, planner), boxes, written)
+
+
+def kinds_of(plan: SavePlan) -> set[tuple[str, Offsets, str]]:
+    """Name, shape and dtype of every whole tensor of which the plan has a box; "" for a dtype that is not stored."""
+    found = ((item.index.fqn, item.tensor_data) for item in plan.items)
+    return {(fqn, tuple(x.size), NAMES.get(x.properties.dtype, "")) for fqn, x in found if x is not None}
 
 
 def _put_value(nest: dict[str, Any], fqn: str, data: Any) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 
-from shrinkpoint.errors import PolicyError
+from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.schemes import Scheme
 from shrinkpoint.schemes.sharded import check, settle
 from shrinkpoint.schemes.shardedtarget import ShardTarget
@@ -31,25 +32,31 @@ def settled(
         is_sent: the state has been sent to another process than the model is in.
 
     Raises:
-        PolicyError: a scheme that cannot be used here; nobody has waited for this rank.
+        PolicyError: a scheme that cannot be used here.
         whatever any rank raised, on all of them.
     """
+    gather = _gather(group, world)
+    try:  # whatever is wrong on this rank alone, the others are waiting
+        beside = is_sent or threading.current_thread().name.startswith("AsyncCheckpointExecutor")
+        evaluate = _evaluate(scheme, beside=beside)
+        check(scheme, measures=model is not None or is_sent)
+        collected = collect()
+        places = {name: Shard(box.fqn, box.size, box.offsets) for name, box in collected.boxes.items()}
+        target = None if beside or model is None else ShardTarget(collected.flat, evaluate, model)
+    except Exception as error:
+        with suppress(ShrinkpointError):  # of another rank
+            gather(error)
+        raise
+    gather(None)
+    return settle(scheme, collected.flat, chain.tip.reference, Shards(places, gather), target), collected
+
+
+def _evaluate(scheme: Scheme, *, beside: bool) -> Any:
     evaluate = getattr(scheme, "evaluate", None)
-    check(scheme, measures=model is not None or is_sent)
-    beside = is_sent or threading.current_thread().name.startswith("AsyncCheckpointExecutor")
     if beside and evaluate is not None:  # the model trains on, or is not there
         found, do = "async_save with a scheme that evaluates the model", "use dcp.save, or a scheme without evaluate="
         raise PolicyError("Writer", found=found, expected="a model that waits", do=do)
-    gather = _gather(group, world)
-    try:
-        collected = collect()
-    except Exception as error:
-        gather(error)
-        raise
-    gather(None)
-    places = {name: Shard(box.fqn, box.size, box.offsets) for name, box in collected.boxes.items()}
-    target = None if beside or model is None else ShardTarget(collected.flat, evaluate, model)
-    return settle(scheme, collected.flat, chain.tip.reference, Shards(places, gather), target), collected
+    return evaluate
 
 
 def _gather(group: dist.ProcessGroup | None, world: int) -> Gather:

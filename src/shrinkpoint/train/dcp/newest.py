@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.schemes.shards import gathering
 from shrinkpoint.store import folder as folders
 
@@ -58,11 +57,13 @@ def _is_ours(path: Path) -> bool:
 def _fault(folder: Path, *, deep: bool) -> str:
     try:
         folders.check(folder, deep=deep)
-    except ShrinkpointError as error:
-        return str(error)
+    except Exception as error:  # the others wait for this rank, whatever it is
+        return str(error) or type(error).__name__
     return ""
 
 
 def _by_number(name: str) -> tuple[Any, ...]:
     """`step-10` after `step-9`: digits count as numbers, and before letters."""
-    return tuple((1, int(part), "") if part.isdigit() else (2, 0, part) for part in re.split(r"(\d+)", name) if part)
+    parts = [part for part in re.split(r"(\d+)", name) if part]
+    numbers = tuple((1, int(part), "") if part.isdecimal() else (2, 0, part) for part in parts)
+    return numbers, name  # all ranks must have one order, also of step-1 and step-01

@@ -102,7 +102,8 @@ class Reader(StorageReader):
             with self._contents(manifest, at, items) as contents:
                 for item in items:
                     self._read(item, contents, planner)
-        chains.remember(self._place.folder, manifest)
+        entries = self._description.items.values()
+        chains.remember(self._place.folder, manifest, ((x.fqn, x.size, x.dtype) for x in entries if x.is_tensor))
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -33,7 +33,7 @@ def roles_of(
     """
     paths = getattr(planner, "mappings", None)
     paths = paths if isinstance(paths, Mapping) else {}
-    places = {fqn: _place(fqn, paths) for fqn in tensors}
+    places = {fqn: place_of(fqn, paths) for fqn in tensors}
     leaves = [Leaf(places[fqn], boxes[0][1], name=boxes[0][0]) for fqn, boxes in tensors.items()]
     roles, facts = infer(leaves, _optimizers(places, tensors, planner, paths))
     for boxes in tensors.values():  # several boxes of one tensor on one rank are rare; moments stay with the first
@@ -42,7 +42,7 @@ def roles_of(
     return roles, facts
 
 
-def _place(fqn: str, paths: Mapping[str, Any]) -> Path:
+def place_of(fqn: str, paths: Mapping[str, Any]) -> Path:
     """Where an entry stands in the nest, with the slots of an optimizer as levels of their own."""
     path = tuple(paths.get(fqn, (fqn,)))
     match = _FLAT.fullmatch(str(path[-1])) if path else None
@@ -82,7 +82,7 @@ def _optimizers(
             slots[str(place[-1])] = tensors[fqn][0][1]
     known = getattr(planner, "state_dict", None)
     for fqn, value in known.items() if isinstance(known, Mapping) else ():
-        _settings(found, _place(fqn, paths), value)
+        _settings(found, place_of(fqn, paths), value)
     return [(path, one.state_dict()) for path, one in found.items()]
 
 

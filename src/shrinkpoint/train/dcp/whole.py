@@ -12,7 +12,7 @@ from torch import Tensor
 from shrinkpoint.errors import CorruptError
 from shrinkpoint.state import empty, torch_dtype
 from shrinkpoint.state.dtypes import raw
-from shrinkpoint.train.dcp.contents import Whole
+from shrinkpoint.train.dcp.contents import Whole, check_kinds
 from shrinkpoint.train.dcp.description import Chunk, Item
 from shrinkpoint.train.dcp.reader import opened
 
@@ -36,12 +36,15 @@ def load(folder: str | Path, *, nested: bool = True, threads: int | None = None)
     root = Path(folder).absolute()
     manifest, description = opened(root)
     flat: dict[str, Any] = {}
+    owned: dict[int, list[tuple[Item, Chunk]]] = {}
+    for item in description.items.values():
+        for chunk in item.chunks:
+            owned.setdefault(chunk.payload, []).append((item, chunk))
+    for at, mine in sorted(owned.items()):  # before there is memory for what a manifest claims
+        check_kinds(root, manifest, at, [(item, chunk) for item, chunk in mine if item.is_tensor])
     for item in description.items.values():
         flat[item.fqn] = _room(item, root) if item.is_tensor else None
-    for at in range(len(manifest.payloads)):
-        mine = [(item, c) for item in description.items.values() for c in item.chunks if c.payload == at]
-        if not mine:
-            continue
+    for at, mine in sorted(owned.items()):
         with Whole(root, manifest, at, threads) as contents:
             for item, chunk in mine:
                 if not item.is_tensor:

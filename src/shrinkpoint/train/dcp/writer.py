@@ -26,8 +26,9 @@ from shrinkpoint.store.foldermanifest import Payload
 from shrinkpoint.train.dcp import chains, lossy, marker
 from shrinkpoint.train.dcp.chains import Chain, Loaded
 from shrinkpoint.train.dcp.description import KEY, describe, planned
-from shrinkpoint.train.dcp.items import Collected, collect
+from shrinkpoint.train.dcp.items import Collected, collect, kinds_of
 from shrinkpoint.train.dcp.place import Place, is_path, threads_of
+from shrinkpoint.train.dcp.together import known, together
 from shrinkpoint.train.metrics import numbers
 
 _log = logging.getLogger("shrinkpoint")
@@ -121,12 +122,16 @@ class Writer(StorageWriter):
             raise PolicyError("Writer", found=found, expected="collectives", do="leave it out")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add: see `_Mine`."""
-        return plan
+        """Add which entries this rank has, before torch shares out what several have: see `together`."""
+        return replace(plan, storage_data=known(plan, type(self._scheme).__name__)) if plan.usable else plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tell every rank its number."""
-        return [replace(plan, storage_data=_Mine(rank, len(plans))) for rank, plan in enumerate(plans)]
+        """Bring moments to their weights, and tell every rank its number.
+
+        Raises:
+            PolicyError: a planner that replays plans in a way of its own.
+        """
+        return [replace(plan, storage_data=_Mine(rank, len(plans))) for rank, plan in enumerate(together(plans))]
 
     @torch.no_grad()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -154,9 +159,10 @@ class Writer(StorageWriter):
         if missing or not wrote:
             found = f"{len(missing)} entries that nobody wrote, such as {missing[0].fqn!r}" if missing else "no payload"
             raise StorageError(str(folder), found=found, expected="all that was planned", do="report this")
+        loss = next((one.loss for one in wrote if one.loss is not None), None)
         manifest = folders.commit(
             folder, [one.payload for one in wrote], scheme=wrote[0].scheme,
-            lossy_restores=wrote[0].lossy_restores, loss=next((x.loss for x in wrote if x.loss is not None), None),
+            lossy_restores=max(one.lossy_restores for one in wrote), loss=loss,
             extra={KEY: describe(metadata, owners)}, **self._about,
         )  # fmt: skip
         try:
@@ -177,7 +183,7 @@ class Writer(StorageWriter):
         with chains.chain(name, mine.rank, keyframe_every=self._keyframe_every, threads=self._threads) as chain:
             chain.settle_accounts()
             loaded = restored.get(default)
-            scheme = chain.resumed(self._scheme, loaded)
+            scheme = chain.resumed(self._scheme, chains.origin(restored, default, kinds_of(plan)))
             if isinstance(scheme, Lossless):
                 collected = self._collected(plan, planner, chain, loaded, mine.rank)
             else:

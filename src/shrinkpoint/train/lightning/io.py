@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -14,13 +15,14 @@ from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.types import _PATH
 from lightning.fabric.wrappers import is_wrapped
-from torch import nn
+from torch import Tensor, nn
 
-from shrinkpoint.errors import ChainError, FormatError, NotFoundError, PolicyError, StateError
+from shrinkpoint.errors import ChainError, FormatError, NotFoundError, PolicyError, StateError, StorageError
 from shrinkpoint.schemes import Scheme, Settling
 from shrinkpoint.store import SaveReport
 from shrinkpoint.train.lightning.forms import plain, unplain
 from shrinkpoint.train.lightning.place import folder_of, local, remove_empty, vacated
+from shrinkpoint.train.settling import alone
 from shrinkpoint.train.trail import Trail
 
 _log = logging.getLogger("shrinkpoint")
@@ -29,6 +31,10 @@ _HINTS = {
     "state['datamodule_hyper_parameters']": "leave it out with save_hyperparameters(ignore=[...])",
     "state['callbacks']": "let the callback's state_dict return plain values and tensors",
 }
+_TUNERS = (".lr_find_", ".scale_batch_size_")
+"""How files begin that a Tuner saves, restores and removes at once: nothing may be lost in them, nor stand on them."""
+_URGENT = "hpc_ckpt_"
+"""How those begin that are saved because the process will be ended."""
 _HINT = "convert it to plain values or tensors, for a Trainer in on_save_checkpoint"
 
 
@@ -41,16 +47,16 @@ class ShrinkIO(CheckpointIO):
     With a Trainer, `ShrinkCallback` tells the plugin which module is trained; schemes that evaluate need it.
 
     Args:
-        scheme: "lossless", or a scheme of one's own settings. Only rank 0 calls it: no group of replicas.
+        scheme: "lossless", or a scheme of one's own settings, without a group of replicas: only rank 0 calls it.
         keyframe_every: each chain has at most this many checkpoints, its keyframe included; None: no bound.
         background: a save returns as soon as the state is copied, and is written beside the loop. One at a time: a
             save that comes too early waits. A directory that Lightning wants removed meanwhile goes when the write has
-            succeeded, and stays where it failed.
+            succeeded, and stays where it failed. After the end of a training a save is waited for.
         threads: native threads for coding; None: every core.
         model: the key of the model in what is saved: a Trainer's own; for Fabric, the key in `fabric.save`.
 
     Raises:
-        PolicyError: a scheme nobody knows, or a number out of range.
+        PolicyError: a scheme nobody knows, or one with a group; a number out of range.
     """
 
     def __init__(
@@ -63,10 +69,13 @@ class ShrinkIO(CheckpointIO):
         self._trail = Trail(
             scheme=scheme, keyframe_every=keyframe_every, background=background, threads=threads, model=model
         )
+        alone(self._trail.scheme, "ShrinkIO")
         self._stock = TorchCheckpointIO()
         self._module: nn.Module | None = None
         self._writing: Path | None = None  # what is written in the background, as far as we know
         self._doomed: list[Path] = []  # to be removed once that is written
+        self._torn_down = False  # and nothing was saved since
+        self._final: object = None  # the step of what was saved first since then
 
     def __repr__(self) -> str:
         return f"ShrinkIO({self._trail.scheme!r})"
@@ -91,7 +100,13 @@ class ShrinkIO(CheckpointIO):
         began = time.perf_counter()
         try:
             self.wait()
+            name = Path(os.fspath(path)).name
+            if name.startswith(_TUNERS):
+                self._stock.save_checkpoint(checkpoint, path)
+                return
             self._save(checkpoint, path)
+            if self._is_last_word(_step(checkpoint)) or name.startswith(_URGENT):
+                self.wait()
         finally:
             self.stall = time.perf_counter() - began
 
@@ -157,7 +172,10 @@ class ShrinkIO(CheckpointIO):
                 _log.warning("%s is not removed: what was to take its place was not written", folder)
             raise
         for folder in doomed:
-            self._removed(folder)
+            try:
+                self._removed(folder)
+            except (StorageError, OSError) as error:  # of a checkpoint too many nobody dies
+                _log.warning("%s is not removed: %s", folder, error)
         return report
 
     def teardown(self) -> None:
@@ -166,6 +184,7 @@ class ShrinkIO(CheckpointIO):
         Raises:
             whatever a save raised in the background, once.
         """
+        self._torn_down = True
         try:
             self.wait()
         finally:
@@ -192,13 +211,25 @@ class ShrinkIO(CheckpointIO):
         if aside is not None:
             self.remove_checkpoint(aside)
 
+    def _is_last_word(self, step: int | None) -> bool:
+        """Whether nobody might come to wait for this save: training has ended, and is still where it ended."""
+        if self._torn_down:
+            self._torn_down, self._final = False, (step,)
+        return self._background and self._final == (step,)
+
     def _parts(self, checkpoint: Mapping[str, Any]) -> dict[str, nn.Module]:
         scheme = self._trail.scheme
-        if self._module is not None:
-            return {self._model: self._module} if self._model in checkpoint else {}
+        if self._model not in checkpoint and self._module is not None:
+            return {}
+        if self._module is not None and _is_behind(self._module, checkpoint[self._model]):
+            return {self._model: self._module}
         if isinstance(scheme, Settling) and scheme.evaluate is not None:
             do = "add ShrinkCallback() to the Trainer's callbacks; with Fabric, call watch(model) of this plugin"
-            raise PolicyError("ShrinkIO", found=f"{scheme!r}, which evaluates", expected="a module to evaluate", do=do)
+            found = f"{scheme!r}, which evaluates, and no module"
+            if self._module is not None:
+                found = f"{scheme!r}, which evaluates, and another module"
+                do += "; where averaged weights are saved, take a scheme that does not evaluate"
+            raise PolicyError("ShrinkIO", found=found, expected="the module whose weights are saved", do=do)
         return {}
 
     def _removed(self, folder: Path) -> None:
@@ -206,6 +237,13 @@ class ShrinkIO(CheckpointIO):
             folder.unlink()
         else:
             self._trail.discard(folder)
+
+
+def _is_behind(module: nn.Module, state: Any) -> bool:
+    """Whether a module's own parameters are what is saved: not those of another one, and no averages of them."""
+    places = {parameter.data_ptr() for parameter in module.parameters() if parameter.numel()}
+    saved = state.values() if isinstance(state, Mapping) else ()
+    return any(isinstance(value, Tensor) and value.data_ptr() in places for value in saved)
 
 
 class _OptionsError(PolicyError, TypeError):

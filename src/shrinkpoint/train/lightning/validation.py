@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from shrinkpoint.errors import PolicyError
+from shrinkpoint.train.attributes import Attributes
+
+_NOT_OURS = ("_parameters", "_buffers", "_modules", "training")
+"""What whoever calls a Validation puts back."""
 
 
 class Validation:
     """`Fisher(budget="0.1%", evaluate=Validation(batches=4))`: the mean loss that `validation_step` returns.
 
     The batches are the first ones of the Trainer's validation data, taken once and kept, so that the same weights get
-    the same answer. What `validation_step` logs meanwhile is not logged.
+    the same answer. What `validation_step` logs meanwhile is not logged; what it collects in attributes of the module,
+    such as a list of outputs or torchmetrics, is as it was before.
 
     Args:
         batches: how many.
@@ -38,13 +46,8 @@ class Validation:
         trainer = module.trainer
         self._batches = self._batches or _first(trainer, self._count)
         module.eval()  # whoever calls this puts the modes back
-        silent = dict.fromkeys(("log", "log_dict"), _nothing)
-        vars(module).update(silent)
-        try:
+        with _unnoticed(module):
             losses = [self._loss(trainer, module, batch, index) for index, batch in enumerate(self._batches)]
-        finally:
-            for name in silent:
-                del vars(module)[name]
         return sum(losses) / len(losses)
 
     def _loss(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> float:
@@ -56,6 +59,25 @@ class Validation:
             found, expected = f"a {type(loss).__name__}", f"a loss, or a dict with {self._key!r}"
             raise PolicyError("validation_step", found=found, expected=expected, do="return the loss")
         return float(loss)
+
+
+@contextmanager
+def _unnoticed(module: pl.LightningModule) -> Iterator[None]:
+    """Nothing is logged, and what is collected is forgotten."""
+    parts = [*module.modules()]
+    before = Attributes(parts, without=_NOT_OURS)
+    silent = dict.fromkeys(("log", "log_dict"), _nothing)
+    vars(module).update(silent)
+    try:
+        for metric in (part for part in parts if isinstance(part, Metric)):
+            for name in metric._defaults:  # updated in place, and maybe in inference mode: so copies are
+                state = getattr(metric, name)
+                setattr(metric, name, state.clone() if isinstance(state, Tensor) else list(state))
+        yield
+    finally:
+        for name in silent:
+            del vars(module)[name]
+        before.put_back()
 
 
 def _first(trainer: pl.Trainer, count: int) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from shrinkpoint.schemes import Scheme
 from shrinkpoint.state.rng import capture, reinstate
 from shrinkpoint.store import SaveReport
 from shrinkpoint.store.folder import is_checkpoint
+from shrinkpoint.train.settling import alone
 from shrinkpoint.train.trail import Trail
 from shrinkpoint.train.transformers import folders
 
@@ -29,7 +31,7 @@ class ShrinkCallback(TrainerCallback):
     `resume_from_checkpoint=newest(output_dir)`, which passes over those.
 
     Args:
-        scheme: for the optimizer: "lossless", or a scheme that needs no model.
+        scheme: for the optimizer: "lossless", or a scheme that needs no model and no group of replicas.
         keyframe_every: each chain has at most this many checkpoints; None: no bound.
         background: training goes on while a checkpoint is written.
         threads: native threads for coding; None: every core.
@@ -44,9 +46,9 @@ class ShrinkCallback(TrainerCallback):
         threads: int | None = None, resume_from_checkpoint: str | Path | None = None,
     ) -> None:  # fmt: skip
         self._trail = Trail(scheme=scheme, keyframe_every=keyframe_every, background=background, threads=threads)
+        alone(self._trail.scheme, "ShrinkCallback")
         self._from = resume_from_checkpoint
         self._generators: Any = None  # to be set where training goes on
-        self._swept: tuple[Path, dict[str, Any]] | None = None
 
     def wait(self) -> SaveReport | None:
         """Wait until the last checkpoint is whole; what it did, or None if there is none yet.
@@ -70,6 +72,8 @@ class ShrinkCallback(TrainerCallback):
             ChainError, FormatError, StorageError: it is broken.
         """
         _check(args, state)
+        with suppress(Exception):  # of a training that an error ended: it is in the log, and no matter of this one
+            self._trail.close()
         self._generators = None
         if state.global_step == 0:
             return
@@ -84,7 +88,10 @@ class ShrinkCallback(TrainerCallback):
                 str(folder), found=found, expected=expected, do="pass resume_from_checkpoint= here, too"
             )
         for name, one in _stateful(parts).items():
-            one.load_state_dict(loaded.state[name])
+            if name in loaded.state:
+                one.load_state_dict(loaded.state[name])
+            else:
+                _log.warning("%s holds no %s: it starts afresh", folder, name)
         self._set_aside(loaded.state["rng"], args, folder)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

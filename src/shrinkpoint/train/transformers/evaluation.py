@@ -11,8 +11,10 @@ from torch.utils.data import Subset
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from shrinkpoint.errors import PolicyError
+from shrinkpoint.train.attributes import Attributes
 
-_SWAPPED = ("callback_handler", "control", "gather_function", "optimizer", "is_in_train")
+_TENSORS = ("_parameters", "_buffers", "_modules")
+"""What whoever calls an Evaluation puts back."""
 
 
 class Evaluation:
@@ -101,13 +103,12 @@ def _found(datasets: Any, metric: str) -> tuple[str, Any]:
 
 @contextmanager
 def _undisturbed(trainer: Any) -> Iterator[None]:
-    """The Trainer as an evaluation may change it, and as it was again.
+    """The Trainer as an evaluation may change it, and as it was again; with what it, and its model, collect meanwhile.
 
     No optimizer: those without schedules change the weights when they are told of an evaluation.
     """
-    before = {name: getattr(trainer, name) for name in _SWAPPED}
-    modes = [(module, module.training) for module in trainer.model.modules()]
-    handler = before["callback_handler"]
+    before = Attributes([trainer, *trainer.model.modules()], without=_TENSORS)
+    handler = trainer.callback_handler
     trainer.callback_handler = CallbackHandler(
         [DefaultFlowCallback], handler.model, handler.processing_class, None, None
     )
@@ -115,7 +116,4 @@ def _undisturbed(trainer: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(trainer, name, value)
-        for module, training in modes:
-            module.training = training
+        before.put_back()

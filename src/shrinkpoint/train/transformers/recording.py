@@ -26,6 +26,10 @@ class Recording(TrainerCallback):
         self._recorder = self._recorder_of()
         self._recorder.at(state.global_step)
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Hold it no longer, nor the model in it, which the next training may make anew."""
+        self._recorder = None
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record."""
         if self._recorder is not None:

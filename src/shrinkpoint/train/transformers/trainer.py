@@ -29,6 +29,8 @@ from shrinkpoint.train.transformers.recording import Recording
 from shrinkpoint.train.transformers.settings import Shrink
 
 _log = logging.getLogger("shrinkpoint")
+_TAKEN = object()
+"""In the place of a part that was taken out of memory."""
 
 
 @dataclass
@@ -91,6 +93,8 @@ class ShrinkTrainer(Trainer):
             whatever writing a checkpoint raised.
         """
         resume = self._chosen(resume_from_checkpoint)
+        if self.model_init is not None:  # the model of before would stay in memory beside the one that is made now
+            self._forget()
         try:
             result = super().train(resume, *args, **kwargs)
             self._finish()
@@ -249,14 +253,16 @@ class ShrinkTrainer(Trainer):
             found, do = f"hub_strategy={args.hub_strategy.value!r}", "push at the end: hub_strategy='end'"
             raise PolicyError("push_to_hub", found=found, expected="one that needs no weights in checkpoints", do=do)
         if self._shrinks:
-            self._prepared()  # what cannot be is said now
+            scheme = self._prepared().scheme  # what cannot be is said now
+            if self.args.should_save and isinstance(scheme, Settling) and not scheme.leads:
+                found, do = f"{scheme!r} with a group that another process leads", "make the process that saves lead"
+                raise PolicyError("Shrink", found=found, expected="a scheme that writes where the Trainer saves", do=do)
 
     def _prepared(self) -> Trail:
         """What writes; another one, where `model_init` has made another model."""
         model = self._model
         if self._trail is None or self._trail_of is not model:
-            if self._trail is not None:
-                self._trail.close()
+            self._forget()
             evaluation, asked = None, self.shrink.evaluate
             if asked is not None:
                 evaluation = Evaluation(self, asked, self.shrink.batches)
@@ -264,6 +270,12 @@ class ShrinkTrainer(Trainer):
             higher = evaluation is not None and evaluation.higher
             self._trail, self._trail_of = self.shrink.trail(evaluation, higher, self._recorder), model
         return self._trail
+
+    def _forget(self) -> None:
+        """Hold neither the model of before nor what writes it."""
+        if self._trail is not None:
+            self._trail.close()
+        self._trail, self._trail_of, self._recorder = None, None, None
 
     def _recorded(self) -> Gradients:
         self._prepared()
@@ -323,10 +335,15 @@ class ShrinkTrainer(Trainer):
         """A part of a checkpoint of ours, out of memory and for once; None where it has none."""
         if checkpoint is None or not self._shrinks or not is_checkpoint(checkpoint):
             return None
-        if self._loaded is None or self._loaded[0] != str(checkpoint):
-            self._loaded = None
-            self._loaded = str(checkpoint), self._prepared().load(checkpoint).state
-        return self._loaded[1].pop(name, None)
+        if self._loaded is None or self._loaded[0] != str(checkpoint) or self._loaded[1].get(name) is _TAKEN:
+            self._loaded = None  # taken twice, where a training begins again with smaller batches
+            trail = self._prepared() if self._takes_part else Trail(threads=self.shrink.threads)  # holds no base, then
+            self._loaded = str(checkpoint), trail.load(checkpoint).state
+        state = self._loaded[1]
+        part = state.get(name)
+        if name in state:
+            state[name] = _TAKEN
+        return part
 
     def _load_weights(self, model: Any, weights: Mapping[str, Any]) -> None:
         self._issue_warnings_after_load(model.load_state_dict(weights, strict=False))
