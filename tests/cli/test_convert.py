@@ -205,3 +205,114 @@ def test_a_failed_write_leaves_nothing(run, source, tmp_path):
     assert run("convert", source, tmp_path / "back" / "store").code != 0
     assert (tmp_path / "back").read_text() == "a file"
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_source_is_never_what_is_replaced(run, tmp_path):
+    save_file({"w": torch.ones(9)}, tmp_path / "a.safetensors")
+    before = bytes_of(tmp_path)
+    assert run("convert", tmp_path / "a.safetensors", tmp_path / "a.safetensors", "--force").code == 2
+    (tmp_path / "run").mkdir()
+    torch.save({"w": torch.ones(9)}, tmp_path / "run" / "step-1.pt")
+    assert run("convert", tmp_path / "run", tmp_path / "run" / "b.safetensors").code == 2
+    assert bytes_of(tmp_path).keys() == before.keys() | {"run/step-1.pt"}
+    assert (tmp_path / "a.safetensors").read_bytes() == before["a.safetensors"]
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp"])
+def test_force_deletes_no_file_that_is_not_written_anew(run, source, tmp_path, form):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    for out in (tmp_path / "mine", tmp_path / "link"):
+        done = run("convert", source / "step-10.pt", out, "--to", form, "--force")
+        assert (done.code, (tmp_path / "mine" / "notes.txt").read_text()) == (2, "x"), done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "mine", "run"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_directory_is_replaced_when_forced_and_an_empty_one_taken(run, tmp_path):
+    for value in (1.0, 2.0):
+        torch.save({"w": torch.full((9,), value)}, tmp_path / f"{value}.pt")
+    (tmp_path / "dcp").mkdir()
+    assert run("convert", tmp_path / "1.0.pt", tmp_path / "dcp", "--to", "dcp").code == 0
+    assert run("convert", tmp_path / "2.0.pt", tmp_path / "dcp", "--to", "dcp").code == 2
+    assert run("convert", tmp_path / "2.0.pt", tmp_path / "dcp", "--to", "dcp", "--force").code == 0
+    there = {"w": torch.zeros(9)}
+    dcp.load(there, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert there["w"][0] == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.0.pt", "2.0.pt", "dcp"]
+
+
+@pytest.mark.parametrize("form", ["torch", "safetensors", "dcp"])
+@pytest.mark.filterwarnings("ignore")
+def test_names_with_dots_stay_apart(run, tmp_path, form):
+    (tmp_path / "run").mkdir()
+    for step in (1, 2):
+        torch.save({"w": torch.ones(3) * step}, tmp_path / "run" / f".v1.0-step-{step}.ckpt")
+    assert run("convert", tmp_path / "run", tmp_path / "out", "--to", form).code == 0
+    end = {"torch": ".pt", "safetensors": ".safetensors", "dcp": ""}[form]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {f".v1.0-step-{step}{end}" for step in (1, 2)}
+
+
+def test_two_checkpoints_of_one_name_are_both_written(run, tmp_path):
+    with Store(tmp_path / "store") as store:
+        for step, name in ((1, "last.pt"), (2, "Last.pt")):
+            store.save(step, {"source": {"form": "torch", "name": name}, "state": {"step": step}})
+    for _ in range(2):  # and nothing is written when it is there
+        assert run("convert", tmp_path / "store", tmp_path / "back").code == 0
+    assert torch.load(tmp_path / "back" / "last.pt") == {"step": 1}
+    assert torch.load(tmp_path / "back" / "Last-step-2.pt") == {"step": 2}
+
+
+def test_what_stands_in_the_way_is_refused_whatever_it_is(run, source, tmp_path):
+    assert run("convert", source / "step-10.pt", tmp_path / "store").code == 0
+    (tmp_path / "a.pt").write_bytes(b"mine")
+    (tmp_path / "b").mkdir()
+    for out, says in ((tmp_path / "a.pt", "--force"), (tmp_path / "b", "Name a file"), ("..", "a new name")):
+        done = run("convert", tmp_path / "store", out)
+        assert (done.code, says in done.stderr) == (2, True), done.stderr
+    assert run("convert", tmp_path / "store", tmp_path / "new" / "er" / "a.pt").code == 0
+
+
+@pytest.mark.parametrize("left", [[".shrinkpoint-lock"], [".shrinkpoint-lock", "step-000000010/.shrinkpoint-tmp-0a"]])
+def test_a_conversion_that_was_killed_in_its_first_save_is_begun_again(run, source, tmp_path, left):
+    for name in left:
+        (tmp_path / "store" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "store" / name).write_bytes(b"")
+    assert run("convert", source, tmp_path / "store").code == 0
+    (tmp_path / "theirs" / "step-000000010").mkdir(parents=True)
+    (tmp_path / "theirs" / "step-000000010" / "model.pt").write_bytes(b"mine")
+    assert run("convert", source, tmp_path / "theirs").code == 2
+
+
+def test_a_broken_step_of_a_store_is_not_passed_over_in_silence(run, source, tmp_path):
+    assert run("convert", source, tmp_path / "store").code == 0
+    (tmp_path / "store" / "step-000000020" / "manifest.json").write_text("{")
+    done = run("convert", tmp_path / "store", tmp_path / "back")
+    assert done.code == 4
+    assert "step-000000020" in done.stderr
+    assert run("convert", tmp_path / "store", tmp_path / "back", "--only", "*@10", "--only", "*@30").code == 0
+    assert sorted(path.name for path in (tmp_path / "back").iterdir()) == ["step-10.pt", "step-30.pt"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", ["torch", "safetensors", "dcp"])
+def test_a_full_disk_is_an_error_of_the_storage_in_every_form(run, tmp_path, form):
+    resource = pytest.importorskip("resource")
+    torch.save({"w": torch.randn(200, 200)}, tmp_path / "a.pt")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        done = run("convert", tmp_path / "a.pt", tmp_path / "out", "--to", form)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (done.code, done.stderr.count("File too large")) == (6, 1), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_names_that_dcp_cannot_tell_apart_are_refused(run, tmp_path):
+    torch.save({"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}, tmp_path / "a.pt")
+    done = run("convert", tmp_path / "a.pt", tmp_path / "out", "--to", "dcp")
+    assert done.code == 2
+    assert "duplicated flatten key a.b" in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from shrinkpoint.store import Store
 from shrinkpoint.store import folder as folders
 from shrinkpoint.train import Trail
 from shrinkpoint.train.dcp import Writer
@@ -88,3 +89,18 @@ def test_what_many_ranks_write_is_whole_again(run, tmp_path):
     assert run("export", tmp_path / "c", tmp_path / "c.pt").code == 0
     state = torch.load(tmp_path / "c.pt")
     assert (torch.equal(state["model"]["w"], weight), state["step"]) == (True, 3)
+
+
+def test_a_store_and_a_run_in_one_directory_are_both_verified_and_what_is_not_listed_is_said(
+    run, frameworks_run, flip, tmp_path
+):
+    with Store(frameworks_run) as store:
+        store.save(1, {"w": torch.ones(3)})
+    assert json.loads(run("verify", frameworks_run, "--json").stdout)["checked"] == 4
+    assert "3 checkpoints of a framework" in run("list", frameworks_run).stderr
+    done = run("convert", frameworks_run, tmp_path / "back", "--to", "torch")
+    assert "checkpoint-1000: left out" in done.stderr
+    flip(frameworks_run / "checkpoint-100" / "rank-00000.safetensors")
+    done = run("verify", frameworks_run)
+    assert done.code == 1
+    assert "checkpoint-100/" in done.stdout

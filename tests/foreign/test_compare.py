@@ -43,3 +43,10 @@ def test_the_first_difference_is_named(tmp_path, other, what):
 def test_a_tensor_that_is_missing_is_named():
     flat = flatten({"w": torch.ones(3)})
     assert outline_difference(flat, flat.tree, {}) == "other tensors: w"
+
+
+def test_conjugates_that_are_only_marked_are_compared():
+    row = torch.randn(3, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    assert same_bits(row.conj(), row.conj().resolve_conj())
+    assert not same_bits(row.conj(), row)
+    assert same_bits(row.conj().imag, row.conj().imag.resolve_neg())

@@ -127,9 +127,28 @@ def _compressed(metadata) -> None:
     _entry(metadata, "model.weight").transform_descriptors = ["stream.zstd"]
 
 
+def _large_number(metadata) -> None:
+    _entry(metadata, "model.weight").offset = 1 << 100_000
+
+
+def _endless_when_printed(metadata) -> None:
+    nest = ()
+    for _ in range(100):
+        nest = (nest, nest)
+    _entry(metadata, "model.weight").relative_path = nest
+
+
+def _deep(metadata) -> None:
+    metadata.planner_data["step"] = ("step",) * 5000
+
+
 @pytest.mark.parametrize(
-    "change", [_huge, _gap, _outside, _twice, _missing, _collision, _inside_a_leaf, _other_dtype, _compressed]
-)
+    "change",
+    [
+        _huge, _gap, _outside, _twice, _missing, _collision, _inside_a_leaf, _other_dtype, _compressed, _large_number,
+        _endless_when_printed, _deep,
+    ],
+)  # fmt: skip
 def test_a_metadata_that_contradicts_itself_is_refused(saved, change):
     _forged(saved, change)
     with pytest.raises(CorruptError):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from foreigners import bytes_of, malice, same, training
 from safetensors.torch import save_file
 
+import shrinkpoint
 from shrinkpoint.errors import CorruptError, NotFoundError, StateError
 from shrinkpoint.foreign import folder
 
@@ -57,7 +60,7 @@ def test_what_torch_reads_and_a_state_cannot_hold_comes_along_as_bytes(directory
     assert part.content["odd.pt"] == (directory / "odd.pt").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["../out.txt", "/tmp/out.txt", "a/../../out.txt", "..", ""])
+@pytest.mark.parametrize("name", ["../out.txt", "/tmp/out.txt", "a/../../out.txt", "..", "", "a\0b", "\ud800"])
 def test_a_stored_directory_writes_nothing_outside(tmp_path, name):
     (tmp_path / "in").mkdir()
     for facts in ({"parts": {name: {"form": "bytes"}}}, {"parts": {}, "folders": [name]}):
@@ -89,3 +92,27 @@ def test_files_behind_links_are_read_and_directories_behind_links_are_left_out(d
     assert part.content["linked.json"] == b"linked"
     assert not any(name.startswith("round") for name in part.content)
     assert "round: left out" in caplog.text
+
+
+def test_a_link_to_nothing_is_named(directory, caplog):
+    (directory / "tokens.json").symlink_to(directory / "gone")
+    assert "tokens.json" not in folder.read(directory).content
+    assert "tokens.json: left out, a link to nothing" in caplog.text
+
+
+def test_a_file_of_ours_among_others_stays_as_it_is(directory):
+    shrinkpoint.save({"w": torch.ones(9)}, directory / "small.safetensors")
+    part = folder.read(directory)
+    assert part.content["small.safetensors"] == (directory / "small.safetensors").read_bytes()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="names there have no such signs")
+def test_odd_names_go_back_as_they_were(directory, tmp_path):
+    odd = [b"a\\b.txt", b"\xff.txt", "\u00e9.txt".encode(), "e\u0301.txt".encode(), b"A.txt", b"a.txt", b" \n.txt"]
+    for name in odd:
+        (directory / os.fsdecode(name)).write_bytes(name)
+    part = folder.read(directory)
+    (tmp_path / "back").mkdir()
+    folder.write(tmp_path / "back", part.content, part.facts)
+    assert bytes_of(tmp_path / "back").keys() == bytes_of(directory).keys()
+    assert all((tmp_path / "back" / os.fsdecode(name)).read_bytes() == name for name in odd)

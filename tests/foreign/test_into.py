@@ -63,13 +63,13 @@ def test_an_interrupted_conversion_goes_on_with_its_chain(run, tmp_path):
 
 def test_wherever_the_disk_fails_the_next_try_ends_with_all_of_it(run, tmp_path):
     counted = FaultyStorage(LocalStorage(tmp_path / "whole"))
-    _converted(counted, run[:3])
+    _converted(counted, run[:2])
     for fail in range(1, counted.calls, 8):
         storage = LocalStorage(tmp_path / f"store-{fail}")
         with contextlib.suppress(ShrinkpointError):  # some calls may fail without harm
-            _converted(FaultyStorage(storage, fail), run[:3])
-        assert [row.step for row in _converted(storage, run[:3])] == [10, 20, 30]
-        assert list(verify(storage, run[:3])) == [(10, True), (20, True), (30, True)]
+            _converted(FaultyStorage(storage, fail), run[:2])
+        assert [row.step for row in _converted(storage, run[:2])] == [10, 20]
+        assert list(verify(storage, run[:2])) == [(10, True), (20, True)]
 
 
 def test_another_checkpoint_of_the_step_is_not_replaced_until_asked(run, tmp_path):

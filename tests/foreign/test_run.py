@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from foreigners import run_of_files
 from safetensors.torch import save_file
 
 from shrinkpoint import save
-from shrinkpoint.errors import NotFoundError, PolicyError
+from shrinkpoint.errors import CorruptError, NotFoundError, PolicyError
 from shrinkpoint.foreign.run import find
 from shrinkpoint.store import Store
 
@@ -86,3 +88,26 @@ def test_our_own_are_known_as_ours(tmp_path):
     for path in ("store", "one.safetensors"):
         assert all(one.is_ours for one in find(tmp_path / path).checkpoints)
         assert torch.equal(find(tmp_path / path).checkpoints[0].read()["w"], torch.ones(2))
+
+
+def test_an_engine_s_directory_in_a_checkpoint_makes_it_no_run(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoint-500"
+    (path / "global_step500").mkdir(parents=True)
+    torch.save({"w": torch.ones(3)}, path / "global_step500" / "states.pt")
+    torch.save({"w": torch.ones(3)}, path / "model.pt")
+    assert [one.path for one in find(path).checkpoints] == [path]
+    monkeypatch.chdir(path)
+    (here,) = find(Path()).checkpoints
+    assert (here.step, here.name) == (500, "checkpoint-500")
+
+
+def test_a_damaged_checkpoint_is_no_reason_not_to_choose_others(tmp_path):
+    for step in (1, 2):
+        (tmp_path / f"step-{step}").mkdir()
+        torch.save({"w": torch.ones(3)}, tmp_path / f"step-{step}" / "model.pt")
+    (tmp_path / "step-2" / "model.safetensors.index.json").write_text("{")
+    first, second = find(tmp_path).checkpoints
+    assert first.read()["state"].keys() == {"model.pt"}
+    with pytest.raises(CorruptError, match="no JSON"):
+        second.read()
+    assert [one.step for one in find(tmp_path, only=["step-1"]).checkpoints] == [1]

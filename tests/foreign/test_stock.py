@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from shrinkpoint.errors import PolicyError, StateError
 from shrinkpoint.foreign.back import form_of
@@ -39,3 +40,14 @@ def test_a_value_that_only_lightning_can_make_is_refused_by_its_place(tmp_path):
 def test_a_folder_that_is_not_laid_out_as_its_framework_says_is_refused(tmp_path, framework):
     with pytest.raises(PolicyError, match=framework):
         _read(tmp_path / "a", {"rng": [{"odd": 1}], "ranks": [{"odd": 1}]}, {"framework": framework})
+
+
+def test_what_an_older_save_of_the_framework_left_beside_is_not_taken_for_the_newer_one(tmp_path):
+    state = {"model": {"w": torch.ones(3)}, "step": 1, "ranks": []}
+    with Trail() as trail:
+        trail.save(tmp_path / "last", state, extra={"framework": "accelerate"})
+    save_file({"w": torch.zeros(3)}, tmp_path / "last" / "model.safetensors")
+    save_file({"w": torch.zeros(3)}, tmp_path / "last" / "adapter.safetensors")
+    content = find(tmp_path / "last").checkpoints[0].read()["state"]
+    assert content["model.safetensors"]["w"].sum() == 3
+    assert content["adapter.safetensors"]["w"].sum() == 0

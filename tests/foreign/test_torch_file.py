@@ -120,3 +120,20 @@ def test_an_empty_file_and_one_that_is_cut_say_so(tmp_path):
     for name in ("a.pt", "b.pt"):
         with pytest.raises(TruncatedError):
             torch_file.read(tmp_path / name)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_program_is_refused_for_what_it_is(tmp_path):
+    torch.jit.script(torch.nn.Linear(2, 2)).save(str(tmp_path / "a.pt"))
+    with pytest.raises(StateError, match="a TorchScript archive"):
+        torch_file.read(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_nest_that_is_endless_to_walk_through_is_refused(tmp_path, kind):
+    nest = kind()
+    for _ in range(45):
+        nest = kind([nest, nest])
+    torch.save(nest, tmp_path / "a.pt")
+    with pytest.raises(StateError, match="more values than its file has bytes"):
+        torch_file.read(tmp_path / "a.pt")

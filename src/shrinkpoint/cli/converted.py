@@ -13,7 +13,7 @@ from typing import Any
 from shrinkpoint.cli import words
 from shrinkpoint.cli.console import emit, note, say, waiting
 from shrinkpoint.cli.table import Column, show
-from shrinkpoint.errors import CorruptError, LossWarning, PolicyError
+from shrinkpoint.errors import CorruptError, LossWarning, PolicyError, ShrinkpointError
 from shrinkpoint.foreign import back, ours
 from shrinkpoint.foreign.checkpoint import Checkpoint
 from shrinkpoint.foreign.compare import difference, same_bits
@@ -27,8 +27,6 @@ from shrinkpoint.state import flatten
 from shrinkpoint.storage import LocalStorage, Storage
 from shrinkpoint.store.file import write_file
 from shrinkpoint.store.single import decode_file
-
-_SUFFIXES = {"torch": ".pt", "safetensors": ".safetensors"}
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,7 @@ class Wish:
 
 def inward(run: Run, wish: Wish, *, dry_run: bool) -> None:
     """Into a store or a file of ours; or only onto the scale."""
-    for path in run.left_out:
-        note(f"{path}: left out, its name says no step or it is no checkpoint")
+    _say_left_out(run)
     scheme = wish.made()
     out = None if dry_run else wish.out
     if out is not None and out.suffix == ".safetensors" and not out.is_dir():
@@ -82,9 +79,11 @@ def inward(run: Run, wish: Wish, *, dry_run: bool) -> None:
 
 def outward(run: Run, out: Path, wish: Wish, form: str) -> None:
     """As others read it: one checkpoint to `out`, several of a run into it."""
+    _say_left_out(run)
     _apart(wish.source, out)
     several = run.whole and len(run.checkpoints) > 1
-    written = [_written(one, out, wish, form, several) for one in run.checkpoints]
+    taken_: set[str] = set()
+    written = [_written(one, out, wish, form, taken_ if several else None) for one in run.checkpoints]
     if wish.json:
         emit({"from": str(wish.source), "to": str(out), "verified": wish.verify, "written": written})
         return
@@ -121,6 +120,7 @@ def _one_file(run: Run, out: Path, wish: Wish, scheme: Scheme) -> None:
     if len(run.checkpoints) > 1:
         found, do = f"{len(run.checkpoints)} checkpoints", "name a directory, or choose one with --step"
         raise PolicyError(str(out), found=found, expected="one for a single file", do=do)
+    _apart(wish.source, out)
     _free(out, wish)
     one, began = run.checkpoints[0], time.perf_counter()
     flat, opaque = taken(one, wish.opaque)
@@ -143,17 +143,18 @@ def _one_file(run: Run, out: Path, wish: Wish, scheme: Scheme) -> None:
     _say_opaque([row])
 
 
-def _written(one: Checkpoint, out: Path, wish: Wish, form: str, several: bool) -> dict[str, Any]:
+def _written(one: Checkpoint, out: Path, wish: Wish, form: str, taken_: set[str] | None) -> dict[str, Any]:
+    """Write one to `out`, or into it under a name that is not taken yet."""
     with waiting(f"{one.name}"):
         state = one.read(opaque=wish.opaque)
         said = back.form_of(state, form, str(one.path))
-        target = inside(out, said["name"] or f"step-{one.step}", str(one.path)) if several else out
-        if several:
-            out.mkdir(parents=True, exist_ok=True)
-            if form != "original":
-                target = target.with_name(target.name.split(".")[0] + _SUFFIXES.get(form, ""))
+        target = out
+        if taken_ is not None:
+            target = inside(out, said["name"] or f"step-{one.step}", str(one.path))
+            target = target.with_name(back.free_name(target.name, one.step, form, taken_))
+            taken_.add(target.name.casefold())
         exact = said["form"] == "torch" or (form == "original" and not isinstance(one, ours.Folder))
-        done = target.exists() and not wish.force and not _unlike(target, state, said, exact)
+        done = target.exists() and not wish.force and _is_like(target, state, said, exact)
         if not done:
             _free(target, wish)
             left_out = back.write(target, state, said)
@@ -165,6 +166,14 @@ def _written(one: Checkpoint, out: Path, wish: Wish, form: str, several: bool) -
         "step": one.step, "name": one.name, "out": str(target), "form": said["form"], "bytes": size,
         "left_out": 0 if done else left_out, "done": done,
     }  # fmt: skip
+
+
+def _is_like(target: Path, state: Any, said: dict[str, Any], exact: bool) -> bool:
+    """Whether what is there already is what would be written."""
+    try:
+        return not _unlike(target, state, said, exact)
+    except (ShrinkpointError, OSError):  # it is something else altogether
+        return False
 
 
 def _unlike(target: Path, state: Any, said: dict[str, Any], exact: bool) -> str:
@@ -199,7 +208,7 @@ def _store(source: Path, out: Path) -> Storage:
     _apart(source, out)
     if out.is_file():
         raise PolicyError(str(out), found="a file", expected="the directory of a store", do="choose another name")
-    if out.is_dir() and any(out.iterdir()) and not ours.is_store(out):
+    if out.is_dir() and not ours.is_store(out) and not ours.is_begun(out):
         found = "a directory with other things in it"
         raise PolicyError(str(out), found=found, expected="a store, or a new directory", do="choose another name")
     return LocalStorage(out)
@@ -269,6 +278,11 @@ def _columns(rows: Sequence[Row], raw: int, before: int, after: int, seconds: fl
         ),
         Column("seconds", [*times, f"{seconds:.2f}"], right=True, rank=1),
     ]
+
+
+def _say_left_out(run: Run) -> None:
+    for path in run.left_out:
+        note(f"{path}: left out, its name says no step or it is no checkpoint of this run")
 
 
 def _say_opaque(rows: Sequence[Row]) -> None:

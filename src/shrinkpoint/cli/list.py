@@ -14,6 +14,7 @@ from shrinkpoint.cli.console import emit, note, say
 from shrinkpoint.cli.table import Column, show
 from shrinkpoint.cli.target import JsonOption, RunArgument, Target, open_store
 from shrinkpoint.report import CheckpointSummary, FolderSummary, RunSummary, StoreSummary, run_summary, store_summary
+from shrinkpoint.store.folder import found_in
 
 
 def command(
@@ -33,6 +34,8 @@ def command(
         forgotten=listing.forgotten,
         broken=((error.where, f"{error.found}") for error in listing.broken.values()),
     )
+    if beside := found_in(store):
+        note(f"{store}: {words.count(len(beside), 'checkpoint')} of a framework, such as {beside[-1]}, are not listed")
     if json:
         emit(summary.to_json())
     else:

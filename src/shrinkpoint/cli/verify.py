@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -52,11 +52,12 @@ def _checked(where: Target, deep: bool) -> tuple[list[Finding], int]:
     """What was found, and in how many checkpoints or files."""
     if where.is_file:
         return _file(where, deep), 1
+    folders = found_in(where.path)
+    findings = [one for folder in folders for one in _folder(folder, deep)]
     if where.is_run:
-        folders = found_in(where.path)
-        return [one for folder in folders for one in _folder(folder, deep)], len(folders)
+        return findings, len(folders)
     storage, listing = open_store(str(where.path))
-    return verify(storage, deep=deep), len(listing.shown)
+    return [*verify(storage, deep=deep), *findings], len(listing.shown) + len(folders)
 
 
 def _folder(folder: Path, deep: bool) -> list[Finding]:
@@ -69,7 +70,7 @@ def _folder(folder: Path, deep: bool) -> list[Finding]:
             for rank in range(len(manifest.payloads)):
                 decode(folder, rank)
     except ShrinkpointError as error:
-        return [_finding(error)]
+        return [replace(_finding(error), do="restore another checkpoint, and delete this directory")]
     return []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError
 from shrinkpoint.foreign import dcp_folder, folder, safetensors_file, torch_file
 from shrinkpoint.foreign.checkpoint import STATE, source_of
 from shrinkpoint.foreign.leaves import named, tensor_of, valued
+from shrinkpoint.foreign.part import TENSORS
 from shrinkpoint.storage import storage_error
 
+_ENDS = {"torch": ".pt", "safetensors": ".safetensors"}
 FORMS = ("original", "torch", "safetensors", "dcp")
 
 
@@ -41,19 +43,39 @@ def form_of(state: Any, wanted: str, where: str) -> dict[str, Any]:
     return {"form": wanted, "name": "" if said is None else said["name"]}
 
 
+def free_name(name: str, step: int, form: str, taken: Collection[str]) -> str:
+    """The name of one of several: its old one, unless another one has it, on a disk that takes A for a, too.
+
+    Args:
+        form: what was asked for.
+        taken: names in lower case.
+
+    >>> free_name("v1.0-step=10.ckpt", 10, "torch", ()), free_name("v1.0-step=10.ckpt", 10, "dcp", ())
+    ('v1.0-step=10.pt', 'v1.0-step=10')
+    >>> free_name("Last.pt", 20, "original", {"last.pt"})
+    'Last-step-20.pt'
+    """
+    end = next((end for end in TENSORS if name.endswith(end)), "")
+    stem = name.removesuffix(end) or f"step-{step}"
+    end = end if form == "original" else _ENDS.get(form, "")
+    while f"{stem}{end}".casefold() in taken:
+        stem += f"-step-{step}"
+    return f"{stem}{end}"
+
+
 def content_of(state: Any) -> Any:
     """What was in a checkpoint, without what it was."""
     return state if source_of(state) is None else state[STATE]
 
 
 def write(out: Path, state: Any, said: Mapping[str, Any]) -> int:
-    """Write `out`, a file or a directory, all or nothing; what was there is replaced.
+    """Write `out`, a file or a directory, all or nothing; what was there is replaced by what has the same names.
 
     Returns:
         how many plain values were left out, which safetensors cannot hold.
 
     Raises:
-        PolicyError: the form cannot hold it.
+        PolicyError: the form cannot hold it; there are other files at `out`, or a directory in the place of a file.
         CorruptError: it says of itself what no release writes, or names files outside of `out`.
         StorageError: writing failed.
     """
@@ -110,21 +132,45 @@ def tensors_of(content: Any) -> tuple[dict[str, torch.Tensor], int]:
 @contextmanager
 def _replacing(out: Path) -> Iterator[Path]:
     """A temporary name beside `out`, renamed when the block ends well."""
-    temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
+    if out.name in ("", ".."):
+        raise PolicyError(str(out), found="a directory that is in use", expected="a new name", do="name a new one")
+    temporary, old = (out.with_name(f".{out.name}.{secrets.token_hex(4)}.{end}") for end in ("tmp", "old"))
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
+        _check_lost(out, temporary)
         for path in [*temporary.rglob("*"), temporary] if temporary.is_dir() else [temporary]:
             _flush(path)
         if out.is_dir():
-            shutil.rmtree(out)
+            out.rename(old)
         temporary.replace(out)
+        _flush(out.parent)
     except OSError as error:
+        if isinstance(error, ShrinkpointError):
+            raise
         raise storage_error(str(out), "writing", error) from error
     finally:
+        if old.is_dir():
+            shutil.rmtree(old, ignore_errors=True) if out.exists() else old.rename(out)
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
         else:
             temporary.unlink(missing_ok=True)
+
+
+def _check_lost(out: Path, new: Path) -> None:
+    """Raises `PolicyError` where files would go that nothing replaces: a directory is easily named by mistake."""
+    if not out.is_dir():
+        return
+    if not new.is_dir():
+        do = f"name a file, such as {out / 'checkpoint'}"
+        raise PolicyError(str(out), found="a directory", expected="the name of a file", do=do)
+    if out.is_symlink():
+        raise PolicyError(str(out), found="a link", expected="a new name", do="name another place")
+    for path in sorted(out.rglob("*")):
+        if not path.is_dir() and not (new / path.relative_to(out)).is_file():
+            expected, do = "no file that would be lost", "choose a new name, or remove it first"
+            raise PolicyError(str(out), found=f"another file there, {path.name}", expected=expected, do=do)
 
 
 def _flush(path: Path) -> None:

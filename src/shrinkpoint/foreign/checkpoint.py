@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shrinkpoint.errors import PolicyError
+from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.foreign import folder, safetensors_file, torch_file
 from shrinkpoint.foreign.part import Part
 
@@ -55,6 +55,16 @@ class Checkpoint:
         """
         part = folder.read(self.path, opaque=opaque) if self.path.is_dir() else _file(self.path)
         return {SOURCE: {"name": self.name, **part.said}, STATE: part.content}
+
+
+@dataclass(frozen=True)
+class Broken(Checkpoint):
+    """One that is seen to be damaged before it is read; reading it raises `error`, choosing others does not."""
+
+    error: ShrinkpointError
+
+    def read(self, *, opaque: bool = False) -> Any:
+        raise self.error
 
 
 def source_of(state: Any) -> dict[str, Any] | None:

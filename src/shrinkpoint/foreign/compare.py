@@ -44,5 +44,5 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Of tensors of one dtype and shape; nan equals itself, and 0.0 differs from -0.0."""
     if a.numel() == 0:
         return True
-    rows = [one.detach().cpu().contiguous().view(-1).view(torch.uint8) for one in (a, b)]
+    rows = [one.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for one in (a, b)]
     return torch.equal(*rows)

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from shrinkpoint.errors import CorruptError, NotFoundError, PolicyError, TruncatedError
+from shrinkpoint.errors import CorruptError, NotFoundError, PolicyError, ShrinkpointError, TruncatedError
 from shrinkpoint.foreign import torch_file
 from shrinkpoint.foreign.dcp_metadata import LIMIT, Entry, Name, Plan, Whole, parse
-from shrinkpoint.foreign.part import Part, contents, inside, unreadable
+from shrinkpoint.foreign.part import Part, contents, inside, unreadable, unwritable
 from shrinkpoint.state import empty
 
 METADATA = ".metadata"
@@ -54,15 +54,30 @@ def read(folder: Path, found: Plan) -> Part:
 
 
 def write(folder: Path, content: Any) -> None:
-    """`dcp.save` in one process."""
+    """`dcp.save` in one process.
+
+    Raises:
+        PolicyError: DCP cannot save it.
+        StorageError: writing failed.
+    """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
     if not isinstance(content, dict):
         found, do = f"a state that is a {type(content).__name__}", "write a torch file"
         raise PolicyError(str(folder), found=found, expected="a dict", do=do)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no process group is there
-        dcp.save(content, checkpoint_id=folder, no_dist=True)  # type: ignore[attr-defined]
+        try:
+            dcp.save(content, checkpoint_id=folder, no_dist=True)  # type: ignore[attr-defined]
+        except CheckpointException as error:
+            raise _refusal(folder, next(iter(error.failures.values()))[0]) from error
+
+
+def _refusal(folder: Path, cause: BaseException) -> ShrinkpointError:
+    found = f"a state that DCP does not take ({type(cause).__name__}: {cause!s:.160})"
+    refused = PolicyError(str(folder), found=found, expected="names of their own", do="write a torch file")
+    return unwritable(folder, cause) or refused
 
 
 class _Files:

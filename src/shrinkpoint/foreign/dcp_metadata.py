@@ -10,6 +10,7 @@ import io
 import math
 import pickle
 import pickletools
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -23,6 +24,9 @@ LIMIT = 1 << 30
 """Bytes of the largest `.metadata` that is read."""
 
 Name = tuple[Any, ...]
+
+_DEEPEST = 128
+"""Keys of the longest path in a nest."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,8 @@ class Index(Inert):
     """MetadataIndex: a key of `storage_data`, so it must have its state before it is hashed, as pickles write it."""
 
     def __hash__(self) -> int:
-        return hash(str(self.get("fqn")))
+        name = self.get("fqn")
+        return hash(name) if type(name) is str else 0
 
 
 class Tensors(Inert):
@@ -154,14 +159,13 @@ def parse(data: bytes, where: str) -> Plan:
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name not in _OPCODES or ("PUT" in opcode.name and int(argument or 0) > len(data)):
                 _refuse(where, f"the opcode {opcode.name} {argument!r:.40}", "what pickling DCP's metadata writes")
-        metadata = _Unpickler(data, where).load()
+        return _Checked(_Unpickler(data, where).load(), where).plan()
     except CorruptError:
         raise
     except Exception as error:  # pickle raises whatever comes
         _refuse(
             where, f"a pickle that cannot be read ({type(error).__name__}: {error!s:.120})", "DCP's metadata", error
         )
-    return _Checked(metadata, where).plan()
 
 
 class _Checked:
@@ -184,22 +188,22 @@ class _Checked:
 
     def _name(self, name: Any) -> str:
         if type(name) is not str:
-            self._wrong(f"the name {name!r:.80}", "text")
+            self._wrong(f"the name {_told(name)}", "text")
         return name
 
     def _key(self, index: Any) -> tuple[str, Any]:
         if not isinstance(index, Index):
-            self._wrong(f"the index {index!r:.80}", "a MetadataIndex")
+            self._wrong(f"the index {_told(index)}", "a MetadataIndex")
         offset = index.get("offset")
         return self._name(index.get("fqn")), None if offset is None else self._sizes(offset)
 
     def _entry(self, info: Any) -> Entry:
         found = [info.get(name) for name in ("relative_path", "offset", "length")] if isinstance(info, Inert) else []
         if len(found) != 3 or type(found[0]) is not str or not all(_is_count(value) for value in found[1:]):
-            self._wrong(f"the place {found!r:.80}", "a file, an offset and a length")
+            self._wrong(f"the place {_told(found)}", "a file, an offset and a length")
         if info.get("transform_descriptors"):
             do = "load it with torch.distributed.checkpoint and save it again without the extension"
-            found_ = f"entries that went through {info.get('transform_descriptors')!r:.60}"
+            found_ = f"entries that went through {_told(info.get('transform_descriptors'))}"
             raise CorruptError(self._where, found=found_, expected="entries as torch.save writes them", do=do)
         return Entry(*found)
 
@@ -212,7 +216,7 @@ class _Checked:
         state = properties.state if isinstance(properties, Inert) else None
         dtype = state[0] if isinstance(state, tuple) and state else None
         if not isinstance(dtype, torch.dtype):
-            self._wrong(f"{name!r:.80} of dtype {dtype!r:.40}", "a dtype of torch")
+            self._wrong(f"{name!r:.80} of dtype {_told(dtype)}", "a dtype of torch")
         chunks = said.get("chunks")
         if not isinstance(chunks, list) or not all(isinstance(chunk, Inert) for chunk in chunks):
             self._wrong(f"{name!r:.80} without chunks", "its chunks")
@@ -247,14 +251,18 @@ class _Checked:
         out: dict[str, Name] = {}
         for name in items:
             path = paths.get(name, (name,))
-            if not isinstance(path, tuple) or not path or not all(type(key) in (str, int) for key in path):
-                self._wrong(f"the place {path!r:.80} of {name!r:.80} in the nest", "keys and indices")
+            if (
+                not isinstance(path, tuple)
+                or not 0 < len(path) <= _DEEPEST
+                or not all(type(key) in (str, int) for key in path)
+            ):
+                self._wrong(f"the place {_told(path)} of {name!r:.80} in the nest", "keys and indices")
             out[name] = path
         return out
 
     def _sizes(self, value: Any) -> tuple[int, ...]:
         if not isinstance(value, tuple) or not all(_is_count(size) for size in value) or len(value) > 64:
-            self._wrong(f"the sizes {value!r:.80}", "counts")
+            self._wrong(f"the sizes {_told(value)}", "counts")
         return value
 
     def _wrong(self, found: str, expected: str) -> NoReturn:
@@ -271,6 +279,11 @@ def _meet(chunks: list[Chunk]) -> bool:
             if all(a < b + n and b < a + m for a, m, b, n in zip(offsets, sizes, others, lengths, strict=True)):
                 return True
     return False
+
+
+def _told(value: Any) -> str:
+    """What a pickle made, in a few words: it may be a nest that is small in memory and endless when it is printed."""
+    return f"{reprlib.repr(value):.80}"
 
 
 def _is_count(value: Any) -> bool:

@@ -32,7 +32,7 @@ class Listing:
         parts: the path of the file that leads each part (of shards the index, of DCP its metadata), and its form.
         files: all files.
         folders: directories without a file.
-        skipped: links to directories, which are not followed.
+        skipped: links to directories, which are not followed, and to nothing.
     """
 
     parts: dict[Path, str]
@@ -94,7 +94,7 @@ def read(folder: Path, *, opaque: bool = False) -> Part:
     if not found.holds_tensors:
         raise nothing(folder)
     for link in found.skipped:
-        _LOG.warning("%s: left out, a link to a directory", link)
+        _LOG.warning("%s: left out, a link to %s", link, "a directory" if link.is_dir() else "nothing")
     if list(found.parts.values()) == ["dcp"] and next(iter(found.parts)).parent == folder:
         return _read(next(iter(found.parts)), "dcp")
     parts = {path.relative_to(folder).as_posix(): _read(path, form, opaque) for path, form in found.parts.items()}
@@ -169,7 +169,7 @@ def _walk(folder: Path) -> tuple[list[Path], list[Path], list[Path]]:
     folders: list[Path] = []
     skipped: list[Path] = []
     for path in sorted(folder.iterdir()):
-        if path.is_dir() and path.is_symlink():
+        if path.is_symlink() and not path.is_file():
             skipped.append(path)
         elif path.is_dir():
             inner = _walk(path)
@@ -183,8 +183,8 @@ def _walk(folder: Path) -> tuple[list[Path], list[Path], list[Path]]:
 
 
 def _form(path: Path) -> str:
-    if path.suffix == ".safetensors":
-        return "safetensors"
+    if path.suffix == ".safetensors":  # what is ours is packed, and a digest of its bytes may stand somewhere
+        return "bytes" if safetensors_file.is_ours(path) else "safetensors"
     return "torch" if torch_file.is_torch(path) else "bytes"
 
 

@@ -136,7 +136,8 @@ def verify(storage: Storage, checkpoints: Sequence[Checkpoint], *, opaque: bool 
         if what:
             where = f"{storage.describe()}, step {manifest.step}"
             name = wanted[manifest.step].name
-            raise CorruptError(where, found=what, expected=f"what {name} holds", do=f"keep {name}, and report this")
+            do = f"see that nothing writes to {name}, keep it, and report this"
+            raise CorruptError(where, found=what, expected=f"what {name} holds", do=do)
         yield manifest.step, not lossy
 
 

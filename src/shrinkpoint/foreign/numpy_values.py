@@ -17,6 +17,10 @@ import torch
 from shrinkpoint.state.dtypes import numpy_storable
 
 
+class EndlessError(ValueError):
+    """A nest of too many values."""
+
+
 class Dtype:
     """Stands for `numpy.dtype`, as a pickle calls it: a code such as "f8", then a byte order by way of its state."""
 
@@ -93,20 +97,39 @@ def allowed() -> Iterator[None]:
         yield
 
 
-def settled(value: Any, open_: frozenset[int] = frozenset()) -> Any:
-    """The nest with arrays in the place of their stand-ins; what holds none stays the very object it was."""
-    if isinstance(value, Array):
-        return value.value
-    if id(value) in open_:  # a nest that contains itself; whoever stores it says so
+def settled(value: Any, most: int) -> Any:
+    """The nest with arrays in the place of their stand-ins; what holds none stays the very object it was.
+
+    Args:
+        most: values that it may have. A nest that holds one list many times, and that one another, is small in a file
+            and endless to whoever walks through it.
+
+    Raises:
+        EndlessError: it has more.
+    """
+    return _Settling(most).settled(value, frozenset())
+
+
+class _Settling:
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    def settled(self, value: Any, open_: frozenset[int]) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise EndlessError("a nest of more values than its file has bytes")
+        if isinstance(value, Array):
+            return value.value
+        if id(value) in open_:  # a nest that contains itself; whoever stores it says so
+            return value
+        if isinstance(value, dict | list):
+            pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
+            for key, item in pairs:
+                new = self.settled(item, open_ | {id(value)})
+                if new is not item:
+                    value[key] = new
+        elif type(value) in (tuple, torch.Size):
+            items = [self.settled(item, open_ | {id(value)}) for item in value]
+            if any(new is not old for new, old in zip(items, value, strict=True)):
+                return tuple(items)
         return value
-    if isinstance(value, dict | list):
-        pairs = list(value.items() if isinstance(value, dict) else enumerate(value))
-        for key, item in pairs:
-            new = settled(item, open_ | {id(value)})
-            if new is not item:
-                value[key] = new
-    elif type(value) in (tuple, torch.Size):
-        items = [settled(item, open_ | {id(value)}) for item in value]
-        if any(new is not old for new, old in zip(items, value, strict=True)):
-            return tuple(items)
-    return value

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shrinkpoint.errors import NotFoundError
+from shrinkpoint.errors import NotFoundError, ShrinkpointError
 from shrinkpoint.foreign import stock
-from shrinkpoint.foreign.checkpoint import SOURCE, STATE, Checkpoint, disk_bytes
+from shrinkpoint.foreign.checkpoint import SOURCE, STATE, Broken, Checkpoint, disk_bytes
 from shrinkpoint.foreign.folder import is_ours
 from shrinkpoint.foreign.steps import step_of
 from shrinkpoint.state import unflatten
+from shrinkpoint.storage.base import RESERVED
 from shrinkpoint.store import Store, folder
 from shrinkpoint.store.single import load
 from shrinkpoint.store.unfold import decode
 
-_STEP = re.compile("step-[0-9]{9,15}")
+_STEP, _PAYLOAD = re.compile("step-[0-9]{9,15}"), re.compile(r"rank-[0-9]{5}(\.[0-9]+)?\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,15 @@ class Kept(Checkpoint):
 
     def read(self, *, opaque: bool = False) -> Any:
         return Store(self.path).load(self.step, keep=False)
+
+
+@dataclass(frozen=True)
+class Lost(Broken):
+    """One of a store or a run of ours whose manifest cannot be read."""
+
+    @property
+    def is_ours(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)
@@ -83,22 +93,34 @@ def is_store(path: Path) -> bool:
     return any(_STEP.fullmatch(one.name) and (one / "manifest.json").is_file() for one in path.iterdir())
 
 
+def is_begun(path: Path) -> bool:
+    """Whether a directory is empty, or has no more in it than what a store's first save leaves when it is killed."""
+    steps = [one for one in path.iterdir() if not one.name.startswith(RESERVED)]
+    return all(_STEP.fullmatch(step.name) and step.is_dir() for step in steps) and all(
+        one.name.startswith(RESERVED) or _PAYLOAD.fullmatch(one.name) for step in steps for one in step.iterdir()
+    )
+
+
 def kept(path: Path) -> Iterator[Checkpoint]:
-    """The checkpoints of a store.
+    """The checkpoints of a store, those whose manifest cannot be read included.
 
     Raises:
         NotFoundError: there is none that is not forgotten.
     """
-    steps = Store(path).steps()
-    if not steps:
+    listing = Store(path).scan()
+    if not listing.shown and not listing.broken:
         raise NotFoundError(str(path), found="no checkpoint", expected="a store with some", do="save one first")
-    return (Kept(step, path) for step in steps)
+    yield from (Kept(step, path) for step in listing.shown)
+    yield from (Lost(step, path, error) for step, error in listing.broken.items())
 
 
 def found(path: Path) -> Checkpoint | None:
     """The checkpoint of ours that a file or a directory is, if it is one."""
     if path.is_dir():
-        return Folder(_folder_step(path), path) if is_ours(path) else None
+        try:
+            return Folder(_folder_step(path), path) if is_ours(path) else None
+        except ShrinkpointError as error:
+            return Lost(step_of(path.name) or 0, path, error)
     from shrinkpoint.foreign import safetensors_file
 
     ours = path.suffix == ".safetensors" and safetensors_file.is_ours(path)

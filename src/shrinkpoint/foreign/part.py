@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shrinkpoint.errors import CorruptError, StorageError
 from shrinkpoint.storage import storage_error
+
+TENSORS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+"""How files of tensors end."""
+_SEPARATING = "\0\\:" if os.name == "nt" else "\0"
 
 
 @dataclass(frozen=True)
@@ -37,10 +42,19 @@ def inside(folder: Path, name: object, where: str) -> Path:
         CorruptError: the name is absolute, leads out of the folder, or is no name at all.
     """
     parts = name.split("/") if isinstance(name, str) else []
-    if not parts or any(part in ("", ".", "..") or "\\" in part or "\0" in part for part in parts):
+    if not parts or not all(_is_plain(part) for part in parts):
         expected, do = "a relative path that stays in the directory", "do not use this checkpoint"
         raise CorruptError(where, found=f"the file name {name!r:.120}", expected=expected, do=do)
     return folder.joinpath(*parts)
+
+
+def _is_plain(name: str) -> bool:
+    """Whether it is the name of something in a directory, for this operating system."""
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return name not in ("", ".", "..") and not any(sign in name for sign in _SEPARATING)
 
 
 def contents(path: Path) -> bytes:
@@ -57,3 +71,12 @@ def contents(path: Path) -> bytes:
 
 def unreadable(path: Path, error: OSError) -> StorageError:
     return storage_error(str(path), "reading", error)
+
+
+def unwritable(path: Path, error: BaseException | None) -> StorageError | None:
+    """What the disk said while torch wrote, which says something of its own then; None: it was not the disk."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return storage_error(str(path), "writing", error)
+        error = error.__cause__ or error.__context__
+    return None

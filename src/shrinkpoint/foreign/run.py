@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from shrinkpoint.errors import NotFoundError, PolicyError
+from shrinkpoint.errors import NotFoundError, PolicyError, ShrinkpointError
 from shrinkpoint.foreign import dcp_folder, folder, ours, torch_file
-from shrinkpoint.foreign.checkpoint import Checkpoint
+from shrinkpoint.foreign.checkpoint import Broken, Checkpoint
+from shrinkpoint.foreign.part import TENSORS
 from shrinkpoint.foreign.steps import step_of
+from shrinkpoint.store.folder import found_in
 
-_TENSORS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
 _INSIDE = "checkpoints"
 """Where Accelerate and Lightning keep the checkpoints of a project."""
@@ -44,11 +45,11 @@ def find(path: Path, *, only: Sequence[str] = (), step: int | None = None) -> Ru
     Raises:
         NotFoundError: there is nothing, or nothing that matches.
         PolicyError: two checkpoints of a run say the same step.
-        FormatError: an index or a metadata file is damaged.
+        FormatError: an index or a metadata file is damaged; of a run, the checkpoint that it is in says so when read.
     """
     if not path.exists():
         raise NotFoundError(str(path), found="no such file or directory", do="check the path")
-    found = _at(path)
+    found = _at(path.resolve() if path.name in ("", "..") else path)
     matching = [
         one
         for one in found.checkpoints
@@ -71,11 +72,11 @@ def _at(path: Path) -> Run:
     if path.is_file():
         return Run([Checkpoint(step_of(path.name) or 0, path)])
     if ours.is_store(path):
-        return Run([*ours.kept(path)], whole=True)
+        return Run([*ours.kept(path)], found_in(path), whole=True)
     if (path / dcp_folder.METADATA).is_file():
         return Run([Checkpoint(step_of(path.name) or 0, path)])
     run = _run(path)
-    if run.checkpoints:
+    if run.checkpoints and not _is_inner(run, path):
         return run
     if not _holds_files(path) and (path / _INSIDE).is_dir():
         return _at(path / _INSIDE)
@@ -101,17 +102,27 @@ def _run(path: Path) -> Run:
 
 def _child(path: Path, step: int) -> Checkpoint | None:
     if path.is_file():
-        if path.suffix not in _TENSORS and not torch_file.is_torch(path):
+        if path.suffix not in TENSORS and not torch_file.is_torch(path):
             return None
         return ours.found(path) or Checkpoint(step, path)
     own = ours.found(path)
     if own is not None:
         return own
-    return Checkpoint(step, path) if folder.scan(path).holds_tensors else None
+    try:
+        return Checkpoint(step, path) if folder.scan(path).holds_tensors else None
+    except ShrinkpointError as error:
+        return Broken(step, path, error)
+
+
+def _is_inner(run: Run, path: Path) -> bool:
+    """Whether a directory is not a run but one checkpoint, with the directory of an engine in it: DeepSpeed's
+    `checkpoint-500/global_step500`.
+    """
+    return len(run.checkpoints) == 1 and run.checkpoints[0].step == step_of(path.name) and _holds_files(path)
 
 
 def _holds_files(path: Path) -> bool:
-    return any(child.suffix in _TENSORS for child in path.iterdir())
+    return any(child.suffix in TENSORS for child in path.iterdir())
 
 
 def _same(path: Path, found: Iterable[Checkpoint]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from shrinkpoint.storage import storage_error
 
 _OURS = "shrinkpoint"
 _DIGITS = re.compile(r"(\d+)")
+_OF_SYSTEM = re.compile(r"\(os error (\d{1,5})\)")
 
 
 def read(path: Path) -> Part:
@@ -67,6 +69,10 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, A
     except OSError as error:
         raise storage_error(str(path), "writing", error) from error
     except (SafetensorError, RuntimeError, ValueError, TypeError, KeyError) as error:
+        number = _OF_SYSTEM.search(str(error))
+        if number:
+            refused = OSError(int(number[1]), os.strerror(int(number[1])))
+            raise storage_error(str(path), "writing", refused) from error
         do = "write a torch file"
         raise PolicyError(
             str(path), found=f"a state that safetensors does not take ({error})", expected="its dtypes", do=do

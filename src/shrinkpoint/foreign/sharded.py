@@ -60,6 +60,7 @@ def write(path: Path, content: dict[str, Any], facts: dict[str, Any]) -> None:
     """The shards and the index at `path`, as they were."""
     for name, shard in facts["files"].items():
         target = inside(path.parent, name, str(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
         tensors = {key: content[key] for key in shard["names"]}
         if facts["of"] == "safetensors":
             safetensors_file.write(target, tensors, shard)

@@ -55,7 +55,7 @@ def part(path: Path, manifest: FolderManifest, state: Any, *, opaque: bool = Fal
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise _unlike(path, framework) from error
     beside = folders.beside(path, opaque=opaque)
-    parts = {**beside, **{name: one for name, one in made.items() if name not in beside}}
+    parts = {**beside, **made}  # what lies beside under the same name is of an older save by the framework itself
     facts = {"parts": {name: parts[name].said for name in sorted(parts)}, "folders": []}
     return Part("folder", {name: parts[name].content for name in sorted(parts)}, facts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import warnings
 from pathlib import Path
@@ -12,8 +13,10 @@ import torch
 
 from shrinkpoint.errors import CorruptError, FormatError, StateError, TruncatedError
 from shrinkpoint.foreign import numpy_values
-from shrinkpoint.foreign.part import Part, unreadable
+from shrinkpoint.foreign.part import Part, unreadable, unwritable
 
+_MANY = 1 << 20
+"""Values that a file may have beyond one for each of its bytes: a small shared list may well stand in many places."""
 _ZIP, _LEGACY = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _GLOBAL = re.compile(r"(?:GLOBAL|instance of class|class) `?([\w.]+)")
 _REASON = re.compile(r"WeightsUnpickler error:\s*(\S.*)")
@@ -49,12 +52,12 @@ def read(path: Path) -> Part:
 
 def load(file: Path | IO[bytes], where: str) -> Any:
     """`torch.load` with `weights_only=True`, and numpy values; raises as `read` does."""
-    mapped = isinstance(file, Path) and _is_zip(file)
     try:
+        mapped = isinstance(file, Path) and _is_zip(file)
         with warnings.catch_warnings(), numpy_values.allowed():
             warnings.simplefilter("ignore")  # of complex32, of files of old releases
             found = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-        return numpy_values.settled(found)
+        return numpy_values.settled(found, _MANY + _size(file))
     except Exception as error:  # from damaged bytes, torch raises whatever comes
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise unreadable(Path(where), error) from error
@@ -62,10 +65,24 @@ def load(file: Path | IO[bytes], where: str) -> Any:
 
 
 def write(path: Path, content: Any) -> None:
-    """`torch.save`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.save(content, path)
+    """`torch.save`.
+
+    Raises:
+        StorageError: writing failed.
+    """
+    try:
+        with warnings.catch_warnings(), path.open("wb") as file:  # by a name, torch says nothing of a full disk
+            warnings.simplefilter("ignore")
+            torch.save(content, file)
+    except (RuntimeError, OSError) as error:
+        failed = unwritable(path, error)
+        if failed is None:
+            raise
+        raise failed from error
+
+
+def _size(file: Path | IO[bytes]) -> int:
+    return file.stat().st_size if isinstance(file, Path) else file.seek(0, os.SEEK_END)
 
 
 def _is_zip(path: Path) -> bool:
@@ -79,7 +96,9 @@ def _refusal(file: Path | IO[bytes], where: str, error: Exception) -> StateError
     if needs:
         found = f"a pickle that needs {', '.join(needs)}, and reading it would run that"
         return StateError(where, found=found, expected=_EXPECTED, do=_DO)
-    if isinstance(error, ValueError) and text.startswith("a numpy"):
+    if "TorchScript archive" in text:
+        return StateError(where, found="a TorchScript archive, which is a program", expected=_EXPECTED, do=_DO)
+    if isinstance(error, numpy_values.EndlessError) or (isinstance(error, ValueError) and text.startswith("a numpy")):
         return StateError(where, found=text, expected=_EXPECTED, do=_DO)
     if "central directory" in text or isinstance(error, EOFError):
         return TruncatedError(where, found="a torch file that is cut", expected="all of it", do="fetch it again")
