@@ -7,7 +7,7 @@ every save point each method saves the same state in turn, into directories of i
 machine in the same minutes; what runs in the background is waited for before the next method begins, outside the clock.
 The first save is a keyframe and is kept apart. Bytes are those of the files' contents, a file with several links
 counted once. Stock frameworks do not flush to the disk (torch.distributed.checkpoint does): their seconds end when the
-system has the bytes; ours end when they are durable. "flush" is what flushing the stock checkpoint afterwards takes.
+system has the bytes; ours end when they are durable. "flush" is what it takes to make a checkpoint durable afterwards.
 "fisher" is the lossy scheme with errors of .3 standard deviations; what such errors do is in docs/fisher.md.
 """
 
@@ -61,7 +61,7 @@ class Round:
     def __init__(self, root: Path, methods: dict[str, Method]) -> None:
         self.root, self.methods = root, methods
         self.seconds: dict[str, list[float]] = {name: [] for name in methods}
-        self.flush: list[float] = []
+        self.flush: dict[str, list[float]] = {name: [] for name in methods}
         self.bytes: dict[str, list[int]] = {name: [] for name in methods}
 
     def save(self, step: int) -> None:
@@ -72,8 +72,10 @@ class Round:
             save(folder)
             self.seconds[name].append(time.perf_counter() - began)
             wait()
+            began = time.perf_counter()
+            flush(folder)  # in the next method's seconds there must be nothing of this one
+            self.flush[name].append(time.perf_counter() - began)
             self.bytes[name].append(size(folder.parent))
-        self.flush.append(flushed(self.root / "stock" / f"checkpoint-{step}"))
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -86,14 +88,12 @@ def size(root: Path) -> int:
     return sum(files.values())
 
 
-def flushed(folder: Path) -> float:
-    """Seconds to make a checkpoint durable that was only handed to the system."""
-    began = time.perf_counter()
-    for path in [folder] if folder.is_file() else folder.rglob("*"):
+def flush(checkpoint: Path) -> None:
+    """Make a checkpoint durable, if it was only handed to the system."""
+    for path in [checkpoint] if checkpoint.is_file() else checkpoint.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-    return time.perf_counter() - began
 
 
 def nothing() -> None:
@@ -325,15 +325,12 @@ def rows(part: str, figures: dict[str, Any]) -> Iterator[str]:
     """A table's rows: each method beside the stock one that does the same."""
     for name, seconds in figures["seconds"].items():
         grown = figures["bytes"][name]
-        stock = figures["bytes"][
-            "stock async" if name.endswith("async") and "stock async" in figures["bytes"] else "stock"
-        ]
+        stock = figures["bytes"]["stock"]
         first, later = stock[0] / grown[0], (stock[-1] - stock[0]) / (grown[-1] - grown[0])
-        yield (
-            f"{part:13} {name:18}{grown[-1] / 1e6:9.1f} {first:7.2f}x {later:7.2f}x "
-            f"{seconds[0]:9.3f} {median(seconds[1:]):9.3f} {max(seconds[1:]):9.3f}"
+        took = (seconds[0], median(seconds[1:]), max(seconds[1:]), median(figures["flush"][name][1:]))
+        yield f"{part:13} {name:18}{grown[-1] / 1e6:9.1f} {first:7.2f}x {later:7.2f}x " + " ".join(
+            f"{x:9.3f}" for x in took
         )
-    yield f"{part:13} {'flush of stock':18}{'':27}{figures['flush'][0]:10.3f} {median(figures['flush'][1:]):9.3f}"
 
 
 def main() -> None:
@@ -357,7 +354,7 @@ def main() -> None:
     versions = {"torch": torch.__version__, "shrinkpoint": sp.__version__}
     args.out.write_text(json.dumps({"saves": args.saves, "steps": args.steps, "versions": versions, **found}, indent=1))
     print(f"{args.saves} saves, {args.steps} steps apart, torch {torch.__version__}\n")
-    head = f"{'MB':>9} {'first':>8} {'later':>8} {'first s':>9} {'median s':>9} {'worst s':>9}"
+    head = f"{'MB':>9} {'first':>8} {'later':>8} {'first s':>9} {'median s':>9} {'worst s':>9} {'flush s':>9}"
     print(f"{'':13} {'':18}{head}")
     for part, figures in found.items():
         print("\n".join(rows(part, figures)), "\n")
