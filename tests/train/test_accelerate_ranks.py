@@ -128,6 +128,7 @@ SHARDS = (
         first.epoch(skip=4).epoch()
         places = runs / "checkpoints"
         said["left"] = sorted(path.name for path in places.iterdir())
+        dist.barrier()  # before anyone deletes what is listed
         if rank == 0:
             shutil.rmtree(places / "checkpoint_2")
         dist.barrier()
