@@ -101,6 +101,21 @@ def _folder_facts(one: FolderSummary) -> Iterator[tuple[str, str]]:
     yield "made", f"{one.created[:19].replace('T', ' ')} UTC, {_ago(words.age(one.created))}"
     yield "kind", "keyframe" if not one.depth else f"delta; {words.count(one.depth, 'file')} below, linked here"
     yield "ranks", str(one.ranks) if one.ranks > 1 else ""
+    yield from _told(one)
+
+
+def _facts(summary: CheckpointSummary, file: FileSummary) -> Iterator[tuple[str, str]]:
+    yield "made", f"{summary.created[:19].replace('T', ' ')} UTC, {_ago(words.age(summary.created))}"
+    yield "kind", _kind(summary)
+    yield from _told(summary)
+    yield "forgotten", "deleted by the next `prune` unless something stands on it" if summary.forgotten else ""
+    yield "file", file.where
+    yield "digest", file.digest
+    yield "id", summary.id
+
+
+def _told(one: CheckpointSummary | FolderSummary) -> Iterator[tuple[str, str]]:
+    """What every manifest tells, a store's or a folder's."""
     yield "scheme", one.scheme
     ratio = words.ratio(one.raw_bytes, one.stored_bytes)
     yield "size", f"{words.size(one.raw_bytes)} of state in {words.size(one.stored_bytes)} ({ratio})"
@@ -108,22 +123,6 @@ def _folder_facts(one: FolderSummary) -> Iterator[tuple[str, str]]:
     yield "lost", _lost(one.loss)
     yield "lossy restores", str(one.lossy_restores or "")
     yield "note", one.note
-
-
-def _facts(summary: CheckpointSummary, file: FileSummary) -> Iterator[tuple[str, str]]:
-    yield "made", f"{summary.created[:19].replace('T', ' ')} UTC, {_ago(words.age(summary.created))}"
-    yield "kind", _kind(summary)
-    yield "scheme", summary.scheme
-    ratio = words.ratio(summary.raw_bytes, summary.stored_bytes)
-    yield "size", f"{words.size(summary.raw_bytes)} of state in {words.size(summary.stored_bytes)} ({ratio})"
-    yield "metrics", ", ".join(f"{name} {words.number(value)}" for name, value in summary.metrics.items())
-    yield "lost", _lost(summary.loss)
-    yield "lossy restores", str(summary.lossy_restores or "")
-    yield "note", summary.note
-    yield "forgotten", "deleted by the next `prune` unless something stands on it" if summary.forgotten else ""
-    yield "file", file.where
-    yield "digest", file.digest
-    yield "id", summary.id
 
 
 def _lost(loss: JSON) -> str:

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from shrinkpoint.errors import CorruptError, FormatError, PolicyError, TruncatedError
 from shrinkpoint.foreign.part import Part, unreadable
 from shrinkpoint.storage import storage_error
+from shrinkpoint.store.folder import natural
 
 _OURS = "shrinkpoint"
-_DIGITS = re.compile(r"(\d+)")
 _OF_SYSTEM = re.compile(r"\(os error (\d{1,5})\)")
 
 
@@ -33,7 +33,7 @@ def read(path: Path) -> Part:
     """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            names = sorted(file.keys(), key=_natural)
+            names = sorted(file.keys(), key=natural)
             return Part("safetensors", {name: file.get_tensor(name) for name in names}, {"metadata": file.metadata()})
     except OSError as error:
         raise unreadable(path, error) from error
@@ -86,10 +86,6 @@ def alone(tensor: torch.Tensor, seen: set[int]) -> torch.Tensor:
     whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes and storage.data_ptr() not in seen
     seen.add(storage.data_ptr())
     return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in _DIGITS.split(name)]
 
 
 def _refusal(path: Path, error: Exception) -> FormatError:

@@ -49,7 +49,7 @@ def found_in(root: str | Path) -> list[Path]:
         return [path]
     folders = [one.parent for pattern in ("*", "*/*") for one in path.glob(f"{pattern}/{MANIFEST}")]
     shown = [one for one in folders if not any(part.startswith(".") for part in one.relative_to(path).parts)]
-    return sorted(shown, key=lambda one: _natural(one.relative_to(path).as_posix()))
+    return sorted(shown, key=lambda one: natural(one.relative_to(path).as_posix()))
 
 
 def read_manifest(folder: str | Path) -> FolderManifest:
@@ -165,7 +165,7 @@ def files(payload: Payload) -> list[tuple[str, str, int]]:
     return [*bases, (payload.name, payload.digest, payload.size)]
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def natural(name: str) -> list[tuple[int, str]]:
     """A key by which checkpoint-1000 comes after checkpoint-200."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
 
