@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import shrinkpoint as sp
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.train.gradients import Gradients
 
@@ -78,6 +79,16 @@ def test_the_papers_form_weighs_the_newest_gradient_most():
     assert same(loop.recorder.mean, loop.by_hand(1, 5, 1 - 0.9, 0.9))
     far = [sum((m[n] - x).norm() for n, x in loop.seen[-1].items()) for m in (loop.recorder.mean, loop.by_hand(1, 5))]
     assert far[0] < far[1] / 2
+
+
+def test_a_scheme_as_printed_gets_the_printed_average():
+    loop = Loop()
+    sp.Inshrinkerator(threshold=0.05, evaluate=lambda _: 0.0, gradients=loop.recorder, paper=True)
+    loop.steps(5)
+    assert same(loop.recorder.mean, loop.by_hand(1, 5, 1 - 0.9, 0.9))
+    sp.Inshrinkerator(threshold=0.05, evaluate=lambda _: 0.0, gradients=Loop(paper=True).recorder, paper=True)
+    with pytest.raises(PolicyError, match="paper"):
+        sp.Inshrinkerator(threshold=0.05, evaluate=lambda _: 0.0, gradients=Loop(paper=False).recorder, paper=True)
 
 
 @pytest.mark.parametrize("attached", [True, False])

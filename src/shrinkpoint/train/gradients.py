@@ -30,7 +30,7 @@ class Gradients:
 
     The average starts as the first gradient and becomes `beta * average + (1 - beta) * gradient`. The paper prints the
     two factors the other way round and still records 50 batches, of which its literal form would remember little more
-    than one; `paper=True` is that form.
+    than one; `paper=True` is that form, which `Inshrinkerator(paper=True)` switches on in the recorder it is given.
 
     Of a parameter that is in parts (FSDP2, tensor parallelism) each rank records its own part, and what is not finite
     in one part is skipped there; a scheme that is decided by all ranks puts them together (docs/dcp.md).
@@ -44,7 +44,7 @@ class Gradients:
             it are recorded, afresh each time; None: every step is, without an end.
         batches: how many steps.
         beta: how much of the average is kept, at least 0 and below 1.
-        paper: the paper's literal form.
+        paper: the paper's literal form; None: not, unless a scheme asks for it.
         squares: average the squares of the gradients, too: for `Fisher`, where the optimizer has no second moments.
 
     Raises:
@@ -52,8 +52,8 @@ class Gradients:
     """
 
     def __init__(
-        self, model: nn.Module, *, every: int | None = None, batches: int = 50, beta: float = 0.9, paper: bool = False,
-        squares: bool = False,
+        self, model: nn.Module, *, every: int | None = None, batches: int = 50, beta: float = 0.9,
+        paper: bool | None = None, squares: bool = False,
     ) -> None:  # fmt: skip
         for name, value in (("every", every), ("batches", batches)):
             if value is not None and value < 1:
@@ -61,7 +61,7 @@ class Gradients:
         if not 0 <= beta < 1:
             raise PolicyError("Gradients, beta", found=f"{beta}", expected="at least 0 and below 1")
         self._model, self._every, self._batches = model, every, batches
-        self._keep, self._take = (1 - beta, beta) if paper else (beta, 1 - beta)
+        self._paper, self._keep, self._take = paper, *((1 - beta, beta) if paper else (beta, 1 - beta))
         self._step = 0
         self._window = 0
         self._mean: dict[str, Tensor] = {}
@@ -149,6 +149,18 @@ class Gradients:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def use_printed_average(self) -> None:
+        """Average from now on as the paper prints it.
+
+        Raises:
+            PolicyError: `paper=False` was asked for.
+        """
+        if self._paper is False:
+            do = "leave `paper` out of one of the two"
+            raise PolicyError("Gradients, paper", found="False", expected="True, as a scheme asks for", do=do)
+        if self._paper is None:
+            self._paper, self._keep, self._take = True, self._take, self._keep
 
     def clear(self) -> None:
         """Forget what was recorded, and free its memory."""

@@ -27,8 +27,8 @@ def weights(scales=(1.0, 0.01, 10.0), kinds=(LINEAR, LINEAR, ATTENTION), gradien
     return weights_of(tensors, dict(zip(tensors, kinds, strict=True)), recorded)
 
 
-def split(found, metric, prune, protect):
-    partition = Partition(found)
+def split(found, metric, prune, protect, printed=False):
+    partition = Partition(found, printed)
     masks = {name: partition.masks(one, metric, prune, protect) for name, one in found.items()}
     return {name: one[0] for name, one in masks.items()}, {name: one[1] for name, one in masks.items()}
 
@@ -52,6 +52,26 @@ def test_of_every_kind_the_same_share_is_pruned(prune, protect, metric):
         assert share(pruned, ["0"]) < prune / 2 < prune < share(pruned, ["1"])
     for name in pruned:
         assert not (pruned[name] & protected[name]).any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(prune=SHARES, protect=PROTECTED, metric=st.sampled_from([MAGNITUDE, SENSITIVITY]), rounded=st.booleans())
+def test_as_printed_no_share_falls_short_of_what_was_asked(prune, protect, metric, rounded):
+    found = weights()
+    if rounded:  # on few values, as after a restore
+        kinds = {name: one.kind for name, one in found.items()}
+        found = weights_of({name: (one.x / one.x.std()).round() + 0.5 for name, one in found.items()}, kinds, {})
+    pruned, protected = split(found, metric, prune, protect, printed=True)
+    for names in (["0", "1"], ["2"]):
+        count = sum(found[name].x.numel() for name in names)
+        both = torch.cat([pruned[name] | protected[name] for name in names])
+        assert float(both.sum()) >= int(prune * (count - 1))
+        assert rounded or share(pruned, names) <= prune + 0.02
+    for wanted in (MAGNITUDE,) if rounded else (MAGNITUDE, SENSITIVITY):
+        scores = torch.cat([one.score(wanted) for one in found.values()])
+        largest = scores >= scores.topk(int(protect * scores.numel())).values[-1]
+        assert torch.cat([protected[name] for name in found])[largest].all()
+    assert (prune == 0) == (not any(one.any() for one in pruned.values()))
 
 
 @settings(max_examples=20, deadline=None)
@@ -111,6 +131,7 @@ def test_gradients_that_have_vanished_rank_nothing():
     found = weights_of({"a": torch.randn(64, 64)}, {}, {"a": torch.zeros(64, 64)})
     pruned, protected = split(found, SENSITIVITY, 0.5, 0.01)
     assert not pruned["a"].any()
+    assert not split(found, SENSITIVITY, 0.5, 0.01, printed=True)[0]["a"].any()
     assert 0.005 < share(protected, ["a"]) <= 0.01 + 1 / 4096  # a share of 4096 values is no whole number of them
 
 

@@ -100,6 +100,17 @@ def test_on_paper_there_is_the_papers_coder_alone():
     assert scheme(paper=True).coders == ("rearranged",) and scheme().coders == CODERS
 
 
+def test_on_paper_shares_are_not_below_what_was_asked():
+    state = states()[0]
+    pruned = {paper: scheme(paper=paper, prune=0.5).quantize(flatten(state), None).symbols for paper in (False, True)}
+    for name, one in pruned[True].items():
+        assert int((one.codes == 0).sum()) > int((pruned[False][name].codes == 0).sum())
+        assert int((one.codes == 1).sum()) >= int((pruned[False][name].codes == 1).sum())
+    count = sum(one.codes.numel() for one in pruned[True].values())
+    protected = sum(int((one.codes == 1).sum()) for one in pruned[True].values())
+    assert protected >= CONFIG["protect"] * count - 1
+
+
 def migrations(*schemes: Inshrinkerator) -> list[float]:
     """Shares of the codes that change from one checkpoint to the next."""
     shares, parent, before = [], None, None

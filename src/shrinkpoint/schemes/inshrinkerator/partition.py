@@ -24,9 +24,14 @@ class Partition:
     restore weights lie on few values, of which a whole one could else be pruned for lying in the lower half of it.
 
     A weight without a recorded gradient (frozen, or not reached) is ranked by size whatever the metric.
+
+    Attributes:
+        printed: as the paper, which stops at the quantile: values in its bucket are pruned, or protected, too, so that
+            no share falls short of what was asked, and one may be exceeded.
     """
 
     weights: Mapping[str, Weight]
+    printed: bool = False
     _prune: dict[tuple[str, float], dict[tuple[str, str], float]] = field(default_factory=dict)
     _protect: dict[float, dict[str, float]] = field(default_factory=dict)
 
@@ -40,7 +45,7 @@ class Partition:
                 pool = (one.kind, used)
                 pools[pool] = pools[pool] + one.scores[used] if pool in pools else one.scores[used]
             self._prune[key] = {
-                pool: sketch.quantile(share) / (1 + sketch.alpha) if share else 0.0 for pool, sketch in pools.items()
+                pool: self._edge(sketch, share, above=self.printed) if share else 0.0 for pool, sketch in pools.items()
             }
         return self._prune[key][weight.kind, weight.metric(metric)]
 
@@ -52,9 +57,14 @@ class Partition:
                 for metric, sketch in one.scores.items():
                     sketches[metric] = sketches[metric] + sketch if metric in sketches else sketch
             self._protect[share] = {
-                metric: sketch.quantile(1 - share) / (1 - sketch.alpha) for metric, sketch in sketches.items()
+                metric: self._edge(sketch, 1 - share, above=not self.printed) for metric, sketch in sketches.items()
             }
         return self._protect[share]
+
+    @staticmethod
+    def _edge(sketch: LogHistogram, share: float, *, above: bool) -> float:
+        """Where the bucket of a quantile ends, or begins."""
+        return sketch.quantile(share) / (1 - sketch.alpha if above else 1 + sketch.alpha)
 
     def masks(self, weight: Weight, metric: str, prune: float, protect: float) -> tuple[Tensor, Tensor]:
         """(pruned, protected) of every value; bool, without overlap."""

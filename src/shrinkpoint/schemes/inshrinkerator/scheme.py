@@ -57,8 +57,9 @@ class Inshrinkerator(Searched):
 
     Args:
         gradients: a recorder, without which values are ranked by size alone.
-        paper: everything as it is printed: fresh centers at every checkpoint, a start drawn by distance, the diagonal
-            search, and cyclic deltas rearranged by the previous code, run-length and Huffman coded.
+        paper: as it is printed: the recorder's average, shares up to the quantile and not below it, fresh centers at
+            every checkpoint, a start drawn by distance, the diagonal search, and cyclic deltas rearranged by the
+            previous code, run-length and Huffman coded. What it leaves is in docs/schemes.md.
         space: another search space; its axes must have the names of `SPACE`.
         sigma: weight of density against magnitude in the clustering.
         dither: after a restore, round at thresholds of chance instead of to the nearest, so that what little training
@@ -80,6 +81,8 @@ class Inshrinkerator(Searched):
         super().__init__(**further)
         self.coders: Sequence[str] = ("rearranged",) if paper else CODERS
         self._recorder, self._paper, self._sigma = gradients, paper, sigma
+        if paper:
+            getattr(gradients, "use_printed_average", lambda: None)()
         self._dither = dither and not paper
 
     def variants(self, target: Target, pool: Pooled | None = None) -> tuple[str, ...]:
@@ -154,7 +157,7 @@ class Candidates:
         return Sizes(self._weights, self._partition, earlier, self._how.sigma, self._noises())
 
     def _parted(self) -> Partition:
-        return Partition(self._weights)
+        return Partition(self._weights, self._how.paper)
 
     def size(self, point: Point) -> float:
         """Predicted bytes; infinite for a point that only says again what another one says."""
@@ -245,7 +248,7 @@ class Boxes(Candidates):
         return {title: Weight(nothing, pool.all_kinds[title], nothing, scores[title]) for title in pool.titles}
 
     def _parted(self) -> Partition:
-        return Partition(self._whole)
+        return Partition(self._whole, self._how.paper)
 
     def size(self, point: Point) -> float:
         """Of the boxes of this rank; 0 where it has none."""
