@@ -13,6 +13,7 @@ from shrinkpoint.foreign import dcp_folder, folder, ours, torch_file
 from shrinkpoint.foreign.checkpoint import Broken, Checkpoint
 from shrinkpoint.foreign.part import TENSORS
 from shrinkpoint.foreign.steps import step_of
+from shrinkpoint.storage import what_is_at
 from shrinkpoint.store.folder import found_in
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
@@ -49,6 +50,8 @@ def find(path: Path, *, only: Sequence[str] = (), step: int | None = None) -> Ru
     """
     if not path.exists():
         raise NotFoundError(str(path), found="no such file or directory", do="check the path")
+    if not path.is_file() and not path.is_dir():  # a pipe, which might never end
+        raise NotFoundError(str(path), found=what_is_at(path), expected="a file or a directory", do="name another")
     found = _at(path.resolve() if path.name in ("", "..") else path)
     matching = [
         one
@@ -105,6 +108,8 @@ def _child(path: Path, step: int) -> Checkpoint | None:
         if path.suffix not in TENSORS and not torch_file.is_torch(path):
             return None
         return ours.found(path) or Checkpoint(step, path)
+    if not path.is_dir():
+        return None
     own = ours.found(path)
     if own is not None:
         return own

@@ -3,5 +3,6 @@
 from shrinkpoint.storage.base import Sink, Source, Storage, check_key, storage_error
 from shrinkpoint.storage.local import LocalStorage
 from shrinkpoint.storage.memory import MemoryStorage
+from shrinkpoint.storage.regular import what_is_at
 
-__all__ = ["LocalStorage", "MemoryStorage", "Sink", "Source", "Storage", "check_key", "storage_error"]
+__all__ = ["LocalStorage", "MemoryStorage", "Sink", "Source", "Storage", "check_key", "storage_error", "what_is_at"]

@@ -15,9 +15,10 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
-from shrinkpoint.errors import NotFoundError, TruncatedError
+from shrinkpoint.errors import NotFoundError, StorageError, TruncatedError
 from shrinkpoint.storage.base import RESERVED, Buffer, Keys, Sink, Source, check_key, storage_error
 from shrinkpoint.storage.lockfile import claim, held
+from shrinkpoint.storage.regular import is_regular, open_regular, what_is_at
 
 LOCK = RESERVED + "lock"
 _TEMPORARY = re.compile(re.escape(RESERVED) + "tmp-[0-9a-f]{16}")
@@ -39,7 +40,7 @@ class LocalSource(Source):
     def __init__(self, path: Path, where: str) -> None:
         self._where = where
         with _failing(where, "opening"):
-            self._file = FileIO(path)
+            self._file = FileIO(path, opener=open_regular)
             self._size = os.fstat(self._file.fileno()).st_size
 
     @property
@@ -133,6 +134,7 @@ class LocalStorage:
     @contextmanager
     def create(self, key: str) -> Iterator[LocalSink]:
         path, where = self._locate(key), self.describe(key)
+        _check_free(path, where)
         with self._temporary(path.parent, where) as temporary:
             sink = LocalSink(temporary, where)
             try:
@@ -172,11 +174,12 @@ class LocalStorage:
         return self.link_file(self._existing(source), target)
 
     def link_file(self, old: Path, target: str) -> bool:
-        """As `link`, of a file that may lie outside of this directory."""
+        """As `link`, of a file that may lie outside of this directory; of a symbolic link, the file behind it."""
         new, where = self._locate(target), self.describe(target)
+        _check_free(new, where)
         with self._temporary(new.parent, where) as temporary, _failing(where, "linking"):
             try:
-                os.link(old, temporary)
+                os.link(old.resolve(), temporary)  # of a symbolic link itself, nothing would outlive its file
             except OSError as error:
                 if error.errno in _CANNOT_LINK:
                     return False
@@ -195,7 +198,7 @@ class LocalStorage:
     def sweep(self, folders: Callable[[str], bool] = lambda name: False) -> Keys:
         swept = []
         for path in self._walk(self._root):
-            if _TEMPORARY.fullmatch(path.name) and not _alive(path):
+            if _TEMPORARY.fullmatch(path.name) and is_regular(path) and not _alive(path):
                 with _failing(str(path), "sweeping"):
                     path.unlink(missing_ok=True)
                     self._drop_empty(path.parent)
@@ -219,7 +222,7 @@ class LocalStorage:
         with _failing(self.describe(key), "opening"):
             if path.is_file():  # not a directory, and not a pipe, on which reading would wait
                 return path
-        raise NotFoundError(self.describe(key), found="no such file", do="look at what lies beside it")
+        raise NotFoundError(self.describe(key), found=what_is_at(path), do="look at what lies beside it")
 
     @contextmanager
     def _temporary(self, folder: Path, where: str) -> Iterator[Path]:
@@ -253,6 +256,13 @@ class LocalStorage:
         return folder
 
 
+def _check_free(path: Path, where: str) -> None:
+    """Raises StorageError where a file would take the place of something else: of a device, all programs had it."""
+    if path.exists() and not path.is_file():
+        found, do = f"{what_is_at(path)} under this name", "remove it, or name another file"
+        raise StorageError(where, found=found, expected="a file, or nothing", do=do)
+
+
 def _make(folder: Path) -> None:
     """Create a directory and its parents, each durably."""
     if not folder.is_dir():
@@ -276,7 +286,7 @@ def _sync(folder: Path) -> None:
 def _alive(path: Path) -> bool:
     """Whether the writer of a temporary file still has it open."""
     try:
-        with FileIO(path) as file:
+        with FileIO(path, opener=open_regular) as file:
             return not claim(file.fileno())
     except OSError:  # gone, or no locks here: then the caller's lock on the store must be enough
         return False

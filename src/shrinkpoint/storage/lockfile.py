@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from shrinkpoint.errors import LockedError
+from shrinkpoint.errors import LockedError, StorageError
 from shrinkpoint.storage.base import storage_error
+from shrinkpoint.storage.regular import is_regular, open_regular, what_is_at
 
 _held: set[int] = set()
 
@@ -50,9 +51,12 @@ def held(path: Path, where: str) -> Iterator[None]:
 
 
 def _acquire(path: Path, where: str) -> int:
+    if os.path.lexists(path) and not is_regular(path):
+        do = f"remove {path.name!r} if nobody needs it"
+        raise StorageError(where, found=f"{what_is_at(path)} named {path.name!r}", expected="a lock file", do=do)
     fd = -1
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         if not claim(fd):
             raise LockedError(
                 where,

@@ -96,8 +96,12 @@ def scan(storage: Storage) -> Listing:
         try:
             manifests[step] = read_manifest(storage, step)
             marked = layout.forgotten_key(step) in keys and _marks(storage, manifests[step])
-        except NotFoundError:  # deleted since the list was made
-            continue
+        except NotFoundError as error:
+            if layout.manifest_key(step) not in storage.list(layout.manifest_key(step)):
+                continue  # deleted since the list was made
+            # A pipe, or a link to nothing: whoever put it there, the payload beside it may be needed.
+            manifests.pop(step, None)
+            broken[step], marked = error, layout.forgotten_key(step) in keys
         except ShrinkpointError as error:
             manifests.pop(step, None)
             broken[step], marked = error, layout.forgotten_key(step) in keys

@@ -19,6 +19,8 @@ def content(id: str) -> bytes:
 def is_foreign(folder: str | Path) -> bool:
     """Whether torch's own writer has saved into this folder after ours."""
     path, manifest = Path(folder) / NAME, Path(folder) / MANIFEST
+    if not path.is_file():  # a pipe would be waited for
+        return False
     try:
         with path.open("rb") as file:
             ours = file.read(1) == b"{"

@@ -167,8 +167,9 @@ def _stock(root: Path, deep: bool) -> bool:
     missing = sorted({*_PAIR} - {*there})
     if there and missing and not sharded:
         raise TruncatedError(str(root / missing[0]), found="no such file", expected=f"one beside {there[0]}", do=_DO)
-    kinds = (LOOP, GENERATORS)
-    for path in [*weights, *(path for path in root.iterdir() if any(kind.fullmatch(path.name) for kind in kinds))]:
+    inside = [path for path in root.iterdir() if path.is_file()]
+    others = [path for path in inside if any(kind.fullmatch(path.name) for kind in (LOOP, GENERATORS))]
+    for path in [*weights, *others]:
         _readable(path, deep=deep)
     return bool(there) or sharded
 
