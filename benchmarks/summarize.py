@@ -1,0 +1,107 @@
+"""The small part of a result that documents quote, as JSON under benchmarks/results/, which is committed.
+
+    python benchmarks/summarize.py results/recovery.jsonl results/wire.jsonl results/codes.json
+
+A ledger (NAME.jsonl) becomes one row a run: its settings, its quality, its sizes, and, where it was restored, by how
+much the evaluation changed at each restore. Curves and single saves are left out. A document (NAME.json) is taken
+as it is.
+Each file says the commit, the machine and the dates of its runs. Runs of a file that is there already stay, unless the
+same settings were run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from workloads import REPO
+
+RESULTS = REPO / "benchmarks" / "results"
+MAX_BYTES = 128 << 10
+"""Of one committed file: it is read in a diff."""
+COPIED = ("quality", "ratio weights", "ratio full", "overhead", "on", "off", "bits", "bits of the last epoch", "start")
+"""Keys of a ledger's record that a row takes as they are."""
+
+
+def row(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What documents may quote of one run of a ledger."""
+    out = {"settings": record["settings"], "date": record.get("at"), "code": record["version"]}
+    out |= {key: rounded(record[key]) for key in COPIED if record.get(key) is not None}
+    retentions = [save["retention"] for save in record.get("saves", ()) if save["retention"] is not None]
+    if retentions:
+        out["retention"] = {"least": rounded(min(retentions)), "median": rounded(statistics.median(retentions))}
+    restores = record.get("restores", ())
+    if restores:
+        out["change of the evaluation at each restore, %"] = [rounded(change(one)) for one in restores]
+    return out
+
+
+def change(restore: Mapping[str, float]) -> float:
+    """By how much the evaluation changed right after loading, in per cent of what it was before."""
+    return 100 * (restore["after"] - restore["before"]) / abs(restore["before"])
+
+
+def rounded(value: Any) -> Any:
+    """Numbers with five digits, which is more than any document quotes."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, Mapping):
+        return {key: rounded(inner) for key, inner in value.items()}
+    return [rounded(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def summary(source: Path, earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """The committed form of one result."""
+    head = {"command": f"python benchmarks/{source.stem}.py", "commit": commit()}
+    if source.suffix == ".json":
+        return {**head, "result": rounded(json.loads(source.read_text()))}
+    records = [json.loads(line) for line in source.read_text().splitlines() if line]
+    rows = {json.dumps(one["settings"], sort_keys=True): one for one in earlier.get("runs", ())}
+    rows |= {json.dumps(one["settings"], sort_keys=True): row(one) for one in records}
+    return {**head, "machine": records[-1]["machine"], "runs": list(rows.values())}
+
+
+def commit() -> str:
+    """Of the tree that this script stands in."""
+    answer = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=REPO, capture_output=True, text=True)
+    return answer.stdout.strip()
+
+
+def text(document: Mapping[str, Any]) -> str:
+    """JSON with one run, or one top-level entry, a line, so that a diff shows what changed."""
+    lines = []
+    for key, value in document.items():
+        if key == "runs":
+            inner = ",\n".join("  " + json.dumps(run) for run in value)
+        elif key == "result":
+            inner = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items())
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value)}")
+            continue
+        ends = "[]" if key == "runs" else "{}"
+        lines.append(f" {json.dumps(key)}: {ends[0]}\n{inner}\n {ends[1]}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", nargs="+", type=Path)
+    for source in parser.parse_args().sources:
+        target = RESULTS / f"{source.stem}.json"
+        earlier = json.loads(target.read_text()) if target.exists() else {}
+        data = text(summary(source, earlier))
+        if len(data) > MAX_BYTES:
+            sys.exit(f"{source}: {len(data)} bytes; a committed result has at most {MAX_BYTES}")
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(data)
+        print(f"{target.relative_to(REPO)}: {len(data)} bytes")
+
+
+if __name__ == "__main__":
+    main()
