@@ -113,7 +113,7 @@ MOMENTS = tuple(
 
 def budgets(workload: Workload) -> tuple[Variant, ...]:
     unit = 1.0 if workload.higher_is_better else 1e-3  # a per cent of images, or nats
-    return tuple(Variant(f"budget {k * unit:g}", {"budget": k * unit, "evaluate": True}) for k in (0.5, 1.0, 2.5, 10.0))
+    return tuple(Variant(f"budget {k * unit:g}", {"nats": k * unit, "evaluate": True}) for k in (0.5, 1.0, 2.5, 10.0))
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ def study(workload: Workload, options: argparse.Namespace) -> dict[str, Any]:
             found[part] = {one.name: chain(one, workload, options.seed, series) for one in chains[part]}
             print(table(HEAD, [summary(name, saves) for name, saves in found[part].items()]), "\n", flush=True)
         if "budgets" in found:
-            asked = {one.name: one.asked["budget"] for one in chains["budgets"]}
+            asked = {one.name: one.asked["nats"] for one in chains["budgets"]}
             rows = [kept(name, asked[name], saves) for name, saves in found["budgets"].items()]
             print(table(["", "within %", "above a tenth %", "evaluations", "predicted / measured"], rows), "\n")
     if "alone" in options.only:

@@ -327,6 +327,6 @@ def test_threads_change_nothing(tmp_path):
 
 
 def test_schemes_are_named_or_given(tmp_path):
-    for scheme in (None, "lossless", sp.Lossless(), sp.Lossless(chunk=100)):
+    for scheme in ("lossless", sp.Lossless(), sp.Lossless(chunk=100)):
         sp.save(state(0), tmp_path / "a", scheme=scheme)
         assert difference(state(0), sp.load(tmp_path / "a")) is None

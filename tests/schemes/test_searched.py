@@ -334,7 +334,8 @@ def test_a_fixed_setting_needs_no_evaluate():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("threshold", -0.1), ("threshold", math.nan), ("threshold", math.inf), ("threshold", "5 %"), ("threshold", None),
+    [("threshold", -0.1), ("threshold", math.nan), ("threshold", math.inf), ("threshold", 5),
+     ("threshold", "101%"), ("threshold", True), ("threshold", None),
      ("optimizer", "none"), ("fallback", "best"), ("evaluate", 0.5)],
 )  # fmt: skip
 def test_arguments_that_make_no_sense_are_refused(name, value):

@@ -63,7 +63,7 @@ def measured(make: Any, width: int) -> tuple[list[Saved], list[Any]]:
 
 @pytest.mark.parametrize(
     "options",
-    [{"budget": 0.05}, {"budget": "2%"}, {"relative_error": 0.2}],
+    [{"nats": 0.05}, {"budget": "2%"}, {"relative_error": 0.2}],
     ids=str,
 )
 def test_all_ranks_measure_the_same_trials_together(options):
@@ -90,7 +90,7 @@ def test_where_nothing_is_known_of_weights_all_ranks_ask_for_it_together():
     plain = [flatten({"model": state_of(flat)}) for flat in run()[:1]]
 
     def make() -> Scheme:
-        return sp.Fisher(budget=0.05, evaluate=bowl)
+        return sp.Fisher(nats=0.05, evaluate=bowl)
 
     def chain(width: int) -> Saved:
         def target(part: Part) -> ShardTarget:
@@ -220,7 +220,7 @@ def test_a_tied_weight_is_measured_and_written_once_though_it_has_two_names():
         mine = parts[rank]
         target = ShardTarget(mine.flat, bowl, Parts(mine.flat))
         assert {"model/wte.weight", "model/tied.weight"} <= target.alive
-        made = settle(sp.Fisher(budget=0.05, evaluate=bowl), mine.flat, None, Shards(mine.places, gather), target)
+        made = settle(sp.Fisher(nats=0.05, evaluate=bowl), mine.flat, None, Shards(mine.places, gather), target)
         return made.quantize(mine.flat, None)
 
     for kept in Ranks(2).all(work):

@@ -175,7 +175,7 @@ def test_settings_are_in_the_record_and_in_the_repr(name):
     kept = after(scheme, second, after(scheme, first))
     assert kept.loss["scheme"] == scheme.id and kept.loss["chosen"] == scheme.settings
     assert kept.loss["optimizer"] == "exact" and kept.loss["left_out"] == []
-    again = eval(repr(scheme), {type(scheme).__name__: type(scheme)})
+    again = named(repr(scheme))
     assert again.settings == scheme.settings and again.coders == scheme.coders
 
 

@@ -283,7 +283,7 @@ def test_loss_is_asked_for_and_measured_on_the_bare_model(tmp_path: Path) -> Non
     run.epoch()
     assert recorder.step == 4 and sorted(recorder.mean) == sorted(name for name, _ in run.model.named_parameters())
     before = run.state()
-    report = save_state(run.accelerator, scheme=Fisher(budget=0.05, evaluate=evaluate, gradients=recorder))
+    report = save_state(run.accelerator, scheme=Fisher(nats=0.05, evaluate=evaluate, gradients=recorder))
     assert run.state() == before and set(seen) == {nn.Sequential} and run.model.training
     assert report.stored_bytes < report.raw_bytes / 4
     again = loop(tmp_path, seed=3)

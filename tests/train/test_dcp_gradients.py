@@ -33,7 +33,7 @@ def of_rank(rank, width, folder):
         recorder = Gradients(run.model, squares=True).attach(run.optimizer)
         run.train(8)
         means[kind] = recorder.square
-        schemes = {"fisher": Fisher(budget=1e-3, gradients=recorder, terms=16)}
+        schemes = {"fisher": Fisher(nats=1e-3, gradients=recorder, terms=16)}
         if kind == "parts":
             schemes["inshrinkerator"] = Inshrinkerator(threshold=0.5, gradients=recorder, evaluate=loss)
         for name, scheme in schemes.items():

@@ -97,7 +97,7 @@ def test_a_chain_without_restores_keeps_the_progress_of_every_save(lr, steps):
 def test_every_save_is_within_the_budget_or_its_weights_are_exact():
     run = Run(steps=WARM)
     storage, budget = MemoryStorage(), 0.005
-    scheme = sp.Fisher(budget=budget, evaluate=run.evaluate)
+    scheme = sp.Fisher(nats=budget, evaluate=run.evaluate)
     with sp.Manager(storage, scheme=scheme, keyframe_every=4) as manager, Silent():
         for step in range(9):
             plain, calls = run.steps(10).loss(), run.calls
@@ -132,7 +132,7 @@ def test_a_budget_that_nothing_keeps_is_said_and_the_weights_are_exact():
 
 
 def test_a_run_whose_budget_is_measured_gets_where_it_would_have_got():
-    run, reports = relay(lambda run: sp.Fisher(budget=0.01, evaluate=run.evaluate), 6, 10, 3e-3)
+    run, reports = relay(lambda run: sp.Fisher(nats=0.01, evaluate=run.evaluate), 6, 10, 3e-3)
     assert run.loss() < 1.15 * whole(60, 3e-3)
     for one in reports:
         accepted = [line for line in one.search["tried"] if line["rise"] <= 0.01]
@@ -146,7 +146,7 @@ def test_a_run_whose_budget_is_measured_gets_where_it_would_have_got():
 @pytest.mark.parametrize("make", [Run, LettersRun])
 def test_a_run_does_not_notice_that_it_was_saved(make, background):
     run, other = make(steps=20), make(steps=20)
-    scheme = sp.Fisher(budget=0.05, evaluate=run.evaluate)
+    scheme = sp.Fisher(nats=0.05, evaluate=run.evaluate)
     with sp.Manager(MemoryStorage(), scheme=scheme, background=background) as manager:
         for step in (20, 30, 40):
             before, addresses = run.photo(), run.addresses()

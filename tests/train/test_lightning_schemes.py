@@ -45,7 +45,7 @@ def test_training_does_not_notice_that_it_is_evaluated(tmp_path, background):
         seen.append((type(module), module.net[0].weight.requires_grad))
         return validation(module)
 
-    ours = ShrinkIO(sp.Fisher(budget=0.05, evaluate=evaluate), background=background)
+    ours = ShrinkIO(sp.Fisher(nats=0.05, evaluate=evaluate), background=background)
     run = fit(tmp_path / "ours", ours, callbacks=[ShrinkCallback()])
     plain = fit(tmp_path / "plain")
     assert len(seen) > 5 and {kind for kind, _ in seen} == {Small}
@@ -89,7 +89,7 @@ def test_what_a_module_collects_in_validation_is_not_what_a_scheme_measured(tmp_
     run.fit(plain, points(), points(6, seed=1))
     torch.manual_seed(1)
     watched = Collecting(width=WIDTH)
-    scheme = sp.Fisher(budget=0.05, evaluate=Validation(batches=2))
+    scheme = sp.Fisher(nats=0.05, evaluate=Validation(batches=2))
     run = trainer(tmp_path, ShrinkIO(scheme), callbacks=[ShrinkCallback(), every(tmp_path / "all")])
     run.fit(watched, points(), points(6, seed=1))
     assert watched.seen == plain.seen and len(plain.seen) == 4
@@ -101,7 +101,7 @@ def test_a_module_of_another_run_is_not_taken_for_the_one_that_is_saved(tmp_path
     fit(tmp_path / "second", plugin, epochs=1)  # without the callback
     report = plugin.wait()
     assert report is not None and report.path.startswith(str(tmp_path / "second")) and report.weights_ratio > 3
-    plugin = ShrinkIO(sp.Fisher(budget=0.05, evaluate=Validation(batches=2)))
+    plugin = ShrinkIO(sp.Fisher(nats=0.05, evaluate=Validation(batches=2)))
     fit(tmp_path / "third", plugin, callbacks=[ShrinkCallback()], epochs=1)
     with pytest.raises(PolicyError, match=r"another module.*ShrinkCallback"):
         fit(tmp_path / "fourth", plugin, epochs=1)
@@ -112,7 +112,7 @@ def test_averaged_weights_are_quantized_and_not_taken_for_the_module(tmp_path):
     fit(tmp_path / "mean", plugin, callbacks=[ShrinkCallback(), EMAWeightAveraging(decay=0.9)], epochs=1)
     report = plugin.wait()
     assert report is not None and report.weights_ratio > 3
-    plugin = ShrinkIO(sp.Fisher(budget=0.05, evaluate=Validation(batches=2)))
+    plugin = ShrinkIO(sp.Fisher(nats=0.05, evaluate=Validation(batches=2)))
     with pytest.raises(PolicyError, match="averaged"):
         fit(tmp_path / "asked", plugin, callbacks=[ShrinkCallback(), EMAWeightAveraging(decay=0.9)], epochs=1)
 
@@ -253,7 +253,7 @@ def test_fabric_says_which_module_is_watched(tmp_path):
         seen.append(type(model))
         return float(model(torch.ones(2, 64)).square().mean())
 
-    ours = ShrinkIO(sp.Fisher(budget=1.0, evaluate=evaluate), model="model")
+    ours = ShrinkIO(sp.Fisher(nats=1.0, evaluate=evaluate), model="model")
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[ours])
     inner = nn.Linear(64, 64)
     model, optimizer = fabric.setup(inner, torch.optim.Adam(inner.parameters()))

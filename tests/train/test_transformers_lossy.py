@@ -190,7 +190,7 @@ def test_the_moments_of_a_callback_may_be_lossy(tmp_path):
         ({"scheme": "excp", "gradients": True}, "gradients"),
         ({"scheme": "inshrinkerator"}, "evaluate"),
         ({"scheme": "smaller"}, "inshrinkerator"),
-        ({"batches": 0}, "at least 1"),
+        ({"batches": 0}, "a whole number from 1"),
     ],
 )
 def test_settings_that_cannot_be_met_are_refused_before_training(tmp_path, settings, message):

@@ -9,7 +9,7 @@ from shrinkpoint.schemes.gobo import GOBO
 from shrinkpoint.schemes.inshrinkerator import Inshrinkerator
 from shrinkpoint.schemes.lc_checkpoint import LCCheckpoint
 from shrinkpoint.schemes.lossless import Lossless
-from shrinkpoint.schemes.names import named
+from shrinkpoint.schemes.names import maker, named
 from shrinkpoint.schemes.partial import SCAR, TOPN
 from shrinkpoint.schemes.qd import QD
 from shrinkpoint.schemes.searched import Searched
@@ -18,5 +18,5 @@ from shrinkpoint.schemes.target import ModelTarget, modules_of
 
 __all__ = [
     "CNR", "GOBO", "QD", "SCAR", "TOPN", "Again", "ExCP", "Fisher", "Inshrinkerator", "Kept", "LCCheckpoint",
-    "Lossless", "ModelTarget", "Resuming", "Scheme", "Searched", "Settled", "Settling", "modules_of", "named",
+    "Lossless", "ModelTarget", "Resuming", "Scheme", "Searched", "Settled", "Settling", "maker", "modules_of", "named",
 ]  # fmt: skip

@@ -11,14 +11,15 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from shrinkpoint import arguments
 from shrinkpoint.codec import CODERS, Symbols
 from shrinkpoint.codec.quantize import assign, cluster
 from shrinkpoint.codec.symbols import MOST_CODES, SPECIALS
-from shrinkpoint.errors import PolicyError
 from shrinkpoint.record import JSON
 from shrinkpoint.schemes.picks import SMALLEST, largest
 from shrinkpoint.schemes.pooled import Pooled
-from shrinkpoint.schemes.tracked import Tracked, whole
+from shrinkpoint.schemes.spelling import seeded
+from shrinkpoint.schemes.tracked import Tracked
 from shrinkpoint.state import FlatState
 from shrinkpoint.statistics import LogHistogram
 
@@ -58,13 +59,18 @@ class ExCP(Tracked):
         paper_fp16: bool = False, seed: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
-        self._alpha, self._beta, self._bits, self._rule = _number("alpha", alpha), _number("beta", beta), bits, rule
-        self._paper, self._half, self._seed = paper, paper_fp16, whole("seed", seed)
+        self._alpha = arguments.number("alpha", alpha, above=False)
+        self._beta = arguments.number("beta", beta, above=False)
+        self._bits = arguments.whole("bits", bits, least=2, most=8, do="take 4, as the paper does")
+        self._rule: Rule = arguments.choice("rule", rule, get_args(Rule))
+        self._paper, self._half = arguments.flag("paper", paper), arguments.flag("paper_fp16", paper_fp16)
+        self._seed = seeded(seed)
         self.coders: Sequence[str] = ("lzma",) if paper else CODERS
-        if type(bits) is not int or not 2 <= bits <= 8:
-            raise PolicyError("bits", found=repr(bits), expected="2 to 8", do="take 4, as the paper does")
-        if rule not in get_args(Rule):
-            raise PolicyError("rule", found=repr(rule), expected="'paper' or 'released'", do="choose one of them")
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """See `Spelled`."""
+        return dict(self.settings)
 
     @property
     def settings(self) -> dict[str, JSON]:
@@ -248,9 +254,3 @@ class Boxes:
 
 def _fits(x: Tensor) -> bool:
     return x.dim() >= 2 and x.dtype in (torch.float32, torch.bfloat16)
-
-
-def _number(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise PolicyError(name, found=repr(value), expected="a number from 0", do="take the default")
-    return float(value)

@@ -7,9 +7,9 @@ from typing import ClassVar, Literal, get_args
 
 from torch import Tensor
 
+from shrinkpoint import arguments
 from shrinkpoint.codec import CODERS, Symbols
 from shrinkpoint.codec.quantize.exponents import Representative, exponents, promote
-from shrinkpoint.errors import PolicyError
 from shrinkpoint.record import JSON
 from shrinkpoint.schemes import moments
 from shrinkpoint.schemes.pooled import Pooled
@@ -42,13 +42,19 @@ class LCCheckpoint(Tracked):
     ) -> None:  # fmt: skip
         super().__init__(optimizer=optimizer)
         usual: tuple[Scope, Representative] = ("model", "middle") if paper else ("tensor", "mean")
-        self._scope = usual[0] if scope is None else scope
-        self._representative = usual[1] if representative is None else representative
-        self._bits, self._paper = bits, paper
+        self._bits, self._paper = arguments.whole("bits", bits, most=8), arguments.flag("paper", paper)
+        self._scope: Scope = arguments.choice("scope", usual[0] if scope is None else scope, get_args(Scope))
+        self._representative: Representative = arguments.choice(
+            "representative", usual[1] if representative is None else representative, get_args(Representative)
+        )
+        self._said = scope, representative
         self.coders: Sequence[str] = ("huffman",) if paper else CODERS
-        if self._scope not in get_args(Scope):
-            raise PolicyError("scope", found=repr(scope), expected="'tensor' or 'model'", do="choose one of them")
-        exponents([], bits, representative=self._representative)  # says what is wrong with these two
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """See `Spelled`; what was left to `paper` is left to it again."""
+        scope, representative = self._said
+        return {**super().arguments, "scope": scope, "representative": representative}
 
     @property
     def settings(self) -> dict[str, JSON]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from shrinkpoint import arguments
 from shrinkpoint.codec import Reference
 from shrinkpoint.codec.run import CHUNK
-from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.base import Kept
 from shrinkpoint.schemes.records import Coding
+from shrinkpoint.schemes.spelling import Spelled
 from shrinkpoint.state import FlatState
 
 
-@dataclass(frozen=True)
-class Lossless(Coding):
+@dataclass(frozen=True, repr=False)
+class Lossless(Spelled, Coding):
     """Every value comes back bit by bit.
 
     Raises:
@@ -28,8 +29,12 @@ class Lossless(Coding):
     chunk: int = CHUNK
 
     def __post_init__(self) -> None:
-        if not 0 < self.chunk <= CHUNK:
-            raise PolicyError("Lossless.chunk", found=f"{self.chunk}", expected=f"1 to {CHUNK}", do="choose another")
+        arguments.whole("chunk", self.chunk, most=CHUNK)
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """See `Spelled`."""
+        return {"chunk": self.chunk}
 
     def quantize(self, flat: FlatState, reference: Reference | None) -> Kept:
         """All of it; see `schemes.Scheme`."""

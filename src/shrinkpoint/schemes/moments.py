@@ -12,9 +12,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from shrinkpoint import arguments
 from shrinkpoint.codec import Symbols
 from shrinkpoint.codec.quantize import logarithmic
-from shrinkpoint.errors import PolicyError
 from shrinkpoint.record import Role
 from shrinkpoint.schemes.picks import SMALLEST
 from shrinkpoint.state import FlatState
@@ -27,11 +27,8 @@ _MOMENTS = (Role.MOMENT1, Role.MOMENT2)
 
 def checked(mode: str) -> Mode:
     """Raises `PolicyError` for a mode nobody knows."""
-    for known in get_args(Mode):
-        if mode == known:
-            return known  # type: ignore[no-any-return]
-    expected = ", ".join(map(repr, get_args(Mode)))
-    raise PolicyError("optimizer", found=repr(mode), expected=expected, do="choose one of them")
+    known: Mode = arguments.choice("optimizer", mode, get_args(Mode))
+    return known
 
 
 def reset(flat: FlatState) -> Iterator[tuple[str, Tensor]]:

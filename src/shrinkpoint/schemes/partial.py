@@ -10,12 +10,13 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from shrinkpoint import arguments
 from shrinkpoint.codec import Symbols
-from shrinkpoint.errors import PolicyError
 from shrinkpoint.record import JSON
 from shrinkpoint.schemes import moments
 from shrinkpoint.schemes.pooled import Pooled
-from shrinkpoint.schemes.tracked import Tracked, whole
+from shrinkpoint.schemes.spelling import seeded
+from shrinkpoint.schemes.tracked import Tracked
 from shrinkpoint.state import FlatState
 
 Order = Literal["largest", "round robin", "random"]
@@ -28,16 +29,13 @@ class Partial(Tracked):
     whatever context makes that smaller. A value that a reader has already is not written again.
 
     Args:
-        fraction: of the values of all quantized weights together, above 0, at most 1; rounded up.
+        fraction: of the values of all quantized weights together: .125, or "12.5%"; above 0, at most 1; rounded up.
         optimizer: of `Tracked`.
     """
 
-    def __init__(self, *, fraction: float, optimizer: moments.Mode = "exact") -> None:
+    def __init__(self, *, fraction: float | str, optimizer: moments.Mode = "exact") -> None:
         super().__init__(optimizer=optimizer)
-        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
-            expected = "more than 0, at most 1"
-            raise PolicyError("fraction", found=repr(fraction), expected=expected, do="take 1/8, as SCAR does")
-        self._fraction = float(fraction)
+        self._fraction = arguments.share("fraction", fraction)
 
     @abstractmethod
     def places(self, distances: Tensor, count: int) -> Tensor:
@@ -126,13 +124,12 @@ class SCAR(Partial):
     id: ClassVar[str] = "scar"
 
     def __init__(
-        self, *, fraction: float = 1 / 8, order: Order = "largest", seed: int = 0, optimizer: moments.Mode = "exact"
-    ) -> None:
+        self, *, fraction: float | str = 1 / 8, order: Order = "largest", seed: int = 0,
+        optimizer: moments.Mode = "exact",
+    ) -> None:  # fmt: skip
         super().__init__(fraction=fraction, optimizer=optimizer)
-        if order not in get_args(Order):
-            expected = ", ".join(map(repr, get_args(Order)))
-            raise PolicyError("order", found=repr(order), expected=expected, do="choose one of them")
-        self._order, self._seed, self._turn = order, whole("seed", seed), 0
+        self._order: Order = arguments.choice("order", order, get_args(Order))
+        self._seed, self._turn = seeded(seed), 0
 
     @property
     def settings(self) -> dict[str, JSON]:
@@ -194,7 +191,7 @@ class TOPN(Partial):
 
     id: ClassVar[str] = "topn"
 
-    def __init__(self, *, fraction: float = 0.01, optimizer: moments.Mode = "exact") -> None:
+    def __init__(self, *, fraction: float | str = 0.01, optimizer: moments.Mode = "exact") -> None:
         super().__init__(fraction=fraction, optimizer=optimizer)
 
     @property

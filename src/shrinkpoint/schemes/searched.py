@@ -8,11 +8,12 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from shrinkpoint import arguments
 from shrinkpoint.codec import CODERS, Reference, Symbols
 from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.record import JSON
@@ -25,13 +26,14 @@ from shrinkpoint.schemes.quality import Quality
 from shrinkpoint.schemes.records import Coding
 from shrinkpoint.schemes.search import Joint, Outcome, Point, Space, Trials
 from shrinkpoint.schemes.settled import Settled
+from shrinkpoint.schemes.spelling import Spelled, seeded
 from shrinkpoint.schemes.target import Evaluate, Target
 from shrinkpoint.state import FlatState
 
 Fallback = Literal["safest", "lossless"]
 
 
-class Searched(Coding):
+class Searched(Spelled, Coding):
     """What all schemes with a search have in common (arXiv 2306.11800, configuration search; its authors gave their
     baselines the same one).
 
@@ -39,7 +41,7 @@ class Searched(Coding):
     space again where no neighbour holds. One instance serves one training run: it remembers what it chose.
 
     Args:
-        threshold: how much worse `evaluate` may become, relative to the state before: 0.01 is one per cent.
+        threshold: how much worse `evaluate` may become, relative to the state before: "1%", or 0.01; at most "100%".
         evaluate: called with what is being saved (a manager's `model`; else the state) with a candidate's values in it;
             returns a loss or a score. It must give the same answer for the same weights: fix its batches and its seed,
             and call `model.eval()`. Whatever it changes in the model is put back.
@@ -65,7 +67,7 @@ class Searched(Coding):
     def __init__(
         self,
         *,
-        threshold: float = 0.05,
+        threshold: float | str = 0.05,
         evaluate: Evaluate | None = None,
         higher_is_better: bool = False,
         config: Mapping[str, Any] | None = None,
@@ -76,10 +78,15 @@ class Searched(Coding):
         progress: bool | search.Progress = False,
         seed: int = 0,
     ) -> None:
-        self._evaluate, self._higher, self._threshold = _callable(evaluate), higher_is_better, _threshold(threshold)
+        self._evaluate: Evaluate | None = arguments.function_or_none("evaluate", evaluate)
+        self._higher = arguments.flag("higher_is_better", higher_is_better)
+        self._threshold = arguments.share("threshold", threshold, zero=True)
         self._fixed = None if config is None else self._point(config)
-        self._optimizer, self._fallback = moments.checked(optimizer), _fallback(fallback)
-        self._coarser, self._group, self._progress, self._seed = coarser, group, progress, seed
+        self._optimizer = moments.checked(optimizer)
+        self._fallback: Fallback = arguments.choice("fallback", fallback, get_args(Fallback))
+        self._coarser, self._group = arguments.flag("coarser", coarser), _group(group)
+        self._progress: bool | search.Progress = _progress(progress)
+        self._seed = seeded(seed)
         self._last: Point | None = None
         self._noise: float | None = None
         self._generation, self._quiet = 0, False
@@ -87,8 +94,14 @@ class Searched(Coding):
             expected, do = "evaluate= or config=", "pass a function that measures the model, or choose a setting"
             raise PolicyError(type(self).__name__, found="neither", expected=expected, do=do)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(threshold={self._threshold:g})"
+    @property
+    def arguments(self) -> dict[str, object]:
+        """See `Spelled`."""
+        return {
+            "threshold": self._threshold, "evaluate": self._evaluate, "higher_is_better": self._higher,
+            "config": None if self._fixed is None else self.space.settings(self._fixed), "optimizer": self._optimizer,
+            "fallback": self._fallback, "coarser": self._coarser, "group": self._group, "seed": self._seed,
+        }  # fmt: skip
 
     # what a scheme of this kind says of itself
 
@@ -328,24 +341,18 @@ def _on_host(symbols: Symbols) -> Symbols:
     return Symbols(symbols.codes.cpu(), symbols.centers.cpu(), symbols.exact.cpu(), symbols.first)
 
 
-def _threshold(threshold: float) -> float:
-    if not isinstance(threshold, int | float) or not 0 <= threshold < math.inf:
-        found, expected = repr(threshold), "a number from 0, such as 0.01 for one per cent"
-        raise PolicyError("threshold", found=found, expected=expected, do="choose what you can bear to lose")
-    return float(threshold)
+def _group(group: Any) -> Any:
+    if isinstance(group, str | int | float | type):
+        raise arguments.wrong(
+            "group", group, "a torch.distributed group", "pass what torch.distributed.new_group returned"
+        )
+    return group
 
 
-def _fallback(fallback: str) -> Fallback:
-    if fallback in ("safest", "lossless"):
-        return fallback  # type: ignore[return-value]
-    raise PolicyError("fallback", found=repr(fallback), expected="'safest' or 'lossless'", do="choose one of them")
-
-
-def _callable(evaluate: Evaluate | None) -> Evaluate | None:
-    if evaluate is None or callable(evaluate):
-        return evaluate
-    found, expected = f"a {type(evaluate).__name__}", "a function of what is saved"
-    raise PolicyError("evaluate", found=found, expected=expected, do="pass the function itself, not what it returned")
+def _progress(progress: Any) -> Any:
+    if isinstance(progress, bool) or callable(progress):
+        return progress
+    raise arguments.wrong("progress", progress, "True, False or a function of a trial", "pass one of them")
 
 
 def _unmeasured(_: Any) -> float:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec import CODERS, Reference, Symbols
-from shrinkpoint.errors import PolicyError
 from shrinkpoint.record import JSON
 from shrinkpoint.schemes import moments
 from shrinkpoint.schemes.base import Kept
@@ -20,10 +19,11 @@ from shrinkpoint.schemes.picks import Picks, largest
 from shrinkpoint.schemes.pooled import Pooled
 from shrinkpoint.schemes.records import Coding
 from shrinkpoint.schemes.settled import Settled
+from shrinkpoint.schemes.spelling import Spelled
 from shrinkpoint.state import FlatState
 
 
-class Tracked(Coding):
+class Tracked(Spelled, Coding):
     """What these schemes have in common.
 
     The first checkpoint, and every later keyframe, holds the weights exactly. A delta moves what a reader has towards
@@ -115,9 +115,10 @@ class Tracked(Coding):
             loss["left_out"] = [*picks.refused]
         return Settled(self.id, {**symbols, **further}, picks.casts, optimizer, self.coders, loss)
 
-    def __repr__(self) -> str:
-        said = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
-        return f"{type(self).__name__}({said})"
+    @property
+    def arguments(self) -> dict[str, object]:
+        """See `Spelled`."""
+        return {**self.settings, "optimizer": self._optimizer}
 
     def _of_weights(
         self, picked: Mapping[str, Tensor], flat: FlatState, reference: Reference | None, pool: Pooled | None = None
@@ -134,17 +135,6 @@ class Tracked(Coding):
         ends = pool.most({name: _ends(weights[name], x) for name, x in differences.items()})
         serves = pool.all({n: _is_within(one, ends[pool.title(n)], weights[n].dtype) for n, one in found.items()})
         return {name: one.cpu() for name, one in found.items() if pool.title(name) in serves}
-
-
-def whole(name: str, value: int) -> int:
-    """A seed as generators take it.
-
-    Raises:
-        PolicyError: it is none.
-    """
-    if type(value) is not int or not 0 <= value < 1 << 32:
-        raise PolicyError(name, found=repr(value), expected="a whole number from 0, of 32 bits", do="take 0")
-    return value
 
 
 def _differences(weights: Mapping[str, Tensor], reference: Reference | None) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shrinkpoint import arguments
 from shrinkpoint.codec import Reference
 from shrinkpoint.container import Reader
 from shrinkpoint.errors import ChainError, CorruptError, PolicyError
@@ -50,7 +52,7 @@ def save(
     state: Any,
     path: str | Path,
     *,
-    scheme: Scheme | str | None = None,
+    scheme: Scheme | str = "lossless",
     base: str | Path | None = None,
     threads: int | None = None,
 ) -> SaveReport:
@@ -58,28 +60,28 @@ def save(
 
     Args:
         state: any nest of dicts, lists, tuples, tensors and plain values; it is not changed.
-        scheme: None or "lossless".
+        scheme: a scheme, or its text, such as "fisher(relative_error=.3)".
         base: a file saved earlier: write a delta against it. It must stay; `load` needs it.
         threads: native threads; None: every core.
 
     Raises:
         StateError: the state holds something that cannot be stored.
-        PolicyError: an unknown scheme; a file that is its own base, or its base's.
+        PolicyError: a wrong argument; a file that is its own base, or its base's.
         FormatError, ChainError, NotFoundError: the base does not load.
         StorageError: writing failed; what was there is still there.
     """
-    target = Path(path).absolute()
+    chosen, threads = named(scheme), arguments.threads(threads)
+    target = _file(path)
     flat = flatten(state)
     reference = parent = None
     if base is not None:
-        root = Path(base).absolute()
+        root = _file(base, "base")
         if any(_is_same(link, target) for link, _ in _chain(root, None)):
             found = "a base that is this file, or needs it"
             raise PolicyError(str(path), found=found, do="save the delta under another name")
         decoded, digest = decode_file(root, threads=threads)
         reference = decoded.reference
         parent = {"name": _beside(root, target), "digest": digest}
-    chosen = named("lossless" if scheme is None else scheme)
     return write_file(
         LocalStorage(target.parent), target.name, chosen.quantize(flat, reference), scheme=chosen,
         reference=reference, parent=parent, threads=threads,
@@ -108,7 +110,8 @@ def load(
         FormatError: bytes are at fault.
         StorageError: reading failed.
     """
-    decoded, _ = decode_file(Path(path).absolute(), None if base is None else Path(base).absolute(), threads=threads)
+    threads, tie = arguments.threads(threads), arguments.flag("tie", tie)
+    decoded, _ = decode_file(_file(path), None if base is None else _file(base, "base"), threads=threads)
     tensors: dict[str, Tensor] = dict(decoded.reference.tensors)
     if device is not None:
         tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
@@ -122,12 +125,23 @@ def inspect(path: str | Path) -> FileSummary:
         NotFoundError: there is no such file.
         FormatError: its header is damaged.
     """
-    reader = _header(Path(path).absolute())
+    reader = _header(_file(path))
     tensors = tuple(info for head in reader.records for info in head.infos)
     return FileSummary(
         str(path), reader.scheme, None if reader.parent is None else reader.parent["name"],
         sum(info.nbytes for info in tensors), reader.size, tensors,
     )  # fmt: skip
+
+
+def _file(path: Any, where: str = "path") -> Path:
+    """Where a file lies.
+
+    Raises:
+        PolicyError: that is no path.
+    """
+    do = "pass a str or a pathlib.Path"
+    found: str = arguments.kind(where, path, (str, os.PathLike), expected="the path of a file", do=do)
+    return Path(found).absolute()
 
 
 def decode_file(path: Path, base: Path | None = None, *, threads: int | None = None) -> tuple[Decoded, str]:

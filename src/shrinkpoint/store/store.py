@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from shrinkpoint import arguments
 from shrinkpoint.codec import Reference
 from shrinkpoint.errors import ChainError, FormatError, NotFoundError, PolicyError, StorageError
-from shrinkpoint.schemes import Lossless, Scheme
+from shrinkpoint.schemes import Scheme, named
 from shrinkpoint.state import FlatState, flatten, unflatten
 from shrinkpoint.storage import LocalStorage, Storage
 from shrinkpoint.store import chain, layout, prune
@@ -68,15 +69,13 @@ class Store:
         threads: native threads for coding; None: every core.
 
     Raises:
-        PolicyError: `keyframe_every` below 1.
+        PolicyError: an argument that makes no sense.
     """
 
     def __init__(
         self, where: str | Path | Storage, *, keyframe_every: int | None = 20, threads: int | None = None
     ) -> None:
-        if keyframe_every is not None and (type(keyframe_every) is not int or keyframe_every < 1):
-            expected, do = "a whole number from 1, or None", "say after how many checkpoints a new chain begins"
-            raise PolicyError("keyframe_every", found=repr(keyframe_every), expected=expected, do=do)
+        keyframe_every, threads = arguments.keyframe_every(keyframe_every), arguments.threads(threads)
         self.storage: Storage = LocalStorage(where) if isinstance(where, str | Path) else where
         self._keyframe_every, self._threads = keyframe_every, threads
         self._held: Held[Manifest] = Held()
@@ -160,7 +159,7 @@ class Store:
         step: int,
         state: Any,
         *,
-        scheme: Scheme | None = None,
+        scheme: Scheme | str = "lossless",
         metrics: Mapping[str, float] | None = None,
         keyframe: bool = False,
         adopt: bool = False,
@@ -171,7 +170,7 @@ class Store:
 
         Args:
             state: any nest of dicts, lists, tuples, tensors and plain values, or a flattened one; it is not changed.
-            scheme: None: lossless.
+            scheme: a scheme, or its text, such as "fisher(relative_error=.3)".
             metrics: what `Keep(best=)` and people look at.
             keyframe: True: do not make a delta.
             adopt: `state` came from `snapshot`: its tensors become the store's own instead of being copied.
@@ -182,11 +181,11 @@ class Store:
             PolicyError: a step, or a metric, that is no number.
             StorageError: writing failed; every checkpoint that was there still loads.
         """
+        chosen, measured = named(scheme), _measured(metrics)
         flat = state if isinstance(state, FlatState) else flatten(state)
-        measured = _measured(metrics)
         with self._guard, self._lease.settled():
             with self.begin(step, keyframe=keyframe) as pending:
-                report = pending.add(flat, scheme=scheme or Lossless(), threads=self._threads)
+                report = pending.add(flat, scheme=chosen, threads=self._threads)
                 made = pending.commit(metrics=measured, lossy_restores=lossy_restores, note=note)
             assert pending.reference is not None
             report = replace(report, retention=self._held.progress(flat, pending.reference))

@@ -26,7 +26,7 @@ from shrinkpoint.storage import MemoryStorage
 @pytest.mark.parametrize("terms", [None, TERMS])
 def test_whatever_the_prediction_is_worth_no_save_is_above_the_budget(scale, terms):
     bowl = Bowl(scale)
-    chain = Chain(bowl, 5, budget=0.05, evaluate=bowl.evaluate, terms=terms)
+    chain = Chain(bowl, 5, nats=0.05, evaluate=bowl.evaluate, terms=terms)
     for _ in range(8):
         with Silent():
             said = chain.save()
@@ -42,7 +42,7 @@ def test_whatever_the_prediction_is_worth_no_save_is_above_the_budget(scale, ter
 @pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
 def test_once_steps_stay_a_save_costs_two_evaluations(scale):
     bowl = Bowl(scale)
-    chain = Chain(bowl, budget=0.05, evaluate=bowl.evaluate)
+    chain = Chain(bowl, nats=0.05, evaluate=bowl.evaluate)
     calls, steps = [], []
     for _ in range(8):
         with Silent():
@@ -54,7 +54,7 @@ def test_once_steps_stay_a_save_costs_two_evaluations(scale):
 
 def test_what_is_measured_teaches_the_prediction():
     bowl = Bowl(7.0)
-    chain = Chain(bowl, 1, budget=0.05, evaluate=bowl.evaluate)
+    chain = Chain(bowl, 1, nats=0.05, evaluate=bowl.evaluate)
     for _ in range(4):
         said = chain.save()
         bowl.move()
@@ -66,7 +66,7 @@ def test_what_is_measured_teaches_the_prediction():
 
 def test_a_keyframe_after_a_first_too_careful_one_takes_larger_steps():
     bowl = Bowl(50.0)
-    chain = Chain(bowl, 3, budget=0.05, evaluate=bowl.evaluate)
+    chain = Chain(bowl, 3, nats=0.05, evaluate=bowl.evaluate)
     first = chain.save()
     bowl.scale = 0.5
     sizes = []
@@ -81,7 +81,7 @@ def test_a_keyframe_after_a_first_too_careful_one_takes_larger_steps():
 
 def test_where_even_the_smallest_steps_are_too_large_the_weights_are_exact_and_that_is_said():
     bowl = Bowl(1e12)
-    chain = Chain(bowl, budget=1e-3, evaluate=bowl.evaluate)
+    chain = Chain(bowl, nats=1e-3, evaluate=bowl.evaluate)
     for _ in range(2):
         with pytest.warns(LossWarning, match="no steps keep the loss within"):
             said = chain.save()
@@ -98,34 +98,34 @@ def test_where_even_the_smallest_steps_are_too_large_the_weights_are_exact_and_t
 
 def test_a_score_may_fall_by_the_budget():
     bowl = Bowl()
-    chain = Chain(bowl, 1, budget=0.05, evaluate=lambda state: -bowl.evaluate(state), higher_is_better=True)
-    other = Chain(Bowl(), 1, budget=0.05, evaluate=bowl.evaluate)
+    chain = Chain(bowl, 1, nats=0.05, evaluate=lambda state: -bowl.evaluate(state), higher_is_better=True)
+    other = Chain(Bowl(), 1, nats=0.05, evaluate=bowl.evaluate)
     assert chain.save()["tried"] == other.save()["tried"] and 0 < chain.rise <= 0.05
 
 
 def test_what_is_better_than_before_is_within_any_budget():
     bowl = Bowl()
-    chain = Chain(bowl, budget=1e-9, evaluate=lambda state: -bowl.rise(state["model"]))
+    chain = Chain(bowl, nats=1e-9, evaluate=lambda state: -bowl.rise(state["model"]))
     assert chain.save()["chosen"]["step_in_deviations"] >= 1 and chain.save()["tried"][0]["rise"] < 0
 
 
 # a budget that is predicted
 
 
-@pytest.mark.parametrize("budget", [1e-4, 1e-3, 0.01])
-def test_with_the_number_of_terms_the_prediction_decides(budget):
+@pytest.mark.parametrize("nats", [1e-4, 1e-3, 0.01])
+def test_with_the_number_of_terms_the_prediction_decides(nats):
     bowl = Bowl()
-    chain = Chain(bowl, budget=budget, terms=TERMS)
+    chain = Chain(bowl, nats=nats, terms=TERMS)
     for _ in range(3):
         said = chain.save()
         (line,) = said["tried"]
         assert line["rise"] is None and said["terms"] == TERMS and bowl.calls == 0
         assert line["curvature"] == pytest.approx(chain.rise, rel=0.05)
-        assert 0.8 * AIM < chain.rise / budget < 1
+        assert 0.8 * AIM < chain.rise / nats < 1
         bowl.move(0.05)
 
 
-@pytest.mark.parametrize("options", [{}, {"budget": 0.5}, {"budget": 1e-6}])
+@pytest.mark.parametrize("options", [{}, {"nats": 0.5}, {"nats": 1e-6}])
 def test_with_nothing_to_go_by_steps_are_the_stated_ones(options):
     bowl = Bowl()
     chain = Chain(bowl, **options)
@@ -139,7 +139,7 @@ def test_with_nothing_to_go_by_steps_are_the_stated_ones(options):
 
 
 def test_terms_without_any_knowledge_of_the_loss_are_nothing_to_go_by():
-    scheme = sp.Fisher(terms=100, budget=1e-9)
+    scheme = sp.Fisher(terms=100, nats=1e-9)
     said = sp.Store(MemoryStorage()).save(1, {"a.weight": normal(40, 40)}, scheme=scheme).search
     assert said["chosen"]["step_in_deviations"] == 1.0
 
@@ -149,7 +149,7 @@ def test_without_any_knowledge_of_the_loss_measuring_it_is_enough(scale):
     """The prediction is then in no unit of its own, and a measurement says which."""
     bowl = Bowl(scale)
     store, rises = sp.Store(MemoryStorage(), keyframe_every=1), []
-    scheme = sp.Fisher(budget=0.05, evaluate=lambda state: 2.0 + bowl.rise(state))
+    scheme = sp.Fisher(nats=0.05, evaluate=lambda state: 2.0 + bowl.rise(state))
     for step in range(3):
         with Silent():
             store.save(step, bowl.center, scheme=scheme)
@@ -163,7 +163,7 @@ def test_a_budget_in_per_cent_is_one_of_the_loss_itself(base):
     """Of one, where that is zero."""
     bowl, other = Bowl(), Bowl()
     chain = Chain(bowl, budget="2%", evaluate=lambda state: base + bowl.rise(state["model"]))
-    same = Chain(other, budget=0.02 * (abs(base) or 1.0), evaluate=lambda state: base + other.rise(state["model"]))
+    same = Chain(other, nats=0.02 * (abs(base) or 1.0), evaluate=lambda state: base + other.rise(state["model"]))
     for _ in range(3):
         with Silent():
             assert chain.save()["tried"] == same.save()["tried"] and chain.said["budget"] == "2%"
@@ -176,7 +176,7 @@ def test_a_budget_in_per_cent_is_one_of_the_loss_itself(base):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_where_the_state_itself_has_no_loss_the_prediction_decides_and_that_is_said(value):
     bowl = Bowl()
-    chain = Chain(bowl, budget=0.05, terms=TERMS, evaluate=lambda state: value)
+    chain = Chain(bowl, nats=0.05, terms=TERMS, evaluate=lambda state: value)
     with pytest.warns(LossWarning, match=f"evaluate returned {value} for the state itself"):
         said = chain.save()
     assert said["chosen"]["step_in_deviations"] > 0 and said["tried"][0]["rise"] is None and 0 < chain.rise < 0.05
@@ -217,7 +217,7 @@ def test_drafts_that_have_no_loss_are_not_taken(value):
         rise = bowl.rise(state["model"])
         return rise if rise < 1e-3 else value
 
-    chain = Chain(bowl, budget=0.05, evaluate=evaluate)
+    chain = Chain(bowl, nats=0.05, evaluate=evaluate)
     with Silent():
         said = chain.save()
     assert said["tried"][0]["rise"] == str(value)
@@ -301,9 +301,9 @@ def test_weights_that_cannot_be_written_so_finely_are_exact_and_named(error):
     assert said["left_out"] == [f"model/{name}" for name in bowl.center] and bowl.rise(chain.model) == 0
 
 
-def test_an_error_without_bound_leaves_hardly_more_than_signs():
+def test_the_largest_error_leaves_hardly_more_than_signs():
     bowl = Bowl()
-    chain = Chain(bowl, relative_error=1e300)
+    chain = Chain(bowl, relative_error=1)
     said = chain.save()
     assert said["size"] < 1 << 10 and chain.report.weights_ratio > 18
     assert all(

@@ -74,11 +74,11 @@ def test_a_run_is_probed_once_and_a_restored_one_not_again() -> None:
         asked.append(1)
         return loss(state["model"])
 
-    store, how = sp.Store(MemoryStorage()), sp.Fisher(budget=0.01, evaluate=evaluate)
+    store, how = sp.Store(MemoryStorage()), sp.Fisher(nats=0.01, evaluate=evaluate)
     store.save(1, {"model": WEIGHTS}, scheme=how)
     first = len(asked)
     store.save(2, {"model": {name: x + 0.001 for name, x in WEIGHTS.items()}}, scheme=how)
-    again = sp.Fisher(budget=0.01, evaluate=evaluate)
+    again = sp.Fisher(nats=0.01, evaluate=evaluate)
     again.resume(store.manifest(2).loss, 1)
     before = len(asked)
     store.save(3, {"model": WEIGHTS}, scheme=again)

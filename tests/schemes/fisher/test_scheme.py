@@ -44,14 +44,14 @@ def errors(model: dict[str, torch.Tensor], weights: dict[str, torch.Tensor] = WE
 # what is asked for
 
 
-@pytest.mark.parametrize("name", ["budget", "ratio", "relative_error", "terms"])
+@pytest.mark.parametrize("name", ["nats", "ratio", "relative_error", "terms"])
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "0.1", True, [0.1]])
 def test_an_amount_is_a_number_above_zero(name, value):
     with pytest.raises(PolicyError, match=name):
         sp.Fisher(**{name: value})
 
 
-@pytest.mark.parametrize("names", [("budget", "ratio"), ("ratio", "relative_error"), ("budget", "relative_error")])
+@pytest.mark.parametrize("names", [("nats", "ratio"), ("ratio", "relative_error"), ("nats", "relative_error")])
 def test_how_much_may_be_lost_is_said_in_one_way(names):
     with pytest.raises(PolicyError, match=" and ".join(names)):
         sp.Fisher(**dict.fromkeys(names, 2.0))
@@ -75,9 +75,9 @@ def test_a_recorder_that_records_no_squares_is_refused_once_that_is_seen():
 
 
 def test_it_says_what_was_asked_for():
-    for name, value in {"budget": 0.01, "ratio": 30.0, "relative_error": 0.1}.items():
-        assert repr(sp.Fisher(**{name: value})) == f"Fisher({name}={value!r})"
-    assert repr(sp.Fisher()) == "Fisher(budget=0.001)"
+    for name, value in {"nats": 0.01, "ratio": 30.0, "relative_error": 0.1}.items():
+        assert repr(sp.Fisher(**{name: value})) == f"fisher({name}={value!r})"
+    assert repr(sp.Fisher()) == "fisher(nats=0.001)"
 
 
 @pytest.mark.parametrize("budget", ["0.1", "%", "-1%", "0%", "inf%", "nan%", "1%%", "one%", ""])
@@ -110,7 +110,7 @@ def test_by_name_it_has_steps_of_one_standard_deviation(tmp_path):
 
 def test_the_report_and_the_manifest_say_what_was_tried_and_chosen():
     run, storage = Run(steps=20), MemoryStorage()
-    with sp.Manager(storage, scheme=sp.Fisher(budget=0.01, evaluate=run.evaluate)) as manager:
+    with sp.Manager(storage, scheme=sp.Fisher(nats=0.01, evaluate=run.evaluate)) as manager:
         report = manager.save(1, **run.parts)
     manifest = sp.Store(storage).manifest(1)
     assert manifest.loss == report.search and manifest.is_lossy and manifest.scheme == "fisher"
@@ -283,7 +283,7 @@ def test_copies_are_folded_only_into_what_an_optimizer_knows():
 # what it leaves as it was
 
 
-@pytest.mark.parametrize("options", [{}, {"budget": 0.01, "terms": 100}, {"ratio": 20}, {"moments": "drop"}])
+@pytest.mark.parametrize("options", [{}, {"nats": 0.01, "terms": 100}, {"ratio": 20}, {"moments": "drop"}])
 def test_nothing_of_the_caller_is_touched(options):
     def evaluate(state: Any) -> float:
         torch.rand(3), random.random(), np.random.rand()

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from shrinkpoint import arguments
 from shrinkpoint.codec import Origin, Points, Reference
 from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.record import JSON, Role
@@ -28,8 +29,8 @@ from shrinkpoint.schemes.picks import Picks
 from shrinkpoint.schemes.records import Coding
 from shrinkpoint.schemes.settled import Settled
 from shrinkpoint.schemes.shardedtarget import ShardTarget
+from shrinkpoint.schemes.spelling import Spelled, recorder, seeded
 from shrinkpoint.schemes.target import Evaluate, ModelTarget, Target, unwrapped
-from shrinkpoint.schemes.tracked import whole
 from shrinkpoint.state import FlatState
 
 Moments = Literal["coded", "exact", "drop"]
@@ -38,7 +39,7 @@ BUDGET = 1e-3
 """Nats."""
 
 
-class Fisher(Coding):
+class Fisher(Spelled, Coding):
     """The fewest bits that keep a stated rise of the loss, or the least rise for a stated number of bits.
 
     Weights go on a uniform grid whose steps follow, by row and by column, what the optimizer knows of the loss: Adam's
@@ -48,16 +49,17 @@ class Fisher(Coding):
     One instance serves one training run: it remembers its steps and what it has learned.
 
     Args:
-        budget: by how much a checkpoint may raise the loss, in its own unit (nats), or, with `evaluate`, in per cent of
-            it: "0.1%". 0.001 where nothing is asked.
-        ratio: instead of that: how many times smaller the whole state shall be.
-        relative_error: instead of both: the root mean square of the error, in standard deviations of a tensor: the
-            geometric mean over all weights, of a keyframe; weights held at their points may add a fifth. Nothing need
-            be known of the loss; what is known distributes it.
+        budget: by how much a checkpoint may raise the loss that `evaluate` measures, in per cent of it: "1%"; at most
+            "100%".
+        nats: instead of that: the same in the loss's own unit. 0.001 where nothing is asked.
+        ratio: instead of both: how many times smaller the whole state shall be; above 1.
+        relative_error: instead of all: the root mean square of the error, in standard deviations of a tensor (.3, or
+            "30%"; at most 1): the geometric mean over all weights, of a keyframe; weights held at their points may add
+            a fifth. Nothing need be known of the loss; what is known distributes it.
         evaluate: called with what is being saved (a manager's `model`; else the state); returns a loss or a score.
             Then the measured rise decides, and the prediction saves trials. As with every scheme that measures, it must
             give the same answer for the same weights.
-        higher_is_better: `evaluate` returns a score, and `budget` is of that.
+        higher_is_better: `evaluate` returns a score, and `budget` and `nats` are of that.
         terms: how many loss terms (tokens, images) a batch averages: with it the prediction is one of nats, and
             without `evaluate` it decides. Where there is neither, steps are one standard deviation.
         gradients: a recorder of squared gradients, for optimizers that have none.
@@ -71,34 +73,31 @@ class Fisher(Coding):
     id: ClassVar[str] = "fisher"
 
     def __init__(
-        self, *, budget: float | str | None = None, ratio: float | None = None, relative_error: float | None = None,
-        evaluate: Evaluate | None = None, higher_is_better: bool = False, terms: float | None = None,
-        gradients: Recorder | None = None, moments: Moments = "coded", seed: int = 0,
+        self, *, budget: str | None = None, nats: float | None = None, ratio: float | None = None,
+        relative_error: float | str | None = None, evaluate: Evaluate | None = None, higher_is_better: bool = False,
+        terms: float | None = None, gradients: Recorder | None = None, moments: Moments = "coded", seed: int = 0,
     ) -> None:  # fmt: skip
-        self._dial = _dial(budget, ratio, relative_error)
-        if isinstance(budget, str) and evaluate is None:
-            found, do = (
-                f"{budget!r} of a loss that nobody measures",
-                "pass evaluate=, or a budget in the loss's own unit",
-            )
-            raise PolicyError("budget", found=found, expected="evaluate=", do=do)
-        if evaluate is not None and not callable(evaluate):
-            raise PolicyError(
-                "evaluate", found=repr(evaluate), expected="a function", do="pass one that takes the model"
-            )
-        if moments not in get_args(Moments):
-            expected = ", ".join(map(repr, get_args(Moments)))
-            raise PolicyError("moments", found=repr(moments), expected=expected, do="choose one of them")
-        self._evaluate, self._higher, self._recorder = evaluate, higher_is_better, gradients
-        self._moments: Moments = moments
-        self._terms = None if terms is None else _positive("terms", terms)
-        self._seed, self._generation, self._saves = whole("seed", seed), 0, 0
+        self._evaluate: Evaluate | None = arguments.function_or_none("evaluate", evaluate)
+        self._dial = _dial(budget, nats, ratio, relative_error, measured=evaluate is not None)
+        self._higher = arguments.flag("higher_is_better", higher_is_better)
+        self._recorder: Recorder | None = recorder("gradients", gradients, "square")
+        self._moments: Moments = arguments.choice("moments", moments, get_args(Moments))
+        self._terms = None if terms is None else arguments.number("terms", terms, do="leave it out")
+        self._seed, self._generation, self._saves = seeded(seed), 0, 0
         self._learned = Learned(terms=self._terms)
         self._probed: dict[str, float] = {}
 
-    def __repr__(self) -> str:
-        said = ", ".join(f"{name}={value!r}" for name, value in self._dial.settings.items())
-        return f"Fisher({said})"
+    @property
+    def arguments(self) -> dict[str, object]:
+        """See `Spelled`."""
+        dial = self._dial
+        said = dial.settings
+        if isinstance(dial, ByBudget) and dial.share is None:
+            said = {"nats": dial.budget}
+        return {
+            **said, "evaluate": self._evaluate, "higher_is_better": self._higher, "terms": self._terms,
+            "gradients": self._recorder, "moments": self._moments, "seed": self._seed,
+        }  # fmt: skip
 
     # what a manager calls
 
@@ -297,36 +296,35 @@ def _left(
     return 8 * both[1] / dial.ratio - both[0] - pool.bits(codes)
 
 
-def _dial(budget: float | str | None, ratio: float | None, relative_error: float | None) -> Dial:
-    share = _share(budget) if isinstance(budget, str) else None
-    given = {"budget": share or budget, "ratio": ratio, "relative_error": relative_error}
-    said = {name: _positive(name, value) for name, value in given.items() if value is not None}
-    if len(said) > 1:
-        found = " and ".join(said)
+def _dial(
+    budget: str | None, nats: float | None, ratio: float | None, relative_error: float | str | None, *, measured: bool
+) -> Dial:
+    asked = {"budget": budget, "nats": nats, "ratio": ratio, "relative_error": relative_error}
+    given = [name for name, value in asked.items() if value is not None]
+    if len(given) > 1:
+        found = " and ".join(given)
         raise PolicyError("Fisher", found=found, expected="one of them", do="say in one way how much may be lost")
-    if "ratio" in said:
-        return ByRatio(said["ratio"])
-    if "relative_error" in said:
-        return ByError(said["relative_error"])
-    return ByBudget(said.get("budget", BUDGET), share)
+    if budget is not None:
+        return ByBudget(BUDGET, 100 * _share(budget, measured=measured))
+    if ratio is not None:
+        return ByRatio(arguments.number("ratio", ratio, least=1.0, do="say how many times smaller the state shall be"))
+    if relative_error is not None:
+        return ByError(arguments.share("relative_error", relative_error))
+    return ByBudget(BUDGET if nats is None else arguments.number("nats", nats))
 
 
-def _share(budget: str) -> float:
-    """The number of a text such as "0.1%"."""
-    number, sign, rest = budget.strip().partition("%")
-    try:
-        share = float(number)
-    except ValueError:
-        share = math.nan
-    if sign != "%" or rest or not 0 < share < math.inf:
-        raise PolicyError("budget", found=repr(budget), expected='a number, or a text such as "0.1%"', do="take 0.001")
+def _share(budget: Any, *, measured: bool) -> float:
+    """Of the loss, as a fraction."""
+    if not isinstance(budget, str):
+        expected, do = 'a share of the loss such as "1%"', "write nats= for a rise in the loss's own unit"
+        raise arguments.wrong("budget", budget, expected, do)
+    if arguments.percent(budget) is None:
+        raise arguments.wrong("budget", budget, 'a share of the loss such as "1%"', "write a number and %")
+    share = arguments.share("budget", budget)
+    if not measured:
+        found, do = f"{budget!r} of a loss that nobody measures", "pass evaluate=, or nats= in the loss's own unit"
+        raise PolicyError("budget", found=found, expected="evaluate=", do=do)
     return share
-
-
-def _positive(name: str, value: float | str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise PolicyError(name, found=repr(value), expected="a number above 0", do="take the default")
-    return float(value)
 
 
 def _warn(text: str) -> None:

@@ -12,9 +12,10 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from shrinkpoint import arguments
 from shrinkpoint.codec import CODERS, Symbols
 from shrinkpoint.codec.quantize import clusters
-from shrinkpoint.schemes import search
+from shrinkpoint.schemes import moments, search
 from shrinkpoint.schemes.candidate import Earlier
 from shrinkpoint.schemes.inshrinkerator.partition import Partition
 from shrinkpoint.schemes.inshrinkerator.sizes import Sizes
@@ -22,9 +23,10 @@ from shrinkpoint.schemes.inshrinkerator.weights import ALPHA, MAGNITUDE, SENSITI
 from shrinkpoint.schemes.layers import EMBEDDING
 from shrinkpoint.schemes.pooled import Pooled
 from shrinkpoint.schemes.search import Axis, Outcome, Point, Space, Trials
-from shrinkpoint.schemes.searched import Searched
+from shrinkpoint.schemes.searched import Fallback, Searched
 from shrinkpoint.schemes.shardedtarget import ShardTarget
-from shrinkpoint.schemes.target import ModelTarget, Target, unwrapped
+from shrinkpoint.schemes.spelling import recorder
+from shrinkpoint.schemes.target import Evaluate, ModelTarget, Target, unwrapped
 from shrinkpoint.statistics import LogHistogram
 
 SPACE = Space(
@@ -64,8 +66,8 @@ class Inshrinkerator(Searched):
         sigma: weight of density against magnitude in the clustering.
         dither: after a restore, round at thresholds of chance instead of to the nearest, so that what little training
             has done since then is not rounded away (docs/schemes.md); never where `paper` is.
-        further: what every `Searched` scheme takes: threshold, evaluate, higher_is_better, config, optimizer, fallback,
-            coarser, group, progress, seed.
+        threshold, evaluate, higher_is_better, config, optimizer, fallback, coarser, group, progress, seed: of
+            `Searched`.
 
     Raises:
         PolicyError: an argument that makes no sense.
@@ -74,16 +76,32 @@ class Inshrinkerator(Searched):
     id: ClassVar[str] = "inshrinkerator"
 
     def __init__(
-        self, *, gradients: Recorder | None = None, paper: bool = False, space: Space = SPACE,
-        sigma: float = clusters.SIGMA, dither: bool = True, **further: Any,
+        self, *, threshold: float | str = 0.05, evaluate: Evaluate | None = None, higher_is_better: bool = False,
+        config: Mapping[str, Any] | None = None, optimizer: moments.Mode = "exact", fallback: Fallback = "safest",
+        coarser: bool = False, group: Any = None, progress: bool | search.Progress = False, seed: int = 0,
+        gradients: Recorder | None = None, paper: bool = False, space: Space = SPACE, sigma: float = clusters.SIGMA,
+        dither: bool = True,
     ) -> None:  # fmt: skip
-        self.space = space
-        super().__init__(**further)
-        self.coders: Sequence[str] = ("rearranged",) if paper else CODERS
-        self._recorder, self._paper, self._sigma = gradients, paper, sigma
+        expected, do = "a search.Space", "leave it out for the paper's"
+        self.space = arguments.kind("space", space, Space, expected=expected, do=do)
+        super().__init__(
+            threshold=threshold, evaluate=evaluate, higher_is_better=higher_is_better, config=config,
+            optimizer=optimizer, fallback=fallback, coarser=coarser, group=group, progress=progress, seed=seed,
+        )  # fmt: skip
+        self.coders: Sequence[str] = ("rearranged",) if arguments.flag("paper", paper) else CODERS
+        self._recorder: Recorder | None = recorder("gradients", gradients, "mean")
         if paper:
             getattr(gradients, "use_printed_average", lambda: None)()
-        self._dither = dither and not paper
+        self._paper, self._sigma = paper, arguments.number("sigma", sigma, above=False)
+        self._dither = arguments.flag("dither", dither) and not paper
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """See `Spelled`."""
+        return {
+            **super().arguments, "gradients": self._recorder, "paper": self._paper, "space": self.space,
+            "sigma": self._sigma, "dither": self._dither or self._paper,
+        }  # fmt: skip
 
     def variants(self, target: Target, pool: Pooled | None = None) -> tuple[str, ...]:
         """Sensitivity is a metric only where there are gradients."""

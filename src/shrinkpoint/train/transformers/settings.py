@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from shrinkpoint.arguments import flag, keyframe_every, kind, text, threads, whole_or_none
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes import Fisher, Scheme
-from shrinkpoint.schemes.names import kind
+from shrinkpoint.schemes.names import maker, named
 from shrinkpoint.train.gradients import Gradients
 from shrinkpoint.train.trail import Trail
 
@@ -21,8 +22,8 @@ class Shrink:
     """Settings of a `ShrinkTrainer`; as they are, nothing is lost.
 
     Attributes:
-        scheme: "lossless"; another name; a scheme that is made already; or what makes one, such as `sp.Fisher` or
-            `functools.partial(sp.Inshrinkerator, threshold=0.01)`.
+        scheme: "lossless"; another name, also with settings, such as 'inshrinkerator(threshold="1%")'; a scheme that is
+            made already; or what makes one, such as `sp.Fisher` or `functools.partial(sp.Fisher, budget="1%")`.
         evaluate: a metric of the Trainer's own evaluation, such as "eval_loss": the scheme measures with it. Whether
             more of it is better is what `greater_is_better` says where it is `metric_for_best_model`, else its name.
         batches: how many batches of the evaluation dataset one measurement takes; None: all.
@@ -31,6 +32,9 @@ class Shrink:
         background: training goes on while a checkpoint is written. One at a time: a save that comes too early waits.
             Older checkpoints are deleted only once the new one is whole.
         threads: native threads for coding; None: every core.
+
+    Raises:
+        PolicyError: an argument that makes no sense.
     """
 
     scheme: str | Scheme | Callable[..., Scheme] = "lossless"
@@ -42,9 +46,18 @@ class Shrink:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        if self.batches is not None and self.batches < 1:
-            raise PolicyError("Shrink, batches", found=f"{self.batches}", expected="at least 1, or None for all")
         made = not isinstance(self.scheme, str) and not callable(self.scheme)
+        if made:
+            named(self.scheme)
+        elif isinstance(self.scheme, str):
+            maker(self.scheme)
+        if self.evaluate is not None:
+            text("evaluate", self.evaluate, do='name a metric of the evaluation, such as "eval_loss"')
+        whole_or_none("batches", self.batches, none="for all")
+        keyframe_every(self.keyframe_every)
+        threads(self.threads)
+        for name in ("gradients", "background"):
+            flag(name, getattr(self, name))
         if made and (self.evaluate is not None or self.gradients):
             found, do = f"{self.scheme!r}, which is made already", "pass its class, or a functools.partial of it"
             raise PolicyError("Shrink, scheme", found=found, expected="what can be told how to measure", do=do)
@@ -62,8 +75,8 @@ class Shrink:
         """
         if not self.gradients:
             return None
-        maker = kind(self.scheme) if isinstance(self.scheme, str) else self.scheme
-        made = maker.func if isinstance(maker, partial) else maker
+        make = maker(self.scheme) if isinstance(self.scheme, str) else self.scheme
+        made = make.func if isinstance(make, partial) else make
         squares = not isinstance(made, type) or issubclass(made, Fisher)
         return Gradients(model, every=every, squares=squares)
 
@@ -88,12 +101,23 @@ class Shrink:
         )  # fmt: skip
 
     def _made(self, given: dict[str, Any]) -> Scheme:
-        maker = kind(self.scheme) if isinstance(self.scheme, str) else self.scheme
-        if not callable(maker):
-            return maker
+        make = maker(self.scheme) if isinstance(self.scheme, str) else self.scheme
+        if not callable(make):
+            return make
         try:
-            return maker(**given)
+            return make(**given)
         except TypeError as error:
             asked = " and ".join(sorted({"evaluate", "gradients"} & given.keys())) or "no arguments"
             found, do = f"one that does not take {asked} ({error})", "choose another one, or ask for less"
             raise PolicyError("Shrink, scheme", found=found, expected="a maker of schemes", do=do) from error
+
+
+def checked(shrink: Any) -> Shrink:
+    """Settings of a trainer.
+
+    Raises:
+        PolicyError: it is something else.
+    """
+    expected, do = "settings, a Shrink(...)", 'write shrink=Shrink(scheme="fisher(relative_error=.3)")'
+    settings: Shrink = kind("shrink", shrink, Shrink, expected=expected, do=do)
+    return settings

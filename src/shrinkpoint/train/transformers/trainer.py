@@ -26,7 +26,7 @@ from shrinkpoint.train.transformers import folders
 from shrinkpoint.train.transformers.beside import interval, is_adapted, measured, save_beside
 from shrinkpoint.train.transformers.evaluation import Evaluation
 from shrinkpoint.train.transformers.recording import Recording
-from shrinkpoint.train.transformers.settings import Shrink
+from shrinkpoint.train.transformers.settings import Shrink, checked
 
 _log = logging.getLogger("shrinkpoint")
 _TAKEN = object()
@@ -72,7 +72,7 @@ class ShrinkTrainer(Trainer):
     shrink: Shrink = Shrink()
 
     def __init__(self, *args: Any, shrink: Shrink | None = None, **kwargs: Any) -> None:
-        self.shrink = self.shrink if shrink is None else shrink
+        self.shrink = checked(self.shrink if shrink is None else shrink)
         self._trail: Trail | None = None
         self._trail_of: nn.Module | None = None
         self._recorder: Gradients | None = None
