@@ -194,3 +194,12 @@ def test_a_snapshot_reuses_the_memory_of_an_earlier_one() -> None:
     assert second.tensors["w"].data_ptr() == first.tensors["w"].data_ptr()
     assert second.tensors["b"].tolist() == [0, 0, 0]
     assert second.tensors["w"].sum() == 0
+
+
+def test_of_parameters_alone_it_comes_back_whether_they_require_a_gradient():
+    """As the documentation says; of a plain tensor it is a matter of the graph that made it."""
+    state = {"p": torch.nn.Parameter(torch.ones(2)), "q": torch.nn.Parameter(torch.ones(2), requires_grad=False)}
+    found = there_and_back(state | {"t": torch.ones(2, requires_grad=True)})
+    assert {name: (type(x), x.requires_grad) for name, x in found.items()} == {
+        "p": (torch.nn.Parameter, True), "q": (torch.nn.Parameter, False), "t": (torch.Tensor, False),
+    }  # fmt: skip

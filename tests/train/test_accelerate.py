@@ -248,6 +248,22 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         load_state(run.accelerator, tmp_path / "b")
 
 
+def test_another_kind_of_optimizer_or_scheduler_is_refused_unless_asked_leniently(tmp_path: Path) -> None:
+    run = loop()
+    save_state(run.accelerator, tmp_path / "a")
+    before = run.state()
+    for name, other in (
+        ("_optimizers", torch.optim.SGD(run.accelerator._models[0].parameters(), lr=0.1)),
+        ("_schedulers", torch.optim.lr_scheduler.ReduceLROnPlateau(run.accelerator._optimizers[0].optimizer)),
+    ):
+        kept = list(getattr(run.accelerator, name))
+        setattr(run.accelerator, name, [run.accelerator.prepare(other)])
+        with pytest.raises(MismatchError, match="another kind"):
+            load_state(run.accelerator, tmp_path / "a")
+        setattr(run.accelerator, name, kept)
+    assert run.state() == before
+
+
 def test_several_models_a_scaler_and_what_is_tied_come_back(tmp_path: Path) -> None:
     run = loop()
     second = run.accelerator.prepare(nn.Linear(4, 4))

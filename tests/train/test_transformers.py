@@ -21,7 +21,7 @@ from transformers.trainer_jit_checkpoint import CheckpointManager
 from transformers.trainer_utils import get_last_checkpoint
 
 import shrinkpoint as sp
-from shrinkpoint.errors import PolicyError
+from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.schemes import Lossless
 from shrinkpoint.store.folder import check, is_checkpoint, read_manifest
 from shrinkpoint.train.transformers import Shrink, ShrinkCallback, ShrinkTrainer, newest
@@ -84,6 +84,19 @@ def test_a_resume_between_epochs_and_in_accumulation_is_exact(tmp_path):
     for step in steps(run)[:2]:
         trainer = made(ShrinkTrainer, run, save_strategy="no", **settings)
         assert same(ended(trainer, run / f"checkpoint-{step}"), plain)
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"optim": "sgd"}, "optimizer"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "scheduler"),
+    ],
+)
+def test_another_kind_of_optimizer_or_scheduler_is_refused(run, settings, part):
+    trainer = made(ShrinkTrainer, run, **settings)
+    with pytest.raises(MismatchError, match=f"{part}.*another kind"):
+        trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
 
 
 def test_stock_checkpoints_are_resumed_from(tmp_path):

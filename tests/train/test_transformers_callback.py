@@ -10,7 +10,7 @@ from huggingface import WEIGHTS, ended, made, steps, whole
 from strategies import same
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
 
-from shrinkpoint.errors import NotFoundError, PolicyError
+from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
 from shrinkpoint.store.folder import check
 from shrinkpoint.train.transformers import ShrinkCallback, newest
 
@@ -35,6 +35,13 @@ def test_with_a_callback_a_resumed_run_ends_as_the_one_that_was_not_interrupted(
     for step in (2, 6):
         trainer = called(tmp_path, ShrinkCallback(background=background))
         assert same(ended(trainer, tmp_path / f"checkpoint-{step}"), whole())
+
+
+def test_with_a_callback_another_kind_of_optimizer_is_refused(tmp_path):
+    called(tmp_path, ShrinkCallback()).train()
+    trainer = called(tmp_path, ShrinkCallback(), optim="sgd")
+    with pytest.raises(MismatchError, match=r"optimizer.*another kind"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
 
 def test_with_a_callback_a_resume_between_epochs_is_exact(tmp_path):

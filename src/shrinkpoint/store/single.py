@@ -59,7 +59,8 @@ def save(
     """Save a state in one file; when this returns, it is durable. A file that was there is replaced, atomically.
 
     Args:
-        state: any nest of dicts, lists, tuples, tensors and plain values; it is not changed.
+        state: any nest of dicts, lists, tuples, tensors and plain values; it is not changed. Of a `Parameter`
+            `requires_grad` comes back; another tensor comes back without it.
         scheme: a scheme, or its text, such as "fisher(relative_error=.3)".
         base: a file saved earlier: write a delta against it. It must stay; `load` needs it.
         threads: native threads; None: every core.

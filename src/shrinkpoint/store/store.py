@@ -169,7 +169,8 @@ class Store:
         """Save a state; when this returns, it is durable. A step that is saved again replaces the old one, atomically.
 
         Args:
-            state: any nest of dicts, lists, tuples, tensors and plain values, or a flattened one; it is not changed.
+            state: any nest of dicts, lists, tuples, tensors and plain values, or a flattened one; it is not changed. Of
+                a `Parameter` `requires_grad` comes back; another tensor comes back without it.
             scheme: a scheme, or its text, such as "fisher(relative_error=.3)".
             metrics: what `Keep(best=)` and people look at.
             keyframe: True: do not make a delta.

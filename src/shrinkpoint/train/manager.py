@@ -131,7 +131,7 @@ class Manager:
 
         Args:
             model, optimizer, scheduler, more: anything with `state_dict`, or dicts and lists of such.
-            extra: any nest of tensors and plain values.
+            extra: any nest of tensors and plain values; of tensors that are no parameters `requires_grad` is not kept.
             metrics: numbers, for `Keep(best=)` and for people.
             rng: save the random generators too.
 
@@ -186,7 +186,9 @@ class Manager:
             step: None: the newest that loads, and what was skipped is in the result. A number: that one or an error.
             model, optimizer, scheduler, more: what was passed to `save`; what is left out stays as it is.
             rng: set the random generators too, if they were saved.
-            strict: False: a model may lack keys or have others, and objects that were not saved stay as they are.
+            strict: False: a model may lack keys or have others, and objects that were not saved stay as they are;
+                values may be rounded to a model's dtype, and an optimizer or scheduler may be of another kind than the
+                one that was saved, as far as torch itself takes its state.
             only: patterns such as "layers.3.*": of `model`, and nothing else is restored then, the tensors whose names
                 fit one; all others, and the random generators, stay as they are. After a failure that took a part of
                 a model this loses less than going back with all of it (arXiv 1810.07354, partial recovery).

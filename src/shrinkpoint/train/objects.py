@@ -8,8 +8,12 @@ from typing import Any
 import torch
 
 from shrinkpoint.errors import MismatchError, PolicyError
+from shrinkpoint.train import kinds
 
-_LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+_LIKE_THE_PARAMETER = (
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "exp_inf", "square_avg", "grad_avg", "acc_delta",
+)  # fmt: skip
+_LENIENT = "or pass strict=False"
 
 
 def collect(thing: Any, name: str) -> Any:
@@ -28,11 +32,13 @@ def collect(thing: Any, name: str) -> Any:
     return thing.state_dict()
 
 
-def check(thing: Any, saved: Any, name: str, *, strict: bool) -> None:
+def check(thing: Any, saved: Any, name: str, *, strict: bool, way: str = _LENIENT) -> None:
     """Make sure that `saved` can be loaded into `thing`; changes nothing.
 
     Args:
-        strict: every key of a model must be there, and no other.
+        strict: every key of a model must be there, and no other; no value may be rounded; optimizers and schedulers
+            must be of the kind that was saved.
+        way: what a caller may do instead of building everything as it was saved.
 
     Raises:
         MismatchError: it does not fit.
@@ -44,9 +50,15 @@ def check(thing: Any, saved: Any, name: str, *, strict: bool) -> None:
         if not isinstance(state, dict) and isinstance(one, torch.nn.Module | torch.optim.Optimizer):
             raise MismatchError(where, found=f"a {type(state).__name__} in the checkpoint", expected="a state_dict")
         if isinstance(one, torch.nn.Module):
-            _check_module(one, state, where, strict=strict)
+            _check_module(one, state, where, strict=strict, way=way)
         elif isinstance(one, torch.optim.Optimizer):
             _check_optimizer(one, state, where)
+            if strict:
+                kinds.check_optimizer(one, state, where, way)
+        elif isinstance(one, torch.optim.lr_scheduler.LRScheduler) and strict:
+            kinds.check_scheduler(one, state, where, way)
+        elif isinstance(one, torch.amp.GradScaler):
+            kinds.check_scaler(one, state, where)
 
 
 def load(thing: Any, saved: Any, name: str, *, strict: bool) -> None:
@@ -76,7 +88,7 @@ def _pairs(thing: Any, saved: Any, name: str) -> Iterator[tuple[Any, Any, str]]:
         yield from _pairs(one, theirs[key], f"{name}[{key!r}]")
 
 
-def _check_module(module: torch.nn.Module, saved: dict[str, Any], where: str, *, strict: bool) -> None:
+def _check_module(module: torch.nn.Module, saved: dict[str, Any], where: str, *, strict: bool, way: str) -> None:
     ours = module.state_dict()
     for key, value in ours.items():
         other = saved.get(key)
@@ -86,6 +98,8 @@ def _check_module(module: torch.nn.Module, saved: dict[str, Any], where: str, *,
             found = f"shape {list(getattr(other, 'shape', ()))} in the checkpoint"
             do = "build the model with the settings of the saved run"
             raise MismatchError(f"{where}, {key}", found=found, expected=f"{list(value.shape)}", do=do)
+        if other is not None and strict:
+            kinds.check_dtype(other.dtype, value.dtype, f"{where}, {key}", way)
     missing = [key for key in ours if key not in saved]
     extra = [key for key in saved if key not in ours]
     if strict and (missing or extra):
@@ -113,12 +127,14 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], wh
         do = "build the optimizer over the same parameters and groups as when it was saved"
         found = f"groups of {sizes} parameters in the checkpoint"
         raise MismatchError(where, found=found, expected=f"{ours}", do=do)
-    keys = [key for group in saved["param_groups"] for key in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, (key, parameter) in enumerate(zip(keys, parameters, strict=True)):
+    if not isinstance(saved.get("state"), dict):
+        raise MismatchError(where, found="no state in the checkpoint", expected="the state_dict of an optimizer")
+    for index, (parameter, state) in enumerate(kinds.states(optimizer, saved)):
         for slot in _LIKE_THE_PARAMETER:
-            value = saved["state"].get(key, {}).get(slot)
-            if isinstance(value, torch.Tensor) and value.shape != parameter.shape:
+            value = state.get(slot)
+            if not isinstance(value, torch.Tensor) or value.shape == parameter.shape:
+                continue
+            if kinds.is_like_the_parameter(optimizer, parameter, slot):
                 found, expected = f"shape {list(value.shape)} in the checkpoint", f"{list(parameter.shape)}"
                 do = "pass the parameters in the order in which they were saved"
                 raise MismatchError(f"{where}, parameter {index}, {slot}", found=found, expected=expected, do=do)

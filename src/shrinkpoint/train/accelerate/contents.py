@@ -115,6 +115,9 @@ def check(accelerator: Accelerator, state: Any, models: Sequence[nn.Module], whe
         raise MismatchError(where, found="no gradient scaler", expected="that of mixed precision", do=do)
     for thing, saved, name in [*_models(accelerator, state, models), *_optimizers(accelerator, state)]:
         objects.check(thing, saved, f"{where}, {name}", strict=strict)
+    for number, (scheduler, saved) in enumerate(zip(accelerator._schedulers, _many(state["scheduler"]), strict=True)):
+        inner = getattr(scheduler, "scheduler", scheduler)
+        objects.check(inner, saved, f"{where}, scheduler {number}", strict=strict)
 
 
 def apply(

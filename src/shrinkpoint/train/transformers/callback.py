@@ -16,6 +16,7 @@ from shrinkpoint.schemes import Scheme
 from shrinkpoint.state.rng import capture, reinstate
 from shrinkpoint.store import SaveReport
 from shrinkpoint.store.folder import is_checkpoint
+from shrinkpoint.train import objects
 from shrinkpoint.train.settling import alone
 from shrinkpoint.train.trail import Trail
 from shrinkpoint.train.transformers import folders
@@ -87,7 +88,11 @@ class ShrinkCallback(TrainerCallback):
             raise MismatchError(
                 str(folder), found=found, expected=expected, do="pass resume_from_checkpoint= here, too"
             )
-        for name, one in _stateful(parts).items():
+        stateful = _stateful(parts)
+        for name in stateful.keys() & loaded.state.keys():
+            way = "or begin anew from the weights alone"
+            objects.check(stateful[name], loaded.state[name], f"{folder}, {name}", strict=True, way=way)
+        for name, one in stateful.items():
             if name in loaded.state:
                 one.load_state_dict(loaded.state[name])
             else:

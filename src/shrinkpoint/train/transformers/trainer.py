@@ -20,6 +20,7 @@ from shrinkpoint.schemes import Settling
 from shrinkpoint.state.rng import capture, reinstate
 from shrinkpoint.store import SaveReport
 from shrinkpoint.store.folder import is_checkpoint
+from shrinkpoint.train import objects
 from shrinkpoint.train.gradients import Gradients
 from shrinkpoint.train.trail import Trail
 from shrinkpoint.train.transformers import folders
@@ -29,6 +30,7 @@ from shrinkpoint.train.transformers.recording import Recording
 from shrinkpoint.train.transformers.settings import Shrink, checked
 
 _log = logging.getLogger("shrinkpoint")
+_WAY = "or begin anew from its weights alone"
 _TAKEN = object()
 """In the place of a part that was taken out of memory."""
 
@@ -180,6 +182,10 @@ class ShrinkTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         optimizer, scheduler = (self._taken(checkpoint, name) for name in ("optimizer", "scheduler"))
         if optimizer is not None and scheduler is not None:
+            for one, saved, name in (
+                (self.optimizer, optimizer, "optimizer"), (self.lr_scheduler, scheduler, "scheduler")
+            ):  # fmt: skip
+                objects.check(one, saved, f"{checkpoint}, {name}", strict=True, way=_WAY)
             self.optimizer.load_state_dict(optimizer)
             self.lr_scheduler.load_state_dict(scheduler)
             return
