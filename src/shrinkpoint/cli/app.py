@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import traceback
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -14,6 +17,7 @@ from shrinkpoint.cli import bench, compact, convert, demo, diff, export, forget,
 from shrinkpoint.cli.console import close_pipe, note
 from shrinkpoint.cli.exits import Code, code_of
 from shrinkpoint.errors import ShrinkpointError
+from shrinkpoint.storage import local_path
 
 _TRACEBACK = "SHRINKPOINT_TRACEBACK"
 _EPILOG = (
@@ -87,5 +91,25 @@ def _options(
     pass
 
 
+def _placed(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A command that refuses URLs where it takes a path: in its arguments, and in options that are paths."""
+    hints = get_type_hints(command, include_extras=True)
+    arguments = {
+        name
+        for name, hint in hints.items()
+        if any(isinstance(one, typer.models.ArgumentInfo) for one in getattr(hint, "__metadata__", ()))
+    }
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for name, given in kwargs.items():
+            for one in given if isinstance(given, Sequence) and not isinstance(given, str) else (given,):
+                if isinstance(one, Path) or (name in arguments and isinstance(one, str)):
+                    local_path(one, name)
+        return command(*args, **kwargs)
+
+    return run
+
+
 for _module in (list, show, verify, diff, export, convert, forget, prune, compact, bench, demo):
-    app.command(name=_module.__name__.rpartition(".")[2])(_module.command)
+    app.command(name=_module.__name__.rpartition(".")[2])(_placed(_module.command))

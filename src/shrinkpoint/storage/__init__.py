@@ -3,6 +3,18 @@
 from shrinkpoint.storage.base import Sink, Source, Storage, check_key, storage_error
 from shrinkpoint.storage.local import LocalStorage
 from shrinkpoint.storage.memory import MemoryStorage
+from shrinkpoint.storage.place import is_url, local_path
 from shrinkpoint.storage.regular import what_is_at
 
-__all__ = ["LocalStorage", "MemoryStorage", "Sink", "Source", "Storage", "check_key", "storage_error", "what_is_at"]
+__all__ = [
+    "LocalStorage",
+    "MemoryStorage",
+    "Sink",
+    "Source",
+    "Storage",
+    "check_key",
+    "is_url",
+    "local_path",
+    "storage_error",
+    "what_is_at",
+]

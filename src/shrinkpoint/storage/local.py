@@ -18,6 +18,7 @@ from pathlib import Path
 from shrinkpoint.errors import NotFoundError, StorageError, TruncatedError
 from shrinkpoint.storage.base import RESERVED, Buffer, Keys, Sink, Source, check_key, storage_error
 from shrinkpoint.storage.lockfile import claim, held
+from shrinkpoint.storage.place import local_path
 from shrinkpoint.storage.regular import is_regular, open_regular, what_is_at
 
 LOCK = RESERVED + "lock"
@@ -121,10 +122,13 @@ class LocalStorage:
     """The files below a directory, which need not exist yet.
 
     Files that are not ours may lie beside them: they are listed, and nothing else happens to them.
+
+    Raises:
+        PolicyError: a URL, or no path.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = local_path(path)
         self._root = self.path.absolute()  # the process may change its directory later
 
     def put(self, key: str, data: Buffer) -> None:

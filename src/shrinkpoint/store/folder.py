@@ -24,7 +24,7 @@ from typing import TypeVar
 from shrinkpoint.container import Reader
 from shrinkpoint.errors import ChainError, CorruptError, NotFoundError, ShrinkpointError, StorageError
 from shrinkpoint.record import JSON
-from shrinkpoint.storage import LocalStorage, Source
+from shrinkpoint.storage import LocalStorage, Source, local_path
 from shrinkpoint.store import layout
 from shrinkpoint.store.foldermanifest import MAX_BYTES, FolderManifest, Payload
 from shrinkpoint.store.sealed import now
@@ -38,13 +38,13 @@ _DO = "restore another checkpoint"
 
 def is_checkpoint(folder: str | Path) -> bool:
     """Whether a directory has a manifest of ours; not whether it is whole."""
-    return (Path(folder) / MANIFEST).is_file()
+    return (local_path(folder) / MANIFEST).is_file()
 
 
 def found_in(root: str | Path) -> list[Path]:
     """The checkpoints of a run: the directory itself, else those in it, at most two levels down, in the order of the
     numbers in their names."""
-    path = Path(root)
+    path = local_path(root)
     if is_checkpoint(path):
         return [path]
     folders = [one.parent for pattern in ("*", "*/*") for one in path.glob(f"{pattern}/{MANIFEST}")]

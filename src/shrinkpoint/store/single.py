@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from shrinkpoint.errors import ChainError, CorruptError, PolicyError
 from shrinkpoint.record import TensorInfo
 from shrinkpoint.schemes import Scheme, named
 from shrinkpoint.state import flatten, unflatten
-from shrinkpoint.storage import LocalStorage
+from shrinkpoint.storage import LocalStorage, local_path
 from shrinkpoint.store.file import Decoded, SaveReport, read_file, write_file
 
 
@@ -67,16 +66,16 @@ def save(
 
     Raises:
         StateError: the state holds something that cannot be stored.
-        PolicyError: a wrong argument; a file that is its own base, or its base's.
+        PolicyError: a wrong argument, a URL; a file that is its own base, or its base's.
         FormatError, ChainError, NotFoundError: the base does not load.
         StorageError: writing failed; what was there is still there.
     """
     chosen, threads = named(scheme), arguments.threads(threads)
-    target = _file(path)
+    target = local_path(path).absolute()
     flat = flatten(state)
     reference = parent = None
     if base is not None:
-        root = _file(base, "base")
+        root = local_path(base, "base").absolute()
         if any(_is_same(link, target) for link, _ in _chain(root, None)):
             found = "a base that is this file, or needs it"
             raise PolicyError(str(path), found=found, do="save the delta under another name")
@@ -112,7 +111,8 @@ def load(
         StorageError: reading failed.
     """
     threads, tie = arguments.threads(threads), arguments.flag("tie", tie)
-    decoded, _ = decode_file(_file(path), None if base is None else _file(base, "base"), threads=threads)
+    below = None if base is None else local_path(base, "base").absolute()
+    decoded, _ = decode_file(local_path(path).absolute(), below, threads=threads)
     tensors: dict[str, Tensor] = dict(decoded.reference.tensors)
     if device is not None:
         tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
@@ -126,23 +126,12 @@ def inspect(path: str | Path) -> FileSummary:
         NotFoundError: there is no such file.
         FormatError: its header is damaged.
     """
-    reader = _header(_file(path))
+    reader = _header(local_path(path).absolute())
     tensors = tuple(info for head in reader.records for info in head.infos)
     return FileSummary(
         str(path), reader.scheme, None if reader.parent is None else reader.parent["name"],
         sum(info.nbytes for info in tensors), reader.size, tensors,
     )  # fmt: skip
-
-
-def _file(path: Any, where: str = "path") -> Path:
-    """Where a file lies.
-
-    Raises:
-        PolicyError: that is no path.
-    """
-    do = "pass a str or a pathlib.Path"
-    found: str = arguments.kind(where, path, (str, os.PathLike), expected="the path of a file", do=do)
-    return Path(found).absolute()
 
 
 def decode_file(path: Path, base: Path | None = None, *, threads: int | None = None) -> tuple[Decoded, str]:

@@ -18,7 +18,7 @@ from shrinkpoint.codec import Reference
 from shrinkpoint.errors import ChainError, FormatError, NotFoundError, PolicyError, StorageError
 from shrinkpoint.schemes import Scheme, named
 from shrinkpoint.state import FlatState, flatten, unflatten
-from shrinkpoint.storage import LocalStorage, Storage
+from shrinkpoint.storage import LocalStorage, Storage, local_path
 from shrinkpoint.store import chain, layout, prune
 from shrinkpoint.store.compact import Rewritten, to_keyframe, to_merged
 from shrinkpoint.store.file import SaveReport
@@ -69,14 +69,14 @@ class Store:
         threads: native threads for coding; None: every core.
 
     Raises:
-        PolicyError: an argument that makes no sense.
+        PolicyError: an argument that makes no sense; a URL, or a file, where a directory should be.
     """
 
     def __init__(
         self, where: str | Path | Storage, *, keyframe_every: int | None = 20, threads: int | None = None
     ) -> None:
         keyframe_every, threads = arguments.keyframe_every(keyframe_every), arguments.threads(threads)
-        self.storage: Storage = LocalStorage(where) if isinstance(where, str | Path) else where
+        self.storage = _storage(where)
         self._keyframe_every, self._threads = keyframe_every, threads
         self._held: Held[Manifest] = Held()
         self._guard = threading.RLock()
@@ -348,6 +348,12 @@ class Store:
             return NotFoundError(self.storage.describe(), found="no checkpoint", do="save one first")
         reasons = "; ".join(f"step {one.step}: {one.reason}" for one in skipped)
         return NotFoundError(self.storage.describe(), found=f"no checkpoint that loads ({reasons})", do="run `verify`")
+
+
+def _storage(where: str | Path | Storage) -> Storage:
+    if isinstance(where, str | Path) or not hasattr(where, "sweep"):
+        return LocalStorage(local_path(where, "the directory of a store", directory=True))
+    return where
 
 
 def placed(tensors: Mapping[str, torch.Tensor], device: Device, *, copy: bool) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from shrinkpoint.container import Reader
 from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.schemes import Kept, Scheme, Settled
 from shrinkpoint.state import FlatState
-from shrinkpoint.storage import LocalStorage
+from shrinkpoint.storage import LocalStorage, local_path
 from shrinkpoint.store import layout
 from shrinkpoint.store.file import Decoded, SaveReport, write_file
 from shrinkpoint.store.folder import names, read_manifest
@@ -78,7 +78,7 @@ class Tip:
             StorageError: writing failed; nothing of it is left.
         """
         self.abandon()
-        storage = LocalStorage(Path(folder).absolute())
+        storage = LocalStorage(local_path(folder).absolute())
         made: list[str] = []
         try:
             base = None if keyframe else self._linked(storage, made)

@@ -16,7 +16,7 @@ import torch
 from shrinkpoint.errors import MismatchError, ShrinkpointError, StorageError
 from shrinkpoint.schemes import Resuming, Scheme, named
 from shrinkpoint.state import FlatState, flatten, snapshot, unflatten
-from shrinkpoint.storage import storage_error
+from shrinkpoint.storage import local_path, storage_error
 from shrinkpoint.store import SaveReport
 from shrinkpoint.store import folder as folders
 from shrinkpoint.store.foldermanifest import FolderManifest
@@ -134,7 +134,7 @@ class Trail:
         began = time.perf_counter()
         try:
             self._worker.wait()
-            target = Path(folder).absolute()
+            target = local_path(folder, "folder").absolute()
             about = _About(step, numbers(metrics), note, keyframe, extra, self._lossy_restores)
             flat = with_parameters(flatten(dict(state)), parts or {})
             reference = None if keyframe else self._tip.reference
@@ -190,7 +190,7 @@ class Trail:
             StorageError: deleting failed.
         """
         self._worker.settle()
-        path = Path(folder)
+        path = local_path(folder, "folder")
         self._tip.release(path)
         try:
             shutil.rmtree(path)

@@ -15,6 +15,7 @@ from shrinkpoint.comm.feedback.shelf import Shelf
 from shrinkpoint.comm.operators.base import Operator
 from shrinkpoint.comm.operators.exact import Exact
 from shrinkpoint.errors import MismatchError, PolicyError
+from shrinkpoint.storage import local_path
 
 Stored = Literal["fp16", "bf16", "fp32"]
 _DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -61,7 +62,7 @@ class AQSGD(Feedback):
         if self.most_bytes < 1:
             raise PolicyError("AQSGD, most_bytes", found=f"{self.most_bytes}", expected="at least the bytes of a row")
         if self.folder is not None:
-            object.__setattr__(self, "folder", str(self.folder))
+            object.__setattr__(self, "folder", str(local_path(self.folder, "folder")))
 
     @property
     def spec(self) -> str:

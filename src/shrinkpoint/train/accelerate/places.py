@@ -8,6 +8,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from shrinkpoint.errors import NotFoundError, PolicyError
+from shrinkpoint.storage import local_path
 from shrinkpoint.store import folder as folders
 
 _NUMBERED = re.compile(r"checkpoint_(\d{1,18})")
@@ -25,7 +26,7 @@ def root_of(accelerator: Accelerator) -> Path | None:
     if settings.project_dir is None:
         found, do = "automatic_checkpoint_naming without a project_dir", "pass project_dir= to Accelerator"
         raise PolicyError("ProjectConfiguration", found=found, do=do)
-    return Path(settings.project_dir).expanduser() / "checkpoints"
+    return local_path(settings.project_dir, "project_dir").expanduser() / "checkpoints"
 
 
 def to_save(accelerator: Accelerator, output_dir: str | Path | None) -> Path:
@@ -39,7 +40,7 @@ def to_save(accelerator: Accelerator, output_dir: str | Path | None) -> Path:
         if output_dir is None:
             found, do = "no directory", "pass output_dir=, or ProjectConfiguration(automatic_checkpoint_naming=True)"
             raise PolicyError("save_state", found=found, do=do)
-        return Path(output_dir).expanduser()
+        return local_path(output_dir, "output_dir").expanduser()
     folder = root / f"checkpoint_{accelerator.save_iteration}"
     if is_one(folder):
         found, do = "a checkpoint that is there", "set accelerator.project_configuration.iteration, or load_state first"
@@ -55,7 +56,7 @@ def to_load(accelerator: Accelerator, input_dir: str | Path | None) -> list[Path
         PolicyError: nobody says where.
     """
     if input_dir is not None:
-        return [Path(input_dir).expanduser()]
+        return [local_path(input_dir, "input_dir").expanduser()]
     root = root_of(accelerator)
     if root is None:
         found, do = "no directory", "pass input_dir=, or ProjectConfiguration(automatic_checkpoint_naming=True)"

@@ -68,6 +68,8 @@ class Shrink:
         self, accelerator: Accelerator, *, scheme: str | Scheme = "lossless", keyframe_every: int | None = 20,
         background: bool = False, threads: int | None = None,
     ) -> None:  # fmt: skip
+        if accelerator.project_configuration.project_dir is not None:
+            places.root_of(accelerator)
         self.stall = 0.0
         """Seconds for which the last `save_state` held up the loop."""
         self._accelerator, self._background = accelerator, background

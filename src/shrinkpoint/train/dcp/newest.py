@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shrinkpoint.schemes.shards import gathering
+from shrinkpoint.storage import local_path
 from shrinkpoint.store import folder as folders
 
 _log = logging.getLogger("shrinkpoint")
@@ -29,7 +30,7 @@ def newest(root: str | Path, group: dist.ProcessGroup | None = None, *, deep: bo
     Returns:
         None where there is none.
     """
-    place = Path(root).absolute()
+    place = local_path(root, "root").absolute()
     gather = gathering(group)
     seen: set[str] = set().union(*gather(_candidates(place)))
     for name in sorted(seen, key=_by_number, reverse=True):

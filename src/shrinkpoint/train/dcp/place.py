@@ -7,12 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from shrinkpoint.errors import PolicyError
+from shrinkpoint.storage import is_url, local_path
 
 
 class Place:
-    """What torch calls a `checkpoint_id`. Nothing is raised before it is needed: not all ranks might hear of it."""
+    """What torch calls a `checkpoint_id`. Nothing is raised before it is needed: not all ranks might hear of it.
 
-    def __init__(self, given: Any = None) -> None:
+    Args:
+        strict: all ranks hear of it: raise PolicyError at once where it is no path.
+    """
+
+    def __init__(self, given: Any = None, *, strict: bool = False) -> None:
+        if strict and given is not None:
+            local_path(given)
         self._given = given
         self.path: Path | None = None
         if is_path(given):
@@ -34,7 +41,7 @@ class Place:
 
 def is_path(given: Any) -> bool:
     """Whether something can be a directory: any path but a URL."""
-    return isinstance(given, str | os.PathLike) and "://" not in str(os.fspath(given)) and bool(os.fspath(given))
+    return isinstance(given, str | os.PathLike) and not is_url(given) and bool(os.fspath(given))
 
 
 def threads_of(threads: int | None) -> int | None:

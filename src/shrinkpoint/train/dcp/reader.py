@@ -43,7 +43,7 @@ class Reader(StorageReader):
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, threads: int | None = None) -> None:
         super().__init__()
-        self._threads, self._place = threads_of(threads), Place(path)
+        self._threads, self._place = threads_of(threads), Place(path, strict=True)
         self._manifest: FolderManifest | None = None
         self._description = Description({})
 

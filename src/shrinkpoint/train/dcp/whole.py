@@ -12,6 +12,7 @@ from torch import Tensor
 from shrinkpoint.errors import CorruptError
 from shrinkpoint.state import empty, torch_dtype
 from shrinkpoint.state.dtypes import raw
+from shrinkpoint.storage import local_path
 from shrinkpoint.train.dcp.contents import Whole, check_kinds
 from shrinkpoint.train.dcp.description import Chunk, Item
 from shrinkpoint.train.dcp.reader import opened
@@ -33,7 +34,7 @@ def load(folder: str | Path, *, nested: bool = True, threads: int | None = None)
         ChainError, FormatError: bytes are at fault.
         StorageError: reading failed.
     """
-    root = Path(folder).absolute()
+    root = local_path(folder, "folder").absolute()
     manifest, description = opened(root)
     flat: dict[str, Any] = {}
     owned: dict[int, list[tuple[Item, Chunk]]] = {}

@@ -72,7 +72,7 @@ class Writer(StorageWriter):
         step, metrics, note: for the manifest: what is saved, for people.
 
     Raises:
-        PolicyError: a scheme nobody knows, or a number out of range.
+        PolicyError: a scheme nobody knows, a number out of range, a URL.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Writer(StorageWriter):
         self._scheme, self._keyframe_every, self._chain = named(scheme), keyframe_every, chain
         self._threads, self._group, self._model = threads_of(threads), group, model
         self._about: dict[str, Any] = {"step": step, "metrics": numbers(metrics), "note": note}
-        self._place, self._is_coordinator = Place(path), True
+        self._place, self._is_coordinator = Place(path, strict=True), True
         self._restored: dict[str, Loaded] | None = None  # in the process that this writer was sent from
 
     def __getstate__(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.train.gradients import Gradients
 from shrinkpoint.train.lightning.io import ShrinkIO
+from shrinkpoint.train.lightning.place import folder_of
 
 
 class ShrinkCallback(pl.Callback):
@@ -29,12 +30,16 @@ class ShrinkCallback(pl.Callback):
         """Find the plugin.
 
         Raises:
-            PolicyError: the Trainer has none.
+            PolicyError: the Trainer has none, or saves to another machine.
         """
         plugin = trainer.strategy.checkpoint_io
         if not isinstance(plugin, ShrinkIO):
             found, do = f"a {type(plugin).__name__}", "pass Trainer(plugins=[ShrinkIO(...)])"
             raise PolicyError("ShrinkCallback", found=found, expected="ShrinkIO as the checkpoint plugin", do=do)
+        named = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
+        for place in (trainer.default_root_dir, *named):
+            if place is not None:
+                folder_of(place)  # a URL is refused now, and not after the first epoch
         plugin.watch(pl_module)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

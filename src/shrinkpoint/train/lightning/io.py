@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -100,7 +99,7 @@ class ShrinkIO(CheckpointIO):
         began = time.perf_counter()
         try:
             self.wait()
-            name = Path(os.fspath(path)).name
+            name = Path(str(path)).name
             if name.startswith(_TUNERS):
                 self._stock.save_checkpoint(checkpoint, path)
                 return

@@ -16,7 +16,7 @@ from torch import Tensor
 from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.store.folder import is_checkpoint, read_manifest
 from shrinkpoint.train.lightning.io import loaded
-from shrinkpoint.train.lightning.place import local
+from shrinkpoint.train.lightning.place import folder_of, local
 from shrinkpoint.train.trail import Trail, first_whole
 
 Made = TypeVar("Made", pl.LightningModule, pl.LightningDataModule)
@@ -72,8 +72,8 @@ def newest(directory: _PATH) -> Path | None:
     Returns:
         None: there is none.
     """
-    root = local(directory)
-    if root is None or not root.is_dir():
+    root = folder_of(directory)
+    if not root.is_dir():
         return None
     places = sorted(root.rglob("*"), key=Path.is_symlink, reverse=True)  # a link, only where it points elsewhere
     found = {path.resolve(): path for path in places if path.is_dir() and _is_one(path, root)}

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from pathlib import Path
 
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.types import _PATH
 
 from shrinkpoint.errors import PolicyError
+from shrinkpoint.storage import is_url, local_path
 
 
 def local(path: _PATH) -> Path | None:
     """A path of the file system of this machine; None: it is somewhere else."""
-    text = os.fspath(path)
-    protocols = get_filesystem(text).protocol
-    if "file" not in (protocols if isinstance(protocols, tuple | list) else (protocols,)):
-        return None
-    return Path(text.removeprefix("file://")).absolute()
+    given: object = path.removeprefix("file://") if isinstance(path, str) else path
+    return None if is_url(given) else local_path(given).absolute()
 
 
 def folder_of(path: _PATH) -> Path:

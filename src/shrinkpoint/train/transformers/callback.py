@@ -14,6 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
 from shrinkpoint.schemes import Scheme
 from shrinkpoint.state.rng import capture, reinstate
+from shrinkpoint.storage import local_path
 from shrinkpoint.store import SaveReport
 from shrinkpoint.store.folder import is_checkpoint
 from shrinkpoint.train import objects
@@ -48,8 +49,18 @@ class ShrinkCallback(TrainerCallback):
     ) -> None:  # fmt: skip
         self._trail = Trail(scheme=scheme, keyframe_every=keyframe_every, background=background, threads=threads)
         alone(self._trail.scheme, "ShrinkCallback")
+        if resume_from_checkpoint is not None:
+            local_path(resume_from_checkpoint, "resume_from_checkpoint")
         self._from = resume_from_checkpoint
         self._generators: Any = None  # to be set where training goes on
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Look where the Trainer will save.
+
+        Raises:
+            PolicyError: a URL.
+        """
+        local_path(args.output_dir, "output_dir")
 
     def wait(self) -> SaveReport | None:
         """Wait until the last checkpoint is whole; what it did, or None if there is none yet.

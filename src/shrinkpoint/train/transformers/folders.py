@@ -17,6 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from shrinkpoint.errors import CorruptError, NotFoundError, ShrinkpointError, StorageError, TruncatedError
 from shrinkpoint.record import JSON
+from shrinkpoint.storage import local_path
 from shrinkpoint.store import folder as folders
 
 STATE = "trainer_state.json"
@@ -64,7 +65,7 @@ def newest(output_dir: str | Path, *, deep: bool = True, optimizer: bool = True)
 
 def numbered(output_dir: str | Path) -> list[Path]:
     """The checkpoint directories of a run, the one of the last step first."""
-    root = Path(output_dir)
+    root = local_path(output_dir, "output_dir")
     inside = list(root.iterdir()) if root.is_dir() else []
     steps = {path: match for path in inside if path.is_dir() and (match := _STEP.fullmatch(path.name))}
     return sorted(steps, key=lambda path: int(steps[path][1]), reverse=True)

@@ -11,13 +11,14 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils import is_sagemaker_mp_enabled, is_torch_xla_available
 
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes import Settling
 from shrinkpoint.state.rng import capture, reinstate
+from shrinkpoint.storage import local_path
 from shrinkpoint.store import SaveReport
 from shrinkpoint.store.folder import is_checkpoint
 from shrinkpoint.train import objects
@@ -81,6 +82,9 @@ class ShrinkTrainer(Trainer):
         self._parts: _Parts | None = None  # while a checkpoint is made
         self._unfinished: _Parts | None = None  # it is being written, or just was
         self._loaded: tuple[str, dict[str, Any]] | None = None  # of a checkpoint that is resumed from
+        for one in (*args, *kwargs.values()):
+            if isinstance(one, TrainingArguments):  # before the Trainer makes a directory of that name
+                local_path(one.output_dir, "output_dir")
         super().__init__(*args, **kwargs)
         self._check_settings()
         if self.shrink.gradients and self._shrinks:
