@@ -96,6 +96,11 @@ class Picks:
         tensors = {name: x for name, x in self.tensors.items() if name not in copies}
         return Picks(tensors, self.casts | copies, self.refused)
 
+    def without(self, names: Collection[str]) -> Picks:
+        """The same but for these; what is a cast of one of them stays so."""
+        tensors = {name: x for name, x in self.tensors.items() if name not in names}
+        return Picks(tensors, self.casts, self.refused)
+
     def replaced(self, values: Mapping[str, Tensor], flat: FlatState) -> dict[str, Tensor]:
         """The state's tensors that change when those picked get these values: they, and their casts."""
         out = dict(values)

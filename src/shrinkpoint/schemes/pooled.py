@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shrinkpoint.codec import Symbols
+from shrinkpoint.codec import Origin, Reference, Symbols
 from shrinkpoint.codec.quantize.exponents import Buckets
 from shrinkpoint.codec.quantize.logarithmic import SHARE, SHIFT, cells, ends_of, logarithmic
 from shrinkpoint.record import Role
@@ -20,6 +20,7 @@ from shrinkpoint.schemes.layers import kind_by_name
 from shrinkpoint.schemes.moments import is_moment
 from shrinkpoint.schemes.picks import SMALLEST, Picks
 from shrinkpoint.schemes.shardedpicks import picked
+from shrinkpoint.schemes.unmoved import agreed, unmoved
 from shrinkpoint.schemes.wholes import Wholes, merged_moments, moments_of
 from shrinkpoint.state import FlatState
 from shrinkpoint.statistics import LogHistogram
@@ -60,6 +61,13 @@ class Pooled:
         found = picked(self.wholes, flat, alive, smallest=SMALLEST, axes=2)
         self.titles = found.titles
         return found.picks
+
+    def unmoved(self, picks: Picks, flat: FlatState, reference: Reference | None) -> dict[str, Origin]:
+        """As `unmoved.unmoved`, of picks of which no box has moved; they are no picks any more."""
+        found = agreed(unmoved(picks.tensors, flat, reference), picks.tensors, self.wholes)
+        titles = self.wholes.anywhere(found)
+        self.titles = tuple(one for one in self.titles if one not in titles)
+        return found
 
     def counts(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Sums of histograms, of boxes to those of whole tensors; int64, on the CPU."""

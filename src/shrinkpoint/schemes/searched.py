@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import arguments
-from shrinkpoint.codec import CODERS, Reference, Symbols
+from shrinkpoint.codec import CODERS, Origin, Reference, Symbols
 from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.record import JSON
 from shrinkpoint.schemes import moments, search
@@ -28,6 +28,7 @@ from shrinkpoint.schemes.search import Joint, Outcome, Point, Space, Trials
 from shrinkpoint.schemes.settled import Settled
 from shrinkpoint.schemes.spelling import Spelled, seeded
 from shrinkpoint.schemes.target import Evaluate, Target
+from shrinkpoint.schemes.unmoved import unmoved
 from shrinkpoint.state import FlatState
 
 Fallback = Literal["safest", "lossless"]
@@ -190,8 +191,13 @@ class Searched(Spelled, Coding):
         alive = None if target is None else target.alive
         self._quiet = pool is not None and pool.wholes.rank > 0
         picks = Picks.of(flat, alive) if pool is None else pool.picks(flat, alive)
-        found = _Found()
-        if picks.tensors if pool is None else pool.titles:
+        wanted = len(picks.tensors if pool is None else pool.titles)
+        kept = unmoved(picks.tensors, flat, reference) if pool is None else pool.unmoved(picks, flat, reference)
+        picks, found = picks.without(kept), _Found()
+        left = len(picks.tensors if pool is None else pool.titles)
+        if wanted and not left:
+            found = _Found(record=self._chosen_last())
+        if left:
             symbols = {} if reference is None else reference.codebooks
             earlier = Earlier.of(symbols, picks.tensors, self._generation)
             earlier = self._shared(earlier) if pool is None else self._alike(earlier, picks, pool)
@@ -203,11 +209,16 @@ class Searched(Spelled, Coding):
         }  # fmt: skip
         picks.warn()
         optimizer = "exact" if found.lossless else self._optimizer
-        made = {name: _on_host(one) for name, one in found.symbols.items()}
+        made: dict[str, Origin] = {**kept, **{name: _on_host(one) for name, one in found.symbols.items()}}
         if pool is not None and optimizer == "lossy":
             made |= {name: one.cpu() for name, one in pool.moments(flat)}
             optimizer = "exact"  # what else is to be done with it
         return Settled(self.id, made, picks.casts, optimizer, self.coders, record)
+
+    def _chosen_last(self) -> dict[str, Any]:
+        """What a manifest says where nothing has moved, so that nothing is tried."""
+        last = self._fixed or self._last
+        return {} if last is None else {"chosen": self.space.settings(last)}
 
     def _find(self, flat: FlatState, picks: Picks, earlier: Earlier, target: Target, pool: Pooled | None) -> _Found:
         candidates = self.candidates(picks.tensors, earlier, target, *(() if pool is None else (pool,)))

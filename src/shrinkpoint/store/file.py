@@ -61,9 +61,13 @@ class SaveReport:
 
     @property
     def weights_ratio(self) -> float:
-        """Raw bytes for each stored byte, of the weights alone, the file's header left out."""
-        weights = self.roles.get(Role.PARAMETER.value, RoleBytes())
-        return weights.raw / weights.stored if weights.stored else float("inf") if weights.raw else 1.0
+        """Raw bytes for each stored byte, of the weights alone, the file's header left out.
+
+        Master copies are weights: what is a cast of them costs nothing by itself. Infinite where all are references.
+        """
+        weights = [self.roles[role.value] for role in (Role.PARAMETER, Role.MASTER) if role.value in self.roles]
+        raw, stored = sum(one.raw for one in weights), sum(one.stored for one in weights)
+        return raw / stored if stored else float("inf") if raw else 1.0
 
 
 @dataclass(frozen=True)

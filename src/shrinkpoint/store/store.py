@@ -16,7 +16,7 @@ import torch
 from shrinkpoint import arguments
 from shrinkpoint.codec import Reference
 from shrinkpoint.errors import ChainError, FormatError, NotFoundError, PolicyError, StorageError
-from shrinkpoint.schemes import Scheme, named
+from shrinkpoint.schemes import Scheme, Settling, named
 from shrinkpoint.state import FlatState, flatten, unflatten
 from shrinkpoint.storage import LocalStorage, Storage, local_path
 from shrinkpoint.store import chain, layout, prune
@@ -186,6 +186,8 @@ class Store:
         flat = state if isinstance(state, FlatState) else flatten(state)
         with self._guard, self._lease.settled():
             with self.begin(step, keyframe=keyframe) as pending:
+                if isinstance(chosen, Settling):  # a keyframe, too, looks at the checkpoint before
+                    chosen = chosen.settle(flat, self.reference)
                 report = pending.add(flat, scheme=chosen, threads=self._threads)
                 made = pending.commit(metrics=measured, lossy_restores=lossy_restores, note=note)
             assert pending.reference is not None

@@ -57,6 +57,11 @@ class Tip:
         return self._held.reference if self._standing() is not None else None
 
     @property
+    def known(self) -> Reference | None:
+        """What a reader gets of the last checkpoint, whether or not the next one can be a delta; None: not known."""
+        return None if self._held.manifest is None else self._held.reference
+
+    @property
     def payload(self) -> Payload:
         """What `write` wrote."""
         if self._written is None:

@@ -137,8 +137,7 @@ class Trail:
             target = local_path(folder, "folder").absolute()
             about = _About(step, numbers(metrics), note, keyframe, extra, self._lossy_restores)
             flat = with_parameters(flatten(dict(state)), parts or {})
-            reference = None if keyframe else self._tip.reference
-            scheme = settled(self._scheme, flat, reference, parts or {}, self._model)
+            scheme = settled(self._scheme, flat, self._tip.known, parts or {}, self._model)
             if scheme is None:
                 return None
             if not self._background and all(tensor.device.type == "cpu" for tensor in flat.tensors.values()):

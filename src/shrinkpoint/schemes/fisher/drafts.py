@@ -14,11 +14,13 @@ from shrinkpoint.codec.lattice import FINE, matrix
 from shrinkpoint.schemes.fisher.curvature import Curvature
 from shrinkpoint.schemes.fisher.hold import hold_for
 from shrinkpoint.schemes.fisher.pool import ALONE, Pool
+from shrinkpoint.schemes.fisher.still import stills
 from shrinkpoint.schemes.fisher.weights import (
     WIDEST,
     Before,
     care,
     points_of,
+    reached,
     scaled,
     seed_of,
 )
@@ -78,13 +80,16 @@ class Drafts:
         usual = pool.usual(known, weights)
         titled = {pool.title(name): kind for name, kind in (kinds or {}).items()}
         cares = {name: care(pool.title(name), x, known[name], usual, titled) for name, x in weights.items()}
+        seeds = {name: pool.seed(name, seed_of(pool.title(name), generation, seed)) for name in weights}
+        likes = {name: self._like(name, x, size) for name, x in weights.items()}
+        like = {name: one for name, one in likes.items() if one is not None}
+        self._stills = stills({name: weights[name] for name in like}, seeds, reference, pool)
         for name, x in weights.items():
-            lattice = self._like(name, x, size)
-            number = pool.seed(name, seed_of(pool.title(name), generation, seed))
+            lattice = like.get(name)
             if lattice is None:
-                made = pool.lattice(name, x, known[name], usual, number, cares[name])
+                made = pool.lattice(name, x, known[name], usual, seeds[name], cares[name])
             else:
-                made = _reseeded(lattice, number)
+                made = lattice if name in self._stills else replace(lattice, seed=seeds[name])
                 self._inherited.add(name)
             if made is not None:
                 self.steps[name] = made
@@ -109,10 +114,10 @@ class Drafts:
     def draft(self, size: int) -> Draft:
         """With steps of this size. Weights whose points would not reach far enough are left out, and stay exact."""
         lattices = {name: self._sized(name, size) for name in self.steps}
-        before = {name: Before.of(name, self.weights[name], one, self._reference) for name, one in lattices.items()}
+        before = {name: self._before(name, one) for name, one in lattices.items()}
         same = {name: one for name, one in before.items() if one is not None}
         hold = hold_for(self.weights, lattices, same, RETAINED, LONGEST, self._pool)
-        found = {name: points_of(self.weights[name], one, before[name], hold) for name, one in lattices.items()}
+        found = {name: self._points(name, one, before[name], hold) for name, one in lattices.items()}
         left_out = self._pool.anywhere(name for name, one in found.items() if one is None)
         points = {n: one for n, one in found.items() if one is not None and self._pool.title(n) not in left_out}
         values = {name: one.values(self.weights[name].dtype) for name, one in points.items()}
@@ -130,10 +135,21 @@ class Drafts:
         codes = {name: self._some(name, self._sized(name, size)) for name in self.steps}
         return self._pool.bits(codes, self.weights)
 
+    def _points(self, name: str, lattice: Lattice, before: Before | None, hold: float) -> Points | None:
+        x = self.weights[name]
+        if name in self._stills:
+            return reached(self._stills[name].points(x, lattice), x.dtype)
+        return points_of(x, lattice, before, hold)
+
+    def _before(self, name: str, lattice: Lattice) -> Before | None:
+        """None of weights that are not held, but rounded by chance."""
+        return None if name in self._stills else Before.of(name, self.weights[name], lattice, self._reference)
+
     def _sized(self, name: str, size: int) -> Lattice:
         """Steps that were capped once are not capped again: a deviation that has changed a little would change them."""
         kept = name in self._inherited and self._size is not None and size <= self._size
-        return scaled(self.steps[name], size, math.inf if kept else self._most[name])
+        made = scaled(self.steps[name], size, math.inf if kept else self._most[name])
+        return self._stills[name].steps(made) if name in self._stills else made
 
     def _some(self, name: str, lattice: Lattice) -> Tensor:
         """Differences of points, of some rows."""
@@ -174,7 +190,3 @@ def multiplier_of(size: int) -> float:
 def is_linear(points: Points, x: Tensor) -> bool:
     """Whether these are points that the next ones of `x` can lie on."""
     return points.codes.shape == x.shape and points.lattice.law == "linear"
-
-
-def _reseeded(lattice: Lattice, seed: int) -> Lattice:
-    return Lattice(lattice.law, lattice.rows, lattice.columns, seed=seed)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shrinkpoint.codec import Lattice, Points, Reference
+from shrinkpoint.codec import Lattice, Origin, Points, Reference
 from shrinkpoint.codec.lattice import matrix, sides
 from shrinkpoint.schemes.fisher import elsewhere
 from shrinkpoint.schemes.fisher.curvature import Curvature, comparable
@@ -24,6 +24,7 @@ from shrinkpoint.schemes.fisher.spread import FAR, counted, entropy_of
 from shrinkpoint.schemes.fisher.weights import lattice_of, usual_squares
 from shrinkpoint.schemes.picks import Picks
 from shrinkpoint.schemes.shardedpicks import picked
+from shrinkpoint.schemes.unmoved import agreed, unmoved
 from shrinkpoint.schemes.wholes import Margins, Wholes, merged_moments, moments_of
 from shrinkpoint.state import FlatState
 
@@ -97,11 +98,18 @@ class Merged(Pool):
         )
         return found.picks
 
+    def unmoved(self, names: Collection[str], flat: FlatState, reference: Reference | None) -> dict[str, Origin]:
+        """See `Pool`."""
+        found = agreed(unmoved(names, flat, reference), names, self._wholes)
+        titles = self._wholes.anywhere(found)
+        self._blank = {title: x for title, x in self._blank.items() if title not in titles}
+        return found
+
     def moments(
-        self, flat: FlatState, save: int, seed: int, steps: Steps, made: dict[str, Tensor]
+        self, flat: FlatState, save: int, seed: int, steps: Steps, made: dict[str, Tensor], kept: Collection[str] = ()
     ) -> Iterable[tuple[str, Points]]:
         """See `Pool`."""
-        return moments(self._wholes, flat, save, seed, steps, made).items()
+        return moments(self._wholes, flat, save, seed, steps, made, kept).items()
 
     def curvatures(
         self, weights: Mapping[str, Tensor], flat: FlatState, recorded: Mapping[str, Tensor]
@@ -179,6 +187,14 @@ class Merged(Pool):
         """See `Pool`."""
         first, *others = self._wholes.gather(thing)
         return first if all(other == first for other in others) else None
+
+    def shares(self, counts: Mapping[str, tuple[int, int]]) -> dict[str, float]:
+        """See `Pool`."""
+        told = self._wholes.told({name: both for name, both in counts.items() if self.counts(name)})
+        return {
+            title: sum(some for some, _ in found) / max(1, sum(every for _, every in found))
+            for title, found in told.items()
+        }
 
     def anywhere(self, names: Iterable[str]) -> set[str]:
         """See `Pool`."""

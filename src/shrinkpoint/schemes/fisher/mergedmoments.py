@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -34,14 +34,20 @@ from shrinkpoint.state import FlatState
 
 
 def moments(
-    wholes: Wholes, flat: FlatState, save: int, seed: int, steps: Steps, made: dict[str, Tensor]
+    wholes: Wholes,
+    flat: FlatState,
+    save: int,
+    seed: int,
+    steps: Steps,
+    made: dict[str, Tensor],
+    kept: Collection[str] = (),
 ) -> dict[str, Points]:
     """Points of the boxes of every moment that is large enough and finite; a collective.
 
     Args:
-        save, seed, steps, made: as of `moments.moments`.
+        save, seed, steps, made, kept: as of `moments.moments`.
     """
-    one = _Moments(wholes, flat, steps)
+    one = _Moments(wholes, flat, steps, kept)
     out = one.seconds(made)
     numbers = {
         name: zlib.crc32(f"{seed}/{save}/{wholes.title(name)}".encode()) or 1
@@ -54,8 +60,8 @@ def moments(
 
 
 class _Moments:
-    def __init__(self, wholes: Wholes, flat: FlatState, steps: Steps) -> None:
-        self._wholes, self._flat, self._steps = wholes, flat, steps
+    def __init__(self, wholes: Wholes, flat: FlatState, steps: Steps, kept: Collection[str]) -> None:
+        self._wholes, self._flat, self._steps, self._kept = wholes, flat, steps, kept
         fit = {
             name: flat.tensors[name]
             for name, info in flat.infos.items()
@@ -74,7 +80,11 @@ class _Moments:
         return both and self._wholes.is_beside(name, other)
 
     def _of(self, role: Role) -> dict[str, Tensor]:
-        return {name: x for name, x in self._usable.items() if self._flat.infos[name].role is role}
+        return {
+            name: x
+            for name, x in self._usable.items()
+            if self._flat.infos[name].role is role and name not in self._kept
+        }
 
     def seconds(self, made: dict[str, Tensor]) -> dict[str, Points]:
         """Of second moments; fills `made` with their values."""

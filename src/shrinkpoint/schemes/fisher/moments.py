@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,26 +53,32 @@ class Steps:
 
 
 def moments(
-    flat: FlatState, save: int, seed: int, steps: Steps, made: dict[str, Tensor] | None = None
+    flat: FlatState,
+    save: int,
+    seed: int,
+    steps: Steps,
+    made: dict[str, Tensor] | None = None,
+    kept: Collection[str] = (),
 ) -> Iterator[tuple[str, Points]]:
     """Points of every moment that is large enough and finite; the others stay exact.
 
     Args:
         save: a number that no other save of this run has: of the dither.
         made: filled with the values of second moments, which first ones need.
+        kept: names of those that have points already; the second ones of them are in `made`.
     """
     pairs = {facts.moment1: facts.moment2 for facts in flat.optim.values() if facts.moment1 is not None}
     owners = {second: first for first, second in pairs.items() if second is not None}
     usable = {name: x for name, x in flat.tensors.items() if _usable(x, flat.infos[name].role)}
     made = {} if made is None else made
     for name, x in usable.items():
-        if flat.infos[name].role is Role.MOMENT2 and not bool((x < 0).any()):
+        if flat.infos[name].role is Role.MOMENT2 and name not in kept and not bool((x < 0).any()):
             floor = floor_of(usable.get(owners.get(name, "")), x)
             chosen = second(x, floor, steps_of(name.rpartition("/")[2], steps))
             made[name] = chosen.values(x.dtype)
             yield name, chosen
     for name, x in usable.items():
-        if flat.infos[name].role is not Role.MOMENT1:
+        if flat.infos[name].role is not Role.MOMENT1 or name in kept:
             continue
         other = pairs.get(name) or ""
         number = zlib.crc32(f"{seed}/{save}/{name}".encode()) or 1

@@ -7,13 +7,14 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from shrinkpoint.codec import Lattice, Points, Reference
+from shrinkpoint.codec import Lattice, Origin, Points, Reference
 from shrinkpoint.schemes.fisher.curvature import Curvature, curvatures
 from shrinkpoint.schemes.fisher.moments import FEWEST, Steps, moments
 from shrinkpoint.schemes.fisher.probes import Rise, probe, probed
 from shrinkpoint.schemes.fisher.spread import deviation, entropy
 from shrinkpoint.schemes.fisher.weights import lattice_of, usual_squares
 from shrinkpoint.schemes.picks import Picks
+from shrinkpoint.schemes.unmoved import unmoved
 from shrinkpoint.state import FlatState
 
 T = TypeVar("T")
@@ -66,11 +67,15 @@ class Pool:
         """Which tensors are weights to be quantized; what comes first."""
         return Picks.of(flat, alive, smallest=FEWEST, axes=1).folded(flat.optim.keys())
 
+    def unmoved(self, names: Collection[str], flat: FlatState, reference: Reference | None) -> dict[str, Origin]:
+        """As `unmoved.unmoved`, of tensors that have not moved anywhere; weights among them are no picks any more."""
+        return unmoved(names, flat, reference)
+
     def moments(
-        self, flat: FlatState, save: int, seed: int, steps: Steps, made: dict[str, Tensor]
+        self, flat: FlatState, save: int, seed: int, steps: Steps, made: dict[str, Tensor], kept: Collection[str] = ()
     ) -> Iterable[tuple[str, Points]]:
         """As `moments.moments`."""
-        return moments(flat, save, seed, steps, made)
+        return moments(flat, save, seed, steps, made, kept)
 
     def curvatures(
         self, weights: Mapping[str, Tensor], flat: FlatState, recorded: Mapping[str, Tensor]
@@ -105,6 +110,14 @@ class Pool:
     def agreed(self, thing: T) -> T | None:
         """What all processes have; None where they differ."""
         return thing
+
+    def shares(self, counts: Mapping[str, tuple[int, int]]) -> dict[str, float]:
+        """By title, how many of the values of each weight are counted.
+
+        Args:
+            counts: by name, so many of so many values.
+        """
+        return {name: some / max(1, every) for name, (some, every) in counts.items()}
 
     def anywhere(self, names: Iterable[str]) -> set[str]:
         """Titles of the weights that some process names."""

@@ -153,15 +153,17 @@ class Fisher(Spelled, Coding):
         self._agree(pool)
         picks = pool.picks(flat, reference, alive)
         picks.warn()
+        kept = pool.unmoved([*picks.tensors], flat, reference)
+        picks = picks.without(kept)
         values: dict[str, Tensor] = {}
-        further = self._of_moments(flat, values, pool)
-        answer = self._of_weights(flat, picks, reference, target, further, pool)
+        further = self._of_moments(flat, reference, values, pool)
+        answer = self._of_weights(flat, picks, reference, target, kept | further, pool)
         if answer.left_out:
             _warn(f"weights that no points of these steps reach are kept as they are: {', '.join(answer.left_out)}")
         symbols: dict[str, Origin] = (
             {} if answer.draft is None else {n: p.cpu() for n, p in answer.draft.points.items()}
         )
-        symbols |= {name: one.cpu() for name, one in further.items()}
+        symbols |= {name: one.cpu() for name, one in (kept | further).items()}
         self._saves += 1
         loss: dict[str, Any] = {
             "scheme": self.id, **self._dial.settings, "optimizer": self._moments, "tried": answer.tried,
@@ -170,11 +172,11 @@ class Fisher(Spelled, Coding):
             "chosen": self._chosen(any(pool.total(len(symbols)))), "rise": finite(answer.rise),
             "seconds": round(time.perf_counter() - began, 3),
         }  # fmt: skip
-        kept: others.Mode = "reset" if self._moments == "drop" else "exact"
+        optimizer: others.Mode = "reset" if self._moments == "drop" else "exact"
         if answer.draft is not None:
             values |= answer.draft.values
         values = {name: x for name, x in values.items() if x.device.type == "cpu"}
-        return Settled(self.id, symbols, picks.casts, kept, self.coders, loss, values)
+        return Settled(self.id, symbols, picks.casts, optimizer, self.coders, loss, values)
 
     def _agree(self, pool: Pool) -> None:
         """What processes do not remember alike is forgotten."""
@@ -197,18 +199,24 @@ class Fisher(Spelled, Coding):
         """Decide and quantize; see `schemes.Scheme`."""
         return self.settle(flat, reference).quantize(flat, reference)
 
-    def _of_moments(self, flat: FlatState, values: dict[str, Tensor], pool: Pool) -> dict[str, Points]:
+    def _of_moments(
+        self, flat: FlatState, reference: Reference | None, values: dict[str, Tensor], pool: Pool
+    ) -> dict[str, Origin]:
+        """Fills `values` with those of second moments."""
         if self._moments != "coded":
             return {}
         updates = [facts.step for facts in flat.optim.values() if facts.step is not None]
         number = pool.largest(max(updates, default=None))
         if number is None:
             number = self._saves + (self._generation << 20)
-        return dict(pool.moments(flat, number, self._seed, Steps(), values))
+        kept = pool.unmoved([n for n, info in flat.infos.items() if info.role in MOMENTS], flat, reference)
+        kept = {name: one for name, one in kept.items() if isinstance(one, Points)}
+        values.update((name, flat.tensors[name]) for name in kept if flat.infos[name].role is Role.MOMENT2)
+        return kept | dict(pool.moments(flat, number, self._seed, Steps(), values, kept))
 
     def _of_weights(
         self, flat: FlatState, picks: Picks, reference: Reference | None, target: Target | None,
-        further: Mapping[str, Points], pool: Pool,
+        further: Mapping[str, Origin], pool: Pool,
     ) -> Answer:  # fmt: skip
         if not pool.count(picks.tensors):
             return Answer(None)
@@ -225,7 +233,9 @@ class Fisher(Spelled, Coding):
             if rise is not None and pool.usual(known, picks.tensors) <= 0:
                 known = self._by_probes(picks.tensors, rise, pool) or known
             drafts = Drafts(picks.tensors, known, reference, size, self._generation, self._seed, kinds, pool)
-            left = _left(flat, {*drafts.weights, *picks.casts}, further, self._dial, self._moments, pool)
+            coded = {*drafts.weights, *picks.casts, *further}
+            codes = {name: one.codes for name, one in further.items() if not _is_held(name, one, reference)}
+            left = _left(flat, coded, codes, self._dial, self._moments, pool)
             dial = self._dial.of(base) if isinstance(self._dial, ByBudget) else self._dial
             measure = None if rise is None else lambda draft: rise(draft.values)
             answer = dial.turn(drafts, self._learned, measure, left)
@@ -282,18 +292,25 @@ class Fisher(Spelled, Coding):
 
 
 def _left(
-    flat: FlatState, weights: set[str], further: Mapping[str, Points], dial: Dial, kept: Moments, pool: Pool
+    flat: FlatState, coded: set[str], codes: Mapping[str, Tensor], dial: Dial, kept: Moments, pool: Pool
 ) -> float:
-    """Bits that a ratio leaves to the weights: without the moments, and what stays exact."""
+    """Bits that a ratio leaves to the weights: without the moments, and what stays exact.
+
+    Args:
+        coded: names of all that does not.
+        codes: of the moments; what a reader has already costs nothing.
+    """
     if not isinstance(dial, ByRatio):
         return math.inf
-    dropped = {name for name, info in flat.infos.items() if kept == "drop" and info.role in MOMENTS}
-    coded = {*weights, *further, *dropped}
+    coded = coded | {name for name, info in flat.infos.items() if kept == "drop" and info.role in MOMENTS}
     exact = 8 * sum(info.nbytes for name, info in flat.infos.items() if name not in coded and pool.counts(name))
     nbytes = sum(info.nbytes for name, info in flat.infos.items() if pool.counts(name))
     both = pool.total(exact, nbytes)
-    codes = {name: one.codes for name, one in further.items()}
     return 8 * both[1] / dial.ratio - both[0] - pool.bits(codes)
+
+
+def _is_held(name: str, origin: Origin, reference: Reference | None) -> bool:
+    return reference is not None and reference.symbols.get(name) is origin
 
 
 def _dial(

@@ -128,10 +128,14 @@ def points_of(x: Tensor, lattice: Lattice, before: Before | None, hold: float) -
     Returns:
         None where points do not reach as far as the weight, or its dtype as far as the points.
     """
-    made = nearest(x, lattice, before=None if before is None else before.codes, hold=hold)
-    if made is not None and x.dtype == torch.float16 and not bool(made.values(x.dtype).isfinite().all()):
+    return reached(nearest(x, lattice, before=None if before is None else before.codes, hold=hold), x.dtype)
+
+
+def reached(points: Points | None, dtype: torch.dtype) -> Points | None:
+    """None where a dtype does not reach as far as these points."""
+    if points is not None and dtype == torch.float16 and not bool(points.values(dtype).isfinite().all()):
         return None
-    return made
+    return points
 
 
 def seed_of(name: str, generation: int, seed: int) -> int:

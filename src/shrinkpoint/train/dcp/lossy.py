@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shrinkpoint.errors import PolicyError, ShrinkpointError
-from shrinkpoint.schemes import Scheme
+from shrinkpoint.schemes import Scheme, Settling
 from shrinkpoint.schemes.sharded import check, settle
 from shrinkpoint.schemes.shardedtarget import ShardTarget
 from shrinkpoint.schemes.shards import Gather, Shard, Shards, gathering, raised, said
@@ -48,7 +48,9 @@ def settled(
             gather(error)
         raise
     gather(None)
-    return settle(scheme, collected.flat, chain.tip.reference, Shards(places, gather), target), collected
+    # What is decided for a keyframe looks at the checkpoint before, too; but differences to it are none of that.
+    known = chain.tip.known if isinstance(scheme, Settling) else chain.tip.reference
+    return settle(scheme, collected.flat, known, Shards(places, gather), target), collected
 
 
 def _evaluate(scheme: Scheme, *, beside: bool) -> Any:
