@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -79,6 +82,7 @@ class Trail:
         self._scheme, self._background, self._model, self._threads = named(scheme), background, model, threads
         self._tip = Tip(keyframe_every=keyframe_every, threads=threads)
         self._worker = Worker()
+        self._target = ""  # what is written in the background, or was
         self._report: SaveReport | None = None
         self._last: FlatState | None = None  # the snapshot that the tip holds
         self._spare: FlatState | None = None  # the one before it, whose memory is free
@@ -146,6 +150,7 @@ class Trail:
             copy = snapshot(flat, reuse=spare)
             if not self._background:
                 return self._write(target, copy, scheme, about, adopt=True)
+            self._announce(target)
             self._worker.start(f"saving {target}", lambda: self._write(target, copy, scheme, about, adopt=True))
             return None
         finally:
@@ -153,6 +158,8 @@ class Trail:
 
     def load(self, folder: str | Path, *, device: Device = None, tie: bool = True) -> Loaded:
         """What a folder holds; training goes on from it, and the next save is a delta against it.
+
+        What this process is writing into it is waited for.
 
         Args:
             device: where its tensors go; None: the CPU.
@@ -165,6 +172,7 @@ class Trail:
             StorageError: reading failed.
         """
         self._worker.settle()
+        settle(folder)
         manifest = folders.read_manifest(folder)
         if len(manifest.payloads) != 1:
             found, do = f"the payloads of {len(manifest.payloads)} ranks", "read it with shrinkpoint.train.dcp"
@@ -222,6 +230,12 @@ class Trail:
             self._last, self._spare = None, None
             self._tip.drop()
 
+    def _announce(self, target: Path) -> None:
+        """Let `settle` know what is going to be written."""
+        with _GUARD:
+            self._target = os.path.realpath(target)
+            _WRITERS.add(self)
+
     @torch.no_grad()
     def _write(self, folder: Path, flat: FlatState, scheme: Scheme, about: _About, *, adopt: bool) -> SaveReport:
         last, self._last = self._last, None  # should saving fail, nobody knows which of them is held
@@ -253,6 +267,20 @@ class _About:
     keyframe: bool
     extra: Any
     lossy_restores: int
+
+
+_GUARD = threading.Lock()
+_WRITERS: WeakSet[Trail] = WeakSet()
+"""Trails of this process that have written in the background."""
+
+
+def settle(folder: str | Path) -> None:
+    """Wait for what this process is writing into a folder; an error of that stays for who saves there."""
+    target = os.path.realpath(folder)
+    with _GUARD:
+        writers = [trail for trail in _WRITERS if trail._target == target]
+    for trail in writers:
+        trail._worker.settle()
 
 
 def first_whole(candidates: Iterable[Path], *, deep: bool = True) -> tuple[Path | None, tuple[Passed, ...]]:

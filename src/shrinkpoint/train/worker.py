@@ -25,10 +25,12 @@ class Worker:
         self._thread.start()
 
     def settle(self) -> None:
-        """Wait for the job, if one runs, and leave its error for `wait`."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        """Wait for the job, if one runs, and leave its error for `wait`. Any thread may call this."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+            if self._thread is thread:
+                self._thread = None
 
     def wait(self) -> None:
         """Wait for the job, if one runs.

@@ -22,7 +22,7 @@ from shrinkpoint.store.unfold import decode
 from shrinkpoint.train.accelerate import contents, places
 from shrinkpoint.train.accelerate.everyone import everyone
 from shrinkpoint.train.accelerate.sharded import Sharded, is_sharded
-from shrinkpoint.train.trail import Passed, Trail
+from shrinkpoint.train.trail import Passed, Trail, settle
 
 _log = logging.getLogger("shrinkpoint")
 _BROKEN = (ChainError, FormatError, NotFoundError, StorageError)
@@ -270,6 +270,7 @@ class Shrink:
 
     def _load(self, folder: Path, *, strict: bool) -> FolderManifest | None:
         self._loaded = None
+        settle(folder)
         if everyone(lambda: places.is_stock(folder))[0]:
             self._trail.close()
             everyone(lambda: self._accelerator.load_state(str(folder)))

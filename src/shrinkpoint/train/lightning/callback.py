@@ -34,7 +34,10 @@ class ShrinkCallback(pl.Callback):
         """
         plugin = trainer.strategy.checkpoint_io
         if not isinstance(plugin, ShrinkIO):
-            found, do = f"a {type(plugin).__name__}", "pass Trainer(plugins=[ShrinkIO(...)])"
+            found, do = (
+                f"a {type(plugin).__name__}",
+                "pass Trainer(plugins=[ShrinkIO(...)]), with background=True if wanted",
+            )
             raise PolicyError("ShrinkCallback", found=found, expected="ShrinkIO as the checkpoint plugin", do=do)
         named = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
         for place in (trainer.default_root_dir, *named):

@@ -2,7 +2,7 @@
 
 A form is a dict with one key, which begins with "shrinkpoint:"; a dict that only looks like one gets a second colon.
 Reading one builds values of the types below and of no other: nothing is imported, and of what is imported only members
-of enums are looked up.
+of enums and classes of callbacks are looked up.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import AttributeDict
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import AttributeDict as PrintedDict
 
-from shrinkpoint.errors import FormatError, MismatchError
+from shrinkpoint.errors import CorruptError, FormatError, MismatchError
 
 _PREFIX = "shrinkpoint:"
 _MAX_DEPTH = 64
@@ -43,6 +44,9 @@ _FORMS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
 """Name -> type, its plain form, and how it is made again."""
 
 _BY_TYPE = {kind: name for name, (kind, _, _) in _FORMS.items()}
+_KEYED: dict[str, type[dict[Any, Any]]] = {"dict": dict, "ordered": OrderedDict}
+"""Name -> kind of dict, for those of which a key has a form: pairs of key and value."""
+_BY_KEYED = {kind: name for name, kind in _KEYED.items()}
 
 
 def plain(value: Any) -> Any:
@@ -55,7 +59,7 @@ def unplain(value: Any) -> Any:
 
     Raises:
         MismatchError: the class of an enum is not imported, or lacks the member.
-        FormatError: a form that this release does not know.
+        FormatError: a form that this release does not know, or does not write so.
     """
     return _mapped(value, _unplain, 0)
 
@@ -85,11 +89,16 @@ def _mapped_dict(value: dict[Any, Any], each: Callable[[Any, int], Any], depth: 
 
 
 def _plain(value: Any, depth: int) -> Any:
+    if type(value) in _BY_KEYED and any(_has_form(key) for key in value):  # the values are mapped already
+        pairs = [[_mapped(key, _plain, depth + 1), part] for key, part in value.items()]
+        return {_PREFIX + _BY_KEYED[type(value)]: pairs}
     name = _BY_TYPE.get(type(value))
     if name is not None:
         return {_PREFIX + name: _mapped(_FORMS[name][1](value), _plain, depth + 1)}
     if isinstance(value, Enum) and _member(_place(value)) is value:
         return {f"{_PREFIX}enum": _place(value)}
+    if isinstance(value, type) and issubclass(value, Callback):
+        return {f"{_PREFIX}callback": [value.__module__, value.__qualname__]}
     name = _form_of(value)
     if name is not None:  # no form, only called like one
         return {f"{_PREFIX}:{name}": part for part in value.values()}
@@ -105,9 +114,15 @@ def _unplain(value: Any, depth: int) -> Any:
         return {_PREFIX + name[1:]: form}
     if name == "enum":
         return _found_member(form)
-    if name not in _FORMS:
-        raise FormatError("checkpoint", found=f"a value of the form {name!r}", expected=", ".join(_FORMS))
-    return _FORMS[name][2](form)
+    if name == "callback":
+        return _callback(form)
+    if name not in _FORMS and name not in _KEYED:
+        expected = ", ".join([*_FORMS, *_KEYED])
+        raise FormatError("checkpoint", found=f"a value of the form {name!r}", expected=expected)
+    try:
+        return _with_keys(_KEYED[name], form) if name in _KEYED else _FORMS[name][2](form)
+    except (TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+        raise _unlike(name, form) from error
 
 
 def _form_of(value: Any) -> str | None:
@@ -115,6 +130,40 @@ def _form_of(value: Any) -> str | None:
         return None
     (key,) = value
     return key.removeprefix(_PREFIX) if type(key) is str and key.startswith(_PREFIX) else None
+
+
+def _has_form(key: Any) -> bool:
+    """Whether a key of a dict has one, such as the types by which older callbacks tell Lightning their states."""
+    return type(key) is not str and _mapped(key, _plain, 0) is not key
+
+
+def _with_keys(kind: type[dict[Any, Any]], form: Any) -> dict[Any, Any]:
+    made = kind((key, part) for key, part in form)
+    if len(made) != len(form):
+        raise ValueError("a key twice")
+    return made
+
+
+def _unlike(name: str, form: Any) -> FormatError:
+    do = "restore another checkpoint"
+    return CorruptError("checkpoint", found=f"{form!r:.80} as a {name}", expected="what a save writes", do=do)
+
+
+def _callback(place: Any) -> type | str:
+    """The class of callbacks of that name, the last one that was defined; where there is none, its name.
+
+    Lightning looks for its callbacks among what is found, and warns of what nobody asks for.
+    """
+    if type(place) is not list or [type(part) for part in place] != [str, str]:
+        raise _unlike("callback", place)
+    found = [one for one in _below(Callback) if [one.__module__, one.__qualname__] == place]
+    return found[-1] if found else ".".join(place)
+
+
+def _below(kind: type[Callback]) -> Iterator[type[Callback]]:
+    yield kind
+    for below in kind.__subclasses__():
+        yield from _below(below)
 
 
 def _place(value: Enum) -> list[str]:
@@ -131,6 +180,8 @@ def _member(place: Any) -> Enum | None:
 
 
 def _found_member(place: Any) -> Enum:
+    if type(place) is not list or [type(part) for part in place] != [str] * 3:
+        raise _unlike("enum", place)
     found = _member(place)
     if found is None:
         module, path, name = place

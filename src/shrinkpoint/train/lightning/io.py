@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,6 +22,7 @@ from shrinkpoint.schemes import Scheme, Settling
 from shrinkpoint.store import SaveReport
 from shrinkpoint.train.lightning.forms import plain, unplain
 from shrinkpoint.train.lightning.place import folder_of, local, remove_empty, vacated
+from shrinkpoint.train.lightning.removals import Lock, Removals
 from shrinkpoint.train.settling import alone
 from shrinkpoint.train.trail import Trail
 
@@ -50,7 +52,8 @@ class ShrinkIO(CheckpointIO):
         keyframe_every: each chain has at most this many checkpoints, its keyframe included; None: no bound.
         background: a save returns as soon as the state is copied, and is written beside the loop. One at a time: a
             save that comes too early waits. A directory that Lightning wants removed meanwhile goes when the write has
-            succeeded, and stays where it failed. After the end of a training a save is waited for.
+            succeeded, and stays where it failed. A save that no training follows is waited for, and so is one on
+            another thread, such as that of `AsyncCheckpointIO`: it is beside the loop already.
         threads: native threads for coding; None: every core.
         model: the key of the model in what is saved: a Trainer's own; for Fabric, the key in `fabric.save`.
 
@@ -72,15 +75,21 @@ class ShrinkIO(CheckpointIO):
         self._stock = TorchCheckpointIO()
         self._module: nn.Module | None = None
         self._writing: Path | None = None  # what is written in the background, as far as we know
-        self._doomed: list[Path] = []  # to be removed once that is written
+        self._removals, self._lock = Removals(), Lock()
+        self._home: int | None = threading.get_ident()  # the thread of the loop
         self._torn_down = False  # and nothing was saved since
         self._final: object = None  # the step of what was saved first since then
 
     def __repr__(self) -> str:
         return f"ShrinkIO({self._trail.scheme!r})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, whose threads are others."""
+        return {**self.__dict__, "_home": None}
+
     def watch(self, module: nn.Module) -> None:
-        """Say which module is behind what is saved; `ShrinkCallback` calls this."""
+        """Say which module is behind what is saved; `ShrinkCallback` calls this, on the thread of the loop."""
+        self._home = threading.get_ident()
         inner: Any = module.module if is_wrapped(module) else module
         self._module = inner
 
@@ -98,14 +107,8 @@ class ShrinkIO(CheckpointIO):
             raise _OptionsError("ShrinkIO", found="storage_options", expected="none", do="configure ShrinkIO itself")
         began = time.perf_counter()
         try:
-            self.wait()
-            name = Path(str(path)).name
-            if name.startswith(_TUNERS):
-                self._stock.save_checkpoint(checkpoint, path)
-                return
-            self._save(checkpoint, path)
-            if self._is_last_word(_step(checkpoint)) or name.startswith(_URGENT):
-                self.wait()
+            with self._lock:
+                self._save_now(checkpoint, path)
         finally:
             self.stall = time.perf_counter() - began
 
@@ -133,12 +136,15 @@ class ShrinkIO(CheckpointIO):
             return stock
         leads = getattr(rank_zero_only, "rank", 0) == 0  # the others never save, and need not hold a base
         trail = self._trail if leads else Trail(threads=self._threads)
-        return loaded(trail, folder, map_location)
+        with self._lock:
+            self._removals.forget()
+            return loaded(trail, folder, map_location)
 
     def remove_checkpoint(self, path: _PATH) -> None:
         """Remove a checkpoint, ours or not; absent, nothing happens. What the next delta stands on is kept.
 
-        One that is being written is waited for. While another one is being written, removal waits for that.
+        One that is being written is waited for. While another one is being written, removal waits for that; where
+        another thread is saving, it waits until one is whole that was saved later.
 
         Raises:
             StorageError: deleting failed.
@@ -146,10 +152,12 @@ class ShrinkIO(CheckpointIO):
         folder = local(path)
         if folder is None:
             self._stock.remove_checkpoint(path)
-        elif self._writing is None or self._writing == folder:
-            self._removed(folder)
-        else:
-            self._doomed.append(folder)
+        elif not self._removals.add_of_another(folder):
+            with self._lock:
+                if self._writing is None or self._writing == folder:
+                    self._remove(folder)
+                else:
+                    self._removals.add(folder)
 
     def wait(self) -> SaveReport | None:
         """Wait until the last save is durable, and remove what was to be removed after it.
@@ -160,22 +168,17 @@ class ShrinkIO(CheckpointIO):
         Raises:
             whatever a save raised in the background, once.
         """
-        writing, self._writing = self._writing, None
-        doomed, self._doomed = self._doomed, []
-        try:
-            report = self._trail.wait()
-        except BaseException:
-            if writing is not None:
-                remove_empty(writing)
-            for folder in doomed:
-                _log.warning("%s is not removed: what was to take its place was not written", folder)
-            raise
-        for folder in doomed:
+        with self._lock:
+            writing, self._writing = self._writing, None
             try:
-                self._removed(folder)
-            except (StorageError, OSError) as error:  # of a checkpoint too many nobody dies
-                _log.warning("%s is not removed: %s", folder, error)
-        return report
+                report = self._trail.wait()
+            except BaseException:
+                if writing is not None:
+                    remove_empty(writing)
+                self._spare()
+                raise
+            self._remove_pending()
+            return report
 
     def teardown(self) -> None:
         """Wait, and free the memory. A later save begins a new chain.
@@ -183,11 +186,34 @@ class ShrinkIO(CheckpointIO):
         Raises:
             whatever a save raised in the background, once.
         """
-        self._torn_down = True
-        try:
+        with self._lock:
+            self._torn_down = True
+            try:
+                self.wait()
+            finally:
+                self._trail.close()
+
+    def _save_now(self, checkpoint: dict[str, Any], path: _PATH) -> None:
+        name, step = Path(str(path)).name, _step(checkpoint)
+        if name.startswith(_TUNERS):
             self.wait()
-        finally:
-            self._trail.close()
+            self._stock.save_checkpoint(checkpoint, path)
+            return
+        folder = folder_of(path)
+        self.wait()
+        beside = self._is_beside()
+        self._removals.begin(folder, step, beside=beside)
+        try:
+            self._save(checkpoint, path)
+            if self._is_last_word(checkpoint) or name.startswith(_URGENT) or beside:
+                self.wait()
+        except BaseException:
+            self._removals.end()
+            self._spare()
+            raise
+        self._removals.end()
+        if self._writing is None:
+            self._remove_pending()
 
     def _save(self, checkpoint: dict[str, Any], path: _PATH) -> None:
         folder, parts = folder_of(path), self._parts(checkpoint)
@@ -210,11 +236,18 @@ class ShrinkIO(CheckpointIO):
         if aside is not None:
             self.remove_checkpoint(aside)
 
-    def _is_last_word(self, step: int | None) -> bool:
-        """Whether nobody might come to wait for this save: training has ended, and is still where it ended."""
+    def _is_last_word(self, checkpoint: Mapping[str, Any]) -> bool:
+        """Whether nobody might come to wait for this save: no training has begun, or it is still where it ended."""
+        step = _step(checkpoint)
         if self._torn_down:
             self._torn_down, self._final = False, (step,)
-        return self._background and self._final == (step,)
+        return self._background and (self._final == (step,) or _is_idle(checkpoint))
+
+    def _is_beside(self) -> bool:
+        """Whether somebody saves beside the loop already, who will tell the loop of an error, and never call `wait`."""
+        if self._home is None:
+            self._home = threading.main_thread().ident
+        return threading.get_ident() != self._home
 
     def _parts(self, checkpoint: Mapping[str, Any]) -> dict[str, nn.Module]:
         scheme = self._trail.scheme
@@ -224,6 +257,8 @@ class ShrinkIO(CheckpointIO):
             return {self._model: self._module}
         if isinstance(scheme, Settling) and scheme.evaluate is not None:
             do = "add ShrinkCallback() to the Trainer's callbacks; with Fabric, call watch(model) of this plugin"
+            if self._is_beside():
+                do = "leave AsyncCheckpointIO out, and pass background=True: what is evaluated must not train meanwhile"
             found = f"{scheme!r}, which evaluates, and no module"
             if self._module is not None:
                 found = f"{scheme!r}, which evaluates, and another module"
@@ -231,11 +266,22 @@ class ShrinkIO(CheckpointIO):
             raise PolicyError("ShrinkIO", found=found, expected="the module whose weights are saved", do=do)
         return {}
 
-    def _removed(self, folder: Path) -> None:
+    def _remove(self, folder: Path) -> None:
         if folder.is_symlink() or folder.is_file():
             folder.unlink()
         else:
             self._trail.discard(folder)
+
+    def _remove_pending(self) -> None:
+        for folder in self._removals.take():
+            try:
+                self._remove(folder)
+            except (StorageError, OSError) as error:  # of a checkpoint too many nobody dies
+                _log.warning("%s is not removed: %s", folder, error)
+
+    def _spare(self) -> None:
+        for folder in self._removals.take():
+            _log.warning("%s is not removed: what was to take its place was not written", folder)
 
 
 def _is_behind(module: nn.Module, state: Any) -> bool:
@@ -273,6 +319,15 @@ def _device(map_location: Any) -> torch.device | None:
         moved = map_location(torch.empty(0).untyped_storage(), "cpu")
         return None if moved is None else torch.device(moved.device)
     return torch.device(map_location)
+
+
+def _is_idle(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether a Trainer saved this while it was in no epoch: before a training, after it, or without one."""
+    try:
+        epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
+        return bool(epochs["ready"] == epochs["completed"])
+    except (KeyError, TypeError):  # of Fabric
+        return False
 
 
 def _step(checkpoint: Mapping[str, Any]) -> int | None:

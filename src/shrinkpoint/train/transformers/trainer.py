@@ -23,7 +23,7 @@ from shrinkpoint.store import SaveReport
 from shrinkpoint.store.folder import is_checkpoint
 from shrinkpoint.train import objects
 from shrinkpoint.train.gradients import Gradients
-from shrinkpoint.train.trail import Trail
+from shrinkpoint.train.trail import Trail, settle
 from shrinkpoint.train.transformers import folders
 from shrinkpoint.train.transformers.beside import interval, is_adapted, measured, save_beside
 from shrinkpoint.train.transformers.evaluation import Evaluation
@@ -328,6 +328,7 @@ class ShrinkTrainer(Trainer):
         if resume is None or resume is False or not self._shrinks:
             return resume
         if resume is not True:
+            settle(resume)
             folders.examine(resume)
             return resume
         answer: list[Any] = [None]
