@@ -22,6 +22,9 @@ from shrinkpoint import errors as errors
 from shrinkpoint.errors import ShrinkpointError as ShrinkpointError
 
 if TYPE_CHECKING:
+    from shrinkpoint import comm as comm
+    from shrinkpoint import schemes as schemes
+    from shrinkpoint import train as train
     from shrinkpoint.schemes import CNR as CNR
     from shrinkpoint.schemes import GOBO as GOBO
     from shrinkpoint.schemes import QD as QD
@@ -52,10 +55,15 @@ _HOMES = {
     "save": "store.single",
 }  # fmt: skip
 
+_ROOMS = ("comm", "schemes", "train")
+"""Subpackages that are there without an import of their own: `shrinkpoint.comm`, `shrinkpoint.train.dcp`, ..."""
+
 __all__ = ["ShrinkpointError", "__version__", "errors", *_HOMES]
 
 
 def __getattr__(name: str) -> object:
+    if name in _ROOMS:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
@@ -64,4 +72,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_ROOMS})

@@ -14,7 +14,8 @@
     ├── PolicyError      (ValueError)     a request that cannot be met
     ├── StorageError     (OSError)        reading or writing failed
     │   └── NoSpaceError                  the place is full
-    └── LockedError                       another process is saving here
+    ├── LockedError                       another process is saving here
+    └── MissingExtraError (ModuleNotFoundError)  a package that an extra of this one installs is not there
 
 Every error says where it happened, what was found, what was expected and what to do about it; the four parts are
 attributes as well as text, so that a program need not parse the message.
@@ -100,6 +101,10 @@ class NoSpaceError(StorageError):
 
 class LockedError(ShrinkpointError):
     """Another process is saving to this store."""
+
+
+class MissingExtraError(ShrinkpointError, ModuleNotFoundError):
+    """A package that this part needs is not installed; `do` is the command that installs it."""
 
 
 class LossWarning(UserWarning):

@@ -29,6 +29,7 @@ def test_every_error_of_the_tree_has_its_exit_code():
         "StorageError": 6,
         "NoSpaceError": 6,
         "LockedError": 5,
+        "MissingExtraError": 7,
         "ShrinkpointError": 7,
     }
     classes = [kind for kind in vars(errors).values() if isinstance(kind, type)]

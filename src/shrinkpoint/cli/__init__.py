@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from shrinkpoint import __version__
+
 
 def main() -> None:
     """Run `shrinkpoint`; the console script and `python -m shrinkpoint` both start here."""
@@ -11,6 +13,9 @@ def main() -> None:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ModuleNotFoundError as missing:
+        if sys.argv[1:] == ["--version"]:
+            sys.stdout.write(f"shrinkpoint {__version__}\n")
+            raise SystemExit(0) from None
         sys.stderr.write(f'error: the command line needs {missing.name}: pip install "shrinkpoint[cli]"\n')
         raise SystemExit(2) from None
     from shrinkpoint.cli.app import app

@@ -1,10 +1,34 @@
 """A TRAINING LOOP MEETS A STORE: when to save, what belongs to a state, how to go on from it.
 
-Frameworks have rooms of their own, which import them: `dcp`, `transformers`, `accelerate`, `lightning`.
+Frameworks have rooms of their own, which import them when they are first used: `dcp`, `transformers`, `accelerate`,
+`lightning`.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
 
 from shrinkpoint.train.gradients import Gradients
 from shrinkpoint.train.manager import Manager, Restored, RestoreReport
 from shrinkpoint.train.trail import Loaded, Passed, Trail, first_whole
 
+if TYPE_CHECKING:
+    from shrinkpoint.train import accelerate as accelerate
+    from shrinkpoint.train import dcp as dcp
+    from shrinkpoint.train import lightning as lightning
+    from shrinkpoint.train import transformers as transformers
+
+_ROOMS = ("accelerate", "dcp", "lightning", "transformers")
+
 __all__ = ["Gradients", "Loaded", "Manager", "Passed", "RestoreReport", "Restored", "Trail", "first_whole"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ROOMS})
