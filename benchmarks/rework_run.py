@@ -138,6 +138,7 @@ class Chain:
     ) -> None:
         self._where = where or MemoryStorage()
         self._loaded: dict[int, State] = {}
+        self.manager = sp.Manager(self._where, threads=1)
         self.saves: list[dict[str, Any]] = []
         with sp.Store(self._where, keyframe_every=None, threads=1) as store, warnings.catch_warnings():
             warnings.simplefilter("ignore", LossWarning)
@@ -214,7 +215,11 @@ class Play:
         The run goes on with the batch of the failure's number. Equal weights are run once.
         """
         self.run.load(state, failure)
-        step = float(state["optimizer"]["state"].get(0, {}).get("step", 0))
+        return self._go_on(failure, level, patience)
+
+    def _go_on(self, failure: int, level: float, patience: int) -> int | None:
+        """The same from the run as it is."""
+        step = float(self.run.optimizer.state_dict()["state"].get(0, {}).get("step", 0))
         key = (fingerprint(self.run.model), step, failure, level)
         if key not in self._known:
             self._known[key] = self._regained(failure, level, patience)
@@ -256,36 +261,29 @@ class Play:
             arms: a chain, and how many of its intervals apart checkpoints are taken to be.
         """
         for failure in self.recorded.failures:
-            level, patience = self.recorded.least[failure], PATIENCE * self.small.interval
             for arm, (chain, intervals) in arms.items():
                 last = self.recorded.before(failure, intervals)
-                state, now = chain.load(last), self.recorded.states[failure]
                 for lost in (*LOST, 1.0):
-                    start = mixed(state, now, lost, 1000 * self.recorded.seed + failure) if lost < 1 else state
-                    rework = self.regain(start, failure, level, patience)
+                    if lost < 1:
+                        self._lose(chain, last, failure, lost)
+                    else:
+                        self.run.load(chain.load(last), failure)
+                    rework = self._go_on(failure, self.recorded.least[failure], PATIENCE * self.small.interval)
                     yield {"arm": arm, "failure": failure, "age": failure - last, "lost": lost, "rework": rework}
 
+    def _lose(self, chain: Chain, last: int, failure: int, lost: float) -> None:
+        """Put the run at a failure, and bring what that took back from a checkpoint."""
+        now, run = self.recorded.states[failure], self.run
+        run.load(now, failure)
+        shapes = {name: x.shape for name, x in now["model"].items()}
+        only = lost_values(shapes, lost, 1000 * self.recorded.seed + failure)
+        chain.manager.restore(last, model=run.model, optimizer=run.optimizer, only=only)
 
-def mixed(old: State, now: State, lost: float, seed: int) -> State:
-    """`now`, but for a random part of the values, which with their moments are those of `old`."""
-    names = list(now["model"])
+
+def lost_values(shapes: Mapping[str, Sequence[int]], share: float, seed: int) -> dict[str, Tensor]:
+    """Which values a partial failure takes: a random share of all, by name."""
     chance = torch.Generator().manual_seed(seed)
-    gone = {name: torch.rand(now["model"][name].shape, generator=chance) < lost for name in names}
-    model = {name: torch.where(gone[name], old["model"][name], now["model"][name]) for name in names}
-    optimizer = dict(now["optimizer"])
-    optimizer["state"] = {
-        index: {
-            key: _mixed(old["optimizer"]["state"].get(index, {}), key, x, gone[names[index]]) for key, x in own.items()
-        }
-        for index, own in now["optimizer"]["state"].items()
-    }
-    return {"model": model, "optimizer": optimizer}
-
-
-def _mixed(old: Mapping[str, Any], key: str, now: Any, gone: Tensor) -> Any:
-    if not isinstance(now, Tensor) or now.shape != gone.shape:
-        return now
-    return torch.where(gone, old.get(key, torch.zeros_like(now)), now)
+    return {name: torch.rand(tuple(shape), generator=chance) < share for name, shape in shapes.items()}
 
 
 def is_exact(shape: Sequence[int]) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from shrinkpoint.train.gradients import Gradients
 from shrinkpoint.train.manager import Manager, Restored, RestoreReport
+from shrinkpoint.train.recovery import RankShard
 from shrinkpoint.train.trail import Loaded, Passed, Trail, first_whole
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 _ROOMS = ("accelerate", "dcp", "lightning", "transformers")
 
-__all__ = ["Gradients", "Loaded", "Manager", "Passed", "RestoreReport", "Restored", "Trail", "first_whole"]
+__all__ = ["Gradients", "Loaded", "Manager", "Passed", "RankShard", "RestoreReport", "Restored", "Trail", "first_whole"]
 
 
 def __getattr__(name: str) -> object:

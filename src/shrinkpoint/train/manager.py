@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,7 +18,7 @@ from shrinkpoint.state.rng import capture, reinstate
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import Keep, SaveReport, Skipped, Store, layout
 from shrinkpoint.store import Restored as Found
-from shrinkpoint.train import objects
+from shrinkpoint.train import objects, recovery
 from shrinkpoint.train.metrics import numbers
 from shrinkpoint.train.roles import with_parameters
 from shrinkpoint.train.settling import settled
@@ -177,7 +176,7 @@ class Manager:
         scheduler: Any = None,
         rng: bool = True,
         strict: bool = True,
-        only: Sequence[str] | None = None,
+        only: recovery.Only | None = None,
         **more: Any,
     ) -> Restored | None:
         """Bring everything back to a checkpoint.
@@ -189,9 +188,13 @@ class Manager:
             strict: False: a model may lack keys or have others, and objects that were not saved stay as they are;
                 values may be rounded to a model's dtype, and an optimizer or scheduler may be of another kind than the
                 one that was saved, as far as torch itself takes its state.
-            only: patterns such as "layers.3.*": of `model`, and nothing else is restored then, the tensors whose names
-                fit one; all others, and the random generators, stay as they are. After a failure that took a part of
-                a model this loses less than going back with all of it (arXiv 1810.07354, partial recovery).
+            only: patterns such as ["layers.3.*"]: of `model`, and nothing else is restored then, the tensors whose
+                names fit one; all others, and the random generators, stay as they are. Or parts of tensors by pattern:
+                {"layers.3.*": ..., "embed.weight": slice(0, 512), "head.weight": mask}; see `train.recovery`, and
+                `RankShard` for what a rank holds. With `optimizer`, what it keeps of these parameters comes back in the
+                same places; what there is one of for a parameter (its count of steps) only with all of it. After a
+                failure that took a part of a model this loses less than going back with all of it (arXiv 1810.07354,
+                partial recovery).
 
         Returns:
             Where to go on; None if the store is empty.
@@ -201,18 +204,20 @@ class Manager:
             NotFoundError: there is no such checkpoint, or none that loads.
             ChainError, FormatError: the checkpoint of that step does not load.
             StorageError: the store cannot be read.
-            PolicyError: `only` together with something else than a model, or fitting none of its tensors.
+            PolicyError: `only` together with something else than a model and its optimizer, fitting none of the
+                tensors, or a part that a tensor does not have.
         """
         began = time.perf_counter()
         self._worker.settle()
         wanted = _given({"model": model, "optimizer": optimizer, "scheduler": scheduler, **more})
-        if only is not None:
-            _check_only(wanted, only)
+        chosen = None if only is None else recovery.choose(wanted, only)
         found = self._find(step)
         if found is None:
             return None
-        state = found.state if only is None else _part(found.state, model, only)
-        _apply(wanted, state, f"step {found.step}", rng=rng and only is None, strict=strict)
+        if chosen is None:
+            _apply(wanted, found.state, f"step {found.step}", rng=rng, strict=strict)
+        else:
+            recovery.restore(chosen, wanted, found.state, f"step {found.step}", strict=strict)
         one = found.manifest
         self._lossy_restores = one.lossy_restores + one.is_lossy
         if isinstance(self._scheme, Resuming):
@@ -296,29 +301,6 @@ def _state(parts: Mapping[str, Any], extra: Any, *, rng: bool) -> dict[str, Any]
     if rng:
         state["rng"] = capture()
     return state
-
-
-def _check_only(wanted: Mapping[str, Any], only: Sequence[str]) -> None:
-    model: Any = wanted.get("model")
-    if set(wanted) != {"model"} or not hasattr(model, "state_dict"):
-        found, expected = ", ".join(wanted) or "nothing", "model= alone, and a module"
-        raise PolicyError("only", found=found, expected=expected, do="restore the rest in a call of its own")
-    if isinstance(only, str) or not any(_fits(name, only) for name in model.state_dict()):
-        expected = 'patterns of names in the model, such as ["layers.3.*"]'
-        raise PolicyError("only", found=repr(only), expected=expected, do="look at model.state_dict()")
-
-
-def _part(state: Any, model: Any, only: Sequence[str]) -> Any:
-    """The state with everything that is not asked for as the model has it now."""
-    saved = state.get("model") if isinstance(state, dict) else None
-    if not isinstance(saved, dict):
-        return state
-    kept = {name: x for name, x in model.state_dict().items() if not _fits(name, only)}
-    return {"model": kept | {name: x for name, x in saved.items() if _fits(name, only)}}
-
-
-def _fits(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _apply(parts: Mapping[str, Any], state: Any, where: str, *, rng: bool, strict: bool) -> None:

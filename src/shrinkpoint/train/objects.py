@@ -94,16 +94,26 @@ def _check_module(module: torch.nn.Module, saved: dict[str, Any], where: str, *,
         other = saved.get(key)
         if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
             continue
-        if other is not None and (not isinstance(other, torch.Tensor) or other.shape != value.shape):
-            found = f"shape {list(getattr(other, 'shape', ()))} in the checkpoint"
-            do = "build the model with the settings of the saved run"
-            raise MismatchError(f"{where}, {key}", found=found, expected=f"{list(value.shape)}", do=do)
-        if other is not None and strict:
-            kinds.check_dtype(other.dtype, value.dtype, f"{where}, {key}", way)
+        if other is not None:
+            check_tensor(value, other, f"{where}, {key}", strict=strict, way=way)
     missing = [key for key in ours if key not in saved]
     extra = [key for key in saved if key not in ours]
     if strict and (missing or extra):
         _refuse_keys(where, missing, extra, saved)
+
+
+def check_tensor(ours: torch.Tensor, saved: Any, where: str, *, strict: bool, way: str = _LENIENT) -> None:
+    """Make sure that a tensor has the shape of the one that it is loaded into, which can hold its values.
+
+    Raises:
+        MismatchError: it has another, or is none; or, if `strict`, values would be rounded.
+    """
+    if not isinstance(saved, torch.Tensor) or saved.shape != ours.shape:
+        found = f"shape {list(getattr(saved, 'shape', ()))} in the checkpoint"
+        do = "build the model with the settings of the saved run"
+        raise MismatchError(where, found=found, expected=f"{list(ours.shape)}", do=do)
+    if strict:
+        kinds.check_dtype(saved.dtype, ours.dtype, where, way)
 
 
 def _refuse_keys(where: str, missing: list[str], extra: list[str], saved: dict[str, Any]) -> None:
