@@ -175,3 +175,11 @@ def test_a_scheme_with_settings_is_named_wherever_a_scheme_is_taken(tmp_path):
 def test_what_has_no_plain_value_is_passed_beside_the_text():
     scheme = maker('inshrinkerator(threshold="1%")')(evaluate=len)
     assert repr(scheme) == "inshrinkerator(threshold=0.01, evaluate=<len>)"
+
+
+def test_a_subclass_with_a_constructor_of_its_own_has_a_spelling():
+    class Mine(sp.Lossless):
+        def __init__(self) -> None:
+            super().__init__(chunk=4096)
+
+    assert repr(Mine()) == "lossless"

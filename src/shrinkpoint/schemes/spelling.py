@@ -27,7 +27,8 @@ class Spelled:
 
     def __repr__(self) -> str:
         known = inspect.signature(type(self)).parameters
-        said = {name: value for name, value in self.arguments.items() if not _same(value, known[name].default)}
+        mine = {name: value for name, value in self.arguments.items() if name in known}  # a subclass may take others
+        said = {name: value for name, value in mine.items() if not _same(value, known[name].default)}
         settings = ", ".join(f"{name}={written(value)}" for name, value in said.items())
         return f"{self.id}({settings})" if settings else self.id
 
