@@ -136,7 +136,7 @@ def test_two_states_at_most_are_in_memory_while_a_chain_is_walked(
 ) -> None:
     alive: list[Any] = []
     most = []
-    original = walk.read_file
+    original = walk.decode_records
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         most.append(sum(one() is not None for one in alive))
@@ -145,7 +145,7 @@ def test_two_states_at_most_are_in_memory_while_a_chain_is_walked(
         return decoded
 
     store = saved(storage, 1, 2, 3, 4, 5, 6)
-    monkeypatch.setattr(walk, "read_file", watched)
+    monkeypatch.setattr(walk, "decode_records", watched)
     store.load()
     store.load()
     assert most == [0, 1, 1, 1, 1, 1] * 2

@@ -63,7 +63,7 @@ class Difference:
 
 def difference(first: Decoded, second: Decoded) -> Difference:
     """Compare bit for bit, leaf by leaf; sums are taken in double precision."""
-    a, b = (named(unflatten(one.tree, one.reference.tensors)) for one in (first, second))
+    a, b = (named(unflatten(one.tree, one.reference.tensors, max_bytes=one.left)) for one in (first, second))
     pairs = {name: (a.get(name, _NOTHING), b.get(name, _NOTHING)) for name in {**a, **b}}
     both = {name: pair for name, pair in pairs.items() if all(map(valued, pair))}
     found = Difference(

@@ -59,7 +59,7 @@ def write(where: Target, out: Path, *, torch_file: bool, only: Sequence[str]) ->
         StorageError: writing failed.
     """
     decoded = decode(where)
-    state = unflatten(decoded.tree, decoded.reference.tensors, where=str(where))
+    state = unflatten(decoded.tree, decoded.reference.tensors, where=str(where), max_bytes=decoded.left)
     if only:
         state = _selected(state, only, ())
     leaves = named(state) if state is not _ABSENT else {}

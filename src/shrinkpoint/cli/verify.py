@@ -65,10 +65,11 @@ def _folder(folder: Path, deep: bool) -> list[Finding]:
     try:
         manifest = check(folder, deep=True)
         if deep:
+            from shrinkpoint.store.file import grow
             from shrinkpoint.store.unfold import decode
 
             for rank in range(len(manifest.payloads)):
-                decode(folder, rank)
+                grow(decode(folder, rank), str(folder))
     except ShrinkpointError as error:
         return [replace(_finding(error), do="restore another checkpoint, and delete this directory")]
     return []
@@ -82,8 +83,9 @@ def _file(where: Target, deep: bool) -> list[Finding]:
                 reader.read(head)
         if deep:
             from shrinkpoint.cli import decoded
+            from shrinkpoint.store.file import grow
 
-            decoded.decode(where)
+            grow(decoded.decode(where), str(where))
     except ShrinkpointError as error:
         return [_finding(error)]
     return []

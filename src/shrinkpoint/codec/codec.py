@@ -21,7 +21,7 @@ from shrinkpoint.codec.number import NUMBERS
 from shrinkpoint.codec.quantize import bits_of, from_bits
 from shrinkpoint.codec.quantized import base_digest, decode_quantized
 from shrinkpoint.codec.recipe import Coded, Copy, Gridded, Plain, Quantized, Same
-from shrinkpoint.codec.reference import Origin, Reference
+from shrinkpoint.codec.reference import Origin, Reference, in_order
 from shrinkpoint.codec.refusing import refusing
 from shrinkpoint.codec.run import Bytes, Known, Run, default_threads
 from shrinkpoint.codec.slab import Slab
@@ -157,7 +157,7 @@ def decode(
     where = f"{where}: record {encoded.name!r}"
     slab = slab or Slab()
     with refusing(where):
-        recipe = recipes.from_json(encoded.recipe)
+        recipe = recipes.from_json(encoded.recipe, len(encoded.infos))
         match recipe:
             case Plain():
                 return Reference(_decode_plain(encoded, slab))
@@ -190,7 +190,7 @@ def _decode_same(encoded: Encoded, reference: Reference | None, where: str) -> R
 def _decode_copies(encoded: Encoded, of: Sequence[int], decoded: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if len(of) != len(encoded.infos):
         raise ValueError(f"{len(of)} sources for {len(encoded.infos)} copies")
-    names = list(decoded)
+    names = in_order(decoded)
     out = {}
     for info, ordinal in zip(encoded.infos, of, strict=True):
         source = decoded[names[ordinal]]
@@ -280,7 +280,7 @@ def _decode_gridded(
     if recipe.base:
         parent = _parent(encoded, reference, where)
         _check_base(encoded, gridded_base(infos, recipe, parent), where)
-    names = list(decoded)
+    names = in_order(decoded)
     others = [(names[ordinal], decoded[names[ordinal]]) for ordinal in recipe.others]
     if others and [(tuple(x.shape), x.dtype) for _, x in others] != [(i.shape, torch.float32) for i in infos]:
         raise ValueError("points relative to tensors that do not fit")
@@ -294,7 +294,7 @@ def _others(
     """The tensors whose codes a record's own are coded under, one for each member."""
     if not recipe.under:
         return []
-    names = list(decoded)
+    names = in_order(decoded)
     others = [names[ordinal] for ordinal in recipe.under]
     if [tuple(symbols[name].codes.shape) for name in others] != [info.shape for info in infos]:
         raise ValueError("codes under those of tensors that do not fit")
@@ -323,7 +323,7 @@ def _moment_names(
 ) -> list[tuple[str, str]]:
     if not recipe.moments:
         return []
-    names = list(decoded)
+    names = in_order(decoded)
     pairs = [(names[first], names[second]) for first, second in recipe.moments]
     if len(pairs) != len(infos):
         raise ValueError(f"{len(pairs)} pairs of moments for {len(infos)} tensors")

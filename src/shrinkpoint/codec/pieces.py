@@ -20,7 +20,7 @@ def pieces_of(opened: Opened) -> Pieces | None:
     Raises:
         ValueError, LookupError, struct.error, _native.Corrupt, _native.Truncated: the bytes are at fault.
     """
-    recipe = recipes.from_json(opened.recipe)
+    recipe = recipes.from_json(opened.recipe, len(opened.infos))
     match recipe:
         case Plain():
             return Stored(opened)
@@ -42,7 +42,7 @@ def needed_whole(opened: Opened) -> list[tuple[bool, str]]:
     Raises:
         ValueError, LookupError: the recipe is at fault.
     """
-    recipe = recipes.from_json(opened.recipe)
+    recipe = recipes.from_json(opened.recipe, len(opened.infos))
     members, own, parent = [info.name for info in opened.infos], list[int](), list[str]()
     match recipe:
         case Same():

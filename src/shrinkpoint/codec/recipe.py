@@ -10,6 +10,7 @@ from shrinkpoint.codec.lattice import LAWS, Law
 from shrinkpoint.codec.run import Run
 from shrinkpoint.codec.symbols import MOST_CODES, SPECIALS
 from shrinkpoint.record import JSON
+from shrinkpoint.state.path import brief
 
 
 @dataclass(frozen=True)
@@ -192,10 +193,10 @@ def _quantized_json(recipe: Quantized) -> JSON:
     return out
 
 
-def needs(data: JSON) -> int:
+def needs(data: JSON, members: int | None = None) -> int:
     """The largest ordinal that a recipe refers to, -1 for none; of a malformed recipe, anything."""
     try:
-        recipe = from_json(data)
+        recipe = from_json(data, members)
     except ValueError:
         return -1
     match recipe:
@@ -210,10 +211,18 @@ def needs(data: JSON) -> int:
     return -1
 
 
-def from_json(data: JSON) -> Recipe:
-    """Raises `ValueError` for what no encoder writes."""
+def from_json(data: JSON, members: int | None = None) -> Recipe:
+    """What a recipe says.
+
+    Args:
+        members: tensors of the record; where it is known, ordinals are counted before they are listed.
+
+    Raises:
+        ValueError: no encoder writes it.
+    """
     if not isinstance(data, dict):
         raise ValueError("a recipe is not an object")
+    _check_ordinals(data, MAX_MEMBERS if members is None else members)
     rest = {key: value for key, value in data.items() if key != "kind"}
     match data.get("kind"), rest:
         case "plain", {**extra} if not extra:
@@ -241,7 +250,7 @@ def from_json(data: JSON) -> Recipe:
             "others",
         }:
             return _gridded(law, run, **extra)
-    raise ValueError(f"unknown recipe {str(data)[:80]}")
+    raise ValueError(f"unknown recipe {brief(data, 80)}")
 
 
 def _coded(runs: list[JSON], taps: JSON = 1, base: JSON = False, moments: JSON = ()) -> Coded:
@@ -310,7 +319,7 @@ def _codes(data: dict[str, JSON]) -> Codes:
             not rest and type(modulus) is int and 0 < modulus <= MOST_CODES and {type(rearranged), type(runs)} == {bool}
         ):
             return Cyclic(modulus, rearranged, runs)
-    raise ValueError(f"a quantized recipe has codes of an unknown kind {str(data)[:80]}")
+    raise ValueError(f"a quantized recipe has codes of an unknown kind {brief(data, 80)}")
 
 
 def _pairs(moments: Sequence[tuple[int, int]]) -> JSON:
@@ -336,6 +345,17 @@ def _ranges(ordinals: Sequence[int]) -> JSON:
         else:
             out.append([ordinal, 0, 1])
     return out
+
+
+def _check_ordinals(data: dict[str, JSON], members: int) -> None:
+    """A range takes a few bytes, and names a million tensors: there is one ordinal for each tensor of the record."""
+    moments = data.get("moments")
+    sides = [data.get("of"), data.get("under"), data.get("others"), *(moments if isinstance(moments, list) else ())]
+    for side in sides:
+        ranges = side if isinstance(side, list) else ()
+        counts = [one[2] for one in ranges if isinstance(one, list) and len(one) == 3 and type(one[2]) is int]
+        if sum(counts) > members:
+            raise ValueError(f"a recipe has {sum(counts)} ordinals for {members} tensors")
 
 
 def _ordinals(data: JSON) -> tuple[int, ...]:

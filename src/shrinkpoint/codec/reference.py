@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -13,6 +13,28 @@ from shrinkpoint.codec.symbols import Symbols
 
 Origin: TypeAlias = Symbols | Points
 """What a quantizer left of a tensor, and what its values were made from."""
+
+
+class Earlier(dict[str, Tensor]):
+    """The tensors of a file's earlier records by name.
+
+    Attributes:
+        order: their names, by ordinal; listing the keys for each record would take the square of their number.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[str] = []
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Those of the next record."""
+        self.update(tensors)
+        self.order.extend(tensors)
+
+
+def in_order(tensors: Mapping[str, Tensor]) -> Sequence[str]:
+    """The names of earlier tensors, by ordinal."""
+    return tensors.order if isinstance(tensors, Earlier) else list(tensors)
 
 
 @dataclass(frozen=True)

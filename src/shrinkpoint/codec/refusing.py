@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shrinkpoint import _native
-from shrinkpoint.errors import CorruptError, TruncatedError
+from shrinkpoint.errors import CorruptError, ShrinkpointError, TruncatedError
+from shrinkpoint.guard import guarded
 
 _DO = "restore an older checkpoint; `shrinkpoint verify` names what else is hit"
 
@@ -19,11 +20,12 @@ def refusing(where: str) -> Iterator[None]:
     Raises:
         CorruptError, TruncatedError: the bytes are at fault; `where` says whose they are.
     """
-    try:
-        yield
-    except _native.Truncated as error:
-        raise TruncatedError(where, found=str(error), do=_DO) from error
-    except (_native.Corrupt, ValueError, LookupError, struct.error) as error:
-        if isinstance(error, CorruptError):
+    with guarded(where):
+        try:
+            yield
+        except ShrinkpointError:
             raise
-        raise CorruptError(where, found=str(error), do=_DO) from error
+        except _native.Truncated as error:
+            raise TruncatedError(where, found=str(error), do=_DO) from error
+        except (_native.Corrupt, ValueError, LookupError, struct.error) as error:  # which say what is wrong
+            raise CorruptError(where, found=str(error), do=_DO) from error

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from torch import Tensor
-
 from shrinkpoint.codec.codec import decode
 from shrinkpoint.codec.recipe import needs
-from shrinkpoint.codec.reference import Origin, Reference
+from shrinkpoint.codec.reference import Earlier, Origin, Reference
 from shrinkpoint.codec.run import default_threads
 from shrinkpoint.codec.slab import Slab
 from shrinkpoint.record import JSON, Encoded
@@ -37,7 +35,7 @@ def decode_all(
     Raises:
         FormatError, ChainError: as `decode`.
     """
-    decoded: dict[str, Tensor] = {}
+    decoded = Earlier()
     symbols: dict[str, Origin] = {}
     workers = default_threads(threads)
     slab = Slab()
@@ -50,7 +48,7 @@ def decode_all(
         for wave in _waves(recipes):
             # Complete before any is added: `decoded` is being read meanwhile.
             for part in [*pool.map(one, wave)] if workers > 1 else map(one, wave):
-                decoded.update(part.tensors)
+                decoded.add(part.tensors)
                 symbols.update(part.symbols)
     return Reference(decoded, symbols)
 
@@ -59,7 +57,7 @@ def _waves(recipes: Sequence[tuple[JSON, int, int]]) -> Iterator[Sequence[int]]:
     """Runs of records that need no tensor of their own run."""
     start = done = here = 0
     for index, (recipe, tensors, _) in enumerate(recipes):
-        if needs(recipe) >= done and index > start:
+        if needs(recipe, tensors) >= done and index > start:
             yield range(start, index)
             start, done = index, here
         here += tensors

@@ -79,12 +79,12 @@ class Header:
 
 
 def extent(shape: Sequence[int], itemsize: int) -> int | None:
-    """Bytes of a tensor; None when they are more than a file can have."""
-    if 0 in shape:
-        return 0
+    """Bytes of a tensor; None when they are more than a file can have, or torch can count on its way to a 0."""
     size = itemsize
     for dim in shape:
         size *= dim
+        if not size:
+            return 0
         if size >= _FAR:  # at once, lest many dims grow a number of megabytes
             return None
     return size

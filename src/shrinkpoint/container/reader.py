@@ -11,6 +11,7 @@ from shrinkpoint.container.document import Entry, RecordHead
 from shrinkpoint.container.header import Readable
 from shrinkpoint.container.strict import refuse
 from shrinkpoint.errors import CorruptError, FormatError, StorageError
+from shrinkpoint.guard import guarded
 from shrinkpoint.record import Encoded
 
 _WINDOW = 8 << 20
@@ -49,8 +50,9 @@ class Reader:
     """
 
     def __init__(self, source: Readable, where: str) -> None:
-        head = header.unpack(source, where)
-        said = document.parse(head, where)
+        with guarded(where):
+            head = header.unpack(source, where)
+            said = document.parse(head, where)
         self._source = source
         self._vouched: set[tuple[str, str]] = set()  # records' parts whose bytes were compared with their digests
         self.where, self.digest, self.size = where, head.digest, source.size

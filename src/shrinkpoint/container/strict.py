@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from reprlib import Repr
 from typing import NoReturn, TypeVar
 
@@ -12,8 +14,14 @@ from shrinkpoint.record import JSON
 DEPTH = 256
 """How deep lists and objects of a header may nest; CPython reads so deep from any reasonable depth of calls."""
 
+MAX_NESTS = 1 << 20
+"""Lists and objects that a text may hold whatever its length; see `nests`."""
+MIN_NEST = 8
+"""Bytes that a text with more than `MAX_NESTS` lists and objects has for each of them at least."""
+
 T = TypeVar("T")
 _NAMES: dict[type, str] = {dict: "object", list: "array", str: "string", int: "whole number"}
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 _LONGEST = 400  # letters of a message that come from a file
 
 _brief = Repr()
@@ -48,6 +56,7 @@ def load(data: str | bytes, where: str, what: str) -> JSON:
     Raises:
         CorruptError: it is anything else.
     """
+    check_nests(data, where, what)
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
@@ -57,6 +66,30 @@ def load(data: str | bytes, where: str, what: str) -> JSON:
     if depth(value) > DEPTH:
         raise refuse(where, f"{what}, nested too deeply", f"at most {DEPTH} levels")
     return value
+
+
+def check_nests(data: str | bytes, where: str, what: str) -> None:
+    """An empty list takes three bytes of JSON and sixty of memory: refuse a text of many, before it is parsed.
+
+    Raises:
+        CorruptError: it holds more lists and objects than `most_nests` says.
+    """
+    if (count := nests(data)) > most_nests(len(data)):
+        raise refuse(where, f"{what} of {count} lists and objects", f"at most {most_nests(len(data))}")
+
+
+def nests(data: str | bytes) -> int:
+    """How many lists and objects a JSON text holds."""
+    text = data.encode("utf-8", "replace") if isinstance(data, str) else data
+    if (count := text.count(b"[") + text.count(b"{")) <= most_nests(len(text)):
+        return count  # perhaps some of them stand in strings; it does not matter
+    bare = _STRING.sub(b"", text)
+    return bare.count(b"[") + bare.count(b"{")
+
+
+def most_nests(length: int) -> int:
+    """How many of them a text of this length may hold."""
+    return max(MAX_NESTS, length // MIN_NEST)
 
 
 def depth(value: JSON) -> int:
@@ -71,8 +104,8 @@ def depth(value: JSON) -> int:
 def _unique(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"duplicate key {next(name for name in names if names.count(name) > 1)[:60]!r}")
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"duplicate key {name[:60]!r}")
     return found
 
 

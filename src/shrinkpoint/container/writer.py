@@ -14,7 +14,7 @@ from shrinkpoint._native import xxh3_128
 from shrinkpoint.container import header
 from shrinkpoint.container.document import FILLER, FORMAT, SPARE, is_open, is_plain, needs_filler, row
 from shrinkpoint.container.header import Slot
-from shrinkpoint.container.strict import DEPTH, depth
+from shrinkpoint.container.strict import DEPTH, depth, most_nests, nests
 from shrinkpoint.errors import PolicyError, StateError
 from shrinkpoint.record import JSON, Encoded, TensorInfo
 
@@ -106,11 +106,13 @@ class Writer:
             report: for whoever inspects the file; JSON.
 
         Raises:
-            PolicyError: a header would be longer than safetensors allows.
+            PolicyError: a header would be longer than safetensors allows, or holds more than readers take.
             StateError: `report` is not JSON.
             StorageError: writing failed.
         """
-        data, digest = header.pack(self._document(report), self._slots, self._room - 8)
+        document = self._document(report)
+        self._check_nests(document)
+        data, digest = header.pack(document, self._slots, self._room - 8)
         if len(data) - 8 > header.LIMIT:
             raise PolicyError(
                 "container",
@@ -125,6 +127,12 @@ class Writer:
         if self._held is not None:
             self._sink.write(self._held.getbuffer())
         return FileSummary(len(data) + self._end, digest)
+
+    def _check_nests(self, document: str) -> None:
+        if (count := nests(document)) > (most := most_nests(len(document))):
+            found, expected = f"a header of {count} lists and objects", f"at most {most}"
+            do = "save many small values as one tensor or text, or the state in several files"
+            raise PolicyError("container", found=found, expected=expected, do=do)
 
     def _document(self, report: JSON) -> str:
         recipes, rows = ",".join(self._recipes), ",".join(self._rows)

@@ -83,7 +83,7 @@ class Folder(Checkpoint):
             state: Any = load_shards(self.path)
         else:
             decoded = decode(self.path)
-            state = unflatten(decoded.tree, decoded.reference.tensors, where=str(self.path))
+            state = unflatten(decoded.tree, decoded.reference.tensors, where=str(self.path), max_bytes=decoded.left)
         part = stock.part(self.path, manifest, state, opaque=opaque)
         return state if part is None else {SOURCE: {"name": self.name, **part.said}, STATE: part.content}
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from shrinkpoint.guard import guarded
 from shrinkpoint.record import JSON, Role, TensorInfo
 from shrinkpoint.state.dtypes import dtype_name
 from shrinkpoint.state.flat import FlatState
-from shrinkpoint.state.grow import Grower
+from shrinkpoint.state.grow import MAX_COPIES, Grower
 from shrinkpoint.state.roles import infer
 from shrinkpoint.state.ties import store_once
 from shrinkpoint.state.tree import Planter
@@ -33,7 +34,14 @@ def flatten(state: Any) -> FlatState:
     return FlatState(tree, tensors, infos, optim)
 
 
-def unflatten(tree: JSON, tensors: Mapping[str, torch.Tensor], *, tie: bool = True, where: str = "state") -> Any:
+def unflatten(
+    tree: JSON,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    tie: bool = True,
+    where: str = "state",
+    max_bytes: int | None = None,
+) -> Any:
     """Put a nest together again.
 
     The tensors of the result *are* those of `tensors`, or views of them; numpy arrays and bytes are copies.
@@ -44,8 +52,12 @@ def unflatten(tree: JSON, tensors: Mapping[str, torch.Tensor], *, tie: bool = Tr
         tie: what shared memory shares it again. Otherwise every tensor has its own (an expanded tensor still meets
             itself).
         where: the file, for messages.
+        max_bytes: how much memory the copies may take; None: 1 GiB, or 8 times what the tensors do if that is more.
 
     Raises:
-        CorruptError: when no release writes such a tree, or the tensors do not fit it.
+        CorruptError: when no release writes such a tree, the tensors do not fit it, or copies would take too much.
     """
-    return Grower(tensors, tie=tie, where=where).grow(tree)
+    if max_bytes is None:
+        max_bytes = max(MAX_COPIES, 8 * sum(tensor.nbytes for tensor in tensors.values()))
+    with guarded(where):
+        return Grower(tensors, tie=tie, where=where, max_bytes=max_bytes).grow(tree)

@@ -1,6 +1,6 @@
 """A tree and tensors back into the nest; the inverse of `tree.py`, which has the table of tags.
 
-The tree may come from anybody: nothing in it is believed, and no tag makes more memory than the tensors have.
+The tree may come from anybody: nothing in it is believed, and what its tags copy is counted before it is made.
 """
 
 from __future__ import annotations
@@ -19,8 +19,13 @@ import torch
 from shrinkpoint.errors import CorruptError
 from shrinkpoint.record import JSON
 from shrinkpoint.state.dtypes import TORCH, empty, numpy_dtype, numpy_storable, raw
-from shrinkpoint.state.path import Path, name_of, where_of
+from shrinkpoint.state.path import Path, brief, name_of, where_of
 from shrinkpoint.state.tree import MAX_DEPTH
+
+MAX_COPIES = 1 << 30
+"""Bytes that copies in a tree may take where nobody says how many."""
+MAX_SAME_HASH = 64
+"""Keys of one dict that may share a hash: with more of them, each costs a comparison with all before it."""
 
 
 class Grower:
@@ -30,10 +35,14 @@ class Grower:
         tensors: the stored tensors by name, contiguous. The nest holds them, not copies.
         tie: leaves that shared memory share it again; otherwise each gets its own.
         where: the file, for messages.
+        max_bytes: how much memory copies of the tensors may take: numpy arrays, bytes, tensors of their own.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], *, tie: bool, where: str) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], *, tie: bool, where: str, max_bytes: int = MAX_COPIES
+    ) -> None:
         self._tensors, self._tie, self._where = tensors, tie, where
+        self._left = max_bytes
         self._used: set[str] = set()
         self._tags: dict[str, Callable[[JSON, Path], Any]] = {
             "$t": self._tensor,
@@ -70,24 +79,24 @@ class Grower:
             return self._items(tree, path)
         if type(tree) is dict:
             return self._object(tree, path)
-        return self._refuse(path, f"{type(tree).__name__} {tree!r:.40}", "plain JSON")
+        return self._refuse(path, f"{type(tree).__name__} {brief(tree)}", "plain JSON")
 
     def _object(self, tree: dict[str, JSON], path: Path) -> Any:
         tag = next(iter(tree), "")
         if len(tree) != 1 or not tag.startswith("$"):
             return self._dict(tree, path)
         if tag not in self._tags:
-            self._refuse(path, f"the tag {tag!r:.40}", "one of " + " ".join(self._tags))
+            self._refuse(path, f"the tag {brief(tag)}", "one of " + " ".join(self._tags))
         return self._tags[tag](tree[tag], path)
 
     def _items(self, body: JSON, path: Path) -> list[Any]:
         if type(body) is not list:
-            self._refuse(path, f"{body!r:.40}", "a list")
+            self._refuse(path, f"{brief(body)}", "a list")
         return [self.grow(item, (*path, index)) for index, item in enumerate(body)]
 
     def _dict(self, tree: JSON, path: Path) -> dict[Any, Any]:
         if type(tree) is not dict:
-            self._refuse(path, f"{tree!r:.40}", "an object")
+            self._refuse(path, f"{brief(tree)}", "an object")
         if len(tree) == 1 and "$d" in tree:
             return self._pairs(tree["$d"], path)
         if any(key.startswith("$") for key in tree):
@@ -98,6 +107,8 @@ class Grower:
         if type(body) is not list or not all(type(pair) is list and len(pair) == 2 for pair in body):
             self._refuse(path, "keys and values", "a list of pairs")
         keys = [self._key(key, path) for key, _ in body]
+        if max(Counter(map(hash, keys)).values(), default=0) > MAX_SAME_HASH:
+            self._refuse(path, "keys made to collide", f"at most {MAX_SAME_HASH} of one hash")
         items = {key: self.grow(item, (*path, key)) for key, (_, item) in zip(keys, body, strict=True)}
         if len(items) != len(body):
             self._refuse(path, "a key that occurs twice", "different keys")
@@ -108,7 +119,7 @@ class Grower:
             return tuple(self._key(part, path, depth + 1) for part in tree["$u"])
         if type(tree) is not list and (type(tree) is not dict or list(tree) in (["$i"], ["$f"], ["$s"])):
             return self.grow(tree, path)
-        return self._refuse(path, f"the key {tree!r:.40}", "a plain value or a tuple of them")
+        return self._refuse(path, f"the key {brief(tree)}", "a plain value or a tuple of them")
 
     def _with_metadata(self, body: JSON, path: Path) -> OrderedDict[Any, Any]:
         if type(body) is not list or len(body) != 2:
@@ -120,14 +131,14 @@ class Grower:
     def _size(self, body: JSON, path: Path) -> torch.Size:
         items = self._items(body, path)
         if not _counts(items):
-            self._refuse(path, f"a torch.Size of {items!r:.40}", "counts")
+            self._refuse(path, f"a torch.Size of {brief(items)}", "counts")
         return torch.Size(items)
 
     def _integer(self, body: JSON, path: Path) -> int:
         try:
             return int(self._string(body, path), 16)
         except ValueError:
-            self._refuse(path, f"the integer {body!r:.40}", "hex digits")
+            self._refuse(path, f"the integer {brief(body)}", "hex digits")
 
     def _float(self, body: JSON, path: Path) -> float:
         value: float = struct.unpack(">d", self._hex(body, path, 8))[0]
@@ -143,12 +154,13 @@ class Grower:
         try:
             return base64.b64decode(self._string(body, path).encode(), validate=True)
         except (binascii.Error, UnicodeEncodeError):
-            self._refuse(path, f"bytes as {body!r:.40}", "base64")
+            self._refuse(path, f"bytes as {brief(body)}", "base64")
 
     def _long_bytes(self, body: JSON, path: Path) -> bytes:
         tensor = self._resolve(body, path)
         if tensor.dtype != torch.uint8 or tensor.dim() != 1:
             self._refuse(path, f"bytes kept as {tensor.dtype} of shape {list(tensor.shape)}", "a row of uint8")
+        self._spend(tensor.nbytes, path)
         return tensor.cpu().numpy().tobytes()
 
     def _numpy_scalar(self, body: JSON, path: Path) -> np.generic:
@@ -161,6 +173,7 @@ class Grower:
         tensor = self._resolve(reference, path)
         if tensor.dtype != numpy_storable(dtype):
             self._refuse(path, f"a numpy array of {dtype.str} kept as {tensor.dtype}", f"{numpy_storable(dtype)}")
+        self._spend(tensor.nbytes, path)
         native: np.ndarray[Any, Any] = tensor.cpu().contiguous().numpy()
         return native.astype(dtype)  # a copy: an array's memory is its own
 
@@ -169,7 +182,7 @@ class Grower:
         if type(body) is list and len(body) == 2 and type(body[0]) is str:
             dtype = numpy_dtype(body[0])
         if dtype is None:
-            self._refuse(path, f"the numpy value {body!r:.40}", "a known dtype and a value")
+            self._refuse(path, f"the numpy value {brief(body)}", "a known dtype and a value")
         return dtype, body[1]
 
     def _parameter(self, body: JSON, path: Path, *, grad: bool) -> torch.nn.Parameter:
@@ -183,21 +196,27 @@ class Grower:
         if self._tie:
             return tensor
         name = body[0] if body else name_of(path)
-        if name in self._used:
-            return _own(tensor)
-        if len(body) < 4:
+        if name not in self._used and len(body) < 4:
             self._used.add(name)
             return tensor
+        self._spend(min(tensor.nbytes, _reach(tensor) * tensor.element_size()), path)
         return _own(tensor)
+
+    def _spend(self, nbytes: int, path: Path) -> None:
+        """Count memory that is about to be taken."""
+        self._left -= nbytes
+        if self._left < 0:
+            found, do = f"copies of tensors that take {-self._left} bytes too many", "pass max_bytes= if you trust it"
+            raise CorruptError(f"{self._where}: {where_of(path)}", found=found, expected="fewer", do=do)
 
     def _resolve(self, reference: JSON, path: Path) -> torch.Tensor:
         """The tensor a reference stands for, as a view of the stored one."""
         if type(reference) is not list or len(reference) not in (0, 1, 4, 5):
-            self._refuse(path, f"the reference {reference!r:.60}", "[], [name] or [name, offset, shape, strides]")
+            self._refuse(path, f"the reference {brief(reference, 60)}", "[], [name] or [name, offset, shape, strides]")
         name = reference[0] if reference else name_of(path)
         stored = self._tensors.get(name) if type(name) is str else None
         if stored is None:
-            self._refuse(path, f"a reference to {name!r:.80}", "the name of a tensor in this file")
+            self._refuse(path, f"a reference to {brief(name, 80)}", "the name of a tensor in this file")
         return self._view(stored, reference, path) if len(reference) >= 4 else stored
 
     def _view(self, stored: torch.Tensor, reference: list[JSON], path: Path) -> torch.Tensor:
@@ -206,18 +225,20 @@ class Grower:
         if rest:
             row = self._as_dtype(row, rest[0], path)
         if not (_counts([offset]) and _counts(shape) and _counts(strides) and len(shape) == len(strides) <= 64):
-            self._refuse(path, f"a view {reference!r:.80}", "counts, as many strides as sizes")
-        if math.prod(shape) >= 2**62:
-            self._refuse(path, f"a view of shape {shape!r:.80}", "fewer than 2^62 elements")
+            self._refuse(path, f"a view {brief(reference, 80)}", "counts, as many strides as sizes")
+        if math.prod(size for size in shape if size) >= 2**60:  # of an empty one, too: torch counts on its way to the 0
+            self._refuse(path, f"a view of shape {brief(shape, 80)}", "fewer than 2^60 elements")
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         if last >= row.numel() if math.prod(shape) else offset > row.numel():
-            self._refuse(path, f"a view up to element {last}", f"at most {row.numel() - 1} of {reference[0]!r:.80}")
+            self._refuse(
+                path, f"a view up to element {last}", f"at most {row.numel() - 1} of {brief(reference[0], 80)}"
+            )
         return row.as_strided(shape, strides, row.storage_offset() + offset)
 
     def _as_dtype(self, row: torch.Tensor, name: JSON, path: Path) -> torch.Tensor:
         dtype = TORCH.get(name) if type(name) is str else None
         if dtype is None:
-            self._refuse(path, f"the dtype {name!r:.40}", "one that this torch has")
+            self._refuse(path, f"the dtype {brief(name)}", "one that this torch has")
         data = row.view(torch.uint8)
         return data[: data.numel() - data.numel() % dtype.itemsize].view(dtype)
 
@@ -225,14 +246,14 @@ class Grower:
         try:
             data = bytes.fromhex(self._string(body, path))
         except ValueError:
-            self._refuse(path, f"{body!r:.40}", "hex digits")
+            self._refuse(path, f"{brief(body)}", "hex digits")
         if length is not None and len(data) != length:
             self._refuse(path, f"{len(data)} bytes", f"{length}")
         return data
 
     def _string(self, body: JSON, path: Path) -> str:
         if type(body) is not str:
-            self._refuse(path, f"{body!r:.40}", "a string")
+            self._refuse(path, f"{brief(body)}", "a string")
         return body
 
     def _refuse(self, path: Path, found: str, expected: str) -> NoReturn:
@@ -245,8 +266,8 @@ def _counts(values: JSON) -> bool:
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     """The same tensor in memory of its own: dense, or with its strides where it meets itself (expanded tensors)."""
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if tensor.numel() > max(reach, 0):
+    reach = _reach(tensor)
+    if tensor.numel() > reach:
         row = tensor.as_strided((reach,), (1,), tensor.storage_offset())
         return _own(row).as_strided(tensor.shape, tensor.stride(), 0)
     if tensor.device.type != "cpu":
@@ -254,3 +275,9 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     fresh = empty(tuple(tensor.shape), tensor.dtype)
     raw(fresh).copy_(raw(tensor))
     return fresh
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Elements from its first to behind its last, however often it meets each of them."""
+    last: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return max(last + 1, 0)

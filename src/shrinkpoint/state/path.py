@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from reprlib import Repr
 from typing import Any, TypeAlias
 
 Path: TypeAlias = tuple[Any, ...]
 """Keys of dicts and indices of lists, outermost first."""
 
+_DECIMAL = 10**4300
+"""The first whole number that is not written in decimal."""
+_DIGITS = 600
+"""How many digits Python writes out whatever its settings are, and a few less."""
 _UNSAFE = re.compile("[/%\x00-\x1f\x7f\ud800-\udfff]")
 
 
@@ -29,7 +34,27 @@ def name_of(path: Path) -> str:
 
 
 def _segment(key: Any) -> str:
-    return _UNSAFE.sub(lambda match: f"%{ord(match[0]):02X}", str(key)) or "%"
+    return _UNSAFE.sub(lambda match: f"%{ord(match[0]):02X}", text_of(key)) or "%"
+
+
+def text_of(key: Any) -> str:
+    """As `str`, whatever Python's limit of digits is; whole numbers beyond 4300 of them are cut short, in hex."""
+    if isinstance(key, str):
+        return key
+    if isinstance(key, int) and key.bit_length() > 64:
+        return (
+            _decimal(key) if -_DECIMAL < key < _DECIMAL else f"{hex(key >> (key.bit_length() - 64))}~{key.bit_length()}"
+        )
+    if isinstance(key, tuple) and any(isinstance(part, int | tuple) for part in key):
+        inner = ", ".join(text_of(part) if isinstance(part, int | tuple) else repr(part) for part in key)
+        return f"({inner},)" if len(key) == 1 else f"({inner})"
+    return str(key)
+
+
+def _decimal(number: int) -> str:
+    high, low = divmod(abs(number), 10**_DIGITS)
+    text = f"{_decimal(high)}{low:0{_DIGITS}d}" if high else str(low)
+    return f"-{text}" if number < 0 else text
 
 
 def where_of(path: Path) -> str:
@@ -38,4 +63,22 @@ def where_of(path: Path) -> str:
     >>> where_of(("optimizer", "state", 0, "exp_avg"))
     "state['optimizer']['state'][0]['exp_avg']"
     """
-    return "state" + "".join(f"[{key!r}]" for key in path)
+    return "state" + "".join(f"[{_shown(key)}]" for key in path)
+
+
+def brief(value: Any, most: int = 40) -> str:
+    """`repr(value)`, or the first letters of it; it never costs more than what it shows."""
+    return _brief.repr(value)[:most]
+
+
+def _shown(key: Any) -> str:
+    return repr(key) if isinstance(key, str) else text_of(key)
+
+
+class _Brief(Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        return text_of(x)
+
+
+_brief = _Brief()
+_brief.maxstring = _brief.maxother = _brief.maxlong = 80

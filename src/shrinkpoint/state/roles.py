@@ -16,7 +16,7 @@ import torch
 
 from shrinkpoint.record import Role
 from shrinkpoint.state.flat import AdamFacts
-from shrinkpoint.state.path import Path
+from shrinkpoint.state.path import Path, text_of
 from shrinkpoint.state.ties import Leaf
 
 _SLOTS = {
@@ -172,7 +172,7 @@ class Model:
     def find(self, name: str) -> Leaf | None:
         """The leaf of that name, dots and levels of the nest taken as the same."""
         if self._names is None:
-            self._names = {".".join(map(str, leaf.path[len(self.path) :])): leaf for leaf in self.leaves}
+            self._names = {".".join(map(text_of, leaf.path[len(self.path) :])): leaf for leaf in self.leaves}
         return next((self._names[p + name] for p in ("", "module.", "_orig_mod.") if p + name in self._names), None)
 
 
@@ -181,14 +181,14 @@ def _models(leaves: Sequence[Leaf]) -> list[Model]:
     models: dict[Path, Model] = {}
     seen: set[tuple[Path, str]] = set()
     for leaf in leaves:
-        if not leaf.name or not _is_weight(leaf) or _BUFFER.search(str(leaf.path[-1] if leaf.path else "")):
+        if not leaf.name or not _is_weight(leaf) or _BUFFER.search(text_of(leaf.path[-1] if leaf.path else "")):
             continue
         for depth in range(len(leaf.path)):
             path = leaf.path[:depth]
             if (path, leaf.name) not in seen:  # tied parameters count once
                 seen.add((path, leaf.name))
                 models.setdefault(path, Model(path)).leaves.append(leaf)
-    return sorted(models.values(), key=lambda model: any(_AVERAGE.search(str(key)) for key in model.path))
+    return sorted(models.values(), key=lambda model: any(_AVERAGE.search(text_of(key)) for key in model.path))
 
 
 @dataclass

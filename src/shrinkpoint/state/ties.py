@@ -16,9 +16,10 @@ from functools import cached_property
 
 import torch
 
+from shrinkpoint.errors import StateError
 from shrinkpoint.record import JSON
 from shrinkpoint.state.dtypes import dtype_name
-from shrinkpoint.state.path import Path, name_of
+from shrinkpoint.state.path import Path, name_of, where_of
 
 SLACK = 1024
 """Bytes that a shared range may cost beyond its members stored one by one, before sharing is given up."""
@@ -89,7 +90,13 @@ def _groups(leaves: list[Leaf]) -> Iterator[list[Leaf]]:
             yield [leaf]
             continue
         storage = leaf.tensor.untyped_storage()
-        storages.setdefault((leaf.tensor.device, storage.data_ptr(), storage.nbytes()), []).append(leaf)
+        size = storage.nbytes()
+        if leaf.start + leaf.extent > size:
+            found, expected = f"a tensor whose storage has {size} bytes", f"its {leaf.extent} from {leaf.start} on"
+            raise StateError(
+                where_of(leaf.path), found=found, expected=expected, do="save it before its memory is freed"
+            )
+        storages.setdefault((leaf.tensor.device, storage.data_ptr(), size), []).append(leaf)
     for members in storages.values():
         if len(members) == 1:
             yield members

@@ -64,4 +64,6 @@ def _rewrite(storage: Storage, manifest: Manifest, parent: Manifest | None, thre
 
 def _flat(decoded: Decoded, manifest: Manifest) -> FlatState:
     """The state again as a save sees it, with roles and optimizer facts found anew; shares the decoded memory."""
-    return flatten(unflatten(decoded.tree, decoded.reference.tensors, where=f"step {manifest.step}"))
+    return flatten(
+        unflatten(decoded.tree, decoded.reference.tensors, where=f"step {manifest.step}", max_bytes=decoded.left)
+    )

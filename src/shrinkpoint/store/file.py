@@ -5,12 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from shrinkpoint.codec import Origin, Reference, decode_all
+from shrinkpoint.codec.run import default_threads
 from shrinkpoint.container import Reader, Writer
+from shrinkpoint.guard import guarded
 from shrinkpoint.record import JSON, Encoded, Role
 from shrinkpoint.schemes import Kept, Scheme
+from shrinkpoint.state import unflatten
 from shrinkpoint.storage import Source, Storage
+from shrinkpoint.store.allowance import Allowance
 
 
 @dataclass(frozen=True)
@@ -80,10 +86,15 @@ class Written:
 
 @dataclass(frozen=True)
 class Decoded:
-    """A file's content: the tree, and the tensors it refers to."""
+    """A file's content: the tree, and the tensors it refers to.
+
+    Attributes:
+        left: bytes that copies in the tree may take; None: nobody counted.
+    """
 
     tree: JSON
     reference: Reference
+    left: int | None = None
 
 
 def write_file(
@@ -148,15 +159,43 @@ def read_file(
     reference: Reference | None,
     *,
     threads: int | None = None,
+    allowance: Allowance | None = None,
 ) -> Decoded:
     """Decode a file; `reference` must be the parent's tensors where the file is a delta.
 
+    Args:
+        allowance: counts the files of the chain so far; None: this one alone.
+
     Raises:
-        FormatError: the bytes are at fault.
+        FormatError: the bytes are at fault, or ask for more memory than they may.
         ChainError: `reference` is missing or is not the one the file was made against.
     """
-    reader = Reader(source, where)
-    heads = reader.records
-    recipes = [(head.recipe, len(head.infos), sum(info.nbytes for info in head.infos)) for head in heads]
-    found = decode_all(recipes, lambda index: reader.read(heads[index]), reference, where=where, threads=threads)
-    return Decoded(reader.tree, found)
+    return decode_records(Reader(source, where), reference, threads=threads, allowance=allowance)
+
+
+def decode_records(
+    reader: Reader, reference: Reference | None, *, threads: int | None = None, allowance: Allowance | None = None
+) -> Decoded:
+    """As `read_file`, of a file whose header has been read."""
+    allowance = allowance or Allowance()
+    workers = default_threads(threads)
+    with guarded(reader.where):
+        heads = reader.records
+        recipes = [(head.recipe, len(head.infos), sum(info.nbytes for info in head.infos)) for head in heads]
+        allowance.admit(reader.where, reader.size, sum(nbytes for _, _, nbytes in recipes))
+        read = partial(_read, reader)
+        found = decode_all(recipes, read, reference, where=reader.where, threads=workers)
+        return Decoded(reader.tree, found, allowance.left)
+
+
+def _read(reader: Reader, index: int) -> Encoded:
+    return reader.read(reader.records[index])
+
+
+def grow(decoded: Decoded, where: str, *, tie: bool = True) -> Any:
+    """The state that a file's content stands for.
+
+    Raises:
+        CorruptError: no release writes such a tree, or it asks for more memory than it may.
+    """
+    return unflatten(decoded.tree, decoded.reference.tensors, tie=tie, where=where, max_bytes=decoded.left)

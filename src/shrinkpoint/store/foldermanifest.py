@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 
+from shrinkpoint.container.strict import shorten
+from shrinkpoint.guard import guarded
 from shrinkpoint.record import JSON
 from shrinkpoint.store.layout import MAX_STEP
 from shrinkpoint.store.sealed import (
     check_format,
+    check_time,
     corrupt,
     count,
     expect,
@@ -112,12 +114,13 @@ class FolderManifest:
             CorruptError: the bytes contradict their digest or themselves.
             VersionError: a newer release wrote them.
         """
-        document = unsealed(data, where)
-        check_format(document, where, FORMAT)
-        try:
-            return _checked(document)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise corrupt(where, f"a manifest that contradicts itself ({error})") from error
+        with guarded(where):
+            document = unsealed(data, where)
+            check_format(document, where, FORMAT)
+            try:
+                return _checked(document)
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
+                raise corrupt(where, f"a manifest that contradicts itself ({shorten(str(error))})") from error
 
 
 def _checked(document: Mapping[str, JSON]) -> FolderManifest:
@@ -127,8 +130,7 @@ def _checked(document: Mapping[str, JSON]) -> FolderManifest:
         raise ValueError("no payload, or one twice")
     if step is not None and not 0 <= expect(step, int) < MAX_STEP:
         raise ValueError(f"step {step}")
-    if datetime.fromisoformat(created).tzinfo is None:
-        raise ValueError("a time without a zone")
+    check_time(created)
     return FolderManifest(
         id=expect(document["id"], str),
         created=created,

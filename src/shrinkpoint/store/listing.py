@@ -134,6 +134,8 @@ def read_manifest(storage: Storage, step: int) -> Manifest:
 def _marks(storage: Storage, manifest: Manifest) -> bool:
     """Whether the marker hides this very checkpoint, and not one that had its step before."""
     try:
-        return storage.get(layout.forgotten_key(manifest.step)) == manifest.id.encode()
+        with storage.open(layout.forgotten_key(manifest.step)) as source:
+            id = manifest.id.encode("utf-8", "surrogatepass")
+            return source.size == len(id) and bytes(source.read(0, source.size)) == id
     except NotFoundError:
         return False

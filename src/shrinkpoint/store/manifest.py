@@ -7,10 +7,13 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime
 from itertools import pairwise
 
+from shrinkpoint.container.strict import shorten
+from shrinkpoint.guard import guarded
 from shrinkpoint.record import JSON
 from shrinkpoint.store import layout
 from shrinkpoint.store.sealed import (
     check_format,
+    check_time,
     corrupt,
     count,
     expect,
@@ -148,12 +151,13 @@ class Manifest:
             CorruptError: the bytes contradict their digest or themselves.
             VersionError: a newer release wrote them.
         """
-        document = unsealed(data, where)
-        check_format(document, where, FORMAT)
-        try:
-            return _manifest(document)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise corrupt(where, f"a manifest that contradicts itself ({error})") from error
+        with guarded(where):
+            document = unsealed(data, where)
+            check_format(document, where, FORMAT)
+            try:
+                return _manifest(document)
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
+                raise corrupt(where, f"a manifest that contradicts itself ({shorten(str(error))})") from error
 
 
 def _manifest(document: dict[str, JSON]) -> Manifest:
@@ -176,8 +180,7 @@ def _manifest(document: dict[str, JSON]) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    if manifest.created_at.tzinfo is None:
-        raise ValueError("a time without a zone")
+    check_time(manifest.created)
     if not manifest.files or len({one.name for one in manifest.files}) < len(manifest.files):
         raise ValueError("no payload, or one twice")
     steps = [base.step for base in manifest.bases] + [manifest.step]

@@ -14,6 +14,7 @@ from torch import Tensor
 from shrinkpoint.codec.quantize import from_bits
 from shrinkpoint.codec.run import Bytes, default_threads
 from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
+from shrinkpoint.guard import guarded
 from shrinkpoint.record import ITEMSIZE, TensorInfo
 from shrinkpoint.store.partialcache import Cache
 from shrinkpoint.store.partialfile import close_chain, open_chain
@@ -86,7 +87,8 @@ class Boxes:
                 self._check_open()
                 plan = Plan(self._chain, self._cache, self._threads)
                 try:
-                    found = plan.values(name, places, size, strict=sizes == info.shape)
+                    with guarded(self._chain[-1].reader.where):
+                        found = plan.values(name, places, size, strict=sizes == info.shape)
                 finally:
                     self.decoded += plan.decoded
             for start, data in found:

@@ -12,6 +12,7 @@ from shrinkpoint.container.document import RecordHead
 from shrinkpoint.errors import ChainError, NotFoundError, PolicyError
 from shrinkpoint.record import TensorInfo
 from shrinkpoint.storage import LocalStorage, Source
+from shrinkpoint.store.allowance import Allowance
 
 _DO = "restore another checkpoint; `verify` says which are whole"
 
@@ -81,9 +82,12 @@ def open_chain(paths: Sequence[Path]) -> list[ChainFile]:
     if not paths:
         raise PolicyError("chain", found="no file", expected="at least one", do="name the payload, its bases before it")
     out: list[ChainFile] = []
+    allowance = Allowance()
     try:
         for path in paths:
             out.append(_open(path.absolute(), out[-1] if out else None, last=path is paths[-1]))
+            reader = out[-1].reader
+            allowance.admit(reader.where, reader.size, sum(info.nbytes for info in out[-1].infos.values()))
     except BaseException:
         close_chain(out)
         raise

@@ -14,8 +14,8 @@ from shrinkpoint.store.manifest import Base, Manifest
 T = TypeVar("T")
 
 
-def resolve(storage: Storage, manifest: Manifest, base: Base, use: Callable[[Source, str], T]) -> T:
-    """Call `use` on the first place that holds the right file of a chain: one's own link, then the sibling's file.
+def resolve(storage: Storage, manifest: Manifest, base: Base, use: Callable[[Reader], T]) -> T:
+    """Read the right file of a chain from the first place that holds it: one's own link, then the sibling's file.
 
     A place whose file is damaged is passed over, since the next may hold a copy that is not.
 
@@ -27,8 +27,7 @@ def resolve(storage: Storage, manifest: Manifest, base: Base, use: Callable[[Sou
         where = storage.describe(key)
         try:
             with storage.open(key) as source:
-                vouch(source, where, manifest, base)
-                return use(source, where)
+                return use(vouch(source, where, manifest, base))
         except NotFoundError:
             continue
         except (ChainError, FormatError, StorageError) as other:

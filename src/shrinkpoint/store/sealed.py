@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 from shrinkpoint._native import xxh3_128
+from shrinkpoint.container.strict import DEPTH, check_nests, depth
 from shrinkpoint.errors import CorruptError, TruncatedError, VersionError
 from shrinkpoint.record import JSON
 from shrinkpoint.store import layout
@@ -37,6 +38,7 @@ def unsealed(data: bytes, where: str) -> dict[str, JSON]:
     if not data.endswith(b"}"):
         do = "restore another checkpoint, then `forget` and `prune` this one"
         raise TruncatedError(where, found=f"{len(data)} bytes without an end", expected="a whole manifest", do=do)
+    check_nests(data, where, "a manifest")
     try:
         document = json.loads(data)
         found = document.pop("digest")
@@ -48,6 +50,8 @@ def unsealed(data: bytes, where: str) -> dict[str, JSON]:
         raise corrupt(where, f"digest {str(found)[:40]}", expected)
     if canonical != data:
         raise corrupt(where, "another spelling of this manifest", "canonical JSON")
+    if depth(document) > DEPTH:
+        raise corrupt(where, "a manifest that is nested too deeply", f"at most {DEPTH} levels")
     return dict(document)
 
 
@@ -94,10 +98,19 @@ def expect(value: JSON, kind: type) -> Any:
 
 
 def count(value: JSON) -> int:
-    """A whole number from 0; else a TypeError or ValueError."""
-    if expect(value, int) < 0:
-        raise ValueError(f"a negative count {value}")
+    """A whole number from 0 to 2^63 - 1; else a TypeError or ValueError."""
+    if not 0 <= expect(value, int) < 1 << 63:
+        raise ValueError(f"a count of {value}"[:60])
     return int(value)
+
+
+def check_time(text: str) -> None:
+    """Raise a ValueError or OverflowError of what is no moment with a zone, or none that every zone can name."""
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None:
+        raise ValueError("a time without a zone")
+    for hours in (-24, 24):
+        moment.astimezone(timezone.utc) + timedelta(hours=hours)
 
 
 def payload_name(value: JSON) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,9 @@ from shrinkpoint.record import TensorInfo
 from shrinkpoint.schemes import Scheme, named
 from shrinkpoint.state import flatten, unflatten
 from shrinkpoint.storage import LocalStorage, local_path
+from shrinkpoint.store.allowance import Allowance
 from shrinkpoint.store.file import Decoded, SaveReport, read_file, write_file
+from shrinkpoint.store.placed import placed
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ def load(
     device: str | torch.device | None = None,
     tie: bool = True,
     threads: int | None = None,
+    max_bytes: int | None = None,
 ) -> Any:
     """The state of a file that `save` wrote, or that lies in a store.
 
@@ -103,20 +107,23 @@ def load(
         device: where its tensors go; None: the CPU.
         tie: tensors that shared memory share it again.
         threads: native threads; None: every core.
+        max_bytes: how much memory the tensors of one file may take; None: 1 GiB, or 1000 times the bytes of the file
+            and its bases if that is more (`SHRINKPOINT_MAX_BYTES` in the environment says otherwise).
 
     Raises:
         NotFoundError: there is no such file.
         ChainError: a base is missing, or is another than the delta was made against.
-        FormatError: bytes are at fault.
+        FormatError: bytes are at fault, or ask for more memory than they may.
         StorageError: reading failed.
+        PolicyError: the device is not there, or is full; a limit that is none.
     """
     threads, tie = arguments.threads(threads), arguments.flag("tie", tie)
     below = None if base is None else local_path(base, "base").absolute()
-    decoded, _ = decode_file(local_path(path).absolute(), below, threads=threads)
-    tensors: dict[str, Tensor] = dict(decoded.reference.tensors)
+    decoded, _ = decode_file(local_path(path).absolute(), below, threads=threads, max_bytes=max_bytes)
+    tensors: Mapping[str, Tensor] = decoded.reference.tensors
     if device is not None:
-        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-    return unflatten(decoded.tree, tensors, tie=tie, where=str(path))
+        tensors = placed(tensors, device, copy=False)
+    return unflatten(decoded.tree, tensors, tie=tie, where=str(path), max_bytes=decoded.left)
 
 
 def inspect(path: str | Path) -> FileSummary:
@@ -134,13 +141,16 @@ def inspect(path: str | Path) -> FileSummary:
     )  # fmt: skip
 
 
-def decode_file(path: Path, base: Path | None = None, *, threads: int | None = None) -> tuple[Decoded, str]:
+def decode_file(
+    path: Path, base: Path | None = None, *, threads: int | None = None, max_bytes: int | None = None
+) -> tuple[Decoded, str]:
     """A file's content and its header digest, its chain decoded from the keyframe on; raises as `load` does."""
+    allowance = Allowance(max_bytes)
     chain = _chain(path, base)
     reference: Reference | None = None
     for link, _ in reversed(chain):
         with LocalStorage(link.parent).open(link.name) as source:
-            decoded = read_file(source, str(link), reference, threads=threads)
+            decoded = read_file(source, str(link), reference, threads=threads, allowance=allowance)
         reference = decoded.reference
     return decoded, chain[0][1]
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from shrinkpoint import arguments
 from shrinkpoint.codec import Reference
 from shrinkpoint.errors import ChainError, FormatError, NotFoundError, PolicyError, StorageError
@@ -28,12 +26,11 @@ from shrinkpoint.store.lease import Lease
 from shrinkpoint.store.listing import Listing, scan
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.pending import Pending
+from shrinkpoint.store.placed import Device, placed
 from shrinkpoint.store.resolve import vouch
 from shrinkpoint.store.retention import Keep
 from shrinkpoint.store.verify import Finding, verify
 from shrinkpoint.store.walk import decode_chain
-
-Device = str | torch.device | None
 
 
 @dataclass(frozen=True)
@@ -223,7 +220,15 @@ class Store:
 
     # loading
 
-    def load(self, step: int | None = None, *, device: Device = None, tie: bool = True, keep: bool = True) -> Any:
+    def load(
+        self,
+        step: int | None = None,
+        *,
+        device: Device = None,
+        tie: bool = True,
+        keep: bool = True,
+        max_bytes: int | None = None,
+    ) -> Any:
         """A state as it was saved.
 
         Args:
@@ -231,17 +236,21 @@ class Store:
             device: where its tensors go; None: the CPU.
             tie: tensors that shared memory share it again.
             keep: hold what was loaded as the reference of the next delta. False needs less memory, for mere reading.
+            max_bytes: how much memory the tensors of one checkpoint may take; None: 1 GiB, or 1000 times the bytes of
+                its chain if that is more (`SHRINKPOINT_MAX_BYTES` in the environment says otherwise).
 
         Raises:
             NotFoundError: there is no such checkpoint, or it is forgotten.
             ChainError: a base is missing, or is another than the delta was made against.
-            FormatError: bytes are at fault.
+            FormatError: bytes are at fault, or ask for more memory than they may.
             StorageError: reading failed.
-            PolicyError: the device is not there, or is full.
+            PolicyError: the device is not there, or is full; a limit that is none.
         """
-        return self._load(self.manifest(step), device, tie, keep)
+        return self._load(self.manifest(step), device, tie, keep, max_bytes)
 
-    def restore(self, *, device: Device = None, tie: bool = True, keep: bool = True) -> Restored:
+    def restore(
+        self, *, device: Device = None, tie: bool = True, keep: bool = True, max_bytes: int | None = None
+    ) -> Restored:
         """The newest checkpoint that loads; those that do not are skipped, and named with the reason.
 
         Raises:
@@ -253,18 +262,18 @@ class Store:
         for step in sorted({*listing.manifests, *listing.broken} - listing.forgotten, reverse=True):
             try:
                 manifest = self._shown(listing, step)
-                return Restored(step, self._load(manifest, device, tie, keep), manifest, tuple(skipped))
+                return Restored(step, self._load(manifest, device, tie, keep, max_bytes), manifest, tuple(skipped))
             except (FormatError, ChainError, StorageError, NotFoundError) as error:
                 skipped.append(Skipped(step, str(error)))
         raise self._none(skipped)
 
-    def _load(self, manifest: Manifest, device: Device, tie: bool, keep: bool) -> Any:
+    def _load(self, manifest: Manifest, device: Device, tie: bool, keep: bool, max_bytes: int | None) -> Any:
         with self._guard:
             if keep:
                 self._held.drop()  # else there would be three states in memory
-            decoded = decode_chain(self.storage, manifest, threads=self._threads)
-            tensors = decoded.reference.tensors
-            state = unflatten(decoded.tree, placed(tensors, device, copy=keep), tie=tie, where=f"step {manifest.step}")
+            decoded = decode_chain(self.storage, manifest, threads=self._threads, max_bytes=max_bytes)
+            tensors, where = placed(decoded.reference.tensors, device, copy=keep), f"step {manifest.step}"
+            state = unflatten(decoded.tree, tensors, tie=tie, where=where, max_bytes=decoded.left)
             if keep:
                 self._held.adopt(manifest, decoded.reference)
             return state
@@ -356,21 +365,6 @@ def _storage(where: str | Path | Storage) -> Storage:
     if isinstance(where, str | Path) or not hasattr(where, "sweep"):
         return LocalStorage(local_path(where, "the directory of a store", directory=True))
     return where
-
-
-def placed(tensors: Mapping[str, torch.Tensor], device: Device, *, copy: bool) -> dict[str, torch.Tensor]:
-    """Tensors on a device, the CPU where none is named.
-
-    Raises:
-        PolicyError: the device is not there, or is full.
-    """
-    try:
-        return {name: tensor.to(device or "cpu", copy=copy) for name, tensor in tensors.items()}
-    except (AssertionError, RuntimeError, TypeError) as error:  # torch has no error of its own for "no such device"
-        do = "name a device that is here, or make room on it"
-        raise PolicyError(
-            f"device {device!r}", found=str(error)[:200], expected="a place for the state", do=do
-        ) from error
 
 
 def _unknown(where: str, listing: Listing, step: int | None) -> NotFoundError:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from shrinkpoint.codec import Reference
+from shrinkpoint.container import Reader
 from shrinkpoint.errors import NotFoundError
 from shrinkpoint.storage import Source
-from shrinkpoint.store.file import Decoded, read_file
+from shrinkpoint.store.allowance import Allowance
+from shrinkpoint.store.file import Decoded, decode_records
 from shrinkpoint.store.folder import files, read_manifest, using, vouched
 
 
-def decode(folder: str | Path, rank: int = 0, *, threads: int | None = None) -> Decoded:
+def decode(folder: str | Path, rank: int = 0, *, threads: int | None = None, max_bytes: int | None = None) -> Decoded:
     """One payload's content, its chain decoded from the keyframe on; at most two states are in memory at a time.
+
+    Args:
+        max_bytes: as of `Allowance`.
 
     Raises:
         NotFoundError: there is no manifest, or no payload of this rank.
@@ -24,15 +29,14 @@ def decode(folder: str | Path, rank: int = 0, *, threads: int | None = None) -> 
         found, expected = f"no payload of rank {rank}", f"a rank below {len(payloads)}"
         raise NotFoundError(str(folder), found=found, expected=expected, do="name one of its ranks")
     decoded: Decoded | None = None
+    allowance = Allowance(max_bytes)
     for key, digest, size in files(payloads[rank]):
         reference = None if decoded is None else decoded.reference
-        decoded = using(folder, key, partial(_read, digest=digest, size=size, reference=reference, threads=threads))
+        read = partial(decode_records, reference=reference, threads=threads, allowance=allowance)
+        decoded = using(folder, key, partial(_read, digest=digest, size=size, read=read))
     assert decoded is not None
     return decoded
 
 
-def _read(
-    source: Source, where: str, *, digest: str, size: int, reference: Reference | None, threads: int | None
-) -> Decoded:
-    vouched(source, where, digest, size)
-    return read_file(source, where, reference, threads=threads)
+def _read(source: Source, where: str, *, digest: str, size: int, read: Callable[[Reader], Decoded]) -> Decoded:
+    return read(vouched(source, where, digest, size))

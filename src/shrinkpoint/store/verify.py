@@ -37,7 +37,8 @@ def verify(storage: Storage, *, deep: bool = False, threads: int | None = None) 
     """Check every checkpoint that is shown: manifest, headers and the digests of the stored bytes.
 
     Args:
-        deep: decode everything too, and check the digests of what was decoded.
+        deep: decode everything too, check the digests of what was decoded, and make the states of it: what is not found
+            here, loads.
 
     Raises:
         StorageError: the store cannot be listed.
@@ -111,14 +112,16 @@ def _gone(storage: Storage, listing: Listing) -> Iterator[Finding]:
 
 def _undecodable(storage: Storage, listing: Listing, known: set[int | None], threads: int | None) -> Iterator[Finding]:
     """Decode from the newest down; what lay on the way of a chain need not be decoded again."""
-    from shrinkpoint.store.walk import walk  # the one thing here that needs torch
+    from shrinkpoint.store.file import grow  # these need torch, and nothing else here
+    from shrinkpoint.store.walk import walk
 
     proven: set[str] = set()
     for manifest in reversed(listing.shown.values()):
         if manifest.step in known or manifest.digest in proven:
             continue
         try:
-            for base, _ in walk(storage, manifest, threads=threads):
+            for base, decoded in walk(storage, manifest, threads=threads):
+                grow(decoded, f"step {base.step}")
                 proven.add(base.digest)
         except ShrinkpointError as error:
             do = f"restore another checkpoint; `forget` and `prune` step {manifest.step}"

@@ -23,7 +23,7 @@ from shrinkpoint.storage import local_path, storage_error
 from shrinkpoint.store import SaveReport
 from shrinkpoint.store import folder as folders
 from shrinkpoint.store.foldermanifest import FolderManifest
-from shrinkpoint.store.store import Device, placed
+from shrinkpoint.store.placed import Device, placed
 from shrinkpoint.store.tip import Tip
 from shrinkpoint.store.unfold import decode
 from shrinkpoint.train.metrics import numbers
@@ -180,7 +180,7 @@ class Trail:
         self._tip.drop()  # else there would be three states in memory
         decoded = decode(folder, threads=self._threads)
         tensors = placed(decoded.reference.tensors, device, copy=True)
-        state = unflatten(decoded.tree, tensors, tie=tie, where=str(folder))
+        state = unflatten(decoded.tree, tensors, tie=tie, where=str(folder), max_bytes=decoded.left)
         self._tip.adopt(folder, decoded)
         self._last, self._spare = None, None
         self._lossy_restores = manifest.lossy_restores + manifest.is_lossy

@@ -169,7 +169,7 @@ def _packed(state: dict[str, Any]) -> Tensor:
 
 def _unpacked(data: Tensor, where: str) -> Any:
     decoded = read_file(MemorySource(data.numpy().tobytes(), where), where, None)
-    return unflatten(decoded.tree, decoded.reference.tensors, where=where)
+    return unflatten(decoded.tree, decoded.reference.tensors, where=where, max_bytes=decoded.left)
 
 
 def _read(state: dict[str, Any], reader: Reader) -> None:

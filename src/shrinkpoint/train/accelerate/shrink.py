@@ -310,7 +310,7 @@ class Shrink:
             self._loaded = folder
             return state
         decoded = decode(folder, threads=self._threads)
-        return unflatten(decoded.tree, decoded.reference.tensors, where=str(folder))
+        return unflatten(decoded.tree, decoded.reference.tensors, where=str(folder), max_bytes=decoded.left)
 
     def _fit(self, state: Any, models: list[Any], folder: Path, *, strict: bool) -> None:
         for hook in self._accelerator._load_model_state_pre_hook.values():

@@ -1,0 +1,74 @@
+"""How much memory a file may ask for: what it says of itself is checked before anything is allocated.
+
+A few bytes can stand for many: zeros, copies, values that have not changed. What our own writers make of real states is
+far below these factors; a state that is nothing but a constant may be above, and its reader says so.
+"""
+
+from __future__ import annotations
+
+import os
+
+from shrinkpoint.errors import CorruptError, PolicyError
+
+MIN_LIMIT = 1 << 30
+"""Bytes of tensors that any file may hold, however small it is."""
+FACTOR = 1000
+"""Bytes of tensors that each stored byte of a chain may stand for, beyond that."""
+VARIABLE = "SHRINKPOINT_MAX_BYTES"
+"""The environment's word where a caller has none, for frameworks and the command line."""
+
+_DO = "if you trust it, pass max_bytes=, or set " + VARIABLE
+
+
+class Allowance:
+    """Counts what the files of a chain ask for, keyframe first.
+
+    Args:
+        max_bytes: of tensors, in any one file and in what its tree copies of them; None: what the environment variable
+            `SHRINKPOINT_MAX_BYTES` says, else 1 GiB, or 1000 times the bytes of the files so far if that is more.
+
+    Attributes:
+        left: bytes of the limit that the last file's tensors do not take, which copies in its tree may.
+
+    Raises:
+        PolicyError: a limit that is no whole number above 0.
+    """
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        self._limit = _limit(max_bytes)
+        self._stored = 0
+        self.left = self._limit or MIN_LIMIT
+
+    def admit(self, where: str, stored: int, raw: int) -> None:
+        """Let a file be decoded.
+
+        Args:
+            where: the file, for messages.
+            stored: its bytes.
+            raw: bytes of the tensors that it says it holds.
+
+        Raises:
+            CorruptError: it asks for too much.
+        """
+        self._stored += stored
+        limit = self._limit or max(MIN_LIMIT, FACTOR * self._stored)
+        if raw > limit:
+            found = f"{raw} bytes of tensors in a chain of {self._stored} bytes"
+            raise CorruptError(where, found=found, expected=f"at most {limit}", do=_DO)
+        self.left = limit - raw
+
+
+def _limit(max_bytes: int | None) -> int | None:
+    if max_bytes is None:
+        text = os.environ.get(VARIABLE, "")
+        if not text:
+            return None
+        if not text.isascii() or not text.isdecimal() or not 0 < len(text) < 20 or not int(text):
+            raise PolicyError(
+                VARIABLE, found=repr(text[:40]), expected="a whole number of bytes", do="mend or unset it"
+            )
+        return int(text)
+    if type(max_bytes) is not int or max_bytes < 1:
+        raise PolicyError("max_bytes", found=repr(max_bytes)[:40], expected="a whole number of bytes, or None",
+                          do="say how much memory the tensors of one file may take")  # fmt: skip
+    return max_bytes
