@@ -63,7 +63,6 @@ def test_prune_only_tells_until_it_is_applied(run, store):
         (["--keep-every", 20], [10, 20, 40]),
         (["--keep-best", 1], [10, 20, 40]),  # 20 has the smallest loss
         (["--keep-best", 1, "--mode", "max"], [40]),
-        (["--keep-best", 1, "--metric", "no_such"], [40]),
         (["--keep-within", "1h"], [10, 20, 30, 40]),
         ([], [10, 20, 30, 40]),
     ],

@@ -23,7 +23,7 @@ def command(
     json: JsonOption = False,
 ) -> None:
     """List the checkpoints of a store, or of a framework's run: when, how large, what they stand on, their metrics."""
-    storage, listing = open_store(store)
+    storage, listing = open_store(store, run=True)
     if Target(Path(store)).is_run:
         run = run_summary(Path(store))
         emit(run.to_json()) if json else _print_run(run)

@@ -12,9 +12,11 @@ import typer
 from shrinkpoint.errors import NotFoundError, PolicyError
 from shrinkpoint.storage import LocalStorage, Source, Storage
 from shrinkpoint.store.folder import found_in
+from shrinkpoint.store.identify import EMPTY, identify
 from shrinkpoint.store.listing import Listing, scan
 from shrinkpoint.store.manifest import Manifest
 
+OURS = "a checkpoint of shrinkpoint"
 StoreArgument = Annotated[str, typer.Argument(metavar="STORE", help="Directory of a store.", show_default=False)]
 RunArgument = Annotated[
     str,
@@ -75,7 +77,7 @@ def target(text: str, step: int | None = None) -> Target:
     """Read `PATH` or `STORE@STEP`; a path that exists as it stands wins over the second reading.
 
     Raises:
-        NotFoundError: there is nothing.
+        NotFoundError: there is nothing, or a file that something else wrote.
         PolicyError: two different steps, or a step of a file.
     """
     path = Path(text)
@@ -88,21 +90,34 @@ def target(text: str, step: int | None = None) -> Target:
         raise NotFoundError(text, found="no such file or directory", do="check the path")
     if path.is_file() and step is not None:
         raise PolicyError(text, found="a file with --step", expected="a store", do="leave --step out")
+    known = identify(path) if path.is_file() else None
+    if known is not None and known.foreign:
+        raise NotFoundError(text, found=known.what, expected=OURS, do=known.do)
     return Target(path, step)
 
 
-def open_store(text: str) -> tuple[Storage, Listing]:
+def open_store(text: str, *, run: bool = False) -> tuple[Storage, Listing]:
     """A store's storage, and what stands in it.
 
+    Args:
+        run: a framework's run will do, too.
+
     Raises:
-        NotFoundError: there is no such directory. (An empty store is a store.)
+        NotFoundError: there is no such directory, or one with other things in it. (An empty store is a store.)
     """
     path = Path(text)
     if not path.is_dir():
-        found = "a file" if path.exists() else "no such directory"
-        raise NotFoundError(text, found=found, expected="the directory of a store", do="check the path")
+        found, do = (
+            ("a file", f"see `shrinkpoint show {text}`") if path.exists() else ("no such directory", "check the path")
+        )
+        raise NotFoundError(text, found=found, expected="the directory of a store", do=do)
     storage = LocalStorage(path)
-    return storage, scan(storage)
+    listing = scan(storage)
+    if not (listing.keys or listing.manifests or listing.broken):
+        known = identify(path)
+        if known is not None and known.what != EMPTY and (known.foreign or not run):
+            raise NotFoundError(text, found=known.what, expected="the directory of a store", do=known.do)
+    return storage, listing
 
 
 def open_file(path: Path) -> Source:
@@ -123,6 +138,9 @@ def checkpoint(listing: Listing, where: Target) -> Manifest:
         return listing.shown[max(listing.shown)]
     if where.step in listing.manifests:
         return listing.manifests[where.step]
+    known = None if listing.shown or listing.manifests else identify(where.path)
+    if known is not None and (known.foreign or where.step is None):
+        raise NotFoundError(str(where.path), found=known.what, expected=OURS, do=known.do)
     wanted = "no checkpoint" if where.step is None else f"no checkpoint of step {where.step}"
     steps = f"one of {some(sorted(listing.shown))}" if listing.shown else "a directory with a checkpoint in it"
     raise NotFoundError(str(where.path), found=wanted, expected=steps, do=f"see `shrinkpoint list {where.path}`")

@@ -15,8 +15,9 @@ from shrinkpoint.cli.console import emit, say, waiting
 from shrinkpoint.cli.exits import Code
 from shrinkpoint.cli.target import JsonOption, PlaceArgument, Target, open_file, open_store, target
 from shrinkpoint.container import Reader
-from shrinkpoint.errors import PolicyError, ShrinkpointError
+from shrinkpoint.errors import NotFoundError, PolicyError, ShrinkpointError
 from shrinkpoint.store.folder import check, found_in
+from shrinkpoint.store.identify import EMPTY, identify
 from shrinkpoint.store.verify import Finding, verify
 
 
@@ -26,6 +27,8 @@ def command(
     json: JsonOption = False,
 ) -> None:
     """Read every byte and compare digests; exit code 1 if anything is not as it was written.
+
+    Where there is no checkpoint of shrinkpoint at all, nothing was verified: exit code 3.
 
     Findings in spite of which the checkpoint loads are warnings: a damaged copy of a base, say. What a killed save left
     behind is told and is no finding.
@@ -56,8 +59,14 @@ def _checked(where: Target, deep: bool) -> tuple[list[Finding], int]:
     findings = [one for folder in folders for one in _folder(folder, deep)]
     if where.is_run:
         return findings, len(folders)
-    storage, listing = open_store(str(where.path))
-    return [*verify(storage, deep=deep), *findings], len(listing.shown) + len(folders)
+    storage, listing = open_store(str(where.path), run=True)
+    findings = [*verify(storage, deep=deep), *findings]
+    checked = len(listing.shown) + len(folders)
+    known = identify(where.path)
+    if not checked and not findings and known is not None:
+        do = "save one first" if known.what == EMPTY else known.do
+        raise NotFoundError(str(where.path), found=known.what, expected="a checkpoint of shrinkpoint", do=do)
+    return findings, checked
 
 
 def _folder(folder: Path, deep: bool) -> list[Finding]:

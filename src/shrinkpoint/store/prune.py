@@ -12,7 +12,7 @@ from shrinkpoint.errors import NotFoundError
 from shrinkpoint.storage import LocalStorage, Storage
 from shrinkpoint.store import layout
 from shrinkpoint.store.listing import Listing
-from shrinkpoint.store.retention import Keep, retain
+from shrinkpoint.store.retention import Keep, check_metric, retain
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,12 @@ def plan(storage: Storage, listing: Listing, keep: Keep, now: datetime) -> Prune
     """Decide; nothing is deleted.
 
     Raises:
+        PolicyError: the best are to be kept of a metric that no checkpoint has.
         StorageError: a manifest cannot be read now, so nobody knows what it stands on.
         VersionError: a newer release wrote one.
     """
     listing.insist()
+    check_metric(listing.shown.values(), keep)
     decision = retain(listing.manifests.values(), keep, now, forgotten=listing.forgotten)
     broken = {step for step in listing.broken if step in listing.forgotten}
     reasons = {**decision.reasons, **dict.fromkeys(broken, ("forgotten, and its manifest is broken",))}

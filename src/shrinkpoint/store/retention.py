@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Literal
 
+from shrinkpoint import arguments
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.store import chain
 from shrinkpoint.store.manifest import Manifest
 
+NO_METRIC = "Keep(metric=)"
+"""Where an error is when "the best" means nothing."""
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _SPAN = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([smhdw])")
 
@@ -27,7 +30,9 @@ class Keep:
     Attributes:
         last: this many of the newest.
         every: those whose step is a multiple of this.
-        best: this many with the best `metric`; checkpoints without it, or with nan, do not compete.
+        best: this many with the best `metric`; checkpoints without it, or with nan, do not compete, and go unless
+            another rule keeps them. Where no checkpoint has it, nothing is deleted: pruning is an error, and a manager
+            warns, once.
         metric: the name under which the loop reported it.
         mode: "min" or "max".
         within: those younger than this, a timedelta or a text such as "90s", "12h", "7d", "2w".
@@ -46,15 +51,10 @@ class Keep:
     def __post_init__(self) -> None:
         for name in ("last", "every", "best"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise PolicyError(
-                    f"Keep({name}=)",
-                    found=repr(value),
-                    expected="a whole number from 1",
-                    do=f"leave {name} out to do without",
-                )
-        if self.mode not in ("min", "max"):
-            raise PolicyError("Keep(mode=)", found=repr(self.mode), expected="'min' or 'max'", do="say which is better")
+            if value is not None:
+                arguments.whole(f"Keep({name}=)", value, do=f"leave {name} out to do without")
+        arguments.text("Keep(metric=)", self.metric, do="name what the loop reports")
+        arguments.choice("Keep(mode=)", self.mode, ("min", "max"))
         if self.span is not None and self.span <= timedelta(0):
             raise PolicyError("Keep(within=)", found=repr(self.within), expected="a positive span", do="say e.g. '7d'")
 
@@ -74,6 +74,18 @@ class Keep:
         return self.last is None and self.every is None and self.best is None and self.within is None
 
 
+def checked_keep(keep: object) -> Keep | None:
+    """A rule, or None for none.
+
+    Raises:
+        PolicyError: it is something else.
+    """
+    if keep is None or isinstance(keep, Keep):
+        return keep
+    do = f"write shrinkpoint.Keep(last={keep})" if type(keep) is int and keep > 0 else "write shrinkpoint.Keep(last=3)"
+    raise arguments.wrong("keep", keep, "a Keep, or None to keep all", do)
+
+
 @dataclass(frozen=True)
 class Decision:
     """Steps to keep, steps to drop, both rising, and for each step the sentences that say why."""
@@ -81,6 +93,27 @@ class Decision:
     keep: tuple[int, ...]
     drop: tuple[int, ...]
     reasons: dict[int, tuple[str, ...]] = field(default_factory=dict)
+
+
+def check_metric(manifests: Iterable[Manifest], keep: Keep) -> None:
+    """Make sure that "the best" means something.
+
+    Args:
+        manifests: of the checkpoints that are not forgotten.
+
+    Raises:
+        PolicyError: there are checkpoints, and none has a number for the metric; `where` is `NO_METRIC`.
+    """
+    shown = [*manifests]
+    if keep.best is None or not shown or any(_is_rated(one, keep) for one in shown):
+        return
+    names = sorted({name for one in shown for name, value in one.metrics.items() if not math.isnan(value)})
+    found = f"{keep.metric!r}, which no checkpoint has" + (
+        " but as nan" if any(keep.metric in one.metrics for one in shown) else ""
+    )
+    expected = "one of " + ", ".join(map(repr, names[:8])) if names else "checkpoints that were saved with metrics="
+    do = "name the metric that the loop saves, or leave best out; nothing was deleted"
+    raise PolicyError(NO_METRIC, found=found, expected=expected, do=do)
 
 
 def retain(
@@ -134,9 +167,13 @@ def _wanted(shown: list[Manifest], keep: Keep, now: datetime) -> Iterable[tuple[
         yield from ((one.step, f"younger than {keep.within}") for one in shown if now - one.created_at <= keep.span)
 
 
+def _is_rated(one: Manifest, keep: Keep) -> bool:
+    return not math.isnan(one.metrics.get(keep.metric, math.nan))
+
+
 def _best(shown: list[Manifest], keep: Keep, count: int) -> Iterable[tuple[int, str]]:
     sign = 1.0 if keep.mode == "min" else -1.0
-    rated = [one for one in shown if not math.isnan(one.metrics.get(keep.metric, math.nan))]
+    rated = [one for one in shown if _is_rated(one, keep)]
     rated.sort(key=lambda one: (sign * one.metrics[keep.metric], -one.step))  # of equals the newer one
     for place, one in enumerate(rated[:count], 1):
         yield one.step, f"{keep.metric} {one.metrics[keep.metric]:.6g} is number {place} of the best {count}"

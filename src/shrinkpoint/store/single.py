@@ -14,13 +14,21 @@ from torch import Tensor
 from shrinkpoint import arguments
 from shrinkpoint.codec import Reference
 from shrinkpoint.container import Reader
-from shrinkpoint.errors import ChainError, CorruptError, PolicyError
+from shrinkpoint.errors import (
+    ChainError,
+    CorruptError,
+    FormatError,
+    NotFoundError,
+    PolicyError,
+    TruncatedError,
+)  # fmt: skip
 from shrinkpoint.record import TensorInfo
 from shrinkpoint.schemes import Scheme, named
 from shrinkpoint.state import flatten, unflatten
 from shrinkpoint.storage import LocalStorage, local_path
 from shrinkpoint.store.allowance import Allowance
 from shrinkpoint.store.file import Decoded, SaveReport, read_file, write_file
+from shrinkpoint.store.identify import identify
 from shrinkpoint.store.placed import placed
 
 
@@ -196,8 +204,15 @@ def _found(candidates: list[Path], digest: str, child: Path) -> tuple[Path, Read
 
 
 def _header(path: Path) -> Reader:
-    with LocalStorage(path.parent).open(path.name) as source:
-        reader = Reader(source, str(path))
+    try:
+        with LocalStorage(path.parent).open(path.name) as source:
+            reader = Reader(source, str(path))
+    except (NotFoundError, CorruptError, TruncatedError) as error:
+        known = identify(path)
+        if known is None:
+            raise
+        kind = FormatError if known.foreign and isinstance(error, FormatError) else type(error)
+        raise kind(str(path), found=known.what, expected="a file that shrinkpoint saved", do=known.do) from error
     if reader.parent is not None and not all(type(reader.parent.get(key)) is str for key in ("name", "digest")):
         found, do = f"a parent {reader.parent!a:.60}", "restore another checkpoint"
         raise CorruptError(str(path), found=found, expected="an object with a name and a digest", do=do)

@@ -28,7 +28,7 @@ from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.pending import Pending
 from shrinkpoint.store.placed import Device, placed
 from shrinkpoint.store.resolve import vouch
-from shrinkpoint.store.retention import Keep
+from shrinkpoint.store.retention import Keep, checked_keep
 from shrinkpoint.store.verify import Finding, verify
 from shrinkpoint.store.walk import decode_chain
 
@@ -302,10 +302,12 @@ class Store:
             now: what `Keep(within=)` counts back from; None: this moment.
 
         Raises:
+            PolicyError: the best are to be kept of a metric that no checkpoint has; nothing was deleted.
             LockedError: another process saves here.
             VersionError: a newer release has written here; only it knows what it stands on.
             StorageError: reading or deleting failed.
         """
+        checked_keep(keep)
         now = now or datetime.now(timezone.utc)
         if dry_run:
             return prune.plan(self.storage, self.scan(), keep or Keep(), now)

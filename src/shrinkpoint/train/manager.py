@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shrinkpoint import arguments
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.schemes import Resuming, Scheme, Settling, named
 from shrinkpoint.state import FlatState, flatten, snapshot
@@ -18,6 +20,7 @@ from shrinkpoint.state.rng import capture, reinstate
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import Keep, SaveReport, Skipped, Store, layout
 from shrinkpoint.store import Restored as Found
+from shrinkpoint.store.retention import NO_METRIC, checked_keep
 from shrinkpoint.train import objects, recovery
 from shrinkpoint.train.metrics import numbers
 from shrinkpoint.train.roles import with_parameters
@@ -79,7 +82,7 @@ class Manager:
         threads: native threads for coding; None: every core.
 
     Raises:
-        PolicyError: a scheme nobody knows.
+        PolicyError: an argument that makes no sense.
     """
 
     def __init__(
@@ -92,10 +95,12 @@ class Manager:
         background: bool = False,
         threads: int | None = None,
     ) -> None:
-        self.store = Store(where, keyframe_every=keyframe_every, threads=threads)
         self.stall = 0.0
         """Seconds for which the last `save` held up the loop."""
-        self._scheme, self._keep, self._background = named(scheme), keep, background
+        self._scheme, self._keep = named(scheme), checked_keep(keep)
+        self._background = arguments.flag("background", background)
+        self.store = Store(where, keyframe_every=keyframe_every, threads=threads)
+        self._warned = False  # that nothing can be deleted
         self._worker = Worker()
         self._report: SaveReport | None = None
         self._entered = False  # the store's lock is ours
@@ -274,8 +279,20 @@ class Manager:
             self._last, self._spare = flat, last
         self._report = report
         if self._keep is not None:
-            self.store.prune(self._keep, dry_run=False)
+            self._retain(self._keep)
         return report
+
+    def _retain(self, keep: Keep) -> None:
+        """Apply retention; where "the best" means nothing yet, nothing is deleted, and that is said once."""
+        try:
+            self.store.prune(keep, dry_run=False)
+        except PolicyError as error:
+            if error.where != NO_METRIC:
+                raise
+            if not self._warned and len(self.store.steps()) > 1:
+                self._warned = True
+                text = f"{error.found}: no checkpoint is deleted. Pass metrics={{{keep.metric!r}: ...}} to save"
+                warnings.warn(f"{NO_METRIC}: {text}", UserWarning, stacklevel=4)
 
     def _find(self, step: int | None) -> Found | None:
         if step is not None:
