@@ -64,6 +64,11 @@ class LocalSource(Source):
             done += len(piece)
         return data
 
+    def forget_pages(self) -> None:
+        """Let the next read ask the disk, where the kernel obliges: pages that it has in memory hide a bad sector."""
+        with suppress(OSError):
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
     def _piece(self, offset: int, length: int) -> bytes:
         with _failing(self._where, "reading"):
             return os.pread(self._file.fileno(), min(length, _PIECE), offset)

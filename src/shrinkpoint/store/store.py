@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,12 +23,12 @@ from shrinkpoint.store.file import SaveReport
 from shrinkpoint.store.forget import forget
 from shrinkpoint.store.held import Held, warn_of
 from shrinkpoint.store.lease import Lease
-from shrinkpoint.store.listing import Listing, scan
+from shrinkpoint.store.listing import Listing, places, scan
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.pending import Pending
 from shrinkpoint.store.placed import Device, placed
-from shrinkpoint.store.resolve import vouch
 from shrinkpoint.store.retention import Keep, checked_keep
+from shrinkpoint.store.verification import GONE, Link, Verification
 from shrinkpoint.store.verify import Finding, verify
 from shrinkpoint.store.walk import decode_chain
 
@@ -78,6 +78,7 @@ class Store:
         self._held: Held[Manifest] = Held()
         self._guard = threading.RLock()
         self._lease = Lease(self.storage, self._guard)
+        self._verification = Verification()
         self._begun: weakref.ref[Pending] | None = None
 
     def __repr__(self) -> str:
@@ -190,6 +191,8 @@ class Store:
             assert pending.reference is not None
             report = replace(report, retention=self._held.progress(flat, pending.reference))
             (self._held.adopt if adopt else self._held.copy)(made, pending.reference, flat.tensors)
+            written = Link(made.digest, report.stored_bytes, self.storage, made.key(made.files[0].name))
+            self._verification.learn({made.digest: written.stamp()})
             if pending.replaces:
                 self._lease.tidy()
             warn_of(report.retention)
@@ -210,13 +213,16 @@ class Store:
             return None
         if not listing.needed((parent.step,)) <= listing.keys | {layout.forgotten_key(parent.step)}:
             return None
-        key = parent.key(parent.files[0].name)
-        try:
-            with self.storage.open(key) as source:
-                vouch(source, self.storage.describe(key), parent, chain.as_base(parent))
-        except (FormatError, StorageError, NotFoundError):
-            return None  # damaged since: nothing more should stand on it
-        return parent
+        return parent if self._verification.doubt(self._links(parent, listing.keys)) is None else None
+
+    def _links(self, manifest: Manifest, keys: Collection[str]) -> Sequence[Link]:
+        """The files of a chain, each at the first of its places that is there."""
+        found = []
+        for base in chain.files(manifest):
+            at = places(manifest, base)
+            key = next((key for key in at if key in keys), at[0])
+            found.append(Link(base.digest, base.size, self.storage, key))
+        return found
 
     # loading
 
@@ -271,12 +277,22 @@ class Store:
         with self._guard:
             if keep:
                 self._held.drop()  # else there would be three states in memory
+            stamps = self._stamps(manifest) if keep else {}
             decoded = decode_chain(self.storage, manifest, threads=self._threads, max_bytes=max_bytes)
             tensors, where = placed(decoded.reference.tensors, device, copy=keep), f"step {manifest.step}"
             state = unflatten(decoded.tree, tensors, tie=tie, where=where, max_bytes=decoded.left)
             if keep:
                 self._held.adopt(manifest, decoded.reference)
+                self._verification.learn(stamps)
             return state
+
+    def _stamps(self, manifest: Manifest) -> dict[str, object]:
+        """By digest, of the files that decoding reads; not where two that differ might be meant."""
+        stamps = {
+            base.digest: {Link(base.digest, base.size, self.storage, key).stamp() for key in places(manifest, base)}
+            for base in chain.files(manifest)
+        }
+        return {digest: next(iter(found - {GONE})) for digest, found in stamps.items() if len(found - {GONE}) == 1}
 
     # tidying
 

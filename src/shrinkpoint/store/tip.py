@@ -9,16 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from shrinkpoint.codec import Reference, Symbols
-from shrinkpoint.container import Reader
 from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.schemes import Kept, Scheme, Settled
 from shrinkpoint.state import FlatState
 from shrinkpoint.storage import LocalStorage, local_path
 from shrinkpoint.store import layout
 from shrinkpoint.store.file import Decoded, SaveReport, write_file
-from shrinkpoint.store.folder import names, read_manifest
+from shrinkpoint.store.folder import files, names, read_manifest
 from shrinkpoint.store.foldermanifest import Payload
 from shrinkpoint.store.held import Held, warn_of
+from shrinkpoint.store.verification import Link, Verification
 
 _KEPT = ".shrinkpoint.base-"
 """How the directory is called that keeps, beside a deleted folder, what the next delta stands on; then a process id."""
@@ -47,6 +47,7 @@ class Tip:
         self._most, self._threads = keyframe_every, threads
         self._links = True  # as far as is known
         self._held: Held[Payload] = Held()
+        self._verification = Verification()
         self._at: Path | None = None  # the directory with the files of what is held
         self._kept: Path | None = None  # that directory, where it is one of ours
         self._written: _Written | None = None
@@ -100,7 +101,8 @@ class Tip:
             _remove(storage, made)
             raise
         payload = Payload(key, report.stored_bytes, report.digest, report.raw_bytes, _below(base))
-        self._written = _Written(storage, made, payload, written.reference, flat, adopt)
+        stamp = Link(payload.digest, payload.size, storage, key).stamp()
+        self._written = _Written(storage, made, payload, written.reference, flat, adopt, stamp)
         return report
 
     def promote(self) -> None:
@@ -110,6 +112,7 @@ class Tip:
             return
         take = self._held.adopt if written.adopt else self._held.copy
         take(written.payload, written.reference, written.flat.tensors)
+        self._verification.learn({written.payload.digest: written.stamp})
         self._at = written.storage.path
         self._drop_kept()
 
@@ -122,8 +125,11 @@ class Tip:
     def adopt(self, folder: str | Path, decoded: Decoded, rank: int = 0) -> None:
         """What was loaded is what the next delta stands on; its tensors become the tip's own."""
         self.abandon()
-        self._held.adopt(read_manifest(folder).payloads[rank], decoded.reference)
-        self._at = Path(folder).absolute()
+        payload, storage = read_manifest(folder).payloads[rank], LocalStorage(Path(folder).absolute())
+        self._held.adopt(payload, decoded.reference)
+        self._at = storage.path
+        links = [Link(digest, size, storage, key) for key, digest, size in files(payload)]
+        self._verification.learn({link.digest: link.stamp() for link in links})
         self._drop_kept()
 
     def release(self, folder: str | Path) -> None:
@@ -166,10 +172,9 @@ class Tip:
             self._links = all(
                 _link(path, storage, layout.base_name(digest), made) for path, digest in _files(self._at, payload)
             )
-            if self._links:
-                self._vouch(storage, payload)
+            if self._links and self._verification.doubt(_links(storage, payload)) is None:
                 return payload
-        except (ShrinkpointError, OSError):  # deleted or damaged meanwhile: nothing more should stand on it
+        except (ShrinkpointError, OSError):  # deleted meanwhile
             pass
         _remove(storage, made)
         made.clear()
@@ -183,16 +188,6 @@ class Tip:
         differences = {name for name, one in kept.symbols.items() if isinstance(one, Symbols) and one.residual}
         return replace(kept, symbols={name: one for name, one in kept.symbols.items() if name not in differences})
 
-    def _vouch(self, storage: LocalStorage, payload: Payload) -> None:
-        """Raises where a file that the delta will stand on is not the one that was written; sizes tell most of it."""
-        for digest, size in payload.bases:
-            if (storage.path / layout.base_name(digest)).stat().st_size != size:
-                raise OSError(f"{digest} has changed")
-        key = layout.base_name(payload.digest)
-        with storage.open(key) as source:
-            if Reader(source, storage.describe(key)).digest != payload.digest or source.size != payload.size:
-                raise OSError(f"{key} has changed")
-
     def _drop_kept(self) -> None:
         kept, self._kept = self._kept, None
         if kept is not None and kept != self._at:
@@ -204,8 +199,9 @@ class _Written:
 
     def __init__(
         self, storage: LocalStorage, made: list[str], payload: Payload, reference: Reference, flat: FlatState,
-        adopt: bool,
+        adopt: bool, stamp: object,
     ) -> None:  # fmt: skip
+        self.stamp = stamp
         self.storage, self.made, self.payload = storage, made, payload
         self.reference, self.flat, self.adopt = reference, flat, adopt
 
@@ -215,6 +211,12 @@ def _files(at: Path, payload: Payload) -> list[tuple[Path, str]]:
     bases = [(at / layout.base_name(digest), digest) for digest, _ in payload.bases]
     own = at / layout.base_name(payload.digest)  # where the folder itself is gone
     return [*bases, (own if own.is_file() else at / payload.name, payload.digest)]
+
+
+def _links(storage: LocalStorage, payload: Payload) -> list[Link]:
+    """A chain's files as they are linked into the folder of the next checkpoint."""
+    chain = [*payload.bases, (payload.digest, payload.size)]
+    return [Link(digest, size, storage, layout.base_name(digest)) for digest, size in chain]
 
 
 def _below(base: Payload | None) -> tuple[tuple[str, int], ...]:

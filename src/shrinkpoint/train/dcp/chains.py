@@ -6,11 +6,12 @@ Torch makes a writer for each save where it is given a path only, and sends a co
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from shrinkpoint.store.unfold import decode
 MOST = 8
 """Chains whose last state a process holds, each one copy of what this rank writes; the longest unused goes first."""
 _LOADED = 64
+_log = logging.getLogger("shrinkpoint")
 Kind = tuple[str, tuple[int, ...], str]
 
 
@@ -116,11 +118,13 @@ class Chain:
         """
         if loaded is None or loaded == self.past or self.tip.reference is not None:
             return
-        with suppress(ShrinkpointError):  # deleted or damaged since: the next one is a keyframe
+        try:
             manifest = folders.read_manifest(loaded.folder)
             at = payload_of(manifest, rank)
             if at is not None and manifest.id == loaded.id and _is_alike(loaded.folder, manifest.payloads[at], flat):
                 self.tip.adopt(loaded.folder, decode(loaded.folder, at, threads=threads), at)
+        except ShrinkpointError as error:  # deleted since, or damaged
+            _log.warning("the next checkpoint is a keyframe, as what was loaded is not there as it was: %s", error)
 
 
 _GUARD = threading.Lock()
