@@ -276,7 +276,7 @@ _WRITERS: WeakSet[Trail] = WeakSet()
 
 def settle(folder: str | Path) -> None:
     """Wait for what this process is writing into a folder; an error of that stays for who saves there."""
-    target = os.path.realpath(folder)
+    target = os.path.realpath(local_path(folder, "folder"))
     with _GUARD:
         writers = [trail for trail in _WRITERS if trail._target == target]
     for trail in writers:
