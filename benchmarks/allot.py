@@ -87,7 +87,9 @@ def main() -> None:
         ways = {
             "alike": {number: {"forward": spec} for number in range(len(task.after))},
             "allotted": found.per_link,
-            "allotted, changes": {number: {"forward": f"aq({one})"} for number, one in enumerate(found.chosen)},
+            "allotted, changes": {
+                number: {"forward": f"aq({one}, warmup=0)"} for number, one in enumerate(found.chosen)
+            },
         }
         for name, per in ways.items():
             rows.append(row(task, model, per, args.seeds) | {"ratio": ratio, "way": name})

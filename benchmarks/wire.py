@@ -51,8 +51,7 @@ class Play:
         torch.utils.deterministic.fill_uninitialized_memory = False  # a fifth of the time, for nothing
         self.course = task.build(job.seed)
         self.start = task.test(self.course.model)
-        epoch = str(task.steps // task.epochs)
-        forward, backward = (spec.replace("epoch", epoch) or None for spec in job.pair)
+        forward, backward = (spec or None for spec in job.pair)
         self.points = comm.insert_points(self.course.model, list(task.after), forward=forward, backward=backward)
         self.losses: list[float] = []
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 Pair = tuple[str, str]
-"""Specs forward and backward; "" is uncompressed. "epoch" in a spec is the number of steps of an epoch."""
+"""Specs forward and backward; "" is uncompressed."""
 
 TASKS = ("image", "text")
 PLAIN: Pair = ("", "")
@@ -15,7 +15,7 @@ FEEDBACKS = ("ef", "efmixed", "ef21")
 KEYS: dict[str, tuple[Pair, ...]] = {
     "image": (
         PLAIN, ("q4", "q8"), ("q8", "q4"), ("q4:64", "q4:64"), ("n3:64", "q4:64"), ("top10", "top10"),
-        ("ef21(top10)", "ef21(top10)"), ("aq(top10, warmup=epoch)", "top10"), ("aq(top30, warmup=epoch)", "top30"),
+        ("ef21(top10)", "ef21(top10)"), ("aq(top10)", "top10"), ("aq(top30)", "top30"),
     ),
     "text": (
         PLAIN, ("q4", "q8"), ("q8", "q4"), ("q4:64", "q4:64"), ("n3:64", "q4:64"), ("top10", "top10"),
@@ -63,7 +63,8 @@ def topped(share: float) -> Pair:
 
 
 def aq(operator: str, *, warm: bool = True) -> str:
-    return f"aq({operator}, warmup=epoch)" if warm else f"aq({operator})"
+    """By sample; not warm: a sample's first message is a change from 0."""
+    return f"aq({operator})" if warm else f"aq({operator}, warmup=0)"
 
 
 def parts_of(task: str) -> dict[str, tuple[Pair, ...]]:

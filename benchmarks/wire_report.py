@@ -20,7 +20,7 @@ TITLES = {
     "one way": "TopK in one direction",
     "same": "TopK, the gradient at the activation's places",
     "feedback": "error feedback",
-    "aq": "AQ-SGD (first epoch exact), gradients without",
+    "aq": "AQ-SGD (first visits exact), gradients without",
     "groups": "one range for each 64 values",
     "equal": "the same operator in both directions, other operators",
     "reach": "8 times fewer bytes forward, 4 backward",

@@ -16,7 +16,8 @@ STATELESS = [
 ]  # fmt: skip
 STATEFUL = [
     "ef(top10)", "ef(q2:64)", "efmixed(top10)", "efmixed(rand20, share=0.25)", "ef21(top10)", "ef21(q2:16:dither)",
-    "aq(q2:64)", "aq(top10, warmup=3, dtype=bf16)", "aq(q2:64:dither, warmup=1, dtype=fp32, most_bytes=2000)",
+    "aq(q2:64)", "aq(top10, warmup=3, dtype=bf16)", "aq(q2:64, warmup=0)",
+    "aq(q2:64:dither, dtype=fp32, most_bytes=2000)",
 ]  # fmt: skip
 
 

@@ -87,7 +87,9 @@ def advise(
 def cost(how: How, x: Tensor, *, at: At | None = None, repeats: int = 7) -> Cost:
     """What it takes to send x: medians of `repeats` messages through both ends of a link, after three that warm up.
 
-    The error is that of the first message: a feedback remembers nothing by then, and x would come ever closer.
+    The error is that of the first message: a feedback remembers nothing by then, and x would come ever closer. Of
+    AQ-SGD, whose first message may be exact, it is that of its operator alone, and the bytes are those of samples that
+    are known.
 
     Args:
         at: given to both ends; without it, the rows of x are the samples 0, 1, 2, ...
@@ -97,7 +99,13 @@ def cost(how: How, x: Tensor, *, at: At | None = None, repeats: int = 7) -> Cost
 
 def _sent(how: How, x: Tensor, at: At, repeats: int) -> tuple[Cost, Link]:
     given = made(how)
-    given = replace(given, warmup=0) if isinstance(given, AQSGD) else given
+    if isinstance(given, AQSGD):  # whose first visits may be exact, and tell nothing of those after them
+        found, link = _timed(replace(given, warmup=min(given.warmup, 1)), x, at, repeats)
+        return replace(found, error=_timed(given.operator, x, at, 1)[0].error), link
+    return _timed(given, x, at, repeats)
+
+
+def _timed(given: Operator | Feedback, x: Tensor, at: At, repeats: int) -> tuple[Cost, Link]:
     sender, receiver = (Link(given, name="advise", sample_every=0) for _ in range(2))
     x, out, error, seconds = x.detach(), torch.empty_like(x, requires_grad=False), 0.0, []
     for turn in range(_WARM + repeats):

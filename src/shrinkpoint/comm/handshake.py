@@ -52,7 +52,7 @@ class Handshake:
             MismatchError: two ends of a link do not say the same, or a stage says nothing in time; on every rank that
                 verifies.
         """
-        patience = _patience(self._board.group) if timeout is None else timeout
+        patience = group_patience(self._board.group) if timeout is None else timeout
         said = [self._read(stage, patience) for stage in range(self._stages)]
         wrong = [line for lower, upper in pairwise(said) for line in _differences(lower, upper)]
         if wrong:
@@ -69,7 +69,7 @@ class Handshake:
             raise MismatchError("pipeline", found=found, do=do) from error
 
 
-def _patience(group: dist.ProcessGroup) -> float:
+def group_patience(group: dist.ProcessGroup) -> float:
     """Seconds after which the group itself gives up on a message."""
     try:
         device = group._device_types[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -36,7 +36,8 @@ class At:
         slot: the micro-batch.
         tensor: which of the tensors that cross there.
         training: False: nothing is remembered of it, at either end.
-        ids: int64, on any device, one a row: the samples; the sender's own, a receiver finds them in the message.
+        ids: int64, on any device, one a row: the samples. A receiver finds them in the message, and must be told them
+            where it is to know the size before.
         places: flat positions, for `SameIndices`.
     """
 
@@ -109,6 +110,20 @@ class Link:
         end = self._end if at.training else self._plain
         return self._head_bytes(shape, at) + end.wire_bytes(shape, dtype, self._turn(at))
 
+    def expect(self, shape: Sequence[int], dtype: torch.dtype, at: At | None = None) -> int:
+        """The size of the next message of a slot and tensor, for a buffer that is posted before others are unpacked.
+
+        Messages are unpacked in the order in which they were expected. Where samples are remembered the size follows
+        from `At.ids`.
+        """
+        at = at or At()
+        end = self._end if at.training else self._plain
+        return self._head_bytes(shape, at) + end.expect(shape, dtype, self._turn(at))
+
+    def forget_expected(self) -> None:
+        """A step begins: what was expected and has not come will not."""
+        self._end.forget_expected()
+
     def pack(self, x: Tensor, at: At | None = None) -> Tensor:
         """The next message of a slot and tensor: uint8, 1-d, contiguous, on x's device.
 
@@ -140,9 +155,9 @@ class Link:
         """
         at = at or At()
         self._is(False, at)
-        self._fits(wire, out, at)
         head = self._head_bytes(out.shape, at)
-        ids = wire[:head].clone().view(torch.int64).cpu() if head else at.ids
+        ids = self._read_ids(wire, head, at)
+        self._fits(wire, out, replace(at, ids=ids))
         turn, end = self._turn(at, ids), self._end if at.training else self._plain
         with torch.no_grad(), self.ledger.timing("decode", out.device):
             end.unpack(wire[head:], out, turn)
@@ -248,6 +263,16 @@ class Link:
             raise error(f"link {self.name}, sample ids", found=found, expected=f"{head // _ID_BYTES}", do=do)
         self._ids[at.slot, at.tensor] = at.ids
         return at.ids.to(x.device, torch.int64).contiguous().view(torch.uint8)
+
+    def _read_ids(self, wire: Tensor, head: int, at: At) -> Tensor | None:
+        """The samples that a message names, which are those that this end was told, if it was."""
+        if not head or wire.dtype != torch.uint8 or wire.dim() != 1 or wire.numel() < head:  # the size says so
+            return at.ids
+        ids = wire[:head].clone().view(torch.int64).cpu()
+        if at.ids is not None and not torch.equal(at.ids.cpu().to(torch.int64), ids):
+            found, expected = f"the samples {ids.tolist()[:8]}", f"{at.ids.tolist()[:8]}, as this end was told"
+            raise MismatchError(f"link {self.name}", found=found, expected=expected, do="tell both ends the same")
+        return ids
 
     def _fits(self, wire: Tensor, out: Tensor, at: At) -> None:
         size = self.wire_bytes(out.shape, out.dtype, at)

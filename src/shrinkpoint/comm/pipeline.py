@@ -16,6 +16,7 @@ from shrinkpoint.comm.link import How, Link, Nonfinite
 from shrinkpoint.comm.operators.base import Operator
 from shrinkpoint.comm.operators.exact import Exact
 from shrinkpoint.comm.points import split_ids
+from shrinkpoint.comm.samples import Samples
 from shrinkpoint.comm.spec import made
 from shrinkpoint.comm.stage import Boundary, Way, WiredStage, refuse_unknown
 from shrinkpoint.errors import MismatchError, PolicyError
@@ -82,6 +83,10 @@ class _Plan:
             for boundary in range(stages - 1)
         ]
 
+    @property
+    def needs_ids(self) -> bool:
+        return any(isinstance(one, Feedback) and one.needs_ids for ways in self.hows for one in ways.values())
+
     def boundary(self, number: int, other: int, options: Mapping[str, Any]) -> Boundary:
         return Boundary(other, *(self._way(number, way, options) for way in ("forward", "backward")))
 
@@ -121,6 +126,7 @@ class Wire:
         self._agreed: tuple[bool, bool] | None = None
         self._started = False
         first = stages[0]
+        self._samples = Samples(first.group, sends=any(stage.is_first for stage in stages)) if plan.needs_ids else None
         self._handshake = Handshake(first.group, [stage.stage_index for stage in stages], first.num_stages)
         self._stages: dict[int, WiredStage] = {}
         for stage in stages:
@@ -154,7 +160,7 @@ class Wire:
     def set_sample_ids(self, ids: Tensor | Sequence[int]) -> None:
         """Say which samples the next step's batch holds, for AQ-SGD.
 
-        Needed on the rank of the first stage, before each step: the others read them from the messages.
+        Needed on the rank of the first stage, before each step, whose start tells them to all others.
 
         Args:
             ids: one integer a row of the batch. They are split into micro-batches as torch splits the batch.
@@ -228,7 +234,10 @@ class Wire:
         self._begun, self._ended = {stage}, set()
         self._ids, self._told = self._told, None
         self.check()
-        self._agree((bool(self._stages[stage].stage.has_backward), self._inference))
+        training = bool(self._stages[stage].stage.has_backward)
+        self._agree((training, self._inference))
+        if self._samples is not None and training:
+            self._ids = self._samples.shared(self._ids)
 
     def end(self, stage: int) -> None:
         self._ended.add(stage)

@@ -32,7 +32,7 @@ def parse(text: str) -> Operator | Feedback:
     top10:q4:64             with ":tensor" of the tensor
     same, same:bf16         backward: at the places of the forward message
     rand10                  10 % at random places
-    ef(..), efmixed(..),    with error feedback; "aq(q2:64, warmup=100, dtype=bf16)" by sample
+    ef(..), efmixed(..),    with error feedback; "aq(q2:64, warmup=2, dtype=bf16)" by sample
     ef21(..), aq(..)
     ======================  ============================================================================================
 

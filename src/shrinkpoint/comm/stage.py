@@ -166,6 +166,9 @@ class WiredStage:
         self._left.clear()
         self._ids.clear()
         self._came.clear()
+        for way in (way for side in self.boundaries for way in (side.forward, side.backward)):
+            if way.link is not None:
+                way.link.forget_expected()
         self._rank.begin(self.index)
 
     def _finish(self, torchs: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -254,7 +257,7 @@ class WiredStage:
                 way.passed(op.tensor)
                 continue
             out, at = op.tensor.detach(), self._at(side, slot, tensor, backward=backward)
-            op.tensor = torch.empty(way.link.wire_bytes(out.shape, out.dtype, at), dtype=torch.uint8, device=out.device)
+            op.tensor = torch.empty(way.link.expect(out.shape, out.dtype, at), dtype=torch.uint8, device=out.device)
             posted.append(_Posted(op.tensor, out, at))
         if not (self._alone and len(posted) == len(ops) and all(is_gloo(op.group, op.tensor.device) for op in ops)):
             return ops

@@ -59,6 +59,14 @@ class End(ABC):
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, turn: Turn) -> int:
         """The size of the message of this turn; it changes nothing."""
 
+    def expect(self, shape: Sequence[int], dtype: torch.dtype, turn: Turn) -> int:
+        """The size of the message of this turn, which will be unpacked after all that were expected before it."""
+        return self.wire_bytes(shape, dtype, turn)
+
+    def forget_expected(self) -> None:
+        """What was expected and is not there yet will not come."""
+        return
+
     @abstractmethod
     def pack(self, x: Tensor, turn: Turn) -> Packed:
         """The message of this turn, after which this end is one turn further."""

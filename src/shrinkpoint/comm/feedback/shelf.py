@@ -23,6 +23,84 @@ _FIRST = 64
 _SHARED_ROWS = 64
 
 
+class Order:
+    """Which samples are known, how often each was here, and which row each has; the least recently used first.
+
+    Nothing of it depends on values: an end that knows the ids of a message can say beforehand what follows from it.
+
+    Args:
+        value_bytes: of one value of a row.
+        most_bytes: of all rows together.
+        warmup: a row is exact so many times.
+    """
+
+    def __init__(self, value_bytes: int, *, most_bytes: int, warmup: int = 1) -> None:
+        self._value_bytes, self._most_bytes, self._warmup = value_bytes, most_bytes, warmup
+        self.shape: tuple[int, ...] | None = None
+        self.rows: OrderedDict[int, int] = OrderedDict()  # id -> row; what was used last is last
+        self.visits: dict[int, int] = {}  # up to `warmup`
+
+    @property
+    def width(self) -> int:
+        return math.prod(self.shape or ())
+
+    @property
+    def capacity(self) -> int:
+        return self._most_bytes // max(self.width * self._value_bytes, 1)
+
+    def copy(self) -> Order:
+        other = Order(self._value_bytes, most_bytes=self._most_bytes, warmup=self._warmup)
+        other.shape, other.rows, other.visits = self.shape, self.rows.copy(), self.visits.copy()
+        return other
+
+    def accept(self, shape: Sequence[int]) -> bool:
+        """Take rows of this shape from now on; whether others were known, which then are forgotten.
+
+        Raises:
+            PolicyError: not one such row is within the bound.
+        """
+        if tuple(shape) == self.shape:
+            return False
+        restarts, self.shape = self.shape is not None, tuple(shape)
+        self.clear()
+        if self.capacity < 1:
+            row = self.width * self._value_bytes
+            found, expected = f"{self._most_bytes}", f"at least the {row} bytes of a row"
+            raise PolicyError("AQSGD, most_bytes", found=found, expected=expected)
+        return restarts
+
+    def clear(self) -> None:
+        self.rows.clear()
+        self.visits.clear()
+
+    def exact(self, ids: Sequence[int], shape: Sequence[int]) -> list[bool]:
+        """Of a message with these samples, which rows are sent as they are; it changes nothing."""
+        if tuple(shape) != self.shape:
+            return [self._warmup > 0] * len(ids)
+        return [self.visits.get(one, 0) < self._warmup for one in ids]
+
+    def visit(self, ids: Sequence[int]) -> dict[int, int]:
+        """Count a visit of each sample; by row, which of the ids is kept there, of equal ones the last."""
+        taken, before = dict[int, int](), {one: self.visits.get(one, 0) for one in ids}
+        for at, one in enumerate(ids):
+            taken[self._row(one)] = at
+        for one, count in before.items():
+            if one in self.rows:
+                self.visits[one] = min(count + 1, self._warmup)
+        return taken
+
+    def _row(self, one: int) -> int:
+        if one in self.rows:
+            self.rows.move_to_end(one)
+        elif len(self.rows) < self.capacity:
+            self.rows[one] = len(self.rows)
+        else:
+            old, row = self.rows.popitem(last=False)
+            self.visits.pop(old, None)
+            self.rows[one] = row
+        return self.rows[one]
+
+
 class Shelf:
     """What both ends do with the same calls leads to the same rows: nothing depends on time or on addresses.
 
@@ -30,97 +108,81 @@ class Shelf:
         dtype: in which rows are kept.
         most_bytes: of all rows together.
         folder: keep them in a file here that has no name and is gone with the process.
+        warmup: a row is exact so many times.
 
     Attributes:
+        order: of the samples.
         restarts: how often all was forgotten because rows had another shape.
     """
 
-    def __init__(self, dtype: torch.dtype, *, most_bytes: int, folder: str | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, *, most_bytes: int, folder: str | None = None, warmup: int = 1) -> None:
         self.restarts = 0
-        self._dtype, self._most_bytes = dtype, most_bytes
+        self._dtype, self._warmup = dtype, warmup
         self._memory = _File(folder, dtype) if folder is not None else _Memory(dtype)
-        self._shape: tuple[int, ...] | None = None
-        self._order: OrderedDict[int, int] = OrderedDict()  # id -> row; what was used last is last
+        self.order = Order(dtype.itemsize, most_bytes=most_bytes, warmup=warmup)
 
     def get(self, ids: Sequence[int], like: Tensor) -> Tensor:
         """Float32, of the shape and on the device of `like`: zeros for those that are not known."""
         self._accept(like)
-        known = [(at, self._order[one]) for at, one in enumerate(ids) if one in self._order]
+        known = [(at, self.order.rows[one]) for at, one in enumerate(ids) if one in self.order.rows]
         if not known:
             return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
         at, rows = (torch.tensor(part) for part in zip(*known, strict=True))
         found = self._memory.rows.index_select(0, rows).to(like.device).to(torch.float32)
         if len(known) == len(ids):
             return found.reshape(like.shape)
-        out = torch.zeros(len(ids), self._width, dtype=torch.float32, device=like.device)
+        out = torch.zeros(len(ids), self.order.width, dtype=torch.float32, device=like.device)
         return out.index_copy_(0, at.to(like.device), found).reshape(like.shape)
 
     def put(self, ids: Sequence[int], x: Tensor) -> None:
-        """Keep rows, rounded; of two of the same id the later one."""
+        """Keep rows, rounded, and count a visit of each; of two of the same id the later one is kept."""
         self._accept(x)
-        taken: dict[int, int] = {}
-        for at, one in enumerate(ids):
-            taken[self._row(one)] = at
+        taken = self.order.visit(ids)
         if taken:
-            self._memory.grow(max(taken) + 1, self._width, self._capacity)
+            self._memory.grow(max(taken) + 1, self.order.width, self.order.capacity)
             new = x.detach().reshape(len(ids), -1).to(self._dtype, copy=True)
             if len(taken) < len(ids):
                 new = new.index_select(0, torch.tensor(list(taken.values()), device=x.device))
             self._memory.rows.index_copy_(0, torch.tensor(list(taken)), finite_(new).cpu())
 
     def state_dict(self) -> dict[str, Any]:
-        """Ids from the least recently used on, the row of each, and all rows as they lie."""
-        ids, rows = torch.tensor(list(self._order), dtype=torch.int64), torch.tensor(list(self._order.values()))
-        kept = self._memory.rows[: len(self._order)] if self._order else torch.empty(0, 0, dtype=self._dtype)
-        return {"ids": ids, "at": rows.to(torch.int64), "rows": kept, "shape": list(self._shape or ())}
+        """Ids from the least recently used on, the row and the visits of each, and all rows as they lie."""
+        order = self.order
+        ids, rows = torch.tensor(list(order.rows), dtype=torch.int64), torch.tensor(list(order.rows.values()))
+        kept = self._memory.rows[: len(order.rows)] if order.rows else torch.empty(0, 0, dtype=self._dtype)
+        return {
+            "ids": ids, "at": rows.to(torch.int64), "rows": kept, "shape": list(order.shape or ()),
+            "visits": self._visits(),
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         ids, at, rows = state["ids"], state["at"], state["rows"]
         if rows.dtype != self._dtype:
             raise MismatchError("AQSGD, samples", found=f"{rows.dtype} in the checkpoint", expected=f"{self._dtype}")
-        self._order.clear()
+        order = self.order
+        order.clear()
         if not ids.numel():
             return
-        self._shape = tuple(state["shape"])
-        ids, at = ids[-self._capacity :], at[-self._capacity :]
-        self._memory.grow(ids.numel(), self._width, self._capacity)
+        order.shape = tuple(state["shape"])
+        visits = state.get("visits", torch.full_like(ids, self._warmup))[-order.capacity :]
+        ids, at = ids[-order.capacity :], at[-order.capacity :]
+        self._memory.grow(ids.numel(), order.width, order.capacity)
         self._memory.rows[: ids.numel()] = rows.index_select(0, at)
-        self._order.update((one, row) for row, one in enumerate(ids.tolist()))
+        order.rows.update((one, row) for row, one in enumerate(ids.tolist()))
+        order.visits.update(zip(ids.tolist(), visits.tolist(), strict=True))
 
     def shared(self) -> list[Tensor]:
-        """All ids in their order, and some of the rows; nothing if there are none."""
-        some = list(self._order.values())[:: max(len(self._order) // _SHARED_ROWS, 1)]
-        ids = torch.tensor(list(self._order), dtype=torch.int64)
-        return [ids, self._memory.rows.index_select(0, torch.tensor(some))] if some else []
+        """All ids in their order, with their visits, and some of the rows; nothing if there are none."""
+        known = self.order.rows
+        some = list(known.values())[:: max(len(known) // _SHARED_ROWS, 1)]
+        ids = torch.tensor(list(known), dtype=torch.int64)
+        return [ids, self._visits(), self._memory.rows.index_select(0, torch.tensor(some))] if some else []
 
-    @property
-    def _width(self) -> int:
-        return math.prod(self._shape or ())
-
-    @property
-    def _capacity(self) -> int:
-        return self._most_bytes // max(self._width * self._dtype.itemsize, 1)
+    def _visits(self) -> Tensor:
+        return torch.tensor([self.order.visits.get(one, 0) for one in self.order.rows], dtype=torch.int64)
 
     def _accept(self, x: Tensor) -> None:
-        shape = tuple(x.shape[1:])
-        if shape == self._shape:
-            return
-        self.restarts += self._shape is not None
-        self._shape = shape
-        self._order.clear()
-        if self._capacity < 1:
-            found, expected = f"{self._most_bytes}", f"at least the {self._width * self._dtype.itemsize} bytes of a row"
-            raise PolicyError("AQSGD, most_bytes", found=found, expected=expected)
-
-    def _row(self, one: int) -> int:
-        if one in self._order:
-            self._order.move_to_end(one)
-        elif len(self._order) < self._capacity:
-            self._order[one] = len(self._order)
-        else:
-            _, row = self._order.popitem(last=False)
-            self._order[one] = row
-        return self._order[one]
+        self.restarts += self.order.accept(x.shape[1:])
 
 
 class _Memory:
