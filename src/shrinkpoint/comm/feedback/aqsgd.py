@@ -87,7 +87,8 @@ class _End(End):
         self._shelves: dict[int, Shelf] = {}
         self._rows: dict[tuple[int, int], list[bool]] = {}  # of the last message: which were exact
         self._expected: dict[tuple[int, int], list[bool]] = {}  # of those that are not there yet
-        self._ahead: dict[int, Order] = {}  # what there will be when they are
+        self._waiting: dict[int, list[tuple[list[int], Sequence[int]]]] = {}  # their samples and shapes, by tensor
+        self._ahead: dict[int, Order] = {}  # what there will be when they are here
 
     @property
     def restarts(self) -> int:  # type: ignore[override]
@@ -101,14 +102,14 @@ class _End(End):
     def expect(self, shape: Sequence[int], dtype: torch.dtype, turn: Turn) -> int:
         ids = _ids(shape, turn)
         self._expected[turn.key] = exact = self._exact(ids, shape, turn)
-        ahead = self._ahead.setdefault(turn.tensor, self._shelf(turn.tensor).order.copy())
-        ahead.accept(shape[1:])
-        ahead.visit(ids)
+        self._waiting.setdefault(turn.tensor, []).append((ids, shape))
+        if turn.tensor in self._ahead:
+            _go_on(self._ahead[turn.tensor], ids, shape)
         return sum(self._sizes(shape, dtype, exact, turn))
 
     def forget_expected(self) -> None:
-        self._expected.clear()
-        self._ahead.clear()
+        for one in (self._expected, self._waiting, self._ahead):
+            one.clear()
 
     def pack(self, x: Tensor, turn: Turn) -> Packed:
         ids, shelf = _ids(x.shape, turn), self._shelf(turn.tensor)
@@ -156,16 +157,22 @@ class _End(End):
     def _begin(self, ids: Sequence[int], shape: Sequence[int], turn: Turn) -> list[bool]:
         """Which rows of the message of this turn are exact; it is expected no more."""
         self._rows[turn.key] = exact = self._exact(ids, shape, turn)
-        self._expected.pop(turn.key, None)
-        if not any(tensor == turn.tensor for _, tensor in self._expected):
-            self._ahead.pop(turn.tensor, None)
+        if self._expected.pop(turn.key, None) is not None:
+            self._waiting[turn.tensor].pop(0)
+            if not self._waiting[turn.tensor]:
+                self._ahead.pop(turn.tensor, None)
         return exact
 
     def _exact(self, ids: Sequence[int], shape: Sequence[int], turn: Turn) -> list[bool]:
         if turn.key in self._expected:
             return self._expected[turn.key]
-        order = self._ahead.get(turn.tensor, self._shelf(turn.tensor).order)
-        return order.exact(ids, shape[1:])
+        order = self._shelf(turn.tensor).order
+        waiting = self._waiting.get(turn.tensor)
+        if waiting and turn.tensor not in self._ahead:  # only a schedule that posts several buffers at once pays for it
+            self._ahead[turn.tensor] = order.copy()
+            for other, others in waiting:
+                _go_on(self._ahead[turn.tensor], other, others)
+        return self._ahead.get(turn.tensor, order).exact(ids, shape[1:])
 
     def _sizes(self, shape: Sequence[int], dtype: torch.dtype, exact: list[bool], turn: Turn) -> tuple[int, int]:
         """Bytes of the rows that are exact, and of all others."""
@@ -202,6 +209,12 @@ class _End(End):
             shelf = Shelf(dtype, most_bytes=how.most_bytes, folder=how.folder, warmup=how.warmup)
             self._shelves[tensor] = shelf
         return self._shelves[tensor]
+
+
+def _go_on(order: Order, ids: Sequence[int], shape: Sequence[int]) -> None:
+    """What an order is after a message."""
+    order.accept(shape[1:])
+    order.visit(ids)
 
 
 class _Rows:
