@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from shrinkpoint.errors import MismatchError, PolicyError
+from shrinkpoint import arguments
+from shrinkpoint.errors import MismatchError
 
 How = TypeVar("How")
 _FIELDS = ("critical", "previous", "squares", "steps", "counted", "rate", "fell")
@@ -34,9 +35,8 @@ class Accordion(Generic[How]):
     """
 
     def __init__(self, strong: How, mild: How, *, threshold: float = 0.5, every: int = 100) -> None:
-        if not threshold > 0 or every < 1:
-            found, expected = f"a threshold of {threshold} and windows of {every} steps", "positive ones"
-            raise PolicyError("Accordion", found=found, expected=expected, do="use threshold=0.5, every=100")
+        arguments.number("Accordion, threshold", threshold)
+        arguments.whole("Accordion, every", every)
         self.strong, self.mild, self.threshold, self.every = strong, mild, threshold, every
         self.critical = True
         self.previous = math.nan
@@ -107,3 +107,13 @@ class Accordion(Generic[How]):
             raise MismatchError("Accordion", found=found, expected=expected, do="give what its state_dict() gave")
         for name, value in state.items():
             setattr(self, name, value)
+
+
+def check_accordion(where: str, accordion: object) -> None:
+    """Refuse what is no accordion.
+
+    Raises:
+        PolicyError: it is none.
+    """
+    expected, do = "an Accordion, or None", "make one: Accordion(strong, mild)"
+    arguments.kind(f"{where}, accordion", accordion, Accordion, expected=expected, do=do, none=True)

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from shrinkpoint import arguments
 from shrinkpoint.comm.feedback import AQSGD, Feedback
 from shrinkpoint.comm.forecast import Advice, Candidate, Cost, Kind, Load, Schedule, judge
 from shrinkpoint.comm.link import At, Link
@@ -76,8 +77,11 @@ def advise(
     """
     compute = 0.0 if step_seconds is None else step_seconds
     load = Load(kind, mbps, compute, world, micro_batches, overlap, schedule, duplex)
-    if repeats < 1:
-        raise PolicyError("advise(repeats=...)", found=str(repeats), do="give 1 or more")
+    arguments.whole("advise(repeats=...)", repeats)
+    if most_error is not None:
+        arguments.number("advise(most_error=...)", most_error, above=False, do="leave it out")
+    if isinstance(candidates, str) or not isinstance(candidates, Sequence):
+        raise arguments.wrong("advise(candidates=...)", candidates, "a list of operators", f"write [{candidates!r}]")
     pair = like if isinstance(like, tuple) else (_noise(shape, dtype, device) if like is None else like,) * 2
     measured = [_candidate(one, pair, kind, repeats) for one in candidates]
     about = " and ".join(dict.fromkeys(_about(x) for x in pair))
@@ -142,7 +146,7 @@ def _error(x: Tensor, out: Tensor) -> float:
 
 def _noise(shape: Sequence[int] | None, dtype: str | torch.dtype, device: torch.device | str) -> Tensor:
     found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if found is None or not found.is_floating_point:
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise PolicyError("advise(dtype=...)", found=str(dtype), expected=", ".join(DTYPES))
     if shape is None:
         raise PolicyError("advise()", found="no shape", do="give the shape of what is sent, or tensors as like=...")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from shrinkpoint import arguments
 from shrinkpoint.comm.points import insert_points
 from shrinkpoint.errors import PolicyError
 
@@ -62,6 +63,12 @@ def allot(
     Raises:
         PolicyError: no operator is as small as that, nothing crosses, or the loss is not finite.
     """
+    expected, do = "a torch.nn.Module", "pass the model"
+    arguments.kind("allot, model", model, nn.Module, expected=expected, do=do)
+    if not callable(evaluate):
+        raise arguments.wrong("allot, evaluate", evaluate, "a function of the model", "pass the function itself")
+    arguments.number("allot, ratio", ratio, least=1.0, do="say how many times smaller")
+    arguments.flag("allot, higher_is_better", higher_is_better)
     loss = _measured(model, evaluate)
     if not math.isfinite(loss):
         raise PolicyError(

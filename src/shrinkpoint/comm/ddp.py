@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shrinkpoint.comm.accordion import Accordion
+from shrinkpoint import arguments
+from shrinkpoint.comm.accordion import Accordion, check_accordion
 from shrinkpoint.comm.agreement import TIMEOUT, Agreement
 from shrinkpoint.comm.ledger import Ledger
 from shrinkpoint.comm.link import How
@@ -87,6 +88,9 @@ class Replicas:
         timeout: float,
     ) -> None:
         _check(model, nonfinite)
+        arguments.whole("compress_ddp, min_numel", min_numel, least=0)
+        arguments.number("compress_ddp, timeout", timeout)
+        check_accordion("compress_ddp", accordion)
         self._group: dist.ProcessGroup = model.process_group
         self._names = {id(one): name for name, one in model.module.named_parameters()}
         self._accordion, self._second = accordion, second
@@ -171,5 +175,4 @@ def _check(model: object, nonfinite: str) -> None:
     if not isinstance(model, DistributedDataParallel):
         expected = "a DistributedDataParallel model"
         raise PolicyError("compress_ddp", found=f"a {type(model).__name__}", expected=expected, do="wrap it first")
-    if nonfinite not in ("pass", "raise"):
-        raise PolicyError("compress_ddp, nonfinite", found=repr(nonfinite), expected='"pass" or "raise"')
+    arguments.choice("compress_ddp, nonfinite", nonfinite, ("pass", "raise"))

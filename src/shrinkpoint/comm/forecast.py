@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from shrinkpoint.errors import PolicyError
+from shrinkpoint import arguments
 
 Kind = Literal["pipeline", "ddp"]
 """What crosses the link: activations and their gradients between stages; gradients that are averaged over ranks."""
@@ -76,18 +76,14 @@ class Load:
     duplex: bool = False
 
     def __post_init__(self) -> None:
-        wrong = {
-            "kind": self.kind not in get_args(Kind),
-            "mbps": not 0 < self.mbps < math.inf,
-            "compute": not 0 <= self.compute < math.inf,
-            "world": self.world < 2,
-            "micro_batches": self.micro_batches < 1,
-            "schedule": self.schedule not in get_args(Schedule),
-        }
-        for name, is_wrong in wrong.items():
-            if is_wrong:
-                do = "give 'pipeline' or 'ddp', '1F1B' or 'GPipe', a positive rate, and two ranks or more"
-                raise PolicyError(f"advise, {name}", found=repr(getattr(self, name)), do=do)
+        arguments.choice("advise, kind", self.kind, get_args(Kind))
+        arguments.number("advise, mbps", self.mbps, do="give the rate of a rank's link, in millions of bits a second")
+        arguments.number("advise, compute", self.compute, above=False, do="give the seconds of a step")
+        arguments.whole("advise, world", self.world, least=2, do="give two ranks or more")
+        arguments.whole("advise, micro_batches", self.micro_batches)
+        arguments.choice("advise, schedule", self.schedule, get_args(Schedule))
+        for name in ("overlap", "duplex"):
+            arguments.flag(f"advise, {name}", getattr(self, name))
 
     def nbytes(self, forward: float, backward: float) -> float:
         """Bytes of a step, from those of one message of each direction: of a pipeline what crosses one boundary, of ddp

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shrinkpoint.comm.accordion import Accordion
+from shrinkpoint import arguments
+from shrinkpoint.comm.accordion import Accordion, check_accordion
 from shrinkpoint.comm.agreement import TIMEOUT, Agreement
 from shrinkpoint.comm.feedback.base import Feedback
 from shrinkpoint.comm.feedback.plain import Plain
@@ -71,8 +72,12 @@ class Shards:
         nonfinite: str,
         timeout: float,
     ) -> None:
-        if nonfinite not in ("pass", "raise"):
-            raise PolicyError("compress_fsdp, nonfinite", found=repr(nonfinite), expected='"pass" or "raise"')
+        arguments.choice("compress_fsdp, nonfinite", nonfinite, ("pass", "raise"))
+        arguments.whole("compress_fsdp, min_numel", min_numel, least=0)
+        arguments.number("compress_fsdp, timeout", timeout)
+        check_accordion("compress_fsdp", accordion)
+        expected, do = "a module that fully_shard was applied to", "apply it first"
+        arguments.kind("compress_fsdp, root", root, nn.Module, expected=expected, do=do)
         self.ledgers = {"all-gather": Ledger(), "reduce-scatter": Ledger()}
         self._accordion, self._timeout, self._raises = accordion, timeout, nonfinite == "raise"
         if accordion is not None:

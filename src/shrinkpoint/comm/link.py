@@ -5,12 +5,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from shrinkpoint import _native
+from shrinkpoint import _native, arguments
 from shrinkpoint.codec.quantize import bits_of
 from shrinkpoint.comm.feedback.base import Feedback, Turn
 from shrinkpoint.comm.feedback.plain import Plain
@@ -71,11 +71,9 @@ class Link:
         self, how: Operator | Feedback | str, *, name: str = "0 forward", nonfinite: Nonfinite = "pass",
         sample_every: int = 16, min_numel: int = 0, with_ids: bool = False,
     ) -> None:  # fmt: skip
-        if nonfinite not in ("pass", "raise"):
-            raise PolicyError(f"link {name}, nonfinite", found=repr(nonfinite), expected='"pass" or "raise"')
+        arguments.choice(f"link {name}, nonfinite", nonfinite, get_args(Nonfinite))
         for what, value in (("sample_every", sample_every), ("min_numel", min_numel)):
-            if value < 0:
-                raise PolicyError(f"link {name}, {what}", found=f"{value}", expected="0 or more")
+            arguments.whole(f"link {name}, {what}", value, least=0)
         given = made(how)
         self.how: Feedback = given if isinstance(given, Feedback) else Plain(given)
         self.name, self.ledger = name, Ledger()

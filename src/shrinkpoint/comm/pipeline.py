@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from shrinkpoint import arguments
 from shrinkpoint.comm.feedback.base import Feedback
 from shrinkpoint.comm.handshake import Handshake
 from shrinkpoint.comm.inference import Reminder
@@ -61,6 +62,10 @@ def compress_pipeline(
             spec, a release of torch that this does not know.
         MismatchError: on every rank, at the start of the first step: the ranks do not agree, or one never called this.
     """
+    arguments.choice("compress_pipeline, nonfinite", nonfinite, get_args(Nonfinite))
+    for name, value in (("min_numel", min_numel), ("sample_every", sample_every)):
+        arguments.whole(f"compress_pipeline, {name}", value, least=0)
+    arguments.number("compress_pipeline, timeout", timeout)
     stages, schedule = _stages(schedule_or_stages)
     plan = _Plan({"forward": forward, "backward": backward}, per_link or {}, stages[0].num_stages)
     options = {"nonfinite": nonfinite, "min_numel": min_numel, "sample_every": sample_every}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shrinkpoint import arguments
 from shrinkpoint.comm.feedback.base import Feedback
 from shrinkpoint.comm.inference import Reminder
 from shrinkpoint.comm.ledger import Ledger
@@ -129,9 +130,12 @@ def insert_points(
     Raises:
         PolicyError: no such module or point, or a spec that is none.
     """
+    expected, do = "a torch.nn.Module", "pass the model"
+    arguments.kind("insert_points, model", model, nn.Module, expected=expected, do=do)
+    if isinstance(after, str) or not isinstance(after, Sequence):
+        raise arguments.wrong("insert_points, after", after, "a list of names of modules", f"write [{after!r}]")
     modules, special = dict(model.named_modules()), dict(per_point or {})
-    if micro_batches < 1:
-        raise PolicyError("insert_points, micro_batches", found=f"{micro_batches}", expected="at least 1")
+    arguments.whole("insert_points, micro_batches", micro_batches)
     for name in after:
         if name not in modules:
             raise PolicyError("insert_points, after", found=repr(name), expected=f"one of {', '.join(modules)}"[:400])

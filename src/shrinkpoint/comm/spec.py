@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from shrinkpoint import arguments
 from shrinkpoint.errors import PolicyError
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def parse(text: str) -> Operator | Feedback:
     Raises:
         PolicyError: it is none, or a number in it is out of range.
     """
-    stripped = text.strip()
+    stripped = arguments.text("spec", text, do='write "q4:64"').strip()
     for pattern, make in _FEEDBACKS:
         found = re.fullmatch(pattern, stripped, re.DOTALL)
         if found:
@@ -52,9 +53,17 @@ def made(how: Operator | Feedback | str) -> Operator | Feedback:
     """What was given as itself or as its word.
 
     Raises:
-        PolicyError: the word is none.
+        PolicyError: the word is none, or it is something else altogether.
     """
-    return parse(how) if isinstance(how, str) else how
+    if isinstance(how, str):
+        return parse(how)
+    from shrinkpoint.comm.feedback.base import Feedback
+    from shrinkpoint.comm.operators.base import Operator
+
+    expected = 'an operator, a feedback, or the spec of one, such as "q4:64"'
+    do = "make one: Uniform(4, group=64)" if isinstance(how, type) else 'write "q4:64", or None to compress nothing'
+    found: Operator | Feedback = arguments.kind("how", how, (Operator, Feedback), expected=expected, do=do)
+    return found
 
 
 def operator(text: str) -> Operator:

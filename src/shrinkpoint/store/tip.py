@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from shrinkpoint import arguments
 from shrinkpoint.codec import Reference, Symbols
 from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.schemes import Kept, Scheme, Settled
@@ -37,13 +38,11 @@ class Tip:
         threads: native threads for coding; None: every core.
 
     Raises:
-        PolicyError: `keyframe_every` below 1.
+        PolicyError: one of them is no such number.
     """
 
     def __init__(self, *, keyframe_every: int | None = 20, threads: int | None = None) -> None:
-        if keyframe_every is not None and keyframe_every < 1:
-            expected, do = "a whole number from 1, or None", "say after how many checkpoints a new chain begins"
-            raise PolicyError("keyframe_every", found=repr(keyframe_every), expected=expected, do=do)
+        keyframe_every, threads = arguments.keyframe_every(keyframe_every), arguments.threads(threads)
         self._most, self._threads = keyframe_every, threads
         self._links = True  # as far as is known
         self._held: Held[Payload] = Held()

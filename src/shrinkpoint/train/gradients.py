@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shrinkpoint import arguments
 from shrinkpoint.errors import PolicyError
 
 
@@ -55,12 +56,16 @@ class Gradients:
         self, model: nn.Module, *, every: int | None = None, batches: int = 50, beta: float = 0.9,
         paper: bool | None = None, squares: bool = False,
     ) -> None:  # fmt: skip
-        for name, value in (("every", every), ("batches", batches)):
-            if value is not None and value < 1:
-                raise PolicyError(f"Gradients, {name}", found=f"{value}", expected="at least 1")
-        if not 0 <= beta < 1:
-            raise PolicyError("Gradients, beta", found=f"{beta}", expected="at least 0 and below 1")
-        self._model, self._every, self._batches = model, every, batches
+        expected, do = "a torch.nn.Module", "pass the model whose gradients are to be recorded"
+        self._model: nn.Module = arguments.kind("Gradients, model", model, nn.Module, expected=expected, do=do)
+        self._every = arguments.whole_or_none("Gradients, every", every, none="for every step")
+        self._batches = arguments.whole("Gradients, batches", batches)
+        beta = arguments.number("Gradients, beta", beta, most=1.0, above=False)
+        if beta == 1:
+            raise arguments.wrong("Gradients, beta", beta, "a number from 0, below 1", "take the default")
+        if paper is not None:
+            arguments.flag("Gradients, paper", paper)
+        arguments.flag("Gradients, squares", squares)
         self._paper, self._keep, self._take = paper, *((1 - beta, beta) if paper else (beta, 1 - beta))
         self._step = 0
         self._window = 0

@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 import torch
 
+from shrinkpoint import arguments
 from shrinkpoint.errors import MismatchError, ShrinkpointError, StorageError
 from shrinkpoint.schemes import Resuming, Scheme, named
 from shrinkpoint.state import FlatState, flatten, snapshot, unflatten
@@ -79,7 +80,8 @@ class Trail:
     ) -> None:  # fmt: skip
         self.stall = 0.0
         """Seconds for which the last `save` held up the loop."""
-        self._scheme, self._background, self._model, self._threads = named(scheme), background, model, threads
+        self._scheme, self._background = named(scheme), arguments.flag("background", background)
+        self._model, self._threads = arguments.text("model", model), arguments.threads(threads)
         self._tip = Tip(keyframe_every=keyframe_every, threads=threads)
         self._worker = Worker()
         self._target = ""  # what is written in the background, or was

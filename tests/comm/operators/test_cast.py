@@ -39,5 +39,5 @@ def test_infinities_stay_infinite_and_what_is_too_large_for_fp16_becomes_so():
 
 
 def test_another_dtype_is_refused():
-    with pytest.raises(PolicyError, match="dtype: 'fp8'; expected bf16 or fp16"):
+    with pytest.raises(PolicyError, match="dtype: 'fp8'; expected 'bf16' or 'fp16'"):
         Cast("fp8")

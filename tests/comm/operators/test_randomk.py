@@ -126,9 +126,9 @@ def test_specs_say_everything_and_are_read_back():
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(PolicyError, match=r"share 0.0; expected above 0, at most 1"):
+    with pytest.raises(PolicyError, match=r"share: 0.0; expected a number above 0, at most 1"):
         RandomK(0.0)
-    with pytest.raises(PolicyError, match="seed -1; expected 0 to"):
+    with pytest.raises(PolicyError, match="seed: -1; expected a whole number from 0 to"):
         RandomK(0.1, seed=-1)
-    with pytest.raises(PolicyError, match="values 'int8'"):
+    with pytest.raises(PolicyError, match="values: 'int8'"):
         RandomK(0.1, "int8")

@@ -94,5 +94,5 @@ def test_specs_say_everything_and_are_read_back():
     for spec, operator in {"same": SameIndices(), "same:bf16": SameIndices("bf16"),
                            "same:q4:64": SameIndices(Uniform(4, 64))}.items():  # fmt: skip
         assert operator.spec == str(operator) == spec and parse(spec) == operator
-    with pytest.raises(PolicyError, match="values 'fp8'"):
+    with pytest.raises(PolicyError, match="values: 'fp8'"):
         SameIndices("fp8")

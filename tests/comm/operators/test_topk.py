@@ -196,12 +196,12 @@ def test_specs_say_everything_and_are_read_back():
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.01, math.nan, "10"])
 def test_such_a_share_is_refused(share):
-    with pytest.raises(PolicyError, match=r"share .*; expected above 0, at most 1"):
+    with pytest.raises(PolicyError, match=r"share: .*; expected a number above 0, at most 1"):
         TopK(share)
 
 
 def test_values_and_parts_that_there_are_not_are_refused():
-    with pytest.raises(PolicyError, match="values 'fp8'; expected fp32, fp16, bf16 or an operator"):
+    with pytest.raises(PolicyError, match="values: 'fp8'; expected fp32, fp16, bf16 or an operator"):
         TopK(0.1, "fp8")
     with pytest.raises(PolicyError, match="per 'row'; expected sample or tensor"):
         TopK(0.1, per="row")

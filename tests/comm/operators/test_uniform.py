@@ -193,7 +193,7 @@ def test_buffers_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("bits", [0, 9, -1, 4.0])
 def test_so_many_bits_are_refused(bits):
-    with pytest.raises(PolicyError, match=f"bits: {bits}; expected 1 to 8"):
+    with pytest.raises(PolicyError, match=f"bits: {bits}; expected a whole number from 1 to 8"):
         Uniform(bits)
 
 

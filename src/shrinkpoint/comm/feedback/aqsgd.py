@@ -10,9 +10,10 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from shrinkpoint import arguments
 from shrinkpoint.comm.feedback.base import End, Feedback, Packed, Turn, decoded, inner
 from shrinkpoint.comm.feedback.shelf import Order, Shelf
-from shrinkpoint.comm.operators.base import Context, Operator
+from shrinkpoint.comm.operators.base import Context, Operator, check_operator
 from shrinkpoint.comm.operators.exact import Exact
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.storage import local_path
@@ -56,12 +57,10 @@ class AQSGD(Feedback):
     needs_ids: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.warmup < 0:
-            raise PolicyError("AQSGD, warmup", found=f"{self.warmup}", expected="0 or more visits of a sample")
-        if self.dtype not in _DTYPES:
-            raise PolicyError("AQSGD, dtype", found=repr(self.dtype), expected=f"one of {', '.join(get_args(Stored))}")
-        if self.most_bytes < 1:
-            raise PolicyError("AQSGD, most_bytes", found=f"{self.most_bytes}", expected="at least the bytes of a row")
+        check_operator("AQSGD", self.operator)
+        arguments.whole("AQSGD, warmup", self.warmup, least=0, do="give a number of visits")
+        arguments.choice("AQSGD, dtype", self.dtype, get_args(Stored))
+        arguments.whole("AQSGD, most_bytes", self.most_bytes, do="give the bytes of a row at least")
         if self.folder is not None:
             object.__setattr__(self, "folder", str(local_path(self.folder, "folder")))
 

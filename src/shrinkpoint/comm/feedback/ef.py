@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shrinkpoint.comm.feedback.base import End, Feedback, Packed, Turn, decoded, finite_, inner
 from shrinkpoint.comm.feedback.buffers import Buffers
-from shrinkpoint.comm.operators.base import Operator
+from shrinkpoint.comm.operators.base import Operator, check_operator
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,9 @@ class EF(Feedback):
     """
 
     operator: Operator
+
+    def __post_init__(self) -> None:
+        check_operator("EF", self.operator)
 
     @property
     def spec(self) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shrinkpoint.comm.feedback.base import End, Feedback, Packed, Turn, decoded, finite_, inner
 from shrinkpoint.comm.feedback.ef import ResidualEnd
-from shrinkpoint.comm.operators.base import Context, Operator
+from shrinkpoint.comm.operators.base import Context, Operator, check_operator
 from shrinkpoint.errors import PolicyError
 
 _OTHER = 0x5BD1E995  # an odd number, so that the two halves of a message have different keys
@@ -38,6 +38,7 @@ class EFMixed(Feedback):
     share: float = 0.5
 
     def __post_init__(self) -> None:
+        check_operator("EFMixed", self.operator)
         if not isinstance(getattr(self.operator, "share", None), float):
             expected, do = "an operator that keeps a share of the entries", 'use TopK or RandomK, or "ef(...)"'
             raise PolicyError("EFMixed", found=self.operator.spec, expected=expected, do=do)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from shrinkpoint import arguments
 from shrinkpoint.errors import MismatchError
 
 
@@ -89,3 +90,13 @@ class Operator(ABC):
             do = "give both ends the same operator, shape and dtype"
             raise MismatchError(f"operator {self.spec}", found=found, expected=expected, do=do)
         return wire.contiguous()
+
+
+def check_operator(where: str, operator: object) -> None:
+    """Refuse what is no operator, such as its spec.
+
+    Raises:
+        PolicyError: it is none.
+    """
+    do = f"write comm.parse({operator!r})" if isinstance(operator, str) else "make one: Uniform(4, group=64)"
+    arguments.kind(f"{where}, operator", operator, Operator, expected="an operator", do=do)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shrinkpoint import _native
+from shrinkpoint import _native, arguments
 from shrinkpoint.codec.quantize import bits_of
 from shrinkpoint.comm.operators.base import PLAIN, Context, Operator
 from shrinkpoint.comm.operators.flat import fill, flattened, threads
@@ -48,8 +48,7 @@ class BlockFloat(Operator):
     block: int = 32
 
     def __post_init__(self) -> None:
-        if self.bits not in range(2, 9):
-            raise PolicyError("bits", found=str(self.bits), expected="2 to 8", do="use Normal for one bit")
+        arguments.whole("bits", self.bits, least=2, most=8, do="use Normal for one bit")
         if not power_of_two(self.block, 16, 4096):
             raise PolicyError("block", found=repr(self.block), expected="a power of two, 16 to 4096", do="use 32")
 

@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shrinkpoint import arguments
 from shrinkpoint.comm.operators.base import PLAIN, Context, Operator
 from shrinkpoint.comm.operators.flat import fill, words
-from shrinkpoint.errors import PolicyError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -28,9 +28,7 @@ class Cast(Operator):
     dtype: Literal["bf16", "fp16"] = "bf16"
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            do = "use uniform quantization for fewer bits"
-            raise PolicyError("dtype", found=repr(self.dtype), expected=" or ".join(DTYPES), do=do)
+        arguments.choice("dtype", self.dtype, tuple(DTYPES))
 
     @property
     def spec(self) -> str:

@@ -12,11 +12,11 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from shrinkpoint import _native
+from shrinkpoint import _native, arguments
 from shrinkpoint.codec.quantize import bits_of
 from shrinkpoint.comm.operators.base import Context, Operator
 from shrinkpoint.comm.operators.flat import fill
-from shrinkpoint.errors import MismatchError, PolicyError
+from shrinkpoint.errors import MismatchError
 
 Values: TypeAlias = Literal["fp32", "fp16", "bf16"] | Operator
 """What chosen values are sent as. "fp32": as they are, in 16 bits where the tensor has no more; fp16 makes inf of what
@@ -33,11 +33,11 @@ def check_choice(where: str, share: float | None, values: Values) -> None:
     Raises:
         PolicyError: the share is not above 0 and at most 1, or the values are no kind of values.
     """
-    if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
-        raise PolicyError(where, found=f"share {share!r}", expected="above 0, at most 1", do="give .1 for a tenth")
-    if not isinstance(values, Operator) and values not in _DTYPES:
+    if share is not None:
+        arguments.number(f"{where}, share", share, most=1.0, do="give .1 for a tenth")
+    if not isinstance(values, Operator) and (not isinstance(values, str) or values not in _DTYPES):
         expected = "fp32, fp16, bf16 or an operator"
-        raise PolicyError(where, found=f"values {values!r}", expected=expected, do="choose one of them")
+        raise arguments.wrong(f"{where}, values", values, expected, "choose one of them")
 
 
 def percent(share: float) -> str:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from shrinkpoint import _native
+from shrinkpoint import _native, arguments
 from shrinkpoint.codec.quantize import bits_of
 from shrinkpoint.comm.operators.base import PLAIN, Context, Operator
 from shrinkpoint.comm.operators.flat import fill, flattened, threads
@@ -60,8 +60,7 @@ class Normal(Operator):
     group: int = 64
 
     def __post_init__(self) -> None:
-        if self.bits not in CENTERS:
-            raise PolicyError("bits", found=str(self.bits), expected="1 to 4", do="use Uniform for more")
+        arguments.whole("bits", self.bits, most=max(CENTERS), do="use Uniform for more")
         if not power_of_two(self.group, 16, 4096):
             raise PolicyError("group", found=repr(self.group), expected="a power of two, 16 to 4096", do="use 64")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shrinkpoint import _native
+from shrinkpoint import _native, arguments
 from shrinkpoint.codec.quantize import bits_of
 from shrinkpoint.comm.operators.base import PLAIN, Context, Operator
 from shrinkpoint.comm.operators.chosen import (
@@ -26,7 +26,6 @@ from shrinkpoint.comm.operators.chosen import (
 )
 from shrinkpoint.comm.operators.flat import flattened
 from shrinkpoint.comm.operators.topk import MOST_COLUMNS, largest_places
-from shrinkpoint.errors import PolicyError
 
 _WORD = (1 << 32) - 1
 _STEP = 0x9E3779B1
@@ -54,8 +53,8 @@ class RandomK(Operator):
 
     def __post_init__(self) -> None:
         check_choice("RandomK", self.share, self.values)
-        if not 0 <= self.seed <= _WORD:
-            raise PolicyError("RandomK", found=f"seed {self.seed}", expected="0 to 2^32 - 1", do="choose another")
+        arguments.whole("RandomK, seed", self.seed, least=0, most=_WORD, do="take 0")
+        arguments.flag("RandomK, scaled", self.scaled)
 
     @property
     def spec(self) -> str:

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shrinkpoint import _native
+from shrinkpoint import _native, arguments
 from shrinkpoint.codec.quantize import bits_of
-from shrinkpoint.comm.operators.base import PLAIN, Context, Operator
+from shrinkpoint.comm.operators.base import PLAIN, Context, Operator, check_operator
 from shrinkpoint.comm.operators.flat import fill, flattened, threads
 from shrinkpoint.comm.operators.groups import filled, grouped, halved
 from shrinkpoint.comm.operators.planes import pack, packed_bytes, unpack
@@ -51,10 +51,11 @@ class Rotated(Operator):
     above: float | None = None
 
     def __post_init__(self) -> None:
-        if self.block not in BLOCKS:
+        check_operator("Rotated", self.operator)
+        if type(self.block) is not int or self.block not in BLOCKS:
             raise PolicyError("block", found=repr(self.block), expected="16, 64 or 256", do="use 64")
-        if self.above is not None and not 0 <= self.above < math.inf:
-            raise PolicyError("above", found=repr(self.above), expected="0 or more, or None", do="use 5")
+        if self.above is not None:
+            arguments.number("above", self.above, above=False, do="use 5, or None")
 
     @property
     def spec(self) -> str:

@@ -10,7 +10,7 @@ from typing import Literal, TypedDict
 import torch
 from torch import Tensor
 
-from shrinkpoint import _native
+from shrinkpoint import _native, arguments
 from shrinkpoint.codec.lattice import dither
 from shrinkpoint.comm.operators.base import PLAIN, Context, Operator
 from shrinkpoint.comm.operators.flat import fill, flattened, in_place, threads, words
@@ -54,9 +54,9 @@ class Uniform(Operator):
     dither: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bits, int) or not 1 <= self.bits <= MOST_BITS:
-            raise PolicyError("bits", found=str(self.bits), expected="1 to 8", do='for 16 bits, use "bf16"')
+        arguments.whole("bits", self.bits, most=MOST_BITS, do='for 16 bits, use "bf16"')
         whole = isinstance(self.group, int) and not isinstance(self.group, bool) and self.group >= 1
+        arguments.flag("dither", self.dither)
         if not whole and self.group not in (None, "row", "channel"):
             expected = 'a number of values, "row", "channel" or None'
             raise PolicyError("group", found=repr(self.group), expected=expected, do="use 64")

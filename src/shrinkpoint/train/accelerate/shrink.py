@@ -12,6 +12,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from shrinkpoint import arguments
 from shrinkpoint.errors import ChainError, FormatError, MismatchError, NotFoundError, ShrinkpointError, StorageError
 from shrinkpoint.schemes import Scheme, Settling
 from shrinkpoint.state import unflatten
@@ -68,6 +69,8 @@ class Shrink:
         self, accelerator: Accelerator, *, scheme: str | Scheme = "lossless", keyframe_every: int | None = 20,
         background: bool = False, threads: int | None = None,
     ) -> None:  # fmt: skip
+        expected, do = "an Accelerator", "pass the one that prepares the model"
+        arguments.kind("accelerator", accelerator, Accelerator, expected=expected, do=do)
         if accelerator.project_configuration.project_dir is not None:
             places.root_of(accelerator)
         self.stall = 0.0

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, ClassVar
 
+import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver as saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
@@ -31,20 +33,28 @@ _before: list[tuple[Any, str, Any]] = []
 """What was there: (module, name, object)."""
 
 
-def install(scheme: str | Scheme = "lossless", **settings: Any) -> None:
+def install(
+    scheme: str | Scheme = "lossless", *, keyframe_every: int | None = 20, chain: str | None = None,
+    threads: int | None = None, group: dist.ProcessGroup | None = None, model: Any = None, step: int | None = None,
+    metrics: Mapping[str, Any] | None = None, note: str = "",
+) -> None:  # fmt: skip
     """From now on, whoever gives torch.distributed.checkpoint a path saves with `Writer` and loads with `Reader`.
 
     Directories that torch's own writer wrote are read as ever, by torch's own reader, which unpickles. Installing
     again changes the settings. URLs stay with whatever reads them.
 
     Args:
-        scheme, settings: of `Writer`.
+        scheme, keyframe_every, chain, threads, group, model, step, metrics, note: of `Writer`.
 
     Raises:
         PolicyError: settings that `Writer` refuses.
     """
-    Writer(scheme=scheme, **settings)
-    _Writer.settings = {"scheme": scheme, **settings}
+    settings = {
+        "scheme": scheme, "keyframe_every": keyframe_every, "chain": chain, "threads": threads, "group": group,
+        "model": model, "step": step, "metrics": metrics, "note": note,
+    }  # fmt: skip
+    Writer(**settings)
+    _Writer.settings = settings
     if _before:
         return
     for name in _SUBCLASSED:  # these derive from torch's own classes, and must go on doing so

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from shrinkpoint import arguments
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.storage import is_url, local_path
 
@@ -45,7 +46,12 @@ def is_path(given: Any) -> bool:
 
 
 def threads_of(threads: int | None) -> int | None:
-    """Native threads of this rank; where torchrun has started several on this machine, they share its cores."""
+    """Native threads of this rank; where torchrun has started several on this machine, they share its cores.
+
+    Raises:
+        PolicyError: it is no number of threads.
+    """
+    threads = arguments.threads(threads)
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     if threads is not None or not ranks.isdecimal() or int(ranks) < 2:
         return threads

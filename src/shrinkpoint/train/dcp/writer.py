@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from shrinkpoint import arguments
 from shrinkpoint.errors import PolicyError, ShrinkpointError, StorageError
 from shrinkpoint.record import JSON
 from shrinkpoint.schemes import Lossless, Scheme, named
@@ -82,9 +83,12 @@ class Writer(StorageWriter):
         metrics: Mapping[str, Any] | None = None, note: str = "",
     ) -> None:  # fmt: skip
         super().__init__()
-        if keyframe_every is not None and keyframe_every < 1:
-            expected, do = "a whole number from 1, or None", "say after how many checkpoints a new chain begins"
-            raise PolicyError("keyframe_every", found=repr(keyframe_every), expected=expected, do=do)
+        keyframe_every = arguments.keyframe_every(keyframe_every)
+        if step is not None:
+            arguments.whole("step", step, least=0, do="leave it out")
+        arguments.text("note", note)
+        if chain is not None:
+            arguments.text("chain", chain, do="leave it out: paths that differ in their numbers belong together")
         self._scheme, self._keyframe_every, self._chain = named(scheme), keyframe_every, chain
         self._threads, self._group, self._model = threads_of(threads), group, model
         self._about: dict[str, Any] = {"step": step, "metrics": numbers(metrics), "note": note}

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 
+from shrinkpoint import arguments
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.train.gradients import Gradients
 from shrinkpoint.train.lightning.io import ShrinkIO
@@ -24,7 +25,8 @@ class ShrinkCallback(pl.Callback):
     """
 
     def __init__(self, gradients: Gradients | None = None) -> None:
-        self._gradients = gradients
+        expected, do = "a recorder, shrinkpoint.Gradients(module)", "make one, which the scheme has, too"
+        self._gradients = arguments.kind("gradients", gradients, Gradients, expected=expected, do=do, none=True)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Find the plugin.

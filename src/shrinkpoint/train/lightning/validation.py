@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from shrinkpoint import arguments
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.train.attributes import Attributes
 
@@ -31,9 +32,8 @@ class Validation:
     """
 
     def __init__(self, batches: int = 4, *, key: str = "loss") -> None:
-        if batches < 1:
-            raise PolicyError("Validation, batches", found=f"{batches}", expected="at least 1")
-        self._count, self._key = batches, key
+        self._count = arguments.whole("Validation, batches", batches)
+        self._key = arguments.text("key", key, do="name the key of the loss")
         self._batches: list[Any] = []
 
     @torch.no_grad()
