@@ -209,6 +209,29 @@ def test_of_a_sample_that_is_twice_in_a_batch_the_later_row_counts():
     assert shelf.get([4, 3, 9], torch.empty(3, 1)).tolist() == [[2.0], [5.0], [0.0]]
 
 
+def test_a_sample_that_is_twice_in_a_message_counts_one_visit():
+    sender, receiver = ends("aq(q2:16, warmup=2, dtype=fp32)")
+    x, at = torch.randn(3, 16), At(ids=torch.tensor([3, 4, 3]))
+    for number in range(4):
+        x = x * 1.3
+        out = cross(sender, receiver, x, at)
+        assert same(out, x) == (number < 2)
+        assert sender.fingerprint() == receiver.fingerprint()
+
+
+def test_a_state_from_before_visits_were_counted_is_gone_on_from():
+    sender, receiver = ends("aq(q2:16)")
+    x, at = torch.randn(3, 16), At(ids=torch.arange(3))
+    cross(sender, receiver, x, at)
+    states = [link.state_dict() for link in (sender, receiver)]
+    for state in states:
+        del state["feedback"]["samples"]["0"]["visits"]
+    again = ends("aq(q2:16)")
+    for link, state in zip(again, states, strict=True):
+        link.load_state_dict(state)
+    assert same(cross(*again, x * 1.3, at), cross(sender, receiver, x * 1.3, at))
+
+
 def test_what_is_beyond_half_precision_starts_from_nothing_and_is_not_lost():
     sender, receiver = ends("aq(q8:16)")
     x, at = torch.tensor([[1e6, 1.0, -1e6, 2.0]]), At(ids=torch.tensor([1]))
