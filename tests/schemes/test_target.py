@@ -107,7 +107,7 @@ def test_nothing_of_a_measurement_is_left_in_the_model(trick, error):
     measured = target(run.model, evaluate)
     with measured:
         if error is None:
-            assert measured.measure(value) == 1.0
+            assert measured.measure(value).value == 1.0
         else:
             with pytest.raises(PolicyError if error is ValueError else error):
                 measured.measure(value)
@@ -150,7 +150,7 @@ def test_a_state_that_is_not_alive_is_handed_over_with_the_values_in_it():
 
     random_state = torch.get_rng_state()
     with Target(flatten(state), evaluate) as measured:
-        assert measured.measure(value) == 0.5
+        assert measured.measure(value).value == 0.5
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
     assert torch.equal(random_state, torch.get_rng_state()) and len(seen) == 1
 
@@ -161,10 +161,12 @@ def test_a_state_that_is_not_alive_is_handed_over_with_the_values_in_it():
      (torch.tensor([[3]]), 3.0), (torch.tensor(1.5, dtype=torch.bfloat16), 1.5)],
 )  # fmt: skip
 def test_any_number_will_do(answer, value):
-    assert target(Digits(), lambda model: answer).measure({}) == value
+    assert target(Digits(), lambda model: answer).measure({}).value == value
 
 
-@pytest.mark.parametrize("answer", [None, "good", [], torch.ones(3), np.ones(2), {"loss": 1.0}, 1j, nn.Identity()])
+@pytest.mark.parametrize(
+    "answer", [None, "good", [], torch.ones(3, 2), torch.ones(0), np.ones(2), {"loss": 1.0}, 1j, nn.Identity()]
+)
 def test_what_is_no_number_is_refused(answer):
     with pytest.raises(PolicyError, match=r"evaluate: .*Error.*expected a number") as caught:
         target(Digits(), lambda model: answer).measure({})
@@ -206,7 +208,7 @@ def test_of_several_models_every_parameter_is_alive_and_names_that_two_have_are_
     assert "0.weight" not in found.names and found.names["head.weight"] == "model/a/head.weight"
     name = next(name for name in found.alive if name.startswith("model/b") and name.endswith("weight"))
     with found:
-        assert found.measure({name: torch.full((64, 64), 7.0)}) == 7.0
+        assert found.measure({name: torch.full((64, 64), 7.0)}).value == 7.0
     assert models["b"][0].weight[0, 0] != 7.0
 
 

@@ -103,7 +103,7 @@ def test_every_save_is_within_the_budget_or_its_weights_are_exact():
             plain, calls = run.steps(10).loss(), run.calls
             report = manager.save(step, **run.parts)
             tried = report.search["tried"]
-            assert run.calls - calls == 1 + len(tried) <= 6
+            assert run.calls - calls == 1 + len(tried) + 2 * (step == 0) <= 8  # at first: noise, and other weights
             other = Run()
             sp.Manager(storage).restore(step, **other.parts)
             assert run.loss(other.model) - plain <= budget * (1 + 1e-4)
@@ -123,7 +123,7 @@ def test_a_budget_that_nothing_keeps_is_said_and_the_weights_are_exact():
 
     storage = MemoryStorage()
     with sp.Manager(storage, scheme=sp.Fisher(evaluate=evaluate)) as manager:
-        with pytest.warns(LossWarning, match="no steps keep the loss within Fisher"):
+        with pytest.warns(LossWarning, match="no steps keep the loss within fisher"):
             manager.save(1, **run.parts)
         other = Run()
         manager.restore(**other.parts)
@@ -164,10 +164,11 @@ def test_an_error_in_evaluate_saves_nothing_and_training_goes_on():
     run, broken = Run(steps=20), [True]
 
     def evaluate(model: nn.Module) -> float:
+        answer = run.loss(model)
         model.load_state_dict({name: torch.zeros_like(x) for name, x in model.state_dict().items()})
         if broken:
             raise LookupError("no such batch")
-        return 1.0
+        return answer
 
     with sp.Manager(MemoryStorage(), scheme=sp.Fisher(evaluate=evaluate), background=True) as manager:
         before = run.photo()
@@ -176,7 +177,7 @@ def test_an_error_in_evaluate_saves_nothing_and_training_goes_on():
         assert unchanged(run, before) and manager.store.steps() == []
         broken.clear()
         manager.save(2, **run.steps(3).parts)
-        assert manager.wait().search["tried"][-1]["rise"] == 0
+        assert manager.wait().search["tried"][-1]["rise"] <= 0.001
 
 
 # restores and chains

@@ -63,7 +63,7 @@ def test_the_record_is_in_the_report_and_in_the_manifest(tmp_path):
     assert loss["quality"] == run.loss() and loss["degradation"] <= 0.05 and loss["threshold"] == 0.05
     assert SPACE.point(loss["chosen"]) is not None
     trials = loss["searches"][-1]["trials"]
-    assert 2 <= len(trials) < 30 and run.calls == len(trials) + 2 + 1
+    assert 2 <= len(trials) < 30 and run.calls == len(trials) + 2 + 1 + 1  # noise, other weights, the loss here
     assert report.roles["param"].tensors == 10 if "param" in report.roles else report.roles
 
 
@@ -92,10 +92,11 @@ def test_an_error_in_evaluate_saves_nothing_and_training_goes_on(tmp_path):
     run, broken = Run(steps=20), [True]
 
     def evaluate(model):
+        answer = run.loss(model)
         model.load_state_dict({name: torch.zeros_like(x) for name, x in model.state_dict().items()})
         if broken:
             raise LookupError("no such batch")
-        return 1.0
+        return answer
 
     with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(evaluate=evaluate), background=True) as manager:
         before = run.photo()
@@ -106,7 +107,7 @@ def test_an_error_in_evaluate_saves_nothing_and_training_goes_on(tmp_path):
         broken.clear()
         run.steps(3)
         manager.save(2, **run.parts)
-        assert manager.wait().search["degradation"] == 0
+        assert manager.wait().search["degradation"] <= 0.05
     assert sp.Store(tmp_path).steps() == [2]
 
 

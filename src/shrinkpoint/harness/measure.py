@@ -35,7 +35,7 @@ class Quality:
     def of(self, state: Any) -> float:
         """Raises `PolicyError` where `evaluate` raises, or returns no number."""
         with torch.no_grad():
-            return measured(self.evaluate, state)
+            return measured(self.evaluate, state).value
 
     def given(self, step: int, state: Any) -> float:
         """Of a state of the series."""

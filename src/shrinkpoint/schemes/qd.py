@@ -38,10 +38,12 @@ class QD(Searched):
         self, weights: Mapping[str, Tensor], earlier: Earlier, target: Target, pool: Pooled | None = None
     ) -> candidate.Candidates:
         """All points for these weights; see `Searched`."""
-        return _Candidates(weights, earlier, pool)
+        return Uniform(weights, earlier, pool)
 
 
-class _Candidates:
+class Uniform:
+    """The points of the space for the weights of one state."""
+
     def __init__(self, weights: Mapping[str, Tensor], earlier: Earlier, pool: Pooled | None) -> None:
         self._weights, self._earlier = weights, earlier
         self._titles = {name: name if pool is None else pool.title(name) for name in weights}

@@ -19,12 +19,13 @@ from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.record import JSON
 from shrinkpoint.schemes import moments, search
 from shrinkpoint.schemes.base import Kept
+from shrinkpoint.schemes.calibration import Calibration, disturbed
 from shrinkpoint.schemes.candidate import Candidates, Earlier, Latest
 from shrinkpoint.schemes.picks import Picks
 from shrinkpoint.schemes.pooled import Pooled
 from shrinkpoint.schemes.quality import Quality
 from shrinkpoint.schemes.records import Coding
-from shrinkpoint.schemes.search import Joint, Outcome, Point, Space, Trials
+from shrinkpoint.schemes.search import Joint, Outcome, Point, Space, Trial, Trials
 from shrinkpoint.schemes.settled import Settled
 from shrinkpoint.schemes.spelling import Spelled, seeded
 from shrinkpoint.schemes.target import Evaluate, Target
@@ -49,8 +50,8 @@ class Searched(Spelled, Coding):
         higher_is_better: `evaluate` returns a score (accuracy) and no loss.
         config: a setting, by name of the knobs; then nothing is searched and `evaluate` is not needed.
         optimizer: "exact" keeps the optimizer's moments bit for bit; "reset" and "lossy" do not (see `moments`).
-        fallback: where no setting meets the threshold: "safest" takes the safest one, "lossless" loses nothing. If
-            `evaluate` gives no number for the safest one either, nothing is lost in any case.
+        fallback: where no setting meets the threshold: "lossless" loses nothing, "safest" takes the safest one all the
+            same. If `evaluate` gives no number for that one either, nothing is lost in any case.
         coarser: whether a later checkpoint may be quantized more aggressively than the one before.
         group: a torch.distributed group of data-parallel replicas, all of which save at the same time and share the
             trials; the first of them writes.
@@ -73,7 +74,7 @@ class Searched(Spelled, Coding):
         higher_is_better: bool = False,
         config: Mapping[str, Any] | None = None,
         optimizer: moments.Mode = "exact",
-        fallback: Fallback = "safest",
+        fallback: Fallback = "lossless",
         coarser: bool = False,
         group: Any = None,
         progress: bool | search.Progress = False,
@@ -89,7 +90,7 @@ class Searched(Spelled, Coding):
         self._progress: bool | search.Progress = _progress(progress)
         self._seed = seeded(seed)
         self._last: Point | None = None
-        self._noise: float | None = None
+        self._calibration = Calibration()
         self._generation, self._quiet = 0, False
         if evaluate is None and config is None:
             expected, do = "evaluate= or config=", "pass a function that measures the model, or choose a setting"
@@ -120,6 +121,16 @@ class Searched(Spelled, Coding):
     def variants(self, target: Target, pool: Pooled | None = None) -> tuple[str, ...]:
         """Those of the space's variants that can be tried now."""
         return self.space.variants
+
+    def alternative(
+        self, weights: Mapping[str, Tensor], earlier: Earlier, pool: Pooled | None = None
+    ) -> tuple[str, Space, Candidates] | None:
+        """Another space for these weights, with its name; it is searched where no point of the first one holds.
+
+        Args:
+            pool: as of `candidates`.
+        """
+        return None
 
     # what a store calls
 
@@ -169,9 +180,9 @@ class Searched(Spelled, Coding):
         """
         known = loss if isinstance(loss, dict) else {}
         chosen = known.get("chosen")
-        ours = isinstance(chosen, dict) and known.get("scheme") == self.id and "fallback" not in known
+        ours = isinstance(chosen, dict) and known.get("scheme") == self.id and not {"fallback", "space"} & known.keys()
         self._last = self.space.point(chosen) if isinstance(chosen, dict) and ours else None
-        self._generation = generation
+        self._generation, self._calibration = generation, Calibration()
 
     @torch.no_grad()
     def settle(
@@ -200,7 +211,7 @@ class Searched(Spelled, Coding):
         if left:
             symbols = {} if reference is None else reference.codebooks
             earlier = Earlier.of(symbols, picks.tensors, self._generation)
-            earlier = self._shared(earlier) if pool is None else self._alike(earlier, picks, pool)
+            earlier = self._replicated(earlier) if pool is None else self._alike(earlier, picks, pool)
             target = Target(flat, self._evaluate or _unmeasured) if target is None else target
             found = self._find(flat, picks, earlier, target, pool)
         record = {
@@ -221,74 +232,84 @@ class Searched(Spelled, Coding):
         return {} if last is None else {"chosen": self.space.settings(last)}
 
     def _find(self, flat: FlatState, picks: Picks, earlier: Earlier, target: Target, pool: Pooled | None) -> _Found:
-        candidates = self.candidates(picks.tensors, earlier, target, *(() if pool is None else (pool,)))
+        pools = () if pool is None else (pool,)
+        candidates = self.candidates(picks.tensors, earlier, target, *pools)
         if self._fixed is not None:
-            return _Found(candidates.symbols(self._fixed), {"chosen": self.space.settings(self._fixed)})
+            return _Found(
+                candidates.symbols(self._fixed), {"chosen": self.space.settings(self._fixed), "measured": False}
+            )
         with target:
-            quality = Quality(lambda values: target.measure(picks.replaced(values, flat)), higher=self._higher)
-            candidates = Latest(candidates)
-            measure = _measure(quality, candidates, picks)
-            trials = Trials(measure, group=self._group) if pool is None else Joint(measure, pool.wholes.total)
-            noise = self._noise
-            base, *_ = trials.everywhere(lambda: quality.measure_base(twice=noise is None))
-            quality.base = base.value
-            if not math.isfinite(base.value):
-                _warn(f"evaluate returned {base.value} for the state itself, so this checkpoint is lossless")
-                return _Found(record={"quality": str(base.value), "fallback": "lossless"}, lossless=True)
-            self._noise = base.noise if self._noise is None else self._noise
-            if self._noise > self._threshold / 4:
-                _warn(
-                    f"evaluate differs by {self._noise:.2%} between two calls with the same weights, which is too much "
-                    f"for a threshold of {self._threshold:.2%}: fix its batches and its seed, and call model.eval()"
-                )
-            variants = self.variants(target, *(() if pool is None else (pool,)))
-            return self._searched(picks, candidates, trials, base.value, variants)
+            quality = Quality(target.measure, higher=self._higher)
+
+            def grid(name: str, space: Space, candidates: Candidates) -> _Grid:
+                return _Grid(name, space, candidates, quality, picks, flat, self._group, pool)
+
+            def other() -> _Grid | None:
+                found = self.alternative(picks.tensors, earlier, *pools)
+                return None if found is None else grid(*found)
+
+            own = grid(self.id, self.space, candidates)
+            title = str if pool is None else pool.title
+            problem = self._calibration.problem(
+                quality, disturbed(picks, flat, title), lambda scale: self._threshold, own.trials.everywhere
+            )
+            record: dict[str, Any] = {
+                "measured": True, "quality": _said(quality.base.value), "noise": self._calibration.noise,
+                "searches": [],
+            }  # fmt: skip
+            if problem is not None:
+                _warn(f"{problem.found}, so this checkpoint is lossless, weights and moments: {problem.do}")
+                return _Found(record=record | {"exact": problem.found, "fallback": "lossless"}, lossless=True)
+            if warning := self._calibration.warning(self._threshold):
+                _warn(warning)
+            variants = self.variants(target, *pools)
+            return self._searched(own, other, record, variants)
 
     def _searched(
-        self, picks: Picks, candidates: Candidates, trials: Trials, base: float, variants: Sequence[str]
+        self, own: _Grid, other: Callable[[], _Grid | None], record: dict[str, Any], variants: Sequence[str]
     ) -> _Found:
-        allowed = max(self._threshold - (self._noise or 0.0), 0.0)
-        outcomes = [*self._outcomes(candidates, trials, allowed, picks, variants)]
+        """The answer of the search in the first space in which something holds."""
+        allowed = max(self._threshold - (self._calibration.noise or 0.0), 0.0)
+        outcomes = [*self._outcomes(own, allowed, variants)]
+        record["searches"] = [one.to_json(own.space) for one in outcomes]
         chosen = outcomes[-1].chosen
-        record: dict[str, Any] = {
-            "quality": base, "noise": self._noise,
-            "searches": [outcome.to_json(self.space) for outcome in outcomes],
-        }  # fmt: skip
         if chosen is not None:
             self._last = chosen.point
-            record |= {"chosen": self.space.settings(chosen.point), "degradation": chosen.degradation}
-            return _Found(candidates.symbols(chosen.point), record)
-        return self._fallen_back(candidates, outcomes, record, self.space.safest(variants[0]))
+            return own.found(chosen, record)
+        second = other()
+        if second is not None:
+            outcome = second.whole(allowed, self._shown(second, allowed))
+            record["searches"].append(outcome.to_json(second.space) | {"space": second.name})
+            if outcome.chosen is not None:
+                return second.found(outcome.chosen, record | {"space": second.name})
+        return self._fallen_back(own, outcomes, record, self.space.safest(variants[0]))
 
-    def _fallen_back(
-        self, candidates: Candidates, outcomes: Sequence[Outcome], record: dict[str, Any], safest: Point
-    ) -> _Found:
+    def _fallen_back(self, own: _Grid, outcomes: Sequence[Outcome], record: dict[str, Any], safest: Point) -> _Found:
         """Nothing met the threshold. What is taken then was not chosen: the next search does not begin there."""
         worst = next((t.degradation for o in outcomes for t in o.trials if t.point == safest), math.nan)
         lossless = self._fallback == "lossless" or not math.isfinite(worst)
         kept = "nothing was lost instead" if lossless else "the safest one was taken"
-        _warn(f"no setting keeps the degradation within {self._threshold:.2%} (the safest: {worst:.2%}): {kept}")
+        text = f"no setting keeps the degradation within {self._threshold:.2%} (the safest: {worst:.2%})"
+        _warn(f"{text}: {kept}")
         record["fallback"] = "lossless" if lossless else "safest"
         if lossless:
-            return _Found(record=record, lossless=True)
+            return _Found(record=record | {"exact": text}, lossless=True)
         record |= {"chosen": self.space.settings(safest), "degradation": worst}
-        return _Found(candidates.symbols(safest), record)
+        return _Found(own.candidates.symbols(safest), record)
 
-    def _outcomes(
-        self, candidates: Candidates, trials: Trials, allowed: float, picks: Picks, variants: Sequence[str]
-    ) -> Iterator[Outcome]:
+    def _outcomes(self, own: _Grid, allowed: float, variants: Sequence[str]) -> Iterator[Outcome]:
         """The searches that were needed, the last one decides."""
-        progress = self._shown(picks, allowed)
+        progress = self._shown(own, allowed)
         last = self._last
         if last is not None and last.variant in variants:
             outcome = search.neighbourhood(
-                self.space, candidates.size, trials, allowed, last,
+                self.space, own.candidates.size, own.trials, allowed, last,
                 variants=variants, coarser=self._coarser, progress=progress,
             )  # fmt: skip
             yield outcome
             if outcome.chosen is not None:
                 return
-        yield self._whole(candidates.size, trials, allowed, variants, progress)
+        yield self._whole(own.candidates.size, own.trials, allowed, variants, progress)
 
     def _whole(
         self, sizes: Callable[[Point], float], trials: Trials, allowed: float, variants: Sequence[str],
@@ -299,13 +320,12 @@ class Searched(Spelled, Coding):
             sizes = _without_bolder(sizes, self._last)
         return search.branch_and_bound(self.space, sizes, trials, allowed, variants=variants, progress=progress)
 
-    def _shown(self, picks: Picks, allowed: float) -> search.Progress | None:
+    def _shown(self, grid: _Grid, allowed: float) -> search.Progress | None:
         if not isinstance(self._progress, bool):
             return self._progress
         if not self._progress or not self.leads or self._quiet:
             return None
-        raw = sum(x.numel() * x.element_size() for x in picks.tensors.values())
-        return search.show(self.space, allowed, raw)
+        return search.show(grid.space, allowed, grid.nbytes)
 
     def _point(self, config: Mapping[str, Any]) -> Point:
         known = isinstance(config, Mapping)
@@ -320,9 +340,16 @@ class Searched(Spelled, Coding):
 
     def _alike(self, earlier: Earlier, picks: Picks, pool: Pooled) -> Earlier:
         """The same on all ranks that have a box of a tensor; and what was learned, where all learned it."""
-        self._last, self._noise = pool.agreed(self._last), pool.agreed(self._noise)
+        self._last = pool.agreed(self._last)
+        self._calibration.learn(pool.agreed(self._calibration.known))
         self._generation = pool.agreed(self._generation) or 0
         return replace(pool.earlier(earlier, picks.tensors), generation=self._generation)
+
+    def _replicated(self, earlier: Earlier) -> Earlier:
+        """What the first rank of the group knows."""
+        known, earlier = self._shared((self._calibration.known, earlier))
+        self._calibration.learn(known)
+        return earlier
 
     def _shared(self, thing: Any) -> Any:
         """What the first rank of the group has."""
@@ -340,12 +367,49 @@ class _Found:
     lossless: bool = False
 
 
-def _measure(quality: Quality, candidates: Candidates, picks: Picks) -> Callable[[Point], float]:
-    def degradation(point: Point) -> float:
-        found = candidates.symbols(point)
-        return quality.degradation({name: one.values(picks.tensors[name].dtype) for name, one in found.items()})
+class _Grid:
+    """A space for the weights of one state, and how its points are measured.
 
-    return degradation
+    Attributes:
+        trials: of its points.
+        nbytes: of the weights as they are.
+    """
+
+    def __init__(
+        self, name: str, space: Space, candidates: Candidates, quality: Quality, picks: Picks, flat: FlatState,
+        group: Any, pool: Pooled | None,
+    ) -> None:  # fmt: skip
+        self.name, self.space, self.candidates = name, space, Latest(candidates)
+        self.nbytes = sum(x.numel() * x.element_size() for x in picks.tensors.values())
+        self._quality, self._picks, self._flat = quality, picks, flat
+        self._intervals: dict[Point, tuple[float, float]] = {}
+        self.trials = Trials(self._measure, group=group) if pool is None else Joint(self._measure, pool.wholes.total)
+
+    def whole(self, allowed: float, progress: search.Progress | None) -> Outcome:
+        """A search of all of it."""
+        return search.branch_and_bound(self.space, self.candidates.size, self.trials, allowed, progress=progress)
+
+    def found(self, chosen: Trial, record: dict[str, Any]) -> _Found:
+        """What a trial that holds makes of the weights."""
+        record |= {"chosen": self.space.settings(chosen.point), "degradation": chosen.degradation}
+        intervals = self.trials.everywhere(lambda: self._intervals.get(chosen.point))  # of the rank that measured it
+        interval = next((one for one in intervals if one is not None), None)
+        if interval is not None:
+            record["interval"] = [_said(end) for end in interval]
+        return _Found(self.candidates.symbols(chosen.point), record)
+
+    def _measure(self, point: Point) -> float:
+        symbols = self.candidates.symbols(point)
+        values = {name: one.values(self._picks.tensors[name].dtype) for name, one in symbols.items()}
+        change, scale = self._quality.change(self._picks.replaced(values, self._flat)), self._quality.scale
+        if change.interval is not None:
+            self._intervals[point] = change.interval[0] / scale, change.interval[1] / scale
+        return change.rise / scale
+
+
+def _said(number: float) -> float | str:
+    """As a manifest can say it."""
+    return number if math.isfinite(number) else str(number)
 
 
 def _on_host(symbols: Symbols) -> Symbols:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.before import Before
 from shrinkpoint.schemes.layers import kinds_by_module
+from shrinkpoint.schemes.quality import Reading
 from shrinkpoint.schemes.target import Evaluate, Target, measured, modules_of, unwrapped
 from shrinkpoint.schemes.wholes import Wholes, is_of, recorded
 from shrinkpoint.state import FlatState
@@ -87,7 +88,7 @@ class ShardTarget(Target):
         assert self._wholes is not None
         return recorded(self._wholes, {unwrapped(name): x for name, x in found.items()}, self._flat)
 
-    def measure(self, values: Mapping[str, Tensor]) -> float:
+    def measure(self, values: Mapping[str, Tensor]) -> Reading:
         """See `Target`; a collective: the mean of what all ranks measure."""
         assert self._wholes is not None
         before = self._before or self._taken()
@@ -152,9 +153,17 @@ def _local(x: Any) -> Tensor:
     return local
 
 
-def _mean(found: list[float]) -> float:
-    """Of what ranks measured; what all of them found, exactly, where they agree."""
-    return found[0] if all(one == found[0] for one in found) else math.fsum(found) / len(found)
+def _mean(found: list[Reading]) -> Reading:
+    """Of what ranks measured; what all of them found, exactly, where they agree.
+
+    Examples are those of all ranks, where each has as many: only then their mean is the mean of the ranks'.
+    """
+    first, *others = found
+    if all(one.is_as(first) for one in others):
+        return first
+    each = [one.examples for one in found if one.examples is not None]
+    alike = len(each) == len(found) and len({one.numel() for one in each}) == 1
+    return Reading(math.fsum(one.value for one in found) / len(found), torch.cat(each) if alike else None)
 
 
 def _unasked(_: Any) -> float:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.before import Before
 from shrinkpoint.schemes.layers import kinds_by_module
+from shrinkpoint.schemes.quality import Reading
 from shrinkpoint.state import FlatState, unflatten
 
 Evaluate = Callable[[Any], Any]
@@ -50,7 +51,7 @@ class Target:
         if before is not None:
             before.put_back()
 
-    def measure(self, values: Mapping[str, Tensor]) -> float:
+    def measure(self, values: Mapping[str, Tensor]) -> Reading:
         """What `evaluate` says of the state with these values in place of its own.
 
         Args:
@@ -146,19 +147,19 @@ class ModelTarget(Target):
                 raise PolicyError(name, found=found, expected="a state_dict that shares memory", do=do)
 
 
-def measured(evaluate: Evaluate, argument: Any) -> float:
+def measured(evaluate: Evaluate, argument: Any) -> Reading:
     """What a user's function says of a model, or of a state.
 
     Raises:
-        PolicyError: it raised, or what it returned is no number.
+        PolicyError: it raised, or what it returned is neither a number nor one of each example.
     """
     try:
-        value = evaluate(argument)
-        return float(value.detach() if isinstance(value, Tensor) else value)
+        return Reading.of(evaluate(argument))
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
+        expected = "a number, or a 1-D tensor of the examples' losses"
         do = "make it take what is saved (a model, or a state) and return a loss or a score"
-        raise PolicyError("evaluate", found=found, expected="a number", do=do) from error
+        raise PolicyError("evaluate", found=found, expected=expected, do=do) from error
 
 
 def modules_of(model: Any) -> Iterator[nn.Module]:

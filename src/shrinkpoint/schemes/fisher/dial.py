@@ -8,9 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shrinkpoint.errors import LossWarning
+from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.record import JSON
 from shrinkpoint.schemes.fisher.drafts import Draft, Drafts, multiplier_of, size_of
+from shrinkpoint.schemes.quality import Change
 
 LARGEST, SMALLEST = size_of(4.0), size_of(1 / 64)
 """In standard deviations, in the geometric mean over all weights. Below, most points of a keyframe are too far from
@@ -28,8 +29,31 @@ _FINEST, _COARSEST = 2.0**-24, 2.0**6
 _SLACK = size_of(2**0.5)
 """By how much steps may differ from the best ones before they are changed: a change costs bits."""
 
-Measure = Callable[[Draft], float]
-"""By how much a draft raises the loss."""
+Measure = Callable[[Draft], Change]
+"""What a draft does to the loss."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bits of a whole state.
+
+    Attributes:
+        raw: as it is.
+        taken: by all that is stored but the weights.
+        first: whether this is the first checkpoint of a run.
+    """
+
+    raw: float
+    taken: float
+    first: bool
+
+    def left(self, ratio: float) -> float:
+        """For the weights, where the whole is to be so many times smaller."""
+        return self.raw / ratio - self.taken
+
+    def ratio(self, bits: float) -> float:
+        """Where the weights have so many."""
+        return self.raw / max(1.0, self.taken + bits)
 
 
 @dataclass
@@ -68,11 +92,13 @@ class Answer:
         draft: None: nothing that was tried is within the budget, so that nothing may be lost.
         tried: for the manifest.
         rise: of the loss, measured; None: nothing was.
+        interval: in which the rise may lie on other examples; None: not known.
     """
 
     draft: Draft | None
     tried: list[JSON] = field(default_factory=list)
     rise: float | None = None
+    interval: tuple[float, float] | None = None
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -90,13 +116,16 @@ class Dial(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def turn(self, drafts: Drafts, learned: Learned, measure: Measure | None, left: float) -> Answer:
+    def turn(self, drafts: Drafts, learned: Learned, measure: Measure | None, room: Room) -> Answer:
         """Choose.
 
         Args:
             learned: changed where something was learned.
             measure: None: nothing can be measured.
-            left: bits that the weights may have, should a ratio be asked for.
+            room: what else is stored, should a ratio be asked for.
+
+        Raises:
+            PolicyError: a ratio that cannot be reached, at the first checkpoint.
         """
         raise NotImplementedError
 
@@ -111,7 +140,7 @@ class ByError(Dial):
     def settings(self) -> dict[str, JSON]:
         return {"relative_error": self.error}
 
-    def turn(self, drafts: Drafts, learned: Learned, measure: Measure | None, left: float) -> Answer:
+    def turn(self, drafts: Drafts, learned: Learned, measure: Measure | None, room: Room) -> Answer:
         """See `Dial`."""
         size = size_of(min(max(self.error * math.sqrt(12), _FINEST), _COARSEST))
         return _taken(drafts.draft(size), learned, measure)
@@ -127,18 +156,25 @@ class ByRatio(Dial):
     def settings(self) -> dict[str, JSON]:
         return {"ratio": self.ratio}
 
-    def turn(self, drafts: Drafts, learned: Learned, measure: Measure | None, left: float) -> Answer:
+    def turn(self, drafts: Drafts, learned: Learned, measure: Measure | None, room: Room) -> Answer:
         """See `Dial`."""
-        low, high = SMALLEST, LARGEST
+        low, high, left = SMALLEST, LARGEST, room.left(self.ratio)
         if learned.size is not None and abs(drafts.bits(learned.size) - left) < 0.1 * left:
             low = high = learned.size
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if drafts.bits(middle) <= left else (middle + 1, high)
         if low == LARGEST and drafts.bits(low) > left:
-            text = f"at {self.ratio:g}x there is no room for the weights: steps are the largest there are"
-            warnings.warn(text, LossWarning, stacklevel=5)
+            self._refuse(room.ratio(drafts.bits(low)), room.first)
         return _taken(drafts.draft(low), learned, measure)
+
+    def _refuse(self, reachable: float, first: bool) -> None:
+        """A run that has been going on is not ended by it: what it holds changes, and so does what can be reached."""
+        found = f"{self.ratio:g}x, while the largest steps there are make this state about {reachable:.3g}x smaller"
+        if first:
+            expected, do = f"at most {_floor(reachable):g}", "ask for less, or for a budget with evaluate="
+            raise PolicyError("ratio", found=found, expected=expected, do=do)
+        warnings.warn(f"ratio: {found}: these are taken", LossWarning, stacklevel=6)
 
 
 @dataclass(frozen=True)
@@ -148,20 +184,36 @@ class ByBudget(Dial):
     Attributes:
         budget: in the loss's own unit.
         share: instead of that: of the loss itself, in per cent, from which `of` makes a budget.
+        noise: of a measurement; it counts against the budget.
     """
 
     budget: float
     share: float | None = None
+    noise: float = 0.0
 
     @property
     def settings(self) -> dict[str, JSON]:
         return {"budget": self.budget if self.share is None else f"{self.share:g}%"}
 
-    def of(self, base: float) -> ByBudget:
-        """The same where the state's own loss is `base`, or its score; of 1 where that is zero."""
-        return self if self.share is None else ByBudget(self.share / 100 * (abs(base) or 1.0))
+    def of(self, scale: float, noise: float = 0.0) -> ByBudget:
+        """The same in the loss's own unit.
 
-    def turn(self, drafts: Drafts, learned: Learned, measure: Measure | None, left: float) -> Answer:
+        Args:
+            scale: what a share is of.
+            noise: of a measurement.
+        """
+        return ByBudget(self.budget if self.share is None else self.share / 100 * scale, noise=noise)
+
+    def relative(self, scale: float) -> float:
+        """The share of `scale` that may be lost."""
+        return self.budget / scale if self.share is None else self.share / 100
+
+    @property
+    def _allowed(self) -> float:
+        """What a measured rise may be."""
+        return self.budget - self.noise
+
+    def turn(self, drafts: Drafts, learned: Learned, measure: Measure | None, room: Room) -> Answer:
         """See `Dial`. Without `measure` the prediction decides, and where there is none either, `UNKNOWN`."""
         if measure is None and drafts.supposed:  # a prediction in no unit decides nothing
             return _taken(drafts.draft(UNKNOWN if learned.size is None else learned.size), Learned(), None)
@@ -172,18 +224,18 @@ class ByBudget(Dial):
         held: Answer | None = None
         for _ in range(TRIALS):
             draft = drafts.draft(size)
-            rise = measure(draft)
-            tried.append(_line(draft, learned, rise))
-            learned.hear(draft, rise, LOW * self.budget)
-            if rise <= self.budget:
-                held = Answer(draft, tried, rise)
+            change = measure(draft)
+            tried.append(_line(draft, learned, change.rise))
+            learned.hear(draft, change.rise, LOW * self.budget)
+            if change.rise <= self._allowed:
+                held = Answer(draft, tried, change.rise, change.interval)
                 size = self._best(drafts, learned) if free else draft.size
                 if size <= draft.size + 1:
                     return held
             elif held is not None:  # nan, too, is too much
                 return held
             else:
-                size, free = self._smaller(draft, rise), False
+                size, free = self._smaller(draft, change.rise), False
         return held or Answer(None, tried)
 
     def _first(self, drafts: Drafts, learned: Learned, *, measured: bool) -> int:
@@ -201,17 +253,24 @@ class ByBudget(Dial):
         unit = drafts.curved(0) * (learned.terms or 0.0)
         if not 0 < unit < math.inf:
             return UNKNOWN if learned.size is None else learned.size
-        return min(max(size_of(math.sqrt(AIM * self.budget / unit)), SMALLEST), LARGEST)
+        return min(max(size_of(math.sqrt(AIM * self._allowed / unit)), SMALLEST), LARGEST)
 
     def _smaller(self, draft: Draft, rise: float) -> int:
-        share = AIM * self.budget / rise if math.isfinite(rise) else 0.0
+        share = AIM * self._allowed / rise if math.isfinite(rise) else 0.0
         return max(SMALLEST, draft.size + min(-_SLACK, max(-6 * _SLACK, size_of(math.sqrt(max(share, 1e-9))))))
 
 
 def _taken(draft: Draft, learned: Learned, measure: Measure | None) -> Answer:
     """A draft that is taken whatever it does to the loss."""
-    rise = None if measure is None else measure(draft)
-    return Answer(draft, [_line(draft, learned, rise)], rise)
+    change = Change(math.nan) if measure is None else measure(draft)
+    rise = None if measure is None else change.rise
+    return Answer(draft, [_line(draft, learned, rise)], rise, change.interval)
+
+
+def _floor(ratio: float) -> float:
+    """Two digits of it, rounded down."""
+    unit = 10.0 ** (math.floor(math.log10(ratio)) - 1)
+    return math.floor(ratio / unit) * unit
 
 
 def _line(draft: Draft, learned: Learned, rise: float | None) -> JSON:

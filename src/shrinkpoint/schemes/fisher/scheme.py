@@ -19,13 +19,15 @@ from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.record import JSON, Role
 from shrinkpoint.schemes import moments as others
 from shrinkpoint.schemes.base import Kept
+from shrinkpoint.schemes.calibration import Calibration, Problem, disturbed
 from shrinkpoint.schemes.fisher.curvature import Curvature, Recorder
-from shrinkpoint.schemes.fisher.dial import Answer, ByBudget, ByError, ByRatio, Dial, Learned, finite
+from shrinkpoint.schemes.fisher.dial import Answer, ByBudget, ByError, ByRatio, Dial, Learned, Room, finite
 from shrinkpoint.schemes.fisher.drafts import Drafts, multiplier_of
 from shrinkpoint.schemes.fisher.moments import Steps
 from shrinkpoint.schemes.fisher.pool import ALONE, Pool
 from shrinkpoint.schemes.fisher.probes import Rise
 from shrinkpoint.schemes.picks import Picks
+from shrinkpoint.schemes.quality import Quality
 from shrinkpoint.schemes.records import Coding
 from shrinkpoint.schemes.settled import Settled
 from shrinkpoint.schemes.shardedtarget import ShardTarget
@@ -86,6 +88,7 @@ class Fisher(Spelled, Coding):
         self._seed, self._generation, self._saves = seeded(seed), 0, 0
         self._learned = Learned(terms=self._terms)
         self._probed: dict[str, float] = {}
+        self._calibration = Calibration()
 
     @property
     def arguments(self) -> dict[str, object]:
@@ -122,7 +125,7 @@ class Fisher(Spelled, Coding):
     def resume(self, loss: JSON, generation: int = 0) -> None:
         """Go on from a checkpoint: with its steps and what was known then, and another dither; see `Resuming`."""
         self._generation = generation
-        self._learned, self._probed = Learned(terms=self._terms), {}
+        self._learned, self._probed, self._calibration = Learned(terms=self._terms), {}, Calibration()
         if not isinstance(loss, dict) or loss.get("scheme") != self.id:
             return
         size, terms = loss.get("size"), loss.get("terms")
@@ -156,8 +159,14 @@ class Fisher(Spelled, Coding):
         kept = pool.unmoved([*picks.tensors], flat, reference)
         picks = picks.without(kept)
         values: dict[str, Tensor] = {}
-        further = self._of_moments(flat, reference, values, pool)
-        answer = self._of_weights(flat, picks, reference, target, kept | further, pool)
+        with self._measuring(flat, picks, target, pool) as (quality, problem):
+            if problem is not None:
+                _warn(f"{problem.found}, so this checkpoint is exact, weights and moments: {problem.do}")
+                self._learned.size, self._saves = None, self._saves + 1
+                record = self._record(Answer(None), picks, quality, began) | {"exact": problem.found}
+                return Settled(self.id, {n: one.cpu() for n, one in kept.items()}, {}, "exact", self.coders, record)
+            further = self._of_moments(flat, reference, values, pool)
+            answer = self._of_weights(flat, picks, reference, target, kept | further, pool, quality)
         if answer.left_out:
             _warn(f"weights that no points of these steps reach are kept as they are: {', '.join(answer.left_out)}")
         symbols: dict[str, Origin] = (
@@ -165,18 +174,27 @@ class Fisher(Spelled, Coding):
         )
         symbols |= {name: one.cpu() for name, one in (kept | further).items()}
         self._saves += 1
-        loss: dict[str, Any] = {
-            "scheme": self.id, **self._dial.settings, "optimizer": self._moments, "tried": answer.tried,
-            "terms": self._learned.terms, "size": self._learned.size, "probed": self._probed or None,
-            "left_out": [*picks.refused, *answer.left_out],
-            "chosen": self._chosen(any(pool.total(len(symbols)))), "rise": finite(answer.rise),
-            "seconds": round(time.perf_counter() - began, 3),
-        }  # fmt: skip
+        loss = self._record(answer, picks, quality, began)
+        loss["chosen"] = self._chosen(any(pool.total(len(symbols))))
         optimizer: others.Mode = "reset" if self._moments == "drop" else "exact"
         if answer.draft is not None:
             values |= answer.draft.values
         values = {name: x for name, x in values.items() if x.device.type == "cpu"}
         return Settled(self.id, symbols, picks.casts, optimizer, self.coders, loss, values)
+
+    def _record(self, answer: Answer, picks: Picks, quality: Quality | None, began: float) -> dict[str, Any]:
+        """What the manifest says of what was lost, but for what was chosen."""
+        record: dict[str, Any] = {
+            "scheme": self.id, **self._dial.settings, "optimizer": self._moments, "tried": answer.tried,
+            "terms": self._learned.terms, "size": self._learned.size, "probed": self._probed or None,
+            "left_out": [*picks.refused, *answer.left_out], "chosen": None, "rise": finite(answer.rise),
+            "measured": quality is not None,
+        }  # fmt: skip
+        if quality is not None:
+            record |= {"quality": finite(quality.base.value), "noise": self._calibration.noise}
+        if answer.interval is not None:
+            record["interval"] = [finite(end) for end in answer.interval]
+        return record | {"seconds": round(time.perf_counter() - began, 3)}
 
     def _agree(self, pool: Pool) -> None:
         """What processes do not remember alike is forgotten."""
@@ -185,6 +203,7 @@ class Fisher(Spelled, Coding):
         self._saves = pool.largest(self._saves) or 0
         learned.size, learned.terms = pool.agreed(learned.size), pool.agreed(learned.terms) or self._terms
         self._probed = pool.agreed(self._probed) or {}
+        self._calibration.learn(pool.agreed(self._calibration.known))
 
     def _chosen(self, lossy: bool) -> JSON:
         """What every manifest says of a choice; None where nothing was lost."""
@@ -216,7 +235,7 @@ class Fisher(Spelled, Coding):
 
     def _of_weights(
         self, flat: FlatState, picks: Picks, reference: Reference | None, target: Target | None,
-        further: Mapping[str, Origin], pool: Pool,
+        further: Mapping[str, Origin], pool: Pool, quality: Quality | None,
     ) -> Answer:  # fmt: skip
         if not pool.count(picks.tensors):
             return Answer(None)
@@ -229,22 +248,41 @@ class Fisher(Spelled, Coding):
             self._learned.size = None
         size = self._learned.size
         kinds = {} if target is None else target.kinds
-        with self._measuring(flat, picks, target) as (rise, base):
-            if rise is not None and pool.usual(known, picks.tensors) <= 0:
-                known = self._by_probes(picks.tensors, rise, pool) or known
-            drafts = Drafts(picks.tensors, known, reference, size, self._generation, self._seed, kinds, pool)
-            coded = {*drafts.weights, *picks.casts, *further}
-            codes = {name: one.codes for name, one in further.items() if not _is_held(name, one, reference)}
-            left = _left(flat, coded, codes, self._dial, self._moments, pool)
-            dial = self._dial.of(base) if isinstance(self._dial, ByBudget) else self._dial
-            measure = None if rise is None else lambda draft: rise(draft.values)
-            answer = dial.turn(drafts, self._learned, measure, left)
+        change = None if quality is None else lambda values: quality.change(picks.replaced(values, flat))
+        if change is not None and pool.usual(known, picks.tensors) <= 0:
+            known = self._by_probes(picks.tensors, lambda values: change(values).rise, pool) or known
+        drafts = Drafts(picks.tensors, known, reference, size, self._generation, self._seed, kinds, pool)
+        codes = {name: one.codes for name, one in further.items() if not _is_held(name, one, reference)}
+        room = self._room(flat, {*drafts.weights, *picks.casts, *further}, codes, pool)
+        dial = self._dial
+        if quality is not None and isinstance(dial, ByBudget):
+            allowed, noise = dial.relative(quality.scale), (self._calibration.noise or 0.0) * quality.scale
+            if warning := self._calibration.warning(allowed):
+                _warn(warning)
+            dial = dial.of(quality.scale, noise)
+        answer = dial.turn(drafts, self._learned, None if change is None else lambda draft: change(draft.values), room)
         if answer.draft is None:
             _warn(f"no steps keep the loss within {self}: this checkpoint's weights are exact")
             self._learned.size = None
         else:
             self._learned.size = answer.draft.size
         return answer
+
+    def _room(self, flat: FlatState, coded: set[str], codes: Mapping[str, Tensor], pool: Pool) -> Room:
+        """What a whole state has beside the weights: moments, and what stays exact. Only a ratio asks for it.
+
+        Args:
+            coded: names of all that does not stay exact.
+            codes: of the moments; what a reader has already costs nothing.
+        """
+        if not isinstance(self._dial, ByRatio):
+            return Room(math.inf, 0.0, first=False)
+        drop = self._moments == "drop"
+        coded = coded | {name for name, info in flat.infos.items() if drop and info.role in MOMENTS}
+        exact = 8 * sum(info.nbytes for name, info in flat.infos.items() if name not in coded and pool.counts(name))
+        raw = 8 * sum(info.nbytes for name, info in flat.infos.items() if pool.counts(name))
+        both = pool.total(exact, raw)
+        return Room(both[1], both[0] + pool.bits(codes), first=self._saves == 0)
 
     def _by_probes(self, weights: Mapping[str, Tensor], rise: Rise, pool: Pool) -> dict[str, Curvature]:
         """What the loss says of each kind of weights, asked once in a run; nothing where it minds none of them."""
@@ -255,27 +293,21 @@ class Fisher(Spelled, Coding):
         return pool.probed(weights, self._probed) if self._probed else {}
 
     @contextmanager
-    def _measuring(self, flat: FlatState, picks: Picks, target: Target | None) -> Iterator[tuple[Rise | None, float]]:
-        """How to measure what other values of some weights do, and what the state itself has.
+    def _measuring(
+        self, flat: FlatState, picks: Picks, target: Target | None, pool: Pool
+    ) -> Iterator[tuple[Quality | None, Problem | None]]:
+        """How to measure what other values of some weights do, and why that is of no use, if it is not.
 
-        None where nothing was asked for, or the state itself has no finite loss.
+        None where nothing was asked for, or there is nothing to measure.
         """
-        if self._evaluate is None:
-            yield None, 1.0
+        if self._evaluate is None or not pool.count(picks.tensors):
+            yield None, None
             return
         target = Target(flat, self._evaluate) if target is None else target
         with target:
-            base = target.measure({})
-            if not math.isfinite(base):
-                _warn(f"evaluate returned {base} for the state itself, so the prediction decides")
-                yield None, 1.0
-                return
-
-            def rise(values: Mapping[str, Tensor]) -> float:
-                found = target.measure(picks.replaced(values, flat))
-                return base - found if self._higher else found - base
-
-            yield rise, base
+            quality = Quality(target.measure, higher=self._higher)
+            allowed = self._dial.relative if isinstance(self._dial, ByBudget) else None
+            yield quality, self._calibration.problem(quality, disturbed(picks, flat, pool.title), allowed)
 
     def _recorded(self, target: Target | None) -> dict[str, Tensor]:
         """What was recorded, by the names of the state."""
@@ -289,24 +321,6 @@ class Fisher(Spelled, Coding):
             return target.recorded(squares)
         recorded = {unwrapped(name): square for name, square in squares.items()}
         return {target.names[name]: square for name, square in recorded.items() if name in target.names}
-
-
-def _left(
-    flat: FlatState, coded: set[str], codes: Mapping[str, Tensor], dial: Dial, kept: Moments, pool: Pool
-) -> float:
-    """Bits that a ratio leaves to the weights: without the moments, and what stays exact.
-
-    Args:
-        coded: names of all that does not.
-        codes: of the moments; what a reader has already costs nothing.
-    """
-    if not isinstance(dial, ByRatio):
-        return math.inf
-    coded = coded | {name for name, info in flat.infos.items() if kept == "drop" and info.role in MOMENTS}
-    exact = 8 * sum(info.nbytes for name, info in flat.infos.items() if name not in coded and pool.counts(name))
-    nbytes = sum(info.nbytes for name, info in flat.infos.items() if pool.counts(name))
-    both = pool.total(exact, nbytes)
-    return 8 * both[1] / dial.ratio - both[0] - pool.bits(codes)
 
 
 def _is_held(name: str, origin: Origin, reference: Reference | None) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from shrinkpoint import arguments
 from shrinkpoint.codec import CODERS, Symbols
 from shrinkpoint.codec.quantize import clusters
-from shrinkpoint.schemes import moments, search
+from shrinkpoint.schemes import candidate, moments, qd, search
 from shrinkpoint.schemes.candidate import Earlier
 from shrinkpoint.schemes.inshrinkerator.partition import Partition
 from shrinkpoint.schemes.inshrinkerator.sizes import Sizes
@@ -55,7 +55,8 @@ class Inshrinkerator(Searched):
 
     The values of every weight are pruned, protected in bfloat16, or quantized to centers found by weighted k-means on a
     sketch; codes are coded against those of the checkpoint before; and the setting of all that is searched for, so that
-    `evaluate` becomes worse by no more than `threshold`. docs/schemes.md says what is quantized and what is decided.
+    `evaluate` becomes worse by no more than `threshold`. Where no setting holds, the uniform grids of `QD` are tried.
+    docs/schemes.md says what is quantized and what is decided.
 
     Args:
         gradients: a recorder, without which values are ranked by size alone.
@@ -77,7 +78,7 @@ class Inshrinkerator(Searched):
 
     def __init__(
         self, *, threshold: float | str = 0.05, evaluate: Evaluate | None = None, higher_is_better: bool = False,
-        config: Mapping[str, Any] | None = None, optimizer: moments.Mode = "exact", fallback: Fallback = "safest",
+        config: Mapping[str, Any] | None = None, optimizer: moments.Mode = "exact", fallback: Fallback = "lossless",
         coarser: bool = False, group: Any = None, progress: bool | search.Progress = False, seed: int = 0,
         gradients: Recorder | None = None, paper: bool = False, space: Space = SPACE, sigma: float = clusters.SIGMA,
         dither: bool = True,
@@ -122,6 +123,12 @@ class Inshrinkerator(Searched):
         if pool is None:
             return Candidates(self.space, prepared, shapes, earlier, how)
         return Boxes(self.space, prepared, shapes, earlier, how, pool)
+
+    def alternative(
+        self, weights: Mapping[str, Tensor], earlier: Earlier, pool: Pooled | None = None
+    ) -> tuple[str, Space, candidate.Candidates] | None:
+        """Uniform grids of up to 256 levels, where 32 centers are too few; not on paper."""
+        return None if self._paper else (qd.QD.id, qd.SPACE, qd.Uniform(weights, earlier, pool))
 
     def _whole(
         self, sizes: Callable[[Point], float], trials: Trials, allowed: float, variants: Sequence[str], progress: Any

@@ -1,0 +1,288 @@
+"""No scheme trusts `evaluate` blindly: one that lies, is noisy or has no number costs bytes, and never values."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lossy import LettersRun, Run, Silent
+from sharded import Ranks, cut
+from strategies import difference, same
+from tiny import run as tiny_run
+from torch import nn
+
+import shrinkpoint as sp
+from shrinkpoint.errors import LossWarning, PolicyError
+from shrinkpoint.schemes.calibration import REPEAT, Calibration
+from shrinkpoint.schemes.quality import Quality, Reading
+from shrinkpoint.schemes.sharded import ShardTarget, settle
+from shrinkpoint.schemes.shards import Shards
+from shrinkpoint.storage import MemoryStorage
+
+SCHEMES: dict[str, Callable[..., Any]] = {
+    "fisher by nats": lambda **more: sp.Fisher(nats=0.01, **more),
+    "fisher by share": lambda **more: sp.Fisher(budget="1%", **more),
+    "fisher by error": lambda **more: sp.Fisher(relative_error=0.3, **more),
+    "fisher by ratio": lambda **more: sp.Fisher(ratio=8, **more),
+    "fisher, moments dropped": lambda **more: sp.Fisher(budget="1%", moments="drop", **more),
+    "inshrinkerator": lambda **more: sp.Inshrinkerator(threshold=0.05, **more),
+    "inshrinkerator, lossy moments": lambda **more: sp.Inshrinkerator(threshold=0.05, optimizer="lossy", **more),
+    "inshrinkerator, reset moments": lambda **more: sp.Inshrinkerator(threshold=0.05, optimizer="reset", **more),
+    "inshrinkerator on paper": lambda **more: sp.Inshrinkerator(threshold=0.05, paper=True, **more),
+    "inshrinkerator, safest": lambda **more: sp.Inshrinkerator(threshold=0.05, fallback="safest", **more),
+    "qd": lambda **more: sp.QD(threshold=0.05, **more),
+    "cnr": lambda **more: sp.CNR(threshold=0.05, **more),
+    "gobo": lambda **more: sp.GOBO(threshold=0.05, **more),
+}
+"""Every scheme that measures."""
+
+
+def closed_over(run: Run) -> Callable[[Any], Any]:
+    """Looks at a model of its own, and not at what it is given."""
+    model = copy.deepcopy(run.model)
+    return lambda _: run.evaluate(model)
+
+
+def cached(run: Run) -> Callable[[Any], Any]:
+    """Measures once."""
+    answers: list[Any] = []
+
+    def evaluate(_: Any) -> Any:
+        answers.append(answers[0] if answers else run.evaluate(run.model))
+        return answers[-1]
+
+    return evaluate
+
+
+def noisy_and_closed_over(run: Run) -> Callable[[Any], Any]:
+    """The same, of other batches at every call."""
+    model, factors = copy.deepcopy(run.model), itertools.cycle([1.0, 1.05, 0.98])
+    return lambda _: float(run.evaluate(model)) * next(factors)
+
+
+LIARS: dict[str, Callable[[Run], Callable[[Any], Any]]] = {
+    "closed over": closed_over, "cached": cached, "constant": lambda run: lambda model: 0.003,
+    "noisy and closed over": noisy_and_closed_over, "nan": lambda run: lambda model: math.nan,
+    "infinite": lambda run: lambda model: math.inf, "minus infinite": lambda run: lambda model: -math.inf,
+    "nan the second time": lambda run: (lambda answers: lambda model: next(answers))(
+        itertools.chain([1.0], itertools.repeat(math.nan))
+    ),
+    "examples of a cache": lambda run: (lambda answer: lambda model: answer)(torch.arange(50.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("liar", LIARS)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_what_evaluate_does_not_tell_is_not_lost_neither_weights_nor_moments(name, liar):
+    run, storage = Run(steps=20), MemoryStorage()
+    before = run.photo()
+    with sp.Manager(storage, scheme=SCHEMES[name](evaluate=LIARS[liar](run))) as manager:
+        with pytest.warns(LossWarning, match=r"evaluate .*, so this checkpoint is (exact|lossless), weights and mom"):
+            report = manager.save(1, **run.parts)
+        assert difference(before, run.photo()) is None
+    other = Run()
+    sp.Manager(storage).restore(**other.parts)
+    assert same(run.model.state_dict(), other.model.state_dict())
+    assert same(run.optimizer.state_dict(), other.optimizer.state_dict())
+    manifest = sp.Store(storage).manifest(1)
+    assert not manifest.is_lossy and manifest.loss == report.search and report.search.get("chosen") is None
+    assert report.search["exact"].startswith("evaluate ")
+
+
+@pytest.mark.parametrize("liar", LIARS)
+@pytest.mark.parametrize("name", ["fisher by nats", "inshrinkerator", "gobo"])
+def test_a_bare_state_is_exact_where_evaluate_looks_elsewhere(tmp_path, name, liar):
+    run = LettersRun(steps=10)
+    state = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
+    with pytest.warns(LossWarning, match="evaluate "):
+        sp.save(state, tmp_path / "a", scheme=SCHEMES[name](evaluate=LIARS[liar](run)))
+    assert difference(copy.deepcopy(state), sp.load(tmp_path / "a")) is None
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_an_evaluate_that_has_no_number_for_other_weights_does_react(name):
+    run = Run(steps=20)
+    plain = run.model.body[0].weight.detach().clone()
+
+    def evaluate(model: Any) -> Any:
+        far = float((model.body[0].weight - plain).norm() / plain.norm())
+        return run.evaluate(model) if far < 0.5 else math.nan
+
+    with sp.Manager(MemoryStorage(), scheme=SCHEMES[name](evaluate=evaluate)) as manager, Silent():
+        report = manager.save(1, **run.parts)
+    assert report.search["chosen"] is not None and "exact" not in report.search
+
+
+@pytest.mark.parametrize("name", ["fisher by nats", "inshrinkerator"])
+def test_a_score_at_the_level_of_chance_costs_one_checkpoint_and_not_the_run(name):
+    run, chance = Run(steps=30), [True]
+
+    def evaluate(model: Any) -> float:
+        return 0.1 if chance else -float(run.evaluate(model))
+
+    with sp.Manager(MemoryStorage(), scheme=SCHEMES[name](evaluate=evaluate, higher_is_better=True)) as manager:
+        with pytest.warns(LossWarning, match=r"evaluate returns 0\.1 for clearly different weights as well"):
+            assert "exact" in manager.save(1, **run.parts).search
+        chance.clear()
+        with Silent():
+            assert manager.save(2, **run.parts).search["chosen"] is not None
+
+
+def test_of_a_score_at_the_level_of_chance_the_examples_tell_that_it_reacts():
+    run = Run()
+
+    def right(model: Any) -> torch.Tensor:
+        """As many as ever, and others."""
+        return (torch.arange(100) % 10 == 0).float().roll(round(float(model.body[0].weight.sum())))
+
+    quality = Quality(lambda values: Reading.of(right(run.model)), higher=True)
+    with torch.no_grad():
+        assert Calibration().problem(quality, [lambda: moved(run.model)]) is None
+
+
+def moved(model: Any) -> dict[str, torch.Tensor]:
+    """A model whose own weights are others from now on."""
+    model.body[0].weight.add_(0.1)
+    return {}
+
+
+# what it costs
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMES if "dropped" not in name])  # which asks about kinds, too
+def test_evaluate_is_asked_for_its_noise_and_whether_it_looks_once_in_a_run(name):
+    run, storage = Run(steps=20), MemoryStorage()
+    scheme, further = SCHEMES[name](evaluate=run.evaluate), []
+    with sp.Manager(storage, scheme=scheme) as manager, Silent():
+        for step in range(3):
+            calls = run.calls
+            report = manager.save(step, **run.parts)
+            further.append(run.calls - calls - trials(report.search) - 1)
+        manager.restore(**run.parts)
+        calls = run.calls
+        again = run.calls - calls
+        report = manager.save(3, **run.steps(1).parts)
+        again = run.calls - calls - trials(report.search) - 1
+    assert further == [2, 0, 0] and again == 2
+
+
+def trials(loss: dict[str, Any]) -> int:
+    if "tried" in loss:
+        return len(loss["tried"])
+    return sum(len(one["trials"]) for one in loss["searches"])
+
+
+# noise
+
+
+class Noisy:
+    """The loss on other images at every call; what is true is the loss on all of them.
+
+    Attributes:
+        spread: how large the noise is, relative to the loss.
+    """
+
+    def __init__(self, run: Run, spread: float) -> None:
+        self.run, self.spread = run, spread
+        self.generator = torch.Generator().manual_seed(5)
+
+    def __call__(self, model: Any) -> float:
+        noise = float(torch.randn((), generator=self.generator))
+        return float(self.run.evaluate(model)) * (1 + self.spread * noise)
+
+
+@pytest.mark.parametrize("name", ["fisher by share", "inshrinkerator"])
+@pytest.mark.parametrize("spread", [0.003, 0.1])
+def test_the_budget_counts_against_the_measured_rise_and_the_noise(name, spread):
+    allowed = 0.05
+    run = Run(steps=60)
+    noisy = Noisy(run, spread)
+    schemes = {"fisher by share": lambda: sp.Fisher(budget="5%", evaluate=noisy),
+               "inshrinkerator": lambda: sp.Inshrinkerator(threshold=allowed, evaluate=noisy)}  # fmt: skip
+    storage = MemoryStorage()
+    with sp.Manager(storage, scheme=schemes[name]()) as manager, Silent():
+        for step in range(5):
+            loss = manager.save(step, **run.steps(5).parts).search
+            other = Run()
+            sp.Manager(storage).restore(step, **other.parts)
+            true = run.loss(other.model) / run.loss() - 1
+            assert loss["noise"] > 0
+            if "exact" in loss:
+                assert true == 0
+                continue
+            rise = loss["degradation"] if "degradation" in loss else (loss["rise"] or 0.0) / loss["quality"]
+            assert rise + loss["noise"] <= allowed * (1 + 1e-9) or loss["rise"] is None
+            assert true <= allowed + 2 * spread
+
+
+@pytest.mark.parametrize("name", ["fisher by share", "fisher by nats", "inshrinkerator", "qd"])
+def test_a_budget_below_the_noise_is_refused_with_words_and_the_checkpoint_is_exact(name):
+    run, storage = Run(steps=20), MemoryStorage()
+    manager = sp.Manager(storage, scheme=SCHEMES[name](evaluate=Noisy(run, 0.3)))
+    with manager, pytest.warns(LossWarning, match=r"evaluate differs by .*% between calls .* only .*% may be lost"):
+        manager.save(1, **run.parts)
+    other = Run()
+    sp.Manager(storage).restore(**other.parts)
+    assert same(run.model.state_dict(), other.model.state_dict())
+    assert same(run.optimizer.state_dict(), other.optimizer.state_dict())
+
+
+def test_noise_that_is_seen_late_counts_from_then_on():
+    run, calls = Run(steps=20), []
+
+    def evaluate(model: Any) -> float:
+        calls.append(1)
+        late = len(seen) >= REPEAT
+        return float(run.evaluate(model)) * (1 + late * 0.002 * (len(calls) % 2))
+
+    seen: list[float] = []
+    with sp.Manager(MemoryStorage(), scheme=sp.Fisher(budget="10%", evaluate=evaluate)) as manager, Silent():
+        for step in range(REPEAT + 1):
+            seen.append(manager.save(step, **run.parts).search["noise"])
+    assert seen[:REPEAT] == [0.0] * REPEAT and seen[REPEAT] == pytest.approx(0.002, rel=0.01)
+
+
+# ranks
+
+
+class Held(nn.Module):
+    """A rank's boxes of all parameters."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.all = nn.ParameterList([nn.Parameter(x, requires_grad=False) for x in tensors.values()])
+
+
+@pytest.mark.parametrize("answer", [0.5, math.nan])
+@pytest.mark.parametrize("name", ["fisher by nats", "inshrinkerator", "cnr"])
+def test_ranks_that_have_parts_agree_that_nothing_is_lost(name, answer):
+    parts = cut(copy.deepcopy(tiny_run()[0]), 3)
+
+    def work(rank: int, gather: Any) -> Any:
+        mine = parts[rank]
+        weights = {name: x for name, x in mine.flat.tensors.items() if name.startswith("model/")}
+        target = ShardTarget(mine.flat, lambda model: answer, Held(weights))
+        scheme = SCHEMES[name](evaluate=lambda model: answer)
+        return settle(scheme, mine.flat, None, Shards(mine.places, gather), target).quantize(mine.flat, None)
+
+    with Silent():
+        found = Ranks(3).all(work)
+    assert all(not kept.symbols and kept.loss["exact"] == found[0].loss["exact"] for kept in found)
+    for kept, part in zip(found, parts, strict=True):
+        assert all(torch.equal(x, part.flat.tensors[name]) for name, x in kept.flat.tensors.items())
+
+
+def test_a_number_of_each_example_may_be_returned_and_nothing_else():
+    for answer in (torch.rand(7), 3.0, torch.tensor(2), torch.rand(1)):
+        assert Reading.of(answer).value == pytest.approx(float(torch.as_tensor(answer).double().mean()))
+    run = Run(steps=2)
+    for answer in (torch.rand(2, 2), torch.rand(0), None, [1.0, 2.0]):
+        with sp.Manager(MemoryStorage(), scheme=sp.Fisher(evaluate=lambda model, answer=answer: answer)) as manager:
+            with pytest.raises(PolicyError, match="1-D tensor"):
+                manager.save(1, **run.parts)
+            assert manager.store.steps() == []
