@@ -109,3 +109,7 @@ class MissingExtraError(ShrinkpointError, ModuleNotFoundError):
 
 class LossWarning(UserWarning):
     """A lossy checkpoint was written, and something about what it lost should be known."""
+
+
+class UnmeasuredLossWarning(LossWarning):
+    """A checkpoint lost values, and nothing has measured what that costs; said once in a run."""

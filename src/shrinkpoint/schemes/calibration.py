@@ -60,6 +60,7 @@ class Calibration:
     def __init__(self) -> None:
         self.noise: float | None = None
         self.reacts, self.saves = False, 0
+        self._examples, self._is_doubted = 0, False
 
     @property
     def known(self) -> tuple[float | None, bool, int]:
@@ -99,6 +100,7 @@ class Calibration:
         if broken is not None:
             return Problem(f"evaluate returned {broken} for the state itself", "see whether training has diverged")
         quality.base = _middle(mine, values)
+        self._examples = 0 if quality.base.examples is None else quality.base.examples.numel()
         self.noise = max(self.noise or 0.0, (max(values) - min(values)) / quality.scale)
         self.saves += 1
         least = math.inf if allowed is None else allowed(quality.scale)
@@ -121,6 +123,21 @@ class Calibration:
         if self.noise is None or self.noise <= NOTICED * allowed:
             return ""
         return f"{self.differs}, which is much where {allowed:.2%} may be lost, and is taken off that: {STEADY}"
+
+    def doubt(self, rise: float, interval: tuple[float, float], allowed: float) -> str:
+        """What to say, once in a run, where other examples may have a larger rise than is allowed; "": nothing.
+
+        Args:
+            rise, interval, allowed: all relative to the answer for the state.
+        """
+        if self._is_doubted or interval[1] <= allowed:
+            return ""
+        self._is_doubted = True
+        ends = " to ".join(f"{end:+.2%}" for end in interval)
+        return (
+            f"evaluate measures a rise of {rise:+.2%} on {self._examples} examples (95 % confidence: {ends}), "
+            f"so on others it may be above the {allowed:.2%} that is allowed: let it measure more of them"
+        )
 
     def _repeated(self, quality: Quality, allowed: Callable[[float], float] | None) -> list[Reading]:
         """Answers for the unchanged weights: two, where noise is not known or counts; more, where these differ."""

@@ -29,6 +29,7 @@ from shrinkpoint.schemes.search import Joint, Outcome, Point, Space, Trial, Tria
 from shrinkpoint.schemes.settled import Settled
 from shrinkpoint.schemes.spelling import Spelled, seeded
 from shrinkpoint.schemes.target import Evaluate, Target
+from shrinkpoint.schemes.unmeasured import Unmeasured
 from shrinkpoint.schemes.unmoved import unmoved
 from shrinkpoint.state import FlatState
 
@@ -45,8 +46,9 @@ class Searched(Spelled, Coding):
     Args:
         threshold: how much worse `evaluate` may become, relative to the state before: "1%", or 0.01; at most "100%".
         evaluate: called with what is being saved (a manager's `model`; else the state) with a candidate's values in it;
-            returns a loss or a score. It must give the same answer for the same weights: fix its batches and its seed,
-            and call `model.eval()`. Whatever it changes in the model is put back.
+            returns a loss or a score, or a 1-D tensor of each example's, which tells how far it can be trusted. It must
+            look at what it is given, and give the same answer for the same weights: fix its batches and its seed, and
+            call `model.eval()`. Whatever it changes in the model is put back.
         higher_is_better: `evaluate` returns a score (accuracy) and no loss.
         config: a setting, by name of the knobs; then nothing is searched and `evaluate` is not needed.
         optimizer: "exact" keeps the optimizer's moments bit for bit; "reset" and "lossy" do not (see `moments`).
@@ -90,7 +92,7 @@ class Searched(Spelled, Coding):
         self._progress: bool | search.Progress = _progress(progress)
         self._seed = seeded(seed)
         self._last: Point | None = None
-        self._calibration = Calibration()
+        self._calibration, self._unmeasured = Calibration(), Unmeasured()
         self._generation, self._quiet = 0, False
         if evaluate is None and config is None:
             expected, do = "evaluate= or config=", "pass a function that measures the model, or choose a setting"
@@ -229,7 +231,10 @@ class Searched(Spelled, Coding):
     def _chosen_last(self) -> dict[str, Any]:
         """What a manifest says where nothing has moved, so that nothing is tried."""
         last = self._fixed or self._last
-        return {} if last is None else {"chosen": self.space.settings(last)}
+        if last is None:
+            return {}
+        found = {"degradation": 0.0} if self.measures else {}
+        return {"chosen": self.space.settings(last), "measured": self.measures, **found}
 
     def _find(self, flat: FlatState, picks: Picks, earlier: Earlier, target: Target, pool: Pooled | None) -> _Found:
         pools = () if pool is None else (pool,)
@@ -275,14 +280,22 @@ class Searched(Spelled, Coding):
         chosen = outcomes[-1].chosen
         if chosen is not None:
             self._last = chosen.point
-            return own.found(chosen, record)
+            return self._doubted(own.found(chosen, record))
         second = other()
         if second is not None:
             outcome = second.whole(allowed, self._shown(second, allowed))
             record["searches"].append(outcome.to_json(second.space) | {"space": second.name})
             if outcome.chosen is not None:
-                return second.found(outcome.chosen, record | {"space": second.name})
+                return self._doubted(second.found(outcome.chosen, record | {"space": second.name}))
         return self._fallen_back(own, outcomes, record, self.space.safest(variants[0]))
+
+    def _doubted(self, found: _Found) -> _Found:
+        """The same; once in a run it is said where other examples may have a larger degradation than is allowed."""
+        if found.interval is not None:
+            doubt = self._calibration.doubt(found.record["degradation"], found.interval, self._threshold)
+            if doubt:
+                _warn(doubt)
+        return found
 
     def _fallen_back(self, own: _Grid, outcomes: Sequence[Outcome], record: dict[str, Any], safest: Point) -> _Found:
         """Nothing met the threshold. What is taken then was not chosen: the next search does not begin there."""
@@ -365,6 +378,7 @@ class _Found:
     symbols: Mapping[str, Symbols] = field(default_factory=dict)
     record: dict[str, Any] = field(default_factory=dict)
     lossless: bool = False
+    interval: tuple[float, float] | None = None
 
 
 class _Grid:
@@ -396,7 +410,7 @@ class _Grid:
         interval = next((one for one in intervals if one is not None), None)
         if interval is not None:
             record["interval"] = [_said(end) for end in interval]
-        return _Found(self.candidates.symbols(chosen.point), record)
+        return _Found(self.candidates.symbols(chosen.point), record, interval=interval)
 
     def _measure(self, point: Point) -> float:
         symbols = self.candidates.symbols(point)

@@ -20,6 +20,7 @@ from shrinkpoint.schemes.pooled import Pooled
 from shrinkpoint.schemes.records import Coding
 from shrinkpoint.schemes.settled import Settled
 from shrinkpoint.schemes.spelling import Spelled
+from shrinkpoint.schemes.unmeasured import Unmeasured
 from shrinkpoint.state import FlatState
 
 
@@ -46,6 +47,7 @@ class Tracked(Spelled, Coding):
 
     def __init__(self, *, optimizer: moments.Mode = "exact") -> None:
         self._optimizer = moments.checked(optimizer)
+        self._unmeasured = Unmeasured()
 
     # what a scheme of this kind says of itself
 
@@ -112,7 +114,8 @@ class Tracked(Spelled, Coding):
         if any(lossy) or self._optimizer != "exact":
             said = "lossy" if lossy[1] else self._optimizer
             loss = {"scheme": self.id, "chosen": self.settings, "optimizer": said, **self.notes()}
-            loss["left_out"] = [*picks.refused]
+            loss |= {"measured": False, "left_out": [*picks.refused]}
+            self._unmeasured.tell(self, quiet=pool is not None and pool.wholes.rank > 0)
         return Settled(self.id, {**symbols, **further}, picks.casts, optimizer, self.coders, loss)
 
     @property

@@ -17,6 +17,7 @@ from shrinkpoint.schemes import Kept, Scheme
 from shrinkpoint.state import unflatten
 from shrinkpoint.storage import Source, Storage
 from shrinkpoint.store.allowance import Allowance
+from shrinkpoint.store.rise import Rise
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,32 @@ class SaveReport:
     digest: str = ""
     retention: float | None = None
     search: JSON = None
+
+    @property
+    def rise(self) -> float | None:
+        """Of the loss where this checkpoint is restored, as measured: relative to it, so that .01 is one per cent.
+
+        Of a score: its fall. 0 where nothing was lost, of the weights at least; None: not measured.
+        """
+        known = Rise.of(self.search)
+        return known.value if known.lossy else 0.0
+
+    @property
+    def measured(self) -> bool:
+        """Whether the loss was measured; True where nothing was lost."""
+        return Rise.of(self.search).measured
+
+    def __str__(self) -> str:
+        """One line: what was written, how small, and what that costs.
+
+        >>> str(SaveReport("a", "fisher", True, 2200, 100, 1.0, search={"chosen": {}, "measured": False}))
+        'a: fisher, keyframe, 100 bytes of 2,200 (22x), loss not measured'
+        """
+        kind = "keyframe" if self.keyframe else "delta"
+        known = str(Rise.of(self.search))
+        lost = f"loss {known}" if known else "nothing lost"
+        sizes = f"{self.stored_bytes:,} bytes of {self.raw_bytes:,} ({self.ratio:.3g}x)"
+        return f"{self.path}: {self.scheme}, {kind}, {sizes}, {lost}"
 
     @property
     def ratio(self) -> float:

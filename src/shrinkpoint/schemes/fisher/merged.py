@@ -40,6 +40,11 @@ class Merged(Pool):
         self._deviations: dict[str, float] = {}
         self._lattices: dict[tuple[str, float, float], Lattice | None] = {}
 
+    @property
+    def leads(self) -> bool:
+        """See `Pool`."""
+        return self._wholes.rank == 0
+
     # of one weight
 
     def title(self, name: str) -> str:

@@ -27,6 +27,11 @@ class Pool:
     collective: all ranks ask it, in the same order; what is asked of one weight is not.
     """
 
+    @property
+    def leads(self) -> bool:
+        """Whether this process says aloud what is to be said once."""
+        return True
+
     # of one weight
 
     def title(self, name: str) -> str:

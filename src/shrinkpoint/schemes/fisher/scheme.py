@@ -33,6 +33,7 @@ from shrinkpoint.schemes.settled import Settled
 from shrinkpoint.schemes.shardedtarget import ShardTarget
 from shrinkpoint.schemes.spelling import Spelled, recorder, seeded
 from shrinkpoint.schemes.target import Evaluate, ModelTarget, Target, unwrapped
+from shrinkpoint.schemes.unmeasured import Unmeasured
 from shrinkpoint.state import FlatState
 
 Moments = Literal["coded", "exact", "drop"]
@@ -58,9 +59,9 @@ class Fisher(Spelled, Coding):
         relative_error: instead of all: the root mean square of the error, in standard deviations of a tensor (.3, or
             "30%"; at most 1): the geometric mean over all weights, of a keyframe; weights held at their points may add
             a fifth. Nothing need be known of the loss; what is known distributes it.
-        evaluate: called with what is being saved (a manager's `model`; else the state); returns a loss or a score.
-            Then the measured rise decides, and the prediction saves trials. As with every scheme that measures, it must
-            give the same answer for the same weights.
+        evaluate: called with what is being saved (a manager's `model`; else the state); returns a loss or a score, or a
+            1-D tensor of each example's. Then the measured rise decides, and the prediction saves trials. As with every
+            scheme that measures, it must look at what it is given, and give the same answer for the same weights.
         higher_is_better: `evaluate` returns a score, and `budget` and `nats` are of that.
         terms: how many loss terms (tokens, images) a batch averages: with it the prediction is one of nats, and
             without `evaluate` it decides. Where there is neither, steps are one standard deviation.
@@ -88,7 +89,7 @@ class Fisher(Spelled, Coding):
         self._seed, self._generation, self._saves = seeded(seed), 0, 0
         self._learned = Learned(terms=self._terms)
         self._probed: dict[str, float] = {}
-        self._calibration = Calibration()
+        self._calibration, self._unmeasured = Calibration(), Unmeasured()
 
     @property
     def arguments(self) -> dict[str, object]:
@@ -176,6 +177,8 @@ class Fisher(Spelled, Coding):
         self._saves += 1
         loss = self._record(answer, picks, quality, began)
         loss["chosen"] = self._chosen(any(pool.total(len(symbols))))
+        if loss["chosen"] is not None and self._evaluate is None:
+            self._unmeasured.tell(self, quiet=not pool.leads)
         optimizer: others.Mode = "reset" if self._moments == "drop" else "exact"
         if answer.draft is not None:
             values |= answer.draft.values
@@ -188,7 +191,7 @@ class Fisher(Spelled, Coding):
             "scheme": self.id, **self._dial.settings, "optimizer": self._moments, "tried": answer.tried,
             "terms": self._learned.terms, "size": self._learned.size, "probed": self._probed or None,
             "left_out": [*picks.refused, *answer.left_out], "chosen": None, "rise": finite(answer.rise),
-            "measured": quality is not None,
+            "measured": self._evaluate is not None,
         }  # fmt: skip
         if quality is not None:
             record |= {"quality": finite(quality.base.value), "noise": self._calibration.noise}
@@ -261,6 +264,11 @@ class Fisher(Spelled, Coding):
                 _warn(warning)
             dial = dial.of(quality.scale, noise)
         answer = dial.turn(drafts, self._learned, None if change is None else lambda draft: change(draft.values), room)
+        if answer.interval is not None and quality is not None and isinstance(dial, ByBudget):
+            scale = quality.scale
+            ends = answer.interval[0] / scale, answer.interval[1] / scale
+            if doubt := self._calibration.doubt((answer.rise or 0.0) / scale, ends, dial.relative(scale)):
+                _warn(doubt)
         if answer.draft is None:
             _warn(f"no steps keep the loss within {self}: this checkpoint's weights are exact")
             self._learned.size = None
