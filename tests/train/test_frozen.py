@@ -25,7 +25,7 @@ SCHEMES: dict[str, Callable[[], Scheme | str]] = {
     "fisher": lambda: sp.Fisher(relative_error=0.3),
     "fisher, moments exact": lambda: sp.Fisher(relative_error=0.3, moments="exact"),
     "fisher, by prediction": lambda: sp.Fisher(terms=128),
-    "fisher, by ratio": lambda: sp.Fisher(ratio=9),
+    "fisher, by ratio": lambda: sp.Fisher(ratio=6),
     "inshrinkerator": lambda: sp.Inshrinkerator(config=BINS),
     "inshrinkerator as printed": lambda: sp.Inshrinkerator(config=BINS, paper=True),
     "qd": lambda: sp.QD(config={"least": 8, "most": 64}),

@@ -93,6 +93,11 @@ def test_what_a_module_collects_in_validation_is_not_what_a_scheme_measured(tmp_
     run = trainer(tmp_path, ShrinkIO(scheme), callbacks=[ShrinkCallback(), every(tmp_path / "all")])
     run.fit(watched, points(), points(6, seed=1))
     assert watched.seen == plain.seen and len(plain.seen) == 4
+    losses = [read_manifest(tmp_path / "all" / name).loss for name in names(tmp_path / "all")]
+    assert losses and all(
+        one["interval"][0] <= one["rise"] <= one["interval"][1] for one in losses if "interval" in one
+    )
+    assert any("interval" in one for one in losses)
 
 
 def test_a_module_of_another_run_is_not_taken_for_the_one_that_is_saved(tmp_path):

@@ -89,6 +89,22 @@ def test_what_is_measured_is_what_the_trainer_evaluates(tmp_path):
     assert Evaluation(trainer, "loss", 1)() == pytest.approx(first["eval_loss"], rel=1e-6) != whole["eval_loss"]
 
 
+def test_the_batches_of_an_evaluation_say_how_far_its_loss_can_be_trusted(tmp_path):
+    trainer = made(ShrinkTrainer, tmp_path, trainer_compute_metrics=accuracy)
+    reading = Evaluation(trainer, "eval_loss", None).reading()
+    assert reading.examples is not None and len(reading.examples) > 1
+    assert reading.value == pytest.approx(float(reading.examples.mean()), rel=1e-5)
+    assert Evaluation(trainer, "accuracy", None).reading().examples is None
+    assert Evaluation(trainer, "eval_loss", 1).reading().examples is None
+    assert "prediction_step" not in vars(trainer)
+    shrink = Shrink(scheme=partial(sp.Fisher, budget="90%"), evaluate="eval_loss", batches=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LossWarning)
+        trained(ShrinkTrainer, tmp_path / "run", trainer_shrink=shrink)
+    low, high = read_manifest(sorted((tmp_path / "run").glob("checkpoint-*"))[-1]).loss["interval"]
+    assert low <= high
+
+
 def test_what_a_trainer_collects_in_evaluation_is_not_what_a_scheme_measured(tmp_path):
     class Collects(Trainer):
         """Sums its evaluation up in lists, as trainers of other libraries do."""

@@ -15,6 +15,7 @@ from shrinkpoint.cli.table import Column, show
 from shrinkpoint.cli.target import JsonOption, RunArgument, Target, open_store
 from shrinkpoint.report import CheckpointSummary, FolderSummary, RunSummary, StoreSummary, run_summary, store_summary
 from shrinkpoint.store.folder import found_in
+from shrinkpoint.store.rise import Rise
 
 
 def command(
@@ -73,6 +74,7 @@ def _print_run(run: RunSummary) -> None:
         Column("state", [words.size(row.raw_bytes) for row in rows], right=True, rank=4),
         Column("stored", [words.size(row.stored_bytes) for row in rows], right=True),
         Column("ratio", [words.ratio(row.raw_bytes, row.stored_bytes) for row in rows], right=True),
+        *rise_columns(rows, rank=5),
         *metric_columns(rows, rank=5),
         Column("note", [row.note for row in rows], rank=8, wrap=True),
     ])  # fmt: skip
@@ -89,6 +91,7 @@ def _columns(rows: Sequence[CheckpointSummary]) -> list[Column]:
         Column("state", [words.size(row.raw_bytes) for row in rows], right=True, rank=3),
         Column("stored", [words.size(row.stored_bytes) for row in rows], right=True),
         Column("ratio", [words.ratio(row.raw_bytes, row.stored_bytes) for row in rows], right=True),
+        *rise_columns(rows, rank=4),
         *metric_columns(rows),
         Column("lossy restores", [str(row.lossy_restores or "") for row in rows], right=True, rank=5),
         Column("note", [row.note for row in rows], rank=7, wrap=True),
@@ -99,6 +102,12 @@ def kind(row: CheckpointSummary) -> str:
     """`keyframe`, or what a delta stands on and how far above the keyframe it is."""
     text = "keyframe" if row.keyframe else f"delta {row.depth} on {row.chain[-2]}"
     return f"{text}, forgotten" if row.forgotten else text
+
+
+def rise_columns(rows: Sequence[CheckpointSummary | FolderSummary], rank: int) -> list[Column]:
+    """What checkpoints cost the loss; no column where none of them lost anything."""
+    told = [str(Rise.of(row.loss)) for row in rows]
+    return [Column("loss rise", told, right=True, rank=rank)] if any(told) else []
 
 
 def metric_columns(rows: Sequence[CheckpointSummary | FolderSummary], rank: int = 4) -> list[Column]:

@@ -25,6 +25,7 @@ from shrinkpoint.report import (
     folder_summary,
 )
 from shrinkpoint.store.folder import read_manifest
+from shrinkpoint.store.rise import Rise
 
 _VALUES = 12
 
@@ -121,6 +122,7 @@ def _told(one: CheckpointSummary | FolderSummary) -> Iterator[tuple[str, str]]:
     yield "size", f"{words.size(one.raw_bytes)} of state in {words.size(one.stored_bytes)} ({ratio})"
     yield "metrics", ", ".join(f"{name} {words.number(value)}" for name, value in one.metrics.items())
     yield "lost", _lost(one.loss)
+    yield "loss", str(Rise.of(one.loss))
     yield "lossy restores", str(one.lossy_restores or "")
     yield "note", one.note
 
@@ -129,12 +131,16 @@ def _lost(loss: JSON) -> str:
     """What a scheme says that it lost; whatever else stands there is shown by --json."""
     chosen = loss.get("chosen") if isinstance(loss, dict) else None
     if not isinstance(loss, dict) or not isinstance(chosen, dict):
-        return "nothing" if loss else ""
+        return f"nothing{_exact(loss)}" if loss else ""
     settings = ", ".join(f"{str(name).replace('_', ' ')} {value}" for name, value in chosen.items())
-    degradation, rise, optimizer = loss.get("degradation"), loss.get("rise"), loss.get("optimizer")
-    measured = f"; degradation {degradation:.2%}" if isinstance(degradation, float) else ""
-    measured += f"; rise of the loss {rise:+.2g}" if isinstance(rise, float) else ""
-    return f"{settings}{measured}" + (f"; optimizer {optimizer}" if optimizer in ("reset", "lossy") else "")
+    optimizer = loss.get("optimizer")
+    return settings + (f"; optimizer {optimizer}" if optimizer in ("reset", "lossy") else "")
+
+
+def _exact(loss: JSON) -> str:
+    """Why nothing was lost, where a scheme says it."""
+    exact = loss.get("exact") if isinstance(loss, dict) else None
+    return f": {exact}" if isinstance(exact, str) else ""
 
 
 def _kind(summary: CheckpointSummary) -> str:

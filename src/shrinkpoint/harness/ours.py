@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import shrinkpoint.schemes as schemes
-from shrinkpoint.errors import PolicyError
+from shrinkpoint.errors import PolicyError, UnmeasuredLossWarning
 from shrinkpoint.harness.memory import Peak
 from shrinkpoint.harness.series import Series
 from shrinkpoint.harness.system import Returned
@@ -66,7 +67,9 @@ class Chain:
     ) -> tuple[SaveReport, float, float, int | None]:
         watch.lap()
         peak, began = Peak(), time.perf_counter()
-        report = store.save(step, state, scheme=scheme)
+        with warnings.catch_warnings():  # that the scheme does not measure the loss is no news: the harness does
+            warnings.simplefilter("ignore", UnmeasuredLossWarning)
+            report = store.save(step, state, scheme=scheme)
         took, searched = time.perf_counter() - began, watch.lap()["seconds"]
         return report, took - searched, searched, peak.rise
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.record import JSON
+from shrinkpoint.report.summary import risen
 from shrinkpoint.store.folder import found_in, read_manifest
 from shrinkpoint.store.foldermanifest import FolderManifest
 
@@ -47,7 +48,7 @@ class FolderSummary:
         """As a JSON object."""
         files = [{"name": name, "bytes": size, "digest": digest} for name, size, digest in self.files]
         ratio = self.raw_bytes / self.stored_bytes if self.raw_bytes and self.stored_bytes else None
-        return {**asdict(self), "ratio": ratio, "files": files}
+        return {**asdict(self), "ratio": ratio, **risen(self.loss), "files": files}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from shrinkpoint.record import JSON
 from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.rise import Rise
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,13 @@ class CheckpointSummary:
         return self.depth == 0
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object; `ratio` is raw bytes for each stored byte, null if that means nothing; `loss` may lack."""
+        """As a JSON object; `ratio` is raw bytes for each stored byte, null if that means nothing; `loss` may lack.
+
+        `rise` is that of the loss, relative; null where it was not measured, as `measured` says, or nothing was lost.
+        """
         files = [{"name": name, "bytes": size, "digest": digest} for name, size, digest in self.files]
         ratio = {"ratio": _ratio(self.raw_bytes, self.stored_bytes)}
-        out = {**asdict(self), "keyframe": self.keyframe, **ratio, "files": files}
+        out = {**asdict(self), "keyframe": self.keyframe, **ratio, **risen(self.loss), "files": files}
         return {name: value for name, value in out.items() if name != "loss" or value is not None}
 
 
@@ -83,12 +87,18 @@ class StoreSummary:
     def to_json(self) -> dict[str, Any]:
         return {
             "where": self.where,
-            "checkpoints": [replace(one, loss=None).to_json() for one in self.checkpoints],
+            "checkpoints": [{**replace(one, loss=None).to_json(), **risen(one.loss)} for one in self.checkpoints],
             "broken": [{"where": where, "found": found} for where, found in self.broken],
             "raw_bytes": self.raw_bytes,
             "stored_bytes": self.stored_bytes,
             "ratio": _ratio(self.raw_bytes, self.stored_bytes),
         }
+
+
+def risen(loss: JSON) -> dict[str, Any]:
+    """What JSON says of the loss: by how much it rises, and whether that was measured."""
+    known = Rise.of(loss)
+    return {"rise": known.value, "measured": known.measured}
 
 
 def checkpoint_summary(manifest: Manifest, *, forgotten: bool = False) -> CheckpointSummary:

@@ -29,6 +29,9 @@ STEADY = "fix its batches and its seed, and call model.eval()"
 """What to do about noise."""
 _CLEAR = 2.0
 """Times the noise by which an answer for other weights differs at least, where there is noise."""
+BEYOND = 1.25
+"""Times what may be lost: an interval that reaches further is that of too few examples. A search goes to the limit, so
+that the interval around what it chooses always reaches a little beyond."""
 _MORE = 3
 """Further answers for the same weights, the first time, where noise is worth a word."""
 _WIDE = math.sqrt(12.0)
@@ -125,12 +128,12 @@ class Calibration:
         return f"{self.differs}, which is much where {allowed:.2%} may be lost, and is taken off that: {STEADY}"
 
     def doubt(self, rise: float, interval: tuple[float, float], allowed: float) -> str:
-        """What to say, once in a run, where other examples may have a larger rise than is allowed; "": nothing.
+        """What to say, once in a run, where there are too few examples for what is allowed; "": nothing.
 
         Args:
             rise, interval, allowed: all relative to the answer for the state.
         """
-        if self._is_doubted or interval[1] <= allowed:
+        if self._is_doubted or interval[1] <= BEYOND * allowed:
             return ""
         self._is_doubted = True
         ends = " to ".join(f"{end:+.2%}" for end in interval)

@@ -240,9 +240,9 @@ class Searched(Spelled, Coding):
         pools = () if pool is None else (pool,)
         candidates = self.candidates(picks.tensors, earlier, target, *pools)
         if self._fixed is not None:
-            return _Found(
-                candidates.symbols(self._fixed), {"chosen": self.space.settings(self._fixed), "measured": False}
-            )
+            self._unmeasured.tell(self, quiet=self._quiet or not self.leads)
+            chosen = self.space.settings(self._fixed)
+            return _Found(candidates.symbols(self._fixed), {"chosen": chosen, "measured": False})
         with target:
             quality = Quality(target.measure, higher=self._higher)
 

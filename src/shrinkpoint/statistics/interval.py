@@ -43,4 +43,5 @@ def student(degrees: int) -> float:
     if degrees <= len(_STUDENT):
         return _STUDENT[degrees - 1]
     z, n = _NORMAL, float(degrees)
-    return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n * n)
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+    return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n * n) + third

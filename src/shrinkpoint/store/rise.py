@@ -43,7 +43,7 @@ class Rise:
         pair = [_number(end) for end in ends] if isinstance(ends, list) and len(ends) == 2 else [None, None]
         low, high = pair
         interval = None if low is None or high is None else (low / scale, high / scale)
-        share = None if value is None or math.isnan(scale) or not measured else value / scale
+        share = None if value is None or math.isnan(scale) or not measured else _number(value / scale)
         return cls(True, measured, share, None if math.isnan(scale) else interval)
 
     def __str__(self) -> str:
@@ -71,5 +71,10 @@ def _keeps_weights(chosen: JSON) -> bool:
 
 
 def _number(value: JSON) -> float | None:
-    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if known else None  # type: ignore[arg-type]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

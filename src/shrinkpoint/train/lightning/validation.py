@@ -20,7 +20,7 @@ _NOT_OURS = ("_parameters", "_buffers", "_modules", "training")
 
 
 class Validation:
-    """`Fisher(budget="0.1%", evaluate=Validation(batches=4))`: the mean loss that `validation_step` returns.
+    """`Fisher(budget="1%", evaluate=Validation(batches=4))`: the losses that `validation_step` returns.
 
     The batches are the first ones of the Trainer's validation data, taken once and kept, so that the same weights get
     the same answer. What `validation_step` logs meanwhile is not logged; what it collects in attributes of the module,
@@ -37,8 +37,8 @@ class Validation:
         self._batches: list[Any] = []
 
     @torch.no_grad()
-    def __call__(self, module: pl.LightningModule) -> float:
-        """The loss of a module that a Trainer is training.
+    def __call__(self, module: pl.LightningModule) -> Tensor:
+        """The loss of each batch, float64 [batches], of a module that a Trainer is training; a scheme takes the mean.
 
         Raises:
             PolicyError: there is no validation data, or `validation_step` returns no loss.
@@ -48,7 +48,7 @@ class Validation:
         module.eval()  # whoever calls this puts the modes back
         with _unnoticed(module):
             losses = [self._loss(trainer, module, batch, index) for index, batch in enumerate(self._batches)]
-        return sum(losses) / len(losses)
+        return torch.tensor(losses, dtype=torch.float64)
 
     def _loss(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> float:
         batch = trainer.strategy.batch_to_device(batch)

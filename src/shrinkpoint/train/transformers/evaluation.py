@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.data import Subset
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+from transformers.trainer_pt_utils import find_batch_size
 
 from shrinkpoint.errors import PolicyError
+from shrinkpoint.schemes.quality import Reading
 from shrinkpoint.train.attributes import Attributes
 
 _TENSORS = ("_parameters", "_buffers", "_modules")
@@ -55,8 +60,24 @@ class Evaluation:
 
     def __call__(self, model: Any = None) -> float:
         """Measure. `model` is the Trainer's own, whatever its values are now."""
+        return self.reading(model).value
+
+    def reading(self, model: Any = None) -> Reading:
+        """The same, with each batch's loss where the metric is their mean: these say how far it can be trusted."""
+        losses: list[tuple[float, int | None]] = []
+        value = self._measured(losses)
+        known = torch.tensor([loss for loss, _ in losses], dtype=torch.float64)
+        is_mean = len({count for _, count in losses}) == 1 and math.isclose(float(known.mean()), value, rel_tol=1e-5)
+        return Reading(value, known if len(losses) > 1 and is_mean else None)
+
+    def _measured(self, losses: list[tuple[float, int | None]]) -> float:
+        """The metric.
+
+        Args:
+            losses: gets the loss of each batch, and how many examples it has.
+        """
         loss_only = self._metric == f"{self._prefix}_loss" or self._trainer.compute_metrics is None
-        with _undisturbed(self._trainer):
+        with _undisturbed(self._trainer), _watched(self._trainer, losses):
             output = self._trainer.evaluation_loop(
                 self._batched(), description="Measurement", prediction_loss_only=True if loss_only else None,
                 metric_key_prefix=self._prefix,
@@ -83,6 +104,25 @@ class Evaluation:
             return [*islice(iter(self._dataset), count)]
         indices = range(min(count, len(self._dataset)))
         return self._dataset.select(indices) if hasattr(self._dataset, "select") else Subset(self._dataset, indices)
+
+
+@contextmanager
+def _watched(trainer: Any, losses: list[tuple[float, int | None]]) -> Iterator[None]:
+    """Note each batch's loss, and its size."""
+    step = trainer.prediction_step
+
+    def prediction_step(model: Any, inputs: Any, *args: Any, **further: Any) -> Any:
+        found = step(model, inputs, *args, **further)
+        loss = found[0] if isinstance(found, tuple) else None
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            losses.append((float(loss), find_batch_size(inputs)))
+        return found
+
+    trainer.prediction_step = prediction_step
+    try:
+        yield
+    finally:
+        del trainer.prediction_step
 
 
 def _found(datasets: Any, metric: str) -> tuple[str, Any]:

@@ -80,7 +80,7 @@ class Shrink:
         squares = not isinstance(made, type) or issubclass(made, Fisher)
         return Gradients(model, every=every, squares=squares)
 
-    def trail(self, evaluate: Callable[[Any], float] | None, higher: bool, recorder: Gradients | None) -> Trail:
+    def trail(self, evaluate: Callable[[Any], Any] | None, higher: bool, recorder: Gradients | None) -> Trail:
         """What writes, and the scheme it writes with.
 
         Args:
