@@ -160,11 +160,17 @@ def _known(optimizer: Optimizer, found: set[str]) -> set[str] | frozenset[str]:
 
 def _hyperparameters(optimizer: Optimizer, saved: Mapping[str, Any]) -> tuple[set[str], set[str]]:
     """Those of the optimizer that a saved group lacks, and those of a saved group that the optimizer lacks."""
-    ours = {name for name, value in optimizer.defaults.items() if _is_setting(value)}
-    live = set(optimizer.defaults).union(*optimizer.param_groups)
+    defaults = _defaults(optimizer)
+    ours = {name for name, value in defaults.items() if _is_setting(value)}
+    live = set(defaults).union(*optimizer.param_groups)
     groups = saved["param_groups"]
     lacking = {name for group in groups for name in ours - group.keys()}
     return lacking, {name for group in groups for name in (group.keys() & _HYPERPARAMETERS) - live}
+
+
+def _defaults(optimizer: Optimizer) -> Mapping[str, Any]:
+    """None for a class of somebody's that keeps none."""
+    return getattr(optimizer, "defaults", None) or {}
 
 
 def _is_setting(value: Any) -> bool:
@@ -174,7 +180,7 @@ def _is_setting(value: Any) -> bool:
 
 def _words(optimizer: Optimizer) -> str:
     words = f"that of {type(optimizer).__module__}.{type(optimizer).__name__}"
-    settings = sorted(name for name, value in optimizer.defaults.items() if _is_setting(value))
+    settings = sorted(name for name, value in _defaults(optimizer).items() if _is_setting(value))
     return f"{words}, with {', '.join(settings)}" if settings else words
 
 
