@@ -249,7 +249,7 @@ def kill_loop(context: ForkServerContext, store: Path, log: Path, background: bo
     size = log.stat().st_size
     process: ForkServerProcess = context.Process(target=loop, args=(store, log, background), daemon=True)
     process.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while log.stat().st_size == size:
         if not process.is_alive() or time.monotonic() > deadline:
             raise RuntimeError("the loop does not save; see its output above")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from patience import PATIENCE
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # torch 2.13 cannot evaluate with these: their turn asks for gradients
 
 
-def join(rank: int, width: int, folder: str, *, seconds: float = 60, name: str = "rendezvous") -> None:
+def join(rank: int, width: int, folder: str, *, seconds: float = PATIENCE, name: str = "rendezvous") -> None:
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/{name}",

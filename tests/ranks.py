@@ -10,6 +10,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from patience import PATIENCE
+
 _FORKED = """
 
 import os, sys, traceback
@@ -29,7 +31,7 @@ sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 """
 
 
-def ranks(program: str, width: int, folder: Path, *, timeout: float = 120) -> list[dict]:
+def ranks(program: str, width: int, folder: Path, *, timeout: float = PATIENCE) -> list[dict]:
     """What each of `width` processes wrote to `{folder}/{rank}.json`.
 
     Args:

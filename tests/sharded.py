@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from patience import PATIENCE
 from torch import Tensor
 
 from shrinkpoint.codec import Reference
@@ -63,9 +64,9 @@ class Ranks:
 
     def _gather(self, rank: int, thing: Any) -> list[Any]:
         self._said[rank] = pickle.dumps(said(thing))
-        self._barrier.wait(60)
+        self._barrier.wait(PATIENCE)
         data = [*self._said]
-        self._barrier.wait(60)
+        self._barrier.wait(PATIENCE)
         if rank == 0:
             self.rounds, self.nbytes = self.rounds + 1, self.nbytes + sum(map(len, data))
         return raised([pickle.loads(one) for one in data])

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from patience import PATIENCE
 from typer.testing import CliRunner
 
 from shrinkpoint.cli.app import app
@@ -71,7 +72,7 @@ def child(*arguments: object, python: tuple[str, ...] = ("-m", "shrinkpoint"), *
         [sys.executable, *python, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         env={**os.environ, "SHRINKPOINT_TRACEBACK": "", **env},
     )
     return Outcome(done.returncode, done.stdout, done.stderr)

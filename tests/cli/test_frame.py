@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from patience import PATIENCE
 
 from shrinkpoint import errors
 from shrinkpoint.cli.exits import Code, code_of
@@ -126,7 +127,7 @@ def test_a_reader_who_leaves_ends_the_command_quietly(store, options):
     done.stdout.close()  # as `head` does, before a byte is written
     stderr = done.stderr.read()
     done.stderr.close()
-    assert done.wait(timeout=60) == Code.BROKEN_PIPE
+    assert done.wait(timeout=PATIENCE) == Code.BROKEN_PIPE
     assert stderr == b""
 
 

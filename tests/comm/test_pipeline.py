@@ -88,12 +88,12 @@ DEEP = """
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    return ranks(PROGRAM, 2, tmp_path_factory.mktemp("pipeline"), timeout=240)
+    return ranks(PROGRAM, 2, tmp_path_factory.mktemp("pipeline"))
 
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory):
-    return ranks(DEEP, 4, tmp_path_factory.mktemp("deep"), timeout=240)
+    return ranks(DEEP, 4, tmp_path_factory.mktemp("deep"))
 
 
 @pytest.mark.parametrize("case", [*SCHEDULES, *(f"{forward} {backward}" for forward, backward in HOWS)])

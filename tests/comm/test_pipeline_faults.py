@@ -65,7 +65,7 @@ DEAD = """
 
 
     def of_rank(rank, width, folder):
-        join(rank, width, folder, seconds=15)
+        join(rank, width, folder, seconds=120)
         schedule, mine = build("1F1B", rank, width, width)
         compress_pipeline(schedule)
 
@@ -88,7 +88,7 @@ UNEVEN = """
 
 
     def of_rank(rank, width, folder):
-        join(rank, width, folder, seconds=15)
+        join(rank, width, folder, seconds=120)
         schedule, mine = build("1F1B", rank, width, width)
         compress_pipeline(schedule)
         said = [failure(lambda: step(schedule, mine, width - 1, x, y)) for x, y in batches(1, rows=10)]

@@ -99,7 +99,7 @@ PROGRAM = """
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    return ranks(PROGRAM, 4, tmp_path_factory.mktemp("parallel"), timeout=240)
+    return ranks(PROGRAM, 4, tmp_path_factory.mktemp("parallel"))
 
 
 @pytest.mark.parametrize("kind", ["replicated", "sharded", "split"])

@@ -217,7 +217,7 @@ PROGRAM = """
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    return ranks(PROGRAM, 2, tmp_path_factory.mktemp("stages"), timeout=240)
+    return ranks(PROGRAM, 2, tmp_path_factory.mktemp("stages"))
 
 
 def test_stages_with_given_shapes_are_compressed_alike(said):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE
 
 from shrinkpoint.errors import PolicyError, StateError
 from shrinkpoint.statistics import LogHistogram
@@ -230,7 +231,7 @@ def test_the_shards_of_two_ranks_become_the_whole_on_both(tmp_path):
         for rank, out in enumerate(outs)
     ]
     try:
-        assert [process.wait(60) for process in ranks] == [0, 0]
+        assert [process.wait(PATIENCE) for process in ranks] == [0, 0]
     finally:
         for process in ranks:
             process.kill()

@@ -27,7 +27,7 @@ HOLD_AND_FORK = """
     with LocalStorage(sys.argv[1]).lock():
         if os.fork() == 0:  # the worker speaks: it has run what runs after a fork
             print(os.getpid(), flush=True)
-        time.sleep(60)
+        time.sleep(600)
 """
 WRITE = """
     import sys

@@ -6,7 +6,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -148,6 +147,5 @@ def _now() -> Any:
     return datetime.now(timezone.utc)
 
 
-@pytest.mark.timeout(300)
 class TestMachine(Machine.TestCase):  # type: ignore[name-defined,misc]
     settings = settings(deadline=None, max_examples=30, stateful_step_count=25)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from faulty import FaultyStorage
+from patience import PATIENCE
 
 from shrinkpoint.errors import StorageError
 from shrinkpoint.storage import LocalStorage, MemoryStorage, Sink
@@ -25,7 +26,7 @@ class Gate(MemoryStorage):
 
     @contextmanager
     def create(self, key: str) -> Iterator[Sink]:
-        assert self.opened.wait(60)
+        assert self.opened.wait(PATIENCE)
         with super().create(key) as sink:
             yield sink
 
@@ -64,7 +65,7 @@ def test_the_next_save_waits_for_the_one_before() -> None:
     second.join(0.2)
     assert second.is_alive()
     gate.opened.set()
-    second.join(60)
+    second.join(PATIENCE)
     report = manager.wait()
     assert report is not None and "000000002" in report.path
     assert manager.store.steps() == [1, 2]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from meshes import digest
+from patience import PATIENCE
 from ranks import ranks
 
 from shrinkpoint.train.dcp import load
@@ -107,7 +108,12 @@ def torchrun(script: Path, width: int, *arguments: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={width}"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(script), *arguments], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [*command, str(script), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 

@@ -64,7 +64,7 @@ def of_rank(rank, width, folder):
 
 
 def test_nobody_waits_for_a_rank_that_is_set_up_differently(tmp_path: Path) -> None:
-    said = ranks(UNLIKE, 2, tmp_path, timeout=60)
+    said = ranks(UNLIKE, 2, tmp_path)
     for one in said:
         assert one["one loses nothing"] == ["PolicyError"]
         assert one["one has no model"] == ["PolicyError"]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lit import QUIET, Small, every, names, points, small, trainer
+from patience import PATIENCE
 from strategies import same
 from torch import nn
 
@@ -38,7 +39,7 @@ class Gate(Lossless):
 
     def encode(self, *arguments: Any, **options: Any) -> Any:
         self.entered.set()
-        assert self.open.wait(60)
+        assert self.open.wait(PATIENCE)
         if self.fails:
             raise StorageError("disk", found="nothing but smoke")
         return super().encode(*arguments, **options)
@@ -51,7 +52,7 @@ def test_one_save_is_written_at_a_time_and_the_next_one_waits(tmp_path):
     gate = Gate()
     ours = ShrinkIO(gate, background=True)
     ours.save_checkpoint(state(1), tmp_path / "1.ckpt")
-    assert gate.entered.wait(60)
+    assert gate.entered.wait(PATIENCE)
     second = threading.Thread(target=ours.save_checkpoint, args=(state(2), tmp_path / "2.ckpt"))
     second.start()
     second.join(0.2)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from lit import QUIET, every, points, small, trainer
+from patience import PATIENCE
 
 from shrinkpoint.store.folder import check, is_checkpoint, read_manifest
 from shrinkpoint.train.lightning import ShrinkIO, newest
@@ -41,7 +42,7 @@ def test_a_killed_run_goes_on_from_a_whole_checkpoint(tmp_path, background):
         root = tmp_path / str(count)
         command = [sys.executable, "-c", PROGRAM, str(root), str(background)]
         with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
-            until = time.monotonic() + 60
+            until = time.monotonic() + PATIENCE
             while time.monotonic() < until and newest_step(root) < 3 + count and child.poll() is None:
                 time.sleep(0.01)
             time.sleep(0.037 * count)

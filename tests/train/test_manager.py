@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from faulty import FaultyStorage
+from patience import PATIENCE
 from strategies import difference, same
 from torch import nn
 
@@ -267,7 +268,7 @@ def test_a_second_process_that_saves_is_refused_at_once(tmp_path: Path) -> None:
     with Manager(tmp_path) as manager:
         manager.save(1, extra="mine")
         second = [sys.executable, "-c", SECOND, str(tmp_path)]
-        done = subprocess.run(second, capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(second, capture_output=True, text=True, timeout=PATIENCE, check=True)
         assert done.stdout.startswith("refused:")
         manager.save(2, extra="mine")
     assert Manager(tmp_path).store.steps() == [1, 2]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from huggingface import Until, ended, made, steps
+from patience import PATIENCE
 from ranks import ranks
 from strategies import same
 from transformers import Trainer
@@ -125,7 +126,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_the_one_that_was_not(tmp_p
         command = [sys.executable, "-c", textwrap.dedent(KILLED), str(run), kind, str(background), str(resume)]
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL) as child:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + PATIENCE
             while max(steps(run), default=0) < reached + 4 and child.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(chance.random() * 0.3)

@@ -76,7 +76,7 @@ def local() -> list:
 
 @pytest.fixture(scope="module", params=[2, 4])
 def said(request, tmp_path_factory):
-    return ranks(RANKS, request.param, tmp_path_factory.mktemp("group"), timeout=60)
+    return ranks(RANKS, request.param, tmp_path_factory.mktemp("group"))
 
 
 def test_all_ranks_find_the_same_and_what_one_alone_finds(said):
