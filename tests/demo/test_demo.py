@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from shrinkpoint.demo import story
+from shrinkpoint.demo.child import Child, kill_in_a_save
+from shrinkpoint.demo.course import Course
 from shrinkpoint.demo.plan import Plan
 from shrinkpoint.demo.run import make_room, run
+from shrinkpoint.demo.story import Killed, Outcome
 from shrinkpoint.errors import PolicyError
 
 
@@ -44,3 +48,32 @@ def test_a_directory_that_is_not_a_demo_is_left_alone(tmp_path: Path) -> None:
 def test_a_run_too_short_to_be_killed_is_refused_before_it_starts() -> None:
     with pytest.raises(PolicyError, match="two checkpoints"):
         Plan(steps=15, every=10)
+
+
+def test_where_two_courses_part_is_told_by_process_and_step() -> None:
+    whole, killed, resumed = (Course(losses=dict.fromkeys(steps, 1.0)) for steps in (range(9), range(6), range(4, 9)))
+    told = Outcome(Plan(), Killed(5, {}, 1), whole, resumed, killed, [], [], [], None)  # type: ignore[arg-type]
+    assert told.parting is None
+    resumed.losses[7] = 2.0
+    assert "step 7 of the resumed" in str(told.parting)
+    killed.losses[3] = 2.0
+    assert "step 3 of the killed" in str(told.parting) and "training itself" in str(told.parting)
+
+
+def test_kills_that_come_too_late_begin_again_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine so busy that every save of a run is over before anybody looks."""
+    looks = 0
+
+    def late(child: Child, store: Path, since: int, written: int = 0) -> dict[str, int]:
+        nonlocal looks
+        looks += 1
+        if looks > 1:
+            return kill_in_a_save(child, store, since, written)
+        child.wait()
+        return {}
+
+    monkeypatch.setattr(story, "kill_in_a_save", late)
+    plan = tiny(tmp_path / "demo")
+    assert run(plan, Console(file=io.StringIO()))
+    record = json.loads(plan.record.read_text())
+    assert record["killed"]["attempts"] >= 2 and record["killed"]["left"] and record["parting"] is None

@@ -21,7 +21,7 @@ class Batches:
     `random` the length and `numpy.random` the noise. A run goes on bit-exactly only if all three are restored.
 
     Attributes:
-        order: sha-256 over the previous `order` and the batch's positions, length and noise; equal only if every
+        order: sha-256 over the previous `order` and the batch: its positions, its noise, its bytes; equal only if every
             batch since the start was equal.
     """
 
@@ -42,11 +42,11 @@ class Batches:
         windows = self.text[starts[:, None] + torch.arange(length + 1)].long()
         noise = torch.from_numpy(np.random.random((self.size, length)) < NOISE)
         inputs = windows[:, :-1].masked_fill(noise, 0)
-        self._remember(length, starts, noise)
+        self._remember(starts, noise, windows)
         return inputs, windows[:, 1:].contiguous()
 
-    def _remember(self, length: int, starts: Tensor, noise: Tensor) -> None:
-        drawn = repr((length, starts.tolist())).encode() + noise.numpy().tobytes()
+    def _remember(self, starts: Tensor, noise: Tensor, windows: Tensor) -> None:
+        drawn = repr(starts.tolist()).encode() + noise.numpy().tobytes() + windows.numpy().tobytes()
         self.order = hashlib.sha256(self.order.encode() + drawn).hexdigest()
 
     def state_dict(self) -> dict[str, Any]:

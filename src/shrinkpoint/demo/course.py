@@ -24,6 +24,11 @@ class Course:
     losses: dict[int, float] = field(default_factory=dict)
     stalls: dict[int, float] = field(default_factory=dict)
 
+    def parts_from(self, other: Course) -> int | None:
+        """The first step, of those that both made, whose loss is not the same number; None: there is none."""
+        common = sorted(self.losses.keys() & other.losses.keys())
+        return next((step for step in common if self.losses[step] != other.losses[step]), None)
+
     def hear(self, event: dict[str, Any]) -> None:
         if event["event"] == "start":
             self.first, self.skipped = event["step"], event["skipped"]

@@ -74,6 +74,7 @@ def figures(outcome: Outcome) -> dict[str, object]:
         "plan": {**asdict(outcome.plan), "store": str(outcome.plan.store)},
         "killed": asdict(outcome.killed),
         "resumed at": outcome.resumed.first,
+        "parting": outcome.parting,
         "skipped": outcome.resumed.skipped,
         "live": [asdict(section) for section in outcome.live],
         "stored": [asdict(section) for section in outcome.stored],

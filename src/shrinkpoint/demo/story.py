@@ -46,6 +46,7 @@ class Outcome:
 
     Attributes:
         whole, resumed: courses of the uninterrupted run and of the process that resumed the killed one.
+        untouched: course of the process that was killed, until the first kill: nothing was restored in it.
         live: the last states of both, written with torch.save and compared bit for bit.
         stored: the last state against what the store gives back for its step.
         manifests: what is in the store now.
@@ -56,6 +57,7 @@ class Outcome:
     killed: Killed
     whole: Course
     resumed: Course
+    untouched: Course
     live: list[Section]
     stored: list[Section]
     manifests: list[Manifest]
@@ -64,6 +66,15 @@ class Outcome:
     @property
     def passed(self) -> bool:
         return not any(section.differences for section in (*self.live, *self.stored))
+
+    @property
+    def parting(self) -> str | None:
+        """In which process the losses first differ from those of the uninterrupted run, and at which step."""
+        step = self.untouched.parts_from(self.whole)
+        if step is not None:
+            return f"at step {step} of the killed process, which had restored nothing: training itself differs here"
+        step = self.resumed.parts_from(self.whole)
+        return None if step is None else f"at step {step} of the resumed process, which began at {self.resumed.first}"
 
 
 class Story:
@@ -84,9 +95,9 @@ class Story:
         """
         whole = self._train("never killed", self.scratch / "store")
         shutil.rmtree(self.scratch / "store")  # its last state is kept in a file of its own
-        killed = self._until_killed()
+        killed, untouched = self._until_killed()
         resumed = self._train("resumed", self.plan.store)
-        return self._look(whole, killed, resumed)
+        return self._look(whole, killed, resumed, untouched)
 
     def _start(self, name: str, store: Path) -> tuple[Child, Course]:
         course = Course()
@@ -104,17 +115,25 @@ class Story:
             child.wait()
         return course
 
-    def _until_killed(self) -> Killed:
-        """Kill until a kill hits a save that was not finished; each further attempt resumes and goes on."""
-        since = self.plan.first_kill
+    def _until_killed(self) -> tuple[Killed, Course]:
+        """Kill until a kill hits a save that was not finished, and tell the first attempt's course.
+
+        Each further attempt resumes and goes on; from the start, where no save is left. On a busy machine a kill may
+        come late several times.
+        """
+        since, first = self.plan.first_kill, None
         for attempt in range(1, ATTEMPTS + 1):
             child, course = self._start("killed", self.plan.store)
             with child:
                 left = kill_in_a_save(child, self.plan.store, since, self.plan.written)
+            first = first or course
             if left:
                 step = next(iter(left)).partition("/")[0].removeprefix("step-")
-                return Killed(int(step), left, attempt)
+                return Killed(int(step), left, attempt), first
             since = max(since, course.last) + 1
+            if since > self.plan.steps:
+                shutil.rmtree(self.plan.store)
+                since = self.plan.first_kill
         raise ShrinkpointError(
             str(self.plan.store),
             found=f"{ATTEMPTS} kills, each after the save had ended",
@@ -122,14 +141,14 @@ class Story:
             do="try a longer run or a larger model",
         )
 
-    def _look(self, whole: Course, killed: Killed, resumed: Course) -> Outcome:
+    def _look(self, whole: Course, killed: Killed, resumed: Course, untouched: Course) -> Outcome:
         one, other = (torch.load(self._final(name), weights_only=True) for name in ("never killed", "resumed"))
         with Store(self.plan.store) as store:
             manifests = list(store.list())
             last, before = (store.load(manifest.step) for manifest in (manifests[-1], manifests[-2]))
         stored = compare({name: other[name] for name in STORED}, {name: last[name] for name in STORED})
         figures = measure(before, last, self.scratch)
-        return Outcome(self.plan, killed, whole, resumed, compare(one, other), stored, manifests, figures)
+        return Outcome(self.plan, killed, whole, resumed, untouched, compare(one, other), stored, manifests, figures)
 
     def _final(self, name: str) -> Path:
         return self.scratch / f"{name}.pt"

@@ -130,6 +130,7 @@ def _verdict(console: Console, outcome: Outcome) -> None:
     else:
         differing = [path for section in (*outcome.live, *outcome.stored) for path in section.differences]
         console.print(f"FAIL: {len(differing)} differences, the first at {differing[0]}", style="bold red")
+        console.print(f"The losses differ {outcome.parting or 'nowhere'}.")
     store, last = outcome.plan.store, outcome.plan.steps
     console.print(f"\nThe store stays in {store}. To look at it:")
     diff = f"diff {store}@{last - outcome.plan.every} {store}@{last}"
