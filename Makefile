@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
 
-.PHONY: demo test nightly check bench studies golden fuzz clean
+.PHONY: demo test nightly check bench studies golden fuzz libfuzzer clean
 
 demo: $(VENV)/.installed
 	$(BIN)/shrinkpoint demo
@@ -73,6 +73,34 @@ $(FUZZ)/fuzz: $(FUZZ_OBJECTS)
 $(FUZZ)/%.o: %.cpp $(wildcard native/*.hpp native/fuzz/*.hpp)
 	@mkdir -p $(FUZZ)
 	$(CXX) $(FUZZ_FLAGS) -c $< -o $@
+
+# The same under libFuzzer, which finds its way by what the core does with an input: make libfuzzer TARGET=chunks SECONDS=600
+# TARGET: chunks, codes, lattice or wire. What it finds grows in CORPUS, which begins with the inputs of the tests.
+# It needs clang: apt-get install clang (or clang-14 libclang-rt-14-dev). Without it, nothing is run.
+CLANG ?= $(firstword $(foreach one,clang++ $(foreach n,22 21 20 19 18 17 16 15 14,clang++-$(n)),$(shell command -v $(one))))
+TARGET ?= chunks
+LIBFUZZER := build/libfuzzer
+CORPUS ?= $(LIBFUZZER)/corpus/$(TARGET)
+LIBFUZZER_FLAGS := -std=gnu++17 -O1 -g -ffp-contract=off -Wall -Wextra -pthread -Inative -Inative/fuzz \
+  -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -DSHRINKPOINT_LIBFUZZER
+LIBFUZZER_OBJECTS := $(patsubst $(FUZZ)/%,$(LIBFUZZER)/%,$(FUZZ_OBJECTS))
+
+ifeq ($(CLANG),)
+libfuzzer:
+	@echo "libfuzzer: there is no clang here, so nothing was run; apt-get install clang, then again. \`make fuzz\` needs g++ only."
+else
+libfuzzer: $(LIBFUZZER)/fuzz
+	@mkdir -p $(CORPUS) $(LIBFUZZER)/found
+	SHRINKPOINT_FUZZ=$(TARGET) $(LIBFUZZER)/fuzz -max_total_time=$(SECONDS) -seed=$(SEED) -timeout=120 -max_len=4096 -len_control=0 \
+	  -print_final_stats=1 -artifact_prefix=$(LIBFUZZER)/found/ $(CORPUS) $(wildcard tests/native/corpus/$(TARGET))
+endif
+
+$(LIBFUZZER)/fuzz: $(LIBFUZZER_OBJECTS)
+	$(CLANG) $(LIBFUZZER_FLAGS) $^ -o $@
+
+$(LIBFUZZER)/%.o: %.cpp $(wildcard native/*.hpp native/fuzz/*.hpp)
+	@mkdir -p $(LIBFUZZER)
+	$(CLANG) $(LIBFUZZER_FLAGS) -c $< -o $@
 
 clean:
 	rm -rf $(VENV) build dist results runs

@@ -33,6 +33,12 @@ INLINE512 __m512i bytes16(const uint8_t* bytes) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
 }
 
+// Where there are no tables there is no place among them either: arithmetic on a null pointer is undefined.
+template <bool Tables>
+INLINE512 const uint8_t* from(const uint8_t* tables, size_t i) {
+    return Tables ? tables + i : nullptr;
+}
+
 // One renormalised step of sixteen lanes.
 template <bool Tables>
 INLINE512 __m512i get16(__m512i states, const uint8_t* tables, const uint32_t* entries, uint8_t* symbols,
@@ -60,8 +66,8 @@ SHRINKPOINT_AVX512 size_t decode_one(DecodeRun& run, size_t count, const uint32_
     const uint8_t* at = run.next;
     size_t i = 0;
     for (; i + kMaxLanes <= count && run.end - at >= kReach; i += kMaxLanes) {
-        first = get16<Tables>(first, run.tables + i, entries, run.symbols + i, at);
-        second = get16<Tables>(second, run.tables + i + 16, entries, run.symbols + i + 16, at);
+        first = get16<Tables>(first, from<Tables>(run.tables, i), entries, run.symbols + i, at);
+        second = get16<Tables>(second, from<Tables>(run.tables, i + 16), entries, run.symbols + i + 16, at);
     }
     run.next = at;
     _mm512_storeu_si512(run.states, first);
@@ -76,10 +82,10 @@ SHRINKPOINT_AVX512 size_t decode_two(DecodeRun& a, DecodeRun& b, size_t count, c
     const uint8_t *at = a.next, *bt = b.next;
     size_t i = 0;
     for (; i + kMaxLanes <= count && a.end - at >= kReach && b.end - bt >= kReach; i += kMaxLanes) {
-        a1 = get16<Tables>(a1, a.tables + i, entries, a.symbols + i, at);
-        b1 = get16<Tables>(b1, b.tables + i, entries, b.symbols + i, bt);
-        a2 = get16<Tables>(a2, a.tables + i + 16, entries, a.symbols + i + 16, at);
-        b2 = get16<Tables>(b2, b.tables + i + 16, entries, b.symbols + i + 16, bt);
+        a1 = get16<Tables>(a1, from<Tables>(a.tables, i), entries, a.symbols + i, at);
+        b1 = get16<Tables>(b1, from<Tables>(b.tables, i), entries, b.symbols + i, bt);
+        a2 = get16<Tables>(a2, from<Tables>(a.tables, i + 16), entries, a.symbols + i + 16, at);
+        b2 = get16<Tables>(b2, from<Tables>(b.tables, i + 16), entries, b.symbols + i + 16, bt);
     }
     a.next = at, b.next = bt;
     _mm512_storeu_si512(a.states, a1);
@@ -136,8 +142,8 @@ SHRINKPOINT_AVX512 void encode_all(const uint8_t* symbols, const uint8_t* tables
     uint8_t* at = next;
     for (size_t i = count; i > 0;) {
         i -= kMaxLanes;
-        second = put16<Tables>(second, symbols + i + 16, tables + i + 16, packed, at);
-        first = put16<Tables>(first, symbols + i, tables + i, packed, at);
+        second = put16<Tables>(second, symbols + i + 16, from<Tables>(tables, i + 16), packed, at);
+        first = put16<Tables>(first, symbols + i, from<Tables>(tables, i), packed, at);
     }
     next = at;
     _mm512_storeu_si512(states, first);

@@ -9,7 +9,7 @@
 #endif
 
 #if defined(__GNUC__)
-#define ALWAYS_INLINE [[gnu::always_inline]] inline
+#define ALWAYS_INLINE __attribute__((always_inline)) inline
 #else
 #define ALWAYS_INLINE inline
 #endif

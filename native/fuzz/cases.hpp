@@ -42,11 +42,16 @@ class Choices {
         return two % n;
     }
     bool one_in(unsigned n) { return below(n) == 0; }
+    // As they are given, so that what guides a fuzzer finds its way into streams; then from the generator.
     Bytes bytes(size_t size) {
         Bytes out(size);
-        for (uint8_t& byte : out) byte = static_cast<uint8_t>(word() >> 56);
+        const size_t given = std::min(size, left());
+        if (given > 0) std::memcpy(out.data(), next_, given), next_ += given;
+        for (size_t i = given; i < size; ++i) out[i] = static_cast<uint8_t>(word() >> 56);
         return out;
     }
+    // Given bytes that nothing was made of yet.
+    size_t left() const { return static_cast<size_t>(end_ - next_); }
 
    private:
     uint64_t state_ = 0;

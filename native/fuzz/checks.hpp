@@ -26,6 +26,17 @@ bool passes(Work work) {
 // What `make(threads)` makes: expected to be the same with every instruction set and number of threads.
 Bytes same_everywhere(const std::function<Bytes(unsigned)>& make);
 
+// What became of mutants so far.
+struct Tally {
+    uint64_t accepted = 0, refused = 0, impossible = 0;
+};
+extern Tally tally;
+
+void fuzz_chunks(Choices& choose);
+void fuzz_tables(Choices& choose);
+void fuzz_bits(Choices& choose);
+void fuzz_rans(Choices& choose);
+void fuzz_classes(Choices& choose);
 void fuzz_lengths(Choices& choose);
 void fuzz_cyclic(Choices& choose);
 void fuzz_kmeans(Choices& choose);

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+CORPUS = Path(__file__).with_name("corpus")
 FLAGS = ["-fsanitize=address,undefined", "-pthread"]
 
 
@@ -26,11 +27,33 @@ def missing(where: Path) -> str | None:
     return None
 
 
-def test_no_stream_makes_the_native_core_leave_its_buffers(tmp_path: Path) -> None:
-    reason = missing(tmp_path)
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fuzzer, built with sanitizers."""
+    where = tmp_path_factory.mktemp("fuzz")
+    reason = missing(where)
     if reason is not None:
         pytest.skip(reason)
-    command = ["make", "-s", "-j2", "fuzz", "CXX=g++", "SECONDS=10", "SEED=1", f"FUZZ={tmp_path}"]
+    command = ["make", "-s", "-j2", str(where / "fuzz"), "CXX=g++", f"FUZZ={where}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return where / "fuzz"
+
+
+def test_no_stream_makes_the_native_core_leave_its_buffers(program: Path) -> None:
+    done = subprocess.run([program, "10", "1"], capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert "seed 1:" in done.stdout
+
+
+@pytest.mark.parametrize("target", ["chunks", "codes", "lattice", "wire"])
+def test_what_libfuzzer_found_is_read_again(program: Path, target: str) -> None:
+    """Inputs that `make libfuzzer` found to reach different code, and those that once ended the program."""
+    inputs = sorted((CORPUS / target).iterdir())
+    done = subprocess.run([program, target, *inputs], capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert f"{target}: {len(inputs)} inputs" in done.stdout and len(inputs) >= 30
+
+
+def test_the_corpus_is_small() -> None:
+    assert sum(path.stat().st_size for path in CORPUS.rglob("*") if path.is_file()) < 40_000
