@@ -27,6 +27,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/series.py
 	$(BIN)/python benchmarks/lossless.py
 	$(BIN)/python benchmarks/stall.py
+	$(BIN)/python benchmarks/many_tensors.py
 	$(BIN)/python benchmarks/frameworks.py
 	$(BIN)/python benchmarks/kill.py
 

@@ -58,7 +58,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * ITEMSIZE[self.dtype]
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -18,10 +19,12 @@ from shrinkpoint.codec.quantize import bits_of
 from shrinkpoint.codec.run import Bytes, Shapes
 from shrinkpoint.record import TensorInfo
 
+_BYTES = {dtype: number.bytes for dtype, number in NUMBERS.items()}
+
 
 def numbers(info: TensorInfo) -> int:
     """How many numbers a tensor holds."""
-    return info.nbytes // NUMBERS[info.dtype].bytes
+    return info.nbytes // _BYTES[info.dtype]
 
 
 def taps_of(info: TensorInfo) -> int:
@@ -53,8 +56,8 @@ def gather_floats(names: Sequence[str], source: Mapping[str, Tensor], taps: int)
 def scatter(values: Bytes, infos: Sequence[TensorInfo], taps: int) -> list[Bytes]:
     """The inverse of `gather`: each member's bytes, row-major. Without taps they share memory with `values`."""
     if taps == 1:
-        ends = np.cumsum([info.nbytes for info in infos])
-        return np.split(values, ends[:-1])
+        ends = [*accumulate((info.nbytes for info in infos), initial=0)]
+        return [values[begin:end] for begin, end in pairwise(ends)]
     grid = values.view(_word(infos[0])).reshape(taps, -1)
     columns = np.cumsum([numbers(info) // taps for info in infos])
     parts = np.split(grid, columns[:-1], axis=1)

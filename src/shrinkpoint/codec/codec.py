@@ -110,12 +110,15 @@ def known_arrays(
     reference: Reference | None,
     moments: Sequence[tuple[str, str]],
     decoded: Mapping[str, Tensor],
+    *,
+    shapes: bool = True,
 ) -> Known:
     """What writer and reader both hold of a record: the parent's numbers, and moments by name from `decoded`.
 
     Args:
         reference: the parent, where it holds every member; else None.
         moments: (first, second) moment of each member; () for none.
+        shapes: whether those of the members are needed, as factors do.
     """
     base = moment1_base = None
     first = [pair[0] for pair in moments]
@@ -128,7 +131,7 @@ def known_arrays(
         moment1=gather_floats(first, decoded, taps) if moments else None,
         moment2=gather_floats([pair[1] for pair in moments], decoded, taps) if moments else None,
         moment1_base=moment1_base,
-        shapes=matrices(infos, taps),
+        shapes=matrices(infos, taps) if shapes else None,
     )
 
 
@@ -219,7 +222,8 @@ def _decode_coded(
     if any(info.dtype != infos[0].dtype for info in infos) or any(numbers(info) % taps for info in infos):
         raise ValueError("its tensors cannot have been coded together")
     parent = _parent(encoded, reference, where) if recipe.base else None
-    known = known_arrays(infos, taps, parent, _moment_names(recipe, infos, decoded), decoded)
+    factors = any(run.factors for run in recipe.runs)
+    known = known_arrays(infos, taps, parent, _moment_names(recipe, infos, decoded), decoded, shapes=factors)
     if known.base is not None:
         _check_base(encoded, xxh3_128(known.base), where)
     pieces = _split(encoded, recipe)

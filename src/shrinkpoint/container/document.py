@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shrinkpoint.container.header import ALIGN, NATIVE, Header, Slot, counts, extent, hexdigest
+from shrinkpoint.container.header import ALIGN, FAR, NATIVE, Header, Slot, counts, extent, hexdigest
 from shrinkpoint.container.strict import exact, load, refuse, shorten
 from shrinkpoint.errors import VersionError
 from shrinkpoint.record import ITEMSIZE, JSON, Encoded, Role, TensorInfo
@@ -143,15 +144,22 @@ def _records(header: Header, fields: Mapping[str, JSON], where: str) -> tuple[Re
     tensors: set[str] = set()
     for index, value in enumerate(exact(fields["records"], list, where, "the records")):
         record = _record(value, recipes, claims, where, f"record {index}")
-        for taken, name in [(names, record.name), *((tensors, info.name) for info in record.infos)]:
-            if name in taken:
-                raise refuse(where, f"two {'records' if taken is names else 'tensors'} named {name!r}", "one")
-            taken.add(name)
+        _take(names, [record.name], where, "records")
+        _take(tensors, [info.name for info in record.infos], where, "tensors")
         records.append(record)
     left = next(claims, None)
     if left is not None:
         raise refuse(where, f"entry {left[0].name!r}, which no record claims", "none left")
     return tuple(records)
+
+
+def _take(taken: set[str], names: Sequence[str], where: str, what: str) -> None:
+    """Add names that must be new."""
+    new = set(names)
+    if len(new) < len(names) or not taken.isdisjoint(new):
+        name = next(name for name, times in Counter(names).items() if times > 1 or name in taken)
+        raise refuse(where, f"two {what} named {name!r}", "one")
+    taken |= new
 
 
 def _claims(header: Header, where: str) -> Iterator[tuple[Slot, int, int]]:
@@ -179,7 +187,8 @@ def _record(
     if len(fields) != 6:
         raise refuse(where, f"{what} with {len(fields)} fields", "6")
     members = exact(fields[4], list, where, f"the tensors of {what}")
-    infos = tuple(_info(member, where, f"a tensor of {what}") for member in members)
+    tensor = f"a tensor of {what}"
+    infos = tuple([_info(member, where, tensor) for member in members])
     if not infos:
         raise refuse(where, f"{what} without tensors", "at least one")
     name = infos[0].name if fields[0] is None else exact(fields[0], str, where, f"the name of {what}")
@@ -215,7 +224,18 @@ def _agree(slot: Slot, part: str, name: str, recipe: JSON, infos: Sequence[Tenso
         raise refuse(where, f"entry {slot.name!r} {slot.dtype} {list(slot.shape)}", f"entry {expected}")
 
 
+def _is_size(value: JSON) -> bool:
+    return type(value) is int and 0 <= value < FAR
+
+
 def _info(value: JSON, where: str, what: str) -> TensorInfo:
+    if type(value) is list and len(value) == 4:  # nearly all; what is wrong with one, the rest of this function says
+        name, dtype, shape, role = value
+        if type(name) is type(dtype) is type(role) is str and type(shape) is list and role in _ROLES:
+            sizes = tuple(shape)
+            known = dtype in ITEMSIZE and all(map(_is_size, sizes))
+            if known and extent(sizes, ITEMSIZE[dtype]) is not None:
+                return TensorInfo(name, sizes, dtype, _ROLES[role])
     fields = exact(value, list, where, what)
     if len(fields) not in (4, 5):
         raise refuse(where, f"{what} with {len(fields)} fields", "4 or 5")

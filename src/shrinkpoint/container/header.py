@@ -34,7 +34,8 @@ PREFIX = b'{"__metadata__":{"format":"pt","shrinkpoint.digest":"'
 _BLANK = b"0" * 32
 _SEAL = slice(8 + len(PREFIX), 8 + len(PREFIX) + 32)
 _DIGEST = re.compile("[0-9a-f]{32}")
-_FAR = 1 << 63
+FAR = 1 << 63
+"""No size, dimension or offset of a file is as large as this."""
 
 
 class Readable(Protocol):
@@ -85,7 +86,7 @@ def extent(shape: Sequence[int], itemsize: int) -> int | None:
         size *= dim
         if not size:
             return 0
-        if size >= _FAR:  # at once, lest many dims grow a number of megabytes
+        if size >= FAR:  # at once, lest many dims grow a number of megabytes
             return None
     return size
 
@@ -122,6 +123,11 @@ def unpack(source: Readable, where: str) -> Header:
     slots, end = _slots(outer, where)
     _measure(source.size, len(data) + end, where)
     return Header(digest, document, slots, len(data))
+
+
+def seal(source: Readable, where: str) -> str:
+    """The digest of a header, which is right; raises as `unpack` does."""
+    return _seal(_raw(source, where), where)
 
 
 def _raw(source: Readable, where: str) -> bytes:
@@ -182,7 +188,7 @@ def counts(value: JSON, where: str, what: str) -> tuple[int, ...]:
     """`value` as a tuple, when it is a list of whole numbers from 0 to 2^63 - 1."""
     found = exact(value, list, where, what)
     for number in found:
-        if not 0 <= exact(number, int, where, what) < _FAR:
+        if not 0 <= exact(number, int, where, what) < FAR:
             raise refuse(where, f"{number} in {what}", "a number from 0 to 2^63 - 1")
     return tuple(found)
 

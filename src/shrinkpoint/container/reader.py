@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 
 from shrinkpoint._native import Hasher, xxh3_128
+from shrinkpoint.collection import postponed
 from shrinkpoint.container import document, header
 from shrinkpoint.container.document import Entry, RecordHead
 from shrinkpoint.container.header import Readable
@@ -50,7 +52,7 @@ class Reader:
     """
 
     def __init__(self, source: Readable, where: str) -> None:
-        with guarded(where):
+        with guarded(where), postponed():
             head = header.unpack(source, where)
             said = document.parse(head, where)
         self._source = source
@@ -58,6 +60,21 @@ class Reader:
         self.where, self.digest, self.size = where, head.digest, source.size
         self.writer, self.scheme, self.parent = said.writer, said.scheme, said.parent
         self.tree, self.report, self.records = said.tree, said.report, said.records
+
+    def attached(self, source: Readable) -> Reader:
+        """This reader over the same file, opened again, without parsing its header again.
+
+        Raises:
+            CorruptError: it is another file by now.
+            TruncatedError, StorageError: as of a new reader.
+        """
+        with guarded(self.where):
+            found = header.seal(source, self.where)
+        if (found, source.size) != (self.digest, self.size):
+            raise refuse(self.where, f"header digest {found}", f"{self.digest}, which it had when it was opened")
+        out = copy(self)
+        out._source, out._vouched = source, set()
+        return out
 
     def read(self, record: RecordHead) -> Encoded:
         """A record with its bytes, whose digests are right.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from itertools import chain
 from reprlib import Repr
 from typing import NoReturn, TypeVar
 
@@ -22,6 +23,7 @@ MIN_NEST = 8
 T = TypeVar("T")
 _NAMES: dict[type, str] = {dict: "object", list: "array", str: "string", int: "whole number"}
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+_NESTS = (dict, list, tuple)
 _LONGEST = 400  # letters of a message that come from a file
 
 _brief = Repr()
@@ -95,8 +97,8 @@ def most_nests(length: int) -> int:
 def depth(value: JSON) -> int:
     """How many lists and objects stand inside one another; without recursion."""
     level, levels = [value], 0
-    while level := [one for one in level if isinstance(one, dict | list | tuple)]:
-        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+    while level := [one for one in level if isinstance(one, _NESTS)]:
+        level = [*chain.from_iterable([one.values() if isinstance(one, dict) else one for one in level])]
         levels += 1
     return levels
 

@@ -9,19 +9,22 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shrinkpoint._native import xxh3_128
 from shrinkpoint.codec import NUMBERS, Origin, Points, Reference, Symbols
 from shrinkpoint.codec.arrange import numbers, taps_of
 from shrinkpoint.codec.quantize import bits_of
 from shrinkpoint.codec.recipe import MAX_TAPS
 from shrinkpoint.record import Role, TensorInfo
 from shrinkpoint.schemes.links import Links
-from shrinkpoint.state import FlatState
+from shrinkpoint.state import FlatState, torch_dtype
 from shrinkpoint.state.dtypes import raw, resolve
 
 SMALL = 1 << 16
 """Numbers below which a tensor shares a record: on its own it would not pay for its tables."""
 BUNDLE = 1 << 20
 """Numbers after which a shared record is full: one small tensor must not cost the decoding of a large model."""
+DIGESTED = 1 << 16
+"""Bytes up to which a tensor is told from others by all of it; many larger ones would take longer than coding them."""
 
 _ORDER = [Role.MOMENT1, Role.MOMENT2, Role.MASTER]  # contexts before what is coded under them
 
@@ -142,36 +145,68 @@ def _copies(
     infos: Iterable[TensorInfo], flat: FlatState, symbols: Mapping[str, Origin]
 ) -> list[tuple[TensorInfo, str]]:
     """Tensors that repeat an earlier one, and narrow floats that are a cast of a 32-bit one of the same shape."""
+    infos = list(infos)
     seen: dict[tuple[object, ...], list[str]] = {}
-    wide: dict[tuple[int, ...], list[str]] = {}
+    casts = _Casts(info for info in infos if info.dtype in ("BF16", "F16"))
     for name in symbols:
         info, x = flat.infos[name], flat.tensors[name]
         seen.setdefault(_key(info, x), []).append(name)
-        if info.dtype == "F32":
-            wide.setdefault(info.shape, []).append(name)
+        casts.add(info, x)
     out = []
-    ordered = sorted(infos, key=lambda info: info.dtype != "F32")  # what is cast from comes first
-    for info in ordered:
+    for info in sorted(infos, key=lambda info: info.dtype != "F32"):  # what is cast from comes first
         x = flat.tensors[info.name]
         if info.nbytes == 0:
             continue
-        key = _key(info, x)
-        source = _first(seen.get(key, []), lambda name, x=x: _equal(flat.tensors[name], x))  # type: ignore[misc]
-        if source is None and info.dtype in ("BF16", "F16"):
-            source = _first(wide.get(info.shape, []), lambda name, x=x: _is_cast(x, flat.tensors[name]))  # type: ignore[misc]
+        alike = seen.setdefault(_key(info, x), [])
+        source = _first(alike, lambda name, x=x: _equal(flat.tensors[name], x)) if alike else None  # type: ignore[misc]
+        if source is None and (wide := casts.sources(info, x)):
+            source = _first(wide, lambda name, x=x: _is_cast(x, flat.tensors[name]))  # type: ignore[misc]
         if source is not None:
             out.append((info, source))
             continue
-        seen.setdefault(key, []).append(info.name)
-        if info.dtype == "F32":
-            wide.setdefault(info.shape, []).append(info.name)
+        alike.append(info.name)
+        casts.add(info, x)
     return out
 
 
 def _key(info: TensorInfo, x: Tensor) -> tuple[object, ...]:
-    """What equal tensors have in common, and few others."""
-    head = raw(resolve(x)).reshape(-1)[:64]  # as integers: torch warns of complex32 when it has to copy some
-    return (info.dtype, info.shape, bytes(bits_of(head)))
+    """What equal tensors have in common, and no others of a few bytes."""
+    if x.is_contiguous():
+        head = bits_of(x) if info.nbytes <= DIGESTED else bits_of(x)[: 64 * x.element_size()]
+        return (info.dtype, info.shape, head.tobytes() if head.nbytes <= 256 else xxh3_128(head))
+    first = raw(resolve(x)).reshape(-1)[:64]  # as integers: torch warns of complex32 when it has to copy some
+    return (info.dtype, info.shape, bits_of(first).tobytes())
+
+
+class _Casts:
+    """32-bit tensors by what their first values are as narrow floats: with each one compared with each, many cost the
+    square of their number.
+
+    Args:
+        narrow: the tensors that may be casts.
+    """
+
+    def __init__(self, narrow: Iterable[TensorInfo]) -> None:
+        self._dtypes: dict[tuple[int, ...], set[torch.dtype]] = {}
+        for info in narrow:
+            self._dtypes.setdefault(info.shape, set()).add(torch_dtype(info.dtype))
+        self._names: dict[tuple[object, ...], list[str]] = {}
+
+    def add(self, info: TensorInfo, x: Tensor) -> None:
+        """A tensor that others may be casts of."""
+        if info.dtype == "F32":
+            for dtype in self._dtypes.get(info.shape, ()):
+                self._names.setdefault(self._key(info, x, dtype), []).append(info.name)
+
+    def sources(self, info: TensorInfo, x: Tensor) -> list[str]:
+        """The names of those that a tensor may be a cast of."""
+        dtype = torch_dtype(info.dtype)
+        if dtype not in self._dtypes.get(info.shape, ()):
+            return []
+        return self._names.get(self._key(info, x, dtype), [])
+
+    def _key(self, info: TensorInfo, x: Tensor, dtype: torch.dtype) -> tuple[object, ...]:
+        return (dtype, info.shape, bits_of(x.reshape(-1)[:64].to(dtype)).tobytes())
 
 
 def _is_cast(x: Tensor, source: Tensor) -> bool:

@@ -44,6 +44,10 @@ from shrinkpoint.schemes.groups import Group, partition
 from shrinkpoint.schemes.links import Links
 from shrinkpoint.state import FlatState
 
+MANY = 1024
+"""Tensors that share a record also where coding gains nothing, ..."""
+MANY_BYTES = 256
+"""... if they are smaller than this on average: an entry of its own takes as much in the header."""
 _Kind = TypeVar("_Kind", Symbols, Points)
 _RECORD = 256
 """Bytes that a coded record adds to the header beyond a plain one's: what coding must gain at least."""
@@ -149,6 +153,8 @@ class _Coder:
         encoded = self._coded(name, group)
         if encoded is not None:
             return [encoded]
+        if len(group.infos) >= MANY and sum(info.nbytes for info in group.infos) < MANY_BYTES * len(group.infos):
+            return [plain(name, group.infos, self.flat.tensors)]
         # One by one, so that any safetensors reader finds them under their names.
         return [plain(info.name, (info,), self.flat.tensors) for info in group.infos]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shrinkpoint.collection import postponed
 from shrinkpoint.guard import guarded
 from shrinkpoint.record import JSON, Role, TensorInfo
 from shrinkpoint.state.dtypes import dtype_name
@@ -23,15 +24,16 @@ def flatten(state: Any) -> FlatState:
     Raises:
         StateError: when something in it cannot be stored; `where` is its path.
     """
-    planter = Planter()
-    tree = planter.plant(state)
-    tensors = store_once(planter.leaves)
-    roles, optim = infer(planter.leaves, planter.optimizers)
-    infos = {
-        name: TensorInfo(name, tuple(tensor.shape), dtype_name(tensor.dtype), roles.get(name, Role.OTHER))
-        for name, tensor in tensors.items()
-    }
-    return FlatState(tree, tensors, infos, optim)
+    with postponed():
+        planter = Planter()
+        tree = planter.plant(state)
+        tensors = store_once(planter.leaves)
+        roles, optim = infer(planter.leaves, planter.optimizers)
+        infos = {
+            name: TensorInfo(name, tuple(tensor.shape), dtype_name(tensor.dtype), roles.get(name, Role.OTHER))
+            for name, tensor in tensors.items()
+        }
+        return FlatState(tree, tensors, infos, optim)
 
 
 def unflatten(
@@ -59,5 +61,5 @@ def unflatten(
     """
     if max_bytes is None:
         max_bytes = max(MAX_COPIES, 8 * sum(tensor.nbytes for tensor in tensors.values()))
-    with guarded(where):
+    with guarded(where), postponed():
         return Grower(tensors, tie=tie, where=where, max_bytes=max_bytes).grow(tree)

@@ -13,6 +13,7 @@ _DECIMAL = 10**4300
 """The first whole number that is not written in decimal."""
 _DIGITS = 600
 """How many digits Python writes out whatever its settings are, and a few less."""
+_ODD = re.compile("[%\x00-\x1f\x7f\ud800-\udfff]")
 _UNSAFE = re.compile("[/%\x00-\x1f\x7f\ud800-\udfff]")
 
 
@@ -27,14 +28,17 @@ def name_of(path: Path) -> str:
     >>> name_of(("a/b", "", "100%"))
     'a%2Fb/%/100%25'
     """
-    name = "/".join(_segment(key) for key in path) or "state"
+    parts = [key if type(key) is str else text_of(key) for key in path]
+    name = "/".join(parts)
+    if _ODD.search(name) or name.count("/") >= len(parts) or not all(parts):
+        name = "/".join([_segment(part) for part in parts]) or "state"
     if name.startswith("~") or name == "__metadata__":
         name = f"%{ord(name[0]):02X}{name[1:]}"
     return name
 
 
-def _segment(key: Any) -> str:
-    return _UNSAFE.sub(lambda match: f"%{ord(match[0]):02X}", text_of(key)) or "%"
+def _segment(text: str) -> str:
+    return _UNSAFE.sub(lambda match: f"%{ord(match[0]):02X}", text) or "%"
 
 
 def text_of(key: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -207,17 +208,23 @@ class Match:
 
 def _best(slots: Sequence[Slot], models: Sequence[Model]) -> Match:
     known = [slot for slot in slots if slot.shape is not None]
-    matches = [_align(known, model) for model in models] if known else []
-    best = max(matches, key=lambda match: match.score, default=Match(Model(())))
+    matches: dict[int, Match] = {}
+    pairs = 0
+    for index in sorted(range(len(models)), key=lambda index: -len(models[index].leaves)) if known else ():
+        if len(models[index].leaves) < max(pairs, 1):
+            break  # there are as many nests as tensors, and each of those left has too few
+        matches[index] = _align(known, models[index])
+        pairs = max(pairs, len(matches[index].pairs))
+    best = max((matches[index] for index in sorted(matches)), key=lambda match: match.score, default=Match(Model(())))
     return best if best.pairs else Match(Model(()))
 
 
 def _align(slots: Sequence[Slot], model: Model) -> Match:
     """Pairs of equal shape: by name where the optimizer has names, else in order within each group."""
     match = Match(model)
-    free: dict[tuple[int, ...], list[int]] = {}
+    free: dict[tuple[int, ...], deque[int]] = {}
     for position, leaf in enumerate(model.leaves):
-        free.setdefault(tuple(leaf.tensor.shape), []).append(position)
+        free.setdefault(tuple(leaf.tensor.shape), deque()).append(position)
     group, after = -1, 0
     for slot in slots:
         group, after = slot.group, after if slot.group == group else 0
@@ -225,12 +232,14 @@ def _align(slots: Sequence[Slot], model: Model) -> Match:
         if named is not None and tuple(named.tensor.shape) == slot.shape:
             match.pairs.append((slot, named))
             match.named += 1
-        elif positions := free.get(slot.shape or (), []):
-            index = bisect_left(positions, after)
-            if index < len(positions):
-                position = after = positions.pop(index)
+        elif positions := free.get(slot.shape or ()):
+            if positions[0] >= after:  # nearly all; a deque gives its first at once
+                position = after = positions.popleft()
+            elif (index := bisect_left(positions, after)) < len(positions):
+                position = after = positions[index]
+                del positions[index]
             else:  # out of order: take any, and keep the place
-                position = positions.pop(0)
+                position = positions.popleft()
             match.pairs.append((slot, model.leaves[position]))
     return match
 

@@ -34,16 +34,18 @@ class Leaf:
     reference: list[JSON] = field(default_factory=list)
     name: str = ""  # of the stored tensor that holds this leaf whole, in its own shape; "" for a view into another
 
-    @cached_property
+    @property
     def extent(self) -> int:
         """Bytes from the first to behind the last element this tensor reaches."""
         tensor = self.tensor
+        if tensor.is_contiguous():
+            return tensor.nbytes
         if tensor.numel() == 0:
             return 0
         last: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         return (last + 1) * tensor.element_size()
 
-    @cached_property
+    @property
     def start(self) -> int:
         """Its first byte in its storage."""
         return int(self.tensor.storage_offset()) * self.tensor.element_size()
@@ -90,8 +92,8 @@ def _groups(leaves: list[Leaf]) -> Iterator[list[Leaf]]:
             yield [leaf]
             continue
         storage = leaf.tensor.untyped_storage()
-        size = storage.nbytes()
-        if leaf.start + leaf.extent > size:
+        size, used = storage.nbytes(), leaf.start + leaf.extent
+        if used > size:
             found, expected = f"a tensor whose storage has {size} bytes", f"its {leaf.extent} from {leaf.start} on"
             raise StateError(
                 where_of(leaf.path), found=found, expected=expected, do="save it before its memory is freed"

@@ -192,11 +192,15 @@ def _numpy_scalar(value: np.generic, path: Path) -> JSON:
 
 def _checked(value: torch.Tensor, path: Path) -> torch.Tensor:
     """The tensor's values as a plain strided tensor on its device, detached; no copy unless it is lazily conjugated."""
-    for what, wrong in _oddities(value):
-        if wrong:
-            raise StateError(where_of(path), found=what, expected="a dense tensor with values", do="convert it first")
+    plain = value.layout is torch.strided and value.dtype in NAMES and not value.is_meta
+    if not plain or value.is_nested or value.is_quantized:
+        what = next(what for what, wrong in _oddities(value) if wrong)
+        raise StateError(where_of(path), found=what, expected="a dense tensor with values", do="convert it first")
+    value = value.detach()
+    if not value.is_conj() and not value.is_neg():
+        return value
     with torch.no_grad():
-        return resolve(value.detach())
+        return resolve(value)
 
 
 def _oddities(value: torch.Tensor) -> Iterator[tuple[str, bool]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -169,9 +170,13 @@ def write_file(
 
 def _count(roles: dict[str, RoleBytes], encoded: Encoded, stored: int) -> None:
     """A record of several roles (references to other tensors) has next to no bytes of its own."""
-    for index, info in enumerate(encoded.infos):
-        role = info.role.value
-        roles[role] = roles.get(role, RoleBytes()).plus(info.nbytes, 0 if index else stored, 1)
+    raw: dict[Role, int] = {}
+    for info in encoded.infos:
+        raw[info.role] = raw.get(info.role, 0) + info.nbytes
+    tensors = Counter([info.role for info in encoded.infos])
+    for role, nbytes in raw.items():
+        held = roles.get(role.value, RoleBytes())
+        roles[role.value] = held.plus(nbytes, stored if role is encoded.infos[0].role else 0, tensors[role])
 
 
 def _symbols(encoded: Encoded, kept: Kept, reference: Reference | None) -> Mapping[str, Origin]:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import arguments
-from shrinkpoint.codec import Reference
 from shrinkpoint.container import Reader
 from shrinkpoint.errors import (
     ChainError,
@@ -27,7 +26,7 @@ from shrinkpoint.schemes import Scheme, named
 from shrinkpoint.state import flatten, unflatten
 from shrinkpoint.storage import LocalStorage, local_path
 from shrinkpoint.store.allowance import Allowance
-from shrinkpoint.store.file import Decoded, SaveReport, read_file, write_file
+from shrinkpoint.store.file import Decoded, SaveReport, decode_records, write_file
 from shrinkpoint.store.identify import identify
 from shrinkpoint.store.placed import placed
 
@@ -87,7 +86,7 @@ def save(
     reference = parent = None
     if base is not None:
         root = local_path(base, "base").absolute()
-        if any(_is_same(link, target) for link, _ in _chain(root, None)):
+        if any(_is_same(link, target) for link, _ in _chain(root, None)[0]):
             found = "a base that is this file, or needs it"
             raise PolicyError(str(path), found=found, do="save the delta under another name")
         decoded, digest = decode_file(root, threads=threads)
@@ -154,17 +153,22 @@ def decode_file(
 ) -> tuple[Decoded, str]:
     """A file's content and its header digest, its chain decoded from the keyframe on; raises as `load` does."""
     allowance = Allowance(max_bytes)
-    chain = _chain(path, base)
-    reference: Reference | None = None
-    for link, _ in reversed(chain):
+    chain, keyframe = _chain(path, base)
+    decoded: Decoded | None = None
+    for link, digest in reversed(chain):
         with LocalStorage(link.parent).open(link.name) as source:
-            decoded = read_file(source, str(link), reference, threads=threads, allowance=allowance)
-        reference = decoded.reference
+            reader = keyframe.attached(source) if digest == keyframe.digest else Reader(source, str(link))
+            reference = None if decoded is None else decoded.reference
+            decoded = decode_records(reader, reference, threads=threads, allowance=allowance)
+    assert decoded is not None
     return decoded, chain[0][1]
 
 
-def _chain(path: Path, base: Path | None) -> list[tuple[Path, str]]:
-    """The files from `path` down to the keyframe with their digests, each checked against what its child recorded."""
+def _chain(path: Path, base: Path | None) -> tuple[list[tuple[Path, str]], Reader]:
+    """The files from `path` down to the keyframe with their digests, each checked against what its child recorded.
+
+    The header of the keyframe comes with them: what has been read of it need not be read again.
+    """
     reader = _header(path)
     out = [(path, reader.digest)]
     while reader.parent is not None:
@@ -174,7 +178,7 @@ def _chain(path: Path, base: Path | None) -> list[tuple[Path, str]]:
         candidates = [base] if base is not None and len(out) == 1 else _candidates(out[-1][0], name)
         here, reader = _found(candidates, digest, out[-1][0])
         out.append((here, reader.digest))
-    return out
+    return out, reader
 
 
 def _candidates(path: Path, name: str) -> list[Path]:

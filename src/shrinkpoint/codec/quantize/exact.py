@@ -11,9 +11,15 @@ from shrinkpoint.record import TensorInfo
 from shrinkpoint.state import torch_dtype
 from shrinkpoint.state.dtypes import empty, raw, resolve
 
+_NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64, torch.int32: np.int32,
+          torch.float16: np.float16, torch.uint8: np.uint8}  # fmt: skip
+"""The dtypes that numpy has as well."""
+
 
 def bits_of(x: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """The values of `x` in row-major order as bytes; shares memory when `x` is contiguous and on the CPU."""
+    if x.dtype in _NUMPY and x.is_cpu and x.is_contiguous() and not x.is_conj() and not x.is_neg():  # nearly all
+        return x.detach().numpy().reshape(-1).view(np.uint8)
     flat = raw(resolve(x.detach())).to("cpu").contiguous().reshape(-1)
     if flat.numel() == 0:
         return np.empty(0, np.uint8)
@@ -38,4 +44,6 @@ def from_bits(bits: np.ndarray[tuple[int], np.dtype[np.uint8]], info: TensorInfo
     dtype = torch_dtype(info.dtype)
     if info.numel == 0:
         return empty(info.shape, dtype)
+    if (native := _NUMPY.get(dtype)) is not None:  # one step less, which counts where tensors are many
+        return torch.from_numpy(bits.view(native).reshape(info.shape))
     return torch.from_numpy(bits).view(dtype).reshape(info.shape)
