@@ -45,11 +45,13 @@ class Reference:
         tensors: by name; contiguous, on the CPU.
         symbols: of those that are quantized, what their values were made from.
         originals: a writer's alone: of those, the values before they were quantized, where it still has them.
+        base: a writer's alone: whether a delta can be made against it; else it only tells what a reader has.
     """
 
     tensors: Mapping[str, Tensor] = field(repr=False)
     symbols: Mapping[str, Origin] = field(default_factory=dict, repr=False)
     originals: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    base: bool = True
 
     def matching(self, name: str, shape: tuple[int, ...], dtype: object) -> Tensor | None:
         """The parent's tensor of this name, or None when it has none of the same shape and dtype."""

@@ -19,11 +19,13 @@ class Kept:
         flat: the state with every value as a reader will get it.
         symbols: of the tensors that were quantized, what their values were made from.
         loss: what was lost, as plain data for the manifest; None: nothing.
+        keyframe: no delta must be made of it, although there is a checkpoint for one to stand on.
     """
 
     flat: FlatState
     symbols: Mapping[str, Origin] = field(default_factory=dict)
     loss: JSON = None
+    keyframe: bool = False
 
 
 class Scheme(Protocol):

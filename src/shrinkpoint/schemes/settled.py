@@ -28,6 +28,7 @@ class Settled(Coding):
         coders: how codes may be coded.
         loss: for the manifest: what was tried, measured and chosen.
         values: of points, where they were computed already; on the CPU.
+        keyframe: as of `Kept`.
     """
 
     id: str
@@ -37,6 +38,7 @@ class Settled(Coding):
     coders: Sequence[str] = CODERS
     loss: JSON = None
     values: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    keyframe: bool = False
 
     @torch.no_grad()
     def quantize(self, flat: FlatState, reference: Reference | None) -> Kept:
@@ -56,7 +58,7 @@ class Settled(Coding):
             if source in changed:
                 changed[name] = changed[source].to(flat.tensors[name].dtype)
         tensors = {name: changed.get(name, tensor) for name, tensor in flat.tensors.items()}
-        return Kept(replace(flat, tensors=tensors), symbols, self.loss)
+        return Kept(replace(flat, tensors=tensors), symbols, self.loss, self.keyframe)
 
 
 def _beside(one: Origin, name: str, changed: Mapping[str, Tensor], reference: Reference | None) -> Tensor | None:

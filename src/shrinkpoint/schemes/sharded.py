@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from inspect import signature
 
 from shrinkpoint.codec import Reference
@@ -83,13 +84,16 @@ def _settled(
     scheme: Scheme, flat: FlatState, reference: Reference | None, shards: Shards, target: ShardTarget | None
 ) -> Settled:
     wholes = Wholes(flat, shards)
-    told = wholes.gather((f"{type(scheme).__name__}, {scheme!r}", bool(flat.tensors) and reference is None))
-    schemes = sorted({name for name, _ in told})
+    apart = reference is not None and not reference.base
+    told = wholes.gather((f"{type(scheme).__name__}, {scheme!r}", bool(flat.tensors) and reference is None, apart))
+    schemes = sorted({name for name, *_ in told})
     if len(schemes) > 1:
         found = " and ".join(schemes)
         raise MismatchError("scheme", found=found, expected="the same on all ranks", do="set all ranks up alike")
-    if any(alone for _, alone in told):
+    if any(alone for _, alone, _ in told):
         reference = None
+    if reference is not None and any(apart for *_, apart in told):
+        reference = replace(reference, base=False)
     target = ShardTarget(flat) if target is None else target
     target.join(wholes)
     if isinstance(scheme, Fisher):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec import CODERS, Reference, Symbols
+from shrinkpoint.errors import LossWarning
 from shrinkpoint.record import JSON
 from shrinkpoint.schemes import moments
 from shrinkpoint.schemes.base import Kept
+from shrinkpoint.schemes.farness import far_from
 from shrinkpoint.schemes.picks import Picks, largest
 from shrinkpoint.schemes.pooled import Pooled
 from shrinkpoint.schemes.records import Coding
@@ -100,7 +103,10 @@ class Tracked(Spelled, Coding):
         pools = () if pool is None else (pool,)
         picks = Picks.of(flat) if pool is None else pool.picks(flat, None)
         owned = replace(flat, optim=picks.handed_on(flat))
-        symbols = self._of_weights(picks.tensors, owned, reference, *pools)
+        symbols, far = self._of_weights(picks.tensors, owned, reference, *pools)
+        if far:
+            symbols, _ = self._of_weights(picks.tensors, owned, None, *pools)
+            _warn_of(far)
         further = {name: one.cpu() for name, one in self.further(owned, symbols, *pools).items()}
         picks.warn()
         lossy, optimizer = (bool(symbols), bool(further)), self._optimizer
@@ -116,7 +122,9 @@ class Tracked(Spelled, Coding):
             loss = {"scheme": self.id, "chosen": self.settings, "optimizer": said, **self.notes()}
             loss |= {"measured": False, "left_out": [*picks.refused]}
             self._unmeasured.tell(self, quiet=pool is not None and pool.wholes.rank > 0)
-        return Settled(self.id, {**symbols, **further}, picks.casts, optimizer, self.coders, loss)
+        if far:
+            loss = (loss or {"scheme": self.id, "left_out": [*picks.refused]}) | {"far": _rounded(far)}
+        return Settled(self.id, {**symbols, **further}, picks.casts, optimizer, self.coders, loss, keyframe=bool(far))
 
     @property
     def arguments(self) -> dict[str, object]:
@@ -125,19 +133,24 @@ class Tracked(Spelled, Coding):
 
     def _of_weights(
         self, picked: Mapping[str, Tensor], flat: FlatState, reference: Reference | None, pool: Pooled | None = None
-    ) -> dict[str, Symbols]:
+    ) -> tuple[dict[str, Symbols], dict[str, float]]:
+        """Symbols, on the CPU; and the errors of the weights for which a difference is worth nothing, by title."""
         differences = _differences(picked, reference)
         if pool is None:
             weights = {name: picked[name] for name in differences}
-            found = self.symbols(weights, differences, flat)
-            return {name: one.cpu() for name, one in found.items() if _serves(one, weights[name], differences[name])}
+            made = self.symbols(weights, differences, flat)
+            made = {n: one for n, one in made.items() if _serves(one, weights[n], differences[n])}
+            far = far_from(made, weights, differences, reference)
+            return {name: one.cpu() for name, one in made.items()}, far
         titles = pool.all({name: name in differences for name in picked})
         differences = {name: x for name, x in differences.items() if pool.title(name) in titles}
         weights = {name: picked[name] for name in differences}
-        found = self.symbols(weights, differences, flat, pool)
+        made = self.symbols(weights, differences, flat, pool)
         ends = pool.most({name: _ends(weights[name], x) for name, x in differences.items()})
-        serves = pool.all({n: _is_within(one, ends[pool.title(n)], weights[n].dtype) for n, one in found.items()})
-        return {name: one.cpu() for name, one in found.items() if pool.title(name) in serves}
+        serves = pool.all({n: _is_within(one, ends[pool.title(n)], weights[n].dtype) for n, one in made.items()})
+        made = {name: one for name, one in made.items() if pool.title(name) in serves}
+        far = far_from(made, weights, differences, reference, pool)
+        return {name: one.cpu() for name, one in made.items()}, far
 
 
 def _differences(weights: Mapping[str, Tensor], reference: Reference | None) -> dict[str, Tensor]:
@@ -150,6 +163,20 @@ def _differences(weights: Mapping[str, Tensor], reference: Reference | None) -> 
             if math.isfinite(largest(difference)):  # else the base is not finite, or too far away
                 out[name] = difference
     return out
+
+
+def _warn_of(far: Mapping[str, float]) -> None:
+    worst = max(far.values())
+    text = (
+        f"{', '.join(far)}: what was saved last is farther away than zero, and a difference to it would leave an error "
+        f"of {worst:.2g} times the weights: this checkpoint is a keyframe"
+    )
+    warnings.warn(text, LossWarning, stacklevel=5)
+
+
+def _rounded(far: Mapping[str, float]) -> dict[str, JSON]:
+    """As a manifest can say it."""
+    return {name: float(f"{error:.4g}") if math.isfinite(error) else str(error) for name, error in far.items()}
 
 
 def _serves(symbols: Symbols, x: Tensor, difference: Tensor) -> bool:

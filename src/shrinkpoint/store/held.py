@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -82,6 +83,11 @@ class Held(Generic[M]):
         now, kept = {name: flat.tensors[name] for name in names}, self._tensors
         before = {**kept, **self.originals}  # what was exact has no original beside it
         return retention(before, kept, now, written.tensors)
+
+
+def as_base(reference: Reference | None, *, base: bool) -> Reference | None:
+    """The same, as what a delta can be made against, or not."""
+    return None if reference is None else replace(reference, base=base)
 
 
 def warn_of(kept: float | None) -> None:

@@ -70,6 +70,8 @@ class Pending:
         if self._state != "open" or self._report is not None:
             raise self._misuse("a second payload" if self._report else "closed")
         kept = scheme.quantize(flat, self._reference)
+        if kept.keyframe:
+            self.parent = self._reference = None
         if self.parent is not None:
             self._bases = self._linked(self.parent)
         self._name = layout.payload_name(self._listing.names(self.step))

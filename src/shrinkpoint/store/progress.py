@@ -27,6 +27,9 @@ def retention(
     1 where all of the progress is kept, 0 where nothing is; above 1 where a checkpoint catches up with what the one
     before had missed.
 
+    Where weights have gone more than ten times as far as they are large (a spike that was rolled back), the step counts
+    as one from zero: what matters is how much of the present weights is there.
+
     Args:
         before, now: the weights w as they were in training, by name.
         before_kept, now_kept: the same as the checkpoints have them (w').
@@ -38,8 +41,11 @@ def retention(
     for name, after in now.items():
         if name not in before or before[name].shape != after.shape:
             continue
-        step = after.to("cpu", torch.float32) - before[name].to(torch.float32)
+        weight = after.to("cpu", torch.float32)
+        step = weight - before[name].to(torch.float32)
         written = now_kept[name].to("cpu", torch.float32) - before_kept[name].to(torch.float32)
+        if _dot(step, step) > 100 * _dot(weight, weight) > 0:
+            step, written = weight, now_kept[name].to("cpu", torch.float32)
         kept += _dot(written, step)
         moved += _dot(step, step)
     return kept / moved if moved > 0 and math.isfinite(kept) and math.isfinite(moved) else None

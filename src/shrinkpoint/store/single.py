@@ -92,9 +92,12 @@ def save(
         decoded, digest = decode_file(root, threads=threads)
         reference = decoded.reference
         parent = {"name": _beside(root, target), "digest": digest}
+    kept = chosen.quantize(flat, reference)
+    if kept.keyframe:
+        reference = parent = None
     return write_file(
-        LocalStorage(target.parent), target.name, chosen.quantize(flat, reference), scheme=chosen,
-        reference=reference, parent=parent, threads=threads,
+        LocalStorage(target.parent), target.name, kept, scheme=chosen, reference=reference, parent=parent,
+        threads=threads,
     ).report  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from shrinkpoint.store import chain, layout, prune
 from shrinkpoint.store.compact import Rewritten, to_keyframe, to_merged
 from shrinkpoint.store.file import SaveReport
 from shrinkpoint.store.forget import forget
-from shrinkpoint.store.held import Held, warn_of
+from shrinkpoint.store.held import Held, as_base, warn_of
 from shrinkpoint.store.lease import Lease
 from shrinkpoint.store.listing import Listing, places, scan
 from shrinkpoint.store.manifest import Manifest
@@ -185,7 +185,7 @@ class Store:
         with self._guard, self._lease.settled():
             with self.begin(step, keyframe=keyframe) as pending:
                 if isinstance(chosen, Settling):  # a keyframe, too, looks at the checkpoint before
-                    chosen = chosen.settle(flat, self.reference)
+                    chosen = chosen.settle(flat, as_base(self.reference, base=pending.parent is not None))
                 report = pending.add(flat, scheme=chosen, threads=self._threads)
                 made = pending.commit(metrics=measured, lossy_restores=lossy_restores, note=note)
             assert pending.reference is not None

@@ -18,7 +18,7 @@ from shrinkpoint.store import layout
 from shrinkpoint.store.file import Decoded, SaveReport, write_file
 from shrinkpoint.store.folder import files, names, read_manifest
 from shrinkpoint.store.foldermanifest import Payload
-from shrinkpoint.store.held import Held, warn_of
+from shrinkpoint.store.held import Held, as_base, warn_of
 from shrinkpoint.store.verification import Link, Verification
 
 _KEPT = ".shrinkpoint.base-"
@@ -59,7 +59,7 @@ class Tip:
     @property
     def known(self) -> Reference | None:
         """What a reader gets of the last checkpoint, whether or not the next one can be a delta; None: not known."""
-        return None if self._held.manifest is None else self._held.reference
+        return None if self._held.manifest is None else as_base(self._held.reference, base=self._standing() is not None)
 
     @property
     def payload(self) -> Payload:
@@ -90,6 +90,10 @@ class Tip:
             reference = None if base is None else self._held.reference
             key = layout.payload_name(names(storage.path), rank)
             kept = scheme.quantize(flat, reference) if base is not None else self._alone(scheme, flat)
+            if kept.keyframe:
+                _remove(storage, made)
+                made.clear()
+                base = reference = None
             made.append(key)
             written = write_file(
                 storage, key, kept, scheme=scheme, reference=reference, parent=_parent(base), threads=self._threads

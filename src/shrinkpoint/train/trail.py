@@ -143,7 +143,10 @@ class Trail:
             target = local_path(folder, "folder").absolute()
             about = _About(step, numbers(metrics), note, keyframe, extra, self._lossy_restores)
             flat = with_parameters(flatten(dict(state)), parts or {})
-            scheme = settled(self._scheme, flat, self._tip.known, parts or {}, self._model)
+            known = self._tip.known
+            if keyframe and known is not None:
+                known = replace(known, base=False)
+            scheme = settled(self._scheme, flat, known, parts or {}, self._model)
             if scheme is None:
                 return None
             if not self._background and all(tensor.device.type == "cpu" for tensor in flat.tensors.values()):

@@ -29,6 +29,9 @@ RETAINED = 0.93
 """Of the weights' progress since the checkpoint before, at least."""
 LONGEST = 0.75
 """Steps from its point at which a weight leaves it, at most."""
+COARSE = FINE
+"""Eighths of an octave by which the steps before may be larger than those that a weight would get now. They are more
+where it has shrunk since, or was saved while it was far too large, and then they would round it away."""
 _SAMPLE = 1 << 14
 
 
@@ -83,11 +86,17 @@ class Drafts:
         seeds = {name: pool.seed(name, seed_of(pool.title(name), generation, seed)) for name in weights}
         likes = {name: self._like(name, x, size) for name, x in weights.items()}
         like = {name: one for name, one in likes.items() if one is not None}
+        fresh = {
+            name: pool.lattice(name, x, known[name], usual, seeds[name], cares[name]) for name, x in weights.items()
+        }
         self._stills = stills({name: weights[name] for name in like}, seeds, reference, pool)
-        for name, x in weights.items():
+        moved = {name: one for name, one in like.items() if name not in self._stills}
+        outgrown = pool.anywhere(name for name, one in moved.items() if _is_coarse(one, fresh[name]))
+        like = {name: one for name, one in like.items() if pool.title(name) not in outgrown}
+        for name in weights:
             lattice = like.get(name)
             if lattice is None:
-                made = pool.lattice(name, x, known[name], usual, seeds[name], cares[name])
+                made = fresh[name]
             else:
                 made = lattice if name in self._stills else replace(lattice, seed=seeds[name])
                 self._inherited.add(name)
@@ -190,3 +199,12 @@ def multiplier_of(size: int) -> float:
 def is_linear(points: Points, x: Tensor) -> bool:
     """Whether these are points that the next ones of `x` can lie on."""
     return points.codes.shape == x.shape and points.lattice.law == "linear"
+
+
+def _is_coarse(steps: Lattice, fresh: Lattice | None) -> bool:
+    """Whether they are, in the mean of their logarithms."""
+    if fresh is None:
+        return False
+    means = (sum(float(side.float().mean()) for side in (one.rows, one.columns)) for one in (steps, fresh))
+    before, now = means
+    return before > now + COARSE

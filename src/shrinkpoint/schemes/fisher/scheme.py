@@ -158,7 +158,9 @@ class Fisher(Spelled, Coding):
         picks = pool.picks(flat, reference, alive)
         picks.warn()
         kept = pool.unmoved([*picks.tensors], flat, reference)
-        picks = picks.without(kept)
+        picks, known = picks.without(kept), reference
+        if reference is not None and not reference.base:
+            reference = None
         values: dict[str, Tensor] = {}
         with self._measuring(flat, picks, target, pool) as (quality, problem):
             if problem is not None:
@@ -166,7 +168,7 @@ class Fisher(Spelled, Coding):
                 self._learned.size, self._saves = None, self._saves + 1
                 record = self._record(Answer(None), picks, quality, began) | {"exact": problem.found}
                 return Settled(self.id, {n: one.cpu() for n, one in kept.items()}, {}, "exact", self.coders, record)
-            further = self._of_moments(flat, reference, values, pool)
+            further = self._of_moments(flat, known, values, pool)
             answer = self._of_weights(flat, picks, reference, target, kept | further, pool, quality)
         if answer.left_out:
             _warn(f"weights that no points of these steps reach are kept as they are: {', '.join(answer.left_out)}")
