@@ -247,6 +247,20 @@ def test_noise_that_is_seen_late_counts_from_then_on():
     assert seen[:REPEAT] == [0.0] * REPEAT and seen[REPEAT] == pytest.approx(0.002, rel=0.01)
 
 
+def test_one_bad_moment_does_not_make_a_whole_run_lossless():
+    run, calls = Run(steps=20), []
+
+    def evaluate(model: Any) -> float:
+        calls.append(1)
+        return float(run.evaluate(model)) * (1.2 if len(calls) == 2 else 1.0)
+
+    exact = []
+    with sp.Manager(MemoryStorage(), scheme=sp.Fisher(budget="5%", evaluate=evaluate)) as manager, Silent():
+        for step in range(20):
+            exact.append("exact" in manager.save(step, **run.parts).search)
+    assert exact[0] and not exact[-1] and exact == sorted(exact, reverse=True)
+
+
 # ranks
 
 

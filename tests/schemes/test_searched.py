@@ -259,6 +259,33 @@ def test_a_threshold_that_nothing_meets_is_said_and_the_safest_setting_taken_if_
     assert loss_of(scheme, a_state())["chosen"]["bins"] < 32  # what was taken in need binds nobody
 
 
+@pytest.mark.parametrize("fallback", ["lossless", "safest"])
+def test_where_no_setting_holds_the_uniform_grids_of_qd_are_tried_before_anything_else(tmp_path, fallback):
+    evaluate = Distance(a_state(), 10.0)
+    scheme = sp.Inshrinkerator(threshold=0.005, evaluate=evaluate, fallback=fallback)
+    report = sp.save(a_state(), tmp_path / "a", scheme=scheme)
+    loss = report.search
+    assert loss["space"] == "qd" and "fallback" not in loss and 0 < loss["degradation"] <= 0.005
+    assert [one.get("space") for one in loss["searches"]] == [None, "qd"] and loss["searches"][0]["chosen"] is None
+    assert {*loss["chosen"]} == {"least", "most"} and report.weights_ratio > 3
+    assert evaluate(sp.load(tmp_path / "a")) == pytest.approx(1 + loss["degradation"])
+    again = sp.Inshrinkerator(threshold=0.005, evaluate=Distance(a_state(), 1e-3))
+    again.resume(loss)
+    assert [one["method"] for one in loss_of(again, a_state())["searches"]] == ["branch and bound"]
+    with pytest.warns(LossWarning, match="no setting keeps"):
+        assert "space" not in loss_of(sp.Inshrinkerator(threshold=0.005, evaluate=evaluate, paper=True), a_state())
+
+
+@pytest.mark.parametrize("kind", [sp.Inshrinkerator, sp.QD, sp.CNR, sp.GOBO])
+def test_no_scheme_breaks_its_threshold_unless_that_was_asked_for(kind):
+    with pytest.warns(LossWarning, match="no setting keeps .* nothing was lost instead"):
+        made = settled(kind(threshold=0.0, evaluate=Distance(a_state())), a_state())
+    assert not made.symbols and made.loss["fallback"] == "lossless"
+    with pytest.warns(LossWarning, match="no setting keeps .* the safest one was taken"):
+        made = settled(kind(threshold=0.0, evaluate=Distance(a_state()), fallback="safest"), a_state())
+    assert made.symbols and made.loss["degradation"] > 0
+
+
 def test_and_nothing_is_lost_if_nothing_was_asked_for(tmp_path):
     scheme = sp.Inshrinkerator(threshold=0.0, evaluate=Distance(a_state()), optimizer="reset")
     with pytest.warns(LossWarning, match="nothing was lost instead"):

@@ -32,6 +32,8 @@ _CLEAR = 2.0
 BEYOND = 1.25
 """Times what may be lost: an interval that reaches further is that of too few examples. A search goes to the limit, so
 that the interval around what it chooses always reaches a little beyond."""
+_KEPT = 0.9
+"""Of what noise was, where answers differ less now: one bad moment is not to make a whole run lossless."""
 _MORE = 3
 """Further answers for the same weights, the first time, where noise is worth a word."""
 _WIDE = math.sqrt(12.0)
@@ -55,7 +57,8 @@ class Calibration:
     """What a run knows of its `evaluate`; forgotten where the run goes on from a checkpoint.
 
     Attributes:
-        noise: the largest difference seen between answers for the same weights, relative to these; None: not known.
+        noise: the largest difference seen between answers for the same weights, relative to these, forgotten by and by;
+            None: not known.
         reacts: whether clearly different weights were seen to have another answer.
         saves: that were measured.
     """
@@ -104,7 +107,8 @@ class Calibration:
             return Problem(f"evaluate returned {broken} for the state itself", "see whether training has diverged")
         quality.base = _middle(mine, values)
         self._examples = 0 if quality.base.examples is None else quality.base.examples.numel()
-        self.noise = max(self.noise or 0.0, (max(values) - min(values)) / quality.scale)
+        spread, kept = (max(values) - min(values)) / quality.scale, _KEPT if len(mine) > 1 else 1.0
+        self.noise = max(kept * (self.noise or 0.0), spread)
         self.saves += 1
         least = math.inf if allowed is None else allowed(quality.scale)
         if 0 < least <= self.noise:
