@@ -82,6 +82,16 @@ def test_what_is_measured_stands_in_the_report_and_nothing_is_said(name):
             assert f"loss {100 * report.rise:+.2g} %" in str(report)
 
 
+@pytest.mark.parametrize("name", ["fisher", "inshrinkerator"])
+def test_what_has_not_moved_since_a_restore_costs_the_loss_nothing(name):
+    run, storage = Run(steps=60), MemoryStorage()
+    with sp.Manager(storage, scheme=MEASURED[name](run.evaluate)) as manager, Silent():
+        manager.save(1, **run.parts)
+        manager.restore(**run.parts)
+        report = manager.save(2, **run.parts)
+    assert report.rise == 0 and report.measured and "loss 0 %" in str(report)
+
+
 def test_of_a_lossless_checkpoint_there_is_nothing_to_measure():
     run = Run(steps=5)
     with sp.Manager(MemoryStorage()) as manager, warnings.catch_warnings():

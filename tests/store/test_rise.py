@@ -20,6 +20,7 @@ from shrinkpoint.store.rise import Rise
         ({"chosen": {"step_in_deviations": 1.0}, "rise": 0.02, "quality": 4.0}, "+0.5 %", 0.005),
         ({"chosen": {"step_in_deviations": 1.0}, "rise": 0.02, "quality": 0.0}, "+2 %", 0.02),
         ({"chosen": {"step_in_deviations": 1.0}, "rise": 0.02}, "measured", None),  # in nats, of a loss that is unknown
+        ({"chosen": {"step_in_deviations": 1.0}, "rise": 0.0, "measured": True}, "0 %", 0.0),
         ({"chosen": {"step_in_deviations": 1.0}, "rise": None, "terms": 3.0}, "not measured", None),
         ({"chosen": {"step_in_deviations": None}, "rise": None, "measured": True}, "0 %", 0.0),
         ({"chosen": {}, "degradation": 0.01, "interval": [-0.005, 0.025]}, "+1 % (-0.5 % to +2.5 %)", 0.01),

@@ -164,7 +164,7 @@ def test_validation_says_what_it_lacks(tmp_path):
     run = trainer(tmp_path, ours, callbacks=[ShrinkCallback(), every(tmp_path / "all")])
     with pytest.raises(PolicyError, match="`val_dataloader` must be implemented"):
         run.fit(small(), points())
-    with pytest.raises(PolicyError, match="at least 1"):
+    with pytest.raises(PolicyError, match="expected a whole number from 1"):
         Validation(0)
 
 

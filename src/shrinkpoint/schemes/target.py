@@ -148,13 +148,13 @@ class ModelTarget(Target):
 
 
 def measured(evaluate: Evaluate, argument: Any) -> Reading:
-    """What a user's function says of a model, or of a state.
+    """What a user's function says of a model, or of a state; where it has a method `reading`, what that says.
 
     Raises:
         PolicyError: it raised, or what it returned is neither a number nor one of each example.
     """
     try:
-        return Reading.of(evaluate(argument))
+        return Reading.of(getattr(evaluate, "reading", evaluate)(argument))
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
         expected = "a number, or a 1-D tensor of the examples' losses"

@@ -36,6 +36,7 @@ class Rise:
         if not relative:
             quality = _number(loss.get("quality"))
             scale = math.nan if quality is None else abs(quality) or 1.0
+        scale = 1.0 if value == 0 else scale
         measured = loss.get("measured", value is not None) is True
         if measured and value is None and _keeps_weights(loss["chosen"]):
             value, scale = 0.0, 1.0

@@ -189,10 +189,12 @@ class Fisher(Spelled, Coding):
 
     def _record(self, answer: Answer, picks: Picks, quality: Quality | None, began: float) -> dict[str, Any]:
         """What the manifest says of what was lost, but for what was chosen."""
+        idle = quality is None and self._evaluate is not None  # no weight has moved: there is nothing to measure
         record: dict[str, Any] = {
             "scheme": self.id, **self._dial.settings, "optimizer": self._moments, "tried": answer.tried,
             "terms": self._learned.terms, "size": self._learned.size, "probed": self._probed or None,
-            "left_out": [*picks.refused, *answer.left_out], "chosen": None, "rise": finite(answer.rise),
+            "left_out": [*picks.refused, *answer.left_out], "chosen": None,
+            "rise": 0.0 if idle else finite(answer.rise),
             "measured": self._evaluate is not None,
         }  # fmt: skip
         if quality is not None:

@@ -13,6 +13,7 @@ from torchmetrics import Metric
 
 from shrinkpoint import arguments
 from shrinkpoint.errors import PolicyError
+from shrinkpoint.schemes.quality import Reading
 from shrinkpoint.train.attributes import Attributes
 
 _NOT_OURS = ("_parameters", "_buffers", "_modules", "training")
@@ -20,7 +21,7 @@ _NOT_OURS = ("_parameters", "_buffers", "_modules", "training")
 
 
 class Validation:
-    """`Fisher(budget="1%", evaluate=Validation(batches=4))`: the losses that `validation_step` returns.
+    """`Fisher(budget="1%", evaluate=Validation(batches=4))`: the mean loss that `validation_step` returns.
 
     The batches are the first ones of the Trainer's validation data, taken once and kept, so that the same weights get
     the same answer. What `validation_step` logs meanwhile is not logged; what it collects in attributes of the module,
@@ -36,9 +37,13 @@ class Validation:
         self._key = arguments.text("key", key, do="name the key of the loss")
         self._batches: list[Any] = []
 
+    def __call__(self, module: pl.LightningModule) -> float:
+        """The mean loss of a module that a Trainer is training; see `reading`."""
+        return self.reading(module).value
+
     @torch.no_grad()
-    def __call__(self, module: pl.LightningModule) -> Tensor:
-        """The loss of each batch, float64 [batches], of a module that a Trainer is training; a scheme takes the mean.
+    def reading(self, module: pl.LightningModule) -> Reading:
+        """The same, with the loss of each batch: these say how far the mean can be trusted.
 
         Raises:
             PolicyError: there is no validation data, or `validation_step` returns no loss.
@@ -48,7 +53,8 @@ class Validation:
         module.eval()  # whoever calls this puts the modes back
         with _unnoticed(module):
             losses = [self._loss(trainer, module, batch, index) for index, batch in enumerate(self._batches)]
-        return torch.tensor(losses, dtype=torch.float64)
+        examples = torch.tensor(losses, dtype=torch.float64) if len(losses) > 1 else None
+        return Reading(sum(losses) / len(losses), examples)
 
     def _loss(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> float:
         batch = trainer.strategy.batch_to_device(batch)

@@ -278,8 +278,7 @@ class ShrinkTrainer(Trainer):
                 evaluation = Evaluation(self, asked, self.shrink.batches)
             self._recorder = self.shrink.recorder(model, interval(self.args))
             higher = evaluation is not None and evaluation.higher
-            measure = None if evaluation is None else evaluation.reading
-            self._trail, self._trail_of = self.shrink.trail(measure, higher, self._recorder), model
+            self._trail, self._trail_of = self.shrink.trail(evaluation, higher, self._recorder), model
         return self._trail
 
     def _forget(self) -> None:
