@@ -14,8 +14,23 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-OTHERS = ("inshrinkerator", "qd", "cnr", "gobo", "lc 2 bits", "lc 3 bits", "scar", "topn", "excp")
-OURS = {"fisher": "1 %", "fisher .6": ".6", "fisher .3": ".3", "fisher .15": ".15"}
+OTHERS = (
+    "inshrinkerator",
+    "qd",
+    "cnr",
+    "gobo",
+    "lc-checkpoint(bits=2)",
+    "lc-checkpoint(bits=3)",
+    "scar",
+    "topn",
+    "excp",
+)
+OURS = {
+    "fisher": "1 %",
+    "fisher(relative_error=.6)": ".6",
+    "fisher(relative_error=.3)": ".3",
+    "fisher(relative_error=.15)": ".15",
+}
 KEPT = 0.6
 """Retention below which a small rise says little."""
 

@@ -63,9 +63,17 @@ class Job:
         return " ".join([self.workload, f"seed={self.seed}", *(unusual or ["uninterrupted"])])
 
 
-UNMEASURED = ("lc 2 bits", "lc 3 bits", "lc 3 bits paper", "scar", "topn", "excp", "excp paper fp16")
+UNMEASURED = (
+    "lc-checkpoint(bits=2)",
+    "lc-checkpoint(bits=3)",
+    "lc-checkpoint(bits=3, paper=True)",
+    "scar",
+    "topn",
+    "excp",
+    "excp(paper=True, paper_fp16=True)",
+)
 """Schemes without a threshold, by their names in the harness."""
-OURS = ("fisher .3", "fisher .6")
+OURS = ("fisher(relative_error=.3)", "fisher(relative_error=.6)")
 """The same, of ours."""
 BASE_FILES = ("workloads.py", "workload_text.py", "workload_image.py")
 

@@ -25,7 +25,7 @@ NO_SCHEME = [None, sp.Fisher, 3, len, "zip", "fisher(error=3)"]
 NO_SEED = ["x", -1, 1.5, True, None, 1 << 40]
 NO_CHOICE = ["nonsense", None, 1, ["exact"]]
 NO_NUMBER = ["x", None, math.nan, math.inf, True, -1.0, [1.0]]
-NO_SHARE = ["101%", 5, "1", -0.5, math.nan, True, [0.1], "5 percent"]
+NO_SHARE = ["201%", 5, "1", -0.5, math.nan, True, [0.1], "5 percent"]
 NO_FUNCTION = [3.0, "loss", [len]]
 NO_RECORDER = [True, "gradients", 3, sp.Gradients, torch.nn.Linear(2, 2)]
 

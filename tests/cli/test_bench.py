@@ -36,7 +36,7 @@ def test_schemes_that_measure_nothing_run_without_a_quality(run, weights):
     done = run("bench", weights, columns=200)
     assert done.code == 0 and "no --evaluate" in done.stderr
     lines = [line.split("  ")[0] for line in done.stdout.splitlines()]
-    assert {"lossless", "lc 3 bits", "scar", "topn", "excp"} <= set(lines) and "inshrinkerator" not in lines
+    assert {"lossless", "lc-checkpoint(bits=3)", "scar", "topn", "excp"} <= set(lines) and "inshrinkerator" not in lines
 
 
 def test_with_a_quality_the_others_do_too_and_the_rise_is_told(run, weights, quality, tmp_path):

@@ -104,7 +104,9 @@ def test_interrupted_conversions_go_on_and_finished_ones_do_nothing(run, source,
 
 def test_a_scheme_is_taken_by_its_name_in_bench(run, source, tmp_path):
     exact = json.loads(run("convert", source, "--dry-run", "--json").stdout)
-    lossy = json.loads(run("convert", source, tmp_path / "store", "--json", "--scheme", "fisher .3").stdout)
+    lossy = json.loads(
+        run("convert", source, tmp_path / "store", "--json", "--scheme", "fisher(relative_error=.3)").stdout
+    )
     assert lossy["after_bytes"] < 0.7 * exact["after_bytes"]
     assert (lossy["verified"], lossy["exact"]) == (3, 0)
     with Store(tmp_path / "store") as store:

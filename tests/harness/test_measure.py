@@ -17,7 +17,14 @@ from shrinkpoint.harness.table import HEAD, cells
 from shrinkpoint.state import flatten
 
 STEPS = (1, 2, 3)
-EXACT_AT_FIRST = ("lc 2 bits", "lc 3 bits", "lc 2 bits paper", "lc 3 bits paper", "scar", "topn")
+EXACT_AT_FIRST = (
+    "lc-checkpoint(bits=2)",
+    "lc-checkpoint(bits=3)",
+    "lc-checkpoint(bits=2, paper=True)",
+    "lc-checkpoint(bits=3, paper=True)",
+    "scar",
+    "topn",
+)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +76,7 @@ def test_what_loses_nothing_has_no_error_and_no_rise(recorded, evaluate):
 
 
 def test_a_chain_may_have_an_end(recorded, evaluate):
-    found = outcome("lc 3 bits", recorded, evaluate, keyframe_every=2)
+    found = outcome("lc-checkpoint(bits=3)", recorded, evaluate, keyframe_every=2)
     assert [row.keyframe for row in found.rows] == [True, False, True]
     assert [row.errors["W"] == 0 for row in found.rows] == [True, False, True]
 

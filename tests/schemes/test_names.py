@@ -103,11 +103,23 @@ def test_percentages_and_numbers_mean_the_same_in_all_schemes():
     lambda amount: sp.TOPN(fraction=amount),
 ])  # fmt: skip
 @pytest.mark.parametrize(
-    "amount", ["101%", "-1%", 5, 3.0, "0.1", "1 percent", "nan%", "%", "", True, [0.1], float("nan")]
+    "amount", ["201%", "-1%", 5, 3.0, "0.1", "1 percent", "nan%", "%", "", True, [0.1], float("nan")]
 )
 def test_an_amount_that_is_no_share_is_refused(make, amount):
     with pytest.raises(PolicyError, match=r"threshold|budget|relative_error|fraction"):
         make(amount)
+
+
+def test_more_than_all_is_no_share():
+    for make in (lambda x: sp.QD(threshold=x, evaluate=len), lambda x: sp.TOPN(fraction=x)):
+        make("100%"), make(1)
+        for amount in ("101%", 1.01):
+            with pytest.raises(PolicyError, match=r'at most 1 or "100%"'):
+                make(amount)
+    with pytest.raises(PolicyError, match=r"budget: .101%.; .*at most"):
+        sp.Fisher(budget="101%", evaluate=len)
+    with pytest.raises(PolicyError, match=r'relative_error: 3; .*at most 2 or "200%"'):
+        sp.Fisher(relative_error=3)
 
 
 def test_a_number_of_per_cent_is_answered_with_how_to_write_it():

@@ -13,7 +13,7 @@ import typer
 
 from shrinkpoint.cli.console import emit, note, say, waiting
 from shrinkpoint.cli.table import Column, show
-from shrinkpoint.cli.target import JsonOption
+from shrinkpoint.cli.target import JsonOption, ThresholdOption, share_of
 
 if TYPE_CHECKING:
     from shrinkpoint.harness import Outcome, Quality, Series, System
@@ -38,12 +38,15 @@ def command(
         ),
     ] = None,
     higher: Annotated[bool, typer.Option("--higher-is-better", help="--evaluate returns a score, not a loss.")] = False,
-    threshold: Annotated[
-        float, typer.Option("--threshold", min=0, help="How much worse a checkpoint may be, for schemes that search.")
-    ] = 0.01,
+    threshold: ThresholdOption = "1%",
     schemes: Annotated[
         list[str] | None,
-        typer.Option("--scheme", metavar="NAME", help="Only this one; may be given again.", show_default=False),
+        typer.Option(
+            "--scheme",
+            metavar="SCHEME",
+            show_default=False,
+            help='Only this one, such as "fisher(relative_error=.3)"; may be given again.',
+        ),
     ] = None,
     keyframe_every: Annotated[
         int | None,
@@ -63,19 +66,20 @@ def command(
     """
     from shrinkpoint.harness import SYSTEMS, system
 
+    share = share_of(threshold)
     with tempfile.TemporaryDirectory(prefix="shrinkpoint-bench-") as folder:
         series, quality = _subject(places or [], evaluate, higher, Path(folder))
         function = None if quality is None else quality.evaluate
         wanted = schemes or [name for name, known in SYSTEMS.items() if function is not None or not known.searches]
         systems = [
             system(
-                name, evaluate=function, threshold=threshold, higher_is_better=higher, keyframe_every=keyframe_every,
+                name, evaluate=function, threshold=share, higher_is_better=higher, keyframe_every=keyframe_every,
                 threads=threads,
             )
             for name in wanted
         ]  # fmt: skip
         outcomes = [_outcome(one, series, quality) for one in systems]
-        _report(series, outcomes, threshold, function is not None, out, json)
+        _report(series, outcomes, share, function is not None, out, json)
 
 
 def _subject(places: Sequence[Path], evaluate: str | None, higher: bool, folder: Path) -> tuple[Series, Quality | None]:

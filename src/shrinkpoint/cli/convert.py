@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from shrinkpoint.cli.target import JsonOption
+from shrinkpoint.cli.target import JsonOption, ThresholdOption, share_of
 from shrinkpoint.errors import PolicyError
 
 
@@ -51,7 +51,7 @@ def command(
         ),
     ] = None,
     scheme: Annotated[
-        str, typer.Option("--scheme", metavar="NAME", help='How to compress, as in bench: "lossless", "fisher .3", ...')
+        str, typer.Option("--scheme", metavar="SCHEME", help='How to compress, such as "fisher(relative_error=.3)".')
     ] = "lossless",
     evaluate: Annotated[
         str | None,
@@ -61,9 +61,7 @@ def command(
         ),
     ] = None,
     higher: Annotated[bool, typer.Option("--higher-is-better", help="--evaluate returns a score, not a loss.")] = False,
-    threshold: Annotated[
-        float, typer.Option("--threshold", min=0, help="How much worse a checkpoint may be, for schemes that search.")
-    ] = 0.01,
+    threshold: ThresholdOption = "1%",
     keyframe_every: Annotated[
         int, typer.Option("--keyframe-every", min=1, help="Checkpoints in a chain, its keyframe included.")
     ] = 20,
@@ -90,7 +88,9 @@ def command(
     from shrinkpoint.cli.converted import Wish, inward, outward
     from shrinkpoint.foreign.run import find
 
-    wish = Wish(source, out, scheme, evaluate, threshold, higher, keyframe_every, not no_verify, opaque, force, json)
+    wish = Wish(
+        source, out, scheme, evaluate, share_of(threshold), higher, keyframe_every, not no_verify, opaque, force, json
+    )
     found = find(source, only=only or [], step=step)
     chosen = to or (Form.ORIGINAL if found.checkpoints[0].is_ours else Form.SHRINKPOINT)
     if chosen is Form.SHRINKPOINT:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from shrinkpoint import arguments
 from shrinkpoint.errors import NotFoundError, PolicyError
 from shrinkpoint.storage import LocalStorage, Source, Storage
 from shrinkpoint.store.folder import found_in
@@ -32,6 +33,12 @@ PlaceArgument = Annotated[
 ]
 StepOption = Annotated[
     int | None, typer.Option("--step", min=0, metavar="N", help="Which checkpoint of a store; the newest if not given.")
+]
+ThresholdOption = Annotated[
+    str,
+    typer.Option(
+        "--threshold", metavar="SHARE", help="How much worse a checkpoint may be, for schemes that measure: 1%, or .01."
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout and nothing else.")]
 
@@ -156,6 +163,19 @@ def known_step(listing: Listing, step: int, where: str) -> int:
         expected = f"one of {some(sorted(listing.shown))}" if listing.shown else "a store with checkpoints"
         raise NotFoundError(where, found=f"no checkpoint of step {step}", expected=expected, do="list the store")
     return step
+
+
+def share_of(text: str) -> float:
+    """What `--threshold` says: "1%" and ".01" alike.
+
+    Raises:
+        PolicyError: it is no share.
+    """
+    try:
+        value: float | str = float(text)
+    except ValueError:
+        value = text
+    return arguments.share("--threshold", value, zero=True)
 
 
 def some(steps: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import shrinkpoint.schemes as schemes
@@ -103,66 +104,69 @@ def _unasked(_: Any) -> float:
 
 @dataclass(frozen=True)
 class Known:
-    """A scheme that can be asked for by name: how it is made, and whether it needs a quality."""
+    """A scheme that can be asked for by its text: how it is made, and whether it needs a quality."""
 
     make: Make
     searches: bool = False
 
 
-def _searching(kind: Make, **settings: Any) -> Known:
-    return Known(lambda **given: kind(**settings, **given), True)
+_DECIDED = ("config", "nats", "ratio", "relative_error")
+"""Settings of a scheme that measures, with which it need not: what is lost is decided."""
 
 
-def _fisher(*, threshold: float, higher_is_better: bool, evaluate: Evaluate) -> Scheme:
-    return schemes.Fisher(budget=f"{100 * threshold:g}%", evaluate=evaluate, higher_is_better=higher_is_better)
+def known(text: str) -> Known:
+    """What a text of `schemes.maker` asks for.
+
+    Raises:
+        PolicyError: it is none.
+    """
+    make = schemes.maker(text)
+    measures = isinstance(make.func, type) and issubclass(make.func, schemes.Searched | schemes.Fisher)
+    return Known(make, measures and not make.keywords.keys() & {*_DECIDED})
 
 
 SYSTEMS: Mapping[str, Known] = {
-    "lossless": Known(schemes.Lossless),
-    "inshrinkerator": _searching(schemes.Inshrinkerator),
-    "inshrinkerator paper": _searching(schemes.Inshrinkerator, paper=True),
-    "inshrinkerator, lossy moments": _searching(schemes.Inshrinkerator, optimizer="lossy"),
-    "qd": _searching(schemes.QD),
-    "cnr": _searching(schemes.CNR),
-    "gobo": _searching(schemes.GOBO),
-    "fisher": _searching(_fisher),
-    "fisher .15": Known(lambda: schemes.Fisher(relative_error=0.15)),
-    "fisher .3": Known(lambda: schemes.Fisher(relative_error=0.3)),
-    "fisher .6": Known(lambda: schemes.Fisher(relative_error=0.6)),
-    "fisher 1": Known(lambda: schemes.Fisher(relative_error=1.0)),
-    "fisher .3, exact moments": Known(lambda: schemes.Fisher(relative_error=0.3, moments="exact")),
-    "lc 2 bits": Known(lambda: schemes.LCCheckpoint(bits=2)),
-    "lc 3 bits": Known(lambda: schemes.LCCheckpoint(bits=3)),
-    "lc 2 bits paper": Known(lambda: schemes.LCCheckpoint(bits=2, paper=True)),
-    "lc 3 bits paper": Known(lambda: schemes.LCCheckpoint(bits=3, paper=True)),
-    "lc 3 bits, lossy moments": Known(lambda: schemes.LCCheckpoint(bits=3, optimizer="lossy")),
-    "scar": Known(schemes.SCAR),
-    "topn": Known(schemes.TOPN),
-    "excp": Known(schemes.ExCP),
-    "excp paper": Known(lambda: schemes.ExCP(paper=True)),
-    "excp paper fp16": Known(lambda: schemes.ExCP(paper=True, paper_fp16=True)),
-    "excp released": Known(lambda: schemes.ExCP(paper=True, rule="released", paper_fp16=True)),
-}
-"""By the names that the harness prints."""
+    text: known(text)
+    for text in (
+        "lossless", "inshrinkerator", "inshrinkerator(paper=True)", 'inshrinkerator(optimizer="lossy")', "qd", "cnr",
+        "gobo", "fisher", "fisher(relative_error=.15)", "fisher(relative_error=.3)", "fisher(relative_error=.6)",
+        "fisher(relative_error=1)", 'fisher(relative_error=.3, moments="exact")', "lc-checkpoint(bits=2)",
+        "lc-checkpoint(bits=3)", "lc-checkpoint(bits=2, paper=True)", "lc-checkpoint(bits=3, paper=True)",
+        'lc-checkpoint(bits=3, optimizer="lossy")', "scar", "topn", "excp", "excp(paper=True)",
+        "excp(paper=True, paper_fp16=True)", 'excp(paper=True, rule="released", paper_fp16=True)',
+    )
+}  # fmt: skip
+"""What the harness compares where nothing is named, by the texts that it prints."""
 
 
 def system(
     name: str, *, evaluate: Evaluate | None = None, threshold: float = 0.01, higher_is_better: bool = False,
     keyframe_every: int | None = None, threads: int = 1,
 ) -> Chain:  # fmt: skip
-    """The scheme of this name.
+    """The scheme of this text.
+
+    Args:
+        threshold: for a scheme that measures, where its text says none.
 
     Raises:
-        PolicyError: nobody knows it, or it needs a quality and there is none.
+        PolicyError: there is no such scheme, or it needs a quality and there is none.
     """
-    if name not in SYSTEMS:
-        raise PolicyError("schemes", found=repr(name), expected=", ".join(SYSTEMS), do="name some of these")
-    known = SYSTEMS[name]
-    if known.searches and evaluate is None:
+    found = known(name)
+    if not found.searches:
+        return Chain(name, found.make, keyframe_every=keyframe_every, threads=threads)
+    if evaluate is None:
         expected = "a function of the state that returns a loss"
         raise PolicyError(name, found="nothing to evaluate", expected=expected, do="pass --evaluate module:function")
-    make = known.make
-    if known.searches:
-        more = {"threshold": threshold, "higher_is_better": higher_is_better}
-        return Chain(name, lambda **given: make(**more, **given), True, evaluate, keyframe_every, threads)
-    return Chain(name, make, keyframe_every=keyframe_every, threads=threads)
+    make = partial(_measured, found.make, threshold=threshold, higher_is_better=higher_is_better)
+    make(evaluate=evaluate)  # a wrong setting is refused now
+    return Chain(name, make, True, evaluate, keyframe_every, threads)
+
+
+def _measured(make: Any, *, threshold: float, higher_is_better: bool, evaluate: Evaluate) -> Scheme:
+    """The scheme; what its text says comes first."""
+    usual: dict[str, Any] = {"threshold": threshold}
+    if issubclass(make.func, schemes.Fisher):
+        usual = {"budget": f"{100 * threshold:g}%"}
+    usual["higher_is_better"] = higher_is_better
+    made: Scheme = make.func(**{**usual, **make.keywords}, evaluate=evaluate)
+    return made

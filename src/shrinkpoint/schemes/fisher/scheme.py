@@ -38,6 +38,8 @@ from shrinkpoint.state import FlatState
 
 Moments = Literal["coded", "exact", "drop"]
 MOMENTS = (Role.MOMENT1, Role.MOMENT2)
+MAX_ERROR = 2.0
+"""Standard deviations of a tensor: more than that leaves no more than signs does."""
 BUDGET = 1e-3
 """Nats."""
 
@@ -57,7 +59,7 @@ class Fisher(Spelled, Coding):
         nats: instead of that: the same in the loss's own unit. 0.001 where nothing is asked.
         ratio: instead of both: how many times smaller the whole state shall be; above 1.
         relative_error: instead of all: the root mean square of the error, in standard deviations of a tensor (.3, or
-            "30%"; at most 1): the geometric mean over all weights, of a keyframe; weights held at their points may add
+            "30%"; at most 2): the geometric mean over all weights, of a keyframe; weights held at their points may add
             a fifth. Nothing need be known of the loss; what is known distributes it.
         evaluate: called with what is being saved (a manager's `model`; else the state); returns a loss or a score, or a
             1-D tensor of each example's. Then the measured rise decides, and the prediction saves trials. As with every
@@ -352,7 +354,7 @@ def _dial(
     if ratio is not None:
         return ByRatio(arguments.number("ratio", ratio, least=1.0, do="say how many times smaller the state shall be"))
     if relative_error is not None:
-        return ByError(arguments.share("relative_error", relative_error))
+        return ByError(arguments.share("relative_error", relative_error, most=MAX_ERROR))
     return ByBudget(BUDGET if nats is None else arguments.number("nats", nats))
 
 
