@@ -123,6 +123,7 @@ def _told(one: CheckpointSummary | FolderSummary) -> Iterator[tuple[str, str]]:
     yield "metrics", ", ".join(f"{name} {words.number(value)}" for name, value in one.metrics.items())
     yield "lost", _lost(one.loss)
     yield "loss", str(Rise.of(one.loss))
+    yield "stayed exact", _stayed(one.loss)
     yield "lossy restores", str(one.lossy_restores or "")
     yield "note", one.note
 
@@ -135,6 +136,20 @@ def _lost(loss: JSON) -> str:
     settings = ", ".join(f"{str(name).replace('_', ' ')} {value}" for name, value in chosen.items())
     optimizer = loss.get("optimizer")
     return settings + (f"; optimizer {optimizer}" if optimizer in ("reset", "lossy") else "")
+
+
+def _stayed(loss: JSON) -> str:
+    """What a lossy scheme left as it was, by reason."""
+    found = loss.get("stayed_exact") if isinstance(loss, dict) else None
+    parts = []
+    for reason, one in found.items() if isinstance(found, dict) else ():
+        if isinstance(one, dict) and all(_is_count(one.get(key)) for key in ("tensors", "bytes")):
+            parts.append(f"{reason}: {one['tensors']} ({words.size(one['bytes'])})")
+    return "; ".join(parts)
+
+
+def _is_count(value: JSON) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _exact(loss: JSON) -> str:

@@ -19,6 +19,7 @@ class Kept:
         flat: the state with every value as a reader will get it.
         symbols: of the tensors that were quantized, what their values were made from.
         loss: what was lost, as plain data for the manifest; None: nothing.
+        exact: why tensors of floats stay exact, by name, where a scheme loses something of others.
         keyframe: no delta must be made of it, although there is a checkpoint for one to stand on.
     """
 
@@ -26,6 +27,7 @@ class Kept:
     symbols: Mapping[str, Origin] = field(default_factory=dict)
     loss: JSON = None
     keyframe: bool = False
+    exact: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 class Scheme(Protocol):

@@ -21,7 +21,7 @@ from shrinkpoint.schemes import moments, search
 from shrinkpoint.schemes.base import Kept
 from shrinkpoint.schemes.calibration import Calibration, disturbed
 from shrinkpoint.schemes.candidate import Candidates, Earlier, Latest
-from shrinkpoint.schemes.picks import Picks
+from shrinkpoint.schemes.picks import SMALLEST, Picks
 from shrinkpoint.schemes.pooled import Pooled
 from shrinkpoint.schemes.quality import Quality
 from shrinkpoint.schemes.records import Coding
@@ -226,7 +226,8 @@ class Searched(Spelled, Coding):
         if pool is not None and optimizer == "lossy":
             made |= {name: one.cpu() for name, one in pool.moments(flat)}
             optimizer = "exact"  # what else is to be done with it
-        return Settled(self.id, made, picks.casts, optimizer, self.coders, record)
+        least = (SMALLEST, 2) if pool is None else None
+        return Settled(self.id, made, picks.casts, optimizer, self.coders, record, least=least)
 
     def _chosen_last(self) -> dict[str, Any]:
         """What a manifest says where nothing has moved, so that nothing is tried."""

@@ -12,6 +12,7 @@ from shrinkpoint.codec import CODERS, Origin, Points, Reference
 from shrinkpoint.record import JSON
 from shrinkpoint.schemes import moments
 from shrinkpoint.schemes.base import Kept
+from shrinkpoint.schemes.exact import reasons
 from shrinkpoint.schemes.records import Coding
 from shrinkpoint.state import FlatState
 
@@ -29,6 +30,8 @@ class Settled(Coding):
         loss: for the manifest: what was tried, measured and chosen.
         values: of points, where they were computed already; on the CPU.
         keyframe: as of `Kept`.
+        least: how many values and axes a weight has that is quantized; None: these are boxes of weights, of which no
+            single process can say why they stay exact.
     """
 
     id: str
@@ -39,6 +42,7 @@ class Settled(Coding):
     loss: JSON = None
     values: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     keyframe: bool = False
+    least: tuple[int, int] | None = None
 
     @torch.no_grad()
     def quantize(self, flat: FlatState, reference: Reference | None) -> Kept:
@@ -58,7 +62,13 @@ class Settled(Coding):
             if source in changed:
                 changed[name] = changed[source].to(flat.tensors[name].dtype)
         tensors = {name: changed.get(name, tensor) for name, tensor in flat.tensors.items()}
-        return Kept(replace(flat, tensors=tensors), symbols, self.loss, self.keyframe)
+        exact = {} if self.least is None else reasons(flat, changed, self._refused, *self.least)
+        return Kept(replace(flat, tensors=tensors), symbols, self.loss, self.keyframe, exact)
+
+    @property
+    def _refused(self) -> list[str]:
+        found = self.loss.get("left_out") if isinstance(self.loss, dict) else None
+        return found if isinstance(found, list) else []
 
 
 def _beside(one: Origin, name: str, changed: Mapping[str, Tensor], reference: Reference | None) -> Tensor | None:

@@ -18,7 +18,7 @@ from shrinkpoint.record import JSON
 from shrinkpoint.schemes import moments
 from shrinkpoint.schemes.base import Kept
 from shrinkpoint.schemes.farness import far_from
-from shrinkpoint.schemes.picks import Picks, largest
+from shrinkpoint.schemes.picks import SMALLEST, Picks, largest
 from shrinkpoint.schemes.pooled import Pooled
 from shrinkpoint.schemes.records import Coding
 from shrinkpoint.schemes.settled import Settled
@@ -124,7 +124,9 @@ class Tracked(Spelled, Coding):
             self._unmeasured.tell(self, quiet=pool is not None and pool.wholes.rank > 0)
         if far:
             loss = (loss or {"scheme": self.id, "left_out": [*picks.refused]}) | {"far": _rounded(far)}
-        return Settled(self.id, {**symbols, **further}, picks.casts, optimizer, self.coders, loss, keyframe=bool(far))
+        least = (SMALLEST, 2) if pool is None else None
+        made = {**symbols, **further}
+        return Settled(self.id, made, picks.casts, optimizer, self.coders, loss, keyframe=bool(far), least=least)
 
     @property
     def arguments(self) -> dict[str, object]:

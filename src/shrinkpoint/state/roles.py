@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,8 @@ _BLOCKS = ("state2", "qmap2", "absmax2")
 """Where bitsandbytes keeps what it quantizes, and the names of the second moment there."""
 _MASTER = re.compile("master|fp32")
 _BUFFER = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|inv_freq|mask|\w+_(ids|mask|cached|cache))$")
+_CONSTANT = re.compile(r"(^|_)(freqs?|rope|rotary|sin|cos|anchors?|grid|mean|std|var|stats?|index|pe)($|_)")
+"""Names of buffers at the root of a module, as far as they are usual."""
 _GRADIENT = re.compile("grads?|gradients?")
 _AVERAGE = re.compile("ema|swa|avg|average|teacher", re.IGNORECASE)
 
@@ -64,12 +66,37 @@ def infer(leaves: Sequence[Leaf], optimizers: Optimizers) -> tuple[dict[str, Rol
         match = _best(slots, models)
         for slot, leaf in match.pairs:
             optim.setdefault(leaf.name, _facts(slot))
-        for leaf in match.model.leaves:
+        for leaf in _beside(match, leaves):
             roles.setdefault(leaf.name, Role.PARAMETER)
+    homes = _state_dicts(leaf for leaf in leaves if id(leaf) not in taken)
     for leaf in leaves:
-        role = _inside_role(leaf) if id(leaf) in taken else _outside_role(leaf)
+        role = _inside_role(leaf) if id(leaf) in taken else _outside_role(leaf, homes)
         roles.setdefault(_stored(leaf), role)
     return roles, optim
+
+
+def _beside(match: Match, leaves: Sequence[Leaf]) -> Iterator[Leaf]:
+    """The weights that an optimizer knows, and those of the same modules that it does not (frozen ones).
+
+    A nest that has to be as large as to hold several modules holds other things, too: of its parts, those count in
+    which the optimizer knows something.
+    """
+    depth = len(match.model.path)
+    known = {id(leaf) for _, leaf in match.pairs}
+    nested = any(len(leaf.path) > depth + 1 for leaf in leaves if leaf.path[:depth] == match.model.path)
+    parts = {leaf.path[depth] for _, leaf in match.pairs if len(leaf.path) > depth + 1}
+    for leaf in match.model.leaves:
+        within = len(leaf.path) > depth + 1 and leaf.path[depth] in parts
+        if not nested or within or id(leaf) in known:
+            yield leaf
+
+
+def _state_dicts(leaves: Iterable[Leaf]) -> set[Path]:
+    """Nests such as `Module.state_dict` gives: tensors, nothing below them, and names of submodules' weights."""
+    leaves = list(leaves)
+    deep = {leaf.path[:depth] for leaf in leaves for depth in range(len(leaf.path) - 1)}
+    named = (leaf for leaf in leaves if leaf.path and "." in str(leaf.path[-1]) and leaf.path[:-1] not in deep)
+    return {leaf.path[:-1] for leaf in named if _outside_role(leaf) is Role.PARAMETER}
 
 
 @dataclass
@@ -143,7 +170,13 @@ def _inside_role(leaf: Leaf) -> Role:
     return Role.MASTER if named and _is_weight(leaf) else Role.OTHER
 
 
-def _outside_role(leaf: Leaf) -> Role:
+def _outside_role(leaf: Leaf, homes: Collection[Path] = ()) -> Role:
+    """Of a tensor outside of all optimizers.
+
+    Args:
+        homes: state dicts of modules: a tensor of two axes in one of them is a parameter, whatever it is called
+            (`pos_embed`, `cls_token`), unless it is called as buffers are.
+    """
     keys = [key for key in leaf.path if isinstance(key, str)]
     last = keys[-1] if keys else ""
     if any(_GRADIENT.fullmatch(key) for key in keys):
@@ -153,6 +186,8 @@ def _outside_role(leaf: Leaf) -> Role:
     if any(_MASTER.search(key) for key in keys[:-1]) and _is_weight(leaf):
         return Role.MASTER
     looks_like_a_name = "." in last or last in ("weight", "bias")
+    if not looks_like_a_name and leaf.path[:-1] in homes:
+        looks_like_a_name = leaf.tensor.dim() >= 2 and not _CONSTANT.search(last.lower())
     return Role.PARAMETER if looks_like_a_name and _is_weight(leaf) else Role.OTHER
 
 

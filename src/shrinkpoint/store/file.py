@@ -15,6 +15,7 @@ from shrinkpoint.container import Reader, Writer
 from shrinkpoint.guard import guarded
 from shrinkpoint.record import JSON, Encoded, Role
 from shrinkpoint.schemes import Kept, Scheme
+from shrinkpoint.schemes.exact import grouped
 from shrinkpoint.state import unflatten
 from shrinkpoint.storage import Source, Storage
 from shrinkpoint.store.allowance import Allowance
@@ -48,6 +49,7 @@ class SaveReport:
         digest: the file's header digest, which vouches for every other byte.
         retention: of the weights' progress since the checkpoint before, how much this one has (see `progress`); None:
             nothing was lost, or there is none before.
+        exact: why tensors of floats stayed exact, by name, where the scheme is a lossy one; of shards nothing is said.
         search: what a scheme that searches tried, measured and chose; None: nothing was searched.
     """
 
@@ -61,6 +63,7 @@ class SaveReport:
     digest: str = ""
     retention: float | None = None
     search: JSON = None
+    exact: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def rise(self) -> float | None:
@@ -163,9 +166,17 @@ def write_file(
         seconds=time.perf_counter() - began,
         roles=roles,
         digest=summary.digest,
-        search=kept.loss,
+        search=_said(kept),
+        exact=kept.exact,
     )
     return Written(report, Reference(flat.tensors, symbols))
+
+
+def _said(kept: Kept) -> JSON:
+    """What was lost, and what stayed exact for which reason."""
+    if not isinstance(kept.loss, dict) or not kept.exact:
+        return kept.loss
+    return kept.loss | {"stayed_exact": grouped(kept.exact, kept.flat.infos)}
 
 
 def _count(roles: dict[str, RoleBytes], encoded: Encoded, stored: int) -> None:

@@ -80,7 +80,7 @@ class Pending:
         written = write_file(
             self._storage, key, kept, scheme=scheme, reference=self._reference, parent=self._found_at(), threads=threads
         )
-        self._report, self.reference, self._loss = written.report, written.reference, kept.loss
+        self._report, self.reference, self._loss = written.report, written.reference, written.report.search
         return self._report
 
     def commit(

@@ -23,7 +23,7 @@ from shrinkpoint.schemes.calibration import Calibration, Problem, disturbed
 from shrinkpoint.schemes.fisher.curvature import Curvature, Recorder
 from shrinkpoint.schemes.fisher.dial import Answer, ByBudget, ByError, ByRatio, Dial, Learned, Room, finite
 from shrinkpoint.schemes.fisher.drafts import Drafts, multiplier_of
-from shrinkpoint.schemes.fisher.moments import Steps
+from shrinkpoint.schemes.fisher.moments import FEWEST, Steps
 from shrinkpoint.schemes.fisher.pool import ALONE, Pool
 from shrinkpoint.schemes.fisher.probes import Rise
 from shrinkpoint.schemes.picks import Picks
@@ -169,7 +169,8 @@ class Fisher(Spelled, Coding):
                 _warn(f"{problem.found}, so this checkpoint is exact, weights and moments: {problem.do}")
                 self._learned.size, self._saves = None, self._saves + 1
                 record = self._record(Answer(None), picks, quality, began) | {"exact": problem.found}
-                return Settled(self.id, {n: one.cpu() for n, one in kept.items()}, {}, "exact", self.coders, record)
+                held: dict[str, Origin] = {name: one.cpu() for name, one in kept.items()}
+                return Settled(self.id, held, {}, "exact", self.coders, record, least=_least(pool))
             further = self._of_moments(flat, known, values, pool)
             answer = self._of_weights(flat, picks, reference, target, kept | further, pool, quality)
         if answer.left_out:
@@ -187,7 +188,7 @@ class Fisher(Spelled, Coding):
         if answer.draft is not None:
             values |= answer.draft.values
         values = {name: x for name, x in values.items() if x.device.type == "cpu"}
-        return Settled(self.id, symbols, picks.casts, optimizer, self.coders, loss, values)
+        return Settled(self.id, symbols, picks.casts, optimizer, self.coders, loss, values, least=_least(pool))
 
     def _record(self, answer: Answer, picks: Picks, quality: Quality | None, began: float) -> dict[str, Any]:
         """What the manifest says of what was lost, but for what was chosen."""
@@ -335,6 +336,10 @@ class Fisher(Spelled, Coding):
             return target.recorded(squares)
         recorded = {unwrapped(name): square for name, square in squares.items()}
         return {target.names[name]: square for name, square in recorded.items() if name in target.names}
+
+
+def _least(pool: Pool) -> tuple[int, int] | None:
+    return (FEWEST, 1) if pool is ALONE else None
 
 
 def _is_held(name: str, origin: Origin, reference: Reference | None) -> bool:
