@@ -195,3 +195,15 @@ def test_a_subclass_with_a_constructor_of_its_own_has_a_spelling():
             super().__init__(chunk=4096)
 
     assert repr(Mine()) == "lossless"
+
+
+def test_a_trainers_settings_take_the_same_text_and_measure_with_it():
+    pytest.importorskip("transformers")
+    from shrinkpoint.train.transformers import Shrink
+
+    shrink = Shrink(scheme='inshrinkerator(threshold="1%")', evaluate="eval_loss")
+    scheme = shrink.trail(len, False, None).scheme
+    assert repr(scheme) == "inshrinkerator(threshold=0.01, evaluate=<len>)"
+    assert repr(Shrink(scheme="fisher(relative_error=.3)").trail(None, False, None).scheme) == repr(
+        sp.Fisher(relative_error=0.3)
+    )
