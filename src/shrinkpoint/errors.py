@@ -8,9 +8,9 @@
     │   ├── TruncatedError                they end too early
     │   └── VersionError                  a newer release wrote them
     ├── ChainError                        a base is missing, or is not the one a delta was made against
-    ├── NotFoundError    (KeyError)       no such checkpoint, no such tensor
+    ├── NotFoundError    (KeyError, FileNotFoundError)  no such checkpoint, no such tensor
     ├── StateError       (TypeError)      a state holds something that cannot be stored
-    ├── MismatchError    (ValueError)     a checkpoint does not fit the object it is restored into
+    ├── MismatchError    (ValueError, RuntimeError)  a checkpoint does not fit the object it is restored into
     ├── PolicyError      (ValueError)     a request that cannot be met
     ├── StorageError     (OSError)        reading or writing failed
     │   └── NoSpaceError                  the place is full
@@ -75,16 +75,16 @@ class ChainError(ShrinkpointError):
     """A delta's base is missing, or is not the one the delta was made against."""
 
 
-class NotFoundError(ShrinkpointError, KeyError):
-    """No such checkpoint, no such tensor."""
+class NotFoundError(ShrinkpointError, KeyError, FileNotFoundError):
+    """No such checkpoint, no such tensor. Who loads a file that is not there expects a FileNotFoundError."""
 
 
 class StateError(ShrinkpointError, TypeError):
     """A state holds something that cannot be stored; `where` is its path inside the state."""
 
 
-class MismatchError(ShrinkpointError, ValueError):
-    """A checkpoint does not fit the object it is restored into."""
+class MismatchError(ShrinkpointError, ValueError, RuntimeError):
+    """A checkpoint does not fit the object it is restored into. torch's `load_state_dict` raises a RuntimeError."""
 
 
 class PolicyError(ShrinkpointError, ValueError):

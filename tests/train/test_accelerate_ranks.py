@@ -198,7 +198,7 @@ def test_every_process_goes_on_bit_for_bit_with_its_own_random_numbers(of_two: t
 def test_one_process_writes(of_two: tuple[list[dict], Path]) -> None:
     _, folder = of_two
     names = {path.name for path in (folder / "runs/checkpoints/checkpoint_1").iterdir()}
-    assert names == {"rank-00000.safetensors", "bases", "shrinkpoint.json"}
+    assert names == {"rank-00000.safetensors", "bases", "shrinkpoint.json", "README.txt"}
 
 
 def test_what_one_process_cannot_save_is_an_error_on_all(of_two: tuple[list[dict], Path]) -> None:

@@ -146,7 +146,8 @@ def _explode() -> None:
 
 def test_the_file_that_tools_look_for_is_there(tmp_path: Path) -> None:
     manifest = save({"x": torch.ones(2)}, tmp_path)
-    assert json.loads((tmp_path / ".metadata").read_text())["id"] == manifest.id
+    words, about = (tmp_path / ".metadata").read_text().splitlines()
+    assert "shrinkpoint convert" in words and json.loads(about)["id"] == manifest.id
 
 
 def test_any_safetensors_reader_sees_boxes_by_their_names(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from shrinkpoint.errors import CorruptError, NotFoundError, StateError
 from shrinkpoint.foreign import dcp_folder, safetensors_file, sharded, torch_file
 from shrinkpoint.foreign.part import Part, contents, inside
 from shrinkpoint.state import flatten
-from shrinkpoint.store.folder import MANIFEST, is_checkpoint, names
+from shrinkpoint.store.folder import is_checkpoint, own_files
 
 OPAQUE = 1 << 20
 """Bytes up to which a file that cannot be read without running it is taken along as it is, without being asked."""
@@ -58,7 +58,7 @@ def scan(folder: Path) -> Listing:
     for path in found:
         if path.name == dcp_folder.METADATA and is_ours(path.parent):
             parts[path] = "shrunk"
-            taken.update({path.parent / MANIFEST, *(path.parent / key for key in names(path.parent))})
+            taken.update(own_files(path.parent))
         elif path.name == dcp_folder.METADATA:
             parts[path] = "dcp"
             taken.update(dcp_folder.files(path.parent, dcp_folder.plan(path.parent)))
@@ -105,7 +105,7 @@ def read(folder: Path, *, opaque: bool = False) -> Part:
 
 def beside(folder: Path, *, opaque: bool = False) -> dict[str, Part]:
     """The parts of a directory of ours that are its framework's own: small files, adapters."""
-    own = {folder / MANIFEST, *(folder / key for key in names(folder))}
+    own = own_files(folder)
     found = scan(folder)
     return {
         path.relative_to(folder).as_posix(): _read(path, form, opaque)

@@ -5,6 +5,7 @@
     rank-00000.safetensors       the payload, one a rank (rank-00000.2.safetensors where it is saved into again)
     bases/<digest>.safetensors   a hard link to each file of the chains below
     shrinkpoint.json             the manifest, written last: the checkpoint exists when this does
+    README.txt                   for people, and of no consequence: what reads this, where nothing else has that name
 
 Such a folder needs no other one: where what a delta would stand on is gone, or cannot be linked, it is a keyframe. It
 may be copied and moved. Files that are not ours may lie beside these: nothing happens to them. No torch here: `unfold`
@@ -14,9 +15,11 @@ decodes.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -25,12 +28,28 @@ from shrinkpoint.container import Reader
 from shrinkpoint.errors import ChainError, CorruptError, NotFoundError, ShrinkpointError, StorageError
 from shrinkpoint.record import JSON
 from shrinkpoint.storage import LocalStorage, Source, local_path
+from shrinkpoint.storage.base import RESERVED
 from shrinkpoint.store import layout
 from shrinkpoint.store.foldermanifest import MAX_BYTES, FolderManifest, Payload
 from shrinkpoint.store.sealed import now
 
 T = TypeVar("T")
 MANIFEST = "shrinkpoint.json"
+README = "README.txt"
+_README = """\
+This directory is a compressed checkpoint, written by the Python package shrinkpoint.
+
+Programs that look for model.safetensors, pytorch_model.bin, optimizer.pt or a .ckpt file do not find them here.
+With the package, where DIRECTORY is this one:
+
+    shrinkpoint convert DIRECTORY OUT    the files that its framework would have written, for from_pretrained, a stock
+                                         Trainer, torch.load or torch.distributed.checkpoint
+    shrinkpoint show DIRECTORY           what is in it
+    shrinkpoint verify DIRECTORY         whether it is whole
+
+Training goes on from it with ShrinkTrainer of shrinkpoint.train.transformers, load_state of
+shrinkpoint.train.accelerate, ShrinkIO of shrinkpoint.train.lightning, or Reader of shrinkpoint.train.dcp.
+"""
 _log = logging.getLogger("shrinkpoint")
 _OURS = re.compile(f"{layout.PAYLOAD.pattern}|{layout.BASE.pattern}")
 _DO = "restore another checkpoint"
@@ -107,8 +126,12 @@ def commit(
     loss: JSON = None,
     note: str = "",
     extra: JSON = None,
+    id: str | None = None,
 ) -> FolderManifest:
     """Make the checkpoint exist, in the place of the one that was in this folder before; then remove what that had.
+
+    Args:
+        id: random hex, of this save alone; None: a new one.
 
     Raises:
         StorageError: a payload is not there as it was written, or writing failed; the checkpoint before stands.
@@ -118,10 +141,11 @@ def commit(
         for key, _, size in files(payload):
             _check_size(storage, key, size)
     made = FolderManifest(
-        secrets.token_hex(8), now(), scheme, tuple(payloads), None if step is None else layout.checked_step(step),
+        id or secrets.token_hex(8), now(), scheme, tuple(payloads), None if step is None else layout.checked_step(step),
         dict(metrics or {}), lossy_restores, loss, note, extra,
     )  # fmt: skip
     storage.put(MANIFEST, made.to_json())
+    _explain(Path(folder))
     needed = {key for payload in payloads for key, _, _ in files(payload)}
     try:
         storage.sweep(lambda name: name == "bases")
@@ -137,6 +161,13 @@ def names(folder: str | Path) -> set[str]:
     root = Path(folder)
     found = (path.relative_to(root).as_posix() for place in (root, root / "bases") for path in place.glob("*"))
     return {key for key in found if _OURS.fullmatch(key)}
+
+
+def own_files(folder: str | Path) -> set[Path]:
+    """Every file in a folder that belongs to its checkpoint, and to nothing else."""
+    root = Path(folder)
+    readme = {root / README} if _is_own_readme(root / README) else set()
+    return {root / MANIFEST, *(root / key for key in names(folder)), *readme}
 
 
 def vouched(source: Source, where: str, digest: str, size: int) -> Reader:
@@ -185,6 +216,26 @@ def using(folder: str | Path, key: str, use: Callable[[Source, str], T]) -> T:
     except NotFoundError as error:
         kind: type[ShrinkpointError] = ChainError if layout.BASE.fullmatch(key) else CorruptError
         raise kind(where, found="no such file", expected="a file its manifest names", do=_DO) from error
+
+
+def _explain(root: Path) -> None:
+    """Say to people what this is, unless something of that name is there. Not flushed: nothing depends on it."""
+    path, temporary = root / README, root / f"{RESERVED}tmp-{secrets.token_hex(8)}"
+    with suppress(OSError):
+        if not os.path.lexists(path):
+            temporary.write_text(_README, "ascii")
+            temporary.replace(path)
+    with suppress(OSError):
+        temporary.unlink(missing_ok=True)
+
+
+def _is_own_readme(path: Path) -> bool:
+    """Whether it begins as ours does, whatever release wrote it."""
+    first = _README.partition("\n")[0].encode()
+    if not path.is_file():  # a pipe would be waited for
+        return False
+    with path.open("rb") as file:
+        return file.read(len(first)) == first
 
 
 def _check_size(storage: LocalStorage, key: str, size: int) -> None:

@@ -10,6 +10,12 @@ from accelerate import Accelerator
 from shrinkpoint.errors import NotFoundError, PolicyError
 from shrinkpoint.storage import local_path
 from shrinkpoint.store import folder as folders
+from shrinkpoint.train.trail import settle
+
+
+class NoCheckpointError(NotFoundError, ValueError):
+    """There is nothing to load: of a directory that is not there `Accelerator.load_state` makes a ValueError."""
+
 
 _NUMBERED = re.compile(r"checkpoint_(\d{1,18})")
 
@@ -56,14 +62,23 @@ def to_load(accelerator: Accelerator, input_dir: str | Path | None) -> list[Path
         PolicyError: nobody says where.
     """
     if input_dir is not None:
-        return [local_path(input_dir, "input_dir").expanduser()]
+        folder = local_path(input_dir, "input_dir").expanduser()
+        settle(folder)
+        if not is_one(folder):
+            found = f"Tried to find {folder} but folder does not exist"  # Accelerate's own words
+            if folder.is_dir():
+                found = "neither a manifest nor a state of Accelerate's own"
+            raise NoCheckpointError(str(folder), found=found, expected="a checkpoint", do="look at what lies beside it")
+        return [folder]
     root = root_of(accelerator)
     if root is None:
         found, do = "no directory", "pass input_dir=, or ProjectConfiguration(automatic_checkpoint_naming=True)"
         raise PolicyError("load_state", found=found, do=do)
     found_at = [path for _, path in reversed(numbered(root))]
     if not found_at:
-        raise NotFoundError(str(root), found="no checkpoint", expected="checkpoint_0 or a later one", do="train first")
+        raise NoCheckpointError(
+            str(root), found="no checkpoint", expected="checkpoint_0 or a later one", do="train first"
+        )
     return found_at
 
 

@@ -167,7 +167,9 @@ class Shrink:
                 return Resumed(folder, manifest, tuple(passed))
         reasons = "; ".join(one.reason for one in passed)
         do = "look at what is said of each of them, or begin again"
-        raise NotFoundError(str(passed[-1].folder.parent), found=f"no checkpoint that loads ({reasons})", do=do)
+        raise places.NoCheckpointError(
+            str(passed[-1].folder.parent), found=f"no checkpoint that loads ({reasons})", do=do
+        )
 
     def wait(self) -> SaveReport | None:
         """Wait until the last save is durable, on all processes.

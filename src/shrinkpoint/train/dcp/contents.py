@@ -19,6 +19,7 @@ from shrinkpoint.store.foldermanifest import FolderManifest
 from shrinkpoint.store.partial import Boxes
 from shrinkpoint.store.unfold import decode
 from shrinkpoint.train.dcp.description import Chunk, Item, Offsets, chunk_name
+from shrinkpoint.train.dcp.values import unstored
 
 _DO = "restore another checkpoint"
 
@@ -100,7 +101,7 @@ class Contents(ABC):
     def value(self, fqn: str) -> Any:
         """What is no tensor, as it was saved."""
         grower = Grower(_Stored(self), tie=True, where=self._where)
-        return grower.grow(_branch(self._tree, fqn, self._where), (fqn,))
+        return unstored(grower.grow(_branch(self._tree, fqn, self._where), (fqn,)))
 
 
 class Whole(Contents):

@@ -92,14 +92,7 @@ class _Writer(Writer):
         if _extensions:
             found, do = "_extensions of FileSystemWriter", "leave them out, or uninstall()"
             raise PolicyError("Writer", found=found, expected="no transformation of bytes", do=do)
-        super().__init__(path, **self.settings)
-        self._overwrite = overwrite
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        if not self._overwrite and (is_checkpoint(self._place.folder) or (self._place.folder / marker.NAME).exists()):
-            found, do = "a checkpoint", "save elsewhere, or with overwrite=True"
-            raise PolicyError(str(self._place.folder), found=found, expected="none, as overwrite=False", do=do)
+        super().__init__(path, **{**self.settings, "overwrite": overwrite and self.settings.get("overwrite", True)})
 
 
 class _Reader(Reader):

@@ -8,12 +8,21 @@ from pathlib import Path
 from shrinkpoint.store.folder import MANIFEST
 
 NAME = ".metadata"
+_WORDS = (
+    "shrinkpoint wrote this checkpoint: load it with shrinkpoint.train.dcp.Reader, or have it as torch writes it by "
+    "the command shrinkpoint convert DIRECTORY OUT"
+)
+"""At most 200 letters, of which none is beyond ASCII: as much as the error quotes."""
 
 
 def content(id: str) -> bytes:
-    """What stands in ours: no pickle, and nothing that anybody reads back but who wants to know whose it is."""
-    what = "shrinkpoint"
-    return json.dumps({"format": what, "see": MANIFEST, "id": id, "read with": "shrinkpoint.train.dcp.Reader"}).encode()
+    """What stands in ours: nothing that anybody reads back but who wants to know whose it is.
+
+    It is no pickle. To who unpickles it, the first line is a whole number, which it is not: the error quotes it, and
+    nothing was made or imported.
+    """
+    about = {"format": "shrinkpoint", "see": MANIFEST, "id": id, "read with": "shrinkpoint.train.dcp.Reader"}
+    return f"L{_WORDS}\n{json.dumps(about)}\n".encode()
 
 
 def is_foreign(folder: str | Path) -> bool:
@@ -23,7 +32,7 @@ def is_foreign(folder: str | Path) -> bool:
         return False
     try:
         with path.open("rb") as file:
-            ours = file.read(1) == b"{"
+            ours = file.read(1) in (b"L", b"{")  # "{": the line of JSON alone
         return not ours and path.stat().st_mtime_ns > manifest.stat().st_mtime_ns
     except FileNotFoundError:
         return False

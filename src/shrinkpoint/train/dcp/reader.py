@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,9 @@ class Reader(StorageReader):
     Args:
         path: directory of the checkpoint; None: `dcp.load` says it.
         threads: native threads for decoding; None: every core, shared with the other ranks on this machine.
+
+    Attributes:
+        load_id: of the load that goes on, or was last.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, threads: int | None = None) -> None:
@@ -46,10 +50,16 @@ class Reader(StorageReader):
         self._threads, self._place = threads_of(threads), Place(path, strict=True)
         self._manifest: FolderManifest | None = None
         self._description = Description({})
+        self.load_id = secrets.token_hex(8)
 
     @property
     def checkpoint_id(self) -> Path | None:
         """The directory of this checkpoint."""
+        return self._place.path
+
+    @property
+    def path(self) -> Path | None:
+        """The same, as torch's own reader calls it."""
         return self._place.path
 
     @classmethod
@@ -60,6 +70,7 @@ class Reader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a load. Nothing is raised here: torch calls this where other ranks would not hear of it."""
         self._manifest, self._description = None, Description({})
+        self.load_id = secrets.token_hex(8)
         if checkpoint_id is not None:
             self._place = Place(checkpoint_id)
 
@@ -76,7 +87,7 @@ class Reader(StorageReader):
             raise PolicyError("Reader", found=f"metadata of rank {kwargs['rank']}", expected="of all", do=do)
         self._manifest, self._description = opened(self._place.folder)
         metadata = self._description.metadata()
-        metadata.storage_meta = StorageMeta(checkpoint_id=self._place.path)
+        metadata.storage_meta = StorageMeta(self._place.path, save_id=self._manifest.id, load_id=self.load_id)
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,6 +54,10 @@ class _Wrote:
     lossy_restores: int
 
 
+class CheckpointExistsError(PolicyError, RuntimeError):
+    """There is a checkpoint already, and `overwrite=False`; torch's own writer raises a RuntimeError."""
+
+
 class Writer(StorageWriter):
     """Writes one payload a rank, each a delta against what this rank wrote before, and a manifest at the end.
 
@@ -71,6 +76,10 @@ class Writer(StorageWriter):
         group: what is passed to `dcp.save` as `process_group`; only a lossy scheme needs it.
         model: whose state is saved; only a scheme that measures needs it.
         step, metrics, note: for the manifest: what is saved, for people.
+        overwrite: False: a directory that has a checkpoint already is refused.
+
+    Attributes:
+        save_id: of the save that goes on, or was last; the `id` of the manifest is that of the coordinator's writer.
 
     Raises:
         PolicyError: a scheme nobody knows, a number out of range, a URL.
@@ -80,7 +89,7 @@ class Writer(StorageWriter):
         self, path: str | os.PathLike[str] | None = None, *, scheme: str | Scheme = "lossless",
         keyframe_every: int | None = 20, chain: str | None = None, threads: int | None = None,
         group: dist.ProcessGroup | None = None, model: Any = None, step: int | None = None,
-        metrics: Mapping[str, Any] | None = None, note: str = "",
+        metrics: Mapping[str, Any] | None = None, note: str = "", overwrite: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
         keyframe_every = arguments.keyframe_every(keyframe_every)
@@ -93,6 +102,7 @@ class Writer(StorageWriter):
         self._threads, self._group, self._model = threads_of(threads), group, model
         self._about: dict[str, Any] = {"step": step, "metrics": numbers(metrics), "note": note}
         self._place, self._is_coordinator = Place(path, strict=True), True
+        self.overwrite, self.save_id = overwrite, _new_id()
         self._restored: dict[str, Loaded] | None = None  # in the process that this writer was sent from
 
     def __getstate__(self) -> dict[str, Any]:
@@ -104,6 +114,11 @@ class Writer(StorageWriter):
         """The directory of this checkpoint."""
         return self._place.path
 
+    @property
+    def path(self) -> Path | None:
+        """The same, as torch's own writer calls it."""
+        return self._place.path
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it can be a directory: any path but a URL."""
@@ -111,6 +126,7 @@ class Writer(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a save. Nothing is raised here: torch calls this where other ranks would not hear of it."""
+        self.save_id = _new_id()
         if checkpoint_id is not None:
             self._place = Place(checkpoint_id)
 
@@ -119,8 +135,12 @@ class Writer(StorageWriter):
 
         Raises:
             PolicyError: no path, or none of a directory; a save in which ranks do not speak to each other.
+            CheckpointExistsError: there is one already, and it must not be overwritten.
         """
-        self._is_coordinator, _ = is_coordinator, self._place.folder
+        self._is_coordinator, folder = is_coordinator, self._place.folder
+        if not self.overwrite and (folders.is_checkpoint(folder) or (folder / marker.NAME).exists()):
+            found, do = f"Checkpoint already exists and {self.overwrite=}", "save elsewhere, or with overwrite=True"
+            raise CheckpointExistsError(str(folder), found=found, do=do)
         if not kwargs.get("use_collectives", True):
             found = "use_collectives=False, which makes checkpoints that no rank can vouch for"
             raise PolicyError("Writer", found=found, expected="collectives", do="leave it out")
@@ -167,7 +187,7 @@ class Writer(StorageWriter):
         manifest = folders.commit(
             folder, [one.payload for one in wrote], scheme=wrote[0].scheme,
             lossy_restores=max(one.lossy_restores for one in wrote), loss=loss,
-            extra={KEY: describe(metadata, owners)}, **self._about,
+            extra={KEY: describe(metadata, owners)}, id=self.save_id, **self._about,
         )  # fmt: skip
         try:
             LocalStorage(folder).put(marker.NAME, marker.content(manifest.id))
@@ -175,7 +195,7 @@ class Writer(StorageWriter):
             _log.warning("%s", error)
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=self._place.path)
+        return StorageMeta(checkpoint_id=self._place.path, save_id=self.save_id)
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         mine = plan.storage_data
@@ -211,6 +231,11 @@ class Writer(StorageWriter):
         collected = collect(plan, planner)
         chain.stand_on(loaded, collected.flat, rank, self._threads)
         return collected
+
+
+def _new_id() -> str:
+    """Of a checkpoint that is going to be written."""
+    return secrets.token_hex(8)
 
 
 def _gathered(results: list[list[WriteResult]]) -> tuple[list[_Wrote], dict[MetadataIndex, int]]:

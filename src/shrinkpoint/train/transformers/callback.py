@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
+from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.schemes import Scheme
 from shrinkpoint.state.rng import capture, reinstate
 from shrinkpoint.storage import local_path
@@ -161,7 +161,7 @@ class ShrinkCallback(TrainerCallback):
         if (folder / "optimizer.pt").is_file():
             return None
         found, do = "no optimizer that was saved here", "resume from newest(output_dir)"
-        raise NotFoundError(str(folder), found=found, expected="what training goes on with", do=do)
+        raise folders.NoCheckpointError(str(folder), found=found, expected="what training goes on with", do=do)
 
     def _set_aside(self, generators: Any, args: Any, folder: Path) -> None:
         if len(generators) == args.world_size:

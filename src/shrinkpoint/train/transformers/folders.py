@@ -29,7 +29,17 @@ GENERATORS = re.compile(r"rng_state(_\d+)?\.pth")
 _STEP = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 _PAIR = ("optimizer.pt", "scheduler.pt")
 _DO = "resume from another checkpoint"
+_WORDS = "Can't find a valid checkpoint at"
+"""The Trainer's own: who looks for them shall find them."""
 _log = logging.getLogger("shrinkpoint")
+
+
+class NoCheckpointError(NotFoundError, ValueError):
+    """There is nothing to resume from: of that the Trainer itself makes a ValueError."""
+
+
+class UnfinishedError(TruncatedError, ValueError):
+    """A directory without what makes it a checkpoint; for the Trainer, too, that is a ValueError."""
 
 
 def newest(output_dir: str | Path, *, deep: bool = True, optimizer: bool = True) -> str | None:
@@ -60,7 +70,7 @@ def newest(output_dir: str | Path, *, deep: bool = True, optimizer: bool = True)
     if not reasons:
         return None
     found = f"{len(reasons)} checkpoints, none of them whole; the newest: {reasons[0]}"
-    raise NotFoundError(str(output_dir), found=found, expected="a whole checkpoint", do="name one to try")
+    raise NoCheckpointError(str(output_dir), found=found, expected="a whole checkpoint", do="name one to try")
 
 
 def numbered(output_dir: str | Path) -> list[Path]:
@@ -85,14 +95,14 @@ def examine(folder: str | Path, *, deep: bool = False, optimizer: bool = False) 
     """
     root = Path(folder)
     if not root.is_dir():
-        raise NotFoundError(str(root), found="no such directory", expected="a checkpoint", do=_DO)
+        raise NoCheckpointError(str(root), found=f"no such directory. {_WORDS} {root}", expected="a checkpoint", do=_DO)
     if (root / SENTINEL).exists():
-        raise TruncatedError(str(root / SENTINEL), found="a save that was cut short", expected="a whole one", do=_DO)
+        raise UnfinishedError(str(root / SENTINEL), found="a save that was cut short", expected="a whole one", do=_DO)
     try:
         has_optimizer = _ours(root, deep) if folders.is_checkpoint(root) else _stock(root, deep)
         if optimizer and not has_optimizer:
             found, do = "weights without an optimizer", "name it, to go on from its weights alone"
-            raise NotFoundError(str(root), found=found, expected="all that training goes on with", do=do)
+            raise NoCheckpointError(str(root), found=found, expected="all that training goes on with", do=do)
     except OSError as error:
         if isinstance(error, ShrinkpointError):
             raise
@@ -161,8 +171,9 @@ def _stock(root: Path, deep: bool) -> bool:
     weights = [*_all_weights(root)]
     sharded = any(path.is_dir() and path.name.startswith("pytorch_model_fsdp") for path in root.iterdir())
     if not weights and not sharded:
-        found, expected = "neither a manifest nor weights", "a checkpoint whose writing ended"
-        raise TruncatedError(str(root), found=found, expected=expected, do=_DO)
+        found = f"neither a manifest nor weights. {_WORDS} {root}"
+        expected = "a checkpoint whose writing ended"
+        raise UnfinishedError(str(root), found=found, expected=expected, do=_DO)
     _state(root)
     there = [name for name in _PAIR if (root / name).is_file()]
     missing = sorted({*_PAIR} - {*there})
