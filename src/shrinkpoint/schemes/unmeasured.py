@@ -6,7 +6,7 @@ import warnings
 
 from shrinkpoint.errors import UnmeasuredLossWarning
 
-MEASURE = 'pass evaluate= to a scheme that measures, such as Fisher(budget="1%", evaluate=...)'
+MEASURE = 'Pass evaluate= to a scheme that measures, such as Fisher(budget="1%", evaluate=...)'
 
 
 class Unmeasured:
