@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from shrinkpoint.errors import UnmeasuredLossWarning
 from shrinkpoint.store.folder import read_manifest
 from shrinkpoint.store.foldermanifest import FolderManifest
 from shrinkpoint.train.dcp import Writer
@@ -30,6 +31,7 @@ def start(rank: int, width: int, folder: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
+    warnings.simplefilter("ignore", UnmeasuredLossWarning)  # as everywhere in the tests
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=width)
 
 
