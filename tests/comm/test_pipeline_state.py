@@ -109,7 +109,7 @@ PROGRAM = """
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    return ranks(PROGRAM, 3, tmp_path_factory.mktemp("state"), timeout=400)
+    return ranks(PROGRAM, 3, tmp_path_factory.mktemp("state"))
 
 
 @pytest.mark.parametrize("case", ["everywhere", "gradients", "last", "through"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from crafted import changed, file, plain, reader, sealed
 from mutants import canonical
+from patience import PATIENCE
 
 import shrinkpoint as sp
 from shrinkpoint._native import xxh3_128
@@ -287,7 +288,8 @@ sys.exit(4)
 def test_a_lack_of_memory_is_an_error_of_ours(tmp_path):
     sp.save({"w": torch.zeros(3 << 28, dtype=torch.uint8)}, tmp_path / "a")
     sp.save({"w": torch.zeros(1 << 10)}, tmp_path / "b")
-    done = subprocess.run([sys.executable, "-c", PROGRAM, tmp_path / "a", tmp_path / "b"], check=False, timeout=120)
+    command = [sys.executable, "-c", PROGRAM, tmp_path / "a", tmp_path / "b"]
+    done = subprocess.run(command, check=False, timeout=PATIENCE)
     assert done.returncode == 0
 
 
