@@ -1,9 +1,11 @@
 // Indices 0..count-1 shared out among threads; the first exception is passed on.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -40,7 +42,15 @@ void parallel(size_t count, unsigned threads, Work work) {
         }
     };
     std::vector<std::thread> pool;
-    for (unsigned t = 1; t < threads && t < count; ++t) pool.emplace_back(run);
+    const size_t others = std::min<size_t>(threads, count);
+    pool.reserve(others);
+    for (size_t t = 1; t < others; ++t) {
+        try {
+            pool.emplace_back(run);
+        } catch (const std::system_error&) {  // the system gives no more: those that run do all of it
+            break;
+        }
+    }
     run();
     for (std::thread& thread : pool) thread.join();
     if (error) std::rethrow_exception(error);

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from shrinkpoint.codec.codec import decode
+from shrinkpoint.codec.pool import submitted
 from shrinkpoint.codec.recipe import needs
 from shrinkpoint.codec.reference import Earlier, Origin, Reference
 from shrinkpoint.codec.run import default_threads
@@ -47,10 +48,23 @@ def decode_all(
     with ThreadPoolExecutor(workers) as pool:
         for wave in _waves(recipes):
             # Complete before any is added: `decoded` is being read meanwhile.
-            for part in [*pool.map(one, wave)] if workers > 1 else map(one, wave):
+            for part in [*_side_by_side(pool, one, wave)] if workers > 1 else map(one, wave):
                 decoded.add(part.tensors)
                 symbols.update(part.symbols)
     return Reference(decoded, symbols)
+
+
+def _side_by_side(
+    pool: ThreadPoolExecutor, one: Callable[[int], Reference], wave: Sequence[int]
+) -> Iterator[Reference]:
+    """As `pool.map`; what is left is not begun where one fails."""
+    futures: list[Future[Reference]] = []
+    try:
+        futures += (submitted(pool, one, index) for index in wave)
+        yield from (future.result() for future in futures)
+    finally:
+        for future in futures:
+            future.cancel()
 
 
 def _waves(recipes: Sequence[tuple[JSON, int, int]]) -> Iterator[Sequence[int]]:

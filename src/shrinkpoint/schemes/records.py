@@ -36,6 +36,7 @@ from shrinkpoint.codec import (
 )
 from shrinkpoint.codec.arrange import gather
 from shrinkpoint.codec.kernel import known_of_tap, tap
+from shrinkpoint.codec.pool import submitted
 from shrinkpoint.codec.run import CHUNK, default_threads
 from shrinkpoint.codec.waves import LARGE
 from shrinkpoint.record import Encoded
@@ -135,7 +136,7 @@ class _Coder:
             begun: deque[Future[list[Encoded]]] = deque()
             try:
                 for index, group in enumerate(groups):
-                    begun.append(pool.submit(self._records, index, group))
+                    begun.append(submitted(pool, self._records, index, group))
                     if len(begun) > self.workers:
                         yield begun.popleft().result()
                 while begun:

@@ -38,15 +38,15 @@ def held(path: Path, where: str) -> Iterator[None]:
         LockedError: another process, or another part of this one, holds it.
         StorageError: the file cannot be opened or locked.
     """
-    fd = _acquire(path, where)
-    _held.add(fd)
-    try:
+    fd = -1
+    try:  # an interrupt may come at any line, and a descriptor that nobody closes is a lock for good
+        fd = _acquire(path, where)
         yield
     finally:
         if fd in _held:  # not so in a forked child
-            _held.remove(fd)
             with suppress(OSError):
                 os.ftruncate(fd, 0)
+            _held.remove(fd)
             os.close(fd)
 
 
@@ -57,6 +57,7 @@ def _acquire(path: Path, where: str) -> int:
     fd = -1
     try:
         fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        _held.add(fd)
         if not claim(fd):
             raise LockedError(
                 where,
@@ -67,17 +68,18 @@ def _acquire(path: Path, where: str) -> int:
         with suppress(OSError):  # whoever frees space on a full disk needs the lock, not the note
             os.ftruncate(fd, 0)
             os.write(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+        return fd
     except OSError as error:
         _close(fd)
         raise storage_error(where, "locking", error) from error
-    except LockedError:
+    except BaseException:
         _close(fd)
         raise
-    return fd
 
 
 def _close(fd: int) -> None:
     if fd >= 0:
+        _held.discard(fd)
         os.close(fd)
 
 

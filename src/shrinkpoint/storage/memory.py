@@ -98,14 +98,16 @@ class MemoryStorage:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        if not self._lock.acquire(blocking=False):
-            raise LockedError(
-                self.describe(), found=f"process {os.getpid()} is saving here already", do="wait until it has finished"
-            )
+        is_mine = False
         try:
+            is_mine = self._lock.acquire(blocking=False)
+            if not is_mine:
+                found, do = f"process {os.getpid()} is saving here already", "wait until it has finished"
+                raise LockedError(self.describe(), found=found, do=do)
             yield
         finally:
-            self._lock.release()
+            if is_mine:
+                self._lock.release()
 
     def sweep(self, folders: Callable[[str], bool] = lambda name: False) -> Keys:
         return []

@@ -45,10 +45,11 @@ class Held(Generic[M]):
 
     def adopt(self, manifest: M, reference: Reference, originals: Mapping[str, Tensor] | None = None) -> None:
         """Hold these tensors themselves, which nobody else will write to."""
-        self.manifest = manifest
+        self.manifest = None  # until all of it is here: an interrupt may come at any line
         self._tensors, self._symbols = dict(reference.tensors), dict(reference.symbols)
         given = reference.tensors if originals is None else originals
         self.originals = {name: given[name] for name in reference.symbols if name in given}
+        self.manifest = manifest
 
     def copy(self, manifest: M, reference: Reference, originals: Mapping[str, Tensor]) -> None:
         """Hold a copy of these tensors, in the buffers at hand where they fit; hold nothing if memory runs out.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from shrinkpoint.errors import StorageError
 from shrinkpoint.storage import Storage
@@ -20,7 +20,7 @@ class Lease:
 
     def __init__(self, storage: Storage, guard: AbstractContextManager[object]) -> None:
         self._storage, self._guard = storage, guard
-        self._lock: ExitStack | None = None
+        self._lock: Generator[None, None, None] | None = None
         self._swept = False
 
     def hold(self) -> None:
@@ -31,18 +31,29 @@ class Lease:
             StorageError: sweeping failed; the lock is held all the same.
         """
         if self._lock is None:
-            with ExitStack() as stack:
-                stack.enter_context(self._storage.lock())
-                self._lock = stack.pop_all()
+            self._lock = lock = self._locking()  # before it is taken: an interrupt may come at any line
+            try:
+                next(lock)
+            except BaseException:
+                self._lock = None
+                lock.close()
+                raise
         if not self._swept:
             self._storage.sweep(layout.is_folder)
             self._delete_litter()
             self._swept = True
 
+    def _locking(self) -> Generator[None, None, None]:
+        """Holds the storage's lock from its first step until it is closed."""
+        with self._storage.lock():
+            yield
+
     def release(self) -> None:
-        lock, self._lock, self._swept = self._lock, None, False
-        if lock is not None:
-            lock.close()
+        try:
+            if self._lock is not None:
+                self._lock.close()
+        finally:
+            self._lock, self._swept = None, False
 
     @contextmanager
     def writing(self) -> Iterator[None]:

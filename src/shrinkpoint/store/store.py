@@ -135,15 +135,30 @@ class Store:
             PolicyError: `step` is not a whole number from 0, or another checkpoint is in the making.
             StorageError: the store cannot be read or swept.
         """
-        step = layout.checked_step(step)
+        pending = self._begin(step, keyframe)
+        self._begun = weakref.ref(pending)
+        return pending
+
+    def lock(self) -> None:
+        """Take the store's lock, and sweep, now instead of at the first save.
+
+        Raises:
+            LockedError: another process saves here.
+            PolicyError: a checkpoint is in the making.
+            StorageError: the store cannot be swept.
+        """
         with self._guard:
             self._check_idle()
             self._lease.hold()
+
+    def _begin(self, step: int, keyframe: bool) -> Pending:
+        """As `begin`; nobody else waits for its end, which may come by an interrupt at any line."""
+        step = layout.checked_step(step)
+        with self._guard:
+            self.lock()
             listing = self.scan()
             parent = None if keyframe else self._parent(listing, step)
-            pending = Pending(self.storage, listing, step, parent, self._held.reference if parent else None)
-            self._begun = weakref.ref(pending)
-            return pending
+            return Pending(self.storage, listing, step, parent, self._held.reference if parent else None)
 
     def _check_idle(self) -> None:
         """To whoever tidies, the payload of a checkpoint in the making is litter."""
@@ -183,7 +198,7 @@ class Store:
         chosen, measured = named(scheme), _measured(metrics)
         flat = state if isinstance(state, FlatState) else flatten(state)
         with self._guard, self._lease.settled():
-            with self.begin(step, keyframe=keyframe) as pending:
+            with self._begin(step, keyframe) as pending:
                 if isinstance(chosen, Settling):  # a keyframe, too, looks at the checkpoint before
                     chosen = chosen.settle(flat, as_base(self.reference, base=pending.parent is not None))
                 report = pending.add(flat, scheme=chosen, threads=self._threads)

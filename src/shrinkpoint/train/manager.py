@@ -259,7 +259,7 @@ class Manager:
         """Take the store's lock at the first save, so that a second process is refused here, not in the background."""
         layout.checked_step(step)
         if not self._entered:
-            self.store.begin(step).abort()
+            self.store.lock()
             self._entered = True
 
     def _copied(self, flat: FlatState) -> FlatState:

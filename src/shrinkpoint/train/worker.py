@@ -6,6 +6,8 @@ import logging
 import threading
 from collections.abc import Callable
 
+from shrinkpoint.errors import StorageError
+
 _log = logging.getLogger("shrinkpoint")
 
 
@@ -16,21 +18,41 @@ class Worker:
     """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
+        self._job: _Job | None = None
         self._error: BaseException | None = None
 
     def start(self, what: str, job: Callable[[], object]) -> None:
-        """Run `job`; the one before must have been waited for. `what` names it in the log, should it fail."""
-        self._thread = threading.Thread(target=self._run, args=(what, job), name=f"shrinkpoint: {what}")
-        self._thread.start()
+        """Run `job`; the one before must have been waited for. `what` names it in the log, should it fail.
+
+        Interrupted by a signal, either the job does not run and never will, or it runs and is waited for.
+
+        Raises:
+            StorageError: the system gives no thread; the job does not run.
+        """
+        begun = _Job(what, job)
+        try:
+            self._job = begun
+            begun.thread.start()
+            begun.is_launched = True
+        except (RuntimeError, MemoryError) as error:
+            self._revoke(begun)
+            do = "free memory, or allow more threads (`ulimit -u`), and save again; or save without background"
+            raise StorageError(what, found=f"no thread to write in ({error})", do=do) from error
+        except BaseException:
+            self._revoke(begun)
+            raise
 
     def settle(self) -> None:
         """Wait for the job, if one runs, and leave its error for `wait`. Any thread may call this."""
-        thread = self._thread
-        if thread is not None:
-            thread.join()
-            if self._thread is thread:
-                self._thread = None
+        job = self._job
+        if job is None:
+            return
+        if not job.is_launched and job.starter == threading.get_ident():  # an interrupt has ended `start`, and its end
+            self._revoke(job)
+        if self._job is job:
+            with job.running:  # not `join`, which an interrupt makes believe that the thread has ended
+                pass
+            self._take(job)
 
     def wait(self) -> None:
         """Wait for the job, if one runs.
@@ -43,9 +65,51 @@ class Worker:
         if error is not None:
             raise error
 
-    def _run(self, what: str, job: Callable[[], object]) -> None:
-        try:
-            job()
-        except BaseException as error:
+    def _revoke(self, job: _Job) -> None:
+        """Forget a job, unless it is running."""
+        if job.is_revoked() and self._job is job:
+            self._job = None
+
+    def _take(self, job: _Job) -> None:
+        """Note how a job ended, once: several threads may have waited for it."""
+        with job.guard:
+            error, job.error = job.error, None
+        if error is not None:
             self._error = error
-            _log.warning("%s failed: %s", what, error)
+        if self._job is job:
+            self._job = None
+
+
+class _Job:
+    """What is to be done in a thread, until it is known whether the thread runs."""
+
+    def __init__(self, what: str, work: Callable[[], object]) -> None:
+        self.guard, self.running = threading.Lock(), threading.Lock()
+        self.running.acquire()
+        self.thread = threading.Thread(target=self._run, name=f"shrinkpoint: {what}")
+        self.starter, self.is_launched = threading.get_ident(), False
+        self.error: BaseException | None = None
+        self._what, self._work = what, work
+        self._is_running = self._is_revoked = False
+
+    def is_revoked(self) -> bool:
+        """Make sure that the work is not done, unless it is being done; whether that is so."""
+        with self.guard:
+            if not self._is_running and not self._is_revoked:
+                self._is_revoked = True
+                self.running.release()
+        return self._is_revoked
+
+    def _run(self) -> None:
+        with self.guard:
+            if self._is_revoked:
+                return
+            self._is_running = True
+        try:
+            self._work()
+        except BaseException as error:
+            self.error = error
+            _log.warning("%s failed: %s", self._what, error)
+        finally:
+            del self._work  # what it holds of the state is free now
+            self.running.release()

@@ -86,8 +86,8 @@ class Chain:
     def wrote(self, folder: Path) -> Payload:
         """The next delta stands on what was just written, should it be committed."""
         payload = self.tip.payload
-        self.tip.promote()
         self.unconfirmed = (str(folder), payload.digest)
+        self.tip.promote()
         return payload
 
     @property
