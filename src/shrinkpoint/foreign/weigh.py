@@ -59,6 +59,8 @@ class ScaleSink(Sink):
 class Scale(MemoryStorage):
     """Writes are counted, small objects are kept; payloads cannot be read again."""
 
+    keeps_payloads = False
+
     def __init__(self) -> None:
         super().__init__()
         self._weighed: dict[str, ScaleSink] = {}

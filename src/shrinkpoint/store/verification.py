@@ -47,6 +47,11 @@ class Link:
         """Its name in messages."""
         return self.storage.describe(self.key)
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether its bytes can be read again; a storage that only counts them has none that could go wrong."""
+        return getattr(self.storage, "keeps_payloads", True)
+
     def stamp(self) -> object:
         """What changes when somebody writes to a file, or puts another one in its place; None where nothing tells.
 
@@ -87,6 +92,7 @@ class Verification:
         Args:
             links: the chain, keyframe first.
         """
+        links = [link for link in links if link.is_kept]
         stamps = {link.digest: self._stamps[link.digest] for link in links if link.digest in self._stamps}
         self._stamps = stamps
         try:
