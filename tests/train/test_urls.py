@@ -17,6 +17,7 @@ from transformers import Trainer, TrainingArguments
 
 import shrinkpoint as sp
 from shrinkpoint.cli.app import app
+from shrinkpoint.comm import parse
 from shrinkpoint.comm.feedback.aqsgd import AQSGD
 from shrinkpoint.errors import PolicyError, StorageError
 from shrinkpoint.storage import LocalStorage, is_url, local_path
@@ -99,7 +100,7 @@ ENTRIES = {
     "accelerate.Shrink.save_state output_dir": lambda place: _accelerate("Shrink")(_accelerator()).save_state(place),
     "accelerate.Shrink.load_state input_dir": lambda place: _accelerate("Shrink")(_accelerator()).load_state(place),
     "accelerate.Shrink": lambda place: _accelerate("Shrink")(_accelerator(project_dir=place)),
-    "comm.AQSGD folder": lambda place: AQSGD("uniform(4)", folder=place),
+    "comm.AQSGD folder": lambda place: AQSGD(parse("q4"), folder=place),
 }
 ELSEWHERE = {
     "lightning.ShrinkIO.load_checkpoint path",  # the stock plugin's, which reads URLs
