@@ -56,9 +56,9 @@ def rounded(value: Any) -> Any:
     return [rounded(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def summary(source: Path, earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """The committed form of one result."""
-    head = {"command": f"python benchmarks/{source.stem}.py", "commit": commit()}
+def summary(source: Path, earlier: Mapping[str, Any], code: str) -> dict[str, Any]:
+    """The committed form of one result of the commit `code`."""
+    head = {"command": f"python benchmarks/{source.stem}.py", "commit": code}
     if source.suffix == ".json":
         return {**head, "result": rounded(json.loads(source.read_text()))}
     records = [json.loads(line) for line in source.read_text().splitlines() if line]
@@ -92,10 +92,12 @@ def text(document: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="+", type=Path)
-    for source in parser.parse_args().sources:
+    parser.add_argument("--commit", help="that ran; default: of this tree")
+    args = parser.parse_args()
+    for source in args.sources:
         target = RESULTS / f"{source.stem}.json"
         earlier = json.loads(target.read_text()) if target.exists() else {}
-        data = text(summary(source, earlier))
+        data = text(summary(source, earlier, args.commit or commit()))
         if len(data) > MAX_BYTES:
             sys.exit(f"{source}: {len(data)} bytes; a committed result has at most {MAX_BYTES}")
         target.parent.mkdir(exist_ok=True)
