@@ -137,14 +137,9 @@ def transformers_stock(out: Path) -> nn.Module:
 
 
 def transformers_ours(out: Path) -> nn.Module:
-    from shrinkpoint.errors import NotFoundError
     from shrinkpoint.train.transformers import ShrinkTrainer, newest
 
-    try:
-        at = newest(out) if out.exists() else None
-    except NotFoundError:  # killed in its first save: there is none to go on from
-        at = None
-    return transformers_of(ShrinkTrainer, out, None if at is None else str(at))
+    return transformers_of(ShrinkTrainer, out, newest(out) if out.exists() else None)
 
 
 def lightning_of(out: Path, plugins: list[Any], find: Callable[[], Any]) -> nn.Module:

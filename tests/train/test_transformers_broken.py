@@ -99,3 +99,21 @@ def test_stock_files_of_another_run_do_not_stay_beside_a_checkpoint(stock):
 def test_a_stock_save_over_a_checkpoint_is_noticed(run):
     made(Trainer, run, max_steps=8, save_steps=8, logging_steps=1).train()
     assert newest(run) == str(run / "checkpoint-6")  # the payload of the last is not what lies beside it
+
+
+def test_a_run_that_was_killed_in_its_first_save_begins_anew(run):
+    for step in (2, 4, 6):
+        shutil.rmtree(run / f"checkpoint-{step}", ignore_errors=True)
+    DAMAGES["no manifest"](run / "checkpoint-8")
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-8"]
+    assert newest(run) is None
+    with pytest.raises(ValueError, match="none of them whole"):  # who says that there is one is told that there is not
+        made(ShrinkTrainer, run).train(resume_from_checkpoint=True)
+
+
+def test_a_single_damaged_checkpoint_is_an_error_and_no_new_beginning(run):
+    for step in (2, 4, 6):
+        shutil.rmtree(run / f"checkpoint-{step}", ignore_errors=True)
+    DAMAGES["half a payload"](run / "checkpoint-8")
+    with pytest.raises(NotFoundError, match="none of them whole"):
+        newest(run)

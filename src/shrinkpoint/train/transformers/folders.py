@@ -53,24 +53,49 @@ def newest(output_dir: str | Path, *, deep: bool = True, optimizer: bool = True)
         optimizer: pass over those with weights alone. (A checkpoint that a `ShrinkCallback` had not finished is one.)
 
     Returns:
-        None: there are no checkpoints.
+        None: there are no checkpoints, or one alone, whose save was cut short: a run that was killed in its first save
+        begins anew.
 
     Raises:
         NotFoundError: there are, and none is whole.
     """
-    reasons: list[str] = []
+    whole, errors = _search(output_dir, deep=deep, optimizer=optimizer)
+    if whole is None and not (len(errors) == 1 and isinstance(errors[0], UnfinishedError)):
+        _check_none(output_dir, errors)
+    return whole
+
+
+def to_resume(output_dir: str | Path, *, optimizer: bool) -> str | None:
+    """As `newest`, for whoever wants to resume and not to begin: None where there are no checkpoints at all.
+
+    Raises:
+        NotFoundError: there are, and none is whole.
+    """
+    whole, errors = _search(output_dir, deep=True, optimizer=optimizer)
+    if whole is None:
+        _check_none(output_dir, errors)
+    return whole
+
+
+def _search(output_dir: str | Path, *, deep: bool, optimizer: bool) -> tuple[str | None, list[ShrinkpointError]]:
+    """The newest whole checkpoint, and why the newer ones are none."""
+    errors: list[ShrinkpointError] = []
     for folder in numbered(output_dir):
         try:
             examine(folder, deep=deep, optimizer=optimizer)
         except ShrinkpointError as error:
-            reasons.append(str(error))
+            errors.append(error)
             _log.warning("%s is passed over: %s", folder, error)
         else:
-            return str(folder)
-    if not reasons:
-        return None
-    found = f"{len(reasons)} checkpoints, none of them whole; the newest: {reasons[0]}"
-    raise NoCheckpointError(str(output_dir), found=found, expected="a whole checkpoint", do="name one to try")
+            return str(folder), errors
+    return None, errors
+
+
+def _check_none(output_dir: str | Path, errors: list[ShrinkpointError]) -> None:
+    """Raise where something was passed over."""
+    if errors:
+        found = f"{len(errors)} checkpoints, none of them whole; the newest: {errors[0]}"
+        raise NoCheckpointError(str(output_dir), found=found, expected="a whole checkpoint", do="name one to try")
 
 
 def numbered(output_dir: str | Path) -> list[Path]:

@@ -334,7 +334,7 @@ class ShrinkTrainer(Trainer):
         answer: list[Any] = [None]
         if self.args.process_index == 0:
             try:
-                answer = [folders.newest(self.args.output_dir, optimizer=not self.args.save_only_model)]
+                answer = [folders.to_resume(self.args.output_dir, optimizer=not self.args.save_only_model)]
             except Exception as error:
                 answer = [error]
         broadcast_object_list(answer)
