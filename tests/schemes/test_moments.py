@@ -94,5 +94,5 @@ def test_moments_that_are_small_or_not_finite_stay_exact():
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(PolicyError, match="'exact', 'reset', 'lossy'"):
+    with pytest.raises(PolicyError, match="'exact' or 'reset' or 'lossy'"):
         sp.Inshrinkerator(config=CONFIG, optimizer="rest")

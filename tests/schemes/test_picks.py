@@ -28,9 +28,10 @@ def test_weights_with_two_axes_and_enough_values_are_picked():
         "small.weight": torch.randn(63, 65), "bias": torch.randn(SMALLEST), "wide.bias": torch.randn(2 * SMALLEST),
         "ids.weight": torch.zeros(LARGE, dtype=torch.int64), "double.weight": torch.zeros(LARGE, dtype=torch.float64),
         "net.attn_mask": torch.zeros(LARGE), "net.running_mean": torch.zeros(LARGE), "loose": torch.zeros(LARGE),
+        "line": torch.zeros(2 * SMALLEST),
     }  # fmt: skip
     assert 63 * 65 < SMALLEST <= 64 * 64
-    assert picked(state) == ["a.weight", "b.weight"]
+    assert picked(state) == ["a.weight", "b.weight", "loose"]  # the last at the root, as a pos_embed is
 
 
 def test_every_float_that_training_uses_is_picked():
