@@ -10,8 +10,9 @@ NATIVE := CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
 demo: $(VENV)/.installed
 	$(BIN)/shrinkpoint demo
 
+# In two processes, a file in one of them: most tests use one core, and those with several ranks wait for each other.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 # What takes too long for every change: long matrices of ranks, real kills in the middle of saves.
 nightly: $(VENV)/.installed

@@ -95,7 +95,7 @@ def _state_dicts(leaves: Iterable[Leaf]) -> set[Path]:
     """Nests such as `Module.state_dict` gives: tensors, nothing below them, and names of submodules' weights."""
     leaves = list(leaves)
     deep = {leaf.path[:depth] for leaf in leaves for depth in range(len(leaf.path) - 1)}
-    named = (leaf for leaf in leaves if leaf.path and "." in str(leaf.path[-1]) and leaf.path[:-1] not in deep)
+    named = (leaf for leaf in leaves if leaf.path and "." in text_of(leaf.path[-1]) and leaf.path[:-1] not in deep)
     return {leaf.path[:-1] for leaf in named if _outside_role(leaf) is Role.PARAMETER}
 
 
