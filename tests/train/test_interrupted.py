@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 from stores import state
 
 import shrinkpoint as sp
@@ -158,7 +159,8 @@ def test_interrupt_at_any_line_of_a_save_leaves_all_of_it_working(tmp_path, kind
         code = f"import test_interrupted as t; t.sweep({path!r}, {kind!r}, {background}, {first}, {every})"
         here = Path(__file__).parent
         done = subprocess.run(  # tracing and interrupts confuse who watches over tests
-            [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=280, check=False,
+            [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False,
+            timeout=PATIENCE if every > 1 else 2 * PATIENCE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)])},
         )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -50,8 +50,7 @@ class Worker:
         if not job.is_launched and job.starter == threading.get_ident():  # an interrupt has ended `start`, and its end
             self._revoke(job)
         if self._job is job:
-            with job.running:  # not `join`, which an interrupt makes believe that the thread has ended
-                pass
+            job.ended.wait()  # not `join`, which an interrupt makes believe that the thread has ended
             self._take(job)
 
     def wait(self) -> None:
@@ -84,8 +83,7 @@ class _Job:
     """What is to be done in a thread, until it is known whether the thread runs."""
 
     def __init__(self, what: str, work: Callable[[], object]) -> None:
-        self.guard, self.running = threading.Lock(), threading.Lock()
-        self.running.acquire()
+        self.guard, self.ended = threading.Lock(), threading.Event()
         self.thread = threading.Thread(target=self._run, name=f"shrinkpoint: {what}")
         self.starter, self.is_launched = threading.get_ident(), False
         self.error: BaseException | None = None
@@ -97,7 +95,7 @@ class _Job:
         with self.guard:
             if not self._is_running and not self._is_revoked:
                 self._is_revoked = True
-                self.running.release()
+                self.ended.set()
         return self._is_revoked
 
     def _run(self) -> None:
@@ -112,4 +110,4 @@ class _Job:
             _log.warning("%s failed: %s", self._what, error)
         finally:
             del self._work  # what it holds of the state is free now
-            self.running.release()
+            self.ended.set()
