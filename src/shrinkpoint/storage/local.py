@@ -66,7 +66,7 @@ class LocalSource(Source):
 
     def forget_pages(self) -> None:
         """Let the next read ask the disk, where the kernel obliges: pages that it has in memory hide a bad sector."""
-        with suppress(OSError):
+        with suppress(OSError, AttributeError):  # not every system has it
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _piece(self, offset: int, length: int) -> bytes:
