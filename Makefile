@@ -62,7 +62,7 @@ SEED ?= 1
 FUZZ := build/fuzz
 FUZZ_FLAGS := -std=gnu++17 -O1 -g -ffp-contract=off -Wall -Wextra -Wno-maybe-uninitialized -pthread -Inative -Inative/fuzz \
   -fsanitize=address,undefined -fno-sanitize-recover=all
-FUZZ_OBJECTS := $(patsubst %.cpp,$(FUZZ)/%.o,$(notdir $(filter-out %/bindings.cpp %/bindings_quantizers.cpp %/bindings_wire_uniform.cpp %/bindings_wire_blocks.cpp %/bindings_wire_sparse.cpp %/checksum.cpp %/pool.cpp,\
+FUZZ_OBJECTS := $(patsubst %.cpp,$(FUZZ)/%.o,$(notdir $(filter-out %/bindings.cpp %/bindings_quantizers.cpp %/bindings_wire_uniform.cpp %/bindings_wire_blocks.cpp %/bindings_wire_sparse.cpp %/checksum.cpp %/buffer_pool.cpp,\
   $(wildcard native/*.cpp)) $(wildcard native/fuzz/*.cpp)))
 vpath %.cpp native native/fuzz
 

@@ -124,14 +124,14 @@ class Subjects:
         contexts, tokens = (_native.empty(self.case.values.numel()) for _ in range(2))
         codes, values = bits_of(self.case.points.codes), bits_of(self.case.values)
         known = self._parent() | {"expected": values}
-        escapes, *_ = _native.lattice_tokens(self.lattice, codes, contexts, tokens, **known)
+        escapes, *_ = _native.lattice_encode(self.lattice, codes, contexts, tokens, **known)
         return contexts, tokens, escapes
 
     def decode(self, coded: Any) -> Any:
         count = self.case.values.numel()
         contexts, codes, values = (_native.empty(n * count) for n in (1, 2, 4))
-        _native.lattice_guess(self.lattice, codes, contexts, **self._parent())
-        _native.lattice_points(self.lattice, self.tokens, contexts, self.escapes, codes, values, **self._known())
+        _native.lattice_predict(self.lattice, codes, contexts, **self._parent())
+        _native.lattice_decode(self.lattice, self.tokens, contexts, self.escapes, codes, values, **self._known())
         return codes, values
 
     def _guess(self) -> tuple[Tensor, Tensor]:

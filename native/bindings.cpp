@@ -7,11 +7,11 @@
 #include <memory>
 #include <optional>
 
-#include "bits.hpp"
+#include "bit_pack.hpp"
 #include "checksum.hpp"
-#include "chunks.hpp"
+#include "record_codec.hpp"
 #include "error.hpp"
-#include "planes.hpp"
+#include "byte_planes.hpp"
 #include "predict.hpp"
 #include "python.hpp"
 #include "simd.hpp"
@@ -80,7 +80,7 @@ uint64_t count_of(const Model& model, const Bytes& values) {
 }
 
 // The chunks from `first` on that `here` values of `count` fill: whole ones, but for the last of all.
-Stretch stretch_of(uint64_t count, size_t chunk, size_t first, uint64_t here) {
+ChunkRange stretch_of(uint64_t count, size_t chunk, size_t first, uint64_t here) {
     if (first > count / chunk || here > count - first * chunk) throw nb::value_error("a stretch beyond the record");
     const uint64_t start = first * chunk;
     if (here % chunk != 0 && start + here != count) throw nb::value_error("a stretch that ends within a chunk");
@@ -166,17 +166,17 @@ NB_MODULE(_native, m) {
         },
         "model"_a, "values"_a, "others"_a);
     m.def(
-        "measure",
+        "estimate_bits",
         [](const Model& model, nb::handle values, nb::handle base, nb::handle moment1, nb::handle moment2,
            nb::handle moment1_base, nb::handle hint, const Factors* factors, unsigned stride, unsigned threads) {
             const Bytes bytes(values);
             const uint64_t count = count_of(model, bytes);
             Record record(model, count, base, moment1, moment2, moment1_base, hint);
             record.arrays.factors = checked(factors, count);
-            if (count == 0 || stride == 0) throw nb::value_error("nothing to measure");
+            if (count == 0 || stride == 0) throw nb::value_error("nothing to estimate_bits");
             check(model, record.arrays, factors != nullptr);
             nb::gil_scoped_release release;
-            return measure(model, record.arrays, bytes.data(), count, stride, threads);
+            return estimate_bits(model, record.arrays, bytes.data(), count, stride, threads);
         },
         "model"_a, "values"_a, nb::kw_only(), "base"_a.none() = nb::none(), "moment1"_a.none() = nb::none(),
         "moment2"_a.none() = nb::none(), "moment1_base"_a.none() = nb::none(), "hint"_a.none() = nb::none(),
@@ -192,7 +192,7 @@ NB_MODULE(_native, m) {
             record.arrays.factors = checked(factors, count);
             if (count == 0 || chunk == 0) throw nb::value_error("nothing to encode");
             check(model, record.arrays, factors != nullptr);
-            Coded coded;
+            EncodedRecord coded;
             {
                 nb::gil_scoped_release release;
                 coded = encode(model, record.arrays, bytes.data(), count, chunk, threads);
@@ -224,7 +224,7 @@ NB_MODULE(_native, m) {
         "hint"_a.none() = nb::none(), "shapes"_a.none() = nb::none(), "chunk"_a = kChunk, "threads"_a = 1);
 
     m.def(
-        "decode_stretch",
+        "decode_chunks",
         [](const Model& model, nb::handle side, nb::handle codes, nb::handle out, uint64_t count, size_t first,
            nb::handle base, nb::handle moment1, nb::handle moment2, nb::handle moment1_base, nb::handle hint,
            const std::optional<Shapes>& shapes, size_t chunk, unsigned threads) {
@@ -232,12 +232,12 @@ NB_MODULE(_native, m) {
             const uint64_t here = count_of(model, values);
             const Record record(model, here, base, moment1, moment2, moment1_base, hint);
             if (here == 0 || chunk == 0) throw nb::value_error("nothing to decode");
-            const Stretch stretch = stretch_of(count, chunk, first, here);
+            const ChunkRange stretch = stretch_of(count, chunk, first, here);
             check(model, record.arrays, shapes.has_value());
             Factors factors;
             if (shapes) factors = laid_out(*shapes, count);
             nb::gil_scoped_release release;
-            decode_stretch(model, record.arrays, shapes ? &factors : nullptr, side_bytes.data(), side_bytes.size(),
+            decode_chunks(model, record.arrays, shapes ? &factors : nullptr, side_bytes.data(), side_bytes.size(),
                            code_bytes.data(), code_bytes.size(), values.data(), stretch, threads);
         },
         "model"_a, "side"_a, "codes"_a, "out"_a, "count"_a, "first"_a, nb::kw_only(), "base"_a.none() = nb::none(),

@@ -5,9 +5,9 @@
 #include <initializer_list>
 #include <optional>
 
-#include "cyclic.hpp"
+#include "cyclic_delta.hpp"
 #include "kmeans.hpp"
-#include "points.hpp"
+#include "lattice_codec.hpp"
 #include "python.hpp"
 
 using namespace nanobind::literals;
@@ -24,7 +24,7 @@ nb::ndarray<nb::numpy, double, nb::ndim<1>> array_of(std::vector<double>&& data)
     return {owned->data(), {owned->size()}, owner};
 }
 
-Points points_of(const Doubles& values, const Doubles& weights) {
+WeightedSamples points_of(const Doubles& values, const Doubles& weights) {
     if (values.size() != weights.size()) throw nb::value_error("weights: expected one for each value");
     return {values.data(), weights.data(), values.size()};
 }
@@ -69,7 +69,7 @@ void bind_kmeans(nb::module_& m) {
         "kmeans",
         [](const Doubles& values, const Doubles& weights, const Doubles& centers, unsigned iterations,
            double tolerance) {
-            const Points points = points_of(values, weights);
+            const WeightedSamples points = points_of(values, weights);
             std::vector<double> out(centers.data(), centers.data() + centers.size());
             {
                 nb::gil_scoped_release release;
@@ -79,13 +79,13 @@ void bind_kmeans(nb::module_& m) {
         },
         "values"_a, "weights"_a, "centers"_a, nb::kw_only(), "iterations"_a, "tolerance"_a);
     m.def(
-        "kmeans_start",
+        "kmeans_plus_plus",
         [](const Doubles& values, const Doubles& weights, unsigned k, uint64_t seed, bool squared) {
-            const Points points = points_of(values, weights);
+            const WeightedSamples points = points_of(values, weights);
             std::vector<double> out;
             {
                 nb::gil_scoped_release release;
-                out = kmeans_start(points, k, seed, squared);
+                out = kmeans_plus_plus(points, k, seed, squared);
             }
             return array_of(std::move(out));
         },
@@ -147,7 +147,7 @@ nb::tuple encoded(const Lattice& lattice, nb::handle codes, nb::handle contexts,
     Buffer escapes;
     {
         nb::gil_scoped_release release;
-        found = lattice_tokens(lattice, known, before, from, wanted, under, to, threads);
+        found = lattice_encode(lattice, known, before, from, wanted, under, to, threads);
         const auto* first = reinterpret_cast<const uint8_t*>(found.escapes.data());
         escapes.assign(first, first + 4 * found.escapes.size());
     }
@@ -169,7 +169,7 @@ size_t decoded(const Lattice& lattice, nb::handle tokens, nb::handle contexts, n
     auto* to = needed<int16_t>(positions.count, points, "codes");
     auto* out = needed<float>(positions.count, made, "values");
     nb::gil_scoped_release release;
-    return lattice_points(lattice, from, under, beyond, count, factor, to, out, positions, threads);
+    return lattice_decode(lattice, from, under, beyond, count, factor, to, out, positions, threads);
 }
 
 void bind_lattice(nb::module_& m) {
@@ -184,7 +184,7 @@ void bind_lattice(nb::module_& m) {
             "rows"_a, "columns"_a, "height"_a, "width"_a, nb::kw_only(), "powers"_a = false, "step"_a = 1,
             "seed"_a = 0);
     m.def(
-        "lattice_guess",
+        "lattice_predict",
         [](const Lattice& lattice, nb::handle guesses, nb::handle contexts, nb::handle parent, nb::handle squares,
            std::optional<uint64_t> first, unsigned threads) {
             const Bytes parents(parent), beside(squares);
@@ -197,14 +197,14 @@ void bind_lattice(nb::module_& m) {
             auto* to = needed<int16_t>(positions.count, out, "guesses");
             auto* under = needed<uint8_t>(positions.count, told, "contexts");
             nb::gil_scoped_release release;
-            lattice_guess(lattice, known, factor, to, under, positions, threads);
+            lattice_predict(lattice, known, factor, to, under, positions, threads);
         },
         "lattice"_a, "guesses"_a, "contexts"_a, nb::kw_only(), "parent"_a.none() = nb::none(),
         "squares"_a.none() = nb::none(), "first"_a.none() = nb::none(), "threads"_a = 1);
-    m.def("lattice_tokens", encoded, "lattice"_a, "codes"_a, "contexts"_a, "tokens"_a, nb::kw_only(),
+    m.def("lattice_encode", encoded, "lattice"_a, "codes"_a, "contexts"_a, "tokens"_a, nb::kw_only(),
           "parent"_a.none() = nb::none(), "squares"_a.none() = nb::none(), "expected"_a.none() = nb::none(),
           "threads"_a = 1);
-    m.def("lattice_points", decoded, "lattice"_a, "tokens"_a, "contexts"_a, "escapes"_a, "codes"_a, "values"_a,
+    m.def("lattice_decode", decoded, "lattice"_a, "tokens"_a, "contexts"_a, "escapes"_a, "codes"_a, "values"_a,
           nb::kw_only(), "squares"_a.none() = nb::none(), "first"_a.none() = nb::none(), "threads"_a = 1);
     m.def(
         "lattice_values",
@@ -219,7 +219,7 @@ void bind_lattice(nb::module_& m) {
         },
         "lattice"_a, "codes"_a, "values"_a, nb::kw_only(), "squares"_a.none() = nb::none(), "threads"_a = 1);
     m.def(
-        "lattice_nearest",
+        "lattice_quantize",
         [](const Lattice& lattice, nb::handle values, nb::handle codes, nb::handle squares, nb::handle before,
            float hold, unsigned threads) {
             const Bytes wanted(values), beside(squares), old(before), points(codes, PyBUF_WRITABLE);
@@ -230,7 +230,7 @@ void bind_lattice(nb::module_& m) {
             const auto* held = whole<const int16_t>(lattice.count(), old, "before");
             auto* to = needed<int16_t>(lattice.count(), points, "codes");
             nb::gil_scoped_release release;
-            return lattice_nearest(lattice, from, factor, held, hold, to, threads);
+            return lattice_quantize(lattice, from, factor, held, hold, to, threads);
         },
         "lattice"_a, "values"_a, "codes"_a, nb::kw_only(), "squares"_a.none() = nb::none(),
         "before"_a.none() = nb::none(), "hold"_a = 0.5f, "threads"_a = 1);

@@ -37,8 +37,8 @@ Rotation rotation_of(const Bytes& values, const Bytes& signs, float limit) {
 }
 
 // A byte for each block; none, if they were not given.
-uint8_t* flags_of(const Bytes& flags, nb::handle given, const Rotation& how) {
-    if (!given.is_none() && flags.size() != how.blocks()) throw nb::value_error("flags: wrong number of bytes");
+uint8_t* flags_of(const Bytes& flags, nb::handle given, const Rotation& layout) {
+    if (!given.is_none() && flags.size() != layout.blocks()) throw nb::value_error("flags: wrong number of bytes");
     return given.is_none() ? nullptr : flags.data();
 }
 
@@ -49,69 +49,69 @@ void bind_wire_blocks(nb::module_& m) {
         "normal_encode",
         [](nb::handle values, nb::handle centers, nb::handle wire, size_t group, unsigned bits, unsigned threads) {
             const Bytes from(values), levels(centers), to(wire, PyBUF_WRITABLE);
-            const NormalWire how = normal_of(from, levels, group, bits);
-            const float* first = floats(from, how.count, "values");
-            uint8_t* out = message(to, how.bytes());
+            const NormalWire layout = normal_of(from, levels, group, bits);
+            const float* first = floats(from, layout.count, "values");
+            uint8_t* out = message(to, layout.bytes());
             nb::gil_scoped_release release;
-            normal_encode(how, first, out, threads);
+            normal_encode(layout, first, out, threads);
         },
         "values"_a, "centers"_a, "wire"_a, nb::kw_only(), "group"_a, "bits"_a, "threads"_a = 1);
     m.def(
         "normal_decode",
         [](nb::handle wire, nb::handle centers, nb::handle values, size_t group, unsigned bits, unsigned threads) {
             const Bytes from(wire), levels(centers), to(values, PyBUF_WRITABLE);
-            const NormalWire how = normal_of(to, levels, group, bits);
-            float* out = floats(to, how.count, "values");
-            const uint8_t* first = message(from, how.bytes());
+            const NormalWire layout = normal_of(to, levels, group, bits);
+            float* out = floats(to, layout.count, "values");
+            const uint8_t* first = message(from, layout.bytes());
             nb::gil_scoped_release release;
-            normal_decode(how, first, out, threads);
+            normal_decode(layout, first, out, threads);
         },
         "wire"_a, "centers"_a, "values"_a, nb::kw_only(), "group"_a, "bits"_a, "threads"_a = 1);
     m.def(
         "blockfloat_encode",
         [](nb::handle values, nb::handle wire, size_t block, unsigned bits, unsigned threads) {
             const Bytes from(values), to(wire, PyBUF_WRITABLE);
-            const BlockWire how = block_of(from, block, bits);
-            const float* first = floats(from, how.count, "values");
-            uint8_t* out = message(to, how.bytes());
+            const BlockWire layout = block_of(from, block, bits);
+            const float* first = floats(from, layout.count, "values");
+            uint8_t* out = message(to, layout.bytes());
             nb::gil_scoped_release release;
-            blockfloat_encode(how, first, out, threads);
+            blockfloat_encode(layout, first, out, threads);
         },
         "values"_a, "wire"_a, nb::kw_only(), "block"_a, "bits"_a, "threads"_a = 1);
     m.def(
         "blockfloat_decode",
         [](nb::handle wire, nb::handle values, size_t block, unsigned bits, unsigned threads) {
             const Bytes from(wire), to(values, PyBUF_WRITABLE);
-            const BlockWire how = block_of(to, block, bits);
-            float* out = floats(to, how.count, "values");
-            const uint8_t* first = message(from, how.bytes());
+            const BlockWire layout = block_of(to, block, bits);
+            float* out = floats(to, layout.count, "values");
+            const uint8_t* first = message(from, layout.bytes());
             nb::gil_scoped_release release;
-            blockfloat_decode(how, first, out, threads);
+            blockfloat_decode(layout, first, out, threads);
         },
         "wire"_a, "values"_a, nb::kw_only(), "block"_a, "bits"_a, "threads"_a = 1);
     m.def(
         "rotate",
         [](nb::handle values, nb::handle signs, nb::handle turned, nb::handle flags, float limit, unsigned threads) {
-            const Bytes from(values), diagonal(signs), to(turned, PyBUF_WRITABLE), told(flags, PyBUF_WRITABLE);
-            const Rotation how = rotation_of(from, diagonal, limit);
-            const float* first = floats(from, how.count, "values");
-            float* out = floats(to, how.blocks() * how.block, "turned");
-            uint8_t* which = flags_of(told, flags, how);
+            const Bytes from(values), diagonal(signs), to(turned, PyBUF_WRITABLE), flag_bytes(flags, PyBUF_WRITABLE);
+            const Rotation layout = rotation_of(from, diagonal, limit);
+            const float* first = floats(from, layout.count, "values");
+            float* out = floats(to, layout.blocks() * layout.block, "turned");
+            uint8_t* which = flags_of(flag_bytes, flags, layout);
             nb::gil_scoped_release release;
-            rotate(how, first, out, which, threads);
+            rotate(layout, first, out, which, threads);
         },
         "values"_a, "signs"_a, "turned"_a, nb::kw_only(), "flags"_a.none() = nb::none(), "limit"_a = 0.0f,
         "threads"_a = 1);
     m.def(
         "rotate_back",
         [](nb::handle turned, nb::handle signs, nb::handle values, nb::handle flags, unsigned threads) {
-            const Bytes from(turned), diagonal(signs), told(flags), to(values, PyBUF_WRITABLE);
-            const Rotation how = rotation_of(to, diagonal, 0.0f);
-            float* out = floats(to, how.count, "values");
-            const float* first = floats(from, how.blocks() * how.block, "turned");
-            const uint8_t* which = flags_of(told, flags, how);
+            const Bytes from(turned), diagonal(signs), flag_bytes(flags), to(values, PyBUF_WRITABLE);
+            const Rotation layout = rotation_of(to, diagonal, 0.0f);
+            float* out = floats(to, layout.count, "values");
+            const float* first = floats(from, layout.blocks() * layout.block, "turned");
+            const uint8_t* which = flags_of(flag_bytes, flags, layout);
             nb::gil_scoped_release release;
-            rotate_back(how, first, which, out, threads);
+            rotate_back(layout, first, which, out, threads);
         },
         "turned"_a, "signs"_a, "values"_a, nb::kw_only(), "flags"_a.none() = nb::none(), "threads"_a = 1);
 }

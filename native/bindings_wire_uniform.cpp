@@ -26,21 +26,21 @@ UniformWire laid_out(size_t bytes, size_t size, unsigned bits, std::optional<uin
 void encode(nb::handle values, size_t size, unsigned bits, nb::handle wire, std::optional<uint32_t> seed, bool brief,
             unsigned threads) {
     const Bytes from(values), to(wire, PyBUF_WRITABLE);
-    const UniformWire how = laid_out(from.size(), size, bits, seed, brief);
+    const UniformWire layout = laid_out(from.size(), size, bits, seed, brief);
     const auto* data = reinterpret_cast<const float*>(from.checked(from.size(), 4, "values"));
-    uint8_t* out = to.checked(how.bytes(), 1, "wire");
+    uint8_t* out = to.checked(layout.bytes(), 1, "wire");
     const nb::gil_scoped_release unlocked;
-    uniform_encode(how, data, out, threads);
+    uniform_encode(layout, data, out, threads);
 }
 
 void decode(nb::handle wire, size_t size, unsigned bits, nb::handle values, std::optional<uint32_t> seed, bool brief,
             unsigned threads) {
     const Bytes from(wire), to(values, PyBUF_WRITABLE);
-    const UniformWire how = laid_out(to.size(), size, bits, seed, brief);
-    const uint8_t* data = from.checked(how.bytes(), 1, "wire");
+    const UniformWire layout = laid_out(to.size(), size, bits, seed, brief);
+    const uint8_t* data = from.checked(layout.bytes(), 1, "wire");
     auto* out = reinterpret_cast<float*>(to.checked(to.size(), 4, "values"));
     const nb::gil_scoped_release unlocked;
-    uniform_decode(how, data, out, threads);
+    uniform_decode(layout, data, out, threads);
 }
 
 void pack(nb::handle codes, unsigned bits, nb::handle planes) {

@@ -7,12 +7,12 @@
 #include <utility>
 #include <vector>
 
-#include "pool.hpp"
+#include "buffer_pool.hpp"
 
 namespace shrinkpoint {
 
 template <typename T>
-struct Uncleared : std::allocator<T> {
+struct UninitializedAllocator : std::allocator<T> {
     T* allocate(size_t count) {
         if (count * sizeof(T) < kPooledFrom) return std::allocator<T>::allocate(count);
         return static_cast<T*>(pool_take(count * sizeof(T)));
@@ -23,11 +23,11 @@ struct Uncleared : std::allocator<T> {
     }
     template <typename U>
     struct rebind {
-        using other = Uncleared<U>;
+        using other = UninitializedAllocator<U>;
     };
-    Uncleared() = default;
+    UninitializedAllocator() = default;
     template <typename U>
-    Uncleared(const Uncleared<U>&) noexcept {}
+    UninitializedAllocator(const UninitializedAllocator<U>&) noexcept {}
     template <typename U, typename... Arguments>
     void construct(U* place, Arguments&&... arguments) {
         if constexpr (sizeof...(Arguments) == 0)
@@ -37,6 +37,6 @@ struct Uncleared : std::allocator<T> {
     }
 };
 
-using Buffer = std::vector<uint8_t, Uncleared<uint8_t>>;
+using Buffer = std::vector<uint8_t, UninitializedAllocator<uint8_t>>;
 
 }  // namespace shrinkpoint

@@ -10,7 +10,7 @@ namespace {
 
 constexpr unsigned kTableBits = 12;    // longer codes are rare: they are looked for bit by bit
 constexpr unsigned kLengthBits = 4;
-constexpr uint32_t kWhole = 1u << kMostCodeBits;  // what the codes of a whole code take together
+constexpr uint32_t kWhole = 1u << kMaxCodeBits;  // what the codes of a whole code take together
 
 uint32_t room_of(unsigned length) { return kWhole >> length; }
 
@@ -54,7 +54,7 @@ std::vector<uint8_t> huffman_lengths(const std::vector<uint64_t>& counts) {
     std::stable_sort(singles.begin(), singles.end(),
                      [](const Package& a, const Package& b) { return a.weight < b.weight; });
     std::vector<Level> levels(1, singles);
-    while (levels.size() < kMostCodeBits) levels.push_back(next_level(levels.back(), singles));
+    while (levels.size() < kMaxCodeBits) levels.push_back(next_level(levels.back(), singles));
     for (size_t i = 0; i < 2 * singles.size() - 2; ++i)
         count_symbols(levels, levels.size() - 1, levels.back()[i], lengths);
     return lengths;
@@ -63,7 +63,7 @@ std::vector<uint8_t> huffman_lengths(const std::vector<uint64_t>& counts) {
 std::vector<HuffmanCode> huffman_codes(const std::vector<uint8_t>& lengths) {
     std::vector<HuffmanCode> out(lengths.size(), {0, 0});
     unsigned code = 0;
-    for (unsigned length = 1; length <= kMostCodeBits; ++length, code <<= 1)
+    for (unsigned length = 1; length <= kMaxCodeBits; ++length, code <<= 1)
         for (size_t s = 0; s < lengths.size(); ++s) {
             if (lengths[s] != length) continue;
             unsigned reversed = 0;
@@ -119,7 +119,7 @@ std::vector<uint8_t> read_lengths(BitSource& bits, size_t alphabet) {
         unsigned log = 0;
         while (bits.take(1) == 0) {
             bits.check();  // zeros behind the end would go on for ever
-            if (++log > kMostCodeBits) throw Corrupt("a Huffman code has a symbol beyond its alphabet");
+            if (++log > kMaxCodeBits) throw Corrupt("a Huffman code has a symbol beyond its alphabet");
         }
         next += (size_t{1} << log | bits.take(log)) - 1;
         const auto length = static_cast<unsigned>(bits.take(kLengthBits));
@@ -151,9 +151,9 @@ HuffmanDecoder::HuffmanDecoder(const std::vector<uint8_t>& lengths) {
 }
 
 unsigned HuffmanDecoder::next_long(BitSource& bits) const {
-    const uint64_t ahead = bits.peek(kMostCodeBits);
+    const uint64_t ahead = bits.peek(kMaxCodeBits);
     unsigned code = 0, first = 0, before = 0;  // the first code of a length, and how many codes are shorter
-    for (unsigned length = 1; length <= kMostCodeBits; ++length) {
+    for (unsigned length = 1; length <= kMaxCodeBits; ++length) {
         code = code << 1 | static_cast<unsigned>(ahead >> (length - 1) & 1);
         if (code - first < counts_[length]) {
             bits.skip(length);

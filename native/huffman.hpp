@@ -1,18 +1,18 @@
-// Canonical Huffman codes of at most 15 bits: docs/format.md, "Cyclic deltas".
+// Canonical Huffman codes of at most 15 bits: docs/format.md, "CyclicDelta deltas".
 #pragma once
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
-#include "bitsource.hpp"
-#include "bitstream.hpp"
+#include "bit_reader.hpp"
+#include "bit_writer.hpp"
 
 namespace shrinkpoint {
 
-constexpr unsigned kMostCodeBits = 15;  // so that a length takes 4 bits
+constexpr unsigned kMaxCodeBits = 15;  // so that a length takes 4 bits
 
-// The lengths of the best code of at most kMostCodeBits bits for symbols that occur so often; 0 for those that do not.
+// The lengths of the best code of at most kMaxCodeBits bits for symbols that occur so often; 0 for those that do not.
 // A symbol that is alone gets 1 bit: a Huffman code has no shorter one, and nobody should think it had.
 std::vector<uint8_t> huffman_lengths(const std::vector<uint64_t>& counts);
 
@@ -47,7 +47,7 @@ class HuffmanDecoder {
     unsigned table_bits_;
     std::vector<uint16_t> entries_;                     // symbol and length of the code that the bits begin with, or 0
     std::vector<uint16_t> sorted_;                      // symbols in the order of their codes
-    std::array<uint16_t, kMostCodeBits + 1> counts_{};  // of codes of each length
+    std::array<uint16_t, kMaxCodeBits + 1> counts_{};  // of codes of each length
 };
 
 }  // namespace shrinkpoint

@@ -9,7 +9,7 @@ namespace shrinkpoint {
 
 namespace {
 
-constexpr size_t kMostCenters = 256;
+constexpr size_t kMaxCenters = 256;
 
 void require(bool holds, const char* message) {
     if (!holds) throw std::invalid_argument(message);
@@ -21,14 +21,14 @@ bool ascend(const double* values, size_t count) {
     return true;
 }
 
-void check(const Points& points) {
+void check(const WeightedSamples& points) {
     require(ascend(points.values, points.count), "values: expected ascending and finite");
     for (size_t i = 0; i < points.count; ++i)
         require(std::isfinite(points.weights[i]) && points.weights[i] >= 0,
                 "weights: expected finite, and none below 0");
 }
 
-double mean_of(const Points& points) {
+double mean_of(const WeightedSamples& points) {
     double weight = 0, sum = 0;
     for (size_t i = 0; i < points.count; ++i) {
         weight += points.weights[i];
@@ -40,7 +40,7 @@ double mean_of(const Points& points) {
 // Sums over the first i points, for all i. Values count from the mean of all: squares then cancel less.
 class Sums {
    public:
-    explicit Sums(const Points& points) : points_(points), middle_(mean_of(points)) {
+    explicit Sums(const WeightedSamples& points) : points_(points), middle_(mean_of(points)) {
         weights_.assign(1, 0), firsts_.assign(1, 0), squares_.assign(1, 0);
         for (size_t i = 0; i < points.count; ++i) {
             const double weight = points.weights[i], value = points.values[i] - middle_;
@@ -71,7 +71,7 @@ class Sums {
     }
 
    private:
-    const Points& points_;
+    const WeightedSamples& points_;
     double middle_;
     std::vector<double> weights_, firsts_, squares_;
 };
@@ -124,8 +124,8 @@ size_t draw(const std::vector<double>& masses, Generator& generator) {
 
 }  // namespace
 
-std::vector<double> kmeans(const Points& points, std::vector<double> centers, unsigned iterations, double tolerance) {
-    require(!centers.empty() && centers.size() <= kMostCenters, "centers: expected 1 to 256");
+std::vector<double> kmeans(const WeightedSamples& points, std::vector<double> centers, unsigned iterations, double tolerance) {
+    require(!centers.empty() && centers.size() <= kMaxCenters, "centers: expected 1 to 256");
     require(ascend(centers.data(), centers.size()), "centers: expected ascending and finite");
     require(tolerance >= 0, "tolerance: expected a number, and none below 0");
     check(points);
@@ -142,8 +142,8 @@ std::vector<double> kmeans(const Points& points, std::vector<double> centers, un
     return centers;
 }
 
-std::vector<double> kmeans_start(const Points& points, unsigned k, uint64_t seed, bool squared) {
-    require(k >= 1 && k <= kMostCenters, "k: expected 1 to 256");
+std::vector<double> kmeans_plus_plus(const WeightedSamples& points, unsigned k, uint64_t seed, bool squared) {
+    require(k >= 1 && k <= kMaxCenters, "k: expected 1 to 256");
     check(points);
     Generator generator(seed);
     std::vector<double> nearest(points.count, std::numeric_limits<double>::infinity()), centers;

@@ -7,7 +7,7 @@
 namespace shrinkpoint {
 
 // Numbers in ascending order and how much each weighs.
-struct Points {
+struct WeightedSamples {
     const double* values;
     const double* weights;
     size_t count;
@@ -15,10 +15,10 @@ struct Points {
 
 // Lloyd's iteration from `centers`, which ascend, and so do the results. Stops after `iterations`, or when the cost
 // falls by less than `tolerance` of itself. Throws std::invalid_argument for what does not fit.
-std::vector<double> kmeans(const Points& points, std::vector<double> centers, unsigned iterations, double tolerance);
+std::vector<double> kmeans(const WeightedSamples& points, std::vector<double> centers, unsigned iterations, double tolerance);
 
 // k of the values, ascending: k-means++, with the distance as the paper prints it or squared as its proof has it. Fewer
 // distinct values that weigh something than k: all of them, the largest repeated.
-std::vector<double> kmeans_start(const Points& points, unsigned k, uint64_t seed, bool squared);
+std::vector<double> kmeans_plus_plus(const WeightedSamples& points, unsigned k, uint64_t seed, bool squared);
 
 }  // namespace shrinkpoint

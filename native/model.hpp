@@ -1,4 +1,4 @@
-// What a record's values are turned into: (table, symbol, extra bits) for every position. docs/format.md, "Coded".
+// What a record's values are turned into: (table, symbol, extra bits) for every position. docs/format.md, "EncodedRecord".
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -46,9 +46,9 @@ struct Segment {
     uint64_t start, rows, columns, row_offset, column_offset;
 };
 
-constexpr int8_t kDead = -128;         // a row or column in which every value is zero
+constexpr int8_t kZeroRow = -128;         // a row or column in which every value is zero
 constexpr int kFactorSteps = 2;        // factors count halves of a level
-constexpr int32_t kMostCenter = 1 << 20;  // of a segment
+constexpr int32_t kMaxCenter = 1 << 20;  // of a segment
 constexpr unsigned kMaxContexts = 512;
 constexpr unsigned kMaxPlanes = 8;
 

@@ -1,4 +1,4 @@
-// Indices 0..count-1 shared out among threads; the first exception is passed on.
+// WorkQueue 0..count-1 shared out among threads; the first exception is passed on.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -11,9 +11,9 @@
 
 namespace shrinkpoint {
 
-class Indices {
+class WorkQueue {
    public:
-    explicit Indices(size_t count) : count_(count) {}
+    explicit WorkQueue(size_t count) : count_(count) {}
     // Takes the next index; false when none is left.
     bool take(size_t& index) {
         index = next_++;
@@ -29,7 +29,7 @@ class Indices {
 // Runs `work(indices)` once on each thread; it takes indices until none is left, and may keep buffers meanwhile.
 template <typename Work>
 void parallel(size_t count, unsigned threads, Work work) {
-    Indices indices(count);
+    WorkQueue indices(count);
     std::exception_ptr error;
     std::mutex mutex;
     const auto run = [&] {

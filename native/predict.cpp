@@ -14,11 +14,11 @@
 namespace shrinkpoint {
 
 #if defined(__SSE__) || defined(__x86_64__)
-DefaultFloats::DefaultFloats() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
-DefaultFloats::~DefaultFloats() { _mm_setcsr(saved_); }
+ScopedFpEnvironment::ScopedFpEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+ScopedFpEnvironment::~ScopedFpEnvironment() { _mm_setcsr(saved_); }
 #else
-DefaultFloats::DefaultFloats() : saved_(0) {}
-DefaultFloats::~DefaultFloats() = default;
+ScopedFpEnvironment::ScopedFpEnvironment() : saved_(0) {}
+ScopedFpEnvironment::~ScopedFpEnvironment() = default;
 #endif
 
 namespace {
@@ -68,7 +68,7 @@ SHRINKPOINT_KERNEL(void, predict_row,
                    (center, column_factors, count, levels)) {
     for (size_t j = 0; j < count; ++j) {
         const int32_t level = (center + column_factors[j]) / kFactorSteps;
-        levels[j] = column_factors[j] == kDead ? kDeadLevel : level;
+        levels[j] = column_factors[j] == kZeroRow ? kZeroLevel : level;
     }
 }
 
@@ -91,8 +91,8 @@ void predict_levels(const Factors& factors, uint64_t start, size_t count, int32_
         const int8_t row_factor = factors.rows[segment.row_offset + row];
         const int8_t* column_factors = factors.columns.data() + segment.column_offset + column;
         const int32_t center = factors.centers[index] + row_factor;
-        if (row_factor == kDead)
-            std::fill_n(levels + done, run, kDeadLevel);
+        if (row_factor == kZeroRow)
+            std::fill_n(levels + done, run, kZeroLevel);
         else
             predict_row(center, column_factors, run, levels + done);
         done += run;
@@ -169,7 +169,7 @@ void add_block(const U* values, const Segment& segment, uint64_t row, uint64_t c
 }
 
 int8_t factor(int64_t sum, int64_t count, int64_t center) {
-    if (count == 0) return kDead;
+    if (count == 0) return kZeroRow;
     const int64_t mean = (2 * sum + count) / (2 * count);
     return static_cast<int8_t>(std::clamp<int64_t>(mean - center, -127, 127));
 }
@@ -184,7 +184,7 @@ void fit_segment(const U* values, unsigned drop, size_t index, Factors& factors)
     int64_t total = 0, present = 0;
     for (uint64_t r = 0; r < segment.rows; ++r) total += sums.row_sums[r], present += sums.row_counts[r];
     const int64_t mean = present > 0 ? (2 * total + present) / (2 * present) : 0;
-    const int64_t center = std::min<int64_t>(mean, kMostCenter);
+    const int64_t center = std::min<int64_t>(mean, kMaxCenter);
     factors.centers[index] = static_cast<int32_t>(center);
     for (uint64_t r = 0; r < segment.rows; ++r)
         factors.rows[segment.row_offset + r] = factor(sums.row_sums[r], sums.row_counts[r], center);

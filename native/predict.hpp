@@ -5,12 +5,12 @@
 namespace shrinkpoint {
 
 // Flushing of denormals and the rounding mode are the thread's; predictions must not depend on them.
-class DefaultFloats {
+class ScopedFpEnvironment {
    public:
-    DefaultFloats();
-    ~DefaultFloats();
-    DefaultFloats(const DefaultFloats&) = delete;
-    DefaultFloats& operator=(const DefaultFloats&) = delete;
+    ScopedFpEnvironment();
+    ~ScopedFpEnvironment();
+    ScopedFpEnvironment(const ScopedFpEnvironment&) = delete;
+    ScopedFpEnvironment& operator=(const ScopedFpEnvironment&) = delete;
 
    private:
     unsigned saved_;
@@ -26,9 +26,9 @@ void predict_adam(const Model& model, const float* base, const float* moment1, c
 void predict_square(const Model& model, const float* base, const float* moment1, const float* moment1_base,
                     size_t count, uint32_t* predicted, uint32_t* squares);
 
-constexpr int32_t kDeadLevel = INT32_MIN;
+constexpr int32_t kZeroLevel = INT32_MIN;
 
-// The levels that the factors predict for positions [start, start + count); kDeadLevel where a factor is kDead.
+// The levels that the factors predict for positions [start, start + count); kZeroLevel where a factor is kZeroRow.
 void predict_levels(const Factors& factors, uint64_t start, size_t count, int32_t* levels);
 
 // Factors that fit the magnitudes: the mean level of each row and column over the values that are not zero.

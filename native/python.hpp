@@ -53,9 +53,9 @@ inline Array array_of(Buffer&& data) {
     return Array(owned->data(), {owned->size()}, owner);
 }
 
-// Adds cyclic_encode, cyclic_decode, kmeans, kmeans_start, Lattice and what takes one.
+// Adds cyclic_encode, cyclic_decode, kmeans, kmeans_plus_plus, Lattice and what takes one.
 void bind_quantizers(nb::module_& m);
-// What crosses a wire: ranges, blocks, places.
+// What crosses a wire: ranges, blocks, indices.
 void bind_wire_uniform(nb::module_& m);
 void bind_wire_blocks(nb::module_& m);
 void bind_wire_sparse(nb::module_& m);

@@ -34,17 +34,17 @@ INLINE512 __m512i bytes16(const uint8_t* bytes) {
 }
 
 // Where there are no tables there is no place among them either: arithmetic on a null pointer is undefined.
-template <bool Tables>
+template <bool ContextTables>
 INLINE512 const uint8_t* from(const uint8_t* tables, size_t i) {
-    return Tables ? tables + i : nullptr;
+    return ContextTables ? tables + i : nullptr;
 }
 
 // One renormalised step of sixteen lanes.
-template <bool Tables>
+template <bool ContextTables>
 INLINE512 __m512i get16(__m512i states, const uint8_t* tables, const uint32_t* entries, uint8_t* symbols,
                         const uint8_t*& next) {
     __m512i index = _mm512_and_si512(states, _mm512_set1_epi32(kProbabilityScale - 1));
-    if (Tables) index = _mm512_or_si512(_mm512_slli_epi32(bytes16(tables), kProbabilityBits), index);
+    if (ContextTables) index = _mm512_or_si512(_mm512_slli_epi32(bytes16(tables), kProbabilityBits), index);
     const __m512i entry = load16(index, entries);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(symbols), _mm512_cvtepi32_epi8(entry));
     const __m512i less_one = _mm512_and_si512(_mm512_srli_epi32(entry, 8), _mm512_set1_epi32(0xfff));
@@ -60,14 +60,14 @@ INLINE512 __m512i get16(__m512i states, const uint8_t* tables, const uint32_t* e
 // A round takes at most 64 bytes and looks at 32 more.
 constexpr ptrdiff_t kReach = 2 * kMaxLanes + 32;
 
-template <bool Tables>
+template <bool ContextTables>
 SHRINKPOINT_AVX512 size_t decode_one(DecodeRun& run, size_t count, const uint32_t* entries) {
     __m512i first = _mm512_loadu_si512(run.states), second = _mm512_loadu_si512(run.states + 16);
     const uint8_t* at = run.next;
     size_t i = 0;
     for (; i + kMaxLanes <= count && run.end - at >= kReach; i += kMaxLanes) {
-        first = get16<Tables>(first, from<Tables>(run.tables, i), entries, run.symbols + i, at);
-        second = get16<Tables>(second, from<Tables>(run.tables, i + 16), entries, run.symbols + i + 16, at);
+        first = get16<ContextTables>(first, from<ContextTables>(run.tables, i), entries, run.symbols + i, at);
+        second = get16<ContextTables>(second, from<ContextTables>(run.tables, i + 16), entries, run.symbols + i + 16, at);
     }
     run.next = at;
     _mm512_storeu_si512(run.states, first);
@@ -75,17 +75,17 @@ SHRINKPOINT_AVX512 size_t decode_one(DecodeRun& run, size_t count, const uint32_
     return i;
 }
 
-template <bool Tables>
+template <bool ContextTables>
 SHRINKPOINT_AVX512 size_t decode_two(DecodeRun& a, DecodeRun& b, size_t count, const uint32_t* entries) {
     __m512i a1 = _mm512_loadu_si512(a.states), a2 = _mm512_loadu_si512(a.states + 16);
     __m512i b1 = _mm512_loadu_si512(b.states), b2 = _mm512_loadu_si512(b.states + 16);
     const uint8_t *at = a.next, *bt = b.next;
     size_t i = 0;
     for (; i + kMaxLanes <= count && a.end - at >= kReach && b.end - bt >= kReach; i += kMaxLanes) {
-        a1 = get16<Tables>(a1, from<Tables>(a.tables, i), entries, a.symbols + i, at);
-        b1 = get16<Tables>(b1, from<Tables>(b.tables, i), entries, b.symbols + i, bt);
-        a2 = get16<Tables>(a2, from<Tables>(a.tables, i + 16), entries, a.symbols + i + 16, at);
-        b2 = get16<Tables>(b2, from<Tables>(b.tables, i + 16), entries, b.symbols + i + 16, bt);
+        a1 = get16<ContextTables>(a1, from<ContextTables>(a.tables, i), entries, a.symbols + i, at);
+        b1 = get16<ContextTables>(b1, from<ContextTables>(b.tables, i), entries, b.symbols + i, bt);
+        a2 = get16<ContextTables>(a2, from<ContextTables>(a.tables, i + 16), entries, a.symbols + i + 16, at);
+        b2 = get16<ContextTables>(b2, from<ContextTables>(b.tables, i + 16), entries, b.symbols + i + 16, bt);
     }
     a.next = at, b.next = bt;
     _mm512_storeu_si512(a.states, a1);
@@ -115,11 +115,11 @@ INLINE512 __m512i divided(__m512i x, __m512i frequency, __m512i& rest) {
 }
 
 // Sixteen lanes take one symbol each; the words they emit go in front of `next`.
-template <bool Tables>
+template <bool ContextTables>
 INLINE512 __m512i put16(__m512i states, const uint8_t* symbols, const uint8_t* tables, const PackedTable* packed,
                         uint8_t*& next) {
     __m512i index = bytes16(symbols);
-    if (Tables) index = _mm512_or_si512(_mm512_slli_epi32(bytes16(tables), 8), index);
+    if (ContextTables) index = _mm512_or_si512(_mm512_slli_epi32(bytes16(tables), 8), index);
     const __m512i entry = load16(index, packed->data());
     const __m512i frequency = _mm512_and_si512(entry, _mm512_set1_epi32(0xffff));
     const __mmask16 emit = _mm512_cmpge_epu32_mask(_mm512_srli_epi32(states, 20), frequency);
@@ -135,15 +135,15 @@ INLINE512 __m512i put16(__m512i states, const uint8_t* symbols, const uint8_t* t
     return _mm512_add_epi32(_mm512_slli_epi32(quotient, kProbabilityBits), offset);
 }
 
-template <bool Tables>
+template <bool ContextTables>
 SHRINKPOINT_AVX512 void encode_all(const uint8_t* symbols, const uint8_t* tables, size_t count,
                                    const PackedTable* packed, uint32_t* states, uint8_t*& next) {
     __m512i first = _mm512_loadu_si512(states), second = _mm512_loadu_si512(states + 16);
     uint8_t* at = next;
     for (size_t i = count; i > 0;) {
         i -= kMaxLanes;
-        second = put16<Tables>(second, symbols + i + 16, from<Tables>(tables, i + 16), packed, at);
-        first = put16<Tables>(first, symbols + i, from<Tables>(tables, i), packed, at);
+        second = put16<ContextTables>(second, symbols + i + 16, from<ContextTables>(tables, i + 16), packed, at);
+        first = put16<ContextTables>(first, symbols + i, from<ContextTables>(tables, i), packed, at);
     }
     next = at;
     _mm512_storeu_si512(states, first);

@@ -2,12 +2,12 @@
 
 #include <algorithm>
 
-#include "codes.hpp"
-#include "delta.hpp"
-#include "fields.hpp"
-#include "level.hpp"
+#include "byte_model.hpp"
+#include "delta_model.hpp"
+#include "bit_fields.hpp"
+#include "exponent_model.hpp"
 #include "predict.hpp"
-#include "words.hpp"
+#include "int_types.hpp"
 
 namespace shrinkpoint {
 

@@ -1,7 +1,7 @@
 // Values <-> tokens, for a short run of positions at a time.
 #pragma once
-#include "bitstream.hpp"
-#include "fields.hpp"
+#include "bit_writer.hpp"
+#include "bit_fields.hpp"
 #include "model.hpp"
 
 namespace shrinkpoint {

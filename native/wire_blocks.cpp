@@ -6,22 +6,22 @@
 #include <limits>
 
 #include "parallel.hpp"
-#include "wire_butterfly.hpp"
-#include "wire_groups.hpp"
-#include "wire_levels.hpp"
+#include "hadamard.hpp"
+#include "wire_reductions.hpp"
+#include "wire_normal_float.hpp"
 
 namespace shrinkpoint {
 
 namespace {
 
 constexpr size_t kSpan = 4096;  // values that are worked on at a time: whole groups, whole tiles
-static_assert(kSpan % kMostGroup == 0 && kSpan % kWireTile == 0);
+static_assert(kSpan % kMaxGroup == 0 && kSpan % kWireTile == 0);
 
 // work(first, count) for all spans of `count` values.
 template <typename Work>
 void by_spans(size_t count, unsigned threads, Work work) {
     const size_t spans = (count + kSpan - 1) / kSpan;
-    parallel(spans, threads, [&](Indices& indices) {
+    parallel(spans, threads, [&](WorkQueue& indices) {
         for (size_t i; indices.take(i);) work(i * kSpan, std::min(kSpan, count - i * kSpan));
     });
 }
@@ -34,47 +34,47 @@ namespace {
 
 // apply(levels) for the levels of so many bits.
 template <typename Apply>
-ALWAYS_INLINE void with_levels(const NormalWire& how, Apply apply) {
-    if (how.bits == 1) apply(Levels<1>(how.centers));
-    if (how.bits == 2) apply(Levels<2>(how.centers));
-    if (how.bits == 3) apply(Levels<4>(how.centers));
-    if (how.bits == 4) apply(Levels<8>(how.centers));
+ALWAYS_INLINE void with_levels(const NormalWire& layout, Apply apply) {
+    if (layout.bits == 1) apply(Levels<1>(layout.centers));
+    if (layout.bits == 2) apply(Levels<2>(layout.centers));
+    if (layout.bits == 3) apply(Levels<4>(layout.centers));
+    if (layout.bits == 4) apply(Levels<8>(layout.centers));
 }
 
 SHRINKPOINT_KERNEL(void, encode_normal_span,
-                   (const NormalWire& how, const float* values, size_t first, size_t count, uint8_t* wire),
-                   (how, values, first, count, wire)) {
+                   (const NormalWire& layout, const float* values, size_t first, size_t count, uint8_t* wire),
+                   (layout, values, first, count, wire)) {
     alignas(64) float copy[kSpan];
     alignas(64) uint8_t codes[kSpan];
-    const float* from = filled_up(values + first, count, std::max(how.group, kWireTile), copy);
-    const size_t tiles = wire_tiles(count), whole = (count + how.group - 1) / how.group * how.group;
+    const float* from = filled_up(values + first, count, std::max(layout.group, kWireTile), copy);
+    const size_t tiles = wire_tiles(count), whole = (count + layout.group - 1) / layout.group * layout.group;
     if (whole < tiles * kWireTile) std::memset(codes + whole, 0, tiles * kWireTile - whole);
-    with_levels(how, [&](const auto& levels) __attribute__((always_inline)) {
-        levels.encode_span(how, from, first, whole, codes, wire + 2 * (first / how.group));
+    with_levels(layout, [&](const auto& levels) __attribute__((always_inline)) {
+        levels.encode_span(layout, from, first, whole, codes, wire + 2 * (first / layout.group));
     });
-    pack_tiles(codes, tiles, how.bits, wire + how.head(), first / kWireTile, wire_tiles(how.count));
+    pack_tiles(codes, tiles, layout.bits, wire + layout.head(), first / kWireTile, wire_tiles(layout.count));
 }
 
 SHRINKPOINT_KERNEL(void, decode_normal_span,
-                   (const NormalWire& how, const uint8_t* wire, size_t first, size_t count, float* values),
-                   (how, wire, first, count, values)) {
+                   (const NormalWire& layout, const uint8_t* wire, size_t first, size_t count, float* values),
+                   (layout, wire, first, count, values)) {
     alignas(64) uint8_t codes[kSpan];
-    unpack_tiles(wire + how.head(), first / kWireTile, wire_tiles(how.count), how.bits, codes, wire_tiles(count));
-    with_levels(how, [&](const auto& levels) __attribute__((always_inline)) {
-        levels.decode_span(how, wire + 2 * (first / how.group), count, codes, values + first);
+    unpack_tiles(wire + layout.head(), first / kWireTile, wire_tiles(layout.count), layout.bits, codes, wire_tiles(count));
+    with_levels(layout, [&](const auto& levels) __attribute__((always_inline)) {
+        levels.decode_span(layout, wire + 2 * (first / layout.group), count, codes, values + first);
     });
 }
 
 }  // namespace
 
-void normal_encode(const NormalWire& how, const float* values, uint8_t* wire, unsigned threads) {
-    by_spans(how.count, threads,
-             [&](size_t first, size_t count) { encode_normal_span(how, values, first, count, wire); });
+void normal_encode(const NormalWire& layout, const float* values, uint8_t* wire, unsigned threads) {
+    by_spans(layout.count, threads,
+             [&](size_t first, size_t count) { encode_normal_span(layout, values, first, count, wire); });
 }
 
-void normal_decode(const NormalWire& how, const uint8_t* wire, float* values, unsigned threads) {
-    by_spans(how.count, threads,
-             [&](size_t first, size_t count) { decode_normal_span(how, wire, first, count, values); });
+void normal_decode(const NormalWire& layout, const uint8_t* wire, float* values, unsigned threads) {
+    by_spans(layout.count, threads,
+             [&](size_t first, size_t count) { decode_normal_span(layout, wire, first, count, values); });
 }
 
 // --- blocks of small floats
@@ -117,7 +117,7 @@ struct Mantissas {
             std::memset(out, 0, count);
             return static_cast<uint8_t>(exponent == kNanBlock ? kNanBlock : 0);
         }
-        float room[kMostGroup];
+        float room[kMaxGroup];
         const float inverse = 1 / step(exponent), coarse = error(values, count, inverse, 1, room);
         const bool finer = error(values, count, inverse, 2, room) * 0.25f < coarse;
         const float parts = finer ? 2.0f : 1.0f;
@@ -135,40 +135,40 @@ struct Mantissas {
 };
 
 SHRINKPOINT_KERNEL(void, encode_block_span,
-                   (const BlockWire& how, const float* values, size_t first, size_t count, uint8_t* wire),
-                   (how, values, first, count, wire)) {
+                   (const BlockWire& layout, const float* values, size_t first, size_t count, uint8_t* wire),
+                   (layout, values, first, count, wire)) {
     alignas(64) float copy[kSpan];
     alignas(64) uint8_t codes[kSpan];
-    const Mantissas mantissas(how.bits);
-    const float* from = filled_up(values + first, count, std::max(how.block, kWireTile), copy);
-    const size_t tiles = wire_tiles(count), whole = (count + how.block - 1) / how.block * how.block;
+    const Mantissas mantissas(layout.bits);
+    const float* from = filled_up(values + first, count, std::max(layout.block, kWireTile), copy);
+    const size_t tiles = wire_tiles(count), whole = (count + layout.block - 1) / layout.block * layout.block;
     if (whole < tiles * kWireTile) std::memset(codes + whole, 0, tiles * kWireTile - whole);
-    for (size_t start = 0; start < whole; start += how.block)
-        wire[(first + start) / how.block] = mantissas.encode(from + start, how.block, codes + start);
-    pack_tiles(codes, tiles, how.bits, wire + how.head(), first / kWireTile, wire_tiles(how.count));
+    for (size_t start = 0; start < whole; start += layout.block)
+        wire[(first + start) / layout.block] = mantissas.encode(from + start, layout.block, codes + start);
+    pack_tiles(codes, tiles, layout.bits, wire + layout.head(), first / kWireTile, wire_tiles(layout.count));
 }
 
 SHRINKPOINT_KERNEL(void, decode_block_span,
-                   (const BlockWire& how, const uint8_t* wire, size_t first, size_t count, float* values),
-                   (how, wire, first, count, values)) {
+                   (const BlockWire& layout, const uint8_t* wire, size_t first, size_t count, float* values),
+                   (layout, wire, first, count, values)) {
     alignas(64) uint8_t codes[kSpan];
-    const Mantissas mantissas(how.bits);
-    unpack_tiles(wire + how.head(), first / kWireTile, wire_tiles(how.count), how.bits, codes, wire_tiles(count));
-    for (size_t start = 0; start < count; start += how.block)
-        mantissas.decode(codes + start, std::min(how.block, count - start), wire[(first + start) / how.block],
+    const Mantissas mantissas(layout.bits);
+    unpack_tiles(wire + layout.head(), first / kWireTile, wire_tiles(layout.count), layout.bits, codes, wire_tiles(count));
+    for (size_t start = 0; start < count; start += layout.block)
+        mantissas.decode(codes + start, std::min(layout.block, count - start), wire[(first + start) / layout.block],
                          values + first + start);
 }
 
 }  // namespace
 
-void blockfloat_encode(const BlockWire& how, const float* values, uint8_t* wire, unsigned threads) {
-    by_spans(how.count, threads,
-             [&](size_t first, size_t count) { encode_block_span(how, values, first, count, wire); });
+void blockfloat_encode(const BlockWire& layout, const float* values, uint8_t* wire, unsigned threads) {
+    by_spans(layout.count, threads,
+             [&](size_t first, size_t count) { encode_block_span(layout, values, first, count, wire); });
 }
 
-void blockfloat_decode(const BlockWire& how, const uint8_t* wire, float* values, unsigned threads) {
-    by_spans(how.count, threads,
-             [&](size_t first, size_t count) { decode_block_span(how, wire, first, count, values); });
+void blockfloat_decode(const BlockWire& layout, const uint8_t* wire, float* values, unsigned threads) {
+    by_spans(layout.count, threads,
+             [&](size_t first, size_t count) { decode_block_span(layout, wire, first, count, values); });
 }
 
 // --- rotations
@@ -183,65 +183,65 @@ ALWAYS_INLINE bool outlying(const float* x, float limit) {
 }
 
 template <size_t size>
-ALWAYS_INLINE void rotate_span(const Rotation& how, const float* values, size_t first, size_t count, float* turned,
+ALWAYS_INLINE void rotate_span(const Rotation& layout, const float* values, size_t first, size_t count, float* turned,
                                uint8_t* flags) {
     for (size_t start = first; start < first + count; start += size) {
         alignas(64) float x[size], copy[size];
         const float* from = filled_up(values + start, std::min(size, first + count - start), size, copy);
-        const bool turn = flags == nullptr || outlying<size>(from, how.limit);
+        const bool turn = flags == nullptr || outlying<size>(from, layout.limit);
         if (flags != nullptr) flags[start / size] = turn;
         if (!turn) {
             std::memcpy(turned + start, from, sizeof x);
             continue;
         }
-        for (size_t i = 0; i < size; ++i) x[i] = from[i] * how.signs[i];
-        butterfly<size>(x);
+        for (size_t i = 0; i < size; ++i) x[i] = from[i] * layout.signs[i];
+        hadamard_transform<size>(x);
         std::memcpy(turned + start, x, sizeof x);
     }
 }
 
 template <size_t size>
-ALWAYS_INLINE void rotate_span_back(const Rotation& how, const float* turned, const uint8_t* flags, size_t first,
+ALWAYS_INLINE void rotate_span_back(const Rotation& layout, const float* turned, const uint8_t* flags, size_t first,
                                     size_t count, float* values) {
     for (size_t start = first; start < first + count; start += size) {
         alignas(64) float x[size];
         std::memcpy(x, turned + start, sizeof x);
         if (flags == nullptr || flags[start / size] != 0) {
-            butterfly<size>(x);
-            for (size_t i = 0; i < size; ++i) x[i] *= how.signs[i];
+            hadamard_transform<size>(x);
+            for (size_t i = 0; i < size; ++i) x[i] *= layout.signs[i];
         }
         std::memcpy(values + start, x, 4 * std::min(size, first + count - start));
     }
 }
 
 SHRINKPOINT_KERNEL(void, rotate_some,
-                   (const Rotation& how, const float* values, size_t first, size_t count, float* turned,
+                   (const Rotation& layout, const float* values, size_t first, size_t count, float* turned,
                     uint8_t* flags),
-                   (how, values, first, count, turned, flags)) {
-    if (how.block == 16) rotate_span<16>(how, values, first, count, turned, flags);
-    if (how.block == 64) rotate_span<64>(how, values, first, count, turned, flags);
-    if (how.block == 256) rotate_span<256>(how, values, first, count, turned, flags);
+                   (layout, values, first, count, turned, flags)) {
+    if (layout.block == 16) rotate_span<16>(layout, values, first, count, turned, flags);
+    if (layout.block == 64) rotate_span<64>(layout, values, first, count, turned, flags);
+    if (layout.block == 256) rotate_span<256>(layout, values, first, count, turned, flags);
 }
 
 SHRINKPOINT_KERNEL(void, rotate_some_back,
-                   (const Rotation& how, const float* turned, const uint8_t* flags, size_t first, size_t count,
+                   (const Rotation& layout, const float* turned, const uint8_t* flags, size_t first, size_t count,
                     float* values),
-                   (how, turned, flags, first, count, values)) {
-    if (how.block == 16) rotate_span_back<16>(how, turned, flags, first, count, values);
-    if (how.block == 64) rotate_span_back<64>(how, turned, flags, first, count, values);
-    if (how.block == 256) rotate_span_back<256>(how, turned, flags, first, count, values);
+                   (layout, turned, flags, first, count, values)) {
+    if (layout.block == 16) rotate_span_back<16>(layout, turned, flags, first, count, values);
+    if (layout.block == 64) rotate_span_back<64>(layout, turned, flags, first, count, values);
+    if (layout.block == 256) rotate_span_back<256>(layout, turned, flags, first, count, values);
 }
 
 }  // namespace
 
-void rotate(const Rotation& how, const float* values, float* turned, uint8_t* flags, unsigned threads) {
-    by_spans(how.count, threads,
-             [&](size_t first, size_t count) { rotate_some(how, values, first, count, turned, flags); });
+void rotate(const Rotation& layout, const float* values, float* turned, uint8_t* flags, unsigned threads) {
+    by_spans(layout.count, threads,
+             [&](size_t first, size_t count) { rotate_some(layout, values, first, count, turned, flags); });
 }
 
-void rotate_back(const Rotation& how, const float* turned, const uint8_t* flags, float* values, unsigned threads) {
-    by_spans(how.count, threads,
-             [&](size_t first, size_t count) { rotate_some_back(how, turned, flags, first, count, values); });
+void rotate_back(const Rotation& layout, const float* turned, const uint8_t* flags, float* values, unsigned threads) {
+    by_spans(layout.count, threads,
+             [&](size_t first, size_t count) { rotate_some_back(layout, turned, flags, first, count, values); });
 }
 
 }  // namespace shrinkpoint

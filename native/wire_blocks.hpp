@@ -8,9 +8,9 @@
 
 namespace shrinkpoint {
 
-constexpr size_t kLeastGroup = 16, kMostGroup = 4096;  // powers of two
+constexpr size_t kLeastGroup = 16, kMaxGroup = 4096;  // powers of two
 
-inline bool is_group(size_t size) { return size >= kLeastGroup && size <= kMostGroup && (size & (size - 1)) == 0; }
+inline bool is_group(size_t size) { return size >= kLeastGroup && size <= kMaxGroup && (size & (size - 1)) == 0; }
 
 struct NormalWire {
     size_t count;          // values
@@ -24,8 +24,8 @@ struct NormalWire {
 };
 
 // `wire` has how.bytes() bytes, of any alignment.
-void normal_encode(const NormalWire& how, const float* values, uint8_t* wire, unsigned threads);
-void normal_decode(const NormalWire& how, const uint8_t* wire, float* values, unsigned threads);
+void normal_encode(const NormalWire& layout, const float* values, uint8_t* wire, unsigned threads);
+void normal_decode(const NormalWire& layout, const uint8_t* wire, float* values, unsigned threads);
 
 struct BlockWire {
     size_t count;   // values
@@ -37,8 +37,8 @@ struct BlockWire {
 };
 
 // `wire` has how.bytes() bytes.
-void blockfloat_encode(const BlockWire& how, const float* values, uint8_t* wire, unsigned threads);
-void blockfloat_decode(const BlockWire& how, const uint8_t* wire, float* values, unsigned threads);
+void blockfloat_encode(const BlockWire& layout, const float* values, uint8_t* wire, unsigned threads);
+void blockfloat_decode(const BlockWire& layout, const uint8_t* wire, float* values, unsigned threads);
 
 struct Rotation {
     size_t count;        // values; the last block is filled up with zeros
@@ -50,7 +50,7 @@ struct Rotation {
 };
 
 // `turned` has how.blocks() * how.block values. `flags`, if any: a byte for each block, whether it is turned.
-void rotate(const Rotation& how, const float* values, float* turned, uint8_t* flags, unsigned threads);
-void rotate_back(const Rotation& how, const float* turned, const uint8_t* flags, float* values, unsigned threads);
+void rotate(const Rotation& layout, const float* values, float* turned, uint8_t* flags, unsigned threads);
+void rotate_back(const Rotation& layout, const float* turned, const uint8_t* flags, float* values, unsigned threads);
 
 }  // namespace shrinkpoint

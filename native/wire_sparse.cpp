@@ -24,8 +24,8 @@ constexpr size_t kCounted = 2048;  // values from which on clearing and reading 
 constexpr size_t kBlock = 64;
 constexpr size_t kShare = 1 << 15;  // values that a thread takes at a time
 
-using Words = std::vector<uint32_t, Uncleared<uint32_t>>;
-using Places = std::vector<int64_t, Uncleared<int64_t>>;
+using Words = std::vector<uint32_t, UninitializedAllocator<uint32_t>>;
+using IndexVector = std::vector<int64_t, UninitializedAllocator<int64_t>>;
 
 size_t bytes_for(uint64_t bits) { return static_cast<size_t>((bits + 7) / 8); }
 
@@ -68,7 +68,7 @@ ALWAYS_INLINE uint64_t reached(const uint32_t* x, size_t count, uint32_t least) 
 }
 
 struct Taken {
-    int64_t* places;
+    int64_t* indices;
     uint8_t* chosen;  // float32 at any address, or null
     size_t left;      // how many more fit
 };
@@ -82,10 +82,10 @@ SHRINKPOINT_KERNEL(void, take,
         const size_t count = end - i;
         uint64_t bits = count >= kBlock ? reached(x + i, kBlock, least) : reached(x + i, count, least);
         for (; bits != 0 && next.left > 0; bits &= bits - 1, --next.left) {
-            const size_t place = i + trailing_zeros(bits);
-            *next.places++ = base + static_cast<int64_t>(place);
+            const size_t index = i + trailing_zeros(bits);
+            *next.indices++ = base + static_cast<int64_t>(index);
             if (next.chosen == nullptr) continue;
-            std::memcpy(next.chosen, x + place, 4);
+            std::memcpy(next.chosen, x + index, 4);
             next.chosen += 4;
         }
     }
@@ -131,9 +131,9 @@ Threshold threshold_of(const uint32_t* x, size_t n, size_t k) {
     return search(within.data(), found, k - above, bucket << kRestBits, kRestBits);
 }
 
-void choose(const uint32_t* x, size_t n, size_t k, int64_t base, int64_t* places, uint8_t* chosen) {
+void choose(const uint32_t* x, size_t n, size_t k, int64_t base, int64_t* indices, uint8_t* chosen) {
     const Threshold threshold = threshold_of(x, n, k);
-    Taken out{places, chosen, k};
+    Taken out{indices, chosen, k};
     if (threshold.exact) return take(x, 0, n, threshold.least, base, out);
     // Of equals the first are kept: as many are dropped from the end as there are above what is wanted.
     size_t surplus = 0;
@@ -145,7 +145,7 @@ void choose(const uint32_t* x, size_t n, size_t k, int64_t base, int64_t* places
     take(x, kept, n, threshold.least + 1, base, out);
 }
 
-// ---- places as bytes
+// ---- indices as bytes
 
 // Sets the bits place(0), place(1), ... place(k - 1), which ascend, of `size` bytes.
 template <typename Place>
@@ -160,12 +160,12 @@ void set_bits(uint8_t* bitmap, size_t size, uint64_t k, Place place) {
     if (k > 0) write();
 }
 
-void write_fields(const PlaceCode& code, const int64_t* places, uint8_t* out) {
+void write_fields(const IndexCode& code, const int64_t* indices, uint8_t* out) {
     const uint64_t mask = (uint64_t{1} << code.width) - 1;
     uint64_t buffer = 0;
     unsigned filled = 0;
     for (uint64_t i = 0; i < code.k; ++i) {
-        buffer |= (static_cast<uint64_t>(places[i]) & mask) << filled;
+        buffer |= (static_cast<uint64_t>(indices[i]) & mask) << filled;
         for (filled += code.width; filled >= 8; filled -= 8, buffer >>= 8) *out++ = static_cast<uint8_t>(buffer);
     }
     if (filled > 0) *out = static_cast<uint8_t>(buffer);
@@ -194,108 +194,108 @@ bool each_bit(const uint8_t* bitmap, size_t size, Use use) {
     return true;
 }
 
-bool ascending(const int64_t* places, uint64_t k, uint64_t n) {
+bool ascending(const int64_t* indices, uint64_t k, uint64_t n) {
     if (k == 0) return true;
-    bool fine = places[0] >= 0;
-    for (uint64_t i = 1; i < k; ++i) fine &= places[i] > places[i - 1];
-    return fine && static_cast<uint64_t>(places[k - 1]) < n;
+    bool fine = indices[0] >= 0;
+    for (uint64_t i = 1; i < k; ++i) fine &= indices[i] > indices[i - 1];
+    return fine && static_cast<uint64_t>(indices[k - 1]) < n;
 }
 
-bool read_bitmap(const PlaceCode& code, const uint8_t* data, int64_t* places) {
+bool read_bitmap(const IndexCode& code, const uint8_t* data, int64_t* indices) {
     uint64_t found = 0;
-    const bool all = each_bit(data, bytes_for(code.n), [&](uint64_t place) {
+    const bool all = each_bit(data, bytes_for(code.n), [&](uint64_t index) {
         if (found == code.k) return false;
-        places[found++] = static_cast<int64_t>(place);
+        indices[found++] = static_cast<int64_t>(index);
         return true;
     });
     return all && found == code.k;
 }
 
-bool read_split(const PlaceCode& code, const uint8_t* data, int64_t* places) {
+bool read_split(const IndexCode& code, const uint8_t* data, int64_t* indices) {
     const size_t low = code.low_size();
     uint64_t found = 0;
-    const bool all = each_bit(data + low, bytes_for(code.bits()), [&](uint64_t place) {
+    const bool all = each_bit(data + low, bytes_for(code.bits()), [&](uint64_t index) {
         if (found == code.k) return false;
-        const uint64_t high = place - found;
-        places[found] = static_cast<int64_t>(high << code.width | field(data, low, code.width, found));
+        const uint64_t high = index - found;
+        indices[found] = static_cast<int64_t>(high << code.width | field(data, low, code.width, found));
         ++found;
         return true;
     });
     return all && found == code.k;
 }
 
-bool read_packed(const PlaceCode& code, const uint8_t* data, int64_t* places) {
+bool read_packed(const IndexCode& code, const uint8_t* data, int64_t* indices) {
     for (uint64_t i = 0; i < code.k; ++i)
-        places[i] = static_cast<int64_t>(field(data, code.low_size(), code.width, i));
+        indices[i] = static_cast<int64_t>(field(data, code.low_size(), code.width, i));
     return true;
 }
 
-bool read_all(const PlaceCode& code, int64_t* places) {
-    for (uint64_t i = 0; i < code.k; ++i) places[i] = static_cast<int64_t>(i);
+bool read_all(const IndexCode& code, int64_t* indices) {
+    for (uint64_t i = 0; i < code.k; ++i) indices[i] = static_cast<int64_t>(i);
     return true;
 }
 
 }  // namespace
 
-size_t PlaceCode::low_size() const {
-    return form == PlaceForm::Packed || form == PlaceForm::Split ? bytes_for(k * width) : 0;
+size_t IndexCode::low_size() const {
+    return form == IndexForm::Packed || form == IndexForm::Split ? bytes_for(k * width) : 0;
 }
 
-uint64_t PlaceCode::bits() const {
-    if (form == PlaceForm::Bitmap) return n;
-    return form == PlaceForm::Split ? k + ((n - 1) >> width) : 0;
+uint64_t IndexCode::bits() const {
+    if (form == IndexForm::Bitmap) return n;
+    return form == IndexForm::Split ? k + ((n - 1) >> width) : 0;
 }
 
-size_t PlaceCode::size() const { return low_size() + bytes_for(bits()); }
+size_t IndexCode::size() const { return low_size() + bytes_for(bits()); }
 
-bool encode_places(const PlaceCode& code, const int64_t* places, uint8_t* out) {
-    if (!ascending(places, code.k, code.n)) return false;
+bool encode_indices(const IndexCode& code, const int64_t* indices, uint8_t* out) {
+    if (!ascending(indices, code.k, code.n)) return false;
     std::memset(out, 0, code.size());
-    if (code.low_size() > 0) write_fields(code, places, out);
+    if (code.low_size() > 0) write_fields(code, indices, out);
     uint8_t* bitmap = out + code.low_size();
-    const auto high = [&](uint64_t i) { return (static_cast<uint64_t>(places[i]) >> code.width) + i; };
-    if (code.form == PlaceForm::Bitmap)
-        set_bits(bitmap, bytes_for(code.bits()), code.k, [&](uint64_t i) { return static_cast<uint64_t>(places[i]); });
-    if (code.form == PlaceForm::Split) set_bits(bitmap, bytes_for(code.bits()), code.k, high);
+    const auto high = [&](uint64_t i) { return (static_cast<uint64_t>(indices[i]) >> code.width) + i; };
+    if (code.form == IndexForm::Bitmap)
+        set_bits(bitmap, bytes_for(code.bits()), code.k, [&](uint64_t i) { return static_cast<uint64_t>(indices[i]); });
+    if (code.form == IndexForm::Split) set_bits(bitmap, bytes_for(code.bits()), code.k, high);
     return true;
 }
 
-bool decode_places(const PlaceCode& code, const uint8_t* data, int64_t* places) {
+bool decode_indices(const IndexCode& code, const uint8_t* data, int64_t* indices) {
     bool fine = false;
     switch (code.form) {
-        case PlaceForm::All: fine = read_all(code, places); break;
-        case PlaceForm::Bitmap: fine = read_bitmap(code, data, places); break;
-        case PlaceForm::Packed: fine = read_packed(code, data, places); break;
-        case PlaceForm::Split: fine = read_split(code, data, places); break;
+        case IndexForm::All: fine = read_all(code, indices); break;
+        case IndexForm::Bitmap: fine = read_bitmap(code, data, indices); break;
+        case IndexForm::Packed: fine = read_packed(code, data, indices); break;
+        case IndexForm::Split: fine = read_split(code, data, indices); break;
     }
-    return fine && ascending(places, code.k, code.n);
+    return fine && ascending(indices, code.k, code.n);
 }
 
-void largest_magnitudes(const uint32_t* values, size_t rows, size_t columns, size_t k, int64_t* places,
+void largest_magnitudes(const uint32_t* values, size_t rows, size_t columns, size_t k, int64_t* indices,
                         uint8_t* chosen, unsigned threads) {
     const size_t share = std::max<size_t>(1, kShare / columns);
-    parallel((rows + share - 1) / share, threads, [&](Indices& indices) {
-        for (size_t index = 0; indices.take(index);)
+    parallel((rows + share - 1) / share, threads, [&](WorkQueue& queue) {
+        for (size_t index = 0; queue.take(index);)
             for (size_t row = index * share; row < std::min(rows, (index + 1) * share); ++row)
-                choose(values + row * columns, columns, k, static_cast<int64_t>(row * columns), places + row * k,
+                choose(values + row * columns, columns, k, static_cast<int64_t>(row * columns), indices + row * k,
                        chosen + 4 * row * k);
     });
 }
 
-bool encode_largest(const PlaceCode& code, const uint32_t* values, size_t rows, uint8_t* out, uint8_t* chosen,
+bool encode_largest(const IndexCode& code, const uint32_t* values, size_t rows, uint8_t* out, uint8_t* chosen,
                     unsigned threads) {
-    Places places(code.k);
-    largest_magnitudes(values, rows, code.n / rows, code.k / rows, places.data(), chosen, threads);
-    return encode_places(code, places.data(), out);
+    IndexVector indices(code.k);
+    largest_magnitudes(values, rows, code.n / rows, code.k / rows, indices.data(), chosen, threads);
+    return encode_indices(code, indices.data(), out);
 }
 
-bool decode_spread(const PlaceCode& code, const uint8_t* data, const uint8_t* chosen, size_t width, uint8_t* out) {
-    Places places(code.k);
-    if (!decode_places(code, data, places.data())) return false;
+bool decode_spread(const IndexCode& code, const uint8_t* data, const uint8_t* chosen, size_t width, uint8_t* out) {
+    IndexVector indices(code.k);
+    if (!decode_indices(code, data, indices.data())) return false;
     std::memset(out, 0, code.n * width);
     const auto put = [&](auto item) {
         for (size_t i = 0; i < code.k; ++i)
-            std::memcpy(out + static_cast<size_t>(places[i]) * sizeof item, chosen + i * sizeof item, sizeof item);
+            std::memcpy(out + static_cast<size_t>(indices[i]) * sizeof item, chosen + i * sizeof item, sizeof item);
     };
     if (width == 2) put(uint16_t{});
     if (width == 4) put(uint32_t{});
@@ -315,10 +315,10 @@ SHRINKPOINT_KERNEL(size_t, count_not_finite, (const uint32_t* x, size_t n), (x, 
     return count;
 }
 
-bool gather(const uint32_t* values, size_t n, const int64_t* places, size_t k, uint32_t* chosen, bool& lost) {
+bool gather(const uint32_t* values, size_t n, const int64_t* indices, size_t k, uint32_t* chosen, bool& lost) {
     for (size_t i = 0; i < k; ++i) {
-        if (static_cast<uint64_t>(places[i]) >= n) return false;
-        chosen[i] = values[places[i]];
+        if (static_cast<uint64_t>(indices[i]) >= n) return false;
+        chosen[i] = values[indices[i]];
     }
     lost = count_not_finite(values, n) > count_not_finite(chosen, k);
     return true;
@@ -333,10 +333,10 @@ SHRINKPOINT_KERNEL(void, fill_ranks, (uint32_t seed, size_t n, uint32_t* out), (
     }
 }
 
-void least_hashes(uint32_t seed, size_t n, size_t k, int64_t* places) {
+void least_hashes(uint32_t seed, size_t n, size_t k, int64_t* indices) {
     Words ranks(n);
     fill_ranks(seed, n, ranks.data());
-    choose(ranks.data(), n, k, 0, places, nullptr);
+    choose(ranks.data(), n, k, 0, indices, nullptr);
 }
 
 }  // namespace shrinkpoint

@@ -1,48 +1,48 @@
-// Some values of many, and where they are: chosen, and the places as bytes of a size known in advance.
+// Some values of many, and where they are: chosen, and the indices as bytes of a size known in advance.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 namespace shrinkpoint {
 
-// How k of n ascending places are written; comm/operators/places.py says how.
-enum class PlaceForm { All, Bitmap, Packed, Split };
+// How k of n ascending indices are written; comm/operators/indices.py says how.
+enum class IndexForm { All, Bitmap, Packed, Split };
 
-struct PlaceCode {
-    PlaceForm form;
+struct IndexCode {
+    IndexForm form;
     uint64_t n, k;
-    unsigned width;  // bits of a field of Packed, or of the lower part of Split; at most kMostPlaceBits
+    unsigned width;  // bits of a field of Packed, or of the lower part of Split; at most kMaxIndexBits
 
     size_t low_size() const;  // bytes of the fields
     uint64_t bits() const;    // of the bitmap
     size_t size() const;      // bytes of everything
 };
 
-constexpr unsigned kMostPlaceBits = 56;
+constexpr unsigned kMaxIndexBits = 56;
 
-// `out` holds code.size() bytes. False if the places are not ascending and below n: then its bytes mean nothing.
-bool encode_places(const PlaceCode& code, const int64_t* places, uint8_t* out);
-// Fills `places`; false if the bytes are not those of k ascending places below n.
-bool decode_places(const PlaceCode& code, const uint8_t* data, int64_t* places);
+// `out` holds code.size() bytes. False if the indices are not ascending and below n: then its bytes mean nothing.
+bool encode_indices(const IndexCode& code, const int64_t* indices, uint8_t* out);
+// Fills `indices`; false if the bytes are not those of k ascending indices below n.
+bool decode_indices(const IndexCode& code, const uint8_t* data, int64_t* indices);
 
 // Of each of `rows` equal parts of float32 values, given as bits, the k of largest magnitude, of equals the first:
-// ascending places in all of them, and the values, at any address. nan is above infinity. 0 < k <= columns < 2^32.
-void largest_magnitudes(const uint32_t* values, size_t rows, size_t columns, size_t k, int64_t* places,
+// ascending indices in all of them, and the values, at any address. nan is above infinity. 0 < k <= columns < 2^32.
+void largest_magnitudes(const uint32_t* values, size_t rows, size_t columns, size_t k, int64_t* indices,
                         uint8_t* chosen, unsigned threads);
 
-// The same of code.n values, code.k in all, and the places as bytes. False if the values changed meanwhile.
-bool encode_largest(const PlaceCode& code, const uint32_t* values, size_t rows, uint8_t* out, uint8_t* chosen,
+// The same of code.n values, code.k in all, and the indices as bytes. False if the values changed meanwhile.
+bool encode_largest(const IndexCode& code, const uint32_t* values, size_t rows, uint8_t* out, uint8_t* chosen,
                     unsigned threads);
 
 // Fills code.n values of `width` bytes (2, 4 or 8): zeros, and code.k chosen ones. False, and nothing is filled, if the
-// bytes are not those of such places.
-bool decode_spread(const PlaceCode& code, const uint8_t* data, const uint8_t* chosen, size_t width, uint8_t* out);
+// bytes are not those of such indices.
+bool decode_spread(const IndexCode& code, const uint8_t* data, const uint8_t* chosen, size_t width, uint8_t* out);
 
-// The values, given as bits, at k places, each once; false if there is no such place. `lost`: whether a value that is
+// The values, given as bits, at k indices, each once; false if there is no such place. `lost`: whether a value that is
 // not finite is at none of them.
-bool gather(const uint32_t* values, size_t n, const int64_t* places, size_t k, uint32_t* chosen, bool& lost);
+bool gather(const uint32_t* values, size_t n, const int64_t* indices, size_t k, uint32_t* chosen, bool& lost);
 
-// The k of n places whose hashes, less the lowest bit, are least, of equals the first. 0 < k <= n < 2^32.
-void least_hashes(uint32_t seed, size_t n, size_t k, int64_t* places);
+// The k of n indices whose hashes, less the lowest bit, are least, of equals the first. 0 < k <= n < 2^32.
+void least_hashes(uint32_t seed, size_t n, size_t k, int64_t* indices);
 
 }  // namespace shrinkpoint

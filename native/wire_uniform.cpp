@@ -6,7 +6,7 @@
 #include <numeric>
 #include <vector>
 
-#include "lattice.hpp"
+#include "lattice_grid.hpp"
 #include "parallel.hpp"
 
 namespace shrinkpoint {
@@ -69,12 +69,12 @@ ALWAYS_INLINE float rounded_up(float value) {
     return float_of(static_cast<int32_t>((static_cast<uint32_t>(bits_of(value)) + kLowHalf) & ~kLowHalf));
 }
 
-ALWAYS_INLINE Range range_of(const UniformWire& how, const Extent& extent) {
+ALWAYS_INLINE Range range_of(const UniformWire& layout, const Extent& extent) {
     const float least = float_of(ordered(extent.least)) + 0.0f, most = float_of(ordered(extent.most));
-    const float levels = static_cast<float>((1u << how.bits) - 1), spare = how.dithered ? 0.5f : 0.0f;
-    const float lo = how.brief ? rounded_down(least) : least;
+    const float levels = static_cast<float>((1u << layout.bits) - 1), spare = layout.dithered ? 0.5f : 0.0f;
+    const float lo = layout.brief ? rounded_down(least) : least;
     float step = (most - lo) / levels;
-    if (how.brief) step = rounded_up(step);
+    if (layout.brief) step = rounded_up(step);
     if (step < kLeastStep) step = 0.0f;
     const float first = lo - step * spare, last = lo + step * (levels + spare);
     if (finite(most - least) && finite(first) && finite(last)) return {lo, step};
@@ -103,32 +103,32 @@ ALWAYS_INLINE float number_at(bool brief, const uint8_t* data, size_t place) {
     return float_of(bits);
 }
 
-ALWAYS_INLINE void put_range(const UniformWire& how, size_t run, const Range& range, size_t runs, uint8_t* wire) {
-    put_number(how.brief, range.lo, run, wire);
-    put_number(how.brief, range.step, runs + run, wire);
+ALWAYS_INLINE void put_range(const UniformWire& layout, size_t run, const Range& range, size_t runs, uint8_t* wire) {
+    put_number(layout.brief, range.lo, run, wire);
+    put_number(layout.brief, range.step, runs + run, wire);
 }
 
-ALWAYS_INLINE Range range_at(const UniformWire& how, const uint8_t* wire, size_t run, size_t runs) {
-    return {number_at(how.brief, wire, run), number_at(how.brief, wire, runs + run)};
+ALWAYS_INLINE Range range_at(const UniformWire& layout, const uint8_t* wire, size_t run, size_t runs) {
+    return {number_at(layout.brief, wire, run), number_at(layout.brief, wire, runs + run)};
 }
 
 // Ranges of the runs [first, last).
 template <bool sixty_four>
-ALWAYS_INLINE void put_ranges_of(const UniformWire& how, const float* values, size_t first, size_t last,
+ALWAYS_INLINE void put_ranges_of(const UniformWire& layout, const float* values, size_t first, size_t last,
                                  uint8_t* wire) {
-    const size_t runs = how.runs();
+    const size_t runs = layout.runs();
     for (size_t run = first; run < last; ++run) {
-        const size_t start = run * how.size, count = sixty_four ? 64 : std::min(how.size, how.count - start);
-        put_range(how, run, range_of(how, extent_of(values + start, count)), runs, wire);
+        const size_t start = run * layout.size, count = sixty_four ? 64 : std::min(layout.size, layout.count - start);
+        put_range(layout, run, range_of(layout, extent_of(values + start, count)), runs, wire);
     }
 }
 
-SHRINKPOINT_KERNEL(void, put_ranges, (const UniformWire& how, const float* values, size_t first, size_t last,
+SHRINKPOINT_KERNEL(void, put_ranges, (const UniformWire& layout, const float* values, size_t first, size_t last,
                                       uint8_t* wire),
-                   (how, values, first, last, wire)) {
-    const size_t whole = how.size == 64 ? std::min(last, how.count / 64) : first;
-    put_ranges_of<true>(how, values, first, whole, wire);
-    put_ranges_of<false>(how, values, whole, last, wire);
+                   (layout, values, first, last, wire)) {
+    const size_t whole = layout.size == 64 ? std::min(last, layout.count / 64) : first;
+    put_ranges_of<true>(layout, values, first, whole, wire);
+    put_ranges_of<false>(layout, values, whole, last, wire);
 }
 
 SHRINKPOINT_KERNEL(Extent, extent, (const float* values, size_t count), (values, count)) {
@@ -162,14 +162,14 @@ ALWAYS_INLINE void codes_of(const float* values, size_t count, const Range& rang
 
 // Codes of [start, start + count), a block, `start` at a tile's beginning; zeros up to a whole tile.
 SHRINKPOINT_KERNEL(void, put_block,
-                   (const UniformWire& how, const float* values, size_t start, size_t count, const float* noise,
+                   (const UniformWire& layout, const float* values, size_t start, size_t count, const float* noise,
                     uint8_t* wire),
-                   (how, values, start, count, noise, wire)) {
+                   (layout, values, start, count, noise, wire)) {
     alignas(64) uint8_t codes[kBlock];
-    const size_t runs = how.runs(), tiles = wire_tiles(count);
-    const int32_t most = (1 << how.bits) - 1;
-    by_runs(how.size, start, count, [&](size_t run, size_t place, size_t here) {
-        const Range range = range_at(how, wire, run, runs);
+    const size_t runs = layout.runs(), tiles = wire_tiles(count);
+    const int32_t most = (1 << layout.bits) - 1;
+    by_runs(layout.size, start, count, [&](size_t run, size_t place, size_t here) {
+        const Range range = range_at(layout, wire, run, runs);
         const float* from = values + start + place;
         if (noise != nullptr)
             codes_of(from, here, range, most, [&](size_t i) { return noise[place + i]; }, codes + place);
@@ -179,7 +179,7 @@ SHRINKPOINT_KERNEL(void, put_block,
             codes_of(from, here, range, most, [](size_t) { return 0.0f; }, codes + place);
     });
     std::memset(codes + count, 0, tiles * kWireTile - count);
-    pack_tiles(codes, tiles, how.bits, wire + how.head(), start / kWireTile, wire_tiles(how.count));
+    pack_tiles(codes, tiles, layout.bits, wire + layout.head(), start / kWireTile, wire_tiles(layout.count));
 }
 
 template <typename Noise>
@@ -189,14 +189,14 @@ ALWAYS_INLINE void values_of(const uint8_t* codes, size_t count, const Range& ra
 }
 
 SHRINKPOINT_KERNEL(void, take_block,
-                   (const UniformWire& how, const uint8_t* wire, size_t start, size_t count, const float* noise,
+                   (const UniformWire& layout, const uint8_t* wire, size_t start, size_t count, const float* noise,
                     float* values),
-                   (how, wire, start, count, noise, values)) {
+                   (layout, wire, start, count, noise, values)) {
     alignas(64) uint8_t codes[kBlock];
-    const size_t runs = how.runs();
-    unpack_tiles(wire + how.head(), start / kWireTile, wire_tiles(how.count), how.bits, codes, wire_tiles(count));
-    by_runs(how.size, start, count, [&](size_t run, size_t place, size_t here) {
-        const Range range = range_at(how, wire, run, runs);
+    const size_t runs = layout.runs();
+    unpack_tiles(wire + layout.head(), start / kWireTile, wire_tiles(layout.count), layout.bits, codes, wire_tiles(count));
+    by_runs(layout.size, start, count, [&](size_t run, size_t place, size_t here) {
+        const Range range = range_at(layout, wire, run, runs);
         float* to = values + start + place;
         if (noise != nullptr)
             values_of(codes + place, here, range, [&](size_t i) { return noise[place + i]; }, to);
@@ -209,37 +209,37 @@ SHRINKPOINT_KERNEL(void, take_block,
 
 // work(start, count, noise) for the blocks of [first, last).
 template <typename Work>
-void by_blocks(const UniformWire& how, size_t first, size_t last, Work work) {
+void by_blocks(const UniformWire& layout, size_t first, size_t last, Work work) {
     alignas(64) float noise[kBlock];
     for (size_t start = first; start < last; start += kBlock) {
         const size_t count = std::min(kBlock, last - start);
-        if (how.dithered) fill_dithers(how.seed, start, count, noise);
-        work(start, count, how.dithered ? noise : nullptr);
+        if (layout.dithered) fill_dithers(layout.seed, start, count, noise);
+        work(start, count, layout.dithered ? noise : nullptr);
     }
 }
 
-void put_codes(const UniformWire& how, const float* values, size_t first, size_t last, uint8_t* wire) {
-    by_blocks(how, first, last, [&](size_t start, size_t count, const float* noise) {
-        put_block(how, values, start, count, noise, wire);
+void put_codes(const UniformWire& layout, const float* values, size_t first, size_t last, uint8_t* wire) {
+    by_blocks(layout, first, last, [&](size_t start, size_t count, const float* noise) {
+        put_block(layout, values, start, count, noise, wire);
     });
 }
 
 // Runs each of which is read by several threads.
-void put_long_ranges(const UniformWire& how, const float* values, uint8_t* wire, unsigned threads) {
-    const size_t size = std::min(how.size, how.count), pieces = (size + kLargePiece - 1) / kLargePiece;
-    const size_t runs = how.runs();
+void put_long_ranges(const UniformWire& layout, const float* values, uint8_t* wire, unsigned threads) {
+    const size_t size = std::min(layout.size, layout.count), pieces = (size + kLargePiece - 1) / kLargePiece;
+    const size_t runs = layout.runs();
     std::vector<Extent> extents(pieces * runs);
-    parallel(extents.size(), threads, [&](Indices& indices) {
+    parallel(extents.size(), threads, [&](WorkQueue& indices) {
         for (size_t index; indices.take(index);) {
             const size_t inside = index % pieces * kLargePiece, start = index / pieces * size + inside;
-            if (start >= how.count) continue;
-            extents[index] = extent(values + start, std::min({kLargePiece, size - inside, how.count - start}));
+            if (start >= layout.count) continue;
+            extents[index] = extent(values + start, std::min({kLargePiece, size - inside, layout.count - start}));
         }
     });
     for (size_t run = 0; run < runs; ++run) {
         Extent whole;
         for (size_t i = 0; i < pieces; ++i) whole.widen(extents[run * pieces + i]);
-        put_range(how, run, range_of(how, whole), runs, wire);
+        put_range(layout, run, range_of(layout, whole), runs, wire);
     }
 }
 
@@ -272,24 +272,24 @@ SHRINKPOINT_KERNEL(void, unpack_planes, (const uint8_t* planes, size_t count, un
     std::memcpy(codes + whole * kWireTile, rest, count % kWireTile);
 }
 
-void uniform_encode(const UniformWire& how, const float* values, uint8_t* wire, unsigned threads) {
-    const size_t whole = whole_piece(how.size, kPiece), piece = whole != 0 ? whole : kLargePiece;
-    if (whole == 0) put_long_ranges(how, values, wire, threads);
-    parallel((how.count + piece - 1) / piece, threads, [&](Indices& indices) {
+void uniform_encode(const UniformWire& layout, const float* values, uint8_t* wire, unsigned threads) {
+    const size_t whole = whole_piece(layout.size, kPiece), piece = whole != 0 ? whole : kLargePiece;
+    if (whole == 0) put_long_ranges(layout, values, wire, threads);
+    parallel((layout.count + piece - 1) / piece, threads, [&](WorkQueue& indices) {
         for (size_t index; indices.take(index);) {
-            const size_t first = index * piece, last = std::min(how.count, first + piece);
-            if (whole != 0) put_ranges(how, values, first / how.size, (last + how.size - 1) / how.size, wire);
-            put_codes(how, values, first, last, wire);
+            const size_t first = index * piece, last = std::min(layout.count, first + piece);
+            if (whole != 0) put_ranges(layout, values, first / layout.size, (last + layout.size - 1) / layout.size, wire);
+            put_codes(layout, values, first, last, wire);
         }
     });
 }
 
-void uniform_decode(const UniformWire& how, const uint8_t* wire, float* values, unsigned threads) {
-    parallel((how.count + kLargePiece - 1) / kLargePiece, threads, [&](Indices& indices) {
+void uniform_decode(const UniformWire& layout, const uint8_t* wire, float* values, unsigned threads) {
+    parallel((layout.count + kLargePiece - 1) / kLargePiece, threads, [&](WorkQueue& indices) {
         for (size_t index; indices.take(index);) {
-            const size_t first = index * kLargePiece, last = std::min(how.count, first + kLargePiece);
-            by_blocks(how, first, last, [&](size_t start, size_t count, const float* noise) {
-                take_block(how, wire, start, count, noise, values);
+            const size_t first = index * kLargePiece, last = std::min(layout.count, first + kLargePiece);
+            by_blocks(layout, first, last, [&](size_t start, size_t count, const float* noise) {
+                take_block(layout, wire, start, count, noise, values);
             });
         }
     });

@@ -273,8 +273,8 @@ Bytes make_floats(Choices& choose, size_t count) {
     return bytes_of_all(out);
 }
 
-Tables make_tables(Choices& choose, unsigned contexts) {
-    Tables out;
+ContextTables make_tables(Choices& choose, unsigned contexts) {
+    ContextTables out;
     const unsigned count = choose.one_in(3) ? 1 : 1 + choose.below(kMaxTables);
     for (unsigned t = 0; t < count; ++t) {
         Histogram histogram{};

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "chunks.hpp"
-#include "cluster.hpp"
+#include "record_codec.hpp"
+#include "context_clustering.hpp"
 #include "model.hpp"
 
 namespace shrinkpoint {
@@ -130,7 +130,7 @@ bool lay_out(const Shapes& shapes, uint64_t count, Factors& out);
 
 // A model that `check` mostly accepts, for values of any kind.
 Model make_model(Choices& choose, bool factors);
-Tables make_tables(Choices& choose, unsigned contexts);
+ContextTables make_tables(Choices& choose, unsigned contexts);
 // Everything but side and codes; `values` are such that the model loses nothing.
 Case make_case(Choices& choose, Bytes& values);
 

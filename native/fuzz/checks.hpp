@@ -46,7 +46,7 @@ void fuzz_planes(Choices& choose);
 void fuzz_normal(Choices& choose);
 void fuzz_blockfloat(Choices& choose);
 void fuzz_rotation(Choices& choose);
-void fuzz_places(Choices& choose);
+void fuzz_indices(Choices& choose);
 void fuzz_largest(Choices& choose);
 
 }  // namespace shrinkpoint

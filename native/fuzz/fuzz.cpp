@@ -3,11 +3,11 @@
 #include <memory>
 #include <vector>
 
-#include "bits.hpp"
+#include "bit_pack.hpp"
 #include "cases.hpp"
 #include "checks.hpp"
-#include "chunks.hpp"
-#include "cluster.hpp"
+#include "record_codec.hpp"
+#include "context_clustering.hpp"
 #include "error.hpp"
 #include "predict.hpp"
 #include "rans.hpp"
@@ -49,7 +49,7 @@ Outcome decode_exactly(const Case& c, unsigned threads, Bytes& values) {
 // The chunks [first, last) of a case alone, of their own codes.
 Outcome decode_chunks(const Case& c, size_t first, size_t last, const Bytes& own, unsigned threads, Bytes& values) {
     const size_t bytes = c.model.width / 8;
-    const Stretch stretch{c.count, c.chunk, first, last};
+    const ChunkRange stretch{c.count, c.chunk, first, last};
     const auto part = [&](const Bytes& all, size_t size) {
         if (all.empty()) return Bytes();
         const auto begin = all.begin() + static_cast<ptrdiff_t>(size * stretch.start());
@@ -68,7 +68,7 @@ Outcome decode_chunks(const Case& c, size_t first, size_t last, const Bytes& own
     if (!passes([&] { check(c.model, arrays, c.has_factors); })) return Outcome::Refused;
     if (c.has_factors && !lay_out(c.shapes, c.count, factors)) return Outcome::Impossible;
     const bool decoded = passes([&] {
-        decode_stretch(c.model, arrays, c.has_factors ? &factors : nullptr, side.data(), c.side.size(), codes.data(),
+        decode_chunks(c.model, arrays, c.has_factors ? &factors : nullptr, side.data(), c.side.size(), codes.data(),
                        own.size(), out.data(), stretch, threads);
     });
     values.assign(out.data(), out.data() + stretch.values() * bytes);
@@ -94,8 +94,8 @@ bool encode_exactly(Choices& choose, Case& c, const Bytes& wanted) {
     }
     const unsigned threads = 1 + (choose.one_in(16) ? 2 : 0);
     if (choose.one_in(8))
-        expect(measure(c.model, arrays, values.data(), c.count, 1 + choose.below(3), threads) >= 0, "a negative size");
-    const Coded coded = encode(c.model, arrays, values.data(), c.count, c.chunk, threads);
+        expect(estimate_bits(c.model, arrays, values.data(), c.count, 1 + choose.below(3), threads) >= 0, "a negative size");
+    const EncodedRecord coded = encode(c.model, arrays, values.data(), c.count, c.chunk, threads);
     c.side.assign(coded.side.begin(), coded.side.end());
     c.codes.assign(coded.codes.begin(), coded.codes.end());
     return true;
@@ -138,7 +138,7 @@ void fuzz_stretch(Choices& choose, const Case& c, const Bytes& values) {
     ptrdiff_t begin = 0, end = 0;
     for (size_t i = 0; i < last; ++i) (i < first ? begin : end) += sizes[i];
     Bytes own(c.codes.begin() + begin, c.codes.begin() + begin + end), decoded;
-    const Stretch stretch{c.count, c.chunk, first, last};
+    const ChunkRange stretch{c.count, c.chunk, first, last};
     const auto from = values.begin() + static_cast<ptrdiff_t>(stretch.start() * bytes);
     const Bytes expected(from, from + static_cast<ptrdiff_t>(stretch.values() * bytes));
     const bool same = decode_chunks(c, first, last, own, 1 + choose.below(2), decoded) == Outcome::Decoded;
@@ -191,10 +191,10 @@ void fuzz_chunks(Choices& choose) {
 
 void fuzz_tables(Choices& choose) {
     const unsigned contexts = 1 + choose.below(kMaxContexts);
-    const Tables tables = make_tables(choose, contexts);
+    const ContextTables tables = make_tables(choose, contexts);
     Bytes written = write_tables(tables);
     const Exact whole(written);
-    const Tables again = read_tables(whole.data(), written.size(), contexts);
+    const ContextTables again = read_tables(whole.data(), written.size(), contexts);
     expect(again.map == tables.map && again.frequencies == tables.frequencies, "tables do not come back");
     for (unsigned i = 0; i < 32; ++i) {
         Bytes mutant = choose.one_in(8) ? choose.bytes(choose.below(64)) : written;
@@ -202,7 +202,7 @@ void fuzz_tables(Choices& choose) {
         const Exact exact(mutant);
         const unsigned asked = choose.one_in(4) ? 1 + choose.below(kMaxContexts) : contexts;
         passes([&] {
-            const Tables read = read_tables(exact.data(), mutant.size(), asked);
+            const ContextTables read = read_tables(exact.data(), mutant.size(), asked);
             std::vector<uint32_t> entries(kProbabilityScale);
             for (const Frequencies& frequencies : read.frequencies) decoder_table(frequencies, entries.data());
             for (const uint8_t table : read.map) expect(table < read.frequencies.size(), "a table that is not there");
@@ -269,7 +269,7 @@ bool decode_streams(Choices& choose, const Stream& a, const Stream* b, const Exa
 }  // namespace
 
 void fuzz_rans(Choices& choose) {
-    const Tables tables = make_tables(choose, 1 + choose.below(16));
+    const ContextTables tables = make_tables(choose, 1 + choose.below(16));
     const bool several = choose.one_in(2);
     const size_t count = choose.one_in(4) ? kFewSymbols + choose.below(3000) : 1 + choose.below(3000);
     const Exact entries(Bytes(4 * kProbabilityScale * tables.frequencies.size()));

@@ -7,14 +7,14 @@
 #include <vector>
 
 #include "checks.hpp"
-#include "lattice.hpp"
-#include "points.hpp"
+#include "lattice_grid.hpp"
+#include "lattice_codec.hpp"
 
 namespace shrinkpoint {
 
 namespace {
 
-constexpr int32_t kMostCode = (1 << 15) - 2;
+constexpr int32_t kMaxCode = (1 << 15) - 2;
 constexpr int16_t kNothing = -127;
 
 // A lattice, and what lies beside its points; an empty array is missing.
@@ -57,7 +57,7 @@ Bytes make_squares(Choices& choose, size_t count, bool tame) {
 
 // Codes near 0 or anywhere, some of them beyond the last one where there is no `limit`.
 Bytes make_codes(Choices& choose, size_t count, bool limit) {
-    const int most = choose.one_in(2) ? 3 : choose.one_in(2) ? 300 : kMostCode;
+    const int most = choose.one_in(2) ? 3 : choose.one_in(2) ? 300 : kMaxCode;
     std::vector<int16_t> out(count);
     for (int16_t& one : out) {
         one = static_cast<int16_t>(static_cast<int>(choose.word() % (2 * most + 1)) - most);
@@ -117,7 +117,7 @@ void guess(const Grid& grid, Stream& out) {
     const Exact squares(grid.squares), parent(grid.parent);
     const Bytes both = same_everywhere([&](unsigned threads) {
         const Exact guesses(Bytes(2 * count, 0xa5)), contexts(Bytes(count, 0xa5));
-        lattice_guess(grid.lattice, known(grid.parent, parent, grid.width), floats_or_null(grid.squares, squares),
+        lattice_predict(grid.lattice, known(grid.parent, parent, grid.width), floats_or_null(grid.squares, squares),
                       reinterpret_cast<int16_t*>(guesses.data()), contexts.data(), {0, count}, threads);
         return joined(guesses, 2 * count, contexts, count);
     });
@@ -132,7 +132,7 @@ bool write(const Grid& grid, const Bytes& codes, const Bytes& expected, Stream& 
     Differences found;
     const Bytes both = same_everywhere([&](unsigned threads) {
         const Exact contexts(Bytes(count, 0xa5)), tokens(Bytes(count, 0xa5));
-        found = lattice_tokens(grid.lattice, known(grid.parent, parent, grid.width),
+        found = lattice_encode(grid.lattice, known(grid.parent, parent, grid.width),
                                floats_or_null(grid.squares, squares),
                                reinterpret_cast<const int16_t*>(points.data()), known(expected, wanted, 4),
                                contexts.data(), tokens.data(), threads);
@@ -154,7 +154,7 @@ std::optional<Bytes> read(const Grid& grid, const Stream& c, unsigned threads) {
     const Exact guesses(c.guesses), tokens(c.tokens), contexts(c.contexts), escapes(c.escapes), squares(grid.squares);
     const Exact values(Bytes(4 * count, 0xa5));
     try {
-        const size_t used = lattice_points(grid.lattice, tokens.data(), contexts.data(),
+        const size_t used = lattice_decode(grid.lattice, tokens.data(), contexts.data(),
                                            reinterpret_cast<const int32_t*>(escapes.data()), c.escapes.size() / 4,
                                            floats_or_null(grid.squares, squares),
                                            reinterpret_cast<int16_t*>(guesses.data()), values.floats(), {0, count}, threads);
@@ -181,7 +181,7 @@ void check_positions(Choices& choose, const Grid& grid, const Stream& c, const B
     const Floats known = grid.parent.empty() ? Floats{} : Floats{parent.data(), grid.width};
     auto* points = reinterpret_cast<int16_t*>(guesses.data());
     const Positions positions{first, count};
-    lattice_guess(grid.lattice, known, factors, points, contexts.data(), positions, 1 + choose.below(2));
+    lattice_predict(grid.lattice, known, factors, points, contexts.data(), positions, 1 + choose.below(2));
     expect(joined(guesses, 2 * count, contexts, count) == [&] {
         Bytes both = part(c.guesses, 2);
         const Bytes under = part(c.contexts, 1);
@@ -189,7 +189,7 @@ void check_positions(Choices& choose, const Grid& grid, const Stream& c, const B
         return both;
     }(), "guesses of some positions differ");
     if (!c.escapes.empty()) return;
-    lattice_points(grid.lattice, tokens.data(), contexts.data(), nullptr, 0, factors, points, values.floats(),
+    lattice_decode(grid.lattice, tokens.data(), contexts.data(), nullptr, 0, factors, points, values.floats(),
                    positions, 1 + choose.below(2));
     expect(joined(guesses, 2 * count, values, 0) == part(codes, 2), "points of some positions differ");
     expect(joined(values, 4 * count, values, 0) == part(values_of(grid, codes), 4), "values of some positions differ");
@@ -207,7 +207,7 @@ void read_mutants(Choices& choose, const Grid& grid, const Stream& c) {
         if (choose.one_in(4)) expect(read(grid, mutant, 3) == made, "threads differ");
         if (!made) continue;
         const std::vector<int16_t> codes = elements<int16_t>(Bytes(made->begin(), made->end() - 4 * grid.count()));
-        for (const int16_t code : codes) expect(std::abs(code) <= kMostCode, "a point that is too far out");
+        for (const int16_t code : codes) expect(std::abs(code) <= kMaxCode, "a point that is too far out");
     }
 }
 
@@ -251,7 +251,7 @@ Bytes nearest(const Grid& grid, const Bytes& wanted, unsigned width, const Bytes
     const Exact values(wanted), squares(grid.squares), old(before);
     Bytes out = same_everywhere([&](unsigned threads) {
         const Exact codes(Bytes(2 * count, 0xa5));
-        fits = lattice_nearest(grid.lattice, {values.data(), width}, floats_or_null(grid.squares, squares),
+        fits = lattice_quantize(grid.lattice, {values.data(), width}, floats_or_null(grid.squares, squares),
                                before.empty() ? nullptr : reinterpret_cast<const int16_t*>(old.data()), hold,
                                reinterpret_cast<int16_t*>(codes.data()), threads);
         Bytes made(codes.data(), codes.data() + 2 * count);
@@ -293,7 +293,7 @@ void check_nearest(Choices& choose, const Grid& grid) {
 void check_points_stay(Choices& choose, const Grid& grid) {
     if (!grid.tame) return;
     std::vector<int16_t> codes = elements<int16_t>(make_codes(choose, grid.count(), true));
-    for (int16_t& code : codes) code = std::clamp<int16_t>(code, 1 - kMostCode, kMostCode - 1);
+    for (int16_t& code : codes) code = std::clamp<int16_t>(code, 1 - kMaxCode, kMaxCode - 1);
     bool fits = false;
     const Bytes all = bytes_of_all(codes), back = nearest(grid, values_of(grid, all), 4, Bytes(), 0.5f, fits);
     expect(fits && back == all, "points move");

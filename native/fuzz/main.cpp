@@ -79,7 +79,7 @@ void fuzz_wire(Choices& choose) {
         case 2: return fuzz_normal(choose);
         case 3: return fuzz_blockfloat(choose);
         case 4: return fuzz_rotation(choose);
-        case 5: return fuzz_places(choose);
+        case 5: return fuzz_indices(choose);
         default: return fuzz_largest(choose);
     }
 }

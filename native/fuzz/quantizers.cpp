@@ -3,9 +3,9 @@
 #include <cmath>
 #include <vector>
 
-#include "bitsource.hpp"
+#include "bit_reader.hpp"
 #include "checks.hpp"
-#include "cyclic.hpp"
+#include "cyclic_delta.hpp"
 #include "huffman.hpp"
 #include "kmeans.hpp"
 
@@ -49,7 +49,7 @@ Bytes make_codes(Choices& choose, size_t count, unsigned modulus) {
 }
 
 struct Stream {
-    Cyclic form;
+    CyclicDelta form;
     Bytes previous, data;
     size_t count;
     bool has_previous;
@@ -131,10 +131,10 @@ void fuzz_kmeans(Choices& choose) {
         weights.push_back(choose.one_in(3) ? 0 : static_cast<double>(choose.below(1000)));
     }
     std::sort(values.begin(), values.end());
-    const Points points{values.data(), weights.data(), values.size()};
+    const WeightedSamples points{values.data(), weights.data(), values.size()};
     const unsigned k = 1 + choose.below(256);
     if (std::all_of(weights.begin(), weights.end(), [](double w) { return w == 0; })) return;
-    const std::vector<double> start = kmeans_start(points, k, choose.word(), choose.one_in(2));
+    const std::vector<double> start = kmeans_plus_plus(points, k, choose.word(), choose.one_in(2));
     const std::vector<double> centers = kmeans(points, start, choose.below(60), choose.one_in(2) ? 0 : 1e-6);
     for (const std::vector<double>* one : {&start, &centers}) {
         expect(one->size() == k && std::is_sorted(one->begin(), one->end()), "centers that do not ascend");

@@ -41,34 +41,34 @@ float brief_at(const Bytes& wire, size_t place) {
 
 // A message of values, and values of a message, with every buffer of exactly its size and at any address.
 template <typename How, typename Encode>
-Bytes encoded(Choices& choose, const How& how, const Bytes& values, Encode encode) {
+Bytes encoded(Choices& choose, const How& layout, const Bytes& values, Encode encode) {
     const Exact from(values);
     const size_t shift = choose.below(8);
     return same_everywhere([&](unsigned threads) {
-        const Unaligned wire(shift, Bytes(how.bytes(), 0xa5));
-        encode(how, from.floats(), wire.data(), threads);
-        return Bytes(wire.data(), wire.data() + how.bytes());
+        const Unaligned wire(shift, Bytes(layout.bytes(), 0xa5));
+        encode(layout, from.floats(), wire.data(), threads);
+        return Bytes(wire.data(), wire.data() + layout.bytes());
     });
 }
 
 template <typename How, typename Decode>
-Bytes decoded_once(Choices& choose, const How& how, const Bytes& wire, Decode decode, unsigned threads) {
+Bytes decoded_once(Choices& choose, const How& layout, const Bytes& wire, Decode decode, unsigned threads) {
     const Unaligned from(choose.below(8), wire);
-    const Exact values(Bytes(4 * how.count, 0xa5));
-    decode(how, from.data(), values.floats(), threads);
-    return Bytes(values.data(), values.data() + 4 * how.count);
+    const Exact values(Bytes(4 * layout.count, 0xa5));
+    decode(layout, from.data(), values.floats(), threads);
+    return Bytes(values.data(), values.data() + 4 * layout.count);
 }
 
 template <typename How, typename Decode>
-Bytes decoded(Choices& choose, const How& how, const Bytes& wire, Decode decode) {
-    return same_everywhere([&](unsigned threads) { return decoded_once(choose, how, wire, decode, threads); });
+Bytes decoded(Choices& choose, const How& layout, const Bytes& wire, Decode decode) {
+    return same_everywhere([&](unsigned threads) { return decoded_once(choose, layout, wire, decode, threads); });
 }
 
 // Bytes that nobody sent, as messages of `how` or of what it could be; `change` may make something else of it.
 template <typename How, typename Decode, typename Change>
-void decode_mutants(Choices& choose, const How& how, const Bytes& wire, Decode decode, Change change) {
+void decode_mutants(Choices& choose, const How& layout, const Bytes& wire, Decode decode, Change change) {
     for (unsigned i = 0; i < 6; ++i) {
-        How other = how;
+        How other = layout;
         if (choose.one_in(3)) change(other);
         const Bytes mutant = mutant_of(choose, wire, other.bytes());
         const Bytes values = decoded_once(choose, other, mutant, decode, 1);
@@ -99,25 +99,25 @@ UniformWire make_uniform(Choices& choose, size_t count) {
             static_cast<uint32_t>(choose.word())};
 }
 
-void change(Choices& choose, UniformWire& how) {
+void change(Choices& choose, UniformWire& layout) {
     switch (choose.below(5)) {
-        case 0: how.count = choose.one_in(2) ? how.count + 1 : make_count(choose); break;
-        case 1: how.size = make_run(choose, how.count); break;
-        case 2: how.bits = 1 + choose.below(8); break;
-        case 3: how.brief = !how.brief; break;
-        default: how.dithered = !how.dithered;
+        case 0: layout.count = choose.one_in(2) ? layout.count + 1 : make_count(choose); break;
+        case 1: layout.size = make_run(choose, layout.count); break;
+        case 2: layout.bits = 1 + choose.below(8); break;
+        case 3: layout.brief = !layout.brief; break;
+        default: layout.dithered = !layout.dithered;
     }
 }
 
-float step_of(const UniformWire& how, const Bytes& wire, size_t run) {
-    if (how.brief) return brief_at(wire, 2 * (how.runs() + run));
+float step_of(const UniformWire& layout, const Bytes& wire, size_t run) {
+    if (layout.brief) return brief_at(wire, 2 * (layout.runs() + run));
     float out;
-    std::memcpy(&out, wire.data() + 4 * (how.runs() + run), 4);
+    std::memcpy(&out, wire.data() + 4 * (layout.runs() + run), 4);
     return out;
 }
 
-void check_run(const UniformWire& how, const float* wanted, const float* found, size_t count, float step) {
-    const float levels = static_cast<float>((1u << how.bits) - 1), most = largest(wanted, count);
+void check_run(const UniformWire& layout, const float* wanted, const float* found, size_t count, float step) {
+    const float levels = static_cast<float>((1u << layout.bits) - 1), most = largest(wanted, count);
     const bool lost = std::isnan(found[0]);
     for (size_t i = 0; i < count; ++i) expect(std::isnan(found[i]) == lost, "a part of a run is lost");
     expect(finite(wanted, count) || lost, "a run holds what is not finite, and is not lost");
@@ -137,17 +137,17 @@ struct NormalCase : NormalWire {
     float levels[8];
 };
 
-void set_levels(Choices& choose, NormalCase& how, bool tame) {
+void set_levels(Choices& choose, NormalCase& layout, bool tame) {
     const Bytes any = make_floats(choose, 8);
-    std::memcpy(how.levels, any.data(), sizeof how.levels);
+    std::memcpy(layout.levels, any.data(), sizeof layout.levels);
     float last = 0;
-    for (float& level : how.levels)
+    for (float& level : layout.levels)
         if (tame) level = last += static_cast<float>(1 + choose.below(100)) / 100;
 }
 
 size_t make_group(Choices& choose) { return choose.one_in(3) ? 64 : kLeastGroup << choose.below(9); }
 
-void check_group(const NormalCase& how, const float* wanted, const float* found, size_t count, float scale) {
+void check_group(const NormalCase& layout, const float* wanted, const float* found, size_t count, float scale) {
     const bool lost = std::isnan(scale), fine = finite(wanted, count);
     const float most = largest(wanted, count);
     expect(fine || lost, "a group holds what is not finite, and is not lost");
@@ -157,37 +157,37 @@ void check_group(const NormalCase& how, const float* wanted, const float* found,
         if (lost || scale == 0) continue;
         const double size = std::fabs(static_cast<double>(wanted[i])), off = std::abs(size - std::fabs(found[i]));
         expect(std::signbit(found[i]) == (wanted[i] < 0), "a sign is wrong");
-        for (size_t k = 0; k < size_t{1} << (how.bits - 1); ++k) {
-            const double other = std::abs(size - static_cast<double>(how.levels[k]) * scale);
+        for (size_t k = 0; k < size_t{1} << (layout.bits - 1); ++k) {
+            const double other = std::abs(size - static_cast<double>(layout.levels[k]) * scale);
             expect(most > kNearInfinity || off <= other + 1e-5 * (size + scale), "not the nearest level");
         }
     }
 }
 
-void encode_normal(const NormalCase& how, const float* values, uint8_t* wire, unsigned threads) {
-    const Bytes levels = bytes_of_all(std::vector<float>(how.levels, how.levels + (1 << (how.bits - 1))));
+void encode_normal(const NormalCase& layout, const float* values, uint8_t* wire, unsigned threads) {
+    const Bytes levels = bytes_of_all(std::vector<float>(layout.levels, layout.levels + (1 << (layout.bits - 1))));
     const Exact centers(levels);
-    NormalWire told = how;
+    NormalWire told = layout;
     told.centers = centers.floats();
     normal_encode(told, values, wire, threads);
 }
 
-void decode_normal(const NormalCase& how, const uint8_t* wire, float* values, unsigned threads) {
-    const Bytes levels = bytes_of_all(std::vector<float>(how.levels, how.levels + (1 << (how.bits - 1))));
+void decode_normal(const NormalCase& layout, const uint8_t* wire, float* values, unsigned threads) {
+    const Bytes levels = bytes_of_all(std::vector<float>(layout.levels, layout.levels + (1 << (layout.bits - 1))));
     const Exact centers(levels);
-    NormalWire told = how;
+    NormalWire told = layout;
     told.centers = centers.floats();
     normal_decode(told, wire, values, threads);
 }
 
 // ---- blocks of small floats
 
-void check_block(const BlockWire& how, const float* wanted, const float* found, size_t count, unsigned exponent) {
+void check_block(const BlockWire& layout, const float* wanted, const float* found, size_t count, unsigned exponent) {
     const bool fine = finite(wanted, count);
     expect(fine == (exponent != 255), "a block is lost, or one that should be is not");
-    const int octave = static_cast<int>(exponent) - 125 - static_cast<int>(how.bits);
+    const int octave = static_cast<int>(exponent) - 125 - static_cast<int>(layout.bits);
     const float step = exponent == 0 || !fine ? 0.0f : std::ldexp(1.0f, octave);
-    const float most = step * static_cast<float>((1u << (how.bits - 1)) - 1);
+    const float most = step * static_cast<float>((1u << (layout.bits - 1)) - 1);
     for (size_t i = 0; i < count; ++i) {
         expect(std::isnan(found[i]) != fine, "a part of a block is lost");
         if (!fine) continue;
@@ -201,22 +201,22 @@ void check_block(const BlockWire& how, const float* wanted, const float* found, 
 // ---- rotations
 
 struct Turn {
-    Rotation how;
+    Rotation layout;
     bool flagged;
     Bytes signs;
 
-    size_t room() const { return how.blocks() * how.block; }
+    size_t room() const { return layout.blocks() * layout.block; }
 };
 
 Bytes turned(const Turn& c, const Bytes& values) {
     const Exact from(values), signs(c.signs);
-    Rotation how = c.how;
-    how.signs = signs.floats();
+    Rotation layout = c.layout;
+    layout.signs = signs.floats();
     return same_everywhere([&](unsigned threads) {
-        const Exact out(Bytes(4 * c.room(), 0xa5)), flags(Bytes(c.flagged ? how.blocks() : 0, 0xa5));
-        rotate(how, from.floats(), out.floats(), c.flagged ? flags.data() : nullptr, threads);
+        const Exact out(Bytes(4 * c.room(), 0xa5)), flags(Bytes(c.flagged ? layout.blocks() : 0, 0xa5));
+        rotate(layout, from.floats(), out.floats(), c.flagged ? flags.data() : nullptr, threads);
         Bytes all(out.data(), out.data() + 4 * c.room());
-        if (c.flagged) all.insert(all.end(), flags.data(), flags.data() + how.blocks());
+        if (c.flagged) all.insert(all.end(), flags.data(), flags.data() + layout.blocks());
         return all;
     });
 }
@@ -225,18 +225,18 @@ Bytes turned(const Turn& c, const Bytes& values) {
 Bytes turned_back(const Turn& c, const Bytes& message, unsigned threads) {
     const auto border = message.begin() + static_cast<ptrdiff_t>(4 * c.room());
     const Exact from(Bytes(message.begin(), border)), flags(Bytes(border, message.end())), signs(c.signs);
-    const Exact out(Bytes(4 * c.how.count, 0xa5));
-    Rotation how = c.how;
-    how.signs = signs.floats();
-    rotate_back(how, from.floats(), c.flagged ? flags.data() : nullptr, out.floats(), threads);
-    return Bytes(out.data(), out.data() + 4 * how.count);
+    const Exact out(Bytes(4 * c.layout.count, 0xa5));
+    Rotation layout = c.layout;
+    layout.signs = signs.floats();
+    rotate_back(layout, from.floats(), c.flagged ? flags.data() : nullptr, out.floats(), threads);
+    return Bytes(out.data(), out.data() + 4 * layout.count);
 }
 
 void check_turns(const Turn& c, const Bytes& values, const Bytes& message, const Bytes& back) {
     const std::vector<float> wanted = elements<float>(values), found = elements<float>(back);
-    for (size_t start = 0; start < c.how.count; start += c.how.block) {
-        const size_t count = std::min(c.how.block, c.how.count - start);
-        const bool stays = c.flagged && message[4 * c.room() + start / c.how.block] == 0;
+    for (size_t start = 0; start < c.layout.count; start += c.layout.block) {
+        const size_t count = std::min(c.layout.block, c.layout.count - start);
+        const bool stays = c.flagged && message[4 * c.room() + start / c.layout.block] == 0;
         const float most = largest(&wanted[start], count);
         if (stays) {
             expect(std::memcmp(&wanted[start], &found[start], 4 * count) == 0, "a block changes that is not turned");
@@ -247,15 +247,15 @@ void check_turns(const Turn& c, const Bytes& values, const Bytes& message, const
             expect(fine || !std::isfinite(found[i]), "what is not finite does not take its block along");
             if (!fine || most > kNearInfinity / 256) continue;
             const double off = std::abs(static_cast<double>(wanted[i]) - found[i]);
-            expect(off <= static_cast<double>(c.how.block) * (most * 0x1p-20 + 0x1p-140), "a block does not come back");
+            expect(off <= static_cast<double>(c.layout.block) * (most * 0x1p-20 + 0x1p-140), "a block does not come back");
         }
     }
 }
 
 Turn make_turn(Choices& choose, size_t count) {
     Turn out{{count, size_t{16} << 2 * choose.below(3), nullptr, 0}, choose.one_in(2), {}};
-    out.how.limit = static_cast<float>(choose.below(1000)) / 100 / static_cast<float>(out.how.block);
-    std::vector<float> signs(out.how.block);
+    out.layout.limit = static_cast<float>(choose.below(1000)) / 100 / static_cast<float>(out.layout.block);
+    std::vector<float> signs(out.layout.block);
     for (float& sign : signs) sign = choose.one_in(2) ? 1.0f : -1.0f;
     out.signs = bytes_of_all(signs);
     return out;
@@ -265,15 +265,15 @@ Turn make_turn(Choices& choose, size_t count) {
 
 void fuzz_uniform(Choices& choose) {
     const size_t count = make_count(choose);
-    const UniformWire how = make_uniform(choose, count);
-    const Bytes values = make_floats(choose, count), wire = encoded(choose, how, values, uniform_encode);
-    const Bytes back = decoded(choose, how, wire, uniform_decode);
+    const UniformWire layout = make_uniform(choose, count);
+    const Bytes values = make_floats(choose, count), wire = encoded(choose, layout, values, uniform_encode);
+    const Bytes back = decoded(choose, layout, wire, uniform_decode);
     const std::vector<float> wanted = elements<float>(values), found = elements<float>(back);
-    for (size_t run = 0; run < how.runs(); ++run) {
-        const size_t start = run * how.size, here = std::min(how.size, count - start);
-        check_run(how, &wanted[start], &found[start], here, step_of(how, wire, run));
+    for (size_t run = 0; run < layout.runs(); ++run) {
+        const size_t start = run * layout.size, here = std::min(layout.size, count - start);
+        check_run(layout, &wanted[start], &found[start], here, step_of(layout, wire, run));
     }
-    decode_mutants(choose, how, wire, uniform_decode, [&](UniformWire& other) { change(choose, other); });
+    decode_mutants(choose, layout, wire, uniform_decode, [&](UniformWire& other) { change(choose, other); });
 }
 
 void fuzz_planes(Choices& choose) {
@@ -303,37 +303,37 @@ void fuzz_planes(Choices& choose) {
 
 void fuzz_normal(Choices& choose) {
     const bool tame = !choose.one_in(4);
-    NormalCase how{{make_count(choose), make_group(choose), 1 + choose.below(4), nullptr}, {}};
-    set_levels(choose, how, tame);
-    const Bytes values = make_floats(choose, how.count), wire = encoded(choose, how, values, encode_normal);
+    NormalCase layout{{make_count(choose), make_group(choose), 1 + choose.below(4), nullptr}, {}};
+    set_levels(choose, layout, tame);
+    const Bytes values = make_floats(choose, layout.count), wire = encoded(choose, layout, values, encode_normal);
     const auto change = [&](NormalCase& other) {
         if (choose.one_in(2)) other.count = make_count(choose);
         if (choose.one_in(2)) other.group = make_group(choose);
         if (choose.one_in(2)) other.bits = 1 + choose.below(4);
         if (choose.one_in(2)) set_levels(choose, other, false);
     };
-    decode_mutants(choose, how, wire, decode_normal, change);
+    decode_mutants(choose, layout, wire, decode_normal, change);
     if (!tame) return;
-    const Bytes back = decoded(choose, how, wire, decode_normal);
+    const Bytes back = decoded(choose, layout, wire, decode_normal);
     const std::vector<float> wanted = elements<float>(values), found = elements<float>(back);
-    for (size_t start = 0; start < how.count; start += how.group)
-        check_group(how, &wanted[start], &found[start], std::min(how.group, how.count - start),
-                    brief_at(wire, 2 * (start / how.group)));
+    for (size_t start = 0; start < layout.count; start += layout.group)
+        check_group(layout, &wanted[start], &found[start], std::min(layout.group, layout.count - start),
+                    brief_at(wire, 2 * (start / layout.group)));
 }
 
 void fuzz_blockfloat(Choices& choose) {
-    const BlockWire how{make_count(choose), make_group(choose), 2 + choose.below(7)};
-    const Bytes values = make_floats(choose, how.count), wire = encoded(choose, how, values, blockfloat_encode);
-    const Bytes back = decoded(choose, how, wire, blockfloat_decode);
+    const BlockWire layout{make_count(choose), make_group(choose), 2 + choose.below(7)};
+    const Bytes values = make_floats(choose, layout.count), wire = encoded(choose, layout, values, blockfloat_encode);
+    const Bytes back = decoded(choose, layout, wire, blockfloat_decode);
     const std::vector<float> wanted = elements<float>(values), found = elements<float>(back);
     bool stays = true;  // the least exponents may become 0 when they are sent again
-    for (size_t start = 0; start < how.count; start += how.block) {
-        const uint8_t exponent = wire[start / how.block];
-        check_block(how, &wanted[start], &found[start], std::min(how.block, how.count - start), exponent);
+    for (size_t start = 0; start < layout.count; start += layout.block) {
+        const uint8_t exponent = wire[start / layout.block];
+        check_block(layout, &wanted[start], &found[start], std::min(layout.block, layout.count - start), exponent);
         stays &= exponent == 0 || exponent > 16;
     }
-    expect(!stays || encoded(choose, how, back, blockfloat_encode) == wire, "what is on a grid moves");
-    decode_mutants(choose, how, wire, blockfloat_decode, [&](BlockWire& other) {
+    expect(!stays || encoded(choose, layout, back, blockfloat_encode) == wire, "what is on a grid moves");
+    decode_mutants(choose, layout, wire, blockfloat_decode, [&](BlockWire& other) {
         if (choose.one_in(2)) other.count = make_count(choose);
         if (choose.one_in(2)) other.block = make_group(choose);
         other.bits = 2 + choose.below(7);
@@ -349,7 +349,7 @@ void fuzz_rotation(Choices& choose) {
     for (unsigned i = 0; i < 4; ++i) {
         Turn other = c;
         if (choose.one_in(3)) other = make_turn(choose, make_count(choose));
-        const Bytes mutant = mutant_of(choose, message, 4 * other.room() + (other.flagged ? other.how.blocks() : 0));
+        const Bytes mutant = mutant_of(choose, message, 4 * other.room() + (other.flagged ? other.layout.blocks() : 0));
         same_everywhere([&](unsigned threads) { return turned_back(other, mutant, threads); });
     }
 }

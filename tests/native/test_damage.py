@@ -175,7 +175,7 @@ def test_a_model_that_no_encoder_writes_is_corrupt(fields: dict[str, Any]) -> No
     with pytest.raises(Corrupt):
         _native.encode(model(**fields), values)
     with pytest.raises(Corrupt):
-        _native.measure(model(**fields), values)
+        _native.estimate_bits(model(**fields), values)
     with pytest.raises(Corrupt):
         _native.decode(model(**fields), b"", b"", values)
 
@@ -200,8 +200,8 @@ BASED = {"tokens": Tokens.DELTA, "predictor": Predictor.BASE}
 WRONG: dict[str, Callable[[], Any]] = {
     "nothing to encode": lambda: _native.encode(model(), b""),
     "nothing to decode": lambda: _native.decode(model(), b"", b"", np.zeros(0, np.uint8)),
-    "nothing to measure": lambda: _native.measure(model(), b""),
-    "stride": lambda: _native.measure(model(), WORDS, stride=0),
+    "nothing to measure": lambda: _native.estimate_bits(model(), b""),
+    "stride": lambda: _native.estimate_bits(model(), WORDS, stride=0),
     "chunk": lambda: _native.encode(model(), WORDS, chunk=0),
     "chunk to decode": lambda: _native.decode(model(), b"", b"", WORDS.copy(), chunk=0),
     "part of a value": lambda: _native.encode(model(), bytes(7)),
@@ -238,7 +238,7 @@ def test_a_wrong_argument_is_refused(call: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("count", [8, 15, 17, 4096])
-@pytest.mark.parametrize("code", [_native.encode, _native.measure])
+@pytest.mark.parametrize("code", [_native.encode, _native.estimate_bits])
 def test_factors_that_belong_to_other_values_are_refused(code: Callable[..., Any], count: int) -> None:
     level = model(tokens=Tokens.LEVEL)
     factors = _native.fit_factors(level, WORDS, [(4, 4)])

@@ -44,7 +44,7 @@ def points(draw: st.DrawFn, most: int = 60) -> tuple[Floats, Floats]:
 @given(points(), st.integers(1, 20), st.integers(0, 2**64 - 1), st.integers(0, 8))
 def test_native_moves_centers_as_the_twin_does(some: tuple[Floats, Floats], k: int, seed: int, n: int) -> None:
     values, weights = some
-    start = _native.kmeans_start(values, weights, k, seed=seed, squared=True)
+    start = _native.kmeans_plus_plus(values, weights, k, seed=seed, squared=True)
     # From places in between, since a value in the middle of two others may fall to either by a rounding.
     start = np.sort(start + np.random.default_rng(seed).standard_normal(k) * 1e-3 * np.abs(values).max())
     expected = twin.kmeans(values.tolist(), weights.tolist(), start.tolist(), n)
@@ -55,7 +55,7 @@ def test_native_moves_centers_as_the_twin_does(some: tuple[Floats, Floats], k: i
 @given(points(), st.integers(1, 40), st.integers(0, 2**64 - 1), st.booleans())
 def test_native_starts_where_the_twin_does(some: tuple[Floats, Floats], k: int, seed: int, squared: bool) -> None:
     values, weights = some
-    start = _native.kmeans_start(values, weights, k, seed=seed, squared=squared)
+    start = _native.kmeans_plus_plus(values, weights, k, seed=seed, squared=squared)
     assert start.tolist() == twin.start(values.tolist(), weights.tolist(), k, seed, squared)
 
 
@@ -65,7 +65,7 @@ def test_there_are_always_k_centers_in_order_and_they_only_improve(
     some: tuple[Floats, Floats], k: int, seed: int, squared: bool
 ) -> None:
     values, weights = some
-    start = _native.kmeans_start(values, weights, k, seed=seed, squared=squared)
+    start = _native.kmeans_plus_plus(values, weights, k, seed=seed, squared=squared)
     assert set(start) <= set(values[weights > 0])
     costs = []
     for iterations in (0, 1, 2, 50):
@@ -80,7 +80,7 @@ def test_every_value_that_weighs_something_is_a_center_when_there_are_enough() -
     values, weights = doubles(-1, -1, 0, 2, 2, 5), doubles(1, 2, 0, 1, 0, 1e-3)
     for squared in (False, True):
         for seed in range(20):
-            start = _native.kmeans_start(values, weights, 6, seed=seed, squared=squared)
+            start = _native.kmeans_plus_plus(values, weights, 6, seed=seed, squared=squared)
             assert start.tolist() == [-1, 2, 5, 5, 5, 5]
     assert run(values, weights, doubles(-1, 2, 5, 5, 5, 5), 9).tolist() == [-1, 2, 5, 5, 5, 5]
 
@@ -103,7 +103,7 @@ def test_iterations_end_when_the_cost_falls_by_less_than_the_tolerance() -> None
     random = np.random.default_rng(1)
     values = np.sort(random.standard_normal(3000))
     weights = np.ones_like(values)
-    start = _native.kmeans_start(values, weights, 16, seed=1, squared=True)
+    start = _native.kmeans_plus_plus(values, weights, 16, seed=1, squared=True)
     one, many = run(values, weights, start, 1), run(values, weights, start, 2000)
     assert run(values, weights, start, 50, tolerance=2.0).tolist() == one.tolist()
     ended = run(values, weights, start, 2000, tolerance=1e-3)
@@ -117,7 +117,7 @@ def test_clusters_far_apart_are_found() -> None:
     middles = np.arange(8) * 100.0
     values = np.sort((middles[:, None] + random.standard_normal((8, 50))).ravel())
     weights = random.integers(1, 9, values.size).astype(np.float64)
-    start = _native.kmeans_start(values, weights, 8, seed=3, squared=True)
+    start = _native.kmeans_plus_plus(values, weights, 8, seed=3, squared=True)
     centers = run(values, weights, start, 50, 1e-9)
     np.testing.assert_allclose(centers, middles, atol=1)
 
@@ -144,13 +144,13 @@ WRONG: dict[str, Callable[[], Any]] = {
     **{f"tolerance {x}": lambda x=x: run(ONE, ONE, ONE, 1, x) for x in (NAN, -1.0)},
     "values whose squares overflow": lambda: run(doubles(-1e200, 1e200), doubles(1, 1), ONE, 1),
     "weights whose sum overflows": lambda: run(doubles(0, 1), doubles(1e308, 1e308), ONE, 1),
-    "no value to start from": lambda: _native.kmeans_start(doubles(), doubles(), 2, seed=0, squared=True),
-    "no weight to start from": lambda: _native.kmeans_start(ONE, doubles(0), 2, seed=0, squared=True),
-    "no start": lambda: _native.kmeans_start(ONE, ONE, 0, seed=0, squared=True),
-    "257 starts": lambda: _native.kmeans_start(ONE, ONE, 257, seed=0, squared=True),
-    "start of nan": lambda: _native.kmeans_start(doubles(NAN), ONE, 1, seed=0, squared=True),
-    "start of values that fall": lambda: _native.kmeans_start(doubles(2, 1), doubles(1, 1), 1, seed=0, squared=True),
-    "distances that overflow": lambda: _native.kmeans_start(
+    "no value to start from": lambda: _native.kmeans_plus_plus(doubles(), doubles(), 2, seed=0, squared=True),
+    "no weight to start from": lambda: _native.kmeans_plus_plus(ONE, doubles(0), 2, seed=0, squared=True),
+    "no start": lambda: _native.kmeans_plus_plus(ONE, ONE, 0, seed=0, squared=True),
+    "257 starts": lambda: _native.kmeans_plus_plus(ONE, ONE, 257, seed=0, squared=True),
+    "start of nan": lambda: _native.kmeans_plus_plus(doubles(NAN), ONE, 1, seed=0, squared=True),
+    "start of values that fall": lambda: _native.kmeans_plus_plus(doubles(2, 1), doubles(1, 1), 1, seed=0, squared=True),
+    "distances that overflow": lambda: _native.kmeans_plus_plus(
         doubles(-1e200, 1e200), doubles(1, 1), 2, seed=0, squared=True
     ),
 }

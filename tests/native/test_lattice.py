@@ -51,7 +51,7 @@ class Case:
     def guess(self) -> tuple[Bytes, Bytes]:
         guesses, contexts = room(self, 2), room(self, 1)
         parent = None if self.parent is None else bits_of(self.parent)
-        _native.lattice_guess(self.native, guesses, contexts, parent=parent, **self.arguments())
+        _native.lattice_predict(self.native, guesses, contexts, parent=parent, **self.arguments())
         return guesses, contexts
 
     def tokens(self, expected: Tensor | None = None) -> tuple[Bytes, Bytes, Bytes, bool, bool]:
@@ -60,12 +60,12 @@ class Case:
         known = {"parent": self.parent, "expected": expected}
         given = {name: None if one is None else bits_of(one) for name, one in known.items()}
         arguments = given | self.arguments()
-        found = _native.lattice_tokens(self.native, bits_of(self.codes), contexts, tokens, **arguments)
+        found = _native.lattice_encode(self.native, bits_of(self.codes), contexts, tokens, **arguments)
         return contexts, tokens, *found
 
     def points(self, tokens: Bytes, contexts: Bytes, guesses: Bytes, escapes: Bytes) -> tuple[Bytes, Bytes, int]:
         codes, values = guesses.copy(), room(self, 4)
-        used = _native.lattice_points(self.native, tokens, contexts, escapes, codes, values, **self.arguments())
+        used = _native.lattice_decode(self.native, tokens, contexts, escapes, codes, values, **self.arguments())
         return codes, values, used
 
     def values(self) -> Bytes:
@@ -187,7 +187,7 @@ def test_the_nearest_point_is_torch_s_and_an_old_one_is_held(law: str, width: in
             codes = room(case, 2)
             given = {"before": None if old is None else bits_of(old), "hold": hold}
             given |= {"squares": None if squares is None else bits_of(squares)}
-            assert fits and _native.lattice_nearest(case.native, bits_of(values), codes, **given)
+            assert fits and _native.lattice_quantize(case.native, bits_of(values), codes, **given)
             same(codes, expected, torch.int16)
 
 
@@ -196,10 +196,10 @@ def test_a_value_that_no_code_reaches_is_told(far: float) -> None:
     flat = Lattice("linear", torch.zeros(1, dtype=torch.int16), torch.zeros(1, dtype=torch.int16)).native((1, 5000))
     values, codes = np.zeros(5000, np.float32), np.zeros(10000, np.uint8)
     values[4000] = 32765.75
-    assert not _native.lattice_nearest(flat, bits_of(torch.from_numpy(values)) * 0 + 255, codes)
-    assert _native.lattice_nearest(flat, values.view(np.uint8), codes) and codes.view(np.int16)[4000] == 32766
+    assert not _native.lattice_quantize(flat, bits_of(torch.from_numpy(values)) * 0 + 255, codes)
+    assert _native.lattice_quantize(flat, values.view(np.uint8), codes) and codes.view(np.int16)[4000] == 32766
     values[3000] = far
-    assert not _native.lattice_nearest(flat, values.view(np.uint8), codes)
+    assert not _native.lattice_quantize(flat, values.view(np.uint8), codes)
 
 
 def test_codes_that_stand_for_other_values_are_told() -> None:
@@ -257,21 +257,21 @@ WRONG: dict[str, Callable[[], Any]] = {
     "more places than bytes can be counted": lambda: _native.Lattice(_shorts(0, 0, 0, 0), _shorts(0), 4, 1 << 62),
     "no step": lambda: _native.Lattice(_shorts(0), _shorts(0), 1, 3, powers=True, step=0),
     "too large a step": lambda: _native.Lattice(_shorts(0), _shorts(0), 1, 3, powers=True, step=4097),
-    "too few guesses": lambda: _native.lattice_guess(FLAT, _bytes(10), _bytes(6)),
-    "too many contexts": lambda: _native.lattice_guess(FLAT, _bytes(12), _bytes(7)),
-    "a parent of another size": lambda: _native.lattice_guess(FLAT, _bytes(12), _bytes(6), parent=_bytes(20)),
-    "squares of another size": lambda: _native.lattice_guess(FLAT, _bytes(12), _bytes(6), squares=_bytes(12)),
-    "codes of another size": lambda: _native.lattice_tokens(FLAT, _bytes(6), _bytes(6), _bytes(6)),
-    "values of another size": lambda: _native.lattice_tokens(
+    "too few guesses": lambda: _native.lattice_predict(FLAT, _bytes(10), _bytes(6)),
+    "too many contexts": lambda: _native.lattice_predict(FLAT, _bytes(12), _bytes(7)),
+    "a parent of another size": lambda: _native.lattice_predict(FLAT, _bytes(12), _bytes(6), parent=_bytes(20)),
+    "squares of another size": lambda: _native.lattice_predict(FLAT, _bytes(12), _bytes(6), squares=_bytes(12)),
+    "codes of another size": lambda: _native.lattice_encode(FLAT, _bytes(6), _bytes(6), _bytes(6)),
+    "values of another size": lambda: _native.lattice_encode(
         FLAT, _bytes(12), _bytes(6), _bytes(6), expected=_bytes(23)
     ),
-    "too few tokens": lambda: _native.lattice_points(FLAT, _bytes(5), _bytes(6), _bytes(0), _bytes(12), _bytes(24)),
-    "half an escape": lambda: _native.lattice_points(FLAT, _bytes(6), _bytes(6), _bytes(2), _bytes(12), _bytes(24)),
+    "too few tokens": lambda: _native.lattice_decode(FLAT, _bytes(5), _bytes(6), _bytes(0), _bytes(12), _bytes(24)),
+    "half an escape": lambda: _native.lattice_decode(FLAT, _bytes(6), _bytes(6), _bytes(2), _bytes(12), _bytes(24)),
     "too little room": lambda: _native.lattice_values(FLAT, _bytes(12), _bytes(20)),
     "values that are not aligned": lambda: _native.lattice_values(FLAT, _bytes(12), _bytes(28)[1:25]),
-    "no values": lambda: _native.lattice_nearest(FLAT, _bytes(0), _bytes(12)),
-    "old codes of another size": lambda: _native.lattice_nearest(FLAT, _bytes(24), _bytes(12), before=_bytes(6)),
-    "the nearest of powers": lambda: _native.lattice_nearest(
+    "no values": lambda: _native.lattice_quantize(FLAT, _bytes(0), _bytes(12)),
+    "old codes of another size": lambda: _native.lattice_quantize(FLAT, _bytes(24), _bytes(12), before=_bytes(6)),
+    "the nearest of powers": lambda: _native.lattice_quantize(
         _native.Lattice(_shorts(0), _shorts(0), 1, 6, powers=True), _bytes(24), _bytes(12)
     ),
 }
@@ -287,10 +287,10 @@ def test_what_is_written_shares_no_memory_with_what_is_read() -> None:
     both = _bytes(24)
     for call in (
         lambda: _native.lattice_values(FLAT, both[:12], both),
-        lambda: _native.lattice_nearest(FLAT, both, both[:12]),
-        lambda: _native.lattice_guess(FLAT, both[:12], both[6:12]),
-        lambda: _native.lattice_tokens(FLAT, both[:12], _bytes(6), both[6:12]),
-        lambda: _native.lattice_points(FLAT, _bytes(6), both[:6], _bytes(0), _bytes(12), both),
+        lambda: _native.lattice_quantize(FLAT, both, both[:12]),
+        lambda: _native.lattice_predict(FLAT, both[:12], both[6:12]),
+        lambda: _native.lattice_encode(FLAT, both[:12], _bytes(6), both[6:12]),
+        lambda: _native.lattice_decode(FLAT, _bytes(6), both[:6], _bytes(0), _bytes(12), both),
     ):
         with pytest.raises(ValueError, match="shares memory"):
             call()

@@ -101,7 +101,7 @@ def test_a_measure_is_near_the_size() -> None:
     for run in RUNS.values():
         case = make(6, run, 50000)
         size = sum(len(part) for part in case.encode())
-        assert _native.measure(case.model(), case.values, **case.arrays()) / 8 == pytest.approx(size, rel=0.02)
+        assert _native.estimate_bits(case.model(), case.values, **case.arrays()) / 8 == pytest.approx(size, rel=0.02)
 
 
 def test_other_threads_of_python_run_meanwhile() -> None:

@@ -191,7 +191,7 @@ def _tokens(material: Pointed, index: int, member: _Member, contexts: Bytes, tok
     """
     info, points, tensor = material.infos[index], material.points[index], material.tensors[index]
     expected = bits_of(tensor) if tensor.dtype in (torch.float32, torch.bfloat16) else None
-    escapes, in_range, same = _native.lattice_tokens(
+    escapes, in_range, same = _native.lattice_encode(
         member.lattice, bits_of(points.codes), contexts[member.place], tokens[member.place],
         parent=member.parent, squares=member.squares, expected=expected, threads=threads,
     )  # fmt: skip
@@ -208,7 +208,7 @@ def _guess(member: _Member, contexts: Bytes, threads: int) -> Bytes:
     """Where a tensor's points are taken to be; fills in its contexts."""
     codes = _native.empty(2 * (member.place.stop - member.place.start))
     under = contexts[member.place]
-    _native.lattice_guess(member.lattice, codes, under, parent=member.parent, squares=member.squares, threads=threads)
+    _native.lattice_predict(member.lattice, codes, under, parent=member.parent, squares=member.squares, threads=threads)
     return codes
 
 
@@ -218,7 +218,7 @@ def _values(
     """A tensor's values, and how many of the escapes were used; guesses become codes."""
     place = member.place
     values = _native.empty(2 * codes.nbytes)
-    used = _native.lattice_points(
+    used = _native.lattice_decode(
         member.lattice, tokens[place], contexts[place], escapes, codes, values, squares=member.squares, threads=threads
     )
     return values, used

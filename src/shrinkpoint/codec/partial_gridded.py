@@ -119,14 +119,14 @@ class _Member:
         self._codes = _native.empty(2 * self.count)
 
     def guess(self, contexts: Bytes, threads: int) -> None:
-        _native.lattice_guess(
+        _native.lattice_predict(
             self._lattice, self._codes, contexts, parent=self._parent, squares=self._squares, first=self._first,
             threads=threads,
         )  # fmt: skip
 
     def values(self, tokens: Bytes, contexts: Bytes, threads: int) -> Bytes:
         made = _native.empty(4 * self.count)
-        _native.lattice_points(
+        _native.lattice_decode(
             self._lattice, tokens, contexts, _NO_ESCAPES, self._codes, made, squares=self._squares, first=self._first,
             threads=threads,
         )  # fmt: skip

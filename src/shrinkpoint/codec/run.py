@@ -124,7 +124,7 @@ class Run:
         """Estimated bytes of `encode`, from every `stride`-th tile."""
         model = self._model(number)
         factors = self._fit(model, values, known)
-        bits = _native.measure(model, values, **self._arrays(known), factors=factors, stride=stride, threads=threads)
+        bits = _native.estimate_bits(model, values, **self._arrays(known), factors=factors, stride=stride, threads=threads)
         return bits / 8
 
     def decode(self, number: Number, side: Bytes, codes: Bytes, out: Bytes, known: Known, threads: int) -> None:
@@ -145,7 +145,7 @@ class Run:
             known: of these chunks alone, but for `shapes`, which are those of the whole.
             count: of numbers in the whole run.
         """
-        _native.decode_stretch(
+        _native.decode_chunks(
             self._model(number), side, codes, out, count, first, **self._arrays(known),
             shapes=known.shapes if self.factors else None, chunk=self.chunk, threads=threads,
         )  # fmt: skip

@@ -90,12 +90,12 @@ def cluster(
     if not points.size:
         return torch.zeros(bins) if previous is None else previous.float()
     if previous is None:
-        begin = _native.kmeans_start(points, weights, bins, seed=seed, squared=squared)
+        begin = _native.kmeans_plus_plus(points, weights, bins, seed=seed, squared=squared)
     else:
         begin = previous.numpy()
     found = wide(_native.kmeans(points, weights, begin, iterations=iterations, tolerance=tolerance))
     if previous is not None and _cost(points, held, found) > POOR * _variance(points, held) / bins**2:
-        begin = _native.kmeans_start(points, weights, bins, seed=seed, squared=squared)
+        begin = _native.kmeans_plus_plus(points, weights, bins, seed=seed, squared=squared)
         fresh = wide(_native.kmeans(points, weights, begin, iterations=iterations, tolerance=tolerance))
         if 2 * _cost(points, held, fresh) < _cost(points, held, found):  # those before were of other weights
             previous, found = None, fresh

@@ -40,7 +40,7 @@ def _on_the_host(
     x: Tensor, lattice: Lattice, other: Tensor | None, before: Tensor | None, hold: float
 ) -> Tensor | None:
     codes = _native.empty(2 * x.numel())
-    fits = _native.lattice_nearest(
+    fits = _native.lattice_quantize(
         lattice.native(sides(tuple(x.shape))), bits_of(x), codes,
         squares=None if other is None else bits_of(other.to("cpu", torch.float32)),
         before=None if before is None else bits_of(before.cpu()), hold=hold, threads=torch.get_num_threads(),

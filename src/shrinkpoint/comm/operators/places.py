@@ -63,7 +63,7 @@ class PlaceCode:
         if places.device.type != "cpu":
             return self.encode_torch(places)
         out = torch.empty(self.size, dtype=torch.uint8)
-        if not _native.places_encode(self.form, self.n, self.width, bits_of(places), bits_of(out)):
+        if not _native.indices_encode(self.form, self.n, self.width, bits_of(places), bits_of(out)):
             raise self.refused()
         return out
 
@@ -78,7 +78,7 @@ class PlaceCode:
         if code.device.type != "cpu":
             return self.decode_torch(code)
         out = torch.empty(self.k, dtype=torch.int64)
-        if not _native.places_decode(self.form, self.n, self.width, bits_of(code), bits_of(out)):
+        if not _native.indices_decode(self.form, self.n, self.width, bits_of(code), bits_of(out)):
             raise self.refused()
         return out
 

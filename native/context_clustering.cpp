@@ -1,10 +1,10 @@
-#include "cluster.hpp"
+#include "context_clustering.hpp"
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
-#include "bitstream.hpp"
+#include "bit_writer.hpp"
 #include "error.hpp"
 
 namespace shrinkpoint {
@@ -164,8 +164,8 @@ void merge(std::vector<Histogram>& centres, std::vector<unsigned>& assignment) {
 
 }  // namespace
 
-Tables cluster(const ContextCounts& counts) {
-    Tables out;
+ContextTables cluster_contexts(const ContextCounts& counts) {
+    ContextTables out;
     out.map.assign(counts.size() / 256, 0);
     const std::vector<Context> contexts = present(counts);
     if (contexts.empty()) {
@@ -197,7 +197,7 @@ Tables cluster(const ContextCounts& counts) {
     return out;
 }
 
-double cost(const ContextCounts& counts, const Tables& tables) {
+double cost(const ContextCounts& counts, const ContextTables& tables) {
     std::vector<Prices> costs;
     for (const Frequencies& frequencies : tables.frequencies) {
         Prices one;
@@ -211,7 +211,7 @@ double cost(const ContextCounts& counts, const Tables& tables) {
     return bits;
 }
 
-std::vector<uint8_t> write_tables(const Tables& tables) {
+std::vector<uint8_t> write_tables(const ContextTables& tables) {
     std::vector<uint8_t> out(tables.map.size() + tables.frequencies.size() * (256 * 4) + 64);
     BitWriter bits(out.data());
     bits.put(tables.frequencies.size() - 1, kTableCountBits);
@@ -274,9 +274,9 @@ Frequencies read_frequencies(BitReader& bits) {
 
 }  // namespace
 
-Tables read_tables(const uint8_t* data, size_t size, unsigned contexts) {
+ContextTables read_tables(const uint8_t* data, size_t size, unsigned contexts) {
     BitReader bits(data, size);
-    Tables out;
+    ContextTables out;
     const unsigned count = bits.get(kTableCountBits) + 1;
     uint8_t last = 0;
     for (unsigned c = 0; c < contexts; ++c) {

@@ -1,4 +1,4 @@
-#include "chunks.hpp"
+#include "record_codec.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -6,16 +6,16 @@
 #include <mutex>
 #include <optional>
 
-#include "bitstream.hpp"
-#include "cluster.hpp"
+#include "bit_writer.hpp"
+#include "context_clustering.hpp"
 #include "error.hpp"
-#include "lookup.hpp"
+#include "table_map.hpp"
 #include "parallel.hpp"
-#include "planes.hpp"
+#include "byte_planes.hpp"
 #include "predict.hpp"
 #include "rans.hpp"
-#include "spans.hpp"
-#include "survey.hpp"
+#include "tiles.hpp"
+#include "histogram.hpp"
 #include "tokens.hpp"
 
 namespace shrinkpoint {
@@ -26,7 +26,7 @@ namespace {
 
 class ChunkEncoder {
    public:
-    ChunkEncoder(const Model& model, const Arrays& arrays, const Tables& tables,
+    ChunkEncoder(const Model& model, const Arrays& arrays, const ContextTables& tables,
                  const std::vector<EncoderTable>& encoders)
         : model_(model), contexts_(model, arrays), tables_(tables), encoders_(encoders) {}
 
@@ -75,7 +75,7 @@ class ChunkEncoder {
 
     const Model& model_;
     Contexts contexts_;
-    const Tables& tables_;
+    const ContextTables& tables_;
     const std::vector<EncoderTable>& encoders_;
     Buffer symbols_, table_of_, extra_, stream_;
     Tile tile_;
@@ -84,7 +84,7 @@ class ChunkEncoder {
 // One chunk being decoded: piece by piece, so that two can be decoded side by side.
 class ChunkDecoder {
    public:
-    ChunkDecoder(const Model& model, const Arrays& arrays, const Tables& tables, const std::vector<uint32_t>& entries,
+    ChunkDecoder(const Model& model, const Arrays& arrays, const ContextTables& tables, const std::vector<uint32_t>& entries,
                  uint8_t* values)
         : model_(model), contexts_(model, arrays), tables_(tables), entries_(entries), values_(values) {}
 
@@ -163,7 +163,7 @@ class ChunkDecoder {
 
     const Model& model_;
     Contexts contexts_;
-    const Tables& tables_;
+    const ContextTables& tables_;
     const std::vector<uint32_t>& entries_;
     uint8_t* values_;
     std::optional<RansDecoder> stream_;
@@ -210,7 +210,7 @@ class SideReader {
     size_t left_;
 };
 
-Buffer write_side(const Tables& tables, const Factors* factors, const std::vector<uint32_t>& sizes) {
+Buffer write_side(const ContextTables& tables, const Factors* factors, const std::vector<uint32_t>& sizes) {
     Buffer out;
     const std::vector<uint8_t> written = write_tables(tables);
     const auto size = static_cast<uint32_t>(written.size());
@@ -230,7 +230,7 @@ Buffer joined(std::vector<Buffer>& pieces, unsigned threads) {
     std::vector<size_t> starts(1, 0);
     for (const Buffer& piece : pieces) starts.push_back(starts.back() + piece.size());
     Buffer out(starts.back());
-    parallel(pieces.size(), threads, [&](Indices& indices) {
+    parallel(pieces.size(), threads, [&](WorkQueue& indices) {
         for (size_t i; indices.take(i);) {
             std::memcpy(out.data() + starts[i], pieces[i].data(), pieces[i].size());
             Buffer().swap(pieces[i]);
@@ -249,14 +249,14 @@ void decode_both(ChunkDecoder& a, ChunkDecoder& b) {
 
 }  // namespace
 
-Coded encode(const Model& model, const Arrays& arrays, const uint8_t* values, uint64_t count, size_t chunk,
+EncodedRecord encode(const Model& model, const Arrays& arrays, const uint8_t* values, uint64_t count, size_t chunk,
              unsigned threads) {
-    const Tables tables = cluster(survey_all(model, arrays, values, count, 1, threads)->counts());
+    const ContextTables tables = cluster_contexts(build_histogram(model, arrays, values, count, 1, threads)->counts());
     std::vector<EncoderTable> encoders;
     for (const Frequencies& frequencies : tables.frequencies) encoders.push_back(encoder_table(frequencies));
     std::vector<Buffer> chunks(chunk_count(count, chunk));
-    parallel(chunks.size(), threads, [&](Indices& indices) {
-        const DefaultFloats floats;
+    parallel(chunks.size(), threads, [&](WorkQueue& indices) {
+        const ScopedFpEnvironment floats;
         const auto encoder = std::make_unique<ChunkEncoder>(model, arrays, tables, encoders);
         for (size_t i; indices.take(i);) chunks[i] = encoder->encode(values, span_of(i, count, chunk, chunk));
     });
@@ -267,22 +267,22 @@ Coded encode(const Model& model, const Arrays& arrays, const uint8_t* values, ui
 
 void decode(const Model& model, Arrays arrays, Factors* factors, const uint8_t* side, size_t side_size,
             const uint8_t* codes, size_t codes_size, uint8_t* values, uint64_t count, size_t chunk, unsigned threads) {
-    decode_stretch(model, arrays, factors, side, side_size, codes, codes_size, values,
+    decode_chunks(model, arrays, factors, side, side_size, codes, codes_size, values,
                    {count, chunk, 0, chunk_count(count, chunk)}, threads);
 }
 
-void decode_stretch(const Model& model, Arrays arrays, Factors* factors, const uint8_t* side, size_t side_size,
-                    const uint8_t* codes, size_t codes_size, uint8_t* values, const Stretch& stretch,
+void decode_chunks(const Model& model, Arrays arrays, Factors* factors, const uint8_t* side, size_t side_size,
+                    const uint8_t* codes, size_t codes_size, uint8_t* values, const ChunkRange& stretch,
                     unsigned threads) {
     SideReader reader(side, side_size);
     uint32_t tables_size;
     reader.read(&tables_size, 1);
     const uint8_t* written = reader.take(tables_size);
-    const Tables tables = read_tables(written, tables_size, context_count(model, arrays));
+    const ContextTables tables = read_tables(written, tables_size, context_count(model, arrays));
     if (factors != nullptr) {
         reader.read(factors->centers.data(), factors->centers.size());
         for (const int32_t center : factors->centers)
-            if (center < 0 || center > kMostCenter) throw Corrupt("a factor is out of range");
+            if (center < 0 || center > kMaxCenter) throw Corrupt("a factor is out of range");
         reader.read(factors->rows.data(), factors->rows.size());
         reader.read(factors->columns.data(), factors->columns.size());
         factors->origin = stretch.start();
@@ -300,8 +300,8 @@ void decode_stretch(const Model& model, Arrays arrays, Factors* factors, const u
     std::vector<uint32_t> entries(tables.frequencies.size() * kProbabilityScale);
     for (size_t t = 0; t < tables.frequencies.size(); ++t)
         decoder_table(tables.frequencies[t], entries.data() + t * kProbabilityScale);
-    parallel((chunks + 1) / 2, threads, [&](Indices& indices) {
-        const DefaultFloats floats;
+    parallel((chunks + 1) / 2, threads, [&](WorkQueue& indices) {
+        const ScopedFpEnvironment floats;
         const auto one = std::make_unique<ChunkDecoder>(model, arrays, tables, entries, values);
         const auto other = std::make_unique<ChunkDecoder>(model, arrays, tables, entries, values);
         const auto begin = [&](ChunkDecoder& decoder, size_t i) {

@@ -1,25 +1,25 @@
-#include "survey.hpp"
+#include "histogram.hpp"
 
 #include <algorithm>
 #include <cstring>
 #include <mutex>
 #include <utility>
 
-#include "chunks.hpp"
+#include "record_codec.hpp"
 #include "parallel.hpp"
 #include "predict.hpp"
 
 namespace shrinkpoint {
 
-std::unique_ptr<Survey> survey_all(const Model& model, const Arrays& arrays, const uint8_t* values, uint64_t count,
+std::unique_ptr<TileHistogram> build_histogram(const Model& model, const Arrays& arrays, const uint8_t* values, uint64_t count,
                                    unsigned stride, unsigned threads) {
     const size_t tiles = chunk_count(count, kTile * stride);
-    std::unique_ptr<Survey> all;
+    std::unique_ptr<TileHistogram> all;
     std::mutex mutex;
     constexpr size_t kRun = 64;  // tiles that a thread takes at a time
-    parallel(chunk_count(tiles, kRun), threads, [&](Indices& runs) {
-        const DefaultFloats floats;
-        auto own = std::make_unique<Survey>(model, arrays);
+    parallel(chunk_count(tiles, kRun), threads, [&](WorkQueue& runs) {
+        const ScopedFpEnvironment floats;
+        auto own = std::make_unique<TileHistogram>(model, arrays);
         for (size_t run; runs.take(run);)
             for (size_t t = run * kRun; t < std::min(tiles, (run + 1) * kRun); ++t)
                 own->add(values, span_of(t, count, kTile * stride, kTile));
@@ -32,11 +32,11 @@ std::unique_ptr<Survey> survey_all(const Model& model, const Arrays& arrays, con
     return all;
 }
 
-double measure(const Model& model, const Arrays& arrays, const uint8_t* values, uint64_t count, unsigned stride,
+double estimate_bits(const Model& model, const Arrays& arrays, const uint8_t* values, uint64_t count, unsigned stride,
                unsigned threads) {
-    const auto survey = survey_all(model, arrays, values, count, stride, threads);
+    const auto survey = build_histogram(model, arrays, values, count, stride, threads);
     const ContextCounts counts = survey->counts();
-    const Tables tables = cluster(counts);
+    const ContextTables tables = cluster_contexts(counts);
     const double scale = static_cast<double>(count) / static_cast<double>(survey->positions());
     const double fixed = static_cast<double>(write_tables(tables).size()) * 8;
     const double symbols = cost(counts, tables) - fixed;

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "bitstream.hpp"
+#include "bit_writer.hpp"
 #include "error.hpp"
 
 namespace shrinkpoint {

@@ -1,4 +1,4 @@
-#include "bits.hpp"
+#include "bit_pack.hpp"
 
 namespace shrinkpoint {
 

@@ -28,7 +28,7 @@ inline uint32_t float_bits(float value) {
 
 // How far Adam pushes: log2(|m| / sqrt(v)) in half octaves, 0 to 15, from the bit patterns alone and so the same on
 // every machine.
-ALWAYS_INLINE int32_t push(uint32_t m, uint32_t v) {
+ALWAYS_INLINE int32_t adam_ratio_class(uint32_t m, uint32_t v) {
     const int32_t ratio = static_cast<int32_t>((m & 0x7fffffffu) >> 22) -
                           static_cast<int32_t>(((v & 0x7fffffffu) >> 23) + 127);
     return clamp_int(ratio + 10, 0, 15);

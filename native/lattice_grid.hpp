@@ -9,9 +9,9 @@
 
 namespace shrinkpoint {
 
-constexpr int32_t kOctave = 8;       // exponents are in eighths of an octave
+constexpr int32_t kStepsPerOctave = 8;       // exponents are in eighths of an octave
 constexpr int32_t kStepClasses = 8;  // half octaves by which contexts tell steps apart
-constexpr uint32_t kEighths[kOctave] = {0x3f800000, 0x3f8b95c2, 0x3f9837f0, 0x3fa5fed7,
+constexpr uint32_t kEighths[kStepsPerOctave] = {0x3f800000, 0x3f8b95c2, 0x3f9837f0, 0x3fa5fed7,
                                         0x3fb504f3, 0x3fc5672a, 0x3fd744fd, 0x3feac0c7};  // 2^(k / 8)
 
 // kEighths[k] for k below 8, without a look-up: loops become vectors.
@@ -26,7 +26,7 @@ ALWAYS_INLINE uint32_t eighth(uint32_t k) {
 // The bits of 2^(exponent / 8); beyond the normal numbers, the octave stays.
 ALWAYS_INLINE uint32_t power(int32_t exponent) {
     const int32_t octave = std::min(std::max(exponent >> 3, -126), 127);
-    return eighth(static_cast<uint32_t>(exponent & (kOctave - 1))) + (static_cast<uint32_t>(octave) << 23);
+    return eighth(static_cast<uint32_t>(exponent & (kStepsPerOctave - 1))) + (static_cast<uint32_t>(octave) << 23);
 }
 
 // The lattice of a tensor, seen as a matrix of `rows` times `columns`: exponents of its steps. `powers`: points stand
@@ -51,7 +51,7 @@ class Lattice {
 // Of the positions [start, start + count), row by row: the steps, how large they are beside the tensor's usual one, and
 // their exponents.
 void fill_steps(const Lattice& lattice, uint64_t start, size_t count, float* out);
-void fill_classes(const Lattice& lattice, uint64_t start, size_t count, uint8_t* out);
+void fill_step_classes(const Lattice& lattice, uint64_t start, size_t count, uint8_t* out);
 void fill_exponents(const Lattice& lattice, uint64_t start, size_t count, int32_t* out);
 
 // What is added to a code: odd multiples of 1/512 in (-1/2, 1/2), by a hash of the position.

@@ -4,7 +4,7 @@
 
 #include "predict.hpp"
 #include "tokens.hpp"
-#include "words.hpp"
+#include "int_types.hpp"
 
 namespace shrinkpoint {
 
@@ -56,7 +56,7 @@ ALWAYS_INLINE void level_contexts(const Model& model, const Arrays& arrays, uint
         std::fill_n(tile.contexts, count, uint16_t{0});
     }
     for (size_t i = 0; i < count; ++i) {
-        const bool dead = tile.levels[i] == kDeadLevel;
+        const bool dead = tile.levels[i] == kZeroLevel;
         tile.contexts[i] = dead ? uint16_t{kDeadContext} : tile.contexts[i];
         tile.levels[i] = dead ? model.bias : tile.levels[i];
     }

@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "bitstream.hpp"
+#include "bit_writer.hpp"
 
 namespace shrinkpoint {
 

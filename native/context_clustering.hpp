@@ -13,22 +13,22 @@ namespace shrinkpoint {
 constexpr unsigned kMaxTables = 16;
 
 // Symbol counts of every context: counts[context * 256 + symbol].
-using ContextCounts = std::vector<uint32_t, Uncleared<uint32_t>>;
+using ContextCounts = std::vector<uint32_t, UninitializedAllocator<uint32_t>>;
 
-struct Tables {
+struct ContextTables {
     std::vector<uint8_t> map;              // context -> table
     std::vector<Frequencies> frequencies;  // at least one, at most kMaxTables
 };
 
 // Groups contexts so that the symbols' cost plus the tables' own cost is small.
-Tables cluster(const ContextCounts& counts);
+ContextTables cluster_contexts(const ContextCounts& counts);
 
 // Bits that `counts` cost under `tables`, the tables' own bits included.
-double cost(const ContextCounts& counts, const Tables& tables);
+double cost(const ContextCounts& counts, const ContextTables& tables);
 
-// Serialised tables: see docs/format.md, "Tables".
-std::vector<uint8_t> write_tables(const Tables& tables);
+// Serialised tables: see docs/format.md, "ContextTables".
+std::vector<uint8_t> write_tables(const ContextTables& tables);
 // Throws Corrupt or Truncated. `contexts` is what the model asks for.
-Tables read_tables(const uint8_t* data, size_t size, unsigned contexts);
+ContextTables read_tables(const uint8_t* data, size_t size, unsigned contexts);
 
 }  // namespace shrinkpoint

@@ -1,4 +1,4 @@
-#include "lookup.hpp"
+#include "table_map.hpp"
 
 #include <cstring>
 

@@ -11,19 +11,19 @@ namespace shrinkpoint {
 
 constexpr size_t kChunk = size_t{1} << 18;  // values; chunks are coded and decoded independently
 
-struct Coded {
+struct EncodedRecord {
     Buffer side, codes;
 };
 
 // Estimated bits of the whole record, from every `stride`-th tile.
-double measure(const Model& model, const Arrays& arrays, const uint8_t* values, uint64_t count, unsigned stride,
+double estimate_bits(const Model& model, const Arrays& arrays, const uint8_t* values, uint64_t count, unsigned stride,
                unsigned threads);
 
-Coded encode(const Model& model, const Arrays& arrays, const uint8_t* values, uint64_t count, size_t chunk,
+EncodedRecord encode(const Model& model, const Arrays& arrays, const uint8_t* values, uint64_t count, size_t chunk,
              unsigned threads);
 
 // Consecutive chunks of a record: those of [first, last), of `count` values in all.
-struct Stretch {
+struct ChunkRange {
     uint64_t count;
     size_t chunk, first, last;
 
@@ -33,8 +33,8 @@ struct Stretch {
 
 // As `decode`, but of these chunks alone: `codes`, `values` and all arrays are those of the stretch; `side` is that of
 // the record, and factors are laid out for all of it. The stretch must lie inside the record.
-void decode_stretch(const Model& model, Arrays arrays, Factors* factors, const uint8_t* side, size_t side_size,
-                    const uint8_t* codes, size_t codes_size, uint8_t* values, const Stretch& stretch,
+void decode_chunks(const Model& model, Arrays arrays, Factors* factors, const uint8_t* side, size_t side_size,
+                    const uint8_t* codes, size_t codes_size, uint8_t* values, const ChunkRange& stretch,
                     unsigned threads);
 
 // `factors` has its segments filled in where the model uses them. Throws Corrupt or Truncated; reads and writes only

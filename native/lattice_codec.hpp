@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "lattice.hpp"
+#include "lattice_grid.hpp"
 
 namespace shrinkpoint {
 
@@ -24,7 +24,7 @@ struct Positions {
 
 // What a parent says of the points: those nearest to its values (without a parent: to 0), and under what to code the
 // difference to them.
-void lattice_guess(const Lattice& lattice, Floats parent, const float* squares, int16_t* guesses, uint8_t* contexts,
+void lattice_predict(const Lattice& lattice, Floats parent, const float* squares, int16_t* guesses, uint8_t* contexts,
                    Positions positions, unsigned threads);
 
 struct Differences {
@@ -33,13 +33,13 @@ struct Differences {
     bool same = true;              // and stands for the value that was expected; a nan of 16 bits never does
 };
 
-// As lattice_guess, but what it leaves is the bytes to be coded; `expected` may be missing.
-Differences lattice_tokens(const Lattice& lattice, Floats parent, const float* squares, const int16_t* codes,
+// As lattice_predict, but what it leaves is the bytes to be coded; `expected` may be missing.
+Differences lattice_encode(const Lattice& lattice, Floats parent, const float* squares, const int16_t* codes,
                            Floats expected, uint8_t* contexts, uint8_t* tokens, unsigned threads);
 
 // Codes, in the place of the guesses, and their values; returns how many of the escapes were used. Throws
 // std::invalid_argument for tokens that need more than there are, and for a code that no writer has.
-size_t lattice_points(const Lattice& lattice, const uint8_t* tokens, const uint8_t* contexts, const int32_t* escapes,
+size_t lattice_decode(const Lattice& lattice, const uint8_t* tokens, const uint8_t* contexts, const int32_t* escapes,
                       size_t escape_count, const float* squares, int16_t* codes, float* values, Positions positions,
                       unsigned threads);
 
@@ -49,7 +49,7 @@ void lattice_values(const Lattice& lattice, const int16_t* codes, const float* s
 // The points nearest to values, but the one of `before`, which may be null, where the value is at most `hold` steps
 // from it. Returns whether points reach as far as the values do; where not, the codes are of no use. Throws
 // std::invalid_argument where points stand for powers.
-bool lattice_nearest(const Lattice& lattice, Floats values, const float* squares, const int16_t* before, float hold,
+bool lattice_quantize(const Lattice& lattice, Floats values, const float* squares, const int16_t* before, float hold,
                      int16_t* codes, unsigned threads);
 
 }  // namespace shrinkpoint

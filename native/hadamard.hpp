@@ -1,6 +1,6 @@
 // Values times Hadamard's matrix, in place, by the order of comm/operators/rotated.py. For kernels.
 #pragma once
-#include "wire_groups.hpp"
+#include "wire_reductions.hpp"
 
 namespace shrinkpoint {
 
@@ -42,7 +42,7 @@ ALWAYS_INLINE void near_step(float* x) {
 
 // Times Hadamard's matrix over sqrt(n).
 template <size_t size>
-ALWAYS_INLINE void butterfly(float* x) {
+ALWAYS_INLINE void hadamard_transform(float* x) {
     constexpr float scale = size == 16 ? 0.25f : size == 64 ? 0.125f : 0.0625f;
     for (size_t i = 0; i < size; ++i) x[i] *= scale;  // first: sums are not beyond float32 then
     for (size_t i = 0; i < size; i += 8) near_step<1>(x + i), near_step<2>(x + i), near_step<4>(x + i);

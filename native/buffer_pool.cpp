@@ -1,4 +1,4 @@
-#include "pool.hpp"
+#include "buffer_pool.hpp"
 
 #include <cstdlib>
 #include <deque>

@@ -1,4 +1,4 @@
-#include "cyclic.hpp"
+#include "cyclic_delta.hpp"
 
 #include <algorithm>
 #include <array>
@@ -6,8 +6,8 @@
 #include <stdexcept>
 #include <vector>
 
-#include "bitsource.hpp"
-#include "bitstream.hpp"
+#include "bit_reader.hpp"
+#include "bit_writer.hpp"
 #include "error.hpp"
 #include "huffman.hpp"
 #include "simd.hpp"
@@ -16,12 +16,12 @@ namespace shrinkpoint {
 
 namespace {
 
-constexpr unsigned kMostCodes = 256;
+constexpr unsigned kMaxCodes = 256;
 
 unsigned log2_of(uint64_t n) { return 63 - static_cast<unsigned>(__builtin_clzll(n)); }
 
 // Values, and behind them the classes of runs: class j, from 1 on, is of 2^j to 2^(j+1) - 1 values.
-size_t alphabet_of(const Cyclic& form, size_t count) { return form.modulus + (form.runs ? log2_of(count) : 0); }
+size_t alphabet_of(const CyclicDelta& form, size_t count) { return form.modulus + (form.runs ? log2_of(count) : 0); }
 
 SHRINKPOINT_KERNEL(uint8_t, largest, (const uint8_t* codes, size_t count), (codes, count)) {
     uint8_t out = 0;
@@ -52,16 +52,16 @@ SHRINKPOINT_KERNEL(void, negate, (const uint8_t* codes, size_t count, unsigned m
 
 class Groups {
    public:
-    Groups(const Cyclic& form, const uint8_t* previous, size_t count) {
+    Groups(const CyclicDelta& form, const uint8_t* previous, size_t count) {
         if (previous == nullptr || !form.rearranged) {
             starts_ = {0, count};
             return;
         }
         // Neighbours often are the same: counted apart, one increment does not wait for the one before.
-        std::array<std::array<size_t, kMostCodes>, 4> counts{};
+        std::array<std::array<size_t, kMaxCodes>, 4> counts{};
         for (size_t i = 0; i < count; ++i) ++counts[i & 3][previous[i]];
         starts_.assign(1, 0);
-        for (unsigned g = 0; g < kMostCodes; ++g)
+        for (unsigned g = 0; g < kMaxCodes; ++g)
             starts_.push_back(starts_.back() + counts[0][g] + counts[1][g] + counts[2][g] + counts[3][g]);
         several_ = true;
     }
@@ -70,9 +70,9 @@ class Groups {
     bool several() const { return several_; }
 
     // Where the next position of each group stands.
-    std::array<size_t, kMostCodes> cursors() const {
-        std::array<size_t, kMostCodes> out;
-        std::copy_n(starts_.begin(), kMostCodes, out.begin());
+    std::array<size_t, kMaxCodes> cursors() const {
+        std::array<size_t, kMaxCodes> out;
+        std::copy_n(starts_.begin(), kMaxCodes, out.begin());
         return out;
     }
 
@@ -115,7 +115,7 @@ void each_run(const uint8_t* values, size_t count, Use use) {
 
 class GroupEncoder {
    public:
-    GroupEncoder(const Cyclic& form, const uint8_t* values, size_t count)
+    GroupEncoder(const CyclicDelta& form, const uint8_t* values, size_t count)
         : form_(form), values_(values), count_(count) {
         std::vector<uint64_t> counts(alphabet_of(form, count), 0);
         if (form.runs)
@@ -140,7 +140,7 @@ class GroupEncoder {
 
    private:
     void count_values(std::vector<uint64_t>& counts) const {
-        std::array<std::array<uint64_t, kMostCodes>, 4> apart{};
+        std::array<std::array<uint64_t, kMaxCodes>, 4> apart{};
         for (size_t i = 0; i < count_; ++i) ++apart[i & 3][values_[i]];
         for (size_t s = 0; s < counts.size(); ++s) counts[s] = apart[0][s] + apart[1][s] + apart[2][s] + apart[3][s];
     }
@@ -176,7 +176,7 @@ class GroupEncoder {
         });
     }
 
-    const Cyclic& form_;
+    const CyclicDelta& form_;
     const uint8_t* values_;
     size_t count_;
     std::vector<uint8_t> lengths_;
@@ -184,7 +184,7 @@ class GroupEncoder {
 };
 
 // The differences, one group behind the other.
-Buffer differences(const Cyclic& form, const uint8_t* codes, const uint8_t* previous, size_t count,
+Buffer differences(const CyclicDelta& form, const uint8_t* codes, const uint8_t* previous, size_t count,
                    const Groups& groups) {
     Buffer out(count);
     if (previous == nullptr)
@@ -192,7 +192,7 @@ Buffer differences(const Cyclic& form, const uint8_t* codes, const uint8_t* prev
     else if (!groups.several())
         subtract(previous, codes, count, form.modulus, out.data());
     else {
-        std::array<size_t, kMostCodes> next = groups.cursors();
+        std::array<size_t, kMaxCodes> next = groups.cursors();
         for (size_t i = 0; i < count; ++i)
             out[next[previous[i]]++] = cyclic_difference(previous[i], codes[i], form.modulus);
     }
@@ -201,8 +201,8 @@ Buffer differences(const Cyclic& form, const uint8_t* codes, const uint8_t* prev
 
 }  // namespace
 
-Buffer cyclic_encode(const Cyclic& form, const uint8_t* codes, const uint8_t* previous, size_t count) {
-    if (form.modulus < 1 || form.modulus > kMostCodes) throw std::invalid_argument("modulus: expected 1 to 256");
+Buffer cyclic_encode(const CyclicDelta& form, const uint8_t* codes, const uint8_t* previous, size_t count) {
+    if (form.modulus < 1 || form.modulus > kMaxCodes) throw std::invalid_argument("modulus: expected 1 to 256");
     if (count == 0) return {};
     if (largest(codes, count) >= form.modulus) throw std::invalid_argument("codes: not below the modulus");
     if (previous != nullptr && largest(previous, count) >= form.modulus)
@@ -260,7 +260,7 @@ void read_runs(const HuffmanDecoder& decoder, unsigned modulus, BitSource& bits,
     }
 }
 
-void read_group(const Cyclic& form, BitSource& bits, uint8_t* values, size_t count) {
+void read_group(const CyclicDelta& form, BitSource& bits, uint8_t* values, size_t count) {
     const HuffmanDecoder decoder(read_lengths(bits, alphabet_of(form, count)));
     if (form.runs)
         read_runs(decoder, form.modulus, bits, values, count);
@@ -271,9 +271,9 @@ void read_group(const Cyclic& form, BitSource& bits, uint8_t* values, size_t cou
 
 }  // namespace
 
-void cyclic_decode(const Cyclic& form, const uint8_t* data, size_t size, const uint8_t* previous, uint8_t* out,
+void cyclic_decode(const CyclicDelta& form, const uint8_t* data, size_t size, const uint8_t* previous, uint8_t* out,
                    size_t count) {
-    if (form.modulus < 1 || form.modulus > kMostCodes) throw Corrupt("a modulus is out of range");
+    if (form.modulus < 1 || form.modulus > kMaxCodes) throw Corrupt("a modulus is out of range");
     if (previous != nullptr && largest(previous, count) >= form.modulus)
         throw Corrupt("a code of the parent is not below the modulus");
     BitSource bits(data, size);
@@ -285,7 +285,7 @@ void cyclic_decode(const Cyclic& form, const uint8_t* data, size_t size, const u
     bits.finish();
     if (previous == nullptr) return negate(out, count, form.modulus, out);
     if (!groups.several()) return subtract(previous, out, count, form.modulus, out);
-    std::array<size_t, kMostCodes> next = groups.cursors();
+    std::array<size_t, kMaxCodes> next = groups.cursors();
     for (size_t i = 0; i < count; ++i)
         out[i] = cyclic_difference(previous[i], apart[next[previous[i]]++], form.modulus);
 }

@@ -1,15 +1,15 @@
-#include "codes.hpp"
+#include "byte_model.hpp"
 
 #include <algorithm>
 #include <cstring>
 
-#include "words.hpp"
+#include "int_types.hpp"
 
 namespace shrinkpoint {
 
 namespace {
 
-constexpr unsigned kMostPushes = 32, kFewestPushes = 8;
+constexpr unsigned kMaxAdamRatios = 32, kFewestPushes = 8;
 
 // How the contexts are shared out between the parent's byte, and how far and where Adam pushes.
 struct Layout {
@@ -21,7 +21,7 @@ Layout layout_of(const Model& model, const Arrays& arrays) {
     const unsigned told = model.top > 0 ? static_cast<unsigned>(model.top) : 255;
     const unsigned largest = model.predictor == Predictor::Base ? told : 0;
     if (!arrays.moments()) return {largest, 1};
-    unsigned pushes = kMostPushes;
+    unsigned pushes = kMaxAdamRatios;
     while (pushes > kFewestPushes && (largest + 1) * pushes > kMaxContexts) pushes /= 2;
     return {std::min(largest, kMaxContexts / pushes - 1), pushes};
 }
@@ -38,7 +38,7 @@ SHRINKPOINT_KERNEL(void, add_pushes,
     const unsigned drop = pushes == 32 ? 0 : pushes == 16 ? 1 : 2;
     for (size_t i = 0; i < count; ++i) {
         const uint32_t m = float_bits(moment1[i]), v = float_bits(moment2[i]);
-        const uint32_t pushed = static_cast<uint32_t>(push(m, v)) >> drop << 1 | m >> 31;
+        const uint32_t pushed = static_cast<uint32_t>(adam_ratio_class(m, v)) >> drop << 1 | m >> 31;
         contexts[i] = static_cast<uint16_t>(contexts[i] * pushes + pushed);
     }
 }

@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "wire_blocks.hpp"
-#include "wire_groups.hpp"
+#include "wire_reductions.hpp"
 
 namespace shrinkpoint {
 
@@ -65,7 +65,7 @@ struct Levels {
 
     // Codes of one group of `count` values of which `real` are not padding, and the bits of its scale.
     ALWAYS_INLINE uint16_t encode(const float* values, size_t count, size_t real, uint8_t* out) const {
-        float sizes[kMostGroup], room[kMostGroup];
+        float sizes[kMaxGroup], room[kMaxGroup];
         const auto factor = static_cast<float>(kRootHalfPi / static_cast<double>(real));
         for (size_t i = 0; i < count; ++i) room[i] = (sizes[i] = std::fabs(values[i])) * factor;
         const float mean = halved(room, count);
@@ -98,24 +98,24 @@ struct Levels {
         }
     }
 
-    ALWAYS_INLINE void encode_span(const NormalWire& how, const float* values, size_t first, size_t count,
+    ALWAYS_INLINE void encode_span(const NormalWire& layout, const float* values, size_t first, size_t count,
                                    uint8_t* codes, uint8_t* scales) const {
-        for (size_t start = 0; start < count; start += how.group) {
-            const size_t real = std::min(how.group, how.count - first - start);
-            const uint16_t scale = how.group == kUsualGroup
+        for (size_t start = 0; start < count; start += layout.group) {
+            const size_t real = std::min(layout.group, layout.count - first - start);
+            const uint16_t scale = layout.group == kUsualGroup
                                        ? encode(values + start, kUsualGroup, real, codes + start)
-                                       : encode(values + start, how.group, real, codes + start);
+                                       : encode(values + start, layout.group, real, codes + start);
             *scales++ = static_cast<uint8_t>(scale);
             *scales++ = static_cast<uint8_t>(scale >> 8);
         }
     }
 
-    ALWAYS_INLINE void decode_span(const NormalWire& how, const uint8_t* scales, size_t count, const uint8_t* codes,
+    ALWAYS_INLINE void decode_span(const NormalWire& layout, const uint8_t* scales, size_t count, const uint8_t* codes,
                                    float* values) const {
-        for (size_t start = 0; start < count; start += how.group) {
-            const uint8_t* scale = scales + 2 * (start / how.group);
+        for (size_t start = 0; start < count; start += layout.group) {
+            const uint8_t* scale = scales + 2 * (start / layout.group);
             const uint32_t word = static_cast<uint32_t>(scale[0]) << 16 | static_cast<uint32_t>(scale[1]) << 24;
-            decode(codes + start, std::min(how.group, count - start), bits_float(word), values + start);
+            decode(codes + start, std::min(layout.group, count - start), bits_float(word), values + start);
         }
     }
 };

@@ -4,20 +4,20 @@
 #include <cstring>
 #include <memory>
 
-#include "cluster.hpp"
+#include "context_clustering.hpp"
 #include "model.hpp"
-#include "spans.hpp"
+#include "tiles.hpp"
 
 namespace shrinkpoint {
 
 // Symbol counts and the sum of extra bits over every `stride`-th tile.
-class Survey {
+class TileHistogram {
    public:
-    Survey(const Model& model, const Arrays& arrays)
+    TileHistogram(const Model& model, const Arrays& arrays)
         : model_(model),
           contexts_(context_count(model, arrays)),
-          ways_(contexts_ <= 64 ? 4 : 1),
-          counts_(size_t{ways_} * contexts_ * 256),
+          lanes_(contexts_ <= 64 ? 4 : 1),
+          counts_(size_t{lanes_} * contexts_ * 256),
           contexts_of_(model, arrays) {
         std::fill(counts_.begin(), counts_.end(), 0);
     }
@@ -31,7 +31,7 @@ class Survey {
         extra_bits_ += extra_sum(tile_, span.count);
     }
 
-    void add(const Survey& other) {
+    void add(const TileHistogram& other) {
         for (size_t i = 0; i < counts_.size(); ++i) counts_[i] += other.counts_[i];
         extra_bits_ += other.extra_bits_;
         positions_ += other.positions_;
@@ -40,7 +40,7 @@ class Survey {
     ContextCounts counts() const {
         const size_t way = size_t{contexts_} * 256;
         ContextCounts out(counts_.begin(), counts_.begin() + static_cast<ptrdiff_t>(way));
-        for (size_t w = 1; w < ways_; ++w)
+        for (size_t w = 1; w < lanes_; ++w)
             for (size_t i = 0; i < way; ++i) out[i] += counts_[w * way + i];
         return out;
     }
@@ -54,7 +54,7 @@ class Survey {
         uint32_t* const counts = counts_.data();
         const uint8_t* symbols = tile_.symbols;
         if (!contexts_of_.vary()) return count_bytes(symbols, count, counts, size_t{contexts_} * 256);
-        const size_t way = ways_ > 1 ? size_t{contexts_} * 256 : 0;
+        const size_t way = lanes_ > 1 ? size_t{contexts_} * 256 : 0;
         const uint16_t* contexts = tile_.contexts;
         size_t i = 0;
         for (; i + 4 <= count; i += 4)
@@ -76,11 +76,11 @@ class Survey {
         const unsigned bytes = bytes_of(model_);
         for (size_t i = 0; i < span.count; ++i)
             for (unsigned p = 0; p < bytes; ++p)
-                ++counts_[((i & (ways_ - 1)) * contexts_ + p) * 256 + values[(span.start + i) * bytes + p]];
+                ++counts_[((i & (lanes_ - 1)) * contexts_ + p) * 256 + values[(span.start + i) * bytes + p]];
     }
 
     const Model& model_;
-    unsigned contexts_, ways_;
+    unsigned contexts_, lanes_;
     ContextCounts counts_;
     uint64_t extra_bits_ = 0, positions_ = 0;
     Contexts contexts_of_;
@@ -88,7 +88,7 @@ class Survey {
 };
 
 // The survey of every `stride`-th tile.
-std::unique_ptr<Survey> survey_all(const Model& model, const Arrays& arrays, const uint8_t* values, uint64_t count,
+std::unique_ptr<TileHistogram> build_histogram(const Model& model, const Arrays& arrays, const uint8_t* values, uint64_t count,
                                    unsigned stride, unsigned threads);
 
 }  // namespace shrinkpoint

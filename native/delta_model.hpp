@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "tokens.hpp"
-#include "words.hpp"
+#include "int_types.hpp"
 
 namespace shrinkpoint {
 
@@ -74,7 +74,7 @@ ALWAYS_INLINE void delta_contexts(const Model& model, const Arrays& arrays, uint
     if (!arrays.moments()) return;
     for (size_t i = 0; i < count; ++i) {
         const uint32_t m = float_bits(arrays.moment1[start + i]), v = float_bits(arrays.moment2[start + i]);
-        tile.contexts[i] = static_cast<uint16_t>(tile.contexts[i] | push(m, v) << 1 | static_cast<int32_t>(m >> 31));
+        tile.contexts[i] = static_cast<uint16_t>(tile.contexts[i] | adam_ratio_class(m, v) << 1 | static_cast<int32_t>(m >> 31));
     }
 }
 

@@ -1,4 +1,4 @@
-#include "fields.hpp"
+#include "bit_fields.hpp"
 
 #include <algorithm>
 

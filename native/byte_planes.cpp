@@ -1,4 +1,4 @@
-#include "planes.hpp"
+#include "byte_planes.hpp"
 
 namespace shrinkpoint {
 

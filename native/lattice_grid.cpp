@@ -1,4 +1,4 @@
-#include "lattice.hpp"
+#include "lattice_grid.hpp"
 
 #include <cstring>
 #include <stdexcept>
@@ -8,8 +8,8 @@ namespace shrinkpoint {
 
 namespace {
 
-constexpr int32_t kMostStep = 1 << 12;
-constexpr uint64_t kMostPlaces = uint64_t{1} << 56;  // so that bytes of them can be counted
+constexpr int32_t kMaxStep = 1 << 12;
+constexpr uint64_t kMaxIndices = uint64_t{1} << 56;  // so that bytes of them can be counted
 
 std::vector<float> steps_of(const std::vector<int16_t>& exponents) {
     std::vector<float> out;
@@ -72,9 +72,9 @@ Lattice::Lattice(bool is_powers, std::vector<int16_t> by_row, std::vector<int16_
       column_exponents(std::move(by_column)) {
     if (row_exponents.size() != rows || (column_exponents.size() != 1 && column_exponents.size() != columns))
         throw std::invalid_argument("exponents: expected one for each row, and one for each column or for all");
-    if (columns != 0 && rows > kMostPlaces / columns)
+    if (columns != 0 && rows > kMaxIndices / columns)
         throw std::invalid_argument("rows and columns: too many");
-    if (step < 1 || step > kMostStep) throw std::invalid_argument("step: expected 1 to 4096");
+    if (step < 1 || step > kMaxStep) throw std::invalid_argument("step: expected 1 to 4096");
     if (columns == 1) {  // a column is worked through as a row: neither sums nor products mind
         std::swap(rows, columns);
         std::swap(row_exponents, column_exponents);
@@ -89,7 +89,7 @@ SHRINKPOINT_KERNEL(void, fill_steps, (const Lattice& lattice, uint64_t start, si
            [](float row, float column) { return row * column; });
 }
 
-SHRINKPOINT_KERNEL(void, fill_classes, (const Lattice& lattice, uint64_t start, size_t count, uint8_t* out),
+SHRINKPOINT_KERNEL(void, fill_step_classes, (const Lattice& lattice, uint64_t start, size_t count, uint8_t* out),
                    (lattice, start, count, out)) {
     spread(lattice, lattice.row_classes, lattice.column_classes, start, count, out, [](int32_t row, int32_t column) {
         const int32_t told = (row + column) >> 2;

@@ -1,4 +1,4 @@
-#include "points.hpp"
+#include "lattice_codec.hpp"
 
 #include <algorithm>
 #include <atomic>
@@ -12,14 +12,14 @@
 #include "parallel.hpp"
 #include "predict.hpp"
 #include "simd.hpp"
-#include "spans.hpp"
+#include "tiles.hpp"
 
 namespace shrinkpoint {
 
 namespace {
 
 constexpr size_t kPiece = size_t{1} << 17;  // positions that a thread takes at a time
-constexpr int32_t kMostCode = (1 << 15) - 2;
+constexpr int32_t kMaxCode = (1 << 15) - 2;
 constexpr int16_t kNothing = -127;
 constexpr int32_t kEscape = -128;
 constexpr int32_t kOffsets = 16, kQuarters = 12;
@@ -51,7 +51,7 @@ ALWAYS_INLINE int32_t chosen(bool first, int32_t a, int32_t b) {
 // 0 for what is not finite; within the reach of codes.
 ALWAYS_INLINE float reachable(float at) {
     at = std::fabs(at) <= std::numeric_limits<float>::max() ? at : 0.0f;
-    return std::min(std::max(at, static_cast<float>(-kMostCode)), static_cast<float>(kMostCode));
+    return std::min(std::max(at, static_cast<float>(-kMaxCode)), static_cast<float>(kMaxCode));
 }
 
 // What is known of the positions of one tile, and room to work in.
@@ -110,7 +110,7 @@ SHRINKPOINT_KERNEL(void, guess_powers,
     const auto width = static_cast<float>(step);
     for (size_t i = 0; i < count; ++i) {
         const auto bits = static_cast<int32_t>(bits_of(parent[i]));
-        const int32_t beyond = (bits >> 20) - 127 * kOctave - exponents[i];
+        const int32_t beyond = (bits >> 20) - 127 * kStepsPerOctave - exponents[i];
         // Exact: both are below 2^24, and a quotient that is not whole is further from whole ones than it is rounded.
         float quotient = static_cast<float>(4 * beyond) / width;
         quotient = std::min(std::max(quotient, -kQuarters - 1.0f), kQuarters + 1.0f);
@@ -147,7 +147,7 @@ SHRINKPOINT_KERNEL(uint32_t, subtract,
         const int32_t code = codes[i], apart = code - guesses[i];
         const bool large = apart > -kEscape - 1 || apart < kEscape + 1;
         escapes += large;
-        far |= code > kMostCode || code < -kMostCode;
+        far |= code > kMaxCode || code < -kMaxCode;
         tokens[i] = static_cast<uint8_t>(contexts[i] + (large ? kEscape : apart));
     }
     return escapes | far << 31;
@@ -162,7 +162,7 @@ SHRINKPOINT_KERNEL(uint32_t, add, (const uint8_t* tokens, const uint8_t* context
         const bool large = apart == kEscape;
         const int32_t code = codes[i] + (large ? 0 : apart);
         escapes += large;
-        far |= code > kMostCode || code < -kMostCode;
+        far |= code > kMaxCode || code < -kMaxCode;
         codes[i] = static_cast<int16_t>(code);
     }
     return escapes | far << 31;
@@ -183,7 +183,7 @@ SHRINKPOINT_KERNEL(bool, round_all,
     for (size_t i = 0; i < count; ++i) {
         const float quotient = values[i] / steps[i];
         const float at = (steps[i] > 0.0f ? quotient : 0.0f) - dithers[i];  // no step: all points are zero
-        far |= !(std::fabs(at) < static_cast<float>(kMostCode));
+        far |= !(std::fabs(at) < static_cast<float>(kMaxCode));
         codes[i] = static_cast<int16_t>(rounded(reachable(at)));
     }
     return far == 0;
@@ -231,7 +231,7 @@ void guess(const Lattice& lattice, Floats parent, uint64_t start, size_t count, 
         const float* values = floats(parent, 0, count, cells.parent);
         return guess_powers(values, cells.exponents, lattice.step, count, guesses, contexts);
     }
-    fill_classes(lattice, start, count, cells.classes);
+    fill_step_classes(lattice, start, count, cells.classes);
     if (parent.data != nullptr) {
         const float* values = floats(parent, 0, count, cells.parent);
         return guess_multiples(values, cells.steps, cells.dithers, cells.classes, count, guesses, contexts);
@@ -257,8 +257,8 @@ bool is_same(const float* values, Floats expected, uint64_t start, size_t count)
 // work(piece, start, count, cells) for every tile.
 template <typename Work>
 void by_tiles(uint64_t count, unsigned threads, Work work) {
-    parallel(chunk_count(count, kPiece), threads, [&](Indices& indices) {
-        const DefaultFloats floats;
+    parallel(chunk_count(count, kPiece), threads, [&](WorkQueue& indices) {
+        const ScopedFpEnvironment floats;
         const auto cells = std::make_unique<Cells>();  // all zeros, as dithers are without a seed
         for (size_t index; indices.take(index);) {
             const Span piece = span_of(index, count, kPiece, kPiece);
@@ -285,7 +285,7 @@ bool add_escapes(const uint8_t* tokens, const uint8_t* contexts, size_t count, c
     for (size_t i = 0; i < count; ++i) {
         if (static_cast<int8_t>(tokens[i] - contexts[i]) != kEscape) continue;
         const int64_t code = int64_t{codes[i]} + *escapes++;
-        in_range &= -kMostCode <= code && code <= kMostCode;
+        in_range &= -kMaxCode <= code && code <= kMaxCode;
         codes[i] = static_cast<int16_t>(code);
     }
     return in_range;
@@ -293,7 +293,7 @@ bool add_escapes(const uint8_t* tokens, const uint8_t* contexts, size_t count, c
 
 }  // namespace
 
-void lattice_guess(const Lattice& lattice, Floats parent, const float* squares, int16_t* guesses, uint8_t* contexts,
+void lattice_predict(const Lattice& lattice, Floats parent, const float* squares, int16_t* guesses, uint8_t* contexts,
                    Positions positions, unsigned threads) {
     by_tiles(positions.count, threads, [&](size_t, uint64_t start, size_t count, Cells& cells) {
         const uint64_t place = positions.first + start;
@@ -302,7 +302,7 @@ void lattice_guess(const Lattice& lattice, Floats parent, const float* squares, 
     });
 }
 
-Differences lattice_tokens(const Lattice& lattice, Floats parent, const float* squares, const int16_t* codes,
+Differences lattice_encode(const Lattice& lattice, Floats parent, const float* squares, const int16_t* codes,
                            Floats expected, uint8_t* contexts, uint8_t* tokens, unsigned threads) {
     std::vector<std::vector<int32_t>> escapes(chunk_count(lattice.count(), kPiece));
     std::atomic<bool> in_range{true}, same{true};
@@ -325,7 +325,7 @@ Differences lattice_tokens(const Lattice& lattice, Floats parent, const float* s
     return out;
 }
 
-size_t lattice_points(const Lattice& lattice, const uint8_t* tokens, const uint8_t* contexts, const int32_t* escapes,
+size_t lattice_decode(const Lattice& lattice, const uint8_t* tokens, const uint8_t* contexts, const int32_t* escapes,
                       size_t escape_count, const float* squares, int16_t* codes, float* values, Positions positions,
                       unsigned threads) {
     std::vector<size_t> next(chunk_count(positions.count, kPiece) + 1);
@@ -355,7 +355,7 @@ void lattice_values(const Lattice& lattice, const int16_t* codes, const float* s
     });
 }
 
-bool lattice_nearest(const Lattice& lattice, Floats values, const float* squares, const int16_t* before, float hold,
+bool lattice_quantize(const Lattice& lattice, Floats values, const float* squares, const int16_t* before, float hold,
                      int16_t* codes, unsigned threads) {
     if (lattice.powers) throw std::invalid_argument("nearest: points that stand for powers");
     std::atomic<bool> fits{true};
