@@ -25,16 +25,16 @@ check: $(VENV)/.installed
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.bench
-	$(BIN)/python benchmarks/series.py
+	$(BIN)/python benchmarks/lossless_series.py
 	$(BIN)/python benchmarks/lossless.py
-	$(BIN)/python benchmarks/stall.py
+	$(BIN)/python benchmarks/save_latency.py
 	$(BIN)/python benchmarks/many_tensors.py
 	$(BIN)/python benchmarks/frameworks.py
-	$(BIN)/python benchmarks/kill.py
+	$(BIN)/python benchmarks/crash_recovery.py
 
 # Of the lossy schemes: hours on one core, resumable (benchmarks/README.md says how to run a part).
 studies: $(VENV)/.bench
-	for study in quantile quantizers search codes restores lattice fisher overhead bins schemes recovery transfer rework wire allot link replicas; do \
+	for study in quantile_speed quantizer_speed search_trials code_streams repeated_restores lattice_speed fisher save_overhead codebook_size schemes lossy_recovery transfer_learning recomputation wire bit_allocation link gradient_compression; do \
 	  $(BIN)/python benchmarks/$$study.py || exit 1; \
 	done
 

@@ -26,13 +26,13 @@ from typing import Any
 from unittest.mock import patch
 
 import workloads
-from report import table
-from speed import machine
+from lossless_report import table
+from lossless_speed import machine
 from workloads import Course, Workload
 
 import shrinkpoint as sp
-from shrinkpoint.schemes.fisher import drafts, scheme, weights
 from shrinkpoint.schemes.fisher import moments as coded
+from shrinkpoint.schemes.fisher import scheme, step_candidates, steps
 
 ROLES = ("parameter", "moment1", "moment2")
 
@@ -80,18 +80,22 @@ class _Nearest:
 PLAIN = {"relative_error": 0.58}
 PARTS = (
     Variant("all of it", PLAIN),
-    Variant("steps alike in all rows and columns", PLAIN, ((weights, "GAMMA", 0.0),)),
-    Variant("steps alike in all tensors", PLAIN, ((weights, "ALLOTTED", 0.0),)),
-    Variant("neither", PLAIN, ((weights, "GAMMA", 0.0), (weights, "ALLOTTED", 0.0))),
-    Variant("steps without a cap", PLAIN, ((drafts, "WIDEST", 1e9),)),
-    Variant("to the nearest, nothing held", PLAIN, ((drafts, "LONGEST", 0.5),)),
-    Variant("held to a retention of .8", PLAIN, ((drafts, "RETAINED", 0.8),)),
+    Variant("steps alike in all rows and columns", PLAIN, ((steps, "ROW_COL_EXPONENT", 0.0),)),
+    Variant("steps alike in all tensors", PLAIN, ((steps, "TENSOR_EXPONENT", 0.0),)),
+    Variant("neither", PLAIN, ((steps, "ROW_COL_EXPONENT", 0.0), (steps, "TENSOR_EXPONENT", 0.0))),
+    Variant("steps without a cap", PLAIN, ((step_candidates, "MAX_STEP_STD", 1e9),)),
+    Variant("to the nearest, nothing held", PLAIN, ((step_candidates, "MAX_HYSTERESIS", 0.5),)),
+    Variant("held to a retention of .8", PLAIN, ((step_candidates, "MIN_RETAINED", 0.8),)),
 )
 SIZES = tuple(Variant(f"error {error}", {"relative_error": error}) for error in (0.1, 0.15, 0.3, 0.45, 0.6, 0.8, 1.1))
 RESTORED = (
     Variant("error .3", {"relative_error": 0.3}),
     Variant("error .58", PLAIN),
-    Variant("error .3, weights to the nearest", {"relative_error": 0.3}, ((drafts, "seed_of", _undithered),)),
+    Variant(
+        "error .3, weights to the nearest",
+        {"relative_error": 0.3},
+        ((step_candidates, "weight_dither_seed", _undithered),),
+    ),
     Variant("error .3, first moments to the nearest", {"relative_error": 0.3}, ((coded, "zlib", _Nearest),)),
     Variant("error .3, moments exact", {"relative_error": 0.3, "moments": "exact"}),
     Variant("error .3, moments dropped", {"relative_error": 0.3, "moments": "drop"}),
@@ -99,14 +103,18 @@ RESTORED = (
 
 
 def _steps(**other: float) -> tuple[tuple[Any, str, Any], ...]:
-    return ((scheme, "Steps", lambda: coded.Steps(**other)),)
+    return ((scheme, "MomentPrecision", lambda: coded.MomentPrecision(**other)),)
 
 
 MOMENTS = tuple(
-    Variant(f"error .3, first moments by {first:g} units", {"relative_error": 0.3}, _steps(first=first, most=4 * first))
+    Variant(
+        f"error .3, first moments by {first:g} units",
+        {"relative_error": 0.3},
+        _steps(first_step=first, first_max=4 * first),
+    )
     for first in (1.0, 2.0, 3.0, 6.0)
 ) + tuple(
-    Variant(f"error .3, second moments by {second / 8:g} octaves", {"relative_error": 0.3}, _steps(second=second))
+    Variant(f"error .3, second moments by {second / 8:g} octaves", {"relative_error": 0.3}, _steps(second_step=second))
     for second in (8, 16, 32)
 )
 
@@ -155,7 +163,7 @@ def chain(variant: Variant, workload: Workload, seed: int, series: list[tuple[in
     """The series as a variant writes it, each checkpoint as the one after the one before it."""
     course, out = workload.build(seed), []
     with variant.applied(), tempfile.TemporaryDirectory() as folder, quiet():
-        manager = sp.Manager(folder, scheme=variant.scheme(workload), keyframe_every=None)
+        manager = sp.CheckpointManager(folder, scheme=variant.scheme(workload), keyframe_every=None)
         for step, model, optimizer in series:
             course.model.load_state_dict(model)
             course.optimizer.load_state_dict(copy.deepcopy(optimizer))
@@ -179,7 +187,7 @@ def restored(
             workload.advance(course)
         return workload.test(course.model), []
     with variant.applied(), tempfile.TemporaryDirectory() as folder, quiet():
-        manager = sp.Manager(folder, scheme=variant.scheme(workload), keyframe_every=None)
+        manager = sp.CheckpointManager(folder, scheme=variant.scheme(workload), keyframe_every=None)
         for step in range(1, steps + 1):
             workload.advance(course)
             if step % every:
@@ -189,7 +197,7 @@ def restored(
                 step, model=course.model, optimizer=course.optimizer, scheduler=course.scheduler, extra=stream
             )
             manager.close()
-            manager, course = sp.Manager(folder, scheme=variant.scheme(workload)), workload.build(seed)
+            manager, course = sp.CheckpointManager(folder, scheme=variant.scheme(workload)), workload.build(seed)
             at = manager.restore(model=course.model, optimizer=course.optimizer, scheduler=course.scheduler)
             assert at is not None
             course.stream.load_state_dict(at.extra["stream"])

@@ -33,9 +33,8 @@ import torch
 from torch import Tensor, nn
 
 import shrinkpoint as sp
-from shrinkpoint.demo.model import GPT, Shape
-from shrinkpoint.demo.text import stdlib_text
-from shrinkpoint.store.unfold import decode
+from shrinkpoint.demo.workload import GPT, GPTConfig, stdlib_text
+from shrinkpoint.store.decode import decode_directory
 
 PARTS = ("transformers", "accelerate", "lightning", "dcp")
 LOSSY = "fisher"
@@ -155,13 +154,13 @@ def gpt_loss(model: Any, batch: Tensor) -> Tensor:
 def of_transformers(root: Path, saves: int, steps: int) -> dict[str, Any]:
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-    from shrinkpoint.train.transformers import Shrink, ShrinkTrainer
+    from shrinkpoint.train.transformers import ShrinkConfig, ShrinkTrainer
 
     class Ours(ShrinkTrainer, Trainer):
         pass
 
     set_seed(0)
-    shape = Shape()
+    shape = GPTConfig()
     model = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=256, n_positions=shape.context, n_embd=shape.width, n_layer=shape.layers, n_head=shape.heads
@@ -196,14 +195,14 @@ def of_transformers(root: Path, saves: int, steps: int) -> dict[str, Any]:
     def wait() -> None:
         for one in kept:
             if isinstance(one, ShrinkTrainer):
-                one.shrink_wait()
+                one.wait_for_checkpoint()
 
     rounds = Round(root, {
         "stock": (beside(Trainer, "stock"), nothing),
         "shrinkpoint": (beside(Ours, "shrinkpoint"), wait),
-        "background": (beside(Ours, "background", shrink=Shrink(background=True)), wait),
-        LOSSY: (beside(Ours, "fisher", shrink=Shrink(scheme=fisher(held_out))), wait),
-    }, lambda folder: held_out.rise(model, dict(decode(folder).reference.tensors)))  # fmt: skip
+        "background": (beside(Ours, "background", shrink=ShrinkConfig(background=True)), wait),
+        LOSSY: (beside(Ours, "fisher", shrink=ShrinkConfig(scheme=fisher(held_out))), wait),
+    }, lambda folder: held_out.rise(model, dict(decode_directory(folder).reference.tensors)))  # fmt: skip
 
     class Points(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -218,23 +217,23 @@ def of_transformers(root: Path, saves: int, steps: int) -> dict[str, Any]:
 def of_accelerate(root: Path, saves: int, steps: int) -> dict[str, Any]:
     from accelerate import Accelerator
 
-    from shrinkpoint.train.accelerate import Shrink
+    from shrinkpoint.train.accelerate import AcceleratorCheckpointer
 
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
-    model = GPT(Shape())
-    optimizer = torch.optim.AdamW(model.groups(0.1), lr=1e-3)
+    model = GPT(GPTConfig())
+    optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=1e-3)
     loader = torch.utils.data.DataLoader(Windows(), batch_size=8)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    sync, background = Shrink(accelerator), Shrink(accelerator, background=True)
+    sync, background = AcceleratorCheckpointer(accelerator), AcceleratorCheckpointer(accelerator, background=True)
     held_out = HeldOut(gpt_loss)
-    lossy = Shrink(accelerator, scheme=fisher(held_out))
+    lossy = AcceleratorCheckpointer(accelerator, scheme=fisher(held_out))
     rounds = Round(root, {
         "stock": (lambda folder: accelerator.save_state(str(folder)), nothing),
         "shrinkpoint": (sync.save_state, nothing),
         "background": (background.save_state, background.wait),
         LOSSY: (lossy.save_state, nothing),
-    }, lambda folder: held_out.rise(model, dict(decode(folder).reference.tensors)))  # fmt: skip
+    }, lambda folder: held_out.rise(model, dict(decode_directory(folder).reference.tensors)))  # fmt: skip
     for step, batch in zip(range(1, saves * steps + 1), loader, strict=False):
         accelerator.backward(model(batch["input_ids"][:, :-1], batch["input_ids"][:, 1:].contiguous()))
         optimizer.step()
@@ -255,13 +254,13 @@ def of_lightning(root: Path, saves: int, steps: int) -> dict[str, Any]:
     class Module(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = GPT(Shape())
+            self.model = GPT(GPTConfig())
 
         def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
             return self.model(batch["input_ids"][:, :-1], batch["input_ids"][:, 1:].contiguous())
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.model.groups(0.1), lr=1e-3)
+            return torch.optim.AdamW(self.model.param_groups(0.1), lr=1e-3)
 
     L.seed_everything(0, verbose=False)
     held_out, module = HeldOut(gpt_loss), Module()
@@ -283,7 +282,7 @@ def of_lightning(root: Path, saves: int, steps: int) -> dict[str, Any]:
         "shrinkpoint": (through(sync), nothing),
         "background": (through(background), background.wait),
         LOSSY: (through(lossy), nothing),
-    }, lambda folder: held_out.rise(module.model, dict(decode(folder).reference.tensors)))  # fmt: skip
+    }, lambda folder: held_out.rise(module.model, dict(decode_directory(folder).reference.tensors)))  # fmt: skip
 
     class Points(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
@@ -314,14 +313,14 @@ def of_dcp(root: Path, saves: int, steps: int) -> dict[str, Any]:
 
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model: nn.Module = GPT(Shape())
+    model: nn.Module = GPT(GPTConfig())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     running: list[Any] = []
-    held_out, whole = HeldOut(gpt_loss), GPT(Shape())
+    held_out, whole = HeldOut(gpt_loss), GPT(GPTConfig())
     lossy = fisher(held_out)
 
     def state() -> dict[str, Any]:

@@ -23,8 +23,8 @@ import link_speed
 import link_tables
 import torch
 
-from shrinkpoint.comm.advice import cost
-from shrinkpoint.comm.forecast import Candidate, Cost, Load, Schedule
+from shrinkpoint.comm.tuning.cost_model import CandidateCost, MessageCost, Schedule, Workload
+from shrinkpoint.comm.tuning.recommend import measure_cost
 
 RATES = (0, 10000, 1000, 100)
 """Mbit/s; 0 is without a limit, and goes first: its uncompressed step is what predictions start from."""
@@ -62,7 +62,7 @@ def _pipeline(args: argparse.Namespace, world: int, schedule: Schedule, cases: d
     sizes = {"width": args.width, "inner": args.inner, "batch": args.batch, "length": args.length}
     job = {"kind": "pipeline", "schedule": schedule, "micro_batches": args.micro_batches, **sizes}
     shape = (args.batch, args.length, args.width)
-    load = Load("pipeline", 1, world=world, micro_batches=args.micro_batches, schedule=schedule)
+    load = Workload("pipeline", 1, world_size=world, micro_batches=args.micro_batches, schedule=schedule)
     return _measured(args, job, load, cases, _costs(cases, shape, args.repeats))
 
 
@@ -73,35 +73,39 @@ def ddp(args: argparse.Namespace) -> dict[str, Any]:
     costs = _costs({k: v for k, v in HOOKS.items() if k != "fp16 hook"}, (count,), args.repeats)
     costs["fp16 hook"] = replace(_costs({"fp16": ("fp16", "fp16")}, (count,), args.repeats)["fp16"], name="fp16 hook")
     job = {"kind": "ddp", "parameters": args.parameters, "rows": 8}
-    return _measured(args, job, Load("ddp", 1, world=2), HOOKS, costs)
+    return _measured(args, job, Workload("ddp", 1, world_size=2), HOOKS, costs)
 
 
-def _costs(cases: dict[str, Pair], shape: tuple[int, ...], repeats: int) -> dict[str, Candidate]:
-    """What `advise` measures of each case, in this process."""
+def _costs(cases: dict[str, Pair], shape: tuple[int, ...], repeats: int) -> dict[str, CandidateCost]:
+    """What `recommend` measures of each case, in this process."""
     x, known = torch.randn(shape, generator=torch.Generator().manual_seed(0)), {}
     for spec in {spec for pair in cases.values() for spec in pair if spec}:
-        known[spec] = cost(spec, x, repeats=repeats)
-    plain, made = Cost(x.nbytes, x.nbytes), {}
+        known[spec] = measure_cost(spec, x, repeats=repeats)
+    plain, made = MessageCost(x.nbytes, x.nbytes), {}
     for name, (there, back) in cases.items():
         forward = known.get(there, plain)
-        made[name] = Candidate(name, forward, known.get(back, forward))
+        made[name] = CandidateCost(name, forward, known.get(back, forward))
     return made
 
 
 def _measured(
-    args: argparse.Namespace, job: dict[str, Any], load: Load, cases: dict[str, Pair], costs: dict[str, Candidate]
+    args: argparse.Namespace,
+    job: dict[str, Any],
+    load: Workload,
+    cases: dict[str, Pair],
+    costs: dict[str, CandidateCost],
 ) -> dict[str, Any]:
     """Of every rate and case: seconds of the steps, bytes, and what the forecast says."""
-    job |= {"world": load.world, "rounds": args.rounds, "steps": args.steps, "warm": 1}
+    job |= {"world": load.world_size, "rounds": args.rounds, "steps": args.steps, "warm": 1}
     job["cases"] = [{"name": name, "forward": f, "backward": b} for name, (f, b) in cases.items()]
     found: dict[str, Any] = {"job": job, "costs": {name: asdict(one) for name, one in costs.items()}, "rates": {}}
-    with link_net.Network(load.world) as network:
+    with link_net.Network(load.world_size) as network:
         for mbps in args.rates:
             network.shape(mbps or None)
             said = _run(network, job | {"address": network.address(0)}, args.timeout)
             found["rates"][str(mbps)] = [{name: rank[name] for name in cases} for rank in said]
             print(
-                f"  {job['kind']}, {load.world} processes, {mbps or 'no limit'} Mbit/s: done",
+                f"  {job['kind']}, {load.world_size} processes, {mbps or 'no limit'} Mbit/s: done",
                 file=sys.stderr,
                 flush=True,
             )

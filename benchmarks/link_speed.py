@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shrinkpoint.comm.operators.base import Context, Operator
+from shrinkpoint.comm.compressors.base import Compressor, CompressorContext
 from shrinkpoint.comm.spec import parse
 
 SPECS = (
@@ -61,15 +61,17 @@ def subjects(x: Tensor) -> list[Subject]:
     found = []
     for spec in SPECS:
         operator = parse(spec)
-        assert isinstance(operator, Operator)
-        context = Context(key=1, places=torch.arange(0, x.numel(), 10) if spec.startswith("same") else None)
+        assert isinstance(operator, Compressor)
+        context = CompressorContext(key=1, indices=torch.arange(0, x.numel(), 10) if spec.startswith("same") else None)
         found.append(_subject(spec, "native", operator.encode, operator.decode, context))
         if hasattr(operator, "_encode_torch"):
             found.append(_subject(spec, "torch", operator._encode_torch, operator._decode_torch, context))  # type: ignore[attr-defined]
     return found + rivals()
 
 
-def _subject(spec: str, path: str, encode: Callable[..., Any], decode: Callable[..., Any], context: Context) -> Subject:
+def _subject(
+    spec: str, path: str, encode: Callable[..., Any], decode: Callable[..., Any], context: CompressorContext
+) -> Subject:
     return Subject(spec, path, lambda x: encode(x, context), lambda wire, out: decode(wire, out, context), Tensor.numel)
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from shrinkpoint.comm.advice import CANDIDATES
-from shrinkpoint.comm.forecast import OFF, Candidate, Load, judge
+from shrinkpoint.comm.tuning.cost_model import NO_COMPRESSION, CandidateCost, Workload, rank_candidates
+from shrinkpoint.comm.tuning.recommend import DEFAULT_CANDIDATES
 
 NONE = "none"
 OURS = ("q8:64", "q4:64 / q8:64", "q4:64", "n3:64")
@@ -25,7 +25,7 @@ PAYLOAD = 1448 / 1514
 """Of a full packet what is not headers of TCP, IP and Ethernet, which the limit counts."""
 
 
-def evaluate(found: dict[str, Any], load: Load, costs: dict[str, Candidate]) -> None:
+def evaluate(found: dict[str, Any], load: Workload, costs: dict[str, CandidateCost]) -> None:
     """Add the rows of the table to what a part measured: one for each rate and case."""
     rows: list[dict[str, Any]] = []
     for rate, ranks in found["rates"].items():
@@ -38,20 +38,22 @@ def evaluate(found: dict[str, Any], load: Load, costs: dict[str, Candidate]) -> 
         if row["rate"]:
             at, one = replace(load, mbps=PAYLOAD * row["rate"], compute=compute), costs[row["name"]]
             plain = row["name"] == NONE
-            row["predicted"] = at.plain(one.forward.raw, one.backward.raw) if plain else at.seconds(one)
+            row["predicted"] = (
+                at.uncompressed_seconds(one.forward.raw, one.backward.raw) if plain else at.step_seconds(one)
+            )
     found["compute"], found["rows"] = compute, rows
     found["advice"] = {
         rate: _advised(replace(load, mbps=PAYLOAD * rate, compute=compute), costs) for rate in uncompressed if rate
     }
 
 
-def _advised(load: Load, costs: dict[str, Candidate]) -> str:
-    """What `advise` says with its own candidates."""
+def _advised(load: Workload, costs: dict[str, CandidateCost]) -> str:
+    """What `recommend` says with its own candidates."""
     plain = costs[NONE].forward.raw, costs[NONE].backward.raw
-    return judge(load, [costs[name] for name in CANDIDATES if name in costs], plain=plain).best
+    return rank_candidates(load, [costs[name] for name in DEFAULT_CANDIDATES if name in costs], uncompressed=plain).best
 
 
-def _row(rate: int, name: str, ranks: list[list[dict[str, Any]]], one: Candidate) -> dict[str, Any]:
+def _row(rate: int, name: str, ranks: list[list[dict[str, Any]]], one: CandidateCost) -> dict[str, Any]:
     """Of all rounds: the first rank's steps, all ranks' bytes."""
     seconds = [value for turn in ranks[0] for value in turn["seconds"]]
     turns = [turn for rank in ranks for turn in rank]
@@ -127,9 +129,9 @@ def _forecast(found: dict[str, Any]) -> None:
     print(f"\nforecast: off by {median(off):.1%} in the median, {off[-1]:.1%} at worst")
     for rate, name in found["advice"].items():
         taken = {row["name"]: row["seconds"] for row in found["rows"] if row["rate"] == int(rate)}
-        tried = {NONE, *CANDIDATES} & taken.keys()
+        tried = {NONE, *DEFAULT_CANDIDATES} & taken.keys()
         best = min(tried, key=lambda one: taken[one])
-        told = NONE if name == OFF else name
+        told = NONE if name == NO_COMPRESSION else name
         print(f"advice at {rate} Mbit/s: {name}, {taken[told]:.4f} s a step; the best was {best}, {taken[best]:.4f} s")
 
 

@@ -28,7 +28,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint.comm.ddp import compress_ddp
-from shrinkpoint.comm.pipeline import compress_pipeline
+from shrinkpoint.comm.pipeline.api import compress_pipeline
 
 SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 Job = tuple[Callable[[], float | None], Callable[[], dict[str, float]]]
@@ -66,7 +66,10 @@ def pipeline(job: dict[str, Any], case: dict[str, Any]) -> Iterator[Job]:
         return sum(float(one) for one in losses) / len(losses) if losses else None
 
     try:
-        yield step, lambda: {} if wire is None else account(wire.ledgers(), [f"{rank} forward", f"{rank - 1} backward"])
+        yield (
+            step,
+            lambda: {} if wire is None else account(wire.link_stats(), [f"{rank} forward", f"{rank - 1} backward"]),
+        )
     finally:
         if wire is not None:
             wire.detach()
@@ -94,7 +97,7 @@ def averaging(job: dict[str, Any], case: dict[str, Any]) -> Iterator[Job]:
         optimizer.zero_grad()
         return float(loss)
 
-    yield step, lambda: {} if handle is None else account(handle.ledgers, list(handle.ledgers))
+    yield step, lambda: {} if handle is None else account(handle.link_stats, list(handle.link_stats))
 
 
 KINDS = {"pipeline": pipeline, "ddp": averaging}

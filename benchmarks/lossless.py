@@ -16,20 +16,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import entropy
-import memory
+import lossless_compressors
+import lossless_entropy
+import lossless_memory
+import lossless_report
+import lossless_series
+import lossless_speed
 import numpy as np
-import report
-import rivals
-import series
-import speed
 import torch
-from entropy import Fields
-from rivals import Array, Rival
-from series import Checkpoint, Series
+from lossless_compressors import Array, Rival
+from lossless_entropy import Fields
+from lossless_series import Checkpoint, Series
 
 try:
-    import ours
+    import lossless_shrinkpoint
 except ImportError as missing:  # the rivals and the entropies stand without us
     ours = None  # type: ignore[assignment]
     print(f"shrinkpoint cannot be imported ({missing}): rivals and entropies only")
@@ -71,8 +71,8 @@ class Table:
     def finish(self) -> Streams:
         for stream in self.streams.values():
             stream["bits"] = {name: total / stream["values"] for name, total in stream["bits"].items()}
-            stream["entropy"] = entropy.smallest(stream["bits"])
-            stream["entropy without taps"] = entropy.smallest(stream["bits"], taps=False)
+            stream["entropy"] = lossless_entropy.smallest(stream["bits"])
+            stream["entropy without taps"] = lossless_entropy.smallest(stream["bits"], taps=False)
         return self.streams
 
 
@@ -91,8 +91,8 @@ def total(*parts: Mapping[str, int]) -> dict[str, int]:
 def state_bits(*parts: Mapping[str, float]) -> dict[str, float]:
     """The mean over equally large parts of a state, each at its smallest."""
     return {
-        "sum": statistics.mean(entropy.smallest(part, taps=False) for part in parts),
-        entropy.TAPS + "sum": statistics.mean(entropy.smallest(part) for part in parts),
+        "sum": statistics.mean(lossless_entropy.smallest(part, taps=False) for part in parts),
+        lossless_entropy.TAPS + "sum": statistics.mean(lossless_entropy.smallest(part) for part in parts),
     }
 
 
@@ -106,10 +106,10 @@ def keyframe(out: Table, checkpoint: Checkpoint) -> None:
     w, m, v = fields(checkpoint)
     half = bf16(w.values)
     bits = {
-        "W fp32": entropy.parameters(w, w.values),
-        "W bf16": entropy.parameters(w, half),
-        "m": entropy.first_moments(m, v),
-        "v": entropy.second_moments(v),
+        "W fp32": lossless_entropy.parameters(w, w.values),
+        "W bf16": lossless_entropy.parameters(w, half),
+        "m": lossless_entropy.first_moments(m, v),
+        "v": lossless_entropy.second_moments(v),
     }
     parts = {}
     for name, array in (("W fp32", w.values), ("W bf16", half), ("m", m.values), ("v", v.values)):
@@ -125,35 +125,35 @@ def delta(out: Table, distance: str, base: Checkpoint, new: Checkpoint) -> None:
     w, m, v = fields(new)
     old = base.flat("W")
     half, old_half = bf16(w.values), bf16(old)
-    bits = entropy.delta(w.values, old, m, v)
+    bits = lossless_entropy.delta(w.values, old, m, v)
     weights = sizes(out.rivals, w.values, old)
     n = w.values.size
     out.add(f"W fp32, {distance} later", 4 * n, n, weights, bits)
     narrow = sizes(out.rivals, half, old_half)
-    out.add(f"W bf16, {distance} later", 2 * n, n, narrow, entropy.delta(half, old_half, m, v))
+    out.add(f"W bf16, {distance} later", 2 * n, n, narrow, lossless_entropy.delta(half, old_half, m, v))
     parts = [smallest(weights, sizes(out.rivals, w.values))]
     for stream, now in (("m", m), ("v", v)):
         parts.append(smallest(sizes(out.rivals, now.values), sizes(out.rivals, now.values, base.flat(stream))))
-    whole = state_bits(bits, entropy.first_moments(m, v), entropy.second_moments(v))
+    whole = state_bits(bits, lossless_entropy.first_moments(m, v), lossless_entropy.second_moments(v))
     out.add(f"W + m + v, {distance} later", 12 * n, 3 * n, total(*parts), whole)
 
 
 def measure_ours(out: Table, one: Series) -> None:
     """Our sizes on the same streams. Deltas stand on the decoded keyframe of their base."""
     for checkpoint in one.keyframes:
-        saved = ours.save(checkpoint)
-        for stream, role in ours.ROLES.items():
+        saved = lossless_shrinkpoint.save(checkpoint)
+        for stream, role in lossless_shrinkpoint.ROLES.items():
             name = "W fp32" if stream == "W" else stream
             out.add_ours(name, saved.stored[role], saved.raw[role])
         out.add_ours("W + m + v", saved.file, saved.file_raw)
-        narrow = ours.save(checkpoint.half())
+        narrow = lossless_shrinkpoint.save(checkpoint.half())
         out.add_ours("W bf16", narrow.stored["parameter"], narrow.raw["parameter"])
     for distance, pairs in one.pairs.items():
         for base, new in pairs:
-            saved = ours.save(new, ours.save(base).reference)
+            saved = lossless_shrinkpoint.save(new, lossless_shrinkpoint.save(base).reference)
             out.add_ours(f"W fp32, {distance} later", saved.stored["parameter"], saved.raw["parameter"])
             out.add_ours(f"W + m + v, {distance} later", saved.file, saved.file_raw)
-            narrow = ours.save(new.half(), ours.save(base.half()).reference)
+            narrow = lossless_shrinkpoint.save(new.half(), lossless_shrinkpoint.save(base.half()).reference)
             out.add_ours(f"W bf16, {distance} later", narrow.stored["parameter"], narrow.raw["parameter"])
 
 
@@ -168,13 +168,13 @@ def study(one: Series, found: list[Rival]) -> Streams:
     if ours:
         measure_ours(out, one)
     streams = out.finish()
-    print(f"\n{one.name} ({time.perf_counter() - began:.0f} s)\n{report.ratios(streams)}", flush=True)
+    print(f"\n{one.name} ({time.perf_counter() - began:.0f} s)\n{lossless_report.ratios(streams)}", flush=True)
     return streams
 
 
 def speeds(base: Checkpoint, new: Checkpoint, repeats: int) -> dict[str, Any]:
-    jobs = ours.jobs(base, new) if ours else {}
-    found = speed.study(new.flat("W"), jobs, repeats)
+    jobs = lossless_shrinkpoint.jobs(base, new) if ours else {}
+    found = lossless_speed.study(new.flat("W"), jobs, repeats)
     return {
         threads: {name: {way: dataclasses.asdict(one) for way, one in ways.items()} for name, ways in subjects.items()}
         for threads, subjects in found.items()
@@ -184,7 +184,9 @@ def speeds(base: Checkpoint, new: Checkpoint, repeats: int) -> dict[str, Any]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     data = os.environ.get("SHRINKPOINT_DATA")
-    parser.add_argument("--cache", type=Path, default=series.default_cache(), help="where the demo's checkpoints lie")
+    parser.add_argument(
+        "--cache", type=Path, default=lossless_series.default_cache(), help="where the demo's checkpoints lie"
+    )
     parser.add_argument("--data", type=Path, default=Path(data) if data else None, help="holds series_ssl_adamw")
     parser.add_argument("--every", type=int, default=1, help="take every n-th pair of published epochs")
     parser.add_argument("--repeats", type=int, default=5, help="of each timing")
@@ -197,20 +199,24 @@ def main() -> int:
     args = arguments()
     began = time.perf_counter()
     torch.set_num_threads(1)
-    ends = series.demo(args.cache)
-    found = rivals.installed()
-    result: dict[str, Any] = {"machine": speed.machine(), "rivals": {r.name: r.version for r in found}, "series": {}}
+    ends = lossless_series.demo(args.cache)
+    found = lossless_compressors.installed()
+    result: dict[str, Any] = {
+        "machine": lossless_speed.machine(),
+        "rivals": {r.name: r.version for r in found},
+        "series": {},
+    }
     print("rivals:", ", ".join(f"{name} {version}" for name, version in result["rivals"].items()))
     if "sizes" in args.only:
-        for one in (*ends, *series.published(args.data, args.every)):
+        for one in (*ends, *lossless_series.published(args.data, args.every)):
             result["series"][one.name] = study(one, found)
     base, new = ends[-1].pairs["10"][0]
     if "speed" in args.only:
         result["speed"] = speeds(base, new, args.repeats)
-        print("\n" + report.speeds(result["speed"]), flush=True)
+        print("\n" + lossless_report.speeds(result["speed"]), flush=True)
     if "memory" in args.only and ours:
-        result["memory"] = memory.study(*(args.cache / f"{c.state['step']}.pt" for c in (new, base)))
-    result["verdicts"] = list(report.verdicts(result))
+        result["memory"] = lossless_memory.study(*(args.cache / f"{c.state['step']}.pt" for c in (new, base)))
+    result["verdicts"] = list(lossless_report.verdicts(result))
     result["seconds"] = time.perf_counter() - began
     print("\n" + "\n".join(result["verdicts"]))
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -25,13 +25,16 @@ from typing import Any
 
 import torch
 import workloads
-from references import DCP, EightBit
-from report import table
-from speed import machine
+from lossless_report import table
+from lossless_speed import machine
+from torch_baselines import DCP, EightBit
 
 import shrinkpoint as sp
-from shrinkpoint.harness import SYSTEMS, Outcome, Quality, Recorded, Series, measure, plot, system
-from shrinkpoint.harness.table import HEAD, cells
+from shrinkpoint.bench import plot
+from shrinkpoint.bench.measure import QualityFunction, measure
+from shrinkpoint.bench.result import TABLE_HEADER, BenchResult, table_rows
+from shrinkpoint.bench.series import Series, StoreSeries
+from shrinkpoint.bench.systems import SYSTEMS, make_system
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Subject:
 
     name: str
     series: Series = field(repr=False)
-    quality: Quality | None = None
+    quality: QualityFunction | None = None
 
 
 @contextmanager
@@ -58,7 +61,7 @@ def trained(name: str, data: Path, options: argparse.Namespace) -> Iterator[Subj
             workload.advance(course)
             if step >= first and (step - first) % options.interval == 0:
                 store.save(step, {"model": course.model.state_dict(), "optimizer": course.optimizer.state_dict()})
-        yield Subject(name, Recorded(store, name), Quality(_quality(workload), workload.higher_is_better))
+        yield Subject(name, StoreSeries(store, name), QualityFunction(_quality(workload), workload.higher_is_better))
 
 
 def _quality(workload: workloads.Workload) -> Callable[[Any], float]:
@@ -79,15 +82,15 @@ def published(data: Path, options: argparse.Namespace) -> Iterator[Subject]:
         for epoch, path in enumerate(paths, 1):
             saved = torch.load(io.BytesIO(lzma.decompress(path.read_bytes())), map_location="cpu", weights_only=True)
             store.save(epoch, {"model": saved["model_state_dict"], "optimizer": saved["optimizer_state_dict"]})
-        yield Subject("series_ssl_adamw", Recorded(store, "series_ssl_adamw"))
+        yield Subject("series_ssl_adamw", StoreSeries(store, "series_ssl_adamw"))
 
 
-def outcomes(subject: Subject, options: argparse.Namespace) -> list[Outcome]:
+def outcomes(subject: Subject, options: argparse.Namespace) -> list[BenchResult]:
     found = []
     quality = subject.quality
-    names = [name for name, known in SYSTEMS.items() if quality is not None or not known.searches]
+    names = [name for name, known in SYSTEMS.items() if quality is not None or not known.needs_evaluation]
     systems: list[Any] = [
-        system(
+        make_system(
             name, evaluate=None if quality is None else quality.evaluate, threshold=options.threshold,
             higher_is_better=quality is not None and quality.higher_is_better, threads=options.threads,
         )
@@ -101,7 +104,7 @@ def outcomes(subject: Subject, options: argparse.Namespace) -> list[Outcome]:
             try:
                 found.append(measure(one, subject.series, quality))
             except ImportError as missing:
-                found.append(Outcome(one.name, failure=str(missing)))
+                found.append(BenchResult(one.name, failure=str(missing)))
         print(f"  {one.name}" + (f": {found[-1].failure}" if found[-1].failure else ""), flush=True)
     return found
 
@@ -131,11 +134,11 @@ def main() -> None:
                 continue
             print(f"{subject.name}: {len(subject.series)} checkpoints")
             found = outcomes(subject, options)
-            print("\n" + table(HEAD, cells(found)) + "\n")
+            print("\n" + table(TABLE_HEADER, table_rows(found)) + "\n")
             document["subjects"][subject.name] = [one.to_json() for one in found]
             options.out.parent.mkdir(parents=True, exist_ok=True)
             place = options.out.with_name(f"{options.out.stem}_{name}")
-            print("plot:", *plot.write(found, place, f"{subject.name}, {len(subject.series)} checkpoints"))
+            print("plot:", *plot.write_plot(found, place, f"{subject.name}, {len(subject.series)} checkpoints"))
     options.out.write_text(json.dumps(document, indent=1))
     print("written:", options.out)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import shrinkpoint as sp
-from shrinkpoint.harness import SYSTEMS as ALL
+from shrinkpoint.bench.systems import SYSTEMS as ALL
 from shrinkpoint.schemes.inshrinkerator.scheme import SPACE
-from shrinkpoint.schemes.search import Axis, Space
+from shrinkpoint.schemes.search.space import Axis, Space
 
 SYSTEMS = {"inshrinkerator": "Inshrinkerator", "qd": "QD", "cnr": "CNR", "gobo": "GOBO"}
 """Name here to name in shrinkpoint; "lossless" and "none" need no search."""
@@ -52,4 +52,4 @@ def recorder(system: str, model: Any, interval: int) -> Any:
     """A recorder of gradients where the system ranks by sensitivity, else None."""
     if system != "inshrinkerator" or not hasattr(sp, "Gradients"):
         return None
-    return sp.Gradients(model, every=interval, batches=50)
+    return sp.GradientRecorder(model, save_interval=interval, batches=50)

@@ -5,7 +5,8 @@
     python benchmarks/wire.py --only text topk    # a part of a task
     python benchmarks/wire.py --quick             # toys, seconds
 
-Each run is a real training of a model in four stages, in one process, with `shrinkpoint.comm.insert_points`: the same
+Each run is a real training of a model in four stages, in one process, with `shrinkpoint.comm.insert_compression`: the
+same
 bits as a pipeline. Messages are really made; their bytes are counted. A finished run is a line of results/wire.jsonl;
 what is there is not run again.
 """
@@ -27,8 +28,8 @@ import wire_grid
 import wire_report
 import wire_task
 import workloads
-from ledger import Ledger, version
-from speed import machine
+from lossless_speed import machine
+from run_log import Ledger, version
 from torch import nn
 from wire_grid import Job
 from wire_task import Task
@@ -52,7 +53,7 @@ class Play:
         self.course = task.build(job.seed)
         self.start = task.test(self.course.model)
         forward, backward = (spec or None for spec in job.pair)
-        self.points = comm.insert_points(self.course.model, list(task.after), forward=forward, backward=backward)
+        self.points = comm.insert_compression(self.course.model, list(task.after), forward=forward, backward=backward)
         self.losses: list[float] = []
 
     def run(self) -> dict[str, Any]:
@@ -93,7 +94,7 @@ class Play:
         return {**found, "start": self.start, "finite": finite}
 
     def seen(self) -> dict[str, dict[str, Any]]:
-        return {name: ledger.as_dict() for name, ledger in self.points.ledgers().items()}
+        return {name: ledger.as_dict() for name, ledger in self.points.link_stats().items()}
 
 
 def bits(links: dict[str, dict[str, Any]], way: str, before: dict[str, dict[str, Any]] | None = None) -> float:

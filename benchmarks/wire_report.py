@@ -10,7 +10,7 @@ from typing import Any
 
 import plot
 import wire_findings
-from report import table
+from lossless_report import table
 from wire_findings import Row, Study
 from wire_grid import PLAIN, Pair, parts_of, shown
 

@@ -14,9 +14,9 @@ from wire_task import Drawn, Task, epochs_of
 from workload_text import loss_of
 from workloads import Batch, Course, Stream, cosine
 
-from shrinkpoint.demo.model import GPT, Shape
+from shrinkpoint.demo.workload import GPT, GPTConfig
 
-SHAPE = Shape(layers=4, width=128, heads=4, context=128, dropout=0.0)
+SHAPE = GPTConfig(layers=4, width=128, heads=4, context=128, dropout=0.0)
 STEPS, PEAK, BATCH = 2000, 2e-3, 16
 """Of the pre-training."""
 WINDOWS, EPOCHS, FINE_PEAK = 1200, 4, 5e-4
@@ -48,11 +48,11 @@ def spread(text: Tensor, context: int, count: int) -> Batch:
 
 
 def optimized(model: GPT, peak: float, warmup: int, steps: int, floor: float) -> tuple[Any, Any]:
-    optimizer = torch.optim.AdamW(model.groups(0.1), lr=peak, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=peak, betas=(0.9, 0.95))
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, cosine(warmup, steps, floor))
 
 
-def pretrained(data: Path, cache: Path, shape: Shape, steps: int) -> dict[str, Tensor]:
+def pretrained(data: Path, cache: Path, shape: GPTConfig, steps: int) -> dict[str, Tensor]:
     """The weights that all runs start from; trained if the cache has them not. They do not depend on a run's seed."""
     size = f"{shape.layers}x{shape.width}x{shape.heads}x{shape.context}"
     name = f"gpt-{size}-{steps}x{BATCH}-{PEAK}.pt"
@@ -66,7 +66,7 @@ def pretrained(data: Path, cache: Path, shape: Shape, steps: int) -> dict[str, T
     return found
 
 
-def pretrain(text: Tensor, shape: Shape, steps: int) -> dict[str, Tensor]:
+def pretrain(text: Tensor, shape: GPTConfig, steps: int) -> dict[str, Tensor]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model, generator = GPT(shape), torch.Generator().manual_seed(0)
@@ -91,7 +91,7 @@ def task(data: Path, cache: Path, *, quick: bool = False) -> Task:
     """
     shape, steps, count, epochs = SHAPE, STEPS, WINDOWS, EPOCHS
     if quick:
-        shape, steps, count, epochs = Shape(layers=4, width=32, heads=2, context=32, dropout=0.0), 20, 64, 2
+        shape, steps, count, epochs = GPTConfig(layers=4, width=32, heads=2, context=32, dropout=0.0), 20, 64, 2
     start = pretrained(data, cache, shape, steps)
     _, train, rest = texts(data)
     inputs, targets = spread(train, shape.context, count)

@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from workloads import Batch, Stream, cosine, evaluating, shuffled
 
-from shrinkpoint.demo.model import Block, Shape
+from shrinkpoint.demo.workload import Block, GPTConfig
 
 WORDS = 8192
 PAD, UNKNOWN, END = 0, 1, 2
 LENGTH = 40
-SHAPE = Shape(layers=3, width=160, heads=5, context=LENGTH, dropout=0.1)
+SHAPE = GPTConfig(layers=3, width=160, heads=5, context=LENGTH, dropout=0.1)
 
 
 class Reader(nn.Module):
     """Words to vectors, each of which knows the words before it; (batch, length) to (batch, length, width)."""
 
-    def __init__(self, shape: Shape = SHAPE) -> None:
+    def __init__(self, shape: GPTConfig = SHAPE) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(WORDS, shape.width), nn.Embedding(shape.context, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from workloads import Batch, Course, Stream, Workload, cosine, evaluating
 
-from shrinkpoint.demo.model import GPT, Shape
-from shrinkpoint.demo.text import stdlib_text
+from shrinkpoint.demo.workload import GPT, GPTConfig, stdlib_text
 
 HELD_OUT = 0.1
 PEAK = 2e-3
@@ -32,10 +31,10 @@ def _modules() -> bytes:
 def gpt(data: Path, *, quick: bool = False) -> Workload:
     """AdamW (betas .9/.95, weight decay .1), clip 1, 20 steps of warm-up to 2e-3, a cosine to a tenth of it."""
     name, whole = text(data)
-    shape = Shape(layers=4, width=192, heads=6, context=64, dropout=0.0)
+    shape = GPTConfig(layers=4, width=192, heads=6, context=64, dropout=0.0)
     steps, interval, size = 640, 16, 16
     if quick:
-        shape, steps, interval, size = Shape(layers=2, width=64, heads=2, context=32, dropout=0.0), 48, 6, 8
+        shape, steps, interval, size = GPTConfig(layers=2, width=64, heads=2, context=32, dropout=0.0), 48, 6, 8
     cut = int(len(whole) * (1 - HELD_OUT))
     train, held = whole[:cut], whole[cut:]
     seen = _windows(held[: len(held) // 2], shape.context, 16 if quick else 128)
@@ -43,7 +42,7 @@ def gpt(data: Path, *, quick: bool = False) -> Workload:
 
     def build(seed: int) -> Course:
         model = GPT(shape)
-        optimizer = torch.optim.AdamW(model.groups(0.1), lr=PEAK, betas=(0.9, 0.95))
+        optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=PEAK, betas=(0.9, 0.95))
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine(20, steps, 0.1))
         return Course(model, optimizer, scheduler, Stream(lambda g, _: _drawn(train, size, shape.context, g), seed))
 

@@ -1,4 +1,4 @@
-// Values times Hadamard's matrix, in place, by the order of comm/operators/rotated.py. For kernels.
+// Values times Hadamard's matrix, in place, by the order of comm/compressors/hadamard.py. For kernels.
 #pragma once
 #include "wire_reductions.hpp"
 

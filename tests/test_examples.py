@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from patience import PATIENCE
+from helpers.timeouts import PATIENCE
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -37,39 +37,53 @@ if TYPE_CHECKING:
     from shrinkpoint.schemes import Lossless as Lossless
     from shrinkpoint.store import Keep as Keep
     from shrinkpoint.store import Store as Store
-    from shrinkpoint.store.file import SaveReport as SaveReport
-    from shrinkpoint.store.single import FileSummary as FileSummary
-    from shrinkpoint.store.single import inspect as inspect
-    from shrinkpoint.store.single import load as load
-    from shrinkpoint.store.single import save as save
-    from shrinkpoint.train import Gradients as Gradients
-    from shrinkpoint.train import Manager as Manager
+    from shrinkpoint.store.checkpoint_file import SaveReport as SaveReport
+    from shrinkpoint.store.single_file import FileInfo as FileInfo
+    from shrinkpoint.store.single_file import inspect as inspect
+    from shrinkpoint.store.single_file import load as load
+    from shrinkpoint.store.single_file import save as save
+    from shrinkpoint.train import CheckpointManager as CheckpointManager
+    from shrinkpoint.train import GradientRecorder as GradientRecorder
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "CNR": "schemes", "ExCP": "schemes", "FileSummary": "store.single", "Fisher": "schemes", "GOBO": "schemes",
-    "Gradients": "train", "Inshrinkerator": "schemes", "Keep": "store.retention", "LCCheckpoint": "schemes",
-    "Lossless": "schemes", "Manager": "train", "QD": "schemes", "SCAR": "schemes", "SaveReport": "store.file",
-    "Store": "store.store", "TOPN": "schemes", "inspect": "store.single", "load": "store.single",
-    "save": "store.single",
-}  # fmt: skip
+_MODULES = {
+    "CheckpointManager": "train",
+    "CNR": "schemes",
+    "ExCP": "schemes",
+    "FileInfo": "store.single_file",
+    "Fisher": "schemes",
+    "GOBO": "schemes",
+    "GradientRecorder": "train",
+    "Inshrinkerator": "schemes",
+    "inspect": "store.single_file",
+    "Keep": "store.retention",
+    "LCCheckpoint": "schemes",
+    "load": "store.single_file",
+    "Lossless": "schemes",
+    "QD": "schemes",
+    "save": "store.single_file",
+    "SaveReport": "store.checkpoint_file",
+    "SCAR": "schemes",
+    "Store": "store.store",
+    "TOPN": "schemes",
+}
 
-_ROOMS = ("comm", "schemes", "train")
+_SUBPACKAGES = ("comm", "schemes", "train")
 """Subpackages that are there without an import of their own: `shrinkpoint.comm`, `shrinkpoint.train.dcp`, ..."""
 
-__all__ = ["ShrinkpointError", "__version__", "errors", *_HOMES]
+__all__ = ["ShrinkpointError", "__version__", "errors", *_MODULES]
 
 
 def __getattr__(name: str) -> object:
-    if name in _ROOMS:
+    if name in _SUBPACKAGES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_ROOMS})
+    return sorted({*globals(), *__all__, *_SUBPACKAGES})

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from patience import PATIENCE
+from helpers.timeouts import PATIENCE
 from typer.testing import CliRunner
 
 from shrinkpoint.cli.app import app

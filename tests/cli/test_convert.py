@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from foreigners import bytes_of, malice, run_of_files, same, training
+from helpers.foreign_files import bytes_of, malice, run_of_files, same, training
 from safetensors.torch import load_file, save_file
 
 import shrinkpoint

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from shrinkpoint.cli.difference import tensor_difference
 from shrinkpoint.store import Store
+from shrinkpoint.tensors.compare import compare_tensors
 
 
 def test_a_checkpoint_is_equal_to_itself(run, store, payload):
@@ -89,7 +89,7 @@ def test_states_that_differ_in_their_containers_alone_are_not_called_equal(run, 
     ],
 )
 def test_equal_means_bits_and_differences_are_exact(a, b, different, max_abs):
-    found = tensor_difference("x", a, b)
+    found = compare_tensors("x", a, b)
     assert found.equal == (different == 0)
     assert found.different == different
     assert found.max_abs == pytest.approx(max_abs, nan_ok=True)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from shrinkpoint.cli.app import app
-from shrinkpoint.cli.exits import Code
+from shrinkpoint.cli.exit_codes import ExitCode
 
 TEXT = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
 SECTIONS = {match[1]: match[2] for match in re.finditer(r"^## (\w+)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL)}
@@ -28,4 +28,6 @@ def test_every_command_has_its_section_and_its_row():
 
 def test_every_exit_code_has_its_row():
     codes = TEXT[TEXT.index("## Exit codes") : TEXT.index("An error is one line")]
-    assert [int(code) for code in re.findall(r"^\| ([0-9]+) \|", codes, re.MULTILINE)] == [int(code) for code in Code]
+    assert [int(code) for code in re.findall(r"^\| ([0-9]+) \|", codes, re.MULTILINE)] == [
+        int(code) for code in ExitCode
+    ]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from gridded import (
+from helpers.lattice_records import (  # fmt: skip
     DTYPES,
     MOST_CODE,
     NOTHING,
@@ -20,30 +20,30 @@ from gridded import (
     nearest,
     points_of,
     squares,
-)  # fmt: skip
+)
+from helpers.strategies import bits, shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import bits, shapes
-from twins import gridded as twin
+from reference import gridded as twin
 
-from shrinkpoint.codec import Lattice, Points
-from shrinkpoint.state import torch_dtype
+from shrinkpoint.codec.lattice import Lattice, LatticeTensor
+from shrinkpoint.tensors.dtypes import torch_dtype
 
 SIDE = 256
 SEEDS = (1, 77, 0x9E3779B1, 2**32 - 1)
 
 
 @st.composite
-def drawn(draw: st.DrawFn, law: str) -> Points:
+def drawn(draw: st.DrawFn, law: str) -> LatticeTensor:
     shape = draw(st.sampled_from(SHAPES) | shapes())
     codes = codes_of(law, shape, draw(st.sampled_from(["none", "near", "far"])), random=draw(st.integers(0, 99)))
-    return Points(codes, draw(lattices(law, shape)))
+    return LatticeTensor(codes, draw(lattices(law, shape)))
 
 
 @settings(deadline=None, max_examples=60)
 @given(drawn("linear"), st.sampled_from(DTYPES))
 def test_multiples_of_a_step_are_what_the_document_says(points, dtype):
-    assert bits(points.values(torch_dtype(dtype))) == bits(by_the_document(points, dtype))
+    assert bits(points.dequantize(torch_dtype(dtype))) == bits(by_the_document(points, dtype))
 
 
 @settings(deadline=None, max_examples=60)
@@ -51,19 +51,19 @@ def test_multiples_of_a_step_are_what_the_document_says(points, dtype):
 def test_multiples_of_another_tensor_s_roots_are_what_the_document_says(points, dtype):
     shape, random = tuple(points.codes.shape), torch.Generator().manual_seed(0)
     for other in (squares(shape), torch.rand(shape, generator=random) * 1e-6, torch.full(shape, 1e-42)):
-        found = points.values(torch_dtype(dtype), other)
+        found = points.dequantize(torch_dtype(dtype), other)
         assert bits(found) == bits(by_the_document(points, dtype, other))
 
 
 @settings(deadline=None, max_examples=60)
 @given(drawn("log"), st.sampled_from(DTYPES))
 def test_powers_of_two_are_what_the_document_says(points, dtype):
-    assert bits(points.values(torch_dtype(dtype))) == bits(by_the_document(points, dtype))
+    assert bits(points.dequantize(torch_dtype(dtype))) == bits(by_the_document(points, dtype))
 
 
 def test_the_eight_powers_have_the_bits_that_the_document_prints():
     lattice = Lattice("log", torch.zeros(1, dtype=torch.int16), torch.zeros(1, dtype=torch.int16))
-    found = Points(torch.arange(8, dtype=torch.int16), lattice).values(torch.float32)
+    found = LatticeTensor(torch.arange(8, dtype=torch.int16), lattice).dequantize(torch.float32)
     assert tuple(found.view(torch.int32).tolist()) == twin.EIGHTHS
     exact = np.array([np.float32(2.0 ** (k / 8)) for k in range(8)])
     assert bits(found) == exact.tobytes()
@@ -73,7 +73,10 @@ def test_steps_of_whole_octaves_are_exact_over_all_the_range_they_may_have():
     for octave in range(-120, 121):
         lattice = Lattice("linear", torch.tensor([8 * octave], dtype=torch.int16), torch.zeros(1, dtype=torch.int16))
         assert float(lattice.scales()) == 2.0**octave
-        assert float(Points(torch.tensor([3], dtype=torch.int16), lattice).values(torch.float32)) == 3 * 2.0**octave
+        assert (
+            float(LatticeTensor(torch.tensor([3], dtype=torch.int16), lattice).dequantize(torch.float32))
+            == 3 * 2.0**octave
+        )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -87,15 +90,15 @@ def test_the_dither_is_the_hash_that_the_document_gives(seed):
 
 
 def test_without_a_seed_a_code_of_zero_is_exactly_zero():
-    points = Points(torch.zeros(5, 6, dtype=torch.int16), lattice_of("linear", (5, 6)))
-    assert bits(points.values(torch.float32)) == bytes(4 * 30)
-    assert not bool((replace(points, lattice=replace(points.lattice, seed=1)).values(torch.float32) == 0).any())
+    points = LatticeTensor(torch.zeros(5, 6, dtype=torch.int16), lattice_of("linear", (5, 6)))
+    assert bits(points.dequantize(torch.float32)) == bytes(4 * 30)
+    assert not bool((replace(points, lattice=replace(points.lattice, seed=1)).dequantize(torch.float32) == 0).any())
 
 
 def test_what_is_added_to_the_largest_codes_is_not_lost():
     codes = torch.tensor([-MOST_CODE, MOST_CODE] * 50, dtype=torch.int16)
     one = Lattice("linear", torch.zeros(1, dtype=torch.int16), torch.zeros(1, dtype=torch.int16), seed=5)
-    moved = Points(codes, one).values(torch.float32).double() - codes.double()
+    moved = LatticeTensor(codes, one).dequantize(torch.float32).double() - codes.double()
     assert torch.equal(moved, torch.from_numpy(twin.dither(5, (100,))).double())
 
 
@@ -111,7 +114,7 @@ def test_the_error_of_the_nearest_points_is_at_most_half_a_step(shape, law, seed
     x = torch.randn(shape, generator=torch.Generator().manual_seed(random)) * spread
     other = torch.rand(shape, generator=torch.Generator().manual_seed(5)) + 0.5 if law == "relative" else None
     lattice = lattice_of(law, shape, seed=seed, random=random)
-    found = nearest(x, lattice, other).values(torch.float32, other)
+    found = nearest(x, lattice, other).dequantize(torch.float32, other)
     matrix = twin.sides(shape)
     steps = lattice.scales(None if other is None else other.reshape(matrix)).expand(matrix).reshape(shape)
     assert bool(((found - x).abs() <= 0.5 * steps * (1 + 1e-5) + 1e-6 * x.abs()).all())
@@ -138,7 +141,7 @@ def errors(values: torch.Tensor, seed: int) -> torch.Tensor:
     lattice = Lattice("linear", rows, columns, seed=seed)
     steps = lattice.scales().double()
     x = (values.double() * steps).float()
-    return (nearest(x, lattice).values(torch.float32).double() - x.double()) / steps
+    return (nearest(x, lattice).dequantize(torch.float32).double() - x.double()) / steps
 
 
 def is_even(error: torch.Tensor) -> bool:
@@ -187,7 +190,7 @@ def test_an_average_over_seeds_is_the_value_itself():
     """What a run that is restored after every save has: a step a third as large as its points' distance is not lost."""
     x = torch.full((64, 64), 1 / 3)
     lattice = Lattice("linear", torch.zeros(64, dtype=torch.int16), torch.zeros(64, dtype=torch.int16))
-    kept = [nearest(x, replace(lattice, seed=seed)).values(torch.float32) for seed in range(1, 101)]
+    kept = [nearest(x, replace(lattice, seed=seed)).dequantize(torch.float32) for seed in range(1, 101)]
     assert float((torch.stack(kept).mean(0) - x).abs().max()) < 6 * (12 * 100) ** -0.5
     assert float((torch.stack(kept).mean() - 1 / 3).abs()) < 0.003
 
@@ -199,7 +202,7 @@ def test_an_average_over_seeds_is_the_value_itself():
 @given(drawn("log"))
 def test_powers_of_two_are_zero_where_they_are_nothing_and_above_it_elsewhere(points):
     for dtype in (torch.float32, torch.bfloat16):
-        values, nothing = points.values(dtype), points.codes == NOTHING
+        values, nothing = points.dequantize(dtype), points.codes == NOTHING
         assert bits(values[nothing]) == bytes(dtype.itemsize * int(nothing.sum()))
         assert bool((values[~nothing] > 0).all()) and bool(values.isfinite().all())
 
@@ -210,15 +213,15 @@ def test_the_error_of_the_nearest_power_is_at_most_half_a_step(step):
     lattice = lattice_of("log", (40, 50), at=-212, step=step)
     exact = v.double().log2() * 8
     codes = ((exact - lattice.exponents()) / step).round()
-    found = Points(codes.to(torch.int16), lattice).values(torch.float32)
+    found = LatticeTensor(codes.to(torch.int16), lattice).dequantize(torch.float32)
     assert float((found.double().log2() * 8 - exact).abs().max()) <= step / 2 + 1e-4
 
 
 def test_powers_beyond_the_range_of_floats_are_its_ends():
     lattice = Lattice("log", torch.zeros(1, dtype=torch.int16), torch.zeros(1, dtype=torch.int16), step=1024)
-    found = Points(torch.tensor([-9, -1, 0, 1, 9, MOST_CODE, -MOST_CODE], dtype=torch.int16), lattice)
+    found = LatticeTensor(torch.tensor([-9, -1, 0, 1, 9, MOST_CODE, -MOST_CODE], dtype=torch.int16), lattice)
     ends = [2.0**-126, 2.0**-126, 1.0, 2.0**127, 2.0**127, 2.0**127, 2.0**-126]
-    assert found.values(torch.float32).tolist() == ends
+    assert found.dequantize(torch.float32).tolist() == ends
 
 
 # what they are
@@ -238,10 +241,10 @@ def test_values_leave_points_as_they_are_and_do_not_depend_on_how_these_lie_in_m
     points = points_of("relative", (6, 8), seed=3)
     other = squares((6, 8))
     held = bits(points.codes), bits(points.lattice.rows), bits(other)
-    expected = points.values(torch.float32, other)
+    expected = points.dequantize(torch.float32, other)
     assert (bits(points.codes), bits(points.lattice.rows), bits(other)) == held
     strided = replace(points, codes=points.codes.t().contiguous().t())
-    assert bits(strided.values(torch.float32, other.t().contiguous().t())) == bits(expected)
+    assert bits(strided.dequantize(torch.float32, other.t().contiguous().t())) == bits(expected)
     assert alike(points.cpu(), points)
 
 
@@ -254,6 +257,6 @@ def test_values_on_a_gpu_are_those_on_the_cpu(law):
         other = squares((60, 70)) if law == "relative" else None
         there = replace(points, codes=points.codes.cuda())
         for dtype in DTYPES:
-            found = there.values(torch_dtype(dtype), None if other is None else other.cuda())
-            assert bits(found) == bits(points.values(torch_dtype(dtype), other))
+            found = there.dequantize(torch_dtype(dtype), None if other is None else other.cuda())
+            assert bits(found) == bits(points.dequantize(torch_dtype(dtype), other))
         assert alike(there.cpu(), points)

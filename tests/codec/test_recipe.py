@@ -9,66 +9,65 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shrinkpoint.codec import Run
+from shrinkpoint.codec.coder import MAX_CHUNK, CoderConfig
 from shrinkpoint.codec.recipe import (
+    MAX_LATTICE_STEP,
     MAX_MEMBERS,
     MAX_TAPS,
-    MOST_STEP,
-    Coded,
-    Copy,
-    Cyclic,
-    Gridded,
-    Packed,
-    Plain,
-    Quantized,
-    Same,
-    Squeezed,
+    BitPacked,
+    CodebookRecipe,
+    CodedRecipe,
+    CopyRecipe,
+    CyclicDelta,
+    LatticeRecipe,
+    LzmaCodes,
+    PlainRecipe,
+    SameRecipe,
     from_json,
-    needs,
+    max_ordinal,
     to_json,
 )
-from shrinkpoint.codec.run import CHUNK
 
 ordinals = st.lists(st.integers(0, 2**40), max_size=8).map(tuple) | st.builds(
     lambda first, step, count: tuple(range(first, first + step * count, step)),
     st.integers(0, 99), st.integers(1, 9), st.integers(0, 50),
 )  # fmt: skip
 runs = st.builds(
-    Run,
+    CoderConfig,
     tokens=st.sampled_from(["level", "delta", "planes", "codes"]),
     predictor=st.sampled_from(["none", "base", "tap", "adam", "square"]),
     companion=st.sampled_from(["none", "base", "moment1"]),
     moments=st.booleans(), factors=st.booleans(), sign=st.booleans(),
     fine=st.integers(0, 52), shift=st.integers(0, 52), bias=st.integers(-4096, 4096), top=st.integers(0, 4095),
     parameters=st.just(()) | st.tuples(*[st.floats(allow_nan=False, allow_infinity=False)] * 4),
-    chunk=st.integers(1, CHUNK),
+    chunk=st.integers(1, MAX_CHUNK),
 )  # fmt: skip
 
 
 @st.composite
-def coded(draw: st.DrawFn) -> Coded:
+def coded(draw: st.DrawFn) -> CodedRecipe:
     taps = draw(st.integers(1, MAX_TAPS))
     first = draw(ordinals)
     second = draw(st.permutations(first)) if first else ()
     many = tuple(draw(st.lists(runs, min_size=1, max_size=min(taps, 3))))
-    return Coded(many, taps, draw(st.booleans()), tuple(zip(first, second, strict=True)))
+    return CodedRecipe(many, taps, draw(st.booleans()), tuple(zip(first, second, strict=True)))
 
 
 codes = st.one_of(
-    runs, st.builds(Packed, st.integers(1, 8)), st.builds(Squeezed, st.integers(1, 8)),
-    st.builds(Cyclic, st.integers(1, 256), st.booleans(), st.booleans()),
+    runs, st.builds(BitPacked, st.integers(1, 8)), st.builds(LzmaCodes, st.integers(1, 8)),
+    st.builds(CyclicDelta, st.integers(1, 256), st.booleans(), st.booleans()),
 )  # fmt: skip
 
 
 @st.composite
-def quantized(draw: st.DrawFn) -> Quantized:
+def quantized(draw: st.DrawFn) -> CodebookRecipe:
     first = draw(st.integers(0, 2))
     moments = tuple((n, n + 1) for n in draw(ordinals))
     how = draw(codes)
-    elsewhere = isinstance(how, Cyclic) or (isinstance(how, Run) and how.needs_base)
+    elsewhere = isinstance(how, CyclicDelta) or (isinstance(how, CoderConfig) and how.needs_base)
     under = draw(ordinals) if elsewhere else ()
     base = not under and draw(st.booleans())
-    return Quantized(
+    return CodebookRecipe(
         draw(st.integers(1, 256 - first)), first, how, draw(st.none() | runs),
         draw(st.sampled_from(["F32", "BF16"])), draw(st.none() | runs), base, moments,
         not base and draw(st.booleans()), under,
@@ -76,53 +75,68 @@ def quantized(draw: st.DrawFn) -> Quantized:
 
 
 @st.composite
-def gridded(draw: st.DrawFn) -> Gridded:
+def gridded(draw: st.DrawFn) -> LatticeRecipe:
     law = draw(st.sampled_from(["linear", "relative", "log"]))
-    run = Run("codes", predictor="base", top=draw(st.integers(0, 255)), chunk=draw(st.integers(1, CHUNK)))
+    run = CoderConfig("codes", predictor="base", top=draw(st.integers(0, 255)), chunk=draw(st.integers(1, MAX_CHUNK)))
     base = draw(st.booleans())
     others = draw(ordinals.filter(len)) if law == "relative" else ()
-    step = draw(st.integers(1, MOST_STEP)) if law == "log" else 1
-    return Gridded(law, run, step, base, base and draw(st.booleans()), others)
+    step = draw(st.integers(1, MAX_LATTICE_STEP)) if law == "log" else 1
+    return LatticeRecipe(law, run, step, base, base and draw(st.booleans()), others)
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.one_of(st.just(Plain()), st.just(Same()), st.builds(Copy, ordinals), coded(), quantized(), gridded()))
+@given(
+    st.one_of(
+        st.just(PlainRecipe()), st.just(SameRecipe()), st.builds(CopyRecipe, ordinals), coded(), quantized(), gridded()
+    )
+)
 def test_a_recipe_survives_json(recipe):
     assert from_json(json.loads(json.dumps(to_json(recipe)))) == recipe
 
 
 def test_ordinals_of_consecutive_tensors_cost_no_more_than_a_few():
     many = tuple((2 * i, 2 * i + 1) for i in range(10_000))
-    assert len(json.dumps(to_json(Coded((Run("level"),), moments=many)))) < 120
+    assert len(json.dumps(to_json(CodedRecipe((CoderConfig("level"),), moments=many)))) < 120
 
 
 def test_a_quantized_recipe_says_only_what_is_not_usual():
-    assert to_json(Quantized(16, 2, Packed(5))) == {"kind": "quantized", "bins": 16, "first": 2, "codes": {"packed": 5}}
-    how = Quantized(4, 0, Cyclic(6, True, False), Run("level"), "F32", Run("delta"), True, ((3, 4), (5, 6)))
+    assert to_json(CodebookRecipe(16, 2, BitPacked(5))) == {
+        "kind": "quantized",
+        "bins": 16,
+        "first": 2,
+        "codes": {"packed": 5},
+    }
+    how = CodebookRecipe(
+        4, 0, CyclicDelta(6, True, False), CoderConfig("level"), "F32", CoderConfig("delta"), True, ((3, 4), (5, 6))
+    )
     assert to_json(how) == {
         "kind": "quantized", "bins": 4, "first": 0, "codes": {"cyclic": [6, True, False]},
         "centers": {"tokens": "level"}, "exact": "F32", "exacts": {"tokens": "delta"}, "base": True,
         "moments": [[[3, 2, 2]], [[4, 2, 2]]],
     }  # fmt: skip
-    assert needs(to_json(how)) == 6 and needs(to_json(Quantized(4, 0, Packed(2)))) == -1
-    how = Quantized(15, 2, Run("codes", "base"), residual=True, under=(4, 5, 6, 9))
+    assert max_ordinal(to_json(how)) == 6 and max_ordinal(to_json(CodebookRecipe(4, 0, BitPacked(2)))) == -1
+    how = CodebookRecipe(15, 2, CoderConfig("codes", "base"), residual=True, contexts=(4, 5, 6, 9))
     assert to_json(how) == {
         "kind": "quantized", "bins": 15, "first": 2, "codes": {"run": {"tokens": "codes", "predictor": "base"}},
         "residual": True, "under": [[4, 1, 3], [9, 0, 1]],
     }  # fmt: skip
-    assert needs(to_json(how)) == 9
-    assert to_json(Quantized(15, 2, Squeezed(4)))["codes"] == {"lzma": 4}
+    assert max_ordinal(to_json(how)) == 9
+    assert to_json(CodebookRecipe(15, 2, LzmaCodes(4)))["codes"] == {"lzma": 4}
 
 
 def test_a_gridded_recipe_says_only_what_is_not_usual():
-    run = Run("codes", predictor="base", top=135)
+    run = CoderConfig("codes", predictor="base", top=135)
     usual = {"kind": "gridded", "law": "linear", "run": {"tokens": "codes", "predictor": "base", "top": 135}}
-    assert to_json(Gridded("linear", run)) == usual and needs(usual) == -1
-    assert to_json(Gridded("linear", run, base=True)) == {**usual, "base": True}
-    assert to_json(Gridded("linear", run, base=True, inherited=True)) == {**usual, "base": True, "inherited": True}
-    assert to_json(Gridded("log", run, 24)) == {**usual, "law": "log", "step": 24}
-    relative = to_json(Gridded("relative", run, others=(4, 5, 6, 9)))
-    assert relative == {**usual, "law": "relative", "others": [[4, 1, 3], [9, 0, 1]]} and needs(relative) == 9
+    assert to_json(LatticeRecipe("linear", run)) == usual and max_ordinal(usual) == -1
+    assert to_json(LatticeRecipe("linear", run, base=True)) == {**usual, "base": True}
+    assert to_json(LatticeRecipe("linear", run, base=True, inherited=True)) == {
+        **usual,
+        "base": True,
+        "inherited": True,
+    }
+    assert to_json(LatticeRecipe("log", run, 24)) == {**usual, "law": "log", "step": 24}
+    relative = to_json(LatticeRecipe("relative", run, relative_to=(4, 5, 6, 9)))
+    assert relative == {**usual, "law": "relative", "others": [[4, 1, 3], [9, 0, 1]]} and max_ordinal(relative) == 9
 
 
 junk = st.recursive(
@@ -168,7 +182,13 @@ DELTA = {**QUANTIZED, "codes": {"cyclic": [18, True, True]}}
 def test_json_that_is_no_recipe_raises_nothing_but_value_errors(value, key, data):
     good = data.draw(
         st.sampled_from(
-            [{"kind": "plain"}, {"kind": "copy", "of": []}, to_json(Coded((Run("level"),))), QUANTIZED, DELTA]
+            [
+                {"kind": "plain"},
+                {"kind": "copy", "of": []},
+                to_json(CodedRecipe((CoderConfig("level"),))),
+                QUANTIZED,
+                DELTA,
+            ]
         )
     )
     for hostile in (value, {**good, key: value}):
@@ -193,7 +213,7 @@ def test_json_that_is_no_recipe_raises_nothing_but_value_errors(value, key, data
     {"kind": "coded", "runs": [{"tokens": "level"}], "moments": [[[0, 0, 1]]]},
     {"kind": "coded", "runs": [{"tokens": "level"}], "moments": [[[0, 0, 1]], []]},
     {"kind": "coded", "runs": [{"tokens": "level", "chunk": 0}]},
-    {"kind": "coded", "runs": [{"tokens": "level", "chunk": CHUNK + 1}]},
+    {"kind": "coded", "runs": [{"tokens": "level", "chunk": MAX_CHUNK + 1}]},
     {"kind": "coded", "runs": [{"tokens": "level", "fine": -1}]},
     {"kind": "coded", "runs": [{"tokens": "level", "fine": 1.0}]},
     {"kind": "coded", "runs": [{"tokens": "level", "sign": 1}]},
@@ -235,7 +255,7 @@ def test_json_that_is_no_recipe_raises_nothing_but_value_errors(value, key, data
     {**POINTS, "run": {**POINTS["run"], "chunk": 0}}, {**POINTS, "run": {**POINTS["run"], "top": -1}},
     {**POINTS, "step": 2}, {**POINTS, "law": "relative", "others": [[0, 0, 1]], "step": 2}, {**POINTS, "step": 1.0},
     {**POINTS, "law": "log", "step": 0}, {**POINTS, "law": "log", "step": -1}, {**POINTS, "law": "log", "step": True},
-    {**POINTS, "law": "log", "step": MOST_STEP + 1}, {**POINTS, "law": "log", "step": 8.0},
+    {**POINTS, "law": "log", "step": MAX_LATTICE_STEP + 1}, {**POINTS, "law": "log", "step": 8.0},
     {**POINTS, "law": "log", "step": None}, {**POINTS, "law": "log", "step": "8"}, {**POINTS, "base": 1},
     {**POINTS, "base": None}, {**POINTS, "base": []}, {**POINTS, "inherited": True}, {**POINTS, "inherited": 1},
     {**POINTS, "base": True, "inherited": 1}, {**POINTS, "base": False, "inherited": True},

@@ -6,9 +6,9 @@ import math
 from itertools import pairwise
 
 import pytest
+from helpers.processes import ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import ranks
 
 from shrinkpoint.comm.accordion import Accordion
 from shrinkpoint.errors import MismatchError, PolicyError
@@ -16,7 +16,7 @@ from shrinkpoint.errors import MismatchError, PolicyError
 
 def regimes(norms: list[float], every: int = 2, threshold: float = 0.5) -> list[bool]:
     """Whether each window is critical, and the one after the last; a norm for each."""
-    accordion = Accordion("q2", "q8", every=every, threshold=threshold)
+    accordion = Accordion("q2", "q8", interval=every, threshold=threshold)
     said = [accordion.critical]
     for norm in norms:
         for _ in range(every):
@@ -39,17 +39,17 @@ def test_a_window_is_critical_where_the_relative_change_reaches_the_threshold(no
 
 
 def test_a_learning_rate_that_falls_makes_the_next_window_mild():
-    accordion = Accordion("q2", "q8", every=1)
+    accordion = Accordion("q2", "q8", interval=1)
     said = []
     for rate in (1.0, 1.0, 1.0, 0.1, 0.1, 1.0):
-        accordion.note_lr(rate)
+        accordion.set_lr(rate)
         accordion.observe(4.0, list)
-        said.append(accordion.how)
+        said.append(accordion.compressor)
     assert said == ["q8", "q2", "q2", "q8", "q2", "q2"]
 
 
 def test_steps_that_are_not_finite_do_not_count_and_a_window_of_them_is_critical():
-    accordion = Accordion("q2", "q8", every=2)
+    accordion = Accordion("q2", "q8", interval=2)
     for square in (4.0, math.nan, math.inf, 4.0):
         accordion.observe(square, list)
     assert not accordion.critical
@@ -62,15 +62,15 @@ def test_steps_that_are_not_finite_do_not_count_and_a_window_of_them_is_critical
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=12), st.integers(1, 4), st.data())
 def test_a_restored_state_decides_as_the_one_that_was_saved(squares, every, data):
     at = data.draw(st.integers(0, len(squares)))
-    one, other = (Accordion("q2", "q8", every=every) for _ in range(2))
+    one, other = (Accordion("q2", "q8", interval=every) for _ in range(2))
     for square in squares[:at]:
-        one.note_lr(square)
+        one.set_lr(square)
         one.observe(square, list)
     other.load_state_dict(one.state_dict())
     for square in squares[at:]:
-        one.note_lr(square), other.note_lr(square)
+        one.set_lr(square), other.set_lr(square)
         assert one.observe(square, list) == other.observe(square, list)
-        assert one.how == other.how
+        assert one.compressor == other.compressor
 
 
 def test_nonsense_is_refused():
@@ -87,7 +87,7 @@ RANKS = """
     from torch.distributed.fsdp import fully_shard
     from torch.nn.functional import mse_loss
     from torch.nn.parallel import DistributedDataParallel as DDP
-    from replicas import batch, caught, digest, drawn, join, leave, plain_net
+    from helpers.replica_search import batch, caught, digest, drawn, join, leave, plain_net
     from shrinkpoint.comm.accordion import Accordion
     from shrinkpoint.comm.ddp import compress_ddp
     from shrinkpoint.comm.fsdp import compress_fsdp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import ranks
+from helpers.processes import ranks
 
 from shrinkpoint.comm.ddp import compress_ddp
 from shrinkpoint.errors import PolicyError
@@ -15,7 +15,7 @@ START = '''
     import torch.distributed as dist
     from torch.nn.functional import cross_entropy, mse_loss
     from torch.nn.parallel import DistributedDataParallel as DDP
-    from replicas import Net, batch, caught, digest, drawn, images, join, leave, plain_net
+    from helpers.replica_search import Net, batch, caught, digest, drawn, images, join, leave, plain_net
     from shrinkpoint.comm.ddp import compress_ddp
 
 

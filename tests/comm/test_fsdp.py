@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import ranks
+from helpers.processes import ranks
 
 from shrinkpoint.comm.fsdp import compress_fsdp
 from shrinkpoint.errors import PolicyError
@@ -17,7 +17,7 @@ START = """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.functional import mse_loss
-    from replicas import batch, caught, digest, drawn, join, leave, plain_net
+    from helpers.replica_search import batch, caught, digest, drawn, join, leave, plain_net
     from shrinkpoint.comm.fsdp import compress_fsdp
 
 

@@ -7,12 +7,12 @@ import math
 
 import pytest
 import torch
+from helpers.comm_links import STATEFUL, STATELESS, batches, cross, ends, same
 from hypothesis import given
 from hypothesis import strategies as st
-from links import STATEFUL, STATELESS, batches, cross, ends, same
 
-from shrinkpoint.comm import At, Link, parse
-from shrinkpoint.comm.operators import Context
+from shrinkpoint.comm import Link, MessageContext, parse
+from shrinkpoint.comm.compressors.base import CompressorContext
 from shrinkpoint.errors import MismatchError, PolicyError
 
 
@@ -26,9 +26,9 @@ def test_both_ends_hold_the_same_reference(how):
         assert sender.fingerprint() == receiver.fingerprint()
         assert out.isfinite().all()
         lost.append(float(torch.linalg.vector_norm(x - out) / torch.linalg.vector_norm(x)))
-    assert sender.ledger.relative_error == pytest.approx(math.fsum(lost) / len(lost), rel=1e-5)
-    assert sender.ledger.wire_bytes == receiver.ledger.wire_bytes
-    assert sender.ledger.raw_bytes == receiver.ledger.raw_bytes
+    assert sender.stats.relative_error == pytest.approx(math.fsum(lost) / len(lost), rel=1e-5)
+    assert sender.stats.wire_bytes == receiver.stats.wire_bytes
+    assert sender.stats.raw_bytes == receiver.stats.raw_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -69,7 +69,7 @@ def test_whatever_comes_both_ends_stay_in_step(how, messages):
         x = torch.randn(rows, 9 + tensor, generator=torch.Generator().manual_seed(number))
         if bad:
             x[-1, 3] = math.inf
-        out = cross(sender, receiver, x, At(slot, tensor, training, ids=torch.arange(rows) * number % 11))
+        out = cross(sender, receiver, x, MessageContext(slot, tensor, training, ids=torch.arange(rows) * number % 11))
         assert bool(out.isfinite().all()) != bad
         assert sender.fingerprint() == receiver.fingerprint()
 
@@ -77,12 +77,12 @@ def test_whatever_comes_both_ends_stay_in_step(how, messages):
 def test_no_two_messages_have_the_same_key():
     link = Link("q4:64:dither")
     keys = {
-        link._turn(At(slot, tensor, training)).context.key
+        link._message_info(MessageContext(slot, tensor, training)).context.key
         for _ in range(50)
         for slot in range(8)
         for tensor in range(3)
         for training in (True, False)
-        if not training or not link._done(At(slot, tensor), 0)
+        if not training or not link._advance(MessageContext(slot, tensor), 0)
     }
     assert len(keys) == 50 * 8 * 3 + 8 * 3 and max(keys) < 2**32
 
@@ -100,8 +100,11 @@ def test_evaluation_changes_no_state_and_uses_the_operator_alone(how):
         cross(sender, receiver, x, at)
     before = sender.fingerprint(), receiver.fingerprint()
     for x, at in batches(4, seed=5):
-        out = cross(sender, receiver, x, At(at.slot, training=False))
-        operator, key = sender.operator, Context(sender._turn(At(at.slot, training=False)).context.key)
+        out = cross(sender, receiver, x, MessageContext(at.slot, training=False))
+        operator, key = (
+            sender.compressor,
+            CompressorContext(sender._message_info(MessageContext(at.slot, training=False)).context.key),
+        )
         assert same(out, operator.decode(operator.encode(x, key), torch.empty_like(x), key))
     assert (sender.fingerprint(), receiver.fingerprint()) == before
     other, twin = ends(how)
@@ -135,10 +138,10 @@ def test_it_raises_where_it_should_and_leaves_nobody_waiting(how):
     wire, out = sender.pack(bad, later), torch.zeros_like(bad)
     with pytest.raises(PolicyError, match=r"link 2 forward, micro-batch 0.*not finite"):
         receiver.unpack(wire, out)
-    assert out.isnan().any() and receiver.ledger.nonfinite > 0
+    assert out.isnan().any() and receiver.stats.nonfinite > 0
     with pytest.raises(PolicyError, match="1 values that are not finite"):
         sender.pack(good, at)
-    assert sender.ledger.nonfinite == 1
+    assert sender.stats.nonfinite == 1
     sender.check()
     assert sender.fingerprint() == receiver.fingerprint()
     cross(sender, receiver, good, at)
@@ -152,16 +155,18 @@ def test_another_shape_begins_anew_and_is_counted():
     for shape in ((4, 10), (4, 12), (2, 12), (4, 12), (5, 12)):
         cross(sender, receiver, torch.ones(shape))
         assert sender.fingerprint() == receiver.fingerprint()
-    assert sender.ledger.restarts == receiver.ledger.restarts == 2
+    assert sender.stats.restarts == receiver.stats.restarts == 2
 
 
 def test_what_crosses_as_it_is():
     link = Link("q4", min_numel=10)
-    assert link.wants(torch.zeros(10)) and link.wants(torch.zeros(10, dtype=torch.bfloat16, device="meta"))
-    assert not link.wants(torch.zeros(9)) and not link.wants(torch.zeros(10, dtype=torch.int64))
-    assert not Link("q4").wants(torch.zeros(0, 4))
-    link.passed(torch.zeros(9))
-    assert (link.ledger.messages, link.ledger.raw_bytes, link.ledger.wire_bytes) == (1, 36, 36)
+    assert link.is_compressible(torch.zeros(10)) and link.is_compressible(
+        torch.zeros(10, dtype=torch.bfloat16, device="meta")
+    )
+    assert not link.is_compressible(torch.zeros(9)) and not link.is_compressible(torch.zeros(10, dtype=torch.int64))
+    assert not Link("q4").is_compressible(torch.zeros(0, 4))
+    link.count_uncompressed(torch.zeros(9))
+    assert (link.stats.messages, link.stats.raw_bytes, link.stats.wire_bytes) == (1, 36, 36)
 
 
 @pytest.mark.parametrize(
@@ -170,27 +175,27 @@ def test_what_crosses_as_it_is():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_both_ends_know_the_places_of_the_last_message(how, dtype):
     sender, receiver = ends(how)
-    assert sender.places() is None
+    assert sender.indices() is None
     seen = {}
     for x, at in batches(6, dtype=dtype):
         before = seen.get(at.slot)
         out = cross(sender, receiver, x, at)
-        ours, theirs = sender.places(at), receiver.places(at)
+        ours, theirs = sender.indices(at), receiver.indices(at)
         assert ours is not None and theirs is not None and torch.equal(ours, theirs)
         assert ours.dtype == torch.int64 and bool((ours.diff() > 0).all()) and ours.numel() < x.numel() // 3
         if how in ("top10", "rand10", "ef(top10)", "efmixed(top10)"):
             assert set(out.flatten().nonzero().flatten().tolist()) <= set(ours.tolist())
         seen[at.slot] = before
-    assert Link("q4").places() is None
+    assert Link("q4").indices() is None
 
 
 def test_same_places_for_the_way_back():
     forward, back = ends("top10"), ends("same:bf16")
     x, gradient = (torch.randn(6, 40, generator=torch.Generator().manual_seed(n)) for n in (0, 1))
     cross(*forward, x)
-    out = cross(*back, gradient, At(places=forward[1].places()))
+    out = cross(*back, gradient, MessageContext(indices=forward[1].indices()))
     expected = torch.zeros(240)
-    expected[forward[0].places()] = gradient.flatten()[forward[0].places()].bfloat16().float()
+    expected[forward[0].indices()] = gradient.flatten()[forward[0].indices()].bfloat16().float()
     assert same(out, expected.reshape(6, 40))
     with pytest.raises(PolicyError, match="no places"):
         back[0].pack(gradient)
@@ -216,7 +221,7 @@ def test_ids_that_are_missing_or_too_many_are_an_error(how):
     with pytest.raises(PolicyError, match="set_sample_ids"):
         link.pack(x)
     with pytest.raises(MismatchError):
-        link.pack(x, At(ids=torch.arange(5)))
+        link.pack(x, MessageContext(ids=torch.arange(5)))
     assert link.fingerprint() == Link(how).fingerprint()
 
 
@@ -265,12 +270,12 @@ def test_the_two_ends_describe_themselves_alike_and_others_differently(tmp_path)
 def test_a_gpu_sends_the_messages_that_a_cpu_sends(how):
     sender, receiver = ends(how, sample_every=3)
     host, other = ends(how, sample_every=3)
-    sender.ledger.events = True
+    sender.stats.events = True
     for (x, at), (y, _) in zip(batches(20, device="cuda"), batches(20), strict=True):
         wire, expected = sender.pack(x, at), host.pack(y, at)
         assert wire.is_cuda and torch.equal(wire.cpu(), expected)
-        out = receiver.unpack(wire, torch.empty_like(x), At(at.slot))
-        assert same(out.cpu(), other.unpack(expected, torch.empty_like(y), At(at.slot)))
+        out = receiver.unpack(wire, torch.empty_like(x), MessageContext(at.slot))
+        assert same(out.cpu(), other.unpack(expected, torch.empty_like(y), MessageContext(at.slot)))
     assert sender.fingerprint() == receiver.fingerprint() == host.fingerprint() == other.fingerprint()
-    assert sender.ledger.relative_error == pytest.approx(host.ledger.relative_error, rel=1e-4)
-    assert sender.ledger.encode_seconds > 0
+    assert sender.stats.relative_error == pytest.approx(host.stats.relative_error, rel=1e-4)
+    assert sender.stats.encode_seconds > 0

@@ -6,12 +6,24 @@ import subprocess
 import sys
 
 import pytest
+from helpers.comm_links import STATEFUL, STATELESS
 from hypothesis import given
 from hypothesis import strategies as st
-from links import STATEFUL, STATELESS
 
 from shrinkpoint import comm
-from shrinkpoint.comm import AQSGD, EF, BlockFloat, Cast, EFMixed, Exact, Feedback, Operator, TopK, Uniform, parse
+from shrinkpoint.comm import (
+    AQSGD,
+    EF,
+    BlockFloat,
+    Cast,
+    Compressor,
+    EFMixed,
+    ErrorFeedback,
+    Identity,
+    TopK,
+    Uniform,
+    parse,
+)
 from shrinkpoint.errors import PolicyError
 
 WORDS = [*STATELESS, *STATEFUL, "h256(h16(q4:32))", "same", "same:q8:64", "top0.01", "top100", "top10:h64(q4:64)"]
@@ -21,11 +33,13 @@ WORDS = [*STATELESS, *STATEFUL, "h256(h16(q4:32))", "same", "same:q8:64", "top0.
 def test_a_word_comes_back(word):
     made = parse(word)
     assert str(made) == word and parse(str(made)) == made
-    assert isinstance(made, Feedback) == (word in STATEFUL) and isinstance(made, Operator) != isinstance(made, Feedback)
+    assert isinstance(made, ErrorFeedback) == (word in STATEFUL) and isinstance(made, Compressor) != isinstance(
+        made, ErrorFeedback
+    )
 
 
 def test_words_are_what_they_say():
-    assert parse("exact") == Exact() and parse("bf16") == Cast("bf16")
+    assert parse("exact") == Identity() and parse("bf16") == Cast("bf16")
     assert parse("q4") == Uniform(4) and parse("q4:64") == Uniform(4, 64) and parse("q4:row") == Uniform(4, "row")
     assert parse("q1:channel:dither") == Uniform(1, "channel", dither=True)
     assert parse("block4") == BlockFloat(4) and parse(" top10 ") == TopK(0.1)

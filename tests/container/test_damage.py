@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from crafted import coded, contents, file, plain, reader, some, split
+from helpers.malformed import coded, contents, file, plain, reader, some, split
 
-from shrinkpoint.container import Reader
+from shrinkpoint.container import FileReader
 from shrinkpoint.errors import CorruptError, FormatError, ShrinkpointError, TruncatedError
 from shrinkpoint.storage.memory import MemorySource
 
@@ -90,7 +90,7 @@ class Cut(MemorySource):
 
 
 def test_check_reports_what_cannot_be_read():
-    damage = list(Reader(Cut(DATA), "a").check())
+    damage = list(FileReader(Cut(DATA), "a").check())
     assert damage
     assert all(isinstance(one.error, TruncatedError) for one in damage)
 
@@ -106,10 +106,10 @@ class Watched(MemorySource):
 def test_nothing_is_read_that_the_file_does_not_have():
     for cut in range(len(DATA)):
         with pytest.raises(ShrinkpointError):
-            Reader(Watched(DATA[:cut]), "a")
+            FileReader(Watched(DATA[:cut]), "a")
     for position in range(8):
         for value in (1, 0x7F, 0xFF):
             data = bytearray(DATA)
             data[position] ^= value
             with pytest.raises(FormatError):
-                Reader(Watched(data), "a")
+                FileReader(Watched(data), "a")

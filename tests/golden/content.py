@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shrinkpoint.container import Writer
+from shrinkpoint.container import FileWriter
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Golden:
     shows: tuple[str, ...] = ()
     base: str | None = None
     scheme: Any = None
-    spool: int = Writer.spool
+    spool: int = FileWriter.spool
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from coded import Loop
-from fingerprint import fingerprint
-from strategies import difference
+from helpers.fingerprint import fingerprint
+from helpers.round_trip import Loop
+from helpers.strategies import difference
 
-from shrinkpoint.train import Trail
+from shrinkpoint.train import Checkpointer
 from shrinkpoint.train.dcp import Writer, load
 
 
 def write_folders(place: Path) -> dict[str, dict[str, str]]:
     """A chain of three, of which the first has been deleted; fingerprints by folder."""
     expected, loop = {}, Loop(width=4)
-    with Trail(keyframe_every=3) as trail:
+    with Checkpointer(keyframe_every=3) as trail:
         for step in (1, 2, 3):
             state = loop.steps(1)
             trail.save(place / f"checkpoint-{step}", state, step=step, metrics={"loss": float("nan")}, extra={"a": [1]})

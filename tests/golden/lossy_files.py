@@ -9,24 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from coded import Loop
-from fingerprint import fingerprint
 from golden.content import Golden, optimizer_state, randn
-from quantized import Rounding, moved, symbols_of
+from helpers.codebooks import Rounding, moved, symbols_of
+from helpers.fingerprint import fingerprint
+from helpers.round_trip import Loop
 
 import shrinkpoint as sp
-from shrinkpoint.codec import CODERS, Reference, Symbols
+from shrinkpoint.codec.code_streams import CODERS
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
+from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import LossWarning
-from shrinkpoint.schemes import Settled
-from shrinkpoint.state import flatten, unflatten
+from shrinkpoint.schemes.plan import QuantizationPlan
+from shrinkpoint.tensors.flatten import flatten, unflatten
 
 WEIGHT, FIRST, SECOND = "model/w.weight", "optimizer/state/0/exp_avg", "optimizer/state/0/exp_avg_sq"
 
 
-def settled(symbols: dict[str, Symbols], dtype: torch.dtype = torch.float32, coders: Any = CODERS) -> dict[str, Any]:
+def settled(
+    symbols: dict[str, CodebookTensor], dtype: torch.dtype = torch.float32, coders: Any = CODERS
+) -> dict[str, Any]:
     """A state whose tensors are made from symbols, and the scheme that makes them."""
     state = {name: torch.zeros(one.codes.shape, dtype=dtype) for name, one in symbols.items()}
-    return {"state": state, "scheme": Settled("golden", symbols, coders=coders)}
+    return {"state": state, "scheme": QuantizationPlan("golden", symbols, coders=coders)}
 
 
 def pushed_state(step: int) -> dict[str, Any]:
@@ -101,16 +105,16 @@ def residual() -> Iterator[tuple[str, Golden]]:
     yield from _residual_dtypes()
     moment = pushed_state(0)["optimizer"]["state"][0]["exp_avg"]
     pushed = torch.where(moment.abs() > 2.0**-14, 2 + (moment < 0).byte(), 0).byte()
-    one = Symbols(pushed, torch.tensor([-0.1, 0.1]), torch.empty(0), residual=True)
-    shows, scheme = ('"moments": true}', '"residual": true'), Settled("golden", {WEIGHT: one})
+    one = CodebookTensor(pushed, torch.tensor([-0.1, 0.1]), torch.empty(0), residual=True)
+    shows, scheme = ('"moments": true}', '"residual": true'), QuantizationPlan("golden", {WEIGHT: one})
     yield "residual_moments", Golden(pushed_state(0), shows, "quantized_moments_base", scheme)
 
 
-def _written(x: torch.Tensor) -> Symbols:
+def _written(x: torch.Tensor) -> CodebookTensor:
     """A third of the values anew, exactly, and of the others no difference."""
     codes = (randn(*x.shape, seed=8) < 0.5).byte()
     exact = (x * (1 + 1e-3 * randn(*x.shape, seed=9)))[codes == 0]
-    return Symbols(codes, torch.zeros(1), exact, first=1, residual=True)
+    return CodebookTensor(codes, torch.zeros(1), exact, first_code=1, residual=True)
 
 
 def _residual_dtypes() -> Iterator[tuple[str, Golden]]:
@@ -118,7 +122,7 @@ def _residual_dtypes() -> Iterator[tuple[str, Golden]]:
     special = [0.0, -0.0, torch.nan, torch.inf, -torch.inf, 65000.0, 3.3e38, -3.3e38, 6e-8, 1e-40, 1 / 3, -1.0]
     centers = torch.tensor([-3e38, -1e3, -1e-3, -6e-8, -1e-44, -0.0, 0.0, 1e-44, 1e-40, 6e-8, 1e-3, 1e3, 3e38])
     codes = torch.arange(13).byte().repeat_interleave(12).reshape(13, 12)
-    one = Symbols(codes, centers, torch.empty(0), 0, residual=True)
+    one = CodebookTensor(codes, centers, torch.empty(0), 0, residual=True)
     for name, dtype in {
         "f16": torch.float16,
         "bf16": torch.bfloat16,
@@ -137,16 +141,16 @@ def under() -> Iterator[tuple[str, Golden]]:
     for name, other, seed in ((FIRST, WEIGHT, 5), (SECOND, FIRST, 6)):
         one = symbols_of((90, 100), 15, seed=seed, special=0)
         kept = torch.where(codes.codes > 1, one.codes, 0)
-        symbols[name] = Symbols(kept, one.centers, one.exact[:0], under=other)
+        symbols[name] = CodebookTensor(kept, one.centers, one.exact[:0], context_name=other)
     shows = ('"under": [[1, 0, 1]]', '"under": [[2, 0, 1]]')
     for coder, form in (("context", '"predictor": "base"'), ("rearranged", "[17, true, true]")):
-        scheme = Settled("golden", symbols, coders=(coder,))
+        scheme = QuantizationPlan("golden", symbols, coders=(coder,))
         yield (
             f"under_{coder}",
             Golden(pushed_state(0), (form, '"residual": true', *shows), "quantized_moments_base", scheme),
         )
     alone = {name: replace(one, residual=False) for name, one in symbols.items()}
-    yield "under_alone", Golden(pushed_state(0), shows, scheme=Settled("golden", alone))
+    yield "under_alone", Golden(pushed_state(0), shows, scheme=QuantizationPlan("golden", alone))
 
 
 def write_lossy_store(place: Path) -> dict[str, str]:
@@ -174,7 +178,7 @@ def write_tracked_store(place: Path) -> dict[str, str]:
         warnings.simplefilter("ignore", LossWarning)
         for step in (1, 2, 3, 4):
             state = {"model": {"w.weight": weight + (step - 1) * 1e-3 * randn(64, 64, seed=step)}}
-            kept = scheme.quantize(flatten(state), held).flat
+            kept = scheme.quantize(flatten(state), held).state
             held = Reference(kept.tensors)
             expected[str(step)] = fingerprint(unflatten(kept.tree, kept.tensors))
             store.save(step, state, scheme=scheme)

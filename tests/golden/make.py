@@ -20,19 +20,19 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from coded import Loop  # noqa: E402
-from fingerprint import file_digests, fingerprint  # noqa: E402
 from golden.content import Golden, optimizer_state, randn  # noqa: E402
 from golden.folder_files import write_folders, write_shards  # noqa: E402
 from golden.lossy_files import quantized, residual, under, write_lossy_store, write_tracked_store  # noqa: E402
 from golden.point_files import fisher, points, write_fisher_store  # noqa: E402
-from strategies import TORCH  # noqa: E402
+from helpers.fingerprint import file_digests, fingerprint  # noqa: E402
+from helpers.round_trip import Loop  # noqa: E402
+from helpers.strategies import TORCH_DTYPES  # noqa: E402
 
 import shrinkpoint as sp  # noqa: E402
-from shrinkpoint.codec import Reference  # noqa: E402
-from shrinkpoint.container import Reader, Writer  # noqa: E402
-from shrinkpoint.state import flatten, unflatten  # noqa: E402
+from shrinkpoint.codec.reference import Reference  # noqa: E402
+from shrinkpoint.container import FileReader, FileWriter  # noqa: E402
 from shrinkpoint.storage import LocalStorage  # noqa: E402
+from shrinkpoint.tensors.flatten import flatten, unflatten  # noqa: E402
 
 ROOT = HERE / "v1"
 EXPECTED = ROOT / "expected.json"
@@ -43,8 +43,8 @@ NEWEST = ("F8_E8M0", "F4_X2")
 
 
 def values_of(name: str, count: int) -> torch.Tensor:
-    byte = torch.arange(count * TORCH[name].itemsize).mul(37).remainder(256).to(torch.uint8)
-    return (byte & 1 if name == "BOOL" else byte).view(TORCH[name])
+    byte = torch.arange(count * TORCH_DTYPES[name].itemsize).mul(37).remainder(256).to(torch.uint8)
+    return (byte & 1 if name == "BOOL" else byte).view(TORCH_DTYPES[name])
 
 
 def plain_values() -> dict[Any, Any]:
@@ -162,7 +162,7 @@ def whole_numbers() -> Iterator[tuple[str, Golden]]:
     )
     special = torch.from_numpy(np.tile(bits, 90).view("f4"))
     yield "nan_and_denormal", Golden({"w.weight": special, "v.weight": special[:700].double()}, ("coded",))
-    yield "all_dtypes", Golden({name: values_of(name, 3) for name in TORCH if name not in NEWEST})
+    yield "all_dtypes", Golden({name: values_of(name, 3) for name in TORCH_DTYPES if name not in NEWEST})
     yield "newest_dtypes", Golden({name: values_of(name, 300) for name in NEWEST})
     yield "tree", Golden(plain_values())
 
@@ -183,14 +183,14 @@ def _path(name: str) -> Path:
 def write(path: Path, golden: Golden) -> dict[str, str]:
     """Write one file, check that it is what it should be, and return the fingerprint of its state."""
     name = path.name
-    usual, Writer.spool = Writer.spool, golden.spool
+    usual, FileWriter.spool = FileWriter.spool, golden.spool
     try:
         base = None if golden.base is None else _path(golden.base)
         sp.save(golden.state, path, base=base, scheme=golden.scheme)
     finally:
-        Writer.spool = usual
+        FileWriter.spool = usual
     with LocalStorage(ROOT).open(path.name) as source:
-        recipes = json.dumps([head.recipe for head in Reader(source, name).records])
+        recipes = json.dumps([head.recipe for head in FileReader(source, name).records])
     missing = [text for text in golden.shows if text not in recipes]
     assert not missing, f"{name} does not show {missing}: {recipes}"
     assert fingerprint(as_read(golden)) == fingerprint(sp.load(path)), name

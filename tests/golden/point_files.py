@@ -9,29 +9,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from coded import Loop
-from fingerprint import fingerprint
 from golden.content import Golden, optimizer_state, randn
-from gridded import lattice_of, made, points_of, told_by_contexts
+from helpers.fingerprint import fingerprint
+from helpers.lattice_records import lattice_of, made, points_of, told_by_contexts
+from helpers.round_trip import Loop
 
 import shrinkpoint as sp
-from shrinkpoint.codec import Lattice, Points, Reference
+from shrinkpoint.codec.lattice import Lattice, LatticeTensor
+from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import LossWarning
-from shrinkpoint.schemes import Settled
-from shrinkpoint.state import FlatState, flatten, unflatten
+from shrinkpoint.schemes.plan import QuantizationPlan
+from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.flatten import flatten, unflatten
 
 SHAPES = {"a": (30, 40), "b": (300,), "c": (), "d": (3, 4, 5, 2), "e": (1, 9), "f": (9, 1)}
 FIRST, SECOND = "optimizer/state/0/exp_avg", "optimizer/state/0/exp_avg_sq"
 TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
-def settled(points: dict[str, Points], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def settled(points: dict[str, LatticeTensor], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """A state whose tensors are points, and the scheme that makes them."""
     state = {name: torch.zeros(one.codes.shape, dtype=dtype) for name, one in points.items()}
-    return {"state": state, "scheme": Settled("golden", points)}
+    return {"state": state, "scheme": QuantizationPlan("golden", points)}
 
 
-def of_law(law: str, random: int, **lattice: int) -> dict[str, Points]:
+def of_law(law: str, random: int, **lattice: int) -> dict[str, LatticeTensor]:
     return {name: points_of(law, shape, random=random, **lattice) for name, shape in SHAPES.items()}
 
 
@@ -59,13 +61,16 @@ def points() -> Iterator[tuple[str, Golden]]:
     optimizer = optimizer_state(torch.zeros(30, 40), torch.zeros(30, 40))
     moments = {SECOND: points_of("log", (30, 40), at=-200, step=24), FIRST: points_of("relative", (30, 40), seed=7)}
     moments[FIRST] = replace(moments[FIRST], other=SECOND)
-    yield "points_relative", Golden({"optimizer": optimizer}, ('"others": [[',), scheme=Settled("golden", moments))
+    yield (
+        "points_relative",
+        Golden({"optimizer": optimizer}, ('"others": [[',), scheme=QuantizationPlan("golden", moments)),
+    )
 
 
-def _coded_anew(base: dict[str, Points], seed: int) -> dict[str, Points]:
+def _coded_anew(base: dict[str, LatticeTensor], seed: int) -> dict[str, LatticeTensor]:
     near = {name: torch.randint(-1, 2, one.codes.shape, generator=_random(3)) for name, one in base.items()}
     return {
-        name: Points((one.codes + near[name]).clamp(min=-127).short(), replace(one.lattice, seed=seed))
+        name: LatticeTensor((one.codes + near[name]).clamp(min=-127).short(), replace(one.lattice, seed=seed))
         for name, one in base.items()
     }
 
@@ -76,9 +81,9 @@ def _far() -> Iterator[tuple[str, Golden]]:
     rows, columns = torch.tensor([960, 500, -960, 0, 127]).short(), torch.zeros(8).short()
     linear = Lattice("linear", rows, columns, seed=2**32 - 1)
     for name, lattice in (("points_far", linear), ("points_far_log", Lattice("log", rows, columns, 3))):
-        yield name, Golden(**settled({"w.weight": Points(codes, lattice)}), shows=("gridded",))
+        yield name, Golden(**settled({"w.weight": LatticeTensor(codes, lattice)}), shows=("gridded",))
     large = Lattice("linear", torch.zeros(1).short() - 80, torch.zeros(1).short(), seed=3)
-    many = Points(torch.randint(-2, 3, (40_000,), generator=_random(4)).short(), large)
+    many = LatticeTensor(torch.randint(-2, 3, (40_000,), generator=_random(4)).short(), large)
     yield "points_many", Golden(**settled({"w.weight": many}), shows=("gridded",))  # 32 lanes
 
 
@@ -106,7 +111,7 @@ def _on_any_values() -> Iterator[tuple[str, Golden]]:
         yield f"points_{kind}", Golden(**settled(both, dtype), shows=shows, base=f"points_{kind}_base")
     shapes = {"a.weight": (40, 50), "b.weight": (300,)}
     named = {name: points_of("linear", shape, at=-40, seed=1) for name, shape in shapes.items()}
-    named["c.weight"] = Points(torch.zeros((), dtype=torch.int16), lattice_of("linear", ()))
+    named["c.weight"] = LatticeTensor(torch.zeros((), dtype=torch.int16), lattice_of("linear", ()))
     yield "points_on_codes", Golden(**settled(named), shows=("gridded", '"base": true'), base="quantized_context")
     state = {name: torch.zeros(one.codes.shape) for name, one in named.items()}
     yield "lossless_on_points", Golden(state, ("coded",), base="points_on_codes")
@@ -123,9 +128,9 @@ def fisher() -> Iterator[tuple[str, Golden]]:
         flat = flatten(state)
         if chosen is not None and generation:
             scheme.resume(chosen.loss, generation)
-        chosen = scheme.settle(flat, held)
+        chosen = scheme.plan(flat, held)
         kept = chosen.quantize(flat, held)
-        held = Reference(kept.flat.tensors, kept.symbols)
+        held = Reference(kept.state.tensors, kept.quantized)
         inherits = () if base is None else ('"base": true, "inherited": true',)
         laws = ('"law": "linear"', '"law": "relative"', '"law": "log"')
         yield name, Golden(state, (*laws, "copy", *inherits), base, chosen)

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fingerprint import file_digests, fingerprint
-from strategies import TORCH
+from helpers.fingerprint import file_digests, fingerprint
+from helpers.strategies import TORCH_DTYPES
 
 import shrinkpoint as sp
-from shrinkpoint.container import Reader
+from shrinkpoint.container import FileReader
 from shrinkpoint.errors import NotFoundError
-from shrinkpoint.state import unflatten
 from shrinkpoint.storage import LocalStorage
-from shrinkpoint.store.folder import check
-from shrinkpoint.store.unfold import decode
+from shrinkpoint.store.decode import decode_directory
+from shrinkpoint.store.directory import verify_directory
+from shrinkpoint.tensors.flatten import unflatten
 from shrinkpoint.train.dcp import load
 
 ROOT = Path(__file__).parent / "v1"
@@ -55,7 +55,7 @@ def test_every_golden_file_has_an_expectation():
 
 @pytest.mark.parametrize("name", EXPECTED["states"])
 def test_a_golden_file_decodes_to_what_was_saved(name):
-    if "newest_dtypes" in name and not {"F8_E8M0", "F4_X2"} <= TORCH.keys():
+    if "newest_dtypes" in name and not {"F8_E8M0", "F4_X2"} <= TORCH_DTYPES.keys():
         pytest.skip("this torch lacks the newest dtypes")
     for threads in (1, 2):
         assert fingerprint(sp.load(ROOT / name, threads=threads)) == EXPECTED["states"][name]
@@ -64,7 +64,7 @@ def test_a_golden_file_decodes_to_what_was_saved(name):
 @pytest.mark.parametrize("name", EXPECTED["states"])
 def test_a_golden_file_is_intact_as_far_as_the_container_goes(name):
     with LocalStorage(ROOT).open(name) as source:
-        assert not list(Reader(source, name).check())
+        assert not list(FileReader(source, name).check())
     assert sp.inspect(ROOT / name).stored_bytes == (ROOT / name).stat().st_size
 
 
@@ -90,10 +90,10 @@ def test_a_golden_store_lists_verifies_and_restores():
 @pytest.mark.parametrize("run, folder", FOLDERS)
 def test_a_golden_folder_is_whole_and_decodes_to_what_was_saved(run, folder):
     place = ROOT / run / folder
-    assert check(place, deep=True).depth > 0 or folder.endswith("1")
+    assert verify_directory(place, deep=True).depth > 0 or folder.endswith("1")
     if run.endswith("shards"):
         found = load(place)
     else:
-        decoded = decode(place)
+        decoded = decode_directory(place)
         found = unflatten(decoded.tree, decoded.reference.tensors)
     assert fingerprint(found) == EXPECTED["runs"][run][folder]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from twins.cases import Case, cases, make
-from twins.run import Run
+from reference.cases import Case, cases, make
+from reference.run import Run
 
 from shrinkpoint import _native
 from shrinkpoint._native import Companion, Corrupt, Model, Predictor, Tokens, Truncated

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from twins import kmeans as twin
+from reference import kmeans as twin
 
 from shrinkpoint import _native
 
@@ -149,7 +149,9 @@ WRONG: dict[str, Callable[[], Any]] = {
     "no start": lambda: _native.kmeans_plus_plus(ONE, ONE, 0, seed=0, squared=True),
     "257 starts": lambda: _native.kmeans_plus_plus(ONE, ONE, 257, seed=0, squared=True),
     "start of nan": lambda: _native.kmeans_plus_plus(doubles(NAN), ONE, 1, seed=0, squared=True),
-    "start of values that fall": lambda: _native.kmeans_plus_plus(doubles(2, 1), doubles(1, 1), 1, seed=0, squared=True),
+    "start of values that fall": lambda: _native.kmeans_plus_plus(
+        doubles(2, 1), doubles(1, 1), 1, seed=0, squared=True
+    ),
     "distances that overflow": lambda: _native.kmeans_plus_plus(
         doubles(-1e200, 1e200), doubles(1, 1), 2, seed=0, squared=True
     ),

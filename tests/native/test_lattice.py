@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from reference import lattice as twin
 from torch import Tensor
-from twins import lattice as twin
 
 from shrinkpoint import _native
-from shrinkpoint.codec.lattice import MOST_CODE, NOTHING, Lattice
-from shrinkpoint.codec.quantize import bits_of
+from shrinkpoint.codec.lattice import MAX_LATTICE_CODE, ZERO_CODE, Lattice
+from shrinkpoint.tensors.dtypes import tensor_bytes
 
 Bytes = NDArray[np.uint8]
 several = settings(deadline=None, max_examples=150)
@@ -43,14 +43,14 @@ class Case:
 
     @property
     def native(self) -> _native.Lattice:
-        return self.lattice.native(self.shape)
+        return self.lattice.to_native(self.shape)
 
     def arguments(self) -> dict[str, Any]:
-        return {"squares": None if self.squares is None else bits_of(self.squares), "threads": self.threads}
+        return {"squares": None if self.squares is None else tensor_bytes(self.squares), "threads": self.threads}
 
     def guess(self) -> tuple[Bytes, Bytes]:
         guesses, contexts = room(self, 2), room(self, 1)
-        parent = None if self.parent is None else bits_of(self.parent)
+        parent = None if self.parent is None else tensor_bytes(self.parent)
         _native.lattice_predict(self.native, guesses, contexts, parent=parent, **self.arguments())
         return guesses, contexts
 
@@ -58,9 +58,9 @@ class Case:
         """Contexts, tokens, escapes, whether codes are in range, and whether they stand for what was expected."""
         contexts, tokens = room(self, 1), room(self, 1)
         known = {"parent": self.parent, "expected": expected}
-        given = {name: None if one is None else bits_of(one) for name, one in known.items()}
+        given = {name: None if one is None else tensor_bytes(one) for name, one in known.items()}
         arguments = given | self.arguments()
-        found = _native.lattice_encode(self.native, bits_of(self.codes), contexts, tokens, **arguments)
+        found = _native.lattice_encode(self.native, tensor_bytes(self.codes), contexts, tokens, **arguments)
         return contexts, tokens, *found
 
     def points(self, tokens: Bytes, contexts: Bytes, guesses: Bytes, escapes: Bytes) -> tuple[Bytes, Bytes, int]:
@@ -70,7 +70,7 @@ class Case:
 
     def values(self) -> Bytes:
         out = room(self, 4)
-        _native.lattice_values(self.native, bits_of(self.codes), out, **self.arguments())
+        _native.lattice_values(self.native, tensor_bytes(self.codes), out, **self.arguments())
         return out
 
 
@@ -79,7 +79,7 @@ def room(case: Case, itemsize: int) -> Bytes:
 
 
 def same(found: Bytes, expected: Tensor, dtype: torch.dtype) -> None:
-    np.testing.assert_array_equal(found, bits_of(expected.to(dtype)))
+    np.testing.assert_array_equal(found, tensor_bytes(expected.to(dtype)))
 
 
 def numbers(random: np.random.Generator, shape: tuple[int, int]) -> Tensor:
@@ -104,7 +104,7 @@ def make(
     made = lattice(generator, law, shape, **options)
     codes = torch.from_numpy(generator.integers(-most, most + 1, shape).astype(np.int16))
     if law == "log":
-        codes = codes.masked_fill(torch.from_numpy(generator.random(shape) < 0.1), NOTHING)
+        codes = codes.masked_fill(torch.from_numpy(generator.random(shape) < 0.1), ZERO_CODE)
     squares = None
     if law == "relative":
         drawn = generator.standard_normal(shape).astype(np.float32) ** 2 * (generator.random(shape) < 0.9)
@@ -112,7 +112,7 @@ def make(
     known = None
     if parent == "near":
         moved = torch.from_numpy((codes.numpy() + (generator.random(shape) < 0.2)).astype(np.int16))
-        known = twin.values(replace(made, seed=0), moved.clamp(-MOST_CODE, MOST_CODE), squares)
+        known = twin.values(replace(made, seed=0), moved.clamp(-MAX_LATTICE_CODE, MAX_LATTICE_CODE), squares)
     elif parent != "none":
         known = numbers(generator, shape)
         known = known.to(torch.bfloat16) if parent == "narrow" else known
@@ -124,7 +124,7 @@ def cases(draw: st.DrawFn) -> Case:
     return make(
         draw(st.sampled_from(["linear", "relative", "log"])), draw(st.sampled_from(SHAPES)),
         draw(st.integers(0, 1 << 32)), parent=draw(st.sampled_from(["none", "near", "any", "narrow"])),
-        most=draw(st.sampled_from([0, 3, 200, MOST_CODE])), step=draw(st.integers(1, 1024) | st.just(24)),
+        most=draw(st.sampled_from([0, 3, 200, MAX_LATTICE_CODE])), step=draw(st.integers(1, 1024) | st.just(24)),
         seed=draw(st.just(0) | st.integers(0, 2**32 - 1)), spread=draw(st.sampled_from([0, 20, 900])),
     )  # fmt: skip
 
@@ -185,18 +185,18 @@ def test_the_nearest_point_is_torch_s_and_an_old_one_is_held(law: str, width: in
         for old, hold in ((None, 0.5), (before, 0.5), (before, 0.7), (before, 1.5)):
             expected, fits = twin.nearest(case.lattice, values, squares, old, hold)
             codes = room(case, 2)
-            given = {"before": None if old is None else bits_of(old), "hold": hold}
-            given |= {"squares": None if squares is None else bits_of(squares)}
-            assert fits and _native.lattice_quantize(case.native, bits_of(values), codes, **given)
+            given = {"before": None if old is None else tensor_bytes(old), "hold": hold}
+            given |= {"squares": None if squares is None else tensor_bytes(squares)}
+            assert fits and _native.lattice_quantize(case.native, tensor_bytes(values), codes, **given)
             same(codes, expected, torch.int16)
 
 
 @pytest.mark.parametrize("far", [40000.0, -32766.0, float("inf"), float("nan")])
 def test_a_value_that_no_code_reaches_is_told(far: float) -> None:
-    flat = Lattice("linear", torch.zeros(1, dtype=torch.int16), torch.zeros(1, dtype=torch.int16)).native((1, 5000))
+    flat = Lattice("linear", torch.zeros(1, dtype=torch.int16), torch.zeros(1, dtype=torch.int16)).to_native((1, 5000))
     values, codes = np.zeros(5000, np.float32), np.zeros(10000, np.uint8)
     values[4000] = 32765.75
-    assert not _native.lattice_quantize(flat, bits_of(torch.from_numpy(values)) * 0 + 255, codes)
+    assert not _native.lattice_quantize(flat, tensor_bytes(torch.from_numpy(values)) * 0 + 255, codes)
     assert _native.lattice_quantize(flat, values.view(np.uint8), codes) and codes.view(np.int16)[4000] == 32766
     values[3000] = far
     assert not _native.lattice_quantize(flat, values.view(np.uint8), codes)
@@ -225,7 +225,7 @@ def test_codes_that_no_reader_takes_are_told(code: int) -> None:
 
 
 def test_more_and_fewer_escapes_than_tokens_that_say_so_are_noticed() -> None:
-    case = make("linear", (90, 3001), 7, parent="none", most=MOST_CODE)
+    case = make("linear", (90, 3001), 7, parent="none", most=MAX_LATTICE_CODE)
     guesses, contexts = case.guess()
     _, tokens, escapes, *_ = case.tokens()
     assert escapes.size > 4 * 200_000

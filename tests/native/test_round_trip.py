@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from twins.cases import KINDS, RUNS, Case, cases, make
-from twins.run import Run
+from reference.cases import KINDS, RUNS, Case, cases, make
+from reference.run import Run
 
 from shrinkpoint import _native
 

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from lossy import LettersRun, Run, Silent
-from sharded import Ranks, cut
-from strategies import difference, same
-from tiny import run as tiny_run
+from helpers.sharded_states import Ranks, cut
+from helpers.small_state import run as tiny_run
+from helpers.small_training import LettersRun, Run, Silent
+from helpers.strategies import difference, same
 from torch import nn
 
 import shrinkpoint as sp
 from shrinkpoint.errors import LossWarning, PolicyError
-from shrinkpoint.schemes.calibration import REPEAT, Calibration
-from shrinkpoint.schemes.quality import Quality, Reading
+from shrinkpoint.schemes.calibration import REPEAT_INTERVAL, Calibration
+from shrinkpoint.schemes.evaluate import DegradationMetric, Reading
 from shrinkpoint.schemes.sharded import ShardTarget, settle
-from shrinkpoint.schemes.shards import Shards
+from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.storage import MemoryStorage
 
 SCHEMES: dict[str, Callable[..., Any]] = {
@@ -81,17 +81,17 @@ LIARS: dict[str, Callable[[Run], Callable[[Any], Any]]] = {
 def test_what_evaluate_does_not_tell_is_not_lost_neither_weights_nor_moments(name, liar):
     run, storage = Run(steps=20), MemoryStorage()
     before = run.photo()
-    with sp.Manager(storage, scheme=SCHEMES[name](evaluate=LIARS[liar](run))) as manager:
+    with sp.CheckpointManager(storage, scheme=SCHEMES[name](evaluate=LIARS[liar](run))) as manager:
         with pytest.warns(LossWarning, match=r"evaluate .*, so this checkpoint is (exact|lossless), weights and mom"):
             report = manager.save(1, **run.parts)
         assert difference(before, run.photo()) is None
     other = Run()
-    sp.Manager(storage).restore(**other.parts)
+    sp.CheckpointManager(storage).restore(**other.parts)
     assert same(run.model.state_dict(), other.model.state_dict())
     assert same(run.optimizer.state_dict(), other.optimizer.state_dict())
     manifest = sp.Store(storage).manifest(1)
-    assert not manifest.is_lossy and manifest.loss == report.search and report.search.get("chosen") is None
-    assert report.search["exact"].startswith("evaluate ")
+    assert not manifest.is_lossy and manifest.loss == report.loss_report and report.loss_report.get("chosen") is None
+    assert report.loss_report["exact"].startswith("evaluate ")
 
 
 @pytest.mark.parametrize("liar", LIARS)
@@ -113,9 +113,9 @@ def test_an_evaluate_that_has_no_number_for_other_weights_does_react(name):
         far = float((model.body[0].weight - plain).norm() / plain.norm())
         return run.evaluate(model) if far < 0.5 else math.nan
 
-    with sp.Manager(MemoryStorage(), scheme=SCHEMES[name](evaluate=evaluate)) as manager, Silent():
+    with sp.CheckpointManager(MemoryStorage(), scheme=SCHEMES[name](evaluate=evaluate)) as manager, Silent():
         report = manager.save(1, **run.parts)
-    assert report.search["chosen"] is not None and "exact" not in report.search
+    assert report.loss_report["chosen"] is not None and "exact" not in report.loss_report
 
 
 @pytest.mark.parametrize("name", ["fisher by nats", "inshrinkerator"])
@@ -125,12 +125,14 @@ def test_a_score_at_the_level_of_chance_costs_one_checkpoint_and_not_the_run(nam
     def evaluate(model: Any) -> float:
         return 0.1 if chance else -float(run.evaluate(model))
 
-    with sp.Manager(MemoryStorage(), scheme=SCHEMES[name](evaluate=evaluate, higher_is_better=True)) as manager:
+    with sp.CheckpointManager(
+        MemoryStorage(), scheme=SCHEMES[name](evaluate=evaluate, higher_is_better=True)
+    ) as manager:
         with pytest.warns(LossWarning, match=r"evaluate returns 0\.1 for clearly different weights as well"):
-            assert "exact" in manager.save(1, **run.parts).search
+            assert "exact" in manager.save(1, **run.parts).loss_report
         chance.clear()
         with Silent():
-            assert manager.save(2, **run.parts).search["chosen"] is not None
+            assert manager.save(2, **run.parts).loss_report["chosen"] is not None
 
 
 def test_of_a_score_at_the_level_of_chance_the_examples_tell_that_it_reacts():
@@ -140,9 +142,9 @@ def test_of_a_score_at_the_level_of_chance_the_examples_tell_that_it_reacts():
         """As many as ever, and others."""
         return (torch.arange(100) % 10 == 0).float().roll(round(float(model.body[0].weight.sum())))
 
-    quality = Quality(lambda values: Reading.of(right(run.model)), higher=True)
+    quality = DegradationMetric(lambda values: Reading.from_answer(right(run.model)), higher_is_better=True)
     with torch.no_grad():
-        assert Calibration().problem(quality, [lambda: moved(run.model)]) is None
+        assert Calibration().find_problem(quality, [lambda: moved(run.model)]) is None
 
 
 def moved(model: Any) -> dict[str, torch.Tensor]:
@@ -158,16 +160,16 @@ def moved(model: Any) -> dict[str, torch.Tensor]:
 def test_evaluate_is_asked_for_its_noise_and_whether_it_looks_once_in_a_run(name):
     run, storage = Run(steps=20), MemoryStorage()
     scheme, further = SCHEMES[name](evaluate=run.evaluate), []
-    with sp.Manager(storage, scheme=scheme) as manager, Silent():
+    with sp.CheckpointManager(storage, scheme=scheme) as manager, Silent():
         for step in range(3):
             calls = run.calls
             report = manager.save(step, **run.parts)
-            further.append(run.calls - calls - trials(report.search) - 1)
+            further.append(run.calls - calls - trials(report.loss_report) - 1)
         manager.restore(**run.parts)
         calls = run.calls
         again = run.calls - calls
         report = manager.save(3, **run.steps(1).parts)
-        again = run.calls - calls - trials(report.search) - 1
+        again = run.calls - calls - trials(report.loss_report) - 1
     assert further == [2, 0, 0] and again == 2
 
 
@@ -205,11 +207,11 @@ def test_the_budget_counts_against_the_measured_rise_and_the_noise(name, spread)
     schemes = {"fisher by share": lambda: sp.Fisher(budget="5%", evaluate=noisy),
                "inshrinkerator": lambda: sp.Inshrinkerator(threshold=allowed, evaluate=noisy)}  # fmt: skip
     storage = MemoryStorage()
-    with sp.Manager(storage, scheme=schemes[name]()) as manager, Silent():
+    with sp.CheckpointManager(storage, scheme=schemes[name]()) as manager, Silent():
         for step in range(5):
-            loss = manager.save(step, **run.steps(5).parts).search
+            loss = manager.save(step, **run.steps(5).parts).loss_report
             other = Run()
-            sp.Manager(storage).restore(step, **other.parts)
+            sp.CheckpointManager(storage).restore(step, **other.parts)
             true = run.loss(other.model) / run.loss() - 1
             assert loss["noise"] > 0
             if "exact" in loss:
@@ -223,11 +225,11 @@ def test_the_budget_counts_against_the_measured_rise_and_the_noise(name, spread)
 @pytest.mark.parametrize("name", ["fisher by share", "fisher by nats", "inshrinkerator", "qd"])
 def test_a_budget_below_the_noise_is_refused_with_words_and_the_checkpoint_is_exact(name):
     run, storage = Run(steps=20), MemoryStorage()
-    manager = sp.Manager(storage, scheme=SCHEMES[name](evaluate=Noisy(run, 0.3)))
+    manager = sp.CheckpointManager(storage, scheme=SCHEMES[name](evaluate=Noisy(run, 0.3)))
     with manager, pytest.warns(LossWarning, match=r"evaluate differs by .*% between calls .* only .*% may be lost"):
         manager.save(1, **run.parts)
     other = Run()
-    sp.Manager(storage).restore(**other.parts)
+    sp.CheckpointManager(storage).restore(**other.parts)
     assert same(run.model.state_dict(), other.model.state_dict())
     assert same(run.optimizer.state_dict(), other.optimizer.state_dict())
 
@@ -237,14 +239,14 @@ def test_noise_that_is_seen_late_counts_from_then_on():
 
     def evaluate(model: Any) -> float:
         calls.append(1)
-        late = len(seen) >= REPEAT
+        late = len(seen) >= REPEAT_INTERVAL
         return float(run.evaluate(model)) * (1 + late * 0.002 * (len(calls) % 2))
 
     seen: list[float] = []
-    with sp.Manager(MemoryStorage(), scheme=sp.Fisher(budget="10%", evaluate=evaluate)) as manager, Silent():
-        for step in range(REPEAT + 1):
-            seen.append(manager.save(step, **run.parts).search["noise"])
-    assert seen[:REPEAT] == [0.0] * REPEAT and seen[REPEAT] == pytest.approx(0.002, rel=0.01)
+    with sp.CheckpointManager(MemoryStorage(), scheme=sp.Fisher(budget="10%", evaluate=evaluate)) as manager, Silent():
+        for step in range(REPEAT_INTERVAL + 1):
+            seen.append(manager.save(step, **run.parts).loss_report["noise"])
+    assert seen[:REPEAT_INTERVAL] == [0.0] * REPEAT_INTERVAL and seen[REPEAT_INTERVAL] == pytest.approx(0.002, rel=0.01)
 
 
 def test_one_bad_moment_does_not_make_a_whole_run_lossless():
@@ -255,9 +257,9 @@ def test_one_bad_moment_does_not_make_a_whole_run_lossless():
         return float(run.evaluate(model)) * (1.2 if len(calls) == 2 else 1.0)
 
     exact = []
-    with sp.Manager(MemoryStorage(), scheme=sp.Fisher(budget="5%", evaluate=evaluate)) as manager, Silent():
+    with sp.CheckpointManager(MemoryStorage(), scheme=sp.Fisher(budget="5%", evaluate=evaluate)) as manager, Silent():
         for step in range(20):
-            exact.append("exact" in manager.save(step, **run.parts).search)
+            exact.append("exact" in manager.save(step, **run.parts).loss_report)
     assert exact[0] and not exact[-1] and exact == sorted(exact, reverse=True)
 
 
@@ -282,7 +284,7 @@ def test_ranks_that_have_parts_agree_that_nothing_is_lost(name, answer):
         weights = {name: x for name, x in mine.flat.tensors.items() if name.startswith("model/")}
         target = ShardTarget(mine.flat, lambda model: answer, Held(weights))
         scheme = SCHEMES[name](evaluate=lambda model: answer)
-        return settle(scheme, mine.flat, None, Shards(mine.places, gather), target).quantize(mine.flat, None)
+        return settle(scheme, mine.flat, None, ShardLayout(mine.places, gather), target).quantize(mine.flat, None)
 
     with Silent():
         found = Ranks(3).all(work)
@@ -293,10 +295,12 @@ def test_ranks_that_have_parts_agree_that_nothing_is_lost(name, answer):
 
 def test_a_number_of_each_example_may_be_returned_and_nothing_else():
     for answer in (torch.rand(7), 3.0, torch.tensor(2), torch.rand(1)):
-        assert Reading.of(answer).value == pytest.approx(float(torch.as_tensor(answer).double().mean()))
+        assert Reading.from_answer(answer).value == pytest.approx(float(torch.as_tensor(answer).double().mean()))
     run = Run(steps=2)
     for answer in (torch.rand(2, 2), torch.rand(0), None, [1.0, 2.0]):
-        with sp.Manager(MemoryStorage(), scheme=sp.Fisher(evaluate=lambda model, answer=answer: answer)) as manager:
+        with sp.CheckpointManager(
+            MemoryStorage(), scheme=sp.Fisher(evaluate=lambda model, answer=answer: answer)
+        ) as manager:
             with pytest.raises(PolicyError, match="1-D tensor"):
                 manager.save(1, **run.parts)
             assert manager.store.steps() == []

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from suites.storage import StorageSuite
+from contracts.storage import StorageSuite
 
 from shrinkpoint.errors import NotFoundError, StorageError, TruncatedError
 from shrinkpoint.storage import LocalStorage, Storage, local
@@ -118,8 +118,8 @@ class TestNeighbours:
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_bytes(b"x")
         with storage.lock():
-            assert storage.sweep() == sorted(ours)
-            assert storage.sweep() == []
+            assert storage.remove_stale() == sorted(ours)
+            assert storage.remove_stale() == []
         left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
         assert left == {*others, "step/a", ".shrinkpoint-lock"}
         assert not (tmp_path / "gone").exists()
@@ -127,7 +127,7 @@ class TestNeighbours:
     def test_sweep_spares_a_writer_that_is_at_work(self, storage):
         with storage.create("a") as sink:
             sink.write(b"x")
-            assert LocalStorage(storage.path).sweep() == []
+            assert LocalStorage(storage.path).remove_stale() == []
         assert storage.get("a") == b"x"
 
     def test_strangers_beside_an_object_are_listed_and_left_alone(self, tmp_path):
@@ -137,7 +137,7 @@ class TestNeighbours:
         storage.put("a.safetensors", b"x")
         assert storage.list() == ["a.safetensors", "mine.txt"]
         storage.delete("a.safetensors")
-        storage.sweep()
+        storage.remove_stale()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "mine.txt"]
 
     def test_directory_that_becomes_empty_goes_but_never_the_root(self, storage, tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from suites.storage import StorageSuite
+from contracts.storage import StorageSuite
 
 from shrinkpoint.storage import MemoryStorage, Storage
 

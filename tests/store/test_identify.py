@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import shrinkpoint as sp
 from shrinkpoint.errors import CorruptError, FormatError, NotFoundError, TruncatedError
 from shrinkpoint.store.identify import identify
-from shrinkpoint.train.trail import Trail
+from shrinkpoint.train.checkpointer import Checkpointer
 
 STATE = {"a.weight": torch.arange(12.0).reshape(3, 4)}
 
@@ -76,7 +76,7 @@ def test_an_empty_file_is_told_from_a_damaged_one(tmp_path):
 def test_a_store_its_checkpoint_and_a_frameworks_say_how_they_are_loaded(tmp_path):
     with sp.Store(tmp_path / "store") as store:
         store.save(7, STATE)
-    Trail().save(tmp_path / "run" / "step-1", STATE)
+    Checkpointer().save(tmp_path / "run" / "step-1", STATE)
     for path, what, do in (
         (tmp_path / "store", "a store", "restore()"),
         (tmp_path / "store" / "step-000000007", "a store's checkpoint", ".load(7)"),

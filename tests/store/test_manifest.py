@@ -7,9 +7,9 @@ import math
 from dataclasses import fields, replace
 
 import pytest
+from helpers.manifests import manifest, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manifests import manifest, run
 
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.errors import CorruptError, FormatError, TruncatedError, VersionError

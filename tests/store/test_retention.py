@@ -7,14 +7,14 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
+from helpers.manifests import EPOCH, manifest, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manifests import EPOCH, manifest, run
 
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.store import chain
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.retention import Keep, retain
+from shrinkpoint.store.retention import Keep, apply_policy
 
 NOW = EPOCH + timedelta(hours=10)
 ALONE = [
@@ -43,13 +43,13 @@ ALONE = [
     ],
 )
 def test_each_rule_adds_to_what_is_kept(keep: Keep, kept: list[int]) -> None:
-    decision = retain(ALONE, keep, NOW)
+    decision = apply_policy(ALONE, keep, NOW)
     assert list(decision.keep) == kept
     assert sorted(decision.keep + decision.drop) == [1, 2, 3, 4, 5, 6]
 
 
 def test_reasons_are_sentences_a_person_can_use() -> None:
-    decision = retain(ALONE, Keep(last=2, every=3, best=2, within="6h"), NOW)
+    decision = apply_policy(ALONE, Keep(last=2, every=3, best=2, within="6h"), NOW)
     assert decision.reasons[3] == ("a multiple of 3", "val_loss 1 is number 1 of the best 2")
     assert decision.reasons[6] == (
         "newest: a run resumes from it", "one of the last 2", "a multiple of 3", "younger than 6h",
@@ -58,20 +58,20 @@ def test_reasons_are_sentences_a_person_can_use() -> None:
 
 
 def test_a_base_of_something_kept_is_kept_and_says_so() -> None:
-    decision = retain(run(6), Keep(last=1), NOW)
+    decision = apply_policy(run(6), Keep(last=1), NOW)
     assert decision.keep == (4, 5, 6)
     assert decision.reasons[4] == ("base of step 6",)
 
 
 def test_a_step_saved_again_is_no_base_any_more() -> None:
     one, _, three = run(3)
-    assert retain([one, manifest(2, again="2"), three], Keep(last=1), NOW).keep == (1, 3)
+    assert apply_policy([one, manifest(2, again="2"), three], Keep(last=1), NOW).keep == (1, 3)
 
 
 def test_a_forgotten_base_stays_until_nothing_stands_on_it() -> None:
     made = run(3)
-    assert retain(made, Keep(), NOW, forgotten={1, 2}).keep == (1, 2, 3)
-    decision = retain(made, Keep(), NOW, forgotten={2, 3})
+    assert apply_policy(made, Keep(), NOW, forgotten={1, 2}).keep == (1, 2, 3)
+    decision = apply_policy(made, Keep(), NOW, forgotten={2, 3})
     assert decision.keep == (1,)
     assert "forgotten" in decision.reasons[2][0]
 
@@ -90,7 +90,7 @@ def test_a_rule_that_means_nothing_is_refused(wrong: dict[str, Any]) -> None:
 
 def test_a_time_without_a_zone_is_refused() -> None:
     with pytest.raises(PolicyError, match="zone"):
-        retain(ALONE, Keep(within="1h"), datetime(2026, 1, 1))
+        apply_policy(ALONE, Keep(within="1h"), datetime(2026, 1, 1))
 
 
 @st.composite
@@ -124,12 +124,12 @@ keeps = st.builds(
 @given(history=histories(), keep=keeps)
 def test_nothing_kept_stands_on_something_dropped(history: tuple[list[Manifest], set[int]], keep: Keep) -> None:
     made, forgotten = history
-    decision = retain(made, keep, NOW, forgotten=forgotten)
+    decision = apply_policy(made, keep, NOW, forgotten=forgotten)
     known = {one.step: one for one in made}
     assert set(decision.keep) | set(decision.drop) == set(known)
     assert not set(decision.keep) & set(decision.drop)
     for step in decision.keep:
-        assert set(chain.below(known, step)) <= set(decision.keep)
+        assert set(chain.ancestors(known, step)) <= set(decision.keep)
     assert all(decision.reasons[step] for step in known)
 
 
@@ -137,9 +137,9 @@ def test_nothing_kept_stands_on_something_dropped(history: tuple[list[Manifest],
 @given(history=histories(), keep=keeps)
 def test_deciding_twice_decides_nothing_new(history: tuple[list[Manifest], set[int]], keep: Keep) -> None:
     made, forgotten = history
-    first = retain(made, keep, NOW, forgotten=forgotten)
+    first = apply_policy(made, keep, NOW, forgotten=forgotten)
     left = [one for one in made if one.step in first.keep]
-    assert retain(left, keep, NOW, forgotten=forgotten).drop == ()
+    assert apply_policy(left, keep, NOW, forgotten=forgotten).drop == ()
 
 
 @settings(deadline=None, max_examples=60)
@@ -147,5 +147,5 @@ def test_deciding_twice_decides_nothing_new(history: tuple[list[Manifest], set[i
 def test_last_keeps_that_many_and_the_newest_always_stays(history: tuple[list[Manifest], set[int]], count: int) -> None:
     made, forgotten = history
     shown = [one.step for one in made if one.step not in forgotten]
-    assert set(shown[-count:]) <= set(retain(made, Keep(last=count), NOW, forgotten=forgotten).keep)
-    assert set(shown[-1:]) <= set(retain(made, Keep(every=1000), NOW, forgotten=forgotten).keep)
+    assert set(shown[-count:]) <= set(apply_policy(made, Keep(last=count), NOW, forgotten=forgotten).keep)
+    assert set(shown[-1:]) <= set(apply_policy(made, Keep(every=1000), NOW, forgotten=forgotten).keep)

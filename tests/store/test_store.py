@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from stores import PLACES, flip, payloads, place, remove, state
-from strategies import difference
+from helpers.stores import PLACES, flip, payloads, place, remove, state
+from helpers.strategies import difference
 
-from shrinkpoint.container import Reader
+from shrinkpoint.container import FileReader
 from shrinkpoint.errors import ChainError, LockedError, NotFoundError, PolicyError, StateError
-from shrinkpoint.state import flatten, snapshot
 from shrinkpoint.storage import Storage
-from shrinkpoint.store import Store, walk
+from shrinkpoint.store import Store, decode
+from shrinkpoint.tensors.flat_state import snapshot
+from shrinkpoint.tensors.flatten import flatten
 
 
 @pytest.fixture(params=PLACES)
@@ -75,7 +76,7 @@ def test_a_delta_needs_its_base(storage: Storage) -> None:
     """Else most tests of this folder would prove little."""
     store = saved(storage, 1, 2)
     with storage.open("step-000000002/rank-00000.safetensors") as source:
-        records = {info.name: head for head in Reader(source, "here").records for info in head.infos}
+        records = {info.name: head for head in FileReader(source, "here").records for info in head.infos}
     assert all(records[name].base for name in ("model/w", "model/frozen", "optimizer/state/0/exp_avg"))
     assert store.manifest(2).stored_bytes < store.manifest(1).stored_bytes
 
@@ -136,7 +137,7 @@ def test_two_states_at_most_are_in_memory_while_a_chain_is_walked(
 ) -> None:
     alive: list[Any] = []
     most = []
-    original = walk.decode_records
+    original = decode.decode_records
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         most.append(sum(one() is not None for one in alive))
@@ -145,7 +146,7 @@ def test_two_states_at_most_are_in_memory_while_a_chain_is_walked(
         return decoded
 
     store = saved(storage, 1, 2, 3, 4, 5, 6)
-    monkeypatch.setattr(walk, "decode_records", watched)
+    monkeypatch.setattr(decode, "decode_records", watched)
     store.load()
     store.load()
     assert most == [0, 1, 1, 1, 1, 1] * 2
@@ -277,7 +278,7 @@ def test_one_checkpoint_is_in_the_making_at_a_time(storage: Storage) -> None:
 
 
 def _lossless() -> Any:
-    from shrinkpoint.schemes import Lossless
+    from shrinkpoint.schemes.lossless import Lossless
 
     return Lossless()
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from faulty import FaultyStorage
-from patience import PATIENCE
+from helpers.faulty_storage import FaultyStorage
+from helpers.timeouts import PATIENCE
 
 from shrinkpoint.errors import StorageError
 from shrinkpoint.storage import LocalStorage, MemoryStorage, Sink
-from shrinkpoint.train import Manager
+from shrinkpoint.train import CheckpointManager
 
 
 class Gate(MemoryStorage):
@@ -37,7 +37,7 @@ def big(value: float) -> dict[str, torch.Tensor]:
 
 def test_what_is_saved_is_the_state_of_the_call() -> None:
     gate = Gate()
-    manager = Manager(gate, background=True)
+    manager = CheckpointManager(gate, background=True)
     model = torch.nn.Linear(8, 8)
     numbers, history = big(1.0), [1]
     weight = model.weight.detach().clone()
@@ -58,7 +58,7 @@ def test_what_is_saved_is_the_state_of_the_call() -> None:
 
 def test_the_next_save_waits_for_the_one_before() -> None:
     gate = Gate()
-    manager = Manager(gate, background=True)
+    manager = CheckpointManager(gate, background=True)
     manager.save(1, extra=big(1.0))
     second = threading.Thread(target=lambda: manager.save(2, extra=big(2.0)))
     second.start()
@@ -73,7 +73,7 @@ def test_the_next_save_waits_for_the_one_before() -> None:
 
 
 def test_reused_memory_never_spoils_a_delta() -> None:
-    manager = Manager(MemoryStorage(), background=True, keyframe_every=4)
+    manager = CheckpointManager(MemoryStorage(), background=True, keyframe_every=4)
     for step in range(10):
         manager.save(step, extra=big(float(step)))
     manager.wait()
@@ -88,12 +88,12 @@ def test_reused_memory_never_spoils_a_delta() -> None:
 @pytest.mark.parametrize("tell", ["save", "wait", "close"])
 def test_an_error_surfaces_once_at_the_next_call(tmp_path: Path, tell: str) -> None:
     storage = FaultyStorage(LocalStorage(tmp_path), dead=True)
-    manager = Manager(storage, background=True)
+    manager = CheckpointManager(storage, background=True)
     manager.save(1, extra=big(1.0))
     manager.wait()
     storage.fail_at = storage.calls + 1
     manager.save(2, extra=big(2.0))
-    manager._worker.settle()
+    manager._worker.join()
     storage.fail_at = 0
     with pytest.raises(StorageError):
         manager.save(3, extra=big(3.0)) if tell == "save" else getattr(manager, tell)()
@@ -107,7 +107,7 @@ def test_an_error_surfaces_once_at_the_next_call(tmp_path: Path, tell: str) -> N
 
 def test_every_failure_in_the_background_is_told_and_none_lasts(tmp_path: Path) -> None:
     storage = FaultyStorage(LocalStorage(tmp_path))
-    with Manager(storage, background=True) as manager:
+    with CheckpointManager(storage, background=True) as manager:
         for step in range(0, 40, 2):
             manager.save(step, extra=big(float(step)))
             manager.wait()
@@ -123,13 +123,13 @@ def test_every_failure_in_the_background_is_told_and_none_lasts(tmp_path: Path) 
         steps = manager.store.steps()
     assert set(range(0, 40, 2)) <= set(steps)
     for step in steps:
-        at = Manager(tmp_path).restore(step)
+        at = CheckpointManager(tmp_path).restore(step)
         assert at is not None and at.extra["weight"].unique().tolist() == [step]
 
 
 def test_a_store_that_is_gone_is_an_error_and_not_a_crash(tmp_path: Path) -> None:
     where = tmp_path / "store"
-    manager = Manager(where, background=True)
+    manager = CheckpointManager(where, background=True)
     manager.save(1, extra=big(1.0))
     manager.wait()
     for path in sorted(where.rglob("*"), reverse=True):
@@ -142,12 +142,12 @@ def test_a_store_that_is_gone_is_an_error_and_not_a_crash(tmp_path: Path) -> Non
     where.unlink()
     manager.save(3, extra=big(3.0))
     manager.close()
-    assert Manager(where).restore().extra["weight"].sum() == 3000
+    assert CheckpointManager(where).restore().extra["weight"].sum() == 3000
 
 
 def test_leaving_the_block_waits_for_the_save() -> None:
     gate = Gate()
-    with Manager(gate, background=True) as manager:
+    with CheckpointManager(gate, background=True) as manager:
         manager.save(1, extra=1)
         threading.Timer(0.05, gate.opened.set).start()
     assert manager.store.steps() == [1]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import shrinkpoint as sp
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.train.gradients import Gradients
+from shrinkpoint.train.gradients import GradientRecorder
 
 
 def network() -> nn.Sequential:
@@ -35,7 +35,7 @@ class Loop:
     ) -> None:
         self.model = network().to(device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.recorder = Gradients(self.model, **settings)
+        self.recorder = GradientRecorder(self.model, **settings)
         self.attached, self.to_none, self.device = attached, to_none, device
         self.seen: list[dict[str, Tensor]] = []
         if attached:
@@ -96,7 +96,7 @@ def test_only_the_last_steps_before_a_planned_save_are_recorded_each_time_afresh
     loop = Loop(attached=attached, every=10, batches=4)
     recorded = []
     for _ in range(30):
-        recorded.append(loop.recorder.recording)
+        recorded.append(loop.recorder.is_recording)
         loop.steps(1)
         if loop.recorder.step % 10 == 0:
             last = loop.recorder.step
@@ -128,16 +128,16 @@ def test_nothing_is_ready_before_the_first_window():
 def test_a_run_that_goes_on_from_a_step_records_before_the_same_saves():
     loop = Loop(every=10, batches=4)
     loop.steps(2)
-    loop.recorder.at(28)
-    assert loop.recorder.step == 28 and not loop.recorder.ready and loop.recorder.recording
+    loop.recorder.set_step(28)
+    assert loop.recorder.step == 28 and not loop.recorder.ready and loop.recorder.is_recording
     loop.steps(2)
     assert same(loop.recorder.mean, loop.by_hand(3, 4, 0.9, 1 - 0.9))
-    assert not loop.recorder.recording
+    assert not loop.recorder.is_recording
 
 
 def test_what_the_optimizer_clips_or_clears_afterwards_is_recorded_as_it_was():
     model = nn.Linear(3, 2)
-    recorder = Gradients(model)
+    recorder = GradientRecorder(model)
     model(torch.ones(1, 3)).sum().backward()
     before = model.weight.grad.clone()
     recorder.after_backward()
@@ -165,7 +165,7 @@ def test_tied_parameters_are_recorded_once_and_frozen_and_unused_ones_not():
     model["unused"] = nn.Linear(3, 3)
     model["head"].weight = model["table"].weight
     model["frozen"].requires_grad_(False)
-    recorder = Gradients(model)
+    recorder = GradientRecorder(model)
     model["head"](model["frozen"](model["table"](torch.tensor([1, 2])))).sum().backward()
     model["frozen"].weight.grad = torch.ones(3, 3)  # a parameter that was frozen after a backward pass
     recorder.after_backward()
@@ -175,7 +175,7 @@ def test_tied_parameters_are_recorded_once_and_frozen_and_unused_ones_not():
 
 def test_sparse_gradients_are_recorded_dense():
     table = nn.Embedding(6, 3, sparse=True)
-    recorder = Gradients(table)
+    recorder = GradientRecorder(table)
     table(torch.tensor([1, 1, 4])).sum().backward()
     assert table.weight.grad.is_sparse
     recorder.after_backward()
@@ -185,7 +185,7 @@ def test_sparse_gradients_are_recorded_dense():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_gradient_that_is_not_finite_is_skipped_for_its_parameter_and_batch(bad):
     model = nn.Linear(3, 2)
-    recorder = Gradients(model, beta=0.5)
+    recorder = GradientRecorder(model, beta=0.5)
     for weight in (4.0, bad, 8.0):
         model.weight.grad, model.bias.grad = torch.full((2, 3), 1.0), torch.full((2,), 2.0)
         model.weight.grad[1, 1] = weight
@@ -199,7 +199,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_for_its_parameter_and_batch(ba
 def test_low_precision_and_empty_gradients_are_recorded_in_float32():
     model = nn.ParameterDict({"bf16": nn.Parameter(torch.ones(3, dtype=torch.bfloat16))})
     model["empty"] = nn.Parameter(torch.empty(0, 3))
-    recorder = Gradients(model)
+    recorder = GradientRecorder(model)
     for value in (1.0, 2.0):
         model["bf16"].grad, model["empty"].grad = torch.full((3,), value, dtype=torch.bfloat16), torch.empty(0, 3)
         recorder.after_backward()
@@ -228,7 +228,7 @@ def test_attaching_again_does_not_count_twice():
 )
 def test_settings_out_of_range_are_refused(settings):
     with pytest.raises(PolicyError, match=next(iter(settings))):
-        Gradients(network(), **settings)
+        GradientRecorder(network(), **settings)
 
 
 @pytest.mark.gpu
@@ -244,7 +244,7 @@ def test_gradients_on_a_gpu_arrive_on_the_host_before_they_are_cleared(attached,
 def test_squares_are_averaged_beside_the_gradients_where_they_are_asked_for() -> None:
     torch.manual_seed(0)
     model = nn.Linear(8, 4)
-    recorder, plain = Gradients(model, beta=0.5, squares=True), Gradients(model, beta=0.5)
+    recorder, plain = GradientRecorder(model, beta=0.5, squares=True), GradientRecorder(model, beta=0.5)
     wanted: Tensor | None = None
     for _ in range(4):
         model.zero_grad()

@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from lossy import Digits, LettersRun, Run, unchanged
-from strategies import difference, same
+from helpers.small_training import Digits, LettersRun, Run, unchanged
+from helpers.strategies import difference, same
 from torch import nn
 from torch.nn import functional as F
 
@@ -21,10 +21,10 @@ CONFIG = {"bins": 16, "embedding_bins": 32, "prune": 0.1, "protect": 0.005}
 def saved(where, run, scheme=None, **more):
     """A report, and the model that is restored from the checkpoint."""
     scheme = scheme or sp.Inshrinkerator(threshold=0.05, evaluate=run.evaluate)
-    with sp.Manager(where, scheme=scheme) as manager:
+    with sp.CheckpointManager(where, scheme=scheme) as manager:
         report = manager.save(1, **run.parts, **more)
     other = copy.deepcopy(run)
-    sp.Manager(where).restore(**other.parts)
+    sp.CheckpointManager(where).restore(**other.parts)
     return report, other
 
 
@@ -34,26 +34,26 @@ def test_a_tied_embedding_has_the_bins_of_embeddings_and_stays_tied(tmp_path):
     assert other.model.lm_head.weight is other.model.wte.weight
     assert run.loss(other.model) <= 1.05 * run.loss()
     values = other.model.wte.weight.unique().numel()
-    assert values > report.search["chosen"]["bins"] and not same(other.model.state_dict(), run.model.state_dict())
+    assert values > report.loss_report["chosen"]["bins"] and not same(other.model.state_dict(), run.model.state_dict())
 
 
 def test_frozen_weights_are_quantized_by_size_and_not_touched_in_training(tmp_path):
     run = Run(steps=20)
     run.model.body[0].requires_grad_(False)
-    recorder = sp.Gradients(run.model)
+    recorder = sp.GradientRecorder(run.model)
     run.steps(10, recorder)
     assert "body.0.weight" not in recorder.mean
     frozen = run.model.body[0].weight.clone()
     report, other = saved(tmp_path, run, sp.Inshrinkerator(threshold=0.05, evaluate=run.evaluate, gradients=recorder))
     assert torch.equal(frozen, run.model.body[0].weight) and not run.model.body[0].weight.requires_grad
-    assert not torch.equal(frozen, other.model.body[0].weight) and report.search["degradation"] <= 0.05
+    assert not torch.equal(frozen, other.model.body[0].weight) and report.loss_report["degradation"] <= 0.05
 
 
 def test_what_stays_frozen_costs_nothing_the_second_time(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 10)).requires_grad_(False)
     sizes = []
-    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(config=CONFIG)) as manager:
+    with sp.CheckpointManager(tmp_path, scheme=sp.Inshrinkerator(config=CONFIG)) as manager:
         for step in range(3):
             sizes.append(manager.save(step, model=model, rng=False).stored_bytes)
     assert sizes[1] < sizes[0] / 8 and sizes[2] < sizes[0] / 8
@@ -115,7 +115,7 @@ def test_a_narrow_model_follows_its_masters(tmp_path, dtype):
     assert not same(masters, other.masters.state_dict())
     for one, master in zip(other.model.parameters(), other.masters, strict=True):
         assert torch.equal(one, master.to(one.dtype))
-    assert report.search["degradation"] <= 0.05 and run.loss(other.model) <= 1.05 * run.loss() * (1 + 1e-4)
+    assert report.loss_report["degradation"] <= 0.05 and run.loss(other.model) <= 1.05 * run.loss() * (1 + 1e-4)
     other.steps(5)
 
 
@@ -130,10 +130,10 @@ def test_a_narrow_model_without_masters_is_quantized_itself(tmp_path, dtype):
         pairs = zip(one.parameters(), origin.parameters(), strict=True)
         return 1 + sum(float((a - b).float().square().mean()) for a, b in pairs)
 
-    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(threshold=0.001, evaluate=evaluate)) as manager:
+    with sp.CheckpointManager(tmp_path, scheme=sp.Inshrinkerator(threshold=0.001, evaluate=evaluate)) as manager:
         report = manager.save(1, model=model)
     assert same(model.state_dict(), origin.state_dict())
-    sp.Manager(tmp_path).restore(model=model)
+    sp.CheckpointManager(tmp_path).restore(model=model)
     assert model[0].weight.dtype == dtype and 1 < evaluate(model) <= 1.001 and report.weights_ratio > 2.5
 
 
@@ -143,7 +143,7 @@ def test_averages_and_teachers_that_are_not_evaluated_stay_exact(tmp_path):
     report, _ = saved(tmp_path, run, ema=ema)
     loaded = sp.Store(tmp_path).load()
     assert same(dict(loaded["ema"]), dict(ema.state_dict())) and not same(loaded["model"], run.model.state_dict())
-    assert report.search["degradation"] <= 0.05
+    assert report.loss_report["degradation"] <= 0.05
 
 
 def test_a_buffer_that_looks_like_a_weight_stays_exact(tmp_path):
@@ -159,7 +159,7 @@ def test_a_model_of_small_tensors_is_exact_and_nothing_is_measured(tmp_path):
     run = Run(lambda: nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 10)), steps=10)
     report, other = saved(tmp_path, run)
     assert difference(run.model.state_dict(), other.model.state_dict()) is None
-    assert run.calls == 0 and "chosen" not in report.search and report.search["left_out"] == []
+    assert run.calls == 0 and "chosen" not in report.loss_report and report.loss_report["left_out"] == []
     assert not sp.Store(tmp_path).manifest().is_lossy
 
 
@@ -178,17 +178,17 @@ def test_tensors_may_change_in_shape_and_name_between_saves(tmp_path):
     settings = [(96, "body"), (128, "body"), (128, "trunk"), (64, "trunk"), (32, "trunk"), (128, "body")]
     run = Run()
     scheme = sp.Inshrinkerator(threshold=0.1, evaluate=run.evaluate)
-    with sp.Manager(tmp_path, scheme=scheme) as manager:
+    with sp.CheckpointManager(tmp_path, scheme=scheme) as manager:
         for step, (width, name) in enumerate(settings):
             torch.manual_seed(step)
             run.model = Growing(width, name=name)
             run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=3e-3)
             run.steps(20)
             report = manager.save(step, **run.parts)
-            assert (report.search.get("degradation") or 0.0) <= 0.1
+            assert (report.loss_report.get("degradation") or 0.0) <= 0.1
     for step, (width, name) in enumerate(settings):
         other = Growing(width, name=name)
-        assert sp.Manager(tmp_path).restore(step, model=other).step == step
+        assert sp.CheckpointManager(tmp_path).restore(step, model=other).step == step
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -205,7 +205,7 @@ def test_weights_that_are_not_finite_are_kept_and_the_rest_measured(tmp_path, va
     with pytest.warns(LossWarning, match=r"not finite .*model/body\.3\.weight"):
         report, other = saved(tmp_path, run, sp.Inshrinkerator(evaluate=evaluate))
     assert difference(run.model.body[3].state_dict(), other.model.body[3].state_dict()) is None
-    assert report.search["left_out"] == ["model/body.3.weight"]
+    assert report.loss_report["left_out"] == ["model/body.3.weight"]
     assert not torch.equal(run.model.body[0].weight, other.model.body[0].weight)
 
 
@@ -217,7 +217,7 @@ def test_a_run_that_has_diverged_is_saved_as_it_is(tmp_path):
     with pytest.warns(LossWarning) as caught:
         report, other = saved(tmp_path, run)
     assert "not finite" in str(caught[0].message)
-    assert difference(run.model.state_dict(), other.model.state_dict()) is None and "chosen" not in report.search
+    assert difference(run.model.state_dict(), other.model.state_dict()) is None and "chosen" not in report.loss_report
 
 
 def test_a_threshold_that_nothing_meets(tmp_path):
@@ -229,13 +229,13 @@ def test_a_threshold_that_nothing_meets(tmp_path):
             report, other = saved(tmp_path / fallback, run, scheme)
         exact = difference(run.model.state_dict(), other.model.state_dict()) is None
         assert exact is (fallback == "lossless")
-        assert report.search["fallback"] == fallback
+        assert report.loss_report["fallback"] == fallback
         assert sp.Store(tmp_path / fallback).manifest().is_lossy is not exact
 
 
 def test_what_cannot_be_evaluated_is_refused_before_anything_is_saved(tmp_path):
     run = Run()
-    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(evaluate=run.evaluate)) as manager:
+    with sp.CheckpointManager(tmp_path, scheme=sp.Inshrinkerator(evaluate=run.evaluate)) as manager:
         for parts in ({}, {"optimizer": run.optimizer}, {"model": run.optimizer}, {"model": {}}):
             with pytest.raises(PolicyError, match="model"):
                 manager.save(1, **parts)
@@ -245,7 +245,7 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_is_saved(tmp_path):
 
 def test_a_scheme_by_its_bare_name_says_what_it_needs(tmp_path):
     with pytest.raises(PolicyError, match="evaluate= or config="):
-        sp.Manager(tmp_path, scheme="inshrinkerator")
+        sp.CheckpointManager(tmp_path, scheme="inshrinkerator")
 
 
 def test_a_model_on_which_nothing_can_be_tried_may_have_a_setting(tmp_path):
@@ -262,8 +262,8 @@ def test_a_model_on_which_nothing_can_be_tried_may_have_a_setting(tmp_path):
             self.weight = state["a.weight"]
 
     holder = Holder()
-    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(config=CONFIG)) as manager:
+    with sp.CheckpointManager(tmp_path, scheme=sp.Inshrinkerator(config=CONFIG)) as manager:
         assert manager.save(1, model=holder).weights_ratio > 3
     other = Holder()
-    sp.Manager(tmp_path).restore(model=other)
+    sp.CheckpointManager(tmp_path).restore(model=other)
     assert 0 < (other.weight - holder.weight).norm() / holder.weight.norm() < 0.3

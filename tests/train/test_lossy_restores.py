@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import pytest
 import torch
-from lossy import Run, Silent
+from helpers.small_training import Run, Silent
 
 import shrinkpoint as sp
 from shrinkpoint.errors import LossWarning, UnmeasuredLossWarning
@@ -21,13 +21,13 @@ def relay(where, scheme, rounds: int, steps: int, lr: float = 3e-3):
     reports = []
     run = Run(steps=30, lr=lr)
     for count in range(rounds):
-        with sp.Manager(where, scheme=scheme(run)) as manager:
+        with sp.CheckpointManager(where, scheme=scheme(run)) as manager:
             if count:
                 assert manager.restore(**run.parts).report.lossy_restores == count
             run.steps(steps)
             reports.append(manager.save(count, **run.parts))
         run = Run(lr=lr)
-    with sp.Manager(where) as manager:
+    with sp.CheckpointManager(where) as manager:
         manager.restore(**run.parts)
     return run, reports
 
@@ -77,7 +77,7 @@ def test_with_large_steps_there_is_nothing_to_say(tmp_path):
 
 def test_a_save_without_a_restore_is_compared_with_the_one_before(tmp_path):
     run = Run(steps=30)
-    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(config=FINE)) as manager:
+    with sp.CheckpointManager(tmp_path, scheme=sp.Inshrinkerator(config=FINE)) as manager:
         retentions = [manager.save(step, **run.steps(20).parts).retention for step in range(4)]
         assert manager.save(4, **run.parts).retention is None  # nothing has moved
     assert retentions[0] is None and all(0.7 < one < 1.5 for one in retentions[1:])
@@ -85,9 +85,9 @@ def test_a_save_without_a_restore_is_compared_with_the_one_before(tmp_path):
 
 def test_lossless_saves_have_nothing_to_compare(tmp_path):
     run = Run(steps=5)
-    with sp.Manager(tmp_path) as manager:
+    with sp.CheckpointManager(tmp_path) as manager:
         reports = [manager.save(step, **run.steps(2).parts) for step in range(2)]
-    assert [one.retention for one in reports] == [None, None] and reports[0].search is None
+    assert [one.retention for one in reports] == [None, None] and reports[0].loss_report is None
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -96,7 +96,7 @@ def test_moments_that_are_lossy_take_no_part(tmp_path, background):
     found = {}
     for mode, run in runs.items():
         scheme = sp.Inshrinkerator(config=FINE, optimizer=mode)
-        with sp.Manager(tmp_path / mode, scheme=scheme, background=background) as manager:
+        with sp.CheckpointManager(tmp_path / mode, scheme=scheme, background=background) as manager:
             manager.save(1, **run.parts)
             torch.manual_seed(5)
             manager.save(2, **run.steps(20).parts)
@@ -127,9 +127,9 @@ def test_so_does_one_whose_settings_are_searched_for(tmp_path):
 
 def test_saving_what_was_just_restored_changes_nothing(tmp_path):
     run = Run(steps=30)
-    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(config=COARSE)) as manager:
+    with sp.CheckpointManager(tmp_path, scheme=sp.Inshrinkerator(config=COARSE)) as manager:
         manager.save(1, **run.parts)
-    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(config=COARSE)) as manager:
+    with sp.CheckpointManager(tmp_path, scheme=sp.Inshrinkerator(config=COARSE)) as manager:
         manager.restore(**run.parts)
         before = {name: x.clone() for name, x in run.model.state_dict().items()}
         report = manager.save(2, **run.parts)
@@ -143,14 +143,14 @@ def test_saving_what_was_just_restored_changes_nothing(tmp_path):
 def test_chains_of_lossy_checkpoints_are_read_back_one_by_one(tmp_path, keyframe_every):
     run, seen = Run(steps=10), {}
     scheme = sp.Inshrinkerator(config=FINE, optimizer="lossy")
-    with sp.Manager(tmp_path, scheme=scheme, keyframe_every=keyframe_every) as manager, Silent():
+    with sp.CheckpointManager(tmp_path, scheme=scheme, keyframe_every=keyframe_every) as manager, Silent():
         for step in range(5):
             manager.save(step, **run.steps(5).parts)
             seen[step] = {name: x.clone() for name, x in manager.store.reference.tensors.items()}
     assert [one.depth for one in sp.Store(tmp_path).list()] == [step % keyframe_every for step in range(5)]
     for step, tensors in seen.items():
         other = Run()
-        sp.Manager(tmp_path).restore(step, **other.parts)
+        sp.CheckpointManager(tmp_path).restore(step, **other.parts)
         for name, x in other.model.state_dict().items():
             assert torch.equal(x, tensors[f"model/{name}"])
         assert torch.equal(other.optimizer.state[other.model.head.bias]["step"], torch.tensor(10.0 + 5 * (step + 1)))

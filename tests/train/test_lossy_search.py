@@ -6,21 +6,21 @@ from typing import ClassVar
 
 import pytest
 import torch
-from lossy import Digits, LettersRun, Run, Silent, unchanged
-from strategies import difference, same
+from helpers.small_training import Digits, LettersRun, Run, Silent, unchanged
+from helpers.strategies import difference, same
 from torch import nn
 
 import shrinkpoint as sp
 from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.schemes.inshrinkerator.scheme import SPACE
-from shrinkpoint.schemes.search import Axis, Space
+from shrinkpoint.schemes.search.space import Axis, Space
 
 CONFIG = {"bins": 16, "embedding_bins": 32, "prune": 0.1, "protect": 0.005}
 
 
 def restored(where, make=Run, step=None) -> Run:
     run = make()
-    with sp.Manager(where) as manager:
+    with sp.CheckpointManager(where) as manager:
         assert manager.restore(step, **run.parts) is not None
     return run
 
@@ -30,7 +30,7 @@ def restored(where, make=Run, step=None) -> Run:
 def test_a_run_does_not_notice_that_it_was_saved(tmp_path, make, background):
     run, other = make(steps=40), make(steps=40)
     scheme = sp.Inshrinkerator(threshold=0.05, evaluate=run.evaluate)
-    with sp.Manager(tmp_path, scheme=scheme, background=background) as manager:
+    with sp.CheckpointManager(tmp_path, scheme=scheme, background=background) as manager:
         for step in (40, 60, 80):
             before, addresses = run.photo(), run.addresses()
             manager.save(step, **run.parts)
@@ -45,7 +45,7 @@ def test_a_run_does_not_notice_that_it_was_saved(tmp_path, make, background):
 
 def test_what_is_saved_is_as_good_as_was_asked_for(tmp_path):
     run = Run(steps=60)
-    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(threshold=0.02, evaluate=run.evaluate)) as manager:
+    with sp.CheckpointManager(tmp_path, scheme=sp.Inshrinkerator(threshold=0.02, evaluate=run.evaluate)) as manager:
         for step in (1, 2, 3):
             plain = run.loss()
             report = manager.save(step, **run.parts)
@@ -56,10 +56,10 @@ def test_what_is_saved_is_as_good_as_was_asked_for(tmp_path):
 
 def test_the_record_is_in_the_report_and_in_the_manifest(tmp_path):
     run = Run(steps=40)
-    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(threshold=0.05, evaluate=run.evaluate)) as manager:
+    with sp.CheckpointManager(tmp_path, scheme=sp.Inshrinkerator(threshold=0.05, evaluate=run.evaluate)) as manager:
         report = manager.save(40, **run.parts)
     loss = sp.Store(tmp_path).manifest().loss
-    assert loss == report.search and sp.Store(tmp_path).manifest().is_lossy
+    assert loss == report.loss_report and sp.Store(tmp_path).manifest().is_lossy
     assert loss["quality"] == run.loss() and loss["degradation"] <= 0.05 and loss["threshold"] == 0.05
     assert SPACE.point(loss["chosen"]) is not None
     trials = loss["searches"][-1]["trials"]
@@ -78,13 +78,13 @@ def test_an_interrupted_search_leaves_no_trace_and_saves_nothing(tmp_path):
             raise KeyboardInterrupt
         return run.evaluate(model)
 
-    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(evaluate=evaluate)) as manager:
+    with sp.CheckpointManager(tmp_path, scheme=sp.Inshrinkerator(evaluate=evaluate)) as manager:
         before = run.photo()
         with pytest.raises(KeyboardInterrupt):
             manager.save(1, **run.parts)
         assert unchanged(run, before) and manager.store.steps() == []
         run.steps(3)
-        assert manager.save(2, **run.parts).search["chosen"]
+        assert manager.save(2, **run.parts).loss_report["chosen"]
     assert sp.Store(tmp_path).steps() == [2]
 
 
@@ -98,7 +98,7 @@ def test_an_error_in_evaluate_saves_nothing_and_training_goes_on(tmp_path):
             raise LookupError("no such batch")
         return answer
 
-    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(evaluate=evaluate), background=True) as manager:
+    with sp.CheckpointManager(tmp_path, scheme=sp.Inshrinkerator(evaluate=evaluate), background=True) as manager:
         before = run.photo()
         with pytest.raises(PolicyError, match="LookupError: no such batch") as caught:
             manager.save(1, **run.parts)
@@ -107,7 +107,7 @@ def test_an_error_in_evaluate_saves_nothing_and_training_goes_on(tmp_path):
         broken.clear()
         run.steps(3)
         manager.save(2, **run.parts)
-        assert manager.wait().search["degradation"] <= 0.05
+        assert manager.wait().loss_report["degradation"] <= 0.05
     assert sp.Store(tmp_path).steps() == [2]
 
 
@@ -117,13 +117,13 @@ def methods(report) -> list[str]:
 
 def test_after_a_restart_the_search_goes_on_near_what_was_chosen(tmp_path):
     run = Run(steps=60)
-    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(threshold=0.05, evaluate=run.evaluate)) as manager:
+    with sp.CheckpointManager(tmp_path, scheme=sp.Inshrinkerator(threshold=0.05, evaluate=run.evaluate)) as manager:
         first = manager.save(1, **run.parts)
         assert methods(first) == ["branch and bound"]
         run.steps(10)
         assert methods(manager.save(2, **run.parts))[0] == "neighbourhood"
     again = Run()
-    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(threshold=0.05, evaluate=again.evaluate)) as manager:
+    with sp.CheckpointManager(tmp_path, scheme=sp.Inshrinkerator(threshold=0.05, evaluate=again.evaluate)) as manager:
         at = manager.restore(**again.parts)
         assert at.report.scheme == "inshrinkerator" and at.report.lossy_restores == 1
         again.steps(10)
@@ -136,16 +136,18 @@ def test_after_a_restart_the_search_goes_on_near_what_was_chosen(tmp_path):
 
 def test_gradients_make_sensitivity_a_metric(tmp_path):
     run = Run(steps=30)
-    recorder = sp.Gradients(run.model, every=20, batches=10)
+    recorder = sp.GradientRecorder(run.model, save_interval=20, batches=10)
     scheme = sp.Inshrinkerator(threshold=0.05, evaluate=run.evaluate, gradients=recorder)
-    with sp.Manager(tmp_path, scheme=scheme) as manager:
+    with sp.CheckpointManager(tmp_path, scheme=scheme) as manager:
         metrics = []
         for step in (20, 40):
             if step == 40:
                 run.steps(20, recorder)
                 assert recorder.ready
             report = manager.save(step, **run.parts)
-            trials = [one["settings"]["metric"] for search in report.search["searches"] for one in search["trials"]]
+            trials = [
+                one["settings"]["metric"] for search in report.loss_report["searches"] for one in search["trials"]
+            ]
             metrics.append({*trials})
     assert metrics == [{"magnitude"}, {"magnitude", "sensitivity"}]
 
@@ -161,13 +163,13 @@ def test_gradients_of_a_wrapped_model_are_its_own(tmp_path):
 
     run = Run(steps=5)
     wrapped = Wrapper(run.model)
-    recorder = sp.Gradients(wrapped)
+    recorder = sp.GradientRecorder(wrapped)
     run.steps(5, recorder)
     scheme = sp.Inshrinkerator(config=CONFIG | {"metric": "sensitivity"}, gradients=recorder)
     plain = sp.Inshrinkerator(config=CONFIG | {"metric": "magnitude"})
     files = []
     for name, one in (("a", scheme), ("b", plain)):
-        with sp.Manager(tmp_path / name, scheme=one) as manager:
+        with sp.CheckpointManager(tmp_path / name, scheme=one) as manager:
             manager.save(1, model=run.model)
         files.append(sp.Store(tmp_path / name).load()["model"])
     assert not same(files[0], files[1])
@@ -190,28 +192,30 @@ def test_a_better_metric_is_switched_to(tmp_path):
     many = tuple(Axis(one.name, (32,) if one.name == "bins" else one.values) for one in SPACE.axes)
     space = Space(many, SPACE.variants)  # where there are few bins, pruning saves nothing
     scheme = sp.Inshrinkerator(threshold=0.2, evaluate=evaluate, space=space)
-    with sp.Manager(tmp_path, scheme=scheme) as manager, Silent():
-        chosen = manager.save(1, model=model).search["chosen"]
+    with sp.CheckpointManager(tmp_path, scheme=scheme) as manager, Silent():
+        chosen = manager.save(1, model=model).loss_report["chosen"]
         assert chosen["metric"] == "magnitude" and chosen["prune"] > 0  # without pruning, metrics do the same
         scheme._recorder = Recorder()
         report = manager.save(2, model=model)
-    trials = report.search["searches"][0]["trials"]
+    trials = report.loss_report["searches"][0]["trials"]
     assert [one["settings"]["metric"] for one in trials[:2]] == ["magnitude", "sensitivity"]
     assert trials[0]["degradation"] - trials[1]["degradation"] > 0.02
-    assert report.search["chosen"]["metric"] == "sensitivity"
+    assert report.loss_report["chosen"]["metric"] == "sensitivity"
 
 
 def test_a_fixed_setting_calls_nothing(tmp_path):
     run = Run(steps=10)
-    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(config=CONFIG)) as manager:
+    with sp.CheckpointManager(tmp_path, scheme=sp.Inshrinkerator(config=CONFIG)) as manager:
         report = manager.save(1, **run.parts)
-    assert run.calls == 0 and report.search["chosen"] == CONFIG | {"metric": "magnitude"}
+    assert run.calls == 0 and report.loss_report["chosen"] == CONFIG | {"metric": "magnitude"}
     assert report.weights_ratio > 4 > 2 > report.ratio > 1
 
 
 def test_under_ten_lines(tmp_path):
     run = Run(steps=10)
-    manager = sp.Manager(tmp_path, scheme=sp.Inshrinkerator(threshold=0.01, evaluate=run.evaluate), keyframe_every=20)
+    manager = sp.CheckpointManager(
+        tmp_path, scheme=sp.Inshrinkerator(threshold=0.01, evaluate=run.evaluate), keyframe_every=20
+    )
     manager.save(1, model=run.model, optimizer=run.optimizer)
     assert manager.restore(model=run.model, optimizer=run.optimizer).step == 1
     manager.close()
@@ -224,9 +228,9 @@ def test_noise_between_two_measurements_is_said(tmp_path):
         return float(run.evaluate(model)) * (1 + 0.05 * (run.calls % 2))
 
     scheme = sp.Inshrinkerator(threshold=0.06, evaluate=noisy)
-    with sp.Manager(tmp_path, scheme=scheme) as manager, pytest.warns(LossWarning, match="fix its batches"):
+    with sp.CheckpointManager(tmp_path, scheme=scheme) as manager, pytest.warns(LossWarning, match="fix its batches"):
         report = manager.save(1, **run.parts)
-    assert report.search["noise"] == pytest.approx(0.05, rel=0.1) and report.search["degradation"] <= 0.0125
+    assert report.loss_report["noise"] == pytest.approx(0.05, rel=0.1) and report.loss_report["degradation"] <= 0.0125
 
 
 def test_dropout_in_train_mode_is_no_noise_for_randomness_is_put_back(tmp_path):
@@ -235,8 +239,8 @@ def test_dropout_in_train_mode_is_no_noise_for_randomness_is_put_back(tmp_path):
     def careless(model):
         return float(run.evaluate(model.train()))
 
-    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(threshold=0.1, evaluate=careless)) as manager:
-        assert manager.save(1, **run.parts).search["noise"] == 0
+    with sp.CheckpointManager(tmp_path, scheme=sp.Inshrinkerator(threshold=0.1, evaluate=careless)) as manager:
+        assert manager.save(1, **run.parts).loss_report["noise"] == 0
 
 
 def test_models_of_one_run_are_evaluated_together(tmp_path):
@@ -254,9 +258,9 @@ def test_models_of_one_run_are_evaluated_together(tmp_path):
         ]
         return 1 + max(parts)
 
-    with sp.Manager(tmp_path, scheme=sp.Inshrinkerator(threshold=0.01, evaluate=evaluate)) as manager:
+    with sp.CheckpointManager(tmp_path, scheme=sp.Inshrinkerator(threshold=0.01, evaluate=evaluate)) as manager:
         report = manager.save(1, model=models)
-        assert 0 < report.search["degradation"] <= 0.01
+        assert 0 < report.loss_report["degradation"] <= 0.01
         others = {"a": Digits(), "b": nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))}
         manager.restore(model=others)
-    assert evaluate(others) == pytest.approx(1 + report.search["degradation"])
+    assert evaluate(others) == pytest.approx(1 + report.loss_report["degradation"])

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.strategies import difference
 from sklearn.datasets import load_digits
-from strategies import difference
 from torch import nn
 from torch.nn import functional as F
 
-from shrinkpoint.state.rng import capture
-from shrinkpoint.train import Manager
+from shrinkpoint.tensors.rng import get_rng_state
+from shrinkpoint.train import CheckpointManager
 
 
 class Order:
@@ -50,7 +50,7 @@ def run(where: Path, last: int, *, background: bool, every: int = 5) -> Any:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
     order, losses = Order(len(images)), []
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "order": order}
-    with Manager(where, background=background, keyframe_every=3) as manager:
+    with CheckpointManager(where, background=background, keyframe_every=3) as manager:
         at = manager.restore(**parts)
         for step in range(at.step + 1 if at else 1, last + 1):
             batch = order.draw(500)
@@ -63,7 +63,7 @@ def run(where: Path, last: int, *, background: bool, every: int = 5) -> Any:
             losses.append(loss.item())
             if step % every == 0:
                 manager.save(step, **parts, metrics={"loss": loss.item()})
-    return {name: part.state_dict() for name, part in parts.items()} | {"rng": capture(), "loss": losses[-1]}
+    return {name: part.state_dict() for name, part in parts.items()} | {"rng": get_rng_state(), "loss": losses[-1]}
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -21,11 +21,11 @@ from shrinkpoint.comm import parse
 from shrinkpoint.comm.feedback.aqsgd import AQSGD
 from shrinkpoint.errors import PolicyError, StorageError
 from shrinkpoint.storage import LocalStorage, is_url, local_path
-from shrinkpoint.store import folder as folders
+from shrinkpoint.store import directory as folders
 from shrinkpoint.train import dcp
 from shrinkpoint.train import lightning as ours
 from shrinkpoint.train import transformers as hugging
-from shrinkpoint.train.trail import Trail
+from shrinkpoint.train.checkpointer import Checkpointer
 
 URLS = ["s3://bucket/run", "gs://bucket", "hf://datasets/x", "file:///tmp/x", "memory://x", "simplecache::s3://x"]
 STATE = {"w": torch.zeros(3)}
@@ -60,7 +60,7 @@ def _fit(place, **settings):
     model.training_step = lambda *_: pytest.fail("trained before the error")
     LightningTrainer(
         max_epochs=1, plugins=[ours.ShrinkIO()], logger=False, enable_progress_bar=False, enable_model_summary=False,
-        accelerator="cpu", callbacks=[ours.ShrinkCallback(), ModelCheckpoint(**settings)], default_root_dir=place,
+        accelerator="cpu", callbacks=[ours.ShrinkIOCallback(), ModelCheckpoint(**settings)], default_root_dir=place,
     ).fit(model)  # fmt: skip
 
 
@@ -71,27 +71,27 @@ ENTRIES = {
     "load base": lambda place: sp.load("never", base=place),
     "inspect path": sp.inspect,
     "Store where": sp.Store,
-    "Manager where": sp.Manager,
+    "Manager where": sp.CheckpointManager,
     "LocalStorage path": LocalStorage,
-    "Trail.save folder": lambda place: Trail().save(place, STATE),
-    "Trail.load folder": lambda place: Trail().load(place),
-    "Trail.discard folder": lambda place: Trail().discard(place),
+    "Trail.save folder": lambda place: Checkpointer().save(place, STATE),
+    "Trail.load folder": lambda place: Checkpointer().load(place),
+    "Trail.discard folder": lambda place: Checkpointer().discard(place),
     "is_checkpoint folder": folders.is_checkpoint,
-    "found_in root": folders.found_in,
-    "read_manifest folder": folders.read_manifest,
-    "check folder": folders.check,
+    "found_in root": folders.find_checkpoints,
+    "read_manifest folder": folders.read_directory_manifest,
+    "check folder": folders.verify_directory,
     "commit folder": lambda place: folders.commit(place, [], scheme="lossless"),
     "dcp.Writer path": dcp.Writer,
     "dcp.Reader path": dcp.Reader,
     "dcp.load folder": dcp.load,
-    "dcp.newest root": dcp.newest,
-    "transformers.newest output_dir": hugging.newest,
+    "dcp.newest root": dcp.latest_valid,
+    "transformers.newest output_dir": hugging.latest_valid,
     "transformers.ShrinkTrainer": _trainer,
     "transformers.ShrinkCallback": _stock_trainer,
     "transformers.ShrinkCallback resume_from_checkpoint": lambda place: hugging.ShrinkCallback(
         resume_from_checkpoint=place
     ),
-    "lightning.newest directory": ours.newest,
+    "lightning.newest directory": ours.latest_valid,
     "lightning.ShrinkIO.save_checkpoint path": lambda place: ours.ShrinkIO().save_checkpoint({}, place),
     "lightning dirpath": lambda place: _fit("never", dirpath=place),
     "lightning default_root_dir": _fit,
@@ -156,7 +156,7 @@ def test_file_where_a_directory_should_be_is_refused(entry, tmp_path):
 
 
 def test_none_is_no_store():
-    for make in (sp.Store, sp.Manager):
+    for make in (sp.Store, sp.CheckpointManager):
         with pytest.raises(PolicyError, match="expected a path") as caught:
             make(None)
         assert isinstance(caught.value, TypeError)

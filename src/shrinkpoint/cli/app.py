@@ -14,26 +14,26 @@ from typer.core import TyperGroup
 
 from shrinkpoint import __version__
 from shrinkpoint.cli import bench, compact, convert, demo, diff, export, forget, list, prune, show, verify
-from shrinkpoint.cli.console import close_pipe, note
-from shrinkpoint.cli.exits import Code, code_of
+from shrinkpoint.cli.console import close_pipe, print_note
+from shrinkpoint.cli.exit_codes import ExitCode, exit_code_of
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.storage import local_path
 
-_TRACEBACK = "SHRINKPOINT_TRACEBACK"
+_TRACEBACK_VARIABLE = "SHRINKPOINT_TRACEBACK"
 _EPILOG = (
     "Exit codes: 0 fine, 1 findings or differences, 2 usage, 3 not found, 4 corrupt or broken chain, "
     "5 locked, 6 storage, 7 other."
 )
 
 
-class Guarded(TyperGroup):
+class ErrorHandlingGroup(TyperGroup):
     """A group whose errors are one line on stderr and an exit code; `--traceback` shows where they come from."""
 
     def parse_args(self, ctx: Any, args: Any) -> Any:
         """Take `--traceback` wherever it stands, so that it can be put behind a command that just failed."""
         if "--traceback" in args:
             args = [arg for arg in args if arg != "--traceback"]
-            ctx.meta[_TRACEBACK] = True
+            ctx.meta[_TRACEBACK_VARIABLE] = True
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -41,17 +41,17 @@ class Guarded(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:
             close_pipe()
-            raise typer.Exit(Code.BROKEN_PIPE) from None
+            raise typer.Exit(ExitCode.BROKEN_PIPE) from None
         except KeyboardInterrupt:
-            raise typer.Exit(Code.INTERRUPTED) from None
+            raise typer.Exit(ExitCode.INTERRUPTED) from None
         except (ShrinkpointError, OSError) as error:
-            if _TRACEBACK in ctx.meta or os.environ.get(_TRACEBACK, "") not in ("", "0"):
+            if _TRACEBACK_VARIABLE in ctx.meta or os.environ.get(_TRACEBACK_VARIABLE, "") not in ("", "0"):
                 traceback.print_exc()
-            note(_line(error), "error", "bold red")
-            raise typer.Exit(code_of(error)) from None
+            print_note(_error_line(error), "error", "bold red")
+            raise typer.Exit(exit_code_of(error)) from None
 
 
-def _line(error: ShrinkpointError | OSError) -> str:
+def _error_line(error: ShrinkpointError | OSError) -> str:
     """What to say of an error; of one of the operating system, what a StorageError would."""
     if isinstance(error, ShrinkpointError):
         return str(error)
@@ -59,7 +59,7 @@ def _line(error: ShrinkpointError | OSError) -> str:
 
 
 app = typer.Typer(
-    cls=Guarded,
+    cls=ErrorHandlingGroup,
     name="shrinkpoint",
     help="Look at, check and tend compressed checkpoint chains.",
     epilog=_EPILOG,
@@ -70,8 +70,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"shrinkpoint {__version__}")
         raise typer.Exit()
 
@@ -84,14 +84,15 @@ def _options(
     trace: Annotated[
         bool,
         typer.Option(
-            "--traceback", help=f"Show where an error comes from (anywhere on the line; or set {_TRACEBACK}=1)."
+            "--traceback",
+            help=f"Show where an error comes from (anywhere on the line; or set {_TRACEBACK_VARIABLE}=1).",
         ),
     ] = False,
 ) -> None:
     pass
 
 
-def _placed(command: Callable[..., Any]) -> Callable[..., Any]:
+def _refuse_urls(command: Callable[..., Any]) -> Callable[..., Any]:
     """A command that refuses URLs where it takes a path: in its arguments, and in options that are paths."""
     hints = get_type_hints(command, include_extras=True)
     arguments = {
@@ -112,4 +113,4 @@ def _placed(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _module in (list, show, verify, diff, export, convert, forget, prune, compact, bench, demo):
-    app.command(name=_module.__name__.rpartition(".")[2])(_placed(_module.command))
+    app.command(name=_module.__name__.rpartition(".")[2])(_refuse_urls(_module.command))

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shrinkpoint.cli.console import emit, note, say, waiting
-from shrinkpoint.cli.table import Column, show
-from shrinkpoint.cli.target import JsonOption, ThresholdOption, share_of
+from shrinkpoint.cli.console import print_json, print_line, print_note, spinner
+from shrinkpoint.cli.location import JsonOption, ThresholdOption, parse_share
+from shrinkpoint.cli.table import Column, print_table
 
 if TYPE_CHECKING:
-    from shrinkpoint.harness import Outcome, Quality, Series, System
+    from shrinkpoint.bench.measure import QualityFunction
+    from shrinkpoint.bench.result import BenchResult
+    from shrinkpoint.bench.series import Series
+    from shrinkpoint.bench.systems import System
 
 
 def command(
@@ -64,83 +67,91 @@ def command(
     Bits a value and errors are medians over the deltas; ratios are of the whole state, of the deltas and of the whole
     run; the rise is relative to the state before; memory is the largest rise during a save, in sizes of the state.
     """
-    from shrinkpoint.harness import SYSTEMS, system
+    from shrinkpoint.bench.systems import SYSTEMS, make_system
 
-    share = share_of(threshold)
+    share = parse_share(threshold)
     with tempfile.TemporaryDirectory(prefix="shrinkpoint-bench-") as folder:
-        series, quality = _subject(places or [], evaluate, higher, Path(folder))
+        series, quality = _load_series(places or [], evaluate, higher, Path(folder))
         function = None if quality is None else quality.evaluate
-        wanted = schemes or [name for name, known in SYSTEMS.items() if function is not None or not known.searches]
+        wanted = schemes or [
+            name for name, known in SYSTEMS.items() if function is not None or not known.needs_evaluation
+        ]
         systems = [
-            system(
-                name, evaluate=function, threshold=share, higher_is_better=higher, keyframe_every=keyframe_every,
+            make_system(
+                name,
+                evaluate=function,
+                threshold=share,
+                higher_is_better=higher,
+                keyframe_every=keyframe_every,
                 threads=threads,
             )
             for name in wanted
-        ]  # fmt: skip
-        outcomes = [_outcome(one, series, quality) for one in systems]
-        _report(series, outcomes, share, function is not None, out, json)
+        ]
+        outcomes = [_measure_system(one, series, quality) for one in systems]
+        _print_results(series, outcomes, share, function is not None, out, json)
 
 
-def _subject(places: Sequence[Path], evaluate: str | None, higher: bool, folder: Path) -> tuple[Series, Quality | None]:
-    from shrinkpoint.harness import Quality, series
-    from shrinkpoint.harness.evaluation import named
-    from shrinkpoint.harness.live import Plan, record
+def _load_series(
+    paths: Sequence[Path], evaluate: str | None, higher: bool, directory: Path
+) -> tuple[Series, QualityFunction | None]:
+    from shrinkpoint.bench.measure import QualityFunction, import_function
+    from shrinkpoint.bench.sample_run import SampleRunOptions, record_sample_run
+    from shrinkpoint.bench.series import open_series
 
-    function = None if evaluate is None else named(evaluate)
-    if places:
-        return series(places), None if function is None else Quality(function, higher)
-    with waiting("training a small GPT"):
-        recorded, quality = record(folder, Plan())
-    return recorded, quality if function is None else Quality(function, higher)
+    function = None if evaluate is None else import_function(evaluate)
+    if paths:
+        return open_series(paths), None if function is None else QualityFunction(function, higher)
+    with spinner("training a small GPT"):
+        recorded, quality = record_sample_run(directory, SampleRunOptions())
+    return recorded, quality if function is None else QualityFunction(function, higher)
 
 
-def _outcome(system: System, series: Series, quality: Quality | None) -> Outcome:
-    from shrinkpoint.harness import measure
+def _measure_system(system: System, series: Series, quality: QualityFunction | None) -> BenchResult:
+    from shrinkpoint.bench.measure import measure
 
-    with waiting(f"{system.name}: {len(series)} checkpoints"), warnings.catch_warnings():
+    with spinner(f"{system.name}: {len(series)} checkpoints"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what schemes say of single checkpoints is in the table
         return measure(system, series, quality)
 
 
-def _report(
-    series: Series, outcomes: Sequence[Outcome], threshold: float, evaluated: bool, out: Path | None, json: bool
+def _print_results(
+    series: Series, results: Sequence[BenchResult], threshold: float, has_quality: bool, out: Path | None, json: bool
 ) -> None:
     document: dict[str, Any] = {
         "series": series.name,
         "checkpoints": len(series),
-        "threshold": threshold if evaluated else None,
-        "schemes": [one.to_json() for one in outcomes],
+        "threshold": threshold if has_quality else None,
+        "schemes": [one.to_json() for one in results],
     }
-    written = [] if out is None else _written(document, outcomes, out)
+    written = [] if out is None else _write_results(document, results, out)
     if json:
-        emit(document)
+        print_json(document)
         return
-    from shrinkpoint.harness.table import HEAD, cells
+    from shrinkpoint.bench.result import TABLE_HEADER, table_rows
 
-    rows = cells(outcomes)
-    ranks = dict(zip(HEAD, (0, 1, 4, 5, 0, 2, 3, 6, 1, 7, 8, 9, 10, 11), strict=True))
+    rows = table_rows(results)
+    ranks = dict(zip(TABLE_HEADER, (0, 1, 4, 5, 0, 2, 3, 6, 1, 7, 8, 9, 10, 11), strict=True))
     if rows:
-        show([Column(name, [row[i] for row in rows], i > 0, ranks[name]) for i, name in enumerate(HEAD)])
-    for one in outcomes:
+        print_table([Column(name, [row[i] for row in rows], i > 0, ranks[name]) for i, name in enumerate(TABLE_HEADER)])
+    for one in results:
         if one.failure:
-            note(f"{one.name}: {one.failure}", "failed", "bold red")
-    if not evaluated:
-        note("no --evaluate: nothing is known of the loss, and schemes that search were left out")
+            print_note(f"{one.name}: {one.failure}", "failed", "bold red")
+    if not has_quality:
+        print_note("no --evaluate: nothing is known of the loss, and schemes that search were left out")
     if written:
-        say("written: " + ", ".join(map(str, written)))
+        print_line("written: " + ", ".join(map(str, written)))
 
 
-def _written(document: dict[str, Any], outcomes: Sequence[Outcome], out: Path) -> list[Path]:
+def _write_results(document: dict[str, Any], results: Sequence[BenchResult], out: Path) -> list[Path]:
     from importlib.util import find_spec
 
-    from shrinkpoint.harness import plot
+    from shrinkpoint.bench import plot
 
     out.parent.mkdir(parents=True, exist_ok=True)
     written = [out.with_suffix(".json")]
     written[0].write_text(jsonlib.dumps(document, indent=1))
     if find_spec("plotly") is None:
-        note("plotly is not installed: no picture (pip install 'shrinkpoint[plot]')")
+        print_note("plotly is not installed: no picture (pip install 'shrinkpoint[plot]')")
     else:
-        written += plot.write(outcomes, out, f"{document['series']}: {document['checkpoints']} checkpoints")
+        written += plot.write_plot(results, out, f"{document['series']}: {document['checkpoints']} checkpoints")
     return written

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from shrinkpoint.cli import words
-from shrinkpoint.cli.console import emit, say, waiting
-from shrinkpoint.cli.table import Column, show
-from shrinkpoint.cli.target import JsonOption, StoreArgument, Target, checkpoint, open_store
-from shrinkpoint.report import CheckpointSummary, checkpoint_summary
+from shrinkpoint.cli import humanize
+from shrinkpoint.cli.console import print_json, print_line, spinner
+from shrinkpoint.cli.location import JsonOption, Location, StoreArgument, find_manifest, open_store
+from shrinkpoint.cli.report.store import CheckpointReport, checkpoint_report
+from shrinkpoint.cli.table import Column, print_table
 from shrinkpoint.store import chain
 from shrinkpoint.store.listing import Listing
 
@@ -30,58 +30,64 @@ def command(
     Every checkpoint decodes to the same bits before, during and after; each is replaced atomically.
     """
     _, before = open_store(store)
-    steps = _affected(before, store, step)
+    steps = _steps_to_rewrite(before, store, step)
     if steps and not dry_run:
         from shrinkpoint.store.store import Store
 
-        with waiting(f"writing {words.count(len(steps), 'checkpoint')} of {store} again"), Store(store) as opened:
+        with spinner(f"writing {humanize.count(len(steps), 'checkpoint')} of {store} again"), Store(store) as opened:
             opened.compact(step)
     _, after = open_store(store)
-    rows = [(_summary(before, one), _summary(after, one)) for one in steps if one in after.manifests]
+    rows = [
+        (_checkpoint_report(before, one), _checkpoint_report(after, one)) for one in steps if one in after.manifests
+    ]
     if json:
-        changes = [{"step": a.step, "before": _state(a), "after": None if dry_run else _state(b)} for a, b in rows]
-        emit({"applied": not dry_run, "rewritten": changes})
+        changes = [
+            {"step": a.step, "before": _chain_json(a), "after": None if dry_run else _chain_json(b)} for a, b in rows
+        ]
+        print_json({"applied": not dry_run, "rewritten": changes})
     else:
         _print(store, rows, dry_run)
 
 
-def _affected(listing: Listing, store: str, step: int | None) -> list[int]:
+def _steps_to_rewrite(listing: Listing, store: str, step: int | None) -> list[int]:
     """The steps that `Store.compact` writes again."""
     if step is not None:
-        return [step] if checkpoint(listing, Target(Path(store), step)).bases else []
-    shown = listing.shown
-    return [one.step for one in shown.values() if not all(chain.is_live(shown, base) for base in one.bases)]
+        return [step] if find_manifest(listing, Location(Path(store), step)).bases else []
+    shown = listing.visible
+    return [one.step for one in shown.values() if not all(chain.is_current(shown, base) for base in one.bases)]
 
 
-def _summary(listing: Listing, step: int) -> CheckpointSummary:
-    return checkpoint_summary(listing.manifests[step])
+def _checkpoint_report(listing: Listing, step: int) -> CheckpointReport:
+    return checkpoint_report(listing.manifests[step])
 
 
-def _state(row: CheckpointSummary) -> dict[str, object]:
+def _chain_json(row: CheckpointReport) -> dict[str, object]:
     return {"depth": row.depth, "chain": row.chain, "stored_bytes": row.stored_bytes}
 
 
-def _print(store: str, rows: list[tuple[CheckpointSummary, CheckpointSummary]], dry_run: bool) -> None:
+def _print(store: str, rows: list[tuple[CheckpointReport, CheckpointReport]], dry_run: bool) -> None:
     if not rows:
-        say(f"{store}: nothing to do, no delta stands on anything forgotten or gone")
+        print_line(f"{store}: nothing to do, no delta stands on anything forgotten or gone")
         return
     columns = [
-        Column("step", [str(a.step) for a, _ in rows], right=True),
-        Column("chain", [_chain(a) for a, _ in rows], wrap=True),
-        Column("stored", [words.size(a.stored_bytes) for a, _ in rows], right=True, rank=1),
+        Column("step", [str(a.step) for a, _ in rows], align_right=True),
+        Column("chain", [_format_chain(a) for a, _ in rows], wrap=True),
+        Column("stored", [humanize.size(a.stored_bytes) for a, _ in rows], align_right=True, drop_order=1),
     ]
     if not dry_run:
         columns += [
-            Column("chain now", [_chain(b) for _, b in rows], wrap=True),
-            Column("stored now", [words.size(b.stored_bytes) for _, b in rows], right=True),
+            Column("chain now", [_format_chain(b) for _, b in rows], wrap=True),
+            Column("stored now", [humanize.size(b.stored_bytes) for _, b in rows], align_right=True),
         ]
-    show(columns)
-    say("")
+    print_table(columns)
+    print_line("")
     done = "would write" if dry_run else "wrote"
-    say(f"{store}: {done} {words.count(len(rows), 'checkpoint')} again{'; leave out --dry-run to do it' * dry_run}")
+    print_line(
+        f"{store}: {done} {humanize.count(len(rows), 'checkpoint')} again{'; leave out --dry-run to do it' * dry_run}"
+    )
 
 
-def _chain(row: CheckpointSummary) -> str:
+def _format_chain(row: CheckpointReport) -> str:
     if row.keyframe:
         return "keyframe"
     steps = [str(step) for step in row.chain]

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from shrinkpoint.cli.target import JsonOption, ThresholdOption, share_of
+from shrinkpoint.cli.location import JsonOption, ThresholdOption, parse_share
 from shrinkpoint.errors import PolicyError
 
 
-class Form(str, Enum):
+class ConvertForm(str, Enum):
     """What to write."""
 
     SHRINKPOINT = "shrinkpoint"
@@ -33,9 +33,10 @@ def command(
         ),
     ] = None,
     to: Annotated[
-        Form | None,
+        ConvertForm | None,
         typer.Option(
-            "--to", help="What to write; else a store from what is not ours, and what it was from what is.",
+            "--to",
+            help="What to write; else a store from what is not ours, and what it was from what is.",
             show_default=False,
         ),
     ] = None,
@@ -46,8 +47,10 @@ def command(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            "--only", metavar="GLOB", help='Only checkpoints of a run that are named so, e.g. "*.ckpt"; may be given '
-            "again.", show_default=False,
+            "--only",
+            metavar="GLOB",
+            help='Only checkpoints of a run that are named so, e.g. "*.ckpt"; may be given again.',
+            show_default=False,
         ),
     ] = None,
     scheme: Annotated[
@@ -56,8 +59,10 @@ def command(
     evaluate: Annotated[
         str | None,
         typer.Option(
-            "--evaluate", metavar="MODULE:FUNCTION", help="Gets a converted state, returns a loss; for schemes that "
-            "search.", show_default=False,
+            "--evaluate",
+            metavar="MODULE:FUNCTION",
+            help="Gets a converted state, returns a loss; for schemes that search.",
+            show_default=False,
         ),
     ] = None,
     higher: Annotated[bool, typer.Option("--higher-is-better", help="--evaluate returns a score, not a loss.")] = False,
@@ -71,13 +76,13 @@ def command(
     opaque: Annotated[
         bool,
         typer.Option(
-            "--opaque", help="Take files of a directory that cannot be read without running them along as they are, "
-            "however large.",
+            "--opaque",
+            help="Take files of a directory that cannot be read without running them along as they are, however large.",
         ),
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace what is at DST and differs.")] = False,
     json: JsonOption = False,
-) -> None:  # fmt: skip
+) -> None:
     """Convert torch, safetensors, DCP, Hugging Face, Lightning and Accelerate checkpoints into ours, and back.
 
     A directory of checkpoints becomes one chain, in the order of the steps in their names. Nothing in a file is ever
@@ -85,18 +90,28 @@ def command(
     """
     if out is None and not dry_run:
         raise PolicyError("convert", found="no DST", expected="where to write", do="name it, or add --dry-run")
-    from shrinkpoint.cli.converted import Wish, inward, outward
-    from shrinkpoint.foreign.run import find
+    from shrinkpoint.cli.convert_run import ConvertOptions, export_run, import_run
+    from shrinkpoint.convert.discover import discover
 
-    wish = Wish(
-        source, out, scheme, evaluate, share_of(threshold), higher, keyframe_every, not no_verify, opaque, force, json
+    wish = ConvertOptions(
+        source,
+        out,
+        scheme,
+        evaluate,
+        parse_share(threshold),
+        higher,
+        keyframe_every,
+        not no_verify,
+        opaque,
+        force,
+        json,
     )
-    found = find(source, only=only or [], step=step)
-    chosen = to or (Form.ORIGINAL if found.checkpoints[0].is_ours else Form.SHRINKPOINT)
-    if chosen is Form.SHRINKPOINT:
-        inward(found, wish, dry_run=dry_run)
+    found = discover(source, only=only or [], step=step)
+    chosen = to or (ConvertForm.ORIGINAL if found.checkpoints[0].is_ours else ConvertForm.SHRINKPOINT)
+    if chosen is ConvertForm.SHRINKPOINT:
+        import_run(found, wish, dry_run=dry_run)
         return
     if dry_run or out is None:
         found_ = f"--dry-run with --to {chosen.value}"
         raise PolicyError("convert", found=found_, expected="a conversion into ours", do="say --to shrinkpoint")
-    outward(found, out, wish, chosen.value)
+    export_run(found, out, wish, chosen.value)

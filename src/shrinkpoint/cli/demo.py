@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from shrinkpoint.cli.console import emit
-from shrinkpoint.cli.exits import Code
-from shrinkpoint.cli.target import JsonOption
+from shrinkpoint.cli.console import print_json
+from shrinkpoint.cli.exit_codes import ExitCode
+from shrinkpoint.cli.location import JsonOption
 
 
 def command(
@@ -25,12 +25,12 @@ def command(
     """
     from rich.console import Console
 
-    from shrinkpoint.demo.plan import Plan
-    from shrinkpoint.demo.run import run
+    from shrinkpoint.demo.run import run_demo
+    from shrinkpoint.demo.scenario import DemoOptions
 
-    plan = Plan(store=store, steps=steps, every=every)
-    passed = run(plan, Console(stderr=json))
+    plan = DemoOptions(store=store, steps=steps, every=every)
+    passed = run_demo(plan, Console(stderr=json))
     if json:
-        emit(jsonlib.loads(plan.record.read_text()))
+        print_json(jsonlib.loads(plan.record_path.read_text()))
     if not passed:
-        raise typer.Exit(Code.FINDINGS)
+        raise typer.Exit(ExitCode.FINDINGS)

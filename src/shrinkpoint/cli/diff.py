@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shrinkpoint.cli import words
-from shrinkpoint.cli.console import emit, say, waiting
-from shrinkpoint.cli.exits import Code
-from shrinkpoint.cli.table import Column, show
-from shrinkpoint.cli.target import JsonOption, target
+from shrinkpoint.cli import humanize
+from shrinkpoint.cli.console import print_json, print_line, spinner
+from shrinkpoint.cli.exit_codes import ExitCode
+from shrinkpoint.cli.location import JsonOption, parse_location
+from shrinkpoint.cli.table import Column, print_table
 
 if TYPE_CHECKING:
-    from shrinkpoint.cli.difference import Difference, TensorDifference
+    from shrinkpoint.tensors.compare import CheckpointDifference, TensorDifference
 
-_PLACE = "A file, a store (its newest checkpoint) or STORE@STEP."
+_LOCATION_HELP = "A file, a store (its newest checkpoint) or STORE@STEP."
 
 
 def command(
-    first: Annotated[str, typer.Argument(metavar="A", help=_PLACE, show_default=False)],
-    second: Annotated[str, typer.Argument(metavar="B", help=_PLACE, show_default=False)],
+    first: Annotated[str, typer.Argument(metavar="A", help=_LOCATION_HELP, show_default=False)],
+    second: Annotated[str, typer.Argument(metavar="B", help=_LOCATION_HELP, show_default=False)],
     every: Annotated[bool, typer.Option("--all", help="Also the tensors that are equal.")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -30,71 +30,71 @@ def command(
 
     Per tensor: values that differ, the largest absolute difference, and the difference relative to A in L2.
     """
-    a, b = target(first), target(second)
-    from shrinkpoint.cli.decoded import decode
-    from shrinkpoint.cli.difference import difference
+    a, b = parse_location(first), parse_location(second)
+    from shrinkpoint.cli.load_state import decode_location
+    from shrinkpoint.tensors.compare import compare_checkpoints
 
-    with waiting(f"comparing {a} with {b}"):
-        found = difference(decode(a), decode(b))
+    with spinner(f"comparing {a} with {b}"):
+        found = compare_checkpoints(decode_location(a), decode_location(b))
     if json:
-        emit({"a": str(a), "b": str(b), "equal": found.equal, **asdict(found)})
+        print_json({"a": str(a), "b": str(b), "equal": found.equal, **asdict(found)})
     else:
         _print(f"{a} and {b}", found, every)
     if not found.equal:
-        raise typer.Exit(Code.FINDINGS)
+        raise typer.Exit(ExitCode.FINDINGS)
 
 
-def _print(pair: str, found: Difference, every: bool) -> None:
-    rows = found.tensors if every else [one for one in found.tensors if not one.equal]
+def _print(title: str, difference: CheckpointDifference, show_all: bool) -> None:
+    rows = difference.tensors if show_all else [one for one in difference.tensors if not one.equal]
     if rows:
-        show(_columns(rows), styles=["dim" if one.equal else "" for one in rows])
-        say("")
-    for sign, names in (("+", found.added), ("-", found.missing)):
+        print_table(_columns(rows), styles=["dim" if one.equal else "" for one in rows])
+        print_line("")
+    for sign, names in (("+", difference.added), ("-", difference.missing)):
         for name in names:
-            say(f"{sign} {name}", "green" if sign == "+" else "red")
-    if found.added or found.missing:
-        say("")
-    if found.values:
-        sides = list(found.values.values())
+            print_line(f"{sign} {name}", "green" if sign == "+" else "red")
+    if difference.added or difference.missing:
+        print_line("")
+    if difference.values:
+        sides = list(difference.values.values())
         columns = [
-            Column("plain value", list(found.values), wrap=True),
+            Column("plain value", list(difference.values), wrap=True),
             Column("A", [a if a is not None else "-" for a, _ in sides], wrap=True),
             Column("B", [b if b is not None else "-" for _, b in sides], wrap=True),
         ]
-        show(columns)
-        say("")
-    say(f"{pair}: {_verdict(found)}", "" if not found.equal else "green")
+        print_table(columns)
+        print_line("")
+    print_line(f"{title}: {_verdict(difference)}", "" if not difference.equal else "green")
 
 
 def _columns(rows: Sequence[TensorDifference]) -> list[Column]:
     return [
         Column("tensor", [one.name for one in rows], wrap=True),
-        Column("values that differ", [_amount(one) for one in rows], right=True, rank=1),
-        Column("max |A-B|", [_figure(one, one.max_abs) for one in rows], right=True),
-        Column("|A-B|/|A|", [_figure(one, one.relative) for one in rows], right=True),
+        Column("values that differ", [_format_count(one) for one in rows], align_right=True, drop_order=1),
+        Column("max |A-B|", [_format_value(one, one.max_abs) for one in rows], align_right=True),
+        Column("|A-B|/|A|", [_format_value(one, one.relative) for one in rows], align_right=True),
     ]
 
 
-def _amount(one: TensorDifference) -> str:
-    if one.change:
-        return one.change
-    return "equal" if one.equal else f"{one.different:,}"
+def _format_count(row: TensorDifference) -> str:
+    if row.change:
+        return row.change
+    return "equal" if row.equal else f"{row.different:,}"
 
 
-def _figure(one: TensorDifference, value: float | None) -> str:
-    return "" if one.equal or value is None else f"{value:.3g}"
+def _format_value(row: TensorDifference, value: float | None) -> str:
+    return "" if row.equal or value is None else f"{value:.3g}"
 
 
-def _verdict(found: Difference) -> str:
-    if found.equal:
-        return f"equal bit for bit ({words.count(len(found.tensors), 'tensor')} and every plain value)"
-    if found.structure and all(one.equal for one in found.tensors):
+def _verdict(difference: CheckpointDifference) -> str:
+    if difference.equal:
+        return f"equal bit for bit ({humanize.count(len(difference.tensors), 'tensor')} and every plain value)"
+    if difference.structure and all(one.equal for one in difference.tensors):
         return "every tensor and value is equal, but not the containers that hold them (ties, tuples, parameters)"
-    unlike = sum(not one.equal for one in found.tensors)
+    unlike = sum(not one.equal for one in difference.tensors)
     parts = [
-        f"{words.count(unlike, 'different tensor')} of {len(found.tensors)}" if unlike else "",
-        f"{len(found.added)} added" if found.added else "",
-        f"{len(found.missing)} missing" if found.missing else "",
-        f"{words.count(len(found.values), 'different plain value')}" if found.values else "",
+        f"{humanize.count(unlike, 'different tensor')} of {len(difference.tensors)}" if unlike else "",
+        f"{len(difference.added)} added" if difference.added else "",
+        f"{len(difference.missing)} missing" if difference.missing else "",
+        f"{humanize.count(len(difference.values), 'different plain value')}" if difference.values else "",
     ]
     return ", ".join(part for part in parts if part)

@@ -8,28 +8,34 @@ from typing import Annotated
 
 import typer
 
-from shrinkpoint.cli import words
-from shrinkpoint.cli.console import emit, note, say, waiting
-from shrinkpoint.cli.target import JsonOption, PlaceArgument, StepOption, target
+from shrinkpoint.cli import humanize
+from shrinkpoint.cli.console import print_json, print_line, print_note, spinner
+from shrinkpoint.cli.location import JsonOption, LocationArgument, StepOption, parse_location
 from shrinkpoint.errors import PolicyError
 
 
-class Form(str, Enum):
+class ExportForm(str, Enum):
     """What to write."""
 
     SAFETENSORS = "safetensors"
     TORCH = "torch"
 
 
-_SUFFIXES = {".safetensors": Form.SAFETENSORS, ".pt": Form.TORCH, ".pth": Form.TORCH, ".bin": Form.TORCH}
+_FORM_OF_SUFFIX = {
+    ".safetensors": ExportForm.SAFETENSORS,
+    ".pt": ExportForm.TORCH,
+    ".pth": ExportForm.TORCH,
+    ".bin": ExportForm.TORCH,
+}
 
 
 def command(
-    place: PlaceArgument,
+    place: LocationArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.", show_default=False)],
     step: StepOption = None,
     to: Annotated[
-        Form | None, typer.Option("--to", help="The format; if not given, OUT's suffix says it.", show_default=False)
+        ExportForm | None,
+        typer.Option("--to", help="The format; if not given, OUT's suffix says it.", show_default=False),
     ] = None,
     only: Annotated[
         list[str] | None,
@@ -45,33 +51,41 @@ def command(
     safetensors: every tensor under its name, and no plain values. torch: the whole state, nested as it was saved;
     torch.load(OUT, weights_only=True) opens it.
     """
-    where, form = target(place, step), to or _form(out)
+    where, form = parse_location(place, step), to or _form_from_suffix(out)
     if out.exists() and not force:
         raise PolicyError(str(out), found="a file that exists", expected="a new name", do="add --force to replace it")
-    from shrinkpoint.cli.exported import write
+    from shrinkpoint.cli.export_write import write_export
 
-    with waiting(f"writing {out}"):
-        done = write(where, out, torch_file=form is Form.TORCH, only=only or [])
+    with spinner(f"writing {out}"):
+        done = write_export(where, out, as_torch=form is ExportForm.TORCH, patterns=only or [])
     if json:
-        document = {"from": str(where), "out": str(out), "to": form.value, "tensors": done.tensors, "bytes": done.bytes}
-        emit({**document, "left_out": done.left_out, "converted": done.converted})
+        document = {
+            "from": str(where),
+            "out": str(out),
+            "to": form.value,
+            "tensors": done.tensors,
+            "bytes": done.nbytes,
+        }
+        print_json({**document, "left_out": done.num_omitted, "converted": done.num_converted})
         return
-    size = f"{words.count(done.tensors, 'tensor')}, {words.size(done.bytes)}"
-    say(f"{out}: {size}, {form.value}, from {where}")
-    if done.left_out:
-        note(
-            f"{words.count(done.left_out, 'plain value')} left out: safetensors holds tensors only (--to torch has all)"
+    size = f"{humanize.count(done.tensors, 'tensor')}, {humanize.size(done.nbytes)}"
+    print_line(f"{out}: {size}, {form.value}, from {where}")
+    if done.num_omitted:
+        print_note(
+            f"{humanize.count(done.num_omitted, 'plain value')} left out: "
+            "safetensors holds tensors only (--to torch has all)"
         )
-    if done.converted:
-        note(
-            f"{words.count(done.converted, 'numpy value')} became tensors and numbers, which weights_only=True can open"
+    if done.num_converted:
+        print_note(
+            f"{humanize.count(done.num_converted, 'numpy value')} became tensors and numbers, "
+            "which weights_only=True can open"
         )
 
 
-def _form(out: Path) -> Form:
-    if out.suffix not in _SUFFIXES:
-        expected = ", ".join(_SUFFIXES)
+def _form_from_suffix(out: Path) -> ExportForm:
+    if out.suffix not in _FORM_OF_SUFFIX:
+        expected = ", ".join(_FORM_OF_SUFFIX)
         raise PolicyError(
             str(out), found=f"the suffix {out.suffix!r}", expected=expected, do="say --to torch or safetensors"
         )
-    return _SUFFIXES[out.suffix]
+    return _FORM_OF_SUFFIX[out.suffix]

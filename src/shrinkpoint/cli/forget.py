@@ -6,11 +6,10 @@ from typing import Annotated
 
 import typer
 
-from shrinkpoint.cli import words
-from shrinkpoint.cli.console import emit, say
-from shrinkpoint.cli.target import JsonOption, StoreArgument, known_step, open_store, some
-from shrinkpoint.store.forget import forget
-from shrinkpoint.store.listing import scan
+from shrinkpoint.cli import humanize
+from shrinkpoint.cli.console import print_json, print_line
+from shrinkpoint.cli.location import JsonOption, StoreArgument, open_store, preview, require_step
+from shrinkpoint.store.listing import forget, scan
 
 
 def command(
@@ -25,13 +24,16 @@ def command(
     storage, _ = open_store(store)
     with storage.lock():
         listing = scan(storage)
-        fresh = [step for step in dict.fromkeys(steps) if known_step(listing, step, store) not in listing.forgotten]
+        fresh = [step for step in dict.fromkeys(steps) if require_step(listing, step, store) not in listing.forgotten]
         for step in fresh:
             forget(storage, listing, step)
-        left = len(listing.shown.keys() - set(fresh))
+        left = len(listing.visible.keys() - set(fresh))
     if json:
-        emit({"forgotten": fresh, "left": left})
+        print_json({"forgotten": fresh, "left": left})
     elif fresh:
-        say(f"{store}: forgot {some(fresh)}; {words.count(left, 'checkpoint')} left. `prune --apply` frees the space")
+        print_line(
+            f"{store}: forgot {preview(fresh)}; {humanize.count(left, 'checkpoint')} left. "
+            f"`prune --apply` frees the space"
+        )
     else:
-        say(f"{store}: nothing to do, {some(steps)} already forgotten")
+        print_line(f"{store}: nothing to do, {preview(steps)} already forgotten")

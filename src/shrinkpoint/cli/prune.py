@@ -11,18 +11,18 @@ from typing import Annotated
 
 import typer
 
-from shrinkpoint.cli import words
-from shrinkpoint.cli.console import emit, say
-from shrinkpoint.cli.table import Column, show
-from shrinkpoint.cli.target import JsonOption, StoreArgument, open_store, some
+from shrinkpoint.cli import humanize
+from shrinkpoint.cli.console import print_json, print_line
+from shrinkpoint.cli.location import JsonOption, StoreArgument, open_store, preview
+from shrinkpoint.cli.table import Column, print_table
 from shrinkpoint.store import prune
 from shrinkpoint.store.listing import Listing, scan
 from shrinkpoint.store.retention import Keep
 
-_BASE = re.compile(r"base of step ([0-9]+)")
+_BASE_REASON = re.compile(r"base of step ([0-9]+)")
 
 
-class Mode(str, Enum):
+class MetricMode(str, Enum):
     """Which end of a metric is the good one."""
 
     MIN = "min"
@@ -41,7 +41,7 @@ def command(
         int | None, typer.Option("--keep-best", min=1, metavar="N", help="Keep this many of the best.")
     ] = None,
     metric: Annotated[str, typer.Option("--metric", metavar="NAME", help="What --keep-best goes by.")] = "val_loss",
-    mode: Annotated[Mode, typer.Option("--mode", help="Which end of the metric is best.")] = Mode.MIN,
+    mode: Annotated[MetricMode, typer.Option("--mode", help="Which end of the metric is best.")] = MetricMode.MIN,
     within: Annotated[
         str | None, typer.Option("--keep-within", metavar="SPAN", help="Keep those younger than, e.g., 90s, 12h, 7d.")
     ] = None,
@@ -65,55 +65,55 @@ def command(
         plan = prune.plan(storage, listing, keep, now)
     if json:
         reasons = {str(step): list(why) for step, why in plan.reasons.items()}
-        emit({"applied": apply, **asdict(plan), "reasons": reasons})
+        print_json({"applied": apply, **asdict(plan), "reasons": reasons})
     else:
         _print(store, listing, plan, apply)
 
 
-def _print(store: str, listing: Listing, plan: prune.PrunePlan, applied: bool) -> None:
+def _print(store: str, listing: Listing, plan: prune.PrunePlan, is_applied: bool) -> None:
     steps = sorted(plan.reasons)
     if steps:
-        show(
+        print_table(
             [
-                Column("step", [str(step) for step in steps], right=True),
-                Column("age", [_age(listing, step) for step in steps], right=True, rank=2),
-                Column("stored", [_stored(listing, step) for step in steps], right=True, rank=1),
-                Column("", [_fate(step in plan.delete, applied) for step in steps]),
-                Column("because", [because(plan.reasons[step]) for step in steps], wrap=True),
+                Column("step", [str(step) for step in steps], align_right=True),
+                Column("age", [_format_age(listing, step) for step in steps], align_right=True, drop_order=2),
+                Column("stored", [_format_stored(listing, step) for step in steps], align_right=True, drop_order=1),
+                Column("", [_status(step in plan.delete, is_applied) for step in steps]),
+                Column("because", [join_reasons(plan.reasons[step]) for step in steps], wrap=True),
             ],
             styles=["red" if step in plan.delete else "" for step in steps],
         )
-        say("")
-    say(_verdict(store, plan, applied))
+        print_line("")
+    print_line(_verdict(store, plan, is_applied))
 
 
-def because(reasons: Sequence[str]) -> str:
+def join_reasons(reasons: Sequence[str]) -> str:
     """The reasons in one line; those that a step is the base of are told together.
 
     >>> because(["one of the last 2", "base of step 30", "base of step 40"])
     'one of the last 2; base of 30, 40'
     """
-    based = [int(match[1]) for one in reasons if (match := _BASE.fullmatch(one))]
-    rest = [one for one in reasons if not _BASE.fullmatch(one)]
-    return "; ".join(rest + ([f"base of {some(based)}"] if based else []))
+    based = [int(match[1]) for one in reasons if (match := _BASE_REASON.fullmatch(one))]
+    rest = [one for one in reasons if not _BASE_REASON.fullmatch(one)]
+    return "; ".join(rest + ([f"base of {preview(based)}"] if based else []))
 
 
-def _fate(drop: bool, applied: bool) -> str:
-    return ("deleted" if applied else "delete") if drop else "keep"
+def _status(is_deleted: bool, is_applied: bool) -> str:
+    return ("deleted" if is_applied else "delete") if is_deleted else "keep"
 
 
-def _age(listing: Listing, step: int) -> str:
-    return words.age(listing.manifests[step].created) if step in listing.manifests else "?"
+def _format_age(listing: Listing, step: int) -> str:
+    return humanize.age(listing.manifests[step].created) if step in listing.manifests else "?"
 
 
-def _stored(listing: Listing, step: int) -> str:
-    return words.size(listing.manifests[step].stored_bytes) if step in listing.manifests else "?"
+def _format_stored(listing: Listing, step: int) -> str:
+    return humanize.size(listing.manifests[step].stored_bytes) if step in listing.manifests else "?"
 
 
-def _verdict(store: str, plan: prune.PrunePlan, applied: bool) -> str:
-    what = f"{words.count(len(plan.delete), 'checkpoint')} and {words.size(plan.bytes)}"
+def _verdict(store: str, plan: prune.PrunePlan, is_applied: bool) -> str:
+    what = f"{humanize.count(len(plan.delete), 'checkpoint')} and {humanize.size(plan.bytes)}"
     if not plan.keys:
-        return f"{store}: nothing to delete, {words.count(len(plan.keep), 'checkpoint')} kept"
-    if applied:
+        return f"{store}: nothing to delete, {humanize.count(len(plan.keep), 'checkpoint')} kept"
+    if is_applied:
         return f"{store}: deleted {what}, kept {len(plan.keep)}"
     return f"{store}: would delete {what}, keep {len(plan.keep)}. Nothing is deleted yet; add --apply"

@@ -10,8 +10,8 @@ from rich.console import JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shrinkpoint.cli.console import out
-from shrinkpoint.cli.words import printable
+from shrinkpoint.cli.console import stdout_console
+from shrinkpoint.cli.humanize import printable
 
 _GAP = 2
 
@@ -23,15 +23,15 @@ class Column:
     Attributes:
         title: its heading.
         cells: one text a row.
-        right: numbers stand on the right.
-        rank: 0 always stays; the largest rank is the first to go.
+        align_right: numbers stand on the right.
+        drop_order: 0 always stays; the largest rank is the first to go.
         wrap: may be folded into several lines instead of going.
     """
 
     title: str
     cells: Sequence[str]
-    right: bool = False
-    rank: int = 0
+    align_right: bool = False
+    drop_order: int = 0
     wrap: bool = False
 
     @property
@@ -39,54 +39,54 @@ class Column:
         return max(cell_len(printable(text)) for text in (self.title, *self.cells))
 
     @property
-    def least(self) -> int:
+    def min_width(self) -> int:
         return min(self.width, 24) if self.wrap else self.width
 
 
-def fitting(columns: Sequence[Column], width: int) -> list[Column]:
+def fit_columns(columns: Sequence[Column], width: int) -> list[Column]:
     """The columns that fit into `width` characters; a column without any text is left out at once.
 
     >>> columns = [Column("step", ["100"]), Column("note", ["a long story"], rank=2), Column("age", ["3 h"], rank=1)]
     >>> [c.title for c in fitting(columns, 80)], [c.title for c in fitting(columns, 12)]
     (['step', 'note', 'age'], ['step', 'age'])
     """
-    left = [column for column in columns if column.rank == 0 or any(column.cells)]
-    while sum(column.least + _GAP for column in left) - _GAP > width:
-        worst = max(left, key=lambda column: column.rank)
-        if worst.rank == 0:
+    left = [column for column in columns if column.drop_order == 0 or any(column.cells)]
+    while sum(column.min_width + _GAP for column in left) - _GAP > width:
+        worst = max(left, key=lambda column: column.drop_order)
+        if worst.drop_order == 0:
             break
         left.remove(worst)
     return left
 
 
-def show(columns: Sequence[Column], *, totals: bool = False, styles: Sequence[str] | None = None) -> None:
+def print_table(columns: Sequence[Column], *, totals: bool = False, styles: Sequence[str] | None = None) -> None:
     """Print the columns side by side.
 
     Args:
         totals: the last row sums up the others and is set apart.
         styles: one rich style a row.
     """
-    console = out()
-    chosen = fitting(columns, console.width)
+    console = stdout_console()
+    chosen = fit_columns(columns, console.width)
     table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
     for column in chosen:
-        side: JustifyMethod = "right" if column.right else "left"
+        side: JustifyMethod = "right" if column.align_right else "left"
         title = Text(printable(column.title))
         table.add_column(title, justify=side, no_wrap=not column.wrap, overflow="fold")
     rows = len(columns[0].cells)
     for at in range(rows):
         cells: list[RenderableType] = [Text(printable(column.cells[at])) for column in chosen]
         if totals and at == rows - 1:
-            table.add_row(*[Text("-" * column.least, style="dim") for column in chosen])
+            table.add_row(*[Text("-" * column.min_width, style="dim") for column in chosen])
         table.add_row(*cells, style=styles[at] if styles else None)
     console.print(table)
     if gone := [column.title for column in columns if column not in chosen and any(column.cells)]:
         console.print(Text(f"(narrow terminal: without {', '.join(map(printable, gone))})", style="dim"))
 
 
-def facts(pairs: Sequence[tuple[str, str]]) -> None:
+def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
     """Print `name  value` lines; pairs without a value are left out."""
-    console = out()
+    console = stdout_console()
     grid = Table.grid(padding=(0, _GAP, 0, 0))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")

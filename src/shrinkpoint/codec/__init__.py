@@ -5,39 +5,46 @@ native core, `codec` joins the stages and is the only place where they meet. Of 
 says what the quantizer left, and `quantized` codes that; of one on a grid, `lattice` and `gridded` do.
 """
 
-from shrinkpoint.codec.codec import Material, copies, decode, encode, known_arrays, plain, same
-from shrinkpoint.codec.codes import CODERS, DELTA_CODERS
-from shrinkpoint.codec.gridded import Pointed, encode_gridded
-from shrinkpoint.codec.lattice import Lattice, Points
-from shrinkpoint.codec.number import NUMBERS, Number
-from shrinkpoint.codec.quantized import Codebooked, encode_quantized
-from shrinkpoint.codec.reference import Origin, Reference
-from shrinkpoint.codec.run import Known, Run
-from shrinkpoint.codec.symbols import Symbols
-from shrinkpoint.codec.waves import decode_all
+from shrinkpoint.codec.code_streams import CODERS, DELTA_CODERS
+from shrinkpoint.codec.codebook_record import CodebookInput, encode_codebook_record
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
+from shrinkpoint.codec.coder import NUMBER_FORMATS, CoderConfig, CodingContext, NumberFormat
+from shrinkpoint.codec.lattice import Lattice, LatticeTensor
+from shrinkpoint.codec.lattice_record import LatticeInput, encode_lattice_record
+from shrinkpoint.codec.parallel import decode_all
+from shrinkpoint.codec.record import (
+    RecordInput,
+    coding_context,
+    decode,
+    encode,
+    encode_copies,
+    encode_plain,
+    encode_same,
+)
+from shrinkpoint.codec.reference import QuantizedTensor, Reference
 
 __all__ = [
     "CODERS",
     "DELTA_CODERS",
-    "NUMBERS",
-    "Codebooked",
-    "Known",
+    "NUMBER_FORMATS",
+    "CodebookInput",
+    "CodebookTensor",
+    "CoderConfig",
+    "CodingContext",
     "Lattice",
-    "Material",
-    "Number",
-    "Origin",
-    "Pointed",
-    "Points",
+    "LatticeInput",
+    "LatticeTensor",
+    "NumberFormat",
+    "QuantizedTensor",
+    "RecordInput",
     "Reference",
-    "Run",
-    "Symbols",
-    "copies",
+    "coding_context",
     "decode",
     "decode_all",
     "encode",
-    "encode_gridded",
-    "encode_quantized",
-    "known_arrays",
-    "plain",
-    "same",
+    "encode_codebook_record",
+    "encode_copies",
+    "encode_lattice_record",
+    "encode_plain",
+    "encode_same",
 ]

@@ -11,23 +11,25 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import _native
-from shrinkpoint.codec.quantize import bits_of
+from shrinkpoint.tensors.dtypes import tensor_bytes
 
-Law = Literal["linear", "relative", "log"]
+Spacing = Literal["linear", "relative", "log"]
 """What points stand for: multiples of a step; the same, times the square root of another tensor; powers of two."""
-LAWS: tuple[Law, ...] = get_args(Law)
+SPACINGS: tuple[Spacing, ...] = get_args(Spacing)
 
-FINE = 8
+STEPS_PER_OCTAVE = 8
 """Steps are powers of two, of so many parts of an octave."""
-MOST_EXPONENT = 120 * FINE
+MAX_SCALE_EXPONENT = 120 * STEPS_PER_OCTAVE
 """Of a row, a column and their sum: no step is denormal, or infinite."""
-MOST_CODE = (1 << 15) - 2
+MAX_LATTICE_CODE = (1 << 15) - 2
 """Of a point: what is added to it for dither is exact in float32."""
-NOTHING = -127
+ZERO_CODE = -127
 """The code that stands for zero where points stand for powers of two; the least of those that do is one above."""
-_POWERS = tuple(float(torch.tensor(2.0 ** (k / FINE), dtype=torch.float32)) for k in range(FINE))
-_DITHERS = 256
-_MASK = (1 << 32) - 1
+_POWERS = tuple(
+    float(torch.tensor(2.0 ** (k / STEPS_PER_OCTAVE), dtype=torch.float32)) for k in range(STEPS_PER_OCTAVE)
+)
+_DITHER_LEVELS = 256
+_MASK_32_BITS = (1 << 32) - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +52,7 @@ class Lattice:
         seed: of the dither, below 2^32; 0: none.
     """
 
-    law: Law
+    spacing: Spacing
     rows: Tensor = field(repr=False)
     columns: Tensor = field(repr=False)
     step: int = 1
@@ -59,7 +61,7 @@ class Lattice:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Lattice):
             return NotImplemented
-        alike = (self.law, self.step, self.seed) == (other.law, other.step, other.seed)
+        alike = (self.spacing, self.step, self.seed) == (other.spacing, other.step, other.seed)
         return alike and torch.equal(self.rows, other.rows) and torch.equal(self.columns, other.columns)
 
     __hash__ = None  # type: ignore[assignment]
@@ -69,113 +71,116 @@ class Lattice:
         rows, columns = (one.to(device, torch.int32) for one in (self.rows, self.columns))
         return rows[:, None] + columns[None, :]
 
-    def scales(self, other: Tensor | None = None, device: torch.device | str = "cpu") -> Tensor:
+    def scales(self, second_moments: Tensor | None = None, device: torch.device | str = "cpu") -> Tensor:
         """What a step is, float32; of the matrix's shape or one that is broadcast to it.
 
         Args:
-            other: second moments, where the law is "relative"; of the matrix's shape, float32.
+            second_moments: second moments, where the law is "relative"; of the matrix's shape, float32.
         """
-        rows, columns = (power(one.to(device, torch.int32)) for one in (self.rows, self.columns))
+        rows, columns = (exp2_eighths(one.to(device, torch.int32)) for one in (self.rows, self.columns))
         out = rows[:, None] * columns[None, :]
-        return out if other is None else out * roots(other)
+        return out if second_moments is None else out * ieee_sqrt(second_moments)
 
     def dither(self, shape: tuple[int, int], device: torch.device | str = "cpu") -> Tensor | float:
         """u of every place, float32; 0 without a seed."""
         return dither(self.seed, shape, device) if self.seed else 0.0
 
-    def native(self, shape: tuple[int, int]) -> _native.Lattice:
+    def to_native(self, shape: tuple[int, int]) -> _native.Lattice:
         """The same for the native core, and for matrices of this shape.
 
         Raises:
             ValueError: it is of another shape.
         """
-        rows, columns = bits_of(self.rows), bits_of(self.columns)
-        return _native.Lattice(rows, columns, *shape, powers=self.law == "log", step=self.step, seed=self.seed)
+        rows, columns = tensor_bytes(self.rows), tensor_bytes(self.columns)
+        return _native.Lattice(rows, columns, *shape, powers=self.spacing == "log", step=self.step, seed=self.seed)
 
 
 @dataclass(frozen=True)
-class Points:
+class LatticeTensor:
     """One tensor as points of a lattice.
 
     Attributes:
         codes: int16, contiguous, of the tensor's shape.
-        other: where the law is "relative", the name of the tensor of the same state that it is relative to.
+        relative_to: where the law is "relative", the name of the tensor of the same state that it is relative to.
     """
 
     codes: Tensor = field(repr=False)
     lattice: Lattice
-    other: str = ""
+    relative_to: str = ""
 
-    def cpu(self) -> Points:
+    def cpu(self) -> LatticeTensor:
         """The same, where a store holds them."""
         return replace(self, codes=self.codes.cpu())
 
-    def values(self, dtype: torch.dtype, other: Tensor | None = None) -> Tensor:
+    def dequantize(self, dtype: torch.dtype, second_moments: Tensor | None = None) -> Tensor:
         """What a reader gets; of the shape of `codes`, on their device. Every step of it is one rounding of float32.
 
         Args:
-            other: the tensor named so.
+            second_moments: the tensor named so.
         """
         if self.codes.device.type == "cpu":
-            return self._native_values(other).to(dtype)
-        lattice, codes = self.lattice, matrix(self.codes)
-        if lattice.law == "log":
-            made = power(lattice.exponents(codes.device) + lattice.step * codes.to(torch.int32))
-            made = made.masked_fill(codes == NOTHING, 0.0)
+            return self._dequantize_native(second_moments).to(dtype)
+        lattice, codes = self.lattice, as_matrix(self.codes)
+        if lattice.spacing == "log":
+            made = exp2_eighths(lattice.exponents(codes.device) + lattice.step * codes.to(torch.int32))
+            made = made.masked_fill(codes == ZERO_CODE, 0.0)
         else:
-            beside = None if other is None else matrix(other).to(torch.float32)
+            beside = None if second_moments is None else as_matrix(second_moments).to(torch.float32)
             moved = codes.to(torch.float32) + lattice.dither(_shape(codes), codes.device)
             made = moved * lattice.scales(beside, codes.device)
         return made.reshape(self.codes.shape).to(dtype)
 
-    def _native_values(self, other: Tensor | None) -> Tensor:
-        lattice, made = self.lattice.native(_shape(matrix(self.codes))), _native.empty(4 * self.codes.numel())
-        codes, squares = bits_of(self.codes), None if other is None else bits_of(other.to(torch.float32))
+    def _dequantize_native(self, second_moments: Tensor | None) -> Tensor:
+        lattice, made = self.lattice.to_native(_shape(as_matrix(self.codes))), _native.empty(4 * self.codes.numel())
+        codes, squares = (
+            tensor_bytes(self.codes),
+            None if second_moments is None else tensor_bytes(second_moments.to(torch.float32)),
+        )
         _native.lattice_values(lattice, codes, made, squares=squares, threads=torch.get_num_threads())
         return torch.from_numpy(made.view(np.float32)).reshape(self.codes.shape)
 
 
-def matrix(x: Tensor) -> Tensor:
+def as_matrix(tensor: Tensor) -> Tensor:
     """A tensor as lattices see it."""
-    return x.reshape(x.shape[0], -1) if x.dim() >= 2 and x.numel() else x.reshape(1, -1)
+    return tensor.reshape(tensor.shape[0], -1) if tensor.dim() >= 2 and tensor.numel() else tensor.reshape(1, -1)
 
 
-def sides(shape: tuple[int, ...]) -> tuple[int, int]:
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """Rows and columns of what `matrix` makes of a tensor."""
     count = math.prod(shape)
     return (shape[0], count // shape[0]) if len(shape) >= 2 and count else (1, count)
 
 
-def spans(law: Law, shape: tuple[int, ...]) -> tuple[int, int]:
+def scale_counts(spacing: Spacing, shape: tuple[int, ...]) -> tuple[int, int]:
     """Rows and columns that a tensor's lattice tells apart: one column where there is one row, or another tensor."""
-    rows, columns = sides(shape)
-    return (rows, 1) if rows == 1 or law == "relative" else (rows, columns)
+    rows, columns = matrix_shape(shape)
+    return (rows, 1) if rows == 1 or spacing == "relative" else (rows, columns)
 
 
-def power(exponents: Tensor) -> Tensor:
+def exp2_eighths(exponents: Tensor) -> Tensor:
     """`2^(n / 8)` of int32 n: float32, of a table of eight and exact powers of two, so the same everywhere."""
     table = torch.tensor(_POWERS, dtype=torch.float32, device=exponents.device)
     octaves = (exponents >> 3).clamp_(-126, 127)
-    return ((octaves + 127) << 23).view(torch.float32) * table[(exponents & (FINE - 1)).long()]
+    return ((octaves + 127) << 23).view(torch.float32) * table[(exponents & (STEPS_PER_OCTAVE - 1)).long()]
 
 
-def roots(other: Tensor) -> Tensor:
+def ieee_sqrt(tensor: Tensor) -> Tensor:
     """What steps of the law "relative" are multiplied by: float32, each rounded as IEEE 754 says.
 
     torch's own roots on the CPU are those of the library it was built with, which are a rounding off where that library
     finds other instructions: so by way of float64, in which such an error does not reach the rounding to float32.
     """
-    return other.to(torch.float64).sqrt().to(torch.float32)
+    return tensor.to(torch.float64).sqrt().to(torch.float32)
 
 
 def dither(seed: int, shape: tuple[int, int], device: torch.device | str = "cpu") -> Tensor:
     """A number of (-1/2, 1/2) for every place, float32: odd multiples of 1/512, by a hash of the place's number."""
     count = shape[0] * shape[1]
-    x = torch.arange(count, dtype=torch.int64, device=device).mul_(0x9E3779B1).add_(seed).bitwise_and_(_MASK)
+    x = torch.arange(count, dtype=torch.int64, device=device).mul_(0x9E3779B1).add_(seed).bitwise_and_(_MASK_32_BITS)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = x.bitwise_xor(x >> shift).mul_(factor).bitwise_and_(_MASK)
+        x = x.bitwise_xor(x >> shift).mul_(factor).bitwise_and_(_MASK_32_BITS)
     x = x.bitwise_xor_(x >> 16) >> 24
-    return x.to(torch.float32).add_(0.5).div_(_DITHERS).sub_(0.5).reshape(shape)
+    return x.to(torch.float32).add_(0.5).div_(_DITHER_LEVELS).sub_(0.5).reshape(shape)
 
 
 def _shape(x: Tensor) -> tuple[int, int]:

@@ -6,32 +6,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from shrinkpoint.codec.lattice import LAWS, Law
-from shrinkpoint.codec.run import Run
-from shrinkpoint.codec.symbols import MOST_CODES, SPECIALS
-from shrinkpoint.record import JSON
-from shrinkpoint.state.path import brief
+from shrinkpoint.codec.codebook_tensor import MAX_CODES, RESERVED_CODES
+from shrinkpoint.codec.coder import CoderConfig
+from shrinkpoint.codec.lattice import SPACINGS, Spacing
+from shrinkpoint.tensors.info import JSON
+from shrinkpoint.tensors.names import short_repr
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainRecipe:
     """The bytes as they are."""
 
 
 @dataclass(frozen=True)
-class Same:
+class SameRecipe:
     """Equal to the parent's tensors of the same names."""
 
 
 @dataclass(frozen=True)
-class Copy:
+class CopyRecipe:
     """Equal to earlier tensors of this file, after a cast to this dtype where theirs is another."""
 
-    of: tuple[int, ...]
+    sources: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Coded:
+class CodedRecipe:
     """Entropy-coded numbers.
 
     Attributes:
@@ -42,21 +42,21 @@ class Coded:
             A lone first moment, context of a second one, has the form (first, first).
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[CoderConfig, ...]
     taps: int = 1
     base: bool = False
     moments: tuple[tuple[int, int], ...] = field(default=())
 
 
 @dataclass(frozen=True)
-class Packed:
+class BitPacked:
     """Codes of `bits` bits, 1 to 8."""
 
     bits: int
 
 
 @dataclass(frozen=True)
-class Cyclic:
+class CyclicDelta:
     """The differences to the parent's codes, entropy-coded as arXiv 2306.11800 does it.
 
     Attributes:
@@ -71,18 +71,18 @@ class Cyclic:
 
 
 @dataclass(frozen=True)
-class Squeezed:
+class LzmaCodes:
     """As `Packed`, and then LZMA, as the authors of arXiv 2406.11257 do it."""
 
     bits: int
 
 
-Codes: TypeAlias = Run | Packed | Cyclic | Squeezed
+CodesRecipe: TypeAlias = CoderConfig | BitPacked | CyclicDelta | LzmaCodes
 
 
 @dataclass(frozen=True)
-class Quantized:
-    """A quantizer's codes, and what they stand for (`codec.Symbols`).
+class CodebookRecipe:
+    """A quantizer's codes, and what they stand for (`codec.CodebookTensor`).
 
     Attributes:
         bins: centers of each member.
@@ -92,67 +92,67 @@ class Quantized:
         exact: dtype of the values that are kept as they are, F32 or BF16.
         exacts: how they are coded; None: as they are.
         base: the parent's codes and values of the same tensors are known.
-        moments: as in `Coded`.
+        moments: as in `CodedRecipe`.
         residual: the parent's values of the same tensors are known, and centers and zeros are differences to them.
-        under: the ordinals, among the tensors of this file, of those whose codes take the place of the parent's.
+        contexts: the ordinals, among the tensors of this file, of those whose codes take the place of the parent's.
     """
 
     bins: int
     first: int
-    codes: Codes
-    centers: Run | None = None
+    codes: CodesRecipe
+    centers: CoderConfig | None = None
     exact: str = "BF16"
-    exacts: Run | None = None
+    exacts: CoderConfig | None = None
     base: bool = False
     moments: tuple[tuple[int, int], ...] = field(default=())
     residual: bool = False
-    under: tuple[int, ...] = field(default=())
+    contexts: tuple[int, ...] = field(default=())
 
 
 @dataclass(frozen=True)
-class Gridded:
+class LatticeRecipe:
     """Points of lattices (`codec.Lattice`).
 
     Attributes:
-        law: of the lattices.
+        spacing: of the lattices.
         run: how the differences to the guessed points are coded.
         step: of the law "log".
         base: the parent's values of the same tensors are known.
         inherited: the lattices are the parent's.
-        others: of the law "relative", the ordinals, among the tensors of this file, of those they are relative to.
+        relative_to: of the law "relative", the ordinals, among the tensors of this file, of those they are relative to.
     """
 
-    law: Law
-    run: Run
+    spacing: Spacing
+    run: CoderConfig
     step: int = 1
     base: bool = False
     inherited: bool = False
-    others: tuple[int, ...] = field(default=())
+    relative_to: tuple[int, ...] = field(default=())
 
 
-Recipe: TypeAlias = Plain | Same | Copy | Coded | Quantized | Gridded
+Recipe: TypeAlias = PlainRecipe | SameRecipe | CopyRecipe | CodedRecipe | CodebookRecipe | LatticeRecipe
 
 
 def to_json(recipe: Recipe) -> JSON:
     match recipe:
-        case Plain():
+        case PlainRecipe():
             return {"kind": "plain"}
-        case Same():
+        case SameRecipe():
             return {"kind": "same"}
-        case Copy(of):
-            return {"kind": "copy", "of": _ranges(of)}
-        case Coded(runs, taps, base, moments):
+        case CopyRecipe(of):
+            return {"kind": "copy", "of": _ranges_to_json(of)}
+        case CodedRecipe(runs, taps, base, moments):
             out: dict[str, JSON] = {"kind": "coded", "runs": [run.to_json() for run in runs]}
             if taps != 1:
                 out["taps"] = taps
             if base:
                 out["base"] = True
             if moments:
-                out["moments"] = _pairs(moments)
+                out["moments"] = _pairs_to_json(moments)
             return out
-        case Quantized():
-            return _quantized_json(recipe)
-        case Gridded(law, run, step, base, inherited, others):
+        case CodebookRecipe():
+            return _codebook_to_json(recipe)
+        case LatticeRecipe(law, run, step, base, inherited, others):
             out = {"kind": "gridded", "law": law, "run": run.to_json()}
             if step != 1:
                 out["step"] = step
@@ -161,20 +161,20 @@ def to_json(recipe: Recipe) -> JSON:
             if inherited:
                 out["inherited"] = True
             if others:
-                out["others"] = _ranges(others)
+                out["others"] = _ranges_to_json(others)
             return out
 
 
-def _quantized_json(recipe: Quantized) -> JSON:
+def _codebook_to_json(recipe: CodebookRecipe) -> JSON:
     out: dict[str, JSON] = {"kind": "quantized", "bins": recipe.bins, "first": recipe.first}
     match recipe.codes:
-        case Run() as run:
+        case CoderConfig() as run:
             out["codes"] = {"run": run.to_json()}
-        case Packed(bits):
+        case BitPacked(bits):
             out["codes"] = {"packed": bits}
-        case Cyclic(modulus, rearranged, runs):
+        case CyclicDelta(modulus, rearranged, runs):
             out["codes"] = {"cyclic": [modulus, rearranged, runs]}
-        case Squeezed(bits):
+        case LzmaCodes(bits):
             out["codes"] = {"lzma": bits}
     if recipe.centers is not None:
         out["centers"] = recipe.centers.to_json()
@@ -185,28 +185,28 @@ def _quantized_json(recipe: Quantized) -> JSON:
     if recipe.base:
         out["base"] = True
     if recipe.moments:
-        out["moments"] = _pairs(recipe.moments)
+        out["moments"] = _pairs_to_json(recipe.moments)
     if recipe.residual:
         out["residual"] = True
-    if recipe.under:
-        out["under"] = _ranges(recipe.under)
+    if recipe.contexts:
+        out["under"] = _ranges_to_json(recipe.contexts)
     return out
 
 
-def needs(data: JSON, members: int | None = None) -> int:
+def max_ordinal(data: JSON, members: int | None = None) -> int:
     """The largest ordinal that a recipe refers to, -1 for none; of a malformed recipe, anything."""
     try:
         recipe = from_json(data, members)
     except ValueError:
         return -1
     match recipe:
-        case Copy(of):
+        case CopyRecipe(of):
             return max(of, default=-1)
-        case Coded(moments=moments):
+        case CodedRecipe(moments=moments):
             return max((max(pair) for pair in moments), default=-1)
-        case Quantized(moments=moments, under=under):
+        case CodebookRecipe(moments=moments, contexts=under):
             return max((*under, *(max(pair) for pair in moments)), default=-1)
-        case Gridded(others=others):
+        case LatticeRecipe(relative_to=others):
             return max(others, default=-1)
     return -1
 
@@ -226,13 +226,13 @@ def from_json(data: JSON, members: int | None = None) -> Recipe:
     rest = {key: value for key, value in data.items() if key != "kind"}
     match data.get("kind"), rest:
         case "plain", {**extra} if not extra:
-            return Plain()
+            return PlainRecipe()
         case "same", {**extra} if not extra:
-            return Same()
+            return SameRecipe()
         case "copy", {"of": list(of), **extra} if not extra:
-            return Copy(_ordinals(of))
+            return CopyRecipe(_ordinals_from_json(of))
         case "coded", {"runs": list(runs), **extra} if extra.keys() <= {"taps", "base", "moments"}:
-            return _coded(runs, **extra)
+            return _coded_from_json(runs, **extra)
         case "quantized", {"bins": int(bins), "first": int(first), "codes": dict(codes), **extra} if extra.keys() <= {
             "centers",
             "exact",
@@ -242,100 +242,108 @@ def from_json(data: JSON, members: int | None = None) -> Recipe:
             "residual",
             "under",
         }:
-            return _quantized(bins, first, codes, **extra)
+            return _codebook_from_json(bins, first, codes, **extra)
         case "gridded", {"law": str(law), "run": dict(run), **extra} if extra.keys() <= {
             "step",
             "base",
             "inherited",
             "others",
         }:
-            return _gridded(law, run, **extra)
-    raise ValueError(f"unknown recipe {brief(data, 80)}")
+            return _lattice_from_json(law, run, **extra)
+    raise ValueError(f"unknown recipe {short_repr(data, 80)}")
 
 
-def _coded(runs: list[JSON], taps: JSON = 1, base: JSON = False, moments: JSON = ()) -> Coded:
+def _coded_from_json(runs: list[JSON], taps: JSON = 1, base: JSON = False, moments: JSON = ()) -> CodedRecipe:
     if type(taps) is not int or not 1 <= taps <= MAX_TAPS or type(base) is not bool or not 1 <= len(runs) <= taps:
         raise ValueError("a coded recipe has taps, base or runs out of range")
-    return Coded(tuple(Run.from_json(run) for run in runs), taps, base, _unpaired(moments))
+    return CodedRecipe(tuple(CoderConfig.from_json(run) for run in runs), taps, base, _pairs_from_json(moments))
 
 
-def _quantized(
-    bins: int, first: int, codes: dict[str, JSON], centers: JSON = None, exact: JSON = "BF16", exacts: JSON = None,
-    base: JSON = False, moments: JSON = (), residual: JSON = False, under: JSON = (),
-) -> Quantized:  # fmt: skip
-    if type(bins) is not int or type(first) is not int or not 0 <= first <= SPECIALS or bins < 1:
+def _codebook_from_json(
+    bins: int,
+    first: int,
+    codes: dict[str, JSON],
+    centers: JSON = None,
+    exact: JSON = "BF16",
+    exacts: JSON = None,
+    base: JSON = False,
+    moments: JSON = (),
+    residual: JSON = False,
+    under: JSON = (),
+) -> CodebookRecipe:
+    if type(bins) is not int or type(first) is not int or not 0 <= first <= RESERVED_CODES or bins < 1:
         raise ValueError("a quantized recipe has bins or first out of range")
-    if first + bins > MOST_CODES or exact not in ("F32", "BF16") or type(base) is not bool:
+    if first + bins > MAX_CODES or exact not in ("F32", "BF16") or type(base) is not bool:
         raise ValueError("a quantized recipe has more codes than there are, or exact values of another dtype")
-    how = _codes(codes)
+    how = _codes_from_json(codes)
     if type(residual) is not bool or (base and residual):
         raise ValueError("a quantized recipe has a residual that is neither, or codes of a parent besides")
-    if under != () and (base or under == [] or not _looks_elsewhere(how)):
+    if under != () and (base or under == [] or not _uses_context(how)):
         raise ValueError("a quantized recipe has codes under others that it does not need")
-    return Quantized(
+    return CodebookRecipe(
         bins,
         first,
         how,
-        None if centers is None else Run.from_json(centers),
+        None if centers is None else CoderConfig.from_json(centers),
         exact,
-        None if exacts is None else Run.from_json(exacts),
+        None if exacts is None else CoderConfig.from_json(exacts),
         base,
-        _unpaired(moments),
+        _pairs_from_json(moments),
         residual,
-        () if under == () else _ordinals(under),
+        () if under == () else _ordinals_from_json(under),
     )
 
 
-def _gridded(
+def _lattice_from_json(
     law: str, run: dict[str, JSON], step: JSON = 1, base: JSON = False, inherited: JSON = False, others: JSON = ()
-) -> Gridded:
-    known = next((one for one in LAWS if one == law), None)
-    if known is None or type(step) is not int or not 1 <= step <= MOST_STEP or (step != 1 and known != "log"):
+) -> LatticeRecipe:
+    known = next((one for one in SPACINGS if one == law), None)
+    if known is None or type(step) is not int or not 1 <= step <= MAX_LATTICE_STEP or (step != 1 and known != "log"):
         raise ValueError("a gridded recipe has a law that nobody knows, or a step out of range")
     if type(base) is not bool or type(inherited) is not bool or (inherited and not base):
         raise ValueError("a gridded recipe has lattices of a parent that it does not have")
     if (known == "relative") != (others != ()) or others == []:
         raise ValueError("a gridded recipe is relative to nothing, or has others besides")
-    how = Run.from_json(run)
+    how = CoderConfig.from_json(run)
     if how.tokens != "codes" or how.predictor != "base" or how.moments:
         raise ValueError("a gridded recipe whose points are coded in another way")
-    return Gridded(known, how, step, base, inherited, () if others == () else _ordinals(others))
+    return LatticeRecipe(known, how, step, base, inherited, () if others == () else _ordinals_from_json(others))
 
 
-def _looks_elsewhere(codes: Codes) -> bool:
+def _uses_context(codes: CodesRecipe) -> bool:
     """Whether other codes are context of these."""
-    return isinstance(codes, Cyclic) or (isinstance(codes, Run) and codes.needs_base)
+    return isinstance(codes, CyclicDelta) or (isinstance(codes, CoderConfig) and codes.needs_base)
 
 
-def _codes(data: dict[str, JSON]) -> Codes:
+def _codes_from_json(data: dict[str, JSON]) -> CodesRecipe:
     match data:
         case {"run": run, **rest} if not rest:
-            return Run.from_json(run)
+            return CoderConfig.from_json(run)
         case {"packed": bits, **rest} if not rest and type(bits) is int and 1 <= bits <= 8:
-            return Packed(bits)
+            return BitPacked(bits)
         case {"lzma": bits, **rest} if not rest and type(bits) is int and 1 <= bits <= 8:
-            return Squeezed(bits)
+            return LzmaCodes(bits)
         case {"cyclic": [modulus, rearranged, runs], **rest} if (
-            not rest and type(modulus) is int and 0 < modulus <= MOST_CODES and {type(rearranged), type(runs)} == {bool}
+            not rest and type(modulus) is int and 0 < modulus <= MAX_CODES and {type(rearranged), type(runs)} == {bool}
         ):
-            return Cyclic(modulus, rearranged, runs)
-    raise ValueError(f"a quantized recipe has codes of an unknown kind {brief(data, 80)}")
+            return CyclicDelta(modulus, rearranged, runs)
+    raise ValueError(f"a quantized recipe has codes of an unknown kind {short_repr(data, 80)}")
 
 
-def _pairs(moments: Sequence[tuple[int, int]]) -> JSON:
-    return [_ranges([pair[i] for pair in moments]) for i in range(2)]
+def _pairs_to_json(moments: Sequence[tuple[int, int]]) -> JSON:
+    return [_ranges_to_json([pair[i] for pair in moments]) for i in range(2)]
 
 
-def _unpaired(moments: JSON) -> tuple[tuple[int, int], ...]:
+def _pairs_from_json(moments: JSON) -> tuple[tuple[int, int], ...]:
     if not isinstance(moments, list | tuple):
         raise ValueError("a recipe has moments that are no list")
-    sides = [_ordinals(side) for side in moments] or [(), ()]
+    sides = [_ordinals_from_json(side) for side in moments] or [(), ()]
     if len(sides) != 2 or len(sides[0]) != len(sides[1]):
         raise ValueError("a recipe has moments that are no pairs")
     return tuple(zip(*sides, strict=True))
 
 
-def _ranges(ordinals: Sequence[int]) -> JSON:
+def _ranges_to_json(ordinals: Sequence[int]) -> JSON:
     """[first, step, count] of every arithmetic run: the moments of consecutive parameters are consecutive."""
     out: list[list[int]] = []
     for ordinal in ordinals:
@@ -358,7 +366,7 @@ def _check_ordinals(data: dict[str, JSON], members: int) -> None:
             raise ValueError(f"a recipe has {sum(counts)} ordinals for {members} tensors")
 
 
-def _ordinals(data: JSON) -> tuple[int, ...]:
+def _ordinals_from_json(data: JSON) -> tuple[int, ...]:
     if not isinstance(data, list) or len(data) > MAX_MEMBERS:
         raise ValueError("a recipe has ordinals that are no list of ranges")
     out: list[int] = []
@@ -374,7 +382,7 @@ def _ordinals(data: JSON) -> tuple[int, ...]:
 
 MAX_MEMBERS = 1 << 20
 """Tensors in one record."""
-MOST_STEP = 1 << 10
+MAX_LATTICE_STEP = 1 << 10
 """Eighths of an octave."""
 MAX_TAPS = 64
 """Above this, the trailing axes are no kernel but a matrix of their own."""

@@ -15,54 +15,76 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shrinkpoint.comm.accordion import Accordion as Accordion
-    from shrinkpoint.comm.advice import advise as advise
-    from shrinkpoint.comm.allotment import Allotment as Allotment
-    from shrinkpoint.comm.allotment import allot as allot
+    from shrinkpoint.comm.compressors.base import Compressor as Compressor
+    from shrinkpoint.comm.compressors.base import CompressorContext as CompressorContext
+    from shrinkpoint.comm.compressors.base import Identity as Identity
+    from shrinkpoint.comm.compressors.block_float import BlockFloat as BlockFloat
+    from shrinkpoint.comm.compressors.cast import Cast as Cast
+    from shrinkpoint.comm.compressors.hadamard import Hadamard as Hadamard
+    from shrinkpoint.comm.compressors.normal_float import NormalFloat as NormalFloat
+    from shrinkpoint.comm.compressors.sparse import RandomK as RandomK
+    from shrinkpoint.comm.compressors.sparse import SameIndices as SameIndices
+    from shrinkpoint.comm.compressors.sparse import TopK as TopK
+    from shrinkpoint.comm.compressors.uniform import Uniform as Uniform
     from shrinkpoint.comm.ddp import compress_ddp as compress_ddp
     from shrinkpoint.comm.feedback.aqsgd import AQSGD as AQSGD
-    from shrinkpoint.comm.feedback.base import Feedback as Feedback
-    from shrinkpoint.comm.feedback.ef import EF as EF
-    from shrinkpoint.comm.feedback.ef21 import EF21 as EF21
-    from shrinkpoint.comm.feedback.mixed import EFMixed as EFMixed
+    from shrinkpoint.comm.feedback.base import ErrorFeedback as ErrorFeedback
+    from shrinkpoint.comm.feedback.error_feedback import EF as EF
+    from shrinkpoint.comm.feedback.error_feedback import EF21 as EF21
+    from shrinkpoint.comm.feedback.error_feedback import EFMixed as EFMixed
     from shrinkpoint.comm.fsdp import compress_fsdp as compress_fsdp
-    from shrinkpoint.comm.ledger import Ledger as Ledger
-    from shrinkpoint.comm.link import At as At
     from shrinkpoint.comm.link import Link as Link
-    from shrinkpoint.comm.operators.base import Context as Context
-    from shrinkpoint.comm.operators.base import Operator as Operator
-    from shrinkpoint.comm.operators.blockfloat import BlockFloat as BlockFloat
-    from shrinkpoint.comm.operators.cast import Cast as Cast
-    from shrinkpoint.comm.operators.exact import Exact as Exact
-    from shrinkpoint.comm.operators.normal import Normal as Normal
-    from shrinkpoint.comm.operators.randomk import RandomK as RandomK
-    from shrinkpoint.comm.operators.rotated import Rotated as Rotated
-    from shrinkpoint.comm.operators.same import SameIndices as SameIndices
-    from shrinkpoint.comm.operators.topk import TopK as TopK
-    from shrinkpoint.comm.operators.uniform import Uniform as Uniform
-    from shrinkpoint.comm.pipeline import Wire as Wire
-    from shrinkpoint.comm.pipeline import compress_pipeline as compress_pipeline
-    from shrinkpoint.comm.points import Points as Points
-    from shrinkpoint.comm.points import insert_points as insert_points
+    from shrinkpoint.comm.link import MessageContext as MessageContext
+    from shrinkpoint.comm.pipeline.api import CompressedPipeline as CompressedPipeline
+    from shrinkpoint.comm.pipeline.api import compress_pipeline as compress_pipeline
+    from shrinkpoint.comm.simulate import CompressionPoints as CompressionPoints
+    from shrinkpoint.comm.simulate import insert_compression as insert_compression
     from shrinkpoint.comm.spec import parse as parse
+    from shrinkpoint.comm.stats import LinkStats as LinkStats
+    from shrinkpoint.comm.tuning.bit_allocation import BitAllocation as BitAllocation
+    from shrinkpoint.comm.tuning.bit_allocation import allocate_bits as allocate_bits
+    from shrinkpoint.comm.tuning.recommend import recommend as recommend
 
-_HOMES = {
-    "AQSGD": "feedback.aqsgd", "Accordion": "accordion", "Allotment": "allotment", "At": "link",
-    "BlockFloat": "operators.blockfloat", "Cast": "operators.cast", "Context": "operators.base", "EF": "feedback.ef",
-    "EF21": "feedback.ef21", "EFMixed": "feedback.mixed", "Exact": "operators.exact", "Feedback": "feedback.base",
-    "Ledger": "ledger", "Link": "link", "Normal": "operators.normal", "Operator": "operators.base", "Points": "points",
-    "RandomK": "operators.randomk", "Rotated": "operators.rotated", "SameIndices": "operators.same",
-    "TopK": "operators.topk", "Uniform": "operators.uniform", "Wire": "pipeline", "advise": "advice",
-    "allot": "allotment", "compress_ddp": "ddp", "compress_fsdp": "fsdp", "compress_pipeline": "pipeline",
-    "insert_points": "points", "parse": "spec",
-}  # fmt: skip
+_MODULES = {
+    "Accordion": "accordion",
+    "allocate_bits": "tuning.bit_allocation",
+    "AQSGD": "feedback.aqsgd",
+    "BitAllocation": "tuning.bit_allocation",
+    "BlockFloat": "compressors.block_float",
+    "Cast": "compressors.cast",
+    "compress_ddp": "ddp",
+    "compress_fsdp": "fsdp",
+    "compress_pipeline": "pipeline.api",
+    "CompressedPipeline": "pipeline.api",
+    "CompressionPoints": "simulate",
+    "Compressor": "compressors.base",
+    "CompressorContext": "compressors.base",
+    "EF": "feedback.error_feedback",
+    "EF21": "feedback.error_feedback",
+    "EFMixed": "feedback.error_feedback",
+    "ErrorFeedback": "feedback.base",
+    "Hadamard": "compressors.hadamard",
+    "Identity": "compressors.base",
+    "insert_compression": "simulate",
+    "Link": "link",
+    "LinkStats": "stats",
+    "MessageContext": "link",
+    "NormalFloat": "compressors.normal_float",
+    "parse": "spec",
+    "RandomK": "compressors.sparse",
+    "recommend": "tuning.recommend",
+    "SameIndices": "compressors.sparse",
+    "TopK": "compressors.sparse",
+    "Uniform": "compressors.uniform",
+}
 
-__all__ = list(_HOMES)
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

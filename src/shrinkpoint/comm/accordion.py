@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from shrinkpoint import arguments
+from shrinkpoint import validate
 from shrinkpoint.errors import MismatchError
 
-How = TypeVar("How")
-_FIELDS = ("critical", "previous", "squares", "steps", "counted", "rate", "fell")
+CompressorT = TypeVar("CompressorT")
+_STATE_FIELDS = ("critical", "previous", "squares", "steps", "counted", "rate", "fell")
 
 
-class Accordion(Generic[How]):
+class Accordion(Generic[CompressorT]):
     """Two ways to compress, and which of them is in use: the mild one while the gradient's norm changes fast.
 
     At the end of every window of steps, with `before` and `now` the norms in the last two windows, the next window is
@@ -28,16 +28,16 @@ class Accordion(Generic[How]):
         strong: an operator, or feedback around one, or its spec: outside critical regimes.
         mild: the same, within them.
         threshold: of the relative change.
-        every: steps of a window.
+        interval: steps of a window.
 
     Raises:
         PolicyError: a threshold or a window that is not positive.
     """
 
-    def __init__(self, strong: How, mild: How, *, threshold: float = 0.5, every: int = 100) -> None:
-        arguments.number("Accordion, threshold", threshold)
-        arguments.whole("Accordion, every", every)
-        self.strong, self.mild, self.threshold, self.every = strong, mild, threshold, every
+    def __init__(self, strong: CompressorT, mild: CompressorT, *, threshold: float = 0.5, interval: int = 100) -> None:
+        validate.check_float("Accordion, threshold", threshold)
+        validate.check_int("Accordion, every", interval)
+        self.strong, self.mild, self.threshold, self.interval = strong, mild, threshold, interval
         self.critical = True
         self.previous = math.nan
         """The norm in the window before; nan: there was none."""
@@ -45,43 +45,43 @@ class Accordion(Generic[How]):
         self.rate, self.fell = math.inf, False
 
     @property
-    def how(self) -> How:
+    def compressor(self) -> CompressorT:
         """What is in use."""
         return self.mild if self.critical else self.strong
 
-    def note_lr(self, rate: float) -> None:
+    def set_lr(self, lr: float) -> None:
         """Tell the learning rate of the steps to come: the window after one in which it fell is critical.
 
         For schedules that fall by steps. One that falls all the time would keep compression mild for good.
         """
-        self.fell |= rate < self.rate
-        self.rate = rate
+        self.fell |= lr < self.rate
+        self.rate = lr
 
-    def observe(self, square: float, summed: Callable[[list[float]], list[float]]) -> bool:
+    def observe(self, squared_norm: float, all_reduce_sum: Callable[[list[float]], list[float]]) -> bool:
         """Count one step.
 
         Args:
-            square: of the norm of the step's gradient, or of this rank's share of it.
-            summed: sums numbers over the group; called by every rank at the same step, once in a window.
+            squared_norm: of the norm of the step's gradient, or of this rank's share of it.
+            all_reduce_sum: sums numbers over the group; called by every rank at the same step, once in a window.
 
         Returns:
             Whether what is in use changed.
         """
         self.steps += 1
-        if math.isfinite(square):
-            self.squares, self.counted = self.squares + square, self.counted + 1
-        if self.steps < self.every:
+        if math.isfinite(squared_norm):
+            self.squares, self.counted = self.squares + squared_norm, self.counted + 1
+        if self.steps < self.interval:
             return False
-        squares, counted, fell = summed([self.squares, float(self.counted), float(self.fell)])
+        squares, counted, fell = all_reduce_sum([self.squares, float(self.counted), float(self.fell)])
         now = math.sqrt(squares / counted) if counted else math.nan
-        before, self.critical = self.critical, self._changes(now) or fell > 0
+        before, self.critical = self.critical, self._is_critical(now) or fell > 0
         self.previous = now
         self.squares, self.steps, self.counted, self.fell = 0.0, 0, 0, False
         return before != self.critical
 
-    def _changes(self, now: float) -> bool:
+    def _is_critical(self, norm: float) -> bool:
         """Whether the norm changed so much, or cannot be compared."""
-        return not abs(self.previous - now) < self.threshold * self.previous and not self.previous == now == 0
+        return not abs(self.previous - norm) < self.threshold * self.previous and not self.previous == norm == 0
 
     def describe(self) -> dict[str, Any]:
         """What the ranks must agree on."""
@@ -89,12 +89,12 @@ class Accordion(Generic[How]):
             "strong": str(self.strong),
             "mild": str(self.mild),
             "threshold": self.threshold,
-            "every": self.every,
+            "every": self.interval,
         }
 
     def state_dict(self) -> dict[str, Any]:
         """The regime, and what is known of the window under way."""
-        return {name: getattr(self, name) for name in _FIELDS}
+        return {name: getattr(self, name) for name in _STATE_FIELDS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on as the one that gave this state would have.
@@ -102,8 +102,8 @@ class Accordion(Generic[How]):
         Raises:
             MismatchError: it is not such a state.
         """
-        if set(state) != set(_FIELDS):
-            found, expected = f"a state of {sorted(state)}", f"one of {sorted(_FIELDS)}"
+        if set(state) != set(_STATE_FIELDS):
+            found, expected = f"a state of {sorted(state)}", f"one of {sorted(_STATE_FIELDS)}"
             raise MismatchError("Accordion", found=found, expected=expected, do="give what its state_dict() gave")
         for name, value in state.items():
             setattr(self, name, value)
@@ -116,4 +116,4 @@ def check_accordion(where: str, accordion: object) -> None:
         PolicyError: it is none.
     """
     expected, do = "an Accordion, or None", "make one: Accordion(strong, mild)"
-    arguments.kind(f"{where}, accordion", accordion, Accordion, expected=expected, do=do, none=True)
+    validate.check_instance(f"{where}, accordion", accordion, Accordion, expected=expected, do=do, allow_none=True)

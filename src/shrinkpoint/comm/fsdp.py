@@ -11,28 +11,33 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shrinkpoint import arguments
+from shrinkpoint import validate
 from shrinkpoint.comm.accordion import Accordion, check_accordion
-from shrinkpoint.comm.agreement import TIMEOUT, Agreement
-from shrinkpoint.comm.feedback.base import Feedback
-from shrinkpoint.comm.feedback.plain import Plain
-from shrinkpoint.comm.ledger import Ledger
-from shrinkpoint.comm.link import How
-from shrinkpoint.comm.operators.exact import Exact
-from shrinkpoint.comm.twohop import Gather, Scatter, all_gather, chosen, summed
+from shrinkpoint.comm.compressed_allreduce import (
+    CompressedAllGather,
+    CompressedReduceScatter,
+    all_gather_tensor,
+    as_feedback,
+    make_all_reduce_sum,
+)
+from shrinkpoint.comm.compressors.base import Identity
+from shrinkpoint.comm.feedback.base import ErrorFeedback, NoFeedback
+from shrinkpoint.comm.link import CompressorLike
+from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ConfigCheck
+from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError
 
 
 def compress_fsdp(
     root: nn.Module,
-    all_gather: How = "q8:64",
-    reduce_scatter: How = "q4:64",
+    all_gather: CompressorLike = "q8:64",
+    reduce_scatter: CompressorLike = "q4:64",
     *,
-    accordion: Accordion[How] | None = None,
+    accordion: Accordion[CompressorLike] | None = None,
     min_numel: int = 0,
     nonfinite: str = "pass",
-    timeout: float = TIMEOUT,
-) -> Shards:
+    timeout: float = CONFIG_TIMEOUT,
+) -> FSDPCompression:
     """Gather weights and scatter gradients in encoded messages, in every module that `fully_shard` was applied to.
 
     The sharded weights that the optimizer changes stay as they are; all ranks compute with the same decoded copies.
@@ -52,75 +57,75 @@ def compress_fsdp(
         PolicyError: no such model, or an operator or a word that cannot be used.
         MismatchError: from the first forward pass, on every rank: they were not set up alike.
     """
-    return Shards(root, all_gather, reduce_scatter, accordion, min_numel, nonfinite, timeout)
+    return FSDPCompression(root, all_gather, reduce_scatter, accordion, min_numel, nonfinite, timeout)
 
 
-class Shards:
+class FSDPCompression:
     """The messages of one sharded model; `compress_fsdp` makes it.
 
     Attributes:
-        ledgers: of "all-gather" and "reduce-scatter": bytes and seconds since the start.
+        link_stats: of "all-gather" and "reduce-scatter": bytes and seconds since the start.
     """
 
     def __init__(
         self,
         root: nn.Module,
-        weights: How,
-        gradients: How,
-        accordion: Accordion[How] | None,
+        weights: CompressorLike,
+        gradients: CompressorLike,
+        accordion: Accordion[CompressorLike] | None,
         min_numel: int,
         nonfinite: str,
         timeout: float,
     ) -> None:
-        arguments.choice("compress_fsdp, nonfinite", nonfinite, ("pass", "raise"))
-        arguments.whole("compress_fsdp, min_numel", min_numel, least=0)
-        arguments.number("compress_fsdp, timeout", timeout)
+        validate.check_choice("compress_fsdp, nonfinite", nonfinite, ("pass", "raise"))
+        validate.check_int("compress_fsdp, min_numel", min_numel, minimum=0)
+        validate.check_float("compress_fsdp, timeout", timeout)
         check_accordion("compress_fsdp", accordion)
         expected, do = "a module that fully_shard was applied to", "apply it first"
-        arguments.kind("compress_fsdp, root", root, nn.Module, expected=expected, do=do)
-        self.ledgers = {"all-gather": Ledger(), "reduce-scatter": Ledger()}
-        self._accordion, self._timeout, self._raises = accordion, timeout, nonfinite == "raise"
+        validate.check_instance("compress_fsdp, root", root, nn.Module, expected=expected, do=do)
+        self.link_stats = {"all-gather": LinkStats(), "reduce-scatter": LinkStats()}
+        self._accordion, self._timeout, self._raise_nonfinite = accordion, timeout, nonfinite == "raise"
         if accordion is not None:
             for one in (accordion.strong, accordion.mild):
-                chosen(one)  # what cannot be used is found now, not when it is switched to
-            gradients = accordion.how
-        how = None if weights is None else _without_memory(weights)
-        share = None if gradients is None else chosen(gradients)
-        self._words = {
-            "all_gather": how and how.agreed,
-            "reduce_scatter": accordion.describe() if accordion else share and share.agreed,
+                as_feedback(one)  # what cannot be used is found now, not when it is switched to
+            gradients = accordion.compressor
+        how = None if weights is None else _as_stateless(weights)
+        share = None if gradients is None else as_feedback(gradients)
+        self._config = {
+            "all_gather": how and how.shared_spec,
+            "reduce_scatter": accordion.describe() if accordion else share and share.shared_spec,
             "min_numel": min_numel,
             "nonfinite": nonfinite,
         }
-        self._own: list[tuple[Any, Any, Any]] = []
-        self._scatters: dict[str, _ReduceScatter] = {}
-        self._seen: set[str] = set()
-        self._square: Tensor | float = 0.0
+        self._original_comms: list[tuple[Any, Any, Any]] = []
+        self._reduce_scatters: dict[str, _ReduceScatter] = {}
+        self._reduced_modules: set[str] = set()
+        self._squared_norm: Tensor | float = 0.0
         for name, part in _param_groups(root):
-            self._own.append((part, part._all_gather_comm, part._reduce_scatter_comm))
+            self._original_comms.append((part, part._all_gather_comm, part._reduce_scatter_comm))
             if how is not None:
-                gather = Gather(how, self.ledgers["all-gather"], name=f"fsdp {name}")
+                gather = CompressedAllGather(how, self.link_stats["all-gather"], name=f"fsdp {name}")
                 part._all_gather_comm = _AllGather(gather, min_numel, self)
             if share is not None:
-                scatter = Scatter(share, self.ledgers["reduce-scatter"], name=f"fsdp {name}")
-                self._scatters[name] = part._reduce_scatter_comm = _ReduceScatter(scatter, min_numel, self, name)
-        self._agreements = self._agree()
+                scatter = CompressedReduceScatter(share, self.link_stats["reduce-scatter"], name=f"fsdp {name}")
+                self._reduce_scatters[name] = part._reduce_scatter_comm = _ReduceScatter(scatter, min_numel, self, name)
+        self._config_checks = self._make_config_checks()
 
     def detach(self) -> None:
         """Give back to every module what it communicated with before."""
-        for part, gathers, scatters in self._own:
+        for part, gathers, scatters in self._original_comms:
             part._all_gather_comm, part._reduce_scatter_comm = gathers, scatters
-        self._own, self._agreements = [], {}
+        self._original_comms, self._config_checks = [], {}
 
     def state_dict(self) -> dict[str, Any]:
         """What feedback remembers at this rank, and the regime; each rank has its own. Tensors are not copied."""
         state: dict[str, Any] = {
-            "words": self._words,
-            "reduce_scatter": {name: one.scatter.state_dict() for name, one in self._scatters.items()},
+            "words": self._config,
+            "reduce_scatter": {name: one.scatter.state_dict() for name, one in self._reduce_scatters.items()},
         }
         if self._accordion is not None:
             state["accordion"] = self._accordion.state_dict()
-            state["step"] = {"seen": sorted(self._seen), "square": float(self._square)}
+            state["step"] = {"seen": sorted(self._reduced_modules), "square": float(self._squared_norm)}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -130,77 +135,80 @@ class Shards:
             MismatchError: it is that of another set-up; or, from the next message, ranks loaded another step.
         """
         kept = state.get("reduce_scatter", {})
-        if state.get("words") != self._words or set(kept) != set(self._scatters):
-            found, expected = f"a state of {state.get('words')}, {sorted(kept)}", f"{self._words}"
+        if state.get("words") != self._config or set(kept) != set(self._reduce_scatters):
+            found, expected = f"a state of {state.get('words')}, {sorted(kept)}", f"{self._config}"
             raise MismatchError("compress_fsdp", found=found, expected=expected, do="compress as it was saved")
         if self._accordion is not None:
             self._accordion.load_state_dict(state["accordion"])
-            self._seen, self._square = set(state["step"]["seen"]), float(state["step"]["square"])
-            self._switch(self._accordion.how)
+            self._reduced_modules, self._squared_norm = set(state["step"]["seen"]), float(state["step"]["square"])
+            self._switch(self._accordion.compressor)
         for name, one in kept.items():
-            self._scatters[name].scatter.load_state_dict(one)
-        self._agreements = self._agree()
+            self._reduce_scatters[name].scatter.load_state_dict(one)
+        self._config_checks = self._make_config_checks()
 
-    def check(self, group: dist.ProcessGroup) -> None:
+    def check_config(self, group: dist.ProcessGroup) -> None:
         """Before each message: whether the ranks of its group were set up alike."""
-        if id(group) in self._agreements:
-            self._agreements.pop(id(group)).check()
+        if id(group) in self._config_checks:
+            self._config_checks.pop(id(group)).check()
 
-    def begin(self, name: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    def begin_reduction(self, name: str, group: dist.ProcessGroup, device: torch.device) -> None:
         """Before the gradients of a module are summed. Those of one that was summed already belong to the next step."""
         if self._accordion is None:
             return
-        if name in self._seen:
-            self._seen.clear()
-            square, self._square = float(self._square), 0.0
-            if self._accordion.observe(square, summed(group, device)):
-                self._switch(self._accordion.how)
-        self._seen.add(name)
+        if name in self._reduced_modules:
+            self._reduced_modules.clear()
+            square, self._squared_norm = float(self._squared_norm), 0.0
+            if self._accordion.observe(square, make_all_reduce_sum(group, device)):
+                self._switch(self._accordion.compressor)
+        self._reduced_modules.add(name)
 
-    def end(self, name: str, share: Tensor, group: dist.ProcessGroup) -> None:
+    def end_reduction(self, name: str, shard: Tensor, group: dist.ProcessGroup) -> None:
         """After they were."""
         if self._accordion is not None:
-            self._square = self._square + torch.linalg.vector_norm(share, dtype=torch.float64).square()
-        if self._raises and summed(group, share.device)([float(share.isfinite().logical_not().sum())])[0]:
+            self._squared_norm = self._squared_norm + torch.linalg.vector_norm(shard, dtype=torch.float64).square()
+        if (
+            self._raise_nonfinite
+            and make_all_reduce_sum(group, shard.device)([float(shard.isfinite().logical_not().sum())])[0]
+        ):
             do = 'look for what overflowed, or let such values pass: nonfinite="pass"'
             raise PolicyError(f"gradients of {name or 'the root'}", found="values that are not finite", do=do)
 
-    def _switch(self, how: How) -> None:
-        for one in self._scatters.values():
-            one.scatter.how = chosen(how)
+    def _switch(self, compressor: CompressorLike) -> None:
+        for one in self._reduce_scatters.values():
+            one.scatter.feedback = as_feedback(compressor)
 
-    def _agree(self) -> dict[int, Agreement]:
+    def _make_config_checks(self) -> dict[int, ConfigCheck]:
         """One for each group that messages go through."""
-        counts = {name: one.scatter.counts() for name, one in self._scatters.items()}
-        words = {**self._words, "counts": counts}
+        counts = {name: one.scatter.counts() for name, one in self._reduce_scatters.items()}
+        words = {**self._config, "counts": counts}
         if self._accordion is not None:
             words["critical"], words["steps"] = self._accordion.critical, self._accordion.steps
-        agreements: dict[int, Agreement] = {}
-        for part, _, _ in self._own:
+        agreements: dict[int, ConfigCheck] = {}
+        for part, _, _ in self._original_comms:
             for group in (part._all_gather_process_group, part._reduce_scatter_process_group):
                 if id(group) not in agreements and group.size() > 1:
-                    agreements[id(group)] = Agreement(group, "compress_fsdp", words, self._timeout)
+                    agreements[id(group)] = ConfigCheck(group, "compress_fsdp", words, self._timeout)
         return agreements
 
 
-class _Comm:
+class _CommAllocator:
     """What both of a module's communications have: where they put their values."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(math.prod(size), dtype=dtype, device=device).view(*size)
 
 
-class _AllGather(_Comm):
-    def __init__(self, gather: Gather, min_numel: int, shards: Shards) -> None:
-        self._gather, self._min_numel, self._shards = gather, min_numel, shards
+class _AllGather(_CommAllocator):
+    def __init__(self, gather: CompressedAllGather, min_numel: int, compression: FSDPCompression) -> None:
+        self._gather, self._min_numel, self._compression = gather, min_numel, compression
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        self._shards.check(group)
+        self._compression.check_config(group)
         # Weights of several dtypes come as their bytes: these cannot be rounded.
         if not input_tensor.is_floating_point() or input_tensor.numel() < max(self._min_numel, 1):
-            work: dist.Work | None = all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+            work: dist.Work | None = all_gather_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
             return work
         if group.size() == 1:
             output_tensor.copy_(input_tensor)
@@ -209,25 +217,27 @@ class _AllGather(_Comm):
         return self._gather(input_tensor.view(-1), rows, group, async_op=async_op)
 
 
-class _ReduceScatter(_Comm):
-    def __init__(self, scatter: Scatter, min_numel: int, shards: Shards, name: str) -> None:
-        self.scatter, self._min_numel, self._shards, self._name = scatter, min_numel, shards, name
-        self._exact = Scatter(Plain(Exact()), scatter.ledger, name=scatter.name)
+class _ReduceScatter(_CommAllocator):
+    def __init__(
+        self, scatter: CompressedReduceScatter, min_numel: int, compression: FSDPCompression, name: str
+    ) -> None:
+        self.scatter, self._min_numel, self._compression, self._name = scatter, min_numel, compression, name
+        self._uncompressed = CompressedReduceScatter(NoFeedback(Identity()), scatter.stats, name=scatter.name)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Wait for the sum, whatever `async_op` says: torch then finds it done."""
-        self._shards.check(group)
-        self._shards.begin(self._name, group, output_tensor.device)
+        self._compression.check_config(group)
+        self._compression.begin_reduction(self._name, group, output_tensor.device)
         rows = input_tensor.view(group.size(), -1)
         small = rows.shape[1] < max(self._min_numel, 1)
-        hop = self._exact if small else self.scatter
-        output_tensor.copy_(_scaled_(hop(rows, group, f"{rows.shape[1]}"), op, group.size()))
-        self._shards.end(self._name, output_tensor, group)
+        hop = self._uncompressed if small else self.scatter
+        output_tensor.copy_(_apply_reduce_op_(hop(rows, group, f"{rows.shape[1]}"), op, group.size()))
+        self._compression.end_reduction(self._name, output_tensor, group)
 
 
-def _scaled_(total: Tensor, op: Any, width: int) -> Tensor:
+def _apply_reduce_op_(total: Tensor, op: Any, world_size: int) -> Tensor:
     """A sum made what the reduction asks for.
 
     Raises:
@@ -236,7 +246,7 @@ def _scaled_(total: Tensor, op: Any, width: int) -> Tensor:
     kinds: Any = dist.ReduceOp.RedOpType
     kind = getattr(op, "op", op)
     if kind == kinds.AVG:
-        return total.div_(width)
+        return total.div_(world_size)
     if kind == kinds.PREMUL_SUM:
         return total.mul_(op.factor)
     if kind != kinds.SUM:
@@ -244,14 +254,14 @@ def _scaled_(total: Tensor, op: Any, width: int) -> Tensor:
     return total
 
 
-def _without_memory(how: How) -> Feedback:
+def _as_stateless(compressor: CompressorLike) -> ErrorFeedback:
     """What weights are sent with.
 
     Raises:
         PolicyError: it is a feedback: the weights would be sent again in backward, where nothing is new.
     """
-    plain = chosen(how)
-    if not isinstance(plain, Plain):
+    plain = as_feedback(compressor)
+    if not isinstance(plain, NoFeedback):
         raise PolicyError("all-gather", found=plain.spec, expected="an operator", do="leave out the feedback")
     return plain
 

@@ -22,7 +22,7 @@ def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     return device.type == "cpu" and bool(group._get_backend(device).name() == "gloo")
 
 
-class Exchange:
+class P2PExchange:
     """Messages to and from the other ranks of a group, all on their way at once; receives are posted first.
 
     All ranks exchange in the same order.
@@ -31,12 +31,14 @@ class Exchange:
         sent, received: a contiguous tensor for each rank of the group; this rank's own ones are left alone.
     """
 
-    def __init__(self, sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, send_tensors: Sequence[Tensor], recv_tensors: Sequence[Tensor], group: dist.ProcessGroup
+    ) -> None:
         others = [rank for rank in range(group.size()) if rank != group.rank()]
         peers = {rank: dist.get_global_rank(group, rank) for rank in others}
-        self._kept = sent, received
-        works = [dist.irecv(received[rank], peers[rank], group, TAG) for rank in others]
-        works += [dist.isend(sent[rank], peers[rank], group, TAG) for rank in others]
+        self._tensors = send_tensors, recv_tensors
+        works = [dist.irecv(recv_tensors[rank], peers[rank], group, TAG) for rank in others]
+        works += [dist.isend(send_tensors[rank], peers[rank], group, TAG) for rank in others]
         self._works = [work for work in works if work is not None]
 
     def wait(self, *timeout: Any) -> None:

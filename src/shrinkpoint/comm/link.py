@@ -10,26 +10,25 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from shrinkpoint import _native, arguments
-from shrinkpoint.codec.quantize import bits_of
-from shrinkpoint.comm.feedback.base import Feedback, Turn
-from shrinkpoint.comm.feedback.plain import Plain
-from shrinkpoint.comm.ledger import Ledger
-from shrinkpoint.comm.operators.base import Context, Operator
-from shrinkpoint.comm.spec import made
+from shrinkpoint import _native, validate
+from shrinkpoint.comm.compressors.base import Compressor, CompressorContext
+from shrinkpoint.comm.feedback.base import ErrorFeedback, MessageInfo, NoFeedback
+from shrinkpoint.comm.spec import as_compressor
+from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError
+from shrinkpoint.tensors.dtypes import tensor_bytes
 
-How = Operator | Feedback | str | None
+CompressorLike = Compressor | ErrorFeedback | str | None
 """How tensors cross: None: as they are."""
-Nonfinite = Literal["pass", "raise"]
-_MASK = (1 << 32) - 1
+NonfinitePolicy = Literal["pass", "raise"]
+_KEY_MASK = (1 << 32) - 1
 _ID_BYTES = 8
-FINITE = "finite values"
+FINITE_VALUES = "finite values"
 """What an error expects whose cause is a value that is not finite."""
 
 
 @dataclass(frozen=True)
-class At:
+class MessageContext:
     """Where a message stands.
 
     Attributes:
@@ -38,14 +37,14 @@ class At:
         training: False: nothing is remembered of it, at either end.
         ids: int64, on any device, one a row: the samples. A receiver finds them in the message, and must be told them
             where it is to know the size before.
-        places: flat positions, for `SameIndices`.
+        indices: flat positions, for `SameIndices`.
     """
 
     slot: int = 0
     tensor: int = 0
     training: bool = True
     ids: Tensor | None = field(default=None, repr=False, compare=False)
-    places: Tensor | None = field(default=None, repr=False, compare=False)
+    indices: Tensor | None = field(default=None, repr=False, compare=False)
 
 
 class Link:
@@ -55,7 +54,7 @@ class Link:
     (`At.training` false) nothing is counted and the operator is used without its feedback.
 
     Args:
-        how: an operator, a feedback, or the spec of one.
+        feedback: an operator, a feedback, or the spec of one.
         name: of the boundary and direction; part of what noise follows from.
         nonfinite: "raise": nan and infinite values are an error, at the receiving end at once, at the sending end in
             the call after, so that the other end is not left waiting.
@@ -68,80 +67,90 @@ class Link:
     """
 
     def __init__(
-        self, how: Operator | Feedback | str, *, name: str = "0 forward", nonfinite: Nonfinite = "pass",
-        sample_every: int = 16, min_numel: int = 0, with_ids: bool = False,
-    ) -> None:  # fmt: skip
-        arguments.choice(f"link {name}, nonfinite", nonfinite, get_args(Nonfinite))
+        self,
+        compressor: Compressor | ErrorFeedback | str,
+        *,
+        name: str = "0 forward",
+        nonfinite: NonfinitePolicy = "pass",
+        sample_every: int = 16,
+        min_numel: int = 0,
+        with_ids: bool = False,
+    ) -> None:
+        validate.check_choice(f"link {name}, nonfinite", nonfinite, get_args(NonfinitePolicy))
         for what, value in (("sample_every", sample_every), ("min_numel", min_numel)):
-            arguments.whole(f"link {name}, {what}", value, least=0)
-        given = made(how)
-        self.how: Feedback = given if isinstance(given, Feedback) else Plain(given)
-        self.name, self.ledger = name, Ledger()
-        self._end, self._plain = self.how.end(), Plain(self.how.operator).end()
-        self._with_ids = with_ids or self.how.needs_ids
-        self._raises, self._sample_every, self._min_numel = nonfinite == "raise", sample_every, min_numel
+            validate.check_int(f"link {name}, {what}", value, minimum=0)
+        given = as_compressor(compressor)
+        self.feedback: ErrorFeedback = given if isinstance(given, ErrorFeedback) else NoFeedback(given)
+        self.name, self.stats = name, LinkStats()
+        self._state, self._eval_state = self.feedback.new_state(), NoFeedback(self.feedback.compressor).new_state()
+        self._with_ids = with_ids or self.feedback.needs_ids
+        self._raise_nonfinite, self._sample_every, self._min_numel = nonfinite == "raise", sample_every, min_numel
         self._counts: dict[tuple[int, int], int] = {}
-        self._last: dict[tuple[int, int], tuple[bool, Turn, Tensor, torch.Size, torch.dtype]] = {}
+        self._last_messages: dict[tuple[int, int], tuple[bool, MessageInfo, Tensor, torch.Size, torch.dtype]] = {}
         self._ids: dict[tuple[int, int], Tensor] = {}
-        self._packs: bool | None = None
-        self._pending: list[tuple[At, Tensor]] = []
+        self._is_sender: bool | None = None
+        self._pending_counts: list[tuple[MessageContext, Tensor]] = []
 
     def __repr__(self) -> str:
-        return f"Link({str(self.how)!r}, name={self.name!r})"
+        return f"Link({str(self.feedback)!r}, name={self.name!r})"
 
     @property
-    def operator(self) -> Operator:
-        return self.how.operator
+    def compressor(self) -> Compressor:
+        return self.feedback.compressor
 
     @property
     def needs_ids(self) -> bool:
         """Whether messages of training carry sample ids, which the sender must be given."""
         return self._with_ids
 
-    def wants(self, x: Tensor) -> bool:
+    def is_compressible(self, x: Tensor) -> bool:
         """Whether a tensor (or meta tensor) crosses compressed; others cross as they are."""
         return x.is_floating_point() and x.numel() >= max(self._min_numel, 1)
 
-    def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, at: At | None = None) -> int:
+    def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: MessageContext | None = None) -> int:
         """The size of the next message of a slot and tensor."""
-        at = at or At()
-        end = self._end if at.training else self._plain
-        return self._head_bytes(shape, at) + end.wire_bytes(shape, dtype, self._turn(at))
+        context = context or MessageContext()
+        end = self._state if context.training else self._eval_state
+        return self._id_header_bytes(shape, context) + end.wire_bytes(shape, dtype, self._message_info(context))
 
-    def expect(self, shape: Sequence[int], dtype: torch.dtype, at: At | None = None) -> int:
+    def expect(self, shape: Sequence[int], dtype: torch.dtype, context: MessageContext | None = None) -> int:
         """The size of the next message of a slot and tensor, for a buffer that is posted before others are unpacked.
 
         Messages are unpacked in the order in which they were expected. Where samples are remembered the size follows
         from `At.ids`.
         """
-        at = at or At()
-        end = self._end if at.training else self._plain
-        return self._head_bytes(shape, at) + end.expect(shape, dtype, self._turn(at))
+        context = context or MessageContext()
+        end = self._state if context.training else self._eval_state
+        return self._id_header_bytes(shape, context) + end.expect(shape, dtype, self._message_info(context))
 
     def forget_expected(self) -> None:
         """A step begins: what was expected and has not come will not."""
-        self._end.forget_expected()
+        self._state.forget_expected()
 
-    def pack(self, x: Tensor, at: At | None = None) -> Tensor:
+    def pack(self, x: Tensor, context: MessageContext | None = None) -> Tensor:
         """The next message of a slot and tensor: uint8, 1-d, contiguous, on x's device.
 
         Raises:
             PolicyError: an earlier tensor was not finite and this link raises for that; or ids or places are missing.
             MismatchError: the ids do not fit the tensor.
         """
-        at = at or At()
+        context = context or MessageContext()
         self.check()
-        self._is(True, at)
-        turn, end, head = self._turn(at), self._end if at.training else self._plain, self._head(x, at)
-        with torch.no_grad(), self.ledger.timing("encode", x.device):
+        self._check_direction(True, context)
+        turn, end, head = (
+            self._message_info(context),
+            self._state if context.training else self._eval_state,
+            self._id_header(x, context),
+        )
+        with torch.no_grad(), self.stats.timing("encode", x.device):
             packed = end.pack(x.detach(), turn)
             wire = packed.wire if head is None else torch.cat((head, packed.wire))
-        self._note(at, turn, packed.wire, x)
-        self._account(x, packed.wire, packed.seen, wire.numel(), at, turn)
-        self._done(at, end.restarts)
+        self._remember(context, turn, packed.wire, x)
+        self._record(x, packed.wire, packed.decoded, wire.numel(), context, turn)
+        self._advance(context, end.restarts)
         return wire
 
-    def unpack(self, wire: Tensor, out: Tensor, at: At | None = None) -> Tensor:
+    def unpack(self, wire: Tensor, out: Tensor, context: MessageContext | None = None) -> Tensor:
         """Fill `out`, of the shape and dtype of what was packed, from the next message of a slot and tensor.
 
         Args:
@@ -151,39 +160,39 @@ class Link:
             PolicyError: what came was not finite and this link raises for that; `out` is filled.
             MismatchError: the message does not fit.
         """
-        at = at or At()
-        self._is(False, at)
-        head = self._head_bytes(out.shape, at)
-        ids = self._read_ids(wire, head, at)
-        self._fits(wire, out, replace(at, ids=ids))
-        turn, end = self._turn(at, ids), self._end if at.training else self._plain
-        with torch.no_grad(), self.ledger.timing("decode", out.device):
+        context = context or MessageContext()
+        self._check_direction(False, context)
+        head = self._id_header_bytes(out.shape, context)
+        ids = self._read_ids(wire, head, context)
+        self._check_message(wire, out, replace(context, ids=ids))
+        turn, end = self._message_info(context, ids), self._state if context.training else self._eval_state
+        with torch.no_grad(), self.stats.timing("decode", out.device):
             end.unpack(wire[head:], out, turn)
         if ids is not None:
             self._ids[turn.key] = ids
-        self._note(at, turn, wire[head:], out)
-        self.ledger.count(_bytes(out), wire.numel())
-        self._done(at, end.restarts)
-        self._refuse(out, at)
+        self._remember(context, turn, wire[head:], out)
+        self.stats.add_message(_nbytes(out), wire.numel())
+        self._advance(context, end.restarts)
+        self._check_finite(out, context)
         return out
 
-    def passed(self, x: Tensor) -> None:
+    def count_uncompressed(self, x: Tensor) -> None:
         """Count a tensor that crossed as it is, at either end."""
-        self.ledger.count(_bytes(x), _bytes(x))
+        self.stats.add_message(_nbytes(x), _nbytes(x))
 
-    def places(self, at: At | None = None) -> Tensor | None:
+    def indices(self, context: MessageContext | None = None) -> Tensor | None:
         """The flat positions that the last message of a slot and tensor carried; None: all, or there was none."""
-        at = at or At()
-        last = self._last.get((at.slot, at.tensor))
+        context = context or MessageContext()
+        last = self._last_messages.get((context.slot, context.tensor))
         if last is None:
             return None
         training, turn, wire, shape, dtype = last
-        return (self._end if training else self._plain).places(wire, shape, dtype, turn)
+        return (self._state if training else self._eval_state).indices(wire, shape, dtype, turn)
 
-    def ids(self, at: At | None = None) -> Tensor | None:
+    def ids(self, context: MessageContext | None = None) -> Tensor | None:
         """The sample ids of the last message of a slot and tensor: int64, on the CPU; None: it had none."""
-        at = at or At()
-        return self._ids.get((at.slot, at.tensor))
+        context = context or MessageContext()
+        return self._ids.get((context.slot, context.tensor))
 
     def check(self) -> None:
         """Raise what is still to be raised about tensors that were packed.
@@ -191,16 +200,19 @@ class Link:
         Raises:
             PolicyError: one was not finite.
         """
-        pending, self._pending = self._pending, []
+        pending, self._pending_counts = self._pending_counts, []
         for at, count in pending:
             if int(count):
-                raise self._not_finite(int(count), at)
+                raise self._nonfinite_error(int(count), at)
 
     def describe(self) -> dict[str, Any]:
         """What both ends must have in common, as JSON."""
         return {
-            "name": self.name, "how": self.how.agreed, "min_numel": self._min_numel, "with_ids": self._with_ids,
-        }  # fmt: skip
+            "name": self.name,
+            "how": self.feedback.shared_spec,
+            "min_numel": self._min_numel,
+            "with_ids": self._with_ids,
+        }
 
     def fingerprint(self) -> str:
         """A digest of what both ends must have in common of earlier messages: 32 hex digits.
@@ -208,13 +220,13 @@ class Link:
         Of many samples (AQ-SGD) all ids and some rows are looked at; of all else everything.
         """
         parts = [repr(sorted(self._counts.items())).encode()]
-        parts += [bytes.fromhex(_native.xxh3_128(bits_of(one))) for one in self._end.shared()]
+        parts += [bytes.fromhex(_native.xxh3_128(tensor_bytes(one))) for one in self._state.shared_tensors()]
         return _native.xxh3_128(b"".join(parts))
 
     def state_dict(self) -> dict[str, Any]:
         """Counts and what the feedback remembers of this end; tensors are not copied. The ledger is no part of it."""
         counts = {f"{slot}.{tensor}": count for (slot, tensor), count in self._counts.items()}
-        return {"how": self.how.agreed, "counts": counts, "feedback": self._end.state_dict()}
+        return {"how": self.feedback.shared_spec, "counts": counts, "feedback": self._state.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state of the same end of the same link. Load both ends, or make both anew.
@@ -222,111 +234,126 @@ class Link:
         Raises:
             MismatchError: it is that of another operator or feedback.
         """
-        if state.get("how") != self.how.agreed:
+        if state.get("how") != self.feedback.shared_spec:
             found, do = f"the state of {state.get('how')!r}", "make the link as it was saved"
-            raise MismatchError(f"link {self.name}", found=found, expected=repr(self.how.agreed), do=do)
+            raise MismatchError(f"link {self.name}", found=found, expected=repr(self.feedback.shared_spec), do=do)
         pairs = ((key.partition("."), int(count)) for key, count in state["counts"].items())
-        self._end.load_state_dict(state["feedback"])
+        self._state.load_state_dict(state["feedback"])
         self._counts = {(int(key[0]), int(key[2])): count for key, count in pairs}
-        self._last.clear()
+        self._last_messages.clear()
         self._ids.clear()
-        self._pending.clear()
+        self._pending_counts.clear()
 
-    def _is(self, packs: bool, at: At) -> None:
-        if not at.training:
+    def _check_direction(self, is_sender: bool, context: MessageContext) -> None:
+        if not context.training:
             return
-        if self._packs is not None and self._packs != packs:
+        if self._is_sender is not None and self._is_sender != is_sender:
             words = {True: "packs", False: "unpacks"}
             do = "make two links alike, one for each end"
             raise PolicyError(
-                f"link {self.name}", found=f"it {words[self._packs]}", expected=f"one that {words[packs]}", do=do
+                f"link {self.name}",
+                found=f"it {words[self._is_sender]}",
+                expected=f"one that {words[is_sender]}",
+                do=do,
             )
-        self._packs = packs
+        self._is_sender = is_sender
 
-    def _turn(self, at: At, ids: Tensor | None = None) -> Turn:
-        index = self._counts.get((at.slot, at.tensor), 0)
-        key = _key(self.name, at.slot, at.tensor, index + 1 if at.training else 0)
-        return Turn(at.slot, at.tensor, index, Context(key, at.places), at.ids if ids is None else ids)
+    def _message_info(self, context: MessageContext, ids: Tensor | None = None) -> MessageInfo:
+        index = self._counts.get((context.slot, context.tensor), 0)
+        key = _message_key(self.name, context.slot, context.tensor, index + 1 if context.training else 0)
+        return MessageInfo(
+            context.slot,
+            context.tensor,
+            index,
+            CompressorContext(key, context.indices),
+            context.ids if ids is None else ids,
+        )
 
-    def _head_bytes(self, shape: Sequence[int], at: At) -> int:
-        return _ID_BYTES * (shape[0] if len(shape) else 1) if self._with_ids and at.training else 0
+    def _id_header_bytes(self, shape: Sequence[int], context: MessageContext) -> int:
+        return _ID_BYTES * (shape[0] if len(shape) else 1) if self._with_ids and context.training else 0
 
-    def _head(self, x: Tensor, at: At) -> Tensor | None:
-        head = self._head_bytes(x.shape, at)
+    def _id_header(self, x: Tensor, context: MessageContext) -> Tensor | None:
+        head = self._id_header_bytes(x.shape, context)
         if not head:
             return None
-        if at.ids is None or at.ids.numel() * _ID_BYTES != head:
-            found, do = "none" if at.ids is None else f"{at.ids.numel()}", "give them with set_sample_ids"
-            error = PolicyError if at.ids is None else MismatchError
+        if context.ids is None or context.ids.numel() * _ID_BYTES != head:
+            found, do = "none" if context.ids is None else f"{context.ids.numel()}", "give them with set_sample_ids"
+            error = PolicyError if context.ids is None else MismatchError
             raise error(f"link {self.name}, sample ids", found=found, expected=f"{head // _ID_BYTES}", do=do)
-        self._ids[at.slot, at.tensor] = at.ids
-        return at.ids.to(x.device, torch.int64).contiguous().view(torch.uint8)
+        self._ids[context.slot, context.tensor] = context.ids
+        return context.ids.to(x.device, torch.int64).contiguous().view(torch.uint8)
 
-    def _read_ids(self, wire: Tensor, head: int, at: At) -> Tensor | None:
+    def _read_ids(self, wire: Tensor, header_bytes: int, context: MessageContext) -> Tensor | None:
         """The samples that a message names, which are those that this end was told, if it was."""
-        if not head or wire.dtype != torch.uint8 or wire.dim() != 1 or wire.numel() < head:  # the size says so
-            return at.ids
-        ids = wire[:head].clone().view(torch.int64).cpu()
-        if at.ids is not None and not torch.equal(at.ids.cpu().to(torch.int64), ids):
-            found, expected = f"the samples {ids.tolist()[:8]}", f"{at.ids.tolist()[:8]}, as this end was told"
+        if (
+            not header_bytes or wire.dtype != torch.uint8 or wire.dim() != 1 or wire.numel() < header_bytes
+        ):  # the size says so
+            return context.ids
+        ids = wire[:header_bytes].clone().view(torch.int64).cpu()
+        if context.ids is not None and not torch.equal(context.ids.cpu().to(torch.int64), ids):
+            found, expected = f"the samples {ids.tolist()[:8]}", f"{context.ids.tolist()[:8]}, as this end was told"
             raise MismatchError(f"link {self.name}", found=found, expected=expected, do="tell both ends the same")
         return ids
 
-    def _fits(self, wire: Tensor, out: Tensor, at: At) -> None:
-        size = self.wire_bytes(out.shape, out.dtype, at)
+    def _check_message(self, wire: Tensor, out: Tensor, context: MessageContext) -> None:
+        size = self.wire_bytes(out.shape, out.dtype, context)
         if wire.dtype != torch.uint8 or wire.dim() != 1 or wire.numel() != size:
             found, expected = f"a message of {wire.numel()} x {wire.dtype}", f"{size} bytes for {tuple(out.shape)}"
             raise MismatchError(f"link {self.name}", found=found, expected=expected, do="make both ends alike")
 
-    def _note(self, at: At, turn: Turn, wire: Tensor, x: Tensor) -> None:
-        if type(self.operator).places is not Operator.places:  # else the message would be kept for nothing
-            self._last[turn.key] = at.training, turn, wire, x.shape, x.dtype
+    def _remember(self, context: MessageContext, info: MessageInfo, wire: Tensor, x: Tensor) -> None:
+        if type(self.compressor).indices is not Compressor.indices:  # else the message would be kept for nothing
+            self._last_messages[info.key] = context.training, info, wire, x.shape, x.dtype
 
-    def _done(self, at: At, restarts: int) -> None:
-        if at.training:
-            self._counts[at.slot, at.tensor] = self._counts.get((at.slot, at.tensor), 0) + 1
-            self.ledger.restarts = restarts
+    def _advance(self, context: MessageContext, restarts: int) -> None:
+        if context.training:
+            self._counts[context.slot, context.tensor] = self._counts.get((context.slot, context.tensor), 0) + 1
+            self.stats.restarts = restarts
 
-    def _account(self, x: Tensor, wire: Tensor, seen: Tensor | None, size: int, at: At, turn: Turn) -> None:
-        sampled = bool(self._sample_every) and self.ledger.messages % self._sample_every == 0
-        self.ledger.count(_bytes(x), size)
+    def _record(
+        self, x: Tensor, wire: Tensor, decoded: Tensor | None, size: int, context: MessageContext, info: MessageInfo
+    ) -> None:
+        sampled = bool(self._sample_every) and self.stats.messages % self._sample_every == 0
+        self.stats.add_message(_nbytes(x), size)
         if sampled and x.numel():
             with torch.no_grad():
-                seen = self.operator.decode(wire, torch.empty_like(x), turn.context) if seen is None else seen
-                self.ledger.sample(x, seen)
-        if sampled or self._raises:
-            count = _nonfinite(x)
-            self.ledger.found(count)
-            if self._raises:
-                self._pending.append((at, count))
+                decoded = (
+                    self.compressor.decode(wire, torch.empty_like(x), info.context) if decoded is None else decoded
+                )
+                self.stats.add_error(x, decoded)
+        if sampled or self._raise_nonfinite:
+            count = _count_nonfinite(x)
+            self.stats.add_nonfinite(count)
+            if self._raise_nonfinite:
+                self._pending_counts.append((context, count))
 
-    def _refuse(self, out: Tensor, at: At) -> None:
-        if self._raises:
-            count = _nonfinite(out)
-            self.ledger.found(count)
+    def _check_finite(self, out: Tensor, context: MessageContext) -> None:
+        if self._raise_nonfinite:
+            count = _count_nonfinite(out)
+            self.stats.add_nonfinite(count)
             if int(count):
-                raise self._not_finite(int(count), at)
+                raise self._nonfinite_error(int(count), context)
 
-    def _not_finite(self, count: int, at: At) -> PolicyError:
-        where = f"link {self.name}, micro-batch {at.slot}, tensor {at.tensor}"
+    def _nonfinite_error(self, count: int, context: MessageContext) -> PolicyError:
+        where = f"link {self.name}, micro-batch {context.slot}, tensor {context.tensor}"
         do = 'look for what overflowed, or let such values pass: nonfinite="pass"'
-        return PolicyError(where, found=f"{count} values that are not finite", expected=FINITE, do=do)
+        return PolicyError(where, found=f"{count} values that are not finite", expected=FINITE_VALUES, do=do)
 
 
-def _bytes(x: Tensor) -> int:
+def _nbytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-def _nonfinite(x: Tensor) -> Tensor:
+def _count_nonfinite(x: Tensor) -> Tensor:
     x = x.detach()
     if x.device.type == "cpu" and torch.isfinite(x.sum(dtype=torch.float32)):  # 20 times faster than looking at each
         return torch.zeros((), dtype=torch.int64)
     return torch.isfinite(x).logical_not_().sum()
 
 
-def _key(name: str, slot: int, tensor: int, count: int) -> int:
+def _message_key(name: str, slot: int, tensor: int, count: int) -> int:
     """Different for the first 2^24 messages of 64 slots of 4 tensors: each step is invertible modulo 2^32."""
-    x = (zlib.crc32(name.encode()) + (count << 8 | (slot & 63) << 2 | tensor & 3)) & _MASK
+    x = (zlib.crc32(name.encode()) + (count << 8 | (slot & 63) << 2 | tensor & 3)) & _KEY_MASK
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        x = (x ^ x >> shift) * factor & _MASK
+        x = (x ^ x >> shift) * factor & _KEY_MASK
     return x ^ x >> 16

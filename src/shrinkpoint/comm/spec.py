@@ -7,19 +7,20 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shrinkpoint import arguments
+from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError
 
 if TYPE_CHECKING:
-    from shrinkpoint.comm.feedback.base import Feedback
-    from shrinkpoint.comm.operators.base import Operator
+    from shrinkpoint.comm.compressors.base import Compressor
+    from shrinkpoint.comm.feedback.base import ErrorFeedback
 
 _NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
-_SHAPES = """exact | bf16 | fp16 | q4 | q4:64 | q4:row | q4:channel | q4:64:dither | n3:64 | block4:32 | top10 | \
+_SPEC_EXAMPLES = """exact | bf16 | fp16 | q4 | q4:64 | q4:row | q4:channel | q4:64:dither | n3:64 | block4:32 | top10
+| \
 top10:bf16 | top10:q4:64 | top10:tensor | same | rand10 | h64(q4:64) | ef(..) | efmixed(..) | ef21(..) | aq(..)"""
 
 
-def parse(text: str) -> Operator | Feedback:
+def parse(text: str) -> Compressor | ErrorFeedback:
     """The operator or feedback that a word stands for: what `str` makes of one.
 
     ======================  ============================================================================================
@@ -40,84 +41,98 @@ def parse(text: str) -> Operator | Feedback:
     Raises:
         PolicyError: it is none, or a number in it is out of range.
     """
-    stripped = arguments.text("spec", text, do='write "q4:64"').strip()
+    stripped = validate.check_str("spec", text, do='write "q4:64"').strip()
     for pattern, make in _FEEDBACKS:
         found = re.fullmatch(pattern, stripped, re.DOTALL)
         if found:
-            feedback: Feedback = make(found)
+            feedback: ErrorFeedback = make(found)
             return feedback
-    return operator(stripped)
+    return parse_compressor(stripped)
 
 
-def made(how: Operator | Feedback | str) -> Operator | Feedback:
+def as_compressor(compressor: Compressor | ErrorFeedback | str) -> Compressor | ErrorFeedback:
     """What was given as itself or as its word.
 
     Raises:
         PolicyError: the word is none, or it is something else altogether.
     """
-    if isinstance(how, str):
-        return parse(how)
-    from shrinkpoint.comm.feedback.base import Feedback
-    from shrinkpoint.comm.operators.base import Operator
+    if isinstance(compressor, str):
+        return parse(compressor)
+    from shrinkpoint.comm.compressors.base import Compressor
+    from shrinkpoint.comm.feedback.base import ErrorFeedback
 
     expected = 'an operator, a feedback, or the spec of one, such as "q4:64"'
-    do = "make one: Uniform(4, group=64)" if isinstance(how, type) else 'write "q4:64", or None to compress nothing'
-    found: Operator | Feedback = arguments.kind("how", how, (Operator, Feedback), expected=expected, do=do)
+    do = (
+        "make one: Uniform(4, group=64)"
+        if isinstance(compressor, type)
+        else 'write "q4:64", or None to compress nothing'
+    )
+    found: Compressor | ErrorFeedback = validate.check_instance(
+        "how", compressor, (Compressor, ErrorFeedback), expected=expected, do=do
+    )
     return found
 
 
-def operator(text: str) -> Operator:
+def parse_compressor(text: str) -> Compressor:
     """The same, of operators alone.
 
     Raises:
         PolicyError: it is none.
     """
-    for pattern, make in _OPERATORS:
+    for pattern, make in _COMPRESSORS:
         found = re.fullmatch(pattern, text.strip())
         if found:
-            chosen: Operator = make(found)
+            chosen: Compressor = make(found)
             return chosen
-    raise PolicyError(f"spec {text!r}", found="no operator and no feedback", expected=f"one of {_SHAPES}")
+    raise PolicyError(f"spec {text!r}", found="no operator and no feedback", expected=f"one of {_SPEC_EXAMPLES}")
 
 
-def _home(where: str, name: str) -> Any:
-    return getattr(importlib.import_module(f"shrinkpoint.comm.{where}"), name)
+def _lazy_class(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"shrinkpoint.comm.{module}"), name)
 
 
-def _uniform(found: re.Match[str]) -> Any:
-    group, kind = found["group"], _home("operators.uniform", "Uniform")
+def _uniform(match: re.Match[str]) -> Any:
+    group, kind = match["group"], _lazy_class("compressors.uniform", "Uniform")
     size = int(group) if group and group.isdigit() else group
-    return kind(int(found["bits"]), **_given(group=size, dither=bool(found["dither"]) or None))
+    return kind(int(match["bits"]), **_without_none(group=size, dither=bool(match["dither"]) or None))
 
 
-def _rotated(found: re.Match[str]) -> Any:
-    above = None if found["above"] is None else float(found["above"])
-    kind = _home("operators.rotated", "Rotated")
-    return kind(operator(found["inner"]), **_given(block=_integer(found["block"]), above=above))
+def _hadamard(match: re.Match[str]) -> Any:
+    above = None if match["above"] is None else float(match["above"])
+    kind = _lazy_class("compressors.hadamard", "Hadamard")
+    return kind(
+        parse_compressor(match["inner"]), **_without_none(block=_integer(match["block"]), outlier_threshold=above)
+    )
 
 
-def _normal(found: re.Match[str]) -> Any:
-    return _home("operators.normal", "Normal")(int(found["bits"]), **_given(group=_integer(found["group"])))
+def _normal_float(match: re.Match[str]) -> Any:
+    return _lazy_class("compressors.normal_float", "NormalFloat")(
+        int(match["bits"]), **_without_none(group=_integer(match["group"]))
+    )
 
 
-def _block_float(found: re.Match[str]) -> Any:
-    return _home("operators.blockfloat", "BlockFloat")(int(found["bits"]), **_given(block=_integer(found["block"])))
+def _block_float(match: re.Match[str]) -> Any:
+    return _lazy_class("compressors.block_float", "BlockFloat")(
+        int(match["bits"]), **_without_none(block=_integer(match["block"]))
+    )
 
 
-def _top(found: re.Match[str]) -> Any:
-    per = "tensor" if found["tensor"] else None
-    kind = _home("operators.topk", "TopK")
-    return kind(_share(found["share"]), **_given(values=_values(found["values"]), per=per))
+def _topk(match: re.Match[str]) -> Any:
+    per = "tensor" if match["tensor"] else None
+    kind = _lazy_class("compressors.sparse", "TopK")
+    return kind(_share(match["share"]), **_without_none(values=_values(match["values"]), per=per))
 
 
-def _random(found: re.Match[str]) -> Any:
-    kind = _home("operators.randomk", "RandomK")
-    given = _given(values=_values(found["values"]), scaled=bool(found["scaled"]) or None, seed=_integer(found["seed"]))
-    return kind(_share(found["share"]), **given)
+def _randomk(match: re.Match[str]) -> Any:
+    kind = _lazy_class("compressors.sparse", "RandomK")
+    given = _without_none(
+        values=_values(match["values"]), scaled=bool(match["scaled"]) or None, seed=_integer(match["seed"])
+    )
+    return kind(_share(match["share"]), **given)
 
 
-def _same(found: re.Match[str]) -> Any:
-    return _home("operators.same", "SameIndices")(**_given(values=_values(found["values"])))
+def _same_indices(match: re.Match[str]) -> Any:
+    return _lazy_class("compressors.sparse", "SameIndices")(**_without_none(values=_values(match["values"])))
 
 
 def _share(percent: str) -> float:
@@ -126,50 +141,60 @@ def _share(percent: str) -> float:
 
 
 def _values(text: str | None) -> Any:
-    return text if text in (None, "fp32", "fp16", "bf16") else operator(text)
+    return text if text in (None, "fp32", "fp16", "bf16") else parse_compressor(text)
 
 
 def _integer(text: str | None) -> int | None:
     return None if text is None else int(text)
 
 
-def _given(**options: Any) -> dict[str, Any]:
+def _without_none(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _mixed(found: re.Match[str]) -> Any:
-    share = None if found["part"] is None else float(found["part"])
-    return _home("feedback.mixed", "EFMixed")(operator(found["inner"]), **_given(share=share))
+def _ef_mixed(match: re.Match[str]) -> Any:
+    share = None if match["part"] is None else float(match["part"])
+    return _lazy_class("feedback.error_feedback", "EFMixed")(
+        parse_compressor(match["inner"]), **_without_none(share=share)
+    )
 
 
-def _aqsgd(found: re.Match[str]) -> Any:
-    inner, *options = found["inner"].split(", ")
+def _aqsgd(match: re.Match[str]) -> Any:
+    inner, *options = match["inner"].split(", ")
     given = dict(option.partition("=")[::2] for option in options)
     unknown = given.keys() - {"warmup", "dtype", "most_bytes"}
     numbers = [value for name, value in given.items() if name != "dtype"]
     if unknown or not all(re.fullmatch(r"\d+", value) for value in numbers):
         expected = "warmup=, dtype=, most_bytes= and folder= after the operator, in that order"
-        raise PolicyError(f"spec {found[0]!r}", found=", ".join(options), expected=expected)
+        raise PolicyError(f"spec {match[0]!r}", found=", ".join(options), expected=expected)
     typed = {name: value if name == "dtype" else int(value) for name, value in given.items()}
-    return _home("feedback.aqsgd", "AQSGD")(operator(inner), **typed, **_given(folder=found["folder"]))
+    return _lazy_class("feedback.aqsgd", "AQSGD")(
+        parse_compressor(inner), **typed, **_without_none(folder=match["folder"])
+    )
 
 
-_Made = tuple[str, Callable[[re.Match[str]], Any]]
+_SpecRule = tuple[str, Callable[[re.Match[str]], Any]]
 _VALUES = r"(?::(?P<values>.+))?"
-_OPERATORS: tuple[_Made, ...] = (
-    ("exact", lambda found: _home("operators.exact", "Exact")()),
-    ("bf16|fp16", lambda found: _home("operators.cast", "Cast")(found[0])),
+_COMPRESSORS: tuple[_SpecRule, ...] = (
+    ("exact", lambda found: _lazy_class("compressors.base", "Identity")()),
+    ("bf16|fp16", lambda found: _lazy_class("compressors.cast", "Cast")(found[0])),
     (r"q(?P<bits>\d+)(?::(?P<group>\d+|row|channel))?(?P<dither>:dither)?", _uniform),
-    (r"n(?P<bits>\d+)(?::(?P<group>\d+))?", _normal),
+    (r"n(?P<bits>\d+)(?::(?P<group>\d+))?", _normal_float),
     (r"block(?P<bits>\d+)(?::(?P<block>\d+))?", _block_float),
-    (rf"h(?P<block>\d+)(?:>(?P<above>{_NUMBER}))?\((?P<inner>.*)\)", _rotated),
-    (rf"top(?P<share>{_NUMBER})(?P<tensor>:tensor)?{_VALUES}", _top),
-    (rf"rand(?P<share>{_NUMBER})(?P<scaled>:scaled)?(?::seed(?P<seed>\d+))?{_VALUES}", _random),
-    (rf"same{_VALUES}", _same),
+    (rf"h(?P<block>\d+)(?:>(?P<above>{_NUMBER}))?\((?P<inner>.*)\)", _hadamard),
+    (rf"top(?P<share>{_NUMBER})(?P<tensor>:tensor)?{_VALUES}", _topk),
+    (rf"rand(?P<share>{_NUMBER})(?P<scaled>:scaled)?(?::seed(?P<seed>\d+))?{_VALUES}", _randomk),
+    (rf"same{_VALUES}", _same_indices),
 )
-_FEEDBACKS: tuple[_Made, ...] = (
-    (r"ef\((?P<inner>.*)\)", lambda found: _home("feedback.ef", "EF")(operator(found["inner"]))),
-    (r"ef21\((?P<inner>.*)\)", lambda found: _home("feedback.ef21", "EF21")(operator(found["inner"]))),
-    (rf"efmixed\((?P<inner>.*?)(?:, share=(?P<part>{_NUMBER}))?\)", _mixed),
+_FEEDBACKS: tuple[_SpecRule, ...] = (
+    (
+        r"ef\((?P<inner>.*)\)",
+        lambda found: _lazy_class("feedback.error_feedback", "EF")(parse_compressor(found["inner"])),
+    ),
+    (
+        r"ef21\((?P<inner>.*)\)",
+        lambda found: _lazy_class("feedback.error_feedback", "EF21")(parse_compressor(found["inner"])),
+    ),
+    (rf"efmixed\((?P<inner>.*?)(?:, share=(?P<part>{_NUMBER}))?\)", _ef_mixed),
     (r"aq\((?P<inner>.*?)(?:, folder=(?P<folder>.*))?\)", _aqsgd),
 )

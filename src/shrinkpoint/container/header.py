@@ -14,27 +14,43 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shrinkpoint._native import xxh3_128
-from shrinkpoint.container.strict import exact, load, refuse
+from shrinkpoint.container.strict_json import corrupt_error, expect_type, load_json
 from shrinkpoint.errors import TruncatedError
-from shrinkpoint.record import ITEMSIZE, JSON
+from shrinkpoint.tensors.info import ITEMSIZE, JSON
 
 ALIGN = 8
-LIMIT = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """Bytes of the longest header; safetensors refuses longer ones too."""
 
-NATIVE = frozenset({
-    "BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64",
-    "F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2", "C64",
-})  # fmt: skip
+SAFETENSORS_DTYPES = frozenset(
+    {
+        "BOOL",
+        "U8",
+        "I8",
+        "U16",
+        "I16",
+        "U32",
+        "I32",
+        "U64",
+        "I64",
+        "F16",
+        "BF16",
+        "F32",
+        "F64",
+        "F8_E4M3",
+        "F8_E5M2",
+        "C64",
+    }
+)
 """The dtypes an entry of a file may have; each names the same thing to safetensors."""
 
 PREFIX = b'{"__metadata__":{"format":"pt","shrinkpoint.digest":"'
 """How every header begins, in this and in all later versions of the format."""
 
-_BLANK = b"0" * 32
-_SEAL = slice(8 + len(PREFIX), 8 + len(PREFIX) + 32)
-_DIGEST = re.compile("[0-9a-f]{32}")
-FAR = 1 << 63
+_BLANK_DIGEST = b"0" * 32
+_DIGEST_SLICE = slice(8 + len(PREFIX), 8 + len(PREFIX) + 32)
+_DIGEST_PATTERN = re.compile("[0-9a-f]{32}")
+SIZE_LIMIT = 1 << 63
 """No size, dimension or offset of a file is as large as this."""
 
 
@@ -68,146 +84,150 @@ class Header:
 
     Attributes:
         digest: the seal, in hex.
-        document: the text in `__metadata__["shrinkpoint"]`.
+        metadata_json: the text in `__metadata__["shrinkpoint"]`.
         slots: in the order of the payload, which they fill.
         start: where the payload begins in the file.
     """
 
     digest: str
-    document: str
+    metadata_json: str
     slots: tuple[Slot, ...]
     start: int
 
 
-def extent(shape: Sequence[int], itemsize: int) -> int | None:
+def nbytes_of(shape: Sequence[int], itemsize: int) -> int | None:
     """Bytes of a tensor; None when they are more than a file can have, or torch can count on its way to a 0."""
     size = itemsize
     for dim in shape:
         size *= dim
         if not size:
             return 0
-        if size >= FAR:  # at once, lest many dims grow a number of megabytes
+        if size >= SIZE_LIMIT:  # at once, lest many dims grow a number of megabytes
             return None
     return size
 
 
-def pack(document: str, slots: Sequence[Slot], length: int = 0) -> tuple[bytes, str]:
+def encode_header(metadata_json: str, slots: Sequence[Slot], length: int = 0) -> tuple[bytes, str]:
     """Length bytes and sealed header, with spaces up to `length` header bytes or to the next multiple of 8.
 
     Returns:
         the bytes, and the digest in them.
     """
-    metadata = {"format": "pt", "shrinkpoint.digest": _BLANK.decode(), "shrinkpoint": document}
+    metadata = {"format": "pt", "shrinkpoint.digest": _BLANK_DIGEST.decode(), "shrinkpoint": metadata_json}
     entries = {s.name: {"dtype": s.dtype, "shape": s.shape, "data_offsets": (s.begin, s.end)} for s in slots}
     text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode("ascii")
     text = text.ljust(max(length, -(-len(text) // ALIGN) * ALIGN))
     data = struct.pack("<Q", len(text)) + text
     digest = xxh3_128(data)
-    return data[: _SEAL.start] + digest.encode() + data[_SEAL.stop :], digest
+    return data[: _DIGEST_SLICE.start] + digest.encode() + data[_DIGEST_SLICE.stop :], digest
 
 
-def unpack(source: Readable, where: str) -> Header:
+def decode_header(source: Readable, where: str) -> Header:
     """Read and check a header; nothing is read, and no memory taken, beyond what the file has.
 
     Raises:
         TruncatedError: the file ends before what it announces.
         CorruptError: anything else about these bytes is wrong.
     """
-    data = _raw(source, where)
-    digest = _seal(data, where)
-    outer = exact(load(data[8:], where, "the header"), dict, where, "the header")
-    metadata = exact(outer.pop("__metadata__", None), dict, where, '"__metadata__"')
-    document = exact(metadata.get("shrinkpoint"), str, where, '"shrinkpoint" in the metadata')
+    data = _read_bytes(source, where)
+    digest = _check_digest(data, where)
+    outer = expect_type(load_json(data[8:], where, "the header"), dict, where, "the header")
+    metadata = expect_type(outer.pop("__metadata__", None), dict, where, '"__metadata__"')
+    document = expect_type(metadata.get("shrinkpoint"), str, where, '"shrinkpoint" in the metadata')
     if len(metadata) != 3:
-        raise refuse(where, f"metadata with the keys {sorted(metadata)}", "the three of our format")
-    slots, end = _slots(outer, where)
-    _measure(source.size, len(data) + end, where)
+        raise corrupt_error(where, f"metadata with the keys {sorted(metadata)}", "the three of our format")
+    slots, end = _parse_slots(outer, where)
+    _check_size(source.size, len(data) + end, where)
     return Header(digest, document, slots, len(data))
 
 
-def seal(source: Readable, where: str) -> str:
+def read_digest(source: Readable, where: str) -> str:
     """The digest of a header, which is right; raises as `unpack` does."""
-    return _seal(_raw(source, where), where)
+    return _check_digest(_read_bytes(source, where), where)
 
 
-def _raw(source: Readable, where: str) -> bytes:
+def _read_bytes(source: Readable, where: str) -> bytes:
     if source.size < 8:
-        raise _short(where, f"{source.size} bytes", "at least the 8 of a length")
+        raise _truncated_error(where, f"{source.size} bytes", "at least the 8 of a length")
     (length,) = struct.unpack("<Q", source.read(0, 8))
-    if length > LIMIT or length % ALIGN or length < len(PREFIX):
-        raise refuse(where, f"an announced header of {length} bytes", f"a multiple of 8 up to {LIMIT}")
+    if length > MAX_HEADER_BYTES or length % ALIGN or length < len(PREFIX):
+        raise corrupt_error(
+            where, f"an announced header of {length} bytes", f"a multiple of 8 up to {MAX_HEADER_BYTES}"
+        )
     if 8 + length > source.size:
-        raise _short(where, f"{source.size} bytes", f"{8 + length} for the header alone")
+        raise _truncated_error(where, f"{source.size} bytes", f"{8 + length} for the header alone")
     return bytes(source.read(0, 8 + length))
 
 
-def _seal(data: bytes, where: str) -> str:
+def _check_digest(data: bytes, where: str) -> str:
     if not data[8:].startswith(PREFIX):
-        raise refuse(
+        raise corrupt_error(
             where,
             f"a header that begins with {data[8:40]!r}",
             "the beginning of a shrinkpoint header",
             "open it with safetensors, if it is another program's",
         )
-    found = data[_SEAL].decode("latin-1")
-    digest = xxh3_128(data[: _SEAL.start] + _BLANK + data[_SEAL.stop :])
+    found = data[_DIGEST_SLICE].decode("latin-1")
+    digest = xxh3_128(data[: _DIGEST_SLICE.start] + _BLANK_DIGEST + data[_DIGEST_SLICE.stop :])
     if found != digest:
-        raise refuse(where, f"header digest {found!r}", f"{digest!r}, which these bytes have")
+        raise corrupt_error(where, f"header digest {found!r}", f"{digest!r}, which these bytes have")
     return digest
 
 
-def _slots(outer: dict[str, JSON], where: str) -> tuple[tuple[Slot, ...], int]:
+def _parse_slots(entries: dict[str, JSON], where: str) -> tuple[tuple[Slot, ...], int]:
     slots, cursor = [], 0
-    for name, value in outer.items():
-        slot = _slot(name, value, where)
+    for name, value in entries.items():
+        slot = _parse_slot(name, value, where)
         if slot.begin != cursor:
             fault = "overlaps its forerunner" if slot.begin < cursor else "leaves a hole before it"
-            raise refuse(where, f"entry {name!r}, which begins at {slot.begin} and {fault}", f"a beginning at {cursor}")
+            raise corrupt_error(
+                where, f"entry {name!r}, which begins at {slot.begin} and {fault}", f"a beginning at {cursor}"
+            )
         slots.append(slot)
         cursor = slot.end
     return tuple(slots), cursor
 
 
-def _slot(name: str, value: JSON, where: str) -> Slot:
+def _parse_slot(name: str, value: JSON, where: str) -> Slot:
     what = f"entry {name!r}"
-    fields = exact(value, dict, where, what)
+    fields = expect_type(value, dict, where, what)
     if fields.keys() != {"dtype", "shape", "data_offsets"}:
-        raise refuse(where, f"{what} with the keys {sorted(fields)}", "dtype, shape and data_offsets")
-    dtype = exact(fields["dtype"], str, where, f"the dtype of {what}")
-    if dtype not in NATIVE:
-        raise refuse(where, f"{what} of dtype {dtype!r}", "a dtype of safetensors that this format uses")
-    shape = counts(fields["shape"], where, f"the shape of {what}")
-    offsets = counts(fields["data_offsets"], where, f"the offsets of {what}")
-    size = extent(shape, ITEMSIZE[dtype])
+        raise corrupt_error(where, f"{what} with the keys {sorted(fields)}", "dtype, shape and data_offsets")
+    dtype = expect_type(fields["dtype"], str, where, f"the dtype of {what}")
+    if dtype not in SAFETENSORS_DTYPES:
+        raise corrupt_error(where, f"{what} of dtype {dtype!r}", "a dtype of safetensors that this format uses")
+    shape = shape_from_json(fields["shape"], where, f"the shape of {what}")
+    offsets = shape_from_json(fields["data_offsets"], where, f"the offsets of {what}")
+    size = nbytes_of(shape, ITEMSIZE[dtype])
     if len(offsets) != 2 or offsets[1] - offsets[0] != size:
-        raise refuse(where, f"{what} at {list(offsets)}", f"two offsets {size} bytes apart, as its shape says")
+        raise corrupt_error(where, f"{what} at {list(offsets)}", f"two offsets {size} bytes apart, as its shape says")
     return Slot(name, dtype, shape, offsets[0], offsets[1])
 
 
-def counts(value: JSON, where: str, what: str) -> tuple[int, ...]:
+def shape_from_json(value: JSON, where: str, what: str) -> tuple[int, ...]:
     """`value` as a tuple, when it is a list of whole numbers from 0 to 2^63 - 1."""
-    found = exact(value, list, where, what)
+    found = expect_type(value, list, where, what)
     for number in found:
-        if not 0 <= exact(number, int, where, what) < FAR:
-            raise refuse(where, f"{number} in {what}", "a number from 0 to 2^63 - 1")
+        if not 0 <= expect_type(number, int, where, what) < SIZE_LIMIT:
+            raise corrupt_error(where, f"{number} in {what}", "a number from 0 to 2^63 - 1")
     return tuple(found)
 
 
-def hexdigest(value: JSON, where: str, what: str) -> str:
+def check_hexdigest(value: JSON, where: str, what: str) -> str:
     """`value`, when it is a digest as this format writes it."""
-    found = exact(value, str, where, what)
-    if not _DIGEST.fullmatch(found):
-        raise refuse(where, f"{found[:40]!r} for {what}", "32 hex digits")
+    found = expect_type(value, str, where, what)
+    if not _DIGEST_PATTERN.fullmatch(found):
+        raise corrupt_error(where, f"{found[:40]!r} for {what}", "32 hex digits")
     return found
 
 
-def _measure(size: int, announced: int, where: str) -> None:
+def _check_size(size: int, announced: int, where: str) -> None:
     if size < announced:
-        raise _short(where, f"{size} bytes", f"{announced}, which its header announces")
+        raise _truncated_error(where, f"{size} bytes", f"{announced}, which its header announces")
     if size > announced:
-        raise refuse(where, f"{size} bytes", f"{announced}, which its header announces")
+        raise corrupt_error(where, f"{size} bytes", f"{announced}, which its header announces")
 
 
-def _short(where: str, found: str, expected: str) -> TruncatedError:
+def _truncated_error(where: str, found: str, expected: str) -> TruncatedError:
     do = "restore another checkpoint, or fetch an intact copy of this file"
     return TruncatedError(where, found=f"only {found}", expected=expected, do=do)

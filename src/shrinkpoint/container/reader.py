@@ -7,14 +7,13 @@ from copy import copy
 from dataclasses import dataclass
 
 from shrinkpoint._native import Hasher, xxh3_128
-from shrinkpoint.collection import postponed
-from shrinkpoint.container import document, header
-from shrinkpoint.container.document import Entry, RecordHead
+from shrinkpoint.container import header, metadata
 from shrinkpoint.container.header import Readable
-from shrinkpoint.container.strict import refuse
+from shrinkpoint.container.metadata import Entry, RecordHead
+from shrinkpoint.container.strict_json import corrupt_error
 from shrinkpoint.errors import CorruptError, FormatError, StorageError
-from shrinkpoint.guard import guarded
-from shrinkpoint.record import Encoded
+from shrinkpoint.guard import no_gc, read_guard
+from shrinkpoint.tensors.info import EncodedRecord
 
 _WINDOW = 8 << 20
 
@@ -34,7 +33,7 @@ class Damage:
     error: FormatError | StorageError
 
 
-class Reader:
+class FileReader:
     """A file's header, and its records one by one. Several threads may use one reader at once.
 
     Attributes:
@@ -52,31 +51,31 @@ class Reader:
     """
 
     def __init__(self, source: Readable, where: str) -> None:
-        with guarded(where), postponed():
-            head = header.unpack(source, where)
-            said = document.parse(head, where)
+        with read_guard(where), no_gc():
+            head = header.decode_header(source, where)
+            said = metadata.parse(head, where)
         self._source = source
-        self._vouched: set[tuple[str, str]] = set()  # records' parts whose bytes were compared with their digests
+        self._verified: set[tuple[str, str]] = set()  # records' parts whose bytes were compared with their digests
         self.where, self.digest, self.size = where, head.digest, source.size
         self.writer, self.scheme, self.parent = said.writer, said.scheme, said.parent
         self.tree, self.report, self.records = said.tree, said.report, said.records
 
-    def attached(self, source: Readable) -> Reader:
+    def reopen(self, source: Readable) -> FileReader:
         """This reader over the same file, opened again, without parsing its header again.
 
         Raises:
             CorruptError: it is another file by now.
             TruncatedError, StorageError: as of a new reader.
         """
-        with guarded(self.where):
-            found = header.seal(source, self.where)
+        with read_guard(self.where):
+            found = header.read_digest(source, self.where)
         if (found, source.size) != (self.digest, self.size):
-            raise refuse(self.where, f"header digest {found}", f"{self.digest}, which it had when it was opened")
+            raise corrupt_error(self.where, f"header digest {found}", f"{self.digest}, which it had when it was opened")
         out = copy(self)
-        out._source, out._vouched = source, set()
+        out._source, out._verified = source, set()
         return out
 
-    def read(self, record: RecordHead) -> Encoded:
+    def read(self, record: RecordHead) -> EncodedRecord:
         """A record with its bytes, whose digests are right.
 
         Raises:
@@ -84,8 +83,8 @@ class Reader:
             TruncatedError: the file has been cut since it was opened.
             StorageError: reading failed.
         """
-        parts = {part: self._part(record, part, entry) for part, entry in record.parts.items()}
-        return Encoded(record.name, record.infos, record.recipe, parts, record.digest, record.base)
+        parts = {part: self._read_whole_part(record, part, entry) for part, entry in record.parts.items()}
+        return EncodedRecord(record.name, record.infos, record.recipe, parts, record.digest, record.base)
 
     def read_part(self, record: RecordHead, part: str, begin: int, end: int) -> memoryview:
         """Some bytes of a part, whose digest is compared when the first of it are asked for, and then no more.
@@ -96,11 +95,11 @@ class Reader:
         """
         entry = record.parts[part]
         if not 0 <= begin <= end <= entry.size:
-            raise self._damaged(record, part, f"{entry.size} bytes", f"bytes {begin} to {end}")
-        if (record.name, part) not in self._vouched:
-            self._filler(record, part, entry)
-            self._match(record, part, entry, self._digest(entry))
-            self._vouched.add((record.name, part))
+            raise self._corrupt_error(record, part, f"{entry.size} bytes", f"bytes {begin} to {end}")
+        if (record.name, part) not in self._verified:
+            self._check_filler(record, part, entry)
+            self._check_digest(record, part, entry, self._digest(entry))
+            self._verified.add((record.name, part))
         return memoryview(self._source.read(entry.offset + begin, end - begin))
 
     def check(self) -> Iterator[Damage]:
@@ -108,15 +107,15 @@ class Reader:
         for record in self.records:
             for part, entry in record.parts.items():
                 try:
-                    self._filler(record, part, entry)
-                    self._match(record, part, entry, self._digest(entry))
+                    self._check_filler(record, part, entry)
+                    self._check_digest(record, part, entry, self._digest(entry))
                 except (FormatError, StorageError) as error:
                     yield Damage(record.name, tuple(info.name for info in record.infos), error)
 
-    def _part(self, record: RecordHead, part: str, entry: Entry) -> memoryview:
-        self._filler(record, part, entry)
+    def _read_whole_part(self, record: RecordHead, part: str, entry: Entry) -> memoryview:
+        self._check_filler(record, part, entry)
         data = self._source.read(entry.offset, entry.size)
-        self._match(record, part, entry, xxh3_128(data))
+        self._check_digest(record, part, entry, xxh3_128(data))
         return memoryview(data)
 
     def _digest(self, entry: Entry) -> str:
@@ -125,15 +124,15 @@ class Reader:
             hasher.update(self._source.read(begin, min(_WINDOW, end - begin)))
         return hasher.hexdigest()
 
-    def _filler(self, record: RecordHead, part: str, entry: Entry) -> None:
+    def _check_filler(self, record: RecordHead, part: str, entry: Entry) -> None:
         if entry.pad and any(self._source.read(entry.offset - entry.pad, entry.pad)):
-            raise self._damaged(record, part, "a filler that is not zero", "zeros")
+            raise self._corrupt_error(record, part, "a filler that is not zero", "zeros")
 
-    def _match(self, record: RecordHead, part: str, entry: Entry, digest: str) -> None:
+    def _check_digest(self, record: RecordHead, part: str, entry: Entry, digest: str) -> None:
         if digest != entry.digest:
-            raise self._damaged(record, part, f"stored digest {digest}", entry.digest)
+            raise self._corrupt_error(record, part, f"stored digest {digest}", entry.digest)
 
-    def _damaged(self, record: RecordHead, part: str, found: str, expected: str) -> CorruptError:
+    def _corrupt_error(self, record: RecordHead, part: str, found: str, expected: str) -> CorruptError:
         name = record.infos[0].name if len(record.infos) == 1 else record.name
         do = "restore another checkpoint; `shrinkpoint verify` tells what else is hit"
-        return refuse(f"{self.where}: tensor {name!r}, part {part!r}", found, expected, do)
+        return corrupt_error(f"{self.where}: tensor {name!r}, part {part!r}", found, expected, do)

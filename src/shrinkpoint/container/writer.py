@@ -12,14 +12,22 @@ from typing import Protocol
 
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.container import header
-from shrinkpoint.container.document import FILLER, FORMAT, SPARE, is_open, is_plain, needs_filler, row
 from shrinkpoint.container.header import Slot
-from shrinkpoint.container.strict import DEPTH, depth, most_nests, nests
+from shrinkpoint.container.metadata import (
+    FILLER_PREFIX,
+    FORMAT_VERSION,
+    RENAMED_PREFIX,
+    filler_size,
+    is_plain,
+    is_standard_entry,
+    record_to_json,
+)
+from shrinkpoint.container.strict_json import MAX_JSON_DEPTH, count_nests, json_depth, max_nests
 from shrinkpoint.errors import PolicyError, StateError
-from shrinkpoint.record import JSON, Encoded, TensorInfo
+from shrinkpoint.tensors.info import JSON, EncodedRecord, TensorInfo
 
 _BLOCK = 8 << 20
-_DEPTH = DEPTH - 8  # what stands around a value in the header is nested, too
+_MAX_VALUE_DEPTH = MAX_JSON_DEPTH - 8  # what stands around a value in the header is nested, too
 _ZEROS = bytes(header.ALIGN)
 
 
@@ -34,14 +42,14 @@ class Writable(Protocol):
 
 
 @dataclass(frozen=True)
-class FileSummary:
+class WriteSummary:
     """A file that has been written: its bytes, and its header digest, which vouches for every one of them."""
 
     size: int
     digest: str
 
 
-class Writer:
+class FileWriter:
     """Streams records into a file.
 
     The header comes first in the file and is known last. Up to `spool` bytes of payload are held back in memory, so
@@ -65,22 +73,23 @@ class Writer:
         self, sink: Writable, *, scheme: str, parent: JSON, tree: JSON, expected: Sequence[TensorInfo] = ()
     ) -> None:
         self._sink = sink
-        self._head = (
-            f'{{"format":{FORMAT},"writer":{_text(_release(), "writer")},"scheme":{_text(scheme, "scheme")},'
-            f'"parent":{_text(parent, "parent")},"tree":{_text(tree, "state")}'
+        self._json_prefix = (
+            f'{{"format":{FORMAT_VERSION},"writer":{_to_json(_writer_name(), "writer")},'
+            f'"scheme":{_to_json(scheme, "scheme")},'
+            f'"parent":{_to_json(parent, "parent")},"tree":{_to_json(tree, "state")}'
         )
-        self._coming = {info.name for info in expected}
+        self._expected_names = {info.name for info in expected}
         self._recipes: dict[str, int] = {}
         self._rows: list[str] = []
         self._slots: list[Slot] = []
         self._entries: set[str] = set()
         self._records: set[str] = set()
         self._tensors: set[str] = set()
-        self._end = 0  # of the payload so far, in bytes
-        self._held: BytesIO | None = BytesIO()
-        self._room = 0  # bytes reserved for the header, its length included; 0 while the payload is held back
+        self._payload_size = 0  # of the payload so far, in bytes
+        self._spooled: BytesIO | None = BytesIO()
+        self._reserved = 0  # bytes reserved for the header, its length included; 0 while the payload is held back
 
-    def add(self, encoded: Encoded) -> int:
+    def add(self, encoded: EncodedRecord) -> int:
         """Append one record; its parts are copied or written before this returns.
 
         Returns:
@@ -91,15 +100,15 @@ class Writer:
             StorageError: writing failed.
         """
         self._check(encoded)
-        recipe = self._recipes.setdefault(_text(encoded.recipe, encoded.name), len(self._recipes))
-        begin = self._end
-        digests = {part: self._part(encoded, part) for part in encoded.parts}
-        self._rows.append(_text(row(encoded, recipe, digests), encoded.name))
+        recipe = self._recipes.setdefault(_to_json(encoded.recipe, encoded.name), len(self._recipes))
+        begin = self._payload_size
+        digests = {part: self._write_part(encoded, part) for part in encoded.parts}
+        self._rows.append(_to_json(record_to_json(encoded, recipe, digests), encoded.name))
         self._records.add(encoded.name)
         self._tensors.update(info.name for info in encoded.infos)
-        return self._end - begin
+        return self._payload_size - begin
 
-    def finish(self, report: JSON = None) -> FileSummary:
+    def finish(self, report: JSON = None) -> WriteSummary:
         """Write the header. The file is whole afterwards, and as durable as its sink makes it.
 
         Args:
@@ -110,35 +119,35 @@ class Writer:
             StateError: `report` is not JSON.
             StorageError: writing failed.
         """
-        document = self._document(report)
+        document = self._metadata_json(report)
         self._check_nests(document)
-        data, digest = header.pack(document, self._slots, self._room - 8)
-        if len(data) - 8 > header.LIMIT:
+        data, digest = header.encode_header(document, self._slots, self._reserved - 8)
+        if len(data) - 8 > header.MAX_HEADER_BYTES:
             raise PolicyError(
                 "container",
                 found=f"a header of {len(data) - 8} bytes for {len(self._tensors)} tensors",
-                expected=f"at most {header.LIMIT}",
+                expected=f"at most {header.MAX_HEADER_BYTES}",
                 do="save the state in several files",
             )
-        if self._held is None:
-            self._move(len(data) - self._room)
+        if self._spooled is None:
+            self._shift_payload(len(data) - self._reserved)
             self._sink.seek(0)
         self._sink.write(data)
-        if self._held is not None:
-            self._sink.write(self._held.getbuffer())
-        return FileSummary(len(data) + self._end, digest)
+        if self._spooled is not None:
+            self._sink.write(self._spooled.getbuffer())
+        return WriteSummary(len(data) + self._payload_size, digest)
 
-    def _check_nests(self, document: str) -> None:
-        if (count := nests(document)) > (most := most_nests(len(document))):
+    def _check_nests(self, metadata_json: str) -> None:
+        if (count := count_nests(metadata_json)) > (most := max_nests(len(metadata_json))):
             found, expected = f"a header of {count} lists and objects", f"at most {most}"
             do = "save many small values as one tensor or text, or the state in several files"
             raise PolicyError("container", found=found, expected=expected, do=do)
 
-    def _document(self, report: JSON) -> str:
+    def _metadata_json(self, report: JSON) -> str:
         recipes, rows = ",".join(self._recipes), ",".join(self._rows)
-        return f'{self._head},"recipes":[{recipes}],"records":[{rows}],"report":{_text(report, "report")}}}'
+        return f'{self._json_prefix},"recipes":[{recipes}],"records":[{rows}],"report":{_to_json(report, "report")}}}'
 
-    def _check(self, encoded: Encoded) -> None:
+    def _check(self, encoded: EncodedRecord) -> None:
         names = [info.name for info in encoded.infos]
         sizes = [memoryview(data).nbytes for data in encoded.parts.values()]
         if not names:
@@ -151,58 +160,60 @@ class Writer:
             return
         raise PolicyError(f"record {encoded.name!r}", found=fault, do="report this: the scheme is at fault")
 
-    def _part(self, encoded: Encoded, part: str) -> str:
+    def _write_part(self, encoded: EncodedRecord, part: str) -> str:
         """Place one part behind what there is; returns its digest."""
         view = memoryview(encoded.parts[part])
         data = view.cast("B") if view.nbytes else memoryview(b"")
-        if is_open(encoded.recipe, encoded.infos):
+        if is_standard_entry(encoded.recipe, encoded.infos):
             (info,) = encoded.infos
             name, dtype, shape = info.name, info.dtype, info.shape
         else:
             name, dtype, shape = f"{encoded.name}/{part}", "U8", (len(data),)
-        pad = needs_filler(dtype, len(data), self._end)
+        pad = filler_size(dtype, len(data), self._payload_size)
         if pad:
-            self._place(f"{FILLER}{len(self._slots)}", "U8", (pad,), _ZEROS[:pad])
-        self._place(name if self._is_free(name) else f"{SPARE}{len(self._slots)}", dtype, shape, data)
+            self._write_entry(f"{FILLER_PREFIX}{len(self._slots)}", "U8", (pad,), _ZEROS[:pad])
+        self._write_entry(name if self._is_free(name) else f"{RENAMED_PREFIX}{len(self._slots)}", dtype, shape, data)
         return xxh3_128(data)
 
     def _is_free(self, name: str) -> bool:
         """Whether an entry may have this name: not taken, not reserved, and Unicode, as safetensors wants it."""
-        reserved = name == "__metadata__" or name.startswith((FILLER, SPARE))
+        reserved = name == "__metadata__" or name.startswith((FILLER_PREFIX, RENAMED_PREFIX))
         return not reserved and name not in self._entries and not any("\ud800" <= c <= "\udfff" for c in name)
 
-    def _place(self, name: str, dtype: str, shape: tuple[int, ...], data: bytes | memoryview) -> None:
-        if self._held is not None and self._held.tell() + len(data) > self.spool:
-            self._spill(self._held)
-        if self._held is not None:
-            self._held.write(data)
+    def _write_entry(self, name: str, dtype: str, shape: tuple[int, ...], data: bytes | memoryview) -> None:
+        if self._spooled is not None and self._spooled.tell() + len(data) > self.spool:
+            self._start_streaming(self._spooled)
+        if self._spooled is not None:
+            self._spooled.write(data)
         else:
             self._sink.write(data)
-        self._slots.append(Slot(name, dtype, shape, self._end, self._end + len(data)))
+        self._slots.append(Slot(name, dtype, shape, self._payload_size, self._payload_size + len(data)))
         self._entries.add(name)
-        self._end += len(data)
+        self._payload_size += len(data)
 
-    def _spill(self, held: BytesIO) -> None:
+    def _start_streaming(self, spooled: BytesIO) -> None:
         """Give up on an exact header: reserve room for one, and let the payload go."""
-        known, _ = header.pack(self._document(None), self._slots)
-        coming = sum(4 * len(name) + 400 for name in self._coming - self._tensors)  # an entry or two, and a row, each
-        self._room = len(known) + 4096 + coming
-        self._room += -self._room % header.ALIGN
-        self._sink.write(b" " * self._room)
-        self._sink.write(held.getbuffer())
-        self._held = None
+        known, _ = header.encode_header(self._metadata_json(None), self._slots)
+        coming = sum(
+            4 * len(name) + 400 for name in self._expected_names - self._tensors
+        )  # an entry or two, and a row, each
+        self._reserved = len(known) + 4096 + coming
+        self._reserved += -self._reserved % header.ALIGN
+        self._sink.write(b" " * self._reserved)
+        self._sink.write(spooled.getbuffer())
+        self._spooled = None
 
-    def _move(self, by: int) -> None:
+    def _shift_payload(self, by: int) -> None:
         """Shift the payload towards the end of the file, last block first."""
-        for end in range(self._end if by > 0 else 0, 0, -_BLOCK):
-            begin = self._room + max(0, end - _BLOCK)
+        for end in range(self._payload_size if by > 0 else 0, 0, -_BLOCK):
+            begin = self._reserved + max(0, end - _BLOCK)
             self._sink.seek(begin)
-            block = self._sink.read(self._room + end - begin)
+            block = self._sink.read(self._reserved + end - begin)
             self._sink.seek(begin + by)
             self._sink.write(block)
 
 
-def _text(value: JSON, where: str) -> str:
+def _to_json(value: JSON, where: str) -> str:
     """`value` as compact JSON that `strict.load` reads.
 
     Raises:
@@ -210,16 +221,16 @@ def _text(value: JSON, where: str) -> str:
     """
     try:
         text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-        reason = "nested too deeply" if depth(value) > _DEPTH else ""
+        reason = "nested too deeply" if json_depth(value) > _MAX_VALUE_DEPTH else ""
     except (TypeError, ValueError, RecursionError) as error:
         reason = str(error)
     if reason:
         raise StateError(
-            where, found=f"what JSON does not take ({reason})", expected=f"JSON of at most {_DEPTH} levels"
+            where, found=f"what JSON does not take ({reason})", expected=f"JSON of at most {_MAX_VALUE_DEPTH} levels"
         )
     return text
 
 
 @cache
-def _release() -> str:
+def _writer_name() -> str:
     return f"shrinkpoint {version('shrinkpoint')}"

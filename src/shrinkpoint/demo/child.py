@@ -13,43 +13,43 @@ from typing import Any
 
 from shrinkpoint.errors import ShrinkpointError
 
-Listener = Callable[[dict[str, Any]], None]
-POLL = 0.0005
+EventListener = Callable[[dict[str, Any]], None]
+POLL_SECONDS = 0.0005
 """Seconds between two looks at the store; a save takes tens of milliseconds at least."""
 
 
-class Child:
+class TrainingProcess:
     """One process of `shrinkpoint.demo.train`; used in a `with` statement, it does not outlive the block.
 
     Args:
         arguments: of the training.
-        listen: called with every event it prints, in a thread of this process.
+        on_event: called with every event it prints, in a thread of this process.
         log: where its standard error goes.
     """
 
-    def __init__(self, arguments: Sequence[str], listen: Listener, log: Path) -> None:
+    def __init__(self, arguments: Sequence[str], on_event: EventListener, log: Path) -> None:
         self.log = log
         command = [sys.executable, "-m", "shrinkpoint.demo.train", *arguments]
         with log.open("wb") as errors:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        self._reader = threading.Thread(target=self._follow, args=(listen,), daemon=True)
+        self._reader = threading.Thread(target=self._read_events, args=(on_event,), daemon=True)
         self._reader.start()
 
-    def _follow(self, listen: Listener) -> None:
+    def _read_events(self, on_event: EventListener) -> None:
         assert self.process.stdout is not None
         with self.process.stdout as lines:
             for line in lines:
                 if line.endswith("\n"):  # the last line of a killed process may be cut
-                    listen(json.loads(line))
+                    on_event(json.loads(line))
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> TrainingProcess:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.kill()
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self.process.poll() is None
 
     def wait(self) -> None:
@@ -75,22 +75,22 @@ class Child:
         self._reader.join()
 
 
-def unfinished(store: Path, since: int = 0) -> dict[str, int]:
+def unfinished_files(store: Path, first_step: int = 0) -> dict[str, int]:
     """Files of saves that have begun and have no manifest yet: path inside the store -> bytes so far.
 
     Args:
-        since: look only at this step and those after it.
+        first_step: look only at this step and those after it.
     """
     found: dict[str, int] = {}
     for folder in store.glob("step-*"):
-        if int(folder.name.removeprefix("step-")) >= since and not (folder / "manifest.json").exists():
-            found.update(_sizes(store, folder))
+        if int(folder.name.removeprefix("step-")) >= first_step and not (folder / "manifest.json").exists():
+            found.update(_file_sizes(store, folder))
     return found
 
 
-def _sizes(store: Path, folder: Path) -> dict[str, int]:
+def _file_sizes(store: Path, directory: Path) -> dict[str, int]:
     sizes = {}
-    for path in folder.glob("*"):  # links to the files of the chain lie deeper, and are not being written
+    for path in directory.glob("*"):  # links to the files of the chain lie deeper, and are not being written
         try:
             if path.is_file():
                 sizes[path.relative_to(store).as_posix()] = path.stat().st_size
@@ -99,19 +99,19 @@ def _sizes(store: Path, folder: Path) -> dict[str, int]:
     return sizes
 
 
-def kill_in_a_save(child: Child, store: Path, since: int, written: int = 0) -> dict[str, int]:
-    """Kill `child` in the middle of the first save of a step not before `since`.
+def kill_during_save(child: TrainingProcess, store: Path, first_step: int, min_bytes: int = 0) -> dict[str, int]:
+    """Kill `child` in the middle of the first save of a step not before `first_step`.
 
     Args:
-        written: bytes of the payload to see in the file before the kill.
+        min_bytes: bytes of the payload to see in the file before the kill.
 
     Returns:
         what the interrupted save left behind; empty when the save was faster than the kill, or the child ended.
     """
-    while child.alive:
-        if any(size >= written for size in unfinished(store, since).values()):
+    while child.is_alive:
+        if any(size >= min_bytes for size in unfinished_files(store, first_step).values()):
             child.kill()
-            return unfinished(store, since)
-        time.sleep(POLL)
+            return unfinished_files(store, first_step)
+        time.sleep(POLL_SECONDS)
     child.wait()
     return {}

@@ -11,17 +11,19 @@ from typing import Any
 
 import torch
 
-from shrinkpoint.codec import Reference
-from shrinkpoint.schemes import Kept, Lossless
-from shrinkpoint.state import FlatState, flatten, snapshot
+from shrinkpoint.codec.reference import Reference
+from shrinkpoint.schemes.base import QuantizedState
+from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.storage import MemoryStorage
-from shrinkpoint.store.file import SaveReport, read_file, write_file
+from shrinkpoint.store.checkpoint_file import SaveReport, read_file, write_file
+from shrinkpoint.tensors.flat_state import FlatState, snapshot
+from shrinkpoint.tensors.flatten import flatten
 
 KEY = "checkpoint"
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedRoundTrip:
     """One checkpoint written and read in memory, so that the disk does not count.
 
     Attributes:
@@ -35,7 +37,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Figures:
+class Measurements:
     """What the demo measured on one state.
 
     Attributes:
@@ -43,49 +45,49 @@ class Figures:
         torch_save, copy: seconds of `torch.save` to a file (not fsynced) and of cloning every tensor, medians.
     """
 
-    keyframe: Timed
-    delta: Timed
+    keyframe: TimedRoundTrip
+    delta: TimedRoundTrip
     torch_save: float
     copy: float
 
 
-def measure(before: Any, state: Any, folder: Path, *, repeat: int = 3) -> Figures:
-    """Measure `state` and its delta against `before`, the state of the checkpoint before it.
+def measure_checkpoint(parent_state: Any, state: Any, directory: Path, *, repeat: int = 3) -> Measurements:
+    """Measure `state` and its delta against `parent_state`, the state of the checkpoint before it.
 
     Args:
-        folder: where a scratch file may be written.
+        directory: where a scratch file may be written.
         repeat: runs of which the median counts.
     """
-    flat, base = flatten(state), flatten(before)
-    scratch = folder / "torch-save.pt"
-    figures = Figures(
-        keyframe=_timed(flat, None, repeat),
-        delta=_timed(flat, base, repeat),
-        torch_save=_median(lambda: torch.save(state, scratch), repeat),
-        copy=_median(lambda: snapshot(flat), repeat),
+    flat, base = flatten(state), flatten(parent_state)
+    scratch = directory / "torch-save.pt"
+    figures = Measurements(
+        keyframe=_time_round_trip(flat, None, repeat),
+        delta=_time_round_trip(flat, base, repeat),
+        torch_save=_median_seconds(lambda: torch.save(state, scratch), repeat),
+        copy=_median_seconds(lambda: snapshot(flat), repeat),
     )
     scratch.unlink()
     return figures
 
 
-def _timed(flat: FlatState, base: FlatState | None, repeat: int) -> Timed:
+def _time_round_trip(state: FlatState, parent_state: FlatState | None, repeat: int) -> TimedRoundTrip:
     reports: list[SaveReport] = []
     storage = MemoryStorage()
-    reference = None if base is None else Reference(snapshot(base).tensors)
-    parent = None if base is None else {"name": "memory", "digest": "", "step": 0}
+    reference = None if parent_state is None else Reference(snapshot(parent_state).tensors)
+    parent = None if parent_state is None else {"name": "memory", "digest": "", "step": 0}
 
     def encode() -> None:
-        written = write_file(storage, KEY, Kept(flat), scheme=Lossless(), reference=reference, parent=parent)
+        written = write_file(storage, KEY, QuantizedState(state), scheme=Lossless(), reference=reference, parent=parent)
         reports.append(written.report)
 
     def decode() -> None:
         read_file(storage.open(KEY), KEY, reference)
 
-    seconds = _median(encode, repeat)
-    return Timed(reports[-1], seconds, _median(decode, repeat))
+    seconds = _median_seconds(encode, repeat)
+    return TimedRoundTrip(reports[-1], seconds, _median_seconds(decode, repeat))
 
 
-def _median(work: Callable[[], object], repeat: int) -> float:
+def _median_seconds(work: Callable[[], object], repeat: int) -> float:
     seconds = []
     for _ in range(repeat):
         began = time.perf_counter()

@@ -11,13 +11,12 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from shrinkpoint.demo import story, table
-from shrinkpoint.demo.plan import Plan
-from shrinkpoint.demo.story import Outcome
+from shrinkpoint.demo import scenario, table
+from shrinkpoint.demo.scenario import DemoOptions, DemoResult
 from shrinkpoint.errors import PolicyError
 
 
-def run(plan: Plan, console: Console | None = None) -> bool:
+def run_demo(options: DemoOptions, console: Console | None = None) -> bool:
     """Play, show, keep the figures in `plan.record`.
 
     Returns:
@@ -28,30 +27,30 @@ def run(plan: Plan, console: Console | None = None) -> bool:
         ShrinkpointError: a training process failed, or no kill hit a save.
     """
     console = console or Console()
-    make_room(plan)
-    with bars(plan, console) as progress:
-        outcome = story.play(plan, progress)
-    plan.record.write_text(json.dumps(figures(outcome), indent=1))
-    table.show(console, outcome)
+    remove_previous_store(options)
+    with progress_bars(options, console) as progress:
+        outcome = scenario.run_scenario(options, progress)
+    options.record_path.write_text(json.dumps(result_to_json(outcome), indent=1))
+    table.print_result(console, outcome)
     return outcome.passed
 
 
-def make_room(plan: Plan) -> None:
+def remove_previous_store(options: DemoOptions) -> None:
     """Remove an earlier demo's store, and nothing else."""
-    if plan.store.exists() and any(plan.store.iterdir()) and not plan.record.exists():
+    if options.store.exists() and any(options.store.iterdir()) and not options.record_path.exists():
         raise PolicyError(
-            str(plan.store),
+            str(options.store),
             found="a directory that is not an earlier demo's",
             expected="a new or empty one",
             do="name another with --store",
         )
-    shutil.rmtree(plan.store, ignore_errors=True)
-    plan.record.parent.mkdir(parents=True, exist_ok=True)
-    plan.record.write_text(json.dumps({"passed": None}))
+    shutil.rmtree(options.store, ignore_errors=True)
+    options.record_path.parent.mkdir(parents=True, exist_ok=True)
+    options.record_path.write_text(json.dumps({"passed": None}))
 
 
 @contextmanager
-def bars(plan: Plan, console: Console) -> Iterator[story.Progress]:
+def progress_bars(options: DemoOptions, console: Console) -> Iterator[scenario.ProgressCallback]:
     """One bar a process; the killed one's stops where it was killed."""
     columns = TextColumn("{task.description:14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console) as progress:
@@ -61,23 +60,23 @@ def bars(plan: Plan, console: Console) -> Iterator[story.Progress]:
             if name not in tasks:
                 for task in tasks.values():
                     progress.stop_task(task)
-                tasks[name] = progress.add_task(name, total=plan.steps)
+                tasks[name] = progress.add_task(name, total=options.steps)
             progress.update(tasks[name], completed=step)
 
         yield show
 
 
-def figures(outcome: Outcome) -> dict[str, object]:
+def result_to_json(result: DemoResult) -> dict[str, object]:
     """The outcome as JSON."""
     return {
-        "passed": outcome.passed,
-        "plan": {**asdict(outcome.plan), "store": str(outcome.plan.store)},
-        "killed": asdict(outcome.killed),
-        "resumed at": outcome.resumed.first,
-        "parting": outcome.parting,
-        "skipped": outcome.resumed.skipped,
-        "live": [asdict(section) for section in outcome.live],
-        "stored": [asdict(section) for section in outcome.stored],
-        "stalls": list(outcome.whole.stalls.values()),
-        "figures": asdict(outcome.figures),
+        "passed": result.passed,
+        "plan": {**asdict(result.options), "store": str(result.options.store)},
+        "killed": asdict(result.kill),
+        "resumed at": result.resumed_log.first_step,
+        "parting": result.divergence,
+        "skipped": result.resumed_log.skip_reasons,
+        "live": [asdict(section) for section in result.final_sections],
+        "stored": [asdict(section) for section in result.store_sections],
+        "stalls": list(result.reference_log.stalls.values()),
+        "figures": asdict(result.measurements),
     }

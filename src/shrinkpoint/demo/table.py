@@ -8,23 +8,23 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from shrinkpoint.demo.compare import Section
-from shrinkpoint.demo.measure import Timed
-from shrinkpoint.demo.story import Outcome
-from shrinkpoint.store.file import RoleBytes
+from shrinkpoint.demo.measure import TimedRoundTrip
+from shrinkpoint.demo.scenario import DemoResult
+from shrinkpoint.store.checkpoint_file import RoleBytes
 from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.tensors.compare import SectionComparison
 
-ROLES = {"parameter": "parameters", "moment1": "first moments", "moment2": "second moments"}
+ROLE_TITLES = {"parameter": "parameters", "moment1": "first moments", "moment2": "second moments"}
 
 
-def show(console: Console, outcome: Outcome) -> None:
+def print_result(console: Console, result: DemoResult) -> None:
     """Print the verdict, the figures, the store and what to try next."""
     console.print()
-    console.print(_bytes_table(outcome))
-    console.print(_speed_table(outcome))
-    console.print(_store_table(outcome))
-    console.print(_verdict_table(outcome))
-    _verdict(console, outcome)
+    console.print(_bytes_table(result))
+    console.print(_speed_table(result))
+    console.print(_store_table(result))
+    console.print(_verdict_table(result))
+    _print_verdict(console, result)
 
 
 def _table(title: str, first: str, *rest: str) -> Table:
@@ -35,7 +35,7 @@ def _table(title: str, first: str, *rest: str) -> Table:
     return table
 
 
-def mb(count: float) -> str:
+def format_mb(count: float) -> str:
     """
     >>> mb(58_200_000), mb(12_345), mb(0)
     ('58.2 MB', '12.3 kB', '-')
@@ -47,92 +47,102 @@ def _ratio(raw: int, stored: int) -> str:
     return f"{raw / stored:.2f}x" if stored else "-"
 
 
-def _bytes_table(outcome: Outcome) -> Table:
+def _bytes_table(result: DemoResult) -> Table:
     """Raw and stored bytes of the last checkpoint by role, coded alone and as a delta."""
-    alone, delta = outcome.figures.keyframe.report, outcome.figures.delta.report
+    alone, delta = result.measurements.keyframe.report, result.measurements.delta.report
     table = _table(
-        f"Bytes of step {outcome.plan.steps}",
+        f"Bytes of step {result.options.steps}",
         "",
         "raw",
         "keyframe",
         "ratio",
-        f"delta, {outcome.plan.every} steps",
+        f"delta, {result.options.every} steps",
         "ratio",
     )
-    for role in (*ROLES, *sorted(alone.roles.keys() - ROLES.keys())):
+    for role in (*ROLE_TITLES, *sorted(alone.roles.keys() - ROLE_TITLES.keys())):
         one, other = alone.roles.get(role, RoleBytes()), delta.roles.get(role, RoleBytes())
-        cells = mb(one.stored), _ratio(one.raw, one.stored), mb(other.stored), _ratio(one.raw, other.stored)
-        table.add_row(ROLES.get(role, role), mb(one.raw), *cells)
-    cells = mb(alone.stored_bytes), f"{alone.ratio:.2f}x", mb(delta.stored_bytes), f"{delta.ratio:.2f}x"
-    table.add_row("all, headers included", mb(alone.raw_bytes), *cells, style="bold")
+        cells = (
+            format_mb(one.stored),
+            _ratio(one.raw, one.stored),
+            format_mb(other.stored),
+            _ratio(one.raw, other.stored),
+        )
+        table.add_row(ROLE_TITLES.get(role, role), format_mb(one.raw), *cells)
+    cells = format_mb(alone.stored_bytes), f"{alone.ratio:.2f}x", format_mb(delta.stored_bytes), f"{delta.ratio:.2f}x"
+    table.add_row("all, headers included", format_mb(alone.raw_bytes), *cells, style="bold")
     return table
 
 
-def _speed_table(outcome: Outcome) -> Table:
+def _speed_table(result: DemoResult) -> Table:
     """Seconds: coding in memory, and what a save costs the loop."""
-    figures = outcome.figures
-    table = _table(f"\nSeconds ({outcome.plan.threads} threads train)", "", "median", "GB/s of raw bytes")
+    figures = result.measurements
+    table = _table(f"\nSeconds ({result.options.threads} threads train)", "", "median", "GB/s of raw bytes")
 
     def row(name: str, seconds: float) -> None:
         table.add_row(name, f"{seconds:.3f} s", f"{figures.keyframe.report.raw_bytes / seconds / 1e9:.2f}")
 
-    kinds: Sequence[tuple[str, Timed]] = ("a keyframe", figures.keyframe), ("a delta", figures.delta)
+    kinds: Sequence[tuple[str, TimedRoundTrip]] = ("a keyframe", figures.keyframe), ("a delta", figures.delta)
     for name, timed in kinds:
         row(f"encode {name}", timed.encode)
         row(f"decode {name}", timed.decode)
-    row(f"stall of the loop per save ({len(outcome.whole.stalls)} saves)", median(outcome.whole.stalls.values()))
+    row(
+        f"stall of the loop per save ({len(result.reference_log.stalls)} saves)",
+        median(result.reference_log.stalls.values()),
+    )
     row("  beside it: torch.save to a file", figures.torch_save)
     row("  beside it: a plain copy of the state", figures.copy)
     return table
 
 
-def _store_table(outcome: Outcome) -> Table:
+def _store_table(result: DemoResult) -> Table:
     """The checkpoints that are there now, and which process wrote each."""
-    table = _table(f"\nIn {outcome.plan.store}", "step", "kind", "stored", "ratio", "loss", "written by")
-    for manifest in outcome.manifests:
-        table.add_row(*_store_row(manifest, outcome))
+    table = _table(f"\nIn {result.options.store}", "step", "kind", "stored", "ratio", "loss", "written by")
+    for manifest in result.manifests:
+        table.add_row(*_store_row(manifest, result))
     return table
 
 
-def _store_row(manifest: Manifest, outcome: Outcome) -> tuple[str, ...]:
+def _store_row(manifest: Manifest, result: DemoResult) -> tuple[str, ...]:
     kind = f"delta {manifest.depth}" if manifest.depth else "keyframe"
-    by = "the resumed process" if manifest.step >= outcome.resumed.first else "the killed process"
+    by = "the resumed process" if manifest.step >= result.resumed_log.first_step else "the killed process"
     loss = f"{manifest.metrics['loss']:.4f}"
     ratio = _ratio(manifest.raw_bytes, manifest.stored_bytes)
-    return str(manifest.step), kind, mb(manifest.stored_bytes), ratio, loss, by
+    return str(manifest.step), kind, format_mb(manifest.stored_bytes), ratio, loss, by
 
 
-def _verdict_table(outcome: Outcome) -> Table:
-    title = f"\nAfter {outcome.plan.steps} steps: killed and resumed against never killed, bit for bit"
+def _verdict_table(result: DemoResult) -> Table:
+    title = f"\nAfter {result.options.steps} steps: killed and resumed against never killed, bit for bit"
     table = _table(title, "", "tensors", "bytes", "values", "differences")
-    for section in outcome.live:
+    for section in result.final_sections:
         _verdict_row(table, section, section.name)
-    for section in outcome.stored:
+    for section in result.store_sections:
         _verdict_row(table, section, f"{section.name}, as the store gives it back")
     return table
 
 
-def _verdict_row(table: Table, section: Section, name: str) -> None:
+def _verdict_row(table: Table, section: SectionComparison, name: str) -> None:
     count = len(section.differences)
-    cells = str(section.tensors), mb(section.nbytes), str(section.values), str(count)
+    cells = str(section.tensors), format_mb(section.nbytes), str(section.values), str(count)
     table.add_row(name, *cells, style="red" if count else "")
 
 
-def _verdict(console: Console, outcome: Outcome) -> None:
+def _print_verdict(console: Console, result: DemoResult) -> None:
     console.print()
-    left = ", ".join(f"{name} ({mb(size)})" for name, size in outcome.killed.left.items())
-    console.print(f"SIGKILL came during the save of step {outcome.killed.step}; it left {left}.")
-    console.print(f"The same command, started again, went on at step {outcome.resumed.first}.")
-    for reason in outcome.resumed.skipped:
+    left = ", ".join(f"{name} ({format_mb(size)})" for name, size in result.kill.left.items())
+    console.print(f"SIGKILL came during the save of step {result.kill.step}; it left {left}.")
+    console.print(f"The same command, started again, went on at step {result.resumed_log.first_step}.")
+    for reason in result.resumed_log.skip_reasons:
         console.print(f"It skipped {reason}")
-    if outcome.passed:
+    if result.passed:
         console.print("PASS: every bit is equal.", style="bold green")
     else:
-        differing = [path for section in (*outcome.live, *outcome.stored) for path in section.differences]
+        differing = [
+            path for section in (*result.final_sections, *result.store_sections) for path in section.differences
+        ]
         console.print(f"FAIL: {len(differing)} differences, the first at {differing[0]}", style="bold red")
-        console.print(f"The losses differ {outcome.parting or 'nowhere'}.")
-    store, last = outcome.plan.store, outcome.plan.steps
+        console.print(f"The losses differ {result.divergence or 'nowhere'}.")
+    store, last = result.options.store, result.options.steps
     console.print(f"\nThe store stays in {store}. To look at it:")
-    diff = f"diff {store}@{last - outcome.plan.every} {store}@{last}"
+    diff = f"diff {store}@{last - result.options.every} {store}@{last}"
     for command in (f"list {store}", f"show {store}@{last}", f"verify {store}", diff):
         console.print(f"  shrinkpoint {command}", style="cyan")

@@ -19,23 +19,21 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import shrinkpoint as sp
-from shrinkpoint.demo.batches import Batches
-from shrinkpoint.demo.model import GPT, Shape
-from shrinkpoint.demo.text import stdlib_text
+from shrinkpoint.demo.workload import GPT, Batches, GPTConfig, stdlib_text
 
 WARMUP = 20
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m shrinkpoint.demo.train", description=__doc__)
     parser.add_argument("--store", type=Path, required=True, help="directory of the checkpoints")
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
     parser.add_argument("--keyframe-every", type=int, default=20, help="checkpoints between two keyframes")
     parser.add_argument("--background", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--layers", type=int, default=Shape.layers)
-    parser.add_argument("--width", type=int, default=Shape.width)
-    parser.add_argument("--context", type=int, default=Shape.context)
+    parser.add_argument("--layers", type=int, default=GPTConfig.layers)
+    parser.add_argument("--width", type=int, default=GPTConfig.width)
+    parser.add_argument("--context", type=int, default=GPTConfig.context)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2, help="torch's threads; sums depend on their number")
     parser.add_argument("--seed", type=int, default=1)
@@ -43,7 +41,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def be_deterministic(seed: int, threads: int) -> None:
+def seed_all(seed: int, threads: int) -> None:
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
@@ -53,18 +51,18 @@ def be_deterministic(seed: int, threads: int) -> None:
 
 def train(args: argparse.Namespace) -> None:
     """Train from the newest checkpoint in the store, or from the start, to the last step."""
-    be_deterministic(args.seed, args.threads)
-    model = GPT(Shape(layers=args.layers, width=args.width, context=args.context))
-    optimizer = AdamW(model.groups(weight_decay=0.1), lr=1e-3, betas=(0.9, 0.95))
+    seed_all(args.seed, args.threads)
+    model = GPT(GPTConfig(layers=args.layers, width=args.width, context=args.context))
+    optimizer = AdamW(model.param_groups(weight_decay=0.1), lr=1e-3, betas=(0.9, 0.95))
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
     batches = Batches(stdlib_text(), size=args.batch, context=args.context, seed=args.seed)
 
-    manager = sp.Manager(args.store, keyframe_every=args.keyframe_every, background=args.background)
+    manager = sp.CheckpointManager(args.store, keyframe_every=args.keyframe_every, background=args.background)
     at = manager.restore(model=model, optimizer=optimizer, scheduler=scheduler)
     if at:
         batches.load_state_dict(at.extra["batches"])
     first = at.step + 1 if at else 1
-    tell("start", step=first, skipped=[f"step {one.step}: {one.reason}" for one in at.skipped] if at else [])
+    emit_event("start", step=first, skipped=[f"step {one.step}: {one.reason}" for one in at.skipped] if at else [])
 
     for step in range(first, args.steps + 1):
         loss = model(*batches.draw())
@@ -73,7 +71,7 @@ def train(args: argparse.Namespace) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
-        tell("step", step=step, loss=loss.item())
+        emit_event("step", step=step, loss=loss.item())
         if step % args.every == 0 or step == args.steps:
             began = time.perf_counter()
             manager.save(
@@ -84,13 +82,13 @@ def train(args: argparse.Namespace) -> None:
                 extra={"batches": batches.state_dict()},
                 metrics={"loss": loss.item()},
             )
-            tell("save", step=step, stall=time.perf_counter() - began)
+            emit_event("save", step=step, stall=time.perf_counter() - began)
     manager.close()
     if args.final:
-        torch.save(everything(model, optimizer, scheduler, batches), args.final)
+        torch.save(training_state(model, optimizer, scheduler, batches), args.final)
 
 
-def everything(model: GPT, optimizer: AdamW, scheduler: LambdaLR, batches: Batches) -> dict[str, Any]:
+def training_state(model: GPT, optimizer: AdamW, scheduler: LambdaLR, batches: Batches) -> dict[str, Any]:
     """All that decides how the run would go on, in types that `torch.load(weights_only=True)` reads."""
     name, keys, *rest = np.random.get_state()
     return {
@@ -106,9 +104,9 @@ def everything(model: GPT, optimizer: AdamW, scheduler: LambdaLR, batches: Batch
     }
 
 
-def tell(event: str, **facts: Any) -> None:
-    print(json.dumps({"event": event, **facts}), flush=True)
+def emit_event(event: str, **fields: Any) -> None:
+    print(json.dumps({"event": event, **fields}), flush=True)
 
 
 if __name__ == "__main__":
-    train(arguments())
+    train(parse_arguments())

@@ -1,22 +1,66 @@
-"""WHICH RECIPE: a scheme decides for a whole state what is done to each tensor."""
+"""Schemes: named policies that decide for a whole state how each tensor is stored. Imported when first used."""
 
-from shrinkpoint.schemes.again import Again
-from shrinkpoint.schemes.base import Kept, Resuming, Scheme, Settling
-from shrinkpoint.schemes.cnr import CNR
-from shrinkpoint.schemes.excp import ExCP
-from shrinkpoint.schemes.fisher import Fisher
-from shrinkpoint.schemes.gobo import GOBO
-from shrinkpoint.schemes.inshrinkerator import Inshrinkerator
-from shrinkpoint.schemes.lc_checkpoint import LCCheckpoint
-from shrinkpoint.schemes.lossless import Lossless
-from shrinkpoint.schemes.names import maker, named
-from shrinkpoint.schemes.partial import SCAR, TOPN
-from shrinkpoint.schemes.qd import QD
-from shrinkpoint.schemes.searched import Searched
-from shrinkpoint.schemes.settled import Settled
-from shrinkpoint.schemes.target import ModelTarget, modules_of
+from __future__ import annotations
 
-__all__ = [
-    "CNR", "GOBO", "QD", "SCAR", "TOPN", "Again", "ExCP", "Fisher", "Inshrinkerator", "Kept", "LCCheckpoint",
-    "Lossless", "ModelTarget", "Resuming", "Scheme", "Searched", "Settled", "Settling", "maker", "modules_of", "named",
-]  # fmt: skip
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shrinkpoint.baselines.cnr import CNR as CNR
+    from shrinkpoint.baselines.excp import ExCP as ExCP
+    from shrinkpoint.baselines.gobo import GOBO as GOBO
+    from shrinkpoint.baselines.lc_checkpoint import LCCheckpoint as LCCheckpoint
+    from shrinkpoint.baselines.qd import QD as QD
+    from shrinkpoint.baselines.sparse_update import SCAR as SCAR
+    from shrinkpoint.baselines.sparse_update import TOPN as TOPN
+    from shrinkpoint.schemes.base import PlanningScheme as PlanningScheme
+    from shrinkpoint.schemes.base import QuantizedState as QuantizedState
+    from shrinkpoint.schemes.base import Resumable as Resumable
+    from shrinkpoint.schemes.base import Scheme as Scheme
+    from shrinkpoint.schemes.evaluate import ModelEvaluator as ModelEvaluator
+    from shrinkpoint.schemes.evaluate import iter_modules as iter_modules
+    from shrinkpoint.schemes.fisher.scheme import Fisher as Fisher
+    from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator as Inshrinkerator
+    from shrinkpoint.schemes.lossless import Lossless as Lossless
+    from shrinkpoint.schemes.plan import QuantizationPlan as QuantizationPlan
+    from shrinkpoint.schemes.recode import Recode as Recode
+    from shrinkpoint.schemes.registry import get_scheme as get_scheme
+    from shrinkpoint.schemes.registry import scheme_factory as scheme_factory
+    from shrinkpoint.schemes.search.scheme import SearchScheme as SearchScheme
+
+_MODULES = {
+    "CNR": "baselines.cnr",
+    "ExCP": "baselines.excp",
+    "Fisher": "schemes.fisher.scheme",
+    "GOBO": "baselines.gobo",
+    "Inshrinkerator": "schemes.inshrinkerator.scheme",
+    "LCCheckpoint": "baselines.lc_checkpoint",
+    "Lossless": "schemes.lossless",
+    "ModelEvaluator": "schemes.evaluate",
+    "PlanningScheme": "schemes.base",
+    "QD": "baselines.qd",
+    "QuantizationPlan": "schemes.plan",
+    "QuantizedState": "schemes.base",
+    "Recode": "schemes.recode",
+    "Resumable": "schemes.base",
+    "SCAR": "baselines.sparse_update",
+    "Scheme": "schemes.base",
+    "SearchScheme": "schemes.search.scheme",
+    "TOPN": "baselines.sparse_update",
+    "get_scheme": "schemes.registry",
+    "iter_modules": "schemes.evaluate",
+    "scheme_factory": "schemes.registry",
+}
+"""The module of each name, below `shrinkpoint`. The baselines stand above this package, so they are named by text."""
+
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"shrinkpoint.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

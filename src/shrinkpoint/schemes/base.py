@@ -1,30 +1,33 @@
-"""What every scheme can do."""
+"""The protocols of schemes, what quantization returns, and how a scheme is spelled as text."""
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from shrinkpoint.codec import Origin, Reference
-from shrinkpoint.record import JSON, Encoded
-from shrinkpoint.state import FlatState
+from shrinkpoint import validate
+from shrinkpoint.codec.reference import QuantizedTensor, Reference
+from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.info import JSON, EncodedRecord
 
 
 @dataclass(frozen=True)
-class Kept:
+class QuantizedState:
     """What is left of a state once a scheme has lost what it loses; everything after that is exact.
 
     Attributes:
-        flat: the state with every value as a reader will get it.
-        symbols: of the tensors that were quantized, what their values were made from.
+        state: the state with every value as a reader will get it.
+        quantized: of the tensors that were quantized, what their values were made from.
         loss: what was lost, as plain data for the manifest; None: nothing.
         exact: why tensors of floats stay exact, by name, where a scheme loses something of others.
         keyframe: no delta must be made of it, although there is a checkpoint for one to stand on.
     """
 
-    flat: FlatState
-    symbols: Mapping[str, Origin] = field(default_factory=dict)
+    state: FlatState
+    quantized: Mapping[str, QuantizedTensor] = field(default_factory=dict)
     loss: JSON = None
     keyframe: bool = False
     exact: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -38,8 +41,8 @@ class Scheme(Protocol):
         """What manifests and people call it."""
         ...
 
-    def quantize(self, flat: FlatState, reference: Reference | None) -> Kept:
-        """Lose what the scheme loses. Never changes the tensors of `flat`.
+    def quantize(self, state: FlatState, reference: Reference | None) -> QuantizedState:
+        """Lose what the scheme loses. Never changes the tensors of `state`.
 
         Args:
             reference: the parent's decoded tensors; None: there is none.
@@ -48,12 +51,12 @@ class Scheme(Protocol):
 
     def encode(
         self,
-        flat: FlatState,
+        state: FlatState,
         reference: Reference | None,
         *,
-        symbols: Mapping[str, Origin] | None = None,
+        quantized: Mapping[str, QuantizedTensor] | None = None,
         threads: int | None = None,
-    ) -> Iterator[Encoded]:
+    ) -> Iterator[EncodedRecord]:
         """Yield the records of what `quantize` kept, each after those whose values it needs as context.
 
         Args:
@@ -64,7 +67,7 @@ class Scheme(Protocol):
 
 
 @runtime_checkable
-class Settling(Protocol):
+class PlanningScheme(Protocol):
     """A scheme that decides while the model is the caller's; what is decided can then be written beside the loop."""
 
     @property
@@ -73,32 +76,107 @@ class Settling(Protocol):
         ...
 
     @property
-    def leads(self) -> bool:
+    def is_writer(self) -> bool:
         """Whether this process is the one that writes."""
         ...
 
-    def together(self, compute: Callable[[], None]) -> None:
+    def run_on_writer(self, compute: Callable[[], None]) -> None:
         """Do something on the process that leads; where it raises, all that take part do."""
         ...
 
-    def settle(self, flat: FlatState, reference: Reference | None, target: Any = None) -> Scheme:
+    def plan(self, state: FlatState, reference: Reference | None, evaluator: Any = None) -> Scheme:
         """Decide for this state.
 
         Args:
-            target: what to measure on (`target.Target`); None: on copies of the state.
+            evaluator: what to measure on (`target.Target`); None: on copies of the state.
         """
         ...
 
 
 @runtime_checkable
-class Resuming(Protocol):
+class Resumable(Protocol):
     """A scheme that has to know when a run goes on from a checkpoint."""
 
-    def resume(self, loss: JSON, generation: int = 0) -> None:
+    def resume(self, loss: JSON, lossy_restores: int = 0) -> None:
         """Go on from a checkpoint.
 
         Args:
             loss: of its manifest; whatever another scheme wrote there is passed over.
-            generation: lossy restores behind the weights from now on.
+            lossy_restores: lossy restores behind the weights from now on.
         """
         ...
+
+
+MAX_SEED = (1 << 32) - 1
+
+
+class SpecMixin:
+    """A scheme whose `repr` is its name with the settings that differ from their defaults.
+
+    What is no plain value, such as `evaluate`, stands between < and >: it has no spelling that could be read again.
+    """
+
+    id: ClassVar[str]
+
+    @property
+    def arguments(self) -> Mapping[str, object]:
+        """What it was made with, by the names of its constructor; without what changes nothing that is written."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        known = inspect.signature(type(self)).parameters
+        mine = {name: value for name, value in self.arguments.items() if name in known}  # a subclass may take others
+        said = {name: value for name, value in mine.items() if not _is_default(value, known[name].default)}
+        settings = ", ".join(f"{name}={format_value(value)}" for name, value in said.items())
+        return f"{self.id}({settings})" if settings else self.id
+
+
+def format_value(value: object) -> str:
+    """A setting as it is read again, or what it is between < and >.
+
+    >>> written("1%"), written({"bins": 8}), written(len), written(object())
+    ('"1%"', '{"bins": 8}', '<len>', '<object>')
+    """
+    if isinstance(value, str):
+        return json.dumps(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{format_value(key)}: {format_value(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(format_value, value)) + "]"
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    name = getattr(value, "__name__", None)
+    return f"<{name if isinstance(name, str) else type(value).__name__}>"
+
+
+def check_seed(seed: Any) -> int:
+    """A seed as generators take it.
+
+    Raises:
+        PolicyError: it is none.
+    """
+    return validate.check_int("seed", seed, minimum=0, maximum=MAX_SEED, do="take 0")
+
+
+def check_recorder(where: str, value: Any, attribute: str) -> Any:
+    """A recorder of gradients, or None.
+
+    Args:
+        attribute: the attribute that is read of it.
+
+    Raises:
+        PolicyError: it is something else.
+    """
+    if value is None or not (isinstance(value, type) or callable(getattr(value, attribute, len))):
+        return value
+    raise validate.argument_error(
+        where, value, "a recorder such as shrinkpoint.GradientRecorder(model)", "make one, and attach it"
+    )
+
+
+def _is_default(value: object, default: object) -> bool:
+    """Whether nothing was said; never `==` of objects that may give anything, such as tensors."""
+    plain = str | bool | int | float
+    if isinstance(value, plain) and isinstance(default, plain):
+        return type(value) is type(default) and value == default
+    return value is default

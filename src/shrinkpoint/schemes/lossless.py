@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shrinkpoint import arguments
-from shrinkpoint.codec import Reference
-from shrinkpoint.codec.run import CHUNK
-from shrinkpoint.schemes.base import Kept
-from shrinkpoint.schemes.records import Coding
-from shrinkpoint.schemes.spelling import Spelled
-from shrinkpoint.state import FlatState
+from shrinkpoint import validate
+from shrinkpoint.codec.coder import MAX_CHUNK
+from shrinkpoint.codec.reference import Reference
+from shrinkpoint.schemes.base import QuantizedState, SpecMixin
+from shrinkpoint.schemes.encode.records import RecordEncodingMixin
+from shrinkpoint.tensors.flat_state import FlatState
 
 
 @dataclass(frozen=True, repr=False)
-class Lossless(Spelled, Coding):
+class Lossless(SpecMixin, RecordEncodingMixin):
     """Every value comes back bit by bit.
 
     Raises:
@@ -26,16 +25,16 @@ class Lossless(Spelled, Coding):
     """
 
     id: ClassVar[str] = "lossless"
-    chunk: int = CHUNK
+    chunk: int = MAX_CHUNK
 
     def __post_init__(self) -> None:
-        arguments.whole("chunk", self.chunk, most=CHUNK)
+        validate.check_int("chunk", self.chunk, maximum=MAX_CHUNK)
 
     @property
     def arguments(self) -> dict[str, object]:
-        """See `Spelled`."""
+        """See `SpecMixin`."""
         return {"chunk": self.chunk}
 
-    def quantize(self, flat: FlatState, reference: Reference | None) -> Kept:
+    def quantize(self, state: FlatState, reference: Reference | None) -> QuantizedState:
         """All of it; see `schemes.Scheme`."""
-        return Kept(flat)
+        return QuantizedState(state)

@@ -5,26 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 from inspect import signature
 
-from shrinkpoint.codec import Reference
+from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.fisher import Fisher
 from shrinkpoint.schemes.fisher.merged import Merged
+from shrinkpoint.schemes.global_stats import GlobalStats
 from shrinkpoint.schemes.lossless import Lossless
-from shrinkpoint.schemes.pooled import Pooled
-from shrinkpoint.schemes.searched import Searched
-from shrinkpoint.schemes.settled import Settled
+from shrinkpoint.schemes.plan import QuantizationPlan
+from shrinkpoint.schemes.residual import ResidualScheme
+from shrinkpoint.schemes.search.scheme import SearchScheme
 from shrinkpoint.schemes.shardedtarget import ShardTarget
-from shrinkpoint.schemes.shards import Link, Shards
-from shrinkpoint.schemes.tracked import Tracked
-from shrinkpoint.schemes.wholes import Wholes
-from shrinkpoint.state import FlatState
+from shrinkpoint.sharding.global_tensors import GlobalTensors
+from shrinkpoint.sharding.shard_spec import ErrorGather, ShardLayout
+from shrinkpoint.tensors.flat_state import FlatState
 
 __all__ = ["ShardTarget", "check", "settle"]
 
 
 def settle(
-    scheme: Scheme, flat: FlatState, reference: Reference | None, shards: Shards, target: ShardTarget | None = None
+    scheme: Scheme, flat: FlatState, reference: Reference | None, shards: ShardLayout, target: ShardTarget | None = None
 ) -> Scheme:
     """Decide for this rank's boxes, with the statistics of whole tensors: a collective of all ranks that write.
 
@@ -49,8 +49,8 @@ def settle(
     if isinstance(scheme, Lossless):
         return scheme
     check(scheme, measures=target is not None)
-    link = Link(shards.gather)
-    return link.together(lambda: _settled(scheme, flat, reference, Shards(shards.places, link), target))
+    link = ErrorGather(shards.all_gather)
+    return link.run_all_or_raise(lambda: _settled(scheme, flat, reference, ShardLayout(shards.specs, link), target))
 
 
 def check(scheme: Scheme, *, measures: bool = False) -> None:
@@ -64,28 +64,28 @@ def check(scheme: Scheme, *, measures: bool = False) -> None:
     """
     if isinstance(scheme, Lossless):
         return
-    known = isinstance(scheme, Fisher | Tracked) or (isinstance(scheme, Searched) and _takes_pool(scheme))
+    known = isinstance(scheme, Fisher | ResidualScheme) or (isinstance(scheme, SearchScheme) and _takes_pool(scheme))
     if not known:
         expected, do = "a scheme that several ranks can decide together", "take one of this library's"
         raise PolicyError("scheme", found=repr(scheme), expected=expected, do=do)
-    if isinstance(scheme, Searched) and scheme.shares:
+    if isinstance(scheme, SearchScheme) and scheme.shares_trials:
         found, do = "ranks that share the trials of one state", "leave group= away: all ranks measure each trial"
         raise PolicyError("group", found=found, expected="None, where ranks have parts of the state", do=do)
-    if isinstance(scheme, Searched | Fisher) and scheme.measures and not measures:
+    if isinstance(scheme, SearchScheme | Fisher) and scheme.needs_evaluation and not measures:
         found, do = "no model that is saved", "say which one it is, or how much may be lost without measuring"
         raise PolicyError("evaluate", found=found, expected="a model to measure on every rank", do=do)
 
 
-def _takes_pool(scheme: Searched) -> bool:
+def _takes_pool(scheme: SearchScheme) -> bool:
     return all("pool" in signature(one).parameters for one in (scheme.candidates, scheme.variants))
 
 
 def _settled(
-    scheme: Scheme, flat: FlatState, reference: Reference | None, shards: Shards, target: ShardTarget | None
-) -> Settled:
-    wholes = Wholes(flat, shards)
-    apart = reference is not None and not reference.base
-    told = wholes.gather((f"{type(scheme).__name__}, {scheme!r}", bool(flat.tensors) and reference is None, apart))
+    scheme: Scheme, flat: FlatState, reference: Reference | None, shards: ShardLayout, target: ShardTarget | None
+) -> QuantizationPlan:
+    wholes = GlobalTensors(flat, shards)
+    apart = reference is not None and not reference.is_base
+    told = wholes.all_gather((f"{type(scheme).__name__}, {scheme!r}", bool(flat.tensors) and reference is None, apart))
     schemes = sorted({name for name, *_ in told})
     if len(schemes) > 1:
         found = " and ".join(schemes)
@@ -93,13 +93,13 @@ def _settled(
     if any(alone for _, alone, _ in told):
         reference = None
     if reference is not None and any(apart for *_, apart in told):
-        reference = replace(reference, base=False)
+        reference = replace(reference, is_base=False)
     target = ShardTarget(flat) if target is None else target
     target.join(wholes)
     if isinstance(scheme, Fisher):
-        return scheme.settle(flat, reference, target, *(() if wholes.alone else (Merged(wholes),)))
-    pools = () if wholes.alone else (Pooled(wholes),)
-    if isinstance(scheme, Searched):
-        return scheme.settle(flat, reference, target, *pools)
-    assert isinstance(scheme, Tracked)
-    return scheme.decide(flat, reference, *pools)
+        return scheme.plan(flat, reference, target, *(() if wholes.is_unsharded else (Merged(wholes),)))
+    pools = () if wholes.is_unsharded else (GlobalStats(wholes),)
+    if isinstance(scheme, SearchScheme):
+        return scheme.plan(flat, reference, target, *pools)
+    assert isinstance(scheme, ResidualScheme)
+    return scheme.plan(flat, reference, *pools)

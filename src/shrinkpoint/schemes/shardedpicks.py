@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shrinkpoint.record import Role
-from shrinkpoint.schemes.picks import DTYPES, Picks, is_cast, largest
-from shrinkpoint.schemes.wholes import Wholes
-from shrinkpoint.state import FlatState
+from shrinkpoint.schemes.select import WEIGHT_DTYPES, TensorSelection, is_cast, max_abs
+from shrinkpoint.sharding.global_tensors import GlobalTensors
+from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.info import Role
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,19 @@ class Picked:
         titles: of all whole tensors that were picked.
     """
 
-    picks: Picks
+    picks: TensorSelection
     titles: tuple[str, ...]
 
 
 def picked(
-    wholes: Wholes, flat: FlatState, alive: Collection[str] | None, *, smallest: int, axes: int,
+    wholes: GlobalTensors,
+    flat: FlatState,
+    alive: Collection[str] | None,
+    *,
+    smallest: int,
+    axes: int,
     owned: Collection[str] | None = None,
-) -> Picked:  # fmt: skip
+) -> Picked:
     """As `Picks.of` and `Picks.folded`, of whole tensors; a collective.
 
     A copy is one where each of its boxes has the box of the other tensor beside it, on the same rank, and is a copy of
@@ -44,12 +49,16 @@ def picked(
         for name, info in flat.infos.items()
         if _is_weight(name, info.role, alive) and _fits(wholes, name, flat.tensors[name], smallest, axes)
     }
-    told = wholes.told({name: _note(wholes, name, wanted, alive, owned) for name in wanted})
+    told = wholes.gather_by_tensor({name: _note(wholes, name, wanted, alive, owned) for name in wanted})
     titles, casts, refused = _decided({title: told[title] for title in wholes.shapes if title in told})
     filled = {name: x for name, x in wanted.items() if x.numel()}
-    beside = {name: wholes.beside(name, casts[wholes.title(name)]) for name in filled if wholes.title(name) in casts}
-    picks = Picks(
-        {name: x for name, x in filled.items() if wholes.title(name) in titles},
+    beside = {
+        name: wholes.colocated_name(name, casts[wholes.global_name(name)])
+        for name in filled
+        if wholes.global_name(name) in casts
+    }
+    picks = TensorSelection(
+        {name: x for name, x in filled.items() if wholes.global_name(name) in titles},
         {name: other for name, other in beside.items() if other is not None},
         refused,
     )
@@ -78,23 +87,26 @@ class _Note:
 
 
 def _note(
-    wholes: Wholes, name: str, wanted: Mapping[str, Tensor], alive: Collection[str] | None,
+    wholes: GlobalTensors,
+    name: str,
+    wanted: Mapping[str, Tensor],
+    alive: Collection[str] | None,
     owned: Collection[str] | None,
-) -> _Note:  # fmt: skip
+) -> _Note:
     x, wide = wanted[name], wanted[name].element_size() == 4
-    ours, finite = alive is None or name in alive, math.isfinite(largest(x))
+    ours, finite = alive is None or name in alive, math.isfinite(max_abs(x))
     masters: tuple[str, ...] | None = None
     twins: tuple[str, ...] | None = None
     if x.numel():
-        others = [one for one in wanted if one != name and wholes.is_beside(name, one)]
+        others = [one for one in wanted if one != name and wholes.is_colocated(name, one)]
         masters = () if wide else _titles(wholes, x, [one for one in others if wanted[one].element_size() == 4], wanted)
         known = [one for one in others if owned is not None and one in owned and wanted[one].dtype == x.dtype]
         twins = _titles(wholes, x, known, wanted) if owned is not None and name not in owned else ()
     return _Note(ours, finite, wide, owned is not None and name in owned, masters, twins)
 
 
-def _titles(wholes: Wholes, x: Tensor, others: Iterable[str], wanted: Mapping[str, Tensor]) -> tuple[str, ...]:
-    return tuple(wholes.title(one) for one in others if is_cast(x, wanted[one]))
+def _titles(wholes: GlobalTensors, x: Tensor, others: Iterable[str], wanted: Mapping[str, Tensor]) -> tuple[str, ...]:
+    return tuple(wholes.global_name(one) for one in others if is_cast(x, wanted[one]))
 
 
 def _decided(told: Mapping[str, Sequence[_Note]]) -> tuple[tuple[str, ...], dict[str, str], tuple[str, ...]]:
@@ -130,5 +142,5 @@ def _is_weight(name: str, role: Role, alive: Collection[str] | None) -> bool:
     return role is Role.MASTER or (role is Role.PARAMETER if alive is None else name in alive)
 
 
-def _fits(wholes: Wholes, name: str, x: Tensor, smallest: int, axes: int) -> bool:
-    return x.dtype in DTYPES and x.dim() >= axes and wholes.mine[name].place.numel >= smallest
+def _fits(wholes: GlobalTensors, name: str, x: Tensor, smallest: int, axes: int) -> bool:
+    return x.dtype in WEIGHT_DTYPES and x.dim() >= axes and wholes.local_shards[name].spec.global_numel >= smallest

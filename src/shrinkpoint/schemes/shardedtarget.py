@@ -10,15 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.schemes.before import Before
-from shrinkpoint.schemes.layers import kinds_by_module
-from shrinkpoint.schemes.quality import Reading
-from shrinkpoint.schemes.target import Evaluate, Target, measured, modules_of, unwrapped
-from shrinkpoint.schemes.wholes import Wholes, is_of, recorded
-from shrinkpoint.state import FlatState
+from shrinkpoint.quantize.layer_types import layer_types_of_model
+from shrinkpoint.schemes.evaluate import (
+    Evaluate,
+    ModelStateGuard,
+    Reading,
+    TrialEvaluator,
+    call_evaluate,
+    iter_modules,
+    strip_wrapper_prefix,
+)
+from shrinkpoint.sharding.global_tensors import GlobalTensors, matches_parameter, recorder_values
+from shrinkpoint.tensors.flat_state import FlatState
 
 
-class ShardTarget(Target):
+class ShardTarget(TrialEvaluator):
     """A model whose parameters are on several ranks (FSDP2, tensor parallelism), or copied on all of them.
 
     `evaluate` is called on all ranks at the same time, so it may use collectives, as a forward pass of such a model
@@ -31,13 +37,13 @@ class ShardTarget(Target):
         model: a module, or a dict or list of modules; None: it is not known.
 
     Attributes:
-        alive: names of the tensors that are parameters; None where there is no model: all of them.
+        quantizable: names of the tensors that are parameters; None where there is no model: all of them.
     """
 
     def __init__(self, flat: FlatState, evaluate: Evaluate | None = None, model: Any = None) -> None:
         super().__init__(flat, evaluate or _unasked)
-        self._model, self._modules = model, [*modules_of(model)]
-        self._wholes: Wholes | None = None
+        self._model, self._modules = model, [*iter_modules(model)]
+        self._wholes: GlobalTensors | None = None
         self._measures = evaluate is not None
         self._places: dict[int, list[str]] = {}
         if model is None:
@@ -48,11 +54,11 @@ class ShardTarget(Target):
                 self._places.setdefault(x.data_ptr(), []).append(name)  # a tied one has several
         for parameter, kind in self._parameters():
             for name in self._places.get(_local(parameter).data_ptr(), []):
-                self.kinds |= {} if kind is None else {name: kind}
+                self.layer_types |= {} if kind is None else {name: kind}
         ours = {_local(parameter).data_ptr() for parameter, _ in self._parameters()}
-        self.alive = frozenset(name for place, names in self._places.items() if place in ours for name in names)
+        self.quantizable = frozenset(name for place, names in self._places.items() if place in ours for name in names)
 
-    def join(self, wholes: Wholes) -> None:
+    def join(self, wholes: GlobalTensors) -> None:
         """Take part in what all ranks do together.
 
         Raises:
@@ -62,7 +68,7 @@ class ShardTarget(Target):
         self._wholes = wholes
         if not self._measures:
             return
-        told = wholes.gather((bool(self.alive), self._copied(wholes)))
+        told = wholes.all_gather((bool(self.quantizable), self._copied(wholes)))
         if not any(alive for alive, _ in told):
             found, do = "no weight that is a parameter of the model in memory", "say which model is saved"
             raise PolicyError("evaluate", found=found, expected="tensors that share memory with it", do=do)
@@ -71,13 +77,13 @@ class ShardTarget(Target):
             found, do = "copies of it on ranks that do not save it", "say how much may be lost without measuring"
             raise PolicyError(copied, found=found, expected="a model in parts, each on one rank", do=do)
 
-    def _copied(self, wholes: Wholes) -> str | None:
+    def _copied(self, wholes: GlobalTensors) -> str | None:
         """A parameter that this rank has, and another one saves."""
         for module in self._modules:
             for name, parameter in module.named_parameters():
                 local = _local(parameter)
                 if local.numel() and local.data_ptr() not in self._places:
-                    found = (title for title in wholes.shapes if is_of(title, unwrapped(name)))
+                    found = (title for title in wholes.shapes if matches_parameter(title, strip_wrapper_prefix(name)))
                     title = next(found, None)
                     if title is not None:
                         return title
@@ -86,28 +92,28 @@ class ShardTarget(Target):
     def recorded(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What a recorder has of this rank's tensors, by their names."""
         assert self._wholes is not None
-        return recorded(self._wholes, {unwrapped(name): x for name, x in found.items()}, self._flat)
+        return recorder_values(self._wholes, {strip_wrapper_prefix(name): x for name, x in found.items()}, self._state)
 
-    def measure(self, values: Mapping[str, Tensor]) -> Reading:
+    def evaluate(self, values: Mapping[str, Tensor]) -> Reading:
         """See `Target`; a collective: the mean of what all ranks measure."""
         assert self._wholes is not None
-        before = self._before or self._taken()
+        before = self._guard or self._make_guard()
         with torch.no_grad():
             try:
-                before.without_gradients()
+                before.clear_gradients()
                 for name, value in values.items():
-                    if self.alive is not None and name in self.alive:
-                        self._flat.tensors[name].copy_(value)
+                    if self.quantizable is not None and name in self.quantizable:
+                        self._state.tensors[name].copy_(value)
                 self._let_go()
-                found = measured(self._evaluate, self._model)
+                found = call_evaluate(self._evaluate, self._model)
             finally:
                 self._let_go()
-                before.put_back()
-        return _mean(self._wholes.gather(found))
+                before.restore()
+        return _mean(self._wholes.all_gather(found))
 
-    def _taken(self) -> Before:
+    def _make_guard(self) -> ModelStateGuard:
         buffers = {x.data_ptr(): x for module in self._modules for x in map(_local, module.buffers())}
-        ours = {self._flat.tensors[name].data_ptr(): self._flat.tensors[name] for name in self.alive or ()}
+        ours = {self._state.tensors[name].data_ptr(): self._state.tensors[name] for name in self.quantizable or ()}
         return _Before((buffers | ours).values(), self._modules)
 
     def _let_go(self) -> None:
@@ -120,12 +126,12 @@ class ShardTarget(Target):
 
     def _parameters(self) -> Iterator[tuple[Tensor, str | None]]:
         for module in self._modules:
-            kinds = kinds_by_module(module)
+            kinds = layer_types_of_model(module)
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 yield parameter, kinds.get(name)
 
 
-class _Before(Before):
+class _Before(ModelStateGuard):
     """The same without the memory that parameters lie in: those that are in parts have none of their own."""
 
     def __init__(self, tensors: Any, modules: list[nn.Module]) -> None:
@@ -133,18 +139,18 @@ class _Before(Before):
         self._modes = [(part, part.training) for module in modules for part in module.modules()]
         self._held = [(one, one.grad) for module in modules for one in module.parameters()]
 
-    def without_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         """See `Before`."""
         for parameter, _ in self._held:
             parameter.grad = None
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """See `Before`."""
         for part, training in self._modes:
             part.training = training
         for parameter, gradient in self._held:
             parameter.grad = gradient
-        super().put_back()
+        super().restore()
 
 
 def _local(x: Any) -> Tensor:
@@ -159,7 +165,7 @@ def _mean(found: list[Reading]) -> Reading:
     Examples are those of all ranks, where each has as many: only then their mean is the mean of the ranks'.
     """
     first, *others = found
-    if all(one.is_as(first) for one in others):
+    if all(one.equals(first) for one in others):
         return first
     each = [one.examples for one in found if one.examples is not None]
     alike = len(each) == len(found) and len({one.numel() for one in each}) == 1

@@ -3,8 +3,7 @@
 from shrinkpoint.storage.base import Sink, Source, Storage, check_key, storage_error
 from shrinkpoint.storage.local import LocalStorage
 from shrinkpoint.storage.memory import MemoryStorage
-from shrinkpoint.storage.place import is_url, local_path
-from shrinkpoint.storage.regular import what_is_at
+from shrinkpoint.storage.paths import is_url, local_path, what_is_at
 
 __all__ = [
     "LocalStorage",

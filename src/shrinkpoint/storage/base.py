@@ -41,7 +41,9 @@ class Source(Protocol):
     def __enter__(self) -> Source:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -112,11 +114,12 @@ class Storage(Protocol):
             LockedError: another holds it, at once and naming it when it is known.
         """
 
-    def sweep(self, folders: Callable[[str], bool] = lambda name: False) -> Keys:
+    def remove_stale(self, is_own_dir: Callable[[str], bool] = lambda name: False) -> Keys:
         """Remove what interrupted writers left behind, and nothing else; returns the names removed, sorted.
 
         Args:
-            folders: says of an empty directory, by its name, whether it is the caller's and can go. (A process may die
+            is_own_dir: says of an empty directory, by its name, whether it is the caller's and can go. (A process may
+                die
                 between emptying a directory and removing it.)
         """
 
@@ -141,16 +144,18 @@ def check_key(key: str) -> str:
     return key
 
 
-def storage_error(where: str, doing: str, error: OSError) -> StorageError:
+def storage_error(where: str, operation: str, error: OSError) -> StorageError:
     """What to raise (`from error`) when the operating system refused; keeps its `errno`."""
     reason = error.strerror or str(error) or type(error).__name__
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         raised: StorageError = NoSpaceError(
             where,
-            found=f"no space left while {doing} ({reason})",
+            found=f"no space left while {operation} ({reason})",
             do="free some space and save again; earlier checkpoints are untouched",
         )
     else:
-        raised = StorageError(where, found=f"{doing} failed ({reason})", do="look at the disk and at the permissions")
+        raised = StorageError(
+            where, found=f"{operation} failed ({reason})", do="look at the disk and at the permissions"
+        )
     raised.errno = error.errno
     return raised

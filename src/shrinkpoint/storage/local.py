@@ -17,22 +17,21 @@ from pathlib import Path
 
 from shrinkpoint.errors import NotFoundError, StorageError, TruncatedError
 from shrinkpoint.storage.base import RESERVED, Buffer, Keys, Sink, Source, check_key, storage_error
-from shrinkpoint.storage.lockfile import claim, held
-from shrinkpoint.storage.place import local_path
-from shrinkpoint.storage.regular import is_regular, open_regular, what_is_at
+from shrinkpoint.storage.lockfile import hold_lock, try_lock
+from shrinkpoint.storage.paths import is_regular, local_path, open_regular, what_is_at
 
 LOCK = RESERVED + "lock"
 _TEMPORARY = re.compile(re.escape(RESERVED) + "tmp-[0-9a-f]{16}")
-_PIECE = 1 << 30  # bytes of one read call; systems move less than 2 GiB at once
-_CANNOT_LINK = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+_MAX_READ_BYTES = 1 << 30  # bytes of one read call; systems move less than 2 GiB at once
+_LINK_ERRNOS = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 @contextmanager
-def _failing(where: str, doing: str) -> Iterator[None]:
+def _os_errors(where: str, operation: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise storage_error(where, doing, error) from error
+        raise storage_error(where, operation, error) from error
 
 
 class LocalSource(Source):
@@ -40,7 +39,7 @@ class LocalSource(Source):
 
     def __init__(self, path: Path, where: str) -> None:
         self._where = where
-        with _failing(where, "opening"):
+        with _os_errors(where, "opening"):
             self._file = FileIO(path, opener=open_regular)
             self._size = os.fstat(self._file.fileno()).st_size
 
@@ -51,13 +50,13 @@ class LocalSource(Source):
     def read(self, offset: int, length: int) -> bytes | memoryview:
         if offset + length > self._size:  # before memory is taken: a length may come from a damaged file
             raise self._truncated(self._size, offset, length)
-        first = self._piece(offset, length)
+        first = self._read_once(offset, length)
         if len(first) == length:
             return first
         data, done = memoryview(bytearray(length)), len(first)
         data[:done] = first
         while done < length:
-            piece = self._piece(offset + done, length - done)
+            piece = self._read_once(offset + done, length - done)
             if not piece:  # someone has cut the file since it was opened
                 raise self._truncated(offset + done, offset, length)
             data[done : done + len(piece)] = piece
@@ -69,9 +68,9 @@ class LocalSource(Source):
         with suppress(OSError, AttributeError):  # not every system has it
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def _piece(self, offset: int, length: int) -> bytes:
-        with _failing(self._where, "reading"):
-            return os.pread(self._file.fileno(), min(length, _PIECE), offset)
+    def _read_once(self, offset: int, length: int) -> bytes:
+        with _os_errors(self._where, "reading"):
+            return os.pread(self._file.fileno(), min(length, _MAX_READ_BYTES), offset)
 
     def _truncated(self, size: int, offset: int, length: int) -> TruncatedError:
         return TruncatedError(
@@ -90,32 +89,32 @@ class LocalSink(Sink):
 
     def __init__(self, path: Path, where: str) -> None:
         self._where = where
-        with _failing(where, "creating a temporary file"):
+        with _os_errors(where, "creating a temporary file"):
             self._file = FileIO(path, "x+")
-        with suppress(OSError):  # for `_alive`; some file systems have no locks
-            claim(self._file.fileno())
+        with suppress(OSError):  # for `_is_being_written`; some file systems have no locks
+            try_lock(self._file.fileno())
 
     def write(self, data: Buffer) -> None:
         rest = memoryview(data)
         rest = rest.cast("B") if rest.nbytes else memoryview(b"")
         while rest:
-            with _failing(self._where, "writing"):
+            with _os_errors(self._where, "writing"):
                 rest = rest[self._file.write(rest) :]
 
     def seek(self, offset: int) -> None:
-        with _failing(self._where, "seeking"):
+        with _os_errors(self._where, "seeking"):
             self._file.seek(offset)
 
     def tell(self) -> int:
         return self._file.tell()
 
     def read(self, length: int) -> bytes:
-        with _failing(self._where, "reading back"):
+        with _os_errors(self._where, "reading back"):
             return self._file.read(length)
 
     def sync(self) -> None:
         """Return when every byte is on the disk."""
-        with _failing(self._where, "flushing to the disk"):
+        with _os_errors(self._where, "flushing to the disk"):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -142,21 +141,21 @@ class LocalStorage:
 
     @contextmanager
     def create(self, key: str) -> Iterator[LocalSink]:
-        path, where = self._locate(key), self.describe(key)
+        path, where = self._path_of(key), self.describe(key)
         _check_free(path, where)
-        with self._temporary(path.parent, where) as temporary:
+        with self._temporary_path(path.parent, where) as temporary:
             sink = LocalSink(temporary, where)
             try:
                 yield sink
                 sink.sync()
-                with _failing(where, "renaming into place"):
+                with _os_errors(where, "renaming into place"):
                     temporary.replace(path)
-                    _sync(path.parent)
+                    _fsync_dir(path.parent)
             finally:
                 sink.close()
 
     def open(self, key: str) -> LocalSource:
-        return LocalSource(self._existing(key), self.describe(key))
+        return LocalSource(self._existing_path(key), self.describe(key))
 
     def get(self, key: str) -> bytes:
         with self.open(key) as source:
@@ -171,50 +170,52 @@ class LocalStorage:
         return sorted(key for key in keys if key.startswith(prefix))
 
     def delete(self, key: str) -> None:
-        path = self._locate(key)
-        with _failing(self.describe(key), "deleting"):
+        path = self._path_of(key)
+        with _os_errors(self.describe(key), "deleting"):
             try:
                 path.unlink()
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):  # no object, then
                 return
-            _sync(self._drop_empty(path.parent))  # a power cut must not bring it back when its base has gone
+            _fsync_dir(
+                self._remove_empty_dirs(path.parent)
+            )  # a power cut must not bring it back when its base has gone
 
     def link(self, source: str, target: str) -> bool:
-        return self.link_file(self._existing(source), target)
+        return self.link_file(self._existing_path(source), target)
 
     def link_file(self, old: Path, target: str) -> bool:
         """As `link`, of a file that may lie outside of this directory; of a symbolic link, the file behind it."""
-        new, where = self._locate(target), self.describe(target)
+        new, where = self._path_of(target), self.describe(target)
         _check_free(new, where)
-        with self._temporary(new.parent, where) as temporary, _failing(where, "linking"):
+        with self._temporary_path(new.parent, where) as temporary, _os_errors(where, "linking"):
             try:
                 os.link(old.resolve(), temporary)  # of a symbolic link itself, nothing would outlive its file
             except OSError as error:
-                if error.errno in _CANNOT_LINK:
+                if error.errno in _LINK_ERRNOS:
                     return False
                 raise
             temporary.replace(new)
-            _sync(new.parent)
+            _fsync_dir(new.parent)
         return True
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        with _failing(self.describe(), "creating the directory"):
-            _make(self._root)
-        with held(self._root / LOCK, self.describe()):
+        with _os_errors(self.describe(), "creating the directory"):
+            _make_dirs(self._root)
+        with hold_lock(self._root / LOCK, self.describe()):
             yield
 
-    def sweep(self, folders: Callable[[str], bool] = lambda name: False) -> Keys:
+    def remove_stale(self, is_own_dir: Callable[[str], bool] = lambda name: False) -> Keys:
         swept = []
         for path in self._walk(self._root):
-            if _TEMPORARY.fullmatch(path.name) and is_regular(path) and not _alive(path):
-                with _failing(str(path), "sweeping"):
+            if _TEMPORARY.fullmatch(path.name) and is_regular(path) and not _is_being_written(path):
+                with _os_errors(str(path), "sweeping"):
                     path.unlink(missing_ok=True)
-                    self._drop_empty(path.parent)
+                    self._remove_empty_dirs(path.parent)
                 swept.append(path.relative_to(self._root).as_posix())
         for folder, _, _ in os.walk(self._root, topdown=False):
             name = Path(folder).relative_to(self._root).as_posix()
-            if folders(name):
+            if is_own_dir(name):
                 with suppress(OSError):  # not empty
                     Path(folder).rmdir()
                     swept.append(name)
@@ -223,46 +224,46 @@ class LocalStorage:
     def describe(self, key: str = "") -> str:
         return str(self.path / key)
 
-    def _locate(self, key: str) -> Path:
+    def _path_of(self, key: str) -> Path:
         return self._root / check_key(key)
 
-    def _existing(self, key: str) -> Path:
-        path = self._locate(key)
-        with _failing(self.describe(key), "opening"):
+    def _existing_path(self, key: str) -> Path:
+        path = self._path_of(key)
+        with _os_errors(self.describe(key), "opening"):
             if path.is_file():  # not a directory, and not a pipe, on which reading would wait
                 return path
         raise NotFoundError(self.describe(key), found=what_is_at(path), do="look at what lies beside it")
 
     @contextmanager
-    def _temporary(self, folder: Path, where: str) -> Iterator[Path]:
-        """A free name in `folder`, which is made for it. Whatever has this name at the end is removed."""
-        with _failing(where, "creating the directory"):
-            _make(folder)
-        path = folder / f"{RESERVED}tmp-{secrets.token_hex(8)}"
+    def _temporary_path(self, directory: Path, where: str) -> Iterator[Path]:
+        """A free name in `directory`, which is made for it. Whatever has this name at the end is removed."""
+        with _os_errors(where, "creating the directory"):
+            _make_dirs(directory)
+        path = directory / f"{RESERVED}tmp-{secrets.token_hex(8)}"
         try:
             yield path
         finally:
             with suppress(OSError):  # an error on its way out is the one to tell; `sweep` comes by later
                 path.unlink(missing_ok=True)
-                self._drop_empty(folder)
+                self._remove_empty_dirs(directory)
 
-    def _walk(self, folder: Path) -> Iterator[Path]:
+    def _walk(self, directory: Path) -> Iterator[Path]:
         def refuse(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError | NotADirectoryError):  # it may vanish while we walk
-                raise storage_error(str(error.filename or folder), "listing", error) from error
+                raise storage_error(str(error.filename or directory), "listing", error) from error
 
-        for parent, _, names in os.walk(folder, onerror=refuse):
+        for parent, _, names in os.walk(directory, onerror=refuse):
             yield from (Path(parent, name) for name in names)
 
-    def _drop_empty(self, folder: Path) -> Path:
-        """Remove `folder` and its parents as far as they are empty; returns the first that is not, or the root."""
-        while folder != self._root:
+    def _remove_empty_dirs(self, directory: Path) -> Path:
+        """Remove `directory` and its parents as far as they are empty; returns the first that is not, or the root."""
+        while directory != self._root:
             try:
-                folder.rmdir()
+                directory.rmdir()
             except OSError:  # not empty, or not ours to remove
                 break
-            folder = folder.parent
-        return folder
+            directory = directory.parent
+        return directory
 
 
 def _check_free(path: Path, where: str) -> None:
@@ -272,17 +273,17 @@ def _check_free(path: Path, where: str) -> None:
         raise StorageError(where, found=found, expected="a file, or nothing", do=do)
 
 
-def _make(folder: Path) -> None:
+def _make_dirs(directory: Path) -> None:
     """Create a directory and its parents, each durably."""
-    if not folder.is_dir():
-        _make(folder.parent)
+    if not directory.is_dir():
+        _make_dirs(directory.parent)
         with suppress(FileExistsError):  # someone was faster; a file in the way will be told by whoever opens it
-            folder.mkdir()
-        _sync(folder.parent)
+            directory.mkdir()
+        _fsync_dir(directory.parent)
 
 
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _fsync_dir(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
     except OSError as error:
@@ -292,10 +293,10 @@ def _sync(folder: Path) -> None:
         os.close(fd)
 
 
-def _alive(path: Path) -> bool:
+def _is_being_written(path: Path) -> bool:
     """Whether the writer of a temporary file still has it open."""
     try:
         with FileIO(path, opener=open_regular) as file:
-            return not claim(file.fileno())
+            return not try_lock(file.fileno())
     except OSError:  # gone, or no locks here: then the caller's lock on the store must be enough
         return False

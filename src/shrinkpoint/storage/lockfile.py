@@ -12,12 +12,12 @@ from pathlib import Path
 
 from shrinkpoint.errors import LockedError, StorageError
 from shrinkpoint.storage.base import storage_error
-from shrinkpoint.storage.regular import is_regular, open_regular, what_is_at
+from shrinkpoint.storage.paths import is_regular, open_regular, what_is_at
 
-_held: set[int] = set()
+_locked_fds: set[int] = set()
 
 
-def claim(fd: int) -> bool:
+def try_lock(fd: int) -> bool:
     """Lock an open file until it is closed; False when it is open and locked elsewhere.
 
     Raises:
@@ -31,7 +31,7 @@ def claim(fd: int) -> bool:
 
 
 @contextmanager
-def held(path: Path, where: str) -> Iterator[None]:
+def hold_lock(path: Path, where: str) -> Iterator[None]:
     """Hold the lock file at `path`; it stays there, empty, when it is released.
 
     Raises:
@@ -43,10 +43,10 @@ def held(path: Path, where: str) -> Iterator[None]:
         fd = _acquire(path, where)
         yield
     finally:
-        if fd in _held:  # not so in a forked child
+        if fd in _locked_fds:  # not so in a forked child
             with suppress(OSError):
                 os.ftruncate(fd, 0)
-            _held.remove(fd)
+            _locked_fds.remove(fd)
             os.close(fd)
 
 
@@ -57,11 +57,11 @@ def _acquire(path: Path, where: str) -> int:
     fd = -1
     try:
         fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        _held.add(fd)
-        if not claim(fd):
+        _locked_fds.add(fd)
+        if not try_lock(fd):
             raise LockedError(
                 where,
-                found=f"{_holder(fd)} is saving here already",
+                found=f"{_lock_owner(fd)} is saving here already",
                 expected="one writer at a time",
                 do="wait until it has finished, or stop it: a lock dies with its process",
             )
@@ -79,11 +79,11 @@ def _acquire(path: Path, where: str) -> int:
 
 def _close(fd: int) -> None:
     if fd >= 0:
-        _held.discard(fd)
+        _locked_fds.discard(fd)
         os.close(fd)
 
 
-def _holder(fd: int) -> str:
+def _lock_owner(fd: int) -> str:
     try:
         note = json.loads(os.pread(fd, 1024, 0))
         return f"process {note['pid']:d} on host {note['host']!r}"
@@ -91,11 +91,11 @@ def _holder(fd: int) -> str:
         return "another process"
 
 
-def _forget_held() -> None:
+def _close_after_fork() -> None:
     """In a forked child: drop the locks, or a data loader's worker that outlives its killed parent would keep them."""
-    for fd in _held:
+    for fd in _locked_fds:
         os.close(fd)
-    _held.clear()
+    _locked_fds.clear()
 
 
-os.register_at_fork(after_in_child=_forget_held)
+os.register_at_fork(after_in_child=_close_after_fork)

@@ -65,7 +65,7 @@ class MemoryStorage:
 
     def __init__(self) -> None:
         self._objects: dict[str, bytes] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def put(self, key: str, data: Buffer) -> None:
         self._objects[check_key(key)] = bytes(data)
@@ -109,7 +109,7 @@ class MemoryStorage:
             if is_mine:
                 self._lock.release()
 
-    def sweep(self, folders: Callable[[str], bool] = lambda name: False) -> Keys:
+    def remove_stale(self, is_own_dir: Callable[[str], bool] = lambda name: False) -> Keys:
         return []
 
     def describe(self, key: str = "") -> str:

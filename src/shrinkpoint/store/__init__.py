@@ -10,32 +10,44 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shrinkpoint.store.file import Decoded as Decoded
-    from shrinkpoint.store.file import RoleBytes as RoleBytes
-    from shrinkpoint.store.file import SaveReport as SaveReport
+    from shrinkpoint.store.checkpoint_file import DecodedFile as DecodedFile
+    from shrinkpoint.store.checkpoint_file import RoleBytes as RoleBytes
+    from shrinkpoint.store.checkpoint_file import SaveReport as SaveReport
     from shrinkpoint.store.listing import Listing as Listing
     from shrinkpoint.store.listing import scan as scan
     from shrinkpoint.store.manifest import Manifest as Manifest
-    from shrinkpoint.store.pending import Pending as Pending
     from shrinkpoint.store.prune import PrunePlan as PrunePlan
-    from shrinkpoint.store.retention import Decision as Decision
     from shrinkpoint.store.retention import Keep as Keep
-    from shrinkpoint.store.retention import retain as retain
-    from shrinkpoint.store.store import Restored as Restored
-    from shrinkpoint.store.store import Skipped as Skipped
+    from shrinkpoint.store.retention import RetentionDecision as RetentionDecision
+    from shrinkpoint.store.retention import apply_policy as apply_policy
+    from shrinkpoint.store.store import SkippedCheckpoint as SkippedCheckpoint
     from shrinkpoint.store.store import Store as Store
+    from shrinkpoint.store.store import StoreRestore as StoreRestore
+    from shrinkpoint.store.transaction import CheckpointTransaction as CheckpointTransaction
     from shrinkpoint.store.verify import Finding as Finding
 
-_HOMES = {
-    "Decision": "retention", "Decoded": "file", "Finding": "verify", "Keep": "retention", "Listing": "listing",
-    "Manifest": "manifest", "Pending": "pending", "PrunePlan": "prune", "Restored": "store", "RoleBytes": "file",
-    "SaveReport": "file", "Skipped": "store", "Store": "store", "retain": "retention", "scan": "listing",
-}  # fmt: skip
+_MODULES = {
+    "apply_policy": "retention",
+    "CheckpointTransaction": "transaction",
+    "DecodedFile": "checkpoint_file",
+    "Finding": "verify",
+    "Keep": "retention",
+    "Listing": "listing",
+    "Manifest": "manifest",
+    "PrunePlan": "prune",
+    "RetentionDecision": "retention",
+    "RoleBytes": "checkpoint_file",
+    "SaveReport": "checkpoint_file",
+    "scan": "listing",
+    "SkippedCheckpoint": "store",
+    "Store": "store",
+    "StoreRestore": "store",
+}
 
-__all__ = list(_HOMES)
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -12,12 +12,12 @@ from shrinkpoint.errors import CorruptError, PolicyError
 
 MIN_LIMIT = 1 << 30
 """Bytes of tensors that any file may hold, however small it is."""
-FACTOR = 1000
+MAX_EXPANSION = 1000
 """Bytes of tensors that each stored byte of a chain may stand for, beyond that."""
-VARIABLE = "SHRINKPOINT_MAX_BYTES"
+ENV_VARIABLE = "SHRINKPOINT_MAX_BYTES"
 """The environment's word where a caller has none, for frameworks and the command line."""
 
-_DO = "if you trust it, pass max_bytes=, or set " + VARIABLE
+_DO = "if you trust it, pass max_bytes=, or set " + ENV_VARIABLE
 
 
 class Allowance:
@@ -28,16 +28,16 @@ class Allowance:
             `SHRINKPOINT_MAX_BYTES` says, else 1 GiB, or 1000 times the bytes of the files so far if that is more.
 
     Attributes:
-        left: bytes of the limit that the last file's tensors do not take, which copies in its tree may.
+        max_copy_bytes: bytes of the limit that the last file's tensors do not take, which copies in its tree may.
 
     Raises:
         PolicyError: a limit that is no whole number above 0.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
-        self._limit = _limit(max_bytes)
+        self._limit = _resolve_limit(max_bytes)
         self._stored = 0
-        self.left = self._limit or MIN_LIMIT
+        self.max_copy_bytes = self._limit or MIN_LIMIT
 
     def admit(self, where: str, stored: int, raw: int) -> None:
         """Let a file be decoded.
@@ -51,24 +51,28 @@ class Allowance:
             CorruptError: it asks for too much.
         """
         self._stored += stored
-        limit = self._limit or max(MIN_LIMIT, FACTOR * self._stored)
+        limit = self._limit or max(MIN_LIMIT, MAX_EXPANSION * self._stored)
         if raw > limit:
             found = f"{raw} bytes of tensors in a chain of {self._stored} bytes"
             raise CorruptError(where, found=found, expected=f"at most {limit}", do=_DO)
-        self.left = limit - raw
+        self.max_copy_bytes = limit - raw
 
 
-def _limit(max_bytes: int | None) -> int | None:
+def _resolve_limit(max_bytes: int | None) -> int | None:
     if max_bytes is None:
-        text = os.environ.get(VARIABLE, "")
+        text = os.environ.get(ENV_VARIABLE, "")
         if not text:
             return None
         if not text.isascii() or not text.isdecimal() or not 0 < len(text) < 20 or not int(text):
             raise PolicyError(
-                VARIABLE, found=repr(text[:40]), expected="a whole number of bytes", do="mend or unset it"
+                ENV_VARIABLE, found=repr(text[:40]), expected="a whole number of bytes", do="mend or unset it"
             )
         return int(text)
     if type(max_bytes) is not int or max_bytes < 1:
-        raise PolicyError("max_bytes", found=repr(max_bytes)[:40], expected="a whole number of bytes, or None",
-                          do="say how much memory the tensors of one file may take")  # fmt: skip
+        raise PolicyError(
+            "max_bytes",
+            found=repr(max_bytes)[:40],
+            expected="a whole number of bytes, or None",
+            do="say how much memory the tensors of one file may take",
+        )
     return max_bytes

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from shrinkpoint.container.header import LIMIT, PREFIX
+from shrinkpoint.container.header import MAX_HEADER_BYTES, PREFIX
 from shrinkpoint.store import layout
-from shrinkpoint.store.folder import found_in, is_checkpoint
+from shrinkpoint.store.directory import find_checkpoints, is_checkpoint
 
-EMPTY = "an empty directory"
+EMPTY_DIRECTORY = "an empty directory"
 MAX_ENTRIES = 1000
 """Names of a directory that are looked at."""
-_HEAD = 512
+_HEAD_BYTES = 512
 _MARK = 8 + PREFIX.index(b"shrinkpoint")
 """Where a file says that it is ours; what stands before it, other programs write too."""
 _STEP = re.compile(r"step-[0-9]{9,15}")
@@ -29,53 +29,55 @@ _MAGIC = (
     (b"GGUF", "a GGUF file", "the program that wrote it"),
 )
 _PICKLE = re.compile(rb"\x80[\x02-\x05][\x8a\x95}cX(\x8c\]K].*", re.DOTALL)
-_TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+_TENSOR_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True)
-class Identity:
+class Identification:
     """What something is, and what reads it.
 
     Attributes:
-        what: in words, "a file of torch.save".
+        description: in words, "a file of torch.save".
         do: what to do with it.
-        foreign: something else wrote it, which has nothing of ours; False where that is not certain.
+        is_foreign: something else wrote it, which has nothing of ours; False where that is not certain.
     """
 
-    what: str
+    description: str
     do: str
-    foreign: bool = True
+    is_foreign: bool = True
 
 
-def identify(path: Path) -> Identity | None:
+def identify(path: Path) -> Identification | None:
     """What a file or a directory is; None for a file of ours, whole or damaged, and for what cannot be told.
 
     An error of reading is no answer: whoever opens it next says what is wrong.
     """
     try:
-        return _directory(path) if path.is_dir() else _file(path) if path.is_file() else None
+        return _identify_directory(path) if path.is_dir() else _identify_file(path) if path.is_file() else None
     except OSError:
         return None
 
 
-def _file(path: Path) -> Identity | None:
+def _identify_file(path: Path) -> Identification | None:
     size = path.stat().st_size
     if size == 0:
         do = "fetch the file again, or restore another checkpoint"
-        return Identity("an empty file", do, foreign=False)
+        return Identification("an empty file", do, is_foreign=False)
     with path.open("rb") as file:
-        head = file.read(_HEAD)
+        head = file.read(_HEAD_BYTES)
     if len(head) <= 8 or _is_ours(head):
         return None
     for magic, what, reader in _MAGIC:
         if head.startswith(magic):
-            return Identity(what, _read_by(path, reader))
+            return Identification(what, _reading_advice(path, reader))
     if _PICKLE.match(head):
-        return Identity("a pickle, such as torch.save wrote before 1.6", _read_by(path, "torch.load"))
+        return Identification("a pickle, such as torch.save wrote before 1.6", _reading_advice(path, "torch.load"))
     if _is_safetensors(head, size):
-        return Identity("a safetensors file of another program", _read_by(path, "safetensors.torch.load_file"))
+        return Identification(
+            "a safetensors file of another program", _reading_advice(path, "safetensors.torch.load_file")
+        )
     if all(32 <= byte < 127 or byte in b"\t\n\r" for byte in head):
-        return Identity("a text file", "name the checkpoint beside it", foreign=False)
+        return Identification("a text file", "name the checkpoint beside it", is_foreign=False)
     return None
 
 
@@ -87,41 +89,41 @@ def _is_ours(head: bytes) -> bool:
 
 def _is_safetensors(head: bytes, size: int) -> bool:
     (length,) = struct.unpack("<Q", head[:8])
-    return 2 <= length <= min(LIMIT, size - 8) and head[8:9] == b"{" and head[9:10] in (b'"', b"}", b" ")
+    return 2 <= length <= min(MAX_HEADER_BYTES, size - 8) and head[8:9] == b"{" and head[9:10] in (b'"', b"}", b" ")
 
 
-def _read_by(path: Path, reader: str) -> str:
+def _reading_advice(path: Path, reader: str) -> str:
     ours = f"make it a checkpoint of ours: `shrinkpoint convert {path} DST`"
     return f"read it with {reader}, or {ours}" if reader else "fetch an intact copy"
 
 
-def _directory(path: Path) -> Identity:
+def _identify_directory(path: Path) -> Identification:
     with os.scandir(path) as entries:
         names = [entry.name for entry in islice(entries, MAX_ENTRIES)]
     if is_checkpoint(path):
         do = "load it with the framework that saved it, or `shrinkpoint export` it"
-        return Identity("a framework's checkpoint", do, foreign=False)
+        return Identification("a framework's checkpoint", do, is_foreign=False)
     if any(_STEP.fullmatch(name) for name in names):
         do = f"load it with shrinkpoint.Store({str(path)!r}).restore(), or with a Manager"
-        return Identity("a store", do, foreign=False)
+        return Identification("a store", do, is_foreign=False)
     if _STEP.fullmatch(path.name) and any(layout.step_of(f"{path.name}/{name}") is not None for name in names):
         do = f"load it with shrinkpoint.Store({str(path.parent)!r}).load({int(path.name[5:])})"
-        return Identity("the directory of a store's checkpoint", do, foreign=False)
-    if found := found_in(path):
+        return Identification("the directory of a store's checkpoint", do, is_foreign=False)
+    if found := find_checkpoints(path):
         do = f"name one checkpoint, such as {found[-1]}, and load it with the framework that saved it"
-        return Identity("a framework's run", do, foreign=False)
-    what = _others(path, {*names})
+        return Identification("a framework's run", do, is_foreign=False)
+    what = _identify_foreign_dir(path, {*names})
     if what is None:
         shown = [name for name in names if not name.startswith(".")]
-        return Identity("a directory without a checkpoint" if shown else EMPTY, "check the path")
-    return Identity(what, f"`shrinkpoint convert {path} --dry-run` tells what it holds, and reads it")
+        return Identification("a directory without a checkpoint" if shown else EMPTY_DIRECTORY, "check the path")
+    return Identification(what, f"`shrinkpoint convert {path} --dry-run` tells what it holds, and reads it")
 
 
-def _others(path: Path, names: set[str]) -> str | None:
+def _identify_foreign_dir(path: Path, names: set[str]) -> str | None:
     """What another framework left there."""
     if ".metadata" in names:
         return "a checkpoint of torch.distributed.checkpoint"
-    tensors = sorted(name for name in names if name.endswith(_TENSORS))
+    tensors = sorted(name for name in names if name.endswith(_TENSOR_SUFFIXES))
     if tensors and names & {"config.json", "trainer_state.json", "adapter_config.json", "training_args.bin"}:
         return f"a checkpoint of Hugging Face ({tensors[0]})"
     if tensors:

@@ -23,17 +23,17 @@ BASE = re.compile(r"bases/[0-9a-f]{32}\.safetensors")
 _STEP = re.compile(r"step-([0-9]{9,15})")
 
 
-def directory(step: int) -> str:
+def step_dir(step: int) -> str:
     """The directory of a checkpoint; the names sort as the steps do up to step 999 999 999."""
     return f"step-{step:09d}"
 
 
 def manifest_key(step: int) -> str:
-    return f"{directory(step)}/manifest.json"
+    return f"{step_dir(step)}/manifest.json"
 
 
 def forgotten_key(step: int) -> str:
-    return f"{directory(step)}/forgotten"
+    return f"{step_dir(step)}/forgotten"
 
 
 def base_name(digest: str) -> str:
@@ -41,10 +41,10 @@ def base_name(digest: str) -> str:
     return f"bases/{digest}.safetensors"
 
 
-def payload_name(taken: Collection[str], rank: int = 0) -> str:
-    """A name for a payload that is not among `taken`: a committed file is never written into."""
+def payload_name(used_names: Collection[str], rank: int = 0) -> str:
+    """A name for a payload that is not among `used_names`: a committed file is never written into."""
     name, again = f"rank-{rank:05d}.safetensors", 2
-    while name in taken:
+    while name in used_names:
         name, again = f"rank-{rank:05d}.{again}.safetensors", again + 1
     return name
 
@@ -53,20 +53,20 @@ def step_of(key: str) -> int | None:
     """The step whose directory holds `key`; None for a key that no store wrote, which is left alone."""
     head, _, name = key.partition("/")
     match = _STEP.fullmatch(head)
-    if not match or directory(int(match[1])) != head:
+    if not match or step_dir(int(match[1])) != head:
         return None
     ours = name in ("manifest.json", "forgotten") or PAYLOAD.fullmatch(name) or BASE.fullmatch(name)
     return int(match[1]) if ours else None
 
 
-def is_folder(name: str) -> bool:
+def is_step_dir(name: str) -> bool:
     """Whether a store makes directories of this name, so that an empty one is its litter."""
     head, _, rest = name.partition("/")
     match = _STEP.fullmatch(head)
-    return match is not None and directory(int(match[1])) == head and rest in ("", "bases")
+    return match is not None and step_dir(int(match[1])) == head and rest in ("", "bases")
 
 
-def checked_step(step: SupportsIndex) -> int:
+def check_step(step: SupportsIndex) -> int:
     """`step` as an int.
 
     Raises:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from shrinkpoint.errors import CorruptError, FormatError, NotFoundError, ShrinkpointError, VersionError
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import layout
-from shrinkpoint.store.manifest import Base, Manifest
-from shrinkpoint.store.sealed import MAX_BYTES
+from shrinkpoint.store.digest_json import MAX_MANIFEST_BYTES
+from shrinkpoint.store.manifest import ChainLink, Manifest
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Listing:
     keys: frozenset[str]
 
     @property
-    def shown(self) -> dict[int, Manifest]:
+    def visible(self) -> dict[int, Manifest]:
         """The checkpoints that are not forgotten."""
         return {step: one for step, one in self.manifests.items() if step not in self.forgotten}
 
-    def insist(self) -> None:
+    def raise_unreadable(self) -> None:
         """Refuse to go on where nobody can say what stands on what.
 
         Raises:
@@ -44,24 +44,24 @@ class Listing:
             if step not in self.forgotten and (isinstance(error, VersionError) or not isinstance(error, FormatError)):
                 raise error
 
-    def names(self, step: int) -> frozenset[str]:
+    def file_names(self, step: int) -> frozenset[str]:
         """The names in the directory of `step`, relative to it."""
-        head = layout.directory(step) + "/"
+        head = layout.step_dir(step) + "/"
         return frozenset(key[len(head) :] for key in self.keys if key.startswith(head))
 
-    def needed(self, steps: Collection[int]) -> frozenset[str]:
+    def referenced_keys(self, steps: Collection[int]) -> frozenset[str]:
         """The keys of the checkpoints in `steps`, and of what they stand on where they have no link of their own."""
-        return frozenset(key for step in steps for key in self._keys(self.manifests[step]))
+        return frozenset(key for step in steps for key in self._keys_of(self.manifests[step]))
 
-    def _keys(self, manifest: Manifest) -> Iterator[str]:
+    def _keys_of(self, manifest: Manifest) -> Iterator[str]:
         yield layout.manifest_key(manifest.step)
         yield layout.forgotten_key(manifest.step)
         yield from (manifest.key(one.name) for one in manifest.files)
         for base in manifest.bases:
-            own, *siblings = places(manifest, base)
+            own, *siblings = candidate_keys(manifest, base)
             yield own if own in self.keys else (siblings or [own])[0]
 
-    def litter(self) -> list[str]:
+    def orphans(self) -> list[str]:
         """Keys that no checkpoint needs: what interrupted saves left, and payloads that were replaced.
 
         A directory with a broken manifest is left as it is. Where links are impossible, or a newer release has
@@ -70,11 +70,11 @@ class Listing:
         newer = any(isinstance(error, VersionError) for error in self.broken.values())
         if newer or (self.broken and not any("/bases/" in key for key in self.keys)):
             return []
-        needed = self.needed(self.manifests)
+        needed = self.referenced_keys(self.manifests)
         return sorted(key for key in self.keys - needed if layout.step_of(key) not in self.broken)
 
 
-def places(manifest: Manifest, base: Base) -> tuple[str, ...]:
+def candidate_keys(manifest: Manifest, base: ChainLink) -> tuple[str, ...]:
     """The keys under which a file of a checkpoint's chain may be, in the order in which to try them."""
     own = (manifest.key(base.name),) if base.name else ()
     return own if base.step == manifest.step else (*own, base.sibling_key)
@@ -95,7 +95,7 @@ def scan(storage: Storage) -> Listing:
             continue
         try:
             manifests[step] = read_manifest(storage, step)
-            marked = layout.forgotten_key(step) in keys and _marks(storage, manifests[step])
+            marked = layout.forgotten_key(step) in keys and _is_hidden(storage, manifests[step])
         except NotFoundError as error:
             if layout.manifest_key(step) not in storage.list(layout.manifest_key(step)):
                 continue  # deleted since the list was made
@@ -121,8 +121,8 @@ def read_manifest(storage: Storage, step: int) -> Manifest:
     key = layout.manifest_key(step)
     where = storage.describe(key)
     with storage.open(key) as source:
-        if source.size > MAX_BYTES:
-            found, expected = f"{source.size} bytes", f"at most {MAX_BYTES}"
+        if source.size > MAX_MANIFEST_BYTES:
+            found, expected = f"{source.size} bytes", f"at most {MAX_MANIFEST_BYTES}"
             raise CorruptError(where, found=found, expected=expected, do="restore another checkpoint")
         manifest = Manifest.from_json(bytes(source.read(0, source.size)), where)
     if manifest.step != step:
@@ -131,7 +131,7 @@ def read_manifest(storage: Storage, step: int) -> Manifest:
     return manifest
 
 
-def _marks(storage: Storage, manifest: Manifest) -> bool:
+def _is_hidden(storage: Storage, manifest: Manifest) -> bool:
     """Whether the marker hides this very checkpoint, and not one that had its step before."""
     try:
         with storage.open(layout.forgotten_key(manifest.step)) as source:
@@ -139,3 +139,15 @@ def _marks(storage: Storage, manifest: Manifest) -> bool:
             return source.size == len(id) and bytes(source.read(0, source.size)) == id
     except NotFoundError:
         return False
+
+
+def forget(storage: Storage, listing: Listing, step: int) -> None:
+    """Mark a step of `listing` as forgotten. Only the holder of the store's lock may.
+
+    The mark names the checkpoint it hides, so that the step, saved again, shows again.
+
+    Raises:
+        StorageError: writing failed.
+    """
+    mark = listing.manifests[step].id if step in listing.manifests else "broken"
+    storage.put(layout.forgotten_key(step), mark.encode())

@@ -12,7 +12,7 @@ from shrinkpoint.errors import NotFoundError
 from shrinkpoint.storage import LocalStorage, Storage
 from shrinkpoint.store import layout
 from shrinkpoint.store.listing import Listing
-from shrinkpoint.store.retention import Keep, check_metric, retain
+from shrinkpoint.store.retention import Keep, apply_policy, check_metric
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,16 @@ def plan(storage: Storage, listing: Listing, keep: Keep, now: datetime) -> Prune
         StorageError: a manifest cannot be read now, so nobody knows what it stands on.
         VersionError: a newer release wrote one.
     """
-    listing.insist()
-    check_metric(listing.shown.values(), keep)
-    decision = retain(listing.manifests.values(), keep, now, forgotten=listing.forgotten)
+    listing.raise_unreadable()
+    check_metric(listing.visible.values(), keep)
+    decision = apply_policy(listing.manifests.values(), keep, now, forgotten=listing.forgotten)
     broken = {step for step in listing.broken if step in listing.forgotten}
     reasons = {**decision.reasons, **dict.fromkeys(broken, ("forgotten, and its manifest is broken",))}
     drop = sorted({*decision.drop, *broken})
     keys = _keys(listing, decision.keep, drop)
-    return PrunePlan(tuple(drop), decision.keep, weigh(storage, listing, keys), dict(sorted(reasons.items())), keys)
+    return PrunePlan(
+        tuple(drop), decision.keep, reclaimable_bytes(storage, listing, keys), dict(sorted(reasons.items())), keys
+    )
 
 
 def execute(storage: Storage, plan: PrunePlan) -> None:
@@ -63,13 +65,13 @@ def execute(storage: Storage, plan: PrunePlan) -> None:
 
 def _keys(listing: Listing, keep: Iterable[int], drop: list[int]) -> tuple[str, ...]:
     manifests = [layout.manifest_key(step) for step in reversed(drop)]  # a delta goes before what it stands on
-    stay = listing.needed(tuple(keep))
+    stay = listing.referenced_keys(tuple(keep))
     left = {step for step in listing.broken if step not in drop}
     rest = sorted(key for key in listing.keys - stay - set(manifests) if layout.step_of(key) not in left)
     return (*manifests, *rest)
 
 
-def weigh(storage: Storage, listing: Listing, keys: Iterable[str]) -> int:
+def reclaimable_bytes(storage: Storage, listing: Listing, keys: Iterable[str]) -> int:
     """The bytes that deleting `keys` frees: of a file with several names, only when every name goes."""
     gone = set(keys)
     names: dict[object, int] = {}
@@ -77,14 +79,14 @@ def weigh(storage: Storage, listing: Listing, keys: Iterable[str]) -> int:
     digests = dict(_digests(listing))
     for key in gone:
         with suppress(NotFoundError, FileNotFoundError):
-            file, links, size = _file(storage, key, digests)
+            file, links, size = _file_identity(storage, key, digests)
             links = links or sum(digests.get(other) == file for other in listing.keys)
             names[file] = names.get(file, 0) + 1
             total[file] = (links, size)
     return sum(size for file, (links, size) in total.items() if names[file] >= links)
 
 
-def identity(storage: Storage, key: str) -> object:
+def inode_key(storage: Storage, key: str) -> object:
     """Equal for two keys only if they are the same file."""
     if isinstance(storage, LocalStorage):
         with suppress(OSError):
@@ -93,7 +95,7 @@ def identity(storage: Storage, key: str) -> object:
     return key
 
 
-def _file(storage: Storage, key: str, digests: dict[str, str]) -> tuple[object, int, int]:
+def _file_identity(storage: Storage, key: str, digests: dict[str, str]) -> tuple[object, int, int]:
     """(which file, how many names it has or 0 if only the listing knows, bytes)."""
     if isinstance(storage, LocalStorage):
         status = Path(storage.describe(key)).stat()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Literal
 
-from shrinkpoint import arguments
+from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.store import chain
 from shrinkpoint.store.manifest import Manifest
@@ -52,9 +52,9 @@ class Keep:
         for name in ("last", "every", "best"):
             value = getattr(self, name)
             if value is not None:
-                arguments.whole(f"Keep({name}=)", value, do=f"leave {name} out to do without")
-        arguments.text("Keep(metric=)", self.metric, do="name what the loop reports")
-        arguments.choice("Keep(mode=)", self.mode, ("min", "max"))
+                validate.check_int(f"Keep({name}=)", value, do=f"leave {name} out to do without")
+        validate.check_str("Keep(metric=)", self.metric, do="name what the loop reports")
+        validate.check_choice("Keep(mode=)", self.mode, ("min", "max"))
         if self.span is not None and self.span <= timedelta(0):
             raise PolicyError("Keep(within=)", found=repr(self.within), expected="a positive span", do="say e.g. '7d'")
 
@@ -74,7 +74,7 @@ class Keep:
         return self.last is None and self.every is None and self.best is None and self.within is None
 
 
-def checked_keep(keep: object) -> Keep | None:
+def check_keep(keep: object) -> Keep | None:
     """A rule, or None for none.
 
     Raises:
@@ -83,11 +83,11 @@ def checked_keep(keep: object) -> Keep | None:
     if keep is None or isinstance(keep, Keep):
         return keep
     do = f"write shrinkpoint.Keep(last={keep})" if type(keep) is int and keep > 0 else "write shrinkpoint.Keep(last=3)"
-    raise arguments.wrong("keep", keep, "a Keep, or None to keep all", do)
+    raise validate.argument_error("keep", keep, "a Keep, or None to keep all", do)
 
 
 @dataclass(frozen=True)
-class Decision:
+class RetentionDecision:
     """Steps to keep, steps to drop, both rising, and for each step the sentences that say why."""
 
     keep: tuple[int, ...]
@@ -105,7 +105,7 @@ def check_metric(manifests: Iterable[Manifest], keep: Keep) -> None:
         PolicyError: there are checkpoints, and none has a number for the metric; `where` is `NO_METRIC`.
     """
     shown = [*manifests]
-    if keep.best is None or not shown or any(_is_rated(one, keep) for one in shown):
+    if keep.best is None or not shown or any(_has_metric(one, keep) for one in shown):
         return
     names = sorted({name for one in shown for name, value in one.metrics.items() if not math.isnan(value)})
     found = f"{keep.metric!r}, which no checkpoint has" + (
@@ -116,9 +116,9 @@ def check_metric(manifests: Iterable[Manifest], keep: Keep) -> None:
     raise PolicyError(NO_METRIC, found=found, expected=expected, do=do)
 
 
-def retain(
+def apply_policy(
     manifests: Iterable[Manifest], keep: Keep, now: datetime, *, forgotten: Collection[int] = frozenset()
-) -> Decision:
+) -> RetentionDecision:
     """Apply `keep`.
 
     Args:
@@ -136,21 +136,21 @@ def retain(
     known = {manifest.step: manifest for manifest in manifests}
     reasons: dict[int, list[str]] = {step: [] for step in sorted(known)}
     shown = [known[step] for step in reasons if step not in forgotten]
-    for step, reason in _wanted(shown, keep, now):
+    for step, reason in _rule_matches(shown, keep, now):
         reasons[step].append(reason)
     for step in [step for step, why in reasons.items() if why]:
-        for base in chain.below(known, step):
+        for base in chain.ancestors(known, step):
             reasons[base].append(f"base of step {step}")
     kept = tuple(step for step, why in reasons.items() if why)
     for step, why in reasons.items():
         if not why:
             why.append("forgotten, and no base of anything kept" if step in forgotten else "no rule keeps it")
-    return Decision(
+    return RetentionDecision(
         kept, tuple(step for step in reasons if step not in kept), {step: tuple(why) for step, why in reasons.items()}
     )
 
 
-def _wanted(shown: list[Manifest], keep: Keep, now: datetime) -> Iterable[tuple[int, str]]:
+def _rule_matches(shown: list[Manifest], keep: Keep, now: datetime) -> Iterable[tuple[int, str]]:
     """(step, reason) for each rule that wants a step; `shown` rises by step."""
     if keep.keeps_all:
         yield from ((one.step, "no rule is given, so everything is kept") for one in shown)
@@ -162,18 +162,18 @@ def _wanted(shown: list[Manifest], keep: Keep, now: datetime) -> Iterable[tuple[
     if keep.every is not None:
         yield from ((one.step, f"a multiple of {keep.every}") for one in shown if one.step % keep.every == 0)
     if keep.best is not None:
-        yield from _best(shown, keep, keep.best)
+        yield from _best_matches(shown, keep, keep.best)
     if keep.span is not None:
         yield from ((one.step, f"younger than {keep.within}") for one in shown if now - one.created_at <= keep.span)
 
 
-def _is_rated(one: Manifest, keep: Keep) -> bool:
-    return not math.isnan(one.metrics.get(keep.metric, math.nan))
+def _has_metric(manifest: Manifest, keep: Keep) -> bool:
+    return not math.isnan(manifest.metrics.get(keep.metric, math.nan))
 
 
-def _best(shown: list[Manifest], keep: Keep, count: int) -> Iterable[tuple[int, str]]:
+def _best_matches(shown: list[Manifest], keep: Keep, count: int) -> Iterable[tuple[int, str]]:
     sign = 1.0 if keep.mode == "min" else -1.0
-    rated = [one for one in shown if _is_rated(one, keep)]
+    rated = [one for one in shown if _has_metric(one, keep)]
     rated.sort(key=lambda one: (sign * one.metrics[keep.metric], -one.step))  # of equals the newer one
     for place, one in enumerate(rated[:count], 1):
         yield one.step, f"{keep.metric} {one.metrics[keep.metric]:.6g} is number {place} of the best {count}"

@@ -11,30 +11,30 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from shrinkpoint import arguments
-from shrinkpoint.codec import Reference
+from shrinkpoint import validate
+from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import ChainError, FormatError, NotFoundError, PolicyError, StorageError
-from shrinkpoint.schemes import Scheme, Settling, named
-from shrinkpoint.state import FlatState, flatten, unflatten
+from shrinkpoint.schemes.base import PlanningScheme, Scheme
+from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.storage import LocalStorage, Storage, local_path
 from shrinkpoint.store import chain, layout, prune
-from shrinkpoint.store.compact import Rewritten, to_keyframe, to_merged
-from shrinkpoint.store.file import SaveReport
-from shrinkpoint.store.forget import forget
-from shrinkpoint.store.held import Held, as_base, warn_of
-from shrinkpoint.store.lease import Lease
-from shrinkpoint.store.listing import Listing, places, scan
+from shrinkpoint.store.base_verification import MISSING, BaseVerifier, StoredFile
+from shrinkpoint.store.checkpoint_file import Device, SaveReport, to_device
+from shrinkpoint.store.compact import Rewrite, merge_orphaned_deltas, rewrite_as_keyframe
+from shrinkpoint.store.decode import decode_chain
+from shrinkpoint.store.listing import Listing, candidate_keys, forget, scan
+from shrinkpoint.store.lock import StoreLock
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.pending import Pending
-from shrinkpoint.store.placed import Device, placed
-from shrinkpoint.store.retention import Keep, checked_keep
-from shrinkpoint.store.verification import GONE, Link, Verification
+from shrinkpoint.store.reference import ReferenceCache, as_delta_base, warn_low_retention
+from shrinkpoint.store.retention import Keep, check_keep
+from shrinkpoint.store.transaction import CheckpointTransaction
 from shrinkpoint.store.verify import Finding, verify
-from shrinkpoint.store.walk import decode_chain
+from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.flatten import flatten, unflatten
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedCheckpoint:
     """A checkpoint that was passed over, and why."""
 
     step: int
@@ -42,13 +42,13 @@ class Skipped:
 
 
 @dataclass(frozen=True)
-class Restored:
+class StoreRestore:
     """What a walk back found: the newest checkpoint that loads, and those newer ones that do not, newest first."""
 
     step: int
     state: Any
     manifest: Manifest
-    skipped: tuple[Skipped, ...] = ()
+    skipped: tuple[SkippedCheckpoint, ...] = ()
 
 
 class Store:
@@ -72,14 +72,14 @@ class Store:
     def __init__(
         self, where: str | Path | Storage, *, keyframe_every: int | None = 20, threads: int | None = None
     ) -> None:
-        keyframe_every, threads = arguments.keyframe_every(keyframe_every), arguments.threads(threads)
-        self.storage = _storage(where)
+        keyframe_every, threads = validate.check_keyframe_every(keyframe_every), validate.check_threads(threads)
+        self.storage = _as_storage(where)
         self._keyframe_every, self._threads = keyframe_every, threads
-        self._held: Held[Manifest] = Held()
-        self._guard = threading.RLock()
-        self._lease = Lease(self.storage, self._guard)
-        self._verification = Verification()
-        self._begun: weakref.ref[Pending] | None = None
+        self._reference_cache: ReferenceCache[Manifest] = ReferenceCache()
+        self._mutex = threading.RLock()
+        self._store_lock = StoreLock(self.storage, self._mutex)
+        self._base_verifier = BaseVerifier()
+        self._transaction: weakref.ref[CheckpointTransaction] | None = None
 
     def __repr__(self) -> str:
         return f"Store({self.storage.describe()!r})"
@@ -94,9 +94,9 @@ class Store:
 
     def close(self) -> None:
         """Let other processes save here, and free the memory of the reference. A later save opens the store again."""
-        with self._guard:
-            self._held.drop()
-            self._lease.release()
+        with self._mutex:
+            self._reference_cache.drop()
+            self._store_lock.release()
 
     # looking
 
@@ -106,11 +106,11 @@ class Store:
 
     def list(self) -> Sequence[Manifest]:
         """The committed checkpoints that are not forgotten, by rising step."""
-        return [*self.scan().shown.values()]
+        return [*self.scan().visible.values()]
 
     def steps(self) -> Sequence[int]:
         """The steps of `list`."""
-        return [*self.scan().shown]
+        return [*self.scan().visible]
 
     def manifest(self, step: int | None = None) -> Manifest:
         """One checkpoint; None: the newest.
@@ -119,7 +119,7 @@ class Store:
             NotFoundError: there is none, or it is forgotten.
             FormatError: its manifest is broken.
         """
-        return self._shown(self.scan(), step)
+        return self._visible_manifest(self.scan(), step)
 
     def verify(self, *, deep: bool = False) -> Sequence[Finding]:
         """What is not as it should be; see `verify.verify`. An empty list: every checkpoint is whole."""
@@ -127,7 +127,7 @@ class Store:
 
     # saving
 
-    def begin(self, step: int, *, keyframe: bool = False) -> Pending:
+    def begin(self, step: int, *, keyframe: bool = False) -> CheckpointTransaction:
         """Start a checkpoint that is added and committed by hand. `save` does all of it, and remembers the state.
 
         Raises:
@@ -136,7 +136,7 @@ class Store:
             StorageError: the store cannot be read or swept.
         """
         pending = self._begin(step, keyframe)
-        self._begun = weakref.ref(pending)
+        self._transaction = weakref.ref(pending)
         return pending
 
     def lock(self) -> None:
@@ -147,22 +147,24 @@ class Store:
             PolicyError: a checkpoint is in the making.
             StorageError: the store cannot be swept.
         """
-        with self._guard:
+        with self._mutex:
             self._check_idle()
-            self._lease.hold()
+            self._store_lock.acquire()
 
-    def _begin(self, step: int, keyframe: bool) -> Pending:
+    def _begin(self, step: int, keyframe: bool) -> CheckpointTransaction:
         """As `begin`; nobody else waits for its end, which may come by an interrupt at any line."""
-        step = layout.checked_step(step)
-        with self._guard:
+        step = layout.check_step(step)
+        with self._mutex:
             self.lock()
             listing = self.scan()
-            parent = None if keyframe else self._parent(listing, step)
-            return Pending(self.storage, listing, step, parent, self._held.reference if parent else None)
+            parent = None if keyframe else self._delta_parent(listing, step)
+            return CheckpointTransaction(
+                self.storage, listing, step, parent, self._reference_cache.reference if parent else None
+            )
 
     def _check_idle(self) -> None:
         """To whoever tidies, the payload of a checkpoint in the making is litter."""
-        pending = self._begun() if self._begun else None
+        pending = self._transaction() if self._transaction else None
         if pending is not None and pending.is_open:
             found, do = f"step {pending.step} is in the making", "commit or abort it first"
             raise PolicyError(self.storage.describe(), found=found, expected="one checkpoint at a time", do=do)
@@ -195,48 +197,50 @@ class Store:
             PolicyError: a step, or a metric, that is no number.
             StorageError: writing failed; every checkpoint that was there still loads.
         """
-        chosen, measured = named(scheme), _measured(metrics)
+        chosen, measured = get_scheme(scheme), _check_metrics(metrics)
         flat = state if isinstance(state, FlatState) else flatten(state)
-        with self._guard, self._lease.settled():
+        with self._mutex, self._store_lock.cleanup_on_error():
             with self._begin(step, keyframe) as pending:
-                if isinstance(chosen, Settling):  # a keyframe, too, looks at the checkpoint before
-                    chosen = chosen.settle(flat, as_base(self.reference, base=pending.parent is not None))
+                if isinstance(chosen, PlanningScheme):  # a keyframe, too, looks at the checkpoint before
+                    chosen = chosen.plan(flat, as_delta_base(self.reference, base=pending.parent is not None))
                 report = pending.add(flat, scheme=chosen, threads=self._threads)
                 made = pending.commit(metrics=measured, lossy_restores=lossy_restores, note=note)
             assert pending.reference is not None
-            report = replace(report, retention=self._held.progress(flat, pending.reference))
-            (self._held.adopt if adopt else self._held.copy)(made, pending.reference, flat.tensors)
-            written = Link(made.digest, report.stored_bytes, self.storage, made.key(made.files[0].name))
-            self._verification.learn({made.digest: written.stamp()})
+            report = replace(report, retention=self._reference_cache.retained_progress(flat, pending.reference))
+            (self._reference_cache.adopt if adopt else self._reference_cache.copy)(
+                made, pending.reference, flat.tensors
+            )
+            written = StoredFile(made.digest, report.stored_bytes, self.storage, made.key(made.files[0].name))
+            self._base_verifier.mark_verified({made.digest: written.stamp()})
             if pending.replaces:
-                self._lease.tidy()
-            warn_of(report.retention)
+                self._store_lock.remove_orphans()
+            warn_low_retention(report.retention)
             return report
 
     @property
     def reference(self) -> Reference | None:
         """What a reader gets of the last checkpoint that was saved or loaded here; None: nothing is held."""
-        return None if self._held.manifest is None else self._held.reference
+        return None if self._reference_cache.manifest is None else self._reference_cache.reference
 
-    def _parent(self, listing: Listing, step: int) -> Manifest | None:
+    def _delta_parent(self, listing: Listing, step: int) -> Manifest | None:
         """The checkpoint to write a delta against: the one that is held, if it still stands as it was."""
-        held = self._held.manifest
+        held = self._reference_cache.manifest
         parent = listing.manifests.get(held.step) if held is not None else None
         if held is None or parent is None or parent.id != held.id or parent.step >= step:
             return None
         if self._keyframe_every is not None and parent.depth + 1 >= self._keyframe_every:
             return None
-        if not listing.needed((parent.step,)) <= listing.keys | {layout.forgotten_key(parent.step)}:
+        if not listing.referenced_keys((parent.step,)) <= listing.keys | {layout.forgotten_key(parent.step)}:
             return None
-        return parent if self._verification.doubt(self._links(parent, listing.keys)) is None else None
+        return parent if self._base_verifier.find_damage(self._stored_files(parent, listing.keys)) is None else None
 
-    def _links(self, manifest: Manifest, keys: Collection[str]) -> Sequence[Link]:
+    def _stored_files(self, manifest: Manifest, keys: Collection[str]) -> Sequence[StoredFile]:
         """The files of a chain, each at the first of its places that is there."""
         found = []
-        for base in chain.files(manifest):
-            at = places(manifest, base)
+        for base in chain.chain_links(manifest):
+            at = candidate_keys(manifest, base)
             key = next((key for key in at if key in keys), at[0])
-            found.append(Link(base.digest, base.size, self.storage, key))
+            found.append(StoredFile(base.digest, base.size, self.storage, key))
         return found
 
     # loading
@@ -271,7 +275,7 @@ class Store:
 
     def restore(
         self, *, device: Device = None, tie: bool = True, keep: bool = True, max_bytes: int | None = None
-    ) -> Restored:
+    ) -> StoreRestore:
         """The newest checkpoint that loads; those that do not are skipped, and named with the reason.
 
         Raises:
@@ -279,35 +283,39 @@ class Store:
             StorageError: the store cannot be listed.
         """
         listing = self.scan()
-        skipped: list[Skipped] = []
+        skipped: list[SkippedCheckpoint] = []
         for step in sorted({*listing.manifests, *listing.broken} - listing.forgotten, reverse=True):
             try:
-                manifest = self._shown(listing, step)
-                return Restored(step, self._load(manifest, device, tie, keep, max_bytes), manifest, tuple(skipped))
+                manifest = self._visible_manifest(listing, step)
+                return StoreRestore(step, self._load(manifest, device, tie, keep, max_bytes), manifest, tuple(skipped))
             except (FormatError, ChainError, StorageError, NotFoundError) as error:
-                skipped.append(Skipped(step, str(error)))
-        raise self._none(skipped)
+                skipped.append(SkippedCheckpoint(step, str(error)))
+        raise self._no_checkpoint_error(skipped)
 
     def _load(self, manifest: Manifest, device: Device, tie: bool, keep: bool, max_bytes: int | None) -> Any:
-        with self._guard:
+        with self._mutex:
             if keep:
-                self._held.drop()  # else there would be three states in memory
+                self._reference_cache.drop()  # else there would be three states in memory
             stamps = self._stamps(manifest) if keep else {}
             decoded = decode_chain(self.storage, manifest, threads=self._threads, max_bytes=max_bytes)
-            tensors, where = placed(decoded.reference.tensors, device, copy=keep), f"step {manifest.step}"
-            state = unflatten(decoded.tree, tensors, tie=tie, where=where, max_bytes=decoded.left)
+            tensors, where = to_device(decoded.reference.tensors, device, copy=keep), f"step {manifest.step}"
+            state = unflatten(decoded.tree, tensors, tie=tie, where=where, max_bytes=decoded.max_copy_bytes)
             if keep:
-                self._held.adopt(manifest, decoded.reference)
-                self._verification.learn(stamps)
+                self._reference_cache.adopt(manifest, decoded.reference)
+                self._base_verifier.mark_verified(stamps)
             return state
 
     def _stamps(self, manifest: Manifest) -> dict[str, object]:
         """By digest, of the files that decoding reads; not where two that differ might be meant."""
         stamps = {
-            base.digest: {Link(base.digest, base.size, self.storage, key).stamp() for key in places(manifest, base)}
-            for base in chain.files(manifest)
+            base.digest: {
+                StoredFile(base.digest, base.size, self.storage, key).stamp() for key in candidate_keys(manifest, base)
+            }
+            for base in chain.chain_links(manifest)
         }
-        return {digest: next(iter(found - {GONE})) for digest, found in stamps.items() if len(found - {GONE}) == 1}
+        return {
+            digest: next(iter(found - {MISSING})) for digest, found in stamps.items() if len(found - {MISSING}) == 1
+        }
 
     # tidying
 
@@ -318,10 +326,10 @@ class Store:
             NotFoundError: there is no such checkpoint.
             LockedError: another process saves here.
         """
-        with self._lease.writing():
+        with self._store_lock.for_writing():
             listing = self.scan()
             if step not in listing.manifests and step not in listing.broken:
-                raise _unknown(self.storage.describe(), listing, step)
+                raise _unknown_step_error(self.storage.describe(), listing, step)
             forget(self.storage, listing, step)
 
     def prune(self, keep: Keep | None = None, *, dry_run: bool = True, now: datetime | None = None) -> prune.PrunePlan:
@@ -338,11 +346,11 @@ class Store:
             VersionError: a newer release has written here; only it knows what it stands on.
             StorageError: reading or deleting failed.
         """
-        checked_keep(keep)
+        check_keep(keep)
         now = now or datetime.now(timezone.utc)
         if dry_run:
             return prune.plan(self.storage, self.scan(), keep or Keep(), now)
-        with self._lease.writing():
+        with self._store_lock.for_writing():
             self._check_idle()
             plan = prune.plan(self.storage, self.scan(), keep or Keep(), now)
             prune.execute(self.storage, plan)
@@ -363,51 +371,51 @@ class Store:
             LockedError: another process saves here.
             StorageError: reading or writing failed; every checkpoint still loads.
         """
-        with self._lease.writing():
+        with self._store_lock.for_writing():
             self._check_idle()
-            done = [report for _, _, report in self._rewritten(step)]
-            self._lease.tidy()
+            done = [report for _, _, report in self._rewrite(step)]
+            self._store_lock.remove_orphans()
             return done
 
-    def _rewritten(self, step: int | None) -> Iterator[Rewritten]:
+    def _rewrite(self, step: int | None) -> Iterator[Rewrite]:
         if step is None:
-            yield from to_merged(self.storage, threads=self._threads)
+            yield from merge_orphaned_deltas(self.storage, threads=self._threads)
             return
-        manifest = self._shown(self.scan(), step)
+        manifest = self._visible_manifest(self.scan(), step)
         if manifest.bases:
-            yield to_keyframe(self.storage, manifest, threads=self._threads)
+            yield rewrite_as_keyframe(self.storage, manifest, threads=self._threads)
 
-    def _shown(self, listing: Listing, step: int | None) -> Manifest:
-        shown = listing.shown
+    def _visible_manifest(self, listing: Listing, step: int | None) -> Manifest:
+        shown = listing.visible
         if step is None and shown:
             return max(shown.values(), key=lambda manifest: manifest.step)
         if step in shown:
             return shown[step]
         if step in listing.broken and step not in listing.forgotten:
             raise listing.broken[step]
-        raise _unknown(self.storage.describe(), listing, step)
+        raise _unknown_step_error(self.storage.describe(), listing, step)
 
-    def _none(self, skipped: Sequence[Skipped]) -> NotFoundError:
+    def _no_checkpoint_error(self, skipped: Sequence[SkippedCheckpoint]) -> NotFoundError:
         if not skipped:
             return NotFoundError(self.storage.describe(), found="no checkpoint", do="save one first")
         reasons = "; ".join(f"step {one.step}: {one.reason}" for one in skipped)
         return NotFoundError(self.storage.describe(), found=f"no checkpoint that loads ({reasons})", do="run `verify`")
 
 
-def _storage(where: str | Path | Storage) -> Storage:
+def _as_storage(where: str | Path | Storage) -> Storage:
     if isinstance(where, str | Path) or not hasattr(where, "sweep"):
         return LocalStorage(local_path(where, "the directory of a store", directory=True))
     return where
 
 
-def _unknown(where: str, listing: Listing, step: int | None) -> NotFoundError:
+def _unknown_step_error(where: str, listing: Listing, step: int | None) -> NotFoundError:
     if step is None:
         return NotFoundError(where, found="no checkpoint", do="save one first")
     found = f"step {step} is forgotten" if step in listing.forgotten else f"no checkpoint of step {step}"
-    return NotFoundError(where, found=found, expected=chain.known(listing.shown), do="list the store")
+    return NotFoundError(where, found=found, expected=chain.describe_steps(listing.visible), do="list the store")
 
 
-def _measured(metrics: Mapping[str, float] | None) -> dict[str, float]:
+def _check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     try:
         return {str(name): float(value) for name, value in (metrics or {}).items()}
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from shrinkpoint.train.gradients import Gradients
-from shrinkpoint.train.manager import Manager, Restored, RestoreReport
-from shrinkpoint.train.recovery import RankShard
-from shrinkpoint.train.trail import Loaded, Passed, Trail, first_whole
+from shrinkpoint.train.checkpoint_manager import CheckpointManager, RestoreReport, RestoreResult
+from shrinkpoint.train.checkpointer import Checkpointer, DirectoryRestore, SkippedDirectory, latest_valid
+from shrinkpoint.train.gradients import GradientRecorder
+from shrinkpoint.train.partial_restore import RankShard
 
 if TYPE_CHECKING:
     from shrinkpoint.train import accelerate as accelerate
@@ -20,16 +20,26 @@ if TYPE_CHECKING:
     from shrinkpoint.train import lightning as lightning
     from shrinkpoint.train import transformers as transformers
 
-_ROOMS = ("accelerate", "dcp", "lightning", "transformers")
+_SUBPACKAGES = ("accelerate", "dcp", "lightning", "transformers")
 
-__all__ = ["Gradients", "Loaded", "Manager", "Passed", "RankShard", "RestoreReport", "Restored", "Trail", "first_whole"]
+__all__ = [
+    "CheckpointManager",
+    "Checkpointer",
+    "DirectoryRestore",
+    "GradientRecorder",
+    "RankShard",
+    "RestoreReport",
+    "RestoreResult",
+    "SkippedDirectory",
+    "latest_valid",
+]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _ROOMS:
+    if name not in _SUBPACKAGES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ROOMS})
+    return sorted({*globals(), *_SUBPACKAGES})

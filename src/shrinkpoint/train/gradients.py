@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shrinkpoint import arguments
+from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError
 
 
-class Gradients:
+class GradientRecorder:
     """Records a moving average of the gradients that training computes anyway.
 
     The recorder of arXiv 2306.11800, sections on quantization and implementation. Two calls in the loop, or `attach`:
@@ -41,7 +41,8 @@ class Gradients:
 
     Args:
         model: whose parameters are recorded: tied ones once, under their first name; frozen ones not at all.
-        every: a save is planned at each multiple of so many optimizer steps, and only the last `batches` steps before
+        save_interval: a save is planned at each multiple of so many optimizer steps, and only the last `batches`
+            steps before
             it are recorded, afresh each time; None: every step is, without an end.
         batches: how many steps.
         beta: how much of the average is kept, at least 0 and below 1.
@@ -53,25 +54,33 @@ class Gradients:
     """
 
     def __init__(
-        self, model: nn.Module, *, every: int | None = None, batches: int = 50, beta: float = 0.9,
-        paper: bool | None = None, squares: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        *,
+        save_interval: int | None = None,
+        batches: int = 50,
+        beta: float = 0.9,
+        paper: bool | None = None,
+        squares: bool = False,
+    ) -> None:
         expected, do = "a torch.nn.Module", "pass the model whose gradients are to be recorded"
-        self._model: nn.Module = arguments.kind("Gradients, model", model, nn.Module, expected=expected, do=do)
-        self._every = arguments.whole_or_none("Gradients, every", every, none="for every step")
-        self._batches = arguments.whole("Gradients, batches", batches)
-        beta = arguments.number("Gradients, beta", beta, most=1.0, above=False)
+        self._model: nn.Module = validate.check_instance("Gradients, model", model, nn.Module, expected=expected, do=do)
+        self._save_interval = validate.check_optional_int(
+            "Gradients, every", save_interval, none_meaning="for every step"
+        )
+        self._batches = validate.check_int("Gradients, batches", batches)
+        beta = validate.check_float("Gradients, beta", beta, maximum=1.0, exclusive=False)
         if beta == 1:
-            raise arguments.wrong("Gradients, beta", beta, "a number from 0, below 1", "take the default")
+            raise validate.argument_error("Gradients, beta", beta, "a number from 0, below 1", "take the default")
         if paper is not None:
-            arguments.flag("Gradients, paper", paper)
-        arguments.flag("Gradients, squares", squares)
-        self._paper, self._keep, self._take = paper, *((1 - beta, beta) if paper else (beta, 1 - beta))
+            validate.check_bool("Gradients, paper", paper)
+        validate.check_bool("Gradients, squares", squares)
+        self._paper, self._decay, self._gain = paper, *((1 - beta, beta) if paper else (beta, 1 - beta))
         self._step = 0
-        self._window = 0
+        self._window_index = 0
         self._mean: dict[str, Tensor] = {}
         self._square: dict[str, Tensor] | None = {} if squares else None
-        self._copies = _Copies()
+        self._host_copies = _AsyncHostCopies()
         self._handles: list[RemovableHandle] = []
 
     @property
@@ -79,20 +88,20 @@ class Gradients:
         """How many optimizer steps were counted."""
         return self._step
 
-    def at(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         """Go on from a step, as after a restore; what was recorded belongs to other weights and is dropped."""
         self.clear()
         self._step = step
 
     @property
-    def recording(self) -> bool:
+    def is_recording(self) -> bool:
         """Whether the gradients of the step that comes next are recorded."""
-        return self._every is None or -(self._step + 1) % self._every < self._batches
+        return self._save_interval is None or -(self._step + 1) % self._save_interval < self._batches
 
     @property
     def ready(self) -> bool:
         """Whether there is anything in `mean`."""
-        self._fold()
+        self._drain_copies()
         return bool(self._mean)
 
     @property
@@ -101,39 +110,39 @@ class Gradients:
 
         A copy: what reads it, in whichever thread, is not disturbed by the recording that goes on.
         """
-        self._fold()
+        self._drain_copies()
         return {name: mean.clone() for name, mean in self._mean.items()}
 
     @property
     def square(self) -> Mapping[str, Tensor]:
         """The averages of squares, as `mean`; empty where they were not asked for."""
-        self._fold()
+        self._drain_copies()
         return {name: square.clone() for name, square in (self._square or {}).items()}
 
     def after_backward(self) -> None:
         """Record the gradients as they are now: on a GPU, start to copy them; else, average them at once."""
-        self._fold()
-        if not self.recording:
+        self._drain_copies()
+        if not self.is_recording:
             return
-        window = 0 if self._every is None else self._step // self._every
-        if window != self._window and self._starts_afresh:
-            self._forget()
-        self._window = window
-        for name, gradient in self._gradients():
+        window = 0 if self._save_interval is None else self._step // self._save_interval
+        if window != self._window_index and self._has_gaps:
+            self._reset_averages()
+        self._window_index = window
+        for name, gradient in self._iter_gradients():
             if gradient.is_cuda:
-                self._copies.start(name, gradient)
+                self._host_copies.start(name, gradient)
             else:
-                self._average(name, gradient)
+                self._add_gradient(name, gradient)
 
     def before_zero_grad(self) -> None:
         """Count a step, and let nothing clear the gradients before they are copied.
 
         It is the GPU that waits, not the host: a copy is averaged when the next one starts, or when `mean` is read.
         """
-        self._copies.hold()
+        self._host_copies.hold()
         self._step += 1
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> Gradients:
+    def attach(self, optimizer: torch.optim.Optimizer) -> GradientRecorder:
         """Do both at every step of an optimizer, instead of by hand; of several, the one that steps first.
 
         Gradients are recorded as `optimizer.step` finds them, so not those that it lets a closure compute.
@@ -165,52 +174,52 @@ class Gradients:
             do = "leave `paper` out of one of the two"
             raise PolicyError("Gradients, paper", found="False", expected="True, as a scheme asks for", do=do)
         if self._paper is None:
-            self._paper, self._keep, self._take = True, self._take, self._keep
+            self._paper, self._decay, self._gain = True, self._gain, self._decay
 
     def clear(self) -> None:
         """Forget what was recorded, and free its memory."""
-        self._copies = _Copies()
-        self._forget()
+        self._host_copies = _AsyncHostCopies()
+        self._reset_averages()
 
-    def _forget(self) -> None:
+    def _reset_averages(self) -> None:
         self._mean, self._square = {}, None if self._square is None else {}
 
     @property
-    def _starts_afresh(self) -> bool:
+    def _has_gaps(self) -> bool:
         """Windows that touch are one: then nothing is ever stale."""
-        return self._every is not None and self._batches < self._every
+        return self._save_interval is not None and self._batches < self._save_interval
 
-    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+    def _iter_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._model.named_parameters():
             gradient = parameter.grad
             if gradient is None or not parameter.requires_grad or not gradient.is_floating_point():
                 continue
-            local = _local(gradient.detach())
+            local = _local_shard(gradient.detach())
             dense = local.to_dense() if local.is_sparse else local
             if dense.numel():
                 yield name, dense
 
-    def _fold(self) -> None:
-        for name, gradient in self._copies.finish():
-            self._average(name, gradient)
+    def _drain_copies(self) -> None:
+        for name, gradient in self._host_copies.finish():
+            self._add_gradient(name, gradient)
 
-    def _average(self, name: str, gradient: Tensor) -> None:
+    def _add_gradient(self, name: str, gradient: Tensor) -> None:
         fresh = gradient.to(device="cpu", dtype=torch.float32)
         if not all(bool(x.isfinite()) for x in torch.aminmax(fresh)):  # nan is both where there is one
             return
-        self._into(self._mean, name, fresh)
+        self._update_average(self._mean, name, fresh)
         if self._square is not None:
-            self._into(self._square, name, fresh.square())
+            self._update_average(self._square, name, fresh.square())
 
-    def _into(self, averages: dict[str, Tensor], name: str, fresh: Tensor) -> None:
+    def _update_average(self, averages: dict[str, Tensor], name: str, value: Tensor) -> None:
         mean = averages.get(name)
-        if mean is None or mean.shape != fresh.shape:
-            averages[name] = fresh.clone()
+        if mean is None or mean.shape != value.shape:
+            averages[name] = value.clone()
         else:  # two roundings, as in the formula, and not the fused one that `add_(fresh, alpha=...)` may be
-            mean.mul_(self._keep).add_(fresh * self._take)
+            mean.mul_(self._decay).add_(value * self._gain)
 
 
-def _local(gradient: Tensor) -> Tensor:
+def _local_shard(gradient: Tensor) -> Tensor:
     """This rank's part of a gradient in parts, as FSDP2 and tensor parallelism leave them; else all of it.
 
     No rank waits for another, but where the ranks' parts are still to be summed.
@@ -226,13 +235,13 @@ def _local(gradient: Tensor) -> Tensor:
     return gradient.to_local()
 
 
-class _Copies:
+class _AsyncHostCopies:
     """Copies of tensors on GPUs on their way to pinned host memory, on a stream of their own."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._buffers: dict[str, Tensor] = {}
-        self._running: list[str] = []
+        self._pending: list[str] = []
         self._events: dict[torch.device, torch.cuda.Event] = {}
 
     def start(self, name: str, tensor: Tensor) -> None:
@@ -245,7 +254,7 @@ class _Copies:
                 buffer.copy_(tensor, non_blocking=True)
                 self._events[device] = stream.record_event()
             tensor.record_stream(stream)  # or its memory may be handed out again while it is read
-        self._running.append(name)
+        self._pending.append(name)
 
     def hold(self) -> None:
         """Let what is enqueued on the GPUs from now on wait for the copies."""
@@ -256,7 +265,7 @@ class _Copies:
         """What was copied, once it has arrived; a buffer is good until the next `start`."""
         for event in self._events.values():
             event.synchronize()
-        names, self._running, self._events = self._running, [], {}
+        names, self._pending, self._events = self._pending, [], {}
         return iter([(name, self._buffers[name]) for name in names])
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:

@@ -8,10 +8,10 @@ from collections import Counter, OrderedDict
 
 import pytest
 import torch
-from links import batches, cross, ends, same
+from helpers.comm_links import batches, cross, ends, same
 
-from shrinkpoint.comm import AQSGD, At, Link, Uniform, parse
-from shrinkpoint.comm.feedback.shelf import Shelf
+from shrinkpoint.comm import AQSGD, Link, MessageContext, Uniform, parse
+from shrinkpoint.comm.feedback.sample_cache import SampleCache
 from shrinkpoint.errors import MismatchError, PolicyError, StorageError
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -40,7 +40,7 @@ def test_it_is_the_published_recursion(dtype, warmup, spec):
 
 
 def _context(link, at, number):
-    return link._turn(At(at.slot, at.tensor)).context
+    return link._context(MessageContext(at.slot, at.tensor)).context
 
 
 def test_a_sample_is_exact_when_it_comes_first_however_late_and_only_then():
@@ -66,17 +66,17 @@ def test_a_sample_is_exact_when_it_comes_first_however_late_and_only_then():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_exact_rows_are_their_own_bytes_and_no_other_row_pays_for_them(dtype):
     sender, receiver = ends("aq(q4:16)")
-    x, at = torch.randn(6, 32).to(dtype), At(ids=torch.arange(6))
+    x, at = torch.randn(6, 32).to(dtype), MessageContext(ids=torch.arange(6))
     ids, whole = 6 * 8, 6 * 32 * dtype.itemsize
     assert receiver.wire_bytes(x.shape, dtype, at) == ids + whole
-    cross(sender, receiver, x[:2], At(ids=torch.arange(2)))
+    cross(sender, receiver, x[:2], MessageContext(ids=torch.arange(2)))
     rest = parse("q4:16").wire_bytes((2, 32), torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
     assert sender.wire_bytes(x.shape, dtype, at) == ids + whole * 4 // 6 + rest
     x[2, 0], x[:2] = math.nan, x[:2] * 1.3
     out = cross(sender, receiver, x, at)
     assert same(out[2:], x[2:]) and not same(out[:2], x[:2])
     known = sender.wire_bytes(x.shape, dtype, at)
-    assert known == ids + 3 * rest == ids + sender.operator.wire_bytes(x.shape, dtype)
+    assert known == ids + 3 * rest == ids + sender.compressor.wire_bytes(x.shape, dtype)
     assert Link("aq(q4:16)").wire_bytes(x.shape, dtype) == known  # nobody said which samples: those that are known
 
 
@@ -99,21 +99,21 @@ def test_buffers_that_are_posted_before_others_are_read_have_the_right_size(how,
 
 def test_what_was_expected_in_a_step_that_failed_is_forgotten():
     sender, receiver = ends("aq(q2:16)")
-    x, at = torch.randn(3, 16), At(ids=torch.arange(3))
+    x, at = torch.randn(3, 16), MessageContext(ids=torch.arange(3))
     whole = receiver.expect(x.shape, x.dtype, at)
-    assert receiver.expect(x.shape, x.dtype, At(slot=1, ids=at.ids)) < whole
+    assert receiver.expect(x.shape, x.dtype, MessageContext(slot=1, ids=at.ids)) < whole
     receiver.forget_expected()
-    assert receiver.wire_bytes(x.shape, x.dtype, At(slot=1, ids=at.ids)) == whole
-    assert same(cross(sender, receiver, x, At(slot=1, ids=at.ids)), x)
+    assert receiver.wire_bytes(x.shape, x.dtype, MessageContext(slot=1, ids=at.ids)) == whole
+    assert same(cross(sender, receiver, x, MessageContext(slot=1, ids=at.ids)), x)
 
 
 def test_a_message_of_other_samples_than_were_told_is_refused():
     sender, receiver = ends("aq(q2:16)")
     x = torch.randn(3, 16)
-    wire = sender.pack(x, At(ids=torch.arange(3)))
+    wire = sender.pack(x, MessageContext(ids=torch.arange(3)))
     with pytest.raises(MismatchError, match="as this end was told"):
-        receiver.unpack(wire, torch.empty_like(x), At(ids=torch.arange(1, 4)))
-    assert same(receiver.unpack(wire, torch.empty_like(x), At(ids=torch.arange(3))), x)
+        receiver.unpack(wire, torch.empty_like(x), MessageContext(ids=torch.arange(1, 4)))
+    assert same(receiver.unpack(wire, torch.empty_like(x), MessageContext(ids=torch.arange(3))), x)
 
 
 @pytest.mark.parametrize("back", ["same", "same:bf16", "aq(same)", "aq(same, warmup=0)"])
@@ -121,9 +121,9 @@ def test_the_way_back_knows_the_places_of_rows_of_both_kinds(back):
     there, here = ends("aq(top10)"), ends(back)
     for number, (x, at) in enumerate(batches(30, slots=1)):
         out = cross(*there, x, at)
-        places = [link.places(at) for link in there]
+        places = [link.indices(at) for link in there]
         assert torch.equal(*places) and bool((places[0].diff() > 0).all())
-        given = At(at.slot, ids=at.ids, places=places[0])
+        given = MessageContext(at.slot, ids=at.ids, indices=places[0])
         gradient = torch.ones_like(x)
         came = here[1].unpack(here[0].pack(gradient, given), torch.empty_like(x), given)
         at_places = torch.zeros(x.numel()).index_fill(0, places[0], 1.0).reshape(x.shape)
@@ -140,14 +140,14 @@ def test_samples_that_come_back_cost_little_error():
     for x, at in batches(60):
         cross(sender, receiver, x, at)
         cross(plain, other, x, at)
-    assert sender.ledger.relative_error < plain.ledger.relative_error / 2
+    assert sender.stats.relative_error < plain.stats.relative_error / 2
 
 
 def test_a_sample_of_no_memory_costs_what_the_operator_alone_does():
     sender, receiver = ends("aq(q2:64, dtype=fp32, warmup=0)")
     plain, other = ends("q2:64")
     x = torch.randn(6, 23, generator=torch.Generator().manual_seed(0))
-    at = At(ids=torch.arange(6))
+    at = MessageContext(ids=torch.arange(6))
     assert same(cross(sender, receiver, x, at), cross(plain, other, x))
 
 
@@ -164,7 +164,9 @@ def test_a_file_holds_what_memory_holds(how, tmp_path):
 def test_a_folder_that_cannot_be_used_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="a folder to write to"):
-        Link(AQSGD(Uniform(2), folder=str(tmp_path / "file"))).pack(torch.ones(2, 4), At(ids=torch.arange(2)))
+        Link(AQSGD(Uniform(2), folder=str(tmp_path / "file"))).pack(
+            torch.ones(2, 4), MessageContext(ids=torch.arange(2))
+        )
 
 
 def test_a_file_that_cannot_grow_is_an_error(tmp_path):
@@ -173,7 +175,7 @@ def test_a_file_that_cannot_grow_is_an_error(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
         with pytest.raises(StorageError, match="bytes for the samples of AQ-SGD"):
-            link.pack(torch.ones(4, 1000), At(ids=torch.arange(4)))
+            link.pack(torch.ones(4, 1000), MessageContext(ids=torch.arange(4)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
@@ -183,7 +185,7 @@ def test_memory_stays_within_its_bound_and_the_oldest_go_first():
     sender, receiver = ends(f"aq(exact, dtype=fp32, most_bytes={rows * 40 + 39})")
 
     def step(*ids: int) -> None:
-        cross(sender, receiver, torch.ones(len(ids), 10), At(ids=torch.tensor(ids)))
+        cross(sender, receiver, torch.ones(len(ids), 10), MessageContext(ids=torch.tensor(ids)))
 
     def kept(link: Link) -> list[int]:
         state = link.state_dict()["feedback"]["samples"]["0"]
@@ -200,18 +202,18 @@ def test_memory_stays_within_its_bound_and_the_oldest_go_first():
 
 def test_a_row_beyond_the_bound_is_refused():
     with pytest.raises(PolicyError, match="at least the 20 bytes of a row"):
-        Link("aq(q2:64, most_bytes=19)").pack(torch.ones(2, 10), At(ids=torch.arange(2)))
+        Link("aq(q2:64, most_bytes=19)").pack(torch.ones(2, 10), MessageContext(ids=torch.arange(2)))
 
 
 def test_of_a_sample_that_is_twice_in_a_batch_the_later_row_counts():
-    shelf = Shelf(torch.float32, most_bytes=1000)
+    shelf = SampleCache(torch.float32, max_bytes=1000)
     shelf.put([3, 4, 3], torch.tensor([[1.0], [2.0], [5.0]]))
     assert shelf.get([4, 3, 9], torch.empty(3, 1)).tolist() == [[2.0], [5.0], [0.0]]
 
 
 def test_a_sample_that_is_twice_in_a_message_counts_one_visit():
     sender, receiver = ends("aq(q2:16, warmup=2, dtype=fp32)")
-    x, at = torch.randn(3, 16), At(ids=torch.tensor([3, 4, 3]))
+    x, at = torch.randn(3, 16), MessageContext(ids=torch.tensor([3, 4, 3]))
     for number in range(4):
         x = x * 1.3
         out = cross(sender, receiver, x, at)
@@ -221,7 +223,7 @@ def test_a_sample_that_is_twice_in_a_message_counts_one_visit():
 
 def test_a_state_from_before_visits_were_counted_is_gone_on_from():
     sender, receiver = ends("aq(q2:16)")
-    x, at = torch.randn(3, 16), At(ids=torch.arange(3))
+    x, at = torch.randn(3, 16), MessageContext(ids=torch.arange(3))
     cross(sender, receiver, x, at)
     states = [link.state_dict() for link in (sender, receiver)]
     for state in states:
@@ -234,7 +236,7 @@ def test_a_state_from_before_visits_were_counted_is_gone_on_from():
 
 def test_what_is_beyond_half_precision_starts_from_nothing_and_is_not_lost():
     sender, receiver = ends("aq(q8:16)")
-    x, at = torch.tensor([[1e6, 1.0, -1e6, 2.0]]), At(ids=torch.tensor([1]))
+    x, at = torch.tensor([[1e6, 1.0, -1e6, 2.0]]), MessageContext(ids=torch.tensor([1]))
     for _ in range(3):
         out = cross(sender, receiver, x, at)
         assert out.isfinite().all() and torch.allclose(out, x, atol=1e4)
@@ -243,25 +245,25 @@ def test_what_is_beyond_half_precision_starts_from_nothing_and_is_not_lost():
 def test_rows_of_another_shape_begin_anew():
     sender, receiver = ends("aq(q4:64)")
     for columns in (8, 12, 12, 8):
-        cross(sender, receiver, torch.ones(3, columns), At(ids=torch.arange(3)))
+        cross(sender, receiver, torch.ones(3, columns), MessageContext(ids=torch.arange(3)))
         assert sender.fingerprint() == receiver.fingerprint()
-    assert sender.ledger.restarts == receiver.ledger.restarts == 2
+    assert sender.stats.restarts == receiver.stats.restarts == 2
 
 
 def test_a_smaller_bound_keeps_what_was_used_last():
     big, small = (AQSGD(Uniform(4), most_bytes=size) for size in (10_000, 60))
     link, other = Link(big), Link(small)
-    link.pack(torch.arange(50.0).reshape(5, 10), At(ids=torch.arange(5)))
-    shelf, state = Shelf(torch.float16, most_bytes=60), link.state_dict()["feedback"]["samples"]["0"]
+    link.pack(torch.arange(50.0).reshape(5, 10), MessageContext(ids=torch.arange(5)))
+    shelf, state = SampleCache(torch.float16, max_bytes=60), link.state_dict()["feedback"]["samples"]["0"]
     shelf.load_state_dict(state)
     assert shelf.state_dict()["ids"].tolist() == [2, 3, 4]
     assert torch.equal(shelf.state_dict()["rows"], state["rows"][2:])
     with pytest.raises(MismatchError):
         other.load_state_dict(link.state_dict())
     with pytest.raises(MismatchError, match="float16"):
-        Shelf(torch.bfloat16, most_bytes=60).load_state_dict(state)
+        SampleCache(torch.bfloat16, max_bytes=60).load_state_dict(state)
 
 
 def test_a_scalar_has_no_samples():
     with pytest.raises((PolicyError, MismatchError)):
-        Link("aq(q4:64)").pack(torch.tensor(math.pi), At(ids=torch.arange(1)))
+        Link("aq(q4:64)").pack(torch.tensor(math.pi), MessageContext(ids=torch.arange(1)))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from links import batches, cross, ends, same
+from helpers.comm_links import batches, cross, ends, same
 
-from shrinkpoint.comm import At, Link, parse
+from shrinkpoint.comm import Link, MessageContext, parse
 
 
 @pytest.mark.parametrize("how", ["top10", "q2:16", "bf16"])
@@ -41,9 +41,9 @@ def test_slots_and_tensors_have_their_own_residuals():
     link, alone = Link("ef(top10)"), Link("ef(top10)")
     rows = [torch.randn(4, 30, generator=torch.Generator().manual_seed(n)) for n in range(6)]
     for n, x in enumerate(rows):
-        wire = link.pack(x, At(slot=n % 2, tensor=1))
+        wire = link.pack(x, MessageContext(slot=n % 2, tensor=1))
         if n % 2 == 0:
-            assert torch.equal(wire, alone.pack(x, At(tensor=1)))
+            assert torch.equal(wire, alone.pack(x, MessageContext(tensor=1)))
 
 
 def test_a_short_batch_uses_the_first_rows_and_leaves_the_others():
@@ -53,7 +53,7 @@ def test_a_short_batch_uses_the_first_rows_and_leaves_the_others():
     link.pack(torch.ones(4, 20))
     after = link.state_dict()["feedback"]["residual"]["0.0"]
     assert torch.equal(before[4:], after[4:]) and not torch.equal(before[:4], after[:4])
-    assert link.ledger.restarts == 0
+    assert link.stats.restarts == 0
 
 
 def test_a_receiver_keeps_nothing():

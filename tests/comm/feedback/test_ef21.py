@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from links import batches, cross, ends, same
+from helpers.comm_links import batches, cross, ends, same
 
-from shrinkpoint.comm import At, parse
+from shrinkpoint.comm import MessageContext, parse
 
 
 def test_it_is_the_published_recursion():
@@ -32,12 +32,17 @@ def test_an_end_that_missed_a_message_is_found_out():
     state = receiver.state_dict()
     state = {**state, "feedback": {"reference": {"0.0": state["feedback"]["reference"]["0.0"].clone()}}}
     for number in range(3):
-        cross(sender, receiver, torch.randn(4, 8, generator=torch.Generator().manual_seed(number)), At(slot=number))
+        cross(
+            sender,
+            receiver,
+            torch.randn(4, 8, generator=torch.Generator().manual_seed(number)),
+            MessageContext(slot=number),
+        )
     receiver.load_state_dict(state)
     assert sender.fingerprint() != receiver.fingerprint()
     receiver.load_state_dict(sender.state_dict())
     assert sender.fingerprint() == receiver.fingerprint()
-    receiver._end._reference.at(receiver._turn(At()), torch.empty(4, 8))[0, 0] += 1
+    receiver._state._reference.at(receiver._message_info(MessageContext()), torch.empty(4, 8))[0, 0] += 1
     assert sender.fingerprint() != receiver.fingerprint()
 
 

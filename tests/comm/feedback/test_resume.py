@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from links import STATEFUL, batches, cross, ends, same
+from helpers.comm_links import STATEFUL, batches, cross, ends, same
 from torch import nn
 
 import shrinkpoint as sp
-from shrinkpoint.comm import Link, Points, insert_points
+from shrinkpoint.comm import CompressionPoints, Link, insert_compression
 from shrinkpoint.errors import MismatchError
 
 HOWS = [*STATEFUL, "q2:16:dither", "rand10"]
@@ -21,13 +21,13 @@ HOWS = [*STATEFUL, "q2:16:dither", "rand10"]
 def test_a_run_that_was_interrupted_equals_one_that_was_not(tmp_path: Path, how: str, background: bool) -> None:
     steps, (sender, receiver) = list(batches(24)), ends(how)
     expected = []
-    with sp.Manager(tmp_path, background=background) as manager:
+    with sp.CheckpointManager(tmp_path, background=background) as manager:
         for number, (x, at) in enumerate(steps):
             if number in (5, 11):
                 manager.save(number, links=[sender, receiver])
             expected.append(cross(sender, receiver, x, at))
     again, other = ends(how)
-    at_step = sp.Manager(tmp_path).restore(links=[again, other])
+    at_step = sp.CheckpointManager(tmp_path).restore(links=[again, other])
     assert at_step is not None and at_step.step == 11
     for (x, at), out in zip(steps[11:], expected[11:], strict=True):
         assert same(cross(again, other, x, at), out)
@@ -41,9 +41,9 @@ def test_samples_in_a_file_are_saved_too(tmp_path: Path) -> None:
     steps, (sender, receiver) = list(batches(30)), made(0)
     for x, at in steps[:20]:
         cross(sender, receiver, x, at)
-    sp.Manager(tmp_path / "run").save(20, sender=sender, receiver=receiver)
+    sp.CheckpointManager(tmp_path / "run").save(20, sender=sender, receiver=receiver)
     again, other = made(1)
-    sp.Manager(tmp_path / "run").restore(sender=again, receiver=other)
+    sp.CheckpointManager(tmp_path / "run").restore(sender=again, receiver=other)
     for x, at in steps[20:]:
         assert same(cross(again, other, x, at), cross(sender, receiver, x, at))
 
@@ -73,7 +73,7 @@ class Run:
     def __init__(self, forward: str, backward: str) -> None:
         torch.manual_seed(3)
         self.model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 1))
-        self.points: Points = insert_points(
+        self.points: CompressionPoints = insert_compression(
             self.model, after=["1", "3"], forward=forward, backward=backward, micro_batches=2
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
@@ -103,22 +103,22 @@ def test_a_training_that_was_interrupted_equals_one_that_was_not(tmp_path: Path,
     run = Run(forward, backward)
     for number in range(5):
         run.step(number)
-    sp.Manager(tmp_path).save(5, **run.parts)
+    sp.CheckpointManager(tmp_path).save(5, **run.parts)
     losses = [run.step(number) for number in range(5, 10)]
     again = Run(forward, backward)
     again.step(99)
-    sp.Manager(tmp_path).restore(**again.parts)
+    sp.CheckpointManager(tmp_path).restore(**again.parts)
     assert [again.step(number) for number in range(5, 10)] == losses
     for a, b in zip(run.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
 def test_points_of_other_links_are_refused(tmp_path: Path) -> None:
-    sp.Manager(tmp_path).save(0, points=Run("ef21(top20)", "ef(top20)").points)
+    sp.CheckpointManager(tmp_path).save(0, points=Run("ef21(top20)", "ef(top20)").points)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     for options in ({"after": ["0"], "forward": "q4"}, {"after": ["0", "1"], "forward": "ef21(top20)"},
                     {"after": ["0", "1"], "forward": "ef(top20)", "backward": "ef(top20)"}):  # fmt: skip
-        points = insert_points(model, **options)
+        points = insert_compression(model, **options)
         with pytest.raises(MismatchError):
-            sp.Manager(tmp_path).restore(points=points)
+            sp.CheckpointManager(tmp_path).restore(points=points)
         points.remove()

@@ -6,16 +6,16 @@ from typing import ClassVar
 
 import pytest
 import torch
-from adams import adam, known_of, normal, squares
+from helpers.adam_states import adam, known_of, normal, squares
+from helpers.small_training import Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lossy import Run
 from torch import Tensor, nn
 
 import shrinkpoint as sp
-from shrinkpoint.codec.lattice import matrix
-from shrinkpoint.schemes.fisher.curvature import Curvature, curvatures
-from shrinkpoint.state import flatten
+from shrinkpoint.codec.lattice import as_matrix
+from shrinkpoint.schemes.fisher.curvature import Curvature, estimate_curvatures
+from shrinkpoint.tensors.flatten import flatten
 
 SHAPES = [(40,), (6, 9), (4, 3, 2, 2)]
 
@@ -35,7 +35,7 @@ def test_the_prediction_is_exact_for_a_quadratic_loss_of_that_curvature(shape, r
 
     m = h * (w - w0) * (1 - betas[0] ** step)
     v = h / terms * (1 - betas[1] ** step)
-    slope, curved = known_of(adam({"a": w}, {"a": v}, {"a": m}, step=step, betas=betas))["a"].rise(matrix(d))
+    slope, curved = known_of(adam({"a": w}, {"a": v}, {"a": m}, step=step, betas=betas))["a"].rise_terms(as_matrix(d))
     assert slope + terms * curved == pytest.approx(loss(w + d) - loss(w), rel=1e-3, abs=1e-4 * loss(w))
 
 
@@ -75,7 +75,7 @@ def test_a_recorder_of_squares_is_asked_where_the_optimizer_has_none(tmp_path, s
     """Rows whose gradients are recorded as a hundred times larger get finer steps."""
     run = Run()
     run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.05, **settings)
-    recorder = sp.Gradients(run.model, squares=True)
+    recorder = sp.GradientRecorder(run.model, squares=True)
     run.steps(5, recorder)
 
     class Recorded:
@@ -85,9 +85,11 @@ def test_a_recorder_of_squares_is_asked_where_the_optimizer_has_none(tmp_path, s
     Recorded.square["body.0.weight"] = torch.ones(96, 64)
     Recorded.square["body.0.weight"][:48] *= 100.0
     for gradients in (recorder, Recorded()):
-        with sp.Manager(tmp_path / type(gradients).__name__, scheme=sp.Fisher(gradients=gradients)) as manager:
+        with sp.CheckpointManager(
+            tmp_path / type(gradients).__name__, scheme=sp.Fisher(gradients=gradients)
+        ) as manager:
             manager.save(1, **run.parts)
-            rows = manager.store.reference.symbols["model/body.0.weight"].lattice.rows
+            rows = manager.store.reference.quantized["model/body.0.weight"].lattice.rows
             assert len(rows.unique()) == 2 if gradients is not recorder else len(rows.unique()) > 2
     assert (rows[48:] > rows[:48].max()).all()
 
@@ -95,7 +97,7 @@ def test_a_recorder_of_squares_is_asked_where_the_optimizer_has_none(tmp_path, s
 def test_where_nothing_is_known_nothing_is_predicted():
     known = known_of({"model": {"a": normal(6, 9)}})["a"]
     assert known.squares is None and known.slope is None
-    assert known.mean == 0 and known.rise(normal(6, 9)) == (0.0, 0.0)
+    assert known.mean == 0 and known.rise_terms(normal(6, 9)) == (0.0, 0.0)
 
 
 def broken(state: dict, key: str, value: float) -> dict:
@@ -134,9 +136,9 @@ def test_kernels_are_seen_as_matrices_of_their_first_axis():
     model(normal(2, 3, 5, 5)).square().mean().backward()
     optimizer.step()
     flat = flatten({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    known = Curvature.of("model/weight", model.weight.detach(), flat, {})
+    known = Curvature.from_state("model/weight", model.weight.detach(), flat, {})
     assert known.squares.shape == known.slope.shape == (8, 27)
-    torch.testing.assert_close(known.squares, matrix(model.weight.grad).square(), rtol=1e-3, atol=0)
+    torch.testing.assert_close(known.squares, as_matrix(model.weight.grad).square(), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (6, 24, 8)])
@@ -148,11 +150,11 @@ def test_the_factors_of_adafactor_serve_in_the_place_of_second_moments(shape):
         optimizer.step()
     flat = flatten({"model": {"a.weight": weight.detach()}, "optimizer": optimizer.state_dict()})
     state = optimizer.state[weight]
-    found = curvatures({"model/a.weight": weight.detach()}, flat, {})["model/a.weight"]
+    found = estimate_curvatures({"model/a.weight": weight.detach()}, flat, {})["model/a.weight"]
     wanted = state["row_var"] * state["col_var"] / state["row_var"].mean(-2, keepdim=True)
     assert found.squares is not None
-    assert not found.shape_alone
-    assert torch.allclose(found.squares, matrix(wanted))
+    assert not found.relative_only
+    assert torch.allclose(found.squares, as_matrix(wanted))
 
 
 @pytest.mark.parametrize("shape", [(128, 96), (50, 7), (300,)])
@@ -167,7 +169,7 @@ def test_second_moments_in_8_bits_serve_as_what_they_stand_for(shape):
         "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.95), "params": [0]}],
     }
     flat = flatten({"model": {"a.weight": weight}, "optimizer": optimizer})
-    found = curvatures({"model/a.weight": weight}, flat, {})["model/a.weight"]
+    found = estimate_curvatures({"model/a.weight": weight}, flat, {})["model/a.weight"]
     wanted = values[codes.reshape(-1).long()] * tops[torch.arange(count) // block]
     assert found.squares is not None
     assert torch.equal(found.squares.reshape(-1), wanted)

@@ -7,29 +7,35 @@ import math
 
 import pytest
 import torch
-from adams import adam, normal, squares
+from helpers.adam_states import adam, normal, squares
+from helpers.small_training import Run
+from helpers.strategies import same
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lossy import Run
-from strategies import same
 from torch import Tensor
 
 import shrinkpoint as sp
-from shrinkpoint.codec import Points
-from shrinkpoint.codec.lattice import matrix
-from shrinkpoint.record import Role
-from shrinkpoint.schemes.fisher.moments import FEWEST, Steps, first, lone, moments, second
-from shrinkpoint.state import flatten, unflatten
+from shrinkpoint.codec.lattice import LatticeTensor, as_matrix
+from shrinkpoint.schemes.fisher.moments import (
+    MIN_LATTICE_NUMEL,
+    MomentPrecision,
+    moments_to_lattices,
+    quantize_first,
+    quantize_momentum,
+    quantize_second,
+)
+from shrinkpoint.tensors.flatten import flatten, unflatten
+from shrinkpoint.tensors.info import Role
 
-STEPS = Steps()
+STEPS = MomentPrecision()
 SHAPES = [(48, 32), (700,), (12, 4, 3, 3), (1, 200), (200, 1)]
 
 
 def kept(state: dict, **options) -> dict:
     """What a reader gets."""
     flat = flatten(state)
-    found = sp.Fisher(**options).settle(flat, None).quantize(flat, None)
-    return unflatten(found.flat.tree, found.flat.tensors)
+    found = sp.Fisher(**options).plan(flat, None).quantize(flat, None)
+    return unflatten(found.state.tree, found.state.tensors)
 
 
 def slots(state: dict) -> list[dict[str, Tensor]]:
@@ -70,7 +76,7 @@ def test_second_moments_are_never_zero_where_first_ones_are_not(shape, seed, whe
 def test_second_moments_are_within_a_factor_of_what_they_were():
     v = squares(64, 96)
     logs = (beside(v * 0, v)[1] / v).log2()
-    assert float(logs.abs().max()) <= STEPS.second / 8 * max(STEPS.zone, 0.5) + 1 / 8
+    assert float(logs.abs().max()) <= STEPS.second_step / 8 * max(STEPS.dead_zone, 0.5) + 1 / 8
     assert abs(float(logs.mean())) < 0.1
 
 
@@ -79,7 +85,7 @@ def test_what_never_forgets_has_finer_steps(key):
     state, v = adam({"a": normal(64, 96)}), squares(64, 96)
     slots(state)[0][key] = v.clone()
     logs = (slots(kept(state))[0][key] / v).log2()
-    assert 0.1 < float(logs.abs().max()) <= STEPS.lasting / 16 + 1 / 8 < 0.5
+    assert 0.1 < float(logs.abs().max()) <= STEPS.accumulator_step / 16 + 1 / 8 < 0.5
 
 
 def test_rows_and_columns_keep_their_means():
@@ -100,10 +106,10 @@ def test_the_error_of_first_moments_is_at_most_half_a_step_and_zero_on_average(s
     m, v = relative(shape)
     total, count = torch.zeros(shape), 200
     for seed in range(1, count + 1):
-        points = lone(m, seed, STEPS) if alone else first(m, v, "v", seed, STEPS)
+        points = quantize_momentum(m, seed, STEPS) if alone else quantize_first(m, v, "v", seed, STEPS)
         assert points is not None
-        half = points.lattice.scales(None if alone else matrix(v)).expand(matrix(m).shape).reshape(shape) / 2
-        error = points.values(torch.float32, None if alone else v) - m
+        half = points.lattice.scales(None if alone else as_matrix(v)).expand(as_matrix(m).shape).reshape(shape) / 2
+        error = points.dequantize(torch.float32, None if alone else v) - m
         assert bool((error.abs() <= half * 1.001).all())
         total += error / half
     spread = 1 / math.sqrt(3 * count)
@@ -113,7 +119,9 @@ def test_the_error_of_first_moments_is_at_most_half_a_step_and_zero_on_average(s
 def test_each_save_and_each_tensor_has_a_dither_of_its_own():
     def seeds(save: int, seed: int) -> set[int]:
         flat = flatten(adam({"a": normal(9, 9), "b": normal(9, 9)}))
-        return {one.lattice.seed for name, one in moments(flat, save, seed, STEPS) if name.endswith("exp_avg")}
+        return {
+            one.lattice.seed for name, one in moments_to_lattices(flat, save, seed, STEPS) if name.endswith("exp_avg")
+        }
 
     assert len(seeds(1, 0) | seeds(2, 0) | seeds(1, 1)) == 6 and 0 not in seeds(1, 0)
 
@@ -124,9 +132,9 @@ def test_rows_that_hardly_move_get_little_noise(alone):
     m, v = relative((40, 64))
     m[:10] *= 1e-3
     m[10] *= 1e-6
-    points = lone(m, 3, STEPS) if alone else first(m, v, "v", 3, STEPS)
+    points = quantize_momentum(m, 3, STEPS) if alone else quantize_first(m, v, "v", 3, STEPS)
     assert points is not None
-    error = points.values(torch.float32, None if alone else v) - m
+    error = points.dequantize(torch.float32, None if alone else v) - m
     error, usual = (error, m) if alone else (error / v.sqrt(), m / v.sqrt())
     noise, rows = error.square().mean(1).sqrt(), usual.square().mean(1).sqrt()
     assert bool((noise <= 4.3 * rows).all())
@@ -140,8 +148,8 @@ def test_a_momentum_with_zeros_keeps_them():
     for place in ((7,), (slice(None), 5), (2, 3)):
         dead = m.clone()
         dead[place] = 0.0
-        assert lone(dead, 3, STEPS) is None
-    assert lone(m, 3, STEPS) is not None
+        assert quantize_momentum(dead, 3, STEPS) is None
+    assert quantize_momentum(m, 3, STEPS) is not None
 
 
 @settings(max_examples=40, deadline=None)
@@ -151,8 +159,8 @@ def test_moments_of_any_size_come_back_finite(shape, level, other, seed):
     m, v = normal(*shape, seed=seed) * 10.0**level, squares(*shape, seed=seed) * 1e6 * 10.0**other / 1e3
     for found, x in zip(beside(m, v), (m, v), strict=True):
         assert bool(found[x.isfinite()].isfinite().all())
-    points = lone(m, 3, STEPS)
-    assert points is None or bool(points.values(torch.float32).isfinite().all())
+    points = quantize_momentum(m, 3, STEPS)
+    assert points is None or bool(points.dequantize(torch.float32).isfinite().all())
 
 
 def trained(make, steps: int = 6, **settings) -> Run:
@@ -182,13 +190,17 @@ def test_each_optimizer_has_its_moments_coded_and_all_else_exact_and_trains_on(n
     make, options, laws = OPTIMIZERS[name]
     run = trained(make, **options)
     state = state_of(run)
-    symbols = sp.Fisher().settle(flatten(state), None).symbols
-    found = {key.rpartition("/")[2]: one.lattice.law for key, one in symbols.items() if key.startswith("optim")}
+    symbols = sp.Fisher().plan(flatten(state), None).quantized
+    found = {key.rpartition("/")[2]: one.lattice.spacing for key, one in symbols.items() if key.startswith("optim")}
     assert found == laws
     after = kept(state)
     for old, new in zip(slots(state), slots(after), strict=True):
         for key in old:
-            exact = key not in laws or old[key].numel() < FEWEST or (laws[key] == "linear" and not old[key].all())
+            exact = (
+                key not in laws
+                or old[key].numel() < MIN_LATTICE_NUMEL
+                or (laws[key] == "linear" and not old[key].all())
+            )
             assert same(old[key], new[key]) is exact, key
             assert laws.get(key) != "log" or torch.equal(new[key] > 0, old[key] > 0)
     assert same(state["optimizer"]["param_groups"], after["optimizer"]["param_groups"])
@@ -249,8 +261,8 @@ def test_moments_that_are_small_or_not_as_they_should_be_stay_exact():
 
 def test_no_moment_is_touched_that_the_roles_do_not_name():
     flat = flatten(state_of(trained(torch.optim.AdamW)))
-    found = dict(moments(flat, 1, 0, STEPS))
-    assert all(isinstance(one, Points) for one in found.values())
+    found = dict(moments_to_lattices(flat, 1, 0, STEPS))
+    assert all(isinstance(one, LatticeTensor) for one in found.values())
     assert {flat.infos[name].role for name in found} == {Role.MOMENT1, Role.MOMENT2}
 
 
@@ -258,7 +270,7 @@ def test_dead_rows_of_a_second_moment_have_no_say_in_the_others():
     v = squares(32, 48)
     dead = v.clone()
     dead[4] = 0.0
-    found, other = (second(x, None, STEPS).values(torch.float32) for x in (v, dead))
+    found, other = (quantize_second(x, None, STEPS).dequantize(torch.float32) for x in (v, dead))
     assert not other[4].any()
     live = torch.arange(32) != 4
     assert float((found[live].log2() - other[live].log2()).abs().mean()) < 0.3

@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adams import adam, normal, squares
+from helpers.adam_states import adam, normal, squares
+from helpers.small_training import LettersRun, Run, Silent
+from helpers.strategies import bits, difference, from_bytes, same
+from helpers.strategies import states as any_states
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lossy import LettersRun, Run, Silent
-from strategies import bits, difference, from_bytes, same
-from strategies import states as any_states
 from torch import nn
 
 import shrinkpoint as sp
-from shrinkpoint.codec import Points
+from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.errors import LossWarning, PolicyError
-from shrinkpoint.schemes import named
-from shrinkpoint.schemes.picks import Picks
-from shrinkpoint.state import flatten
-from shrinkpoint.state.dtypes import TORCH
+from shrinkpoint.schemes.registry import get_scheme
+from shrinkpoint.schemes.select import TensorSelection
 from shrinkpoint.storage import MemoryStorage, Storage
+from shrinkpoint.tensors.dtypes import TORCH_DTYPES
+from shrinkpoint.tensors.flatten import flatten
 
 WEIGHTS = {"a.weight": normal(48, 64, scale=0.05), "b.weight": normal(64, 48, seed=1), "b.bias": normal(64, seed=2)}
 
@@ -65,8 +65,8 @@ def test_other_arguments_that_make_no_sense_are_refused(options):
 
 def test_a_recorder_that_records_no_squares_is_refused_once_that_is_seen():
     run = Run()
-    recorder = sp.Gradients(run.model)
-    with sp.Manager(MemoryStorage(), scheme=sp.Fisher(gradients=recorder)) as manager:
+    recorder = sp.GradientRecorder(run.model)
+    with sp.CheckpointManager(MemoryStorage(), scheme=sp.Fisher(gradients=recorder)) as manager:
         manager.save(1, **run.parts)  # nothing was recorded yet
         run.steps(2, recorder)
         with pytest.raises(PolicyError, match="squares=True"):
@@ -97,10 +97,10 @@ def test_a_budget_in_per_cent_needs_an_evaluation():
 
 
 def test_by_name_it_has_steps_of_one_standard_deviation(tmp_path):
-    assert isinstance(named("fisher"), sp.Fisher)
+    assert isinstance(get_scheme("fisher"), sp.Fisher)
     report = sp.save(adam(WEIGHTS), tmp_path / "a.safetensors", scheme="fisher")
     assert report.scheme == "fisher" == sp.inspect(tmp_path / "a.safetensors").scheme
-    assert report.search["chosen"] == {"step_in_deviations": 1.0, "moments": "coded"} and report.ratio > 8
+    assert report.loss_report["chosen"] == {"step_in_deviations": 1.0, "moments": "coded"} and report.ratio > 8
     found = errors(sp.load(tmp_path / "a.safetensors")["model"])
     assert all(0.1 < error < 0.7 for name, error in found.items() if name != "b.bias")
     later = {name: x + 0.1 for name, x in WEIGHTS.items()}
@@ -110,11 +110,11 @@ def test_by_name_it_has_steps_of_one_standard_deviation(tmp_path):
 
 def test_the_report_and_the_manifest_say_what_was_tried_and_chosen():
     run, storage = Run(steps=20), MemoryStorage()
-    with sp.Manager(storage, scheme=sp.Fisher(nats=0.01, evaluate=run.evaluate)) as manager:
+    with sp.CheckpointManager(storage, scheme=sp.Fisher(nats=0.01, evaluate=run.evaluate)) as manager:
         report = manager.save(1, **run.parts)
     manifest = sp.Store(storage).manifest(1)
-    assert manifest.loss == report.search and manifest.is_lossy and manifest.scheme == "fisher"
-    said = report.search
+    assert manifest.loss == report.loss_report and manifest.is_lossy and manifest.scheme == "fisher"
+    said = report.loss_report
     assert said["scheme"] == "fisher" and said["budget"] == 0.01 and said["optimizer"] == "coded"
     assert 2.0 ** (said["size"] / 8) == pytest.approx(said["chosen"]["step_in_deviations"], rel=1e-3)
     assert said["terms"] > 0 and said["left_out"] == [] and said["seconds"] >= 0
@@ -126,20 +126,20 @@ def test_the_report_and_the_manifest_say_what_was_tried_and_chosen():
 def test_where_nothing_is_lost_nothing_was_chosen():
     state = {"model": {"a.weight": torch.zeros(8, 8)}, "step": 3}
     loaded, report = saved(state)
-    assert same(state, loaded) and report.search["chosen"] is None
+    assert same(state, loaded) and report.loss_report["chosen"] is None
 
 
 # what is in a state
 
 
-DTYPES = [name for name in TORCH if name not in ("F32", "BF16", "F16")]
+DTYPES = [name for name in TORCH_DTYPES if name not in ("F32", "BF16", "F16")]
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(DTYPES), st.sampled_from([(), (0,), (16, 0), (40,), (7, 9)]), st.integers(0, 99))
 def test_what_is_no_float_of_training_comes_back_bit_for_bit(dtype, shape, seed):
-    size = math.prod(shape) * TORCH[dtype].itemsize
+    size = math.prod(shape) * TORCH_DTYPES[dtype].itemsize
     data = np.random.default_rng(seed).integers(0, 2 if dtype == "BOOL" else 256, size, np.uint8).tobytes()
     x = from_bytes(data, dtype, shape)
     state = adam(WEIGHTS) | {"beside": x}
@@ -157,7 +157,10 @@ def test_any_state_is_saved_and_all_but_its_weights_and_moments_come_back(state)
         loaded, _ = saved(state)
     after = flatten(loaded)
     assert after.tree == flat.tree and {*after.tensors} == {*flat.tensors}
-    picked = {*Picks.of(flat, smallest=16, axes=1).tensors, *Picks.of(flat, smallest=16, axes=1).casts}
+    picked = {
+        *TensorSelection.from_state(flat, min_numel=16, min_dims=1).tensors,
+        *TensorSelection.from_state(flat, min_numel=16, min_dims=1).cast_sources,
+    }
     for name, x in flat.tensors.items():
         assert name in picked or bits(x) == bits(after.tensors[name])
 
@@ -192,7 +195,9 @@ def test_weights_that_are_not_finite_are_exact_and_named(value):
     weights["a.weight"][3, 5] = value
     with pytest.warns(LossWarning, match=r"not finite .*model/a\.weight"):
         loaded, report = saved(adam(weights))
-    assert same(loaded["model"]["a.weight"], weights["a.weight"]) and report.search["left_out"] == ["model/a.weight"]
+    assert same(loaded["model"]["a.weight"], weights["a.weight"]) and report.loss_report["left_out"] == [
+        "model/a.weight"
+    ]
     assert not same(loaded["model"]["b.weight"], weights["b.weight"])
 
 
@@ -224,7 +229,7 @@ def test_half_precision_stays_finite_to_its_end():
     }
     with pytest.warns(LossWarning, match=r"reach .*a\.weight"):
         loaded, report = saved(weights, relative_error=0.2)
-    assert same(loaded["a.weight"], weights["a.weight"]) and report.search["left_out"] == ["a.weight"]
+    assert same(loaded["a.weight"], weights["a.weight"]) and report.loss_report["left_out"] == ["a.weight"]
     assert 0.01 < errors(loaded, weights)["b.weight"] < 0.3 and loaded["b.weight"].dtype == torch.float16
 
 
@@ -240,12 +245,12 @@ def test_a_narrow_model_follows_its_masters_whose_steps_follow_the_loss(dtype):
     state = adam(narrow, {"0.weight": v, "1.weight": torch.full((64, 48), 128.5)})
     state["masters"] = masters
     flat = flatten(state)
-    kept = sp.Fisher(relative_error=0.1).settle(flat, None).quantize(flat, None)
+    kept = sp.Fisher(relative_error=0.1).plan(flat, None).quantize(flat, None)
     for name, x in masters.items():
-        found = kept.flat.tensors[f"masters/{name}"]
-        assert torch.equal(kept.flat.tensors[f"model/{name}"], found.to(dtype)) and not torch.equal(found, x)
-        assert f"model/{name}" not in kept.symbols
-    rows = kept.symbols["masters/0.weight"].lattice.rows
+        found = kept.state.tensors[f"masters/{name}"]
+        assert torch.equal(kept.state.tensors[f"model/{name}"], found.to(dtype)) and not torch.equal(found, x)
+        assert f"model/{name}" not in kept.quantized
+    rows = kept.quantized["masters/0.weight"].lattice.rows
     assert bool((rows[24:] - rows[:24] == 16).all())
 
 
@@ -273,11 +278,11 @@ def test_copies_are_folded_only_into_what_an_optimizer_knows():
     x = normal(32, 32)
     state = adam({"a.weight": x}) | {"ema": {"a.weight": x.clone(), "b.weight": normal(32, 32, seed=1)}}
     flat = flatten(state)
-    picks = Picks.of(flat, smallest=16, axes=1)
-    assert {*picks.folded(()).tensors} == {"model/a.weight", "ema/a.weight", "ema/b.weight"}
-    folded = picks.folded({"model/a.weight"})
+    picks = TensorSelection.from_state(flat, min_numel=16, min_dims=1)
+    assert {*picks.with_tied_copies(()).tensors} == {"model/a.weight", "ema/a.weight", "ema/b.weight"}
+    folded = picks.with_tied_copies({"model/a.weight"})
     assert {*folded.tensors} == {"model/a.weight", "ema/b.weight"}
-    assert folded.casts == {"ema/a.weight": "model/a.weight"}
+    assert folded.cast_sources == {"ema/a.weight": "model/a.weight"}
 
 
 # what it leaves as it was
@@ -374,12 +379,12 @@ def test_points_of_a_state_on_a_gpu_are_those_of_one_on_the_cpu(generation):
         for slot in state["optimizer"]["state"].values():
             slot["exp_avg"] = slot["exp_avg"].to(device)
         flat = flatten(state)
-        kept = scheme.settle(flat, None).quantize(flat, None)
+        kept = scheme.plan(flat, None).quantize(flat, None)
         states[device] = kept
     assert {*states["cpu"].symbols} == {*states["cuda"].symbols}
     for name, one in states["cpu"].symbols.items():
         other = states["cuda"].symbols[name]
-        assert isinstance(one, Points) and isinstance(other, Points) and other.codes.device.type == "cpu"
+        assert isinstance(one, LatticeTensor) and isinstance(other, LatticeTensor) and other.codes.device.type == "cpu"
         if name.startswith("model"):
             assert one.lattice == other.lattice
             assert float((one.codes != other.codes).float().mean()) < 1e-3

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shrinkpoint.schemes.inshrinkerator.partition import Partition
-from shrinkpoint.schemes.inshrinkerator.weights import MAGNITUDE, SENSITIVITY, Weight, weights_of
-from shrinkpoint.schemes.layers import ATTENTION, LINEAR
+from shrinkpoint.quantize.layer_types import ATTENTION, LINEAR
+from shrinkpoint.schemes.inshrinkerator.partition import PrunePartition
+from shrinkpoint.schemes.inshrinkerator.scores import MAGNITUDE, SENSITIVITY, ScoredWeight, score_weights
 
 SHARES = st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
 PROTECTED = st.sampled_from([0.0005, 0.005, 0.01])
@@ -24,11 +24,11 @@ def weights(scales=(1.0, 0.01, 10.0), kinds=(LINEAR, LINEAR, ATTENTION), gradien
         for (name, x), wanted in zip(tensors.items(), gradients, strict=True)
         if wanted
     }
-    return weights_of(tensors, dict(zip(tensors, kinds, strict=True)), recorded)
+    return score_weights(tensors, dict(zip(tensors, kinds, strict=True)), recorded)
 
 
 def split(found, metric, prune, protect, printed=False):
-    partition = Partition(found, printed)
+    partition = PrunePartition(found, printed)
     masks = {name: partition.masks(one, metric, prune, protect) for name, one in found.items()}
     return {name: one[0] for name, one in masks.items()}, {name: one[1] for name, one in masks.items()}
 
@@ -59,11 +59,13 @@ def test_of_every_kind_the_same_share_is_pruned(prune, protect, metric):
 def test_as_printed_no_share_falls_short_of_what_was_asked(prune, protect, metric, rounded):
     found = weights()
     if rounded:  # on few values, as after a restore
-        kinds = {name: one.kind for name, one in found.items()}
-        found = weights_of({name: (one.x / one.x.std()).round() + 0.5 for name, one in found.items()}, kinds, {})
+        kinds = {name: one.layer_type for name, one in found.items()}
+        found = score_weights(
+            {name: (one.values / one.values.std()).round() + 0.5 for name, one in found.items()}, kinds, {}
+        )
     pruned, protected = split(found, metric, prune, protect, printed=True)
     for names in (["0", "1"], ["2"]):
-        count = sum(found[name].x.numel() for name in names)
+        count = sum(found[name].values.numel() for name in names)
         both = torch.cat([pruned[name] | protected[name] for name in names])
         assert float(both.sum()) >= int(prune * (count - 1))
         assert rounded or share(pruned, names) <= prune + 0.02
@@ -79,7 +81,7 @@ def test_as_printed_no_share_falls_short_of_what_was_asked(prune, protect, metri
 def test_the_largest_and_the_most_sensitive_of_all_are_protected(protect, prune):
     found = weights()
     _, protected = split(found, MAGNITUDE, prune, protect)
-    sizes = torch.cat([one.x.abs() for one in found.values()])
+    sizes = torch.cat([one.values.abs() for one in found.values()])
     sensitive = torch.cat([one.sensitivity for one in found.values()])
     union = (sizes > sizes.quantile(1 - protect / 1.5)) | (sensitive > sensitive.quantile(1 - protect / 1.5))
     both = torch.cat([protected[name] for name in found])
@@ -93,7 +95,7 @@ def test_protection_wins():
     x[:10] = 0.01
     gradient = torch.full_like(x, 1e-6)
     gradient[0, :40] = 1e3
-    found = weights_of({"a": x + torch.rand(x.shape) * 0.01}, {"a": LINEAR}, {"a": gradient})
+    found = score_weights({"a": x + torch.rand(x.shape) * 0.01}, {"a": LINEAR}, {"a": gradient})
     pruned, protected = split(found, MAGNITUDE, 0.1, 0.005)
     assert protected["a"][:40].all() and not pruned["a"][:40].any()
     assert pruned["a"][100:900].float().mean() > 0.9
@@ -104,7 +106,7 @@ def test_zeros_are_always_pruned(prune):
     x = torch.randn(100, 100)
     x[::2] = 0.0
     x[1, 1] = -0.0
-    pruned, protected = split(weights_of({"a": x}, {}, {}), MAGNITUDE, prune, 0.01)
+    pruned, protected = split(score_weights({"a": x}, {}, {}), MAGNITUDE, prune, 0.01)
     assert pruned["a"][x.reshape(-1) == 0].all() and not protected["a"][x.reshape(-1) == 0].any()
     assert float(pruned["a"].float().mean()) < 0.51
 
@@ -112,23 +114,23 @@ def test_zeros_are_always_pruned(prune):
 def test_weights_without_a_gradient_are_ranked_by_size():
     found = weights(scales=(1.0, 1.0, 1.0), gradients=(True, False, True), kinds=(LINEAR, LINEAR, LINEAR))
     frozen = found["1"]
-    assert frozen.sensitivity is None and frozen.metric(SENSITIVITY) == MAGNITUDE
-    assert torch.equal(frozen.score(SENSITIVITY), frozen.x.abs())
+    assert frozen.sensitivity is None and frozen.usable_metric(SENSITIVITY) == MAGNITUDE
+    assert torch.equal(frozen.score(SENSITIVITY), frozen.values.abs())
     pruned, protected = split(found, SENSITIVITY, 0.3, 0.005)
-    assert frozen.x[pruned["1"]].abs().max() < frozen.x[~pruned["1"]].abs().min()
+    assert frozen.values[pruned["1"]].abs().max() < frozen.values[~pruned["1"]].abs().min()
     assert 0.29 < share(pruned, ["1"]) <= 0.3 and 0.28 < share(pruned, ["0", "2"]) <= 0.3
-    assert frozen.x[protected["1"]].abs().min() > frozen.x[~protected["1"]].abs().max()
+    assert frozen.values[protected["1"]].abs().min() > frozen.values[~protected["1"]].abs().max()
     moved = found["0"]
     assert moved.sensitivity[pruned["0"]].max() < moved.sensitivity[~(pruned["0"] | protected["0"])].min()
 
 
 def test_a_gradient_of_another_shape_is_none():
-    found = weights_of({"a": torch.randn(64, 64)}, {}, {"a": torch.randn(64, 32)})
+    found = score_weights({"a": torch.randn(64, 64)}, {}, {"a": torch.randn(64, 32)})
     assert found["a"].sensitivity is None
 
 
 def test_gradients_that_have_vanished_rank_nothing():
-    found = weights_of({"a": torch.randn(64, 64)}, {}, {"a": torch.zeros(64, 64)})
+    found = score_weights({"a": torch.randn(64, 64)}, {}, {"a": torch.zeros(64, 64)})
     pruned, protected = split(found, SENSITIVITY, 0.5, 0.01)
     assert not pruned["a"].any()
     assert not split(found, SENSITIVITY, 0.5, 0.01, printed=True)[0]["a"].any()
@@ -140,7 +142,7 @@ def test_weights_that_lie_on_few_values_are_not_pruned_beyond_the_share(center):
     """As they do after a restore: a whole value of them is at the quantile."""
     x = torch.tensor([0.0, center, -center, 3 * center]).repeat_interleave(1024).reshape(64, 64)
     for share_of in (0.3, 0.4, 0.5):
-        pruned, protected = split({"a": Weight.of("a", x, None, None)}, MAGNITUDE, share_of, 0.01)
+        pruned, protected = split({"a": ScoredWeight.from_tensor("a", x, None, None)}, MAGNITUDE, share_of, 0.01)
         assert torch.equal(pruned["a"], x.reshape(-1) == 0)
         assert not protected["a"].any()
 
@@ -148,6 +150,6 @@ def test_weights_that_lie_on_few_values_are_not_pruned_beyond_the_share(center):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_weights_are_split_like_wide_ones(dtype):
     x = torch.randn(128, 128).to(dtype)
-    narrow, wide = ({"a": Weight.of("a", one, None, None)} for one in (x, x.float()))
+    narrow, wide = ({"a": ScoredWeight.from_tensor("a", one, None, None)} for one in (x, x.float()))
     for found, expected in zip(split(narrow, MAGNITUDE, 0.3, 0.01), split(wide, MAGNITUDE, 0.3, 0.01), strict=True):
         assert torch.equal(found["a"], expected["a"])

@@ -7,16 +7,15 @@ from functools import lru_cache
 
 import pytest
 import torch
-from coded import write
-from lossy import LettersRun, Run
+from helpers.round_trip import write
+from helpers.small_training import LettersRun, Run
 
-from shrinkpoint.codec import CODERS
-from shrinkpoint.schemes import Inshrinkerator
-from shrinkpoint.schemes.candidate import Earlier
-from shrinkpoint.schemes.inshrinkerator.scheme import SPACE
-from shrinkpoint.schemes.picks import Picks
-from shrinkpoint.schemes.target import Target
-from shrinkpoint.state import flatten
+from shrinkpoint.codec.code_streams import CODERS
+from shrinkpoint.schemes.evaluate import TrialEvaluator
+from shrinkpoint.schemes.inshrinkerator.scheme import SPACE, Inshrinkerator
+from shrinkpoint.schemes.search.candidates import PreviousCodes
+from shrinkpoint.schemes.select import TensorSelection
+from shrinkpoint.tensors.flatten import flatten
 
 CONFIG = {"bins": 8, "embedding_bins": 32, "prune": 0.2, "protect": 0.005}
 
@@ -41,31 +40,31 @@ def letters() -> dict[str, torch.Tensor]:
 def test_a_code_says_what_a_value_is():
     state = states()[0]
     kept = scheme().quantize(flatten(state), None)
-    assert [*kept.symbols] == ["body.0.weight", "body.3.weight"]
-    for name, one in kept.symbols.items():
-        x, found = state[name], kept.flat.tensors[name]
-        assert one.codes.dtype == torch.uint8 and one.codes.shape == x.shape and one.first == 2 and one.bins == 8
+    assert [*kept.quantized] == ["body.0.weight", "body.3.weight"]
+    for name, one in kept.quantized.items():
+        x, found = state[name], kept.state.tensors[name]
+        assert one.codes.dtype == torch.uint8 and one.codes.shape == x.shape and one.first_code == 2 and one.bins == 8
         assert not found[one.codes == 0].any()
         assert torch.equal(found[one.codes == 1], x[one.codes == 1].bfloat16().float())
         assert torch.equal(one.exact, x[one.codes == 1].bfloat16())
         assert torch.equal(found[one.codes >= 2], one.centers[(one.codes[one.codes >= 2] - 2).long()])
         assert 0 < (one.codes == 1).float().mean() < 0.02 and 0.1 < (one.codes == 0).float().mean() < 0.3
         assert bool((one.centers.diff() > 0).all())
-    untouched = [name for name in state if name not in kept.symbols]
-    assert untouched and all(kept.flat.tensors[name] is not None for name in untouched)
-    assert all(torch.equal(kept.flat.tensors[name], state[name]) for name in untouched)
+    untouched = [name for name in state if name not in kept.quantized]
+    assert untouched and all(kept.state.tensors[name] is not None for name in untouched)
+    assert all(torch.equal(kept.state.tensors[name], state[name]) for name in untouched)
 
 
 def test_every_quantized_value_is_at_its_nearest_center():
     state = states()[0]
-    for name, one in scheme().quantize(flatten(state), None).symbols.items():
+    for name, one in scheme().quantize(flatten(state), None).quantized.items():
         free = one.codes >= 2
         distances = (state[name][free][:, None] - one.centers).abs()
         assert torch.equal(distances.gather(1, (one.codes[free] - 2).long()[:, None])[:, 0], distances.amin(1))
 
 
 def test_embeddings_have_bins_of_their_own():
-    symbols = scheme().quantize(flatten(letters()), None).symbols
+    symbols = scheme().quantize(flatten(letters()), None).quantized
     assert {name: one.bins for name, one in symbols.items()} == {
         "wte.weight": 32, "attn_out.weight": 8, "deep.weight": 8,
     }  # fmt: skip
@@ -78,12 +77,12 @@ def test_a_file_gives_back_what_was_kept(paper):
         kept = scheme(paper=paper).quantize(flatten(state), reference)
         written = write(state, parent, scheme=scheme(paper=paper))
         read = written.read()
-        assert all(torch.equal(read[name], kept.flat.tensors[name]) for name in state)
+        assert all(torch.equal(read[name], kept.state.tensors[name]) for name in state)
         parent, reference = written, written.reference()
 
 
 def test_the_same_state_is_quantized_alike():
-    first, second = (scheme().quantize(flatten(states()[0]), None).symbols for _ in range(2))
+    first, second = (scheme().quantize(flatten(states()[0]), None).quantized for _ in range(2))
     assert all(torch.equal(first[name].codes, second[name].codes) for name in first)
     assert all(torch.equal(first[name].centers, second[name].centers) for name in first)
 
@@ -102,7 +101,7 @@ def test_on_paper_there_is_the_papers_coder_alone():
 
 def test_on_paper_shares_are_not_below_what_was_asked():
     state = states()[0]
-    pruned = {paper: scheme(paper=paper, prune=0.5).quantize(flatten(state), None).symbols for paper in (False, True)}
+    pruned = {paper: scheme(paper=paper, prune=0.5).quantize(flatten(state), None).quantized for paper in (False, True)}
     for name, one in pruned[True].items():
         assert int((one.codes == 0).sum()) > int((pruned[False][name].codes == 0).sum())
         assert int((one.codes == 1).sum()) >= int((pruned[False][name].codes == 1).sum())
@@ -116,7 +115,7 @@ def migrations(*schemes: Inshrinkerator) -> list[float]:
     shares, parent, before = [], None, None
     for state, one in zip(states(), schemes, strict=True):
         parent = write(state, parent, scheme=one)
-        after = parent.reference().symbols
+        after = parent.reference().quantized
         if before is not None:
             changed = [(after[name].codes != before[name].codes).float().mean() for name in after]
             shares.append(float(sum(changed) / len(changed)))
@@ -147,10 +146,10 @@ def test_other_bins_than_before_are_no_obstacle():
     first = write(states()[0], scheme=scheme(bins=8))
     for bins in (4, 12, 32):
         second = write(states()[1], first, scheme=scheme(bins=bins))
-        assert all(one.bins == bins for one in second.reference().symbols.values())
+        assert all(one.bins == bins for one in second.reference().quantized.values())
         read = second.read()
         kept = scheme(bins=bins).quantize(flatten(states()[1]), first.reference())
-        assert all(torch.equal(read[name], kept.flat.tensors[name]) for name in read)
+        assert all(torch.equal(read[name], kept.state.tensors[name]) for name in read)
 
 
 def test_quantizing_what_was_quantized_changes_nothing():
@@ -159,8 +158,8 @@ def test_quantizing_what_was_quantized_changes_nothing():
         first = write(states()[0], scheme=scheme(**changes))
         again = write(first.read(), first, scheme=scheme(**changes))
         a, b = first.read(), again.read()
-        changed = [float((a[name] != b[name]).float().mean()) for name in first.reference().symbols]
-        far = [float((a[name] - b[name]).norm() / a[name].norm()) for name in first.reference().symbols]
+        changed = [float((a[name] != b[name]).float().mean()) for name in first.reference().quantized]
+        far = [float((a[name] - b[name]).norm() / a[name].norm()) for name in first.reference().quantized]
         assert max(changed) < 0.011, changed  # what was protected and no longer is
         assert max(far) < 0.06, far
 
@@ -172,5 +171,7 @@ def points():
 def test_a_knob_for_tensors_that_there_are_none_of_is_not_tried():
     for state, count in ((states()[0], 108), (letters(), 216), ({"wte.weight": letters()["wte.weight"]}, 36)):
         flat = flatten(state)
-        found = scheme().candidates(Picks.of(flat).tensors, Earlier(), Target(flat, None))
+        found = scheme().candidates(
+            TensorSelection.from_state(flat).tensors, PreviousCodes(), TrialEvaluator(flat, None)
+        )
         assert sum(found.size(point) < float("inf") for point in points()) == count

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
+from helpers.search_spaces import Landscape, Wide, landscapes, random_landscape
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from landscapes import Landscape, Wide, landscapes, random_landscape
 
-from shrinkpoint.schemes.search import Point, branch_and_bound, diagonal
+from shrinkpoint.schemes.search.branch_and_bound import branch_and_bound
+from shrinkpoint.schemes.search.diagonal import diagonal
+from shrinkpoint.schemes.search.space import Point
 
 
 def search(land: Landscape, width: int = 1, **more):

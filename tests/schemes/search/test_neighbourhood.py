@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
+from helpers.search_spaces import Landscape, Wide, landscapes, random_landscape
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from landscapes import Landscape, Wide, landscapes, random_landscape
 
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.schemes.search import Point, dominated, neighbourhood
+from shrinkpoint.schemes.search.neighbourhood import neighbourhood
+from shrinkpoint.schemes.search.space import Point, is_dominated
 
 CENTER = (2, 2)
 
@@ -69,7 +70,7 @@ def test_the_smallest_neighbour_that_holds_is_found(land, width, coarser, data):
         point
         for point in land.space.points(variant)
         if max(abs(i - j) for i, j in zip(point.index, last.index, strict=True)) <= 1
-        and (coarser or not dominated(point, last))
+        and (coarser or not is_dominated(point, last))
     ]
     sizes = (land.sizes[point] for point in near if land.degradations[point] <= land.threshold)
     assert (outcome.chosen and outcome.chosen.size) == min(sizes, default=None)

@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-from shrinkpoint.schemes.search import Axis, Point, Space, Trial, show
+from shrinkpoint.schemes.search.progress import progress_printer
+from shrinkpoint.schemes.search.space import Axis, Point, Space
+from shrinkpoint.schemes.search.trials import Trial
 
 SPACE = Space(
     (Axis("bins", (8, 16)), Axis("prune", (0.2, 0.0)), Axis("protect", (0.005,))), ("magnitude", "sensitivity")
@@ -30,7 +32,7 @@ class Broken(io.StringIO):
 
 def test_a_line_a_trial():
     stream = io.StringIO()
-    progress = show(SPACE, 0.01, 9800, stream)
+    progress = progress_printer(SPACE, 0.01, 9800, stream)
     progress(FAILS, None, 6)
     progress(SMALL, SMALL, 5)
     progress(LOST, SMALL, 0)
@@ -46,7 +48,7 @@ def test_a_terminal_shows_one_line_that_changes_and_ends_with_the_search(monkeyp
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
     stream = Terminal()
-    progress = show(SPACE, 0.01, 9800, stream)
+    progress = progress_printer(SPACE, 0.01, 9800, stream)
     progress(FAILS, None, 1)
     assert "\n" not in stream.getvalue()
     progress(SMALL, SMALL, 0)
@@ -59,7 +61,7 @@ def test_a_narrow_terminal_gets_no_more_than_a_line(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")
     stream = Terminal()
-    show(SPACE, 0.01, 9800, stream)(SMALL, SMALL, 3)
+    progress_printer(SPACE, 0.01, 9800, stream)(SMALL, SMALL, 3)
     assert "\n" not in stream.getvalue() and "…" in stream.getvalue()
 
 
@@ -69,18 +71,18 @@ def test_a_terminal_that_cannot_do_it_gets_plain_lines(monkeypatch, without):
     if without == "rich":
         monkeypatch.setitem(sys.modules, "rich.console", None)
     stream = Terminal()
-    show(SPACE, 0.01, 9800, stream)(SMALL, SMALL, 3)
+    progress_printer(SPACE, 0.01, 9800, stream)(SMALL, SMALL, 3)
     assert stream.getvalue().endswith("~3 left\n") and "\x1b" not in stream.getvalue()
 
 
 def test_a_broken_stream_does_not_end_the_search():
-    show(SPACE, 0.01, 9800, Broken())(SMALL, SMALL, 3)
+    progress_printer(SPACE, 0.01, 9800, Broken())(SMALL, SMALL, 3)
     closed = io.StringIO()
-    progress = show(SPACE, 0.01, 9800, closed)
+    progress = progress_printer(SPACE, 0.01, 9800, closed)
     closed.close()
     progress(SMALL, SMALL, 3)
 
 
 def test_stderr_is_the_default(capsys):
-    show(SPACE, 0.01, 9800)(SMALL, SMALL, 3)
+    progress_printer(SPACE, 0.01, 9800)(SMALL, SMALL, 3)
     assert "~3 left" in capsys.readouterr().err

@@ -6,12 +6,13 @@ import json
 import math
 
 import pytest
+from helpers.search_spaces import space_of
 from hypothesis import given
 from hypothesis import strategies as st
-from landscapes import space_of
 
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.schemes.search import Axis, Outcome, Point, Space, Trial, dominated
+from shrinkpoint.schemes.search.space import Axis, Point, Space, is_dominated
+from shrinkpoint.schemes.search.trials import SearchResult, Trial
 
 PAPER = Space(
     (
@@ -67,7 +68,7 @@ def test_settings_without_an_axis_or_the_metric_are_no_point():
 
 def test_an_axis_without_an_order_of_numbers_knows_only_its_own_values():
     for axis in (Axis("a", (3,)), Axis("a", (1, 3, 2))):
-        assert axis.nearest(3) is not None and axis.nearest(0) is None
+        assert axis.nearest_safe_index(3) is not None and axis.nearest_safe_index(0) is None
 
 
 def test_points_run_from_the_most_aggressive_to_the_safest():
@@ -78,14 +79,14 @@ def test_points_run_from_the_most_aggressive_to_the_safest():
 
 @given(*[st.builds(Point, st.sampled_from("ab"), st.tuples(*[st.integers(0, 2)] * 3))] * 3)
 def test_dominated_is_a_strict_order_within_a_variant(a, b, c):
-    assert not (dominated(a, b) and dominated(b, a)) and not dominated(a, a)
-    assert not (dominated(a, b) and dominated(b, c)) or dominated(a, c)
-    assert not dominated(a, b) or a.variant == b.variant
+    assert not (is_dominated(a, b) and is_dominated(b, a)) and not is_dominated(a, a)
+    assert not (is_dominated(a, b) and is_dominated(b, c)) or is_dominated(a, c)
+    assert not is_dominated(a, b) or a.variant == b.variant
 
 
 def test_dominated_means_no_safer_anywhere():
-    assert dominated(Point("", (0, 1)), Point("", (1, 1)))
-    assert not dominated(Point("", (0, 2)), Point("", (1, 1)))
+    assert is_dominated(Point("", (0, 1)), Point("", (1, 1)))
+    assert not is_dominated(Point("", (0, 2)), Point("", (1, 1)))
 
 
 @pytest.mark.parametrize(
@@ -97,8 +98,8 @@ def test_dominated_means_no_safer_anywhere():
         lambda: Space((Axis("a", (1,)), Axis("a", (2,)))),
         lambda: Space((), ()),
         lambda: Space((), ("a", "a")),
-        lambda: PAPER.allowed(["luck"]),
-        lambda: PAPER.allowed([]),
+        lambda: PAPER.resolve_variants(["luck"]),
+        lambda: PAPER.resolve_variants([]),
     ],
 )
 def test_a_space_that_means_nothing_is_refused(make):
@@ -112,7 +113,7 @@ def test_an_outcome_is_plain_data_without_nan():
         Trial(Point("", (1, 1)), 20.0, -math.inf, 0.1234567),
     )
     space = space_of((2, 2))
-    document = Outcome(trials[1], trials, "diagonal", 2).to_json(space)
+    document = SearchResult(trials[1], trials, "diagonal", 2).to_json(space)
     assert json.loads(json.dumps(document, allow_nan=False)) == document == {
         "method": "diagonal",
         "rounds": 2,
@@ -122,4 +123,4 @@ def test_an_outcome_is_plain_data_without_nan():
             {"settings": {"axis0": 1, "axis1": 1}, "size": 20.0, "degradation": "-inf", "seconds": 0.123},
         ],
     }  # fmt: skip
-    assert Outcome(None, (), "diagonal", 0).to_json(space)["chosen"] is None
+    assert SearchResult(None, (), "diagonal", 0).to_json(space)["chosen"] is None

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from landscapes import random_landscape
-from ranks import ranks
+from helpers.processes import ranks
+from helpers.search_spaces import random_landscape
 
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.schemes.search import Point, Trials, branch_and_bound, diagonal, neighbourhood
+from shrinkpoint.schemes.search.branch_and_bound import branch_and_bound
+from shrinkpoint.schemes.search.diagonal import diagonal
+from shrinkpoint.schemes.search.neighbourhood import neighbourhood
+from shrinkpoint.schemes.search.space import Point
+from shrinkpoint.schemes.search.trials import Trials
 
 SEEDS = range(6)
 RANKS = """
     import json
     import torch.distributed as dist
-    from landscapes import random_landscape
+    from helpers.search_spaces import random_landscape
     from shrinkpoint.errors import CorruptError, ShrinkpointError
     from shrinkpoint.schemes.search import Point, Trials, branch_and_bound, diagonal, neighbourhood
 

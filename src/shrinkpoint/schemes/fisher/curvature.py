@@ -20,14 +20,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shrinkpoint.codec.lattice import matrix
-from shrinkpoint.schemes.picks import largest
-from shrinkpoint.schemes.wholes import Margins
-from shrinkpoint.state import AdamFacts, FlatState
+from shrinkpoint.codec.lattice import as_matrix
+from shrinkpoint.schemes.select import max_abs
+from shrinkpoint.sharding.global_tensors import Marginals
+from shrinkpoint.tensors.flat_state import FlatState, OptimizerInfo
 
 
-class Recorder(Protocol):
-    """What squared gradients come from where the optimizer has none: `train.Gradients`, or anything like it."""
+class SquaredGradientSource(Protocol):
+    """What squared gradients come from where the optimizer has none: `train.GradientRecorder`, or anything like it."""
 
     @property
     def ready(self) -> bool:
@@ -47,66 +47,72 @@ class Curvature:
     Attributes:
         squares: mean squared gradients, float32; None: nothing is known.
         slope: mean gradients, float32; None: nothing is known.
-        shape_alone: the squares are those of momentum.
+        relative_only: the squares are those of momentum.
         probed: the squares are the curvature itself, from measured rises: of a single loss term, N is 1.
-        margins: of the squares of a whole tensor, where this is a part of it.
+        marginals: of the squares of a whole tensor, where this is a part of it.
     """
 
     squares: Tensor | None = field(default=None, repr=False)
     slope: Tensor | None = field(default=None, repr=False)
-    shape_alone: bool = False
+    relative_only: bool = False
     probed: bool = False
-    margins: Margins | None = field(default=None, repr=False)
+    marginals: Marginals | None = field(default=None, repr=False)
 
     @cached_property
     def mean(self) -> float:
         """Of the squares; 0 where nothing is known."""
-        if self.margins is not None:
-            return self.margins.mean
+        if self.marginals is not None:
+            return self.marginals.mean
         if self.squares is None or self.squares.numel() == 0:
             return 0.0
         return float(self.squares.sum(dtype=torch.float32)) / self.squares.numel()
 
-    def means(self, axis: int) -> Tensor | None:
+    def mean_along(self, axis: int) -> Tensor | None:
         """Of the squares, along an axis: 1 gives one of each row; None: nothing is known."""
-        if self.margins is not None:
-            return self.margins.means(axis).to(torch.float32)
+        if self.marginals is not None:
+            return self.marginals.mean_along(axis).to(torch.float32)
         return None if self.squares is None else self.squares.mean(axis)
 
     @classmethod
-    def of(cls, name: str, x: Tensor, flat: FlatState, recorded: Mapping[str, Tensor]) -> Curvature:
+    def from_state(cls, name: str, weight: Tensor, state: FlatState, recorded: Mapping[str, Tensor]) -> Curvature:
         """From the second moment, its factors, or its 8 bits; else from what was recorded; else from momentum, whose
         square has the same shape.
 
         The last is too small by a factor that all weights have in common, which the number of terms makes up for. What
         is not finite (in a run that diverges) is not known.
         """
-        found = cls.found(x, flat, flat.optim.get(name), recorded.get(name))
+        found = cls.from_optimizer(weight, state, state.optimizer_info.get(name), recorded.get(name))
         return found if math.isfinite(found.mean) else cls()
 
     @classmethod
-    def found(cls, x: Tensor, flat: FlatState, facts: AdamFacts | None, recorded: Tensor | None) -> Curvature:
+    def from_optimizer(
+        cls, weight: Tensor, state: FlatState, optimizer_info: OptimizerInfo | None, recorded: Tensor | None
+    ) -> Curvature:
         """As `of`, finite or not."""
-        first = None if facts is None else _moment(flat, facts.moment1, x)
-        second = None if facts is None else _moment(flat, facts.moment2, x)
+        first = None if optimizer_info is None else _moment_matrix(state, optimizer_info.moment1, weight)
+        second = None if optimizer_info is None else _moment_matrix(state, optimizer_info.moment2, weight)
         slope = None
-        if first is not None and facts is not None:
+        if first is not None and optimizer_info is not None:
             adam = second is not None
-            slope = unbiased(first, facts.beta1, facts.step) if adam else first * (1 - (facts.beta1 or 0.0))
-        if second is not None and facts is not None:
-            return cls(unbiased(second, facts.beta2, facts.step), slope)
+            slope = (
+                correct_bias(first, optimizer_info.beta1, optimizer_info.step)
+                if adam
+                else first * (1 - (optimizer_info.beta1 or 0.0))
+            )
+        if second is not None and optimizer_info is not None:
+            return cls(correct_bias(second, optimizer_info.beta2, optimizer_info.step), slope)
         made = None
-        if facts is not None and facts.factors is not None:
-            made = _product(flat, facts.factors, x)
-        elif facts is not None and facts.blocks is not None:
-            made = _unpacked(flat, facts.blocks, x)
+        if optimizer_info is not None and optimizer_info.factors is not None:
+            made = _adafactor_moment(state, optimizer_info.factors, weight)
+        elif optimizer_info is not None and optimizer_info.blocks is not None:
+            made = _bnb_moment(state, optimizer_info.blocks, weight)
         if made is not None:
             return cls(made, slope)
-        if recorded is not None and recorded.shape == x.shape:
-            return cls(matrix(recorded).to(x.device, torch.float32), slope)
-        return cls(None if slope is None else slope.square(), slope, shape_alone=True)
+        if recorded is not None and recorded.shape == weight.shape:
+            return cls(as_matrix(recorded).to(weight.device, torch.float32), slope)
+        return cls(None if slope is None else slope.square(), slope, relative_only=True)
 
-    def rise(self, error: Tensor) -> tuple[float, float]:
+    def rise_terms(self, error: Tensor) -> tuple[float, float]:
         """(slope term, curvature term of one loss term) of an error as a matrix; zeros where nothing is known."""
         flat = error.reshape(-1)
         first = 0.0 if self.slope is None else float(torch.dot(self.slope.reshape(-1), flat))
@@ -114,48 +120,52 @@ class Curvature:
         return first, second
 
 
-def curvatures(weights: Mapping[str, Tensor], flat: FlatState, recorded: Mapping[str, Tensor]) -> dict[str, Curvature]:
+def estimate_curvatures(
+    weights: Mapping[str, Tensor], state: FlatState, recorded: Mapping[str, Tensor]
+) -> dict[str, Curvature]:
     """Of every weight, by name; `recorded` are mean squared gradients by the names of the state.
 
     Squares of momentum are nothing beside mean squares (of another optimizer, for other weights): then these count.
     """
-    return comparable({name: Curvature.of(name, x, flat, recorded) for name, x in weights.items()})
+    return drop_relative({name: Curvature.from_state(name, x, state, recorded) for name, x in weights.items()})
 
 
-def comparable(out: dict[str, Curvature]) -> dict[str, Curvature]:
+def drop_relative(curvatures: dict[str, Curvature]) -> dict[str, Curvature]:
     """The same, without what is known by its shape alone where more is known of others."""
-    if any(one.mean > 0 and not one.shape_alone for one in out.values()):
-        out = {name: Curvature(slope=one.slope) if one.shape_alone else one for name, one in out.items()}
-    return out
+    if any(one.mean > 0 and not one.relative_only for one in curvatures.values()):
+        curvatures = {
+            name: Curvature(slope=one.slope) if one.relative_only else one for name, one in curvatures.items()
+        }
+    return curvatures
 
 
-def _moment(flat: FlatState, name: str | None, like: Tensor) -> Tensor | None:
+def _moment_matrix(state: FlatState, name: str | None, like: Tensor) -> Tensor | None:
     """A moment as a matrix; None where there is none, or none that can be used."""
-    x = None if name is None else flat.tensors.get(name)
+    x = None if name is None else state.tensors.get(name)
     if x is None or x.shape != like.shape or not x.is_floating_point():
         return None
-    x = matrix(x).to(like.device, torch.float32)
-    return x if math.isfinite(largest(x)) else None
+    x = as_matrix(x).to(like.device, torch.float32)
+    return x if math.isfinite(max_abs(x)) else None
 
 
-def _product(flat: FlatState, names: tuple[str, str], like: Tensor) -> Tensor | None:
+def _adafactor_moment(state: FlatState, names: tuple[str, str], like: Tensor) -> Tensor | None:
     """Second moments out of their means by row and by column, over the last two axes; as a matrix.
 
     Of Adafactor (arXiv 1804.04235, algorithm 4), whose averages need no correction: their decay begins at 0.
     """
-    rows, columns = (flat.tensors.get(name) for name in names)
+    rows, columns = (state.tensors.get(name) for name in names)
     if rows is None or columns is None or like.dim() < 2:
         return None
     rows = rows.to(like.device, torch.float32).reshape(*like.shape[:-1], 1)
     columns = columns.to(like.device, torch.float32).reshape(*like.shape[:-2], 1, like.shape[-1])
     usual = rows.mean(-2, keepdim=True)
-    made = matrix(torch.where(usual > 0, rows * columns / usual, 0.0))
-    return made if math.isfinite(largest(made)) else None
+    made = as_matrix(torch.where(usual > 0, rows * columns / usual, 0.0))
+    return made if math.isfinite(max_abs(made)) else None
 
 
-def _unpacked(flat: FlatState, names: tuple[str, str, str], like: Tensor) -> Tensor | None:
+def _bnb_moment(state: FlatState, names: tuple[str, str, str], like: Tensor) -> Tensor | None:
     """Second moments out of 8 bits (bitsandbytes, arXiv 2110.02861), as a matrix; Adam's bias is left in them."""
-    codes, values, largest_ones = (flat.tensors.get(name) for name in names)
+    codes, values, largest_ones = (state.tensors.get(name) for name in names)
     if codes is None or values is None or largest_ones is None or codes.shape != like.shape:
         return None
     blocks, count = largest_ones.numel(), codes.numel()
@@ -166,11 +176,11 @@ def _unpacked(flat: FlatState, names: tuple[str, str, str], like: Tensor) -> Ten
         return None
     scales = largest_ones.reshape(-1).to(torch.float32).repeat_interleave(size)[:count]
     made = values.reshape(-1).to(torch.float32)[codes.reshape(-1).to(values.device).long()] * scales.to(values.device)
-    made = matrix(made.reshape(like.shape)).to(like.device)
-    return made if math.isfinite(largest(made)) else None
+    made = as_matrix(made.reshape(like.shape)).to(like.device)
+    return made if math.isfinite(max_abs(made)) else None
 
 
-def unbiased(moment: Tensor, beta: float | None, step: int | None) -> Tensor:
+def correct_bias(moment: Tensor, beta: float | None, step: int | None) -> Tensor:
     """Without what is left of Adam's bias towards zero after so many steps."""
     if beta is None or step is None or not 0 <= beta < 1 or step < 1:
         return moment

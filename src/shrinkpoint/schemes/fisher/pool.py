@@ -7,15 +7,15 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from shrinkpoint.codec import Lattice, Origin, Points, Reference
-from shrinkpoint.schemes.fisher.curvature import Curvature, curvatures
-from shrinkpoint.schemes.fisher.moments import FEWEST, Steps, moments
-from shrinkpoint.schemes.fisher.probes import Rise, probe, probed
-from shrinkpoint.schemes.fisher.spread import deviation, entropy
-from shrinkpoint.schemes.fisher.weights import lattice_of, usual_squares
-from shrinkpoint.schemes.picks import Picks
-from shrinkpoint.schemes.unmoved import unmoved
-from shrinkpoint.state import FlatState
+from shrinkpoint.codec.lattice import Lattice, LatticeTensor
+from shrinkpoint.codec.reference import QuantizedTensor, Reference
+from shrinkpoint.quantize.entropy import entropy_bits, weight_std
+from shrinkpoint.schemes.fisher.curvature import Curvature, estimate_curvatures
+from shrinkpoint.schemes.fisher.moments import MIN_LATTICE_NUMEL, MomentPrecision, moments_to_lattices
+from shrinkpoint.schemes.fisher.probe import MeasureLossIncrease, curvatures_from_probe, probe
+from shrinkpoint.schemes.fisher.steps import geometric_mean_curvature, make_lattice
+from shrinkpoint.schemes.select import TensorSelection, unchanged_tensors
+from shrinkpoint.tensors.flat_state import FlatState
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class Pool:
         return x.numel()
 
     def deviation(self, name: str, x: Tensor) -> float:
-        return deviation(x)
+        return weight_std(x)
 
     def rows(self, name: str, x: Tensor, most: int) -> slice:
         """Some of its rows, spread over the whole weight: about `most` values in all, where rows are not long."""
@@ -64,41 +64,51 @@ class Pool:
         self, name: str, x: Tensor, known: Curvature, usual: float, seed: int, careful: float
     ) -> Lattice | None:
         """As `weights.lattice_of`."""
-        return lattice_of(x, known, usual, seed, careful)
+        return make_lattice(x, known, usual, seed, careful)
 
     # of all weights
 
-    def picks(self, flat: FlatState, reference: Reference | None, alive: Collection[str] | None) -> Picks:
+    def picks(self, flat: FlatState, reference: Reference | None, alive: Collection[str] | None) -> TensorSelection:
         """Which tensors are weights to be quantized; what comes first."""
-        return Picks.of(flat, alive, smallest=FEWEST, axes=1).folded(flat.optim.keys())
+        return TensorSelection.from_state(flat, alive, min_numel=MIN_LATTICE_NUMEL, min_dims=1).with_tied_copies(
+            flat.optimizer_info.keys()
+        )
 
-    def unmoved(self, names: Collection[str], flat: FlatState, reference: Reference | None) -> dict[str, Origin]:
+    def unmoved(
+        self, names: Collection[str], flat: FlatState, reference: Reference | None
+    ) -> dict[str, QuantizedTensor]:
         """As `unmoved.unmoved`, of tensors that have not moved anywhere; weights among them are no picks any more."""
-        return unmoved(names, flat, reference)
+        return unchanged_tensors(names, flat, reference)
 
     def moments(
-        self, flat: FlatState, save: int, seed: int, steps: Steps, made: dict[str, Tensor], kept: Collection[str] = ()
-    ) -> Iterable[tuple[str, Points]]:
+        self,
+        flat: FlatState,
+        save: int,
+        seed: int,
+        steps: MomentPrecision,
+        made: dict[str, Tensor],
+        kept: Collection[str] = (),
+    ) -> Iterable[tuple[str, LatticeTensor]]:
         """As `moments.moments`."""
-        return moments(flat, save, seed, steps, made, kept)
+        return moments_to_lattices(flat, save, seed, steps, made, kept)
 
     def curvatures(
         self, weights: Mapping[str, Tensor], flat: FlatState, recorded: Mapping[str, Tensor]
     ) -> dict[str, Curvature]:
         """As `curvature.curvatures`."""
-        return curvatures(weights, flat, recorded)
+        return estimate_curvatures(weights, flat, recorded)
 
-    def probe(self, weights: Mapping[str, Tensor], rise: Rise) -> dict[str, float]:
+    def probe(self, weights: Mapping[str, Tensor], rise: MeasureLossIncrease) -> dict[str, float]:
         """As `probes.probe`."""
         return probe(weights, rise)
 
     def probed(self, weights: Mapping[str, Tensor], found: Mapping[str, float]) -> dict[str, Curvature]:
         """As `probes.probed`."""
-        return probed(weights, found)
+        return curvatures_from_probe(weights, found)
 
     def usual(self, known: Mapping[str, Curvature], weights: Mapping[str, Tensor]) -> float:
-        """As `weights.usual_squares`."""
-        return usual_squares(known, weights)
+        """As `weights.geometric_mean_curvature`."""
+        return geometric_mean_curvature(known, weights)
 
     def count(self, weights: Collection[str]) -> int:
         """How many whole weights there are."""
@@ -135,8 +145,8 @@ class Pool:
             weights: of which the codes are only some; None: they are all.
         """
         if weights is None:
-            return sum(entropy(one) for one in codes.values())
-        return sum(entropy(one) * weights[name].numel() / max(1, one.numel()) for name, one in codes.items())
+            return sum(entropy_bits(one) for one in codes.values())
+        return sum(entropy_bits(one) * weights[name].numel() / max(1, one.numel()) for name, one in codes.items())
 
 
 ALONE = Pool()

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from shrinkpoint.schemes.inshrinkerator.weights import MAGNITUDE, SENSITIVITY, Weight
-from shrinkpoint.statistics import LogHistogram, magnitude
+from shrinkpoint.quantize.importance import magnitude
+from shrinkpoint.quantize.sketch import LogHistogram
+from shrinkpoint.schemes.inshrinkerator.scores import MAGNITUDE, SENSITIVITY, ScoredWeight
 
 
 @dataclass
-class Partition:
+class PrunePartition:
     """Thresholds from sketches, no sorting.
 
     * Protected are the values above the quantile `1 - share` of all weights together, by size or by sensitivity: the
@@ -26,58 +27,66 @@ class Partition:
     A weight without a recorded gradient (frozen, or not reached) is ranked by size whatever the metric.
 
     Attributes:
-        printed: as the paper, which stops at the quantile: values in its bucket are pruned, or protected, too, so that
+        paper: as the paper, which stops at the quantile: values in its bucket are pruned, or protected, too, so that
             no share falls short of what was asked, and one may be exceeded.
     """
 
-    weights: Mapping[str, Weight]
-    printed: bool = False
-    _prune: dict[tuple[str, float], dict[tuple[str, str], float]] = field(default_factory=dict)
-    _protect: dict[float, dict[str, float]] = field(default_factory=dict)
+    weights: Mapping[str, ScoredWeight]
+    paper: bool = False
+    _prune_thresholds: dict[tuple[str, float], dict[tuple[str, str], float]] = field(default_factory=dict)
+    _protect_thresholds: dict[float, dict[str, float]] = field(default_factory=dict)
 
-    def pruning(self, weight: Weight, metric: str, share: float) -> float:
+    def prune_threshold(self, weight: ScoredWeight, metric: str, share: float) -> float:
         """Below this score, a value of `weight` is pruned."""
         key = (metric, share)
-        if key not in self._prune:
+        if key not in self._prune_thresholds:
             pools: dict[tuple[str, str], LogHistogram] = {}
             for one in self.weights.values():
-                used = one.metric(metric)
-                pool = (one.kind, used)
+                used = one.usable_metric(metric)
+                pool = (one.layer_type, used)
                 pools[pool] = pools[pool] + one.scores[used] if pool in pools else one.scores[used]
-            self._prune[key] = {
-                pool: self._edge(sketch, share, above=self.printed) if share else 0.0 for pool, sketch in pools.items()
+            self._prune_thresholds[key] = {
+                pool: self._bucket_edge(sketch, share, above=self.paper) if share else 0.0
+                for pool, sketch in pools.items()
             }
-        return self._prune[key][weight.kind, weight.metric(metric)]
+        return self._prune_thresholds[key][weight.layer_type, weight.usable_metric(metric)]
 
-    def protection(self, share: float) -> dict[str, float]:
+    def protect_thresholds(self, share: float) -> dict[str, float]:
         """By metric: above this score, a value is protected."""
-        if share not in self._protect:
+        if share not in self._protect_thresholds:
             sketches: dict[str, LogHistogram] = {}
             for one in self.weights.values():
                 for metric, sketch in one.scores.items():
                     sketches[metric] = sketches[metric] + sketch if metric in sketches else sketch
-            self._protect[share] = {
-                metric: self._edge(sketch, 1 - share, above=not self.printed) for metric, sketch in sketches.items()
+            self._protect_thresholds[share] = {
+                metric: self._bucket_edge(sketch, 1 - share, above=not self.paper)
+                for metric, sketch in sketches.items()
             }
-        return self._protect[share]
+        return self._protect_thresholds[share]
 
     @staticmethod
-    def _edge(sketch: LogHistogram, share: float, *, above: bool) -> float:
+    def _bucket_edge(sketch: LogHistogram, share: float, *, above: bool) -> float:
         """Where the bucket of a quantile ends, or begins."""
         return sketch.quantile(share) / (1 - sketch.alpha if above else 1 + sketch.alpha)
 
-    def masks(self, weight: Weight, metric: str, prune: float, protect: float) -> tuple[Tensor, Tensor]:
+    def masks(self, weight: ScoredWeight, metric: str, prune: float, protect: float) -> tuple[Tensor, Tensor]:
         """(pruned, protected) of every value; bool, without overlap."""
-        return self.split(weight, magnitude(weight.x), weight.sensitivity, metric, prune, protect)
+        return self.masks_of_sample(weight, magnitude(weight.values), weight.sensitivity, metric, prune, protect)
 
-    def split(
-        self, weight: Weight, sizes: Tensor, sensitivity: Tensor | None, metric: str, prune: float, protect: float
+    def masks_of_sample(
+        self,
+        weight: ScoredWeight,
+        magnitudes: Tensor,
+        sensitivity: Tensor | None,
+        metric: str,
+        prune: float,
+        protect: float,
     ) -> tuple[Tensor, Tensor]:
         """As `masks`, of some of the values of `weight`, of which sizes and sensitivity are given."""
-        limits = self.protection(protect)
-        protected = sizes > limits[MAGNITUDE]
+        limits = self.protect_thresholds(protect)
+        protected = magnitudes > limits[MAGNITUDE]
         if sensitivity is not None:
             protected |= sensitivity > limits[SENSITIVITY]
-        scores = sensitivity if metric == SENSITIVITY and sensitivity is not None else sizes
-        pruned = (scores < self.pruning(weight, metric, prune)) | (sizes == 0)
+        scores = sensitivity if metric == SENSITIVITY and sensitivity is not None else magnitudes
+        pruned = (scores < self.prune_threshold(weight, metric, prune)) | (magnitudes == 0)
         return pruned & ~protected, protected

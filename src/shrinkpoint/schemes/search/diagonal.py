@@ -17,17 +17,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shrinkpoint.schemes.search.ledger import Ledger
-from shrinkpoint.schemes.search.outcome import Outcome
 from shrinkpoint.schemes.search.progress import Progress
-from shrinkpoint.schemes.search.space import Point, Space, dominated
-from shrinkpoint.schemes.search.trials import Trials
+from shrinkpoint.schemes.search.space import Point, Space, is_dominated
+from shrinkpoint.schemes.search.trial_log import TrialLog
+from shrinkpoint.schemes.search.trials import SearchResult, Trials
 
 
 def diagonal(
-    space: Space, sizes: Callable[[Point], float], trials: Trials, threshold: float, *,
-    variants: Sequence[str] | None = None, progress: Progress | None = None,
-) -> Outcome:  # fmt: skip
+    space: Space,
+    sizes: Callable[[Point], float],
+    trials: Trials,
+    threshold: float,
+    *,
+    variants: Sequence[str] | None = None,
+    progress: Progress | None = None,
+) -> SearchResult:
     """A small point whose degradation is at most `threshold`; the smallest one if size falls with aggressiveness.
 
     The variants are searched one after the other, as in the paper, but a later one only for what is smaller than the
@@ -41,20 +45,20 @@ def diagonal(
     Raises:
         PolicyError: a negative threshold, an unknown variant; and see `Trials.run`.
     """
-    allowed = space.allowed(variants)
-    predicted = trials.sizes(sizes, [point for variant in allowed for point in space.points(variant)])
-    ledger = Ledger("diagonal", trials, predicted, threshold, progress)
-    whole = _Box((0,) * len(space.axes), tuple(side - 1 for side in space.sides))
+    allowed = space.resolve_variants(variants)
+    predicted = trials.predict_sizes(sizes, [point for variant in allowed for point in space.points(variant)])
+    ledger = TrialLog("diagonal", trials, predicted, threshold, progress)
+    whole = _SubGrid((0,) * len(space.axes), tuple(side - 1 for side in space.shape))
     for variant in allowed:
-        lines = [_Line(whole, -1, len(whole.diagonal))]
-        while lines := _open(lines, variant, ledger):
-            lines = _round(lines, variant, ledger)
-            ledger.left = sum(line.open.bit_length() for line in lines)
-    return ledger.outcome()
+        lines = [_DiagonalSearch(whole, -1, len(whole.diagonal))]
+        while lines := _open_searches(lines, variant, ledger):
+            lines = _run_round(lines, variant, ledger)
+            ledger.remaining = sum(line.num_open.bit_length() for line in lines)
+    return ledger.result()
 
 
 @dataclass(frozen=True, order=True)
-class _Box:
+class _SubGrid:
     """All indices between two corners, both of them in it."""
 
     low: tuple[int, ...]
@@ -71,78 +75,80 @@ class _Box:
             for t in range(steps + 1)
         ]
 
-    def without_safer(self, good: tuple[int, ...]) -> Iterator[_Box]:
-        """What is not at least as safe as `good`, a point of this box, as boxes that do not overlap."""
-        for a, limit in enumerate(good):
+    def without_safer(self, success: tuple[int, ...]) -> Iterator[_SubGrid]:
+        """What is not at least as safe as `success`, a point of this box, as boxes that do not overlap."""
+        for a, limit in enumerate(success):
             if limit > self.low[a]:
-                low = (*good[:a], *self.low[a:])
-                yield _Box(low, (*self.high[:a], limit - 1, *self.high[a + 1 :]))
+                low = (*success[:a], *self.low[a:])
+                yield _SubGrid(low, (*self.high[:a], limit - 1, *self.high[a + 1 :]))
 
-    def without_bolder(self, bad: tuple[int, ...]) -> Iterator[_Box]:
-        """What is not at least as aggressive as `bad`, which may lie outside, as boxes that do not overlap."""
-        if any(b < low for b, low in zip(bad, self.low, strict=True)):
+    def without_more_aggressive(self, failure: tuple[int, ...]) -> Iterator[_SubGrid]:
+        """What is not at least as aggressive as `failure`, which may lie outside, as boxes that do not overlap."""
+        if any(b < low for b, low in zip(failure, self.low, strict=True)):
             yield self
             return
-        capped = tuple(min(b, high) for b, high in zip(bad, self.high, strict=True))
+        capped = tuple(min(b, high) for b, high in zip(failure, self.high, strict=True))
         for a, limit in enumerate(capped):
             if limit < self.high[a]:
                 high = (*capped[:a], *self.high[a:])
-                yield _Box((*self.low[:a], limit + 1, *self.low[a + 1 :]), high)
+                yield _SubGrid((*self.low[:a], limit + 1, *self.low[a + 1 :]), high)
 
 
 @dataclass(frozen=True, order=True)
-class _Line:
+class _DiagonalSearch:
     """A box whose diagonal is being searched.
 
     Attributes:
-        bad: the last place on it known to fail; -1 where none is.
-        good: the first place known to hold; the diagonal's length where none is.
+        last_failure: the last place on it known to fail; -1 where none is.
+        first_success: the first place known to hold; the diagonal's length where none is.
     """
 
-    box: _Box
-    bad: int
-    good: int
+    grid: _SubGrid
+    last_failure: int
+    first_success: int
 
     @property
-    def open(self) -> int:
+    def num_open(self) -> int:
         """Places of which nothing is known."""
-        return self.good - self.bad - 1
+        return self.first_success - self.last_failure - 1
 
-    def places(self, most: int) -> list[int]:
-        """Up to `most` of the open places, evenly spread."""
-        parts = min(most, self.open)
-        return [self.bad + 1 + ((2 * i + 1) * self.open) // (2 * parts) for i in range(parts)]
+    def open_indices(self, max_count: int) -> list[int]:
+        """Up to `max_count` of the open places, evenly spread."""
+        parts = min(max_count, self.num_open)
+        return [self.last_failure + 1 + ((2 * i + 1) * self.num_open) // (2 * parts) for i in range(parts)]
 
-    def after(self, holds: Mapping[int, bool]) -> _Line:
+    def update(self, holds: Mapping[int, bool]) -> _DiagonalSearch:
         """An answer above the first one that holds tells nothing, even where noise makes it fail."""
-        good = min((t for t, held in holds.items() if held), default=self.good)
-        return _Line(self.box, max((t for t in holds if t < good), default=self.bad), good)
+        good = min((t for t, held in holds.items() if held), default=self.first_success)
+        return _DiagonalSearch(self.grid, max((t for t in holds if t < good), default=self.last_failure), good)
 
-    def rest(self) -> list[_Line]:
+    def subproblems(self) -> list[_DiagonalSearch]:
         """What it leaves open once all places are known."""
-        diagonal = self.box.diagonal
-        boxes = [self.box]
-        if self.good < len(diagonal):
-            boxes = list(self.box.without_safer(diagonal[self.good]))
-        if self.bad >= 0:
-            boxes = [part for box in boxes for part in box.without_bolder(diagonal[self.bad])]
-        return [_Line(box, -1, len(box.diagonal)) for box in boxes]
+        diagonal = self.grid.diagonal
+        boxes = [self.grid]
+        if self.first_success < len(diagonal):
+            boxes = list(self.grid.without_safer(diagonal[self.first_success]))
+        if self.last_failure >= 0:
+            boxes = [part for box in boxes for part in box.without_more_aggressive(diagonal[self.last_failure])]
+        return [_DiagonalSearch(box, -1, len(box.diagonal)) for box in boxes]
 
 
-def _open(lines: Sequence[_Line], variant: str, ledger: Ledger) -> list[_Line]:
+def _open_searches(searches: Sequence[_DiagonalSearch], variant: str, trial_log: TrialLog) -> list[_DiagonalSearch]:
     """Those that may find something smaller than the best, the one with the smallest corner first."""
-    failed = [point for point, trial in ledger.known.items() if not trial.meets(ledger.threshold)]
-    some = [line for line in lines if not any(dominated(Point(variant, line.box.high), point) for point in failed)]
-    corners = sorted((ledger.size(Point(variant, line.box.low)), line) for line in some)
-    return [line for size, line in corners if ledger.best is None or size < ledger.best.size]
+    failed = [point for point, trial in trial_log.trials.items() if not trial.meets(trial_log.threshold)]
+    some = [
+        line for line in searches if not any(is_dominated(Point(variant, line.grid.high), point) for point in failed)
+    ]
+    corners = sorted((trial_log.size(Point(variant, line.grid.low)), line) for line in some)
+    return [line for size, line in corners if trial_log.best is None or size < trial_log.best.size]
 
 
-def _round(lines: Sequence[_Line], variant: str, ledger: Ledger) -> list[_Line]:
+def _run_round(searches: Sequence[_DiagonalSearch], variant: str, trial_log: TrialLog) -> list[_DiagonalSearch]:
     """Measure as many places as there are ranks, those of the first lines; what there is to do after it."""
     chosen: list[list[int]] = []
-    for line in lines:
-        chosen.append(line.places(ledger.width - sum(map(len, chosen))))
-    points = [Point(variant, line.box.diagonal[t]) for line, some in zip(lines, chosen, strict=True) for t in some]
-    answers = iter([trial.meets(ledger.threshold) for trial in ledger.measure(points)])
-    after = [line.after({t: next(answers) for t in some}) for line, some in zip(lines, chosen, strict=True)]
-    return [new for line in after for new in ([line] if line.open else line.rest())]
+    for line in searches:
+        chosen.append(line.open_indices(trial_log.width - sum(map(len, chosen))))
+    points = [Point(variant, line.grid.diagonal[t]) for line, some in zip(searches, chosen, strict=True) for t in some]
+    answers = iter([trial.meets(trial_log.threshold) for trial in trial_log.measure(points)])
+    after = [line.update({t: next(answers) for t in some}) for line, some in zip(searches, chosen, strict=True)]
+    return [new for line in after for new in ([line] if line.num_open else line.subproblems())]

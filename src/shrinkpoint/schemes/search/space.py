@@ -42,7 +42,7 @@ class Axis:
         if self.name == METRIC:
             raise PolicyError("Axis", found=repr(self.name), expected="another name", do="let variants be the metrics")
 
-    def nearest(self, value: object) -> int | None:
+    def nearest_safe_index(self, value: object) -> int | None:
         """The index of `value`, or of the nearest safer one; None where neither can be told."""
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             return None
@@ -82,21 +82,21 @@ class Space:
                 raise PolicyError(f"Space({what}=)", found=repr(names), expected="different names", do="name each once")
 
     @property
-    def sides(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, ...]:
         """How many values each axis has."""
         return tuple(len(axis.values) for axis in self.axes)
 
     def points(self, variant: str) -> tuple[Point, ...]:
         """Every point of a variant, the most aggressive first and the safest last."""
-        return tuple(Point(variant, index) for index in itertools.product(*map(range, self.sides)))
+        return tuple(Point(variant, index) for index in itertools.product(*map(range, self.shape)))
 
     def safest(self, variant: str) -> Point:
-        return Point(variant, tuple(side - 1 for side in self.sides))
+        return Point(variant, tuple(side - 1 for side in self.shape))
 
     def most_aggressive(self, variant: str) -> Point:
         return Point(variant, (0,) * len(self.axes))
 
-    def allowed(self, variants: Sequence[str] | None) -> tuple[str, ...]:
+    def resolve_variants(self, variants: Sequence[str] | None) -> tuple[str, ...]:
         """`variants` as they are, or all where none are named.
 
         Raises:
@@ -129,12 +129,12 @@ class Space:
             None where an axis has neither the value nor a safer one, or where a setting or the variant is missing.
         """
         variant = settings.get(METRIC, "")
-        index = [axis.nearest(settings.get(axis.name, math.nan)) for axis in self.axes]
+        index = [axis.nearest_safe_index(settings.get(axis.name, math.nan)) for axis in self.axes]
         if not isinstance(variant, str) or variant not in self.variants or None in index:
             return None
         return Point(variant, tuple(i for i in index if i is not None))
 
 
-def dominated(a: Point, b: Point) -> bool:
+def is_dominated(a: Point, b: Point) -> bool:
     """Whether `a` is a different point that is at least as aggressive as `b` on every axis, so that `b` is no worse."""
     return a != b and a.variant == b.variant and all(i <= j for i, j in zip(a.index, b.index, strict=True))

@@ -1,22 +1,81 @@
-"""Measuring points, as many at once as there are ranks.
+"""Trials of a search: what was measured at each point, its result, and how ranks measure points at the same time.
 
 Data-parallel replicas hold the same state, so each can try another point (arXiv 2306.11800 sec. 3.4). After every round
-all of them know all answers, and each goes on alone to the same next round.
-"""
+all of them know all answers, and each continues alone to the same next round."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shrinkpoint import errors
 from shrinkpoint.errors import PolicyError, ShrinkpointError
-from shrinkpoint.schemes.search.space import Point
+from shrinkpoint.schemes.search.space import Point, Space
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One point and what was found there.
+
+    Attributes:
+        size: predicted bytes.
+        degradation: relative to the state without loss; nan where it could not be measured, which meets no threshold.
+        seconds: that measuring took.
+    """
+
+    point: Point
+    size: float
+    degradation: float
+    seconds: float
+
+    def meets(self, threshold: float) -> bool:
+        return self.degradation <= threshold  # False for nan
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The end of a search.
+
+    Attributes:
+        chosen: one of `trials`; None where nothing that was tried meets the threshold.
+        trials: in the order in which they were measured; each point once.
+        method: the name of the search.
+        rounds: how often all ranks measured together; without a group, as many as there are trials.
+    """
+
+    chosen: Trial | None
+    trials: tuple[Trial, ...]
+    method: str
+    rounds: int
+
+    def to_json(self, space: Space) -> dict[str, Any]:
+        """Plain data for a manifest; numbers that JSON cannot say are "nan", "inf", "-inf"."""
+        return {
+            "method": self.method,
+            "rounds": self.rounds,
+            "chosen": self.chosen and _trial_json(self.chosen, space),
+            "trials": [_trial_json(trial, space) for trial in self.trials],
+        }
+
+
+def _trial_json(trial: Trial, space: Space) -> dict[str, Any]:
+    return {
+        "settings": {name: _setting_to_json(value) for name, value in space.settings(trial.point).items()},
+        "size": _setting_to_json(trial.size),
+        "degradation": _setting_to_json(trial.degradation),
+        "seconds": round(trial.seconds, 3),
+    }
+
+
+def _setting_to_json(value: float | int | str) -> float | int | str:
+    return value if isinstance(value, (int, str)) or math.isfinite(value) else str(value)
+
 
 T = TypeVar("T")
 
@@ -40,7 +99,7 @@ class Trials:
 
     def __init__(self, measure: Callable[[Point], float], *, group: ProcessGroup | None = None) -> None:
         self._measure, self._group = measure, group
-        self._rank, self.width = _place(group)
+        self._rank, self.width = _rank_and_size(group)
         self.seconds: dict[Point, float] = {}
 
     def run(self, points: Sequence[Point]) -> list[float]:
@@ -55,70 +114,70 @@ class Trials:
             raise PolicyError(
                 "Trials.run", found=f"{len(points)} points", expected=f"at most {self.width}", do="split them"
             )
-        answers = self.everywhere(lambda: self._timed(points[self._rank : self._rank + 1]))
+        answers = self.run_on_all_ranks(lambda: self._measure_timed(points[self._rank : self._rank + 1]))
         self.seconds |= {point: seconds for point, (_, seconds) in zip(points, answers, strict=False)}
         return [degradation for degradation, _ in answers[: len(points)]]
 
-    def sizes(self, predict: Callable[[Point], float], points: Sequence[Point]) -> dict[Point, float]:
+    def predict_sizes(self, predict: Callable[[Point], float], points: Sequence[Point]) -> dict[Point, float]:
         """The predicted sizes of `points`: each rank predicts its share, so that all go on with the same numbers.
 
         nan becomes infinite: a point that nobody wants.
         """
-        shares = self.everywhere(lambda: [float(predict(point)) for point in points[self._rank :: self.width]])
+        shares = self.run_on_all_ranks(lambda: [float(predict(point)) for point in points[self._rank :: self.width]])
         found: dict[Point, float] = {}
         for rank, share in enumerate(shares):
             found |= zip(points[rank :: self.width], share, strict=True)
         return {point: math.inf if math.isnan(found[point]) else found[point] for point in points}
 
-    def _timed(self, mine: Sequence[Point]) -> tuple[float, float]:
+    def _measure_timed(self, points: Sequence[Point]) -> tuple[float, float]:
         began = time.perf_counter()
-        degradation = float(self._measure(mine[0])) if mine else math.nan
+        degradation = float(self._measure(points[0])) if points else math.nan
         return degradation, time.perf_counter() - began
 
-    def everywhere(self, compute: Callable[[], T]) -> list[T]:
+    def run_on_all_ranks(self, compute: Callable[[], T]) -> list[T]:
         """What each rank computed, by rank; an error of one is raised by all, for the others would wait for ever."""
         if self._group is None:
             return [compute()]
         import torch.distributed as dist
 
-        mine: tuple[T | None, _Told | None]
+        mine: tuple[T | None, _ErrorText | None]
         cause: Exception | None = None
         try:
             mine = (compute(), None)
         except Exception as error:
-            mine, cause = (None, _tell(self._rank, error)), error
-        answers: list[tuple[T, _Told | None]] = [None] * self.width  # type: ignore[list-item]
+            mine, cause = (None, _error_to_text(self._rank, error)), error
+        answers: list[tuple[T, _ErrorText | None]] = [None] * self.width  # type: ignore[list-item]
         dist.all_gather_object(answers, mine, group=self._group)
         told = next((told for _, told in answers if told is not None), None)
         if told is not None:
-            raise _error(told) from cause
+            raise _text_to_error(told) from cause
         return [value for value, _ in answers]
 
 
-class Joint(Trials):
+class JointTrials(Trials):
     """Trials of states of which every rank has a part: all ranks measure each point together, and sizes add up.
 
     Args:
         measure: the same on all ranks; a collective.
-        total: sums of numbers over ranks; a collective.
+        sum_over_ranks: sums of numbers over ranks; a collective.
     """
 
-    def __init__(self, measure: Callable[[Point], float], total: Callable[..., Sequence[float]]) -> None:
+    def __init__(self, measure: Callable[[Point], float], sum_over_ranks: Callable[..., Sequence[float]]) -> None:
         super().__init__(measure)
-        self._total = total
+        self._sum_over_ranks = sum_over_ranks
 
-    def sizes(self, predict: Callable[[Point], float], points: Sequence[Point]) -> dict[Point, float]:
+    def predict_sizes(self, predict: Callable[[Point], float], points: Sequence[Point]) -> dict[Point, float]:
         """See `Trials`."""
         found = [float(predict(point)) for point in points]
-        sums = self._total(*(math.inf if math.isnan(one) else one for one in found))
+        sums = self._sum_over_ranks(*(math.inf if math.isnan(one) else one for one in found))
         return dict(zip(points, sums, strict=True))
 
 
-_Told = tuple[str, str, str, str, str]
+_ErrorText = tuple[str, str, str, str, str]
 """An error as text: the name of its class, and its four parts. Not every exception survives pickling."""
 
 
-def _place(group: ProcessGroup | None) -> tuple[int, int]:
+def _rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
     """Which of how many."""
     if group is None:
         return 0, 1
@@ -130,15 +189,15 @@ def _place(group: ProcessGroup | None) -> tuple[int, int]:
     return rank, dist.get_world_size(group)
 
 
-def _tell(rank: int, error: Exception) -> _Told:
+def _error_to_text(rank: int, error: Exception) -> _ErrorText:
     if isinstance(error, ShrinkpointError):
         return type(error).__name__, f"rank {rank}: {error.where}", error.found, error.expected, error.do
     found = f"{type(error).__name__}: {error}"
     return PolicyError.__name__, f"rank {rank}: evaluate", found, "a number", f"see the traceback of rank {rank}"
 
 
-def _error(told: _Told) -> ShrinkpointError:
-    name, where, found, expected, do = told
+def _text_to_error(text: _ErrorText) -> ShrinkpointError:
+    name, where, found, expected, do = text
     kind: type[ShrinkpointError] = getattr(
         errors, name, PolicyError
     )  # PolicyError stands in for a class that this module does not have

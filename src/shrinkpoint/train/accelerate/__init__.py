@@ -1,11 +1,11 @@
 """ACCELERATE: `save_state` and `load_state` with deltas and every scheme, in place of the Accelerator's own."""
 
-from shrinkpoint.extras import missing
+from shrinkpoint.errors import missing_extra
 
 try:
-    from shrinkpoint.train.accelerate.functions import gradients, load_state, save_state, wait
-    from shrinkpoint.train.accelerate.shrink import Resumed, Shrink
+    from shrinkpoint.train.accelerate.accelerator_checkpointer import AcceleratorCheckpointer, RestoreResult
+    from shrinkpoint.train.accelerate.api import load_state, record_gradients, save_state, wait
 except ModuleNotFoundError as error:
-    raise missing(error, "accelerate") from None
+    raise missing_extra(error, "accelerate") from None
 
-__all__ = ["Resumed", "Shrink", "gradients", "load_state", "save_state", "wait"]
+__all__ = ["AcceleratorCheckpointer", "RestoreResult", "load_state", "record_gradients", "save_state", "wait"]

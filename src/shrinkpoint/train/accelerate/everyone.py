@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from shrinkpoint.errors import ShrinkpointError
-from shrinkpoint.schemes.shards import gathering
+from shrinkpoint.sharding.shard_spec import make_all_gather
 
 T = TypeVar("T")
 
 
-def everyone(compute: Callable[[], T]) -> list[T]:
+def gather_or_raise(compute: Callable[[], T]) -> list[T]:
     """What each process computed, by rank; where one fails, all raise what the first of them by rank raised.
 
     Args:
@@ -32,6 +32,6 @@ def everyone(compute: Callable[[], T]) -> list[T]:
     except Exception as error:
         mine = cause = error
     try:
-        return gathering()(mine)
+        return make_all_gather()(mine)
     except ShrinkpointError as told:
         raise told from cause

@@ -7,11 +7,10 @@ dcp.save(state, storage_writer=Writer(f"runs/gpt/step-{step}"))
 dcp.load(state, storage_reader=Reader(f"runs/gpt/step-{step}"))
 """
 
-from shrinkpoint.train.dcp.chains import forget
-from shrinkpoint.train.dcp.installed import install, uninstall
-from shrinkpoint.train.dcp.newest import newest
-from shrinkpoint.train.dcp.reader import Reader
-from shrinkpoint.train.dcp.whole import load
+from shrinkpoint.train.dcp.chain_registry import reset_chains
+from shrinkpoint.train.dcp.latest import latest_valid
+from shrinkpoint.train.dcp.patch import install, uninstall
+from shrinkpoint.train.dcp.reader import Reader, load
 from shrinkpoint.train.dcp.writer import Writer
 
-__all__ = ["Reader", "Writer", "forget", "install", "load", "newest", "uninstall"]
+__all__ = ["Reader", "Writer", "install", "latest_valid", "load", "reset_chains", "uninstall"]

@@ -1,4 +1,4 @@
-"""The reading half of `torch.distributed.checkpoint`."""
+"""Reads checkpoints of many ranks: as torch's `StorageReader`, or as one state dict without other processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,22 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from shrinkpoint.errors import MismatchError, PolicyError
-from shrinkpoint.state.dtypes import raw
-from shrinkpoint.store import folder as folders
-from shrinkpoint.store.foldermanifest import FolderManifest
-from shrinkpoint.train.dcp import chains
-from shrinkpoint.train.dcp.contents import Contents, Pieces, Whole
-from shrinkpoint.train.dcp.description import KEY, Description, understand
-from shrinkpoint.train.dcp.place import Place, is_path, threads_of
-from shrinkpoint.train.dcp.values import packed
+from shrinkpoint.errors import CorruptError, MismatchError, PolicyError
+from shrinkpoint.storage import local_path
+from shrinkpoint.store import directory as folders
+from shrinkpoint.store.manifest import DirectoryManifest
+from shrinkpoint.tensors.dtypes import as_bits, empty, torch_dtype
+from shrinkpoint.train.dcp import chain_registry
+from shrinkpoint.train.dcp.checkpoint_id import CheckpointId, is_path, threads_per_rank
+from shrinkpoint.train.dcp.checkpoint_metadata import (
+    DCP_KEY,
+    CheckpointMetadata,
+    ChunkMetadata,
+    EntryMetadata,
+    metadata_from_json,
+)
+from shrinkpoint.train.dcp.objects import pickle_plain
+from shrinkpoint.train.dcp.payload import FullPayload, LazyPayload, PayloadReader, check_stored_tensors
 
 _log = logging.getLogger("shrinkpoint")
 
@@ -47,20 +55,20 @@ class Reader(StorageReader):
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, threads: int | None = None) -> None:
         super().__init__()
-        self._threads, self._place = threads_of(threads), Place(path, strict=True)
-        self._manifest: FolderManifest | None = None
-        self._description = Description({})
+        self._threads, self._checkpoint_id = threads_per_rank(threads), CheckpointId(path, strict=True)
+        self._manifest: DirectoryManifest | None = None
+        self._metadata = CheckpointMetadata({})
         self.load_id = secrets.token_hex(8)
 
     @property
     def checkpoint_id(self) -> Path | None:
         """The directory of this checkpoint."""
-        return self._place.path
+        return self._checkpoint_id.path
 
     @property
     def path(self) -> Path | None:
         """The same, as torch's own reader calls it."""
-        return self._place.path
+        return self._checkpoint_id.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -69,10 +77,10 @@ class Reader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a load. Nothing is raised here: torch calls this where other ranks would not hear of it."""
-        self._manifest, self._description = None, Description({})
+        self._manifest, self._metadata = None, CheckpointMetadata({})
         self.load_id = secrets.token_hex(8)
         if checkpoint_id is not None:
-            self._place = Place(checkpoint_id)
+            self._checkpoint_id = CheckpointId(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the checkpoint holds.
@@ -85,9 +93,9 @@ class Reader(StorageReader):
         if kwargs.get("rank") is not None:  # torch does so where the first time failed, on one rank alone perhaps
             do = "look at why the checkpoint as a whole does not load"
             raise PolicyError("Reader", found=f"metadata of rank {kwargs['rank']}", expected="of all", do=do)
-        self._manifest, self._description = opened(self._place.folder)
-        metadata = self._description.metadata()
-        metadata.storage_meta = StorageMeta(self._place.path, save_id=self._manifest.id, load_id=self.load_id)
+        self._manifest, self._metadata = open_checkpoint(self._checkpoint_id.directory)
+        metadata = self._metadata.to_torch()
+        metadata.storage_meta = StorageMeta(self._checkpoint_id.path, save_id=self._manifest.id, load_id=self.load_id)
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -108,57 +116,59 @@ class Reader(StorageReader):
             MismatchError: the checkpoint has not what is planned, or not in this shape.
             StorageError: reading failed.
         """
-        manifest = self._of_manifest()
-        for at, items in sorted(self._by_payload(plan).items()):
-            with self._contents(manifest, at, items) as contents:
+        manifest = self._open_manifest()
+        for at, items in sorted(self._items_by_payload(plan).items()):
+            with self._open_payload(manifest, at, items) as contents:
                 for item in items:
-                    self._read(item, contents, planner)
-        entries = self._description.items.values()
-        chains.remember(self._place.folder, manifest, ((x.fqn, x.size, x.dtype) for x in entries if x.is_tensor))
+                    self._read_item(item, contents, planner)
+        entries = self._metadata.entries.values()
+        chain_registry.record_restore(
+            self._checkpoint_id.directory, manifest, ((x.fqn, x.size, x.dtype) for x in entries if x.is_tensor)
+        )
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _of_manifest(self) -> FolderManifest:
+    def _open_manifest(self) -> DirectoryManifest:
         if self._manifest is None:
-            self._manifest, self._description = opened(self._place.folder)
+            self._manifest, self._metadata = open_checkpoint(self._checkpoint_id.directory)
         return self._manifest
 
-    def _by_payload(self, plan: LoadPlan) -> Mapping[int, list[ReadItem]]:
+    def _items_by_payload(self, plan: LoadPlan) -> Mapping[int, list[ReadItem]]:
         found: dict[int, list[ReadItem]] = {}
         for item in plan.items:
             index = item.storage_index
-            chunk = self._description.chunk(index.fqn, index.offset or (), str(self._place.path))
+            chunk = self._metadata.find_chunk(index.fqn, index.offset or (), str(self._checkpoint_id.path))
             found.setdefault(chunk.payload, []).append(item)
         return found
 
-    def _contents(self, manifest: FolderManifest, at: int, items: list[ReadItem]) -> Contents:
+    def _open_payload(self, manifest: DirectoryManifest, payload_index: int, items: list[ReadItem]) -> PayloadReader:
         """All of a payload where most of it is wanted: that is quicker than one box after the other."""
-        wanted = sum(self._nbytes(item) for item in items)
-        kind = Whole if 2 * wanted >= manifest.payloads[at].raw_bytes else Pieces
-        return kind(self._place.folder, manifest, at, self._threads)
+        wanted = sum(self._item_nbytes(item) for item in items)
+        kind = FullPayload if 2 * wanted >= manifest.payloads[payload_index].raw_bytes else LazyPayload
+        return kind(self._checkpoint_id.directory, manifest, payload_index, self._threads)
 
-    def _nbytes(self, item: ReadItem) -> int:
+    def _item_nbytes(self, item: ReadItem) -> int:
         if item.type == LoadItemType.BYTE_IO:
             return 0
-        return self._description.items[item.storage_index.fqn].nbytes(tuple(item.lengths))
+        return self._metadata.entries[item.storage_index.fqn].nbytes(tuple(item.lengths))
 
-    def _read(self, item: ReadItem, contents: Contents, planner: LoadPlanner) -> None:
+    def _read_item(self, item: ReadItem, payload: PayloadReader, planner: LoadPlanner) -> None:
         index = item.storage_index
         if item.type == LoadItemType.BYTE_IO:
-            planner.load_bytes(item, packed(contents.value(index.fqn)))
+            planner.load_bytes(item, pickle_plain(payload.load_object(index.fqn)))
             return
-        entry = self._description.items[index.fqn]
-        chunk = self._description.chunk(index.fqn, index.offset or (), str(self._place.path))
+        entry = self._metadata.entries[index.fqn]
+        chunk = self._metadata.find_chunk(index.fqn, index.offset or (), str(self._checkpoint_id.path))
         target = planner.resolve_tensor(item).detach()
         if tuple(target.shape) != tuple(item.lengths):
             found, expected = f"{tuple(target.shape)} to read into", f"{tuple(item.lengths)}"
-            raise MismatchError(f"{self._place.path}, {index.fqn!r}", found=found, expected=expected)
-        _put(target, contents.box(entry, chunk, tuple(item.storage_offsets), tuple(item.lengths)))
+            raise MismatchError(f"{self._checkpoint_id.path}, {index.fqn!r}", found=found, expected=expected)
+        _copy_values(target, payload.read_box(entry, chunk, tuple(item.storage_offsets), tuple(item.lengths)))
         planner.commit_tensor(item, target)
 
 
-def opened(folder: Path) -> tuple[FolderManifest, Description]:
+def open_checkpoint(directory: Path) -> tuple[DirectoryManifest, CheckpointMetadata]:
     """A checkpoint's manifest, and what it says of the state dict.
 
     Raises:
@@ -166,17 +176,97 @@ def opened(folder: Path) -> tuple[FolderManifest, Description]:
         MismatchError: it is another framework's to read.
         FormatError: its manifest is not to be trusted.
     """
-    manifest = folders.read_manifest(folder)
-    if not isinstance(manifest.extra, dict) or KEY not in manifest.extra:
+    manifest = folders.read_directory_manifest(directory)
+    if not isinstance(manifest.extra, dict) or DCP_KEY not in manifest.extra:
         found, do = "a checkpoint that `dcp.save` did not write", "read it with what wrote it"
-        raise MismatchError(str(folder), found=found, expected="one of torch.distributed.checkpoint", do=do)
-    return manifest, understand(manifest.extra[KEY], len(manifest.payloads), str(folder / folders.MANIFEST))
+        raise MismatchError(str(directory), found=found, expected="one of torch.distributed.checkpoint", do=do)
+    return manifest, metadata_from_json(
+        manifest.extra[DCP_KEY], len(manifest.payloads), str(directory / folders.MANIFEST)
+    )
 
 
-def _put(target: Tensor, values: Tensor) -> None:
+def _copy_values(target: Tensor, values: Tensor) -> None:
     if target.dtype == values.dtype and target.device.type == "cpu":
-        raw(target).copy_(raw(values))
+        as_bits(target).copy_(as_bits(values))
         return
     if target.dtype != values.dtype:
         _log.warning("values of %s are read into a tensor of %s", values.dtype, target.dtype)
     target.copy_(values)
+
+
+@torch.no_grad()
+def load(directory: str | Path, *, nested: bool = True, threads: int | None = None) -> dict[str, Any]:
+    """The state dict that was saved, every tensor whole, on the CPU.
+
+    Memory: the state, and one payload with what it stands on.
+
+    Args:
+        nested: False: by fully qualified name, as torch stores it.
+        threads: native threads for decoding; None: every core.
+
+    Raises:
+        NotFoundError: there is no checkpoint of ours.
+        MismatchError: it is another framework's to read.
+        ChainError, FormatError: bytes are at fault.
+        StorageError: reading failed.
+    """
+    root = local_path(directory, "folder").absolute()
+    manifest, description = open_checkpoint(root)
+    flat: dict[str, Any] = {}
+    owned: dict[int, list[tuple[EntryMetadata, ChunkMetadata]]] = {}
+    for item in description.entries.values():
+        for chunk in item.chunks:
+            owned.setdefault(chunk.payload, []).append((item, chunk))
+    for at, mine in sorted(owned.items()):  # before there is memory for what a manifest claims
+        check_stored_tensors(root, manifest, at, [(item, chunk) for item, chunk in mine if item.is_tensor])
+    for item in description.entries.values():
+        flat[item.fqn] = _allocate(item, root) if item.is_tensor else None
+    for at, mine in sorted(owned.items()):
+        with FullPayload(root, manifest, at, threads) as contents:
+            for item, chunk in mine:
+                if not item.is_tensor:
+                    flat[item.fqn] = contents.load_object(item.fqn)
+                else:
+                    _copy_chunk(
+                        flat[item.fqn], chunk, contents.read_box(item, chunk, (0,) * len(chunk.sizes), chunk.sizes)
+                    )
+    return _unflatten(flat, description.entries) if nested else flat
+
+
+def _allocate(entry: EntryMetadata, root: Path) -> Tensor:
+    """Memory for a tensor, once it is sure that its boxes fill it."""
+    filled = sum(entry.nbytes(chunk.sizes) for chunk in entry.chunks)
+    if filled != entry.nbytes(entry.size):
+        found, expected = f"boxes of {filled} bytes", f"{entry.nbytes(entry.size)}, all of the tensor"
+        raise CorruptError(f"{root}: {entry.fqn!r}", found=found, expected=expected, do="restore another checkpoint")
+    return empty(entry.size, torch_dtype(entry.dtype))
+
+
+def _copy_chunk(tensor: Tensor, chunk: ChunkMetadata, values: Tensor) -> None:
+    box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+    as_bits(tensor)[box].copy_(as_bits(values))
+
+
+def _unflatten(flat: dict[str, Any], entries: Any) -> dict[str, Any]:
+    nest: dict[str, Any] = {}
+    for fqn, value in flat.items():
+        path = entries[fqn].path or (fqn,)
+        level: Any = nest
+        for key, below in pairwise(path):
+            level = _child(level, key, [] if isinstance(below, int) else {})
+        _child(level, path[-1], None)
+        level[path[-1]] = value
+    return nest
+
+
+def _child(level: Any, key: str | int, default: Any) -> Any:
+    """What stands there already, else `default`."""
+    if isinstance(level, list) and isinstance(key, int):
+        level.extend([None] * (key + 1 - len(level)))
+        level[key] = default if level[key] is None else level[key]
+    elif isinstance(level, dict) and isinstance(key, str):
+        level.setdefault(key, default)
+    else:
+        do = "restore another checkpoint"
+        raise CorruptError("path", found=f"{key!r} in a {type(level).__name__}", expected="a nest", do=do)
+    return level[key]

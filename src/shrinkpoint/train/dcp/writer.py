@@ -17,35 +17,37 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from shrinkpoint import arguments
+from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError, ShrinkpointError, StorageError
-from shrinkpoint.record import JSON
-from shrinkpoint.schemes import Lossless, Scheme, named
-from shrinkpoint.state import snapshot
+from shrinkpoint.schemes.base import Scheme
+from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.storage import LocalStorage
-from shrinkpoint.store import folder as folders
-from shrinkpoint.store.foldermanifest import Payload
-from shrinkpoint.train.dcp import chains, lossy, marker
-from shrinkpoint.train.dcp.chains import Chain, Loaded
-from shrinkpoint.train.dcp.description import KEY, describe, planned
-from shrinkpoint.train.dcp.items import Collected, collect, kinds_of
-from shrinkpoint.train.dcp.place import Place, is_path, threads_of
-from shrinkpoint.train.dcp.together import known, together
-from shrinkpoint.train.metrics import numbers
+from shrinkpoint.store import directory as folders
+from shrinkpoint.store.manifest import Payload
+from shrinkpoint.tensors.flat_state import snapshot
+from shrinkpoint.tensors.info import JSON
+from shrinkpoint.train.dcp import chain_registry, checkpoint_metadata, planning
+from shrinkpoint.train.dcp.chain_registry import ChainState, RestoreOrigin
+from shrinkpoint.train.dcp.checkpoint_id import CheckpointId, is_path, threads_per_rank
+from shrinkpoint.train.dcp.checkpoint_metadata import DCP_KEY, expected_indices, metadata_to_json
+from shrinkpoint.train.dcp.collect import CollectedState, collect_plan_items, plan_signatures
+from shrinkpoint.train.dcp.colocate import colocate_moments, rank_slots
+from shrinkpoint.train.state_dicts import as_floats
 
 _log = logging.getLogger("shrinkpoint")
 
 
 @dataclass(frozen=True)
-class _Mine:
+class _RankInfo:
     """What the coordinator tells a rank: facts that are the same for every save, for torch may replay its plans."""
 
     rank: int
-    world: int
+    world_size: int
 
 
 @dataclass(frozen=True)
-class _Wrote:
+class _WriteInfo:
     """What a rank tells the coordinator."""
 
     payload: Payload
@@ -86,38 +88,52 @@ class Writer(StorageWriter):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str] | None = None, *, scheme: str | Scheme = "lossless",
-        keyframe_every: int | None = 20, chain: str | None = None, threads: int | None = None,
-        group: dist.ProcessGroup | None = None, model: Any = None, step: int | None = None,
-        metrics: Mapping[str, Any] | None = None, note: str = "", overwrite: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        scheme: str | Scheme = "lossless",
+        keyframe_every: int | None = 20,
+        chain: str | None = None,
+        threads: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        model: Any = None,
+        step: int | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        note: str = "",
+        overwrite: bool = True,
+    ) -> None:
         super().__init__()
-        keyframe_every = arguments.keyframe_every(keyframe_every)
+        keyframe_every = validate.check_keyframe_every(keyframe_every)
         if step is not None:
-            arguments.whole("step", step, least=0, do="leave it out")
-        arguments.text("note", note)
+            validate.check_int("step", step, minimum=0, do="leave it out")
+        validate.check_str("note", note)
         if chain is not None:
-            arguments.text("chain", chain, do="leave it out: paths that differ in their numbers belong together")
-        self._scheme, self._keyframe_every, self._chain = named(scheme), keyframe_every, chain
-        self._threads, self._group, self._model = threads_of(threads), group, model
-        self._about: dict[str, Any] = {"step": step, "metrics": numbers(metrics), "note": note}
-        self._place, self._is_coordinator = Place(path, strict=True), True
+            validate.check_str("chain", chain, do="leave it out: paths that differ in their numbers belong together")
+        self._scheme, self._keyframe_every, self._chain = get_scheme(scheme), keyframe_every, chain
+        self._threads, self._group, self._model = threads_per_rank(threads), group, model
+        self._manifest_fields: dict[str, Any] = {"step": step, "metrics": as_floats(metrics), "note": note}
+        self._checkpoint_id, self._is_coordinator = CheckpointId(path, strict=True), True
         self.overwrite, self.save_id = overwrite, _new_id()
-        self._restored: dict[str, Loaded] | None = None  # in the process that this writer was sent from
+        self._restored: dict[str, RestoreOrigin] | None = None  # in the process that this writer was sent from
 
     def __getstate__(self) -> dict[str, Any]:
         """For `async_save` in a process, which gets neither group nor model, but is told what was restored here."""
-        return {**self.__dict__, "_group": None, "_model": None, "_restored": self._restored or chains.restored()}
+        return {
+            **self.__dict__,
+            "_group": None,
+            "_model": None,
+            "_restored": self._restored or chain_registry.restored_origins(),
+        }
 
     @property
     def checkpoint_id(self) -> Path | None:
         """The directory of this checkpoint."""
-        return self._place.path
+        return self._checkpoint_id.path
 
     @property
     def path(self) -> Path | None:
         """The same, as torch's own writer calls it."""
-        return self._place.path
+        return self._checkpoint_id.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -128,7 +144,7 @@ class Writer(StorageWriter):
         """Begin a save. Nothing is raised here: torch calls this where other ranks would not hear of it."""
         self.save_id = _new_id()
         if checkpoint_id is not None:
-            self._place = Place(checkpoint_id)
+            self._checkpoint_id = CheckpointId(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take a role.
@@ -137,8 +153,10 @@ class Writer(StorageWriter):
             PolicyError: no path, or none of a directory; a save in which ranks do not speak to each other.
             CheckpointExistsError: there is one already, and it must not be overwritten.
         """
-        self._is_coordinator, folder = is_coordinator, self._place.folder
-        if not self.overwrite and (folders.is_checkpoint(folder) or (folder / marker.NAME).exists()):
+        self._is_coordinator, folder = is_coordinator, self._checkpoint_id.directory
+        if not self.overwrite and (
+            folders.is_checkpoint(folder) or (folder / checkpoint_metadata.METADATA_FILE).exists()
+        ):
             found, do = f"Checkpoint already exists and {self.overwrite=}", "save elsewhere, or with overwrite=True"
             raise CheckpointExistsError(str(folder), found=found, do=do)
         if not kwargs.get("use_collectives", True):
@@ -147,7 +165,7 @@ class Writer(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Add which entries this rank has, before torch shares out what several have: see `together`."""
-        return replace(plan, storage_data=known(plan, type(self._scheme).__name__)) if plan.usable else plan
+        return replace(plan, storage_data=rank_slots(plan, type(self._scheme).__name__)) if plan.usable else plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Bring moments to their weights, and tell every rank its number.
@@ -155,7 +173,9 @@ class Writer(StorageWriter):
         Raises:
             PolicyError: a planner that replays plans in a way of its own.
         """
-        return [replace(plan, storage_data=_Mine(rank, len(plans))) for rank, plan in enumerate(together(plans))]
+        return [
+            replace(plan, storage_data=_RankInfo(rank, len(plans))) for rank, plan in enumerate(colocate_moments(plans))
+        ]
 
     @torch.no_grad()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -177,59 +197,75 @@ class Writer(StorageWriter):
         Raises:
             StorageError: something is missing, or writing failed; the checkpoint before stands.
         """
-        folder = self._place.folder
-        wrote, owners = _gathered(results)
-        missing = [index for index in planned(metadata) if index not in owners]
+        folder = self._checkpoint_id.directory
+        wrote, owners = _merge_results(results)
+        missing = [index for index in expected_indices(metadata) if index not in owners]
         if missing or not wrote:
             found = f"{len(missing)} entries that nobody wrote, such as {missing[0].fqn!r}" if missing else "no payload"
             raise StorageError(str(folder), found=found, expected="all that was planned", do="report this")
         loss = next((one.loss for one in wrote if one.loss is not None), None)
         manifest = folders.commit(
-            folder, [one.payload for one in wrote], scheme=wrote[0].scheme,
-            lossy_restores=max(one.lossy_restores for one in wrote), loss=loss,
-            extra={KEY: describe(metadata, owners)}, id=self.save_id, **self._about,
-        )  # fmt: skip
+            folder,
+            [one.payload for one in wrote],
+            scheme=wrote[0].scheme,
+            lossy_restores=max(one.lossy_restores for one in wrote),
+            loss=loss,
+            extra={DCP_KEY: metadata_to_json(metadata, owners)},
+            id=self.save_id,
+            **self._manifest_fields,
+        )
         try:
-            LocalStorage(folder).put(marker.NAME, marker.content(manifest.id))
+            LocalStorage(folder).put(
+                checkpoint_metadata.METADATA_FILE, checkpoint_metadata.metadata_file_bytes(manifest.id)
+            )
         except ShrinkpointError as error:  # the checkpoint stands; this is for other people's tools
             _log.warning("%s", error)
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=self._place.path, save_id=self.save_id)
+        return StorageMeta(checkpoint_id=self._checkpoint_id.path, save_id=self.save_id)
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         mine = plan.storage_data
-        assert isinstance(mine, _Mine)
-        folder = self._place.folder
-        default = chains.default_name(folder)
+        assert isinstance(mine, _RankInfo)
+        folder = self._checkpoint_id.directory
+        default = chain_registry.default_name(folder)
         name = self._chain or default
-        restored = chains.restored() if self._restored is None else self._restored
-        with chains.chain(name, mine.rank, keyframe_every=self._keyframe_every, threads=self._threads) as chain:
-            chain.settle_accounts()
+        restored = chain_registry.restored_origins() if self._restored is None else self._restored
+        with chain_registry.acquire_chain(
+            name, mine.rank, keyframe_every=self._keyframe_every, threads=self._threads
+        ) as chain:
+            chain.confirm_last_write()
             loaded = restored.get(default)
-            scheme = chain.resumed(self._scheme, chains.origin(restored, default, kinds_of(plan)))
-            if isinstance(scheme, Lossless):
-                collected = self._collected(plan, planner, chain, loaded, mine.rank)
-            else:
-                scheme, collected = lossy.settled(
-                    scheme, lambda: self._collected(plan, planner, chain, loaded, mine.rank), chain,
-                    world=mine.world, group=self._group, model=self._model, is_sent=self._restored is not None,
-                )  # fmt: skip
-            if not collected.written and not self._is_coordinator:
-                return []
-            copy = None if collected.is_on_cpu else snapshot(collected.flat)
-            report = chain.tip.write(
-                folder, copy or collected.flat, scheme=scheme, rank=mine.rank, adopt=copy is not None
+            scheme = chain.scheme_for(
+                self._scheme, chain_registry.find_origin(restored, default, plan_signatures(plan))
             )
-            wrote = _Wrote(chain.wrote(folder), report.scheme, report.search, chain.lossy_restores)
-        results = [WriteResult(index, nbytes, None) for index, nbytes in collected.written.items()]
+            if isinstance(scheme, Lossless):
+                collected = self._collect(plan, planner, chain, loaded, mine.rank)
+            else:
+                scheme, collected = planning.plan_across_ranks(
+                    scheme,
+                    lambda: self._collect(plan, planner, chain, loaded, mine.rank),
+                    chain,
+                    world_size=mine.world_size,
+                    group=self._group,
+                    model=self._model,
+                    is_sent=self._restored is not None,
+                )
+            if not collected.item_nbytes and not self._is_coordinator:
+                return []
+            copy = None if collected.is_on_cpu else snapshot(collected.state)
+            report = chain.delta_writer.write(
+                folder, copy or collected.state, scheme=scheme, rank=mine.rank, adopt=copy is not None
+            )
+            wrote = _WriteInfo(chain.record_write(folder), report.scheme, report.loss_report, chain.lossy_restores)
+        results = [WriteResult(index, nbytes, None) for index, nbytes in collected.item_nbytes.items()]
         return [*results, WriteResult(MetadataIndex("~payload"), wrote.payload.size, wrote)]
 
-    def _collected(
-        self, plan: SavePlan, planner: SavePlanner, chain: Chain, loaded: Loaded | None, rank: int
-    ) -> Collected:
-        collected = collect(plan, planner)
-        chain.stand_on(loaded, collected.flat, rank, self._threads)
+    def _collect(
+        self, plan: SavePlan, planner: SavePlanner, chain: ChainState, origin: RestoreOrigin | None, rank: int
+    ) -> CollectedState:
+        collected = collect_plan_items(plan, planner)
+        chain.load_parent(origin, collected.state, rank, self._threads)
         return collected
 
 
@@ -238,12 +274,12 @@ def _new_id() -> str:
     return secrets.token_hex(8)
 
 
-def _gathered(results: list[list[WriteResult]]) -> tuple[list[_Wrote], dict[MetadataIndex, int]]:
+def _merge_results(results: list[list[WriteResult]]) -> tuple[list[_WriteInfo], dict[MetadataIndex, int]]:
     """What the ranks that wrote say, and which of their payloads has what."""
-    wrote: list[_Wrote] = []
+    wrote: list[_WriteInfo] = []
     owners: dict[MetadataIndex, int] = {}
     for rank in results:
-        said = [one.storage_data for one in rank if isinstance(one.storage_data, _Wrote)]
-        owners.update({one.index: len(wrote) for one in rank if not isinstance(one.storage_data, _Wrote) and said})
+        said = [one.storage_data for one in rank if isinstance(one.storage_data, _WriteInfo)]
+        owners.update({one.index: len(wrote) for one in rank if not isinstance(one.storage_data, _WriteInfo) and said})
         wrote += said[:1]
     return wrote, owners

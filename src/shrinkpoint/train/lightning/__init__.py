@@ -1,13 +1,13 @@
 """LIGHTNING: `Trainer(plugins=[ShrinkIO()])`, and what belongs to it. docs/lightning.md."""
 
-from shrinkpoint.extras import missing
+from shrinkpoint.errors import missing_extra
 
 try:
-    from shrinkpoint.train.lightning.callback import ShrinkCallback
+    from shrinkpoint.train.lightning.callback import ShrinkIOCallback
     from shrinkpoint.train.lightning.io import ShrinkIO
-    from shrinkpoint.train.lightning.loading import load_from_checkpoint, newest
+    from shrinkpoint.train.lightning.load import latest_valid, load_from_checkpoint
     from shrinkpoint.train.lightning.validation import Validation
 except ModuleNotFoundError as error:
-    raise missing(error, "lightning") from None
+    raise missing_extra(error, "lightning") from None
 
-__all__ = ["ShrinkCallback", "ShrinkIO", "Validation", "load_from_checkpoint", "newest"]
+__all__ = ["ShrinkIO", "ShrinkIOCallback", "Validation", "latest_valid", "load_from_checkpoint"]

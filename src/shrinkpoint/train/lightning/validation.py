@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from shrinkpoint import arguments
+from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.schemes.quality import Reading
-from shrinkpoint.train.attributes import Attributes
+from shrinkpoint.schemes.evaluate import Reading
+from shrinkpoint.train.attribute_snapshot import AttributeSnapshot
 
-_NOT_OURS = ("_parameters", "_buffers", "_modules", "training")
+_SKIPPED_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "training")
 """What whoever calls a Validation puts back."""
 
 
@@ -33,8 +33,8 @@ class Validation:
     """
 
     def __init__(self, batches: int = 4, *, key: str = "loss") -> None:
-        self._count = arguments.whole("Validation, batches", batches)
-        self._key = arguments.text("key", key, do="name the key of the loss")
+        self._num_batches = validate.check_int("Validation, batches", batches)
+        self._key = validate.check_str("key", key, do="name the key of the loss")
         self._batches: list[Any] = []
 
     def __call__(self, module: pl.LightningModule) -> float:
@@ -49,9 +49,9 @@ class Validation:
             PolicyError: there is no validation data, or `validation_step` returns no loss.
         """
         trainer = module.trainer
-        self._batches = self._batches or _first(trainer, self._count)
+        self._batches = self._batches or _first_batches(trainer, self._num_batches)
         module.eval()  # whoever calls this puts the modes back
-        with _unnoticed(module):
+        with _silence_logging(module):
             losses = [self._loss(trainer, module, batch, index) for index, batch in enumerate(self._batches)]
         examples = torch.tensor(losses, dtype=torch.float64) if len(losses) > 1 else None
         return Reading(sum(losses) / len(losses), examples)
@@ -68,11 +68,11 @@ class Validation:
 
 
 @contextmanager
-def _unnoticed(module: pl.LightningModule) -> Iterator[None]:
+def _silence_logging(module: pl.LightningModule) -> Iterator[None]:
     """Nothing is logged, and what is collected is forgotten."""
     parts = [*module.modules()]
-    before = Attributes(parts, without=_NOT_OURS)
-    silent = dict.fromkeys(("log", "log_dict"), _nothing)
+    before = AttributeSnapshot(parts, exclude=_SKIPPED_ATTRIBUTES)
+    silent = dict.fromkeys(("log", "log_dict"), _noop)
     vars(module).update(silent)
     try:
         for metric in (part for part in parts if isinstance(part, Metric)):
@@ -83,10 +83,10 @@ def _unnoticed(module: pl.LightningModule) -> Iterator[None]:
     finally:
         for name in silent:
             del vars(module)[name]
-        before.put_back()
+        before.restore()
 
 
-def _first(trainer: pl.Trainer, count: int) -> list[Any]:
+def _first_batches(trainer: pl.Trainer, count: int) -> list[Any]:
     if trainer.val_dataloaders is None:
         trainer.fit_loop.epoch_loop.val_loop.setup_data()
     loaders: Any = trainer.val_dataloaders
@@ -97,5 +97,5 @@ def _first(trainer: pl.Trainer, count: int) -> list[Any]:
     return batches
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _noop(*_: Any, **__: Any) -> None:
     pass

@@ -1,13 +1,13 @@
 """HUGGING FACE'S TRAINER: its checkpoints as deltas, its resume bit for bit."""
 
-from shrinkpoint.extras import missing
+from shrinkpoint.errors import missing_extra
 
 try:
     from shrinkpoint.train.transformers.callback import ShrinkCallback
-    from shrinkpoint.train.transformers.folders import newest
-    from shrinkpoint.train.transformers.settings import Shrink
+    from shrinkpoint.train.transformers.checkpoint_dirs import latest_valid
+    from shrinkpoint.train.transformers.config import ShrinkConfig
     from shrinkpoint.train.transformers.trainer import ShrinkTrainer
 except ModuleNotFoundError as error:
-    raise missing(error, "transformers") from None
+    raise missing_extra(error, "transformers") from None
 
-__all__ = ["Shrink", "ShrinkCallback", "ShrinkTrainer", "newest"]
+__all__ = ["ShrinkCallback", "ShrinkConfig", "ShrinkTrainer", "latest_valid"]

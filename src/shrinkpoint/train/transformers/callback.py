@@ -1,8 +1,10 @@
-"""Only a callback: the weights stay the Trainer's, what is beside them is shrunk."""
+"""Callbacks for the Trainer: one saves and restores optimizer, scheduler and random generators next to the stock
+weights, one calls a gradient recorder at every optimizer step."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,16 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from shrinkpoint.errors import MismatchError, PolicyError
-from shrinkpoint.schemes import Scheme
-from shrinkpoint.state.rng import capture, reinstate
+from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.storage import local_path
 from shrinkpoint.store import SaveReport
-from shrinkpoint.store.folder import is_checkpoint
-from shrinkpoint.train import objects
-from shrinkpoint.train.settling import alone
-from shrinkpoint.train.trail import Trail
-from shrinkpoint.train.transformers import folders
+from shrinkpoint.store.directory import is_checkpoint
+from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
+from shrinkpoint.train import state_dicts
+from shrinkpoint.train.checkpointer import Checkpointer
+from shrinkpoint.train.gradients import GradientRecorder
+from shrinkpoint.train.planning import require_single_process
+from shrinkpoint.train.transformers import checkpoint_dirs
 
 _log = logging.getLogger("shrinkpoint")
 
@@ -44,15 +47,22 @@ class ShrinkCallback(TrainerCallback):
     """
 
     def __init__(
-        self, *, scheme: str | Scheme = "lossless", keyframe_every: int | None = 20, background: bool = False,
-        threads: int | None = None, resume_from_checkpoint: str | Path | None = None,
-    ) -> None:  # fmt: skip
-        self._trail = Trail(scheme=scheme, keyframe_every=keyframe_every, background=background, threads=threads)
-        alone(self._trail.scheme, "ShrinkCallback")
+        self,
+        *,
+        scheme: str | Scheme = "lossless",
+        keyframe_every: int | None = 20,
+        background: bool = False,
+        threads: int | None = None,
+        resume_from_checkpoint: str | Path | None = None,
+    ) -> None:
+        self._checkpointer = Checkpointer(
+            scheme=scheme, keyframe_every=keyframe_every, background=background, threads=threads
+        )
+        require_single_process(self._checkpointer.scheme, "ShrinkCallback")
         if resume_from_checkpoint is not None:
             local_path(resume_from_checkpoint, "resume_from_checkpoint")
-        self._from = resume_from_checkpoint
-        self._generators: Any = None  # to be set where training goes on
+        self._resume_from = resume_from_checkpoint
+        self._rng_states: Any = None  # to be set where training goes on
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Look where the Trainer will save.
@@ -68,14 +78,14 @@ class ShrinkCallback(TrainerCallback):
         Raises:
             whatever writing it raised in the background, once.
         """
-        return self._trail.wait()
+        return self._checkpointer.wait()
 
     @property
-    def stall(self) -> float:
+    def stall_seconds(self) -> float:
         """Seconds for which writing the last checkpoint held up training."""
-        return self._trail.stall
+        return self._checkpointer.stall_seconds
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore what the Trainer has not.
 
         Raises:
@@ -83,41 +93,43 @@ class ShrinkCallback(TrainerCallback):
             MismatchError: the checkpoint is one of another step.
             ChainError, FormatError, StorageError: it is broken.
         """
-        _check(args, state)
+        _check_arguments(args, state)
         with suppress(Exception):  # of a training that an error ended: it is in the log, and no matter of this one
-            self._trail.close()
-        self._generators = None
+            self._checkpointer.close()
+        self._rng_states = None
         if state.global_step == 0:
             return
-        folder = self._resumed(args, state)
+        folder = self._resume_dir(args, state)
         if folder is None:
             return
-        folders.examine(folder)
-        loaded = self._trail.load(folder)
+        checkpoint_dirs.validate_checkpoint(folder)
+        loaded = self._checkpointer.load(folder)
         if loaded.manifest.step != state.global_step:
             found, expected = f"step {loaded.manifest.step}", f"{state.global_step}, where training goes on"
             raise MismatchError(
                 str(folder), found=found, expected=expected, do="pass resume_from_checkpoint= here, too"
             )
-        stateful = _stateful(parts)
+        stateful = _stateful_objects(kwargs)
         for name in stateful.keys() & loaded.state.keys():
             way = "or begin anew from the weights alone"
-            objects.check(stateful[name], loaded.state[name], f"{folder}, {name}", strict=True, way=way)
+            state_dicts.check_state_dicts(
+                stateful[name], loaded.state[name], f"{folder}, {name}", strict=True, alternative=way
+            )
         for name, one in stateful.items():
             if name in loaded.state:
                 one.load_state_dict(loaded.state[name])
             else:
                 _log.warning("%s holds no %s: it starts afresh", folder, name)
-        self._set_aside(loaded.state["rng"], args, folder)
+        self._select_rng_states(loaded.state["rng"], args, folder)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """At the beginning of an epoch generators belong to what draws its order, too; else see `on_step_begin`."""
         if args.ignore_data_skip or float(state.epoch or 0).is_integer():
-            self._set_generators()
+            self._restore_rng()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """In the midst of one, only when the batches before are skipped, which draws from them."""
-        self._set_generators()
+        self._restore_rng()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Wait before the Trainer saves, and deletes what the checkpoint before was to replace.
@@ -126,22 +138,22 @@ class ShrinkCallback(TrainerCallback):
             whatever writing that raised in the background.
         """
         if control.should_save or control.should_evaluate:  # of the best ones it saves, it knows after evaluating
-            self._trail.wait()
+            self._checkpointer.wait()
 
     on_epoch_end = on_step_end
 
-    def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save beside the weights. All processes come here; those that write get the generators of all."""
-        generators = gather_object([capture()])
+        generators = gather_object([get_rng_state()])
         if not args.should_save:
             return
         folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        stateful = _stateful(parts)
+        stateful = _stateful_objects(kwargs)
         saved = {name: one.state_dict() for name, one in stateful.items()} | {"rng": generators}
-        self._trail.save(
-            folder, saved, parts=stateful, step=state.global_step, extra=folders.about(folder, saved)
-        )  # fmt: skip
-        folders.sweep(folder, saved)
+        self._checkpointer.save(
+            folder, saved, objects=stateful, step=state.global_step, extra=checkpoint_dirs.manifest_extra(folder, saved)
+        )
+        checkpoint_dirs.remove_stale(folder, saved)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Wait for what is being written.
@@ -149,34 +161,34 @@ class ShrinkCallback(TrainerCallback):
         Raises:
             whatever writing it raised.
         """
-        self._trail.close()
+        self._checkpointer.close()
 
-    def _resumed(self, args: Any, state: Any) -> Path | None:
+    def _resume_dir(self, args: Any, state: Any) -> Path | None:
         """The directory that training goes on from; None: the Trainer has restored all of it."""
         own = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        named = self._from if self._from is not None else args.resume_from_checkpoint
+        named = self._resume_from if self._resume_from is not None else args.resume_from_checkpoint
         folder = Path(named) if isinstance(named, str | Path) and Path(named).is_dir() else own
         if is_checkpoint(folder):
             return folder
         if (folder / "optimizer.pt").is_file():
             return None
         found, do = "no optimizer that was saved here", "resume from newest(output_dir)"
-        raise folders.NoCheckpointError(str(folder), found=found, expected="what training goes on with", do=do)
+        raise checkpoint_dirs.NoCheckpointError(str(folder), found=found, expected="what training goes on with", do=do)
 
-    def _set_aside(self, generators: Any, args: Any, folder: Path) -> None:
-        if len(generators) == args.world_size:
-            self._generators = generators[args.process_index]
+    def _select_rng_states(self, rng_states: Any, args: Any, directory: Path) -> None:
+        if len(rng_states) == args.world_size:
+            self._rng_states = rng_states[args.process_index]
         else:
-            found = f"{len(generators)} processes, and now there are {args.world_size}"
-            _log.warning("%s was saved by %s: random numbers will be others", folder, found)
+            found = f"{len(rng_states)} processes, and now there are {args.world_size}"
+            _log.warning("%s was saved by %s: random numbers will be others", directory, found)
 
-    def _set_generators(self) -> None:
-        generators, self._generators = self._generators, None
+    def _restore_rng(self) -> None:
+        generators, self._rng_states = self._rng_states, None
         if generators is not None:
-            reinstate(generators)
+            set_rng_state(generators)
 
 
-def _check(args: Any, state: Any) -> None:
+def _check_arguments(args: Any, state: Any) -> None:
     for name, wrong, do in (
         ("save_only_model", not args.save_only_model, "pass save_only_model=True, or optimizers are saved twice"),
         ("enable_jit_checkpoint", args.enable_jit_checkpoint, "use ShrinkTrainer: callbacks do not hear of those"),
@@ -189,8 +201,39 @@ def _check(args: Any, state: Any) -> None:
         _log.warning("save_total_limit=1: the Trainer deletes the only checkpoint before the next one is whole")
 
 
-def _stateful(parts: dict[str, Any]) -> dict[str, Any]:
+def _stateful_objects(kwargs: dict[str, Any]) -> dict[str, Any]:
     """What is saved and restored, by name."""
-    optimizer = parts["optimizer"]
-    found = {"optimizer": optimizer, "scheduler": parts["lr_scheduler"], "scaler": getattr(optimizer, "scaler", None)}
+    optimizer = kwargs["optimizer"]
+    found = {"optimizer": optimizer, "scheduler": kwargs["lr_scheduler"], "scaler": getattr(optimizer, "scaler", None)}
     return {name: one for name, one in found.items() if one is not None}
+
+
+class GradientCallback(TrainerCallback):
+    """Calls a recorder at every optimizer step: gradients are accumulated and clipped by then, and not yet cleared.
+
+    Args:
+        make_recorder: gives the recorder, anew for every training.
+    """
+
+    def __init__(self, make_recorder: Callable[[], GradientRecorder]) -> None:
+        self._make_recorder = make_recorder
+        self._recorder: GradientRecorder | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Go on from the step that training goes on from."""
+        self._recorder = self._make_recorder()
+        self._recorder.set_step(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Hold it no longer, nor the model in it, which the next training may make anew."""
+        self._recorder = None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Record."""
+        if self._recorder is not None:
+            self._recorder.after_backward()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Count."""
+        if self._recorder is not None:
+            self._recorder.before_zero_grad()

@@ -15,10 +15,10 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_pt_utils import find_batch_size
 
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.schemes.quality import Reading
-from shrinkpoint.train.attributes import Attributes
+from shrinkpoint.schemes.evaluate import Reading
+from shrinkpoint.train.attribute_snapshot import AttributeSnapshot
 
-_TENSORS = ("_parameters", "_buffers", "_modules")
+_TENSOR_ATTRIBUTES = ("_parameters", "_buffers", "_modules")
 """What whoever calls an Evaluation puts back."""
 
 
@@ -42,11 +42,11 @@ class Evaluation:
             found, do = f"{trainer.args.world_size} processes", "pass the scheme a function that needs one process"
             raise PolicyError("Shrink, evaluate", found=found, expected="one, where the Trainer measures", do=do)
         self._trainer, self._metric = trainer, metric if metric.startswith("eval_") else f"eval_{metric}"
-        self._prefix, self._dataset = _found(trainer.eval_dataset, self._metric)
+        self._prefix, self._dataset = _find_dataset(trainer.eval_dataset, self._metric)
         self._batches, self._loader = batches, None
 
     @property
-    def higher(self) -> bool:
+    def higher_is_better(self) -> bool:
         """Whether more of it is better."""
         args = self._trainer.args
         best = args.metric_for_best_model
@@ -65,37 +65,39 @@ class Evaluation:
     def reading(self, model: Any = None) -> Reading:
         """The same, with each batch's loss where the metric is their mean: these say how far it can be trusted."""
         losses: list[tuple[float, int | None]] = []
-        value = self._measured(losses)
+        value = self._evaluate(losses)
         known = torch.tensor([loss for loss, _ in losses], dtype=torch.float64)
         is_mean = len({count for _, count in losses}) == 1 and math.isclose(float(known.mean()), value, rel_tol=1e-5)
         return Reading(value, known if len(losses) > 1 and is_mean else None)
 
-    def _measured(self, losses: list[tuple[float, int | None]]) -> float:
+    def _evaluate(self, losses: list[tuple[float, int | None]]) -> float:
         """The metric.
 
         Args:
             losses: gets the loss of each batch, and how many examples it has.
         """
         loss_only = self._metric == f"{self._prefix}_loss" or self._trainer.compute_metrics is None
-        with _undisturbed(self._trainer), _watched(self._trainer, losses):
+        with _isolate(self._trainer), _record_batch_losses(self._trainer, losses):
             output = self._trainer.evaluation_loop(
-                self._batched(), description="Measurement", prediction_loss_only=True if loss_only else None,
+                self._get_loader(),
+                description="Measurement",
+                prediction_loss_only=True if loss_only else None,
                 metric_key_prefix=self._prefix,
-            )  # fmt: skip
+            )
         if self._metric not in output.metrics:
             found = f"no {self._metric!r}, only " + ", ".join(map(repr, output.metrics))
             raise PolicyError("Shrink, evaluate", found=found, expected="a metric of the evaluation", do="name one")
         return float(output.metrics[self._metric])
 
-    def _batched(self) -> Any:
+    def _get_loader(self) -> Any:
         if self._loader is None:
             prepared = self._trainer.accelerator._dataloaders
             before = len(prepared)
-            self._loader = self._trainer.get_test_dataloader(self._first())
+            self._loader = self._trainer.get_test_dataloader(self._subset())
             del prepared[before:]
         return self._loader
 
-    def _first(self) -> Any:
+    def _subset(self) -> Any:
         """As much of the dataset as is measured with."""
         if self._batches is None:
             return self._dataset
@@ -107,12 +109,12 @@ class Evaluation:
 
 
 @contextmanager
-def _watched(trainer: Any, losses: list[tuple[float, int | None]]) -> Iterator[None]:
+def _record_batch_losses(trainer: Any, losses: list[tuple[float, int | None]]) -> Iterator[None]:
     """Note each batch's loss, and its size."""
     step = trainer.prediction_step
 
-    def prediction_step(model: Any, inputs: Any, *args: Any, **further: Any) -> Any:
-        found = step(model, inputs, *args, **further)
+    def prediction_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        found = step(model, inputs, *args, **kwargs)
         loss = found[0] if isinstance(found, tuple) else None
         if isinstance(loss, Tensor) and loss.numel() == 1:
             losses.append((float(loss), find_batch_size(inputs)))
@@ -125,7 +127,7 @@ def _watched(trainer: Any, losses: list[tuple[float, int | None]]) -> Iterator[N
         del trainer.prediction_step
 
 
-def _found(datasets: Any, metric: str) -> tuple[str, Any]:
+def _find_dataset(datasets: Any, metric: str) -> tuple[str, Any]:
     """The prefix of a metric and the dataset it is measured on."""
     if isinstance(datasets, dict):
         fitting = [name for name in datasets if metric.startswith(f"eval_{name}_")]
@@ -142,12 +144,12 @@ def _found(datasets: Any, metric: str) -> tuple[str, Any]:
 
 
 @contextmanager
-def _undisturbed(trainer: Any) -> Iterator[None]:
+def _isolate(trainer: Any) -> Iterator[None]:
     """The Trainer as an evaluation may change it, and as it was again; with what it, and its model, collect meanwhile.
 
     No optimizer: those without schedules change the weights when they are told of an evaluation.
     """
-    before = Attributes([trainer, *trainer.model.modules()], without=_TENSORS)
+    before = AttributeSnapshot([trainer, *trainer.model.modules()], exclude=_TENSOR_ATTRIBUTES)
     handler = trainer.callback_handler
     trainer.callback_handler = CallbackHandler(
         [DefaultFlowCallback], handler.model, handler.processing_class, None, None
@@ -156,4 +158,4 @@ def _undisturbed(trainer: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        before.put_back()
+        before.restore()

@@ -1,0 +1,176 @@
+"""CNR+, a baseline of arXiv 2306.11800: uniform quantization of a searched range (Check-N-Run, NSDI 2022), no delta.
+
+Check-N-Run shrinks the range from one end or the other, whichever costs less, and keeps the best; torch has the same
+algorithm for rows of embedding tables as `torch.choose_qparams_optimized`. There the loss of a range is a pass over all
+values. Here it is one over a histogram, a few thousand cells however large the tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
+from shrinkpoint.errors import PolicyError
+from shrinkpoint.quantize.assign import check_bins
+from shrinkpoint.quantize.sketch import HistogramArray, LogHistogram, to_float64
+from shrinkpoint.quantize.uniform import min_max, quantize_to_grid, uniform_grid
+from shrinkpoint.schemes.evaluate import TrialEvaluator
+from shrinkpoint.schemes.global_stats import GlobalStats
+from shrinkpoint.schemes.search import candidates
+from shrinkpoint.schemes.search.candidates import PreviousCodes
+from shrinkpoint.schemes.search.scheme import SearchScheme
+from shrinkpoint.schemes.search.space import Axis, Point, Space
+
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+
+
+def quantize_adaptive(
+    tensor: Tensor,
+    bins: int,
+    values: HistogramArray,
+    counts: HistogramArray,
+    *,
+    steps: int = 100,
+    ratio: float = 0.5,
+    limits: tuple[float, float] | None = None,
+) -> CodebookTensor:
+    """The nearest point of a uniform grid over the range that `best_range` finds; values outside get its ends.
+
+    Args:
+        tensor: bfloat16, float16 or float32; finite; any shape and strides.
+        bins: 1 to 256.
+        values, counts: a histogram of `tensor`, as fine as the loss is to be judged; values ascending. What it leaves
+        out,
+            zeros for one, has no say in the range.
+        steps, ratio: see `best_range`.
+        limits: the least and the largest value of all; None: those of `tensor`.
+
+    Raises:
+        PolicyError: `bins`, `steps` or `ratio` out of range.
+    """
+    check_bins(bins, 0)
+    low, high = best_range(values, counts, limits or min_max(tensor), bins, steps=steps, ratio=ratio)
+    return quantize_to_grid(tensor, uniform_grid(low, high, bins))
+
+
+def best_range(
+    values: HistogramArray, counts: HistogramArray, limits: tuple[float, float], bins: int, *, steps: int, ratio: float
+) -> tuple[float, float]:
+    """The range with the least squared error of those a greedy search meets.
+
+    Step by step one end moves in by `width / steps`, the one after whose move the error is less, until the range has
+    fallen to `1 - ratio` of its width. torch keeps the best range at which the error had a local minimum; this keeps
+    the best of all that were met, which is never worse.
+
+    Args:
+        values, counts: a histogram.
+        limits: where to start: the least and the largest value.
+        bins: points of the grid.
+        steps: into so many the width is cut (the paper's step bins: 10, 25, 50, 100).
+        ratio: by how much the range may shrink at most (the paper's range: 0.1 to 0.5).
+
+    Raises:
+        PolicyError: `steps` below 1, or `ratio` not from 0 to 1.
+    """
+    if steps < 1 or not 0 <= ratio <= 1:
+        found, expected = f"{steps} steps, ratio {ratio}", "at least one step and a ratio from 0 to 1"
+        raise PolicyError("range search", found=found, expected=expected, do="take 100 steps and a ratio of 0.5")
+    points, held = to_float64(values).numpy(), to_float64(counts).numpy()
+    low, high = limits
+    step, moves = high / steps - low / steps, round(steps * ratio)
+    best, least = limits, _range_error(points, held, low, high, bins)
+    for _ in range(min(moves, steps - 1) if step > 0 else 0):
+        left = _range_error(points, held, low + step, high, bins)
+        right = _range_error(points, held, low, high - step, bins)
+        low, high = (low + step, high) if left < right else (low, high - step)
+        if min(left, right) < least:
+            best, least = (low, high), min(left, right)
+    return best
+
+
+def _range_error(values: FloatArray, counts: FloatArray, low: float, high: float, bins: int) -> float:
+    """The squared error of all values at their nearest points of the grid."""
+    step = (high - low) / max(1, bins - 1)
+    if step > 0 and bins > 1:
+        errors = np.clip(np.rint((values - low) / step), 0, bins - 1) * step + low - values
+    else:
+        errors = (low + high) / 2 - values
+    return float(np.dot(counts, np.square(errors)))
+
+
+CNR_SPACE = Space(
+    (
+        Axis("bins", (8, 16, 32, 64, 128, 256)),
+        Axis("steps", (10, 25, 50, 100)),
+        Axis("range", (0.1, 0.2, 0.3, 0.4, 0.5)),
+    )
+)
+"""Bins; steps into which the range is divided when its ends are moved; how much of it may be given up."""
+
+
+class CNR(SearchScheme):
+    """CNR+: the quantizer of Check-N-Run with a searched setting. Its own delta is for embedding tables, and left out.
+
+    Args:
+        as of `SearchScheme`.
+    """
+
+    id: ClassVar[str] = "cnr"
+    coders = ("packed",)
+    space = CNR_SPACE
+
+    def candidates(
+        self,
+        weights: Mapping[str, Tensor],
+        previous: PreviousCodes,
+        evaluator: TrialEvaluator,
+        pool: GlobalStats | None = None,
+    ) -> candidates.CandidateSet:
+        """All points for these weights; see `SearchScheme`."""
+        return _CNRCandidates(weights, pool)
+
+
+class _CNRCandidates:
+    def __init__(self, weights: Mapping[str, Tensor], pool: GlobalStats | None) -> None:
+        self._weights = weights
+        self._min_max: dict[str, tuple[float, float]] = {}
+        sketches = {name: LogHistogram.from_tensor(x, where=name) for name, x in weights.items()}
+        if pool is not None:
+            sums, ends = pool.merge_sketches(sketches), pool.min_max(weights)
+            sketches = {name: sums[pool.global_name(name)] for name in weights}
+            self._min_max = {name: ends[pool.global_name(name)] for name in weights}
+        self._histograms = {name: _sketch_histogram(sketch) for name, sketch in sketches.items()}
+
+    def quantize(self, point: Point) -> dict[str, CodebookTensor]:
+        at = CNR_SPACE.settings(point)
+        return {
+            name: quantize_adaptive(
+                x,
+                int(at["bins"]),
+                *self._histograms[name],
+                steps=int(at["steps"]),
+                ratio=float(at["range"]),
+                limits=self._min_max.get(name),
+            )
+            for name, x in self._weights.items()
+        }
+
+    def size(self, point: Point) -> float:
+        """Codes of a fixed width; how the range is found costs no bytes."""
+        bins = int(CNR_SPACE.settings(point)["bins"])
+        bits = (bins - 1).bit_length()
+        return sum(x.numel() * bits / 8 + 4 * bins for x in self._weights.values())
+
+
+def _sketch_histogram(sketch: LogHistogram) -> tuple[Tensor, Tensor]:
+    """Values and counts, zero among them."""
+    values, counts = sketch.buckets()
+    at = int((values < 0).sum())
+    zero = values.new_zeros(1), counts.new_tensor([sketch.zeros])
+    joined = [torch.cat([part[:at], middle, part[at:]]) for part, middle in zip((values, counts), zero, strict=True)]
+    return joined[0], joined[1]

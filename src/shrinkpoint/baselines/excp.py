@@ -1,0 +1,284 @@
+"""ExCP (arXiv 2406.11257): residual, joint pruning of weights and moments, k-means; the whole Adam state."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from shrinkpoint import validate
+from shrinkpoint.codec.code_streams import CODERS
+from shrinkpoint.codec.codebook_tensor import MAX_CODES, RESERVED_CODES, CodebookTensor
+from shrinkpoint.quantize.assign import assign
+from shrinkpoint.quantize.kmeans import kmeans_codebook
+from shrinkpoint.quantize.sketch import LogHistogram
+from shrinkpoint.schemes.base import check_seed
+from shrinkpoint.schemes.global_stats import GlobalStats
+from shrinkpoint.schemes.residual import ResidualScheme
+from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL, max_abs
+from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.info import JSON
+
+Rule = Literal["paper", "released"]
+MAX_RELEASED_FACTOR = 2.5
+"""Most that the released code multiplies the median with."""
+
+
+class ExCP(ResidualScheme):
+    """Residuals and both of Adam's moments on 2^n - 1 centers and zero, pruned by what the moments say.
+
+    A residual is kept where it is larger than a threshold that falls with the second moment; moments are kept where the
+    first one is large and the residual is kept. Moments are not deltas: they are written anew with every checkpoint.
+
+    Where something is missing: a weight without Adam's moments, or with some that are not finite, loses nothing to
+    pruning; moments that are not finite stay exact. Where a weight is exact (a keyframe; it has not moved), nothing of
+    it is pruned, and its moments are kept wherever the first one is large.
+
+    Args:
+        alpha: of the residuals' threshold, `alpha / sqrt(v) * median|residual|`.
+        beta: of the moments' threshold, `beta * mean|m|`.
+        bits: n; 2 to 8. With 8 there are 254 centers, not 255.
+        rule: with a threshold for each value, as the "paper" has it, or one for each tensor from the mean of v and
+            capped at 2.5 medians, as the "released" code has it.
+        paper: codes packed and then LZMA, as released, in place of the context coder.
+        paper_fp16: centers are rounded to float16, as released: small second moments become zero (docs/schemes.md).
+        seed: of the random starts, from 0.
+
+    Raises:
+        PolicyError: an argument that makes no sense.
+    """
+
+    id: ClassVar[str] = "excp"
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 5e-5,
+        beta: float = 2.0,
+        bits: int = 4,
+        rule: Rule = "paper",
+        paper: bool = False,
+        paper_fp16: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self._alpha = validate.check_float("alpha", alpha, exclusive=False)
+        self._beta = validate.check_float("beta", beta, exclusive=False)
+        self._bits = validate.check_int("bits", bits, minimum=2, maximum=8, do="take 4, as the paper does")
+        self._rule: Rule = validate.check_choice("rule", rule, get_args(Rule))
+        self._paper, self._float16_centers = (
+            validate.check_bool("paper", paper),
+            validate.check_bool("paper_fp16", paper_fp16),
+        )
+        self._seed = check_seed(seed)
+        self.coders: Sequence[str] = ("lzma",) if paper else CODERS
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """See `SpecMixin`."""
+        return dict(self.settings)
+
+    @property
+    def settings(self) -> dict[str, JSON]:
+        return {
+            "alpha": self._alpha,
+            "beta": self._beta,
+            "bits": self._bits,
+            "rule": self._rule,
+            "paper": self._paper,
+            "paper_fp16": self._float16_centers,
+            "seed": self._seed,
+        }
+
+    def quantize_weights(
+        self,
+        weights: Mapping[str, Tensor],
+        differences: Mapping[str, Tensor],
+        state: FlatState,
+        pool: GlobalStats | None = None,
+    ) -> dict[str, CodebookTensor]:
+        """See `ResidualScheme`."""
+        if pool is not None:
+            return ShardedExCP(self, state, pool).residuals(differences)
+        out = {}
+        for name, residual in differences.items():
+            keep = residual != 0
+            known = AdamMoments.from_state(name, state)
+            if known is not None:
+                v = known.v.to(residual.device)
+                keep &= residual.abs() > self.threshold(residual.abs().median(), v, v.mean())
+            out[name] = self.quantize_tensor(residual, keep, self._centers(name, residual, keep), residual=True)
+        return out
+
+    def quantize_optimizer(
+        self, state: FlatState, quantized: Mapping[str, CodebookTensor], pool: GlobalStats | None = None
+    ) -> dict[str, CodebookTensor]:
+        """Both moments of every weight that has them, where they are large enough for codes."""
+        if pool is not None:
+            return ShardedExCP(self, state, pool).moments(quantized)
+        out: dict[str, CodebookTensor] = {}
+        for name in state.optimizer_info:
+            known = AdamMoments.from_state(name, state)
+            if known is None or not known.is_codable:
+                continue
+            keep, under = (
+                self.keep_mask(known.m, known.m.abs().mean(), quantized.get(name)),
+                name if name in quantized else "",
+            )
+            for title, x, other in ((known.first_name, known.m, under), (known.second_name, known.v, known.first_name)):
+                out[title] = self.quantize_tensor(x, keep, self._centers(title, x, keep), context_name=other)
+        return out
+
+    def threshold(self, median: Tensor, v: Tensor, mean: Tensor) -> Tensor:
+        """Of residuals, of the one shape or the other; zeros of `v` raise it beyond all, unless `alpha` is zero.
+
+        Args:
+            median: of the magnitudes of all residuals.
+            v: second moments.
+            mean: of all second moments.
+        """
+        if self._alpha == 0:
+            return torch.zeros_like(median)
+        factor = self._alpha / (mean if self._rule == "released" else v).sqrt()
+        return median * (factor.clamp(max=MAX_RELEASED_FACTOR) if self._rule == "released" else factor)
+
+    def keep_mask(self, m: Tensor, mean: Tensor, residual: CodebookTensor | None) -> Tensor:
+        """Which moments are; bool.
+
+        Args:
+            mean: of the magnitudes of all first moments.
+            residual: of the weight; None: it is exact.
+        """
+        keep = m.abs() > self._beta * mean
+        return keep if residual is None else keep & (residual.codes.to(keep.device) != 0)
+
+    def sketch_of_kept(self, x: Tensor, keep: Tensor) -> LogHistogram:
+        """Of what is kept; zero has a code already."""
+        return LogHistogram.from_tensor(x, mask=keep & (x != 0))
+
+    def find_centers(self, name: str, sketch: LogHistogram) -> Tensor:
+        """Of a whole tensor of this name."""
+        bins = min(2**self._bits - 1, MAX_CODES - RESERVED_CODES)
+        return kmeans_codebook(*sketch.buckets(), bins, sigma=1.0, seed=self._seed ^ zlib.crc32(name.encode()))
+
+    def _centers(self, name: str, x: Tensor, keep: Tensor) -> Tensor:
+        return self.find_centers(name, self.sketch_of_kept(x, keep))
+
+    def quantize_tensor(
+        self, x: Tensor, keep: Tensor, centers: Tensor, *, residual: bool = False, context_name: str = ""
+    ) -> CodebookTensor:
+        """Symbols of a tensor, or of a box of it; zero where it is not kept."""
+        keep = keep & (x != 0)
+        codes = assign(x, centers, RESERVED_CODES).masked_fill_(~keep, 0)
+        if self._float16_centers:
+            most = torch.finfo(torch.float16).max
+            centers = centers.clamp(-most, most).half().float()
+        nothing = torch.empty(0, dtype=torch.bfloat16, device=x.device)
+        return CodebookTensor(codes, centers.to(x.device), nothing, RESERVED_CODES, residual, context_name)
+
+
+@dataclass(frozen=True)
+class AdamMoments:
+    """Adam's moments of one weight: finite, of its shape.
+
+    Attributes:
+        first, second: their names.
+        m, v: their values, float32.
+        is_supported: they have two axes, and dtypes that codes stand for.
+    """
+
+    first_name: str
+    second_name: str
+    m: Tensor = field(repr=False)
+    v: Tensor = field(repr=False)
+    is_supported: bool
+
+    @property
+    def is_codable(self) -> bool:
+        """Whether they are large enough for codes."""
+        return self.is_codable_at(self.m.numel())
+
+    def is_codable_at(self, numel: int) -> bool:
+        """The same, of whole tensors of so many values."""
+        return self.is_supported and numel >= MIN_WEIGHT_NUMEL
+
+    @classmethod
+    def from_state(cls, name: str, state: FlatState) -> AdamMoments | None:
+        facts = state.optimizer_info.get(name)
+        if facts is None or facts.moment1 not in state.tensors or facts.moment2 not in state.tensors:
+            return None
+        found = [state.tensors[one] for one in (facts.moment1, facts.moment2)]
+        if any(one.shape != state.tensors[name].shape or not math.isfinite(max_abs(one)) for one in found):
+            return None
+        m, v = (one.to(torch.float32) for one in found)
+        return cls(facts.moment1, facts.moment2, m, v, all(map(_is_supported, found)))
+
+
+class ShardedExCP:
+    """The same for boxes of tensors of several ranks: thresholds and centers are those of whole tensors."""
+
+    def __init__(self, scheme: ExCP, state: FlatState, pool: GlobalStats) -> None:
+        self._scheme, self._pool = scheme, pool
+        found = {name: AdamMoments.from_state(name, state) for name in state.optimizer_info}
+        shaped = pool.tensors_where_all({name: one is not None for name, one in found.items()})
+        self._moments = {
+            name: one for name, one in found.items() if one is not None and pool.global_name(name) in shaped
+        }
+
+    def residuals(self, differences: Mapping[str, Tensor]) -> dict[str, CodebookTensor]:
+        """See `ExCP.symbols`."""
+        pool, scheme = self._pool, self._scheme
+        medians = pool.median_magnitudes(differences)
+        means = pool.means({name: one.v for name, one in self._moments.items() if name in differences})
+        keeps = {}
+        for name, residual in differences.items():
+            keep, title = residual != 0, pool.global_name(name)
+            if name in self._moments:
+                v = self._moments[name].v.to(residual.device)
+                median, mean = (torch.tensor(one[title], device=v.device) for one in (medians, means))
+                keep &= residual.abs() > scheme.threshold(median, v, mean)
+            keeps[name] = keep
+        centers = self._centers(differences, keeps)
+        return {
+            name: scheme.quantize_tensor(x, keeps[name], centers[pool.global_name(name)], residual=True)
+            for name, x in differences.items()
+        }
+
+    def moments(self, symbols: Mapping[str, CodebookTensor]) -> dict[str, CodebookTensor]:
+        """See `ExCP.further`."""
+        pool, scheme = self._pool, self._scheme
+        fit = pool.tensors_where_all(
+            {name: one.is_codable_at(pool.global_numel(name)) for name, one in self._moments.items()}
+        )
+        known = {name: one for name, one in self._moments.items() if pool.global_name(name) in fit}
+        means = pool.means({name: one.m.abs() for name, one in known.items()})
+        parts, keeps, under = dict[str, Tensor](), dict[str, Tensor](), dict[str, str]()
+        for name, one in known.items():
+            mean = torch.tensor(means[pool.global_name(name)], dtype=torch.float32, device=one.m.device)
+            keep = scheme.keep_mask(one.m, mean, symbols.get(name))
+            for first, x, other in (
+                (one.first_name, one.m, name if name in symbols else ""),
+                (one.second_name, one.v, one.first_name),
+            ):
+                parts[first], keeps[first], under[first] = x, keep, other
+        centers = self._centers(parts, keeps)
+        return {
+            name: scheme.quantize_tensor(x, keeps[name], centers[pool.global_name(name)], context_name=under[name])
+            for name, x in parts.items()
+        }
+
+    def _centers(self, parts: Mapping[str, Tensor], keeps: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        sketches = self._pool.merge_sketches(
+            {name: self._scheme.sketch_of_kept(x, keeps[name]) for name, x in parts.items()}
+        )
+        ours = {self._pool.global_name(name) for name in parts}
+        return {title: self._scheme.find_centers(title, one) for title, one in sketches.items() if title in ours}
+
+
+def _is_supported(x: Tensor) -> bool:
+    return x.dim() >= 2 and x.dtype in (torch.float32, torch.bfloat16)

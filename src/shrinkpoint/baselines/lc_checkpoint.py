@@ -1,0 +1,92 @@
+"""LC-Checkpoint (arXiv 2009.13003): differences by exponent and sign, the largest few of which are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal, get_args
+
+from torch import Tensor
+
+from shrinkpoint import validate
+from shrinkpoint.codec.code_streams import CODERS
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
+from shrinkpoint.quantize.exponent_buckets import Representative, promote, quantize_exponents
+from shrinkpoint.schemes import optimizer_state
+from shrinkpoint.schemes.global_stats import GlobalStats
+from shrinkpoint.schemes.residual import ResidualScheme
+from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.info import JSON
+
+Scope = Literal["tensor", "model"]
+
+
+class LCCheckpoint(ResidualScheme):
+    """Exponent-based quantization and priority promotion of what has moved; nothing is searched or measured.
+
+    Args:
+        bits: x: the `2^x - 1` buckets of one sign and exponent with the largest exponents are kept, 1 to 8.
+        scope: over which the largest are chosen: each "tensor" by itself, or the whole "model", as in the paper, where
+            layers whose weights move less than others are never written (docs/schemes.md).
+        representative: what a bucket's values become, its "mean" or, as in the paper, its "middle".
+        paper: scope "model", representative "middle", Huffman codes; each can still be said otherwise.
+        optimizer: of `ResidualScheme`.
+
+    Raises:
+        PolicyError: an argument that makes no sense.
+    """
+
+    id: ClassVar[str] = "lc-checkpoint"
+
+    def __init__(
+        self,
+        *,
+        bits: int = 3,
+        scope: Scope | None = None,
+        representative: Representative | None = None,
+        paper: bool = False,
+        optimizer: optimizer_state.Mode = "exact",
+    ) -> None:
+        super().__init__(optimizer=optimizer)
+        usual: tuple[Scope, Representative] = ("model", "middle") if paper else ("tensor", "mean")
+        self._bits, self._paper = validate.check_int("bits", bits, maximum=8), validate.check_bool("paper", paper)
+        self._scope: Scope = validate.check_choice("scope", usual[0] if scope is None else scope, get_args(Scope))
+        self._representative: Representative = validate.check_choice(
+            "representative", usual[1] if representative is None else representative, get_args(Representative)
+        )
+        self._explicit = scope, representative
+        self.coders: Sequence[str] = ("huffman",) if paper else CODERS
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """See `SpecMixin`; what was left to `paper` is left to it again."""
+        scope, representative = self._explicit
+        return {**super().arguments, "scope": scope, "representative": representative}
+
+    @property
+    def settings(self) -> dict[str, JSON]:
+        return {
+            "bits": self._bits,
+            "scope": self._scope,
+            "representative": self._representative,
+            "paper": self._paper,
+        }
+
+    def quantize_weights(
+        self,
+        weights: Mapping[str, Tensor],
+        differences: Mapping[str, Tensor],
+        state: FlatState,
+        pool: GlobalStats | None = None,
+    ) -> dict[str, CodebookTensor]:
+        """See `ResidualScheme`."""
+        together = self._scope == "model"
+        if pool is not None:
+            buckets = pool.buckets(differences, shared=together)
+            return {
+                name: promote(x, buckets[pool.global_name(name)], self._bits, self._representative)
+                for name, x in differences.items()
+            }
+        found = quantize_exponents(
+            [*differences.values()], self._bits, shared=together, representative=self._representative
+        )
+        return dict(zip(differences, found, strict=True))

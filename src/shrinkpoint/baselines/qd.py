@@ -1,0 +1,37 @@
+"""QD+, a baseline of arXiv 2306.11800: uniform quantization of as many bits as the entropy asks for, Huffman deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor
+
+from shrinkpoint.schemes.evaluate import TrialEvaluator
+from shrinkpoint.schemes.global_stats import GlobalStats
+from shrinkpoint.schemes.search import candidates
+from shrinkpoint.schemes.search.candidates import PreviousCodes
+from shrinkpoint.schemes.search.scheme import SearchScheme
+from shrinkpoint.schemes.search.uniform_candidates import UNIFORM_SPACE, UniformCandidates
+
+
+class QD(SearchScheme):
+    """QD+: QD-Compressor (ICCD 2021) with a searched setting, and bins that may change between checkpoints.
+
+    Args:
+        as of `SearchScheme`.
+    """
+
+    id: ClassVar[str] = "qd"
+    coders = ("huffman",)
+    space = UNIFORM_SPACE
+
+    def candidates(
+        self,
+        weights: Mapping[str, Tensor],
+        previous: PreviousCodes,
+        evaluator: TrialEvaluator,
+        pool: GlobalStats | None = None,
+    ) -> candidates.CandidateSet:
+        """All points for these weights; see `SearchScheme`."""
+        return UniformCandidates(weights, previous, pool)

@@ -1,0 +1,82 @@
+"""Sizes, ratios, ages and counts as text for people."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+
+_UNITS = ("kB", "MB", "GB", "TB", "PB", "EB")
+_AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+def size(count: int) -> str:
+    """Bytes in decimal units, three digits.
+
+    >>> [size(n) for n in (0, 999, 1000, 41_203_000, 999_999, 5_000_000_000)]
+    ['0 B', '999 B', '1.00 kB', '41.2 MB', '1.00 MB', '5.00 GB']
+    """
+    if abs(count) < 1000:
+        return f"{count} B"
+    value = float(count)
+    for unit in _UNITS:
+        value /= 1000
+        if abs(value) < 999.5 or unit == _UNITS[-1]:
+            break
+    return f"{value:.{2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0}f} {unit}"
+
+
+def ratio(raw: int, stored: int) -> str:
+    """Raw bytes for each stored byte.
+
+    >>> ratio(300, 200), ratio(1_000_000, 100), ratio(0, 10), ratio(10, 0)
+    ('1.50x', '10000x', '-', '-')
+    """
+    if not raw or not stored:
+        return "-"
+    value = raw / stored
+    return f"{value:.2f}x" if value < 99.995 else f"{value:.0f}x"
+
+
+def age(created: str, now: datetime | None = None) -> str:
+    """How long ago an ISO time was, in its largest unit.
+
+    >>> now = datetime(2026, 11, 21, 12, tzinfo=timezone.utc)
+    >>> [age(t, now) for t in ("2026-11-21T11:59:18+00:00", "2026-11-20T10:00:00Z", "2026-11-21T13:00:00Z", "soon")]
+    ['42 s', '26 h', 'now', '?']
+    """
+    try:
+        then = datetime.fromisoformat(created.replace("Z", "+00:00"))
+    except ValueError:
+        return "?"
+    if then.tzinfo is None:
+        then = then.replace(tzinfo=timezone.utc)
+    seconds = ((now or datetime.now(timezone.utc)) - then).total_seconds()
+    for unit, letter in _AGES:
+        if seconds >= unit * (2 if unit > 1 else 1):  # "26 h" says more than "1 d"
+            return f"{int(seconds // unit)} {letter}"
+    return "now"
+
+
+def number(value: float) -> str:
+    """A metric in at most five digits.
+
+    >>> [number(v) for v in (1.7123456, 3.0, 1e-9, float("nan"), 1234567.0)]
+    ['1.7123', '3', '1e-09', 'nan', '1.2346e+06']
+    """
+    return f"{value:.5g}"
+
+
+def count(amount: int, noun: str) -> str:
+    """
+    >>> count(1, "checkpoint"), count(2, "checkpoint")
+    ('1 checkpoint', '2 checkpoints')
+    """
+    return f"{amount:,} {noun}{'' if amount == 1 else 's'}"
+
+
+def printable(text: str) -> str:
+    """`text` without anything that a terminal would obey: names come from files that others wrote.
+
+    >>> printable("a\\x1b[2Jb\\n\\ud800 é")
+    'a\\\\x1b[2Jb\\\\n\\\\ud800 é'
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -1,0 +1,30 @@
+"""Stores and files as plain data, for tables and for programs. No torch: looking is instant."""
+
+from shrinkpoint.cli.report.file import FileReport, RoleRow, TensorRow, file_report
+from shrinkpoint.cli.report.plain_values import list_plain_values
+from shrinkpoint.cli.report.store import (
+    CheckpointReport,
+    DirectoryReport,
+    RunReport,
+    StoreReport,
+    checkpoint_report,
+    directory_report,
+    run_report,
+    store_report,
+)
+
+__all__ = [
+    "CheckpointReport",
+    "DirectoryReport",
+    "FileReport",
+    "RoleRow",
+    "RunReport",
+    "StoreReport",
+    "TensorRow",
+    "checkpoint_report",
+    "directory_report",
+    "file_report",
+    "list_plain_values",
+    "run_report",
+    "store_report",
+]

@@ -1,0 +1,145 @@
+"""One file as plain data: what its header says about every tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from shrinkpoint.cli.report.plain_values import list_plain_values
+from shrinkpoint.container import FileReader, RecordHead
+from shrinkpoint.tensors.info import JSON, Role
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """One tensor of a file.
+
+    Attributes:
+        name, dtype, shape, role: what it is.
+        raw_bytes: bytes of its values.
+        stored_bytes: what it cost; of a record with several tensors, a share by raw bytes.
+        how: the kind of its recipe ("plain", "same", ...).
+        record: the name of its record.
+        shared: the record holds other tensors too, so that `stored_bytes` is a share.
+        needs_base: decoding needs the parent.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    role: str
+    raw_bytes: int
+    stored_bytes: int
+    how: str
+    record: str
+    shared: bool
+    needs_base: bool
+
+
+@dataclass(frozen=True)
+class RoleRow:
+    """All tensors of one role."""
+
+    role: str
+    tensors: int
+    raw_bytes: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True)
+class FileReport:
+    """One file.
+
+    Attributes:
+        where: its path.
+        size: bytes of the whole file.
+        digest: of its header, which vouches for every other byte.
+        scheme: which scheme wrote it.
+        parent: how it names the file it needs; None when it stands alone.
+        tensors: in the order of the file.
+        values: (path, text) of the plain values of the state.
+    """
+
+    where: str
+    size: int
+    digest: str
+    scheme: str
+    parent: JSON
+    tensors: tuple[TensorRow, ...] = field(repr=False)
+    values: tuple[tuple[str, str], ...] = field(repr=False)
+
+    @property
+    def raw_bytes(self) -> int:
+        return sum(row.raw_bytes for row in self.tensors)
+
+    @property
+    def overhead_bytes(self) -> int:
+        """The header: names, shapes, digests, plain values."""
+        return self.size - sum(row.stored_bytes for row in self.tensors)
+
+    @property
+    def roles(self) -> tuple[RoleRow, ...]:
+        names = [role.value for role in Role if any(row.role == role.value for row in self.tensors)]
+        return tuple(_role_row(name, [row for row in self.tensors if row.role == name]) for name in names)
+
+    def to_json(self, *, tensors: bool) -> dict[str, Any]:
+        """As a JSON object.
+
+        Args:
+            tensors: with one entry a tensor.
+        """
+        return {
+            "where": self.where,
+            "bytes": self.size,
+            "digest": self.digest,
+            "scheme": self.scheme,
+            "parent": self.parent,
+            "raw_bytes": self.raw_bytes,
+            "stored_bytes": self.size,
+            "ratio": self.raw_bytes / self.size if self.raw_bytes else None,
+            "header_bytes": self.overhead_bytes,
+            "roles": [asdict(row) for row in self.roles],
+            "values": dict(self.values),
+            **({"tensors": [asdict(row) for row in self.tensors]} if tensors else {}),
+        }
+
+
+def file_report(reader: FileReader, where: str) -> FileReport:
+    """What the header of an open file says; no payload is read."""
+    rows = tuple(row for head in reader.records for row in _tensor_rows(head))
+    return FileReport(
+        where, reader.size, reader.digest, reader.scheme, reader.parent, rows, list_plain_values(reader.tree)
+    )
+
+
+def _tensor_rows(head: RecordHead) -> Iterator[TensorRow]:
+    stored = sum(entry.size for entry in head.parts.values())
+    for info, share in zip(head.infos, _split_bytes([info.nbytes for info in head.infos], stored), strict=True):
+        yield TensorRow(
+            name=info.name,
+            dtype=info.dtype,
+            shape=info.shape,
+            role=info.role.value,
+            raw_bytes=info.nbytes,
+            stored_bytes=share,
+            how=str(head.recipe.get("kind", "?")) if isinstance(head.recipe, dict) else "?",
+            record=head.name,
+            shared=len(head.infos) > 1,
+            needs_base=head.base is not None,
+        )
+
+
+def _split_bytes(weights: list[int], total: int) -> list[int]:
+    """`total` split in proportion, to the byte: the shares add up to it."""
+    whole = sum(weights)
+    if not whole:
+        return [total, *[0] * (len(weights) - 1)] if weights else []
+    ends = [total * upto // whole for upto in accumulate(weights)]
+    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _role_row(name: str, rows: Iterable[TensorRow]) -> RoleRow:
+    rows = list(rows)
+    return RoleRow(name, len(rows), sum(row.raw_bytes for row in rows), sum(row.stored_bytes for row in rows))

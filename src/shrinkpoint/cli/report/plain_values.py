@@ -1,0 +1,126 @@
+"""The plain values of a state, read from its tree without torch.
+
+For display only: values are shown as text, and a tree that makes no sense is shown unchanged. `unflatten` is what
+loads."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+from shrinkpoint.tensors.info import JSON
+
+_TENSOR_TAGS = {"$t", "$p", "$q", "$n", "$B"}
+_NEST_TAGS = {"$u", "$z", "$o", "$c"}
+_MAX_DEPTH = 128
+
+
+def list_plain_values(tree: JSON) -> tuple[tuple[str, str], ...]:
+    """(path, text) of every plain value, in the order of the state; tensors and arrays are left out.
+
+    >>> list_plain_values({"model": {"w": {"$t": ["model/w"]}}, "extra": {"epoch": 3, "betas": {"$u": [0.9, 0.95]},
+    "tags": []}})
+    (('extra/epoch', '3'), ('extra/betas', '(0.9, 0.95)'), ('extra/tags', '[]'))
+    """
+    return tuple(_iter_values(tree, "", 0))
+
+
+def _iter_values(tree: JSON, path: str, depth: int) -> Iterator[tuple[str, str]]:
+    kind, inner = _split_tag(tree)
+    if kind in _TENSOR_TAGS:
+        return
+    if not _has_tensor(tree, depth) and _is_small(tree):
+        yield path or "state", _format(tree, depth)
+        return
+    for key, item in _child_items(kind, inner if kind else tree):
+        yield from _iter_values(item, f"{path}/{key}" if path else key, depth + 1)
+
+
+def _split_tag(tree: JSON) -> tuple[str, JSON]:
+    """("$x", content) of a marked value, else ("", None)."""
+    if isinstance(tree, dict) and len(tree) == 1:
+        ((key, inner),) = tree.items()
+        if key.startswith("$"):
+            return key, inner
+    return "", None
+
+
+def _child_items(tag: str, inner: JSON) -> Iterator[tuple[str, JSON]]:
+    if tag in _NEST_TAGS and isinstance(inner, dict | list):
+        yield from _child_items("", inner)
+    elif tag == "$m" and isinstance(inner, list) and inner:
+        yield from _child_items("", inner[0])
+    elif tag == "$d" and isinstance(inner, list):
+        yield from ((_format(pair[0], 0), pair[1]) for pair in inner if isinstance(pair, list) and len(pair) == 2)
+    elif isinstance(inner, dict):
+        yield from inner.items()
+    elif isinstance(inner, list):
+        yield from ((str(at), item) for at, item in enumerate(inner))
+
+
+def _has_tensor(tree: JSON, depth: int) -> bool:
+    if depth > _MAX_DEPTH or not isinstance(tree, dict | list):
+        return False
+    if _split_tag(tree)[0] in _TENSOR_TAGS:
+        return True
+    return any(_has_tensor(item, depth + 1) for item in (tree.values() if isinstance(tree, dict) else tree))
+
+
+def _is_small(tree: JSON) -> bool:
+    """Shown on one line: a scalar, or a sequence of a few; dicts are opened so that each value has its path."""
+    kind, inner = _split_tag(tree)
+    content = inner if kind in ("$u", "$z") else tree
+    if isinstance(content, list):
+        return len(content) <= 8 and all(not isinstance(item, list) and _is_small(item) for item in content)
+    return kind not in ("", "$o", "$c", "$d", "$m") or not isinstance(tree, dict) or not tree
+
+
+def _format(tree: JSON, depth: int) -> str:
+    kind, inner = _split_tag(tree)
+    if kind == "$f":
+        return _format_nonfinite(inner)
+    if kind == "$i":
+        return f"0x{inner}"
+    if kind == "$b":
+        return f"bytes in base64: {inner}"
+    if kind == "$g":
+        return _format_numpy_scalar(inner)
+    if kind in ("$u", "$z") and isinstance(inner, list) and depth < _MAX_DEPTH:
+        inside = ", ".join(_format(item, depth + 1) for item in inner)
+        return f"({inside},)" if len(inner) == 1 else f"({inside})"
+    if isinstance(tree, list) and depth < _MAX_DEPTH:
+        return "[" + ", ".join(_format(item, depth + 1) for item in tree) + "]"
+    return repr(tree)
+
+
+_STRUCT_CODES = {
+    "f2": "e",
+    "f4": "f",
+    "f8": "d",
+    "b1": "?",
+    "i1": "b",
+    "i2": "h",
+    "i4": "i",
+    "i8": "q",
+    "u1": "B",
+    "u2": "H",
+    "u4": "I",
+    "u8": "Q",
+}
+
+
+def _format_numpy_scalar(inner: Any) -> str:
+    """A numpy scalar: its little-endian bytes in hex, and what they mean where the struct module has the type."""
+    dtype, digits = inner if isinstance(inner, list) and len(inner) == 2 else ("?", inner)
+    try:
+        (value,) = struct.unpack("<" + _STRUCT_CODES[str(dtype)[1:]], bytes.fromhex(str(digits)))
+        return f"{value!r} (numpy {dtype})"
+    except (KeyError, ValueError, struct.error):
+        return f"numpy {dtype} 0x{digits}"
+
+
+def _format_nonfinite(inner: Any) -> str:
+    """nan or an infinity, from the bits of its double."""
+    bits = str(inner)
+    return {"7ff0000000000000": "inf", "fff0000000000000": "-inf"}.get(bits, "nan")

@@ -1,0 +1,289 @@
+"""How one array of numbers is coded: its format, the native coder's configuration, what a decoder holds besides."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields, replace
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shrinkpoint import _native
+from shrinkpoint._native import Companion, Predictor, Tokens
+from shrinkpoint.tensors.info import JSON
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """One number of a tensor: a complex value is two, a pair of 4-bit floats is one.
+
+    Attributes:
+        width: bits.
+        mantissa: explicit mantissa bits of a float whose exponent is coded; 0 for everything else.
+    """
+
+    width: int
+    mantissa: int = 0
+
+    @property
+    def itemsize(self) -> int:
+        return self.width // 8
+
+    @property
+    def is_float(self) -> bool:
+        return self.mantissa > 0
+
+    @property
+    def has_float_exponent(self) -> bool:
+        """Whether its exponent is that of a 32-bit float, so that the two can be compared."""
+        return self.width - self.mantissa == 9
+
+
+_BYTE_FORMAT = NumberFormat(8)
+NUMBER_FORMATS: dict[str, NumberFormat] = {
+    "F64": NumberFormat(64, 52),
+    "F32": NumberFormat(32, 23),
+    "F16": NumberFormat(16, 10),
+    "BF16": NumberFormat(16, 7),
+    "C128": NumberFormat(64, 52),
+    "C64": NumberFormat(32, 23),
+    "C32": NumberFormat(16, 10),
+    "I64": NumberFormat(64),
+    "U64": NumberFormat(64),
+    "I32": NumberFormat(32),
+    "U32": NumberFormat(32),
+    "I16": NumberFormat(16),
+    "U16": NumberFormat(16),
+    "I8": _BYTE_FORMAT,
+    "U8": _BYTE_FORMAT,
+    "BOOL": _BYTE_FORMAT,
+    "F4_X2": _BYTE_FORMAT,
+    "F8_E4M3": _BYTE_FORMAT,
+    "F8_E5M2": _BYTE_FORMAT,
+    "F8_E4M3FNUZ": _BYTE_FORMAT,
+    "F8_E5M2FNUZ": _BYTE_FORMAT,
+    "F8_E8M0": _BYTE_FORMAT,
+}
+"""The numbers of every dtype in `record.ITEMSIZE`."""
+
+
+Bytes: TypeAlias = NDArray[np.uint8]
+Shapes: TypeAlias = list[tuple[int, int]]
+
+MAX_CHUNK = 1 << 18
+"""Numbers that are coded together, independently of all others (docs/format.md, "Chunks")."""
+
+
+@dataclass(frozen=True)
+class CodingContext:
+    """What the decoder holds besides the numbers: arrays of the same length, or None.
+
+    Attributes:
+        base: the parent's numbers, or whatever else the numbers are close to; as wide as they are.
+        moment1: first moments of the same parameters, float32.
+        moment2: second moments, float32.
+        moment1_base: the parent's first moments, float32.
+        hint: five bits of context for each number.
+        shapes: (rows, columns) of the matrices the numbers are made of.
+        factor_cache: factors that fit the numbers, by the mantissa bits of their levels: an encoder tries them
+            repeatedly.
+    """
+
+    base: Bytes | None = None
+    moment1: Bytes | None = None
+    moment2: Bytes | None = None
+    moment1_base: Bytes | None = None
+    hint: Bytes | None = None
+    shapes: Shapes | None = None
+    factor_cache: dict[int, _native.Factors] = field(default_factory=dict, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class CoderConfig:
+    """How one array was coded; docs/format.md, "Coded", says what every field means to a decoder.
+
+    Attributes:
+        tokens: "level", "delta", "planes" or "codes".
+        predictor: "none", "base", "tap", "adam" or "square" (delta only; codes: "none" or "base").
+        companion: "none", "base" or "moment1" (level only).
+        moments: contexts of deltas and codes come from the moments.
+        factors: row and column factors predict the level.
+        fine: mantissa bits in a level.
+        shift: low bits that are zero in every number.
+        sign: some number has its sign bit set (level only).
+        bias: the level of symbol 128 where no factors predict one.
+        top: the largest exponent that delta contexts tell apart; of codes, the parent's largest (0: any). Fewer
+            codes leave more contexts to the moments.
+        parameters: of the predictors "adam" and "square".
+        chunk: numbers in a chunk.
+    """
+
+    tokens: str
+    predictor: str = "none"
+    companion: str = "none"
+    moments: bool = False
+    factors: bool = False
+    fine: int = 0
+    shift: int = 0
+    sign: bool = True
+    bias: int = 0
+    top: int = 0
+    parameters: tuple[float, ...] = ()
+    chunk: int = MAX_CHUNK
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether a decoder needs the parent's numbers."""
+        return self.predictor in ("base", "adam", "square") or self.companion == "base"
+
+    def to_json(self) -> JSON:
+        """Only what differs from the defaults: a header is paid for on every checkpoint."""
+        out: dict[str, JSON] = {"tokens": self.tokens}
+        for one in fields(self)[1:]:
+            value = getattr(self, one.name)
+            if value != one.default:
+                out[one.name] = list(value) if isinstance(value, tuple) else value
+        return out
+
+    @classmethod
+    def from_json(cls, data: JSON) -> CoderConfig:
+        """Raises `ValueError` for what no encoder writes; the native core checks the combination."""
+        if not isinstance(data, dict) or "tokens" not in data:
+            raise ValueError("a run is not an object, or has no tokens")
+        kinds = {one.name: type(one.default) for one in fields(cls)[1:]} | {"tokens": str}
+        for name, value in data.items():
+            kind = list if name == "parameters" else kinds.get(name)
+            if kind is None or type(value) is not kind:
+                raise ValueError(f"a run has {name}={value!r}")
+        run = cls(**{**data, "parameters": tuple(data.get("parameters", ()))})
+        small = all(0 <= n < 1 << 12 for n in (run.fine, run.shift, run.top)) and abs(run.bias) < 1 << 20
+        if not small or not 0 < run.chunk <= MAX_CHUNK or not all(type(p) is float for p in run.parameters):
+            raise ValueError("a run has a number out of range")
+        if len(run.parameters) not in (0, 4):
+            raise ValueError("a run lacks some of its parameters")
+        return run
+
+    def encode(
+        self, number_format: NumberFormat, values: Bytes, context: CodingContext, threads: int
+    ) -> tuple[Bytes, Bytes]:
+        """(side, codes) of `values`.
+
+        Raises:
+            ValueError: the run is for other values: it would lose bits.
+        """
+        self._check_lossless(number_format, values)
+        model = self._native_model(number_format)
+        factors = self._fit_factors(model, values, context)
+        return _native.encode(
+            model, values, **self._native_arrays(context), factors=factors, chunk=self.chunk, threads=threads
+        )
+
+    def estimate_bytes(
+        self, number_format: NumberFormat, values: Bytes, context: CodingContext, stride: int, threads: int
+    ) -> float:
+        """Estimated bytes of `encode`, from every `stride`-th tile."""
+        model = self._native_model(number_format)
+        factors = self._fit_factors(model, values, context)
+        bits = _native.estimate_bits(
+            model, values, **self._native_arrays(context), factors=factors, stride=stride, threads=threads
+        )
+        return bits / 8
+
+    def decode(
+        self, number_format: NumberFormat, side: Bytes, codes: Bytes, out: Bytes, context: CodingContext, threads: int
+    ) -> None:
+        """Fill `out`; raises the native core's `Corrupt` and `Truncated`."""
+        _native.decode(
+            self._native_model(number_format),
+            side,
+            codes,
+            out,
+            **self._native_arrays(context),
+            shapes=context.shapes if self.factors else None,
+            chunk=self.chunk,
+            threads=threads,
+        )
+
+    def decode_chunks(
+        self,
+        number_format: NumberFormat,
+        side: Bytes,
+        codes: Bytes,
+        out: Bytes,
+        context: CodingContext,
+        count: int,
+        first_chunk: int,
+        threads: int,
+    ) -> None:
+        """As `decode`, of the chunks from `first_chunk` on that fill `out`.
+
+        Args:
+            side: of the whole run.
+            codes: of these chunks alone.
+            context: of these chunks alone, but for `shapes`, which are those of the whole.
+            count: of numbers in the whole run.
+        """
+        _native.decode_chunks(
+            self._native_model(number_format),
+            side,
+            codes,
+            out,
+            count,
+            first_chunk,
+            **self._native_arrays(context),
+            shapes=context.shapes if self.factors else None,
+            chunk=self.chunk,
+            threads=threads,
+        )
+
+    def with_chunk(self, chunk: int) -> CoderConfig:
+        return replace(self, chunk=chunk)
+
+    def _fit_factors(self, model: _native.Model, values: Bytes, context: CodingContext) -> _native.Factors | None:
+        if self.factors and self.fine not in context.factor_cache:
+            context.factor_cache[self.fine] = _native.fit_factors(model, values, context.shapes or [])
+        return context.factor_cache[self.fine] if self.factors else None
+
+    def _check_lossless(self, number_format: NumberFormat, values: Bytes) -> None:
+        """The last line of defence of "lossless": a scheme's mistake must not become a checkpoint."""
+        if self.shift == 0 and (self.sign or self.tokens != "level"):
+            return
+        union = int(np.bitwise_or.reduce(values.view(f"u{number_format.itemsize}")))
+        if union & ((1 << self.shift) - 1) or (not self.sign and union >> (number_format.width - 1)):
+            raise ValueError("a run that drops bits which some number has")
+
+    def _native_model(self, number_format: NumberFormat) -> _native.Model:
+        model = _native.Model()
+        try:
+            model.tokens = Tokens[self.tokens.upper()]
+            model.predictor = Predictor["BASE" if self.predictor == "tap" else self.predictor.upper()]
+            model.companion = Companion[self.companion.upper()]
+        except KeyError as unknown:
+            raise ValueError(f"a run names {unknown}, which this release does not know") from None
+        model.width, model.mantissa = number_format.width, number_format.mantissa
+        model.fine, model.shift, model.has_sign = self.fine, self.shift, self.sign
+        model.bias, model.top = self.bias, self.top
+        if self.parameters:
+            model.parameters = list(self.parameters)
+        return model
+
+    def _native_arrays(self, context: CodingContext) -> dict[str, Bytes | None]:
+        predicted = self.predictor in ("adam", "square")
+        with_moments = self.moments or predicted or self.companion == "moment1"
+        return {
+            "base": context.base if self.predictor != "none" or self.companion == "base" else None,
+            "moment1": context.moment1 if with_moments else None,
+            "moment2": context.moment2 if with_moments else None,
+            "moment1_base": context.moment1_base if self.predictor == "square" else None,
+            "hint": context.hint,
+        }
+
+
+def default_threads(threads: int | None) -> int:
+    """`threads`, or one for every core this process may use."""
+    if threads is not None:
+        return max(1, threads)
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

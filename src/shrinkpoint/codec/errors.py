@@ -1,0 +1,31 @@
+"""What bytes may raise while they are decoded, as errors of our tree."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shrinkpoint import _native
+from shrinkpoint.errors import CorruptError, ShrinkpointError, TruncatedError
+from shrinkpoint.guard import read_guard
+
+_ADVICE = "restore an older checkpoint; `shrinkpoint verify` names what else is hit"
+
+
+@contextmanager
+def decode_errors(where: str) -> Iterator[None]:
+    """Decode inside of it.
+
+    Raises:
+        CorruptError, TruncatedError: the bytes are at fault; `where` says whose they are.
+    """
+    with read_guard(where):
+        try:
+            yield
+        except ShrinkpointError:
+            raise
+        except _native.Truncated as error:
+            raise TruncatedError(where, found=str(error), do=_ADVICE) from error
+        except (_native.Corrupt, ValueError, LookupError, struct.error) as error:  # which say what is wrong
+            raise CorruptError(where, found=str(error), do=_ADVICE) from error

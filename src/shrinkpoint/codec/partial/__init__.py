@@ -1,0 +1,1 @@
+"""Decodes parts of records: only the chunks that hold the requested values are fetched and decoded."""

@@ -1,0 +1,1 @@
+"""Compressors: what becomes of a tensor on the wire."""

@@ -1,0 +1,177 @@
+"""Ascending flat positions as bytes: of a size that follows from how many there are among how many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shrinkpoint import _native
+from shrinkpoint.errors import MismatchError
+from shrinkpoint.tensors.dtypes import tensor_bytes
+
+IndexForm = Literal["all", "bitmap", "packed", "split"]
+
+
+@dataclass(frozen=True)
+class IndexCode:
+    """How k of n places are written.
+
+    * all: k is n; nothing is written.
+    * bitmap: a bit for each of the n places.
+    * packed: `width` bits for each position.
+    * split (P. Elias 1974, R. M. Fano 1971): the lower `width` bits of each position, packed; then a bitmap of
+      `k + ((n - 1) >> width)` bits, in which bit `(p >> width) + i` is set for the i-th position p.
+
+    Fields of bits are written from the low bits up and without gaps; each of the two parts of "split" is filled up with
+    zero bits to whole bytes.
+
+    Bits for each of k positions, n = 65536, where an index of int32 takes 32:
+
+    ====== ======= ====== =====
+    share  form    width  bits
+    ====== ======= ====== =====
+    50 %   bitmap         2.00
+    30 %   bitmap         3.33
+    20 %   split   2      4.25
+    10 %   split   3      5.25
+    5 %    split   4      6.25
+    2 %    split   5      7.57
+    ====== ======= ====== =====
+
+    Attributes:
+        size: bytes.
+    """
+
+    form: IndexForm
+    n: int
+    k: int
+    width: int
+    size: int
+
+    @property
+    def low_bytes(self) -> int:
+        """Of the first part of "split"."""
+        return _bytes_for(self.k * self.width)
+
+    def encode(self, indices: Tensor) -> Tensor:
+        """The bytes of k positions below n: int64, 1-d, ascending, each once."""
+        if indices.device.type != "cpu":
+            return self.encode_torch(indices)
+        out = torch.empty(self.size, dtype=torch.uint8)
+        if not _native.indices_encode(self.form, self.n, self.width, tensor_bytes(indices), tensor_bytes(out)):
+            raise self.mismatch_error()
+        return out
+
+    def decode(self, code: Tensor) -> Tensor:
+        """The positions: int64, 1-d, ascending, on the device of the bytes.
+
+        Raises:
+            MismatchError: the bytes are not those of k positions below n in ascending order.
+        """
+        if code.numel() != self.size:
+            raise self.mismatch_error(f"{code.numel()} bytes")
+        if code.device.type != "cpu":
+            return self.decode_torch(code)
+        out = torch.empty(self.k, dtype=torch.int64)
+        if not _native.indices_decode(self.form, self.n, self.width, tensor_bytes(code), tensor_bytes(out)):
+            raise self.mismatch_error()
+        return out
+
+    def mismatch_error(self, problem: str = "bytes that say something else") -> MismatchError:
+        """What to raise where they are not these positions."""
+        expected = f"{self.k} ascending positions below {self.n}, in {self.size} bytes"
+        do = "give both ends the same operator, shape and dtype, and look for damage on the way"
+        return MismatchError("places of a message", found=problem, expected=expected, do=do)
+
+    def encode_torch(self, indices: Tensor) -> Tensor:
+        """`encode` on any device."""
+        if self.form == "all":
+            return indices.new_empty(0, dtype=torch.uint8)
+        if self.form == "packed":
+            return _pack_fields(indices, self.width)
+        if self.form == "bitmap":
+            return _make_bitmap(indices, self.n)
+        high = (indices >> self.width) + torch.arange(self.k, device=indices.device)
+        return torch.cat([_pack_fields(indices, self.width), _make_bitmap(high, self.k + ((self.n - 1) >> self.width))])
+
+    def decode_torch(self, code: Tensor) -> Tensor:
+        """`decode` on any device."""
+        places = _READERS[self.form](self, code)
+        ordered = places.numel() == self.k and bool((places[1:] > places[:-1]).all())
+        if not ordered or (self.k and int(places[-1]) >= self.n):
+            raise self.mismatch_error()
+        return places
+
+
+@lru_cache(maxsize=4096)
+def index_code(n: int, k: int) -> IndexCode:
+    """The shortest code of k of n places; of equally short ones the first, in the order of `Form`, then of width."""
+    if k == n:
+        return IndexCode("all", n, k, 0, 0)
+    full = max(1, (n - 1).bit_length())
+    found = [IndexCode("bitmap", n, k, 1, _bytes_for(n)), IndexCode("packed", n, k, full, _bytes_for(k * full))]
+    for width in range(1, full):
+        size = _bytes_for(k * width) + _bytes_for(k + ((n - 1) >> width))
+        found.append(IndexCode("split", n, k, width, size))
+    return min(found, key=lambda code: code.size)
+
+
+def _bytes_for(bits: int) -> int:
+    return (bits + 7) // 8
+
+
+def _read_all(code: IndexCode, data: Tensor) -> Tensor:
+    return torch.arange(code.k, device=data.device)
+
+
+def _read_bitmap(code: IndexCode, data: Tensor) -> Tensor:
+    return _unpack_bits(data).nonzero().flatten()
+
+
+def _read_packed(code: IndexCode, data: Tensor) -> Tensor:
+    fields = _unpack_bits(data)[: code.k * code.width].view(code.k, code.width).to(torch.int64)
+    return (fields << torch.arange(code.width, device=data.device)).sum(1)
+
+
+def _read_split(code: IndexCode, data: Tensor) -> Tensor:
+    high = _read_bitmap(code, data[code.low_bytes :])
+    if high.numel() != code.k:
+        return high
+    high = high - torch.arange(code.k, device=data.device)
+    return (high << code.width) | _read_packed(code, data[: code.low_bytes])
+
+
+_READERS: dict[IndexForm, Callable[[IndexCode, Tensor], Tensor]] = {
+    "all": _read_all,
+    "bitmap": _read_bitmap,
+    "packed": _read_packed,
+    "split": _read_split,
+}
+
+
+def _unpack_bits(data: Tensor) -> Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
+    return ((data[:, None] >> shifts) & 1).flatten()
+
+
+def _pack_bits(bits: Tensor) -> Tensor:
+    """Whole bytes of as many uint8 as bits; these are 0 or 1."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (bits.view(-1, 8) << shifts).sum(1, dtype=torch.uint8)
+
+
+def _make_bitmap(indices: Tensor, n: int) -> Tensor:
+    bits = torch.zeros(8 * _bytes_for(n), dtype=torch.uint8, device=indices.device)
+    return _pack_bits(bits.index_fill_(0, indices, 1))
+
+
+def _pack_fields(fields: Tensor, width: int) -> Tensor:
+    bits = torch.zeros(8 * _bytes_for(fields.numel() * width), dtype=torch.uint8, device=fields.device)
+    shifts = torch.arange(width, device=fields.device)
+    bits[: fields.numel() * width] = ((fields[:, None] >> shifts) & 1).flatten().to(torch.uint8)
+    return _pack_bits(bits)

@@ -1,0 +1,1 @@
+"""Compressed transfers between the stages of a torch pipeline."""

@@ -1,0 +1,527 @@
+"""Directories of torch.distributed.checkpoint as nested states, read without running anything that is in them.
+
+The `.metadata` file is a pickle of a few plain classes. Here each of their names stands for an inert stub, any other
+name is refused, and the result is validated before it is used."""
+
+from __future__ import annotations
+
+import io
+import math
+import mmap
+import pickle
+import pickletools
+import reprlib
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from shrinkpoint.convert import torch_file
+from shrinkpoint.convert.part import Part, read_bytes, read_error, safe_join, write_error
+from shrinkpoint.errors import CorruptError, NotFoundError, PolicyError, ShrinkpointError, TruncatedError
+from shrinkpoint.tensors.dtypes import DTYPE_NAMES, empty
+
+MAX_METADATA_BYTES = 1 << 30
+"""Bytes of the largest `.metadata` that is read."""
+
+NestPath = tuple[Any, ...]
+
+_MAX_PATH_KEYS = 128
+"""Keys of the longest path in a nest."""
+
+
+@dataclass(frozen=True)
+class StorageEntry:
+    """Where bytes lie: `length` of them in `file`, from `offset` on."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class TensorChunk:
+    """A box of a tensor, and the entry that holds it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    entry: StorageEntry
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor in chunks."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[TensorChunk, ...]
+
+
+@dataclass(frozen=True)
+class ParsedMetadata:
+    """What a directory holds, by the names that DCP gives it.
+
+    Attributes:
+        items: tensors, and plain values (their entry).
+        paths: where in the nest each stands; a name that is missing stands at the top.
+    """
+
+    items: Mapping[str, TensorEntry | StorageEntry]
+    paths: Mapping[str, NestPath]
+
+
+class Stub:
+    """Stands for a class of DCP: takes whatever state a pickle gives it."""
+
+    state: Any = None  # pickles make objects without calling __init__
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def get(self, name: str) -> Any:
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+
+class StubIndex(Stub):
+    """MetadataIndex: a key of `storage_data`, so it must have its state before it is hashed, as pickles write it."""
+
+    def __hash__(self) -> int:
+        name = self.get("fqn")
+        return hash(name) if type(name) is str else 0
+
+
+class StubTensorMetadata(Stub):
+    """TensorStorageMetadata."""
+
+
+class StubBytesMetadata(Stub):
+    """BytesStorageMetadata."""
+
+
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_SHARDED_MODULE = "torch.distributed._shard.sharded_tensor.metadata"
+_STUB_CLASSES: dict[tuple[str, str], Callable[..., Any]] = {
+    (_METADATA_MODULE, "Metadata"): Stub,
+    (_METADATA_MODULE, "MetadataIndex"): StubIndex,
+    (_METADATA_MODULE, "TensorStorageMetadata"): StubTensorMetadata,
+    (_METADATA_MODULE, "BytesStorageMetadata"): StubBytesMetadata,
+    (_METADATA_MODULE, "ChunkStorageMetadata"): Stub,
+    (_METADATA_MODULE, "StorageMeta"): Stub,
+    (_METADATA_MODULE, "TensorProperties"): Stub,
+    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): Stub,
+    (_SHARDED_MODULE, "TensorProperties"): Stub,
+    (_SHARDED_MODULE, "MEM_FORMAT_ENCODING"): Stub,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Stub,
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): Stub,
+    ("torch.serialization", "_get_layout"): Stub,
+    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): dict,
+    ("pathlib", "PosixPath"): Stub,
+    ("pathlib", "WindowsPath"): Stub,
+    ("pathlib._local", "PosixPath"): Stub,
+    ("pathlib._local", "WindowsPath"): Stub,
+}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
+_OPCODES = frozenset(
+    {
+        "PROTO",
+        "FRAME",
+        "STOP",
+        "MARK",
+        "POP",
+        "POP_MARK",
+        "MEMOIZE",
+        "NONE",
+        "NEWTRUE",
+        "NEWFALSE",
+        "INT",
+        "LONG",
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG1",
+        "LONG4",
+        "FLOAT",
+        "BINFLOAT",
+        "UNICODE",
+        "BINUNICODE",
+        "BINUNICODE8",
+        "SHORT_BINUNICODE",
+        "EMPTY_DICT",
+        "EMPTY_LIST",
+        "EMPTY_TUPLE",
+        "DICT",
+        "LIST",
+        "TUPLE",
+        "TUPLE1",
+        "TUPLE2",
+        "TUPLE3",
+        "APPEND",
+        "APPENDS",
+        "SETITEM",
+        "SETITEMS",
+        "GLOBAL",
+        "STACK_GLOBAL",
+        "REDUCE",
+        "NEWOBJ",
+        "BUILD",
+        "GET",
+        "BINGET",
+        "LONG_BINGET",
+        "PUT",
+        "BINPUT",
+        "LONG_BINPUT",
+    }
+)
+
+
+class _StubUnpickler(pickle.Unpickler):
+    """One that knows the classes of DCP, as inert ones, and the dtypes of torch; and no other name."""
+
+    def __init__(self, data: bytes, where: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self._where = where
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        if (module, name) not in _STUB_CLASSES:
+            found = f"a pickle that needs {module}.{name}, which would be run to read it"
+            _raise_corrupt(self._where, found, "the classes of torch.distributed.checkpoint, and no others")
+        return _STUB_CLASSES[module, name]
+
+
+def parse_metadata(data: bytes, where: str) -> ParsedMetadata:
+    """Read a `.metadata`.
+
+    Raises:
+        CorruptError: it needs a class that DCP does not write, is damaged, or contradicts itself.
+    """
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            if opcode.name not in _OPCODES or ("PUT" in opcode.name and int(argument or 0) > len(data)):
+                _raise_corrupt(
+                    where, f"the opcode {opcode.name} {argument!r:.40}", "what pickling DCP's metadata writes"
+                )
+        return _Validator(_StubUnpickler(data, where).load(), where).validate()
+    except CorruptError:
+        raise
+    except Exception as error:  # pickle raises whatever comes
+        _raise_corrupt(
+            where, f"a pickle that cannot be read ({type(error).__name__}: {error!s:.120})", "DCP's metadata", error
+        )
+
+
+class _Validator:
+    """The plain classes as a plan; nothing in them is believed."""
+
+    def __init__(self, metadata: Any, where: str) -> None:
+        self._where, self._metadata = where, metadata
+
+    def validate(self) -> ParsedMetadata:
+        names = self._dict("state_dict_metadata")
+        stored = {
+            self._index_key(index): self._storage_entry(info) for index, info in self._dict("storage_data").items()
+        }
+        items = {self._check_name(name): self._check_item(name, said, stored) for name, said in names.items()}
+        return ParsedMetadata(items, self._nest_paths(items))
+
+    def _dict(self, name: str) -> dict[Any, Any]:
+        found = self._metadata.get(name) if isinstance(self._metadata, Stub) else None
+        if not isinstance(found, dict):
+            self._reject(f"no {name}", "a checkpoint of torch.distributed.checkpoint")
+        return found
+
+    def _check_name(self, name: Any) -> str:
+        if type(name) is not str:
+            self._reject(f"the name {_short_repr(name)}", "text")
+        return name
+
+    def _index_key(self, index: Any) -> tuple[str, Any]:
+        if not isinstance(index, StubIndex):
+            self._reject(f"the index {_short_repr(index)}", "a MetadataIndex")
+        offset = index.get("offset")
+        return self._check_name(index.get("fqn")), None if offset is None else self._check_sizes(offset)
+
+    def _storage_entry(self, info: Any) -> StorageEntry:
+        found = [info.get(name) for name in ("relative_path", "offset", "length")] if isinstance(info, Stub) else []
+        if len(found) != 3 or type(found[0]) is not str or not all(_is_count(value) for value in found[1:]):
+            self._reject(f"the place {_short_repr(found)}", "a file, an offset and a length")
+        if info.get("transform_descriptors"):
+            do = "load it with torch.distributed.checkpoint and save it again without the extension"
+            found_ = f"entries that went through {_short_repr(info.get('transform_descriptors'))}"
+            raise CorruptError(self._where, found=found_, expected="entries as torch.save writes them", do=do)
+        return StorageEntry(*found)
+
+    def _check_item(
+        self, name: str, item_metadata: Any, entries: Mapping[tuple[str, Any], StorageEntry]
+    ) -> TensorEntry | StorageEntry:
+        if isinstance(item_metadata, StubBytesMetadata):
+            return self._find_entry(name, None, entries)
+        if not isinstance(item_metadata, StubTensorMetadata):
+            self._reject(f"{name!r:.80} is a {type(item_metadata).__name__}", "a tensor or bytes")
+        properties, shape = item_metadata.get("properties"), self._check_sizes(item_metadata.get("size"))
+        state = properties.state if isinstance(properties, Stub) else None
+        dtype = state[0] if isinstance(state, tuple) and state else None
+        if not isinstance(dtype, torch.dtype):
+            self._reject(f"{name!r:.80} of dtype {_short_repr(dtype)}", "a dtype of torch")
+        chunks = item_metadata.get("chunks")
+        if not isinstance(chunks, list) or not all(isinstance(chunk, Stub) for chunk in chunks):
+            self._reject(f"{name!r:.80} without chunks", "its chunks")
+        boxes = [(self._check_sizes(chunk.get("offsets")), self._check_sizes(chunk.get("sizes"))) for chunk in chunks]
+        whole = TensorEntry(
+            dtype, shape, tuple(TensorChunk(a, b, self._find_entry(name, a, entries)) for a, b in boxes)
+        )
+        self._check_coverage(name, whole)
+        return whole
+
+    def _find_entry(self, name: str, offset: Any, entries: Mapping[tuple[str, Any], StorageEntry]) -> StorageEntry:
+        entry = entries.get((name, offset))
+        if entry is None:
+            self._reject(f"no place for {name!r:.80} at {offset}", "one for every chunk")
+        return entry
+
+    def _check_coverage(self, name: str, tensor: TensorEntry) -> None:
+        """Chunks must cover the tensor once, and its size must not be more than their files can hold."""
+        count = math.prod(tensor.shape)
+        inside = all(
+            len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape)
+            and all(a + b <= size for a, b, size in zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True))
+            for chunk in tensor.chunks
+        )
+        chunks = [chunk for chunk in tensor.chunks if math.prod(chunk.sizes)]
+        if not inside or sum(math.prod(chunk.sizes) for chunk in chunks) != count or _any_overlap(chunks):
+            self._reject(f"{name!r:.80} in chunks that do not make up {list(tensor.shape)}", "each value once")
+        if count * tensor.dtype.itemsize > sum(chunk.entry.length for chunk in chunks):
+            self._reject(f"{name!r:.80} of {count} values in fewer bytes", "room for each")
+
+    def _nest_paths(self, items: Mapping[str, Any]) -> Mapping[str, NestPath]:
+        given = self._metadata.get("planner_data")
+        paths = given if isinstance(given, dict) else {}
+        out: dict[str, NestPath] = {}
+        for name in items:
+            path = paths.get(name, (name,))
+            if (
+                not isinstance(path, tuple)
+                or not 0 < len(path) <= _MAX_PATH_KEYS
+                or not all(type(key) in (str, int) for key in path)
+            ):
+                self._reject(f"the place {_short_repr(path)} of {name!r:.80} in the nest", "keys and indices")
+            out[name] = path
+        return out
+
+    def _check_sizes(self, value: Any) -> tuple[int, ...]:
+        if not isinstance(value, tuple) or not all(_is_count(size) for size in value) or len(value) > 64:
+            self._reject(f"the sizes {_short_repr(value)}", "counts")
+        return value
+
+    def _reject(self, found: str, expected: str) -> NoReturn:
+        _raise_corrupt(self._where, found, expected)
+
+
+def _any_overlap(chunks: list[TensorChunk]) -> bool:
+    """Whether two boxes overlap. Boxes are sorted along their first axis, so that few pairs are looked at."""
+    boxes = sorted((chunk.offsets, chunk.sizes) for chunk in chunks)
+    for at, (offsets, sizes) in enumerate(boxes):
+        for others, lengths in boxes[at + 1 :]:
+            if offsets and others[0] >= offsets[0] + sizes[0]:
+                break
+            if all(a < b + n and b < a + m for a, m, b, n in zip(offsets, sizes, others, lengths, strict=True)):
+                return True
+    return False
+
+
+def _short_repr(value: Any) -> str:
+    """What a pickle made, in a few words: it may be a nest that is small in memory and endless when it is printed."""
+    return f"{reprlib.repr(value):.80}"
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _raise_corrupt(where: str, found: str, expected: str, cause: Exception | None = None) -> NoReturn:
+    do = "do not use this directory, or fetch it again"
+    raise CorruptError(where, found=found, expected=expected, do=do) from cause
+
+
+METADATA_FILE = ".metadata"
+
+
+def read_metadata(directory: Path) -> ParsedMetadata:
+    """What a directory holds, from its metadata alone.
+
+    Raises:
+        CorruptError: the metadata needs what DCP does not write, or contradicts itself.
+        StorageError: reading failed.
+    """
+    path = directory / METADATA_FILE
+    if path.stat().st_size > MAX_METADATA_BYTES:
+        found = f"{path.stat().st_size} bytes of metadata"
+        raise CorruptError(
+            str(path), found=found, expected=f"at most {MAX_METADATA_BYTES}", do="save it in several directories"
+        )
+    return parse_metadata(read_bytes(path), str(path))
+
+
+def data_files(directory: Path, metadata: ParsedMetadata) -> list[Path]:
+    """The files in which a directory keeps its items."""
+    entries = [entry for item in metadata.items.values() for entry in _entries(item)]
+    return [
+        safe_join(directory, name, str(directory / METADATA_FILE)) for name in sorted({entry.file for entry in entries})
+    ]
+
+
+def read(directory: Path, metadata: ParsedMetadata) -> Part:
+    """Every tensor whole, and every plain value, nested as they were saved.
+
+    Raises:
+        NotFoundError: a file is missing.
+        TruncatedError, CorruptError: a file is shorter than the metadata says, or holds something else.
+        StateError: a plain value is neither a tensor nor plain. Nothing of it has been run.
+    """
+    with _MappedFiles(directory) as opened:
+        values = {name: _read_item(name, item, opened) for name, item in metadata.items.items()}
+    return Part("dcp", _build_nest(values, metadata.paths, str(directory)))
+
+
+def write(directory: Path, content: Any) -> None:
+    """`dcp.save` in one process.
+
+    Raises:
+        PolicyError: DCP cannot save it.
+        StorageError: writing failed.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    if not isinstance(content, dict):
+        found, do = f"a state that is a {type(content).__name__}", "write a torch file"
+        raise PolicyError(str(directory), found=found, expected="a dict", do=do)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no process group is there
+        try:
+            dcp.save(content, checkpoint_id=directory, no_dist=True)  # type: ignore[attr-defined]
+        except CheckpointException as error:
+            raise _save_error(directory, next(iter(error.failures.values()))[0]) from error
+
+
+def _save_error(directory: Path, cause: BaseException) -> ShrinkpointError:
+    found = f"a state that DCP does not take ({type(cause).__name__}: {cause!s:.160})"
+    refused = PolicyError(str(directory), found=found, expected="names of their own", do="write a torch file")
+    return write_error(directory, cause) or refused
+
+
+class _MappedFiles:
+    """The files of a directory, each mapped once."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def __enter__(self) -> _MappedFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in self._maps.values():
+            one.close()
+
+    def read_entry(self, entry: StorageEntry) -> bytes:
+        where = safe_join(self._directory, entry.file, str(self._directory / METADATA_FILE))
+        if entry.file not in self._maps:
+            self._maps[entry.file] = _map_file(where)
+        data = self._maps[entry.file]
+        if entry.offset + entry.length > len(data):
+            expected = f"{entry.length} bytes from byte {entry.offset} on"
+            raise TruncatedError(
+                str(where), found=f"a file of {len(data)} bytes", expected=expected, do="fetch it again"
+            )
+        return data[entry.offset : entry.offset + entry.length]
+
+    def load_entry(self, name: str, entry: StorageEntry) -> Any:
+        return torch_file.load_plain(io.BytesIO(self.read_entry(entry)), f"{self._directory / entry.file}: {name}")
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        do = "fetch the missing file"
+        raise NotFoundError(
+            str(path), found="no such file", expected=f"one that {METADATA_FILE} names", do=do
+        ) from None
+    except ValueError as error:  # an empty file cannot be mapped
+        raise TruncatedError(str(path), found="an empty file", expected="entries", do="fetch it again") from error
+    except OSError as error:
+        raise read_error(path, error) from error
+
+
+def _entries(item: TensorEntry | StorageEntry) -> list[StorageEntry]:
+    return [chunk.entry for chunk in item.chunks] if isinstance(item, TensorEntry) else [item]
+
+
+def _read_item(name: str, item: TensorEntry | StorageEntry, mapped_files: _MappedFiles) -> Any:
+    if isinstance(item, StorageEntry):
+        return mapped_files.load_entry(name, item)
+    chunks = [chunk for chunk in item.chunks if 0 not in chunk.sizes]
+    if len(chunks) == 1:
+        return _read_chunk(name, chunks[0].sizes, item.dtype, chunks[0].entry, mapped_files)
+    whole = empty(item.shape, item.dtype)
+    for chunk in chunks:
+        box = tuple(slice(a, a + b) for a, b in zip(chunk.offsets, chunk.sizes, strict=True))
+        whole[box] = _read_chunk(name, chunk.sizes, item.dtype, chunk.entry, mapped_files)
+    return whole
+
+
+def _read_chunk(
+    name: str, sizes: tuple[int, ...], dtype: torch.dtype, entry: StorageEntry, mapped_files: _MappedFiles
+) -> torch.Tensor:
+    found = mapped_files.load_entry(name, entry)
+    if not isinstance(found, torch.Tensor) or tuple(found.shape) != sizes or found.dtype != dtype:
+        is_ = f"{found.dtype} of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+        where, expected = f"{entry.file}: {name}", f"{dtype} of shape {list(sizes)}"
+        raise CorruptError(where, found=is_, expected=expected, do="fetch it again")
+    return found.detach()
+
+
+def _build_nest(values: Mapping[str, Any], paths: Mapping[str, NestPath], where: str) -> dict[str, Any]:
+    """The values at their paths; an index of a list is an int in a path."""
+    root: dict[Any, Any] = {}
+    leaves = {id(value) for value in values.values() if isinstance(value, dict)}
+    for name, value in values.items():
+        at = root
+        for key in paths[name][:-1]:
+            at = at.setdefault(key, {})
+            if not isinstance(at, dict) or id(at) in leaves:
+                raise _collision_error(where, name)
+        if paths[name][-1] in at:
+            raise _collision_error(where, name)
+        at[paths[name][-1]] = value
+    made: dict[str, Any] = _dicts_to_lists(root, leaves, where)
+    return made
+
+
+def _dicts_to_lists(value: Any, leaves: set[int], where: str) -> Any:
+    """The nest with dicts under 0, 1, 2, ... as lists, but for dicts that are values themselves."""
+    if not isinstance(value, dict) or id(value) in leaves:
+        return value
+    items = {key: _dicts_to_lists(item, leaves, where) for key, item in value.items()}
+    numbers = [key for key in items if type(key) is int]
+    if not numbers:
+        return items
+    if sorted(numbers) != list(range(len(items))):
+        found = f"a list with the indices {numbers!r:.80}"
+        raise CorruptError(where, found=found, expected="all from 0 on", do="fetch it again")
+    return [items[index] for index in range(len(items))]
+
+
+def _collision_error(where: str, name: str) -> CorruptError:
+    found, expected = f"{name!r:.80} at a place of the nest that is taken", "a place of its own"
+    return CorruptError(where, found=found, expected=expected, do="fetch it again")

@@ -1,0 +1,83 @@
+"""A storage that keeps headers only: measures what a conversion would take without writing a byte to disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shrinkpoint.errors import TruncatedError
+from shrinkpoint.storage import MemoryStorage, Sink, Source, check_key
+from shrinkpoint.storage.base import Buffer
+
+
+class HeaderOnlySource(Source):
+    """A file of which only the beginning is known, and how long it would be."""
+
+    def __init__(self, header: bytes, size: int, where: str) -> None:
+        self._header, self._size, self._where = header, size, where
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def read(self, offset: int, length: int) -> bytes:
+        if offset + length > len(self._header):
+            expected = "to be asked for no more than the header"
+            raise TruncatedError(self._where, found="a file that was only weighed", expected=expected)
+        return self._header[offset : offset + length]
+
+    def close(self) -> None:
+        pass
+
+
+class SizingSink(Sink):
+    """Counts bytes; keeps what is written from the first byte on, which is the header of a file in the end."""
+
+    def __init__(self) -> None:
+        self.header, self.size, self._position = b"", 0, 0
+
+    def write(self, data: Buffer) -> None:
+        length = memoryview(data).nbytes
+        if self._position == 0:
+            self.header = bytes(data)
+        self._position += length
+        self.size = max(self.size, self._position)
+
+    def seek(self, offset: int) -> None:
+        self._position = offset
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, length: int) -> bytes:
+        """Zeros: whoever moves a payload to make room for its header gets as many bytes as there were."""
+        length = min(length, self.size - self._position)
+        self._position += length
+        return bytes(length)
+
+
+class SizingStorage(MemoryStorage):
+    """Writes are counted, small objects are kept; payloads cannot be read again."""
+
+    keeps_payloads = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sinks: dict[str, SizingSink] = {}
+
+    @contextmanager
+    def create(self, key: str) -> Iterator[SizingSink]:  # type: ignore[override]
+        sink = SizingSink()
+        yield sink
+        self._sinks[check_key(key)] = sink
+        self.put(key, b"")
+
+    def open(self, key: str) -> HeaderOnlySource:  # type: ignore[override]
+        data = self.get(key)
+        sink = self._sinks.get(key)
+        return HeaderOnlySource(data, len(data), key) if sink is None else HeaderOnlySource(sink.header, sink.size, key)
+
+    def link(self, source: str, target: str) -> bool:
+        if source in self._sinks:
+            self._sinks[target] = self._sinks[source]
+        return super().link(source, target)

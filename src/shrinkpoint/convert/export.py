@@ -1,0 +1,181 @@
+"""Exports checkpoints of ours in the formats that others read."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shrinkpoint.convert import dcp, directory, safetensors_file, torch_file
+from shrinkpoint.convert.part import TENSOR_SUFFIXES
+from shrinkpoint.convert.source import STATE_KEY, origin_info
+from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError
+from shrinkpoint.storage import storage_error
+from shrinkpoint.tensors.leaves import as_tensor, is_array, named_leaves
+
+_SUFFIXES = {"torch": ".pt", "safetensors": ".safetensors"}
+FORMS = ("original", "torch", "safetensors", "dcp")
+
+
+def target_form(state: Any, requested_form: str, where: str) -> dict[str, Any]:
+    """How a state is to be written: its form and the facts that go with it.
+
+    Args:
+        requested_form: one of FORMS; "original" is what it was before it was converted.
+
+    Raises:
+        PolicyError: it never was anything else.
+    """
+    said = origin_info(state)
+    if requested_form == "original":
+        if said is None:
+            expected, do = "a converted checkpoint, which knows what it was", "say --to torch, safetensors or dcp"
+            raise PolicyError(where, found="a checkpoint that was not converted", expected=expected, do=do)
+        return said
+    if said is not None and said["form"] == requested_form:
+        return said
+    return {"form": requested_form, "name": "" if said is None else said["name"]}
+
+
+def unique_name(name: str, step: int, form: str, used_names: Collection[str]) -> str:
+    """The name of one of several: its old one, unless another one has it, on a disk that takes A for a, too.
+
+    Args:
+        form: what was asked for.
+        used_names: names in lower case.
+
+    >>> unique_name("v1.0-step=10.ckpt", 10, "torch", ()), unique_name("v1.0-step=10.ckpt", 10, "dcp", ())
+    ('v1.0-step=10.pt', 'v1.0-step=10')
+    >>> unique_name("Last.pt", 20, "original", {"last.pt"})
+    'Last-step-20.pt'
+    """
+    end = next((end for end in TENSOR_SUFFIXES if name.endswith(end)), "")
+    stem = name.removesuffix(end) or f"step-{step}"
+    end = end if form == "original" else _SUFFIXES.get(form, "")
+    while f"{stem}{end}".casefold() in used_names:
+        stem += f"-step-{step}"
+    return f"{stem}{end}"
+
+
+def content_of(state: Any) -> Any:
+    """What was in a checkpoint, without what it was."""
+    return state if origin_info(state) is None else state[STATE_KEY]
+
+
+def write_checkpoint(out: Path, state: Any, description: Mapping[str, Any]) -> int:
+    """Write `out`, a file or a directory, all or nothing; what was there is replaced by what has the same names.
+
+    Returns:
+        how many plain values were left out, which safetensors cannot hold.
+
+    Raises:
+        PolicyError: the form cannot hold it; there are other files at `out`, or a directory in the place of a file.
+        CorruptError: it says of itself what no release writes, or names files outside of `out`.
+        StorageError: writing failed.
+    """
+    try:
+        return _write_form(out, state, description)
+    except (KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ShrinkpointError):
+            raise
+        found = f"a converted checkpoint that contradicts itself ({type(error).__name__}: {error!s:.80})"
+        raise CorruptError(str(out), found=found, expected="as convert writes it", do="say --to torch") from error
+
+
+def _write_form(out: Path, state: Any, description: Mapping[str, Any]) -> int:
+    form, content, left_out = description["form"], content_of(state), 0
+    facts = dict(description)
+    if form == "safetensors" and (origin_info(state) or {}).get("form") != "safetensors":
+        content, left_out = tensors_of(content)
+        facts["metadata"] = {"format": "pt"}
+    with _atomic_replace(out) as temporary:
+        if form in ("folder", "dcp"):
+            temporary.mkdir()
+        if form == "folder":
+            directory.write(temporary, content, facts)
+        elif form == "dcp":
+            dcp.write(temporary, content)
+        elif form == "safetensors":
+            safetensors_file.write(temporary, content, facts)
+        elif form == "torch":
+            torch_file.write(temporary, content)
+        else:
+            do = "use a newer release, or say --to torch"
+            raise CorruptError(str(out), found=f"the form {form!r:.40}", expected="a known one", do=do)
+    return left_out
+
+
+def reread(out: Path, description: Mapping[str, Any]) -> Any:
+    """What `write` wrote, read again."""
+    if description["form"] == "torch":
+        return torch_file.read(out).content
+    if description["form"] == "safetensors":
+        return safetensors_file.read(out).content
+    return directory.read(out, opaque=True).content
+
+
+def tensors_of(content: Any) -> tuple[dict[str, torch.Tensor], int]:
+    """All tensors and arrays of a nest by their names in it, and how many other leaves there are."""
+    if isinstance(content, dict) and all(isinstance(value, torch.Tensor) for value in content.values()):
+        return dict(content), 0
+    leaves = named_leaves(content)
+    tensors = {name: as_tensor(leaf) for name, leaf in leaves.items() if is_array(leaf)}
+    return tensors, len(leaves) - len(tensors)
+
+
+@contextmanager
+def _atomic_replace(out: Path) -> Iterator[Path]:
+    """A temporary name beside `out`, renamed when the block ends well."""
+    if out.name in ("", ".."):
+        raise PolicyError(str(out), found="a directory that is in use", expected="a new name", do="name a new one")
+    temporary, old = (out.with_name(f".{out.name}.{secrets.token_hex(4)}.{end}") for end in ("tmp", "old"))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        _check_no_loss(out, temporary)
+        for path in [*temporary.rglob("*"), temporary] if temporary.is_dir() else [temporary]:
+            _fsync(path)
+        if out.is_dir():
+            out.rename(old)
+        temporary.replace(out)
+        _fsync(out.parent)
+    except OSError as error:
+        if isinstance(error, ShrinkpointError):
+            raise
+        raise storage_error(str(out), "writing", error) from error
+    finally:
+        if old.is_dir():
+            shutil.rmtree(old, ignore_errors=True) if out.exists() else old.rename(out)
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
+
+
+def _check_no_loss(out: Path, replacement: Path) -> None:
+    """Raises `PolicyError` where files would go that nothing replaces: a directory is easily named by mistake."""
+    if not out.is_dir():
+        return
+    if not replacement.is_dir():
+        do = f"name a file, such as {out / 'checkpoint'}"
+        raise PolicyError(str(out), found="a directory", expected="the name of a file", do=do)
+    if out.is_symlink():
+        raise PolicyError(str(out), found="a link", expected="a new name", do="name another place")
+    for path in sorted(out.rglob("*")):
+        if not path.is_dir() and not (replacement / path.relative_to(out)).is_file():
+            expected, do = "no file that would be lost", "choose a new name, or remove it first"
+            raise PolicyError(str(out), found=f"another file there, {path.name}", expected=expected, do=do)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,99 @@
+"""safetensors files that others wrote."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from shrinkpoint.convert.part import Part, read_error
+from shrinkpoint.errors import CorruptError, FormatError, PolicyError, TruncatedError
+from shrinkpoint.storage import storage_error
+from shrinkpoint.store.directory import natural_key
+
+_OWN_KEY = "shrinkpoint"
+_OS_ERROR_PATTERN = re.compile(r"\(os error (\d{1,5})\)")
+
+
+def read(path: Path) -> Part:
+    """Its tensors by name, as views of the mapped file, and its metadata.
+
+    The order is that of the names, numbers taken as numbers: safetensors keeps none, and this is the nearest to that
+    of a model.
+
+    Raises:
+        FormatError: it is cut, or damaged, or no safetensors file.
+        StorageError: reading failed.
+    """
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            names = sorted(file.keys(), key=natural_key)
+            return Part("safetensors", {name: file.get_tensor(name) for name in names}, {"metadata": file.metadata()})
+    except OSError as error:
+        raise read_error(path, error) from error
+    except (SafetensorError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        raise _format_error(path, error) from error
+
+
+def metadata(path: Path) -> Mapping[str, str]:
+    """What the header says beside the tensors; nothing where it cannot be read."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return dict(file.metadata() or {})
+    except (OSError, SafetensorError, RuntimeError, ValueError):
+        return {}
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a safetensors file is one that this library wrote."""
+    return _OWN_KEY in metadata(path)
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor], info: Mapping[str, Any]) -> None:
+    """Raises `PolicyError` for what safetensors cannot hold."""
+    rows: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        if type(name) is not str or not isinstance(tensor, torch.Tensor):
+            found, do = f"{type(tensor).__name__} under the key {name!r:.80}", "write a torch file"
+            raise PolicyError(str(path), found=found, expected="tensors by name", do=do)
+        rows[name] = copy_if_shared(tensor, seen)
+    try:
+        save_file(rows, path, info.get("metadata"))
+    except OSError as error:
+        raise storage_error(str(path), "writing", error) from error
+    except (SafetensorError, RuntimeError, ValueError, TypeError, KeyError) as error:
+        number = _OS_ERROR_PATTERN.search(str(error))
+        if number:
+            refused = OSError(int(number[1]), os.strerror(int(number[1])))
+            raise storage_error(str(path), "writing", refused) from error
+        do = "write a torch file"
+        raise PolicyError(
+            str(path), found=f"a state that safetensors does not take ({error})", expected="its dtypes", do=do
+        ) from error
+
+
+def copy_if_shared(tensor: torch.Tensor, storage_pointers: set[int]) -> torch.Tensor:
+    """The tensor itself, contiguous, or a copy if its memory is not its own: safetensors does not share."""
+    tensor = tensor.detach()
+    storage = tensor.untyped_storage()
+    whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes and storage.data_ptr() not in storage_pointers
+    storage_pointers.add(storage.data_ptr())
+    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _format_error(path: Path, error: Exception) -> FormatError:
+    text = str(error)
+    do = "fetch it again"
+    if "incomplete" in text.lower() or path.stat().st_size < 8:
+        return TruncatedError(
+            str(path), found=f"a safetensors file that is cut ({text:.80})", expected="all of it", do=do
+        )
+    found = f"no safetensors file that can be read ({text:.160})"
+    return CorruptError(str(path), found=found, expected="a safetensors file", do=do)

@@ -1,0 +1,102 @@
+"""A model in several files, with an index that maps each tensor to its file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shrinkpoint.convert import safetensors_file, torch_file
+from shrinkpoint.convert.part import Part, read_bytes, safe_join
+from shrinkpoint.errors import CorruptError, NotFoundError, StateError
+
+INDEX_SUFFIX = ".index.json"
+_MAX_INDEX_BYTES = 64 << 20
+
+
+def is_index(path: Path) -> bool:
+    """By its name: `model.safetensors.index.json`, `pytorch_model.bin.index.json`."""
+    return path.name.endswith(INDEX_SUFFIX) and Path(path.name.removesuffix(INDEX_SUFFIX)).suffix in (
+        ".safetensors",
+        ".bin",
+    )
+
+
+def shard_files(path: Path) -> list[Path]:
+    """The files an index names, in order.
+
+    Raises:
+        CorruptError: it is no index, or names a file outside its directory.
+    """
+    return [safe_join(path.parent, name, str(path)) for name in sorted(set(_weight_map(path).values()))]
+
+
+def read(path: Path) -> Part:
+    """The tensors of all shards by name.
+
+    Args:
+        path: of the index.
+
+    Raises:
+        NotFoundError: a shard is missing.
+        CorruptError: index and shards contradict each other.
+        StateError, FormatError: a shard cannot be read.
+    """
+    wanted = _weight_map(path)
+    content: dict[str, Any] = {}
+    files: dict[str, Any] = {}
+    of = "safetensors" if path.name.endswith(".safetensors" + INDEX_SUFFIX) else "torch"
+    for shard in shard_files(path):
+        part = _read_shard(path, shard, of)
+        for name in part.content:
+            if name in content:
+                raise _index_error(path, f"the tensor {name!r:.120} in two shards", "each in one")
+        content.update(part.content)
+        files[shard.relative_to(path.parent).as_posix()] = {**part.info, "names": list(part.content)}
+    for name, shard_name in wanted.items():
+        if name not in files[shard_name]["names"]:
+            raise _index_error(path, f"no tensor {name!r:.120} in {shard_name}", "what the index says")
+    return Part("sharded", content, {"of": of, "files": files, "index": read_bytes(path)})
+
+
+def write(path: Path, content: dict[str, Any], info: dict[str, Any]) -> None:
+    """The shards and the index at `path`, as they were."""
+    for name, shard in info["files"].items():
+        target = safe_join(path.parent, name, str(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {key: content[key] for key in shard["names"]}
+        if info["of"] == "safetensors":
+            safetensors_file.write(target, tensors, shard)
+        else:
+            torch_file.write(target, tensors)
+    path.write_bytes(info["index"])
+
+
+def _read_shard(path: Path, shard: Path, form: str) -> Part:
+    if not shard.is_file():
+        do = "fetch the missing shard"
+        raise NotFoundError(str(shard), found="no such file", expected=f"a shard that {path.name} names", do=do)
+    if form == "safetensors":
+        return safetensors_file.read(shard)
+    part = torch_file.read(shard)
+    if type(part.content) is not dict or not all(type(name) is str for name in part.content):
+        found = f"a shard that holds {type(part.content).__name__}"
+        raise StateError(str(shard), found=found, expected="a dict of tensors by name", do="convert the shards alone")
+    return part
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    if path.stat().st_size > _MAX_INDEX_BYTES:
+        raise _index_error(path, f"{path.stat().st_size} bytes", f"an index of at most {_MAX_INDEX_BYTES}")
+    try:
+        document = json.loads(read_bytes(path))
+    except (ValueError, RecursionError) as error:
+        raise _index_error(path, f"no JSON ({error})", "an index") from error
+    found = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
+        raise _index_error(path, "no weight_map", "the file of each tensor, by its name")
+    return found
+
+
+def _index_error(path: Path, found: str, expected: str) -> CorruptError:
+    return CorruptError(str(path), found=found, expected=expected, do="fetch the directory again")

@@ -1,0 +1,84 @@
+"""A quantization plan for one state: codes are chosen, and applying them is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from shrinkpoint.codec.code_streams import CODERS
+from shrinkpoint.codec.lattice import LatticeTensor
+from shrinkpoint.codec.reference import QuantizedTensor, Reference
+from shrinkpoint.schemes import optimizer_state
+from shrinkpoint.schemes.base import QuantizedState
+from shrinkpoint.schemes.encode.records import RecordEncodingMixin
+from shrinkpoint.schemes.select import exact_reasons
+from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.info import JSON
+
+
+@dataclass(frozen=True)
+class QuantizationPlan(RecordEncodingMixin):
+    """The symbols of a state's weights are chosen; what is left is to apply and to code them.
+
+    Attributes:
+        id: of the scheme that chose.
+        quantized: of what is quantized, by name, on the CPU.
+        cast_sources: name of a narrower copy -> name of the weight it is a cast of.
+        optimizer: what is done with the moments.
+        coders: how codes may be coded.
+        loss: for the manifest: what was tried, measured and chosen.
+        values: of points, where they were computed already; on the CPU.
+        keyframe: as of `Kept`.
+        min_size: how many values and axes a weight has that is quantized; None: these are boxes of weights, of which no
+            single process can say why they stay exact.
+    """
+
+    id: str
+    quantized: Mapping[str, QuantizedTensor] = field(repr=False)
+    cast_sources: Mapping[str, str] = field(default_factory=dict)
+    optimizer: optimizer_state.Mode = "exact"
+    coders: Sequence[str] = CODERS
+    loss: JSON = None
+    values: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    keyframe: bool = False
+    min_size: tuple[int, int] | None = None
+
+    @torch.no_grad()
+    def quantize(self, state: FlatState, reference: Reference | None) -> QuantizedState:
+        """Put the chosen values in place; `state` is the state that was settled, or a copy. See `schemes.Scheme`."""
+        symbols = dict(self.quantized)
+        changed: dict[str, Tensor] = {}
+        if self.optimizer == "reset":
+            changed.update(optimizer_state.zeroed_moments(state))
+        elif self.optimizer == "lossy":
+            symbols.update((name, one.cpu()) for name, one in optimizer_state.quantize_moments(state))
+        for name, one in sorted(
+            symbols.items(), key=lambda item: isinstance(item[1], LatticeTensor) and bool(item[1].relative_to)
+        ):
+            made = self.values.get(name)
+            if made is None:
+                made = one.dequantize(state.tensors[name].dtype, _reference_values(one, name, changed, reference))
+            changed[name] = made
+        for name, source in self.cast_sources.items():
+            if source in changed:
+                changed[name] = changed[source].to(state.tensors[name].dtype)
+        tensors = {name: changed.get(name, tensor) for name, tensor in state.tensors.items()}
+        exact = {} if self.min_size is None else exact_reasons(state, changed, self._nonfinite, *self.min_size)
+        return QuantizedState(replace(state, tensors=tensors), symbols, self.loss, self.keyframe, exact)
+
+    @property
+    def _nonfinite(self) -> list[str]:
+        found = self.loss.get("left_out") if isinstance(self.loss, dict) else None
+        return found if isinstance(found, list) else []
+
+
+def _reference_values(
+    quantized_tensor: QuantizedTensor, name: str, changed: Mapping[str, Tensor], reference: Reference | None
+) -> Tensor | None:
+    """What else decides the values: the parent's, or those of another tensor, which come first."""
+    if isinstance(quantized_tensor, LatticeTensor):
+        return changed[quantized_tensor.relative_to] if quantized_tensor.relative_to else None
+    return reference.tensors[name] if quantized_tensor.residual and reference is not None else None

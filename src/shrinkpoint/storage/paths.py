@@ -1,0 +1,114 @@
+"""A user's path as one of a file system of this machine, and what stands at it.
+
+What is somewhere else is refused before anything happens; only regular files are opened: the reader of a pipe, a
+socket or a device would wait."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from pathlib import Path
+
+from shrinkpoint.errors import PolicyError
+
+_FILE_TYPES = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a symbolic link to nothing",
+    stat.S_IFREG: "a file",
+}
+
+
+def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
+    """A descriptor of a regular file; serves as an `opener`. It never waits for whoever else has the file.
+
+    Raises:
+        OSError: there is no such file, or it is something else.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+
+
+def is_regular(path: Path) -> bool:
+    """Whether a regular file has this very name; a symbolic link to one is none."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def what_is_at(path: Path) -> str:
+    """What a path names, for a message; of a symbolic link, what it leads to."""
+    for status in (path.stat, path.lstat):
+        try:
+            return _FILE_TYPES.get(stat.S_IFMT(status().st_mode), "no regular file")
+        except OSError:
+            continue
+    return "no such file"
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:[:/]")
+"""How URLs begin, also once pathlib has taken one of the slashes, and chains of fsspec; a drive has one letter."""
+_URL_SCHEMES = re.compile(
+    r"(^|/)(abfss?|adl|az|cos|dbfs|file|ftp|gcs|gdrive|gs|hdfs|hf|https?|memory|oci|oss|s3[an]?|scp|sftp|smb|ssh|wasbs?"
+    r"|webdav|webhdfs):/"
+)
+"""What no directory is called that somebody means, also below others: what was joined to a URL is one."""
+_DO = (
+    "save to a local or mounted directory, and copy what is to be kept elsewhere from there, such as with "
+    "`aws s3 sync` or `rclone`"
+)
+
+
+class PathTypeError(PolicyError, TypeError):
+    """What is no path at all."""
+
+
+def is_url(value: object) -> bool:
+    """Whether a path names something on another machine, or in memory: in that case pathlib would make a directory
+    that is called `s3:`.
+
+    >>> [is_url(text) for text in ("s3://bucket/run", "s3:/bucket/run", "gs::x", "C:/run", "runs/a:b", "./http/x")]
+    [True, True, True, False, False, False]
+    """
+    if not isinstance(value, str | os.PathLike):
+        return False
+    text = os.fspath(value)
+    return isinstance(text, str) and bool(_URL.match(text) or _URL_SCHEMES.search(text))
+
+
+def local_path(value: object, argument: str = "path", *, directory: bool = False) -> Path:
+    """A path as it was given, once it is known to be one of a file system of this machine.
+
+    Args:
+        argument: the argument, for messages.
+        directory: what stands there must be a directory, or nothing.
+
+    Raises:
+        PolicyError: a URL, an empty string, a file where a directory should be; also a TypeError where it is no path.
+    """
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str):
+        do = "pass a string or a pathlib.Path"
+        raise PathTypeError(argument, found=f"{value!r:.200}", expected="a path", do=do)
+    if is_url(text):
+        do = "leave `file://` away" if text.startswith("file:") else _DO
+        raise PolicyError(
+            argument, found=f"the URL {text!r}", expected="a path on a file system of this machine", do=do
+        )
+    if not text or "\0" in text:
+        raise PolicyError(argument, found=repr(text), expected="the name of a file or a directory", do="name one")
+    path = Path(text)
+    if directory and os.path.lexists(path) and not path.is_dir():
+        raise PolicyError(
+            argument, found=f"{text!r}, which is no directory", expected="a directory", do="name another one"
+        )
+    return path

@@ -1,0 +1,260 @@
+"""A checkpoint in a directory that somebody else names, lists and deletes: a framework's, with its own retention.
+
+::
+
+    rank-00000.safetensors       the payload, one a rank (rank-00000.2.safetensors where it is saved into again)
+    bases/<digest>.safetensors   a hard link to each file of the chains below
+    shrinkpoint.json             the manifest, written last: the checkpoint exists when this does
+    README.txt                   for people, and of no consequence: what reads this, where nothing else has that name
+
+Such a folder needs no other one: where what a delta would stand on is gone, or cannot be linked, it is a keyframe. It
+may be copied and moved. Files that are not ours may lie beside these: nothing happens to them. No torch here: `unfold`
+decodes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from shrinkpoint.container import FileReader
+from shrinkpoint.errors import ChainError, CorruptError, NotFoundError, ShrinkpointError, StorageError
+from shrinkpoint.storage import LocalStorage, Source, local_path
+from shrinkpoint.storage.base import RESERVED
+from shrinkpoint.store import layout
+from shrinkpoint.store.digest_json import utc_timestamp
+from shrinkpoint.store.manifest import MAX_DIRECTORY_MANIFEST_BYTES, DirectoryManifest, Payload
+from shrinkpoint.tensors.info import JSON
+
+T = TypeVar("T")
+MANIFEST = "shrinkpoint.json"
+README = "README.txt"
+_README = """\
+This directory is a compressed checkpoint, written by the Python package shrinkpoint.
+
+Programs that look for model.safetensors, pytorch_model.bin, optimizer.pt or a .ckpt file do not find them here.
+With the package, where DIRECTORY is this one:
+
+    shrinkpoint convert DIRECTORY OUT    the files that its framework would have written, for from_pretrained, a stock
+                                         Trainer, torch.load or torch.distributed.checkpoint
+    shrinkpoint show DIRECTORY           what is in it
+    shrinkpoint verify DIRECTORY         whether it is whole
+
+Training goes on from it with ShrinkTrainer of shrinkpoint.train.transformers, load_state of
+shrinkpoint.train.accelerate, ShrinkIO of shrinkpoint.train.lightning, or Reader of shrinkpoint.train.dcp.
+"""
+_log = logging.getLogger("shrinkpoint")
+_OWN_KEY = re.compile(f"{layout.PAYLOAD.pattern}|{layout.BASE.pattern}")
+_DO = "restore another checkpoint"
+
+
+def is_checkpoint(directory: str | Path) -> bool:
+    """Whether a directory has a manifest of ours; not whether it is whole."""
+    return (local_path(directory) / MANIFEST).is_file()
+
+
+def find_checkpoints(root: str | Path) -> list[Path]:
+    """The checkpoints of a run: the directory itself, else those in it, at most two levels down, in the order of the
+    numbers in their names."""
+    path = local_path(root)
+    if is_checkpoint(path):
+        return [path]
+    folders = [one.parent for pattern in ("*", "*/*") for one in path.glob(f"{pattern}/{MANIFEST}")]
+    shown = [one for one in folders if not any(part.startswith(".") for part in one.relative_to(path).parts)]
+    return sorted(shown, key=lambda one: natural_key(one.relative_to(path).as_posix()))
+
+
+def read_directory_manifest(directory: str | Path) -> DirectoryManifest:
+    """What a checkpoint says of itself.
+
+    Raises:
+        NotFoundError: there is no manifest.
+        FormatError: it is not to be trusted.
+        StorageError: it cannot be read.
+    """
+    storage = LocalStorage(directory)
+    where = storage.describe(MANIFEST)
+    with storage.open(MANIFEST) as source:
+        if source.size > MAX_DIRECTORY_MANIFEST_BYTES:
+            raise CorruptError(
+                where, found=f"{source.size} bytes", expected=f"at most {MAX_DIRECTORY_MANIFEST_BYTES}", do=_DO
+            )
+        return DirectoryManifest.from_json(bytes(source.read(0, source.size)), where)
+
+
+def chain_paths(directory: str | Path, payload: Payload) -> list[Path]:
+    """The files of a payload's chain, keyframe first, the payload last."""
+    root = Path(directory)
+    return [*(root / layout.base_name(digest) for digest, _ in payload.bases), root / payload.name]
+
+
+def verify_directory(directory: str | Path, *, deep: bool = False) -> DirectoryManifest:
+    """Make sure that a checkpoint is whole: every file is there, of the right size, and its header is the right one.
+
+    Args:
+        deep: compare every stored byte with its digest, too.
+
+    Raises:
+        NotFoundError: there is no manifest.
+        ChainError: a base is missing, or is another than the delta was made against.
+        FormatError: bytes are at fault.
+        StorageError: reading failed.
+    """
+    manifest = read_directory_manifest(directory)
+    seen: set[str] = set()
+    for payload in manifest.payloads:
+        for key, digest, size in payload_files(payload):
+            if digest not in seen:
+                seen.add(digest)
+                read_directory_file(directory, key, partial(_verify_file, digest=digest, size=size, deep=deep))
+    return manifest
+
+
+def commit(
+    directory: str | Path,
+    payloads: Sequence[Payload],
+    *,
+    scheme: str,
+    step: int | None = None,
+    metrics: Mapping[str, float] | None = None,
+    lossy_restores: int = 0,
+    loss: JSON = None,
+    note: str = "",
+    extra: JSON = None,
+    id: str | None = None,
+) -> DirectoryManifest:
+    """Make the checkpoint exist, in the place of the one that was in this folder before; then remove what that had.
+
+    Args:
+        id: random hex, of this save alone; None: a new one.
+
+    Raises:
+        StorageError: a payload is not there as it was written, or writing failed; the checkpoint before stands.
+    """
+    storage = LocalStorage(directory)
+    for payload in payloads:
+        for key, _, size in payload_files(payload):
+            _check_size(storage, key, size)
+    made = DirectoryManifest(
+        id or secrets.token_hex(8),
+        utc_timestamp(),
+        scheme,
+        tuple(payloads),
+        None if step is None else layout.check_step(step),
+        dict(metrics or {}),
+        lossy_restores,
+        loss,
+        note,
+        extra,
+    )
+    storage.put(MANIFEST, made.to_json())
+    _write_readme(Path(directory))
+    needed = {key for payload in payloads for key, _, _ in payload_files(payload)}
+    try:
+        storage.remove_stale(lambda name: name == "bases")
+        for key in own_keys(directory) - needed:
+            storage.delete(key)
+    except StorageError as error:  # the checkpoint stands; what is left over costs space and nothing else
+        _log.warning("%s", error)
+    return made
+
+
+def own_keys(directory: str | Path) -> set[str]:
+    """Keys of the payloads and links in a folder, needed or not."""
+    root = Path(directory)
+    found = (path.relative_to(root).as_posix() for place in (root, root / "bases") for path in place.glob("*"))
+    return {key for key in found if _OWN_KEY.fullmatch(key)}
+
+
+def own_files(directory: str | Path) -> set[Path]:
+    """Every file in a folder that belongs to its checkpoint, and to nothing else."""
+    root = Path(directory)
+    readme = {root / README} if _is_own_readme(root / README) else set()
+    return {root / MANIFEST, *(root / key for key in own_keys(directory)), *readme}
+
+
+def verify_file_header(source: Source, where: str, digest: str, size: int) -> FileReader:
+    """The header of a file of a chain, which is the file that the manifest speaks of.
+
+    Raises:
+        ChainError: it is another file.
+        FormatError: the header is damaged, or the file too short.
+    """
+    reader = FileReader(source, where)
+    if reader.digest != digest or source.size != size:
+        found = f"{source.size} bytes with header digest {reader.digest}"
+        raise ChainError(where, found=found, expected=f"{size} bytes with {digest}", do=_DO)
+    return reader
+
+
+def _verify_file(source: Source, where: str, *, digest: str, size: int, deep: bool) -> None:
+    reader = verify_file_header(source, where, digest, size)
+    for damage in reader.check() if deep else ():
+        raise damage.error
+
+
+def payload_files(payload: Payload) -> list[tuple[str, str, int]]:
+    """(key, header digest, bytes) of each file of a chain, keyframe first."""
+    bases = [(layout.base_name(digest), digest, size) for digest, size in payload.bases]
+    return [*bases, (payload.name, payload.digest, payload.size)]
+
+
+def natural_key(name: str) -> list[tuple[int, str]]:
+    """A key by which checkpoint-1000 comes after checkpoint-200."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
+
+
+def read_directory_file(directory: str | Path, key: str, use: Callable[[Source, str], T]) -> T:
+    """Call `use` with a file of a checkpoint and its name in messages.
+
+    Raises:
+        ChainError: it is a base, and not there.
+        CorruptError: it is a payload, and not there.
+    """
+    storage = LocalStorage(directory)
+    where = storage.describe(key)
+    try:
+        with storage.open(key) as source:
+            return use(source, where)
+    except NotFoundError as error:
+        kind: type[ShrinkpointError] = ChainError if layout.BASE.fullmatch(key) else CorruptError
+        raise kind(where, found="no such file", expected="a file its manifest names", do=_DO) from error
+
+
+def _write_readme(root: Path) -> None:
+    """Say to people what this is, unless something of that name is there. Not flushed: nothing depends on it."""
+    path, temporary = root / README, root / f"{RESERVED}tmp-{secrets.token_hex(8)}"
+    with suppress(OSError):
+        if not os.path.lexists(path):
+            temporary.write_text(_README, "ascii")
+            temporary.replace(path)
+    with suppress(OSError):
+        temporary.unlink(missing_ok=True)
+
+
+def _is_own_readme(path: Path) -> bool:
+    """Whether it begins as ours does, whatever release wrote it."""
+    first = _README.partition("\n")[0].encode()
+    if not path.is_file():  # a pipe would be waited for
+        return False
+    with path.open("rb") as file:
+        return file.read(len(first)) == first
+
+
+def _check_size(storage: LocalStorage, key: str, size: int) -> None:
+    try:
+        with storage.open(key) as source:
+            found = f"{source.size} bytes"
+            if source.size == size:
+                return
+    except NotFoundError:
+        found = "no such file"
+    do = "let all ranks write to one file system"
+    raise StorageError(storage.describe(key), found=found, expected=f"the {size} bytes that a rank wrote", do=do)

@@ -1,0 +1,81 @@
+"""By how much what a checkpoint lost makes the loss worse, as its manifest says it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shrinkpoint.tensors.info import JSON
+
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True)
+class LossIncrease:
+    """Of the loss, or the fall of a score, where a checkpoint is restored.
+
+    Attributes:
+        is_lossy: a restore gives other values than were saved.
+        is_measured: whether a measurement stands behind what was lost; True where nothing was.
+        value: relative to the loss before: .01 is one per cent; 0 where no weight has changed. None: not known.
+        interval: in which it lies on other examples of the kind, with 95 % confidence; None: not known.
+    """
+
+    is_lossy: bool = False
+    is_measured: bool = True
+    value: float | None = None
+    interval: tuple[float, float] | None = None
+
+    @classmethod
+    def from_loss(cls, loss: JSON) -> LossIncrease:
+        """Of the `loss` of a manifest, which may be any JSON; also of those from before it said `measured`."""
+        if not isinstance(loss, dict) or loss.get("chosen") is None:
+            return cls()
+        relative = "degradation" in loss
+        value, scale = _number(loss.get("degradation" if relative else "rise")), 1.0
+        if not relative:
+            quality = _number(loss.get("quality"))
+            scale = math.nan if quality is None else abs(quality) or 1.0
+        scale = 1.0 if value == 0 else scale
+        measured = loss.get("measured", value is not None) is True
+        if measured and value is None and _keeps_weights(loss["chosen"]):
+            value, scale = 0.0, 1.0
+        ends = loss.get("interval")
+        pair = [_number(end) for end in ends] if isinstance(ends, list) and len(ends) == 2 else [None, None]
+        low, high = pair
+        interval = None if low is None or high is None else (low / scale, high / scale)
+        share = None if value is None or math.isnan(scale) or not measured else _number(value / scale)
+        return cls(True, measured, share, None if math.isnan(scale) else interval)
+
+    def __str__(self) -> str:
+        if not self.is_lossy:
+            return ""
+        if self.value is None:
+            return "measured" if self.is_measured else NOT_MEASURED
+        text = _percent(self.value)
+        return text if self.interval is None else f"{text} ({' to '.join(map(_percent, self.interval))})"
+
+
+def _percent(share: float) -> str:
+    """
+    >>> _percent(0.00317), _percent(-0.2), _percent(0.0)
+    ('+0.32 %', '-20 %', '0 %')
+    """
+    if share == 0:
+        return "0 %"
+    return f"{100 * share:+.2g} %" if abs(share) < 1 else f"{100 * share:+.0f} %"
+
+
+def _keeps_weights(chosen: JSON) -> bool:
+    """Whether weights are exact, and only moments are not."""
+    return isinstance(chosen, dict) and "step_in_deviations" in chosen and chosen["step_in_deviations"] is None
+
+
+def _number(value: JSON) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

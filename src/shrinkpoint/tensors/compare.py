@@ -1,0 +1,278 @@
+"""Bitwise comparison of tensors, of nested states and of decoded checkpoints.
+
+Equal means equal bits: nan equals itself, 0.0 differs from -0.0."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shrinkpoint.tensors.dtypes import dtype_name
+from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.flatten import unflatten
+from shrinkpoint.tensors.info import JSON
+from shrinkpoint.tensors.leaves import as_tensor, is_array, named_leaves
+
+if TYPE_CHECKING:
+    from shrinkpoint.store.checkpoint_file import DecodedFile
+
+
+def describe_difference(source: FlatState, decoded: DecodedFile) -> str:
+    """The first thing in which a decoded checkpoint differs from its source; "" where nothing does."""
+    what = describe_structure_difference(
+        source, decoded.tree, {name: t.shape for name, t in decoded.reference.tensors.items()}
+    )
+    if what:
+        return what
+    for name, tensor in source.tensors.items():
+        other = decoded.reference.tensors[name]
+        if other.dtype != tensor.dtype:
+            return f"{name} is {other.dtype} and was {tensor.dtype}"
+        if not same_bits(tensor, other):
+            return f"{name} has other values"
+    return ""
+
+
+def describe_structure_difference(
+    source: FlatState, tree: JSON, shapes: dict[str, torch.Size] | dict[str, tuple[int, ...]]
+) -> str:
+    """The same for all but the values of the tensors."""
+    if json.loads(json.dumps(source.tree)) != tree:
+        return "other plain values or another nest"
+    if source.tensors.keys() != shapes.keys():
+        odd = sorted(source.tensors.keys() ^ shapes.keys())
+        return f"other tensors: {', '.join(odd[:3])}"
+    for name, tensor in source.tensors.items():
+        if tuple(tensor.shape) != tuple(shapes[name]):
+            return f"{name} has shape {list(shapes[name])} and had {list(tensor.shape)}"
+    return ""
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Of tensors of one dtype and shape; nan equals itself, and 0.0 differs from -0.0."""
+    if a.numel() == 0:
+        return True
+    rows = [one.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for one in (a, b)]
+    return torch.equal(*rows)
+
+
+@dataclass(frozen=True)
+class SectionComparison:
+    """What one part of two states has in common.
+
+    Attributes:
+        name: its key at the top of the state.
+        tensors, values: how many were compared.
+        nbytes: of the tensors.
+        differences: paths at which they differ; empty when every bit is equal.
+    """
+
+    name: str
+    tensors: int
+    values: int
+    nbytes: int
+    differences: tuple[str, ...]
+
+
+def compare_sections(left: dict[str, Any], right: dict[str, Any]) -> list[SectionComparison]:
+    """Compare two states section by section; a key that only one of them has is a difference of its section."""
+    names = list(left) + [name for name in right if name not in left]
+    return [_compare_section(name, left.get(name), right.get(name)) for name in names]
+
+
+def _compare_section(name: str, left: Any, right: Any) -> SectionComparison:
+    tensors = [leaf for _, leaf in _iter_paths(left, name) if isinstance(leaf, Tensor)]
+    values = sum(1 for _ in _iter_paths(left, name)) - len(tensors)
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    return SectionComparison(name, len(tensors), values, nbytes, tuple(differing_paths(left, right, name)))
+
+
+def _iter_paths(nest: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(nest, dict):
+        for key, value in nest.items():
+            yield from _iter_paths(value, f"{path}/{key}")
+    elif isinstance(nest, (list, tuple)):
+        for index, value in enumerate(nest):
+            yield from _iter_paths(value, f"{path}/{index}")
+    else:
+        yield path, nest
+
+
+def differing_paths(left: Any, right: Any, path: str = "") -> Iterator[str]:
+    """Paths at which two nests differ in type, key (2 is not "2"), shape, dtype or any bit of a value.
+
+    >>> list(differences({"a": [1, 0.0]}, {"a": [1, -0.0]}))
+    ['/a/1']
+    """
+    if _container_type(left) is not _container_type(right):
+        yield path
+    elif isinstance(left, dict):
+        yield from (f"{path}/{key}" for key in left.keys() ^ right.keys())
+        for key in left.keys() & right.keys():
+            yield from differing_paths(left[key], right[key], f"{path}/{key}")
+    elif isinstance(left, (list, tuple)):
+        if len(left) != len(right):
+            yield path
+        for index, (one, other) in enumerate(zip(left, right, strict=False)):
+            yield from differing_paths(one, other, f"{path}/{index}")
+    elif not _equal_leaves(left, right):
+        yield path
+
+
+def _container_type(value: Any) -> type:
+    """Its type; an OrderedDict (`Module.state_dict`) is a dict like any other."""
+    return dict if isinstance(value, dict) else type(value)
+
+
+def _equal_leaves(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor):
+        return (
+            left.dtype == right.dtype and left.shape == right.shape and torch.equal(_to_bytes(left), _to_bytes(right))
+        )
+    if isinstance(left, float):
+        return struct.pack("d", left) == struct.pack("d", right)
+    return bool(left == right)
+
+
+def _to_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+_MISSING = object()
+_CHUNK_VALUES = 1 << 22  # values compared at a time: 32 MiB of doubles a side
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """Two tensors of one name.
+
+    Attributes:
+        equal: bit for bit, dtype and shape included.
+        change: what dtypes or shapes differ, in words; "" when they agree.
+        different: how many values are not bit-identical; None when dtype or shape differ.
+        max_abs: largest |a - b|; nan where a nan or an infinity meets a number; None when it cannot be said.
+        relative: |a - b| / |a| in L2; None when it cannot be said.
+    """
+
+    name: str
+    equal: bool
+    change: str = ""
+    different: int | None = 0
+    max_abs: float | None = 0.0
+    relative: float | None = 0.0
+
+
+@dataclass(frozen=True)
+class CheckpointDifference:
+    """Two checkpoints.
+
+    Attributes:
+        tensors: those of both, in the first one's order.
+        added, missing: names of tensors only in the second, only in the first.
+        values: path -> (first, second) of plain values that differ; None where there is none.
+        structure: the nests differ although no tensor and no plain value does (ties, parameters, kinds of containers).
+    """
+
+    tensors: tuple[TensorDifference, ...]
+    added: tuple[str, ...]
+    missing: tuple[str, ...]
+    values: Mapping[str, tuple[str | None, str | None]]
+    structure: bool
+
+    @property
+    def equal(self) -> bool:
+        quiet = not (self.added or self.missing or self.values or self.structure)
+        return quiet and all(one.equal for one in self.tensors)
+
+
+def compare_checkpoints(first: DecodedFile, second: DecodedFile) -> CheckpointDifference:
+    """Compare bit for bit, leaf by leaf; sums are taken in double precision."""
+    a, b = (
+        named_leaves(unflatten(one.tree, one.reference.tensors, max_bytes=one.max_copy_bytes))
+        for one in (first, second)
+    )
+    pairs = {name: (a.get(name, _MISSING), b.get(name, _MISSING)) for name in {**a, **b}}
+    both = {name: pair for name, pair in pairs.items() if all(map(is_array, pair))}
+    found = CheckpointDifference(
+        tensors=tuple(compare_tensors(name, as_tensor(x), as_tensor(y)) for name, (x, y) in both.items()),
+        added=tuple(name for name, (_, y) in pairs.items() if is_array(y) and name not in both),
+        missing=tuple(name for name, (x, _) in pairs.items() if is_array(x) and name not in both),
+        values={name: texts for name, pair in pairs.items() if (texts := _plain_texts(*pair)) is not None},
+        structure=False,
+    )
+    return replace(found, structure=found.equal and first.tree != second.tree)
+
+
+def _plain_texts(x: Any, y: Any) -> tuple[str | None, str | None] | None:
+    """Two plain values as text where they differ; None where they do not, or where neither is one."""
+    plain = [None if one is _MISSING or is_array(one) else repr(one) for one in (x, y)]
+    if plain[0] == plain[1]:
+        return None
+    return _truncate(plain[0]), _truncate(plain[1])
+
+
+def _truncate(text: str | None) -> str | None:
+    return text if text is None or len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
+
+
+def compare_tensors(name: str, a: Tensor, b: Tensor) -> TensorDifference:
+    """Compare two tensors on the CPU."""
+    changes = []
+    if a.dtype != b.dtype:
+        changes.append(f"{dtype_name(a.dtype)} -> {dtype_name(b.dtype)}")
+    if a.shape != b.shape:
+        changes.append(f"{_format_shape(a)} -> {_format_shape(b)}")
+    if changes:
+        return TensorDifference(name, False, ", ".join(changes), None, None, None)
+    left, right = (x.contiguous().reshape(-1) for x in (a, b))
+    different, largest, squares, norm = 0, 0.0, 0.0, 0.0
+    numeric = True
+    for x, y in zip(torch.split(left, _CHUNK_VALUES), torch.split(right, _CHUNK_VALUES), strict=True):
+        count = _count_unequal(x, y)
+        different += count
+        pair = _to_float64(x), _to_float64(y)
+        if pair[0] is None or pair[1] is None:
+            numeric = False
+            continue
+        norm += float(pair[0].abs().square().sum())
+        if count:
+            gap = torch.where(pair[0] == pair[1], 0.0, (pair[0] - pair[1]).abs())
+            largest, squares = _nan_max(largest, float(gap.max())), squares + float(gap.square().sum())
+    if not different:
+        return TensorDifference(name, True)
+    if not numeric:
+        return TensorDifference(name, False, "", different, None, None)
+    relative = math.sqrt(squares / norm) if norm else (0.0 if not squares else math.inf)
+    return TensorDifference(name, False, "", different, largest, relative)
+
+
+def _nan_max(a: float, b: float) -> float:
+    """As max, but a nan stays."""
+    return a if math.isnan(a) or a > b else b
+
+
+def _count_unequal(x: Tensor, y: Tensor) -> int:
+    """How many values are not bit-identical."""
+    if not x.numel():
+        return 0
+    bytes_x, bytes_y = (t.contiguous().view(torch.uint8).reshape(x.numel(), -1) for t in (x, y))
+    return int((bytes_x != bytes_y).any(dim=1).sum())
+
+
+def _to_float64(x: Tensor) -> Tensor | None:
+    """Values in double precision; None for a dtype that cannot be converted (packed 4-bit floats)."""
+    try:
+        return x.to(torch.complex128 if x.is_complex() else torch.float64)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _format_shape(x: Tensor) -> str:
+    return "x".join(map(str, x.shape)) or "scalar"

@@ -1,0 +1,178 @@
+"""Names of dtypes in our files, the dtypes of torch and numpy they stand for, and tensors as raw bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shrinkpoint.errors import CorruptError, StateError
+from shrinkpoint.tensors.info import ITEMSIZE, TensorInfo
+
+_TORCH_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4_X2": "float4_e2m1fn_x2",
+    "C32": "complex32",
+    "C64": "complex64",
+    "C128": "complex128",
+}
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, attribute) for name, attribute in _TORCH_NAMES.items() if hasattr(torch, attribute)
+}
+"""The dtypes this torch has; the newest float8 and float4 may be missing."""
+
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+_INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_TORCH_OF_NUMPY = {
+    "b1": torch.bool,
+    "i1": torch.int8,
+    "u1": torch.uint8,
+    "i2": torch.int16,
+    "u2": torch.uint16,
+    "i4": torch.int32,
+    "u4": torch.uint32,
+    "i8": torch.int64,
+    "u8": torch.uint64,
+    "f2": torch.float16,
+    "f4": torch.float32,
+    "f8": torch.float64,
+    "c8": torch.complex64,
+    "c16": torch.complex128,
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a torch dtype, a key of `record.ITEMSIZE`.
+
+    Raises:
+        StateError: for quantized, sub-byte and untyped bit dtypes.
+    """
+    name = DTYPE_NAMES.get(dtype)
+    if name is None:
+        raise StateError(
+            "dtype", found=f"{dtype}", expected="one of " + ", ".join(map(str, DTYPE_NAMES)), do="convert it"
+        )
+    return name
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype a name stands for.
+
+    Raises:
+        CorruptError: when no release writes that name, or this torch lacks the dtype.
+    """
+    dtype = TORCH_DTYPES.get(name)
+    if dtype is None:
+        known = name in ITEMSIZE
+        do = "install a newer torch" if known else ""
+        raise CorruptError("dtype", found=repr(name), expected="a dtype this torch has", do=do)
+    return dtype
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers, so that copies and comparisons are bit by bit whatever the values mean.
+
+    Complex128 comes back as it is: there is no integer as wide, and its copy is bit by bit anyway.
+    """
+    integer = _INTEGER_DTYPES.get(tensor.element_size())
+    return tensor if integer is None else tensor.view(integer)
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, *, pin: bool = False) -> torch.Tensor:
+    """Fresh contiguous CPU memory; by way of an integer dtype, as torch warns about new complex32 tensors."""
+    integer = _INTEGER_DTYPES.get(dtype.itemsize)
+    if integer is None:
+        return torch.empty(shape, dtype=dtype, pin_memory=pin)
+    return torch.empty(shape, dtype=integer, pin_memory=pin).view(dtype)
+
+
+def materialize(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without lazy conjugation or negation; itself when it has none."""
+    if tensor.dtype == torch.complex32 and tensor.is_conj():  # torch warns about new complex32 tensors
+        bits = tensor.conj().view(torch.int32).contiguous().clone().unsqueeze(-1).view(torch.int16)
+        bits[..., 1] ^= -0x8000
+        return bits.view(torch.int32)[..., 0].view(torch.complex32)
+    return tensor.resolve_conj().resolve_neg()
+
+
+def numpy_to_torch_dtype(dtype: np.dtype[np.generic]) -> torch.dtype | None:
+    """The torch dtype that holds a numpy dtype of either byte order; None for dates, strings, objects, longdouble."""
+    return _TORCH_OF_NUMPY.get(dtype.str[1:])
+
+
+def numpy_dtype(text: str) -> np.dtype[np.generic] | None:
+    """The numpy dtype of a stored `dtype.str` such as ``"<f4"`` or ``">i8"``; None when no release writes it."""
+    if text[:1] not in ("<", ">", "|") or text[1:] not in _TORCH_OF_NUMPY:
+        return None
+    dtype: np.dtype[np.generic] = np.dtype(text)
+    return dtype
+
+
+_NUMPY_DTYPES = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.float16: np.float16,
+    torch.uint8: np.uint8,
+}
+"""The dtypes that numpy has as well."""
+
+
+def tensor_bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """The values of `tensor` in row-major order as bytes; shares memory when `tensor` is contiguous and on the CPU."""
+    if (
+        tensor.dtype in _NUMPY_DTYPES
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    ):  # nearly all
+        return tensor.detach().numpy().reshape(-1).view(np.uint8)
+    flat = as_bits(materialize(tensor.detach())).to("cpu").contiguous().reshape(-1)
+    if flat.numel() == 0:
+        return np.empty(0, np.uint8)
+    if flat.stride() != (1,):  # a single element may have any
+        flat = flat.as_strided((1,), (1,))
+    return flat.view(torch.uint8).numpy()
+
+
+def tensor_from_bytes(data: np.ndarray[tuple[int], np.dtype[np.uint8]], info: TensorInfo) -> Tensor:
+    """The tensor whose `bits_of` is `data`; shares memory with them.
+
+    Raises:
+        CorruptError: the number of bytes is not that of `info`.
+    """
+    if data.nbytes != info.nbytes:
+        raise CorruptError(
+            f"tensor {info.name!r}",
+            found=f"{data.nbytes} bytes",
+            expected=f"{info.nbytes} for shape {list(info.shape)} of {info.dtype}",
+            do="restore an older checkpoint",
+        )
+    dtype = torch_dtype(info.dtype)
+    if info.numel == 0:
+        return empty(info.shape, dtype)
+    if (native := _NUMPY_DTYPES.get(dtype)) is not None:  # one step less, which counts where tensors are many
+        return torch.from_numpy(data.view(native).reshape(info.shape))
+    return torch.from_numpy(data).view(dtype).reshape(info.shape)

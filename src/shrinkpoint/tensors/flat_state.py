@@ -1,0 +1,90 @@
+"""A state whose tensors are taken out of the nest, and a copy of it in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from shrinkpoint.tensors.dtypes import as_bits, empty
+from shrinkpoint.tensors.info import JSON, TensorInfo
+
+
+@dataclass(frozen=True)
+class OptimizerInfo:
+    """What an optimizer knows about one parameter; a hint for coders, never needed to decode.
+
+    Attributes:
+        moment1: name of the first moment (Adam's exp_avg, SGD's momentum_buffer) in the same `FlatState`.
+        moment2: name of the second moment (exp_avg_sq).
+        step: how many updates the optimizer has made to it.
+        lr: learning rate at the moment of the save.
+        beta1: decay of the first moment per step.
+        beta2: decay of the second moment per step.
+        eps: the optimizer's epsilon.
+        weight_decay: its coefficient, per step and lr when decoupled.
+        decoupled: weight decay acts on the weights (AdamW) and not through the gradient (Adam).
+        factors: names of the means of squared gradients by row and by column, over the last two axes (Adafactor).
+        blocks: names of the second moments in 8 bits: codes, what these stand for, and the largest value of each block
+            (bitsandbytes).
+    """
+
+    moment1: str | None
+    moment2: str | None
+    step: int | None
+    lr: float | None
+    beta1: float | None
+    beta2: float | None
+    eps: float | None
+    weight_decay: float | None
+    decoupled: bool
+    factors: tuple[str, str] | None = None
+    blocks: tuple[str, str, str] | None = None
+
+
+@dataclass(frozen=True)
+class FlatState:
+    """A nest without its tensors, and the tensors by name, every storage once.
+
+    Attributes:
+        tree: the nest as JSON, tensors replaced by references (`docs/format.md`).
+        tensors: detached views of the caller's memory (or, after `snapshot`, copies), on any device, of any stride.
+        infos: name, shape, dtype and role; the same keys in the same order.
+        optimizer_info: by name of a parameter tensor; empty where no optimizer was found.
+    """
+
+    tree: JSON
+    tensors: dict[str, torch.Tensor] = field(repr=False)
+    infos: dict[str, TensorInfo] = field(repr=False)
+    optimizer_info: dict[str, OptimizerInfo] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, each storage once."""
+        return sum(info.nbytes for info in self.infos.values())
+
+
+def snapshot(state: FlatState, *, reuse: FlatState | None = None) -> FlatState:
+    """The same state with every tensor in contiguous CPU memory of its own.
+
+    Args:
+        state: tensors on any device.
+        reuse: an earlier snapshot that nobody needs any more; its memory is overwritten where name, shape and dtype
+            agree, which saves the page faults of fresh memory.
+    """
+    old = {} if reuse is None else reuse.tensors
+    copies: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, tensor in state.tensors.items():
+            copies[name] = _copy(tensor, old.get(name))
+    if any(tensor.is_cuda for tensor in state.tensors.values()):
+        torch.cuda.synchronize()  # copies to pinned memory are asynchronous
+    return replace(state, tensors=copies)
+
+
+def _copy(tensor: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+    shape = tuple(tensor.shape)
+    if target is None or target.dtype != tensor.dtype or tuple(target.shape) != shape:
+        target = empty(shape, tensor.dtype, pin=tensor.is_cuda)
+    as_bits(target).copy_(as_bits(tensor), non_blocking=tensor.is_cuda)
+    return target

@@ -1,0 +1,100 @@
+"""Plain data about tensors: what one *is* (`TensorInfo`) and what it became (`EncodedRecord`). No torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, TypeAlias
+
+JSON: TypeAlias = Any
+"""Anything that `json.dumps` writes: None, bool, int, float, str, and lists and string-keyed dicts of these."""
+
+ITEMSIZE: dict[str, int] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "U16": 2,
+    "I16": 2,
+    "U32": 4,
+    "I32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F16": 2,
+    "BF16": 2,
+    "F32": 4,
+    "F64": 8,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1,
+    "F8_E8M0": 1,
+    "F4_X2": 1,
+    "C32": 4,
+    "C64": 8,
+    "C128": 16,
+}
+"""Bytes per element of every dtype a checkpoint may hold, by its name in our files. The names safetensors knows are
+safetensors' own; `F4_X2` is two 4-bit floats in a byte (torch.float4_e2m1fn_x2), C32 a complex of two F16."""
+
+
+class Role(str, Enum):
+    """What a tensor is for. It chooses how a tensor is coded and never what it decodes to."""
+
+    PARAMETER = "parameter"
+    MOMENT1 = "moment1"
+    MOMENT2 = "moment2"
+    MASTER = "master"
+    BUFFER = "buffer"
+    GRADIENT = "gradient"
+    ACTIVATION = "activation"
+    OTHER = "other"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a tensor is, without its values.
+
+    Attributes:
+        name: unique in its file; the path inside the state, joined with "/".
+        shape: of this tensor, or of this shard.
+        dtype: a key of `ITEMSIZE`.
+        role: what it is for.
+        offsets: where a shard begins in the whole tensor; None when this is the whole.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: Role = Role.OTHER
+    offsets: tuple[int, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class EncodedRecord:
+    """One record of a file: one large tensor, or several small ones that share their statistics.
+
+    Attributes:
+        name: unique in its file; names the entries.
+        infos: the tensors, in the order in which their values stand in the codes.
+        recipe: what was done (`codec.Recipe` as JSON); all a reader needs besides the parts.
+        parts: named byte strings.
+        digest: xxh3-128 of the decoded codes, in hex.
+        base: xxh3-128 of the reference the recipe needs, in hex; None when it stands alone.
+    """
+
+    name: str
+    infos: tuple[TensorInfo, ...]
+    recipe: JSON
+    parts: Mapping[str, bytes | bytearray | memoryview] = field(repr=False)
+    digest: str
+    base: str | None = None

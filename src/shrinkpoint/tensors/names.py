@@ -1,0 +1,88 @@
+"""Paths inside a state, and the tensor names made from them."""
+
+from __future__ import annotations
+
+import re
+from reprlib import Repr
+from typing import Any, TypeAlias
+
+StatePath: TypeAlias = tuple[Any, ...]
+"""Keys of dicts and indices of lists, outermost first."""
+
+_DECIMAL = 10**4300
+"""The first whole number that is not written in decimal."""
+_DIGITS = 600
+"""How many digits Python writes out whatever its settings are, and a few less."""
+_ESCAPED = re.compile("[%\x00-\x1f\x7f\ud800-\udfff]")
+_UNSAFE = re.compile("[/%\x00-\x1f\x7f\ud800-\udfff]")
+
+
+def tensor_name(path: StatePath) -> str:
+    """The tensor name of a path: its keys joined with "/", "/" and "%" and unprintable characters %-escaped.
+
+    Names never begin with "~" and are never "__metadata__": the container has other uses for both. Different paths
+    may give one name (keys 1 and "1"); the writer then picks another and writes it down.
+
+    >>> tensor_name(("optimizer", "state", 0, "exp_avg"))
+    'optimizer/state/0/exp_avg'
+    >>> tensor_name(("a/b", "", "100%"))
+    'a%2Fb/%/100%25'
+    """
+    parts = [key if type(key) is str else format_key(key) for key in path]
+    name = "/".join(parts)
+    if _ESCAPED.search(name) or name.count("/") >= len(parts) or not all(parts):
+        name = "/".join([_segment(part) for part in parts]) or "state"
+    if name.startswith("~") or name == "__metadata__":
+        name = f"%{ord(name[0]):02X}{name[1:]}"
+    return name
+
+
+def _segment(text: str) -> str:
+    return _UNSAFE.sub(lambda match: f"%{ord(match[0]):02X}", text) or "%"
+
+
+def format_key(key: Any) -> str:
+    """As `str`, whatever Python's limit of digits is; whole numbers beyond 4300 of them are cut short, in hex."""
+    if isinstance(key, str):
+        return key
+    if isinstance(key, int) and key.bit_length() > 64:
+        return (
+            _decimal(key) if -_DECIMAL < key < _DECIMAL else f"{hex(key >> (key.bit_length() - 64))}~{key.bit_length()}"
+        )
+    if isinstance(key, tuple) and any(isinstance(part, int | tuple) for part in key):
+        inner = ", ".join(format_key(part) if isinstance(part, int | tuple) else repr(part) for part in key)
+        return f"({inner},)" if len(key) == 1 else f"({inner})"
+    return str(key)
+
+
+def _decimal(number: int) -> str:
+    high, low = divmod(abs(number), 10**_DIGITS)
+    text = f"{_decimal(high)}{low:0{_DIGITS}d}" if high else str(low)
+    return f"-{text}" if number < 0 else text
+
+
+def format_path(path: StatePath) -> str:
+    """A path as it is shown to people in error messages.
+
+    >>> format_path(("optimizer", "state", 0, "exp_avg"))
+    "state['optimizer']['state'][0]['exp_avg']"
+    """
+    return "state" + "".join(f"[{_key_repr(key)}]" for key in path)
+
+
+def short_repr(value: Any, max_chars: int = 40) -> str:
+    """`repr(value)`, or the first letters of it; it never costs more than what it shows."""
+    return _bounded_repr.repr(value)[:max_chars]
+
+
+def _key_repr(key: Any) -> str:
+    return repr(key) if isinstance(key, str) else format_key(key)
+
+
+class _BoundedRepr(Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        return format_key(x)
+
+
+_bounded_repr = _BoundedRepr()
+_bounded_repr.maxstring = _bounded_repr.maxother = _bounded_repr.maxlong = 80

@@ -1,0 +1,338 @@
+"""What each tensor is for, and which moments belong to which parameter.
+
+Optimizers number their parameters and forget the names, so the link is found by order and shape. A wrong guess costs
+bytes, never correctness: roles and links only choose how tensors are coded.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shrinkpoint.tensors.flat_state import OptimizerInfo
+from shrinkpoint.tensors.info import Role
+from shrinkpoint.tensors.names import StatePath, format_key
+from shrinkpoint.tensors.shared_storage import Leaf
+
+_SLOT_ROLES = {
+    "exp_avg": Role.MOMENT1,
+    "momentum_buffer": Role.MOMENT1,
+    "grad_avg": Role.MOMENT1,
+    "exp_avg_sq": Role.MOMENT2,
+    "max_exp_avg_sq": Role.MOMENT2,
+    "square_avg": Role.MOMENT2,
+    "exp_inf": Role.MOMENT2,
+    "sum": Role.MOMENT2,
+    "acc_delta": Role.MOMENT2,
+}
+_FACTORS = (("row_var", "col_var"), ("exp_avg_sq_row", "exp_avg_sq_col"))
+"""Adafactor's, as torch and as transformers name them."""
+_BNB_STATE = "__bnb_optimizer_quant_state__"
+_BNB_MOMENT2 = ("state2", "qmap2", "absmax2")
+"""Where bitsandbytes keeps what it quantizes, and the names of the second moment there."""
+_MASTER = re.compile("master|fp32")
+_BUFFER = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|inv_freq|mask|\w+_(ids|mask|cached|cache))$")
+_CONSTANT = re.compile(r"(^|_)(freqs?|rope|rotary|sin|cos|anchors?|grid|mean|std|var|stats?|index|pe)($|_)")
+"""Names of buffers at the root of a module, as far as they are usual."""
+_GRADIENT = re.compile("grads?|gradients?")
+_AVERAGE = re.compile("ema|swa|avg|average|teacher", re.IGNORECASE)
+
+Optimizers = Sequence[tuple[StatePath, dict[Any, Any]]]
+
+
+def infer_roles(leaves: Sequence[Leaf], optimizers: Optimizers) -> tuple[dict[str, Role], dict[str, OptimizerInfo]]:
+    """Roles of stored tensors by name, and facts by parameter name.
+
+    Args:
+        leaves: of the whole state, after `deduplicate`.
+        optimizers: path and `state_dict` of each optimizer in it.
+    """
+    at = {leaf.path: leaf for leaf in leaves}
+    inside = [leaf for leaf in leaves if any(leaf.path[: len(path)] == path for path, _ in optimizers)]
+    taken = {id(leaf) for leaf in inside}
+    models = _parameter_sets([leaf for leaf in leaves if id(leaf) not in taken])
+    roles: dict[str, Role] = {}
+    optim: dict[str, OptimizerInfo] = {}
+    for path, state_dict in optimizers:
+        slots = _slots(path, state_dict, at)
+        for leaf, role in _slot_roles(slots):
+            roles.setdefault(_stored_name(leaf), role)
+        match = _best_match(slots, models)
+        for slot, leaf in match.pairs:
+            optim.setdefault(leaf.name, _optimizer_info(slot))
+        for leaf in _module_parameters(match, leaves):
+            roles.setdefault(leaf.name, Role.PARAMETER)
+    homes = _state_dicts(leaf for leaf in leaves if id(leaf) not in taken)
+    for leaf in leaves:
+        role = _optimizer_role(leaf) if id(leaf) in taken else _module_role(leaf, homes)
+        roles.setdefault(_stored_name(leaf), role)
+    return roles, optim
+
+
+def _module_parameters(match: SlotMatch, leaves: Sequence[Leaf]) -> Iterator[Leaf]:
+    """The weights that an optimizer knows, and those of the same modules that it does not (frozen ones).
+
+    A nest that has to be as large as to hold several modules holds other things, too: of its parts, those count in
+    which the optimizer knows something.
+    """
+    depth = len(match.model.path)
+    known = {id(leaf) for _, leaf in match.pairs}
+    nested = any(len(leaf.path) > depth + 1 for leaf in leaves if leaf.path[:depth] == match.model.path)
+    parts = {leaf.path[depth] for _, leaf in match.pairs if len(leaf.path) > depth + 1}
+    for leaf in match.model.leaves:
+        within = len(leaf.path) > depth + 1 and leaf.path[depth] in parts
+        if not nested or within or id(leaf) in known:
+            yield leaf
+
+
+def _state_dicts(leaves: Iterable[Leaf]) -> set[StatePath]:
+    """Nests such as `Module.state_dict` gives: tensors, nothing below them, and names of submodules' weights."""
+    leaves = list(leaves)
+    deep = {leaf.path[:depth] for leaf in leaves for depth in range(len(leaf.path) - 1)}
+    named = (leaf for leaf in leaves if leaf.path and "." in format_key(leaf.path[-1]) and leaf.path[:-1] not in deep)
+    return {leaf.path[:-1] for leaf in named if _module_role(leaf) is Role.PARAMETER}
+
+
+@dataclass
+class OptimizerSlot:
+    """What one optimizer keeps for one parameter."""
+
+    name: str | None  # of the parameter, where the optimizer knows it
+    group: int
+    settings: dict[str, Any]
+    values: dict[Any, Any]
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+
+    @property
+    def factors(self) -> tuple[Leaf, Leaf] | None:
+        """Means by row and by column in place of a second moment."""
+        pairs = ((self.leaves.get(row), self.leaves.get(column)) for row, column in _FACTORS)
+        found = [(row, column) for row, column in pairs if row is not None and column is not None]
+        return next((pair for pair in found if all(leaf.tensor.dim() for leaf in pair)), None)
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The parameter's shape, if something here has it."""
+        if self.factors is not None:
+            row, column = self.factors
+            rows = tuple(row.tensor.shape)
+            kept = rows[:-1] if row.tensor.dim() == column.tensor.dim() and rows[-1:] == (1,) else rows
+            return (*kept, column.tensor.shape[-1])
+        for key in ("exp_avg", "momentum_buffer", "exp_avg_sq", "state1", *self.leaves):
+            if key in self.leaves and key != "step":
+                return tuple(self.leaves[key].tensor.shape)
+        return None
+
+
+def _slots(path: StatePath, state_dict: dict[Any, Any], leaves_by_path: dict[StatePath, Leaf]) -> list[OptimizerSlot]:
+    """One slot a parameter, in the order of the groups."""
+    slots = []
+    for number, group in enumerate(state_dict["param_groups"]):
+        if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+            continue
+        names = group.get("param_names")
+        for order, key in enumerate(group["params"]):
+            name = key if isinstance(key, str) else None
+            if isinstance(names, list) and order < len(names) and isinstance(names[order], str):
+                name = names[order]
+            values = state_dict["state"].get(key) if isinstance(key, int | str) else None
+            slot = OptimizerSlot(name, number, group, values if isinstance(values, dict) else {})
+            paths = {slot_key: (*path, "state", key, slot_key) for slot_key in slot.values if isinstance(slot_key, str)}
+            nested = slot.values.get(_BNB_STATE)
+            if isinstance(nested, dict):
+                paths |= {inner: (*path, "state", key, _BNB_STATE, inner) for inner in nested if isinstance(inner, str)}
+            slot.leaves = {
+                slot_key: leaves_by_path[place] for slot_key, place in paths.items() if place in leaves_by_path
+            }
+            slots.append(slot)
+    return slots
+
+
+def _slot_roles(slots: Sequence[OptimizerSlot]) -> Iterator[tuple[Leaf, Role]]:
+    for slot in slots:
+        for key, leaf in slot.leaves.items():
+            if key in _SLOT_ROLES and leaf.tensor.is_floating_point():
+                yield leaf, _SLOT_ROLES[key]
+
+
+def _stored_name(leaf: Leaf) -> str:
+    """The name of the stored tensor this leaf lies in."""
+    return leaf.name or str(leaf.reference[0])
+
+
+def _optimizer_role(leaf: Leaf) -> Role:
+    """Of a tensor in an optimizer that is no known slot."""
+    named = any(isinstance(key, str) and _MASTER.search(key) for key in leaf.path)
+    return Role.MASTER if named and _is_weight(leaf) else Role.OTHER
+
+
+def _module_role(leaf: Leaf, state_dicts: Collection[StatePath] = ()) -> Role:
+    """Of a tensor outside of all optimizers.
+
+    Args:
+        state_dicts: state dicts of modules: a tensor of two axes in one of them is a parameter, whatever it is called
+            (`pos_embed`, `cls_token`), unless it is called as buffers are.
+    """
+    keys = [key for key in leaf.path if isinstance(key, str)]
+    last = keys[-1] if keys else ""
+    if any(_GRADIENT.fullmatch(key) for key in keys):
+        return Role.GRADIENT
+    if _BUFFER.search(last):
+        return Role.BUFFER
+    if any(_MASTER.search(key) for key in keys[:-1]) and _is_weight(leaf):
+        return Role.MASTER
+    looks_like_a_name = "." in last or last in ("weight", "bias")
+    if not looks_like_a_name and leaf.path[:-1] in state_dicts:
+        looks_like_a_name = leaf.tensor.dim() >= 2 and not _CONSTANT.search(last.lower())
+    return Role.PARAMETER if looks_like_a_name and _is_weight(leaf) else Role.OTHER
+
+
+def _is_weight(leaf: Leaf) -> bool:
+    return leaf.tensor.dim() >= 1 and (leaf.tensor.is_floating_point() or leaf.tensor.is_complex())
+
+
+@dataclass
+class ParameterSet:
+    """A dict outside all optimizers and the tensors below it that may be parameters, each once, in order."""
+
+    path: StatePath
+    leaves: list[Leaf] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._names: dict[str, Leaf] | None = None
+
+    def find(self, name: str) -> Leaf | None:
+        """The leaf of that name, dots and levels of the nest taken as the same."""
+        if self._names is None:
+            self._names = {".".join(map(format_key, leaf.path[len(self.path) :])): leaf for leaf in self.leaves}
+        return next((self._names[p + name] for p in ("", "module.", "_orig_mod.") if p + name in self._names), None)
+
+
+def _parameter_sets(leaves: Sequence[Leaf]) -> list[ParameterSet]:
+    """Every nest that could be the model of an optimizer; averages last, then the shallow before the deep."""
+    models: dict[StatePath, ParameterSet] = {}
+    seen: set[tuple[StatePath, str]] = set()
+    for leaf in leaves:
+        if not leaf.name or not _is_weight(leaf) or _BUFFER.search(format_key(leaf.path[-1] if leaf.path else "")):
+            continue
+        for depth in range(len(leaf.path)):
+            path = leaf.path[:depth]
+            if (path, leaf.name) not in seen:  # tied parameters count once
+                seen.add((path, leaf.name))
+                models.setdefault(path, ParameterSet(path)).leaves.append(leaf)
+    return sorted(models.values(), key=lambda model: any(_AVERAGE.search(format_key(key)) for key in model.path))
+
+
+@dataclass
+class SlotMatch:
+    """A guess which leaves of a model an optimizer's slots belong to."""
+
+    model: ParameterSet
+    pairs: list[tuple[OptimizerSlot, Leaf]] = field(default_factory=list)
+    num_named: int = 0  # of the pairs, how many the optimizer vouches for by name
+
+    @property
+    def score(self) -> tuple[int, int, int, int]:
+        """Many pairs, then few leaves besides, then the innermost nest."""
+        return (len(self.pairs), self.num_named, -len(self.model.leaves), len(self.model.path))
+
+
+def _best_match(slots: Sequence[OptimizerSlot], models: Sequence[ParameterSet]) -> SlotMatch:
+    known = [slot for slot in slots if slot.shape is not None]
+    matches: dict[int, SlotMatch] = {}
+    pairs = 0
+    for index in sorted(range(len(models)), key=lambda index: -len(models[index].leaves)) if known else ():
+        if len(models[index].leaves) < max(pairs, 1):
+            break  # there are as many nests as tensors, and each of those left has too few
+        matches[index] = _align(known, models[index])
+        pairs = max(pairs, len(matches[index].pairs))
+    best = max(
+        (matches[index] for index in sorted(matches)),
+        key=lambda match: match.score,
+        default=SlotMatch(ParameterSet(())),
+    )
+    return best if best.pairs else SlotMatch(ParameterSet(()))
+
+
+def _align(slots: Sequence[OptimizerSlot], model: ParameterSet) -> SlotMatch:
+    """Pairs of equal shape: by name where the optimizer has names, else in order within each group."""
+    match = SlotMatch(model)
+    free: dict[tuple[int, ...], deque[int]] = {}
+    for position, leaf in enumerate(model.leaves):
+        free.setdefault(tuple(leaf.tensor.shape), deque()).append(position)
+    group, after = -1, 0
+    for slot in slots:
+        group, after = slot.group, after if slot.group == group else 0
+        named = model.find(slot.name) if slot.name else None
+        if named is not None and tuple(named.tensor.shape) == slot.shape:
+            match.pairs.append((slot, named))
+            match.num_named += 1
+        elif positions := free.get(slot.shape or ()):
+            if positions[0] >= after:  # nearly all; a deque gives its first at once
+                position = after = positions.popleft()
+            elif (index := bisect_left(positions, after)) < len(positions):
+                position = after = positions[index]
+                del positions[index]
+            else:  # out of order: take any, and keep the place
+                position = positions.popleft()
+            match.pairs.append((slot, model.leaves[position]))
+    return match
+
+
+def _optimizer_info(slot: OptimizerSlot) -> OptimizerInfo:
+    settings = slot.settings
+    betas = settings.get("betas")
+    beta1, beta2 = betas if isinstance(betas, tuple | list) and len(betas) == 2 else (settings.get("momentum"), None)
+    step = _number(slot.values.get("step", settings.get("step")))
+    return OptimizerInfo(
+        moment1=_moment(slot, "exp_avg", "momentum_buffer"),
+        moment2=_moment(slot, "exp_avg_sq"),
+        step=None if step is None else int(step),
+        lr=_number(settings.get("lr")),
+        beta1=_number(beta1),
+        beta2=_number(beta2),
+        eps=_number(settings.get("eps")),
+        weight_decay=_number(settings.get("weight_decay")),
+        decoupled=bool(settings.get("decoupled_weight_decay", True)),
+        factors=_factors(slot),
+        blocks=_blocks(slot),
+    )
+
+
+def _factors(slot: OptimizerSlot) -> tuple[str, str] | None:
+    names = [leaf.name for leaf in slot.factors or ()]
+    return (names[0], names[1]) if len(names) == 2 and all(names) else None
+
+
+def _blocks(slot: OptimizerSlot) -> tuple[str, str, str] | None:
+    leaves = [slot.leaves[key] for key in _BNB_MOMENT2 if key in slot.leaves]
+    if (
+        len(leaves) < len(_BNB_MOMENT2)
+        or not all(leaf.name for leaf in leaves)
+        or leaves[0].tensor.dtype != torch.uint8
+    ):
+        return None
+    codes, values, largest = (leaf.name for leaf in leaves)
+    return codes, values, largest
+
+
+def _moment(slot: OptimizerSlot, *keys: str) -> str | None:
+    for key in keys:
+        if key in slot.leaves and slot.leaves[key].name:
+            return slot.leaves[key].name
+    return None
+
+
+def _number(value: Any) -> float | None:
+    """A finite Python number out of a number or a tensor of one element, else None."""
+    if isinstance(value, torch.Tensor):
+        value = value.item() if value.numel() == 1 and not value.is_complex() else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < float("inf") else None

@@ -1,0 +1,205 @@
+"""Tensors that share memory, stored once.
+
+A reference (the JSON that stands for a tensor in the tree) is one of::
+
+    []                                      the stored tensor named by the leaf's own path, whole
+    [name]                                  the stored tensor of that name, whole
+    [name, offset, shape, strides]          a view of it, in elements, the stored tensor taken as one contiguous row
+    [name, offset, shape, strides, dtype]   the same after reading its bytes as another dtype
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from shrinkpoint.errors import StateError
+from shrinkpoint.tensors.dtypes import dtype_name
+from shrinkpoint.tensors.info import JSON
+from shrinkpoint.tensors.names import StatePath, format_path, tensor_name
+
+MAX_SHARING_OVERHEAD = 1024
+"""Bytes that a shared range may cost beyond its members stored one by one, before sharing is given up."""
+
+
+@dataclass
+class Leaf:
+    """One tensor of the nest: where it is, its (detached, resolved) value, and the reference to be filled in."""
+
+    path: StatePath
+    tensor: torch.Tensor
+    reference: list[JSON] = field(default_factory=list)
+    name: str = ""  # of the stored tensor that holds this leaf whole, in its own shape; "" for a view into another
+
+    @property
+    def extent(self) -> int:
+        """Bytes from the first to behind the last element this tensor reaches."""
+        tensor = self.tensor
+        if tensor.is_contiguous():
+            return tensor.nbytes
+        if tensor.numel() == 0:
+            return 0
+        last: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return (last + 1) * tensor.element_size()
+
+    @property
+    def start(self) -> int:
+        """Its first byte in its storage."""
+        return int(self.tensor.storage_offset()) * self.tensor.element_size()
+
+    @cached_property
+    def view(self) -> tuple[object, ...]:
+        tensor = self.tensor
+        strides = tuple(st for size, st in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+        return (self.start, tensor.dtype, tuple(tensor.shape), strides)
+
+
+class UniqueNames:
+    """Hands out unique tensor names; "%2", "%3" are appended where two paths give one name."""
+
+    def __init__(self) -> None:
+        self._used: set[str] = set()
+
+    def unique(self, base: str) -> str:
+        name, count = base, 1
+        while name in self._used:
+            count += 1
+            name = f"{base}%{count}"
+        self._used.add(name)
+        return name
+
+
+def deduplicate(leaves: Iterable[Leaf]) -> dict[str, torch.Tensor]:
+    """Choose what is stored, fill in every leaf's `reference` and `name`; the result is in the order of the leaves."""
+    ordered = list(leaves)
+    groups = {id(group[0]): group for group in _overlap_groups(ordered)}  # every group under its earliest leaf
+    names, stored = UniqueNames(), dict[str, torch.Tensor]()
+    for leaf in ordered:
+        if (group := groups.get(id(leaf))) is not None:
+            _store_group(group, names, stored)
+    return stored
+
+
+def _overlap_groups(leaves: list[Leaf]) -> Iterator[list[Leaf]]:
+    """Leaves whose memory overlaps, each group in the order of the leaves."""
+    order = {id(leaf): index for index, leaf in enumerate(leaves)}
+    storages: dict[tuple[object, ...], list[Leaf]] = {}
+    for leaf in leaves:
+        if leaf.tensor.numel() == 0:
+            yield [leaf]
+            continue
+        storage = leaf.tensor.untyped_storage()
+        size, used = storage.nbytes(), leaf.start + leaf.extent
+        if used > size:
+            found, expected = f"a tensor whose storage has {size} bytes", f"its {leaf.extent} from {leaf.start} on"
+            raise StateError(
+                format_path(leaf.path), found=found, expected=expected, do="save it before its memory is freed"
+            )
+        storages.setdefault((leaf.tensor.device, storage.data_ptr(), size), []).append(leaf)
+    for members in storages.values():
+        if len(members) == 1:
+            yield members
+            continue
+        for run in _overlapping_runs(members):
+            for group in _worth_sharing(run):
+                yield sorted(group, key=lambda leaf: order[id(leaf)])
+
+
+def _overlapping_runs(members: list[Leaf]) -> Iterator[list[Leaf]]:
+    """Split the leaves of one storage where their ranges do not touch."""
+    run: list[Leaf] = []
+    end = 0
+    for leaf in sorted(members, key=lambda leaf: leaf.start):
+        if run and leaf.start >= end:
+            yield run
+            run = []
+        run.append(leaf)
+        end = max(end, leaf.start + leaf.extent) if len(run) > 1 else leaf.start + leaf.extent
+    if run:
+        yield run
+
+
+def _worth_sharing(run: list[Leaf]) -> Iterator[list[Leaf]]:
+    """The run as one group, unless one row over it is much larger than its members: then only equal views share."""
+    start, end = _byte_range(run)
+    alike: dict[tuple[object, ...], list[Leaf]] = {}
+    for leaf in run:
+        alike.setdefault(leaf.view, []).append(leaf)
+    apart = sum(_own_bytes(group[0]) for group in alike.values())
+    aligned = all((leaf.start - start) % leaf.tensor.element_size() == 0 for leaf in run)
+    if aligned and end - start <= apart + MAX_SHARING_OVERHEAD:
+        yield run
+    else:
+        yield from alike.values()
+
+
+def _byte_range(run: list[Leaf]) -> tuple[int, int]:
+    return min(leaf.start for leaf in run), max(leaf.start + leaf.extent for leaf in run)
+
+
+def _own_bytes(leaf: Leaf) -> int:
+    return min(leaf.extent, leaf.tensor.numel() * leaf.tensor.element_size())
+
+
+def _store_group(group: list[Leaf], names: UniqueNames, stored: dict[str, torch.Tensor]) -> None:
+    if len(group) == 1 and group[0].tensor.is_contiguous():  # nearly all
+        leaf = group[0]
+        leaf.name = names.unique(wanted := tensor_name(leaf.path))
+        leaf.reference[:] = [] if leaf.name == wanted else [leaf.name]
+        stored[leaf.name] = _standard_strides(leaf.tensor)
+        return
+    start, end = _byte_range(group)
+    owner = next((leaf for leaf in group if leaf.extent == end - start and leaf.tensor.is_contiguous()), None)
+    if owner is None and _is_single_view(group):
+        owner = group[0]
+    if owner is None:
+        first = group[0]
+        name = names.unique(f"{tensor_name(first.path)}/%storage")
+        row = _storage_row(group, start, end)
+    else:
+        name, row = names.unique(tensor_name(owner.path)), _standard_strides(owner.tensor)
+    stored[name] = row
+    for leaf in group:
+        _write_reference(leaf, name, row, None if owner is None else owner, start)
+
+
+def _is_single_view(group: list[Leaf]) -> bool:
+    """All leaves are the same view, and it does not meet itself (as expanded tensors do)."""
+    first = group[0]
+    numel_bytes = first.tensor.numel() * first.tensor.element_size()
+    return all(leaf.view == first.view for leaf in group) and (first.extent >= numel_bytes or numel_bytes == 0)
+
+
+def _storage_row(group: list[Leaf], start: int, end: int) -> torch.Tensor:
+    """The covered range as one contiguous row; as bytes where the members disagree about the dtype."""
+    first = group[0].tensor
+    if len({leaf.tensor.dtype for leaf in group}) > 1:
+        whole = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
+        return whole[start:end]
+    size = first.element_size()
+    return first.as_strided(((end - start) // size,), (1,), start // size)
+
+
+def _standard_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor with the usual strides: where a size is 1, torch accepts any."""
+    if not tensor.is_contiguous():
+        return tensor
+    if 1 not in tensor.shape:
+        return tensor
+    strides = torch.empty(tuple(tensor.shape), device="meta").stride()
+    return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
+
+
+def _write_reference(leaf: Leaf, name: str, row: torch.Tensor, owner: Leaf | None, start: int) -> None:
+    if owner is not None and leaf.view == owner.view:
+        leaf.name = name
+        leaf.reference[:] = [] if name == tensor_name(leaf.path) else [name]
+        return
+    tensor = leaf.tensor
+    offset = (leaf.start - start) // tensor.element_size()
+    leaf.reference[:] = [name, offset, list(tensor.shape), list(tensor.stride())]
+    if tensor.dtype != row.dtype:
+        leaf.reference.append(dtype_name(tensor.dtype))

@@ -1,0 +1,292 @@
+"""A tree and tensors back into the nest; the inverse of `tree.py`, which has the table of tags.
+
+The tree may come from anybody: nothing in it is believed, and what its tags copy is counted before it is made.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from shrinkpoint.errors import CorruptError
+from shrinkpoint.tensors.dtypes import TORCH_DTYPES, as_bits, empty, numpy_dtype, numpy_to_torch_dtype
+from shrinkpoint.tensors.info import JSON
+from shrinkpoint.tensors.names import StatePath, format_path, short_repr, tensor_name
+from shrinkpoint.tensors.tree_encode import MAX_DEPTH
+
+MAX_COPY_BYTES = 1 << 30
+"""Bytes that copies in a tree may take where nobody says how many."""
+MAX_SAME_HASH = 64
+"""Keys of one dict that may share a hash: with more of them, each costs a comparison with all before it."""
+
+
+class TreeDecoder:
+    """Turns a tree into a nest.
+
+    Args:
+        tensors: the stored tensors by name, contiguous. The nest holds them, not copies.
+        tie: leaves that shared memory share it again; otherwise each gets its own.
+        where: the file, for messages.
+        max_bytes: how much memory copies of the tensors may take: numpy arrays, bytes, tensors of their own.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], *, tie: bool, where: str, max_bytes: int = MAX_COPY_BYTES
+    ) -> None:
+        self._tensors, self._tie, self._where = tensors, tie, where
+        self._remaining = max_bytes
+        self._used_names: set[str] = set()
+        self._tags: dict[str, Callable[[JSON, StatePath], Any]] = {
+            "$t": self._tensor,
+            "$p": lambda body, path: self._parameter(body, path, grad=True),
+            "$q": lambda body, path: self._parameter(body, path, grad=False),
+            "$n": self._array,
+            "$g": self._numpy_scalar,
+            "$u": lambda body, path: tuple(self._items(body, path)),
+            "$z": self._size,
+            "$i": self._integer,
+            "$f": self._float,
+            "$s": self._text,
+            "$b": self._short_bytes,
+            "$B": self._long_bytes,
+            "$d": self._pairs,
+            "$o": lambda body, path: OrderedDict(self._dict(body, path)),
+            "$m": self._with_metadata,
+            "$c": lambda body, path: Counter(self._dict(body, path)),
+        }
+
+    def decode(self, tree: JSON, path: StatePath = ()) -> Any:
+        """The value that `tree`, at `path`, stands for.
+
+        Raises:
+            CorruptError: when no release writes such a tree, or a tensor it names is missing or does not fit.
+        """
+        if len(path) > MAX_DEPTH:
+            self._raise_corrupt(path[:3], "a nest that is too deep", f"at most {MAX_DEPTH} levels")
+        if tree is None or type(tree) in (bool, str, int):
+            return tree
+        if type(tree) is float and math.isfinite(tree):
+            return tree
+        if type(tree) is list:
+            return self._items(tree, path)
+        if type(tree) is dict:
+            return self._object(tree, path)
+        return self._raise_corrupt(path, f"{type(tree).__name__} {short_repr(tree)}", "plain JSON")
+
+    def _object(self, tree: dict[str, JSON], path: StatePath) -> Any:
+        tag = next(iter(tree), "")
+        if len(tree) != 1 or not tag.startswith("$"):
+            return self._dict(tree, path)
+        if tag not in self._tags:
+            self._raise_corrupt(path, f"the tag {short_repr(tag)}", "one of " + " ".join(self._tags))
+        return self._tags[tag](tree[tag], path)
+
+    def _items(self, body: JSON, path: StatePath) -> list[Any]:
+        if type(body) is not list:
+            self._raise_corrupt(path, f"{short_repr(body)}", "a list")
+        return [self.decode(item, (*path, index)) for index, item in enumerate(body)]
+
+    def _dict(self, tree: JSON, path: StatePath) -> dict[Any, Any]:
+        if type(tree) is not dict:
+            self._raise_corrupt(path, f"{short_repr(tree)}", "an object")
+        if len(tree) == 1 and "$d" in tree:
+            return self._pairs(tree["$d"], path)
+        if any(key.startswith("$") for key in tree):
+            self._raise_corrupt(path, "a key that begins with '$'", "a tag alone in its object")
+        return {key: self.decode(item, (*path, key)) for key, item in tree.items()}
+
+    def _pairs(self, body: JSON, path: StatePath) -> dict[Any, Any]:
+        if type(body) is not list or not all(type(pair) is list and len(pair) == 2 for pair in body):
+            self._raise_corrupt(path, "keys and values", "a list of pairs")
+        keys = [self._key(key, path) for key, _ in body]
+        if max(Counter(map(hash, keys)).values(), default=0) > MAX_SAME_HASH:
+            self._raise_corrupt(path, "keys made to collide", f"at most {MAX_SAME_HASH} of one hash")
+        items = {key: self.decode(item, (*path, key)) for key, (_, item) in zip(keys, body, strict=True)}
+        if len(items) != len(body):
+            self._raise_corrupt(path, "a key that occurs twice", "different keys")
+        return items
+
+    def _key(self, tree: JSON, path: StatePath, depth: int = 1) -> Any:
+        if type(tree) is dict and list(tree) == ["$u"] and type(tree["$u"]) is list and len(path) + depth <= MAX_DEPTH:
+            return tuple(self._key(part, path, depth + 1) for part in tree["$u"])
+        if type(tree) is not list and (type(tree) is not dict or list(tree) in (["$i"], ["$f"], ["$s"])):
+            return self.decode(tree, path)
+        return self._raise_corrupt(path, f"the key {short_repr(tree)}", "a plain value or a tuple of them")
+
+    def _with_metadata(self, body: JSON, path: StatePath) -> OrderedDict[Any, Any]:
+        if type(body) is not list or len(body) != 2:
+            self._raise_corrupt(path, "an OrderedDict", "a dict and its metadata")
+        value = OrderedDict(self._dict(body[0], path))
+        value._metadata = self._dict(body[1], (*path, "_metadata"))  # type: ignore[attr-defined]
+        return value
+
+    def _size(self, body: JSON, path: StatePath) -> torch.Size:
+        items = self._items(body, path)
+        if not _are_counts(items):
+            self._raise_corrupt(path, f"a torch.Size of {short_repr(items)}", "counts")
+        return torch.Size(items)
+
+    def _integer(self, body: JSON, path: StatePath) -> int:
+        try:
+            return int(self._string(body, path), 16)
+        except ValueError:
+            self._raise_corrupt(path, f"the integer {short_repr(body)}", "hex digits")
+
+    def _float(self, body: JSON, path: StatePath) -> float:
+        value: float = struct.unpack(">d", self._hex(body, path, 8))[0]
+        return value
+
+    def _text(self, body: JSON, path: StatePath) -> str:
+        try:
+            return self._hex(body, path).decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            self._raise_corrupt(path, "text that is not UTF-8", "UTF-8 with surrogates")
+
+    def _short_bytes(self, body: JSON, path: StatePath) -> bytes:
+        try:
+            return base64.b64decode(self._string(body, path).encode(), validate=True)
+        except (binascii.Error, UnicodeEncodeError):
+            self._raise_corrupt(path, f"bytes as {short_repr(body)}", "base64")
+
+    def _long_bytes(self, body: JSON, path: StatePath) -> bytes:
+        tensor = self._stored_tensor(body, path)
+        if tensor.dtype != torch.uint8 or tensor.dim() != 1:
+            self._raise_corrupt(path, f"bytes kept as {tensor.dtype} of shape {list(tensor.shape)}", "a row of uint8")
+        self._spend(tensor.nbytes, path)
+        return tensor.cpu().numpy().tobytes()
+
+    def _numpy_scalar(self, body: JSON, path: StatePath) -> np.generic:
+        dtype, digits = self._numpy_pair(body, path)
+        value: np.generic = np.frombuffer(self._hex(digits, path, dtype.itemsize), dtype)[0]
+        return value
+
+    def _array(self, body: JSON, path: StatePath) -> np.ndarray[Any, Any]:
+        dtype, reference = self._numpy_pair(body, path)
+        tensor = self._stored_tensor(reference, path)
+        if tensor.dtype != numpy_to_torch_dtype(dtype):
+            self._raise_corrupt(
+                path, f"a numpy array of {dtype.str} kept as {tensor.dtype}", f"{numpy_to_torch_dtype(dtype)}"
+            )
+        self._spend(tensor.nbytes, path)
+        native: np.ndarray[Any, Any] = tensor.cpu().contiguous().numpy()
+        return native.astype(dtype)  # a copy: an array's memory is its own
+
+    def _numpy_pair(self, body: JSON, path: StatePath) -> tuple[np.dtype[np.generic], JSON]:
+        dtype = None
+        if type(body) is list and len(body) == 2 and type(body[0]) is str:
+            dtype = numpy_dtype(body[0])
+        if dtype is None:
+            self._raise_corrupt(path, f"the numpy value {short_repr(body)}", "a known dtype and a value")
+        return dtype, body[1]
+
+    def _parameter(self, body: JSON, path: StatePath, *, grad: bool) -> torch.nn.Parameter:
+        tensor = self._tensor(body, path)
+        if grad and not (tensor.is_floating_point() or tensor.is_complex()):
+            self._raise_corrupt(path, f"a trainable parameter of {tensor.dtype}", "a float or complex dtype")
+        return torch.nn.Parameter(tensor, requires_grad=grad)
+
+    def _tensor(self, body: JSON, path: StatePath) -> torch.Tensor:
+        tensor = self._stored_tensor(body, path)
+        if self._tie:
+            return tensor
+        name = body[0] if body else tensor_name(path)
+        if name not in self._used_names and len(body) < 4:
+            self._used_names.add(name)
+            return tensor
+        self._spend(min(tensor.nbytes, _num_reached(tensor) * tensor.element_size()), path)
+        return _clone(tensor)
+
+    def _spend(self, nbytes: int, path: StatePath) -> None:
+        """Count memory that is about to be taken."""
+        self._remaining -= nbytes
+        if self._remaining < 0:
+            found, do = (
+                f"copies of tensors that take {-self._remaining} bytes too many",
+                "pass max_bytes= if you trust it",
+            )
+            raise CorruptError(f"{self._where}: {format_path(path)}", found=found, expected="fewer", do=do)
+
+    def _stored_tensor(self, reference: JSON, path: StatePath) -> torch.Tensor:
+        """The tensor a reference stands for, as a view of the stored one."""
+        if type(reference) is not list or len(reference) not in (0, 1, 4, 5):
+            self._raise_corrupt(
+                path, f"the reference {short_repr(reference, 60)}", "[], [name] or [name, offset, shape, strides]"
+            )
+        name = reference[0] if reference else tensor_name(path)
+        stored = self._tensors.get(name) if type(name) is str else None
+        if stored is None:
+            self._raise_corrupt(path, f"a reference to {short_repr(name, 80)}", "the name of a tensor in this file")
+        return self._view(stored, reference, path) if len(reference) >= 4 else stored
+
+    def _view(self, stored: torch.Tensor, reference: list[JSON], path: StatePath) -> torch.Tensor:
+        _, offset, shape, strides, *rest = reference
+        row = stored.as_strided((stored.numel(),), (1,)) if stored.is_contiguous() else stored.reshape(-1)
+        if rest:
+            row = self._as_dtype(row, rest[0], path)
+        if not (
+            _are_counts([offset]) and _are_counts(shape) and _are_counts(strides) and len(shape) == len(strides) <= 64
+        ):
+            self._raise_corrupt(path, f"a view {short_repr(reference, 80)}", "counts, as many strides as sizes")
+        if math.prod(size for size in shape if size) >= 2**60:  # of an empty one, too: torch counts on its way to the 0
+            self._raise_corrupt(path, f"a view of shape {short_repr(shape, 80)}", "fewer than 2^60 elements")
+        last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if last >= row.numel() if math.prod(shape) else offset > row.numel():
+            self._raise_corrupt(
+                path, f"a view up to element {last}", f"at most {row.numel() - 1} of {short_repr(reference[0], 80)}"
+            )
+        return row.as_strided(shape, strides, row.storage_offset() + offset)
+
+    def _as_dtype(self, row: torch.Tensor, name: JSON, path: StatePath) -> torch.Tensor:
+        dtype = TORCH_DTYPES.get(name) if type(name) is str else None
+        if dtype is None:
+            self._raise_corrupt(path, f"the dtype {short_repr(name)}", "one that this torch has")
+        data = row.view(torch.uint8)
+        return data[: data.numel() - data.numel() % dtype.itemsize].view(dtype)
+
+    def _hex(self, body: JSON, path: StatePath, length: int | None = None) -> bytes:
+        try:
+            data = bytes.fromhex(self._string(body, path))
+        except ValueError:
+            self._raise_corrupt(path, f"{short_repr(body)}", "hex digits")
+        if length is not None and len(data) != length:
+            self._raise_corrupt(path, f"{len(data)} bytes", f"{length}")
+        return data
+
+    def _string(self, body: JSON, path: StatePath) -> str:
+        if type(body) is not str:
+            self._raise_corrupt(path, f"{short_repr(body)}", "a string")
+        return body
+
+    def _raise_corrupt(self, path: StatePath, found: str, expected: str) -> NoReturn:
+        raise CorruptError(f"{self._where}: {format_path(path)}", found=found, expected=expected)
+
+
+def _are_counts(values: JSON) -> bool:
+    return type(values) is list and all(type(value) is int and 0 <= value < 2**62 for value in values)
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor in memory of its own: dense, or with its strides where it meets itself (expanded tensors)."""
+    reach = _num_reached(tensor)
+    if tensor.numel() > reach:
+        row = tensor.as_strided((reach,), (1,), tensor.storage_offset())
+        return _clone(row).as_strided(tensor.shape, tensor.stride(), 0)
+    if tensor.device.type != "cpu":
+        return tensor.contiguous() if not tensor.is_contiguous() else tensor.clone()
+    fresh = empty(tuple(tensor.shape), tensor.dtype)
+    as_bits(fresh).copy_(as_bits(tensor))
+    return fresh
+
+
+def _num_reached(tensor: torch.Tensor) -> int:
+    """Elements from its first to behind its last, however often it meets each of them."""
+    last: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return max(last + 1, 0)

@@ -1,0 +1,151 @@
+"""A switch for the whole process: who only passes a path to `dcp.save` and `dcp.load` gets our writer and reader."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_saver as saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from shrinkpoint.errors import PolicyError
+from shrinkpoint.schemes.base import Scheme
+from shrinkpoint.store.directory import is_checkpoint
+from shrinkpoint.train.dcp import checkpoint_metadata
+from shrinkpoint.train.dcp.checkpoint_id import is_path
+from shrinkpoint.train.dcp.reader import Reader
+from shrinkpoint.train.dcp.writer import Writer
+
+_PATCHED_MODULES = (
+    "torch.distributed.checkpoint",
+    *(f"torch.distributed.checkpoint.{name}" for name in ("filesystem", "_storage_utils", "format_utils")),
+)
+_SUBCLASS_MODULES = ("_fsspec_filesystem", "hf_storage")
+_EXECUTORS = ("_ProcessBasedAsyncCheckpointExecutor", "_ThreadBasedAsyncCheckpointExecutor")
+_originals: list[tuple[Any, str, Any]] = []
+"""What was there: (module, name, object)."""
+
+
+def install(
+    scheme: str | Scheme = "lossless",
+    *,
+    keyframe_every: int | None = 20,
+    chain: str | None = None,
+    threads: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    model: Any = None,
+    step: int | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    note: str = "",
+) -> None:
+    """From now on, whoever gives torch.distributed.checkpoint a path saves with `Writer` and loads with `Reader`.
+
+    Directories that torch's own writer wrote are read as ever, by torch's own reader, which unpickles. Installing
+    again changes the settings. URLs stay with whatever reads them.
+
+    Args:
+        scheme, keyframe_every, chain, threads, group, model, step, metrics, note: of `Writer`.
+
+    Raises:
+        PolicyError: settings that `Writer` refuses.
+    """
+    settings = {
+        "scheme": scheme,
+        "keyframe_every": keyframe_every,
+        "chain": chain,
+        "threads": threads,
+        "group": group,
+        "model": model,
+        "step": step,
+        "metrics": metrics,
+        "note": note,
+    }
+    Writer(**settings)
+    _PatchedWriter.settings = settings
+    if _originals:
+        return
+    for name in _SUBCLASS_MODULES:  # these derive from torch's own classes, and must go on doing so
+        with suppress(ImportError):
+            importlib.import_module(f"torch.distributed.checkpoint.{name}")
+    for place in map(importlib.import_module, _PATCHED_MODULES):
+        for name, ours in (("FileSystemWriter", _PatchedWriter), ("FileSystemReader", _PatchedReader)):
+            if hasattr(place, name):
+                _patch(place, name, ours)
+    for name in _EXECUTORS:
+        if hasattr(saver, name):
+            _patch(saver, name, _make_executor(getattr(saver, name)))
+
+
+def uninstall() -> None:
+    """Put back what was there before `install`; nothing happens where nothing is installed."""
+    while _originals:
+        place, name, stock = _originals.pop()
+        setattr(place, name, stock)
+
+
+def _patch(module: Any, name: str, replacement: Any) -> None:
+    _originals.append((module, name, getattr(module, name)))
+    setattr(module, name, replacement)
+
+
+class _PatchedWriter(Writer):
+    """Ours, made as torch's own is."""
+
+    settings: ClassVar[dict[str, Any]] = {}
+
+    def __init__(
+        self, path: str | os.PathLike[str], *args: Any, overwrite: bool = True, _extensions: Any = None, **kwargs: Any
+    ) -> None:
+        if _extensions:
+            found, do = "_extensions of FileSystemWriter", "leave them out, or uninstall()"
+            raise PolicyError("Writer", found=found, expected="no transformation of bytes", do=do)
+        super().__init__(path, **{**self.settings, "overwrite": overwrite and self.settings.get("overwrite", True)})
+
+
+class _PatchedReader(Reader):
+    """Ours, made as torch's own is, which reads what ours does not know."""
+
+    def __init__(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        self._stock: StorageReader | None = None
+        super().__init__(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        super().reset(checkpoint_id)
+        self._stock = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if not is_checkpoint(self._checkpoint_id.directory) or checkpoint_metadata.is_overwritten_by_torch(
+            self._checkpoint_id.directory
+        ):
+            self._stock = FileSystemReader(self._checkpoint_id.directory)
+            return self._stock.read_metadata(*args, **kwargs)
+        return super().read_metadata(*args, **kwargs)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        if self._stock is not None:
+            self._stock.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        return super().read_data(plan, planner) if self._stock is None else self._stock.read_data(plan, planner)
+
+
+def _make_executor(stock: type[Any]) -> type[Any]:
+    """`async_save` saves later, or in a process where nothing is installed: the writer comes from here and now."""
+
+    class Executor(stock):  # type: ignore[misc]
+        def execute_save(self, *args: Any, **kwargs: Any) -> Any:
+            path = kwargs.get("checkpoint_id")
+            if kwargs.get("storage_writer") is None and is_path(path):
+                kwargs["storage_writer"] = Writer(path, **_PatchedWriter.settings)
+            return super().execute_save(*args, **kwargs)
+
+    return Executor

@@ -1,0 +1,106 @@
+"""The commands on what frameworks keep: checkpoints in folders of their own, and runs of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from shrinkpoint.store import Store
+from shrinkpoint.store import directory as folders
+from shrinkpoint.train import Checkpointer
+from shrinkpoint.train.dcp import Writer
+
+
+@pytest.fixture
+def frameworks_run(tmp_path: Path, state_at) -> Path:
+    root = tmp_path / "out"
+    with Checkpointer() as trail:
+        for step in (90, 100, 1000):
+            trail.save(root / f"checkpoint-{step}", state_at(step // 3), step=step, metrics={"loss": 1.5})
+    return root
+
+
+def test_a_run_is_listed_in_the_order_of_its_numbers(run, frameworks_run):
+    done = run("list", frameworks_run, columns=160)
+    rows = done.stdout.splitlines()
+    assert done.code == 0
+    assert rows[0].startswith(f"{frameworks_run}: 3 checkpoints")
+    assert [row.split()[:2] for row in rows[-3:]] == [[f"checkpoint-{n}", f"{n}"] for n in (90, 100, 1000)]
+    assert "delta 2" in rows[-1]
+    document = json.loads(run("list", frameworks_run, "--json").stdout)
+    assert [one["depth"] for one in document["checkpoints"]] == [0, 1, 2]
+    assert document["stored_bytes"] == sum(one["stored_bytes"] for one in document["checkpoints"])
+
+
+def test_one_checkpoint_is_shown_and_of_a_run_the_newest(run, frameworks_run):
+    one = run("show", frameworks_run / "checkpoint-100")
+    assert (one.code, "delta; 1 file below, linked here" in one.stdout) == (0, True)
+    assert "checkpoint-1000" in run("show", frameworks_run).stdout
+    document = json.loads(run("show", frameworks_run / "checkpoint-100", "--json", "--tensors").stdout)
+    assert (document["step"], document["files"][0]["scheme"]) == (100, "lossless")
+    assert run("show", frameworks_run, "--step", 100).code == 2
+
+
+def test_damage_is_found_where_it_is(run, frameworks_run, flip):
+    assert run("verify", frameworks_run).code == 0
+    assert run("verify", frameworks_run, "--deep").code == 0
+    flip(frameworks_run / "checkpoint-100" / "rank-00000.safetensors")
+    done = run("verify", frameworks_run)
+    assert done.code == 1
+    assert "1 checkpoint lost" in done.stdout
+    assert "checkpoint-100" in done.stdout
+    (frameworks_run / "checkpoint-90" / folders.MANIFEST).write_text("{}")
+    assert run("verify", frameworks_run).code == 1
+    listed = run("list", frameworks_run)
+    assert (listed.code, "unreadable" in listed.stderr) == (0, True)
+
+
+def test_looking_at_a_run_needs_no_torch(frameworks_run):
+    code = f"""
+import sys
+from shrinkpoint.cli.app import app
+for command in ("list", "show", "verify"):
+    app([command, {str(frameworks_run)!r}], standalone_mode=False)
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_frameworks_checkpoint_is_exported_and_compared_like_any_other(run, frameworks_run, tmp_path, state_at):
+    out = tmp_path / "state.pt"
+    assert run("export", frameworks_run / "checkpoint-1000", out).code == 0
+    assert torch.equal(torch.load(out)["model"]["weight"], state_at(333)["model"]["weight"])
+    assert run("diff", frameworks_run / "checkpoint-1000", frameworks_run).code == 0
+    assert run("diff", frameworks_run / "checkpoint-1000", frameworks_run / "checkpoint-90").code == 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_many_ranks_write_is_whole_again(run, tmp_path):
+    weight = torch.arange(6000.0)
+    dcp.save({"model": {"w": weight}, "step": 3}, storage_writer=Writer(tmp_path / "c"), no_dist=True)
+    assert run("show", tmp_path / "c").code == 0
+    assert run("verify", tmp_path / "c", "--deep").code == 0
+    assert run("export", tmp_path / "c", tmp_path / "c.pt").code == 0
+    state = torch.load(tmp_path / "c.pt")
+    assert (torch.equal(state["model"]["w"], weight), state["step"]) == (True, 3)
+
+
+def test_a_store_and_a_run_in_one_directory_are_both_verified_and_what_is_not_listed_is_said(
+    run, frameworks_run, flip, tmp_path
+):
+    with Store(frameworks_run) as store:
+        store.save(1, {"w": torch.ones(3)})
+    assert json.loads(run("verify", frameworks_run, "--json").stdout)["checked"] == 4
+    assert "3 checkpoints of a framework" in run("list", frameworks_run).stderr
+    done = run("convert", frameworks_run, tmp_path / "back", "--to", "torch")
+    assert "checkpoint-1000: left out" in done.stderr
+    flip(frameworks_run / "checkpoint-100" / "rank-00000.safetensors")
+    done = run("verify", frameworks_run)
+    assert done.code == 1
+    assert "checkpoint-100/" in done.stdout

@@ -1,0 +1,207 @@
+"""The largest magnitudes cross, exactly as many as were asked for, and of equals the first."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from contracts.compressor import OperatorSuite, noise
+from helpers.strategies import bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shrinkpoint import _native
+from shrinkpoint.comm.compressors.base import NO_CONTEXT, CompressorContext
+from shrinkpoint.comm.compressors.sparse import TopK
+from shrinkpoint.comm.compressors.uniform import Uniform
+from shrinkpoint.comm.spec import parse
+from shrinkpoint.errors import MismatchError, PolicyError
+
+
+class TestTopK(OperatorSuite):
+    operators = (
+        TopK(0.5),
+        TopK(0.1),
+        TopK(0.02),
+        TopK(1.0),
+        TopK(0.3, "bf16"),
+        TopK(0.1, per="tensor"),
+        TopK(0.2, Uniform(4, 64)),
+    )
+
+
+def decoded(operator: TopK, x: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+    return operator.decode(operator.encode(x, context), torch.full_like(x, 7.0), context)
+
+
+def chosen(x: Tensor, k: int) -> list[int]:
+    """The places of the k largest magnitudes of one sample, as a plain sort finds them."""
+    magnitudes = (x.float().view(-1).view(torch.int32) & 0x7FFFFFFF).tolist()
+    return sorted(sorted(range(len(magnitudes)), key=lambda i: (-magnitudes[i], i))[:k])
+
+
+FEW = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 0.5, 1e-45, 3e38, math.inf, -math.inf, math.nan])
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(FEW, min_size=1, max_size=60), st.integers(1, 60), st.sampled_from([1, 3]))
+def test_of_each_sample_the_largest_cross_and_of_equals_the_first(values, repeats, rows):
+    x = torch.tensor(values).repeat(rows, repeats)
+    for share in (0.02, 0.1, 0.5, 0.9):
+        operator, k = TopK(share), math.ceil(x.shape[1] * round(share * 100) / 100)
+        wire = operator.encode(x)
+        expected = [row * x.shape[1] + place for row in range(rows) for place in chosen(x[row], k)]
+        assert operator.indices(wire, x.shape).tolist() == expected
+        out = operator.decode(wire, torch.full_like(x, 7.0)).view(-1)
+        assert bits(out[expected]) == bits(x.view(-1)[expected])
+        out[expected] = 0
+        assert bits(out) == bytes(4 * x.numel())
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(2049, 9000), st.integers(0, 99), st.sampled_from([1, 3, 40, 10_000]), st.floats(0.001, 1))
+def test_long_samples_are_chosen_from_alike(n, seed, kinds, share):
+    x = noise((2, n), seed)
+    x = x if kinds == 10_000 else (x * kinds / 3).round().clamp_min(0)
+    operator = TopK(share)
+    wires = []
+    for most in (0, 1, 2):
+        _native._use_simd(most)
+        wires.append(bits(operator.encode(x)))
+    assert wires[0] == wires[1] == wires[2] == bits(operator._encode_torch(x))
+    k = operator.indices(torch.frombuffer(bytearray(wires[0]), dtype=torch.uint8), x.shape).numel() // 2
+    expected = [row * n + place for row in range(2) for place in chosen(x[row], k)]
+    assert operator.indices(operator.encode(x), x.shape).tolist() == expected
+
+
+def test_threads_do_not_change_a_message():
+    x, before = noise((7, 70_001)), torch.get_num_threads()
+    try:
+        wires = []
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            wires.append(bits(TopK(0.1).encode(x)))
+    finally:
+        torch.set_num_threads(before)
+    assert wires[0] == wires[1]
+
+
+COUNTS = [
+    (10, 0.1, 1),
+    (10, 0.9, 9),
+    (10, 0.3, 3),
+    (7, 0.1, 1),
+    (100, 0.07, 7),
+    (1000, 0.025, 25),
+    (1001, 0.1, 101),
+    (5, 1, 5),
+    (3, 1e-9, 1),
+]
+
+
+@pytest.mark.parametrize(("n", "share", "k"), COUNTS)
+def test_as_many_cross_as_the_share_says(n, share, k):
+    assert decoded(TopK(share), torch.arange(1.0, n + 1)).count_nonzero() == k
+
+
+def test_of_a_tensor_rather_than_a_sample_only_where_that_is_asked_for():
+    x = noise((4, 50))
+    x[2] *= 100
+    assert (decoded(TopK(0.1), x) != 0).sum(1).tolist() == [5, 5, 5, 5]
+    assert (decoded(TopK(0.1, per="tensor"), x) != 0).sum(1).tolist() == [0, 0, 20, 0]
+    assert (decoded(TopK(0.1), x.view(-1)) != 0).sum() == 20
+    assert (decoded(TopK(0.1), x.view(4, 5, 5, 2)) != 0).flatten(1).sum(1).tolist() == [5, 5, 5, 5]
+
+
+def test_values_that_are_not_finite_count_as_largest():
+    x = noise((100,))
+    x[[3, 50, 99]] = torch.tensor([math.nan, -math.inf, math.inf])
+    operator = TopK(0.03)
+    assert operator.indices(operator.encode(x), x.shape).tolist() == [3, 50, 99]
+    out = decoded(operator, x)
+    assert out[3].isnan() and out[50] == -math.inf and out[99] == math.inf
+
+
+def test_values_are_as_short_as_was_said_and_never_longer_than_the_tensor_s():
+    head = TopK(0.1).wire_bytes((4, 100), torch.float32) - 40 * 4
+    sizes = {
+        ("fp32", torch.float32): 4, ("fp32", torch.float64): 4, ("fp32", torch.bfloat16): 2,
+        ("fp32", torch.float16): 2, ("bf16", torch.float32): 2, ("fp16", torch.float32): 2,
+    }  # fmt: skip
+    for (values, dtype), size in sizes.items():
+        assert TopK(0.1, values).wire_bytes((4, 100), dtype) == head + 40 * size
+    inner = Uniform(4, 64)
+    assert TopK(0.1, inner).wire_bytes((4, 100), torch.float32) == head + inner.wire_bytes((40,), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_cross_unharmed(dtype):
+    x = (noise((3, 200)) * 100).to(dtype)
+    out = decoded(TopK(0.5), x)
+    places = out != 0
+    assert places.sum() == 300 and bits(out[places]) == bits(x[places])
+
+
+def test_values_rounded_to_sixteen_bits_are_those_that_torch_rounds_to():
+    x = noise((1000,))
+    for values, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        out, exact = decoded(TopK(0.2, values), x), decoded(TopK(0.2), x)
+        assert torch.equal(out, exact.to(dtype).float())
+
+
+def test_fp16_makes_inf_of_what_is_beyond_it():
+    out = decoded(TopK(0.5, "fp16"), torch.tensor([1e5, -1e5, 65504.0, 0.1, 0.2, 0.3]))
+    assert out.tolist() == [math.inf, -math.inf, 65504.0, 0, 0, 0]
+
+
+def test_an_operator_for_the_values_is_given_all_of_them_in_a_row_and_the_context():
+    x, inner, context = noise((4, 500)), Uniform(3, 16, dither=True), CompressorContext(key=77)
+    operator = TopK(0.2, inner)
+    wire, exact = operator.encode(x, context), decoded(TopK(0.2), x).view(-1)
+    places = operator.indices(wire, x.shape)
+    row = exact[places]
+    expected = inner.decode(inner.encode(row, context), torch.empty_like(row), context)
+    assert bits(operator.decode(wire, torch.empty_like(x), context).view(-1)[places]) == bits(expected)
+
+
+def test_places_that_cannot_be_are_refused_and_the_output_stays():
+    x = noise((8, 128))
+    for operator in (TopK(0.1), TopK(0.5), TopK(0.001)):
+        wire, out = operator.encode(x), torch.full_like(x, 7.0)
+        wire[: operator._index_code(x.shape).size] = 0
+        wire[: wire.numel() // 9] = 0
+        for decode in (operator.decode, operator._decode_torch):
+            with pytest.raises(MismatchError, match="ascending positions below 1024"):
+                decode(wire, out)
+        with pytest.raises(MismatchError, match="ascending positions below 1024"):
+            operator.indices(wire, x.shape)
+        assert (out == 7).all()
+
+
+def test_specs_say_everything_and_are_read_back():
+    specs = {
+        "top10": TopK(0.1),
+        "top2.5": TopK(0.025),
+        "top100": TopK(1.0),
+        "top7:tensor": TopK(0.07, per="tensor"),
+        "top10:bf16": TopK(0.1, "bf16"),
+        "top30:tensor:q4:64": TopK(0.3, Uniform(4, 64), "tensor"),
+        "top33.33333333333333": TopK(1 / 3),
+    }
+    for spec, operator in specs.items():
+        assert operator.spec == str(operator) == spec and parse(spec) == operator
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.01, math.nan, "10"])
+def test_such_a_share_is_refused(share):
+    with pytest.raises(PolicyError, match=r"share: .*; expected a number above 0, at most 1"):
+        TopK(share)
+
+
+def test_values_and_parts_that_there_are_not_are_refused():
+    with pytest.raises(PolicyError, match="values: 'fp8'; expected fp32, fp16, bf16 or an operator"):
+        TopK(0.1, "fp8")
+    with pytest.raises(PolicyError, match="per 'row'; expected sample or tensor"):
+        TopK(0.1, per="row")

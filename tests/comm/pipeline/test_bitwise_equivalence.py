@@ -1,0 +1,131 @@
+"""A compressed pipeline of real processes is bit for bit the model with the same points in one process."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.processes import ranks
+
+SCHEDULES = {
+    "GPipe": 2,
+    "1F1B": 2,
+    "Interleaved1F1B": 4,
+    "LoopedBFS": 4,
+    "InterleavedZeroBubble": 4,
+    "ZBVZeroBubble": 4,
+    "DualPipeV": 4,
+}
+HOWS = [
+    ("q4:64", "q8:64"),
+    ("q2", "q1"),
+    ("q5:row", "q3:16:dither"),
+    ("bf16", "fp16"),
+    ("exact", "n3:64"),
+    ("block4:32", "h64(q4:64)"),
+    ("top10", "same"),
+    ("top20:bf16", "same:q4:64"),
+    ("top10:tensor:q4:64", "rand25"),
+    ("rand25:scaled", "same"),
+    ("ef(top10)", "ef(q2:64)"),
+    ("efmixed(top10)", "ef21(top20)"),
+    ("ef21(top10)", "ef21(q2:64)"),
+    (None, "q4:64"),
+    ("q4:64", None),
+]
+BETWEEN = {
+    0: {"forward": "q8", "backward": "q1"},
+    1: {"forward": "q4:row", "backward": "exact"},
+    2: {"forward": "q2:16", "backward": None},
+}
+"""Boundaries 0 and 2 lie between the same two ranks, and 1 goes the other way."""
+SHARED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
+PROGRAM = f"""
+    from helpers.pipeline_model import batches, join, tell, versus
+    from torch.distributed.pipelining import schedules
+
+    SCHEDULES, HOWS, BETWEEN, SHARED = {SCHEDULES!r}, {HOWS!r}, {BETWEEN!r}, {SHARED!r}
+
+
+    def fused(call):
+        "What a call gives, and how many lists torch posted meanwhile that both send and receive."
+        torchs, kinds = schedules._batch_p2p, []
+
+        def posted(ops, desc=None):
+            kinds.append(len({{op.op for op in ops}}))
+            return torchs(ops, desc)
+
+        schedules._batch_p2p = posted
+        found = call()
+        schedules._batch_p2p = torchs
+        return {{**found, "fused": kinds.count(2)}}
+
+
+    def of_rank(rank, width, folder):
+        join(rank, width, folder)
+        data, said = batches(3), {{}}
+        for kind, stages in SCHEDULES.items():
+            how = dict(forward="ef21(top25)", backward="q4:64:dither")
+            said[kind] = versus(kind, rank, width, stages, data, **how)
+        for forward, backward in HOWS:
+            said[f"{{forward}} {{backward}}"] = versus("1F1B", rank, width, 2, data, forward=forward, backward=backward)
+        for kind in SHARED:
+            how = dict(forward="q4", backward="q4:64", per=BETWEEN)
+            said[f"between {{kind}}"] = versus(kind, rank, width, 4, data, **how)
+        for how in ("q4:64", None):
+            said[f"with {{how}}"] = fused(lambda: versus("1F1B", rank, width, 2, data, forward=how, backward=how))
+        tell(rank, folder, said)
+"""
+DEEP = """
+    from helpers.pipeline_model import batches, join, tell, versus
+
+
+    def of_rank(rank, width, folder):
+        join(rank, width, folder)
+        per = {1: {"forward": "q8", "backward": "q4:row"}, 2: {"backward": None}}
+        how = dict(forward="top10", backward="same", per=per)
+        tell(rank, folder, {kind: versus(kind, rank, width, 4, batches(2), **how) for kind in ("GPipe", "1F1B")})
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    return ranks(PROGRAM, 2, tmp_path_factory.mktemp("pipeline"))
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    return ranks(DEEP, 4, tmp_path_factory.mktemp("deep"))
+
+
+@pytest.mark.parametrize("case", [*SCHEDULES, *(f"{forward} {backward}" for forward, backward in HOWS)])
+def test_weights_losses_and_outputs_are_those_of_the_points_in_one_process(said, case):
+    assert [(one[case]["weights"], one[case]["losses"], one[case]["output"]) for one in said] == [([], True, True)] * 2
+
+
+@pytest.mark.parametrize("kind", ["GPipe", "1F1B"])
+def test_each_boundary_of_four_stages_has_its_own_operators(deep, kind):
+    assert [(one[kind]["weights"], one[kind]["losses"]) for one in deep] == [([], True)] * 4
+    raw, wire = deep[1][kind]["bytes"]["1 forward"]
+    messages = 3 * 4  # two steps and an evaluation
+    assert (raw, wire) == (messages * 32 * 4, messages * (64 + 8))  # whole tiles of 64 values, and two numbers
+    assert len(set(deep[2][kind]["bytes"]["2 backward"])) == 1
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_messages_of_two_boundaries_between_the_same_ranks_are_not_mixed_up(said, kind):
+    """They are told apart by their order alone."""
+    assert [(one[f"between {kind}"]["weights"], one[f"between {kind}"]["losses"]) for one in said] == [([], True)] * 2
+
+
+def test_receives_of_gloo_are_posted_before_the_sends_that_torch_fuses_them_with(said):
+    assert [one["with q4:64"]["fused"] for one in said] == [0, 0]
+    assert all(one["with None"]["fused"] for one in said)
+
+
+def test_both_ends_count_the_same_bytes(said):
+    for case in said[0]:
+        lower, upper = (one[case]["bytes"] for one in said)
+        assert lower == upper and lower
+
+
+def test_a_turn_on_one_rank_carries_nothing(said):
+    assert set(said[0]["ZBVZeroBubble"]["bytes"]) == {"0 forward", "0 backward", "2 forward", "2 backward"}

@@ -1,0 +1,272 @@
+"""Stages of every make: shapes given or found, traced, with several tensors, with statistics, in evaluation."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.processes import ranks
+
+PROGRAM = """
+    import warnings
+
+    import torch
+    from helpers.pipeline_model import (
+        CPU, ROWS, WIDTH, batches, build, descend, failure, join, loss_of, parts, same, scheduled, step, tell,
+        trained_here, weights,
+    )
+    from torch import nn
+    from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
+
+    from shrinkpoint.comm import compress_pipeline, insert_compression
+
+    HOW = dict(forward="q4:64", backward="q8:64")
+
+
+    def train(schedule, module, rank, data):
+        for x, y in data:
+            step(schedule, {rank: module}, 1, x, y)
+
+
+    def here(model, data, after, micro=4, **how):
+        points = insert_compression(model, after, micro_batches=micro, **(how or HOW))
+        for x, y in data:
+            for part, wanted in zip(x.tensor_split(micro), y.tensor_split(micro)):
+                (loss_of(model(part), wanted) / micro).backward()
+            descend([model])
+        points.remove()
+        return model.state_dict()
+
+
+    def given_shapes(rank, data):
+        module = parts(2)[rank]
+        like = torch.empty(ROWS // 4, WIDTH, requires_grad=True)
+        stage = PipelineStage(module, rank, 2, CPU, input_args=like, output_args=like)
+        wire = compress_pipeline(stage, **HOW)
+        train(scheduled("1F1B", [stage]), module, rank, data)
+        return [same(weights({rank: module}), trained_here(2, data, **HOW)[1]), failure(wire.reset_shapes)]
+
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+        def forward(self, x):
+            return self.left(x), torch.arange(len(x)), self.right(x)
+
+
+    class One(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.side, self.table = nn.Linear(WIDTH, WIDTH), nn.Linear(3, WIDTH), nn.Embedding(8, WIDTH)
+
+        def forward(self, left, number, right):
+            return self.body(left) + self.side(right) + self.table(number % 8)
+
+
+    class Whole(nn.Module):
+        def __init__(self, first, last):
+            super().__init__()
+            self.first, self.last = first, last
+
+        def forward(self, x):
+            between = self.first(x)
+            return self.last(*between) if isinstance(between, tuple) else self.last(between)
+
+
+    def whole(*kinds):
+        torch.manual_seed(5)
+        return Whole(*(kind() for kind in kinds))
+
+
+    def cut(rank, data, *kinds, schedule="GPipe", **how):
+        model = whole(*kinds)
+        module = model.last if rank else model.first
+        stage = PipelineStage(module, rank, 2, CPU)
+        wire = compress_pipeline(stage, **(how or HOW))
+        train(scheduled(schedule, [stage]), module, rank, data)
+        expected = here(whole(*kinds), data, ["first"], **how)
+        prefix = "last." if rank else "first."
+        found = {prefix + name: value for name, value in module.state_dict().items()}
+        return [same(found, expected), {name: [one.messages, one.wire_bytes] for name, one in wire.ledgers().items()}]
+
+
+    def norm():
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+    def traced(rank, data):
+        part = torch.empty(ROWS // 4, WIDTH)
+        stages = pipeline(parts(2), (part,), split_spec={"1": SplitPoint.BEGINNING})
+        stage = stages.build_stage(rank, CPU)
+        compress_pipeline(stage, **HOW)
+        train(scheduled("1F1B", [stage]), stage.submod, rank, data)
+        return same(dict(stage.submod.named_parameters()), trained_here(2, data, **HOW)[1])
+
+
+    def evaluated(rank, data):
+        schedule, mine = build("1F1B", rank, 2, 2)
+        how = dict(forward="ef21(top10)", backward="ef21(q2:64)")
+        wire = compress_pipeline(schedule, **how)
+        seen, (x, y) = {}, data[0]
+
+        def run():
+            return schedule.eval(*([x] if rank == 0 else []), **({"target": y, "losses": []} if rank else {}))
+
+        step(schedule, mine, 1, *data[0])
+        seen["on"] = run()
+        wire.inference = False
+        sent = next(iter(wire.ledgers().values())).wire_bytes
+        seen["off"] = run()
+        raw = next(iter(wire.ledgers().values())).wire_bytes - sent
+        wire.inference = True
+        step(schedule, mine, 1, *data[1])
+        expected = {}
+
+        def each(points, model):
+            if expected:
+                return
+            model.eval()
+            with torch.no_grad():
+                expected["on"] = torch.cat([model(part) for part in x.tensor_split(4)])
+                points.inference = False
+                expected["off"] = torch.cat([model(part) for part in x.tensor_split(4)])
+                points.inference = True
+            model.train()
+
+        final = trained_here(2, data[:2], each=each, **how)[1]
+        alike = [bool(torch.equal(seen[name], expected[name])) for name in seen if rank]
+        return [same(weights(mine), final), alike, raw == x.numel() * 4]
+
+
+    def warned(rank):
+        schedule, _ = build("1F1B", rank, 2, 2)
+        wire = compress_pipeline(schedule, forward="top10", backward="q4:64")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            wire.inference = False
+            wire.inference = False
+        return [one.category.__name__ for one in caught]
+
+
+    def resized(rank, data):
+        schedule, mine = build("1F1B", rank, 2, 2)
+        wire = compress_pipeline(schedule, **HOW)
+        small = [(x[:6], y[:6]) for x, y in data[1:2]]
+        expected = [trained_here(2, steps, micro=2, **HOW)[1] for steps in (data[:1], data[:1] + small)]
+        del schedule, wire
+        schedule, mine = build("1F1B", rank, 2, 2, micro=2)
+        wire = compress_pipeline(schedule, **HOW)
+        step(schedule, mine, 1, *data[0])
+        found = [same(weights(mine), expected[0])]
+        wire.reset_shapes()
+        step(schedule, mine, 1, *small[0])
+        return found + [same(weights(mine), expected[1])]
+
+
+    def detached(rank, data):
+        schedule, mine = build("1F1B", rank, 2, 2)
+        wire = compress_pipeline(schedule, forward="q1", backward="q1")
+        wire.detach()
+        train(schedule, mine[rank], rank, data)
+        first = same(weights(mine), trained_here(2, data)[1])
+        compress_pipeline(schedule, **HOW)
+        return [first, failure(lambda: compress_pipeline(schedule, **HOW))]
+
+
+    def refused(rank, data):
+        schedule, mine = build("1F1B", rank, 2, 2)
+        wire = compress_pipeline(schedule, nonfinite="raise", **HOW)
+        broken = data[0][0].clone()
+        broken[5, 3] = float("nan")
+        said = [failure(lambda: step(schedule, mine, 1, broken, data[0][1]))]
+        inputs, named = [broken] if rank == 0 else [], {"target": broken} if rank else {}
+        said.append(failure(lambda: schedule.eval(*inputs, **named)))
+        said.append(failure(wire.check))
+        said.append(failure(lambda: step(schedule, mine, 1, *data[1])))
+        return [one and one[0] for one in said], {name: one["nonfinite"] for name, one in wire.stats().items()}
+
+
+    def wrong(rank):
+        schedule, _ = build("1F1B", rank, 2, 2)
+        unknown, _ = build("1F1B", rank, 2, 2)
+        unknown._stage._retrieve_recv_grads = None
+        return [
+            failure(lambda: compress_pipeline(unknown)),
+            failure(lambda: compress_pipeline(schedule, per_link={1: {"forward": "q4"}})),
+            failure(lambda: compress_pipeline(schedule, per_link={0: {"foreward": "q4"}})),
+            failure(lambda: compress_pipeline([])),
+            failure(lambda: compress_pipeline(nn.Linear(2, 2))),
+            failure(lambda: compress_pipeline(schedule, forward="q99")),
+        ]
+
+
+    def of_rank(rank, width, folder):
+        join(rank, width, folder)
+        data = batches(3)
+        said = {
+            "given": given_shapes(rank, data), "tensors": cut(rank, data, Two, One),
+            "fused": cut(rank, data, Two, One, schedule="1F1B"),
+            "same": cut(rank, data, Two, One, forward="top25", backward="same", min_numel=16),
+            "norm": cut(rank, data, norm, norm), "traced": traced(rank, data), "evaluated": evaluated(rank, data),
+            "warned": warned(rank), "resized": resized(rank, data), "detached": detached(rank, data),
+            "refused": refused(rank, data), "wrong": wrong(rank),
+        }
+        tell(rank, folder, said)
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    return ranks(PROGRAM, 2, tmp_path_factory.mktemp("stages"))
+
+
+def test_stages_with_given_shapes_are_compressed_alike(said):
+    assert [one["given"][0] for one in said] == [[], []]
+    assert all("shapes that they were built with" in one["given"][1][1] for one in said)
+
+
+def test_several_tensors_cross_and_integers_as_they_are(said):
+    for case in ("tensors", "fused", "same"):
+        assert [one[case][0] for one in said] == [[], []]
+        assert said[0][case][1] == said[1][case][1]
+    messages = {name: count for name, (count, _) in said[0]["tensors"][1].items()}
+    assert messages == {"0 forward": 3 * 4 * 3, "0 backward": 3 * 4 * 2}  # integers have no gradient
+
+
+def test_statistics_of_batch_norm_are_those_without_a_pipeline(said):
+    """torch runs the module on uninitialised memory to find shapes; its running mean must not keep that."""
+    assert [one["norm"][0] for one in said] == [[], []]
+
+
+def test_traced_stages_are_compressed_alike(said):
+    assert [one["traced"] for one in said] == [[], []]
+
+
+def test_evaluation_is_that_of_one_process_and_changes_no_state(said):
+    assert [one["evaluated"] for one in said] == [[[], [], True], [[], [True, True], True]]
+
+
+def test_evaluation_without_the_topk_it_was_trained_with_is_warned_of_once(said):
+    assert [one["warned"] for one in said] == [["LossWarning"]] * 2
+
+
+def test_a_batch_of_another_size_crosses_after_new_shapes(said):
+    assert [one["resized"] for one in said] == [[[], []], [[], []]]
+
+
+def test_a_detached_pipeline_is_what_it_was(said):
+    assert [one["detached"][0] for one in said] == [[], []]
+    assert all("PolicyError" in one["detached"][1][0] for one in said)
+
+
+def test_values_that_are_not_finite_are_refused_at_both_ends(said):
+    sender, receiver = (one["refused"] for one in said)
+    assert sender[0] == receiver[0]
+    assert receiver[0] == ["PolicyError", "PolicyError", None, None]
+    assert sender[1]["0 forward"] > 0 and receiver[1]["0 forward"] > 0
+
+
+def test_what_cannot_be_is_refused_when_it_is_asked_for(said):
+    for one in said:
+        assert [name for name, _ in one["wrong"]] == ["PolicyError"] * 6
+        assert "torch 2" in one["wrong"][0][1] and "_retrieve_recv_grads" in one["wrong"][0][1]

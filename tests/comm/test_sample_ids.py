@@ -1,0 +1,54 @@
+"""All ranks of a pipeline have the ids of a step's samples before its first message."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shrinkpoint.comm import rendezvous
+from shrinkpoint.comm.rendezvous import SampleIdBroadcast
+from shrinkpoint.errors import MismatchError, PolicyError
+
+
+@pytest.fixture(autouse=True)
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _pair(monkeypatch: pytest.MonkeyPatch, patience: float = 5.0) -> tuple[SampleIdBroadcast, SampleIdBroadcast]:
+    """The first stage's side and another one's; of one process, whose boards would else be two."""
+    monkeypatch.setattr(rendezvous, "group_patience", lambda _: patience)
+    first, other = (SampleIdBroadcast(None, is_source=sends) for sends in (True, False))
+    other._channel = first._channel
+    return first, other
+
+
+def test_what_the_first_stage_is_told_is_what_the_others_hear_step_by_step(monkeypatch):
+    first, other = _pair(monkeypatch)
+    for step in range(200):
+        ids = torch.randint(-(2**62), 2**62, (step % 7 + 1,), generator=torch.Generator().manual_seed(step))
+        assert torch.equal(first.broadcast(ids), ids) and torch.equal(other.broadcast(None), ids)
+    words = dist.distributed_c10d._get_process_group_store(first._channel.group).num_keys()
+    assert words < 100  # of 200 steps
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_ids_may_be_of_any_integer_dtype(monkeypatch, dtype):
+    first, other = _pair(monkeypatch)
+    assert first.broadcast(torch.arange(5, dtype=dtype)).tolist() == other.broadcast(None).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_where_there_are_none_all_ranks_say_so_and_the_next_step_is_as_ever(monkeypatch):
+    first, other = _pair(monkeypatch)
+    for one in (first, other):
+        with pytest.raises(PolicyError, match="no sample ids"):
+            one.broadcast(None)
+    assert torch.equal(first.broadcast(torch.arange(2)), other.broadcast(None))
+
+
+def test_a_first_stage_that_says_nothing_is_an_error_in_time(monkeypatch):
+    with pytest.raises(MismatchError, match="did not say which samples"):
+        _pair(monkeypatch, 0.1)[1].broadcast(None)

@@ -1,0 +1,119 @@
+"""Operators are run on tensors like the user's; what is measured decides, and only times are not asserted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from shrinkpoint.comm.spec import parse
+from shrinkpoint.comm.tuning.cost_model import NO_COMPRESSION
+from shrinkpoint.comm.tuning.recommend import DEFAULT_CANDIDATES, CandidateLike, measure_cost, recommend
+from shrinkpoint.errors import PolicyError
+
+SHAPE = (4, 16, 64)
+SLOW = 0.001
+"""Mbit/s on which the fewest bytes win whatever the machine does meanwhile."""
+
+
+def noise(seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def test_wire_bytes_and_errors_are_those_of_the_operators() -> None:
+    x = noise()
+    for spec in ("bf16", "q8:64", "q4:64", "n3:64"):
+        operator = parse(spec)
+        found = measure_cost(spec, x, repeats=1)
+        assert (found.raw, found.wire) == (x.nbytes, operator.wire_bytes(x.shape, x.dtype))  # type: ignore[union-attr]
+        assert found.encode > 0 and found.decode > 0
+    assert measure_cost("exact", x, repeats=1).error == 0
+    lost = float((x - x.bfloat16().float()).norm() / x.norm())
+    assert measure_cost("bf16", x, repeats=1).error == pytest.approx(lost, rel=1e-5)
+    assert (
+        measure_cost("q8:64", x, repeats=1).error
+        < measure_cost("q4:64", x, repeats=1).error
+        < measure_cost("q2:64", x, repeats=1).error
+    )
+
+
+def test_a_slow_link_asks_for_the_fewest_bytes_and_a_hidden_one_for_nothing() -> None:
+    assert recommend(SHAPE, mbps=SLOW, repeats=1).best == "q4:64"
+    assert recommend(SHAPE, mbps=SLOW, repeats=1, parallelism="ddp", world_size=4).best == "q4:64"
+    assert recommend(SHAPE, mbps=1e6, step_seconds=1000, repeats=1).best == NO_COMPRESSION
+
+
+def test_the_default_candidates_go_from_the_most_careful_to_the_least() -> None:
+    errors = [recommend(like=noise(), mbps=SLOW, repeats=1).estimate(str(one)).error for one in DEFAULT_CANDIDATES]
+    assert errors == sorted(errors)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("fp32", 4), ("bf16", 2), (torch.float16, 2), ("fp64", 8)])
+def test_a_step_without_carries_the_tensors_as_they_are(dtype: str | torch.dtype, width: int) -> None:
+    advice = recommend(SHAPE, dtype=dtype, mbps=10, micro_batches=3, candidates=["q8:64"], repeats=1)
+    assert advice.estimate(NO_COMPRESSION).nbytes == 2 * 3 * width * noise().numel()
+    assert advice.estimate("q8:64").nbytes < advice.estimate(NO_COMPRESSION).nbytes
+
+
+def test_casting_what_is_16_bits_already_is_not_worth_anything() -> None:
+    assert recommend(SHAPE, dtype="bf16", mbps=SLOW, candidates=["bf16"], repeats=1).best == NO_COMPRESSION
+
+
+def test_each_direction_may_have_its_own_tensor_and_operator() -> None:
+    x, gradient = noise(0), noise(1, torch.bfloat16)
+    one = ("q4:64", "q8:64")
+    advice = recommend(like=(x, gradient), mbps=SLOW, candidates=[one], repeats=1)
+    assert advice.best == "q4:64 / q8:64"
+    assert advice.estimate(NO_COMPRESSION).nbytes == x.nbytes + gradient.nbytes
+    assert (
+        advice.estimates[0].nbytes
+        == measure_cost("q4:64", x, repeats=1).wire + measure_cost("q8:64", gradient, repeats=1).wire
+    )
+
+
+def test_gradients_at_the_places_of_their_activations_are_measured_with_them() -> None:
+    advice = recommend(SHAPE, mbps=SLOW, candidates=[("top10", "same"), ("top10", "top10")], repeats=1)
+    assert advice.estimate("top10 / same").nbytes < advice.estimate("top10").nbytes
+
+
+@pytest.mark.parametrize("spec", ["ef(q4:64)", "ef21(q4:64)", "aq(q4:64, warmup=9)"])
+def test_a_feedback_is_judged_by_its_first_message_and_not_by_a_tensor_that_comes_again(spec: str) -> None:
+    x = noise()
+    assert measure_cost(spec, x, repeats=3).error == pytest.approx(measure_cost("q4:64", x, repeats=1).error, rel=0.01)
+
+
+@pytest.mark.parametrize("candidate", ["q4:64", parse("q4:64"), ("q4:64", parse("q4:64"))])
+def test_specs_and_operators_are_the_same_candidate(candidate: CandidateLike) -> None:
+    assert recommend(SHAPE, mbps=SLOW, candidates=[candidate], repeats=1).best == "q4:64"
+
+
+def test_what_the_user_passes_is_not_changed_nor_asked_for_gradients() -> None:
+    x = noise().requires_grad_()
+    before = x.detach().clone()
+    recommend(like=x, mbps=SLOW, repeats=1)
+    assert torch.equal(x, before)
+    assert x.grad is None
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0, 4), (3, 5, 7)])
+def test_odd_shapes_are_advised_on(shape: tuple[int, ...]) -> None:
+    advice = recommend(shape, mbps=SLOW, repeats=1)
+    assert {row.name for row in advice.estimates} == {NO_COMPRESSION, "bf16", "q8:64", "q4:64"}
+    assert "best:" in str(advice)
+
+
+def test_a_value_that_is_not_finite_is_seen_in_the_error() -> None:
+    x = noise()
+    x[0, 0, 0] = torch.inf
+    advice = recommend(like=x, mbps=SLOW, max_error=0.5, repeats=1)
+    assert advice.best == NO_COMPRESSION
+    assert all(row.error != row.error for row in advice.estimates if row.name != NO_COMPRESSION)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"shape": None}, {"dtype": "int8"}, {"dtype": torch.int32}, {"repeats": 0}, {"mbps": 0}, {"candidates": ["q99"]}],
+)
+def test_what_cannot_be_advised_on_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(PolicyError):
+        recommend(**{"shape": SHAPE, "mbps": 100.0, **wrong})  # type: ignore[arg-type]

@@ -1,0 +1,108 @@
+"""Into a store: one chain, the same bits, and a conversion that was interrupted goes on."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.faulty_storage import FaultyStorage
+from helpers.foreign_files import run_of_files, same, training
+
+from shrinkpoint import schemes
+from shrinkpoint.convert.discover import discover
+from shrinkpoint.convert.dry_run import SizingStorage
+from shrinkpoint.convert.import_ import Importer, verify_import
+from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError, StateError
+from shrinkpoint.storage import LocalStorage
+from shrinkpoint.store import Store
+
+
+def _converted(storage, checkpoints, **settings):
+    with Importer(storage, **settings) as into:
+        return [into.import_checkpoint(one) for one in checkpoints]
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    return discover(run_of_files(tmp_path / "run", (10, 20, 30, 40))).checkpoints
+
+
+def test_a_run_becomes_one_chain_of_the_same_bits(run, tmp_path):
+    rows = _converted(LocalStorage(tmp_path / "store"), run)
+    assert [row.keyframe for row in rows] == [True, False, False, False]
+    assert rows[1].after < rows[0].after < rows[0].before
+    with Store(tmp_path / "store") as store:
+        for step in (10, 20, 30, 40):
+            loaded = store.load(step)
+            assert loaded["source"] == {"name": f"step-{step}.pt", "form": "torch"}
+            assert same(loaded["state"], training(step))
+        assert store.manifest(40).note == "converted from step-40.pt"
+    assert list(verify_import(LocalStorage(tmp_path / "store"), run)) == [(step, True) for step in (10, 20, 30, 40)]
+
+
+def test_a_dry_run_tells_the_very_bytes_that_a_conversion_takes(run, tmp_path):
+    for every in (1, 3, 20):
+        weighed = _converted(SizingStorage(), run, keyframe_every=every)
+        written = _converted(LocalStorage(tmp_path / f"store-{every}"), run, keyframe_every=every)
+        assert [row.after for row in weighed] == [row.after for row in written]
+        assert [row.keyframe for row in weighed] == [row.keyframe for row in written]
+
+
+def test_an_interrupted_conversion_goes_on_with_its_chain(run, tmp_path):
+    storage = LocalStorage(tmp_path / "store")
+    _converted(storage, run[:2])
+    rows = _converted(storage, run)
+    assert [row.done for row in rows] == [True, True, False, False]
+    assert not rows[2].keyframe
+    assert [row.after for row in rows] == [row.after for row in _converted(SizingStorage(), run)]
+    assert all(row.done for row in _converted(storage, run))
+    assert len(list(verify_import(storage, run))) == 4
+
+
+def test_wherever_the_disk_fails_the_next_try_ends_with_all_of_it(run, tmp_path):
+    counted = FaultyStorage(LocalStorage(tmp_path / "whole"))
+    _converted(counted, run[:2])
+    for fail in range(1, counted.calls, 8):
+        storage = LocalStorage(tmp_path / f"store-{fail}")
+        with contextlib.suppress(ShrinkpointError):  # some calls may fail without harm
+            _converted(FaultyStorage(storage, fail), run[:2])
+        assert [row.step for row in _converted(storage, run[:2])] == [10, 20]
+        assert list(verify_import(storage, run[:2])) == [(10, True), (20, True)]
+
+
+def test_another_checkpoint_of_the_step_is_not_replaced_until_asked(run, tmp_path):
+    storage = LocalStorage(tmp_path / "store")
+    with Store(storage) as store:
+        store.save(20, {"w": torch.ones(2)})
+    with pytest.raises(PolicyError, match=r"step 20: a checkpoint that differs"):
+        _converted(storage, run)
+    rows = _converted(storage, run, force=True)
+    assert not any(row.done for row in rows[1:])
+    assert len(list(verify_import(storage, run))) == 4
+
+
+def test_verification_finds_a_value_that_differs(run, tmp_path):
+    storage = LocalStorage(tmp_path / "store")
+    _converted(storage, run)
+    other = training(30)
+    other["model"]["bias"][3] += 1e-7
+    torch.save(other, run[2].path)
+    with pytest.raises(CorruptError, match=r"step 30: state/model/bias has other values"):
+        list(verify_import(storage, run))
+
+
+def test_a_lossy_scheme_keeps_everything_but_the_values(run, tmp_path):
+    storage = LocalStorage(tmp_path / "store")
+    scheme = schemes.Fisher(relative_error=0.3)
+    rows = _converted(storage, run, scheme=scheme)
+    exact = _converted(SizingStorage(), run)
+    assert sum(row.after for row in rows) < 0.7 * sum(row.after for row in exact)
+    assert list(verify_import(storage, run)) == [(step, False) for step in (10, 20, 30, 40)]
+
+
+def test_what_cannot_be_stored_is_named_with_its_file(tmp_path):
+    torch.save({"a": [torch.device("cpu")]}, tmp_path / "a.pt")
+    with pytest.raises(StateError, match=r"a\.pt: state\['state'\]\['a'\]\[0\]"):
+        _converted(SizingStorage(), discover(tmp_path / "a.pt").checkpoints)

@@ -1,0 +1,343 @@
+"""Headers and manifests with malice in them, and digests that are right: read, or refused with an error of our tree.
+
+A program of its own, so that its memory and time can be limited: `python tests/helpers/header_fuzz.py SECONDS SEED
+[CASE]` prints
+what came of how many cases, as JSON. With CASE only that one is run, and its error is shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers.fingerprint import fingerprint
+from helpers.malformed import SEAL, sealed, split
+from helpers.mutations import Mutator, canonical
+from helpers.paths import TESTS
+
+import shrinkpoint as sp
+from shrinkpoint._native import xxh3_128
+from shrinkpoint.cli.report.file import file_report
+from shrinkpoint.cli.report.plain_values import list_plain_values
+from shrinkpoint.container import FileReader
+from shrinkpoint.errors import ShrinkpointError
+from shrinkpoint.storage import LocalStorage
+from shrinkpoint.store.checkpoint_file import build_state
+from shrinkpoint.store.decode import decode_directory
+from shrinkpoint.store.directory import chain_paths, read_directory_manifest, verify_directory
+from shrinkpoint.store.partial_reader import PartialReader
+from shrinkpoint.train.dcp import load as load_shards
+
+GOLDEN = TESTS / "golden" / "v1"
+MEMORY = 1 << 30
+"""Bytes of address space beyond what a warm process has; the files are small, and may ask for 32 MiB."""
+CASE_SECONDS = 20
+
+
+class TooLong(BaseException):
+    """No reader may swallow it."""
+
+
+def _alarm(*_: object) -> None:
+    raise TooLong
+
+
+class Wrong(BaseException):
+    """What no reader may do; the text says what it did."""
+
+
+def resealed(
+    data: bytes, change: Callable[[dict[str, Any], dict[str, Any]], None], payload: bytes | None = None
+) -> bytes:
+    """A file whose header `change(entries, document)` has altered."""
+    text, body = split(data)
+    outer = json.loads(text)
+    metadata = outer.pop("__metadata__")
+    document = json.loads(metadata["shrinkpoint"])
+    change(outer, document)
+    metadata["shrinkpoint"] = json.dumps(document)
+    whole = json.dumps({"__metadata__": metadata, **outer}, separators=(",", ":")).encode()
+    return sealed(whole, body if payload is None else payload)
+
+
+def altered(data: bytes, mutator: Mutator) -> tuple[bytes, bool]:
+    """A mutant of a file, and whether it must still decode to the same, if to anything."""
+    same = True
+
+    def change(entries: dict[str, Any], document: dict[str, Any]) -> None:
+        nonlocal same
+        before = canonical([document.get("tree"), _said(document)])
+        kind = mutator.random.randrange(12)
+        if kind == 0:
+            mutator.mutate({"entries": entries})
+        elif kind == 1:
+            mutator.mutate({"records": document["records"], "recipes": document["recipes"]})
+        elif kind == 2:
+            mutator.mutate({"tree": document["tree"], "records": document["records"]})
+        else:
+            mutator.mutate(document)
+        with contextlib.suppress(Exception):
+            same = canonical([document.get("tree"), _said(document)]) == before
+            return
+        same = False
+
+    if mutator.random.random() < 0.15:
+        return _other_payload(data, mutator), False
+    return resealed(data, change), same
+
+
+def _said(document: dict[str, Any]) -> Any:
+    """What a document says of values: digests vouch for them."""
+    return [[record[0], record[2], [row[:3] for row in record[4]]] for record in document["records"]]
+
+
+def _other_payload(data: bytes, mutator: Mutator) -> bytes:
+    """Stored bytes that are others, with digests of them that are right."""
+    _, payload = split(data)
+    if not payload:
+        return data
+    body = bytearray(payload)
+    for _ in range(mutator.random.choice([1, 1, 2, 8])):
+        body[mutator.random.randrange(len(body))] = mutator.random.choice(
+            [0, 1, 127, 128, 255, mutator.random.randrange(256)]
+        )
+
+    def change(entries: dict[str, Any], document: dict[str, Any]) -> None:
+        left = [one["data_offsets"] for name, one in entries.items() if not name.startswith("~pad/")]
+        for record in document["records"]:
+            for part in record[5]:
+                begin, end = left.pop(0)
+                found = xxh3_128(bytes(body[begin:end]))
+                whole = record[5][part] is None
+                record[5][part] = found
+                if whole and mutator.random.random() < 0.9:
+                    record[2], record[5][part] = found, None
+
+    return resealed(data, change, bytes(body))
+
+
+def manifest_of(document: dict[str, Any]) -> bytes:
+    document = {key: value for key, value in document.items() if key != "digest"}
+    return canonical({**document, "digest": xxh3_128(canonical(document))})
+
+
+@cache
+def golden(name: str) -> dict[str, str]:
+    return fingerprint(sp.load(GOLDEN / name, threads=1))
+
+
+@cache
+def golden_step(name: str, step: int) -> dict[str, str]:
+    return fingerprint(sp.Store(GOLDEN / name).load(step, keep=False))
+
+
+def tried(read: Callable[[], Any]) -> tuple[bool, Any]:
+    """(True, what was read), or (False, the error)."""
+    try:
+        return True, read()
+    except ShrinkpointError as error:
+        if "more memory than there is" in error.found:
+            raise Wrong(f"memory was taken by what a file says: {error}") from error
+        return False, error
+
+
+def one_file(folder: Path, mutator: Mutator) -> str:
+    name = mutator.random.choice(sorted(path.name for path in GOLDEN.glob("*.safetensors")))
+    path = folder / name
+    data, same = altered((GOLDEN / name).read_bytes(), mutator)
+    path.write_bytes(data)
+    try:
+        tried(lambda: sp.inspect(path))
+        tried(lambda: _shown(path))
+        tie = mutator.random.random() < 0.7
+        loaded, found = tried(lambda: sp.load(path, threads=1, tie=tie))
+        if loaded and same and fingerprint(found) != golden(name):
+            raise Wrong("another state than was saved")
+        whole, _ = tried(lambda: _boxes(path, mutator))
+        return f"{'read' if loaded else 'refused'}, {'read' if whole else 'refused'} in part"
+    finally:
+        shutil.copy(GOLDEN / name, path)
+
+
+def _shown(path: Path) -> None:
+    with LocalStorage(path.parent).open(path.name) as source:
+        reader = FileReader(source, str(path))
+        file_report(reader, str(path))
+        list_plain_values(reader.tree)
+        list(reader.check())
+
+
+def _boxes(path: Path, mutator: Mutator) -> None:
+    chain = [path]
+    while True:
+        with LocalStorage(path.parent).open(chain[0].name) as source:
+            parent = FileReader(source, str(path)).parent
+        if not isinstance(parent, dict) or not isinstance(parent.get("name"), str) or len(chain) > 5:
+            break
+        below = path.parent / Path(parent["name"]).name
+        if not below.is_file():
+            break
+        chain.insert(0, below)
+    with PartialReader(chain, 1) as boxes:
+        for name, info in list(boxes.infos.items())[:6]:
+            sizes = tuple(min(side, mutator.random.choice([1, 2, 5])) for side in info.shape)
+            boxes.read(name, tuple(mutator.random.randrange(side - size + 1) if side else 0
+                                   for side, size in zip(info.shape, sizes, strict=True)), sizes)  # fmt: skip
+
+
+STORES = ["0.1.0_store", "0.1.0_lossy_store", "0.1.0_tracked_store", "0.1.0_fisher_store"]
+
+
+def one_store(folder: Path, mutator: Mutator) -> str:
+    name = mutator.random.choice(STORES)
+    place = folder / "store"
+    shutil.copytree(GOLDEN / name, place)
+    try:
+        steps = sorted(path.parent for path in place.glob("*/manifest.json"))
+        step = mutator.random.choice(steps)
+        manifest = json.loads((step / "manifest.json").read_text())
+        same = True
+        if mutator.random.random() < 0.5:
+            mutator.mutate(manifest)
+        else:
+            payload = step / manifest["files"][0][0]
+            data, same = altered(payload.read_bytes(), mutator)
+            payload.unlink()
+            payload.write_bytes(data)
+            manifest["files"][0][1:] = [len(data), data[SEAL].decode("latin-1")]
+        with contextlib.suppress(Exception):
+            (step / "manifest.json").write_bytes(manifest_of(manifest))
+        return _read_store(place, name, same)
+    finally:
+        shutil.rmtree(place)
+
+
+def _read_store(place: Path, name: str, same: bool) -> str:
+    store = sp.Store(place, threads=1)
+    listing = store.scan()
+    if len(listing.manifests) + len(listing.broken) < len(list(place.glob("*/manifest.json"))):
+        raise Wrong("a step is in no list")
+    findings = store.verify(deep=True)
+    bad = {one.step for one in findings if not one.loads}
+    for step in listing.visible:
+        loaded, found = tried(lambda step=step: store.load(step, keep=False))
+        if not loaded and step not in bad:
+            raise Wrong(f"step {step} passes verify and does not load: {found}")
+        if loaded and step in bad:
+            raise Wrong(f"step {step} loads, and verify says that it does not")
+        if loaded and same and step in golden_steps(name) and fingerprint(found) != golden_step(name, step):
+            raise Wrong(f"step {step} has another state than was saved")
+    restored, found = tried(lambda: store.restore(keep=False))
+    if not restored and set(listing.visible) - bad:
+        raise Wrong(f"nothing is restored, though a step loads: {found}")
+    return "restored" if restored else "refused"
+
+
+@cache
+def golden_steps(name: str) -> set[int]:
+    return set(sp.Store(GOLDEN / name).steps())
+
+
+def one_folder(folder: Path, mutator: Mutator) -> str:
+    source = mutator.random.choice(sorted(path.parent for path in GOLDEN.glob("*/*/shrinkpoint.json")))
+    place = folder / "checkpoint-1"
+    shutil.copytree(source, place)
+    try:
+        manifest = json.loads((place / "shrinkpoint.json").read_text())
+        if mutator.random.random() < 0.5:
+            mutator.mutate(manifest)
+        else:
+            row = mutator.random.choice(manifest["payloads"])
+            data, _ = altered((place / row[0]).read_bytes(), mutator)
+            (place / row[0]).unlink()
+            (place / row[0]).write_bytes(data)
+            row[1:3] = [len(data), data[SEAL].decode("latin-1")]
+        with contextlib.suppress(Exception):
+            (place / "shrinkpoint.json").write_bytes(manifest_of(manifest))
+        return _read_folder(place)
+    finally:
+        shutil.rmtree(place)
+
+
+def _read_folder(place: Path) -> str:
+    read, manifest = tried(lambda: read_directory_manifest(place))
+    tried(lambda: verify_directory(place, deep=True))
+    tried(lambda: load_shards(place, threads=1))
+    if not read:
+        return "refused"
+    outcomes = []
+    for rank, payload in enumerate(manifest.payloads[:4]):
+        outcomes.append(tried(lambda rank=rank: build_state(decode_directory(place, rank, threads=1), str(place)))[0])
+        with contextlib.suppress(ShrinkpointError), PartialReader(chain_paths(place, payload), 1) as boxes:
+            for name, info in list(boxes.infos.items())[:3]:
+                tried(lambda boxes=boxes, name=name, info=info: boxes.read(name, (0,) * len(info.shape), info.shape))
+    return "read" if all(outcomes) else "refused"
+
+
+KINDS = [one_file, one_file, one_file, one_file, one_store, one_folder]
+
+
+def run_case(folder: Path, seed: int, index: int) -> str:
+    mutator = Mutator(f"{seed}:{index}")
+    kind = mutator.random.choice(KINDS)
+    signal.alarm(CASE_SECONDS)
+    try:
+        return f"{kind.__name__}: {kind(folder, mutator)}"
+    finally:
+        signal.alarm(0)
+
+
+def _cases(seconds: float) -> Iterator[int]:
+    end, index = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        yield index
+        index += 1
+
+
+def main(seconds: float, seed: int, case: int | None) -> int:
+    torch.set_num_threads(1)
+    os.environ["SHRINKPOINT_MAX_BYTES"] = str(32 << 20)  # not when imported: the tests' process collects this file
+    signal.signal(signal.SIGALRM, _alarm)
+    outcomes: Counter[str] = Counter()
+    failures = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for path in GOLDEN.glob("*.safetensors"):
+            shutil.copy(path, folder / path.name)
+        sp.load(folder / "0.1.0_adam_step.safetensors", threads=1)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        for index in _cases(seconds) if case is None else [case]:
+            try:
+                outcomes[run_case(folder, seed, index)] += 1
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:
+                if case is not None:
+                    raise
+                failures.append([index, type(error).__name__, str(error)[:300], traceback.format_exc()[-1500:]])
+    print(
+        json.dumps(
+            {"seed": seed, "cases": outcomes.total() + len(failures), "outcomes": dict(outcomes), "failures": failures}
+        )
+    )
+    return len(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else None)))

@@ -1,0 +1,245 @@
+"""Lattices and points for tests, what they are in the twin's words, and their way into a record and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from helpers import codebooks
+from helpers.strategies import bits, shapes, tensors
+from hypothesis import strategies as st
+from reference.gridded import Floats, Grid, Member, guess, sides, spans
+from torch import Tensor
+
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
+from shrinkpoint.codec.lattice import Lattice, LatticeTensor
+from shrinkpoint.codec.lattice_record import LatticeInput, encode_lattice_record
+from shrinkpoint.codec.reference import QuantizedTensor, Reference
+from shrinkpoint.tensors.dtypes import torch_dtype
+from shrinkpoint.tensors.info import EncodedRecord, TensorInfo
+
+DTYPES = ("F32", "BF16", "F16")
+LAWS = ("linear", "relative", "log")
+NOTHING, MOST_CODE = -127, 32766
+SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (1, 9), (9, 1), (1, 1), (5, 6), (2, 3, 2, 2)]
+"""No axes, no values, a vector, one row, one column, matrices, a kernel."""
+
+
+def lattice_of(
+    law: str, shape: tuple[int, ...], *, seed: int = 0, step: int = 1, at: int = 0, spread: int = 8, random: int = 0
+) -> Lattice:
+    """A lattice whose exponents lie within `spread` of `at`, in eighths of an octave."""
+    generator = torch.Generator().manual_seed(random)
+    rows, columns = (
+        torch.randint(-spread, spread + 1, (n,), generator=generator, dtype=torch.int16) for n in spans(law, shape)
+    )
+    log = law == "log"  # where there is no dither
+    return Lattice(law, rows // 2 + at, columns // 2, step if log else 1, 0 if log else seed)  # type: ignore[arg-type]
+
+
+def codes_of(
+    law: str, shape: tuple[int, ...], kind: str = "near", *, random: int = 0, nothing: float = 0.1
+) -> Tensor:  # fmt: skip
+    """Codes: "none" but 0, "near" 0, or "far", where a byte does not reach; of the law "log", some are zeros."""
+    generator = torch.Generator().manual_seed(random)
+    most = {"none": 0, "near": 3, "far": MOST_CODE}[kind]
+    codes = torch.randint(-most, most + 1, shape, generator=generator)
+    if law == "log":
+        zeros = torch.rand(shape, generator=generator) < nothing
+        codes = torch.where(zeros, NOTHING, codes)
+    return codes.to(torch.int16)
+
+
+def points_of(
+    law: str, shape: tuple[int, ...], kind: str = "near", *, random: int = 0, **lattice: int
+) -> LatticeTensor:
+    made = lattice_of(law, shape, random=random, **lattice)
+    return LatticeTensor(codes_of(law, shape, kind, random=random), made, "v" if law == "relative" else "")
+
+
+def nearest(x: Tensor, lattice: Lattice, other: Tensor | None = None) -> LatticeTensor:
+    """The points that a scheme without any idea would take; of the laws "linear" and "relative"."""
+    shape = sides(tuple(x.shape))
+    scales = lattice.scales(None if other is None else other.reshape(shape))
+    codes = (x.float().reshape(shape) / scales - lattice.dither(shape)).round()
+    return LatticeTensor(codes.to(torch.int16).reshape(x.shape), lattice, "" if other is None else "v")
+
+
+def squares(shape: tuple[int, ...], *, random: int = 0) -> Tensor:
+    """Second moments, some of them zero; as a file has them that has first moments relative to them."""
+    return points_of("log", shape, random=random, at=-160, step=5).dequantize(torch.float32)
+
+
+def alike(a: LatticeTensor, b: LatticeTensor) -> bool:
+    """Whether every bit of two tensors' points is the same."""
+    same_codes = a.codes.shape == b.codes.shape and a.codes.dtype == b.codes.dtype and bits(a.codes) == bits(b.codes)
+    return same_codes and a.lattice == b.lattice and a.relative_to == b.relative_to
+
+
+def same_origin(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    if isinstance(a, LatticeTensor) and isinstance(b, LatticeTensor):
+        return alike(a, b)
+    return isinstance(a, CodebookTensor) and isinstance(b, CodebookTensor) and codebooks.alike(a, b)
+
+
+def untouched(*held: object) -> bytes:
+    """All bits that an encoder or a decoder is given, so that they can be compared with those after it."""
+    return b"".join(_bits(one) for one in held)
+
+
+def _bits(one: object) -> bytes:
+    if isinstance(one, Tensor):
+        return bits(one)
+    if isinstance(one, LatticeTensor):
+        return bits(one.codes) + bits(one.lattice.rows) + bits(one.lattice.columns)
+    if isinstance(one, Mapping):
+        return b"".join(_bits(value) for value in one.values())
+    assert isinstance(one, Reference)
+    return _bits(one.tensors) + _bits(one.quantized)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A record, what it must give, and what a reader needs for it."""
+
+    encoded: EncodedRecord
+    points: dict[str, LatticeTensor]
+    values: dict[str, Tensor]
+    parent: Reference | None
+    decoded: dict[str, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.encoded.parts["points"])
+
+
+def made(
+    named: Mapping[str, LatticeTensor], dtype: str = "F32", parent: Reference | None = None, *,
+    others: Sequence[Tensor] = (), threads: int = 1,
+) -> Made:  # fmt: skip
+    """A record of these points; `others` are tensors of the same file, one for each, which come first."""
+    infos = tuple(TensorInfo(name, tuple(one.codes.shape), dtype) for name, one in named.items())
+    beside = others or [None] * len(infos)
+    values = {
+        name: one.dequantize(torch_dtype(dtype), other)
+        for (name, one), other in zip(named.items(), beside, strict=True)
+    }  # fmt: skip
+    decoded = {("v" if len(others) == 1 else f"v{i}"): one for i, one in enumerate(others)}
+    points = {
+        name: replace(one, other=other)
+        for (name, one), other in zip(named.items(), decoded or [""] * len(infos), strict=True)
+    }
+    material = LatticeInput(
+        "record",
+        infos,
+        tuple(values.values()),
+        tuple(points.values()),
+        parent,
+        tuple(others),
+        tuple(range(len(others))),
+    )
+    encoded = encode_lattice_record(material, threads=threads)
+    encoded = replace(encoded, recipe=json.loads(json.dumps(encoded.recipe)))
+    return Made(encoded, points, values, parent, decoded)
+
+
+def comes_back(found: Reference, one: Made) -> None:
+    assert found.tensors.keys() == found.quantized.keys() == one.points.keys()
+    for name, expected in one.points.items():
+        held = found.quantized[name]
+        assert isinstance(held, LatticeTensor) and alike(held, expected)
+        assert bits(found.tensors[name]) == bits(one.values[name])
+        assert found.tensors[name].dtype == one.values[name].dtype
+
+
+# in the twin's words
+
+
+def grid(one: Lattice) -> Grid:
+    return Grid(one.spacing, one.rows.tolist(), one.columns.tolist(), one.step, one.seed)
+
+
+def floats(x: Tensor | None) -> Floats | None:
+    """As F32, seen as a matrix."""
+    return None if x is None else x.float().reshape(sides(tuple(x.shape))).numpy()
+
+
+def members(one: Made) -> list[Member]:
+    held = one.parent if one.encoded.recipe.get("base") else None
+    out = []
+    for i, (name, points) in enumerate(one.points.items()):
+        before = None if held is None else held.quantized.get(name)
+        lattice = grid(before.lattice) if isinstance(before, LatticeTensor) else None
+        other = [*one.decoded.values()][i] if one.decoded else None
+        parent = None if held is None else floats(held.tensors[name])
+        out.append(Member(tuple(points.codes.shape), parent, floats(other), lattice))
+    return out
+
+
+def by_the_document(points: LatticeTensor, dtype: str, other: Tensor | None = None) -> Tensor:
+    codes = points.codes.long().reshape(sides(tuple(points.codes.shape))).numpy()
+    with np.errstate(all="ignore"):
+        values = grid(points.lattice).values(codes, floats(other))
+    return torch.from_numpy(np.ascontiguousarray(values, np.float32)).reshape(points.codes.shape).to(torch_dtype(dtype))
+
+
+def told_by_contexts(one: Made) -> Made:
+    """A record's only tensor with points that say nothing but which context they have: neighbours need other tables."""
+    ((name, points),) = one.points.items()
+    (member,) = members(one)
+    guesses, contexts = guess(grid(points.lattice), member)
+    codes = torch.from_numpy(np.clip(guesses + 10 * (contexts % 12) - 55, -126, None)).to(torch.int16)
+    told = replace(points, codes=codes.reshape(points.codes.shape), other="")
+    return made({name: told}, one.encoded.infos[0].dtype, one.parent, others=[*one.decoded.values()])
+
+
+# anything
+
+
+@st.composite
+def lattices(draw: st.DrawFn, law: str, shape: tuple[int, ...]) -> Lattice:
+    """Steps alike, unlike, or as far apart as they may be; with and without a seed."""
+    at, spread = draw(st.sampled_from([(-40, 4), (0, 8), (-100, 200), (0, 960), (940, 20), (-940, 20), (900, 0)]))
+    seed = draw(st.sampled_from([0, 1, 2**31, 2**32 - 1]) | st.integers(0, 2**32 - 1))
+    step = draw(st.integers(1, 1024) | st.just(24)) if law == "log" else 1
+    return lattice_of(law, shape, seed=seed, step=step, at=at, spread=spread, random=draw(st.integers(0, 99)))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Made:
+    """A record of one to three tensors of one law: alone, or with a parent of any values, made on any lattice."""
+    law, dtype = draw(st.sampled_from(LAWS)), draw(st.sampled_from(DTYPES))
+    step = draw(st.integers(1, 1024) | st.just(24)) if law == "log" else 1
+    shaped = draw(st.lists(st.sampled_from(SHAPES) | shapes(), min_size=1, max_size=3))
+    now, others = {}, []
+    for i, shape in enumerate(shaped):
+        lattice = replace(draw(lattices(law, shape)), step=step)
+        codes = codes_of(law, shape, draw(st.sampled_from(["none", "near", "far"])), random=draw(st.integers(0, 99)))
+        now[str(i)] = LatticeTensor(codes, lattice)
+        others += [squares(shape, random=i)] if law == "relative" else []
+    kind = draw(st.sampled_from(["alone", "any bits", "another law", "same lattice", "another seed", "equal"]))
+    parent = None if kind == "alone" else draw(parents(kind, now, others, dtype))
+    return made(now, dtype, parent, others=others)
+
+
+@st.composite
+def parents(draw: st.DrawFn, kind: str, now: dict[str, LatticeTensor], others: list[Tensor], dtype: str) -> Reference:
+    values, symbols = {}, {}
+    for i, (name, one) in enumerate(now.items()):
+        shape = tuple(one.codes.shape)
+        if kind == "any bits":  # nan, infinities, denormals, zeros of both signs, huge ones
+            values[name] = draw(tensors((dtype,), st.just(shape), ("dense",)))
+            continue
+        moved = one if kind == "equal" else replace(one, codes=codes_of(one.lattice.spacing, shape, random=i + 1))
+        if kind == "another law":
+            law = draw(st.sampled_from(["linear", "log"]))
+            moved = LatticeTensor(codes_of(law, shape), draw(lattices(law, shape)))
+        if kind == "another seed":
+            seed = 0 if one.lattice.spacing == "log" else draw(st.integers(0, 2**32 - 1))
+            moved = replace(moved, lattice=replace(one.lattice, seed=seed))
+        other = others[i] if others and moved.lattice.spacing == "relative" else None
+        values[name], symbols[name] = moved.dequantize(torch_dtype(dtype), other), moved
+    return Reference(values, symbols)

@@ -1,0 +1,103 @@
+"""Records and files for tests: whole ones, and ones that say what no writer of ours would."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+from shrinkpoint._native import xxh3_128
+from shrinkpoint.container import FileReader, FileWriter
+from shrinkpoint.container.header import PREFIX
+from shrinkpoint.storage.memory import MemorySink, MemorySource
+from shrinkpoint.tensors.info import EncodedRecord, Role, TensorInfo
+
+SEAL = slice(8 + len(PREFIX), 8 + len(PREFIX) + 32)
+
+
+def plain(name, dtype="F32", shape=(2,), seed=0):
+    """A plain record of one tensor."""
+    info = TensorInfo(name, tuple(shape), dtype)
+    data = bytes((seed + 7 * i) % 251 for i in range(info.nbytes)) if dtype != "BOOL" else bytes(info.nbytes)
+    return EncodedRecord(name, (info,), {"kind": "plain"}, {"values": data}, xxh3_128(data))
+
+
+def coded(name, parts, members=None, base=None, recipe=None):
+    """A record of any recipe."""
+    infos = tuple(members or [TensorInfo(name, (3, 5), "BF16", Role.MOMENT2)])
+    return EncodedRecord(
+        name, infos, recipe or {"kind": "delta", "coder": "rans"}, parts, xxh3_128(name.encode()), base
+    )
+
+
+def some():
+    """One record of each kind."""
+    bundle = [TensorInfo("b/1", (2,), "F32", Role.BUFFER), TensorInfo("b/2", (1,), "F32", Role.BUFFER, (4,))]
+    return [
+        plain("step", "I64", ()),
+        plain("mask", "BOOL", (3,)),
+        plain("w", "F32", (2, 3)),
+        coded("v", {"codes": b"\1\2\3", "side": b""}, base="0123456789abcdef" * 2),
+        coded("~bundle", {"codes": b"12345"}, bundle),
+        coded("~plain", {"values": bytes(32)}, [TensorInfo("x", (1,), "C128"), TensorInfo("y", (2,), "F64")], None,
+              {"kind": "plain"}),
+        coded("same", {}, base="f" * 32),
+        plain("half", "BF16", (1,)),
+    ]  # fmt: skip
+
+
+def file(records, *, spool=None, expected=None, tree=None, parent=None, report=None):
+    """The bytes of a file."""
+    sink = MemorySink()
+    infos = [info for record in records for info in record.infos] if expected is None else expected
+    writer = FileWriter(sink, scheme="lossless", parent=parent, tree=tree, expected=infos)
+    writer.spool = writer.spool if spool is None else spool
+    for record in records:
+        writer.add(record)
+    summary = writer.finish(report)
+    data = sink.getvalue()
+    assert summary.size == len(data)
+    assert summary.digest == data[SEAL].decode()
+    return data
+
+
+def reader(data):
+    return FileReader(MemorySource(data), "a.safetensors")
+
+
+def contents(data):
+    """All records of a file, with parts as bytes, in a form that compares."""
+    opened = reader(data)
+    assert list(opened.check()) == []
+    return [comparable(opened.read(head)) for head in opened.records]
+
+
+def comparable(record):
+    parts = {name: bytes(memoryview(part)) for name, part in record.parts.items()}
+    return (record.name, record.infos, record.recipe, parts, record.digest, record.base)
+
+
+def split(data):
+    """The header's text and the payload of a file."""
+    (length,) = struct.unpack("<Q", data[:8])
+    return data[8 : 8 + length], data[8 + length :]
+
+
+def sealed(text, payload=b""):
+    """A file of this header text, with a right length and, where it begins as it must, a right digest."""
+    text = text.ljust(-(-len(text) // 8) * 8)
+    data = bytearray(struct.pack("<Q", len(text)) + text + payload)
+    data[SEAL] = b"0" * 32
+    head = bytes(data[: 8 + len(text)])
+    data[SEAL] = xxh3_128(head).encode()
+    return bytes(data)
+
+
+def changed(data, change):
+    """A file whose header `change(entries, document)` has altered, sealed again."""
+    text, payload = split(data)
+    outer = json.loads(text)
+    document = json.loads(outer["__metadata__"]["shrinkpoint"])
+    metadata = outer.pop("__metadata__")
+    change(outer, document)
+    metadata["shrinkpoint"] = json.dumps(document)
+    return sealed(json.dumps({"__metadata__": metadata, **outer}, separators=(",", ":")).encode(), payload)

@@ -1,0 +1,349 @@
+"""A state with tensors on lattices becomes records that a reader turns into the same values, codes and lattices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from helpers.codebooks import Rounding
+from helpers.lattice_records import alike, lattice_of, nearest, points_of, same_origin
+from helpers.round_trip import Loop, Written
+from helpers.small_training import Silent
+from helpers.strategies import bits
+
+import shrinkpoint as sp
+from shrinkpoint.codec.lattice import LatticeTensor
+from shrinkpoint.codec.reference import Reference
+from shrinkpoint.schemes.encode.record_groups import MAX_SHARED_NUMEL
+from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.schemes.plan import QuantizationPlan
+from shrinkpoint.schemes.recode import Recode
+from shrinkpoint.storage import MemoryStorage
+from shrinkpoint.store.checkpoint_file import read_file, write_file
+from shrinkpoint.tensors.flatten import flatten, unflatten
+
+
+def same_reference(a: Reference, b: Reference) -> bool:
+    """Law 3: whether writer and reader hold the same, to the bit."""
+    assert a.tensors.keys() == b.tensors.keys() and a.quantized.keys() == b.quantized.keys()
+    tensors = all(
+        bits(x) == bits(b.tensors[name]) and x.dtype == b.tensors[name].dtype for name, x in a.tensors.items()
+    )
+    return tensors and all(same_origin(one, b.quantized[name]) for name, one in a.quantized.items())
+
+
+FIRST, SECOND = "optimizer/state/2/exp_avg", "optimizer/state/2/exp_avg_sq"
+
+
+@dataclass
+class File:
+    """A file, and what stands below it."""
+
+    data: bytes
+    parent: Reference | None
+
+    def read(self, threads: int = 2) -> Reference:
+        storage = MemoryStorage()
+        storage.put("file", self.data)
+        return read_file(storage.open("file"), "file", self.parent, threads=threads).reference
+
+    def records(self) -> list[Any]:
+        return Written(self.data, None, None).records()  # type: ignore[arg-type]
+
+    def recipes(self) -> dict[str, Any]:
+        return {info.name: record.recipe for record in self.records() for info in record.infos}
+
+    def kinds(self) -> dict[str, str]:
+        return {name: recipe["kind"] for name, recipe in self.recipes().items()}
+
+
+def put(state: Any, scheme: Any, parent: File | None = None, *, threads: int = 2) -> File:
+    """Write a file, and hold that the state stays as it is and that writer and reader go on with the same."""
+    flat, reference = flatten(state), None if parent is None else parent.read()
+    before = {name: bits(x) for name, x in flat.tensors.items()}
+    storage, where = MemoryStorage(), None if parent is None else {"name": "parent", "digest": "0" * 32}
+    with Silent():
+        kept = scheme.quantize(flat, reference)
+        written = write_file(storage, "file", kept, scheme=scheme, reference=reference, parent=where, threads=threads)
+    file = File(storage.get("file"), reference)
+    found = file.read()
+    assert same_reference(found, written.reference)
+    assert {name: bits(x) for name, x in found.tensors.items()} == {n: bits(x) for n, x in kept.state.tensors.items()}
+    assert {name: bits(x) for name, x in flat.tensors.items()} == before
+    return file
+
+
+def fisher(**options: Any) -> sp.Fisher:
+    return sp.Fisher(**{"relative_error": 0.05, **options})
+
+
+def settled(symbols: dict[str, LatticeTensor], **options: Any) -> QuantizationPlan:
+    return QuantizationPlan("settled", symbols, **options)
+
+
+def zeros(symbols: dict[str, LatticeTensor], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(one.codes.shape, dtype=dtype) for name, one in symbols.items()}
+
+
+# what stands where
+
+
+def test_a_training_loop_comes_back_as_a_chain():
+    loop, scheme, file = Loop(), fisher(), None
+    for depth in range(4):
+        file = put(loop.steps(3), scheme, file)
+        kinds = {name: kind for name, kind in file.kinds().items() if flatten(loop.state()).infos[name].numel >= 16}
+        assert {*kinds.values()} <= {"gridded", "same"} and [*kinds.values()].count("gridded") > 10
+        based = {recipe.get("base", False) for recipe in file.recipes().values() if recipe.get("law") == "linear"}
+        assert based == {depth > 0}
+        inherited = [one.get("inherited", False) for one in file.recipes().values() if one.get("law") == "linear"]
+        assert all(inherited) == (depth > 0)
+
+
+def test_second_moments_stand_before_the_first_ones_that_are_relative_to_them():
+    file = put(Loop().steps(3), fisher())
+    places = {info.name: i for i, record in enumerate(file.records()) for info in record.infos}
+    firsts = [name for name, kind in file.kinds().items() if name.endswith("exp_avg") and kind == "gridded"]
+    assert len(firsts) == 5
+    assert all(places[name + "_sq"] < places[name] for name in firsts)
+    recipes = file.recipes()
+    assert {recipes[name]["law"] for name in firsts} == {"relative"}
+    assert {recipes[name + "_sq"]["law"] for name in firsts} == {"log"}
+    ordinals = [info.name for record in file.records() for info in record.infos]
+    (record,) = [record for record in file.records() if record.recipe.get("law") == "relative"]
+    start, step, count = record.recipe["others"][0]
+    named = [ordinals[start + step * i] for i in range(count)]
+    assert named == [info.name + "_sq" for info in record.infos][:count]
+
+
+def test_weights_that_stay_exact_are_coded_under_moments_that_are_points():
+    """Which come first, then, and in the order in which they need each other."""
+    loop, file = Loop(width=700), None
+    for step in (3, 1):
+        flat = flatten(loop.steps(step))
+        points = {name: one for name, one in fisher().plan(flat, None).quantized.items() if name.startswith("optim")}
+        file = put(loop.state(), settled(points), file)  # type: ignore[arg-type]
+    recipe, names = file.recipes()["model/2.weight"], [name for one in file.records() for name in names_of(one)]
+    assert recipe["kind"] == "coded" and recipe["moments"]
+    places = [names.index(name) for name in (SECOND, FIRST, "model/2.weight")]
+    assert places == sorted(places)
+
+
+def names_of(record: Any) -> list[str]:
+    return [info.name for info in record.infos]
+
+
+def test_small_tensors_with_lattices_of_one_kind_share_a_record_and_others_do_not():
+    points = {f"{i}.weight": points_of("linear", (20, 30), random=i, seed=i) for i in range(3)}
+    points |= {f"l{i}.weight": points_of("log", (20, 30), step=24) for i in range(2)}
+    points |= {"s.weight": points_of("log", (20, 30), step=25), "big.weight": points_of("linear", (MAX_SHARED_NUMEL,))}
+    state = zeros(points)
+    points["half.weight"] = points_of("linear", (20, 30))
+    state["half.weight"] = torch.zeros(20, 30).bfloat16()
+    file = put(state, settled(points))
+    records = sorted(sorted(info.name for info in record.infos) for record in file.records())
+    assert records == [
+        ["0.weight", "1.weight", "2.weight"], ["big.weight"], ["half.weight"], ["l0.weight", "l1.weight"], ["s.weight"],
+    ]  # fmt: skip
+
+
+def test_new_tensors_do_not_keep_those_that_have_a_parent_from_it():
+    points = {name: points_of("linear", (20, 30), random=i) for i, name in enumerate("ab")}
+    first = put(zeros(points), settled(points))
+    now = {name: replace(one, codes=one.codes + 1) for name, one in points.items()}
+    now |= {"c": points_of("linear", (20, 30)), "b": points_of("linear", (30, 20))}
+    recipes = put(zeros(now), settled(now), first).recipes()
+    assert {name: recipe.get("base", False) for name, recipe in recipes.items()} == {"a": True, "b": False, "c": False}
+    wide = {"a": now["a"]}
+    assert "base" not in put(zeros(wide, torch.float16), settled(wide), first).recipes()["a"]
+
+
+def test_one_changed_lattice_does_not_cost_the_others_theirs():
+    points = {name: points_of("linear", (20, 30), random=i) for i, name in enumerate("abc")}
+    first = put(zeros(points), settled(points))
+    now = {name: replace(one, codes=one.codes + 1) for name, one in points.items()}
+    now["b"] = replace(now["b"], lattice=lattice_of("linear", (20, 30), at=9))
+    recipes = put(zeros(now), settled(now), first).recipes()
+    inherited = {name: recipe.get("inherited", False) for name, recipe in recipes.items()}
+    assert inherited == {"a": True, "b": False, "c": True}
+
+
+# what has not changed
+
+
+def test_what_has_not_changed_is_not_written_again_and_its_points_live_on():
+    points = {name: points_of("linear", (20, 30), random=i) for i, name in enumerate("ab")}
+    first = put(zeros(points), settled(points))
+    second = put(zeros(points), settled({**points, "b": replace(points["b"], codes=points["b"].codes + 1)}), first)
+    assert second.kinds() == {"a": "same", "b": "gridded"}
+    held = second.read().quantized["a"]
+    assert isinstance(held, LatticeTensor) and alike(held, points["a"])
+    third = put(zeros(points), settled({**points, "a": replace(points["a"], codes=points["a"].codes - 1)}), second)
+    assert third.recipes()["a"]["inherited"] is True
+
+
+def test_equal_values_on_another_lattice_are_not_the_same():
+    """Else a reader would go on with a lattice that the writer does not have, and the next delta would not decode."""
+    one = points_of("linear", (20, 30), "none")
+    first = put(zeros({"w": one}), settled({"w": one}))
+    other = replace(one, lattice=lattice_of("linear", (20, 30), at=8))
+    second = put(zeros({"w": one}), settled({"w": other}), first)
+    assert second.kinds() == {"w": "gridded"}
+    for third in (one, other, replace(other, codes=other.codes + 1)):
+        put(zeros({"w": one}), settled({"w": third}), second)
+
+
+def test_a_lossless_file_of_what_a_lossy_one_holds_carries_its_points_on():
+    loop = Loop()
+    first = put(loop.steps(2), fisher())
+    again = unflatten(flatten(loop.state()).tree, first.read().tensors)
+    second = put(again, Lossless(), first)
+    assert {*second.kinds().values()} == {"same"}
+    assert second.read().quantized.keys() == first.read().quantized.keys()
+    scheme = fisher()
+    scheme.resume({"scheme": "fisher", "size": 8 * -3})
+    assert "base" in put(loop.steps(2), scheme, second).recipes()["model/2.weight"]
+
+
+def test_again_loses_nothing_more_and_keeps_the_points():
+    loop, scheme = Loop(), fisher()
+    first = put(loop.steps(2), scheme)
+    second = put(loop.steps(2), scheme, first)
+    held = second.read()
+    state = unflatten(flatten(loop.state()).tree, held.tensors)
+    for parent in (None, first, second):
+        again = put(state, Recode(held.quantized, {"chosen": {}}), parent)
+        assert same_reference(again.read(), held)
+    assert len(put(state, Recode(held.quantized), first).data) < 1.1 * len(second.data)
+
+
+# on parents of other schemes, and below them
+
+
+CONFIG = {"bins": 8, "embedding_bins": 32, "prune": 0.2, "protect": 0.005}
+OTHERS = {
+    "lossless": Lossless, "codes": Rounding, "inshrinkerator": lambda: sp.Inshrinkerator(config=CONFIG),
+    "lc-checkpoint": lambda: sp.LCCheckpoint(bits=3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_points_stand_on_a_parent_of_any_scheme_and_any_scheme_on_points(other):
+    loop = Loop()
+    first = put(loop.steps(2), OTHERS[other]())
+    first = put(loop.steps(1), OTHERS[other](), first)
+    second = put(loop.steps(1), fisher(), first)
+    recipe = second.recipes()["model/2.weight"]
+    assert recipe["kind"] == "gridded" and recipe["base"] is True and "inherited" not in recipe
+    third = put(loop.steps(1), fisher(), second)
+    fourth = put(loop.steps(1), OTHERS[other](), third).recipes()["model/2.weight"]
+    assert fourth["kind"] == ("coded" if other == "lossless" else "quantized")
+    assert (fourth.get("base", False) or fourth.get("residual", False)) == (other in ("lossless", "lc-checkpoint"))
+
+
+def test_points_cost_less_on_any_parent_that_is_near():
+    """What a parent is made of does not matter: a value that is near its place before is."""
+    x = torch.randn(100, 300, generator=torch.Generator().manual_seed(0)) * 0.02
+    state, later = {"w.weight": x}, {"w.weight": x + 1e-4}
+    alone = len(put(later, fisher()).data)
+    sizes = {other: len(put(later, fisher(), put(state, OTHERS[other]())).data) for other in ("lossless", "codes")}
+    assert sizes["lossless"] < 0.5 * alone and sizes["codes"] < alone
+
+
+@pytest.mark.parametrize("moments", ["coded", "exact", "drop"])
+def test_whatever_is_done_with_the_moments_comes_back(moments):
+    loop, scheme = Loop(), fisher(moments=moments)
+    first = put(loop.steps(2), scheme)
+    second = put(loop.steps(2), scheme, first)
+    kinds = {name.rpartition("/")[2]: kind for name, kind in second.kinds().items() if "/2/exp" in name}
+    expected = {"coded": {"gridded"}, "exact": {"coded"}, "drop": {"same", "coded", "copy"}}
+    assert {*kinds.values()} <= expected[moments] and kinds.keys() == {"exp_avg", "exp_avg_sq"}
+
+
+def test_after_a_restore_there_is_another_dither_on_the_same_steps():
+    loop, scheme = Loop(), fisher()
+    first = put(loop.steps(2), scheme)
+    for generation in (1, 2):
+        scheme.resume({"scheme": "fisher", "size": scheme.plan(flatten(loop.state()), None).loss["size"]}, generation)
+        second = put(loop.steps(1), scheme, first)
+        recipe = second.recipes()["model/2.weight"]
+        assert recipe["inherited"] is True
+        before, now = (one.read().quantized["model/2.weight"] for one in (first, second))
+        assert isinstance(before, LatticeTensor) and isinstance(now, LatticeTensor)
+        assert now.lattice != before.lattice == replace(now.lattice, seed=before.lattice.seed)
+        first = second
+
+
+def test_ties_casts_and_equal_tensors_stay_what_they_are():
+    master = torch.randn(20, 30, generator=torch.Generator().manual_seed(0))
+    state = {"master": master, "tied": master, "row": master[3], "half": master.bfloat16(), "small": master.half()}
+    points = {"master": nearest(master, lattice_of("linear", (20, 30), at=-16, seed=3))}
+    (name,) = (name for name, info in flatten(state).infos.items() if info.shape == (20, 30) and info.dtype == "F32")
+    file = put(state, settled({name: points["master"]}, casts={"half": name, "small": name}))
+    assert file.kinds() == {name: "gridded", "half": "copy", "small": "copy"}
+    values = points["master"].dequantize(torch.float32)
+    back = unflatten(flatten(state).tree, file.read().tensors)
+    assert bits(back["half"]) == bits(values.bfloat16()) and bits(back["row"]) == bits(values[3])
+    back["tied"][3, 4] = 42
+    assert back["master"][3, 4] == back["row"][4] == 42
+
+
+def test_narrow_weights_follow_their_masters_and_those_without_masters_have_points_of_their_own():
+    generator = torch.Generator().manual_seed(0)
+    masters = {f"{i}.weight": torch.randn(40, 50, generator=generator) * 0.02 for i in range(2)}
+    alone = {"alone.weight": torch.randn(40, 50, generator=generator).mul(0.02).bfloat16()}
+    state = {"master": masters, "half": {name: x.bfloat16() for name, x in masters.items()}, **alone}
+    file = put(state, fisher())
+    later = {name: x * 1.001 for name, x in masters.items()}
+    state = {"master": later, "half": {name: x.bfloat16() for name, x in later.items()}, **alone}
+    again = put(state, fisher(), file)
+    for one in (file, again):
+        kinds = one.kinds()
+        assert {kinds[f"half/{name}"] for name in masters} == {"copy"}
+        assert {kinds[f"master/{name}"] for name in masters} | {file.kinds()["alone.weight"]} == {"gridded"}
+        for name in masters:
+            assert bits(one.read().tensors[f"half/{name}"]) == bits(one.read().tensors[f"master/{name}"].bfloat16())
+
+
+def test_one_thread_and_many_write_the_same_file():
+    loop = Loop(width=700)
+    states = [loop.steps(2) for _ in range(2)]
+    files = []
+    for threads in (1, 3):
+        scheme = fisher()
+        first = put(states[0], scheme, threads=threads)
+        files.append((first.data, put(states[1], scheme, first, threads=threads).data))
+    assert files[0] == files[1]
+
+
+def test_a_file_that_ends_early_or_has_a_byte_turned_does_not_load():
+    loop = Loop()
+    whole = put(loop.steps(1), fisher())
+    for at in range(0, len(whole.data), 997):
+        turned = bytearray(whole.data)
+        turned[at] ^= 16
+        for data in (whole.data[:at], bytes(turned)):
+            with pytest.raises(sp.errors.ShrinkpointError):
+                File(data, None).read()
+
+
+def test_a_scheme_that_keeps_other_values_than_its_points_does_not_become_a_file():
+    one = points_of("linear", (20, 30))
+
+    class Liar(QuantizationPlan):
+        def quantize(self, flat: Any, reference: Any) -> Any:
+            kept = super().quantize(flat, reference)
+            return replace(kept, flat=flat)
+
+    with pytest.raises(ValueError, match="other values"):
+        put({"w": torch.ones(20, 30)}, Liar("liar", {"w": one}))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_points_of_a_state_on_a_gpu_are_those_of_one_on_the_cpu():
+    points = {"w": points_of("linear", (20, 30), seed=3), "p": points_of("log", (20, 30), step=24)}
+    there = {name: x.cuda() for name, x in zeros(points).items()}
+    assert put(there, settled(points)).data == put(zeros(points), settled(points)).data

@@ -1,0 +1,110 @@
+"""Only weights that are worth it are quantized; a narrow copy follows its master, and what is not finite stays."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL, TensorSelection
+from shrinkpoint.tensors.flatten import flatten
+
+LARGE = (64, 64)
+
+
+def weights(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {"a.weight": torch.randn(LARGE), "b.weight": torch.randn(4, 32, 32), **changes}
+
+
+def picked(state, alive=None) -> list[str]:
+    return [*TensorSelection.from_state(flatten(state), alive).tensors]
+
+
+def test_weights_with_two_axes_and_enough_values_are_picked():
+    state = {
+        **weights(),
+        "small.weight": torch.randn(63, 65), "bias": torch.randn(MIN_WEIGHT_NUMEL),
+        "wide.bias": torch.randn(2 * MIN_WEIGHT_NUMEL),
+        "ids.weight": torch.zeros(LARGE, dtype=torch.int64), "double.weight": torch.zeros(LARGE, dtype=torch.float64),
+        "net.attn_mask": torch.zeros(LARGE), "net.running_mean": torch.zeros(LARGE), "loose": torch.zeros(LARGE),
+        "line": torch.zeros(2 * MIN_WEIGHT_NUMEL),
+    }  # fmt: skip
+    assert 63 * 65 < MIN_WEIGHT_NUMEL <= 64 * 64
+    assert picked(state) == ["a.weight", "b.weight", "loose"]  # the last at the root, as a pos_embed is
+
+
+def test_every_float_that_training_uses_is_picked():
+    assert picked({f"{dtype}.weight": torch.zeros(LARGE, dtype=dtype) for dtype in (torch.float16, torch.bfloat16)})
+
+
+def test_moments_gradients_and_averages_in_an_optimizer_are_never_picked():
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 64)).sum().backward()
+    optimizer.step()
+    assert picked({"model": model.state_dict(), "optimizer": optimizer.state_dict()}) == ["model/weight"]
+
+
+def test_tied_weights_are_picked_once():
+    weight = torch.randn(LARGE)
+    assert picked({"wte.weight": weight, "head.weight": weight}) == ["wte.weight"]
+
+
+def test_a_copy_in_16_bits_follows_its_master():
+    masters = [torch.randn(LARGE) for _ in range(3)]
+    flat = flatten(
+        {
+            "model": {f"{i}.weight": master.bfloat16() for i, master in enumerate(masters)},
+            "optimizer": {"state": {}, "param_groups": [], "fp32_masters": masters[::-1]},
+        }
+    )
+    picks = TensorSelection.from_state(flat)
+    assert [*picks.cast_sources] == [f"model/{i}.weight" for i in range(3)]
+    for name, source in picks.cast_sources.items():
+        assert torch.equal(flat.tensors[name], flat.tensors[source].bfloat16())
+    assert {*picks.tensors} == {*picks.cast_sources.values()}
+    assert {*TensorSelection.from_state(flat, {"model/1.weight"}).tensors} == {picks.cast_sources["model/1.weight"]}
+    out = picks.with_casts({source: torch.full(LARGE, 1.001) for source in picks.tensors}, flat)
+    assert {*out} == {*picks.tensors, *picks.cast_sources}
+    assert all(torch.equal(out[name], torch.full(LARGE, 1.001).bfloat16()) for name in picks.cast_sources)
+
+
+def test_a_weight_that_is_nobodys_copy_is_picked_itself():
+    state = {"model": {"a.weight": torch.randn(LARGE).bfloat16()}, "masters": {"a.weight": torch.randn(LARGE)}}
+    assert picked(state) == ["model/a.weight", "masters/a.weight"]
+
+
+def test_copies_that_differ_late_are_told_apart():
+    master = torch.randn(LARGE)
+    other = master.bfloat16()
+    other[-1, -1] += 1
+    assert not TensorSelection.from_state(
+        flatten({"model": {"a.weight": other}, "masters": {"a.weight": master}})
+    ).cast_sources
+
+
+def test_what_is_not_finite_is_refused_and_named():
+    for value in (math.nan, math.inf, -math.inf):
+        broken = torch.randn(LARGE)
+        broken[3, 5] = value
+        picks = TensorSelection.from_state(
+            flatten(weights(**{"b.weight": broken, "tiny.weight": torch.full((2, 2), value)}))
+        )
+        assert [*picks.tensors] == ["a.weight"]
+        assert picks.nonfinite == ("b.weight",)
+
+
+def test_of_a_model_that_is_known_nothing_but_its_parameters_is_picked():
+    state = {"model": weights(), "ema": weights()}
+    assert len(picked(state)) == 4
+    assert picked(state, {"model/b.weight"}) == ["model/b.weight"]
+    assert picked({"model": {"no_dot": torch.randn(LARGE)}}, {"model/no_dot"}) == ["model/no_dot"]
+    broken = torch.full(LARGE, math.nan)
+    assert (
+        TensorSelection.from_state(
+            flatten({"model": weights(), "ema": {"a.weight": broken}}), {"model/a.weight"}
+        ).nonfinite
+        == ()
+    )

@@ -1,0 +1,45 @@
+"""What a manifest says of the loss, whoever wrote it and whatever it holds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from shrinkpoint.store.loss_increase import LossIncrease
+
+
+@pytest.mark.parametrize(
+    ("loss", "text", "value"),
+    [
+        (None, "", None), ({}, "", None), ({"chosen": None, "exact": "evaluate returned nan"}, "", None),
+        ({"chosen": {"bins": 8}, "degradation": 0.0123, "measured": True}, "+1.2 %", 0.0123),
+        ({"chosen": {"bins": 8}, "degradation": -0.2}, "-20 %", -0.2),
+        ({"chosen": {"bins": 8}}, "not measured", None),
+        ({"chosen": {"bins": 8}, "measured": False, "degradation": 0.1}, "not measured", None),
+        ({"chosen": {"step_in_deviations": 1.0}, "rise": 0.02, "quality": 4.0}, "+0.5 %", 0.005),
+        ({"chosen": {"step_in_deviations": 1.0}, "rise": 0.02, "quality": 0.0}, "+2 %", 0.02),
+        ({"chosen": {"step_in_deviations": 1.0}, "rise": 0.02}, "measured", None),  # in nats, of a loss that is unknown
+        ({"chosen": {"step_in_deviations": 1.0}, "rise": 0.0, "measured": True}, "0 %", 0.0),
+        ({"chosen": {"step_in_deviations": 1.0}, "rise": None, "terms": 3.0}, "not measured", None),
+        ({"chosen": {"step_in_deviations": None}, "rise": None, "measured": True}, "0 %", 0.0),
+        ({"chosen": {}, "degradation": 0.01, "interval": [-0.005, 0.025]}, "+1 % (-0.5 % to +2.5 %)", 0.01),
+        ({"chosen": {}, "rise": 0.04, "quality": 4, "interval": [0.0, 0.08]}, "+1 % (0 % to +2 %)", 0.01),
+        ({"chosen": {}, "degradation": 0.01, "interval": ["-inf", "inf"]}, "+1 %", 0.01),
+    ],
+)  # fmt: skip
+def test_a_rise_is_told_relative_to_the_loss_with_its_interval(loss, text, value):
+    found = LossIncrease.from_loss(loss)
+    assert str(found) == text and found.value == (None if value is None else pytest.approx(value))
+
+
+JUNK = [None, True, "x", "nan", 10**400, math.nan, math.inf, -1, [], [1], [1, "a"], [[], {}], {}, {"a": 1}]
+
+
+@pytest.mark.parametrize("name", ["chosen", "degradation", "rise", "quality", "interval", "measured", "exact"])
+def test_no_manifest_makes_it_fail(name):
+    known = {"chosen": {"step_in_deviations": None}, "rise": 0.1, "quality": 2.0, "interval": [0.0, 1.0]}
+    for junk in JUNK:
+        for loss in ({**known, name: junk}, {name: junk}, {"chosen": {}, name: junk}, junk):
+            found = LossIncrease.from_loss(loss)
+            assert isinstance(str(found), str) and (found.value is None or math.isfinite(found.value))

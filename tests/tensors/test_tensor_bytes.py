@@ -1,0 +1,50 @@
+"""The lossless quantizer: bit patterns, of whatever a tensor looks like in memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers.strategies import DTYPES, bits, tensors
+from hypothesis import given, settings
+
+from shrinkpoint.codec.coder import NUMBER_FORMATS
+from shrinkpoint.errors import CorruptError
+from shrinkpoint.tensors.dtypes import dtype_name, materialize, tensor_bytes, tensor_from_bytes
+from shrinkpoint.tensors.info import ITEMSIZE, TensorInfo
+
+
+@settings(deadline=None, max_examples=60)
+@given(tensors())
+def test_bits_are_those_of_the_values_in_row_major_order_and_come_back(tensor):
+    tensor = materialize(tensor)
+    found = tensor_bytes(tensor)
+    assert found.tobytes() == bits(tensor)
+    info = TensorInfo("x", tuple(tensor.shape), dtype_name(tensor.dtype))
+    back = tensor_from_bytes(found.copy(), info)
+    assert back.dtype == tensor.dtype and back.shape == tensor.shape and bits(back) == bits(tensor)
+
+
+@pytest.mark.parametrize("x", [
+    torch.arange(10.0)[::3][:1], torch.arange(12.0).reshape(3, 4)[1:2, ::3][:, :1],
+    torch.arange(4.0).expand(1, 4)[:, 2:3],
+    torch.tensor(2.0).expand(3, 2), torch.tensor(7.0).as_strided((1, 1), (5, 9)), torch.empty(3, 0, 2),
+])  # fmt: skip
+def test_strides_without_a_meaning_have_none(x):
+    assert tensor_bytes(x).tobytes() == x.numpy().tobytes()
+
+
+def test_a_contiguous_tensor_is_not_copied():
+    x = torch.arange(5.0)
+    assert tensor_bytes(x).ctypes.data == x.data_ptr()
+
+
+def test_bytes_of_the_wrong_number_are_refused():
+    with pytest.raises(CorruptError, match="3 bytes; expected 8"):
+        tensor_from_bytes(np.zeros(3, np.uint8), TensorInfo("x", (2,), "F32"))
+
+
+def test_every_dtype_of_a_record_has_numbers_that_fill_it():
+    assert NUMBER_FORMATS.keys() == ITEMSIZE.keys() and set(DTYPES) <= NUMBER_FORMATS.keys()
+    for name, number in NUMBER_FORMATS.items():
+        assert ITEMSIZE[name] == number.itemsize * (2 if name.startswith("C") else 1), name

@@ -1,0 +1,284 @@
+"""A wrong argument fails where it is given, in our words, and nothing was begun."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import shrinkpoint as sp
+from shrinkpoint import comm
+from shrinkpoint.errors import PolicyError
+from shrinkpoint.storage import MemoryStorage
+from shrinkpoint.train import Checkpointer, dcp
+
+NO_COUNT = ["all", 0, -1, True, 1.5, math.nan, [1]]
+"""In place of a whole number from 1."""
+NO_COUNT_FROM_0 = ["all", -1, True, 1.5, None]
+NO_FLAG = ["yes", 1, None, "background"]
+NO_SCHEME = [None, sp.Fisher, 3, len, "zip", "fisher(error=3)"]
+NO_SEED = ["x", -1, 1.5, True, None, 1 << 40]
+NO_CHOICE = ["nonsense", None, 1, ["exact"]]
+NO_NUMBER = ["x", None, math.nan, math.inf, True, -1.0, [1.0]]
+NO_SHARE = ["201%", 5, "1", -0.5, math.nan, True, [0.1], "5 percent"]
+NO_FUNCTION = [3.0, "loss", [len]]
+NO_RECORDER = [True, "gradients", 3, sp.GradientRecorder, torch.nn.Linear(2, 2)]
+
+Entry = Callable[..., Any]
+MODEL = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+
+
+def searched(kind: type[Any]) -> Entry:
+    return lambda **wrong: kind(**{"evaluate": len, **wrong})
+
+
+COMMON = {"scheme": NO_SCHEME, "keyframe_every": NO_COUNT, "threads": NO_COUNT}
+SEARCHED = {
+    "threshold": NO_SHARE, "evaluate": NO_FUNCTION, "higher_is_better": NO_FLAG, "config": [3, "bins=8", {"bins": 5}],
+    "optimizer": NO_CHOICE, "fallback": NO_CHOICE, "coarser": NO_FLAG, "group": ["group", 3, True],
+    "progress": ["yes", 1, None], "seed": NO_SEED,
+}  # fmt: skip
+SIZES = {"nonfinite": NO_CHOICE, "min_numel": NO_COUNT_FROM_0, "sample_every": NO_COUNT_FROM_0}
+
+TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
+    "Manager": (
+        lambda **wrong: sp.CheckpointManager(MemoryStorage(), **wrong),
+        {**COMMON, "keep": [3, sp.Keep], "background": NO_FLAG},
+    ),
+    "Store": (
+        lambda **wrong: sp.Store(MemoryStorage(), **wrong), {"keyframe_every": NO_COUNT, "threads": NO_COUNT},
+    ),
+    "Store.save": (lambda **wrong: sp.Store(MemoryStorage()).save(1, {}, **wrong), {"scheme": NO_SCHEME}),
+    "Keep": (
+        sp.Keep,
+        {"last": NO_COUNT, "every": NO_COUNT, "best": NO_COUNT, "mode": NO_CHOICE, "metric": [None, 3],
+         "within": ["soon", 3]},
+    ),
+    "Fisher": (
+        sp.Fisher,
+        {"budget": [0.01, "101%", "1", True, "1%"], "nats": NO_NUMBER[2:], "ratio": [0.5, 1, *NO_NUMBER[2:]],
+         "relative_error": [3, *NO_SHARE], "evaluate": NO_FUNCTION, "higher_is_better": NO_FLAG,
+         "terms": NO_NUMBER[2:], "gradients": NO_RECORDER, "moments": NO_CHOICE, "seed": NO_SEED},
+    ),
+    "Inshrinkerator": (
+        searched(sp.Inshrinkerator),
+        {**SEARCHED, "gradients": NO_RECORDER, "paper": NO_FLAG, "space": [None, 3, {}], "sigma": NO_NUMBER,
+         "dither": NO_FLAG},
+    ),
+    "QD": (searched(sp.QD), SEARCHED), "CNR": (searched(sp.CNR), SEARCHED), "GOBO": (searched(sp.GOBO), SEARCHED),
+    "LCCheckpoint": (
+        sp.LCCheckpoint,
+        {"bits": [9, *NO_COUNT], "scope": ["layer", 1], "representative": ["median", 1], "paper": NO_FLAG,
+         "optimizer": NO_CHOICE},
+    ),
+    "SCAR": (sp.SCAR, {"fraction": NO_SHARE, "order": NO_CHOICE, "seed": NO_SEED, "optimizer": NO_CHOICE}),
+    "TOPN": (sp.TOPN, {"fraction": NO_SHARE, "optimizer": NO_CHOICE}),
+    "ExCP": (
+        sp.ExCP,
+        {"alpha": NO_NUMBER, "beta": NO_NUMBER, "bits": [1, 9, *NO_COUNT], "rule": NO_CHOICE, "paper": NO_FLAG,
+         "paper_fp16": NO_FLAG, "seed": NO_SEED},
+    ),
+    "Lossless": (sp.Lossless, {"chunk": [None, *NO_COUNT]}),
+    "Gradients": (
+        lambda **wrong: sp.GradientRecorder(**{"model": MODEL, **wrong}),
+        {"model": [None, MODEL.state_dict(), torch.nn.Linear], "every": NO_COUNT, "batches": [None, *NO_COUNT],
+         "beta": [1, 1.5, *NO_NUMBER], "paper": ["yes", 1], "squares": NO_FLAG},
+    ),
+    "Trail": (Checkpointer, {**COMMON, "background": NO_FLAG, "model": [None, 3]}),
+    "dcp.Writer": (dcp.Writer, {**COMMON, "step": [-1, "x", True], "note": [None, 3], "chain": [3]}),
+    "dcp.Reader": (dcp.Reader, {"threads": NO_COUNT}),
+    "dcp.install": (dcp.install, COMMON),
+    "comm.parse": (comm.parse, {"text": [None, 3, comm.Uniform, "x9"]}),
+    "comm.Link": (
+        lambda **wrong: comm.Link(**{"how": "q4:64", **wrong}), {**SIZES, "how": [None, 3, comm.Uniform, len]},
+    ),
+    "comm.Uniform": (
+        lambda **wrong: comm.Uniform(**{"bits": 4, **wrong}),
+        {"bits": [9, *NO_COUNT], "group": ["rows", 0, True, 1.5], "dither": NO_FLAG},
+    ),
+    "comm.Normal": (lambda **wrong: comm.NormalFloat(**{"bits": 3, **wrong}),
+        {"bits": [5, *NO_COUNT], "group": [7, "row"]}),
+    "comm.BlockFloat": (
+        lambda **wrong: comm.BlockFloat(**{"bits": 4, **wrong}), {"bits": [1, 9, *NO_COUNT], "block": [7, "x"]},
+    ),
+    "comm.TopK": (comm.TopK, {"share": [10, "10%", *NO_NUMBER[2:]]}),
+    "comm.RandomK": (lambda **wrong: comm.RandomK(**{"share": 0.1, **wrong}), {"share": [10, "10%"], "seed": NO_SEED}),
+    "comm.Rotated": (
+        lambda **wrong: comm.Hadamard(**{"operator": comm.Uniform(4), **wrong}),
+        {"operator": ["q4", None, comm.Uniform], "block": [7, "x", True], "above": ["x", -1.0, math.nan, True]},
+    ),
+    "comm.Cast": (comm.Cast, {"dtype": ["fp8", None, torch.bfloat16, []]}),
+    "comm.EF": (comm.EF, {"operator": ["top10", None, comm.TopK]}),
+    "comm.EF21": (comm.EF21, {"operator": ["top10", None, comm.TopK]}),
+    "comm.EFMixed": (comm.EFMixed, {"operator": ["top10", None, comm.TopK]}),
+    "comm.AQSGD": (
+        lambda **wrong: comm.AQSGD(**{"operator": comm.Uniform(4), **wrong}),
+        {"operator": ["q4", None], "warmup": NO_COUNT_FROM_0, "dtype": ["fp8", None, []], "most_bytes": NO_COUNT},
+    ),
+    "comm.Accordion": (
+        lambda **wrong: comm.Accordion("q2", "q8", **wrong), {"threshold": [0, *NO_NUMBER], "every": NO_COUNT},
+    ),
+    "comm.insert_points": (
+        lambda **wrong: comm.insert_compression(**{"model": MODEL, "after": ["0"], "forward": "q4:64", **wrong}),
+        {**SIZES, "model": [None, "gpt"], "after": ["0", None, 3, ["none"]], "micro_batches": NO_COUNT},
+    ),
+    "comm.compress_ddp": (
+        lambda **wrong: comm.compress_ddp(**{"model": MODEL, **wrong}), {"model": [None, MODEL]},
+    ),
+    "comm.compress_fsdp": (
+        lambda **wrong: comm.compress_fsdp(**{"root": MODEL, **wrong}),
+        {"root": [None, 3], "min_numel": NO_COUNT_FROM_0, "nonfinite": NO_CHOICE, "timeout": NO_NUMBER,
+         "accordion": ["q4", comm.Accordion]},
+    ),
+    "comm.compress_pipeline": (
+        lambda **wrong: comm.compress_pipeline([], **wrong), {**SIZES, "timeout": NO_NUMBER},
+    ),
+    "comm.allot": (
+        lambda **wrong: comm.allocate_bits(**{"model": MODEL, "after": ["0"], "evaluate": len, **wrong}),
+        {"model": [None, 3], "evaluate": NO_FUNCTION, "ratio": [1, 0.5, *NO_NUMBER], "higher_is_better": NO_FLAG},
+    ),
+    "comm.advise": (
+        lambda **wrong: comm.recommend(**{"shape": (4,), "mbps": 100.0, **wrong}),
+        {"mbps": [0, *NO_NUMBER], "kind": NO_CHOICE, "world": [1, *NO_COUNT], "micro_batches": NO_COUNT,
+         "overlap": NO_FLAG, "schedule": NO_CHOICE, "duplex": NO_FLAG, "most_error": ["x", -1.0],
+         "repeats": NO_COUNT, "candidates": ["q4", 3], "dtype": ["int8", 3]},
+    ),
+}  # fmt: skip
+
+
+def _said(wrong: Any) -> str:
+    """The same in every process: of what has tensors or an address in it, what it is."""
+    return f"{wrong!r:.40}" if "tensor(" not in repr(wrong) and " at 0x" not in repr(wrong) else type(wrong).__name__
+
+
+ROWS = [
+    pytest.param(entry, name, wrong, id=f"{title}({name}={_said(wrong)})")
+    for title, (entry, names) in TABLE.items()
+    for name, values in names.items()
+    for wrong in values
+]
+
+
+def refused(entry: Entry, name: str, wrong: Any) -> PolicyError:
+    with pytest.raises(PolicyError) as caught:
+        entry(**{name: wrong})
+    assert name in str(caught.value) or (name == "text" and "spec" in str(caught.value))
+    assert caught.value.expected or caught.value.do
+    assert "0x" not in str(caught.value) and len(str(caught.value)) < 1000
+    return caught.value
+
+
+@pytest.mark.parametrize(("entry", "name", "wrong"), ROWS)
+def test_a_wrong_argument_is_refused_and_named(entry, name, wrong):
+    refused(entry, name, wrong)
+
+
+@pytest.mark.parametrize("name", ["scheme", "threads", "base", "path"])
+def test_save_and_load_refuse_before_they_touch_a_disk(name, tmp_path):
+    wrong = {"scheme": NO_SCHEME, "threads": NO_COUNT, "base": [3, ""], "path": [3, None, ""]}[name]
+    for one in wrong:
+        with pytest.raises(PolicyError, match=name):
+            sp.save(**{"state": {"a": 1}, "path": tmp_path / "a", name: one})
+        if name != "scheme":
+            with pytest.raises(PolicyError, match=name):
+                sp.load(**{"path": tmp_path / "a", name: one})
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_refused_manager_leaves_no_directory(tmp_path):
+    for name, values in {**COMMON, "background": NO_FLAG, "keep": [3]}.items():
+        for wrong in values:
+            refused(lambda **given: sp.CheckpointManager(tmp_path / "run", **given), name, wrong)
+    assert not (tmp_path / "run").exists()
+
+
+# frameworks
+
+
+def test_settings_of_transformers_are_refused_and_named(tmp_path):
+    pytest.importorskip("transformers")
+    from shrinkpoint.train.transformers import ShrinkCallback, ShrinkConfig, ShrinkTrainer
+
+    settings = {**COMMON, "background": NO_FLAG}
+    for name, values in settings.items():
+        for wrong in values:
+            if not (name == "scheme" and callable(wrong)):  # `Shrink` takes what makes a scheme, too
+                refused(ShrinkConfig, name, wrong)
+            refused(ShrinkCallback, name, wrong)
+    for name, values in {"batches": NO_COUNT, "gradients": NO_FLAG, "evaluate": [3, len]}.items():
+        for wrong in values:
+            refused(ShrinkConfig, name, wrong)
+    for wrong in ("fisher", sp.Fisher(), ShrinkConfig, 3):
+        refused(lambda **given: ShrinkTrainer(model=None, args=None, **given), "shrink", wrong)
+
+
+def test_settings_of_lightning_are_refused_and_named():
+    pytest.importorskip("lightning")
+    from shrinkpoint.train.lightning import ShrinkIO, ShrinkIOCallback, Validation
+
+    for name, values in {**COMMON, "background": NO_FLAG, "model": [None, 3]}.items():
+        for wrong in values:
+            refused(ShrinkIO, name, wrong)
+    for wrong in NO_RECORDER:
+        refused(ShrinkIOCallback, "gradients", wrong)
+    for name, values in {"batches": NO_COUNT, "key": [None, 3]}.items():
+        for wrong in values:
+            refused(Validation, name, wrong)
+
+
+def test_settings_of_accelerate_are_refused_and_named(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    from shrinkpoint.train.accelerate import AcceleratorCheckpointer, load_state, record_gradients, save_state
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    refused(AcceleratorCheckpointer, "accelerator", None)
+    for entry in (AcceleratorCheckpointer, lambda a, **given: save_state(a, tmp_path / "a", **given),
+                  lambda a, **given: load_state(a, tmp_path / "a", **given)):  # fmt: skip
+        for name, values in {**COMMON, "background": NO_FLAG}.items():
+            for wrong in values:
+                refused(lambda entry=entry, **given: entry(accelerator, **given), name, wrong)
+    for wrong in NO_COUNT_FROM_0:
+        refused(lambda **given: record_gradients(accelerator, **given), "which", wrong)
+    assert [*tmp_path.iterdir()] == []
+
+
+# what type checkers see
+
+PUBLIC = [getattr(sp, name) for name in sp.__all__ if callable(getattr(sp, name))]
+PUBLIC += [getattr(comm, name) for name in comm.__all__ if callable(getattr(comm, name))]
+PUBLIC += [getattr(dcp, name) for name in dcp.__all__]
+EXPECTED_OPEN = {"ShrinkTrainer", "load_from_checkpoint"}
+"""What hands everything else on to a class of the framework."""
+
+
+def is_open(entry: Any) -> bool:
+    parameters = inspect.signature(entry).parameters.values()
+    return any(one.kind in (one.VAR_KEYWORD, one.VAR_POSITIONAL) for one in parameters)
+
+
+def test_every_argument_of_a_public_name_is_explicit():
+    rooms = ["transformers", "lightning", "accelerate"]
+    entries = list(PUBLIC)
+    for room in rooms:
+        pytest.importorskip(room)
+        module = importlib.import_module(f"shrinkpoint.train.{room}")
+        entries += [getattr(module, name) for name in module.__all__]
+    found = {entry.__name__ for entry in entries if is_open(entry) and not issubclass_of_error(entry)}
+    assert found == EXPECTED_OPEN
+
+
+def issubclass_of_error(entry: Any) -> bool:
+    return isinstance(entry, type) and issubclass(entry, BaseException)
+
+
+def test_the_table_has_every_public_constructor_that_takes_settings():
+    """But for what is only returned, and for classes that are bases."""
+    returned = {"SaveReport", "FileSummary", "Allotment", "At", "Context", "Feedback", "Ledger", "Operator", "Points",
+                "Wire", "Exact", "SameIndices", "save", "load", "inspect", "ShrinkpointError"}  # fmt: skip
+    known = {title.rpartition(".")[2] for title in TABLE} | returned
+    assert {entry.__name__ for entry in PUBLIC} - known <= {"forget", "newest", "load", "uninstall"}

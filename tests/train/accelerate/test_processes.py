@@ -1,0 +1,265 @@
+"""Accelerate on real processes: all of them go on exactly, and none goes on where another failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers import accelerate_runs
+from helpers.accelerate_runs import Loop
+from helpers.processes import ranks
+
+from shrinkpoint.train.accelerate import load_state
+
+COMMON = """
+    import json, os, pathlib, warnings
+    import torch, torch.distributed as dist
+    import accelerated
+    from helpers.accelerate_runs import Counter, Loop
+    from shrinkpoint.errors import ShrinkpointError
+    from shrinkpoint.schemes import Inshrinkerator
+    from shrinkpoint.store import folder as folders
+    from shrinkpoint.train.accelerate import Shrink, load_state, save_state, wait
+
+    class Stubborn(Counter):
+        def state_dict(self):
+            return {"of": object()}
+
+    def caught(work):
+        try:
+            work()
+        except ShrinkpointError as error:
+            return [type(error).__name__, str(error)]
+
+    def join(rank, width, folder):
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(width), LOCAL_WORLD_SIZE=str(width))
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=width)
+        return pathlib.Path(folder)
+
+    def tell(folder, rank, said):
+        (folder / f"{rank}.json").write_text(json.dumps(said))
+        dist.barrier()
+        os._exit(0)  # taking models of DDP apart once their group is gone can hang in torch
+
+"""
+
+REPLICAS = (
+    COMMON
+    + """
+    def of_rank(rank, width, folder):
+        folder, said = join(rank, width, folder), {}
+        runs = folder / "runs"
+        first = Loop(runs)
+        shrink = Shrink(first.accelerator, background=True)
+        first.epoch()
+        shrink.save_state()
+        first.epoch(stop=4)
+        shrink.save_state()
+        saved = first.state()
+        shrink.wait()
+        first.epoch(skip=4).epoch()
+        said["numbers"] = [torch.get_rng_state().sum().item(), saved == first.state()]
+
+        accelerated.forget()
+        second = Loop(runs, seed=9)
+        said["folder"] = load_state(second.accelerator).folder.name
+        said["restored"] = second.state() == saved
+        second.epoch(skip=4).epoch()
+        said["continued"] = second.state() == first.state()
+
+        second.accelerator._custom_objects[0] = Stubborn() if rank == 1 else Counter()
+        said["refused"] = caught(lambda: save_state(second.accelerator))
+        second.accelerator._custom_objects[0] = second.counter
+        save_state(second.accelerator)
+        if rank == 0:
+            newest = runs / "checkpoints/checkpoint_2/rank-00000.safetensors"
+            data = bytearray(newest.read_bytes())
+            data[-9] ^= 1
+            newest.write_bytes(data)
+        accelerated.forget()
+        third = Loop(runs, seed=4)
+        resumed = load_state(third.accelerator)
+        said["older"] = [resumed.folder.name, [one.folder.name for one in resumed.passed], third.state() == saved]
+
+        inputs = torch.randn(16, 16, generator=torch.Generator().manual_seed(rank))
+
+        def evaluate(model):
+            if broken and rank == 1:
+                raise ValueError("boom")
+            return model.eval()(inputs).square().mean()
+
+        broken, before = False, third.state()
+        scheme = Inshrinkerator(threshold=0.5, evaluate=evaluate, group=dist.group.WORLD)
+        shrink = Shrink(third.accelerator, scheme=scheme)
+        report = shrink.save_state()
+        said["searched"] = [report is None, str(scheme._last), third.state() == before]
+        broken = True
+        said["boom"] = [*caught(shrink.save_state), third.state() == before]
+        manifest = shrink.load_state().manifest
+        said["lossy"] = [manifest.scheme, manifest.is_lossy]
+        tell(folder, rank, said)
+"""
+)
+
+SHARDS = (
+    COMMON
+    + """
+    import shutil
+    from shrinkpoint.schemes import Fisher
+    from shrinkpoint.train.dcp import install, uninstall
+
+    def near(a, b):
+        a, b = (torch.frombuffer(bytearray(x), dtype=torch.float32) for x in (a, b))
+        return ((a - b).norm() / b.norm()).item()
+
+    def of_rank(rank, width, folder):
+        folder, said = join(rank, width, folder), {}
+        runs = folder / "runs"
+        first = Loop(runs, limit=2, sharded=True)
+        shrink = Shrink(first.accelerator)
+        for _ in range(3):
+            first.epoch()
+            shrink.save_state()
+        first.epoch(stop=4)
+        saved = first.state()
+        shrink.save_state()
+        said["weights"] = [x.full_tensor().double().sum().item() for x in first.model.state_dict().values()]
+        said["moments"] = [x["exp_avg"].full_tensor().double().sum().item() for x in first.optimizer.state.values()]
+        first.epoch(skip=4).epoch()
+        places = runs / "checkpoints"
+        said["left"] = sorted(path.name for path in places.iterdir())
+        dist.barrier()  # before anyone deletes what is listed
+        if rank == 0:
+            shutil.rmtree(places / "checkpoint_2")
+        dist.barrier()
+
+        accelerated.forget()
+        second = Loop(runs, seed=9, sharded=True)
+        said["folder"] = load_state(second.accelerator).folder.name
+        said["restored"] = second.state() == saved
+        second.epoch(skip=4).epoch()
+        said["continued"] = second.state() == first.state()
+
+        save_state(second.accelerator, background=True)  # a delta against what was loaded
+        saved = second.state()
+        second.epoch()
+        wait(second.accelerator)
+        manifest = folders.check(places / "checkpoint_4", deep=True)
+        said["deltas"] = [len(one.bases) for one in manifest.payloads]
+        dist.barrier()
+        if rank == 1:
+            (places / "checkpoint_5").mkdir()  # a save that was killed
+        dist.barrier()
+        resumed = load_state(second.accelerator)
+        said["passed"] = [resumed.folder.name, [one.folder.name for one in resumed.passed], second.state() == saved]
+
+        if rank == 1:
+            (places / "checkpoint_5").rmdir()
+        dist.barrier()
+        install()
+        saved = second.state()
+        second.accelerator.save_state()
+        names = ("pytorch_model_fsdp_0", "optimizer_0")
+        kinds = [folders.is_checkpoint(places / "checkpoint_5" / name) for name in names]
+        second.epoch()
+        resumed = load_state(second.accelerator)
+        uninstall()
+        said["installed"] = [kinds, resumed.folder.name, second.state()[:-1] == saved[:-1]]
+
+        lossy = Shrink(second.accelerator, scheme=Fisher(relative_error=0.1))
+        lossy.save_state(metrics={"loss": 1.5})
+        again = lossy.load_state().manifest
+        said["lossy"] = [again.scheme, again.is_lossy, again.step, again.metrics, lossy.load_state().folder.name]
+        said["near"] = near(second.state()[0], saved[0])
+
+        second.accelerator._custom_objects[0] = Stubborn() if rank == 1 else Counter()
+        said["refused"] = caught(lambda: save_state(second.accelerator))
+        second.accelerator.register_for_checkpointing(Counter())
+        said["others"] = caught(lambda: load_state(second.accelerator, places / "checkpoint_4"))
+        tell(folder, rank, said)
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], Path]:
+    folder = tmp_path_factory.mktemp("two")
+    return ranks(REPLICAS, 2, folder), folder
+
+
+def test_every_process_goes_on_bit_for_bit_with_its_own_random_numbers(of_two: tuple[list[dict], Path]) -> None:
+    said, _ = of_two
+    for one in said:
+        assert one["numbers"][1] is False
+        assert one["restored"] and one["continued"]
+    assert said[0]["numbers"] != said[1]["numbers"]
+
+
+def test_one_process_writes(of_two: tuple[list[dict], Path]) -> None:
+    _, folder = of_two
+    names = {path.name for path in (folder / "runs/checkpoints/checkpoint_1").iterdir()}
+    assert names == {"rank-00000.safetensors", "bases", "shrinkpoint.json", "README.txt"}
+
+
+def test_what_one_process_cannot_save_is_an_error_on_all(of_two: tuple[list[dict], Path]) -> None:
+    said, _ = of_two
+    assert said[0]["refused"] == said[1]["refused"]
+    kind, text = said[0]["refused"]
+    assert kind == "StateError" and "rank 1" in text and "Stubborn" in text
+
+
+def test_all_processes_pass_over_what_does_not_load(of_two: tuple[list[dict], Path]) -> None:
+    said, _ = of_two
+    assert [one["folder"] for one in said] == ["checkpoint_1"] * 2
+    assert [one["older"] for one in said] == [["checkpoint_1", ["checkpoint_2"], True]] * 2
+
+
+def test_replicas_search_together_and_one_writes(of_two: tuple[list[dict], Path]) -> None:
+    said, _ = of_two
+    (none, chosen, same), (other_none, other, other_same) = (one["searched"] for one in said)
+    assert (none, other_none) == (False, True) and chosen == other != "None" and same and other_same
+    for one in said:
+        kind, text, same = one["boom"]
+        assert kind == "PolicyError" and "boom" in text and same
+        assert one["lossy"] == ["inshrinkerator", True]
+
+
+@pytest.fixture(scope="module")
+def of_shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], Path]:
+    folder = tmp_path_factory.mktemp("shards")
+    return ranks(SHARDS, 2, folder), folder
+
+
+def test_shards_go_on_bit_for_bit_when_older_checkpoints_are_gone(of_shards: tuple[list[dict], Path]) -> None:
+    said, _ = of_shards
+    for one in said:
+        assert one["left"] == ["checkpoint_2", "checkpoint_3"]
+        assert (one["folder"], one["restored"], one["continued"]) == ("checkpoint_3", True, True)
+        assert one["deltas"] == [4, 4]
+        assert one["passed"] == ["checkpoint_4", ["checkpoint_5"], True]
+        assert one["lossy"] == ["fisher", True, 6, {"loss": 1.5}, "checkpoint_6"] and 0 < one["near"] < 0.2
+
+
+def test_what_accelerate_itself_shards_is_ours_once_installed(of_shards: tuple[list[dict], Path]) -> None:
+    said, _ = of_shards
+    assert [one["installed"] for one in said] == [[[True, True], "checkpoint_5", True]] * 2
+
+
+def test_an_error_on_one_process_with_shards_is_one_on_all(of_shards: tuple[list[dict], Path]) -> None:
+    said, _ = of_shards
+    for name, kind in (("refused", "StateError"), ("others", "MismatchError")):
+        assert said[0][name] == said[1][name] and said[0][name][0] == kind
+
+
+def test_one_process_reads_what_two_have_sharded(
+    of_shards: tuple[list[dict], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    said, folder = of_shards
+    accelerate_runs.forget()
+    alone = Loop(seed=5)
+    load_state(alone.accelerator, folder / "runs/checkpoints/checkpoint_3")
+    assert "saved by 2 processes and is loaded by 1" in caplog.text
+    assert [x.double().sum().item() for x in alone.model.state_dict().values()] == said[0]["weights"]
+    moments = [x["exp_avg"].double().sum().item() for x in alone.optimizer.state.values()]
+    assert moments == said[0]["moments"] and alone.counter.seen["count"] == 28
+    accelerate_runs.forget()

@@ -1,0 +1,76 @@
+"""Ranks that are not set up alike: an error of all, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from helpers.processes import ranks
+
+UNLIKE = """
+import datetime, warnings
+import meshes, torch
+import torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor, Partial
+from shrinkpoint import Fisher
+from shrinkpoint.errors import LossWarning
+from shrinkpoint.store import folder as folders
+from shrinkpoint.train.dcp import Reader, Writer, forget, latest_valid
+
+def error_of(save):
+    try:
+        save()
+        return []
+    except dcp.api.CheckpointException as error:
+        return sorted({type(one).__name__ for one, _ in error.failures.values()})
+
+def of_rank(rank, width, folder):
+    meshes.start(rank, width, folder)
+    warnings.simplefilter("ignore", LossWarning)
+    run, said = meshes.Run(meshes.mesh_of(range(width))), {}
+    run.train(2)
+    fisher = lambda **further: Fisher(budget="2%", evaluate=lambda model: 1.0, **further)
+
+    def save(name, **settings):
+        said[name] = error_of(lambda: dcp.save(run.state(), storage_writer=Writer(f"{folder}/{name}", **settings)))
+
+    save("one loses nothing", scheme="lossless" if rank else Fisher(relative_error=0.1))
+    save("one has no model", scheme=fisher(), model=None if rank else run.model)
+    save("alike", scheme=Fisher(relative_error=0.1))
+
+    # one rank alone has restored what lost something
+    if rank == 1:
+        dcp.load(run.state(), storage_reader=Reader(f"{folder}/alike"), no_dist=True)
+    dcp.save(run.state(), storage_writer=Writer(f"{folder}/alike", scheme=Fisher(relative_error=0.1)))
+    said["restores"] = folders.read_manifest(f"{folder}/alike").lossy_restores
+
+    # and all of them from elsewhere
+    for name in ("step-1", "step-2"):
+        dcp.load(run.state(), storage_reader=Reader(f"{folder}/alike"))
+        dcp.save(run.state(), storage_writer=Writer(f"{folder}/other/{name}", scheme=Fisher(relative_error=0.1)))
+        forget()
+    said["elsewhere"] = folders.read_manifest(f"{folder}/other/step-2").lossy_restores
+
+    mesh = meshes.mesh_of(range(width))
+    summands = {"x": DTensor.from_local(torch.ones(3), mesh, [SparseUpdate()])}
+    said["summands"] = error_of(lambda: dcp.save(summands, storage_writer=Writer(f"{folder}/summands")))
+
+    for number, name in enumerate(("step-1", "step-01", "step-001", "step-0001")):
+        dcp.save({"x": torch.full((3,), number)}, storage_writer=Writer(f"{folder}/many/{name}"))
+    said["newest"] = latest_valid(f"{folder}/many").name
+    dcp.save({"x": torch.ones(3)}, storage_writer=Writer(f"{folder}/many/2\\u00b2"))
+    said["newer"] = latest_valid(f"{folder}/many").name
+    meshes.done(rank, folder, said)
+"""
+
+
+def test_nobody_waits_for_a_rank_that_is_set_up_differently(tmp_path: Path) -> None:
+    said = ranks(UNLIKE, 2, tmp_path)
+    for one in said:
+        assert one["one loses nothing"] == ["PolicyError"]
+        assert one["one has no model"] == ["PolicyError"]
+        assert one["alike"] == []
+        assert one["restores"] == 1
+        assert one["elsewhere"] == 2
+        assert one["summands"] == ["ValueError"]  # torch says so
+        assert one["newest"] == said[0]["newest"]
+        assert one["newer"] == one["newest"]

@@ -1,0 +1,77 @@
+"""Gradients of a model in parts, recorded for a scheme that all ranks decide together."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.processes import ranks
+
+RECORDED = """
+import warnings
+import meshes, torch
+import torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor, Partial
+from shrinkpoint import Fisher, Inshrinkerator
+from shrinkpoint.errors import LossWarning
+from shrinkpoint.store import folder as folders
+from shrinkpoint.train import GradientRecorder
+from shrinkpoint.train.dcp import Writer
+
+x = torch.randn(64, 48, generator=torch.Generator().manual_seed(5))
+
+def loss(model):
+    with torch.no_grad():
+        return float((model(x) - x.sum(1, keepdim=True)).square().mean())
+
+def of_rank(rank, width, folder):
+    meshes.start(rank, width, folder)
+    warnings.simplefilter("ignore", LossWarning)
+    said, means = {}, {}
+    mesh = meshes.mesh_of(range(width))
+    for kind in ("whole", "parts"):
+        run = meshes.Run(mesh if kind == "parts" else None)
+        run.optimizer = torch.optim.SGD(run.model.parameters(), lr=1e-3)
+        recorder = GradientRecorder(run.model, squares=True).attach(run.optimizer)
+        run.train(8)
+        means[kind] = recorder.square
+        schemes = {"fisher": Fisher(nats=1e-3, gradients=recorder, terms=16)}
+        if kind == "parts":
+            schemes["inshrinkerator"] = Inshrinkerator(threshold=0.5, gradients=recorder, evaluate=loss)
+        for name, scheme in schemes.items():
+            place = f"{folder}/{kind}-{name}"
+            dcp.save(run.state(), storage_writer=Writer(place, scheme=scheme, model=run.model))
+            said[f"{kind} {name}"] = folders.read_manifest(place).loss
+    wrong = []
+    for name, parameter in run.model.named_parameters():
+        if parameter.to_local().numel():
+            mine, whole = means["parts"][name], means["whole"][name]
+            part = whole.tensor_split(1)[0].split(-(-whole.shape[0] // width))[rank]
+            if type(mine) is not torch.Tensor or not torch.allclose(mine, part, rtol=1e-4):
+                wrong.append(name)
+    said["wrong"], said["recorded"] = wrong, len(means["parts"])
+
+    layer = torch.nn.Linear(2, 2, bias=False)  # its gradient is not summed yet
+    layer.weight = torch.nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh))
+    layer.weight.grad = DTensor.from_local(torch.full((2, 2), 1.0 + rank), mesh, [SparseUpdate()])
+    recorder = GradientRecorder(layer)
+    recorder.after_backward()
+    said["summed"] = recorder.mean["weight"].tolist()
+    meshes.done(rank, folder, said)
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return ranks(RECORDED, 2, tmp_path_factory.mktemp("recorded"))
+
+
+def test_each_rank_records_its_part_of_what_one_process_would(said: list[dict]) -> None:
+    assert [one["wrong"] for one in said] == [[], []]
+    assert [one["recorded"] for one in said] == [6, 4]  # one row is on the first rank
+    assert [one["summed"] for one in said] == [[[3.0, 3.0], [3.0, 3.0]]] * 2
+
+
+def test_a_scheme_knows_of_parts_what_it_knows_of_the_whole(said: list[dict]) -> None:
+    whole, parts = said[0]["whole fisher"], said[0]["parts fisher"]
+    assert parts["size"] == whole["size"]
+    assert parts["tried"][0]["curvature"] == pytest.approx(whole["tried"][0]["curvature"], rel=1e-4)
+    assert said[0]["parts inshrinkerator"]["degradation"] <= 0.5

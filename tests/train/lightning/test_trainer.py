@@ -1,0 +1,242 @@
+"""Lightning's Trainer saves through `ShrinkIO`: all that users of the stock plugin rely on holds."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from helpers.lightning_runs import QUIET, Small, every, names, points, small, trainer
+from helpers.strategies import same
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import nn
+
+from shrinkpoint.errors import PolicyError, StateError
+from shrinkpoint.store.directory import read_directory_manifest, verify_directory
+from shrinkpoint.train.lightning import ShrinkIO, latest_valid
+
+pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
+
+
+class Reseeded(pl.Callback):
+    """Lightning saves no random generators: each step begins with its own."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        torch.manual_seed(trainer.global_step)
+
+
+def fit(root: Path, *plugins: Any, epochs: int = 3, ckpt_path: Any = None, **options: Any) -> pl.Trainer:
+    run = trainer(root, *plugins, epochs=epochs, callbacks=[Reseeded(), every(root / "all", **options)])
+    run.fit(small(), points(), points(2, seed=1), ckpt_path=ckpt_path)
+    return run
+
+
+def alike(one: pl.Trainer, other: pl.Trainer) -> bool:
+    pairs = [(run.lightning_module.state_dict(), run.optimizers[0].state_dict()) for run in (one, other)]
+    return same(*pairs) and one.lr_scheduler_configs[0].scheduler.state_dict() == (
+        other.lr_scheduler_configs[0].scheduler.state_dict()
+    )
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> pl.Trainer:
+    """A run of four epochs, saved by the stock plugin."""
+    return fit(tmp_path_factory.mktemp("stock"), epochs=4)
+
+
+# going on
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("ckpt_path", ["all/epoch=1.ckpt", "last"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, stock, background, ckpt_path):
+    fit(tmp_path, ShrinkIO(background=background), epochs=2, save_last=True)
+    path = ckpt_path if ckpt_path == "last" else tmp_path / ckpt_path
+    resumed = fit(tmp_path, ShrinkIO(background=background), epochs=4, ckpt_path=path, save_last=True)
+    assert resumed.lightning_module.losses == stock.lightning_module.losses[8:]
+    assert alike(resumed, stock) and resumed.current_epoch == 4 and resumed.global_step == 16
+
+
+def test_what_comes_back_is_what_the_stock_plugin_brings_back(tmp_path, stock):
+    """Of the same checkpoint, value by value; also where the generators are not those of the first run."""
+    stock.save_checkpoint(tmp_path / "stock.ckpt")
+    ours = ShrinkIO()
+    found = torch.load(tmp_path / "stock.ckpt", weights_only=True)
+    ours.save_checkpoint(found, tmp_path / "ours.ckpt")
+    assert same(ours.load_checkpoint(tmp_path / "ours.ckpt"), found)
+    after = []
+    for name, plugins in (("stock", ()), ("ours", (ShrinkIO(),))):
+        torch.manual_seed(7)
+        run = trainer(tmp_path, *plugins, epochs=5)
+        run.fit(small(), points(shuffle=True), ckpt_path=tmp_path / f"{name}.ckpt")
+        after.append(run)
+    assert alike(*after) and after[0].lightning_module.losses == after[1].lightning_module.losses
+
+
+def test_the_middle_of_an_epoch_is_as_good_as_its_end(tmp_path):
+    options = {"every_n_train_steps": 3, "filename": "{step}"}
+    whole = fit(tmp_path / "a", ShrinkIO(), epochs=3, **options)
+    assert "step=9.ckpt" in names(tmp_path / "a/all")
+    after = [trainer(tmp_path, ShrinkIO(background=beside), callbacks=[Reseeded()]) for beside in (False, True)]
+    for run in after:
+        torch.manual_seed(2)
+        run.fit(small(), points(), ckpt_path=tmp_path / "a/all/step=9.ckpt")
+    assert alike(*after) and after[0].global_step == whole.global_step == 12
+
+
+def test_the_best_one_is_found_and_tested(tmp_path):
+    run = fit(tmp_path, ShrinkIO(background=True), monitor="val_loss", save_top_k=2)
+    best = run.checkpoint_callback
+    assert len(names(tmp_path / "all")) == 2 and Path(best.best_model_path).is_dir()
+    (found,) = run.test(ckpt_path="best", dataloaders=points(2, seed=1), verbose=False)
+    assert found["test_loss"] == pytest.approx(best.best_model_score.item())
+    manifests = [read_directory_manifest(tmp_path / "all" / name) for name in names(tmp_path / "all")]
+    scores = {one.metrics["val_loss"] for one in manifests}
+    assert scores == {value.item() for value in best.best_k_models.values()}
+    assert {one.step for one in manifests} <= {4, 8, 12} and all(
+        one.extra == {"lightning": pl.__version__} for one in manifests
+    )
+
+
+def test_an_exception_leaves_a_checkpoint(tmp_path):
+    class Breaks(Small):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.trainer.global_step == 6:
+                raise LookupError("no such batch")
+
+    run = trainer(tmp_path, ShrinkIO(background=True), callbacks=[every(tmp_path / "all", save_on_exception=True)])
+    with pytest.raises(LookupError, match="no such batch"):
+        run.fit(Breaks(), points())
+    assert read_directory_manifest(latest_valid(tmp_path / "all")).step == 6
+    fit(tmp_path, ShrinkIO(), epochs=3, ckpt_path=latest_valid(tmp_path / "all"))
+
+
+# what lies on the disk
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_only_what_is_to_be_kept_is_there_and_it_needs_no_other(tmp_path, background):
+    run = fit(tmp_path, ShrinkIO(background=background), epochs=4, save_top_k=1)
+    assert names(tmp_path / "all") == ["epoch=3.ckpt"] and not list((tmp_path / "all").glob(".*"))
+    assert verify_directory(tmp_path / "all/epoch=3.ckpt", deep=True).depth == 3
+    shutil.copytree(tmp_path / "all/epoch=3.ckpt", tmp_path / "elsewhere")
+    shutil.rmtree(tmp_path / "all")
+    again = ShrinkIO().load_checkpoint(tmp_path / "elsewhere")
+    assert same(again["state_dict"], run.lightning_module.state_dict())
+    assert same(again["optimizer_states"], [run.optimizers[0].state_dict()])
+
+
+def test_a_run_that_goes_on_adds_a_delta_to_what_it_loaded(tmp_path):
+    fit(tmp_path, ShrinkIO(), epochs=1)
+    fit(tmp_path, ShrinkIO(), epochs=2, ckpt_path=tmp_path / "all/epoch=0.ckpt")
+    depths = {name: read_directory_manifest(tmp_path / "all" / name).depth for name in names(tmp_path / "all")}
+    assert depths == {"epoch=0.ckpt": 0, "epoch=1.ckpt": 1}
+
+
+def own_bytes(folder: Path) -> int:
+    """Of a checkpoint's own payload, without what it stands on."""
+    (payload,) = read_directory_manifest(folder).payloads
+    return payload.size
+
+
+def test_a_second_copy_of_the_last_one_costs_next_to_nothing(tmp_path):
+    run = trainer(tmp_path, ShrinkIO(), callbacks=[every(tmp_path, save_last=True)])
+    run.fit(small(width=4096), points())
+    last, first, newest_one = (own_bytes(tmp_path / name) for name in ("last.ckpt", "epoch=0.ckpt", "epoch=2.ckpt"))
+    assert 20 * last < newest_one < first
+    assert names(tmp_path) == ["epoch=0.ckpt", "epoch=1.ckpt", "epoch=2.ckpt", "last.ckpt"]
+
+
+def test_a_link_to_the_last_one_is_a_link(tmp_path):
+    fit(tmp_path, ShrinkIO(background=True), epochs=2, save_last="link", save_top_k=1)
+    assert names(tmp_path / "all") == ["epoch=1.ckpt", "last.ckpt"] and (tmp_path / "all/last.ckpt").is_symlink()
+    run = fit(tmp_path, ShrinkIO(), epochs=3, ckpt_path="last", save_last="link")
+    assert run.global_step == 12 and (tmp_path / "all/last.ckpt").readlink() == Path("epoch=2.ckpt")
+    target = (tmp_path / "all/epoch=2.ckpt/shrinkpoint.json").read_bytes()
+    run.save_checkpoint(tmp_path / "all/last.ckpt")  # in the place of the link, not into what it points to
+    assert not (tmp_path / "all/last.ckpt").is_symlink()
+    assert (tmp_path / "all/epoch=2.ckpt/shrinkpoint.json").read_bytes() == target
+
+
+def test_a_run_of_the_stock_plugin_goes_on_with_ours(tmp_path, stock):
+    fit(tmp_path, epochs=2, save_last=True)
+    assert (tmp_path / "all/last.ckpt").is_file()
+    for path in (tmp_path / "all/epoch=1.ckpt", "last"):
+        run = fit(
+            tmp_path, ShrinkIO(background=True), epochs=4, ckpt_path=path, save_last=True, enable_version_counter=False
+        )
+        assert alike(run, stock)
+    assert names(tmp_path / "all") == [*(f"epoch={i}.ckpt" for i in range(4)), "last.ckpt"]
+    assert [(tmp_path / "all" / name).is_dir() for name in names(tmp_path / "all")] == [False, False, True, True, True]
+
+
+def test_weights_alone_are_enough_for_a_test_and_said_to_be_no_run(tmp_path):
+    fit(tmp_path, ShrinkIO(), epochs=1, save_weights_only=True)
+    assert "optimizer_states" not in ShrinkIO().load_checkpoint(tmp_path / "all/epoch=0.ckpt")
+    with pytest.raises(KeyError, match="contains only the model"):
+        fit(tmp_path, ShrinkIO(), epochs=2, ckpt_path=tmp_path / "all/epoch=0.ckpt")
+
+
+def test_early_stopping_remembers(tmp_path):
+    stop = EarlyStopping("val_loss", patience=7)
+    run = trainer(tmp_path, ShrinkIO(), callbacks=[stop, every(tmp_path)])
+    run.fit(small(), points(), points(2, seed=1))
+    later = EarlyStopping("val_loss", patience=1)
+    run = trainer(tmp_path, ShrinkIO(), callbacks=[later])
+    run.fit(small(), points(), points(2, seed=1), ckpt_path=tmp_path / "epoch=2.ckpt")
+    assert later.state_dict() == stop.state_dict()
+
+
+# what cannot be
+
+
+def test_what_cannot_be_stored_is_named_and_nothing_is_left(tmp_path):
+    run = trainer(tmp_path, ShrinkIO(background=True), callbacks=[every(tmp_path / "all")])
+    with pytest.raises(StateError, match=r"state\['hyper_parameters'\]\['act'\].*save_hyperparameters\(ignore="):
+        run.fit(small(act=nn.functional.relu), points())
+    assert names(tmp_path / "all") == []
+
+
+def test_options_and_far_places_are_refused(tmp_path):
+    ours = ShrinkIO()
+    with pytest.raises(TypeError, match="storage_options"):
+        ours.save_checkpoint({}, tmp_path / "one.ckpt", storage_options={"a": 1})
+    with pytest.raises(PolicyError, match="a path of a local file system"):
+        ours.save_checkpoint({}, "memory://somewhere/one.ckpt")
+    with pytest.raises(FileNotFoundError):
+        ours.load_checkpoint(tmp_path / "none.ckpt")
+    ours.remove_checkpoint(tmp_path / "none.ckpt")
+    assert names(tmp_path) == []
+
+
+# Fabric
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_fabric_saves_and_loads(tmp_path, background):
+    def built(seed: int) -> tuple[Fabric, dict[str, Any]]:
+        torch.manual_seed(seed)
+        fabric = Fabric(accelerator="cpu", devices=1, plugins=[ShrinkIO(background=background)])
+        model = nn.Linear(3, 3)
+        model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters()))
+        return fabric, {"model": model, "optimizer": optimizer, "step": 3, "name": "one"}
+
+    fabric, state = built(0)
+    for step in range(3):
+        fabric.backward(state["model"](torch.ones(2, 3)).square().sum())
+        state["optimizer"].step()
+        state["step"] = step
+        fabric.save(tmp_path / f"{step}.ckpt", state)
+    fabric.strategy.checkpoint_io.wait()
+    other, fresh = built(1)
+    rest = other.load(tmp_path / "2.ckpt", fresh)
+    assert rest == {} and fresh["step"] == 2 and fresh["name"] == "one"
+    assert same(fresh["model"].state_dict(), state["model"].state_dict())
+    assert same(fresh["optimizer"].state_dict(), state["optimizer"].state_dict())
+    assert read_directory_manifest(tmp_path / "2.ckpt").depth == 2
+    whole = Fabric(accelerator="cpu", devices=1, plugins=[ShrinkIO()]).load(tmp_path / "2.ckpt")
+    assert {*whole} == {"model", "optimizer", "step", "name"}

@@ -1,0 +1,276 @@
+"""A run whose checkpoints lie in folders that somebody else keeps and deletes."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.adam_states import normal
+from helpers.strategies import difference
+
+import shrinkpoint as sp
+from shrinkpoint.errors import LossWarning, MismatchError, NotFoundError, PolicyError, StateError, StorageError
+from shrinkpoint.storage import local
+from shrinkpoint.store import directory
+from shrinkpoint.train import Checkpointer, latest_valid
+
+
+class Loop:
+    """A small loop that draws its batches from a seed of its own."""
+
+    def __init__(self, width: int = 64) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width, affine=False))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.step = 0
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.step += 1
+            x = normal(8, 64, seed=self.step)
+            self.model(x).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    @property
+    def state(self) -> dict:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
+
+    @property
+    def parts(self) -> dict:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+
+def copied(state):
+    return torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, state)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_newest_survives_the_deletion_of_every_older_one(tmp_path, background):
+    loop = Loop()
+    with Checkpointer(background=background) as trail:
+        for step in range(4):
+            loop.train()
+            trail.save(tmp_path / f"c{step}", loop.state, objects=loop.parts, step=step)
+            trail.wait()
+            shutil.rmtree(tmp_path / f"c{step - 1}", ignore_errors=True)
+    loaded = Checkpointer().load(tmp_path / "c3")
+    assert difference(loaded.state, loop.state) is None
+    assert (loaded.manifest.depth, loaded.manifest.step) == (3, 3)
+
+
+def test_what_is_saved_in_the_background_is_the_state_of_the_call(tmp_path):
+    loop = Loop()
+    loop.train()
+    with Checkpointer(background=True) as trail:
+        for step in range(3):
+            before = copied(loop.state)
+            trail.save(tmp_path / f"c{step}", loop.state, objects=loop.parts)
+            with torch.no_grad():
+                for parameter in loop.model.parameters():
+                    parameter.zero_()
+            trail.wait()
+            assert difference(Checkpointer().load(tmp_path / f"c{step}").state, before) is None
+            loop.train()
+
+
+def test_a_run_that_goes_on_writes_deltas_against_what_it_loaded(tmp_path):
+    loop, again = Loop(), Loop()
+    loop.train()
+    with Checkpointer() as trail:
+        trail.save(tmp_path / "c1", loop.state, objects=loop.parts)
+    with Checkpointer() as trail:
+        state = trail.load(tmp_path / "c1").state
+        again.model.load_state_dict(state["model"])
+        again.optimizer.load_state_dict(state["optimizer"])
+        again.step = state["step"]
+        again.train()
+        report = trail.save(tmp_path / "c2", again.state, objects=again.parts)
+    loop.train()
+    assert report is not None
+    assert not report.keyframe
+    assert difference(Checkpointer().load(tmp_path / "c2").state, loop.state) is None
+
+
+def test_a_folder_that_is_discarded_while_it_is_written_is_gone_and_the_next_is_still_a_delta(tmp_path):
+    loop = Loop()
+    with Checkpointer(background=True) as trail:
+        for step in range(3):
+            loop.train()
+            trail.save(tmp_path / f"c{step}", loop.state)
+        trail.discard(tmp_path / "c2")
+        trail.discard(tmp_path / "never")
+        assert not (tmp_path / "c2").exists()
+        shutil.rmtree(tmp_path / "c1")
+        trail.save(tmp_path / "c3", loop.state)
+        report = trail.wait()
+        assert report is not None
+        assert not report.keyframe
+        assert difference(Checkpointer().load(tmp_path / "c3").state, loop.state) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c0", "c3"]
+
+
+def test_an_error_of_the_background_is_told_at_the_next_call_and_once(tmp_path):
+    loop = Loop()
+    (tmp_path / "c0").write_text("a file in the way")
+    trail = Checkpointer(background=True)
+    trail.save(tmp_path / "c0", loop.state)
+    with pytest.raises(StorageError):
+        trail.save(tmp_path / "c1", loop.state)
+    trail.save(tmp_path / "c1", loop.state)
+    trail.close()
+    assert difference(Checkpointer().load(tmp_path / "c1").state, loop.state) is None
+
+
+def test_a_checkpoint_that_stands_after_an_error_keeps_its_payload(tmp_path, monkeypatch):
+    def failing(path):
+        if (path / directory.MANIFEST).exists():
+            raise OSError(errno.EIO, "a bad disk")
+
+    loop = Loop()
+    with Checkpointer() as trail:
+        trail.save(tmp_path / "a", loop.state)
+        loop.train()
+        with monkeypatch.context() as patch:
+            patch.setattr(local, "_sync", failing)
+            with pytest.raises(StorageError):
+                trail.save(tmp_path / "b", loop.state)
+        expected = copied(loop.state)
+        loop.train()
+        assert not trail.save(tmp_path / "c", loop.state).keyframe
+    directory.verify_directory(tmp_path / "b", deep=True)
+    assert difference(Checkpointer().load(tmp_path / "b").state, expected) is None
+
+
+def test_a_save_that_a_warning_ends_leaves_nothing(tmp_path):
+    loop = Loop()
+    trail = Checkpointer(scheme=sp.Fisher(relative_error=0.5))
+    trail.save(tmp_path / "a", loop.state, objects=loop.parts)
+    loop.optimizer.param_groups[0]["lr"] = 1e-7
+    loop.train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LossWarning)
+        with pytest.raises(LossWarning):
+            trail.save(tmp_path / "b", loop.state, objects=loop.parts)
+    assert not [path for path in (tmp_path / "b").rglob("*") if path.is_file()]
+
+
+def test_a_lossy_run_counts_its_restores_and_its_scheme_goes_on(tmp_path):
+    loop = Loop()
+    loop.train(3)
+    scheme = sp.Fisher(relative_error=0.01)
+    with Checkpointer(scheme=scheme) as trail:
+        trail.save(tmp_path / "c1", loop.state, objects=loop.parts)
+    assert directory.read_directory_manifest(tmp_path / "c1").is_lossy
+    with Checkpointer(scheme=sp.Fisher(relative_error=0.01)) as trail:
+        loop.model.load_state_dict(trail.load(tmp_path / "c1").state["model"])
+        loop.train()
+        trail.save(tmp_path / "c2", loop.state, objects=loop.parts)
+    manifest = directory.read_directory_manifest(tmp_path / "c2")
+    assert (manifest.lossy_restores, manifest.loss["scheme"], manifest.depth) == (1, "fisher", 1)
+
+
+def test_a_scheme_that_measures_gets_the_live_model(tmp_path):
+    loop, seen = Loop(), []
+    loop.train(3)
+
+    def evaluate(model: torch.nn.Module) -> float:
+        seen.append(model is loop.model)
+        model.eval()
+        with torch.no_grad():
+            return float(model(normal(8, 64, seed=1)).square().mean())
+
+    scheme = sp.Fisher(budget="1%", evaluate=evaluate)
+    with Checkpointer(scheme=scheme) as trail:
+        before = copied(loop.state)
+        trail.save(tmp_path / "c1", loop.state, objects=loop.parts)
+        assert seen
+        assert all(seen)
+        assert difference(loop.state, before) is None
+        with pytest.raises(PolicyError, match="Pass model="):
+            trail.save(tmp_path / "c2", loop.state)
+
+
+def test_the_first_whole_is_found_and_the_others_are_said_aloud(tmp_path, caplog):
+    loop = Loop()
+    with Checkpointer() as trail:
+        for step in range(4):
+            trail.save(tmp_path / f"c{step}", loop.state)
+            loop.train()
+    payload = tmp_path / "c3" / "rank-00000.safetensors"
+    data = bytearray(payload.read_bytes())
+    data[-3] ^= 1
+    payload.write_bytes(data)
+    (tmp_path / "c2" / directory.MANIFEST).unlink()
+    with caplog.at_level(logging.WARNING, "shrinkpoint"):
+        found, passed = latest_valid(tmp_path / f"c{step}" for step in (3, 2, 1, 0))
+    assert found == tmp_path / "c1"
+    assert [one.directory.name for one in passed] == ["c3", "c2"]
+    assert "c3 is passed over" in caplog.text
+    assert latest_valid([]) == (None, ())
+
+
+def test_bad_requests_are_told_and_leave_nothing(tmp_path):
+    loop = Loop()
+    trail = Checkpointer()
+    with pytest.raises(StateError, match="odd"):
+        trail.save(tmp_path / "c", {"odd": object()})
+    with pytest.raises(PolicyError, match="metrics"):
+        trail.save(tmp_path / "c", loop.state, metrics={"loss": "low"})
+    with pytest.raises(PolicyError, match="step"):
+        trail.save(tmp_path / "c", loop.state, step=-1)
+    assert not directory.is_checkpoint(tmp_path / "c")
+    with pytest.raises(NotFoundError):
+        trail.load(tmp_path / "nowhere")
+
+
+def test_what_several_ranks_wrote_is_not_taken_for_one_state(tmp_path):
+    with Checkpointer() as trail:
+        trail.save(tmp_path / "a", {"w": torch.ones(3)})
+    made = directory.read_directory_manifest(tmp_path / "a")
+    shutil.copy(tmp_path / "a/rank-00000.safetensors", tmp_path / "a/rank-00001.safetensors")
+    second = type(made.payloads[0])("rank-00001.safetensors", made.payloads[0].size, made.payloads[0].digest, 12)
+    directory.commit(tmp_path / "a", [*made.payloads, second], scheme="lossless")
+    with pytest.raises(MismatchError, match="2 ranks"):
+        Checkpointer().load(tmp_path / "a")
+
+
+KILLED = """
+    import sys, torch
+    from pathlib import Path
+    from shrinkpoint.train import Checkpointer
+
+    trail, root = Checkpointer(background=True), Path(sys.argv[1])
+    for step in range(10_000):
+        state = {"step": step, "w": torch.full((200_000,), float(step)), "noise": torch.randn(100_000)}
+        trail.save(root / f"c{step:05d}", state, step=step)
+        if step > 2:
+            trail.discard(root / f"c{step - 3:05d}")
+        print(step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("after", [1, 4, 9])
+def test_a_process_that_is_killed_leaves_a_whole_checkpoint(tmp_path, after):
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if int(line) >= after:
+                break
+        process.send_signal(signal.SIGKILL)
+    found, _ = latest_valid(sorted((path for path in tmp_path.glob("c*")), reverse=True))
+    assert found is not None
+    loaded = Checkpointer().load(found)
+    assert loaded.state["step"] >= after - 1
+    assert torch.equal(loaded.state["w"], torch.full((200_000,), float(loaded.state["step"])))
+    assert Path(found).name == f"c{loaded.manifest.step:05d}"

@@ -1,0 +1,293 @@
+"""Training that is saved with `Fisher`: restored again and again it gets where it would have got."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from helpers.round_trip import Written
+from helpers.small_training import LettersRun, Run, Silent, unchanged
+from helpers.strategies import same
+from torch import nn
+
+import shrinkpoint as sp
+from shrinkpoint.codec.lattice import LatticeTensor
+from shrinkpoint.errors import LossWarning, PolicyError
+from shrinkpoint.storage import MemoryStorage, Storage
+
+WARM = 60
+"""Steps before the first save."""
+
+
+def fixed(run: Run) -> sp.Fisher:
+    return sp.Fisher(relative_error=0.1)
+
+
+class Nearest(sp.Fisher):
+    """As it would be without dither: after a restore, too, weights are rounded to the nearest points."""
+
+    def resume(self, loss: Any, generation: int = 0) -> None:
+        super().resume(loss, 0)
+
+
+def relay(
+    scheme: Callable[[Run], Any], rounds: int, steps: int, lr: float, storage: Storage | None = None
+) -> tuple[Run, list[sp.SaveReport]]:
+    """Train and save, and rebuild all and restore after every save; the last run, and the reports."""
+    storage = MemoryStorage() if storage is None else storage
+    run, reports = Run(steps=WARM, lr=lr), []
+    for count in range(rounds):
+        with sp.CheckpointManager(storage, scheme=scheme(run)) as manager, Silent():
+            if count:
+                at = manager.restore(**run.parts)
+                assert at is not None and at.report.lossy_restores == count and at.report.scheme == "fisher"
+            reports.append(manager.save(count, **run.steps(steps).parts))
+        run = Run(lr=lr)
+    with sp.CheckpointManager(storage) as manager:
+        manager.restore(**run.parts)
+    return run, reports
+
+
+@lru_cache
+def whole(steps: int, lr: float) -> float:
+    return Run(steps=WARM + steps, lr=lr).loss()
+
+
+def start(lr: float) -> float:
+    return whole(0, lr)
+
+
+@pytest.mark.parametrize(("steps", "rounds"), [(5, 12), (20, 6)])
+def test_a_run_that_is_restored_after_every_save_gets_where_it_would_have_got(steps, rounds):
+    run, reports = relay(fixed, rounds, steps, 3e-3)
+    assert all(0.9 < one.retention < 1.1 for one in reports[1:]), [one.retention for one in reports]
+    assert run.loss() < 1.15 * whole(steps * rounds, 3e-3)
+
+
+def test_without_dither_progress_is_lost():
+    """The trap: few steps between saves, and most weights are nearest to where they were restored."""
+    losses = {}
+    for name, scheme in (("dithered", sp.Fisher), ("nearest", Nearest)):
+        run, reports = relay(lambda run, scheme=scheme: scheme(relative_error=0.1), 10, 5, 1e-3)
+        kept = sum(one.retention for one in reports[1:]) / 9
+        assert 0.9 < kept < 1.1 if name == "dithered" else kept < 0.2
+        losses[name] = run.loss()
+    progress = {name: (start(1e-3) - loss) / (start(1e-3) - whole(50, 1e-3)) for name, loss in losses.items()}
+    assert progress["nearest"] < 0.5 < 0.8 < progress["dithered"], progress
+
+
+@pytest.mark.parametrize(("lr", "steps"), [(3e-3, 5), (1e-3, 20)])
+def test_a_chain_without_restores_keeps_the_progress_of_every_save(lr, steps):
+    run, reports = Run(steps=WARM, lr=lr), []
+    with sp.CheckpointManager(MemoryStorage(), scheme=sp.Fisher(relative_error=0.1)) as manager:
+        reports = [manager.save(count, **run.steps(steps).parts) for count in range(10)]
+    holds = [one.loss_report["tried"][-1]["hold"] for one in reports]
+    assert all(0.85 < one.retention < 1.15 for one in reports[1:])
+    held = [one.retention for one, hold in zip(reports, holds, strict=True) if hold > 0.51]
+    assert held and all(0.9 < one < 1.0 for one in held)  # .93 were asked for
+
+
+# a budget
+
+
+def test_every_save_is_within_the_budget_or_its_weights_are_exact():
+    run = Run(steps=WARM)
+    storage, budget = MemoryStorage(), 0.005
+    scheme = sp.Fisher(nats=budget, evaluate=run.evaluate)
+    with sp.CheckpointManager(storage, scheme=scheme, keyframe_every=4) as manager, Silent():
+        for step in range(9):
+            plain, calls = run.steps(10).loss(), run.calls
+            report = manager.save(step, **run.parts)
+            tried = report.loss_report["tried"]
+            assert run.calls - calls == 1 + len(tried) + 2 * (step == 0) <= 8  # at first: noise, and other weights
+            other = Run()
+            sp.CheckpointManager(storage).restore(step, **other.parts)
+            assert run.loss(other.model) - plain <= budget * (1 + 1e-4)
+            exact = same(other.model.state_dict(), run.model.state_dict())
+            assert exact is (report.loss_report["chosen"]["step_in_deviations"] is None)
+            assert exact or any(line["rise"] <= budget for line in tried)
+            assert report.loss_report["rise"] is None if exact else report.loss_report["rise"] <= budget
+    assert sum(one.loss["size"] is not None for one in sp.Store(storage).list()) > 6
+
+
+def test_a_budget_that_nothing_keeps_is_said_and_the_weights_are_exact():
+    run = Run(steps=20)
+    plain = [one.detach().clone() for one in run.model.parameters()]
+
+    def evaluate(model: Any) -> float:
+        return float(any(not torch.equal(a, b) for a, b in zip(model.parameters(), plain, strict=True)))
+
+    storage = MemoryStorage()
+    with sp.CheckpointManager(storage, scheme=sp.Fisher(evaluate=evaluate)) as manager:
+        with pytest.warns(LossWarning, match="no steps keep the loss within fisher"):
+            manager.save(1, **run.parts)
+        other = Run()
+        manager.restore(**other.parts)
+    assert same(other.model.state_dict(), run.model.state_dict())
+    assert not same(other.optimizer.state_dict(), run.optimizer.state_dict())  # moments are not evaluated
+
+
+def test_a_run_whose_budget_is_measured_gets_where_it_would_have_got():
+    run, reports = relay(lambda run: sp.Fisher(nats=0.01, evaluate=run.evaluate), 6, 10, 3e-3)
+    assert run.loss() < 1.15 * whole(60, 3e-3)
+    for one in reports:
+        accepted = [line for line in one.loss_report["tried"] if line["rise"] <= 0.01]
+        assert accepted or one.loss_report["chosen"]["step_in_deviations"] is None
+
+
+# a run does not notice
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("make", [Run, LettersRun])
+def test_a_run_does_not_notice_that_it_was_saved(make, background):
+    run, other = make(steps=20), make(steps=20)
+    scheme = sp.Fisher(nats=0.05, evaluate=run.evaluate)
+    with sp.CheckpointManager(MemoryStorage(), scheme=scheme, background=background) as manager:
+        for step in (20, 30, 40):
+            before, addresses = run.photo(), run.addresses()
+            with Silent():
+                manager.save(step, **run.parts)
+            assert unchanged(run, before) and run.addresses() == addresses
+            for one in (run, other):  # both from the same random generators
+                torch.manual_seed(step)
+                one.steps(10)
+    assert same(run.model.state_dict(), other.model.state_dict())
+    assert same(run.optimizer.state_dict(), other.optimizer.state_dict()) and run.calls >= 6
+
+
+def test_an_error_in_evaluate_saves_nothing_and_training_goes_on():
+    run, broken = Run(steps=20), [True]
+
+    def evaluate(model: nn.Module) -> float:
+        answer = run.loss(model)
+        model.load_state_dict({name: torch.zeros_like(x) for name, x in model.state_dict().items()})
+        if broken:
+            raise LookupError("no such batch")
+        return answer
+
+    with sp.CheckpointManager(MemoryStorage(), scheme=sp.Fisher(evaluate=evaluate), background=True) as manager:
+        before = run.photo()
+        with pytest.raises(PolicyError, match="LookupError: no such batch"):
+            manager.save(1, **run.parts)
+        assert unchanged(run, before) and manager.store.steps() == []
+        broken.clear()
+        manager.save(2, **run.steps(3).parts)
+        assert manager.wait().loss_report["tried"][-1]["rise"] <= 0.001
+
+
+# restores and chains
+
+
+def payload(storage: Storage, step: int) -> bytes:
+    (key,) = [key for key in storage.list(f"step-{step:09d}/") if "rank" in key]
+    return storage.get(key)
+
+
+def test_in_the_background_the_same_bytes_are_written():
+    written = []
+    for background in (False, True):
+        run, storage = Run(steps=20), MemoryStorage()
+        with sp.CheckpointManager(storage, scheme=sp.Fisher(relative_error=0.1), background=background) as manager:
+            for step in range(3):
+                torch.manual_seed(step)
+                manager.save(step, **run.parts)
+                run.steps(5)
+        written.append([payload(storage, step) for step in range(3)])
+    assert written[0] == written[1]
+
+
+def linear(storage: Storage, step: int) -> list[bool]:
+    """Of each record of weights, whether it says that lattices are those of the checkpoint before."""
+    recipes = [record.recipe for record in Written(payload(storage, step), None, None).records()]  # type: ignore[arg-type]
+    return [recipe.get("inherited", False) for recipe in recipes if recipe.get("law") == "linear"]
+
+
+def test_a_run_that_goes_on_in_another_process_keeps_its_steps():
+    storage, lattices = MemoryStorage(), []
+    for count in range(3):
+        run = Run(steps=0 if count else WARM)
+        with sp.CheckpointManager(storage, scheme=fixed(run)) as manager, Silent():
+            manager.restore(**run.parts)
+            for i in range(2):
+                report = manager.save(2 * count + i, **run.steps(2).parts)
+                found = manager.store.reference.quantized
+                lattices.append({name: one.lattice for name, one in found.items() if name.startswith("model")})
+                assert report.keyframe is (count == i == 0)
+    sizes = [one.loss["size"] for one in sp.Store(storage).list()]
+    assert len({*sizes}) == 1
+    for name, first in lattices[0].items():
+        others = [one[name] for one in lattices[1:]]
+        assert all(torch.equal(one.rows, first.rows) and torch.equal(one.columns, first.columns) for one in others)
+        seeds = [one[name].seed for one in lattices]
+        assert seeds[0] == 0 and seeds[::2] == seeds[1::2] and len({*seeds}) == 3
+    assert [all(linear(storage, step)) for step in range(6)] == [False, True, True, True, True, True]
+
+
+def test_manifests_count_the_restores_behind_a_state():
+    storage = MemoryStorage()
+    _, reports = relay(fixed, 4, 2, 3e-3, storage)
+    manifests = sp.Store(storage).list()
+    assert [one.lossy_restores for one in manifests] == [0, 1, 2, 3] and all(one.is_lossy for one in manifests)
+    assert [one.loss for one in manifests] == [one.loss_report for one in reports]
+
+
+@pytest.mark.parametrize("moments", ["coded", "exact", "drop"])
+def test_chains_are_read_back_one_by_one(moments):
+    run, seen, storage = Run(steps=10), {}, MemoryStorage()
+    scheme = sp.Fisher(relative_error=0.1, moments=moments)
+    with sp.CheckpointManager(storage, scheme=scheme, keyframe_every=3) as manager, Silent():
+        for step in range(5):
+            manager.save(step, **run.steps(5).parts)
+            seen[step] = {name: x.clone() for name, x in manager.store.reference.tensors.items()}
+    assert [one.depth for one in sp.Store(storage).list()] == [0, 1, 2, 0, 1]
+    for step, tensors in seen.items():
+        other = Run()
+        sp.CheckpointManager(storage).restore(step, **other.parts)
+        assert all(torch.equal(x, tensors[f"model/{name}"]) for name, x in other.model.state_dict().items())
+        counted = 0.0 if moments == "drop" else 15.0 + 5 * step
+        assert all(float(slot["step"]) == counted for slot in other.optimizer.state.values())
+    assert sp.Store(storage).verify(deep=True) == []
+
+
+def test_only_what_is_trained_and_evaluated_is_on_grids():
+    """Not averages beside the model, nor buffers, nor what training made of them."""
+    run, storage = Run(steps=10), MemoryStorage()
+    run.model.register_buffer("positions", torch.randn(80, 80))
+    ema = copy.deepcopy(run.model)
+    with sp.CheckpointManager(storage, scheme=sp.Fisher(relative_error=0.1)) as manager:
+        manager.save(1, **run.parts, ema=ema)
+        found = manager.store.reference.quantized
+    assert all(
+        isinstance(one, LatticeTensor) and name.startswith(("model/", "optimizer/")) for name, one in found.items()
+    )
+    loaded = sp.Store(storage).load()
+    assert same(dict(loaded["ema"]), dict(ema.state_dict()))
+    buffers = {name for name, _ in run.model.named_buffers()}
+    assert all(same(loaded["model"][name], run.model.state_dict()[name]) for name in buffers)
+
+
+def test_tied_and_frozen_weights_come_back_as_they_were_used():
+    run = LettersRun(steps=20)
+    run.model.deep.requires_grad_(False)
+    storage = MemoryStorage()
+    with sp.CheckpointManager(storage, scheme=sp.Fisher(relative_error=0.05)) as manager, Silent():
+        manager.save(1, **run.parts)
+        report = manager.save(2, **run.steps(5).parts)
+    other = LettersRun()
+    sp.CheckpointManager(storage).restore(**other.parts)
+    assert other.model.lm_head.weight is other.model.wte.weight
+    assert 0 < run.loss(other.model) < 1.2 * run.loss() and report.ratio > 4
+    assert {*dict(other.model.named_parameters())} == {*dict(run.model.named_parameters())}
+
+
+def test_by_its_name_in_a_manager():
+    run = Run(steps=10)
+    with sp.CheckpointManager(MemoryStorage(), scheme="fisher") as manager:
+        report = manager.save(1, **run.parts)
+        assert manager.restore(**run.parts).report.scheme == "fisher"
+    assert report.scheme == "fisher" and report.loss_report["budget"] == 0.001

@@ -1,0 +1,100 @@
+"""Only a callback beside the stock Trainer: weights stay its own, the rest is small and comes back bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.huggingface import WEIGHTS, ended, made, steps, whole
+from helpers.strategies import same
+from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
+
+from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
+from shrinkpoint.store.directory import verify_directory
+from shrinkpoint.train.transformers import ShrinkCallback, latest_valid
+
+
+def called(folder: Path, *callbacks: ShrinkCallback, **settings) -> Trainer:
+    return made(Trainer, folder, save_only_model=True, trainer_callbacks=[*callbacks], **settings)
+
+
+def test_a_callback_saves_what_the_trainer_then_need_not(tmp_path):
+    trainer = called(tmp_path, ShrinkCallback())
+    assert same(ended(trainer), whole())
+    for step in steps(tmp_path):
+        folder = tmp_path / f"checkpoint-{step}"
+        assert verify_directory(folder, deep=True).depth == step // 2 - 1
+        assert {path.name for path in folder.iterdir()} & {*WEIGHTS} == {"model.safetensors"}
+    assert same(GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-8").state_dict(), trainer.model.state_dict())
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_with_a_callback_a_resumed_run_ends_as_the_one_that_was_not_interrupted(tmp_path, background):
+    called(tmp_path, ShrinkCallback(background=background)).train()
+    for step in (2, 6):
+        trainer = called(tmp_path, ShrinkCallback(background=background))
+        assert same(ended(trainer, tmp_path / f"checkpoint-{step}"), whole())
+
+
+def test_with_a_callback_another_kind_of_optimizer_is_refused(tmp_path):
+    called(tmp_path, ShrinkCallback()).train()
+    trainer = called(tmp_path, ShrinkCallback(), optim="sgd")
+    with pytest.raises(MismatchError, match=r"optimizer.*another kind"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def test_with_a_callback_a_resume_between_epochs_is_exact(tmp_path):
+    settings = {"max_steps": -1, "num_train_epochs": 3, "count": 40}
+    plain = ended(made(Trainer, tmp_path / "plain", save_strategy="no", **settings))
+    run = tmp_path / "run"
+    called(run, ShrinkCallback(), save_strategy="epoch", **settings).train()
+    trainer = called(run, ShrinkCallback(), save_strategy="no", **settings)
+    assert same(ended(trainer, run / f"checkpoint-{steps(run)[1]}"), plain)
+
+
+def test_a_callback_refuses_a_checkpoint_without_its_part_and_newest_finds_another(tmp_path):
+    called(tmp_path, ShrinkCallback(), save_total_limit=2).train()
+    assert steps(tmp_path) == [6, 8]
+    (tmp_path / "checkpoint-8" / "shrinkpoint.json").unlink()
+    with pytest.raises(NotFoundError, match="optimizer"):
+        called(tmp_path, ShrinkCallback(), max_steps=9).train(resume_from_checkpoint=True)
+    assert latest_valid(tmp_path) == str(tmp_path / "checkpoint-6")
+    assert latest_valid(tmp_path, optimizer=False) == str(tmp_path / "checkpoint-8")
+    path = tmp_path / "checkpoint-6" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(NotFoundError, match="none of them whole"):
+        latest_valid(tmp_path)
+
+
+def test_a_scale_of_the_loss_that_was_not_saved_starts_afresh_and_it_is_said_aloud(tmp_path, caplog):
+    class Scaled(Trainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    called(tmp_path, ShrinkCallback(), max_steps=4).train()
+    trainer = made(Scaled, tmp_path, save_only_model=True, trainer_callbacks=[ShrinkCallback()])
+    trainer.train(resume_from_checkpoint=True)
+    assert "holds no scaler" in caplog.text and trainer.optimizer.state_dict()["state"][0]["step"] == 8
+
+
+def test_an_error_of_the_training_before_is_not_one_of_the_next(tmp_path):
+    class Ends(TrainerCallback):
+        def on_save(self, args, state, control, **_):
+            raise RuntimeError("the end")
+
+    blocked = tmp_path / "first" / "checkpoint-2" / "shrinkpoint.json"
+    blocked.mkdir(parents=True)
+    callback = ShrinkCallback(background=True)
+    trainer = called(tmp_path / "first", callback)
+    trainer.add_callback(Ends())
+    with pytest.raises(RuntimeError, match="the end"):
+        trainer.train()
+    called(tmp_path / "second", callback, max_steps=2).train()
+    assert latest_valid(tmp_path / "second") == str(tmp_path / "second" / "checkpoint-2")
+
+
+def test_a_callback_says_what_it_cannot_serve(tmp_path):
+    with pytest.raises(PolicyError, match="save_only_model"):
+        made(Trainer, tmp_path, trainer_callbacks=[ShrinkCallback()]).train()

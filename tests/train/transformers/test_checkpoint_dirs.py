@@ -1,0 +1,119 @@
+"""Checkpoints of a Trainer that are not whole: passed over, and said; or, where they are named, an error."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers.huggingface import WEIGHTS, ended, lay, made, whole
+from helpers.strategies import same
+from transformers import Trainer
+
+from shrinkpoint.errors import ChainError, FormatError, NotFoundError
+from shrinkpoint.store.directory import is_checkpoint
+from shrinkpoint.train.transformers import ShrinkTrainer, latest_valid
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return lay(tmp_path / "run", ShrinkTrainer)
+
+
+@pytest.fixture
+def stock(tmp_path: Path) -> Path:
+    return lay(tmp_path / "stock", Trainer)
+
+
+def flip(path: Path, where: float) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(where * (len(data) - 1))] ^= 4
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "no manifest": lambda folder: (folder / "shrinkpoint.json").unlink(),
+    "no payload": lambda folder: (folder / "rank-00000.safetensors").unlink(),
+    "no base": lambda folder: next((folder / "bases").iterdir()).unlink(),
+    "half a payload": lambda folder: (folder / "rank-00000.safetensors").write_bytes(
+        (folder / "rank-00000.safetensors").read_bytes()[:1000]
+    ),
+    "a bit of a payload": lambda folder: flip(folder / "rank-00000.safetensors", 0.9),
+    "a bit of the manifest": lambda folder: flip(folder / "shrinkpoint.json", 0.5),
+    "a bit of trainer_state.json": lambda folder: flip(folder / "trainer_state.json", 0.3),
+    "no trainer_state.json": lambda folder: (folder / "trainer_state.json").unlink(),
+    "cut short by SIGTERM": lambda folder: (folder / "checkpoint-is-incomplete.txt").write_text("..."),
+    "an empty directory": lambda folder: [shutil.rmtree(folder), folder.mkdir()],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_older_whole_checkpoint_is_found_and_it_is_said_aloud(run, damage, caplog):
+    DAMAGES[damage](run / "checkpoint-8")
+    with caplog.at_level(logging.WARNING, "shrinkpoint"):
+        assert latest_valid(run) == str(run / "checkpoint-6")
+    assert "checkpoint-8 is passed over" in caplog.text
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_broken_checkpoint_that_is_named_is_an_error(run, damage):
+    DAMAGES[damage](run / "checkpoint-8")
+    with pytest.raises((FormatError, ChainError)):
+        made(ShrinkTrainer, run).train(resume_from_checkpoint=str(run / "checkpoint-8"))
+
+
+@pytest.mark.parametrize("damage", ["no manifest", "a bit of a payload"])
+def test_a_run_goes_on_from_the_older_whole_checkpoint(run, damage):
+    DAMAGES[damage](run / "checkpoint-8")
+    assert same(ended(made(ShrinkTrainer, run), True), whole()) and latest_valid(run) == str(run / "checkpoint-8")
+
+
+def test_where_none_is_whole_nothing_is_resumed(run):
+    for folder in run.glob("checkpoint-*"):
+        DAMAGES["half a payload"](folder)
+    with pytest.raises(NotFoundError, match="none of them whole"):
+        made(ShrinkTrainer, run).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("lost", ["optimizer.pt", "scheduler.pt", "trainer_state.json", "model.safetensors"])
+def test_a_stock_checkpoint_without_one_of_its_files_is_passed_over(stock, lost):
+    assert latest_valid(stock) == str(stock / "checkpoint-4")
+    (stock / "checkpoint-4" / lost).unlink()
+    assert latest_valid(stock) == str(stock / "checkpoint-2")
+
+
+@pytest.mark.parametrize("lost", ["optimizer.pt", "rng_state.pth", "model.safetensors"])
+def test_half_a_stock_checkpoint_is_passed_over(stock, lost):
+    path = stock / "checkpoint-4" / lost
+    path.write_bytes(path.read_bytes()[:-200])
+    assert latest_valid(stock) == str(stock / "checkpoint-2")
+
+
+def test_stock_files_of_another_run_do_not_stay_beside_a_checkpoint(stock):
+    made(ShrinkTrainer, stock, max_steps=4).train()
+    assert is_checkpoint(stock / "checkpoint-4")
+    assert not any((stock / "checkpoint-4" / name).exists() for name in WEIGHTS)
+
+
+def test_a_stock_save_over_a_checkpoint_is_noticed(run):
+    made(Trainer, run, max_steps=8, save_steps=8, logging_steps=1).train()
+    assert latest_valid(run) == str(run / "checkpoint-6")  # the payload of the last is not what lies beside it
+
+
+def test_a_run_that_was_killed_in_its_first_save_begins_anew(run):
+    for step in (2, 4, 6):
+        shutil.rmtree(run / f"checkpoint-{step}", ignore_errors=True)
+    DAMAGES["no manifest"](run / "checkpoint-8")
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-8"]
+    assert latest_valid(run) is None
+    with pytest.raises(ValueError, match="none of them whole"):  # who says that there is one is told that there is not
+        made(ShrinkTrainer, run).train(resume_from_checkpoint=True)
+
+
+def test_a_single_damaged_checkpoint_is_an_error_and_no_new_beginning(run):
+    for step in (2, 4, 6):
+        shutil.rmtree(run / f"checkpoint-{step}", ignore_errors=True)
+    DAMAGES["half a payload"](run / "checkpoint-8")
+    with pytest.raises(NotFoundError, match="none of them whole"):
+        latest_valid(run)
