@@ -8,7 +8,8 @@ from helpers.processes import ranks
 PROGRAM = """
     import torch
     import torch.distributed as dist
-    from helpers.pipeline_model import ROWS, V_SHAPED, batches, build, failure, join, same, step, tell, trained_here, weights
+    from helpers.pipeline_model import ROWS, V_SHAPED, batches, build, failure, join, same, step, tell, trained_here
+    from helpers.pipeline_model import weights
 
     import shrinkpoint as sp
     from shrinkpoint.comm import compress_pipeline
