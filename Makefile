@@ -14,9 +14,9 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-# What takes too long for every change: long matrices of ranks, real kills in the middle of saves.
+# What takes too long for every change: long matrices of ranks, real kills in the middle of saves, sanitizers.
 nightly: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -m nightly
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m nightly
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check

@@ -40,12 +40,14 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where / "fuzz"
 
 
+@pytest.mark.nightly  # the fuzzer's build under sanitizers takes minutes
 def test_no_stream_makes_the_native_core_leave_its_buffers(program: Path) -> None:
     done = subprocess.run([program, "10", "1"], capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert "seed 1:" in done.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("target", ["chunks", "codes", "lattice", "wire"])
 def test_what_libfuzzer_found_is_read_again(program: Path, target: str) -> None:
     """Inputs that `make libfuzzer` found to reach different code, and those that once ended the program."""
