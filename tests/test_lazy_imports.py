@@ -30,10 +30,10 @@ def answer(code: str) -> Any:
 def test_rooms_are_attributes_after_a_plain_import():
     code = """
 import shrinkpoint
-found = [shrinkpoint.comm.compress_pipeline, shrinkpoint.train.Manager, shrinkpoint.train.dcp.Writer,
+found = [shrinkpoint.comm.compress_pipeline, shrinkpoint.train.CheckpointManager, shrinkpoint.train.dcp.Writer,
          shrinkpoint.schemes.SearchScheme, shrinkpoint.comm.recommend]
 print(json.dumps([one.__name__ for one in found]))"""
-    assert answer(code) == ["compress_pipeline", "Manager", "Writer", "Searched", "advise"]
+    assert answer(code) == ["compress_pipeline", "CheckpointManager", "Writer", "SearchScheme", "recommend"]
 
 
 @pytest.mark.parametrize("name", ["accelerate", "lightning", "transformers"])
@@ -41,7 +41,7 @@ def test_frameworks_are_attributes_too(name):
     pytest.importorskip(name)
     code = "import warnings; warnings.simplefilter('ignore')\nimport shrinkpoint\n"
     found = answer(code + f"print(json.dumps([*vars(shrinkpoint.train.{name})]))")
-    assert {"gradients", "save_state"} <= {*found} if name == "accelerate" else "newest" in found
+    assert {"record_gradients", "save_state"} <= {*found} if name == "accelerate" else "latest_valid" in found
 
 
 def test_rooms_are_listed_for_completion_and_nothing_heavy_is_imported_for_it():
@@ -56,7 +56,7 @@ import sys, shrinkpoint
 listed = dir(shrinkpoint.train)
 print(json.dumps([listed, [name for name in ("transformers", "lightning", "accelerate") if name in sys.modules]]))"""
     train, heavy = answer(code)
-    assert {"dcp", "transformers", "accelerate", "lightning", "Manager"} <= {*train} and heavy == []
+    assert {"dcp", "transformers", "accelerate", "lightning", "CheckpointManager"} <= {*train} and heavy == []
 
 
 def test_what_is_no_room_is_no_attribute():

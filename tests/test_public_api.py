@@ -66,7 +66,7 @@ def test_every_name_resolves_in_a_fresh_process_and_is_listed():
 
 
 def test_names_are_the_objects_of_their_rooms():
-    for name, home in sp._HOMES.items():
+    for name, home in sp._MODULES.items():
         found = getattr(importlib.import_module(f"shrinkpoint.{home}"), name)
         assert getattr(sp, name) is found and found.__name__ == name and found.__doc__
 

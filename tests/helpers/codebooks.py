@@ -125,10 +125,10 @@ class Rounding:
         return QuantizedState(replace(flat, tensors=tensors), symbols, self.loss)
 
     def encode(
-        self, flat: FlatState, reference: Reference | None, *, symbols: Mapping[str, CodebookTensor] | None = None,
+        self, flat: FlatState, reference: Reference | None, *, quantized: Mapping[str, CodebookTensor] | None = None,
         threads: int | None = None,
     ) -> Iterable[EncodedRecord]:  # fmt: skip
-        return encode_records(flat, reference, quantized=symbols, coders=self.coders, threads=threads)
+        return encode_records(flat, reference, quantized=quantized, coders=self.coders, threads=threads)
 
     def expected(self, state: Any) -> Any:
         """What a reader gets of a state whose tensors this quantizes."""

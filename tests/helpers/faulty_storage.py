@@ -79,8 +79,8 @@ class FaultyStorage:
     def lock(self) -> AbstractContextManager[None]:
         return self.inner.lock()
 
-    def sweep(self, folders: Callable[[str], bool] = lambda name: False) -> list[str]:
-        return self.inner.remove_stale(folders)
+    def remove_stale(self, is_own_dir: Callable[[str], bool] = lambda name: False) -> list[str]:
+        return self.inner.remove_stale(is_own_dir)
 
     def describe(self, key: str = "") -> str:
         return self.inner.describe(key)

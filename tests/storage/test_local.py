@@ -187,7 +187,7 @@ class TestNeighbours:
 
 class TestReading:
     def test_pieces_make_a_whole(self, storage, monkeypatch):
-        monkeypatch.setattr(local, "_PIECE", 7)
+        monkeypatch.setattr(local, "_MAX_READ_BYTES", 7)
         storage.put("a", bytes(range(100)))
         with storage.open("a") as source:
             assert bytes(source.read(1, 98)) == bytes(range(1, 99))

@@ -16,8 +16,8 @@ SETUP = """
     import shrinkpoint as sp
     from shrinkpoint.errors import ShrinkpointError
     from shrinkpoint.train.checkpointer import Checkpointer
-    from shrinkpoint.store import folder as folders
-    from shrinkpoint.convert import run
+    from shrinkpoint.store import directory as directories
+    from shrinkpoint.convert import discover
     from shrinkpoint.train.dcp import latest_valid
     from shrinkpoint.cli.app import app
     from typer.testing import CliRunner
@@ -112,8 +112,8 @@ FOLDER = """
     for name in [*(f"step-2/{one}" for one in names), ".shrinkpoint.base-1", "step-3"]:
         at = made(root / "run")
         put(at / name)
-        attempt(f"check with {name}", lambda: folders.check(at / "step-2", deep=True))
-        attempt(f"find with {name}", lambda: folders.found_in(at))
+        attempt(f"check with {name}", lambda: directories.verify_directory(at / "step-2", deep=True))
+        attempt(f"find with {name}", lambda: directories.find_checkpoints(at))
         with Checkpointer() as trail:
             attempt(f"load with {name}", lambda: trail.load(at / "step-2"))
             attempt(f"save with {name}", lambda: trail.save(at / "step-3", state(3)))
@@ -147,9 +147,9 @@ FOREIGN = """
             folder.mkdir(parents=True)
             torch.save(state(1), folder / "weights.pt")
         put(at / name)
-        attempt(f"find with {name}", lambda: [one.read() for one in run.find(at).checkpoints])
-        attempt(f"newest with {name}", lambda: newest(at, deep=True))
-        attempt(f"find {name}", lambda: [one.read() for one in run.find(at / name).checkpoints])
+        attempt(f"find with {name}", lambda: [one.read() for one in discover.find(at).checkpoints])
+        attempt(f"newest with {name}", lambda: latest_valid(at, deep=True))
+        attempt(f"find {name}", lambda: [one.read() for one in discover.find(at / name).checkpoints])
     commands = [["list"], ["show"], ["verify", "--deep"], ["convert", "--dry-run"], ["export", "--out", "e"]]
     for command in commands:
         for place in (at, at / name, at / "checkpoint-6"):
@@ -164,7 +164,7 @@ FIRST = """
     put(root / "store" / "step-000000001" / TEMPORARY)
     with sp.Store(root / "store") as store:
         attempt("save", lambda: store.save(1, state(1)))
-    attempt("manager", lambda: sp.Manager(root / "store").save(2, extra=state(2)))
+    attempt("manager", lambda: sp.CheckpointManager(root / "store").save(2, extra=state(2)))
     attempt("restore", lambda: sp.Store(root / "store").restore())
     assert os.path.lexists(root / "store" / TEMPORARY)
 """

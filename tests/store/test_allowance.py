@@ -194,7 +194,7 @@ def test_the_default_limit_follows_the_bytes_of_the_whole_chain(tmp_path, monkey
     from shrinkpoint.store import allowance
 
     monkeypatch.setattr(allowance, "MIN_LIMIT", 1)
-    monkeypatch.setattr(allowance, "FACTOR", 3)
+    monkeypatch.setattr(allowance, "MAX_EXPANSION", 3)
     state = {"w": torch.randn(20_000)}
     sp.save(state, tmp_path / "a")
     sp.save({**state, "step": 1}, tmp_path / "b", base=tmp_path / "a")

@@ -26,7 +26,7 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._block: Bytes = np.empty(0, np.uint8)
         self._next_size = _MIN_BLOCK
 

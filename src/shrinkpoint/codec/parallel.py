@@ -24,7 +24,7 @@ def submit_or_run(pool: ThreadPoolExecutor, function: Callable[P, T], *args: P.a
     Raises:
         whatever work raised that was done here.
     """
-    first = threading.RLock()
+    first = threading.Lock()
 
     def once() -> T:
         if not first.acquire(blocking=False):  # it stays in the queue, and has been done

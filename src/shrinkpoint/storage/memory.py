@@ -65,7 +65,7 @@ class MemoryStorage:
 
     def __init__(self) -> None:
         self._objects: dict[str, bytes] = {}
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
 
     def put(self, key: str, data: Buffer) -> None:
         self._objects[check_key(key)] = bytes(data)

@@ -56,7 +56,7 @@ class PartialReader:
     def __init__(self, chain: Sequence[Path], threads: int | None = None, *, cache: int = CACHE_BYTES) -> None:
         self._chain = open_chain([Path(path) for path in chain])
         self._threads, self._cache = default_threads(threads), Cache(cache)
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._is_open = True
         self.infos: Mapping[str, TensorInfo] = self._chain[-1].infos
         self.numbers_decoded = 0

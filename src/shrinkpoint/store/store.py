@@ -403,7 +403,7 @@ class Store:
 
 
 def _as_storage(where: str | Path | Storage) -> Storage:
-    if isinstance(where, str | Path) or not hasattr(where, "sweep"):
+    if isinstance(where, str | Path) or not hasattr(where, "remove_stale"):
         return LocalStorage(local_path(where, "the directory of a store", directory=True))
     return where
 

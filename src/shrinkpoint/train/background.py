@@ -85,7 +85,7 @@ class _Job:
     """What is to be done in a thread, until it is known whether the thread runs."""
 
     def __init__(self, description: str, work: Callable[[], object]) -> None:
-        self.lock, self.done = threading.RLock(), threading.Event()
+        self.lock, self.done = threading.Lock(), threading.Event()
         self.thread = threading.Thread(target=self._run, name=f"shrinkpoint: {description}")
         self.starter_thread_id, self.is_launched = threading.get_ident(), False
         self.error: BaseException | None = None

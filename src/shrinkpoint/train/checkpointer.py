@@ -292,7 +292,7 @@ class _SaveOptions:
     lossy_restores: int
 
 
-_WRITERS_LOCK = threading.RLock()
+_WRITERS_LOCK = threading.Lock()
 _WRITERS: WeakSet[Checkpointer] = WeakSet()
 """Trails of this process that have written in the background."""
 

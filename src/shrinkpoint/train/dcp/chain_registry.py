@@ -133,7 +133,7 @@ class ChainState:
             _log.warning("the next checkpoint is a keyframe, as what was loaded is not there as it was: %s", error)
 
 
-_REGISTRY_LOCK = threading.RLock()
+_REGISTRY_LOCK = threading.Lock()
 _CHAINS: OrderedDict[tuple[str, int], ChainState] = OrderedDict()
 _ORIGINS: OrderedDict[str, RestoreOrigin] = OrderedDict()
 

@@ -18,7 +18,7 @@ _NUMPY_GLOBALS += [type(np.dtype(code)) for code in "?bBhHiIlLqQefdFD"]
 _BUFFER_KEY = "shrinkpoint:buffer"
 """The one key of a dict that stands for a BytesIO; a dict that only looks like one gets a colon at its end."""
 _MAX_DEPTH = 64
-_LOCK = threading.RLock()  # `safe_globals` is one list for the whole process
+_LOCK = threading.Lock()  # `safe_globals` is one list for the whole process
 
 
 def unpickle_plain(data: io.BytesIO, fqn: str) -> Any:
