@@ -314,7 +314,7 @@ def test_others_and_moments_together_are_context():
 def test_codes_under_what_is_not_there_or_does_not_fit_are_refused():
     other = symbols_of((40, 50), 6)
     named = {"w": moved(other)}
-    encoded, values = made(named, "F32", under=[other.codes], ordinals=[1], coders=("context",))
+    encoded, values = made(named, "F32", context_codes=[other.codes], context_ordinals=[1], coders=("context",))
     decoded = {
         "plain": torch.ones(40, 50),
         "good": other.dequantize(torch.float32),
@@ -333,11 +333,11 @@ def test_codes_under_what_is_not_there_or_does_not_fit_are_refused():
             decode(replace(encoded, recipe={**encoded.recipe, "under": under}), decoded, None, **options)
 
     for ordinal in (0, 2, 3, 4, 5, 1 << 40):  # not quantized, of other shapes, with other codes, its own, beyond all
-        refused([[ordinal, 0, 1]], symbols=symbols)
+        refused([[ordinal, 0, 1]], quantized=symbols)
     for under in ([[1, 0, 2]], [[1, 1, 2]], []):  # too many, too few
-        refused(under, symbols=symbols)
+        refused(under, quantized=symbols)
     refused([[1, 0, 1]])
-    refused([[1, 0, 1]], {}, symbols=symbols)
+    refused([[1, 0, 1]], {}, quantized=symbols)
     without = {key: value for key, value in encoded.recipe.items() if key != "under"}
     with pytest.raises(CorruptError):
         decode(replace(encoded, recipe=without), decoded, None, quantized=symbols)

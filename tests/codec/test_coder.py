@@ -122,7 +122,7 @@ def test_any_bits_return_under_any_run(data):
     number = data.draw(st.sampled_from(FLOATS + INTEGERS))
     run = data.draw(st.sampled_from(runs(number))).with_chunk(data.draw(st.sampled_from([5, 32, 2048, MAX_CHUNK])))
     raw = data.draw(st.binary(min_size=8, max_size=400))
-    values = np.frombuffer(raw[: len(raw) // number.bytes * number.bytes], f"u{number.bytes}")
+    values = np.frombuffer(raw[: len(raw) // number.itemsize * number.itemsize], f"u{number.itemsize}")
     context = known(number, values, data.draw(st.booleans()))
     assert (round_trip(run, number, values, context) == values).all()
 

@@ -232,7 +232,7 @@ def test_lattices_are_equal_if_all_of_them_is():
     assert one == lattice_of("log", (5, 6), step=3, seed=4)
     others = [
         replace(one, seed=5), replace(one, step=4), replace(one, rows=one.rows + 1), replace(one, columns=one.rows),
-        replace(one, law="linear", step=1), replace(one, columns=one.columns[:-1]),
+        replace(one, spacing="linear", step=1), replace(one, columns=one.columns[:-1]),
     ]  # fmt: skip
     assert all(one != other for other in others) and one != "a lattice"
 

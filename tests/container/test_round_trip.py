@@ -179,6 +179,6 @@ def test_record_that_contradicts_itself_is_refused_before_anything_of_it_is_writ
 
 
 def test_header_longer_than_safetensors_takes_is_refused(monkeypatch):
-    monkeypatch.setattr("shrinkpoint.container.header.LIMIT", 1000)
+    monkeypatch.setattr("shrinkpoint.container.header.MAX_HEADER_BYTES", 1000)
     with pytest.raises(PolicyError, match="several files"):
         file(MANY)

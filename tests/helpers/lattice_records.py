@@ -129,7 +129,7 @@ def made(
     }  # fmt: skip
     decoded = {("v" if len(others) == 1 else f"v{i}"): one for i, one in enumerate(others)}
     points = {
-        name: replace(one, other=other)
+        name: replace(one, relative_to=other)
         for (name, one), other in zip(named.items(), decoded or [""] * len(infos), strict=True)
     }
     material = LatticeInput(
@@ -192,7 +192,7 @@ def told_by_contexts(one: Made) -> Made:
     (member,) = members(one)
     guesses, contexts = guess(grid(points.lattice), member)
     codes = torch.from_numpy(np.clip(guesses + 10 * (contexts % 12) - 55, -126, None)).to(torch.int16)
-    told = replace(points, codes=codes.reshape(points.codes.shape), other="")
+    told = replace(points, codes=codes.reshape(points.codes.shape), relative_to="")
     return made({name: told}, one.encoded.infos[0].dtype, one.parent, others=[*one.decoded.values()])
 
 

@@ -224,7 +224,7 @@ def test_buckets_add_up_to_those_of_the_whole(left, right):
     there = whole.counts > 0
     assert torch.equal(added.counts, whole.counts)
     assert torch.allclose(added.sums, whole.sums, rtol=1e-14, atol=0)
-    for end in ("least", "largest"):
+    for end in ("minimum", "maximum"):
         assert torch.equal(getattr(added, end)[there], getattr(whole, end)[there])
 
 

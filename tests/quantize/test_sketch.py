@@ -215,10 +215,10 @@ def test_requests_out_of_range_are_refused():
 RANK = """
     import sys, torch
     from torch import distributed
-    from shrinkpoint.quantize import LogHistogram
+    from shrinkpoint.quantize.sketch import LogHistogram
     rank, meeting, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-    shard = LogHistogram.of(torch.randn(5000, generator=torch.Generator().manual_seed(rank)) * 10.0**rank)
+    shard = LogHistogram.from_tensor(torch.randn(5000, generator=torch.Generator().manual_seed(rank)) * 10.0**rank)
     before = shard.counts.clone()
     whole = shard.all_reduce()
     assert torch.equal(shard.counts, before)

@@ -154,7 +154,7 @@ def test_chunks_of_differences_and_of_codes_under_others_are_those_of_the_whole(
     encoded = quantized({"a": one}, parent=held, coders=("context",))
     holds(Part(encoded, {}, held), start, start + 50)
     other = replace(one, codes=codes)
-    under = quantized({"b": other}, parent=held, coders=("context",), under=(one.codes,), ordinals=(0,))
+    under = quantized({"b": other}, parent=held, coders=("context",), context_codes=(one.codes,), context_ordinals=(0,))
     assert under.recipe["under"] == [[0, 0, 1]]
     decoded = {"a": one.dequantize(torch.float32, held.tensors["a"])}
     holds(Part(under, decoded, held, {"a": one}), start, start + 50)
@@ -168,7 +168,7 @@ def test_chunks_of_codes_under_moments_are_those_of_the_whole():
     decoded = {"m": -step.float() + 0.1 * torch.randn(LARGE, generator=random), "v": torch.ones(LARGE)}
     held = Reference({"a": before.dequantize(torch.float32)}, {"a": before})
     known = coding_context([TensorInfo("a", LARGE, "F32")], 1, None, [("m", "v")], decoded)
-    encoded = quantized({"a": now}, parent=held, coders=("context",), known=known, moments=((0, 1),))
+    encoded = quantized({"a": now}, parent=held, coders=("context",), context=known, moments=((0, 1),))
     assert encoded.recipe["moments"]
     holds(Part(encoded, decoded, held), 300, 500)
 
