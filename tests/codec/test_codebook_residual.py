@@ -314,7 +314,7 @@ def test_others_and_moments_together_are_context():
 def test_codes_under_what_is_not_there_or_does_not_fit_are_refused():
     other = symbols_of((40, 50), 6)
     named = {"w": moved(other)}
-    encoded, values = made(named, "F32", context_codes=[other.codes], context_ordinals=[1], coders=("context",))
+    encoded, values = made(named, "F32", under=[other.codes], ordinals=[1], coders=("context",))
     decoded = {
         "plain": torch.ones(40, 50),
         "good": other.dequantize(torch.float32),

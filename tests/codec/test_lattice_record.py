@@ -328,8 +328,8 @@ def test_what_no_reader_would_take_is_not_written():
         replace(good, codes=good.codes + 1), replace(good, lattice=replace(lattice, rows=lattice.rows[1:])),
         replace(good, lattice=replace(lattice, columns=lattice.columns[:1])),
         replace(good, lattice=replace(lattice, seed=1)), replace(good, lattice=replace(lattice, rows=row + 961)),
-        replace(good, lattice=replace(lattice, rows=row - 950)), replace(good, lattice=replace(lattice, law="log")),
-        replace(good, lattice=replace(lattice, law="relative", columns=lattice.columns[:1])),
+        replace(good, lattice=replace(lattice, rows=row - 950)), replace(good, lattice=replace(lattice, spacing="log")),
+        replace(good, lattice=replace(lattice, spacing="relative", columns=lattice.columns[:1])),
     ]  # fmt: skip
     for one in wrong:
         with pytest.raises(ValueError, match="points"):

@@ -60,7 +60,7 @@ def points() -> Iterator[tuple[str, Golden]]:
     yield from _on_any_values()
     optimizer = optimizer_state(torch.zeros(30, 40), torch.zeros(30, 40))
     moments = {SECOND: points_of("log", (30, 40), at=-200, step=24), FIRST: points_of("relative", (30, 40), seed=7)}
-    moments[FIRST] = replace(moments[FIRST], other=SECOND)
+    moments[FIRST] = replace(moments[FIRST], relative_to=SECOND)
     yield (
         "points_relative",
         Golden({"optimizer": optimizer}, ('"others": [[',), scheme=QuantizationPlan("golden", moments)),
