@@ -60,7 +60,7 @@ class Wide(Trials):
         self.seconds |= dict.fromkeys(points, 0.0)
         return [self._measure(point) for point in points]
 
-    def sizes(self, predict, points):
+    def predict_sizes(self, predict, points):
         return Trials(self._measure).predict_sizes(predict, points)
 
 

@@ -19,7 +19,11 @@ RANKS = """
     import torch.distributed as dist
     from helpers.search_spaces import random_landscape
     from shrinkpoint.errors import CorruptError, ShrinkpointError
-    from shrinkpoint.schemes.search import Point, Trials, branch_and_bound, diagonal, neighbourhood
+    from shrinkpoint.schemes.search.branch_and_bound import branch_and_bound
+    from shrinkpoint.schemes.search.diagonal import diagonal
+    from shrinkpoint.schemes.search.neighbourhood import neighbourhood
+    from shrinkpoint.schemes.search.space import Point
+    from shrinkpoint.schemes.search.trials import Trials
 
 
     def plain(outcome):

@@ -29,7 +29,7 @@ def group_by_pattern(weights: Mapping[str, Tensor]) -> dict[str, str]:
 
     The name without numbers, so that layers of one kind are one; vectors are one kind altogether.
 
-    >>> kinds_of({"model/blocks.0.up.weight": torch.zeros(2, 2), "model/blocks.1.up.weight": torch.zeros(2, 2)})
+    >>> group_by_pattern({"model/blocks.0.up.weight": torch.zeros(2, 2), "model/blocks.1.up.weight": torch.zeros(2, 2)})
     {'model/blocks.0.up.weight': 'model/blocks.*.up.weight', 'model/blocks.1.up.weight': 'model/blocks.*.up.weight'}
     """
     kinds = {name: re.sub(r"\d+", "*", name) if x.dim() > 1 else "vectors" for name, x in weights.items()}
