@@ -112,7 +112,7 @@ def test_an_error_in_evaluate_saves_nothing_and_training_goes_on(tmp_path):
 
 
 def methods(report) -> list[str]:
-    return [one["method"] for one in report.search["searches"]]
+    return [one["method"] for one in report.loss_report["searches"]]
 
 
 def test_after_a_restart_the_search_goes_on_near_what_was_chosen(tmp_path):
