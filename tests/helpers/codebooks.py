@@ -125,10 +125,14 @@ class Rounding:
         return QuantizedState(replace(flat, tensors=tensors), symbols, self.loss)
 
     def encode(
-        self, flat: FlatState, reference: Reference | None, *, quantized: Mapping[str, CodebookTensor] | None = None,
+        self,
+        state: FlatState,
+        reference: Reference | None,
+        *,
+        quantized: Mapping[str, CodebookTensor] | None = None,
         threads: int | None = None,
-    ) -> Iterable[EncodedRecord]:  # fmt: skip
-        return encode_records(flat, reference, quantized=quantized, coders=self.coders, threads=threads)
+    ) -> Iterable[EncodedRecord]:
+        return encode_records(state, reference, quantized=quantized, coders=self.coders, threads=threads)
 
     def expected(self, state: Any) -> Any:
         """What a reader gets of a state whose tensors this quantizes."""

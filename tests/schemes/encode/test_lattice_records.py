@@ -281,7 +281,7 @@ def test_ties_casts_and_equal_tensors_stay_what_they_are():
     state = {"master": master, "tied": master, "row": master[3], "half": master.bfloat16(), "small": master.half()}
     points = {"master": nearest(master, lattice_of("linear", (20, 30), at=-16, seed=3))}
     (name,) = (name for name, info in flatten(state).infos.items() if info.shape == (20, 30) and info.dtype == "F32")
-    file = put(state, settled({name: points["master"]}, casts={"half": name, "small": name}))
+    file = put(state, settled({name: points["master"]}, cast_sources={"half": name, "small": name}))
     assert file.kinds() == {name: "gridded", "half": "copy", "small": "copy"}
     values = points["master"].dequantize(torch.float32)
     back = unflatten(flatten(state).tree, file.read().tensors)
@@ -335,7 +335,7 @@ def test_a_scheme_that_keeps_other_values_than_its_points_does_not_become_a_file
     class Liar(QuantizationPlan):
         def quantize(self, flat: Any, reference: Any) -> Any:
             kept = super().quantize(flat, reference)
-            return replace(kept, flat=flat)
+            return replace(kept, state=flat)
 
     with pytest.raises(ValueError, match="other values"):
         put({"w": torch.ones(20, 30)}, Liar("liar", {"w": one}))

@@ -177,7 +177,7 @@ def test_narrow_copies_of_a_quantized_master_are_copies():
     symbols = {f"master/{name}": one for name, one in masters.items()}
     state = {"master": zeros(masters), "half": zeros(masters, torch.bfloat16), "small": zeros(masters, torch.float16)}
     casts = {f"{kind}/{name}": f"master/{name}" for name in masters for kind in ("half", "small")}
-    file = put(state, settled(symbols, casts=casts))
+    file = put(state, settled(symbols, cast_sources=casts))
     assert {name: kind for name, kind in kinds(file).items() if kind != "quantized"} == dict.fromkeys(casts, "copy")
 
 

@@ -14,12 +14,12 @@ from shrinkpoint.train.accelerate import load_state
 COMMON = """
     import json, os, pathlib, warnings
     import torch, torch.distributed as dist
-    import accelerated
+    from helpers import accelerate_runs
     from helpers.accelerate_runs import Counter, Loop
     from shrinkpoint.errors import ShrinkpointError
     from shrinkpoint.schemes import Inshrinkerator
-    from shrinkpoint.store import folder as folders
-    from shrinkpoint.train.accelerate import Shrink, load_state, save_state, wait
+    from shrinkpoint.store import directory as directories
+    from shrinkpoint.train.accelerate import AcceleratorCheckpointer, load_state, save_state, wait
 
     class Stubborn(Counter):
         def state_dict(self):
@@ -50,7 +50,7 @@ REPLICAS = (
         folder, said = join(rank, width, folder), {}
         runs = folder / "runs"
         first = Loop(runs)
-        shrink = Shrink(first.accelerator, background=True)
+        shrink = AcceleratorCheckpointer(first.accelerator, background=True)
         first.epoch()
         shrink.save_state()
         first.epoch(stop=4)
@@ -60,9 +60,9 @@ REPLICAS = (
         first.epoch(skip=4).epoch()
         said["numbers"] = [torch.get_rng_state().sum().item(), saved == first.state()]
 
-        accelerated.forget()
+        accelerate_runs.forget()
         second = Loop(runs, seed=9)
-        said["folder"] = load_state(second.accelerator).folder.name
+        said["folder"] = load_state(second.accelerator).directory.name
         said["restored"] = second.state() == saved
         second.epoch(skip=4).epoch()
         said["continued"] = second.state() == first.state()
@@ -76,10 +76,10 @@ REPLICAS = (
             data = bytearray(newest.read_bytes())
             data[-9] ^= 1
             newest.write_bytes(data)
-        accelerated.forget()
+        accelerate_runs.forget()
         third = Loop(runs, seed=4)
         resumed = load_state(third.accelerator)
-        said["older"] = [resumed.folder.name, [one.folder.name for one in resumed.passed], third.state() == saved]
+        said["older"] = [resumed.directory.name, [skipped.directory.name for skipped in resumed.skipped], third.state() == saved]
 
         inputs = torch.randn(16, 16, generator=torch.Generator().manual_seed(rank))
 
@@ -90,9 +90,9 @@ REPLICAS = (
 
         broken, before = False, third.state()
         scheme = Inshrinkerator(threshold=0.5, evaluate=evaluate, group=dist.group.WORLD)
-        shrink = Shrink(third.accelerator, scheme=scheme)
+        shrink = AcceleratorCheckpointer(third.accelerator, scheme=scheme)
         report = shrink.save_state()
-        said["searched"] = [report is None, str(scheme._last), third.state() == before]
+        said["searched"] = [report is None, str(scheme._last_choice), third.state() == before]
         broken = True
         said["boom"] = [*caught(shrink.save_state), third.state() == before]
         manifest = shrink.load_state().manifest
@@ -116,7 +116,7 @@ SHARDS = (
         folder, said = join(rank, width, folder), {}
         runs = folder / "runs"
         first = Loop(runs, limit=2, sharded=True)
-        shrink = Shrink(first.accelerator)
+        shrink = AcceleratorCheckpointer(first.accelerator)
         for _ in range(3):
             first.epoch()
             shrink.save_state()
@@ -133,9 +133,9 @@ SHARDS = (
             shutil.rmtree(places / "checkpoint_2")
         dist.barrier()
 
-        accelerated.forget()
+        accelerate_runs.forget()
         second = Loop(runs, seed=9, sharded=True)
-        said["folder"] = load_state(second.accelerator).folder.name
+        said["folder"] = load_state(second.accelerator).directory.name
         said["restored"] = second.state() == saved
         second.epoch(skip=4).epoch()
         said["continued"] = second.state() == first.state()
@@ -144,14 +144,14 @@ SHARDS = (
         saved = second.state()
         second.epoch()
         wait(second.accelerator)
-        manifest = folders.check(places / "checkpoint_4", deep=True)
+        manifest = directories.verify_directory(places / "checkpoint_4", deep=True)
         said["deltas"] = [len(one.bases) for one in manifest.payloads]
         dist.barrier()
         if rank == 1:
             (places / "checkpoint_5").mkdir()  # a save that was killed
         dist.barrier()
         resumed = load_state(second.accelerator)
-        said["passed"] = [resumed.folder.name, [one.folder.name for one in resumed.passed], second.state() == saved]
+        said["passed"] = [resumed.directory.name, [skipped.directory.name for skipped in resumed.skipped], second.state() == saved]
 
         if rank == 1:
             (places / "checkpoint_5").rmdir()
@@ -160,16 +160,16 @@ SHARDS = (
         saved = second.state()
         second.accelerator.save_state()
         names = ("pytorch_model_fsdp_0", "optimizer_0")
-        kinds = [folders.is_checkpoint(places / "checkpoint_5" / name) for name in names]
+        kinds = [directories.is_checkpoint(places / "checkpoint_5" / name) for name in names]
         second.epoch()
         resumed = load_state(second.accelerator)
         uninstall()
-        said["installed"] = [kinds, resumed.folder.name, second.state()[:-1] == saved[:-1]]
+        said["installed"] = [kinds, resumed.directory.name, second.state()[:-1] == saved[:-1]]
 
-        lossy = Shrink(second.accelerator, scheme=Fisher(relative_error=0.1))
+        lossy = AcceleratorCheckpointer(second.accelerator, scheme=Fisher(relative_error=0.1))
         lossy.save_state(metrics={"loss": 1.5})
         again = lossy.load_state().manifest
-        said["lossy"] = [again.scheme, again.is_lossy, again.step, again.metrics, lossy.load_state().folder.name]
+        said["lossy"] = [again.scheme, again.is_lossy, again.step, again.metrics, lossy.load_state().directory.name]
         said["near"] = near(second.state()[0], saved[0])
 
         second.accelerator._custom_objects[0] = Stubborn() if rank == 1 else Counter()

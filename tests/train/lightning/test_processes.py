@@ -27,7 +27,7 @@ with socket.socket() as free:
     PORT = free.getsockname()[1]
 
 
-class ShardedCheckpointer(Small):
+class ShardedSmall(Small):
     def configure_model(self):
         if not self.sharded:
             self.sharded = True
@@ -43,7 +43,7 @@ class Reseeded(pl.Callback):
 
 def fit(root, epochs, ckpt_path=None, **options):
     torch.manual_seed(0)
-    model = ShardedCheckpointer(width=64)
+    model = ShardedSmall(width=64)
     model.sharded = False
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
     run = trainer(

@@ -33,7 +33,7 @@ from helpers.huggingface import Text, ended, gpt2, made
 from transformers import Trainer, TrainerCallback
 
 import shrinkpoint as sp
-from shrinkpoint.train.transformers import Shrink, ShrinkCallback, ShrinkTrainer
+from shrinkpoint.train.transformers import ShrinkConfig, ShrinkCallback, ShrinkTrainer
 
 
 class Apart(TrainerCallback):
@@ -73,7 +73,7 @@ def of_rank(rank, width, folder):
 
     batch = {name: Text(8, 64).pieces for name in ("input_ids", "labels")}
     scheme = sp.Inshrinkerator(threshold=0.05, evaluate=loss, group=dist.group.WORLD)
-    settings = {"trainer_shrink": Shrink(scheme=scheme), "trainer_model": gpt2(64)}
+    settings = {"trainer_shrink": ShrinkConfig(scheme=scheme), "trainer_model": gpt2(64)}
     wide = run(Trainer, folder / "wide", save_strategy="no", trainer_model=gpt2(64))
     together = run(ShrinkTrainer, folder / "c", **settings) == wide
     there = sorted(path.name for path in (a / "checkpoint-6").iterdir())
@@ -106,12 +106,12 @@ from pathlib import Path
 from helpers.huggingface import made
 from transformers import Trainer
 
-from shrinkpoint.train.transformers import Shrink, ShrinkCallback, ShrinkTrainer
+from shrinkpoint.train.transformers import ShrinkConfig, ShrinkCallback, ShrinkTrainer
 
 folder, kind, background, resume = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "True", sys.argv[4]
 settings = {"max_steps": 400, "save_steps": 1, "save_total_limit": 2}
 if kind == "trainer":
-    trainer = made(ShrinkTrainer, folder, trainer_shrink=Shrink(background=background), **settings)
+    trainer = made(ShrinkTrainer, folder, trainer_shrink=ShrinkConfig(background=background), **settings)
 else:
     callback = ShrinkCallback(background=background)
     trainer = made(Trainer, folder, trainer_callbacks=[callback], save_only_model=True, **settings)

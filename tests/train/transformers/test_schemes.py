@@ -221,7 +221,7 @@ def test_settings_that_cannot_be_met_are_refused_before_training(tmp_path, setti
 
 def test_a_scheme_that_another_process_leads_is_refused_where_the_trainer_saves(tmp_path):
     class Follows(sp.Fisher):
-        leads = False
+        is_writer = False
 
     with pytest.raises(PolicyError, match="leads"):
         made(ShrinkTrainer, tmp_path, trainer_shrink=ShrinkConfig(Follows(relative_error=0.1)))
