@@ -79,7 +79,8 @@ REPLICAS = (
         accelerate_runs.forget()
         third = Loop(runs, seed=4)
         resumed = load_state(third.accelerator)
-        said["older"] = [resumed.directory.name, [skipped.directory.name for skipped in resumed.skipped], third.state() == saved]
+        skipped = [entry.directory.name for entry in resumed.skipped]
+        said["older"] = [resumed.directory.name, skipped, third.state() == saved]
 
         inputs = torch.randn(16, 16, generator=torch.Generator().manual_seed(rank))
 
@@ -151,7 +152,8 @@ SHARDS = (
             (places / "checkpoint_5").mkdir()  # a save that was killed
         dist.barrier()
         resumed = load_state(second.accelerator)
-        said["passed"] = [resumed.directory.name, [skipped.directory.name for skipped in resumed.skipped], second.state() == saved]
+        skipped = [entry.directory.name for entry in resumed.skipped]
+        said["passed"] = [resumed.directory.name, skipped, second.state() == saved]
 
         if rank == 1:
             (places / "checkpoint_5").rmdir()
