@@ -38,7 +38,7 @@ from shrinkpoint import comm
 from shrinkpoint.errors import LossWarning
 
 TASK_FILES = ("wire.py", "wire_task.py", "wire_image.py", "wire_text.py", "workload_image.py", "workload_text.py")
-CODE = ("operators/*.py", "feedback/*.py", "link.py", "points.py")
+CODE = ("compressors/*.py", "feedback/*.py", "link.py", "simulate.py")
 """What decides the values that cross, under src/shrinkpoint/comm; native/wire_* as well."""
 WAYS = ("forward", "backward")
 

@@ -84,7 +84,7 @@ def main() -> None:
         if losses and step % 20 == 0:
             print(f"step {step:3}: loss {torch.stack(losses).mean().item():.3f} nats a byte", flush=True)
     dist.barrier()
-    for name, ledger in wire.ledgers().items() if rank == 0 else ():
+    for name, ledger in wire.link_stats().items() if rank == 0 else ():
         print(
             f"link {name:10}: {ledger.raw_bytes:,} bytes became {ledger.wire_bytes:,}, {ledger.ratio:.1f} times fewer"
         )

@@ -74,7 +74,7 @@ def test_a_restored_state_decides_as_the_one_that_was_saved(squares, every, data
 
 
 def test_nonsense_is_refused():
-    for arguments in ({"threshold": 0.0}, {"threshold": math.nan}, {"every": 0}):
+    for arguments in ({"threshold": 0.0}, {"threshold": math.nan}, {"interval": 0}):
         with pytest.raises(PolicyError):
             Accordion("q2", "q8", **arguments)
     with pytest.raises(MismatchError):
@@ -99,12 +99,12 @@ RANKS = """
         "The regime and the bytes of each step; weights stay as they are."
         out = []
         for step in steps:
-            before = sum(one.wire_bytes for one in handle.ledgers.values())
-            how = accordion.how
+            before = sum(one.wire_bytes for one in handle.link_stats.values())
+            how = accordion.compressor
             x, y = batch(0, rank)
             (SCALES[step] * mse_loss(model(x), y)).backward()
             model.zero_grad()
-            out.append([how, sum(one.wire_bytes for one in handle.ledgers.values()) - before])
+            out.append([how, sum(one.wire_bytes for one in handle.link_stats.values()) - before])
         return out
 
 
@@ -112,12 +112,12 @@ RANKS = """
         said = join(rank, width, folder)
 
         def replicas():
-            accordion = Accordion("ef(q2:64)", "q8:64", every=2)
+            accordion = Accordion("ef(q2:64)", "q8:64", interval=2)
             model = DDP(plain_net())
             return model, compress_ddp(model, accordion=accordion), accordion
 
         def shards():
-            accordion, model = Accordion("ef(q2:64)", "q8:64", every=2), plain_net()
+            accordion, model = Accordion("ef(q2:64)", "q8:64", interval=2), plain_net()
             mesh = dist.device_mesh.init_device_mesh("cpu", (width,))
             for one in (model[2], model):
                 fully_shard(one, mesh=mesh)
@@ -133,7 +133,7 @@ RANKS = """
                 again = kind()
                 again[1].load_state_dict(handle.state_dict())
                 said["restored " + kind.__name__].append(first + course(*again, rank, range(at, len(SCALES))))
-        unlike = Accordion("q2", "q8", every=2 + rank)
+        unlike = Accordion("q2", "q8", interval=2 + rank)
         said["unlike"] = caught(lambda: course(model := DDP(plain_net()), compress_ddp(model, accordion=unlike),
                                                unlike, rank, [0]))
         said["bad"] = caught(lambda: compress_ddp(DDP(plain_net()), accordion=Accordion("q2", "aq(q8)")))

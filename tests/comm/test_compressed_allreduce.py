@@ -13,7 +13,7 @@ RANKS = """
     import torch.distributed as dist
     import torch.nn.functional as F
     from helpers.replica_search import caught, digest, drawn, join, leave
-    from shrinkpoint.comm.compressors.base import PLAIN
+    from shrinkpoint.comm.compressors.base import NO_CONTEXT
     from shrinkpoint.comm.spec import parse
     from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce
 
@@ -30,7 +30,7 @@ RANKS = """
         operator, width, size = parse(spec), len(tensors), tensors[0].numel()
         share = math.ceil(math.ceil(size / width) / 64) * 64
         rows = [F.pad(x, (0, share * width - size)).view(width, share) for x in tensors]
-        crossed = lambda x: operator.decode(operator.encode(x, PLAIN), torch.empty_like(x), PLAIN)
+        crossed = lambda x: operator.decode(operator.encode(x, NO_CONTEXT), torch.empty_like(x), NO_CONTEXT)
         out = []
         for owner in range(width):
             total = torch.zeros(share, dtype=torch.promote_types(tensors[0].dtype, torch.float32))
@@ -116,13 +116,13 @@ RANKS = """
         single = [dist.new_group([of]) for of in range(width)][rank]
         hops, x = CompressedAllReduce("q2", name="g"), drawn(100, seed=1)
         hops.average_(x, single)
-        said["single"] = [digest(x) == digest(drawn(100, seed=1)), hops.ledgers["first hop"].messages]
+        said["single"] = [digest(x) == digest(drawn(100, seed=1)), hops.link_stats["first hop"].messages]
         said["empty"] = CompressedAllReduce("q2", name="g").average_(torch.empty(0), group).numel()
 
         # bytes
         hops = CompressedAllReduce("q4:64", name="g")
         hops.average_(drawn(64 * width * 10, seed=1), group)
-        said["bytes"] = {name: [one.messages, one.raw_bytes, one.wire_bytes] for name, one in hops.ledgers.items()}
+        said["bytes"] = {name: [one.messages, one.raw_bytes, one.wire_bytes] for name, one in hops.link_stats.items()}
         leave(said, rank, folder)
 """
 

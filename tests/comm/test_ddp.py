@@ -69,11 +69,11 @@ LONG = """
         ends = dist.new_group([0, 2])
         if rank != 1:
             model, replicas, _, losses = trained("q4:64", rank, 8, group=ends)
-            said["ends"] = [bits(model), {name: one.wire_bytes for name, one in replicas.ledgers.items()}]
+            said["ends"] = [bits(model), {name: one.wire_bytes for name, one in replicas.link_stats.items()}]
         single = [dist.new_group([of]) for of in range(width)][rank]
         model, replicas, _, _ = trained("q2", rank, 3, group=single)
         said["single"] = [bits(model) == bits(trained(None, rank, 3, group=single)[0]),
-                          replicas.ledgers["first hop"].messages]
+                          replicas.link_stats["first hop"].messages]
         leave(said, rank, folder)
 """
 
@@ -87,7 +87,7 @@ SHORT = """
         # ranks that were not set up alike
         hows = [("q4:64", "q8:64"), ("q4:64", "ef(q4:64)")]
         said["differ"] = [caught(lambda: trained(pair[rank], rank, 1)) for pair in hows]
-        said["differ"] += [caught(lambda: trained("q4", rank, 1, second=("q8", None)[rank]))]
+        said["differ"] += [caught(lambda: trained("q4", rank, 1, average_compressor=("q8", None)[rank]))]
         other = dist.new_group([0, 1])
         if rank == 0:
             said["absent"] = caught(lambda: trained("q4", rank, 1, group=other, timeout=0.3))

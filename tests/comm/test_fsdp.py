@@ -92,7 +92,7 @@ RANKS = """
             said[f"weights {how}"] = digest(*model.parameters())
             for one in (model, model[0], model[2]):
                 one.reshard()
-            said[f"bytes {how}"] = [one.ratio for one in handle.ledgers.values()]
+            said[f"bytes {how}"] = [one.ratio for one in handle.link_stats.values()]
 
         # weights of two dtypes come as bytes
         mixed = []
@@ -103,7 +103,7 @@ RANKS = """
             handle = how and compress_fsdp(model, how, None)
             steps(model, rank, range(2))
             mixed.append(digest(*(one.full_tensor() for one in model.parameters())))
-        said["mixed"] = [mixed[0] == mixed[1], handle.ledgers["all-gather"].messages]
+        said["mixed"] = [mixed[0] == mixed[1], handle.link_stats["all-gather"].messages]
 
         # small shards; work that is waited for later
         own, ours = sharded(mesh), sharded(mesh)
@@ -126,11 +126,11 @@ RANKS = """
         before = [(part._all_gather_comm, part._reduce_scatter_comm) for part in groups]
         handle = compress_fsdp(model, "q4", "q4")
         steps(model, rank, range(1))
-        sent = handle.ledgers["all-gather"].messages
+        sent = handle.link_stats["all-gather"].messages
         handle.detach()
         steps(model, rank, range(1))
         said["detached"] = [before == [(part._all_gather_comm, part._reduce_scatter_comm) for part in groups],
-                            sent > 0, handle.ledgers["all-gather"].messages == sent]
+                            sent > 0, handle.link_stats["all-gather"].messages == sent]
 
         # ranks that were not set up alike, and what is not finite
         def unlike(*hows):
@@ -189,7 +189,7 @@ REPLICATED = """
         handle = compress_fsdp(lossy, "q8:64", "ef(q4:64)")
         said["losses"] = [steps(model, rank, range(10)) for model in (own, ours, lossy)]
         said["bits"] = [bits(model) for model in (own, ours, lossy)]
-        said["messages"] = handle.ledgers["reduce-scatter"].messages
+        said["messages"] = handle.link_stats["reduce-scatter"].messages
         leave(said, rank, folder)
 """
 

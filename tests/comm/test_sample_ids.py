@@ -20,7 +20,7 @@ def group():
 
 def _pair(monkeypatch: pytest.MonkeyPatch, patience: float = 5.0) -> tuple[SampleIdBroadcast, SampleIdBroadcast]:
     """The first stage's side and another one's; of one process, whose boards would else be two."""
-    monkeypatch.setattr(rendezvous, "group_patience", lambda _: patience)
+    monkeypatch.setattr(rendezvous, "group_timeout", lambda _: patience)
     first, other = (SampleIdBroadcast(None, is_source=sends) for sends in (True, False))
     other._channel = first._channel
     return first, other

@@ -28,13 +28,13 @@ class TestRandomK(OperatorSuite):
 
     def encode_torch(self, operator: Compressor, x: Tensor, context: CompressorContext) -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sparse, "random_places", places_by_torch)
-            patch.setattr(sparse, "pick", sparse._gather_values_torch)
+            patch.setattr(sparse, "random_indices", places_by_torch)
+            patch.setattr(sparse, "gather_values", sparse._gather_values_torch)
             return operator.encode(x, context)
 
     def decode_torch(self, operator: Compressor, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sparse, "random_places", places_by_torch)
+            patch.setattr(sparse, "random_indices", places_by_torch)
             return operator.decode(wire, out, context)
 
 

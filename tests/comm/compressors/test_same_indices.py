@@ -27,7 +27,7 @@ class TestSameIndices(OperatorSuite):
 
     def encode_torch(self, operator: Compressor, x: Tensor, context: CompressorContext) -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sparse, "pick", sparse._gather_values_torch)
+            patch.setattr(sparse, "gather_values", sparse._gather_values_torch)
             return operator.encode(x, context)
 
     def decode_torch(self, operator: Compressor, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
@@ -39,7 +39,7 @@ def test_the_gradient_crosses_where_the_activation_did(forward):
     x, gradient, context = noise((4, 8, 25)), noise((4, 8, 25), seed=2), CompressorContext(key=9)
     wire = forward.encode(x, context)
     mask = forward.decode(wire, torch.empty_like(x), context) != 0
-    back = CompressorContext(key=10, indices=forward.places(wire, x.shape, context))
+    back = CompressorContext(key=10, indices=forward.indices(wire, x.shape, context))
     message = SameIndices().encode(gradient, back)
     assert message.numel() == 4 * 80 == SameIndices().wire_bytes(x.shape, x.dtype, back)
     out = SameIndices().decode(message, torch.full_like(x, 7.0), back)

@@ -40,7 +40,7 @@ def test_it_is_the_published_recursion(dtype, warmup, spec):
 
 
 def _context(link, at, number):
-    return link._context(MessageContext(at.slot, at.tensor)).context
+    return link._message_info(MessageContext(at.slot, at.tensor)).context
 
 
 def test_a_sample_is_exact_when_it_comes_first_however_late_and_only_then():

@@ -32,7 +32,7 @@ PROGRAM = """
             schedule.step(*([] if stage.is_last else [x]), **({"target": y, "losses": []} if stage.is_last else {}))
             descent.step()
             descent.zero_grad()
-        return wire.ledgers()
+        return wire.link_stats()
 
 
     def here(models, data, micro=MICRO):

@@ -87,7 +87,7 @@ PROGRAM = """
         expected = here(whole(*kinds), data, ["first"], **how)
         prefix = "last." if rank else "first."
         found = {prefix + name: value for name, value in module.state_dict().items()}
-        return [same(found, expected), {name: [one.messages, one.wire_bytes] for name, one in wire.ledgers().items()}]
+        return [same(found, expected), {name: [one.messages, one.wire_bytes] for name, one in wire.link_stats().items()}]
 
 
     def norm():
@@ -115,9 +115,9 @@ PROGRAM = """
         step(schedule, mine, 1, *data[0])
         seen["on"] = run()
         wire.inference = False
-        sent = next(iter(wire.ledgers().values())).wire_bytes
+        sent = next(iter(wire.link_stats().values())).wire_bytes
         seen["off"] = run()
-        raw = next(iter(wire.ledgers().values())).wire_bytes - sent
+        raw = next(iter(wire.link_stats().values())).wire_bytes - sent
         wire.inference = True
         step(schedule, mine, 1, *data[1])
         expected = {}

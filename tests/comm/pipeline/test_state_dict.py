@@ -45,11 +45,11 @@ PROGRAM = """
 
     def resumed(rank, width, folder, data, ids, how):
         wire, mine, _ = run("1F1B", rank, width, width, data[:5], ids[:5], **how)
-        with sp.Manager(f"{folder}/store{rank}") as manager:
+        with sp.CheckpointManager(f"{folder}/store{rank}") as manager:
             manager.save(5, model=mine[rank], wire=wire)
         schedule, mine = build("1F1B", rank, width, width, seed=9)
         wire = compress_pipeline(schedule, per_link=how.get("per"), forward=how["forward"], backward=how["backward"])
-        with sp.Manager(f"{folder}/store{rank}") as manager:
+        with sp.CheckpointManager(f"{folder}/store{rank}") as manager:
             manager.restore(model=mine[rank], wire=wire)
         for (x, y), which in zip(data[5:], ids[5:]):
             if rank == 0:
@@ -73,7 +73,7 @@ PROGRAM = """
             step(schedule, mine, stages - 1, x, y)
         turns = {1: {"forward": None, "backward": None}} if kind in V_SHAPED else {}
         expected = trained_here(stages, data, ids=ids, per_point=turns, backwards=kind == "LoopedBFS", **how)
-        sizes = {name: [one.wire_bytes, one.raw_bytes] for name, one in wire.ledgers().items()}
+        sizes = {name: [one.wire_bytes, one.raw_bytes] for name, one in wire.link_stats().items()}
         return [same(weights(mine), expected[1]), sizes]
 
 

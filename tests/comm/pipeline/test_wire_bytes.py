@@ -55,12 +55,12 @@ PROGRAM = """
         given = ([x], {}) if rank == 0 else ([], {"target": y, "losses": []})
         schedule.step(*given[0], **given[1])
         dist.barrier()
-        before, posted = sent(), {name: one.wire_bytes for name, one in wire.ledgers().items()}
+        before, posted = sent(), {name: one.wire_bytes for name, one in wire.link_stats().items()}
         dist.barrier()
         for _ in range(8):
             schedule.step(*given[0], **given[1])
         dist.barrier()
-        return [sent() - before, sum(one.wire_bytes - posted[name] for name, one in wire.ledgers().items())]
+        return [sent() - before, sum(one.wire_bytes - posted[name] for name, one in wire.link_stats().items())]
 
 
     def of_rank(rank, width, folder):

@@ -208,12 +208,12 @@ def test_an_empty_tensor_needs_no_operator() -> None:
         {"mbps": 0.0},
         {"mbps": math.nan},
         {"compute": -1.0},
-        {"world": 1},
+        {"world_size": 1},
         {"micro_batches": 0},
-        {"kind": "x"},
+        {"parallelism": "x"},
         {"schedule": "x"},
     ],
 )
 def test_a_load_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(PolicyError):
-        Workload(**{"kind": "pipeline", "mbps": 100.0, **wrong})  # type: ignore[arg-type]
+        Workload(**{"parallelism": "pipeline", "mbps": 100.0, **wrong})  # type: ignore[arg-type]
