@@ -39,7 +39,7 @@ from shrinkpoint.errors import LossWarning
 
 TASK_FILES = ("wire.py", "wire_task.py", "wire_image.py", "wire_text.py", "workload_image.py", "workload_text.py")
 CODE = ("compressors/*.py", "feedback/*.py", "link.py", "simulate.py")
-"""What decides the values that cross, under src/shrinkpoint/comm; native/wire_* as well."""
+"""What decides the values that cross, under src/shrinkpoint/comm; native/wire_* and hadamard.hpp as well."""
 WAYS = ("forward", "backward")
 
 
@@ -114,8 +114,10 @@ def play(job: Job, data: Path, cache: Path) -> dict[str, Any]:
 
 
 def code() -> str:
-    rooms = workloads.REPO / "src" / "shrinkpoint" / "comm", workloads.REPO / "native"
-    paths = [path for pattern in CODE for path in rooms[0].glob(pattern)] + [*rooms[1].glob("wire_*.[ch]pp")]
+    roots = workloads.REPO / "src" / "shrinkpoint" / "comm", workloads.REPO / "native"
+    paths = [path for pattern in CODE for path in roots[0].glob(pattern)] + [
+        path for pattern in ("wire_*.[ch]pp", "hadamard.hpp") for path in roots[1].glob(pattern)
+    ]
     return version(*TASK_FILES, *(os.path.relpath(path, workloads.REPO / "benchmarks") for path in paths), core=False)
 
 

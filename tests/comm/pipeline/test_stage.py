@@ -87,7 +87,8 @@ PROGRAM = """
         expected = here(whole(*kinds), data, ["first"], **how)
         prefix = "last." if rank else "first."
         found = {prefix + name: value for name, value in module.state_dict().items()}
-        return [same(found, expected), {name: [one.messages, one.wire_bytes] for name, one in wire.link_stats().items()}]
+        counts = {name: [stats.messages, stats.wire_bytes] for name, stats in wire.link_stats().items()}
+        return [same(found, expected), counts]
 
 
     def norm():
