@@ -288,7 +288,7 @@ def test_ranks_that_have_parts_agree_that_nothing_is_lost(name, answer):
 
     with Silent():
         found = Ranks(3).all(work)
-    assert all(not kept.symbols and kept.loss["exact"] == found[0].loss["exact"] for kept in found)
+    assert all(not kept.quantized and kept.loss["exact"] == found[0].loss["exact"] for kept in found)
     for kept, part in zip(found, parts, strict=True):
         assert all(torch.equal(x, part.flat.tensors[name]) for name, x in kept.flat.tensors.items())
 

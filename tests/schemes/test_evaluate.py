@@ -129,7 +129,7 @@ def test_what_was_interrupted_while_it_was_put_back_is_put_back_at_the_end(monke
                 raise error
             put_back()
 
-        monkeypatch.setattr(measured._guard, "put_back", interrupted)
+        monkeypatch.setattr(measured._guard, "restore", interrupted)
         measured.evaluate({})
     assert unchanged(run, before)
 

@@ -135,11 +135,11 @@ def test_squares_that_were_recorded_are_those_of_the_boxes(by_box):
         return settle(scheme, mine.flat, None, ShardLayout(mine.places, gather)).quantize(mine.flat, None)
 
     found = Ranks(3).all(settled)
-    made = joined([(kept.flat.tensors, parts[rank].places) for rank, kept in enumerate(found)])
+    made = joined([(kept.state.tensors, parts[rank].places) for rank, kept in enumerate(found)])
     known = {f"model/{name}": Curvature(as_matrix(x)) for name, x in squares.items()}
     steps = whole_steps(flat, known)
     for name, lattice in steps.items():
-        x, kept = flat.tensors[name], found[0].symbols[name]
+        x, kept = flat.tensors[name], found[0].quantized[name]
         part = ShardSpec(name, tuple(x.shape), (0,) * x.dim()).slice_lattice(lattice, tuple(kept.codes.shape))
         moved = kept.lattice.rows.int() - part.rows.int()
         assert torch.equal(kept.lattice.columns, part.columns) and len({*moved.tolist()}) <= 2  # the size; a cap
@@ -225,8 +225,8 @@ def test_a_tied_weight_is_measured_and_written_once_though_it_has_two_names():
         return made.quantize(mine.flat, None)
 
     for kept in Ranks(2).all(work):
-        assert torch.equal(kept.flat.tensors["model/tied.weight"], kept.flat.tensors["model/wte.weight"])
-        assert "model/wte.weight" in kept.symbols and "model/tied.weight" not in kept.symbols
+        assert torch.equal(kept.state.tensors["model/tied.weight"], kept.state.tensors["model/wte.weight"])
+        assert "model/wte.weight" in kept.quantized and "model/tied.weight" not in kept.quantized
 
 
 def test_replicas_of_which_each_saves_a_part_are_not_measured():

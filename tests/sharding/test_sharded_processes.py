@@ -20,8 +20,8 @@ SETUP = """
     import shrinkpoint as sp
     from shrinkpoint.tensors.info import Role, TensorInfo
     from shrinkpoint.schemes.sharded import ShardTarget, settle
-    from shrinkpoint.sharding.shard_spec import ShardSpec, Shards, make_all_gather
-    from shrinkpoint.tensors import OptimizerInfo, FlatState
+    from shrinkpoint.sharding.shard_spec import ShardSpec, ShardLayout, make_all_gather
+    from shrinkpoint.tensors.flat_state import FlatState, OptimizerInfo
 
     X = torch.arange(150)
 
@@ -83,7 +83,7 @@ FSDP = (
         for name, scheme in schemes.items():
             evaluates = getattr(scheme, "evaluate", None)
             target = ShardTarget(flat, evaluates, model) if evaluates else None
-            made = settle(scheme, flat, None, Shards(places, gathering()), target)
+            made = settle(scheme, flat, None, ShardLayout(places, make_all_gather()), target)
             said[f"{name} is put back"] = model.training and all(
                 torch.equal(x, before[name]) for name, x in flat.tensors.items()
             )
@@ -91,10 +91,10 @@ FSDP = (
             if name == "excp":
                 continue
             with torch.no_grad():
-                for one in target.alive:
-                    flat.tensors[one].copy_(kept.flat.tensors[one])
+                for one in target.quantizable:
+                    flat.tensors[one].copy_(kept.state.tensors[one])
             [part.reshard() for part in model.modules() if hasattr(part, "reshard")]
-            said[name] = [(float(evaluate(model)) - base) / base, kept.loss["chosen"], len(target.alive)]
+            said[name] = [(float(evaluate(model)) - base) / base, kept.loss["chosen"], len(target.quantizable)]
             said[f"{name} said"] = kept.loss.get("rise", 0) if name == "fisher" else kept.loss["degradation"] * base
             with torch.no_grad():
                 for one, x in flat.tensors.items():
@@ -121,7 +121,7 @@ ERRORS = (
             name = next(iter(mine))
             places[name] = ShardSpec(name, tuple(mine[name].shape), (7,) * mine[name].dim())
         try:
-            settle(sp.Fisher(ratio=8), flat, None, Shards(places, gathering()))
+            settle(sp.Fisher(ratio=8), flat, None, ShardLayout(places, make_all_gather()))
         except ShrinkpointError as error:
             said |= {"class": type(error).__name__, "text": str(error)}
         leave(said, rank, folder)

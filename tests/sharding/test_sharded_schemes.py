@@ -278,9 +278,9 @@ def test_a_rank_without_the_checkpoint_before_makes_all_begin_anew():
         return on
 
     for kept in Ranks(2).all(work(sp.LCCheckpoint)):
-        assert not kept.symbols and kept.loss is None
+        assert not kept.quantized and kept.loss is None
     found = Ranks(2).all(work(lambda: sp.Fisher(terms=64)))
     (expected,) = whole(sp.Fisher(terms=64), run()[1:])
-    made = joined([(kept.flat.tensors, parts[1][rank].places) for rank, kept in enumerate(found)])
+    made = joined([(kept.state.tensors, parts[1][rank].places) for rank, kept in enumerate(found)])
     weights = {name for name, info in run()[1].infos.items() if info.role is Role.PARAMETER}
     assert not weights & {*other(expected, Saved(made, [], []))}

@@ -49,6 +49,11 @@ class GlobalStats:
         self.global_names: tuple[str, ...] = ()
         """Of all weights that were picked."""
 
+    @classmethod
+    def from_state(cls, state: FlatState) -> GlobalStats:
+        """Of the tensors of a single process: a reduction of its only part is that part."""
+        return cls(GlobalTensors.from_state(state))
+
     def global_name(self, name: str) -> str:
         """The name of the whole tensor that a tensor of this rank is of; no collective."""
         return self.global_tensors.global_name(name)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shrinkpoint.codec.lattice import matrix_shape
 from shrinkpoint.errors import MismatchError
-from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
+from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec, gather_single
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role
 
@@ -113,6 +113,11 @@ class GlobalTensors:
         self._name_of_box = {
             (one.spec.global_name, one.spec.offsets, one.sizes): name for name, one in self.local_shards.items()
         }
+
+    @classmethod
+    def from_state(cls, state: FlatState) -> GlobalTensors:
+        """The tensors of a single process: each is one shard, the whole tensor."""
+        return cls(state, ShardLayout({}, gather_single))
 
     @property
     def is_unsharded(self) -> bool:

@@ -122,12 +122,17 @@ def make_all_gather(group: ProcessGroup | None = None) -> AllGather:
 
     def gather(thing: Any) -> list[Any]:
         if not (dist.is_available() and dist.is_initialized()):
-            return raise_remote([pack_error(thing)])
+            return gather_single(thing)
         answers: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(answers, pack_error(thing), group=group)
         return raise_remote(answers)
 
     return gather
+
+
+def gather_single(obj: Any) -> list[Any]:
+    """The all-gather of a single process: its own object; an exception is raised as on several ranks."""
+    return raise_remote([pack_error(obj)])
 
 
 class ErrorGather:

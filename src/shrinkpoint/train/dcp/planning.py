@@ -13,7 +13,7 @@ from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
 from shrinkpoint.schemes.sharded import check, settle
 from shrinkpoint.schemes.shardedtarget import ShardTarget
-from shrinkpoint.sharding.shard_spec import AllGather, ShardLayout, ShardSpec, make_all_gather, pack_error, raise_remote
+from shrinkpoint.sharding.shard_spec import AllGather, ShardLayout, ShardSpec, gather_single, make_all_gather
 from shrinkpoint.train.dcp.chain_registry import ChainState
 from shrinkpoint.train.dcp.collect import CollectedState
 
@@ -69,12 +69,8 @@ def _check_evaluate(scheme: Scheme, *, is_concurrent: bool) -> Any:
 
 def _make_all_gather(group: dist.ProcessGroup | None, world_size: int) -> AllGather:
     if world_size == 1:
-        return _gather_single
+        return gather_single
     if dist.get_world_size(group) != world_size:
         found = f"{dist.get_world_size(group)} ranks in its group, while {world_size} save"
         raise PolicyError("Writer", found=found, do="pass group=, the same as process_group= of dcp.save")
     return make_all_gather(group)
-
-
-def _gather_single(value: Any) -> list[Any]:
-    return raise_remote([pack_error(value)])
