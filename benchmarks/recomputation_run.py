@@ -197,7 +197,7 @@ def timed(recorded: Recorded, scheme: Any) -> dict[str, float]:
 def _rows(store: sp.Store, step: int) -> list[TensorRow]:
     """The weights of a checkpoint, and what each cost."""
     one = store.manifest(step)
-    with store.storage.open(one.key(one.files[0].name)) as source:
+    with store.storage.open(one.key(one.payloads[0].name)) as source:
         return [row for row in file_report(FileReader(source, ""), "").tensors if row.role == "parameter"]
 
 

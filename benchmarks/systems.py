@@ -52,4 +52,4 @@ def recorder(system: str, model: Any, interval: int) -> Any:
     """A recorder of gradients where the system ranks by sensitivity, else None."""
     if system != "inshrinkerator" or not hasattr(sp, "Gradients"):
         return None
-    return sp.GradientRecorder(model, save_interval=interval, batches=50)
+    return sp.train.GradientRecorder(model, save_interval=interval, batches=50)

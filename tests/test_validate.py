@@ -27,7 +27,7 @@ NO_CHOICE = ["nonsense", None, 1, ["exact"]]
 NO_NUMBER = ["x", None, math.nan, math.inf, True, -1.0, [1.0]]
 NO_SHARE = ["201%", 5, "1", -0.5, math.nan, True, [0.1], "5 percent"]
 NO_FUNCTION = [3.0, "loss", [len]]
-NO_RECORDER = [True, "gradients", 3, sp.GradientRecorder, torch.nn.Linear(2, 2)]
+NO_RECORDER = [True, "gradients", 3, sp.train.GradientRecorder, torch.nn.Linear(2, 2)]
 
 Entry = Callable[..., Any]
 MODEL = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
@@ -85,7 +85,7 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
     ),
     "Lossless": (sp.Lossless, {"chunk": [None, *NO_COUNT]}),
     "Gradients": (
-        lambda **wrong: sp.GradientRecorder(**{"model": MODEL, **wrong}),
+        lambda **wrong: sp.train.GradientRecorder(**{"model": MODEL, **wrong}),
         {"model": [None, MODEL.state_dict(), torch.nn.Linear], "every": NO_COUNT, "batches": [None, *NO_COUNT],
          "beta": [1, 1.5, *NO_NUMBER], "paper": ["yes", 1], "squares": NO_FLAG},
     ),

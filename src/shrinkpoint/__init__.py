@@ -2,13 +2,13 @@
 
     import shrinkpoint as sp
 
-    sp.save(state, "a.safetensors")                       # lossless; any nest of tensors and plain values
-    sp.save(later, "b.safetensors", base="a.safetensors")  # a delta: only what changed
-    state = sp.load("b.safetensors")                      # finds its base beside it
+    sp.save(state, "a.safetensors")                            # lossless; any nest of tensors and plain values
+    sp.save(later, "b.safetensors", base="a.safetensors")      # a delta: only what changed
+    state = sp.load("b.safetensors")                           # finds its base by name
 
-    manager = sp.Manager("runs/gpt", keep=sp.Keep(last=3), background=True)
+    manager = sp.CheckpointManager("runs/gpt", keep=sp.Keep(last=3), background=True)
     manager.save(step, model=model, optimizer=optimizer)
-    at = manager.restore(model=model, optimizer=optimizer)
+    restored = manager.restore(model=model, optimizer=optimizer)
 
 Importing this module does not import torch; using a name that needs it does.
 """
@@ -37,13 +37,10 @@ if TYPE_CHECKING:
     from shrinkpoint.schemes import Lossless as Lossless
     from shrinkpoint.store import Keep as Keep
     from shrinkpoint.store import Store as Store
-    from shrinkpoint.store.checkpoint_file import SaveReport as SaveReport
-    from shrinkpoint.store.single_file import FileInfo as FileInfo
     from shrinkpoint.store.single_file import inspect as inspect
     from shrinkpoint.store.single_file import load as load
     from shrinkpoint.store.single_file import save as save
     from shrinkpoint.train import CheckpointManager as CheckpointManager
-    from shrinkpoint.train import GradientRecorder as GradientRecorder
 
 __version__ = "0.1.0"
 
@@ -51,10 +48,8 @@ _MODULES = {
     "CheckpointManager": "train",
     "CNR": "schemes",
     "ExCP": "schemes",
-    "FileInfo": "store.single_file",
     "Fisher": "schemes",
     "GOBO": "schemes",
-    "GradientRecorder": "train",
     "Inshrinkerator": "schemes",
     "inspect": "store.single_file",
     "Keep": "store.retention",
@@ -63,14 +58,14 @@ _MODULES = {
     "Lossless": "schemes",
     "QD": "schemes",
     "save": "store.single_file",
-    "SaveReport": "store.checkpoint_file",
     "SCAR": "schemes",
     "Store": "store.store",
     "TOPN": "schemes",
 }
+"""The module of each public name; it is imported when the name is used first."""
 
 _SUBPACKAGES = ("comm", "schemes", "train")
-"""Subpackages that are there without an import of their own: `shrinkpoint.comm`, `shrinkpoint.train.dcp`, ..."""
+"""Subpackages that are attributes without an import of their own: `shrinkpoint.comm`, `shrinkpoint.train.dcp`, ..."""
 
 __all__ = ["ShrinkpointError", "__version__", "errors", *_MODULES]
 

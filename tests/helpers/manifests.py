@@ -6,7 +6,7 @@ from datetime import datetime, timedelta, timezone
 
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.store import chain
-from shrinkpoint.store.manifest import FileRef, Manifest
+from shrinkpoint.store.manifest import ChainLink, Manifest, Payload
 
 EPOCH = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
@@ -25,14 +25,14 @@ def manifest(
         ()
         if parent is None
         else tuple(
-            chain.ChainLink(b.step, b.id, b.digest, b.size, b.file, f"bases/{b.digest}.safetensors")
+            ChainLink(b.step, b.id, b.digest, b.size, b.file, f"bases/{b.digest}.safetensors")
             for b in (*parent.bases, chain.chain_link(parent))
         )
     )
     return Manifest(
         id=f"id-{step}{again}", step=step, created=(EPOCH + timedelta(hours=hours)).isoformat(timespec="milliseconds"),
-        scheme="lossless", files=(FileRef("rank-00000.safetensors", 1000 + step, digest),), bases=bases,
-        metrics=metrics or {}, raw_bytes=4000, stored_bytes=1000 + step,
+        scheme="lossless", payloads=(Payload("rank-00000.safetensors", 1000 + step, digest, 4000),), bases=bases,
+        metrics=metrics or {},
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 import shrinkpoint as sp
 from shrinkpoint.errors import LossWarning
 from shrinkpoint.storage import MemoryStorage
+from shrinkpoint.store import SaveReport
 from shrinkpoint.store.reference import retained_fraction
 from shrinkpoint.tensors.flatten import flatten
 from shrinkpoint.train.checkpointer import Checkpointer
@@ -57,7 +58,7 @@ def error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((found[name] - x).norm() / x.norm()) for name, x in expected.items())
 
 
-def errors(make: Any, spike: float, at: int, keyframe_every: int = 20) -> tuple[list[float], list[sp.SaveReport]]:
+def errors(make: Any, spike: float, at: int, keyframe_every: int = 20) -> tuple[list[float], list[SaveReport]]:
     """Of every save, as a reader gets it; and the reports."""
     scheme, out, reports = make(), [], []
     with sp.Store(MemoryStorage(), keyframe_every=keyframe_every) as store, warnings.catch_warnings():

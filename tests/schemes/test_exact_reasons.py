@@ -14,6 +14,7 @@ from torch import nn
 
 import shrinkpoint as sp
 from shrinkpoint.storage import MemoryStorage
+from shrinkpoint.store import SaveReport
 from shrinkpoint.tensors.flatten import flatten
 from shrinkpoint.tensors.info import Role
 
@@ -38,7 +39,7 @@ def state() -> dict[str, Any]:
     return out | {"extra": {"table": normal(90, 80, seed=3), "ids": torch.arange(6000).reshape(60, 100)}}
 
 
-def loaded(state: Any, scheme: Any, times: int = 1) -> tuple[Any, sp.SaveReport]:
+def loaded(state: Any, scheme: Any, times: int = 1) -> tuple[Any, SaveReport]:
     store = sp.Store(MemoryStorage())
     with Silent():
         for step in range(times):

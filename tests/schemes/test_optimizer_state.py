@@ -10,12 +10,13 @@ from helpers.strategies import difference, same
 import shrinkpoint as sp
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.optimizer_state import quantize_moments, zeroed_moments
+from shrinkpoint.store import SaveReport
 from shrinkpoint.tensors.flatten import flatten
 
 CONFIG = {"bins": 16, "embedding_bins": 32, "prune": 0.1, "protect": 0.005}
 
 
-def through(run: Run, where, **settings) -> tuple[Run, sp.SaveReport]:
+def through(run: Run, where, **settings) -> tuple[Run, SaveReport]:
     """Another run, restored from a checkpoint of this one."""
     with sp.CheckpointManager(where, scheme=sp.Inshrinkerator(config=CONFIG, **settings)) as manager:
         report = manager.save(1, **run.parts)

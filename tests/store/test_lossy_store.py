@@ -108,7 +108,7 @@ def test_saves_after_a_restore_and_of_a_step_again_stand_on_what_is_there(storag
     later = states(6)
     store.load(2)
     store.save(3, later[3], scheme=SCHEME)
-    assert store.manifest(3).parent.step == 2
+    assert store.manifest(3).bases[-1].step == 2
     assert_law_3(store)
     store.save(3, later[4], scheme=SCHEME)
     assert_law_3(store)
@@ -116,7 +116,7 @@ def test_saves_after_a_restore_and_of_a_step_again_stand_on_what_is_there(storag
     store.close()
     assert fresh.restore().step == 3
     fresh.save(4, later[5], scheme=SCHEME)
-    assert fresh.manifest(4).parent.step == 3
+    assert fresh.manifest(4).bases[-1].step == 3
     assert_law_3(fresh)
     assert_loads(Store(storage), {1: expected[1], 2: expected[2], 3: SCHEME.expected(later[4])})
     assert fresh.verify(deep=True) == []
@@ -209,7 +209,7 @@ def test_a_store_goes_on_from_what_it_holds_after_that_was_compacted(storage: St
     assert_law_3(store, 3)
     last = loop.steps(1)
     store.save(4, last, scheme=SCHEME)
-    assert store.manifest(4).parent.step == 3
+    assert store.manifest(4).bases[-1].step == 3
     assert_loads(Store(storage), {1: SCHEME.expected(first), 3: SCHEME.expected(first), 4: SCHEME.expected(last)})
 
 

@@ -18,6 +18,7 @@ import shrinkpoint as sp
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.storage import MemoryStorage, Storage
+from shrinkpoint.store import SaveReport
 
 WARM = 60
 """Steps before the first save."""
@@ -36,7 +37,7 @@ class Nearest(sp.Fisher):
 
 def relay(
     scheme: Callable[[Run], Any], rounds: int, steps: int, lr: float, storage: Storage | None = None
-) -> tuple[Run, list[sp.SaveReport]]:
+) -> tuple[Run, list[SaveReport]]:
     """Train and save, and rebuild all and restore after every save; the last run, and the reports."""
     storage = MemoryStorage() if storage is None else storage
     run, reports = Run(steps=WARM, lr=lr), []

@@ -136,7 +136,7 @@ def test_frozen_weights_cost_next_to_nothing_after_a_restore(tmp_path):
             manager.restore(**run.parts)
             manager.save(99, **run.steps(1).parts)
     key = sp.Store(tmp_path).manifest(99)
-    (path,) = (tmp_path).glob(f"*99*/{key.files[0].name}")
+    (path,) = (tmp_path).glob(f"*99*/{key.payloads[0].name}")
     with LocalStorage(path.parent).open(path.name) as source:
         recipes = {info.name: head.recipe for head in ContainerReader(source, "file").records for info in head.infos}
     frozen = {name: recipe for name, recipe in recipes.items() if "backbone" in name}

@@ -40,7 +40,7 @@ def test_a_tied_embedding_has_the_bins_of_embeddings_and_stays_tied(tmp_path):
 def test_frozen_weights_are_quantized_by_size_and_not_touched_in_training(tmp_path):
     run = Run(steps=20)
     run.model.body[0].requires_grad_(False)
-    recorder = sp.GradientRecorder(run.model)
+    recorder = sp.train.GradientRecorder(run.model)
     run.steps(10, recorder)
     assert "body.0.weight" not in recorder.mean
     frozen = run.model.body[0].weight.clone()

@@ -136,7 +136,7 @@ def test_after_a_restart_the_search_goes_on_near_what_was_chosen(tmp_path):
 
 def test_gradients_make_sensitivity_a_metric(tmp_path):
     run = Run(steps=30)
-    recorder = sp.GradientRecorder(run.model, save_interval=20, batches=10)
+    recorder = sp.train.GradientRecorder(run.model, save_interval=20, batches=10)
     scheme = sp.Inshrinkerator(threshold=0.05, evaluate=run.evaluate, gradients=recorder)
     with sp.CheckpointManager(tmp_path, scheme=scheme) as manager:
         metrics = []
@@ -163,7 +163,7 @@ def test_gradients_of_a_wrapped_model_are_its_own(tmp_path):
 
     run = Run(steps=5)
     wrapped = Wrapper(run.model)
-    recorder = sp.GradientRecorder(wrapped)
+    recorder = sp.train.GradientRecorder(wrapped)
     run.steps(5, recorder)
     scheme = sp.Inshrinkerator(config=CONFIG | {"metric": "sensitivity"}, gradients=recorder)
     plain = sp.Inshrinkerator(config=CONFIG | {"metric": "magnitude"})

@@ -21,6 +21,7 @@ from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.evaluate import Evaluate
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store import Store
+from shrinkpoint.store.chain import store_chain
 from shrinkpoint.store.checkpoint_file import DecodedFile, SaveReport
 from shrinkpoint.store.decode import iter_chain
 from shrinkpoint.store.manifest import Manifest
@@ -136,14 +137,14 @@ def _read_back(store: Store, threads: int) -> Iterator[tuple[Manifest, DecodedFi
     manifests = {one.id: one for one in store.list()}
     tips = [one for one in manifests.values() if not any(one.id in _base_ids(other) for other in manifests.values())]
     for tip in sorted(tips, key=lambda one: one.step):
-        files = iter_chain(store.storage, tip, threads=threads)
+        files = iter_chain(store_chain(store.storage, tip), threads=threads)
         while True:
             began = time.perf_counter()
             found = next(files, None)
             if found is None:
                 break
-            base, decoded = found
-            yield manifests[base.id], decoded, time.perf_counter() - began
+            file, decoded = found
+            yield manifests[file.id], decoded, time.perf_counter() - began
 
 
 def _base_ids(manifest: Manifest) -> set[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from shrinkpoint.cli.location import Location, find_manifest, open_store
 from shrinkpoint.codec.reference import Reference
+from shrinkpoint.store.chain import store_chain
 from shrinkpoint.store.checkpoint_file import DecodedFile
 from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.store.decode import decode_directory as decode_folder
@@ -29,7 +30,7 @@ def decode_location(location: Location) -> DecodedFile:
     if location.is_run:
         return _decode_directory(location.newest_directory)
     storage, listing = open_store(str(location.path))
-    return decode_chain(storage, find_manifest(listing, location))
+    return decode_chain(store_chain(storage, find_manifest(listing, location)))
 
 
 def _decode_directory(directory: Path) -> DecodedFile:

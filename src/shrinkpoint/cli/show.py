@@ -52,7 +52,7 @@ def command(
         manifest = find_manifest(listing, where)
         summary = checkpoint_report(manifest, forgotten=manifest.step in listing.forgotten)
         files = []
-        for key in (manifest.key(one.name) for one in manifest.files):
+        for key in (manifest.key(payload.name) for payload in manifest.payloads):
             with closing(storage.open(key)) as source:
                 files.append(file_report(FileReader(source, storage.describe(key)), storage.describe(key)))
     if json:

@@ -100,7 +100,7 @@ class Importer:
         return _import_row(checkpoint, flat, self._store.manifest(checkpoint.step), opaque, time.perf_counter() - began)
 
     def _is_stored(self, checkpoint: SourceCheckpoint, state: FlatState, manifest: Manifest) -> bool:
-        key = manifest.key(manifest.files[0].name)
+        key = manifest.key(manifest.payloads[0].name)
         try:
             with self._storage.open(key) as source:
                 reader = FileReader(source, self._storage.describe(key))
@@ -181,8 +181,8 @@ def _decode_steps(store: Store, steps: Mapping[int, object]) -> Iterator[tuple[M
     for tip in sorted((one for one in manifests.values() if one.id not in below), key=lambda one: one.step):
         if not any(_is_requested(base, manifests, steps) for base in chain.chain_links(tip)):
             continue
-        for base, decoded in iter_chain(store.storage, tip):
-            manifest = manifests.get(base.id)
+        for file, decoded in iter_chain(chain.store_chain(store.storage, tip)):
+            manifest = manifests.get(file.id)
             if manifest is not None and manifest.step in steps and manifest.step not in seen:
                 seen.add(manifest.step)
                 yield manifest, decoded

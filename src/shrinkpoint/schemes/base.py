@@ -170,7 +170,7 @@ def check_recorder(where: str, value: Any, attribute: str) -> Any:
     if value is None or not (isinstance(value, type) or callable(getattr(value, attribute, len))):
         return value
     raise validate.argument_error(
-        where, value, "a recorder such as shrinkpoint.GradientRecorder(model)", "make one, and attach it"
+        where, value, "a recorder such as shrinkpoint.train.GradientRecorder(model)", "make one, and attach it"
     )
 
 

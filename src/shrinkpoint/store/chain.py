@@ -1,27 +1,162 @@
-"""Which checkpoint depends on which, and how a file of a chain is found and its header verified. No torch: nothing is
-decoded here."""
+"""The chain of files that a checkpoint is decoded from: which there are, where each is found, and that it is the right
+one. No torch: `decode.decode_chain` decodes what is found here.
+
+A chain is a sequence of `ChainFile`, keyframe first, the checkpoint's own payload last. It comes from a store's
+manifest (`store_chain`), from a directory's (`directory_chain`), or from the names that single files have of their
+bases (`file_chain`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from shrinkpoint.container import FileReader
-from shrinkpoint.errors import ChainError, CorruptError, FormatError, NotFoundError, ShrinkpointError, StorageError
-from shrinkpoint.storage import Source, Storage
-from shrinkpoint.store.listing import candidate_keys
-from shrinkpoint.store.manifest import ChainLink, Manifest
+from shrinkpoint.errors import (
+    ChainError,
+    CorruptError,
+    FormatError,
+    NotFoundError,
+    ShrinkpointError,
+    StorageError,
+    TruncatedError,
+)
+from shrinkpoint.storage import LocalStorage, Source, Storage
+from shrinkpoint.store import layout
+from shrinkpoint.store.manifest import ChainLink, Manifest, Payload
+
+T = TypeVar("T")
+_DO = "restore another checkpoint; `verify` says which are whole"
+
+
+# one file
+
+
+@dataclass(frozen=True)
+class ChainFile:
+    """One file of a chain, and where it may be found.
+
+    Attributes:
+        digest: its header digest, which authenticates every other byte.
+        storage: what holds it.
+        keys: its possible keys, in the order in which to try them.
+        expected: what it is to the checkpoint, for messages: "the base of step 3 from step 2".
+        size: in bytes; None: not compared.
+        is_payload: it is the checkpoint's own file, and not one that it depends on.
+        step, id: the checkpoint of a store that it belongs to; None and "" elsewhere.
+        header: of this very file, if it has been read and verified already.
+    """
+
+    digest: str
+    storage: Storage
+    keys: tuple[str, ...]
+    expected: str
+    size: int | None = None
+    is_payload: bool = False
+    step: int | None = None
+    id: str = ""
+    header: FileReader | None = None
+
+    def read(self, use: Callable[[FileReader], T]) -> T:
+        """Call `use` with the file, once its header is verified, from the first key under which that succeeds.
+
+        A damaged file is passed over, since there may be an intact copy under the next key.
+
+        Raises:
+            ChainError, FormatError, StorageError: no key leads to the file; the error of the first that has one.
+        """
+        error: ShrinkpointError | None = None
+        for key in self.keys:
+            try:
+                with self.storage.open(key) as source:
+                    return use(self.verify(source, self.storage.describe(key)))
+            except NotFoundError:
+                continue
+            except (ChainError, FormatError, StorageError) as other:
+                error = error or other
+        raise error or self._missing_error()
+
+    def verify(self, source: Source, where: str) -> FileReader:
+        """The header of an open file, once it is known to be the one of this chain.
+
+        Raises:
+            ChainError: it is another file; CorruptError where a store's manifest names it as its payload.
+            FormatError: the header is damaged, or the file too short.
+        """
+        if self.header is not None:
+            return self.header.reopen(source)
+        reader = FileReader(source, where)
+        if reader.digest == self.digest and self.size in (None, source.size):
+            return reader
+        if self.size is not None:
+            found = f"{source.size} bytes with header digest {reader.digest}"
+            raise ChainError(where, found=found, expected=f"{self.size} bytes with {self.digest}", do=_DO)
+        error_class = CorruptError if self.is_payload else ChainError
+        found, expected = f"header digest {reader.digest}", f"{self.digest}, {self.expected}"
+        raise error_class(where, found=found, expected=expected, do=_DO)
+
+    def _missing_error(self) -> ShrinkpointError:
+        where = ", ".join(self.storage.describe(key) for key in self.keys)
+        if self.is_payload:
+            return CorruptError(where, found="no such file", expected="the payload its manifest names", do=_DO)
+        expected = f"{self.expected}, with header digest {self.digest}"
+        return ChainError(where, found="no such file", expected=expected, do=_DO)
+
+
+def check_parent(file: FileReader, base: FileReader | None) -> None:
+    """Make sure that a file was made against `base`, or is a keyframe where that is None.
+
+    Raises:
+        ChainError: it was made against another file.
+    """
+    digest = None if file.parent is None else file.parent.get("digest")
+    if file.parent is None and base is None:
+        return
+    if base is None or file.parent is None or digest != base.digest:
+        found = "no base" if base is None else f"a base with header digest {base.digest}"
+        expected = "none: it is a keyframe" if file.parent is None else f"the file with header digest {digest!a:.60}"
+        raise ChainError(file.where, found=found, expected=expected, do=_DO)
+
+
+# the chains of a store
 
 
 def chain_link(manifest: Manifest, name: str = "") -> ChainLink:
-    """How a child's manifest speaks of this checkpoint; `name` is the link in the child's directory."""
-    payload = manifest.files[0]
+    """How the manifest of a delta names this checkpoint; `name` is the hard link in the delta's directory."""
+    payload = manifest.payloads[0]
     return ChainLink(manifest.step, manifest.id, payload.digest, payload.size, payload.name, name)
 
 
 def chain_links(manifest: Manifest) -> tuple[ChainLink, ...]:
     """Every file that decoding needs, keyframe first, the checkpoint's own payload last."""
-    return (*manifest.bases, chain_link(manifest, manifest.files[0].name))
+    return (*manifest.bases, chain_link(manifest, manifest.payloads[0].name))
+
+
+def candidate_keys(manifest: Manifest, link: ChainLink) -> tuple[str, ...]:
+    """The keys under which a file of a checkpoint's chain may be, in the order in which to try them."""
+    own = (manifest.key(link.name),) if link.name else ()
+    return own if link.step == manifest.step else (*own, link.sibling_key)
+
+
+def store_chain(storage: Storage, manifest: Manifest) -> tuple[ChainFile, ...]:
+    """The files that a checkpoint of a store is decoded from: its own hard links first, then its siblings' files."""
+    return tuple(
+        ChainFile(
+            link.digest,
+            storage,
+            candidate_keys(manifest, link),
+            "which its manifest records"
+            if link.step == manifest.step
+            else f"the base of step {manifest.step}: the file of step {link.step}",
+            is_payload=link.step == manifest.step,
+            step=link.step,
+            id=link.id,
+        )
+        for link in chain_links(manifest)
+    )
 
 
 def is_current(manifests: Mapping[int, Manifest], base: ChainLink) -> bool:
@@ -31,12 +166,12 @@ def is_current(manifests: Mapping[int, Manifest], base: ChainLink) -> bool:
 
 
 def ancestors(manifests: Mapping[int, Manifest], step: int) -> tuple[int, ...]:
-    """The steps that `step` stands on, keyframe first; those that are gone or were saved again are left out."""
+    """The steps that `step` depends on, keyframe first; those that are gone or were saved again are left out."""
     return tuple(base.step for base in manifests[step].bases if is_current(manifests, base))
 
 
 def descendants(manifests: Mapping[int, Manifest], step: int) -> tuple[int, ...]:
-    """The steps whose chain goes through `step`, in order."""
+    """The steps that depend on `step`, in order."""
     return tuple(sorted(other for other in manifests if step in ancestors(manifests, other)))
 
 
@@ -71,54 +206,119 @@ def describe_steps(manifests: Mapping[int, Manifest]) -> str:
     return "one of " + ", ".join(map(str, steps if len(steps) < 8 else [*steps[:3], "...", *steps[-3:]]))
 
 
-T = TypeVar("T")
+# the chain of one rank in a framework's directory
 
 
-def read_chain_file(storage: Storage, manifest: Manifest, base: ChainLink, use: Callable[[FileReader], T]) -> T:
-    """Read the right file of a chain from the first place that holds it: one's own link, then the sibling's file.
+def directory_chain(directory: str | Path, payload: Payload) -> tuple[ChainFile, ...]:
+    """The files that one payload of a framework's directory is decoded from; all of them lie in that directory."""
+    storage = LocalStorage(directory)
+    bases = [
+        ChainFile(digest, storage, (layout.base_name(digest),), "a file its manifest names", size)
+        for digest, size in payload.bases
+    ]
+    own = ChainFile(
+        payload.digest, storage, (payload.name,), "a file its manifest names", payload.size, is_payload=True
+    )
+    return (*bases, own)
 
-    A place whose file is damaged is passed over, since the next may hold a copy that is not.
+
+# the chain of a single file
+
+
+def file_chain(path: Path, base: Path | None = None) -> tuple[ChainFile, ...]:
+    """The files that a single file is decoded from, each found by the name that its child has of it.
+
+    Args:
+        path: the last file.
+        base: where its base is now; None: where the file says.
 
     Raises:
-        ChainError, FormatError, StorageError: no place does; the error of the first that has a file, if any has.
+        NotFoundError: there is no such file.
+        ChainError: a base is missing, or is another than the delta was made against.
+        FormatError: a header is damaged, or is not one of ours.
+        StorageError: reading failed.
     """
-    error: ShrinkpointError | None = None
-    for key in candidate_keys(manifest, base):
-        where = storage.describe(key)
-        try:
-            with storage.open(key) as source:
-                return use(verify_header(source, where, manifest, base))
-        except NotFoundError:
+    reader = read_header(path)
+    files = [_single_file(path, reader, is_payload=True)]
+    while reader.parent is not None:
+        name, digest = reader.parent["name"], reader.parent["digest"]
+        if digest in {file.digest for file in files}:
+            raise ChainError(str(path), found="a chain that leads back to itself", do="restore another checkpoint")
+        child = Path(reader.where)
+        candidates = [base] if base is not None and len(files) == 1 else _candidate_paths(child, name)
+        path_of_base, reader = _find_base(candidates, digest, child)
+        files.append(_single_file(path_of_base, reader))
+    return tuple(reversed(files))
+
+
+def read_header(path: Path) -> FileReader:
+    """The header of a single file; the file is closed again.
+
+    Raises:
+        NotFoundError: there is no such file.
+        FormatError: it is damaged, or is not one of ours; the message says what it is instead.
+        StorageError: reading failed.
+    """
+    with _identified_errors(path), LocalStorage(path.parent).open(path.name) as source:
+        reader = FileReader(source, str(path))
+    if reader.parent is not None and not all(type(reader.parent.get(key)) is str for key in ("name", "digest")):
+        found, do = f"a parent {reader.parent!a:.60}", "restore another checkpoint"
+        raise CorruptError(str(path), found=found, expected="an object with a name and a digest", do=do)
+    return reader
+
+
+@contextmanager
+def _identified_errors(path: Path) -> Iterator[None]:
+    """Say what a path holds where that is no file of ours."""
+    try:
+        yield
+    except (NotFoundError, CorruptError, TruncatedError) as error:
+        from shrinkpoint.store.identify import identify  # which looks for checkpoints, and so imports this
+
+        result = identify(path)
+        if result is None:
+            raise
+        is_foreign = result.is_foreign and isinstance(error, FormatError)
+        error_class = FormatError if is_foreign else type(error)
+        raise error_class(
+            str(path), found=result.description, expected="a file that shrinkpoint saved", do=result.do
+        ) from error
+
+
+def _single_file(path: Path, header: FileReader, *, is_payload: bool = False) -> ChainFile:
+    # Only a keyframe's header is kept: what has been read of it need not be read again, and the others are verified.
+    kept = header if header.parent is None else None
+    storage = LocalStorage(path.parent)
+    return ChainFile(header.digest, storage, (path.name,), "as it was a moment ago", header=kept, is_payload=is_payload)
+
+
+def _candidate_paths(child: Path, name: str) -> list[Path]:
+    """Where the base that a file names may be.
+
+    The name is relative to the directory in which the file was written. A link to that file in the `bases` directory
+    of a later step has the same name inside, so the base is looked for beside the link and one level up too.
+    """
+    directory = child.parent
+    return [*dict.fromkeys((directory / name, directory / Path(name).name, directory.parent / name))]
+
+
+def _find_base(candidates: list[Path], digest: str, child: Path) -> tuple[Path, FileReader]:
+    """The first candidate with this digest."""
+    error: ChainError | None = None
+    do = "say where the base is with base=, or load through its store"
+    for path in candidates:
+        if not _is_file(path):
             continue
-        except (ChainError, FormatError, StorageError) as other:
-            error = error or other
-    raise error or _missing_file_error(storage, manifest, base)
+        reader = read_header(path)
+        if reader.digest == digest:
+            return path, reader
+        found, expected = f"a file with digest {reader.digest}", f"{digest}, which {child} needs"
+        error = error or ChainError(str(path), found=found, expected=expected, do=do)
+    expected = f"the base of {child}, with digest {digest}"
+    raise error or ChainError(str(candidates[0]), found="no such file", expected=expected, do=do)
 
 
-def verify_header(source: Source, where: str, manifest: Manifest, base: ChainLink) -> FileReader:
-    """Check the header of a file of a chain, and that it is the file the manifest speaks of.
-
-    Raises:
-        ChainError: a base has another digest.
-        CorruptError: so has the checkpoint's own payload.
-        FormatError: the header is damaged, or the file too short.
-    """
-    reader = FileReader(source, where)
-    if reader.digest == base.digest:
-        return reader
-    found, expected = f"header digest {reader.digest}", base.digest
-    if base.step == manifest.step:
-        raise CorruptError(where, found=found, expected=f"{expected}, which its manifest records", do=_DO)
-    expected += f", the base of step {manifest.step} from step {base.step}"
-    raise ChainError(where, found=found, expected=expected, do=_DO)
-
-
-_DO = "restore another checkpoint; `verify` says which are whole"
-
-
-def _missing_file_error(storage: Storage, manifest: Manifest, base: ChainLink) -> ShrinkpointError:
-    where = ", ".join(storage.describe(key) for key in candidate_keys(manifest, base))
-    if base.step == manifest.step:
-        return CorruptError(where, found="no such file", expected="the payload its manifest names", do=_DO)
-    expected = f"the base of step {manifest.step}: the file of step {base.step} with header digest {base.digest}"
-    return ChainError(where, found="no such file", expected=expected, do=_DO)
+def _is_file(path: Path) -> bool:
+    with suppress(OSError):  # a name too long for this file system, a directory that may not be entered
+        return path.is_file()
+    return False

@@ -55,8 +55,8 @@ def _nearest_visible(listing: Listing, manifest: Manifest) -> Manifest | None:
 
 def _rewrite(storage: Storage, manifest: Manifest, parent: Manifest | None, threads: int | None) -> Rewrite:
     """Lossless whatever the scheme was: what is stored now is already what a reader gets."""
-    below = decode_chain(storage, parent, threads=threads).reference if parent else None
-    decoded = decode_chain(storage, manifest, threads=threads)
+    below = decode_chain(chain.store_chain(storage, parent), threads=threads).reference if parent else None
+    decoded = decode_chain(chain.store_chain(storage, manifest), threads=threads)
     with CheckpointTransaction(storage, scan(storage), manifest.step, parent, below) as pending:
         scheme = Recode(decoded.reference.quantized, manifest.loss, manifest.scheme)
         report = pending.add(_to_flat_state(decoded, manifest), scheme=scheme, threads=threads)

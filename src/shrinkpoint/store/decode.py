@@ -1,81 +1,64 @@
-"""Decode a checkpoint of a store or of a directory: from its keyframe, delta by delta."""
+"""Decode a checkpoint of a store, of a directory or of single files: from its keyframe, delta by delta."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.container import FileReader
 from shrinkpoint.errors import NotFoundError
-from shrinkpoint.storage import Source, Storage
-from shrinkpoint.store import chain
 from shrinkpoint.store.allowance import Allowance
-from shrinkpoint.store.chain import read_chain_file
+from shrinkpoint.store.chain import ChainFile, directory_chain
 from shrinkpoint.store.checkpoint_file import DecodedFile, decode_records
-from shrinkpoint.store.directory import payload_files, read_directory_file, read_directory_manifest, verify_file_header
-from shrinkpoint.store.manifest import ChainLink, Manifest
+from shrinkpoint.store.directory import read_directory_manifest
 
 
 def decode_chain(
-    storage: Storage, manifest: Manifest, *, threads: int | None = None, max_bytes: int | None = None
+    chain: Iterable[ChainFile], *, threads: int | None = None, max_bytes: int | None = None
 ) -> DecodedFile:
-    """Decode the payload of `manifest`; at most two states are in memory at a time.
+    """Decode the last file of a chain; at most two states are in memory at a time.
 
     Args:
-        max_bytes: as of `Allowance`.
+        chain: keyframe first; from `store_chain`, `directory_chain` or `file_chain`.
+        threads: native threads; None: every core.
+        max_bytes: limit on the bytes of tensors in one file; None: the default of `Allowance`.
 
     Raises:
         ChainError: a base is missing, or none found is the one the delta was made against.
         FormatError: bytes are at fault.
         StorageError: reading failed.
     """
-    for _, decoded in iter_chain(storage, manifest, threads=threads, max_bytes=max_bytes):
-        last = decoded
-    return last
+    decoded: DecodedFile | None = None
+    for _, content in iter_chain(chain, threads=threads, max_bytes=max_bytes):
+        decoded = content
+    assert decoded is not None
+    return decoded
 
 
 def iter_chain(
-    storage: Storage, manifest: Manifest, *, threads: int | None = None, max_bytes: int | None = None
-) -> Iterator[tuple[ChainLink, DecodedFile]]:
-    """Every file of the chain with its content, keyframe first; raises as `decode_chain` does."""
+    chain: Iterable[ChainFile], *, threads: int | None = None, max_bytes: int | None = None
+) -> Iterator[tuple[ChainFile, DecodedFile]]:
+    """Every file of a chain with its content, keyframe first; raises as `decode_chain` does."""
     reference: Reference | None = None
     allowance = Allowance(max_bytes)
-    for base in chain.chain_links(manifest):
-        read = partial(decode_records, reference=reference, threads=threads, allowance=allowance)
-        decoded = read_chain_file(storage, manifest, base, read)
+    for file in chain:
+        decoded = file.read(partial(decode_records, reference=reference, threads=threads, allowance=allowance))
         reference = decoded.reference
-        yield base, decoded
+        yield file, decoded
 
 
 def decode_directory(
     directory: str | Path, rank: int = 0, *, threads: int | None = None, max_bytes: int | None = None
 ) -> DecodedFile:
-    """One payload's content, its chain decoded from the keyframe on; at most two states are in memory at a time.
-
-    Args:
-        max_bytes: as of `Allowance`.
+    """Decode one payload of a framework's directory.
 
     Raises:
         NotFoundError: there is no manifest, or no payload of this rank.
-        ChainError, FormatError, StorageError: as `folder.check`.
+        ChainError, FormatError, StorageError: as `decode_chain`.
     """
     payloads = read_directory_manifest(directory).payloads
     if not 0 <= rank < len(payloads):
         found, expected = f"no payload of rank {rank}", f"a rank below {len(payloads)}"
         raise NotFoundError(str(directory), found=found, expected=expected, do="name one of its ranks")
-    decoded: DecodedFile | None = None
-    allowance = Allowance(max_bytes)
-    for key, digest, size in payload_files(payloads[rank]):
-        reference = None if decoded is None else decoded.reference
-        read = partial(decode_records, reference=reference, threads=threads, allowance=allowance)
-        decoded = read_directory_file(directory, key, partial(_decode_verified, digest=digest, size=size, read=read))
-    assert decoded is not None
-    return decoded
-
-
-def _decode_verified(
-    source: Source, where: str, *, digest: str, size: int, read: Callable[[FileReader], DecodedFile]
-) -> DecodedFile:
-    return read(verify_file_header(source, where, digest, size))
+    return decode_chain(directory_chain(directory, payloads[rank]), threads=threads, max_bytes=max_bytes)

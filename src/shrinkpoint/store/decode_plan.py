@@ -35,7 +35,7 @@ from shrinkpoint.codec.partial.interface import (
 from shrinkpoint.codec.record import decode
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import ChainError
-from shrinkpoint.store.chain_file import ChainFile
+from shrinkpoint.store.partial_file import PartialFile
 from shrinkpoint.tensors.dtypes import tensor_bytes, tensor_from_bytes
 from shrinkpoint.tensors.info import ITEMSIZE, TensorInfo
 
@@ -126,7 +126,7 @@ class DecodePlan:
         numbers_decoded: numbers that were decoded for it.
     """
 
-    def __init__(self, chain: Sequence[ChainFile], cache: Cache, threads: int) -> None:
+    def __init__(self, chain: Sequence[PartialFile], cache: Cache, threads: int) -> None:
         self._chain, self._cache, self._threads = chain, cache, threads
         self._nodes: dict[Node, DecodeNode] = {}
         self._heap: list[Node] = []

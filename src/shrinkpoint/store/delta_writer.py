@@ -17,8 +17,9 @@ from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.storage import LocalStorage, local_path
 from shrinkpoint.store import layout
 from shrinkpoint.store.base_verification import BaseVerifier, StoredFile
+from shrinkpoint.store.chain import directory_chain
 from shrinkpoint.store.checkpoint_file import DecodedFile, SaveReport, write_file
-from shrinkpoint.store.directory import own_keys, payload_files, read_directory_manifest
+from shrinkpoint.store.directory import own_keys, read_directory_manifest
 from shrinkpoint.store.manifest import Payload
 from shrinkpoint.store.reference import ReferenceCache, as_delta_base, warn_low_retention
 from shrinkpoint.tensors.flat_state import FlatState
@@ -146,8 +147,12 @@ class DeltaWriter:
         payload, storage = read_directory_manifest(directory).payloads[rank], LocalStorage(Path(directory).absolute())
         self._reference_cache.adopt(payload, decoded.reference)
         self._base_dir = storage.path
-        links = [StoredFile(digest, size, storage, key) for key, digest, size in payload_files(payload)]
-        self._base_verifier.mark_verified({link.digest: link.stamp() for link in links})
+        keys = [file.keys[0] for file in directory_chain(storage.path, payload)]
+        files = [
+            StoredFile(digest, size, storage, key)
+            for (digest, size), key in zip(_base_digests(payload), keys, strict=True)
+        ]
+        self._base_verifier.mark_verified({file.digest: file.stamp() for file in files})
         self._remove_own_base_dir()
 
     def keep_base(self, directory: str | Path) -> None:

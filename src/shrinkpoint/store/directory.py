@@ -18,22 +18,27 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from shrinkpoint.container import FileReader
-from shrinkpoint.errors import ChainError, CorruptError, NotFoundError, ShrinkpointError, StorageError
-from shrinkpoint.storage import LocalStorage, Source, local_path
+from shrinkpoint.errors import CorruptError, NotFoundError, StorageError
+from shrinkpoint.storage import LocalStorage, local_path
 from shrinkpoint.storage.base import RESERVED
 from shrinkpoint.store import layout
+from shrinkpoint.store.chain import ChainFile, directory_chain
 from shrinkpoint.store.digest_json import utc_timestamp
-from shrinkpoint.store.manifest import MAX_DIRECTORY_MANIFEST_BYTES, DirectoryManifest, Payload
+from shrinkpoint.store.manifest import (
+    MAX_DIRECTORY_MANIFEST_BYTES,
+    DirectoryManifest,
+    Manifest,
+    Payload,
+    decode_directory_manifest,
+    encode_directory_manifest,
+)
 from shrinkpoint.tensors.info import JSON
 
-T = TypeVar("T")
 MANIFEST = "shrinkpoint.json"
 README = "README.txt"
 _README = """\
@@ -86,13 +91,12 @@ def read_directory_manifest(directory: str | Path) -> DirectoryManifest:
             raise CorruptError(
                 where, found=f"{source.size} bytes", expected=f"at most {MAX_DIRECTORY_MANIFEST_BYTES}", do=_DO
             )
-        return DirectoryManifest.from_json(bytes(source.read(0, source.size)), where)
+        return decode_directory_manifest(bytes(source.read(0, source.size)), where)
 
 
 def chain_paths(directory: str | Path, payload: Payload) -> list[Path]:
     """The files of a payload's chain, keyframe first, the payload last."""
-    root = Path(directory)
-    return [*(root / layout.base_name(digest) for digest, _ in payload.bases), root / payload.name]
+    return [Path(directory, *file.keys) for file in directory_chain(directory, payload)]
 
 
 def verify_directory(directory: str | Path, *, deep: bool = False) -> DirectoryManifest:
@@ -108,12 +112,9 @@ def verify_directory(directory: str | Path, *, deep: bool = False) -> DirectoryM
         StorageError: reading failed.
     """
     manifest = read_directory_manifest(directory)
-    seen: set[str] = set()
-    for payload in manifest.payloads:
-        for key, digest, size in payload_files(payload):
-            if digest not in seen:
-                seen.add(digest)
-                read_directory_file(directory, key, partial(_verify_file, digest=digest, size=size, deep=deep))
+    files = {file.digest: file for payload in manifest.payloads for file in directory_chain(directory, payload)}
+    for file in files.values():
+        file.read(_check_stored_bytes if deep else _ignore)
     return manifest
 
 
@@ -139,31 +140,31 @@ def commit(
         StorageError: a payload is not there as it was written, or writing failed; the checkpoint before stands.
     """
     storage = LocalStorage(directory)
-    for payload in payloads:
-        for key, _, size in payload_files(payload):
-            _check_size(storage, key, size)
-    made = DirectoryManifest(
-        id or secrets.token_hex(8),
-        utc_timestamp(),
-        scheme,
-        tuple(payloads),
-        None if step is None else layout.check_step(step),
-        dict(metrics or {}),
-        lossy_restores,
-        loss,
-        note,
-        extra,
+    files = [file for payload in payloads for file in directory_chain(directory, payload)]
+    for file in files:
+        _check_size(storage, file)
+    manifest: DirectoryManifest = Manifest(
+        id=id or secrets.token_hex(8),
+        created=utc_timestamp(),
+        scheme=scheme,
+        payloads=tuple(payloads),
+        step=None if step is None else layout.check_step(step),
+        metrics=dict(metrics or {}),
+        lossy_restores=lossy_restores,
+        loss=loss,
+        note=note,
+        extra=extra,
     )
-    storage.put(MANIFEST, made.to_json())
+    storage.put(MANIFEST, encode_directory_manifest(manifest))
     _write_readme(Path(directory))
-    needed = {key for payload in payloads for key, _, _ in payload_files(payload)}
+    needed = {key for file in files for key in file.keys}
     try:
         storage.remove_stale(lambda name: name == "bases")
         for key in own_keys(directory) - needed:
             storage.delete(key)
     except StorageError as error:  # the checkpoint stands; what is left over costs space and nothing else
         _log.warning("%s", error)
-    return made
+    return manifest
 
 
 def own_keys(directory: str | Path) -> set[str]:
@@ -180,52 +181,18 @@ def own_files(directory: str | Path) -> set[Path]:
     return {root / MANIFEST, *(root / key for key in own_keys(directory)), *readme}
 
 
-def verify_file_header(source: Source, where: str, digest: str, size: int) -> FileReader:
-    """The header of a file of a chain, which is the file that the manifest speaks of.
-
-    Raises:
-        ChainError: it is another file.
-        FormatError: the header is damaged, or the file too short.
-    """
-    reader = FileReader(source, where)
-    if reader.digest != digest or source.size != size:
-        found = f"{source.size} bytes with header digest {reader.digest}"
-        raise ChainError(where, found=found, expected=f"{size} bytes with {digest}", do=_DO)
-    return reader
-
-
-def _verify_file(source: Source, where: str, *, digest: str, size: int, deep: bool) -> None:
-    reader = verify_file_header(source, where, digest, size)
-    for damage in reader.check() if deep else ():
+def _check_stored_bytes(reader: FileReader) -> None:
+    for damage in reader.check():
         raise damage.error
 
 
-def payload_files(payload: Payload) -> list[tuple[str, str, int]]:
-    """(key, header digest, bytes) of each file of a chain, keyframe first."""
-    bases = [(layout.base_name(digest), digest, size) for digest, size in payload.bases]
-    return [*bases, (payload.name, payload.digest, payload.size)]
+def _ignore(reader: FileReader) -> None:
+    """The header is verified by now."""
 
 
 def natural_key(name: str) -> list[tuple[int, str]]:
     """A key by which checkpoint-1000 comes after checkpoint-200."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
-
-
-def read_directory_file(directory: str | Path, key: str, use: Callable[[Source, str], T]) -> T:
-    """Call `use` with a file of a checkpoint and its name in messages.
-
-    Raises:
-        ChainError: it is a base, and not there.
-        CorruptError: it is a payload, and not there.
-    """
-    storage = LocalStorage(directory)
-    where = storage.describe(key)
-    try:
-        with storage.open(key) as source:
-            return use(source, where)
-    except NotFoundError as error:
-        kind: type[ShrinkpointError] = ChainError if layout.BASE.fullmatch(key) else CorruptError
-        raise kind(where, found="no such file", expected="a file its manifest names", do=_DO) from error
 
 
 def _write_readme(root: Path) -> None:
@@ -248,13 +215,14 @@ def _is_own_readme(path: Path) -> bool:
         return file.read(len(first)) == first
 
 
-def _check_size(storage: LocalStorage, key: str, size: int) -> None:
+def _check_size(storage: LocalStorage, file: ChainFile) -> None:
+    (key,) = file.keys
     try:
         with storage.open(key) as source:
             found = f"{source.size} bytes"
-            if source.size == size:
+            if source.size == file.size:
                 return
     except NotFoundError:
         found = "no such file"
     do = "let all ranks write to one file system"
-    raise StorageError(storage.describe(key), found=found, expected=f"the {size} bytes that a rank wrote", do=do)
+    raise StorageError(storage.describe(key), found=found, expected=f"the {file.size} bytes that a rank wrote", do=do)

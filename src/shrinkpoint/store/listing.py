@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from shrinkpoint.errors import CorruptError, FormatError, NotFoundError, ShrinkpointError, VersionError
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import layout
+from shrinkpoint.store.chain import candidate_keys
 from shrinkpoint.store.digest_json import MAX_MANIFEST_BYTES
-from shrinkpoint.store.manifest import ChainLink, Manifest
+from shrinkpoint.store.manifest import Manifest, decode_store_manifest
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Listing:
     def _keys_of(self, manifest: Manifest) -> Iterator[str]:
         yield layout.manifest_key(manifest.step)
         yield layout.forgotten_key(manifest.step)
-        yield from (manifest.key(one.name) for one in manifest.files)
+        yield from (manifest.key(payload.name) for payload in manifest.payloads)
         for base in manifest.bases:
             own, *siblings = candidate_keys(manifest, base)
             yield own if own in self.keys else (siblings or [own])[0]
@@ -72,12 +73,6 @@ class Listing:
             return []
         needed = self.referenced_keys(self.manifests)
         return sorted(key for key in self.keys - needed if layout.step_of(key) not in self.broken)
-
-
-def candidate_keys(manifest: Manifest, base: ChainLink) -> tuple[str, ...]:
-    """The keys under which a file of a checkpoint's chain may be, in the order in which to try them."""
-    own = (manifest.key(base.name),) if base.name else ()
-    return own if base.step == manifest.step else (*own, base.sibling_key)
 
 
 def scan(storage: Storage) -> Listing:
@@ -124,7 +119,7 @@ def read_manifest(storage: Storage, step: int) -> Manifest:
         if source.size > MAX_MANIFEST_BYTES:
             found, expected = f"{source.size} bytes", f"at most {MAX_MANIFEST_BYTES}"
             raise CorruptError(where, found=found, expected=expected, do="restore another checkpoint")
-        manifest = Manifest.from_json(bytes(source.read(0, source.size)), where)
+        manifest = decode_store_manifest(bytes(source.read(0, source.size)), where)
     if manifest.step != step:
         found, expected = f"the manifest of step {manifest.step}", f"that of step {step}"
         raise CorruptError(where, found=found, expected=expected, do="give a copied directory its own step's name back")

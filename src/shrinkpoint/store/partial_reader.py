@@ -14,8 +14,8 @@ from torch import Tensor
 from shrinkpoint.codec.coder import Bytes, default_threads
 from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
 from shrinkpoint.guard import read_guard
-from shrinkpoint.store.chain_file import close_chain, open_chain
 from shrinkpoint.store.decode_plan import Cache, DecodePlan
+from shrinkpoint.store.partial_file import close_chain, open_chain
 from shrinkpoint.tensors.dtypes import tensor_from_bytes
 from shrinkpoint.tensors.info import ITEMSIZE, TensorInfo
 

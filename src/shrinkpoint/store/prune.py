@@ -107,5 +107,5 @@ def _file_identity(storage: Storage, key: str, digests: dict[str, str]) -> tuple
 def _digests(listing: Listing) -> Iterable[tuple[str, str]]:
     """The header digest of every payload and link a manifest names: where links are, equal digests share bytes."""
     for manifest in listing.manifests.values():
-        yield from ((manifest.key(one.name), one.digest) for one in manifest.files)
+        yield from ((manifest.key(payload.name), payload.digest) for payload in manifest.payloads)
         yield from ((manifest.key(base.name), base.digest) for base in manifest.bases if base.name)

@@ -12,21 +12,13 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import validate
-from shrinkpoint.container import FileReader
-from shrinkpoint.errors import (
-    ChainError,
-    CorruptError,
-    FormatError,
-    NotFoundError,
-    PolicyError,
-    TruncatedError,
-)
+from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.storage import LocalStorage, local_path
-from shrinkpoint.store.allowance import Allowance
-from shrinkpoint.store.checkpoint_file import DecodedFile, SaveReport, decode_records, to_device, write_file
-from shrinkpoint.store.identify import identify
+from shrinkpoint.store.chain import file_chain, read_header
+from shrinkpoint.store.checkpoint_file import DecodedFile, SaveReport, to_device, write_file
+from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.tensors.flatten import flatten, unflatten
 from shrinkpoint.tensors.info import TensorInfo
 
@@ -86,7 +78,7 @@ def save(
     reference = parent = None
     if base is not None:
         root = local_path(base, "base").absolute()
-        if any(_is_same(link, target) for link, _ in _find_chain(root, None)[0]):
+        if any(_is_same(Path(file.storage.describe(*file.keys)), target) for file in file_chain(root)):
             found = "a base that is this file, or needs it"
             raise PolicyError(str(path), found=found, do="save the delta under another name")
         decoded, digest = decode_file(root, threads=threads)
@@ -148,7 +140,7 @@ def inspect(path: str | Path) -> FileInfo:
         NotFoundError: there is no such file.
         FormatError: its header is damaged.
     """
-    reader = _read_header(local_path(path).absolute())
+    reader = read_header(local_path(path).absolute())
     tensors = tuple(info for head in reader.records for info in head.infos)
     return FileInfo(
         str(path),
@@ -163,82 +155,9 @@ def inspect(path: str | Path) -> FileInfo:
 def decode_file(
     path: Path, base: Path | None = None, *, threads: int | None = None, max_bytes: int | None = None
 ) -> tuple[DecodedFile, str]:
-    """A file's content and its header digest, its chain decoded from the keyframe on; raises as `load` does."""
-    allowance = Allowance(max_bytes)
-    chain, keyframe = _find_chain(path, base)
-    decoded: DecodedFile | None = None
-    for link, digest in reversed(chain):
-        with LocalStorage(link.parent).open(link.name) as source:
-            reader = keyframe.reopen(source) if digest == keyframe.digest else FileReader(source, str(link))
-            reference = None if decoded is None else decoded.reference
-            decoded = decode_records(reader, reference, threads=threads, allowance=allowance)
-    assert decoded is not None
-    return decoded, chain[0][1]
-
-
-def _find_chain(path: Path, base: Path | None) -> tuple[list[tuple[Path, str]], FileReader]:
-    """The files from `path` down to the keyframe with their digests, each checked against what its child recorded.
-
-    The header of the keyframe comes with them: what has been read of it need not be read again.
-    """
-    reader = _read_header(path)
-    out = [(path, reader.digest)]
-    while reader.parent is not None:
-        name, digest = reader.parent["name"], reader.parent["digest"]
-        if digest in {known for _, known in out}:
-            raise ChainError(str(path), found="a chain that leads back to itself", do="restore another checkpoint")
-        candidates = [base] if base is not None and len(out) == 1 else _candidate_paths(out[-1][0], name)
-        here, reader = _find_base(candidates, digest, out[-1][0])
-        out.append((here, reader.digest))
-    return out, reader
-
-
-def _candidate_paths(path: Path, name: str) -> list[Path]:
-    """Where the base that `path` names may lie.
-
-    The name is relative to the directory in which the file was written. A link to that file in the `bases` directory
-    of a later step says the same name, so what it means is looked for beside the link and one level up too.
-    """
-    folder = path.parent
-    return [*dict.fromkeys((folder / name, folder / Path(name).name, folder.parent / name))]
-
-
-def _find_base(candidates: list[Path], digest: str, child: Path) -> tuple[Path, FileReader]:
-    """The first candidate with this digest."""
-    error: ChainError | None = None
-    do = "say where the base is with base=, or load through its store"
-    for path in candidates:
-        if not _is_file(path):
-            continue
-        reader = _read_header(path)
-        if reader.digest == digest:
-            return path, reader
-        found, expected = f"a file with digest {reader.digest}", f"{digest}, which {child} needs"
-        error = error or ChainError(str(path), found=found, expected=expected, do=do)
-    expected = f"the base of {child}, with digest {digest}"
-    raise error or ChainError(str(candidates[0]), found="no such file", expected=expected, do=do)
-
-
-def _read_header(path: Path) -> FileReader:
-    try:
-        with LocalStorage(path.parent).open(path.name) as source:
-            reader = FileReader(source, str(path))
-    except (NotFoundError, CorruptError, TruncatedError) as error:
-        known = identify(path)
-        if known is None:
-            raise
-        kind = FormatError if known.is_foreign and isinstance(error, FormatError) else type(error)
-        raise kind(str(path), found=known.description, expected="a file that shrinkpoint saved", do=known.do) from error
-    if reader.parent is not None and not all(type(reader.parent.get(key)) is str for key in ("name", "digest")):
-        found, do = f"a parent {reader.parent!a:.60}", "restore another checkpoint"
-        raise CorruptError(str(path), found=found, expected="an object with a name and a digest", do=do)
-    return reader
-
-
-def _is_file(path: Path) -> bool:
-    with suppress(OSError):  # a name too long for this file system, a directory that may not be entered
-        return path.is_file()
-    return False
+    """A file's content, decoded from its keyframe, and its header digest; raises as `load` does."""
+    chain = file_chain(path, base)
+    return decode_chain(chain, threads=threads, max_bytes=max_bytes), chain[-1].digest
 
 
 def _is_same(a: Path, b: Path) -> bool:

@@ -22,7 +22,7 @@ from shrinkpoint.store.base_verification import MISSING, BaseVerifier, StoredFil
 from shrinkpoint.store.checkpoint_file import Device, SaveReport, to_device
 from shrinkpoint.store.compact import Rewrite, merge_orphaned_deltas, rewrite_as_keyframe
 from shrinkpoint.store.decode import decode_chain
-from shrinkpoint.store.listing import Listing, candidate_keys, forget, scan
+from shrinkpoint.store.listing import Listing, forget, scan
 from shrinkpoint.store.lock import StoreLock
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.reference import ReferenceCache, as_delta_base, warn_low_retention
@@ -210,7 +210,7 @@ class Store:
             (self._reference_cache.adopt if adopt else self._reference_cache.copy)(
                 made, pending.reference, flat.tensors
             )
-            written = StoredFile(made.digest, report.stored_bytes, self.storage, made.key(made.files[0].name))
+            written = StoredFile(made.digest, report.stored_bytes, self.storage, made.key(made.payloads[0].name))
             self._base_verifier.mark_verified({made.digest: written.stamp()})
             if pending.replaces:
                 self._store_lock.remove_orphans()
@@ -238,7 +238,7 @@ class Store:
         """The files of a chain, each at the first of its places that is there."""
         found = []
         for base in chain.chain_links(manifest):
-            at = candidate_keys(manifest, base)
+            at = chain.candidate_keys(manifest, base)
             key = next((key for key in at if key in keys), at[0])
             found.append(StoredFile(base.digest, base.size, self.storage, key))
         return found
@@ -297,7 +297,9 @@ class Store:
             if keep:
                 self._reference_cache.drop()  # else there would be three states in memory
             stamps = self._stamps(manifest) if keep else {}
-            decoded = decode_chain(self.storage, manifest, threads=self._threads, max_bytes=max_bytes)
+            decoded = decode_chain(
+                chain.store_chain(self.storage, manifest), threads=self._threads, max_bytes=max_bytes
+            )
             tensors, where = to_device(decoded.reference.tensors, device, copy=keep), f"step {manifest.step}"
             state = unflatten(decoded.tree, tensors, tie=tie, where=where, max_bytes=decoded.max_copy_bytes)
             if keep:
@@ -309,7 +311,8 @@ class Store:
         """By digest, of the files that decoding reads; not where two that differ might be meant."""
         stamps = {
             base.digest: {
-                StoredFile(base.digest, base.size, self.storage, key).stamp() for key in candidate_keys(manifest, base)
+                StoredFile(base.digest, base.size, self.storage, key).stamp()
+                for key in chain.candidate_keys(manifest, base)
             }
             for base in chain.chain_links(manifest)
         }

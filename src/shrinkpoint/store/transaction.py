@@ -17,7 +17,7 @@ from shrinkpoint.store import chain, layout
 from shrinkpoint.store.checkpoint_file import SaveReport, write_file
 from shrinkpoint.store.digest_json import utc_timestamp
 from shrinkpoint.store.listing import Listing
-from shrinkpoint.store.manifest import ChainLink, FileRef, Manifest
+from shrinkpoint.store.manifest import ChainLink, Manifest, Payload, encode_store_manifest
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON
 
@@ -114,11 +114,9 @@ class CheckpointTransaction:
             step=self.step,
             created=utc_timestamp(),
             scheme=report.scheme,
-            files=(FileRef(self._payload_name, report.stored_bytes, report.digest),),
+            payloads=(Payload(self._payload_name, report.stored_bytes, report.digest, report.raw_bytes),),
             bases=self._bases,
             metrics=dict(metrics or {}),
-            raw_bytes=report.raw_bytes,
-            stored_bytes=report.stored_bytes,
             lossy_restores=lossy_restores,
             loss=self._loss,
             note=note,
@@ -136,7 +134,7 @@ class CheckpointTransaction:
             )
         # Once this call has begun, nobody but a reader can say whether the manifest stands: nothing may be removed.
         self._state = "committing"
-        self._storage.put(layout.manifest_key(self.step), made.to_json())
+        self._storage.put(layout.manifest_key(self.step), encode_store_manifest(made))
         self._state = "closed"
         return made
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from shrinkpoint.errors import NotFoundError, ShrinkpointError
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import chain, layout
-from shrinkpoint.store.chain import verify_header
-from shrinkpoint.store.listing import Listing, candidate_keys, scan
+from shrinkpoint.store.chain import ChainFile
+from shrinkpoint.store.listing import Listing, scan
 from shrinkpoint.store.manifest import ChainLink, Manifest
 from shrinkpoint.store.prune import inode_key
 
@@ -62,8 +62,8 @@ class _FileChecker:
         self._results: dict[object, ShrinkpointError | None] = {}
 
     def findings_of(self, manifest: Manifest) -> Iterator[Finding]:
-        for base in chain.chain_links(manifest):
-            errors = {key: self._error(key, manifest, base) for key in candidate_keys(manifest, base)}
+        for base, file in zip(chain.chain_links(manifest), chain.store_chain(self._storage, manifest), strict=True):
+            errors = {key: self._error(key, file) for key in file.keys}
             loads = None in errors.values()
             for key, error in errors.items():
                 missing = isinstance(error, NotFoundError)
@@ -77,16 +77,16 @@ class _FileChecker:
         do = f"`compact` step {manifest.step}" if loads else "restore another checkpoint; `forget` and `prune` this one"
         return Finding(manifest.step, self._storage.describe(key), problem, do, loads)
 
-    def _error(self, key: str, manifest: Manifest, base: ChainLink) -> ShrinkpointError | None:
-        file = (inode_key(self._storage, key), base.digest)
-        if file not in self._results:
+    def _error(self, key: str, file: ChainFile) -> ShrinkpointError | None:
+        identity = (inode_key(self._storage, key), file.digest)
+        if identity not in self._results:
             try:
                 with self._storage.open(key) as source:
-                    damage = verify_header(source, self._storage.describe(key), manifest, base).check()
-                    self._results[file] = next((finding.error for finding in damage), None)
+                    damage = file.verify(source, self._storage.describe(key)).check()
+                    self._results[identity] = next((finding.error for finding in damage), None)
             except ShrinkpointError as error:
-                self._results[file] = error
-        return self._results[file]
+                self._results[identity] = error
+        return self._results[identity]
 
 
 def _broken_manifests(storage: Storage, listing: Listing) -> Iterator[Finding]:
@@ -124,9 +124,9 @@ def _decode_failures(
         if manifest.step in failed_steps or manifest.digest in proven:
             continue
         try:
-            for base, decoded in iter_chain(storage, manifest, threads=threads):
-                build_state(decoded, f"step {base.step}")
-                proven.add(base.digest)
+            for file, decoded in iter_chain(chain.store_chain(storage, manifest), threads=threads):
+                build_state(decoded, f"step {file.step}")
+                proven.add(file.digest)
         except ShrinkpointError as error:
             do = f"restore another checkpoint; `forget` and `prune` step {manifest.step}"
             yield Finding(manifest.step, error.where, str(error), do)

@@ -75,7 +75,7 @@ def test_a_recorder_of_squares_is_asked_where_the_optimizer_has_none(tmp_path, s
     """Rows whose gradients are recorded as a hundred times larger get finer steps."""
     run = Run()
     run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.05, **settings)
-    recorder = sp.GradientRecorder(run.model, squares=True)
+    recorder = sp.train.GradientRecorder(run.model, squares=True)
     run.steps(5, recorder)
 
     class Recorded:

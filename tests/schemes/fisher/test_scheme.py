@@ -24,13 +24,14 @@ from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.schemes.select import TensorSelection
 from shrinkpoint.storage import MemoryStorage, Storage
+from shrinkpoint.store import SaveReport
 from shrinkpoint.tensors.dtypes import TORCH_DTYPES
 from shrinkpoint.tensors.flatten import flatten
 
 WEIGHTS = {"a.weight": normal(48, 64, scale=0.05), "b.weight": normal(64, 48, seed=1), "b.bias": normal(64, seed=2)}
 
 
-def saved(state: Any, **options: Any) -> tuple[Any, sp.SaveReport]:
+def saved(state: Any, **options: Any) -> tuple[Any, SaveReport]:
     """What a reader gets, and the report."""
     store = sp.Store(MemoryStorage())
     report = store.save(1, state, scheme=sp.Fisher(**{"relative_error": 0.1, **options}))
@@ -65,7 +66,7 @@ def test_other_arguments_that_make_no_sense_are_refused(options):
 
 def test_a_recorder_that_records_no_squares_is_refused_once_that_is_seen():
     run = Run()
-    recorder = sp.GradientRecorder(run.model)
+    recorder = sp.train.GradientRecorder(run.model)
     with sp.CheckpointManager(MemoryStorage(), scheme=sp.Fisher(gradients=recorder)) as manager:
         manager.save(1, **run.parts)  # nothing was recorded yet
         run.steps(2, recorder)

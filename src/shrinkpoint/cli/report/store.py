@@ -120,7 +120,7 @@ def checkpoint_report(manifest: Manifest, *, forgotten: bool = False) -> Checkpo
         loss=manifest.loss,
         note=manifest.note,
         forgotten=forgotten,
-        files=tuple((one.name, one.size, one.digest) for one in manifest.files),
+        files=tuple((payload.name, payload.size, payload.digest) for payload in manifest.payloads),
     )
 
 

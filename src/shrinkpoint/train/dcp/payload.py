@@ -12,6 +12,7 @@ from torch import Tensor
 from shrinkpoint.errors import CorruptError
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store import directory as folders
+from shrinkpoint.store.chain import directory_chain
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.manifest import DirectoryManifest
 from shrinkpoint.store.partial_reader import PartialReader
@@ -53,7 +54,7 @@ def check_stored_tensors(
     payload = manifest.payloads[payload_index]
     where = str(directory / payload.name)
     with LocalStorage(directory).open(payload.name) as source:
-        head = folders.verify_file_header(source, where, payload.digest, payload.size)
+        head = directory_chain(directory, payload)[-1].verify(source, where)
     kinds = {info.name: (info.shape, info.dtype) for record in head.records for info in record.infos}
     for item, chunk in chunks:
         name = chunk_name(item.fqn, chunk.offsets, chunk.sizes, item.size)
@@ -148,7 +149,7 @@ class LazyPayload(PayloadReader):
         with LocalStorage(directory).open(
             self._payload.name
         ) as source:  # each file below is vouched for by the next one
-            self._header = folders.verify_file_header(source, self._where, self._payload.digest, self._payload.size)
+            self._header = directory_chain(directory, self._payload)[-1].verify(source, self._where)
         self._reader = PartialReader(folders.chain_paths(directory, self._payload), threads)
 
     def close(self) -> None:

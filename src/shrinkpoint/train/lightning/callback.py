@@ -24,7 +24,7 @@ class ShrinkIOCallback(pl.Callback):
     """
 
     def __init__(self, gradients: GradientRecorder | None = None) -> None:
-        expected, do = "a recorder, shrinkpoint.GradientRecorder(module)", "make one, which the scheme has, too"
+        expected, do = "a recorder, shrinkpoint.train.GradientRecorder(module)", "make one, which the scheme has, too"
         self._gradients = validate.check_instance(
             "gradients", gradients, GradientRecorder, expected=expected, do=do, allow_none=True
         )

@@ -12,12 +12,13 @@ from shrinkpoint.container.metadata import RecordHead
 from shrinkpoint.errors import ChainError, NotFoundError, PolicyError
 from shrinkpoint.storage import LocalStorage, Source
 from shrinkpoint.store.allowance import Allowance
+from shrinkpoint.store.chain import check_parent
 from shrinkpoint.tensors.info import TensorInfo
 
 _DO = "restore another checkpoint; `verify` says which are whole"
 
 
-class ChainFile:
+class PartialFile:
     """One file, and its place in the chain.
 
     Attributes:
@@ -50,7 +51,7 @@ class ChainFile:
         """The tensors of the records before this one."""
         return [info.name for info in self._infos[: self._first_tensor[index]]]
 
-    def record_view(self, index: int, parent: ChainFile | None) -> RecordView:
+    def record_view(self, index: int, parent: PartialFile | None) -> RecordView:
         """A record, to be decoded in part."""
         head = self.head(index)
 
@@ -69,7 +70,7 @@ class ChainFile:
         self._source.close()
 
 
-def open_chain(paths: Sequence[Path]) -> list[ChainFile]:
+def open_chain(paths: Sequence[Path]) -> list[PartialFile]:
     """The files of a chain, keyframe first, each checked against what its child says of it.
 
     Raises:
@@ -81,7 +82,7 @@ def open_chain(paths: Sequence[Path]) -> list[ChainFile]:
     """
     if not paths:
         raise PolicyError("chain", found="no file", expected="at least one", do="name the payload, its bases before it")
-    out: list[ChainFile] = []
+    out: list[PartialFile] = []
     allowance = Allowance()
     try:
         for path in paths:
@@ -94,12 +95,12 @@ def open_chain(paths: Sequence[Path]) -> list[ChainFile]:
     return out
 
 
-def close_chain(files: Sequence[ChainFile]) -> None:
+def close_chain(files: Sequence[PartialFile]) -> None:
     for one in files:
         one.close()
 
 
-def _open_file(path: Path, base: ChainFile | None, *, last: bool) -> ChainFile:
+def _open_file(path: Path, base: PartialFile | None, *, last: bool) -> PartialFile:
     try:
         source = LocalStorage(path.parent).open(path.name)
     except NotFoundError as error:
@@ -108,20 +109,9 @@ def _open_file(path: Path, base: ChainFile | None, *, last: bool) -> ChainFile:
         expected = "a file that a later one of its chain stands on"
         raise ChainError(str(path), found="no such file", expected=expected, do=_DO) from error
     try:
-        file = ChainFile(source, str(path))
-        _check_base(file, base)
+        file = PartialFile(source, str(path))
+        check_parent(file.reader, None if base is None else base.reader)
     except BaseException:
         source.close()
         raise
     return file
-
-
-def _check_base(file: ChainFile, base: ChainFile | None) -> None:
-    said = file.reader.parent
-    needed = None if said is None else said.get("digest")
-    if said is None and base is None:
-        return
-    if base is None or said is None or needed != base.reader.digest:
-        found = "no base" if base is None else f"a base with header digest {base.reader.digest}"
-        expected = "none: it stands alone" if said is None else f"the file with header digest {needed!a:.60}"
-        raise ChainError(file.reader.where, found=found, expected=expected, do=_DO)
