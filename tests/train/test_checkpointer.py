@@ -141,7 +141,7 @@ def test_a_checkpoint_that_stands_after_an_error_keeps_its_payload(tmp_path, mon
         trail.save(tmp_path / "a", loop.state)
         loop.train()
         with monkeypatch.context() as patch:
-            patch.setattr(local, "_sync", failing)
+            patch.setattr(local, "_fsync_dir", failing)
             with pytest.raises(StorageError):
                 trail.save(tmp_path / "b", loop.state)
         expected = copied(loop.state)

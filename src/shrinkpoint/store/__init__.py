@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from shrinkpoint.store.checkpoint_file import RoleBytes as RoleBytes
     from shrinkpoint.store.checkpoint_file import SaveReport as SaveReport
     from shrinkpoint.store.listing import Listing as Listing
+    from shrinkpoint.store.listing import SkippedCheckpoint as SkippedCheckpoint
     from shrinkpoint.store.listing import scan as scan
     from shrinkpoint.store.manifest import Manifest as Manifest
     from shrinkpoint.store.prune import PrunePlan as PrunePlan
     from shrinkpoint.store.retention import Keep as Keep
     from shrinkpoint.store.retention import RetentionDecision as RetentionDecision
     from shrinkpoint.store.retention import apply_policy as apply_policy
-    from shrinkpoint.store.store import SkippedCheckpoint as SkippedCheckpoint
     from shrinkpoint.store.store import Store as Store
     from shrinkpoint.store.store import StoreRestore as StoreRestore
     from shrinkpoint.store.transaction import CheckpointTransaction as CheckpointTransaction
@@ -39,7 +39,7 @@ _MODULES = {
     "RoleBytes": "checkpoint_file",
     "SaveReport": "checkpoint_file",
     "scan": "listing",
-    "SkippedCheckpoint": "store",
+    "SkippedCheckpoint": "listing",
     "Store": "store",
     "StoreRestore": "store",
 }

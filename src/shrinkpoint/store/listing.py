@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from shrinkpoint.errors import CorruptError, FormatError, NotFoundError, ShrinkpointError, VersionError
 from shrinkpoint.storage import Storage
@@ -11,6 +12,21 @@ from shrinkpoint.store import layout
 from shrinkpoint.store.chain import candidate_keys
 from shrinkpoint.store.digest_json import MAX_MANIFEST_BYTES
 from shrinkpoint.store.manifest import Manifest, decode_store_manifest
+
+
+@dataclass(frozen=True)
+class SkippedCheckpoint:
+    """A checkpoint that a restore passed over.
+
+    Attributes:
+        reason: why it does not load.
+        step: its step in a store; None in a framework's run.
+        directory: its directory in a framework's run; None in a store.
+    """
+
+    reason: str
+    step: int | None = None
+    directory: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from shrinkpoint.store.base_verification import MISSING, BaseVerifier, StoredFil
 from shrinkpoint.store.checkpoint_file import Device, SaveReport, to_device
 from shrinkpoint.store.compact import Rewrite, merge_orphaned_deltas, rewrite_as_keyframe
 from shrinkpoint.store.decode import decode_chain
-from shrinkpoint.store.listing import Listing, forget, scan
+from shrinkpoint.store.listing import Listing, SkippedCheckpoint, forget, scan
 from shrinkpoint.store.lock import StoreLock
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.reference import ReferenceCache, as_delta_base, warn_low_retention
@@ -31,14 +31,6 @@ from shrinkpoint.store.transaction import CheckpointTransaction
 from shrinkpoint.store.verify import Finding, verify
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.flatten import flatten, unflatten
-
-
-@dataclass(frozen=True)
-class SkippedCheckpoint:
-    """A checkpoint that was passed over, and why."""
-
-    step: int
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -289,7 +281,7 @@ class Store:
                 manifest = self._visible_manifest(listing, step)
                 return StoreRestore(step, self._load(manifest, device, tie, keep, max_bytes), manifest, tuple(skipped))
             except (FormatError, ChainError, StorageError, NotFoundError) as error:
-                skipped.append(SkippedCheckpoint(step, str(error)))
+                skipped.append(SkippedCheckpoint(str(error), step=step))
         raise self._no_checkpoint_error(skipped)
 
     def _load(self, manifest: Manifest, device: Device, tie: bool, keep: bool, max_bytes: int | None) -> Any:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from shrinkpoint.store.listing import SkippedCheckpoint
 from shrinkpoint.train.checkpoint_manager import CheckpointManager, RestoreReport, RestoreResult
-from shrinkpoint.train.checkpointer import Checkpointer, DirectoryRestore, SkippedDirectory, latest_valid
+from shrinkpoint.train.checkpointer import Checkpointer, DirectoryRestore, latest_valid
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.partial_restore import RankShard
 
@@ -30,7 +31,7 @@ __all__ = [
     "RankShard",
     "RestoreReport",
     "RestoreResult",
-    "SkippedDirectory",
+    "SkippedCheckpoint",
     "latest_valid",
 ]
 

@@ -21,7 +21,7 @@ from shrinkpoint.errors import MismatchError, ShrinkpointError, StorageError
 from shrinkpoint.schemes.base import Resumable, Scheme
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.storage import local_path, storage_error
-from shrinkpoint.store import SaveReport
+from shrinkpoint.store import SaveReport, SkippedCheckpoint
 from shrinkpoint.store import directory as folders
 from shrinkpoint.store.checkpoint_file import Device, to_device
 from shrinkpoint.store.decode import decode_directory
@@ -47,14 +47,6 @@ class DirectoryRestore:
 
     state: Any
     manifest: DirectoryManifest
-
-
-@dataclass(frozen=True)
-class SkippedDirectory:
-    """A folder that was passed over, and why."""
-
-    directory: Path
-    reason: str
 
 
 class Checkpointer:
@@ -306,20 +298,20 @@ def wait_for_writes(directory: str | Path) -> None:
         trail._worker.join()
 
 
-def latest_valid(candidates: Iterable[Path], *, deep: bool = True) -> tuple[Path | None, tuple[SkippedDirectory, ...]]:
+def latest_valid(candidates: Iterable[Path], *, deep: bool = True) -> tuple[Path | None, tuple[SkippedCheckpoint, ...]]:
     """The first folder with a whole checkpoint, and those before it that have none; these are said aloud.
 
     Args:
         candidates: the newest first.
         deep: compare every stored byte with its digest, as reading would.
     """
-    passed: list[SkippedDirectory] = []
+    passed: list[SkippedCheckpoint] = []
     for folder in candidates:
         try:
             folders.verify_directory(folder, deep=deep)
             return folder, tuple(passed)
         except ShrinkpointError as error:
-            passed.append(SkippedDirectory(folder, str(error)))
+            passed.append(SkippedCheckpoint(str(error), directory=folder))
             _log.warning("%s is passed over: %s", folder, error)
     return None, tuple(passed)
 

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from shrinkpoint import validate
 from shrinkpoint.errors import ChainError, FormatError, MismatchError, NotFoundError, ShrinkpointError, StorageError
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
-from shrinkpoint.store import SaveReport
+from shrinkpoint.store import SaveReport, SkippedCheckpoint
 from shrinkpoint.store import directory as folders
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.manifest import DirectoryManifest
@@ -23,7 +23,7 @@ from shrinkpoint.tensors.flatten import unflatten
 from shrinkpoint.train.accelerate import checkpoint_dirs, prepared_state
 from shrinkpoint.train.accelerate.everyone import gather_or_raise
 from shrinkpoint.train.accelerate.sharded_checkpointer import ShardedCheckpointer, is_sharded_checkpoint
-from shrinkpoint.train.checkpointer import Checkpointer, SkippedDirectory, wait_for_writes
+from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
 
 _log = logging.getLogger("shrinkpoint")
 _SKIPPABLE = (ChainError, FormatError, NotFoundError, StorageError)
@@ -41,7 +41,7 @@ class RestoreResult:
 
     directory: Path
     manifest: DirectoryManifest | None
-    skipped: tuple[SkippedDirectory, ...] = ()
+    skipped: tuple[SkippedCheckpoint, ...] = ()
 
 
 class AcceleratorCheckpointer:
@@ -162,14 +162,14 @@ class AcceleratorCheckpointer:
         """
         prepared_state.check_engine(self._accelerator)
         self._drain()
-        passed: list[SkippedDirectory] = []
+        passed: list[SkippedCheckpoint] = []
         for folder in gather_or_raise(lambda: self._find_candidates(input_dir))[0]:
             try:
                 manifest = self._load(folder, strict=strict)
             except _SKIPPABLE as error:
                 if input_dir is not None:
                     raise
-                passed.append(SkippedDirectory(folder, str(error)))
+                passed.append(SkippedCheckpoint(str(error), directory=folder))
                 self._warn_main("%s is passed over: %s", folder, error)
             else:
                 self._advance_iteration()
@@ -177,7 +177,7 @@ class AcceleratorCheckpointer:
         reasons = "; ".join(one.reason for one in passed)
         do = "look at what is said of each of them, or begin again"
         raise checkpoint_dirs.NoCheckpointError(
-            str(passed[-1].directory.parent), found=f"no checkpoint that loads ({reasons})", do=do
+            str(folder.parent), found=f"no checkpoint that loads ({reasons})", do=do
         )
 
     def wait(self) -> SaveReport | None:
