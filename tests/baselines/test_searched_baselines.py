@@ -15,7 +15,8 @@ from shrinkpoint.schemes.evaluate import TrialEvaluator
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.schemes.search.candidates import PreviousCodes
 from shrinkpoint.schemes.search.scheme import SearchScheme
-from shrinkpoint.schemes.select import TensorSelection
+from shrinkpoint.schemes.select import select_tensors
+from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flatten import flatten
 
 SCHEMES: dict[str, type[SearchScheme]] = {
@@ -111,7 +112,7 @@ def test_bins_of_qd_lie_between_least_and_most():
 def test_predictions_are_near_the_files(name):
     flat = flatten(states()[0])
     scheme = SCHEMES[name](config=CONFIGS[name])
-    tensors = TensorSelection.from_state(flat).tensors
+    tensors = select_tensors(flat, GlobalTensors.from_state(flat)).tensors
     guess = scheme.candidates(tensors, PreviousCodes(), TrialEvaluator(flat, evaluate)).size(scheme._fixed_point)
     written = write(states()[0], scheme=scheme)
     quantized = [one for one in written.records() if one.recipe["kind"] == "quantized"]

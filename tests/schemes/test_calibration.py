@@ -290,7 +290,7 @@ def test_ranks_that_have_parts_agree_that_nothing_is_lost(name, answer):
         found = Ranks(3).all(work)
     assert all(not kept.quantized and kept.loss["exact"] == found[0].loss["exact"] for kept in found)
     for kept, part in zip(found, parts, strict=True):
-        assert all(torch.equal(x, part.flat.tensors[name]) for name, x in kept.flat.tensors.items())
+        assert all(torch.equal(x, part.flat.tensors[name]) for name, x in kept.state.tensors.items())
 
 
 def test_a_number_of_each_example_may_be_returned_and_nothing_else():

@@ -7,7 +7,9 @@ import math
 import torch
 from torch import nn
 
-from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL, TensorSelection
+from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL, TensorSelection, select_tensors
+from shrinkpoint.sharding.global_tensors import GlobalTensors
+from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.flatten import flatten
 
 LARGE = (64, 64)
@@ -18,11 +20,15 @@ def weights(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"a.weight": torch.randn(LARGE), "b.weight": torch.randn(4, 32, 32), **changes}
 
 
-def picked(state, alive=None) -> list[str]:
-    return [*TensorSelection.from_state(flatten(state), alive).tensors]
+def select(state: FlatState, quantizable=None) -> TensorSelection:
+    return select_tensors(state, GlobalTensors.from_state(state), quantizable)
 
 
-def test_weights_with_two_axes_and_enough_values_are_picked():
+def selected(state, quantizable=None) -> list[str]:
+    return [*select(flatten(state), quantizable).tensors]
+
+
+def test_weights_with_two_axes_and_enough_values_are_selected():
     state = {
         **weights(),
         "small.weight": torch.randn(63, 65), "bias": torch.randn(MIN_WEIGHT_NUMEL),
@@ -32,24 +38,24 @@ def test_weights_with_two_axes_and_enough_values_are_picked():
         "line": torch.zeros(2 * MIN_WEIGHT_NUMEL),
     }  # fmt: skip
     assert 63 * 65 < MIN_WEIGHT_NUMEL <= 64 * 64
-    assert picked(state) == ["a.weight", "b.weight", "loose"]  # the last at the root, as a pos_embed is
+    assert selected(state) == ["a.weight", "b.weight", "loose"]  # the last at the root, as a pos_embed is
 
 
-def test_every_float_that_training_uses_is_picked():
-    assert picked({f"{dtype}.weight": torch.zeros(LARGE, dtype=dtype) for dtype in (torch.float16, torch.bfloat16)})
+def test_every_float_that_training_uses_is_selected():
+    assert selected({f"{dtype}.weight": torch.zeros(LARGE, dtype=dtype) for dtype in (torch.float16, torch.bfloat16)})
 
 
-def test_moments_gradients_and_averages_in_an_optimizer_are_never_picked():
+def test_moments_gradients_and_averages_in_an_optimizer_are_never_selected():
     model = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(2, 64)).sum().backward()
     optimizer.step()
-    assert picked({"model": model.state_dict(), "optimizer": optimizer.state_dict()}) == ["model/weight"]
+    assert selected({"model": model.state_dict(), "optimizer": optimizer.state_dict()}) == ["model/weight"]
 
 
-def test_tied_weights_are_picked_once():
+def test_tied_weights_are_selected_once():
     weight = torch.randn(LARGE)
-    assert picked({"wte.weight": weight, "head.weight": weight}) == ["wte.weight"]
+    assert selected({"wte.weight": weight, "head.weight": weight}) == ["wte.weight"]
 
 
 def test_a_copy_in_16_bits_follows_its_master():
@@ -60,51 +66,42 @@ def test_a_copy_in_16_bits_follows_its_master():
             "optimizer": {"state": {}, "param_groups": [], "fp32_masters": masters[::-1]},
         }
     )
-    picks = TensorSelection.from_state(flat)
-    assert [*picks.cast_sources] == [f"model/{i}.weight" for i in range(3)]
-    for name, source in picks.cast_sources.items():
+    selection = select(flat)
+    assert [*selection.cast_sources] == [f"model/{i}.weight" for i in range(3)]
+    for name, source in selection.cast_sources.items():
         assert torch.equal(flat.tensors[name], flat.tensors[source].bfloat16())
-    assert {*picks.tensors} == {*picks.cast_sources.values()}
-    assert {*TensorSelection.from_state(flat, {"model/1.weight"}).tensors} == {picks.cast_sources["model/1.weight"]}
-    out = picks.with_casts({source: torch.full(LARGE, 1.001) for source in picks.tensors}, flat)
-    assert {*out} == {*picks.tensors, *picks.cast_sources}
-    assert all(torch.equal(out[name], torch.full(LARGE, 1.001).bfloat16()) for name in picks.cast_sources)
+    assert {*selection.tensors} == {*selection.cast_sources.values()}
+    assert {*select(flat, {"model/1.weight"}).tensors} == {selection.cast_sources["model/1.weight"]}
+    out = selection.with_casts({source: torch.full(LARGE, 1.001) for source in selection.tensors}, flat)
+    assert {*out} == {*selection.tensors, *selection.cast_sources}
+    assert all(torch.equal(out[name], torch.full(LARGE, 1.001).bfloat16()) for name in selection.cast_sources)
 
 
-def test_a_weight_that_is_nobodys_copy_is_picked_itself():
+def test_a_weight_that_is_nobodys_copy_is_selected_itself():
     state = {"model": {"a.weight": torch.randn(LARGE).bfloat16()}, "masters": {"a.weight": torch.randn(LARGE)}}
-    assert picked(state) == ["model/a.weight", "masters/a.weight"]
+    assert selected(state) == ["model/a.weight", "masters/a.weight"]
 
 
 def test_copies_that_differ_late_are_told_apart():
     master = torch.randn(LARGE)
     other = master.bfloat16()
     other[-1, -1] += 1
-    assert not TensorSelection.from_state(
-        flatten({"model": {"a.weight": other}, "masters": {"a.weight": master}})
-    ).cast_sources
+    assert not select(flatten({"model": {"a.weight": other}, "masters": {"a.weight": master}})).cast_sources
 
 
 def test_what_is_not_finite_is_refused_and_named():
     for value in (math.nan, math.inf, -math.inf):
         broken = torch.randn(LARGE)
         broken[3, 5] = value
-        picks = TensorSelection.from_state(
-            flatten(weights(**{"b.weight": broken, "tiny.weight": torch.full((2, 2), value)}))
-        )
-        assert [*picks.tensors] == ["a.weight"]
-        assert picks.nonfinite == ("b.weight",)
+        selection = select(flatten(weights(**{"b.weight": broken, "tiny.weight": torch.full((2, 2), value)})))
+        assert [*selection.tensors] == ["a.weight"]
+        assert selection.nonfinite == ("b.weight",)
 
 
-def test_of_a_model_that_is_known_nothing_but_its_parameters_is_picked():
+def test_of_a_model_that_is_known_nothing_but_its_parameters_is_selected():
     state = {"model": weights(), "ema": weights()}
-    assert len(picked(state)) == 4
-    assert picked(state, {"model/b.weight"}) == ["model/b.weight"]
-    assert picked({"model": {"no_dot": torch.randn(LARGE)}}, {"model/no_dot"}) == ["model/no_dot"]
+    assert len(selected(state)) == 4
+    assert selected(state, {"model/b.weight"}) == ["model/b.weight"]
+    assert selected({"model": {"no_dot": torch.randn(LARGE)}}, {"model/no_dot"}) == ["model/no_dot"]
     broken = torch.full(LARGE, math.nan)
-    assert (
-        TensorSelection.from_state(
-            flatten({"model": weights(), "ema": {"a.weight": broken}}), {"model/a.weight"}
-        ).nonfinite
-        == ()
-    )
+    assert select(flatten({"model": weights(), "ema": {"a.weight": broken}}), {"model/a.weight"}).nonfinite == ()

@@ -17,6 +17,7 @@ import shrinkpoint as sp
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.schemes.select import is_bitwise_equal, unchanged_tensors
 from shrinkpoint.schemes.sharded import settle
+from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.sharding.shard_spec import AllGather, ShardLayout
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.tensors.flat_state import FlatState
@@ -68,22 +69,19 @@ def test_on_several_ranks_what_does_not_move_keeps_its_values_through_restores(n
                 assert bits(values[PARTLY][:70]) == bits(before[PARTLY][:70])
 
 
+def unchanged(state: Any, reference: Reference | None) -> dict[str, Any]:
+    return unchanged_tensors(state.tensors, state, reference, GlobalTensors.from_state(state))
+
+
 def test_what_a_reader_has_exactly_or_as_a_difference_has_nothing_to_be_kept():
     state = {"a.weight": normal(64, 80), "b.weight": normal(64, 80, seed=1)}
     flat = flatten(state)
-    assert (
-        unchanged_tensors(flat.tensors, flat, None)
-        == {}
-        == unchanged_tensors(flat.tensors, flat, Reference(flat.tensors))
-    )
+    assert unchanged(flat, None) == {} == unchanged(flat, Reference(flat.tensors))
     kept = sp.LCCheckpoint().quantize(flatten({n: x + 0.01 for n, x in state.items()}), Reference(flat.tensors))
-    assert (
-        kept.quantized
-        and unchanged_tensors(flat.tensors, kept.state, Reference(kept.state.tensors, kept.quantized)) == {}
-    )
+    assert kept.quantized and unchanged(kept.state, Reference(kept.state.tensors, kept.quantized)) == {}
     kept = sp.Fisher(relative_error=0.2).quantize(flat, None)
-    assert unchanged_tensors(flat.tensors, kept.state, Reference(kept.state.tensors, kept.quantized)).keys() == {*state}
-    assert unchanged_tensors(flat.tensors, flat, Reference(kept.state.tensors, kept.quantized)) == {}
+    assert unchanged(kept.state, Reference(kept.state.tensors, kept.quantized)).keys() == {*state}
+    assert unchanged(flat, Reference(kept.state.tensors, kept.quantized)) == {}
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5), (70, 90), (0, 4), (2, 9000)])

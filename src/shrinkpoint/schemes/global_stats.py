@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.quantize.exponent_buckets import ExponentBuckets
 from shrinkpoint.quantize.layer_types import layer_type_from_name
 from shrinkpoint.quantize.log_levels import (
@@ -25,8 +24,7 @@ from shrinkpoint.quantize.log_levels import (
 from shrinkpoint.quantize.sketch import LogHistogram
 from shrinkpoint.schemes.optimizer_state import is_quantizable_moment
 from shrinkpoint.schemes.search.candidates import PreviousCodes
-from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL, TensorSelection, unchanged_on_all_ranks, unchanged_tensors
-from shrinkpoint.schemes.shardedpicks import picked
+from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL
 from shrinkpoint.sharding.global_tensors import GlobalTensors, count_mean_m2, merge_mean_std
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role
@@ -66,23 +64,6 @@ class GlobalStats:
         """Of chance that differs between the boxes of a tensor; no collective."""
         piece = self.global_tensors.local_shards[name]
         return piece.spec.dither_seed(global_seed, piece.sizes)
-
-    def select_tensors(self, state: FlatState, quantizable: Collection[str] | None) -> TensorSelection:
-        """Weights with two axes or more and at least `SMALLEST` values, all boxes of a tensor taken together."""
-        found = picked(self.global_tensors, state, quantizable, smallest=MIN_WEIGHT_NUMEL, axes=2)
-        self.global_names = found.titles
-        return found.picks
-
-    def unchanged_tensors(
-        self, selection: TensorSelection, state: FlatState, reference: Reference | None
-    ) -> dict[str, QuantizedTensor]:
-        """As `unmoved.unmoved`, of picks of which no box has moved; they are no picks any more."""
-        found = unchanged_on_all_ranks(
-            unchanged_tensors(selection.tensors, state, reference), selection.tensors, self.global_tensors
-        )
-        titles = self.global_tensors.union(found)
-        self.global_names = tuple(one for one in self.global_names if one not in titles)
-        return found
 
     def sum_histograms(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Sums of histograms, of boxes to those of whole tensors; int64, on the CPU."""

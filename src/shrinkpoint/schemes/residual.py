@@ -26,7 +26,8 @@ from shrinkpoint.schemes.calibration import UnmeasuredLossNotice
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
 from shrinkpoint.schemes.global_stats import GlobalStats
 from shrinkpoint.schemes.plan import QuantizationPlan
-from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL, TensorSelection, max_abs
+from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL, max_abs, select_tensors
+from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON
 
@@ -160,7 +161,8 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
             pool: what there is of these tensors on other ranks, all of which decide at the same time.
         """
         pools = () if pool is None else (pool,)
-        picks = TensorSelection.from_state(state) if pool is None else pool.select_tensors(state, None)
+        global_tensors = GlobalTensors.from_state(state) if pool is None else pool.global_tensors
+        picks = select_tensors(state, global_tensors)
         owned = replace(state, optimizer_info=picks.optimizer_info_of_masters(state))
         symbols, far = self._usable_residuals(picks.tensors, owned, reference, *pools)
         if far:

@@ -1,15 +1,15 @@
-"""Selects the tensors of a state that are quantized.
+"""Selects the tensors of a state that are quantized, the same ones on every rank that has shards of them.
 
-Those that equal the decoded parent bit by bit keep the codes they have: a restored weight that no training moves (a
-frozen backbone, the base of an adapter) would gain an error with every restore if it were rounded again to another
-grid or with another dither. For all others that stay exact, the reason is given."""
+A tensor that equals the decoded parent checkpoint bit by bit keeps its codes: a restored weight that no training moves
+(a frozen backbone, the base of an adapter) would gain an error with every restore if it were rounded again to another
+grid or with another dither. For every other tensor that stays exact, the reason is given."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -23,100 +23,55 @@ from shrinkpoint.tensors.flat_state import FlatState, OptimizerInfo
 from shrinkpoint.tensors.info import JSON, Role, TensorInfo
 
 MIN_WEIGHT_NUMEL = 4096
-"""Numbers below which a weight is kept exactly: what it could gain is little, and it is the likelier to matter."""
+"""Weights with fewer values stay exact: little is to be gained, and they are the likelier to matter."""
 _PROBE_VALUES = 256
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class TensorSelection:
-    """The weights of a state to be quantized, and what follows from them.
+    """The weights of a state to be quantized, and the tensors that follow from them.
 
     Attributes:
-        tensors: by name; the state's own, on their devices.
-        cast_sources: name of a copy, narrower or not -> name of the picked tensor it is a cast of.
-        nonfinite: weights that would have been picked but hold a nan or an infinity.
+        tensors: by name; the state's own, on their devices. Of sharded weights, this rank's shards that have values.
+        cast_sources: by the name of a copy (narrower, or tied), the name of the selected tensor that it is a cast of.
+        nonfinite: global names of weights that would have been selected but hold a nan or an infinity.
+        global_names: names of the selected weights of all ranks, in the same order on every rank.
     """
 
     tensors: dict[str, Tensor] = field(repr=False)
     cast_sources: dict[str, str]
     nonfinite: tuple[str, ...] = ()
-
-    @classmethod
-    def from_state(
-        cls,
-        state: FlatState,
-        quantizable: Collection[str] | None = None,
-        *,
-        min_numel: int = MIN_WEIGHT_NUMEL,
-        min_dims: int = 2,
-    ) -> TensorSelection:
-        """Weights with two axes or more and at least `SMALLEST` values (arXiv 2306.11800 leaves open which, D1).
-
-        Norms, biases, buffers, counters and 64-bit floats stay exact. Where a 16-bit weight is a cast of a float32
-        master copy, the master is quantized and the weight follows.
-
-        Args:
-            quantizable: the names of a model's own parameters, where these are known: nothing else is then picked,
-                but for
-                the masters of those.
-            smallest, axes: how many values and axes a weight has at least.
-        """
-
-        def is_weight(name: str, role: Role) -> bool:
-            return role is Role.MASTER or (role is Role.PARAMETER if quantizable is None else name in quantizable)
-
-        wanted = {
-            name: state.tensors[name]
-            for name, info in state.infos.items()
-            if is_weight(name, info.role) and _is_large_enough(state.tensors[name], min_numel, min_dims)
-        }
-        finite = {name: x for name, x in wanted.items() if math.isfinite(max_abs(x))}
-        casts = _find_casts(finite)
-        ours = {*(wanted if quantizable is None else quantizable), *casts.values()}
-        tensors = {name: x for name, x in finite.items() if name in ours and name not in casts}
-        return cls(tensors, casts, tuple(name for name in wanted if name in ours and name not in finite))
+    global_names: tuple[str, ...] = ()
 
     def warn_nonfinite(self) -> None:
-        """Say what was refused, where something was."""
+        """Warn of weights that stay exact since they are not finite."""
         if self.nonfinite:
             text = f"weights with values that are not finite are kept as they are: {', '.join(self.nonfinite)}"
             warnings.warn(text, LossWarning, stacklevel=3)
 
     def optimizer_info_of_masters(self, state: FlatState) -> dict[str, OptimizerInfo]:
-        """What the optimizer knows, of the master copies where it was found to know it of the narrow ones."""
+        """The optimizer's facts by name, those of a narrow weight also under the name of its master copy."""
         out = {name: facts for name, facts in state.optimizer_info.items() if name not in self.cast_sources}
         for name, master in self.cast_sources.items():
             if name in state.optimizer_info:
                 out.setdefault(master, state.optimizer_info[name])
         return out
 
-    def with_tied_copies(self, optimized_names: Collection[str]) -> TensorSelection:
-        """The same, but copies of a weight that an optimizer knows follow that weight (a tied one, saved twice).
+    def exclude(self, names: Collection[str], global_tensors: GlobalTensors) -> TensorSelection:
+        """The selection without some tensors; a cast of one of them remains a cast. A collective.
 
         Args:
-            optimized_names: names of what an optimizer knows.
+            names: local names, on every rank those of its shards of the same global tensors.
         """
-        known: dict[tuple[int, ...], list[str]] = {}
-        for name, x in self.tensors.items():
-            if name in optimized_names:
-                known.setdefault(tuple(x.shape), []).append(name)
-        copies = {}
-        for name, x in self.tensors.items():
-            for other in known.get(tuple(x.shape), []) if name not in optimized_names else []:
-                if x.dtype == self.tensors[other].dtype and is_cast(x, self.tensors[other]):
-                    copies[name] = other
-                    break
-        tensors = {name: x for name, x in self.tensors.items() if name not in copies}
-        return TensorSelection(tensors, self.cast_sources | copies, self.nonfinite)
-
-    def exclude(self, names: Collection[str]) -> TensorSelection:
-        """The same but for these; what is a cast of one of them stays so."""
-        tensors = {name: x for name, x in self.tensors.items() if name not in names}
-        return TensorSelection(tensors, self.cast_sources, self.nonfinite)
+        excluded = global_tensors.union(names)
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name not in names}
+        return replace(
+            self, tensors=tensors, global_names=tuple(name for name in self.global_names if name not in excluded)
+        )
 
     def with_casts(self, values: Mapping[str, Tensor], state: FlatState) -> dict[str, Tensor]:
-        """The state's tensors that change when those picked get these values: they, and their casts."""
+        """The state's tensors that change when selected tensors get these values: these tensors and their casts."""
         out = dict(values)
         for name, source in self.cast_sources.items():
             if source in values:
@@ -124,98 +79,247 @@ class TensorSelection:
         return out
 
 
+def select_tensors(
+    state: FlatState,
+    global_tensors: GlobalTensors,
+    quantizable: Collection[str] | None = None,
+    *,
+    min_numel: int = MIN_WEIGHT_NUMEL,
+    min_dims: int = 2,
+    optimized_names: Collection[str] | None = None,
+) -> TensorSelection:
+    """Select the weights of a state that a lossy scheme may quantize; a collective.
+
+    The default is weights with two dimensions or more and at least 4096 values (arXiv 2306.11800 leaves open which).
+    Norms, biases, buffers, counters and 64-bit floats stay exact. If a 16-bit weight is a cast of a float32 master
+    copy, the master is quantized and the weight follows. A sharded tensor is a cast if each of its shards has the same
+    shard of the other tensor on its rank, and is a cast of that.
+
+    Args:
+        global_tensors: the tensors of `state` on all ranks.
+        quantizable: the names of a model's own parameters, if known: nothing else is selected then, but for the
+            masters of those.
+        min_numel, min_dims: how many values and dimensions a (global) weight has at least.
+        optimized_names: names of weights that an optimizer updates: copies of them follow them (a tied weight that is
+            saved twice). None: copies are quantized by themselves.
+    """
+    candidates = {
+        name: state.tensors[name]
+        for name, info in state.infos.items()
+        if _is_weight(name, info.role, quantizable)
+        and _is_large_enough(global_tensors, name, state.tensors[name], min_numel, min_dims)
+    }
+    optimized = frozenset() if optimized_names is None else frozenset(optimized_names)
+    colocated = _group_by_shard(global_tensors, candidates)
+    reports = global_tensors.gather_by_tensor(
+        {
+            name: _ShardReport(
+                is_quantizable=quantizable is None or name in quantizable,
+                is_finite=math.isfinite(max_abs(tensor)),
+                is_float32=tensor.dtype == torch.float32,
+                is_optimized=name in optimized,
+                masters=_find_masters(name, candidates, colocated, global_tensors),
+                tied=_find_tied(name, candidates, colocated, global_tensors, optimized),
+            )
+            for name, tensor in candidates.items()
+        }
+    )
+    names, sources, nonfinite = _decide({name: reports[name] for name in global_tensors.shapes if name in reports})
+    local = {name: tensor for name, tensor in candidates.items() if tensor.numel()}
+    local_sources = {
+        name: global_tensors.colocated_name(name, sources[global_tensors.global_name(name)])
+        for name in local
+        if global_tensors.global_name(name) in sources
+    }
+    selected = frozenset(names)
+    return TensorSelection(
+        {name: tensor for name, tensor in local.items() if global_tensors.global_name(name) in selected},
+        {name: source for name, source in local_sources.items() if source is not None},
+        nonfinite,
+        names,
+    )
+
+
+@dataclass(frozen=True)
+class _ShardReport:
+    """What a rank reports of its shard of a candidate.
+
+    Attributes:
+        is_quantizable: it may be selected even if it is no master copy.
+        masters: global names of float32 tensors that the shard is a cast of; None if the shard has no values.
+        tied: global names of optimized tensors that the shard is a copy of; None if the shard has no values.
+    """
+
+    is_quantizable: bool
+    is_finite: bool
+    is_float32: bool
+    is_optimized: bool
+    masters: tuple[str, ...] | None
+    tied: tuple[str, ...] | None
+
+
+_ShardKey = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def _shard_key(global_tensors: GlobalTensors, name: str) -> _ShardKey:
+    shard = global_tensors.local_shards[name]
+    return shard.sizes, shard.spec.global_shape, shard.spec.offsets
+
+
+def _group_by_shard(global_tensors: GlobalTensors, names: Iterable[str]) -> dict[_ShardKey, list[str]]:
+    """Names of local tensors that are the same shard of global tensors of one shape."""
+    groups: dict[_ShardKey, list[str]] = {}
+    for name in names:
+        groups.setdefault(_shard_key(global_tensors, name), []).append(name)
+    return groups
+
+
+def _find_masters(
+    name: str,
+    candidates: Mapping[str, Tensor],
+    colocated: Mapping[_ShardKey, list[str]],
+    global_tensors: GlobalTensors,
+) -> tuple[str, ...] | None:
+    tensor = candidates[name]
+    if not tensor.numel():
+        return None
+    if tensor.dtype == torch.float32:
+        return ()
+    others = [n for n in colocated[_shard_key(global_tensors, name)] if candidates[n].dtype == torch.float32]
+    return tuple(global_tensors.global_name(other) for other in others if is_cast(tensor, candidates[other]))
+
+
+def _find_tied(
+    name: str,
+    candidates: Mapping[str, Tensor],
+    colocated: Mapping[_ShardKey, list[str]],
+    global_tensors: GlobalTensors,
+    optimized: Collection[str],
+) -> tuple[str, ...] | None:
+    tensor = candidates[name]
+    if not tensor.numel():
+        return None
+    if name in optimized:
+        return ()
+    others = [
+        other
+        for other in colocated[_shard_key(global_tensors, name)]
+        if other in optimized and candidates[other].dtype == tensor.dtype
+    ]
+    return tuple(global_tensors.global_name(other) for other in others if is_cast(tensor, candidates[other]))
+
+
+def _decide(
+    reports: Mapping[str, Sequence[_ShardReport]],
+) -> tuple[tuple[str, ...], dict[str, str], tuple[str, ...]]:
+    """Global names of what is selected, of the source of each cast and tied copy, and of what is not finite."""
+    finite = [name for name, shards in reports.items() if all(shard.is_finite for shard in shards)]
+    float32 = {name for name in finite if reports[name][0].is_float32}
+    casts: dict[str, str] = {}
+    for name in finite:
+        master = None if name in float32 else _first_common([shard.masters for shard in reports[name]], float32)
+        if master is not None:
+            casts[name] = master
+    wanted = {name for name, shards in reports.items() if any(shard.is_quantizable for shard in shards)}
+    wanted |= {*casts.values()}
+    names = [name for name in finite if name in wanted and name not in casts]
+    optimized = {name for name in names if any(shard.is_optimized for shard in reports[name])}
+    tied: dict[str, str] = {}
+    for name in names:
+        source = None if name in optimized else _first_common([shard.tied for shard in reports[name]], optimized)
+        if source is not None:
+            tied[name] = source
+    finite_names = frozenset(finite)
+    nonfinite = tuple(name for name in reports if name in wanted and name not in finite_names)
+    return tuple(name for name in names if name not in tied), casts | tied, nonfinite
+
+
+def _first_common(reports: Iterable[tuple[str, ...] | None], allowed: Collection[str]) -> str | None:
+    """The first allowed name that every shard with values reports."""
+    names = [report for report in reports if report is not None]
+    if not names:
+        return None
+    return next((name for name in names[0] if name in allowed and all(name in other for other in names)), None)
+
+
+def _is_weight(name: str, role: Role, quantizable: Collection[str] | None) -> bool:
+    return role is Role.MASTER or (role is Role.PARAMETER if quantizable is None else name in quantizable)
+
+
+def _is_large_enough(global_tensors: GlobalTensors, name: str, tensor: Tensor, min_numel: int, min_dims: int) -> bool:
+    is_large = tensor.dim() >= min_dims and global_tensors.local_shards[name].spec.global_numel >= min_numel
+    return tensor.dtype in WEIGHT_DTYPES and is_large
+
+
 def max_abs(tensor: Tensor) -> float:
-    """The largest magnitude, 0 of nothing; not finite where a value is not. A tenth of the time of `isfinite`."""
+    """The largest magnitude, 0 of an empty tensor; nan or inf if a value is. A tenth of the time of `isfinite`."""
     if tensor.numel() == 0:
         return 0.0
     low, high = (float(end) for end in torch.aminmax(tensor.detach()))
     return math.nan if math.isnan(low) else max(-low, high)
 
 
-def _is_large_enough(x: Tensor, min_numel: int, min_dims: int) -> bool:
-    return x.dtype in WEIGHT_DTYPES and x.dim() >= min_dims and x.numel() >= min_numel
-
-
-def _find_casts(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    masters: dict[tuple[int, ...], list[str]] = {}
-    for name, x in tensors.items():
-        if x.dtype == torch.float32:
-            masters.setdefault(tuple(x.shape), []).append(name)
-    out = {}
-    for name, x in tensors.items():
-        if x.dtype == torch.float32:
-            continue
-        for master in masters.get(tuple(x.shape), []):
-            if is_cast(x, tensors[master]):
-                out[name] = master
-                break
-    return out
-
-
 def is_cast(tensor: Tensor, master: Tensor) -> bool:
-    """A few values first: most layers of a model have the same shape, and each would be compared with each."""
-    some, others = (one.detach().reshape(-1)[:_PROBE_VALUES].cpu() for one in (tensor, master))
-    return torch.equal(some, others.to(tensor.dtype)) and torch.equal(tensor.cpu(), master.to(tensor.dtype).cpu())
+    """Whether `tensor` equals `master` cast to its dtype; both have the same shape.
+
+    A few values are compared first: most layers of a model have the same shape, and each is compared with each.
+    """
+    head, master_head = (full.detach().reshape(-1)[:_PROBE_VALUES].cpu() for full in (tensor, master))
+    return torch.equal(head, master_head.to(tensor.dtype)) and torch.equal(tensor.cpu(), master.to(tensor.dtype).cpu())
 
 
 _HEAD_VALUES = 4096
-"""Bytes-wide integers compared first: what trains differs there already."""
+"""How many values are compared first: those of a tensor that trains differ there already."""
 
 
 def unchanged_tensors(
-    names: Iterable[str], state: FlatState, reference: Reference | None
+    names: Iterable[str], state: FlatState, reference: Reference | None, global_tensors: GlobalTensors
 ) -> dict[str, QuantizedTensor]:
-    """Origins, on the CPU, of those tensors that equal a reader's bit by bit; without those that cannot stand alone.
+    """Codes of tensors that equal the decoded parent checkpoint bit by bit, with all their shards; a collective.
 
-    What a reader has exactly, and what is a difference to the checkpoint before that, has no origin to be kept.
+    A tensor that the parent has exactly, or as a difference to its own parent, has no codes that could be written
+    again. Neither has a tensor whose codes are relative to those of another tensor that has changed.
 
     Args:
-        names: of tensors of `state`.
-        reference: what a reader has of the checkpoint before; None: nothing.
+        names: of tensors of `state`, on every rank its shards of the same global tensors.
+        reference: the decoded parent checkpoint; None if there is none.
+
+    Returns:
+        By name, on the CPU.
     """
-    out: dict[str, QuantizedTensor] = {}
-    if reference is None:
-        return out
+    names = list(names)
+    unchanged: dict[str, QuantizedTensor] = {}
     for name in names:
-        origin, x = reference.quantized.get(name), state.tensors[name]
-        held = reference.get_like(name, tuple(x.shape), x.dtype)
-        if origin is not None and held is not None and _is_self_contained(origin) and is_bitwise_equal(x, held):
-            out[name] = origin
-    return {name: one for name, one in out.items() if not _relative_to(one) or _relative_to(one) in out}
+        tensor = state.tensors[name]
+        origin = None if reference is None else reference.quantized.get(name)
+        if origin is None or reference is None or not _is_self_contained(origin):
+            continue
+        parent = reference.get_like(name, tuple(tensor.shape), tensor.dtype)
+        if parent is not None and is_bitwise_equal(tensor, parent):
+            unchanged[name] = origin
+    independent = global_tensors.tensors_where_all(
+        {name: name in unchanged and not _relative_to(unchanged[name]) for name in names}
+    )
+    local = {name for name in unchanged if global_tensors.global_name(name) in independent}
+    dependent = global_tensors.tensors_where_all(
+        {name: name in unchanged and _relative_to(unchanged[name]) in local for name in names}
+    )
+    kept = independent | dependent
+    return {name: origin for name, origin in unchanged.items() if global_tensors.global_name(name) in kept}
 
 
-def is_bitwise_equal(x: Tensor, parent: Tensor) -> bool:
+def is_bitwise_equal(tensor: Tensor, parent: Tensor) -> bool:
     """Whether two tensors of one shape and dtype are the same, bit by bit."""
-    a, b = as_bits(x.detach()), as_bits(parent)
+    a, b = as_bits(tensor.detach()), as_bits(parent)
     head = min(len(a) if a.dim() else 1, max(1, _HEAD_VALUES // max(1, a[0].numel() if a.dim() and len(a) else 1)))
     if a.dim() and not torch.equal(a[:head], b[:head].to(a.device)):
         return False
     return torch.equal(a, b.to(a.device))
 
 
-def equal_elements(x: Tensor, parent: Tensor) -> Tensor:
-    """Where a tensor is what a reader has of it, bit by bit; bool, on the device of `x`."""
-    return as_bits(x.detach()) == as_bits(parent).to(x.device)
-
-
-def unchanged_on_all_ranks(
-    unchanged: Mapping[str, QuantizedTensor], names: Iterable[str], global_tensors: GlobalTensors
-) -> dict[str, QuantizedTensor]:
-    """Those of whole tensors of which no box has moved on any rank; a collective.
-
-    Args:
-        unchanged: what has not moved of this rank's boxes.
-        names: of all that this rank was asked about.
-    """
-    names = list(names)
-    titles = global_tensors.tensors_where_all(
-        {name: name in unchanged and not _relative_to(unchanged[name]) for name in names}
-    )
-    alone = {name for name in names if global_tensors.global_name(name) in titles and name in unchanged}
-    titles |= global_tensors.tensors_where_all(
-        {name: name in unchanged and _relative_to(unchanged[name]) in alone for name in names}
-    )
-    return {name: one for name, one in unchanged.items() if global_tensors.global_name(name) in titles}
+def equal_elements(tensor: Tensor, parent: Tensor) -> Tensor:
+    """Where two tensors of one shape and dtype have the same bits; bool, on the device of `tensor`."""
+    return as_bits(tensor.detach()) == as_bits(parent).to(tensor.device)
 
 
 def _is_self_contained(quantized_tensor: QuantizedTensor) -> bool:
@@ -225,7 +329,7 @@ def _is_self_contained(quantized_tensor: QuantizedTensor) -> bool:
 
 
 def _relative_to(quantized_tensor: QuantizedTensor) -> str:
-    """The tensor that a tensor's points are relative to."""
+    """The name of the tensor that a tensor's codes are relative to; "" if they are not."""
     return quantized_tensor.relative_to if isinstance(quantized_tensor, LatticeTensor) else ""
 
 
@@ -233,47 +337,48 @@ _ROLES = {Role.BUFFER: "a buffer", Role.GRADIENT: "a gradient", Role.OTHER: "not
 _MOMENTS = (Role.MOMENT1, Role.MOMENT2)
 _OPTIMIZER = "of the optimizer"
 _MAX_NAMES = 4
-"""Names that are said of each reason, the largest first."""
+"""How many names are listed for each reason, the largest tensors first."""
 
 
 def exact_reasons(
     state: FlatState, lossy: Collection[str], nonfinite: Collection[str], min_numel: int, min_dims: int
 ) -> dict[str, str]:
-    """Why each tensor of floats that is not lossy stays exact, by name.
+    """Give the reason why each tensor of floats that is not lossy stays exact, by name.
 
     Args:
-        lossy: names of those that are.
+        lossy: names of the lossy tensors.
         nonfinite: names of weights that are not finite.
-        smallest, axes: how many values and axes a weight has at least that the scheme quantizes.
+        min_numel, min_dims: how many values and dimensions a weight has at least that the scheme quantizes.
     """
-    homes = {name.rpartition("/")[0] for name, info in state.infos.items() if info.role in _MOMENTS}
+    optimizer_groups = {name.rpartition("/")[0] for name, info in state.infos.items() if info.role in _MOMENTS}
     out: dict[str, str] = {}
     for name, info in state.infos.items():
-        x = state.tensors[name]
-        if name in lossy or not (x.is_floating_point() or x.is_complex()):
+        tensor = state.tensors[name]
+        if name in lossy or not (tensor.is_floating_point() or tensor.is_complex()):
             continue
-        if info.role in _MOMENTS or name.rpartition("/")[0] in homes:
+        if info.role in _MOMENTS or name.rpartition("/")[0] in optimizer_groups:
             out[name] = _OPTIMIZER
         else:
-            out[name] = "not finite" if name in nonfinite else _exact_reason(info, x, min_numel, min_dims)
+            out[name] = "not finite" if name in nonfinite else _exact_reason(info, tensor, min_numel, min_dims)
     return out
 
 
 def summarize_reasons(reasons: Mapping[str, str], infos: Mapping[str, TensorInfo]) -> dict[str, JSON]:
-    """The same for a manifest: of each reason how many tensors and bytes, and the names of the largest."""
+    """Summarize reasons for a manifest: how many tensors and bytes each has, and the names of the largest."""
     out: dict[str, JSON] = {}
     for reason in dict.fromkeys(reasons.values()):
-        names = sorted((name for name, why in reasons.items() if why == reason), key=lambda name: -infos[name].nbytes)
+        names = [name for name, given in reasons.items() if given == reason]
+        names.sort(key=lambda name: -infos[name].nbytes)
         nbytes = sum(infos[name].nbytes for name in names)
         out[reason] = {"tensors": len(names), "bytes": nbytes, "largest": names[:_MAX_NAMES]}
     return out
 
 
-def _exact_reason(info: TensorInfo, x: Tensor, min_numel: int, min_dims: int) -> str:
+def _exact_reason(info: TensorInfo, tensor: Tensor, min_numel: int, min_dims: int) -> str:
     if info.role in _ROLES:
         return _ROLES[info.role]
-    if x.dtype not in WEIGHT_DTYPES:
+    if tensor.dtype not in WEIGHT_DTYPES:
         return f"of dtype {info.dtype}"
-    if x.numel() < min_numel or x.dim() < min_dims:
+    if tensor.numel() < min_numel or tensor.dim() < min_dims:
         return "too small"
     return "left by the scheme"

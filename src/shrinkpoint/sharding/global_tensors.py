@@ -96,8 +96,8 @@ class GlobalTensors:
         self.index = {name: i for i, name in enumerate(self.names)}
         mine = []
         for name, info in state.infos.items():
-            place = layout.specs.get(name) or ShardSpec(name, info.shape, (0,) * len(info.shape))
             sizes = tuple(state.tensors[name].shape)
+            place = layout.specs.get(name) or ShardSpec(name, sizes, (0,) * len(sizes))
             place.check(name, sizes)
             mine.append((place.global_name, place.global_shape, place.offsets, sizes, info.dtype, info.role.value))
         token = uuid.uuid4().hex

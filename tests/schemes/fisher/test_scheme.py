@@ -22,13 +22,19 @@ import shrinkpoint as sp
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.schemes.registry import get_scheme
-from shrinkpoint.schemes.select import TensorSelection
+from shrinkpoint.schemes.select import TensorSelection, select_tensors
+from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.storage import MemoryStorage, Storage
 from shrinkpoint.store import SaveReport
 from shrinkpoint.tensors.dtypes import TORCH_DTYPES
 from shrinkpoint.tensors.flatten import flatten
 
 WEIGHTS = {"a.weight": normal(48, 64, scale=0.05), "b.weight": normal(64, 48, seed=1), "b.bias": normal(64, seed=2)}
+
+
+def select(state: Any, optimized_names: Any = None) -> TensorSelection:
+    tensors = GlobalTensors.from_state(state)
+    return select_tensors(state, tensors, min_numel=16, min_dims=1, optimized_names=optimized_names)
 
 
 def saved(state: Any, **options: Any) -> tuple[Any, SaveReport]:
@@ -158,10 +164,8 @@ def test_any_state_is_saved_and_all_but_its_weights_and_moments_come_back(state)
         loaded, _ = saved(state)
     after = flatten(loaded)
     assert after.tree == flat.tree and {*after.tensors} == {*flat.tensors}
-    picked = {
-        *TensorSelection.from_state(flat, min_numel=16, min_dims=1).tensors,
-        *TensorSelection.from_state(flat, min_numel=16, min_dims=1).cast_sources,
-    }
+    selection = select(flat)
+    picked = {*selection.tensors, *selection.cast_sources}
     for name, x in flat.tensors.items():
         assert name in picked or bits(x) == bits(after.tensors[name])
 
@@ -279,9 +283,8 @@ def test_copies_are_folded_only_into_what_an_optimizer_knows():
     x = normal(32, 32)
     state = adam({"a.weight": x}) | {"ema": {"a.weight": x.clone(), "b.weight": normal(32, 32, seed=1)}}
     flat = flatten(state)
-    picks = TensorSelection.from_state(flat, min_numel=16, min_dims=1)
-    assert {*picks.with_tied_copies(()).tensors} == {"model/a.weight", "ema/a.weight", "ema/b.weight"}
-    folded = picks.with_tied_copies({"model/a.weight"})
+    assert {*select(flat, ()).tensors} == {"model/a.weight", "ema/a.weight", "ema/b.weight"}
+    folded = select(flat, {"model/a.weight"})
     assert {*folded.tensors} == {"model/a.weight", "ema/b.weight"}
     assert folded.cast_sources == {"ema/a.weight": "model/a.weight"}
 

@@ -14,7 +14,8 @@ from shrinkpoint.codec.code_streams import CODERS
 from shrinkpoint.schemes.evaluate import TrialEvaluator
 from shrinkpoint.schemes.inshrinkerator.scheme import SPACE, Inshrinkerator
 from shrinkpoint.schemes.search.candidates import PreviousCodes
-from shrinkpoint.schemes.select import TensorSelection
+from shrinkpoint.schemes.select import select_tensors
+from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flatten import flatten
 
 CONFIG = {"bins": 8, "embedding_bins": 32, "prune": 0.2, "protect": 0.005}
@@ -172,6 +173,6 @@ def test_a_knob_for_tensors_that_there_are_none_of_is_not_tried():
     for state, count in ((states()[0], 108), (letters(), 216), ({"wte.weight": letters()["wte.weight"]}, 36)):
         flat = flatten(state)
         found = scheme().candidates(
-            TensorSelection.from_state(flat).tensors, PreviousCodes(), TrialEvaluator(flat, None)
+            select_tensors(flat, GlobalTensors.from_state(flat)).tensors, PreviousCodes(), TrialEvaluator(flat, None)
         )
         assert sum(found.size(point) < float("inf") for point in points()) == count

@@ -17,7 +17,8 @@ from shrinkpoint.schemes.inshrinkerator.scheme import SPACE, Inshrinkerator
 from shrinkpoint.schemes.inshrinkerator.scores import MAGNITUDE
 from shrinkpoint.schemes.search.candidates import PreviousCodes
 from shrinkpoint.schemes.search.space import Point
-from shrinkpoint.schemes.select import TensorSelection
+from shrinkpoint.schemes.select import select_tensors
+from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flatten import flatten
 
 BEFORE = {"bins": 8, "embedding_bins": 32, "prune": 0.2, "protect": 0.005}
@@ -36,7 +37,7 @@ def before(name: str) -> Written:
 
 def predicted(state, points: list[Point], parent: Written | None) -> list[float]:
     flat = flatten(state)
-    tensors = TensorSelection.from_state(flat).tensors
+    tensors = select_tensors(flat, GlobalTensors.from_state(flat)).tensors
     earlier = PreviousCodes() if parent is None else PreviousCodes.from_codebooks(parent.reference().quantized, tensors)
     found = Inshrinkerator(config=BEFORE).candidates(tensors, earlier, TrialEvaluator(flat, None))
     return [found.size(point) for point in points]

@@ -27,8 +27,7 @@ from shrinkpoint.schemes.fisher.probe import (
 )
 from shrinkpoint.schemes.fisher.step_candidates import is_linear
 from shrinkpoint.schemes.fisher.steps import geometric_mean_curvature, make_lattice
-from shrinkpoint.schemes.select import TensorSelection, unchanged_on_all_ranks, unchanged_tensors
-from shrinkpoint.schemes.shardedpicks import picked
+from shrinkpoint.schemes.select import TensorSelection, select_tensors, unchanged_tensors
 from shrinkpoint.sharding.global_tensors import GlobalTensors, Marginals, count_mean_m2, merge_mean_std
 from shrinkpoint.tensors.flat_state import FlatState
 
@@ -97,21 +96,31 @@ class Merged(Pool):
 
     # of all weights
 
+    def global_tensors(self, state: FlatState) -> GlobalTensors:
+        return self._wholes
+
     def picks(self, flat: FlatState, reference: Reference | None, alive: Collection[str] | None) -> TensorSelection:
         """See `Pool`."""
-        found = picked(self._wholes, flat, alive, smallest=MIN_LATTICE_NUMEL, axes=1, owned=flat.optimizer_info.keys())
-        self._blank = {title: torch.empty(self._wholes.shapes[title], device="meta") for title in found.titles}
+        found = select_tensors(
+            flat,
+            self._wholes,
+            alive,
+            min_numel=MIN_LATTICE_NUMEL,
+            min_dims=1,
+            optimized_names=flat.optimizer_info.keys(),
+        )
+        self._blank = {title: torch.empty(self._wholes.shapes[title], device="meta") for title in found.global_names}
         held = {} if reference is None else reference.quantized
         self._inherits = self._wholes.tensors_where_all(
-            {name: _is_linear(held.get(name), x) for name, x in found.picks.tensors.items()}
+            {name: _is_linear(held.get(name), x) for name, x in found.tensors.items()}
         )
-        return found.picks
+        return found
 
     def unmoved(
         self, names: Collection[str], flat: FlatState, reference: Reference | None
     ) -> dict[str, QuantizedTensor]:
         """See `Pool`."""
-        found = unchanged_on_all_ranks(unchanged_tensors(names, flat, reference), names, self._wholes)
+        found = unchanged_tensors(names, flat, reference, self._wholes)
         titles = self._wholes.union(found)
         self._blank = {title: x for title, x in self._blank.items() if title not in titles}
         return found

@@ -14,7 +14,8 @@ from shrinkpoint.schemes.fisher.curvature import Curvature, estimate_curvatures
 from shrinkpoint.schemes.fisher.moments import MIN_LATTICE_NUMEL, MomentPrecision, moments_to_lattices
 from shrinkpoint.schemes.fisher.probe import MeasureLossIncrease, curvatures_from_probe, probe
 from shrinkpoint.schemes.fisher.steps import geometric_mean_curvature, make_lattice
-from shrinkpoint.schemes.select import TensorSelection, unchanged_tensors
+from shrinkpoint.schemes.select import TensorSelection, select_tensors, unchanged_tensors
+from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import FlatState
 
 T = TypeVar("T")
@@ -68,17 +69,26 @@ class Pool:
 
     # of all weights
 
+    def global_tensors(self, state: FlatState) -> GlobalTensors:
+        """The tensors of all ranks."""
+        return GlobalTensors.from_state(state)
+
     def picks(self, flat: FlatState, reference: Reference | None, alive: Collection[str] | None) -> TensorSelection:
         """Which tensors are weights to be quantized; what comes first."""
-        return TensorSelection.from_state(flat, alive, min_numel=MIN_LATTICE_NUMEL, min_dims=1).with_tied_copies(
-            flat.optimizer_info.keys()
+        return select_tensors(
+            flat,
+            GlobalTensors.from_state(flat),
+            alive,
+            min_numel=MIN_LATTICE_NUMEL,
+            min_dims=1,
+            optimized_names=flat.optimizer_info.keys(),
         )
 
     def unmoved(
         self, names: Collection[str], flat: FlatState, reference: Reference | None
     ) -> dict[str, QuantizedTensor]:
         """As `unmoved.unmoved`, of tensors that have not moved anywhere; weights among them are no picks any more."""
-        return unchanged_tensors(names, flat, reference)
+        return unchanged_tensors(names, flat, reference, GlobalTensors.from_state(flat))
 
     def moments(
         self,

@@ -187,7 +187,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         picks = pool.picks(state, reference, alive)
         picks.warn_nonfinite()
         kept = pool.unmoved([*picks.tensors], state, reference)
-        picks, known = picks.exclude(kept), reference
+        picks, known = picks.exclude(kept, pool.global_tensors(state)), reference
         if reference is not None and not reference.is_base:
             reference = None
         values: dict[str, Tensor] = {}

@@ -31,7 +31,8 @@ from shrinkpoint.schemes.search.neighbourhood import neighbourhood
 from shrinkpoint.schemes.search.progress import Progress, progress_printer
 from shrinkpoint.schemes.search.space import METRIC, Point, Space, is_dominated
 from shrinkpoint.schemes.search.trials import JointTrials, SearchResult, Trial, Trials
-from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL, TensorSelection, unchanged_tensors
+from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL, TensorSelection, select_tensors, unchanged_tensors
+from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON
 
@@ -219,15 +220,14 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
         began = time.perf_counter()
         alive = None if evaluator is None else evaluator.quantizable
         self._is_quiet = pool is not None and pool.global_tensors.rank > 0
-        picks = TensorSelection.from_state(state, alive) if pool is None else pool.select_tensors(state, alive)
-        wanted = len(picks.tensors if pool is None else pool.global_names)
-        kept = (
-            unchanged_tensors(picks.tensors, state, reference)
-            if pool is None
-            else pool.unchanged_tensors(picks, state, reference)
-        )
-        picks, found = picks.exclude(kept), _Choice()
-        left = len(picks.tensors if pool is None else pool.global_names)
+        global_tensors = GlobalTensors.from_state(state) if pool is None else pool.global_tensors
+        picks = select_tensors(state, global_tensors, alive)
+        wanted = len(picks.global_names)
+        kept = unchanged_tensors(picks.tensors, state, reference, global_tensors)
+        picks, found = picks.exclude(kept, global_tensors), _Choice()
+        left = len(picks.global_names)
+        if pool is not None:
+            pool.global_names = picks.global_names
         if wanted and not left:
             found = _Choice(record=self._last_choice_record())
         if left:
