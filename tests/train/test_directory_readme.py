@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import shrinkpoint as sp
 from shrinkpoint import errors
 from shrinkpoint.cli.app import app
-from shrinkpoint.store import directory as folders
+from shrinkpoint.store import directory as directories
 from shrinkpoint.train.accelerate import load_state, save_state
 from shrinkpoint.train.dcp import Writer
 from shrinkpoint.train.lightning import ShrinkIO
@@ -93,7 +93,7 @@ def test_every_folder_says_what_reads_it_and_what_it_says_works(tmp_path: Path, 
     folder = writes(tmp_path / "run")
     with pytest.raises((OSError, ValueError, dcp.api.CheckpointException)):  # the stock reader cannot
         reads(folder)
-    text = (folder / folders.README).read_text("ascii")
+    text = (folder / directories.README).read_text("ascii")
     assert f"shrinkpoint.train.{kind}" in text
     lines = [line.strip() for line in text.splitlines() if line.startswith("    shrinkpoint ")]
     commands = [line.split("   ")[0].split() for line in lines]
@@ -101,23 +101,23 @@ def test_every_folder_says_what_reads_it_and_what_it_says_works(tmp_path: Path, 
     out = tmp_path / "out"
     for words in commands:
         run(*({"DIRECTORY": str(folder), "OUT": str(out)}.get(word, word) for word in words[1:]))
-    assert not (out / folders.README).exists()
+    assert not (out / directories.README).exists()
     reads(out)
 
 
 def test_the_readme_is_one_text_and_nobodys_own_is_touched(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
-    (tmp_path / "b" / folders.README).write_text("mine")
+    (tmp_path / "b" / directories.README).write_text("mine")
     trail = sp.train.Checkpointer()
     for name in ("a", "b", "c"):
         trail.save(tmp_path / name, {"x": torch.ones(2)})
     trail.save(tmp_path / "a", {"x": torch.zeros(2)})
-    texts = [(tmp_path / name / folders.README).read_text() for name in ("a", "b", "c")]
+    texts = [(tmp_path / name / directories.README).read_text() for name in ("a", "b", "c")]
     assert texts[0] == texts[2] and texts[1] == "mine"
-    assert tmp_path / "a" / folders.README in folders.own_files(tmp_path / "a")
-    assert tmp_path / "b" / folders.README not in folders.own_files(tmp_path / "b")
-    (tmp_path / "c" / folders.README).unlink()
-    folders.verify_directory(tmp_path / "c", deep=True)
+    assert tmp_path / "a" / directories.README in directories.own_files(tmp_path / "a")
+    assert tmp_path / "b" / directories.README not in directories.own_files(tmp_path / "b")
+    (tmp_path / "c" / directories.README).unlink()
+    directories.verify_directory(tmp_path / "c", deep=True)
     assert not [path for path in tmp_path.rglob("*") if "tmp" in path.name]
 
 

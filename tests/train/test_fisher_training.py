@@ -31,7 +31,7 @@ def fixed(run: Run) -> sp.Fisher:
 class Nearest(sp.Fisher):
     """As it would be without dither: after a restore, too, weights are rounded to the nearest points."""
 
-    def resume(self, loss: Any, generation: int = 0) -> None:
+    def resume(self, loss: Any, lossy_restores: int = 0) -> None:
         super().resume(loss, 0)
 
 

@@ -93,7 +93,7 @@ def test_a_scheme_as_printed_gets_the_printed_average():
 
 @pytest.mark.parametrize("attached", [True, False])
 def test_only_the_last_steps_before_a_planned_save_are_recorded_each_time_afresh(attached):
-    loop = Loop(attached=attached, every=10, batches=4)
+    loop = Loop(attached=attached, save_interval=10, batches=4)
     recorded = []
     for _ in range(30):
         recorded.append(loop.recorder.is_recording)
@@ -105,7 +105,7 @@ def test_only_the_last_steps_before_a_planned_save_are_recorded_each_time_afresh
 
 
 def test_between_windows_the_last_one_stands_and_a_new_one_starts_from_nothing():
-    loop = Loop(every=10, batches=4).steps(10)
+    loop = Loop(save_interval=10, batches=4).steps(10)
     at_the_save = loop.recorder.mean
     loop.steps(6)
     assert loop.recorder.ready and same(loop.recorder.mean, at_the_save)
@@ -113,20 +113,20 @@ def test_between_windows_the_last_one_stands_and_a_new_one_starts_from_nothing()
     assert same(loop.recorder.mean, loop.seen[16])
 
 
-@pytest.mark.parametrize("settings", [{"every": 3, "batches": 3}, {"every": 3, "batches": 50}, {"every": None}])
+@pytest.mark.parametrize("settings", [{"save_interval": 3, "batches": 3}, {"save_interval": 3, "batches": 50}, {"save_interval": None}])
 def test_windows_that_touch_are_one(settings):
     loop = Loop(**settings).steps(8)
     assert same(loop.recorder.mean, loop.by_hand(1, 8, 0.9, 1 - 0.9))
 
 
 def test_nothing_is_ready_before_the_first_window():
-    loop = Loop(every=10, batches=4).steps(6)
+    loop = Loop(save_interval=10, batches=4).steps(6)
     assert not loop.recorder.ready and loop.recorder.mean == {}
     assert loop.steps(1).recorder.ready
 
 
 def test_a_run_that_goes_on_from_a_step_records_before_the_same_saves():
-    loop = Loop(every=10, batches=4)
+    loop = Loop(save_interval=10, batches=4)
     loop.steps(2)
     loop.recorder.set_step(28)
     assert loop.recorder.step == 28 and not loop.recorder.ready and loop.recorder.is_recording
@@ -155,7 +155,7 @@ def test_a_mean_that_was_read_stays_as_it_was():
 
 
 def test_recording_changes_no_bit_of_the_training():
-    with_it, without = Loop(attached=True).steps(6), Loop(every=1000, batches=1).steps(6)
+    with_it, without = Loop(attached=True).steps(6), Loop(save_interval=1000, batches=1).steps(6)
     assert with_it.recorder.ready and not without.recorder.ready
     assert same(with_it.model.state_dict(), without.model.state_dict())
 
@@ -224,7 +224,7 @@ def test_attaching_again_does_not_count_twice():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"every": 0}, {"every": -1}, {"batches": 0}, {"beta": 1.0}, {"beta": -0.1}], ids=str
+    "settings", [{"save_interval": 0}, {"save_interval": -1}, {"batches": 0}, {"beta": 1.0}, {"beta": -0.1}], ids=str
 )
 def test_settings_out_of_range_are_refused(settings):
     with pytest.raises(PolicyError, match=next(iter(settings))):
@@ -236,7 +236,7 @@ def test_settings_out_of_range_are_refused(settings):
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("attached", [True, False])
 def test_gradients_on_a_gpu_arrive_on_the_host_before_they_are_cleared(attached, to_none):
-    loop = Loop(attached=attached, to_none=to_none, device="cuda", every=10, batches=4).steps(10)
+    loop = Loop(attached=attached, to_none=to_none, device="cuda", save_interval=10, batches=4).steps(10)
     assert same(loop.recorder.mean, loop.by_hand(7, 10, 0.9, 1 - 0.9))
     assert all(not x.is_cuda for x in loop.recorder.mean.values())
 

@@ -57,16 +57,16 @@ class Folders:
     """A run in folders."""
 
     def __init__(self, path, background):
-        self.path, self.trail = path / "run", Checkpointer(background=background)
+        self.path, self.checkpointer = path / "run", Checkpointer(background=background)
 
     def save(self, step):
-        self.trail.save(self.path / f"step-{step}", state(step), step=step)
+        self.checkpointer.save(self.path / f"step-{step}", state(step), step=step)
 
     def wait(self):
-        self.trail.wait()
+        self.checkpointer.wait()
 
     def close(self):
-        self.trail.close()
+        self.checkpointer.close()
 
     def loads(self, step):
         return Checkpointer().load(self.path / f"step-{step}").state["seed"] == step
@@ -75,7 +75,7 @@ class Folders:
         return True
 
 
-RUNS = {"manager": Manager, "trail": Folders}
+RUNS = {"manager": Manager, "checkpointer": Folders}
 
 
 @contextmanager
@@ -248,7 +248,7 @@ LIMITED = """
 
     torch.set_num_threads(1)
     state = {"w": torch.randn(1 << 20), "v": torch.randn(1 << 20)}
-    manager = sp.Manager(MemoryStorage(), background=True, threads=8)
+    manager = sp.CheckpointManager(MemoryStorage(), background=True, threads=8)
     manager.save(1, extra=state)
     manager.wait()
     if os.geteuid() == 0:

@@ -122,7 +122,7 @@ def test_so_does_one_whose_settings_are_searched_for(tmp_path):
         run, reports = relay(tmp_path, searched, 10, 20)
     plain = whole(30 + 200)
     assert run.loss() < 1.1 * plain, (run.loss(), plain)
-    assert all(one.search["degradation"] <= 0.01 or "fallback" in one.search for one in reports)
+    assert all(one.loss_report["degradation"] <= 0.01 or "fallback" in one.loss_report for one in reports)
 
 
 def test_saving_what_was_just_restored_changes_nothing(tmp_path):

@@ -22,11 +22,11 @@ RANKS = """
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=width)
         run, said = Run(steps=20), {"chosen": [], "errors": {}}
         scheme = sp.Inshrinkerator(threshold=0.05, evaluate=run.evaluate, group=dist.group.WORLD)
-        with sp.Manager(f"{folder}/store", scheme=scheme) as manager:
+        with sp.CheckpointManager(f"{folder}/store", scheme=scheme) as manager:
             for step in (1, 2):
                 before = run.photo()
                 report = manager.save(step, **run.parts)
-                said["chosen"].append([None if report is None else report.search["chosen"], str(scheme._last)])
+                said["chosen"].append([None if report is None else report.loss_report["chosen"], str(scheme._last)])
                 run.steps(10)
             said["calls"] = run.calls
 
@@ -47,7 +47,7 @@ RANKS = """
             scheme._evaluate = run.evaluate
             manager.save(4, **run.parts)
         dist.barrier()
-        other = sp.Manager(f"{folder}/store", scheme=sp.Inshrinkerator(
+        other = sp.CheckpointManager(f"{folder}/store", scheme=sp.Inshrinkerator(
             threshold=0.05, evaluate=run.evaluate, group=dist.group.WORLD))
         holder = sp.Store(f"{folder}/store") if rank == 1 else None
         if holder is not None:
@@ -112,7 +112,7 @@ def test_replicas_measure_what_one_process_alone_does(group, alone):
     goes up and down, so does the choice; `search/test_trials.py` has the proof for where it does not."""
     _, folder = group
     first, second, *_ = (manifest.loss for manifest in sp.Store(folder / "store").list())
-    together, by_itself = measured(first), measured(alone[0][0].search)
+    together, by_itself = measured(first), measured(alone[0][0].loss_report)
     both = together.keys() & by_itself.keys()
     assert len(both) > 2 and all(together[point] == by_itself[point] for point in both)
     assert first["degradation"] <= 0.05 and second["degradation"] <= 0.05

@@ -21,7 +21,7 @@ from shrinkpoint.comm import parse
 from shrinkpoint.comm.feedback.aqsgd import AQSGD
 from shrinkpoint.errors import PolicyError, StorageError
 from shrinkpoint.storage import LocalStorage, is_url, local_path
-from shrinkpoint.store import directory as folders
+from shrinkpoint.store import directory as directories
 from shrinkpoint.train import dcp
 from shrinkpoint.train import lightning as ours
 from shrinkpoint.train import transformers as hugging
@@ -71,35 +71,35 @@ ENTRIES = {
     "load base": lambda place: sp.load("never", base=place),
     "inspect path": sp.inspect,
     "Store where": sp.Store,
-    "Manager where": sp.CheckpointManager,
+    "CheckpointManager where": sp.CheckpointManager,
     "LocalStorage path": LocalStorage,
-    "Trail.save folder": lambda place: Checkpointer().save(place, STATE),
-    "Trail.load folder": lambda place: Checkpointer().load(place),
-    "Trail.discard folder": lambda place: Checkpointer().discard(place),
-    "is_checkpoint folder": folders.is_checkpoint,
-    "found_in root": folders.find_checkpoints,
-    "read_manifest folder": folders.read_directory_manifest,
-    "check folder": folders.verify_directory,
-    "commit folder": lambda place: folders.commit(place, [], scheme="lossless"),
+    "Checkpointer.save directory": lambda place: Checkpointer().save(place, STATE),
+    "Checkpointer.load directory": lambda place: Checkpointer().load(place),
+    "Checkpointer.discard directory": lambda place: Checkpointer().discard(place),
+    "is_checkpoint directory": directories.is_checkpoint,
+    "find_checkpoints root": directories.find_checkpoints,
+    "read_directory_manifest directory": directories.read_directory_manifest,
+    "verify_directory directory": directories.verify_directory,
+    "commit directory": lambda place: directories.commit(place, [], scheme="lossless"),
     "dcp.Writer path": dcp.Writer,
     "dcp.Reader path": dcp.Reader,
-    "dcp.load folder": dcp.load,
-    "dcp.newest root": dcp.latest_valid,
-    "transformers.newest output_dir": hugging.latest_valid,
+    "dcp.load directory": dcp.load,
+    "dcp.latest_valid root": dcp.latest_valid,
+    "transformers.latest_valid output_dir": hugging.latest_valid,
     "transformers.ShrinkTrainer": _trainer,
     "transformers.ShrinkCallback": _stock_trainer,
     "transformers.ShrinkCallback resume_from_checkpoint": lambda place: hugging.ShrinkCallback(
         resume_from_checkpoint=place
     ),
-    "lightning.newest directory": ours.latest_valid,
+    "lightning.latest_valid directory": ours.latest_valid,
     "lightning.ShrinkIO.save_checkpoint path": lambda place: ours.ShrinkIO().save_checkpoint({}, place),
     "lightning dirpath": lambda place: _fit("never", dirpath=place),
     "lightning default_root_dir": _fit,
     "accelerate.save_state output_dir": lambda place: _accelerate("save_state")(_accelerator(), place),
     "accelerate.load_state input_dir": lambda place: _accelerate("load_state")(_accelerator(), place),
-    "accelerate.Shrink.save_state output_dir": lambda place: _accelerate("Shrink")(_accelerator()).save_state(place),
-    "accelerate.Shrink.load_state input_dir": lambda place: _accelerate("Shrink")(_accelerator()).load_state(place),
-    "accelerate.Shrink": lambda place: _accelerate("Shrink")(_accelerator(project_dir=place)),
+    "accelerate.AcceleratorCheckpointer.save_state output_dir": lambda place: _accelerate("AcceleratorCheckpointer")(_accelerator()).save_state(place),
+    "accelerate.AcceleratorCheckpointer.load_state input_dir": lambda place: _accelerate("AcceleratorCheckpointer")(_accelerator()).load_state(place),
+    "accelerate.AcceleratorCheckpointer": lambda place: _accelerate("AcceleratorCheckpointer")(_accelerator(project_dir=place)),
     "comm.AQSGD folder": lambda place: AQSGD(parse("q4"), folder=place),
 }
 ELSEWHERE = {
@@ -107,7 +107,7 @@ ELSEWHERE = {
     "lightning.ShrinkIO.remove_checkpoint path",
     "lightning.load_from_checkpoint checkpoint_path",
     "lightning.load_from_checkpoint hparams_file",
-    "first_whole candidates",  # passed over, with the reason
+    "latest_valid candidates",  # passed over, with the reason
     "dcp.Writer.reset checkpoint_id",  # torch calls these where other ranks hear of no error
     "dcp.Reader.reset checkpoint_id",
     "dcp.Writer.validate_checkpoint_id checkpoint_id",
@@ -129,7 +129,7 @@ def test_url_is_refused_everywhere_before_anything_is_written(entry, tmp_path):
             continue  # a local path in Lightning's own spelling
         if entry == "lightning dirpath" and url != "memory://x":
             continue  # Lightning itself says which package is missing
-        if isinstance(url, Path) and entry.startswith(("transformers.Shrink", "accelerate.Shrink", "lightning d")):
+        if isinstance(url, Path) and entry.startswith(("transformers.Shrink", "accelerate.AcceleratorCheckpointer", "lightning d")):
             continue  # of these a framework makes strings
         with pytest.raises(PolicyError, match="file system"):
             ENTRIES[entry](url)
@@ -139,20 +139,20 @@ def test_url_is_refused_everywhere_before_anything_is_written(entry, tmp_path):
 @pytest.mark.parametrize("entry", [entry for entry in ENTRIES if not entry.startswith(IS_FRAMEWORKS)])
 @pytest.mark.parametrize("given", ["", b"runs", 7, "a\0b"], ids=repr)
 def test_what_is_no_path_is_an_error_of_ours(entry, given, tmp_path):
-    if entry == "accelerate.Shrink" and not isinstance(given, str):
+    if entry == "accelerate.AcceleratorCheckpointer" and not isinstance(given, str):
         pytest.skip("accelerate refuses it")
     with pytest.raises(PolicyError):
         ENTRIES[entry](given)
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.mark.parametrize("entry", ["Store where", "Manager where"])
+@pytest.mark.parametrize("entry", ["Store where", "CheckpointManager where"])
 def test_file_where_a_directory_should_be_is_refused(entry, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(PolicyError, match="no directory"):
         ENTRIES[entry](tmp_path / "file")
     with pytest.raises(StorageError):
-        ENTRIES["Trail.save folder"](tmp_path / "file")
+        ENTRIES["Checkpointer.save directory"](tmp_path / "file")
 
 
 def test_none_is_no_store():

@@ -64,17 +64,17 @@ class GradientRecorder:
         squares: bool = False,
     ) -> None:
         expected, do = "a torch.nn.Module", "pass the model whose gradients are to be recorded"
-        self._model: nn.Module = validate.check_instance("Gradients, model", model, nn.Module, expected=expected, do=do)
+        self._model: nn.Module = validate.check_instance("GradientRecorder, model", model, nn.Module, expected=expected, do=do)
         self._save_interval = validate.check_optional_int(
-            "Gradients, every", save_interval, none_meaning="for every step"
+            "GradientRecorder, save_interval", save_interval, none_meaning="for every step"
         )
-        self._batches = validate.check_int("Gradients, batches", batches)
-        beta = validate.check_float("Gradients, beta", beta, maximum=1.0, exclusive=False)
+        self._batches = validate.check_int("GradientRecorder, batches", batches)
+        beta = validate.check_float("GradientRecorder, beta", beta, maximum=1.0, exclusive=False)
         if beta == 1:
-            raise validate.argument_error("Gradients, beta", beta, "a number from 0, below 1", "take the default")
+            raise validate.argument_error("GradientRecorder, beta", beta, "a number from 0, below 1", "take the default")
         if paper is not None:
-            validate.check_bool("Gradients, paper", paper)
-        validate.check_bool("Gradients, squares", squares)
+            validate.check_bool("GradientRecorder, paper", paper)
+        validate.check_bool("GradientRecorder, squares", squares)
         self._paper, self._decay, self._gain = paper, *((1 - beta, beta) if paper else (beta, 1 - beta))
         self._step = 0
         self._window_index = 0
@@ -172,7 +172,7 @@ class GradientRecorder:
         """
         if self._paper is False:
             do = "leave `paper` out of one of the two"
-            raise PolicyError("Gradients, paper", found="False", expected="True, as a scheme asks for", do=do)
+            raise PolicyError("GradientRecorder, paper", found="False", expected="True, as a scheme asks for", do=do)
         if self._paper is None:
             self._paper, self._decay, self._gain = True, self._gain, self._decay
 

@@ -8,21 +8,22 @@ import pytest
 from helpers.processes import ranks
 
 BESIDE = """
-import meshes, torch
+import torch
+from helpers import multi_rank_training as training
 import torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from shrinkpoint.store import folder as folders
+from shrinkpoint.store import directory as directories
 from shrinkpoint.train.dcp import Reader, Writer, install, uninstall
 
 def of_rank(rank, width, folder):
-    meshes.start(rank, width, folder)
-    mesh, group = meshes.mesh_of(range(width)), dist.new_group()  # the loop talks over the default one meanwhile
+    training.start(rank, width, folder)
+    mesh, group = training.mesh_of(range(width)), dist.new_group()  # the loop talks over the default one meanwhile
     said = {}
     for kind in KINDS:
-        run, want = meshes.Run(mesh), []
+        run, want = training.Run(mesh), []
         for step in range(3):
             run.train(2)
-            want.append(meshes.digest(run.state()))
+            want.append(training.digest(run.state()))
             how = {} if kind.startswith("installed") else {"storage_writer": Writer()}
             install() if kind.startswith("installed") else None
             how |= {"process_group": group, "async_checkpointer_type": AsyncCheckpointerType[kind.split()[-1].upper()]}
@@ -30,28 +31,28 @@ def of_rank(rank, width, folder):
             uninstall()
             run.train(2)  # while it is written
             future.result()
-        other = meshes.Run(mesh, seed=3)
+        other = training.Run(mesh, seed=3)
         other.train(1)
         got = []
         for step in range(3):
-            got.append(meshes.digest(other.restore(storage_reader=Reader(f"{folder}/{kind}/step-{step}"))))
-        depth = [folders.check(f"{folder}/{kind}/step-{step}", deep=True).depth for step in range(3)]
+            got.append(training.digest(other.restore(storage_reader=Reader(f"{folder}/{kind}/step-{step}"))))
+        depth = [directories.verify_directory(f"{folder}/{kind}/step-{step}", deep=True).depth for step in range(3)]
         said[kind] = [want == got and len(set(want)) == 3, depth]
         if "process" in kind:  # a restore here is known there
-            run = meshes.Run(mesh, seed=3)
+            run = training.Run(mesh, seed=3)
             run.train(1)
             run.restore(storage_reader=Reader(f"{folder}/{kind}/step-2"))
             writer = Writer(f"{folder}/{kind}/step-9", keyframe_every=9)
             dcp.async_save(run.state(), storage_writer=writer,
                            async_checkpointer_type=AsyncCheckpointerType.PROCESS).result()
-            said[kind].append(folders.read_manifest(f"{folder}/{kind}/step-9").depth)
+            said[kind].append(directories.read_directory_manifest(f"{folder}/{kind}/step-9").depth)
             broken = run.state() | {"odd": {1, 2}}
             try:
                 dcp.async_save(broken, storage_writer=Writer(f"{folder}/{kind}/step-10"),
                                async_checkpointer_type=AsyncCheckpointerType.PROCESS).result()
             except BaseException as error:
-                said[kind].append("odd" in str(error) and not folders.is_checkpoint(f"{folder}/{kind}/step-10"))
-    meshes.done(rank, folder, said)
+                said[kind].append("odd" in str(error) and not directories.is_checkpoint(f"{folder}/{kind}/step-10"))
+    training.done(rank, folder, said)
 """
 
 

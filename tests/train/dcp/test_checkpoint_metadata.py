@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shrinkpoint import errors
-from shrinkpoint.store import directory as folders
+from shrinkpoint.store import directory as directories
 from shrinkpoint.train.dcp import Reader, load, reset_chains
 from shrinkpoint.train.dcp.checkpoint_metadata import DCP_KEY, check_disjoint, metadata_from_json
 
@@ -62,7 +62,7 @@ def test_a_forged_description_is_refused(forged: Any) -> None:
 def test_boxes_that_do_not_fill_their_tensor_take_no_memory(tmp_path: Path) -> None:
     manifest = save({"x": torch.ones(4)}, tmp_path)
     extra = {DCP_KEY: {"items": [["x", ["x"], "F32", 0]], "layouts": [[[2**40], [[[0], [4], 0]]]]}}
-    folders.commit(tmp_path, manifest.payloads, scheme="lossless", extra=extra)
+    directories.commit(tmp_path, manifest.payloads, scheme="lossless", extra=extra)
     with pytest.raises(errors.CorruptError, match="boxes"):
         load(tmp_path)
 
@@ -73,7 +73,7 @@ def test_a_manifest_that_says_more_than_its_files_is_refused_before_it_costs_mem
 ) -> None:
     manifest = save({"x": torch.ones(4)}, tmp_path)
     items, layouts = [["x", ["x"], dtype, 0]], [[[size], [[[0], [size], 0]]]]
-    folders.commit(
+    directories.commit(
         tmp_path, manifest.payloads, scheme="lossless", extra={DCP_KEY: {"items": items, "layouts": layouts}}
     )
     with pytest.raises(errors.CorruptError, match="shape"):
@@ -119,7 +119,7 @@ def test_boxes_that_no_plane_separates_may_still_be_apart() -> None:
 
 def test_a_checkpoint_of_something_else_is_not_ours_to_read(tmp_path: Path) -> None:
     manifest = save({"x": torch.ones(4)}, tmp_path)
-    folders.commit(tmp_path, manifest.payloads, scheme="lossless")
+    directories.commit(tmp_path, manifest.payloads, scheme="lossless")
     with pytest.raises(errors.MismatchError, match=r"dcp\.save"):
         load(tmp_path)
 
@@ -142,6 +142,6 @@ def test_lists_come_back_as_lists_with_what_is_not_in_them_left_out(tmp_path: Pa
 def test_paths_that_contradict_each_other_are_refused(paths: Any, tmp_path: Path) -> None:
     manifest = save({"x": 1, "y": 2}, tmp_path)
     items = [["x", paths[0], None, 0], ["y", paths[1], None, 0]]
-    folders.commit(tmp_path, manifest.payloads, scheme="lossless", extra={DCP_KEY: {"items": items, "layouts": []}})
+    directories.commit(tmp_path, manifest.payloads, scheme="lossless", extra={DCP_KEY: {"items": items, "layouts": []}})
     with pytest.raises(errors.CorruptError):
         load(tmp_path)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from shrinkpoint import errors
 from shrinkpoint.container import FileReader as FileReader
 from shrinkpoint.storage import LocalStorage
-from shrinkpoint.store import directory as folders
+from shrinkpoint.store import directory as directories
 from shrinkpoint.tensors.info import Role
 from shrinkpoint.train.dcp import Reader, Writer, load, reset_chains
 
@@ -62,7 +62,7 @@ def test_what_cannot_be_stored_is_an_error_that_names_it(value: Any, tmp_path: P
     ((error, _),) = caught.value.failures.values()
     assert isinstance(error, errors.StateError)
     assert "extra.odd" in error.where
-    assert not folders.is_checkpoint(tmp_path)
+    assert not directories.is_checkpoint(tmp_path)
 
 
 def test_moments_are_known_by_their_names_whoever_flattened_the_state(tmp_path: Path) -> None:

@@ -16,25 +16,26 @@ from shrinkpoint.errors import PolicyError
 from shrinkpoint.train.dcp.colocate import colocate_moments, rank_slots
 
 REPLICAS = """
-import meshes, torch
+import torch
+from helpers import multi_rank_training as training
 from pathlib import Path
 import torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh
-from shrinkpoint.store import folder as folders
-from shrinkpoint.train.dcp import Writer, forget, load
-from shrinkpoint.train.dcp.reader import opened
+from shrinkpoint.store import directory as directories
+from shrinkpoint.train.dcp import Writer, load, reset_chains
+from shrinkpoint.train.dcp.reader import open_checkpoint
 
 def owners(folder):
-    _, description = opened(Path(folder))
-    return {fqn: [(chunk.offsets, chunk.payload) for chunk in item.chunks] for fqn, item in description.items.items()}
+    _, description = open_checkpoint(Path(folder))
+    return {fqn: [(chunk.offsets, chunk.payload) for chunk in item.chunks] for fqn, item in description.entries.items()}
 
 def of_rank(rank, width, folder):
-    meshes.start(rank, width, folder)
+    training.start(rank, width, folder)
     mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicate", "shard"))
     said = {}
     for kind in ("shards", "cached", "numbers"):
-        run, apart, wrong, bytes = meshes.Run(None if kind == "numbers" else mesh), [], [], []
+        run, apart, wrong, bytes = training.Run(None if kind == "numbers" else mesh), [], [], []
         for step in range(5):
             run.train(1)
             state = run.state()
@@ -54,14 +55,14 @@ def of_rank(rank, width, folder):
                     weight = head.replace("optim.state", "model")
                     beside = [head + ".exp_avg", *([weight] if weight in found else [])]
                     apart += [(step, one) for one in beside if found[one] != found[name]]
-            bytes.append([one.raw_bytes for one in folders.check(place, deep=True).payloads])
+            bytes.append([one.raw_bytes for one in directories.verify_directory(place, deep=True).payloads])
             if rank == 1:
                 state = {key: {**one} for key, one in state.items() if key != "note"}
                 got = {key: one for key, one in load(place).items() if key in state}
-                wrong += [step] if meshes.digest(got) != meshes.digest(state) else []
-        forget()
+                wrong += [step] if training.digest(got) != training.digest(state) else []
+        reset_chains()
         said[kind] = [apart, wrong, bytes]
-    meshes.done(rank, folder, said)
+    training.done(rank, folder, said)
 """
 
 

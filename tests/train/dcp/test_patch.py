@@ -14,7 +14,7 @@ from helpers.multi_rank_training import Run, digest
 from torch.distributed.checkpoint import _storage_utils, format_utils, state_dict_saver
 
 from shrinkpoint import errors
-from shrinkpoint.store import directory as folders
+from shrinkpoint.store import directory as directories
 from shrinkpoint.train.dcp import install, load, reset_chains, uninstall
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -40,7 +40,7 @@ def test_a_path_is_enough(tmp_path: Path) -> None:
     for step in range(2):
         run.train()
         dcp.save(run.state(), checkpoint_id=tmp_path / f"step-{step}")
-    assert folders.read_directory_manifest(tmp_path / "step-1").depth == 1
+    assert directories.read_directory_manifest(tmp_path / "step-1").depth == 1
     other = Run(None, seed=3)
     assert digest(other.restore(checkpoint_id=str(tmp_path / "step-1"))) == digest(run.state())
 
@@ -49,7 +49,7 @@ def test_who_makes_torchs_own_writer_by_hand_gets_ours(tmp_path: Path) -> None:
     install(keyframe_every=1)
     writer = dcp.FileSystemWriter(path=tmp_path / "a", single_file_per_rank=True, thread_count=2)
     dcp.save({"x": torch.ones(3)}, storage_writer=writer)
-    assert folders.is_checkpoint(tmp_path / "a")
+    assert directories.is_checkpoint(tmp_path / "a")
     target = {"x": torch.zeros(3)}
     dcp.load(target, storage_reader=dcp.FileSystemReader(path=tmp_path / "a"))
     assert target["x"].tolist() == [1, 1, 1]
@@ -71,7 +71,7 @@ def test_installing_again_changes_the_settings(tmp_path: Path) -> None:
     install(keyframe_every=2)
     for name in ("step-1", "step-2"):
         dcp.save({"x": torch.arange(1000)}, checkpoint_id=tmp_path / name)
-    assert folders.read_directory_manifest(tmp_path / "step-2").depth == 1
+    assert directories.read_directory_manifest(tmp_path / "step-2").depth == 1
     with pytest.raises(errors.PolicyError):
         install(scheme="nonsense")
 
@@ -90,7 +90,7 @@ def test_directories_of_torchs_own_are_read_as_ever(tmp_path: Path) -> None:
     run.train()
     dcp.save(run.state(), checkpoint_id=tmp_path)
     install()
-    assert not folders.is_checkpoint(tmp_path)
+    assert not directories.is_checkpoint(tmp_path)
     assert digest(Run(None, seed=3).restore(checkpoint_id=tmp_path)) == digest(run.state())
 
 

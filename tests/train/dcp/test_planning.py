@@ -9,11 +9,12 @@ from helpers.processes import ranks
 
 LOSSY = """
 import warnings
-import meshes, torch
+import torch
+from helpers import multi_rank_training as training
 import torch.distributed as dist, torch.distributed.checkpoint as dcp
 from shrinkpoint import Fisher, Inshrinkerator
 from shrinkpoint.errors import LossWarning
-from shrinkpoint.store import folder as folders
+from shrinkpoint.store import directory as directories
 from shrinkpoint.train.dcp import Reader, Writer, load
 
 def error_of(save):
@@ -32,42 +33,42 @@ def far(folder, run):
     return {name: float((found[name] - x).norm() / x.norm()) for name, x in whole.items()}
 
 def of_rank(rank, width, folder):
-    meshes.start(rank, width, folder)
+    training.start(rank, width, folder)
     warnings.simplefilter("ignore", LossWarning)
-    mesh, one, group = meshes.mesh_of(range(width)), dist.new_group([0]), dist.new_group()
+    mesh, one, group = training.mesh_of(range(width)), dist.new_group([0]), dist.new_group()
     x, said = torch.randn(64, 48, generator=torch.Generator().manual_seed(5)), {}
 
-    run = meshes.Run(mesh)
+    run = training.Run(mesh)
     for step in range(3):
         run.train(4)
         place = f"{folder}/fisher/step-{step}"
         dcp.save(run.state(), storage_writer=Writer(place, scheme=fisher()))
         exact = f"{folder}/exact/step-{step}"
         dcp.save(run.state(), storage_writer=Writer(exact))
-    made, plain = (folders.check(one, deep=True) for one in (place, exact))
+    made, plain = (directories.verify_directory(one, deep=True) for one in (place, exact))
     said["manifest"] = [made.scheme, made.is_lossy, made.lossy_restores, made.depth]
     said["far"], said["exact"] = far(place, run), far(exact, run)
     said["bytes"] = [made.stored_bytes, plain.stored_bytes]
 
-    other = meshes.Run(mesh, seed=3)
+    other = training.Run(mesh, seed=3)
     other.train(1)
     other.restore(storage_reader=Reader(place))
     other.train(1)
     dcp.save(other.state(), storage_writer=Writer(f"{folder}/fisher/step-3", scheme=fisher()))
-    said["restores"] = folders.read_manifest(f"{folder}/fisher/step-3").lossy_restores
+    said["restores"] = directories.read_directory_manifest(f"{folder}/fisher/step-3").lossy_restores
 
     future = dcp.async_save(run.state(), process_group=group,
                             storage_writer=Writer(f"{folder}/beside", scheme=fisher(), group=group))
     future.result()
-    said["beside"] = folders.read_manifest(f"{folder}/beside").is_lossy
+    said["beside"] = directories.read_directory_manifest(f"{folder}/beside").is_lossy
 
     def loss(model):
         with torch.no_grad():
             return float((model(x) - x.sum(1, keepdim=True)).square().mean())
     measuring = lambda: Fisher(budget="2%", evaluate=loss)
-    before = meshes.digest(run.state())
+    before = training.digest(run.state())
     dcp.save(run.state(), storage_writer=Writer(f"{folder}/measured", scheme=measuring(), model=run.model))
-    said["untouched"] = meshes.digest(run.state()) == before
+    said["untouched"] = training.digest(run.state()) == before
     base = loss(run.model)
     run.restore(storage_reader=Reader(f"{folder}/measured"))
     said["rise"] = loss(run.model) / base - 1
@@ -82,7 +83,7 @@ def of_rank(rank, width, folder):
                              storage_writer=Writer(f"{folder}/alone-{rank}", scheme=fisher())))
     said["wrong"] = error_of(lambda: dcp.save(run.state(), storage_writer=Writer(
         f"{folder}/wrong", scheme=fisher(), group=one)))
-    meshes.done(rank, folder, said)
+    training.done(rank, folder, said)
 """
 
 

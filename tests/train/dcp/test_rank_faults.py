@@ -33,14 +33,15 @@ def tiny(tmp_path: Path) -> Iterator[Path]:
 
 
 FULL = """
-import meshes, os, torch
+import os, torch
+from helpers import multi_rank_training as training
 import torch.distributed as dist, torch.distributed.checkpoint as dcp
 from shrinkpoint.errors import NoSpaceError
-from shrinkpoint.store import folder as folders
+from shrinkpoint.store import directory as directories
 from shrinkpoint.train.dcp import Reader, Writer, latest_valid
 
 def of_rank(rank, width, folder):
-    meshes.start(rank, width, folder)
+    training.start(rank, width, folder)
     place = f"{folder}/tiny"
     x = torch.randn(30_000, generator=torch.Generator().manual_seed(rank))
     state = lambda step: {f"x{rank}": x + step, "step": step}
@@ -64,8 +65,8 @@ def of_rank(rank, width, folder):
     dcp.save(state(0.6), storage_writer=Writer(f"{place}/step-1", keyframe_every=1))
     target = {f"x{rank}": torch.zeros(30_000), "step": None}
     dcp.load(target, storage_reader=Reader(latest_valid(place)))
-    left = sorted(folders.names(f"{place}/step-1"))
-    meshes.done(rank, folder, [raised, found, torch.equal(target[f"x{rank}"], x + 0.6), target["step"], left])
+    left = sorted(directories.own_keys(f"{place}/step-1"))
+    training.done(rank, folder, [raised, found, torch.equal(target[f"x{rank}"], x + 0.6), target["step"], left])
 """
 
 
@@ -80,13 +81,13 @@ TRAINING = """
     import os, sys, torch
     import torch.distributed as dist, torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
-    import meshes
+    from helpers import multi_rank_training as training
     from shrinkpoint.train.dcp import Reader, Writer, latest_valid
 
     def main(folder, steps):
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-        run = meshes.Run(init_device_mesh("cpu", (dist.get_world_size(),)))
+        run = training.Run(init_device_mesh("cpu", (dist.get_world_size(),)))
         found = latest_valid(folder)
         if found is not None:
             run.train(1)
@@ -96,7 +97,7 @@ TRAINING = """
             run.train()
             run.generator.manual_seed(int(run.model.count))
             dcp.save(run.state(), storage_writer=Writer(f"{folder}/step-{int(run.model.count)}"))
-        said = meshes.digest(run.state())
+        said = training.digest(run.state())
         open(f"{folder}/{int(run.model.count)}-{dist.get_rank()}.txt", "w").write(said)
         dist.barrier()
         os._exit(0)  # gloo's end of a group aborts now and then
@@ -141,17 +142,18 @@ def test_torchrun_with_any_number_of_processes(width: int, tmp_path: Path) -> No
 
 
 KILLED = """
-import meshes, os, signal, threading, torch
+import os, signal, threading, torch
+from helpers import multi_rank_training as training
 import torch.distributed as dist, torch.distributed.checkpoint as dcp
 from shrinkpoint.train.dcp import Writer
 
 def of_rank(rank, width, folder):
-    meshes.start(rank, width, folder)
-    run = meshes.Run(meshes.mesh_of(range(width)))
+    training.start(rank, width, folder)
+    run = training.Run(training.mesh_of(range(width)))
     run.train(1)
     dcp.save(run.state(), storage_writer=Writer(f"{folder}/step-0"))
     dcp.save(run.state(), storage_writer=Writer(f"{folder}/again"))
-    note = lambda: print(meshes.digest(run.state()), file=open(f"{folder}/digests-{rank}.txt", "a"), flush=True)
+    note = lambda: print(training.digest(run.state()), file=open(f"{folder}/digests-{rank}.txt", "a"), flush=True)
     note()
     if rank == VICTIM:
         threading.Timer(DELAY, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
@@ -164,19 +166,20 @@ def of_rank(rank, width, folder):
         raise SystemExit(1)
 """
 AFTER = """
-import meshes, torch
+import torch
+from helpers import multi_rank_training as training
 import torch.distributed.checkpoint as dcp
-from shrinkpoint.store import folder as folders
+from shrinkpoint.store import directory as directories
 from shrinkpoint.train.dcp import Reader, latest_valid
 
 def of_rank(rank, width, folder):
-    meshes.start(rank, width, folder + "/after")
-    run, found = meshes.Run(meshes.mesh_of(range(width))), []
+    training.start(rank, width, folder + "/after")
+    run, found = training.Run(training.mesh_of(range(width))), []
     run.train(1)
     for place in (latest_valid(folder), folder + "/again"):
-        folders.check(place, deep=True)
-        found.append(meshes.digest(run.restore(storage_reader=Reader(place))))
-    meshes.done(rank, folder, found)
+        directories.verify_directory(place, deep=True)
+        found.append(training.digest(run.restore(storage_reader=Reader(place))))
+    training.done(rank, folder, found)
 """
 
 

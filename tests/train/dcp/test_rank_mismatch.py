@@ -8,13 +8,14 @@ from helpers.processes import ranks
 
 UNLIKE = """
 import datetime, warnings
-import meshes, torch
+import torch
+from helpers import multi_rank_training as training
 import torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Partial
 from shrinkpoint import Fisher
 from shrinkpoint.errors import LossWarning
-from shrinkpoint.store import folder as folders
-from shrinkpoint.train.dcp import Reader, Writer, forget, latest_valid
+from shrinkpoint.store import directory as directories
+from shrinkpoint.train.dcp import Reader, Writer, latest_valid, reset_chains
 
 def error_of(save):
     try:
@@ -24,9 +25,9 @@ def error_of(save):
         return sorted({type(one).__name__ for one, _ in error.failures.values()})
 
 def of_rank(rank, width, folder):
-    meshes.start(rank, width, folder)
+    training.start(rank, width, folder)
     warnings.simplefilter("ignore", LossWarning)
-    run, said = meshes.Run(meshes.mesh_of(range(width))), {}
+    run, said = training.Run(training.mesh_of(range(width))), {}
     run.train(2)
     fisher = lambda **further: Fisher(budget="2%", evaluate=lambda model: 1.0, **further)
 
@@ -41,17 +42,17 @@ def of_rank(rank, width, folder):
     if rank == 1:
         dcp.load(run.state(), storage_reader=Reader(f"{folder}/alike"), no_dist=True)
     dcp.save(run.state(), storage_writer=Writer(f"{folder}/alike", scheme=Fisher(relative_error=0.1)))
-    said["restores"] = folders.read_manifest(f"{folder}/alike").lossy_restores
+    said["restores"] = directories.read_directory_manifest(f"{folder}/alike").lossy_restores
 
     # and all of them from elsewhere
     for name in ("step-1", "step-2"):
         dcp.load(run.state(), storage_reader=Reader(f"{folder}/alike"))
         dcp.save(run.state(), storage_writer=Writer(f"{folder}/other/{name}", scheme=Fisher(relative_error=0.1)))
-        forget()
-    said["elsewhere"] = folders.read_manifest(f"{folder}/other/step-2").lossy_restores
+        reset_chains()
+    said["elsewhere"] = directories.read_directory_manifest(f"{folder}/other/step-2").lossy_restores
 
-    mesh = meshes.mesh_of(range(width))
-    summands = {"x": DTensor.from_local(torch.ones(3), mesh, [SparseUpdate()])}
+    mesh = training.mesh_of(range(width))
+    summands = {"x": DTensor.from_local(torch.ones(3), mesh, [Partial()])}
     said["summands"] = error_of(lambda: dcp.save(summands, storage_writer=Writer(f"{folder}/summands")))
 
     for number, name in enumerate(("step-1", "step-01", "step-001", "step-0001")):
@@ -59,7 +60,7 @@ def of_rank(rank, width, folder):
     said["newest"] = latest_valid(f"{folder}/many").name
     dcp.save({"x": torch.ones(3)}, storage_writer=Writer(f"{folder}/many/2\\u00b2"))
     said["newer"] = latest_valid(f"{folder}/many").name
-    meshes.done(rank, folder, said)
+    training.done(rank, folder, said)
 """
 
 

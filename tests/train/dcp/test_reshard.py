@@ -10,32 +10,33 @@ from helpers.processes import ranks
 
 MESHES = """
 import logging, os, shutil
-import meshes, torch
+import torch
+from helpers import multi_rank_training as training
 import torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from shrinkpoint.store import folder as folders
-from shrinkpoint.train.dcp import Reader, Writer, forget, load, latest_valid
+from shrinkpoint.store import directory as directories
+from shrinkpoint.train.dcp import Reader, Writer, latest_valid, load, reset_chains
 
 def of_rank(rank, width, folder):
-    meshes.start(rank, width, folder)
+    training.start(rank, width, folder)
     said = {kind.__name__: kind(rank, folder) for kind in (world, hybrid, parallel, boxes, agreed)}
-    meshes.done(rank, folder, said)
+    training.done(rank, folder, said)
 
 def world(rank, folder):
     "Saved on two ranks, thrice; loaded on one to four; saved on by three."
-    parts = [meshes.mesh_of(range(n)) for n in (1, 2, 3, 4)]
+    parts = [training.mesh_of(range(n)) for n in (1, 2, 3, 4)]
     want, got = [], {}
     if rank < 2:
-        run = meshes.Run(parts[1])
+        run = training.Run(parts[1])
         for step in range(3):
             run.train(2)
             state = run.state()
             dcp.save(state, checkpoint_id=f"{folder}/world/step-{step}", storage_writer=Writer(),
                      process_group=parts[1].get_group())
-            want.append(meshes.digest(state))
+            want.append(training.digest(state))
     dist.barrier()
     if rank == 0:
         shutil.rmtree(f"{folder}/world/step-0")
@@ -43,41 +44,41 @@ def world(rank, folder):
     for mesh in parts:
         if rank < mesh.size():
             for step in (1, 2):
-                run = meshes.Run(mesh, seed=7)
+                run = training.Run(mesh, seed=7)
                 run.train(1)
                 reader = Reader(f"{folder}/world/step-{step}")
                 state = run.restore(storage_reader=reader, process_group=mesh.get_group())
-                got[f"{mesh.size()} at {step}"] = meshes.digest(state)
+                got[f"{mesh.size()} at {step}"] = training.digest(state)
     resumed = None
     if rank < 3:
-        run = meshes.Run(parts[2], seed=7)
+        run = training.Run(parts[2], seed=7)
         run.train(1)
         run.restore(storage_reader=Reader(f"{folder}/world/step-2"), process_group=parts[2].get_group())
         run.train(1)
         dcp.save(run.state(), storage_writer=Writer(f"{folder}/world/step-3"), process_group=parts[2].get_group())
-        again = meshes.Run(parts[2], seed=8)
+        again = training.Run(parts[2], seed=8)
         again.train(1)
         again.restore(storage_reader=Reader(f"{folder}/world/step-3"), process_group=parts[2].get_group())
-        resumed = [meshes.digest(run.state()), meshes.digest(again.state())]
-    depths = [folders.check(f"{folder}/world/step-{step}", deep=True).depth for step in (1, 2)]
-    return want, got, meshes.digest(load(f"{folder}/world/step-2")), depths, resumed
+        resumed = [training.digest(run.state()), training.digest(again.state())]
+    depths = [directories.verify_directory(f"{folder}/world/step-{step}", deep=True).depth for step in (1, 2)]
+    return want, got, training.digest(load(f"{folder}/world/step-2")), depths, resumed
 
 def hybrid(rank, folder):
     "Two replicas of two shards each; then plain shards over four ranks, and over two."
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
-    run = meshes.Run(mesh)
+    run = training.Run(mesh)
     want = []
     for step in range(2):
         run.train(2)
         dcp.save(run.state(), storage_writer=Writer(f"{folder}/hybrid/step-{step}"))
-        want.append(meshes.digest(run.state()))
+        want.append(training.digest(run.state()))
     got = []
-    four = meshes.mesh_of(range(4))
+    four = training.mesh_of(range(4))
     for kind in (mesh, four):
-        other = meshes.Run(kind, seed=5)
+        other = training.Run(kind, seed=5)
         other.train(1)
-        got.append(meshes.digest(other.restore(storage_reader=Reader(f"{folder}/hybrid/step-1"))))
-    return want, got, folders.read_manifest(f"{folder}/hybrid/step-1").depth
+        got.append(training.digest(other.restore(storage_reader=Reader(f"{folder}/hybrid/step-1"))))
+    return want, got, directories.read_directory_manifest(f"{folder}/hybrid/step-1").depth
 
 def parallel(rank, folder):
     "Columns and rows of a layer on other ranks, and shards of these; then plain shards."
@@ -85,19 +86,19 @@ def parallel(rank, folder):
     def cut(model):
         parallelize_module(model, mesh["tensor"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
         fully_shard(model, mesh=mesh["shard"])
-    run, got = meshes.Run(cut, inner=132), []
+    run, got = training.Run(cut, inner=132), []
     for step in range(2):
         run.train(2)
         dcp.save(run.state(), storage_writer=Writer(f"{folder}/parallel/step-{step}"))
-    for kind in (cut, meshes.mesh_of(range(4))):
-        other = meshes.Run(kind, seed=5, inner=132)
+    for kind in (cut, training.mesh_of(range(4))):
+        other = training.Run(kind, seed=5, inner=132)
         other.train(1)
-        got.append(meshes.digest(other.restore(storage_reader=Reader(f"{folder}/parallel/step-1"))))
-    return meshes.digest(run.state()), got
+        got.append(training.digest(other.restore(storage_reader=Reader(f"{folder}/parallel/step-1"))))
+    return training.digest(run.state()), got
 
 LAYOUTS = {
-    "rows": (4, [ShardSpec(0)]), "columns": (4, [ShardSpec(1)]), "copies": (4, [Replicate()]),
-    "tiles": ((2, 2), [ShardSpec(0), ShardSpec(1)]), "transposed tiles": ((2, 2), [ShardSpec(1), ShardSpec(0)]),
+    "rows": (4, [Shard(0)]), "columns": (4, [Shard(1)]), "copies": (4, [Replicate()]),
+    "tiles": ((2, 2), [Shard(0), Shard(1)]), "transposed tiles": ((2, 2), [Shard(1), Shard(0)]),
 }
 
 def boxes(rank, folder):
@@ -118,7 +119,7 @@ def boxes(rank, folder):
             wrong += [(name, other, key) for key, x in wholes.items() if not torch.equal(found[key], x + 1)]
         found = load(f"{folder}/{name}/step-1")
         wrong += [(name, key) for key, x in wholes.items() if not torch.equal(found[key], x + 1)]
-        forget()
+        reset_chains()
     return wrong
 
 def agreed(rank, folder):
@@ -186,10 +187,11 @@ def test_all_ranks_go_on_from_the_newest_that_is_whole_for_all_of_them(said: lis
 
 
 FAULTS = """
-import meshes, os, torch
+import os, torch
+from helpers import multi_rank_training as training
 import torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.futures import Future
-from shrinkpoint.store import folder as folders
+from shrinkpoint.store import directory as directories
 from shrinkpoint.train.dcp import Reader, Writer, latest_valid
 
 class Fault(Exception):
@@ -218,12 +220,12 @@ WRITER = ["set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", 
 READER = ["read_metadata", "set_up_storage_reader", "prepare_local_plan", "prepare_global_plan", "read_data"]
 
 def of_rank(rank, width, folder):
-    meshes.start(rank, width, folder)
-    mesh = meshes.mesh_of(range(width))
-    run = meshes.Run(mesh)
+    training.start(rank, width, folder)
+    mesh = training.mesh_of(range(width))
+    run = training.Run(mesh)
     run.train(1)
     dcp.save(run.state(), storage_writer=Writer(f"{folder}/step-0"))
-    want = meshes.digest(run.state())
+    want = training.digest(run.state())
     raised, loaded, depths, number = {}, [], [], 0
     for step in WRITER:
         for on in (0, 1):
@@ -237,13 +239,13 @@ def of_rank(rank, width, folder):
                 raised[f"{step} {on}"] = "nothing"
             except dcp.api.CheckpointException as error:
                 raised[f"{step} {on}"] = repr([(type(e).__name__, str(e), at) for at, (e, _) in error.failures.items()])
-            other = meshes.Run(mesh, seed=4)
+            other = training.Run(mesh, seed=4)
             other.train(1)
             found = latest_valid(folder)
-            loaded.append(meshes.digest(other.restore(storage_reader=Reader(found))) == want)
+            loaded.append(training.digest(other.restore(storage_reader=Reader(found))) == want)
     dcp.save(run.state(), storage_writer=Writer(f"{folder}/step-0"))
-    want = meshes.digest(run.state())
-    folders.check(f"{folder}/step-0", deep=True)
+    want = training.digest(run.state())
+    directories.verify_directory(f"{folder}/step-0", deep=True)
     for step in READER:
         for on in (0, 1):
             if on and step == "prepare_global_plan":
@@ -256,8 +258,8 @@ def of_rank(rank, width, folder):
             except dcp.api.CheckpointException as error:
                 raised[f"{step} {on} load"] = repr([at for at in error.failures])
     run.restore(storage_reader=Reader(f"{folder}/step-0"))
-    loaded.append(meshes.digest(run.state()) == want)
-    meshes.done(rank, folder, [raised, loaded])
+    loaded.append(training.digest(run.state()) == want)
+    training.done(rank, folder, [raised, loaded])
 """
 
 

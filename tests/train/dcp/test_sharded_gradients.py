@@ -7,12 +7,13 @@ from helpers.processes import ranks
 
 RECORDED = """
 import warnings
-import meshes, torch
+import torch
+from helpers import multi_rank_training as training
 import torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Partial
 from shrinkpoint import Fisher, Inshrinkerator
 from shrinkpoint.errors import LossWarning
-from shrinkpoint.store import folder as folders
+from shrinkpoint.store import directory as directories
 from shrinkpoint.train import GradientRecorder
 from shrinkpoint.train.dcp import Writer
 
@@ -23,12 +24,12 @@ def loss(model):
         return float((model(x) - x.sum(1, keepdim=True)).square().mean())
 
 def of_rank(rank, width, folder):
-    meshes.start(rank, width, folder)
+    training.start(rank, width, folder)
     warnings.simplefilter("ignore", LossWarning)
     said, means = {}, {}
-    mesh = meshes.mesh_of(range(width))
+    mesh = training.mesh_of(range(width))
     for kind in ("whole", "parts"):
-        run = meshes.Run(mesh if kind == "parts" else None)
+        run = training.Run(mesh if kind == "parts" else None)
         run.optimizer = torch.optim.SGD(run.model.parameters(), lr=1e-3)
         recorder = GradientRecorder(run.model, squares=True).attach(run.optimizer)
         run.train(8)
@@ -39,7 +40,7 @@ def of_rank(rank, width, folder):
         for name, scheme in schemes.items():
             place = f"{folder}/{kind}-{name}"
             dcp.save(run.state(), storage_writer=Writer(place, scheme=scheme, model=run.model))
-            said[f"{kind} {name}"] = folders.read_manifest(place).loss
+            said[f"{kind} {name}"] = directories.read_directory_manifest(place).loss
     wrong = []
     for name, parameter in run.model.named_parameters():
         if parameter.to_local().numel():
@@ -51,11 +52,11 @@ def of_rank(rank, width, folder):
 
     layer = torch.nn.Linear(2, 2, bias=False)  # its gradient is not summed yet
     layer.weight = torch.nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh))
-    layer.weight.grad = DTensor.from_local(torch.full((2, 2), 1.0 + rank), mesh, [SparseUpdate()])
+    layer.weight.grad = DTensor.from_local(torch.full((2, 2), 1.0 + rank), mesh, [Partial()])
     recorder = GradientRecorder(layer)
     recorder.after_backward()
     said["summed"] = recorder.mean["weight"].tolist()
-    meshes.done(rank, folder, said)
+    training.done(rank, folder, said)
 """
 
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from shrinkpoint import errors
-from shrinkpoint.store import directory as folders
+from shrinkpoint.store import directory as directories
 from shrinkpoint.train.dcp import Reader, Writer, chain_registry, latest_valid, load, reset_chains
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -51,7 +51,7 @@ def test_what_is_saved_comes_back_bit_by_bit(tmp_path: Path) -> None:
 
 def test_a_delta_is_smaller_than_its_keyframe_and_says_what_it_stands_on(tmp_path: Path) -> None:
     trained(tmp_path, 3)
-    first, _, last = (folders.verify_directory(tmp_path / f"step-{step}", deep=True) for step in range(3))
+    first, _, last = (directories.verify_directory(tmp_path / f"step-{step}", deep=True) for step in range(3))
     assert first.depth == 0
     assert last.depth == 2
     assert last.stored_bytes < first.stored_bytes * 2 / 3
@@ -76,7 +76,7 @@ def test_a_save_after_its_base_was_deleted_stands_alone(tmp_path: Path) -> None:
 
 def test_a_chain_is_as_long_as_asked_for(tmp_path: Path) -> None:
     trained(tmp_path, 5, keyframe_every=2)
-    assert [folders.read_directory_manifest(tmp_path / f"step-{step}").depth for step in range(5)] == [0, 1, 0, 1, 0]
+    assert [directories.read_directory_manifest(tmp_path / f"step-{step}").depth for step in range(5)] == [0, 1, 0, 1, 0]
 
 
 def test_chains_by_name_do_not_depend_on_paths(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_plans_that_torch_replays_do_not_repeat_a_save(saves: int, tmp_path: Pat
         dcp.save(run.state(), storage_writer=Writer(tmp_path / f"step-{step}"), planner=planner)
         digests.append(digest(run.state()))
     assert [restored(tmp_path / f"step-{step}") for step in range(saves)] == digests
-    assert folders.read_directory_manifest(tmp_path / f"step-{saves - 1}").depth == saves - 1
+    assert directories.read_directory_manifest(tmp_path / f"step-{saves - 1}").depth == saves - 1
 
 
 def test_saving_into_a_directory_again_leaves_only_what_is_needed(tmp_path: Path) -> None:
@@ -174,8 +174,8 @@ def test_saving_into_a_directory_again_leaves_only_what_is_needed(tmp_path: Path
         run.train()
         save(run.state(), tmp_path)
     assert restored(tmp_path) == digest(run.state())
-    payload = folders.read_directory_manifest(tmp_path).payloads[0]
-    assert folders.own_keys(tmp_path) == {payload.name, *(f"bases/{one}.safetensors" for one, _ in payload.bases)}
+    payload = directories.read_directory_manifest(tmp_path).payloads[0]
+    assert directories.own_keys(tmp_path) == {payload.name, *(f"bases/{one}.safetensors" for one, _ in payload.bases)}
 
 
 class Dies(Exception):
@@ -205,7 +205,7 @@ def test_a_crash_while_a_directory_is_overwritten_leaves_the_old_checkpoint(at: 
     with pytest.raises(dcp.api.CheckpointException):
         dcp.save(run.state(), storage_writer=Crashing(folder))
     assert restored(folder) == (digest(run.state()) if at == "commit" else expected)
-    folders.verify_directory(folder, deep=True)
+    directories.verify_directory(folder, deep=True)
 
 
 def test_nothing_stands_on_a_save_that_failed(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_result_that_is_lost_is_no_checkpoint(tmp_path: Path) -> None:
 
     with pytest.raises(dcp.api.CheckpointException, match="'b'"):
         dcp.save({"a": torch.ones(2), "b": torch.ones(2)}, storage_writer=Losing(tmp_path))
-    assert not folders.is_checkpoint(tmp_path)
+    assert not directories.is_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_a_writer_can_be_sent_to_another_process(tmp_path: Path) -> None:
     sent = pickle.dumps(Writer())
     reset_chains()
     dcp.save({"x": torch.arange(100)}, storage_writer=pickle.loads(sent), checkpoint_id=tmp_path / "step-1")
-    assert folders.read_directory_manifest(tmp_path / "step-1").depth == 1
+    assert directories.read_directory_manifest(tmp_path / "step-1").depth == 1
 
 
 @pytest.mark.gpu
@@ -321,4 +321,4 @@ def test_what_is_on_a_device_is_saved_and_comes_back_there(tmp_path: Path) -> No
     assert target["x"].is_cuda
     assert torch.equal(target["x"], state["x"])
     assert int(target["n"]) == 1
-    assert folders.read_directory_manifest(tmp_path / "step-1").depth == 1
+    assert directories.read_directory_manifest(tmp_path / "step-1").depth == 1

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shrinkpoint import errors
-from shrinkpoint.store import directory as folders
+from shrinkpoint.store import directory as directories
 from shrinkpoint.tensors.flatten import flatten, unflatten
 from shrinkpoint.train.dcp import Reader, Writer, load, reset_chains
 from shrinkpoint.train.dcp.objects import decode_buffers, encode_buffers
@@ -113,7 +113,7 @@ def test_a_save_has_an_id_which_its_checkpoint_keeps(tmp_path: Path) -> None:
         dcp.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / f"{step}", storage_writer=writer)
         assert writer.path == writer.checkpoint_id == tmp_path / f"{step}"
         assert (
-            writer.storage_meta().save_id == writer.save_id == folders.read_directory_manifest(tmp_path / f"{step}").id
+            writer.storage_meta().save_id == writer.save_id == directories.read_directory_manifest(tmp_path / f"{step}").id
         )
         ids.add(writer.save_id)
     reader = Reader(tmp_path / "1")
