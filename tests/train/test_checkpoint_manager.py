@@ -255,8 +255,8 @@ def test_unknown_schemes_and_arguments_are_refused(tmp_path: Path) -> None:
 SECOND = """
 import sys
 from shrinkpoint.errors import LockedError
-from shrinkpoint.train import Manager
-manager = Manager(sys.argv[1], background=True)
+from shrinkpoint.train import CheckpointManager
+manager = CheckpointManager(sys.argv[1], background=True)
 try:
     manager.save(2, extra="mine")
 except LockedError as error:

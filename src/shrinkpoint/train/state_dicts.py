@@ -142,7 +142,8 @@ def check_dtype_fits(saved: torch.dtype, dtype: torch.dtype, where: str, alterna
 def can_represent(wide: torch.dtype, narrow: torch.dtype) -> bool:
     """Whether every value of a dtype is one of another; of those that torch does not compare only where they are one.
 
-    >>> holds(torch.float32, torch.bfloat16), holds(torch.float16, torch.bfloat16), holds(torch.float32, torch.int32)
+    >>> pairs = [(torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16), (torch.float32, torch.int32)]
+    >>> tuple(can_represent(wide, narrow) for wide, narrow in pairs)
     (True, False, False)
     """
     if wide == narrow:
