@@ -113,7 +113,9 @@ def test_between_windows_the_last_one_stands_and_a_new_one_starts_from_nothing()
     assert same(loop.recorder.mean, loop.seen[16])
 
 
-@pytest.mark.parametrize("settings", [{"save_interval": 3, "batches": 3}, {"save_interval": 3, "batches": 50}, {"save_interval": None}])
+@pytest.mark.parametrize(
+    "settings", [{"save_interval": 3, "batches": 3}, {"save_interval": 3, "batches": 50}, {"save_interval": None}]
+)
 def test_windows_that_touch_are_one(settings):
     loop = Loop(**settings).steps(8)
     assert same(loop.recorder.mean, loop.by_hand(1, 8, 0.9, 1 - 0.9))

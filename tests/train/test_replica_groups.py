@@ -26,7 +26,7 @@ RANKS = """
             for step in (1, 2):
                 before = run.photo()
                 report = manager.save(step, **run.parts)
-                said["chosen"].append([None if report is None else report.loss_report["chosen"], str(scheme._last)])
+                said["chosen"].append([None if report is None else report.loss_report["chosen"], str(scheme._last_choice)])
                 run.steps(10)
             said["calls"] = run.calls
 
@@ -62,7 +62,7 @@ RANKS = """
             holder.close()
         dist.barrier()
         at = other.restore(**run.parts)
-        said["restored"] = [at.step, run.loss(), str(other._scheme._last)]
+        said["restored"] = [at.step, run.loss(), str(other._scheme._last_choice)]
         other.save(6, **run.steps(5).parts)
         other.close()
         with open(f"{folder}/{rank}.json", "w") as file:

@@ -97,9 +97,15 @@ ENTRIES = {
     "lightning default_root_dir": _fit,
     "accelerate.save_state output_dir": lambda place: _accelerate("save_state")(_accelerator(), place),
     "accelerate.load_state input_dir": lambda place: _accelerate("load_state")(_accelerator(), place),
-    "accelerate.AcceleratorCheckpointer.save_state output_dir": lambda place: _accelerate("AcceleratorCheckpointer")(_accelerator()).save_state(place),
-    "accelerate.AcceleratorCheckpointer.load_state input_dir": lambda place: _accelerate("AcceleratorCheckpointer")(_accelerator()).load_state(place),
-    "accelerate.AcceleratorCheckpointer": lambda place: _accelerate("AcceleratorCheckpointer")(_accelerator(project_dir=place)),
+    "accelerate.AcceleratorCheckpointer.save_state output_dir": lambda place: _accelerate("AcceleratorCheckpointer")(
+        _accelerator()
+    ).save_state(place),
+    "accelerate.AcceleratorCheckpointer.load_state input_dir": lambda place: _accelerate("AcceleratorCheckpointer")(
+        _accelerator()
+    ).load_state(place),
+    "accelerate.AcceleratorCheckpointer": lambda place: _accelerate("AcceleratorCheckpointer")(
+        _accelerator(project_dir=place)
+    ),
     "comm.AQSGD folder": lambda place: AQSGD(parse("q4"), folder=place),
 }
 ELSEWHERE = {
@@ -129,7 +135,9 @@ def test_url_is_refused_everywhere_before_anything_is_written(entry, tmp_path):
             continue  # a local path in Lightning's own spelling
         if entry == "lightning dirpath" and url != "memory://x":
             continue  # Lightning itself says which package is missing
-        if isinstance(url, Path) and entry.startswith(("transformers.Shrink", "accelerate.AcceleratorCheckpointer", "lightning d")):
+        if isinstance(url, Path) and entry.startswith(
+            ("transformers.Shrink", "accelerate.AcceleratorCheckpointer", "lightning d")
+        ):
             continue  # of these a framework makes strings
         with pytest.raises(PolicyError, match="file system"):
             ENTRIES[entry](url)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shrinkpoint.errors import CorruptError, FormatError, NotFoundError, ShrinkpointError, VersionError
@@ -22,11 +22,13 @@ class SkippedCheckpoint:
         reason: why it does not load.
         step: its step in a store; None in a framework's run.
         directory: its directory in a framework's run; None in a store.
+        error: why, as an exception; None if several processes had one each.
     """
 
     reason: str
     step: int | None = None
     directory: Path | None = None
+    error: Exception | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -281,7 +281,7 @@ class Store:
                 manifest = self._visible_manifest(listing, step)
                 return StoreRestore(step, self._load(manifest, device, tie, keep, max_bytes), manifest, tuple(skipped))
             except (FormatError, ChainError, StorageError, NotFoundError) as error:
-                skipped.append(SkippedCheckpoint(str(error), step=step))
+                skipped.append(SkippedCheckpoint(str(error), step=step, error=error))
         raise self._no_checkpoint_error(skipped)
 
     def _load(self, manifest: Manifest, device: Device, tie: bool, keep: bool, max_bytes: int | None) -> Any:

@@ -63,6 +63,11 @@ class FlatState:
         """Bytes of all tensors, each storage once."""
         return sum(info.nbytes for info in self.infos.values())
 
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether all tensors are in host memory."""
+        return all(tensor.device.type == "cpu" for tensor in self.tensors.values())
+
 
 def snapshot(state: FlatState, *, reuse: FlatState | None = None) -> FlatState:
     """The same state with every tensor in contiguous CPU memory of its own.

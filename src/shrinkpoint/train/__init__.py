@@ -1,7 +1,6 @@
-"""A TRAINING LOOP MEETS A STORE: when to save, what belongs to a state, how to go on from it.
+"""Saving and restoring training loops: checkpoint managers, gradient recorders, partial restores.
 
-Frameworks have rooms of their own, which import them when they are first used: `dcp`, `transformers`, `accelerate`,
-`lightning`.
+Each framework has a subpackage, imported at its first use: `dcp`, `transformers`, `accelerate`, `lightning`.
 """
 
 from __future__ import annotations
@@ -9,11 +8,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from shrinkpoint.store.listing import SkippedCheckpoint
-from shrinkpoint.train.checkpoint_manager import CheckpointManager, RestoreReport, RestoreResult
-from shrinkpoint.train.checkpointer import Checkpointer, DirectoryRestore, latest_valid
+from shrinkpoint.store import SkippedCheckpoint
+from shrinkpoint.train.checkpoint_manager import CheckpointManager
+from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
+from shrinkpoint.train.latest import latest_valid
 from shrinkpoint.train.partial_restore import RankShard
+from shrinkpoint.train.restore_result import RestoreReport, RestoreResult
 
 if TYPE_CHECKING:
     from shrinkpoint.train import accelerate as accelerate
@@ -26,7 +27,6 @@ _SUBPACKAGES = ("accelerate", "dcp", "lightning", "transformers")
 __all__ = [
     "CheckpointManager",
     "Checkpointer",
-    "DirectoryRestore",
     "GradientRecorder",
     "RankShard",
     "RestoreReport",

@@ -1,20 +1,117 @@
-"""One job in the background at a time."""
+"""Saves beside a training loop: one at a time, each of the state at the moment of its call, no error lost."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
 
 from shrinkpoint.errors import StorageError
+from shrinkpoint.store.checkpoint_file import SaveReport
+from shrinkpoint.tensors.flat_state import FlatState, snapshot
 
 _log = logging.getLogger("shrinkpoint")
+WriteState: TypeAlias = Callable[[FlatState, bool], SaveReport]
+"""Writes a state; if the second argument is true, the state is a snapshot that the writer may keep as a reference."""
+
+
+class BackgroundSaver:
+    """Writes the states of a training loop, at once or in the background, one at a time.
+
+    A state that is written in the background or is not in host memory is copied first, and the writer keeps the copy
+    as the reference of the next delta. The memory of the copy before that is reused by the next one.
+
+    Args:
+        background: write in the background.
+
+    Attributes:
+        stall_seconds: how long the last save held up the loop.
+        last_report: the report of the last save that succeeded; None if there is none yet.
+    """
+
+    def __init__(self, *, background: bool) -> None:
+        self.stall_seconds = 0.0
+        self.last_report: SaveReport | None = None
+        self._background, self._worker = background, BackgroundWorker()
+        self._reference_snapshot: FlatState | None = None  # what the writer keeps as its reference
+        self._free_snapshot: FlatState | None = None  # the one before it, whose memory is free
+
+    @contextmanager
+    def measure_stall(self) -> Iterator[None]:
+        """Set `stall_seconds` to the duration of the block."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stall_seconds = time.perf_counter() - start
+
+    def save(
+        self, description: str, state: FlatState, write: WriteState, *, after: Callable[[], object] = lambda: None
+    ) -> SaveReport | None:
+        """Write a state; the save before must have been waited for. The caller may change the state afterwards.
+
+        Args:
+            description: names the save in error messages and in the log.
+            write: writes the state, in the thread that writes.
+            after: called in the same thread when the state has been written.
+
+        Returns:
+            The report of `write`; None in the background.
+
+        Raises:
+            StorageError: the system gives no thread.
+            whatever `write` and `after` raise, unless they run in the background.
+        """
+        if not self._background and state.is_on_cpu:
+            return self._write(state, write, after, adopt=False)
+        spare, self._free_snapshot = self._free_snapshot, None
+        copy = snapshot(state, reuse=spare)
+        if not self._background:
+            return self._write(copy, write, after, adopt=True)
+        self._worker.start(description, lambda: self._write(copy, write, after, adopt=True))
+        return None
+
+    def join(self) -> None:
+        """Wait for the save that runs, if any; its error is kept for `wait`. Any thread may call this."""
+        self._worker.join()
+
+    def wait(self) -> SaveReport | None:
+        """Wait for the save that runs, if any.
+
+        Returns:
+            The report of the last save that succeeded; None if there is none yet.
+
+        Raises:
+            whatever a save raised in the background, once.
+        """
+        self._worker.wait()
+        return self.last_report
+
+    def drop_snapshots(self) -> None:
+        """Free the memory of the copies; the writer must not use them any more."""
+        self._reference_snapshot, self._free_snapshot = None, None
+
+    @torch.no_grad()
+    def _write(self, state: FlatState, write: WriteState, after: Callable[[], object], *, adopt: bool) -> SaveReport:
+        # If writing fails, either snapshot may be the writer's reference: neither is reused then.
+        previous, self._reference_snapshot = self._reference_snapshot, None
+        report = write(state, adopt)
+        if adopt:
+            self._reference_snapshot, self._free_snapshot = state, previous
+        self.last_report = report
+        after()
+        return report
 
 
 class BackgroundWorker:
-    """Runs one job at a time beside the caller, and hands its error over exactly once.
+    """Runs one job at a time in a thread of its own, and raises the error of each job exactly once.
 
-    The thread is no daemon: an interpreter that ends waits for the job.
+    The thread is no daemon: an interpreter that exits waits for the job.
     """
 
     def __init__(self) -> None:
@@ -22,41 +119,42 @@ class BackgroundWorker:
         self._error: BaseException | None = None
 
     def start(self, description: str, job: Callable[[], object]) -> None:
-        """Run `job`; the one before must have been waited for. `description` names it in the log, should it fail.
+        """Run a job; the one before must have been waited for.
 
-        Interrupted by a signal, either the job does not run and never will, or it runs and is waited for.
+        If this call is interrupted by a signal, either the job never runs, or it runs and `wait` waits for it.
+
+        Args:
+            description: names the job in error messages and, if it fails, in the log.
 
         Raises:
             StorageError: the system gives no thread; the job does not run.
         """
-        begun = _Job(description, job)
+        new_job = _Job(description, job)
         try:
-            self._job = begun
-            begun.thread.start()
-            begun.is_launched = True
+            self._job = new_job
+            new_job.thread.start()
+            new_job.is_launched = True
         except (RuntimeError, MemoryError) as error:
-            self._revoke(begun)
+            self._revoke(new_job)
             do = "free memory, or allow more threads (`ulimit -u`), and save again; or save without background"
             raise StorageError(description, found=f"no thread to write in ({error})", do=do) from error
         except BaseException:
-            self._revoke(begun)
+            self._revoke(new_job)
             raise
 
     def join(self) -> None:
-        """Wait for the job, if one runs, and leave its error for `wait`. Any thread may call this."""
+        """Wait for the job that runs, if any; its error is kept for `wait`. Any thread may call this."""
         job = self._job
         if job is None:
             return
-        if (
-            not job.is_launched and job.starter_thread_id == threading.get_ident()
-        ):  # an interrupt has ended `start`, and its end
-            self._revoke(job)
+        if not job.is_launched and job.starter_thread_id == threading.get_ident():
+            self._revoke(job)  # `start` was interrupted, and so was its error handling
         if self._job is job:
-            job.done.wait()  # not `join`, which an interrupt makes believe that the thread has ended
+            job.done.wait()  # `Thread.join` would take the thread for ended after an interrupt
             self._collect_error(job)
 
     def wait(self) -> None:
-        """Wait for the job, if one runs.
+        """Wait for the job that runs, if any.
 
         Raises:
             whatever a job raised, once.
@@ -72,7 +170,7 @@ class BackgroundWorker:
             self._job = None
 
     def _collect_error(self, job: _Job) -> None:
-        """Note how a job ended, once: several threads may have waited for it."""
+        """Keep the error of a finished job, once: several threads may have waited for it."""
         with job.lock:
             error, job.error = job.error, None
         if error is not None:
@@ -82,7 +180,7 @@ class BackgroundWorker:
 
 
 class _Job:
-    """What is to be done in a thread, until it is known whether the thread runs."""
+    """Work for a thread, which can be revoked until the thread runs it."""
 
     def __init__(self, description: str, work: Callable[[], object]) -> None:
         self.lock, self.done = threading.Lock(), threading.Event()
@@ -93,7 +191,7 @@ class _Job:
         self._is_running = self._is_revoked = False
 
     def revoke(self) -> bool:
-        """Make sure that the work is not done, unless it is being done; whether that is so."""
+        """Cancel the work unless it has begun; whether it is cancelled."""
         with self.lock:
             if not self._is_running and not self._is_revoked:
                 self._is_revoked = True
@@ -111,5 +209,5 @@ class _Job:
             self.error = error
             _log.warning("%s failed: %s", self._description, error)
         finally:
-            del self._work  # what it holds of the state is free now
+            del self._work  # frees what it refers to, such as a copy of the state
             self.done.set()

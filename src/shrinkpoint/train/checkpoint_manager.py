@@ -1,89 +1,51 @@
-"""A training loop's face to a store."""
+"""Saves a training loop's state into a store and restores it."""
 
 from __future__ import annotations
 
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-import torch
 
 from shrinkpoint import validate
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.schemes.base import PlanningScheme, Resumable, Scheme
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.storage import Storage
-from shrinkpoint.store import Keep, SaveReport, SkippedCheckpoint, Store, layout
-from shrinkpoint.store import StoreRestore as Found
+from shrinkpoint.store import Keep, SaveReport, Store, StoreRestore, layout
 from shrinkpoint.store.retention import NO_METRIC, check_keep
-from shrinkpoint.tensors.flat_state import FlatState, snapshot
+from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.flatten import flatten
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train import partial_restore, state_dicts
-from shrinkpoint.train.background import BackgroundWorker
+from shrinkpoint.train.background import BackgroundSaver
 from shrinkpoint.train.planning import make_plan
+from shrinkpoint.train.restore_result import RestoreResult
 from shrinkpoint.train.state_dicts import as_floats, mark_parameters
 
 
-@dataclass(frozen=True)
-class RestoreReport:
-    """What a restore did.
-
-    Attributes:
-        seconds: to find, read, decode and load it.
-        raw_bytes: of the state's tensors.
-        depth: deltas that were applied on top of the keyframe.
-        scheme: which scheme wrote it.
-        lossy_restores: how many restores from lossy checkpoints lie behind this state.
-    """
-
-    seconds: float
-    raw_bytes: int
-    depth: int
-    scheme: str
-    lossy_restores: int
-
-
-@dataclass(frozen=True)
-class RestoreResult:
-    """Where a training loop goes on.
-
-    Attributes:
-        step: of the checkpoint.
-        extra: what was passed to `save` as `extra`.
-        metrics: what was passed as `metrics`.
-        skipped: newer checkpoints that do not load, newest first, with the reasons.
-        report: what the restore did.
-    """
-
-    step: int
-    extra: Any
-    metrics: Mapping[str, float]
-    skipped: tuple[SkippedCheckpoint, ...]
-    report: RestoreReport
-
-
 class CheckpointManager:
-    """Saves a training loop's state every now and then, and brings the loop back to where it was.
+    """Saves a training loop's state into a store, and restores the loop from it.
 
     Memory on the host, beyond the loop's own: one state, the reference of the next delta; with `background`, or a
     state that is not on the CPU, a second one, the snapshot that is being written.
 
     Args:
         where: a directory, which need not exist yet, or a storage.
-        scheme: "lossless", or a scheme of one's own settings. One that searches evaluates `model` during `save`, before
+        scheme: "lossless", or a scheme with settings. One that searches evaluates `model` during `save`, before
             it returns; in a group of replicas all of them call `save`, and only the first one writes.
         keep: which checkpoints to keep, applied after every save; None keeps all.
-        keyframe_every: each chain has at most this many checkpoints, its keyframe included.
-        background: `save` returns as soon as the state is copied, and writing goes on beside the loop.
+        keyframe_every: maximum number of checkpoints in a chain, its keyframe included; None: no maximum.
+        background: `save` returns as soon as the state is copied, and the copy is written beside the loop.
         threads: native threads for coding; None: every core.
 
+    Attributes:
+        store: the store.
+
     Raises:
-        PolicyError: an argument that makes no sense.
+        PolicyError: an invalid argument.
     """
 
     def __init__(
@@ -96,21 +58,15 @@ class CheckpointManager:
         background: bool = False,
         threads: int | None = None,
     ) -> None:
-        self.stall_seconds = 0.0
-        """Seconds for which the last `save` held up the loop."""
         self._scheme, self._keep = get_scheme(scheme), check_keep(keep)
-        self._background = validate.check_bool("background", background)
+        self._saver = BackgroundSaver(background=validate.check_bool("background", background))
         self.store = Store(where, keyframe_every=keyframe_every, threads=threads)
-        self._has_warned = False  # that nothing can be deleted
-        self._worker = BackgroundWorker()
-        self._last_report: SaveReport | None = None
+        self._has_warned = False  # that retention deletes nothing
         self._is_locked = False  # the store's lock is ours
-        self._reference_snapshot: FlatState | None = None  # the snapshot that the store holds as its reference
-        self._free_snapshot: FlatState | None = None  # the one before it, whose memory is free
         self._lossy_restores = 0  # behind the state that is being trained
 
     def __repr__(self) -> str:
-        return f"Manager({self.store.storage.describe()!r})"
+        return f"CheckpointManager({self.store.storage.describe()!r})"
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -119,6 +75,11 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds for which the last `save` held up the loop."""
+        return self._saver.stall_seconds
 
     def save(
         self,
@@ -132,46 +93,45 @@ class CheckpointManager:
         rng: bool = True,
         **more: Any,
     ) -> SaveReport | None:
-        """Save. The state is that of this moment: the caller may step as soon as this returns.
+        """Save the state as it is now: the caller may take the next step as soon as this returns.
 
         Args:
-            model, optimizer, scheduler, more: anything with `state_dict`, or dicts and lists of such.
-            extra: any nest of tensors and plain values; of tensors that are no parameters `requires_grad` is not kept.
+            step: number of the training step, at least 0.
+            model, optimizer, scheduler, more: objects with `state_dict`, or dicts and lists of such.
+            extra: any nest of tensors and plain values; `requires_grad` of tensors that are not parameters is not kept.
             metrics: numbers, for `Keep(best=)` and for people.
-            rng: save the random generators too.
+            rng: save the states of the random generators too.
 
         Returns:
-            What the save did; None in the background, where `wait` returns it.
+            The report of the save; None in the background, where `wait` returns it, and if another process writes.
 
         Raises:
             StateError: the state holds something that cannot be stored.
-            PolicyError: an object without `state_dict`, a name that is taken, a step or metric that is no number.
+            PolicyError: an object without `state_dict`, a reserved name, a step or metric that is not a number.
             LockedError: another process saves here.
             StorageError: writing failed; every checkpoint that was there still loads.
-            whatever the save before raised in the background; then this call has saved nothing.
+            whatever the previous save raised in the background; then this call has saved nothing.
         """
-        began = time.perf_counter()
-        try:
-            self._worker.wait()
+        with self._saver.measure_stall():
+            self._saver.wait()
             if isinstance(self._scheme, PlanningScheme):
                 self._scheme.run_on_writer(lambda: self._lock_store(step))
             else:
                 self._lock_store(step)
-            measured = as_floats(metrics)
-            parts = _check_names({"model": model, "optimizer": optimizer, "scheduler": scheduler, **more})
-            flat = mark_parameters(flatten(_collect(parts, extra, rng=rng)), parts)
-            scheme = make_plan(self._scheme, flat, self.store.reference, parts)
-            if scheme is None:
+            values = as_floats(metrics)
+            objects = _check_names({"model": model, "optimizer": optimizer, "scheduler": scheduler, **more})
+            state = mark_parameters(flatten(_collect(objects, extra, rng=rng)), objects)
+            plan = make_plan(self._scheme, state, self.store.reference, objects)
+            if plan is None:
                 return None
-            if not self._background and all(tensor.device.type == "cpu" for tensor in flat.tensors.values()):
-                return self._write(step, flat, scheme, measured, adopt=False)
-            copy = self._take_snapshot(flat)
-            if not self._background:
-                return self._write(step, copy, scheme, measured, adopt=True)
-            self._worker.start(f"saving step {step}", lambda: self._write(step, copy, scheme, measured, adopt=True))
-            return None
-        finally:
-            self.stall_seconds = time.perf_counter() - began
+
+            def write(copy: FlatState, adopt: bool) -> SaveReport:
+                lossy_restores = self._lossy_restores
+                return self.store.save(
+                    step, copy, scheme=plan, metrics=values, adopt=adopt, lossy_restores=lossy_restores
+                )
+
+            return self._saver.save(f"saving step {step}", state, write, after=self._apply_retention)
 
     def restore(
         self,
@@ -184,76 +144,77 @@ class CheckpointManager:
         strict: bool = True,
         only: partial_restore.RestoreSelection | None = None,
         **more: Any,
-    ) -> RestoreResult | None:
-        """Bring everything back to a checkpoint.
+    ) -> RestoreResult[int] | None:
+        """Load a checkpoint into the objects of the loop.
 
         Args:
-            step: None: the newest that loads, and what was skipped is in the result. A number: that one or an error.
-            model, optimizer, scheduler, more: what was passed to `save`; what is left out stays as it is.
+            step: None: the newest checkpoint that loads, and the result lists those that were skipped. A number: that
+                checkpoint or an error.
+            model, optimizer, scheduler, more: what was passed to `save`; objects that are left out are not changed.
             rng: set the random generators too, if they were saved.
-            strict: False: a model may lack keys or have others, and objects that were not saved stay as they are;
+            strict: False: a model may lack keys or have others, and objects that were not saved are not changed;
                 values may be rounded to a model's dtype, and an optimizer or scheduler may be of another kind than the
-                one that was saved, as far as torch itself takes its state.
-            only: patterns such as ["layers.3.*"]: of `model`, and nothing else is restored then, the tensors whose
-                names fit one; all others, and the random generators, stay as they are. Or parts of tensors by pattern:
-                {"layers.3.*": ..., "embed.weight": slice(0, 512), "head.weight": mask}; see `train.recovery`, and
-                `RankShard` for what a rank holds. With `optimizer`, what it keeps of these parameters comes back in the
-                same places; what there is one of for a parameter (its count of steps) only with all of it. After a
-                failure that took a part of a model this loses less than going back with all of it (arXiv 1810.07354,
-                partial recovery).
+                one that was saved, as far as torch itself accepts its state.
+            only: patterns such as ["layers.3.*"]: restore only the tensors of `model` whose names match; all others,
+                and the random generators, keep their values. Or parts of tensors by pattern:
+                {"layers.3.*": ..., "embed.weight": slice(0, 512), "head.weight": mask}; see
+                `train.partial_restore`, and `RankShard` for the shard of one rank. With `optimizer`, its values for
+                the same parameters are restored at the same indices; a value that exists once per parameter (its step
+                count) only with all of the parameter. After a failure that lost a part of a model this loses less
+                than restoring all of it (arXiv 1810.07354, partial recovery).
 
         Returns:
-            Where to go on; None if the store is empty.
+            Where training resumes; None if the store is empty.
 
         Raises:
             MismatchError: the checkpoint does not fit; nothing was changed.
             NotFoundError: there is no such checkpoint, or none that loads.
             ChainError, FormatError: the checkpoint of that step does not load.
             StorageError: the store cannot be read.
-            PolicyError: `only` together with something else than a model and its optimizer, fitting none of the
-                tensors, or a part that a tensor does not have.
+            PolicyError: `only` together with objects other than a model and its optimizer, without a match, or with a
+                part that a tensor does not have.
         """
-        began = time.perf_counter()
-        self._worker.join()
-        wanted = _check_names({"model": model, "optimizer": optimizer, "scheduler": scheduler, **more})
-        chosen = None if only is None else partial_restore.select_parts(wanted, only)
-        found = self._load_checkpoint(step)
-        if found is None:
+        start = time.perf_counter()
+        self._saver.join()
+        objects = _check_names({"model": model, "optimizer": optimizer, "scheduler": scheduler, **more})
+        selection = None if only is None else partial_restore.select_parts(objects, only)
+        checkpoint = self._load_checkpoint(step)
+        if checkpoint is None:
             return None
-        if chosen is None:
-            _load_all(wanted, found.state, f"step {found.step}", rng=rng, strict=strict)
+        where = f"step {checkpoint.step}"
+        if selection is None:
+            _load_all(objects, checkpoint.state, where, rng=rng, strict=strict)
         else:
-            partial_restore.restore_parts(chosen, wanted, found.state, f"step {found.step}", strict=strict)
-        one = found.manifest
-        self._lossy_restores = one.lossy_restores + one.is_lossy
+            partial_restore.restore_parts(selection, objects, checkpoint.state, where, strict=strict)
+        manifest = checkpoint.manifest
+        self._lossy_restores = manifest.lossy_restores + manifest.is_lossy
         if isinstance(self._scheme, Resumable):
-            self._scheme.resume(one.loss, self._lossy_restores)
-        seconds = time.perf_counter() - began
-        report = RestoreReport(seconds, one.raw_bytes, one.depth, one.scheme, self._lossy_restores)
-        return RestoreResult(found.step, found.state.get("extra"), one.metrics, found.skipped, report)
+            self._scheme.resume(manifest.loss, self._lossy_restores)
+        seconds, extra = time.perf_counter() - start, checkpoint.state.get("extra")
+        return RestoreResult.from_manifest(manifest, seconds, extra=extra, skipped=checkpoint.skipped)
 
     def wait(self) -> SaveReport | None:
         """Wait until the last save is durable.
 
         Returns:
-            What the last save that succeeded did; None if there is none yet.
+            The report of the last save that succeeded; None if there is none yet.
 
         Raises:
             whatever a save raised in the background, once.
         """
-        self._worker.wait()
-        return self._last_report
+        return self._saver.wait()
 
     def close(self) -> None:
-        """Wait, let other processes save, free the memory. A later `save` opens the store again.
+        """Wait, release the store's lock, free the memory. A later `save` opens the store again.
 
         Raises:
             whatever a save raised in the background, once.
         """
         try:
-            self._worker.wait()
+            self._saver.wait()
         finally:
-            self._reference_snapshot, self._free_snapshot, self._is_locked = None, None, False
+            self._saver.drop_snapshots()
+            self._is_locked = False
             self.store.close()
 
     def _lock_store(self, step: int) -> None:
@@ -263,60 +224,46 @@ class CheckpointManager:
             self.store.lock()
             self._is_locked = True
 
-    def _take_snapshot(self, state: FlatState) -> FlatState:
-        spare, self._free_snapshot = self._free_snapshot, None
-        return snapshot(state, reuse=spare)
-
-    @torch.no_grad()
-    def _write(
-        self, step: int, state: FlatState, scheme: Scheme, metrics: dict[str, float], *, adopt: bool
-    ) -> SaveReport:
-        """Save, remember which snapshot the store now holds, apply retention."""
-        last, self._reference_snapshot = (
-            self._reference_snapshot,
-            None,
-        )  # should saving fail, nobody knows which of them is held
-        report = self.store.save(
-            step, state, scheme=scheme, metrics=metrics, adopt=adopt, lossy_restores=self._lossy_restores
-        )
-        if adopt:
-            self._reference_snapshot, self._free_snapshot = state, last
-        self._last_report = report
-        if self._keep is not None:
-            self._apply_retention(self._keep)
-        return report
-
-    def _apply_retention(self, keep: Keep) -> None:
-        """Apply retention; where "the best" means nothing yet, nothing is deleted, and that is said once."""
+    def _apply_retention(self) -> None:
+        """Delete what `keep` does not keep; warn once if it means nothing yet because no checkpoint has its metric."""
+        if self._keep is None:
+            return
         try:
-            self.store.prune(keep, dry_run=False)
+            self.store.prune(self._keep, dry_run=False)
         except PolicyError as error:
             if error.where != NO_METRIC:
                 raise
             if not self._has_warned and len(self.store.steps()) > 1:
                 self._has_warned = True
-                text = f"{error.found}: no checkpoint is deleted. Pass metrics={{{keep.metric!r}: ...}} to save"
-                warnings.warn(f"{NO_METRIC}: {text}", UserWarning, stacklevel=4)
+                text = f"{error.found}: no checkpoint is deleted. Pass metrics={{{self._keep.metric!r}: ...}} to save"
+                warnings.warn(f"{NO_METRIC}: {text}", UserWarning, stacklevel=6)
 
-    def _load_checkpoint(self, step: int | None) -> Found | None:
+    def _load_checkpoint(self, step: int | None) -> StoreRestore | None:
+        """The checkpoint of a step, or the newest that loads; None if the store is empty."""
         if step is not None:
             manifest = self.store.manifest(step)
-            return Found(manifest.step, self.store.load(step), manifest)
+            return StoreRestore(manifest.step, self.store.load(step), manifest)
         listing = self.store.scan()
         if not {*listing.manifests, *listing.broken} - listing.forgotten:
             return None
         return self.store.restore()
 
 
-def _check_names(named_objects: Mapping[str, Any]) -> dict[str, Any]:
+def _check_names(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """The objects that are not None, by name.
+
+    Raises:
+        PolicyError: the name of an argument of `save` that is not an object.
+    """
     for name in ("extra", "metrics"):
-        if name in named_objects:
+        if name in objects:
             raise PolicyError(name, found="an argument of restore", do=f"take `{name}` from what restore returns")
-    return {name: part for name, part in named_objects.items() if part is not None}
+    return {name: obj for name, obj in objects.items() if obj is not None}
 
 
-def _collect(named_objects: Mapping[str, Any], extra: Any, *, rng: bool) -> dict[str, Any]:
-    state = {name: state_dicts.collect_state_dicts(part, name) for name, part in named_objects.items()}
+def _collect(objects: Mapping[str, Any], extra: Any, *, rng: bool) -> dict[str, Any]:
+    """The nested state to save."""
+    state = {name: state_dicts.collect_state_dicts(obj, name) for name, obj in objects.items()}
     if extra is not None:
         state["extra"] = extra
     if rng:
@@ -324,22 +271,24 @@ def _collect(named_objects: Mapping[str, Any], extra: Any, *, rng: bool) -> dict
     return state
 
 
-def _load_all(named_objects: Mapping[str, Any], state: Any, where: str, *, rng: bool, strict: bool) -> None:
-    """Check that everything fits, then load it."""
+def _load_all(objects: Mapping[str, Any], state: Any, where: str, *, rng: bool, strict: bool) -> None:
+    """Load a state into the objects, after a check that it fits all of them.
+
+    Raises:
+        MismatchError: it does not fit.
+    """
     if not isinstance(state, dict):
-        raise MismatchError(
-            where, found=f"a {type(state).__name__}", expected="what a Manager saves", do="use Store.load"
-        )
-    missing = [name for name in named_objects if name not in state]
+        found, expected = f"a {type(state).__name__}", "what a CheckpointManager saves"
+        raise MismatchError(where, found=found, expected=expected, do="use Store.load")
+    missing = [name for name in objects if name not in state]
     if missing and strict:
         found = f"no {missing[0]!r} in the checkpoint, only " + ", ".join(map(repr, state))
-        raise MismatchError(
-            where, found=found, expected="all that is to be restored", do="leave it out, or strict=False"
-        )
-    present = {name: part for name, part in named_objects.items() if name in state}
-    for name, part in present.items():
-        state_dicts.check_state_dicts(part, state[name], f"{where}, {name}", strict=strict)
-    for name, part in present.items():
-        state_dicts.load_state_dicts(part, state[name], f"{where}, {name}", strict=strict)
+        do = "leave it out, or strict=False"
+        raise MismatchError(where, found=found, expected="all that is to be restored", do=do)
+    present = {name: obj for name, obj in objects.items() if name in state}
+    for name, obj in present.items():
+        state_dicts.check_state_dicts(obj, state[name], f"{where}, {name}", strict=strict)
+    for name, obj in present.items():
+        state_dicts.load_state_dicts(obj, state[name], f"{where}, {name}", strict=strict)
     if rng and "rng" in state:
         set_rng_state(state["rng"])

@@ -64,14 +64,18 @@ class GradientRecorder:
         squares: bool = False,
     ) -> None:
         expected, do = "a torch.nn.Module", "pass the model whose gradients are to be recorded"
-        self._model: nn.Module = validate.check_instance("GradientRecorder, model", model, nn.Module, expected=expected, do=do)
+        self._model: nn.Module = validate.check_instance(
+            "GradientRecorder, model", model, nn.Module, expected=expected, do=do
+        )
         self._save_interval = validate.check_optional_int(
             "GradientRecorder, save_interval", save_interval, none_meaning="for every step"
         )
         self._batches = validate.check_int("GradientRecorder, batches", batches)
         beta = validate.check_float("GradientRecorder, beta", beta, maximum=1.0, exclusive=False)
         if beta == 1:
-            raise validate.argument_error("GradientRecorder, beta", beta, "a number from 0, below 1", "take the default")
+            raise validate.argument_error(
+                "GradientRecorder, beta", beta, "a number from 0, below 1", "take the default"
+            )
         if paper is not None:
             validate.check_bool("GradientRecorder, paper", paper)
         validate.check_bool("GradientRecorder, squares", squares)

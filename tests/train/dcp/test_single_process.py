@@ -76,7 +76,13 @@ def test_a_save_after_its_base_was_deleted_stands_alone(tmp_path: Path) -> None:
 
 def test_a_chain_is_as_long_as_asked_for(tmp_path: Path) -> None:
     trained(tmp_path, 5, keyframe_every=2)
-    assert [directories.read_directory_manifest(tmp_path / f"step-{step}").depth for step in range(5)] == [0, 1, 0, 1, 0]
+    assert [directories.read_directory_manifest(tmp_path / f"step-{step}").depth for step in range(5)] == [
+        0,
+        1,
+        0,
+        1,
+        0,
+    ]
 
 
 def test_chains_by_name_do_not_depend_on_paths(tmp_path: Path) -> None:

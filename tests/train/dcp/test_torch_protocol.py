@@ -113,7 +113,9 @@ def test_a_save_has_an_id_which_its_checkpoint_keeps(tmp_path: Path) -> None:
         dcp.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / f"{step}", storage_writer=writer)
         assert writer.path == writer.checkpoint_id == tmp_path / f"{step}"
         assert (
-            writer.storage_meta().save_id == writer.save_id == directories.read_directory_manifest(tmp_path / f"{step}").id
+            writer.storage_meta().save_id
+            == writer.save_id
+            == directories.read_directory_manifest(tmp_path / f"{step}").id
         )
         ids.add(writer.save_id)
     reader = Reader(tmp_path / "1")

@@ -3,8 +3,9 @@
 from shrinkpoint.errors import missing_extra
 
 try:
-    from shrinkpoint.train.accelerate.accelerator_checkpointer import AcceleratorCheckpointer, RestoreResult
+    from shrinkpoint.train.accelerate.accelerator_checkpointer import AcceleratorCheckpointer
     from shrinkpoint.train.accelerate.api import load_state, record_gradients, save_state, wait
+    from shrinkpoint.train.restore_result import RestoreResult
 except ModuleNotFoundError as error:
     raise missing_extra(error, "accelerate") from None
 

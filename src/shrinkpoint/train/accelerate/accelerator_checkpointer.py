@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,24 +23,10 @@ from shrinkpoint.train.accelerate import checkpoint_dirs, prepared_state
 from shrinkpoint.train.accelerate.everyone import gather_or_raise
 from shrinkpoint.train.accelerate.sharded_checkpointer import ShardedCheckpointer, is_sharded_checkpoint
 from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
+from shrinkpoint.train.restore_result import RestoreReport, RestoreResult
 
 _log = logging.getLogger("shrinkpoint")
 _SKIPPABLE = (ChainError, FormatError, NotFoundError, StorageError)
-
-
-@dataclass(frozen=True)
-class RestoreResult:
-    """Where training goes on.
-
-    Attributes:
-        directory: of the checkpoint.
-        manifest: what it says of itself; None: Accelerate itself had saved it.
-        skipped: newer ones that do not load, the newest first, and why.
-    """
-
-    directory: Path
-    manifest: DirectoryManifest | None
-    skipped: tuple[SkippedCheckpoint, ...] = ()
 
 
 class AcceleratorCheckpointer:
@@ -145,7 +130,7 @@ class AcceleratorCheckpointer:
         finally:
             self.stall_seconds = time.perf_counter() - began
 
-    def load_state(self, input_dir: str | Path | None = None, *, strict: bool = True) -> RestoreResult:
+    def load_state(self, input_dir: str | Path | None = None, *, strict: bool = True) -> RestoreResult[int | None]:
         """Load, as `Accelerator.load_state` does; the next save is a delta against what was loaded.
 
         Numbered checkpoints go on behind the newest that is there.
@@ -162,19 +147,20 @@ class AcceleratorCheckpointer:
         """
         prepared_state.check_engine(self._accelerator)
         self._drain()
-        passed: list[SkippedCheckpoint] = []
+        start = time.perf_counter()
+        skipped: list[SkippedCheckpoint] = []
         for folder in gather_or_raise(lambda: self._find_candidates(input_dir))[0]:
             try:
                 manifest = self._load(folder, strict=strict)
             except _SKIPPABLE as error:
                 if input_dir is not None:
                     raise
-                passed.append(SkippedCheckpoint(str(error), directory=folder))
+                skipped.append(SkippedCheckpoint(str(error), directory=folder, error=error))
                 self._warn_main("%s is passed over: %s", folder, error)
             else:
                 self._advance_iteration()
-                return RestoreResult(folder, manifest, tuple(passed))
-        reasons = "; ".join(one.reason for one in passed)
+                return _restore_result(manifest, time.perf_counter() - start, folder, tuple(skipped))
+        reasons = "; ".join(checkpoint.reason for checkpoint in skipped)
         do = "look at what is said of each of them, or begin again"
         raise checkpoint_dirs.NoCheckpointError(
             str(folder.parent), found=f"no checkpoint that loads ({reasons})", do=do
@@ -367,6 +353,15 @@ class AcceleratorCheckpointer:
             self._checkpointer.discard(directory)
         except ShrinkpointError as error:
             _log.warning("%s", error)
+
+
+def _restore_result(
+    manifest: DirectoryManifest | None, seconds: float, directory: Path, skipped: tuple[SkippedCheckpoint, ...]
+) -> RestoreResult[int | None]:
+    """The result of a restore; `manifest` is None if Accelerate itself wrote the checkpoint."""
+    if manifest is None:
+        return RestoreResult(RestoreReport(seconds), None, None, directory=directory, skipped=skipped)
+    return RestoreResult.from_manifest(manifest, seconds, directory=directory, skipped=skipped)
 
 
 def _make_dir(directory: Path) -> None:

@@ -15,8 +15,9 @@ from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.store import SaveReport
 from shrinkpoint.train.accelerate import prepared_state
-from shrinkpoint.train.accelerate.accelerator_checkpointer import AcceleratorCheckpointer, RestoreResult
+from shrinkpoint.train.accelerate.accelerator_checkpointer import AcceleratorCheckpointer
 from shrinkpoint.train.gradients import GradientRecorder
+from shrinkpoint.train.restore_result import RestoreResult
 
 _ATTRIBUTE = "_shrinkpoint"
 UNSET: Any = type("Unsaid", (), {"__repr__": lambda self: "..."})()
@@ -90,7 +91,7 @@ def load_state(
     keyframe_every: int | None = UNSET,
     background: bool = UNSET,
     threads: int | None = UNSET,
-) -> RestoreResult:
+) -> RestoreResult[int | None]:
     """`Shrink.load_state` of the accelerator's own Shrink; settings as in `save_state`, before it or after."""
     settings = _set_options(scheme=scheme, keyframe_every=keyframe_every, background=background, threads=threads)
     return _checkpointer_of(accelerator, settings).load_state(input_dir, strict=strict)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.store.directory import is_checkpoint, read_directory_manifest
+from shrinkpoint.train import latest
 from shrinkpoint.train.checkpointer import Checkpointer
-from shrinkpoint.train.checkpointer import latest_valid as latest_valid_checkpoint
 from shrinkpoint.train.lightning.io import load_checkpoint_dict, local_path_or_none, require_local_path
 
 LightningT = TypeVar("LightningT", pl.LightningModule, pl.LightningDataModule)
@@ -81,7 +81,7 @@ def latest_valid(directory: _PATH) -> Path | None:
         return None
     places = sorted(root.rglob("*"), key=Path.is_symlink, reverse=True)  # a link, only where it points elsewhere
     found = {path.resolve(): path for path in places if path.is_dir() and _is_candidate(path, root)}
-    return latest_valid_checkpoint(sorted(found.values(), key=_creation_time, reverse=True))[0]
+    return latest.latest_valid(sorted(found.values(), key=_creation_time, reverse=True))[0]
 
 
 def _is_candidate(path: Path, root: Path) -> bool:

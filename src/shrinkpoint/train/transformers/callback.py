@@ -104,8 +104,8 @@ class ShrinkCallback(TrainerCallback):
             return
         checkpoint_dirs.validate_checkpoint(folder)
         loaded = self._checkpointer.load(folder)
-        if loaded.manifest.step != state.global_step:
-            found, expected = f"step {loaded.manifest.step}", f"{state.global_step}, where training goes on"
+        if loaded.step != state.global_step:
+            found, expected = f"step {loaded.step}", f"{state.global_step}, where training goes on"
             raise MismatchError(
                 str(folder), found=found, expected=expected, do="pass resume_from_checkpoint= here, too"
             )

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from shrinkpoint.errors import CorruptError, NotFoundError, ShrinkpointError, St
 from shrinkpoint.storage import local_path
 from shrinkpoint.store import directory as folders
 from shrinkpoint.tensors.info import JSON
+from shrinkpoint.train import latest
 
 STATE_FILE = "trainer_state.json"
 SENTINEL = "checkpoint-is-incomplete.txt"
@@ -33,7 +33,6 @@ _REQUIRED_PAIR = ("optimizer.pt", "scheduler.pt")
 _RESUME_ADVICE = "resume from another checkpoint"
 _NOT_FOUND_TEXT = "Can't find a valid checkpoint at"
 """The Trainer's own: who looks for them shall find them."""
-_log = logging.getLogger("shrinkpoint")
 
 
 class NoCheckpointError(NotFoundError, ValueError):
@@ -79,21 +78,15 @@ def find_resume_checkpoint(output_dir: str | Path, *, optimizer: bool) -> str | 
     return whole
 
 
-def _search_latest(output_dir: str | Path, *, deep: bool, optimizer: bool) -> tuple[str | None, list[ShrinkpointError]]:
-    """The newest whole checkpoint, and why the newer ones are none."""
-    errors: list[ShrinkpointError] = []
-    for folder in list_checkpoint_dirs(output_dir):
-        try:
-            validate_checkpoint(folder, deep=deep, optimizer=optimizer)
-        except ShrinkpointError as error:
-            errors.append(error)
-            _log.warning("%s is passed over: %s", folder, error)
-        else:
-            return str(folder), errors
-    return None, errors
+def _search_latest(output_dir: str | Path, *, deep: bool, optimizer: bool) -> tuple[str | None, list[Exception | None]]:
+    """The newest valid checkpoint, and why the newer ones are not valid."""
+    directory, skipped = latest.latest_valid(
+        list_checkpoint_dirs(output_dir), check=lambda path: validate_checkpoint(path, deep=deep, optimizer=optimizer)
+    )
+    return None if directory is None else str(directory), [checkpoint.error for checkpoint in skipped]
 
 
-def _raise_if_skipped(output_dir: str | Path, errors: list[ShrinkpointError]) -> None:
+def _raise_if_skipped(output_dir: str | Path, errors: Sequence[Exception | None]) -> None:
     """Raise where something was passed over."""
     if errors:
         found = f"{len(errors)} checkpoints, none of them whole; the newest: {errors[0]}"
