@@ -26,7 +26,8 @@ RANKS = """
             for step in (1, 2):
                 before = run.photo()
                 report = manager.save(step, **run.parts)
-                said["chosen"].append([None if report is None else report.loss_report["chosen"], str(scheme._last_choice)])
+                chosen = None if report is None else report.loss_report["chosen"]
+                said["chosen"].append([chosen, str(scheme._last_choice)])
                 run.steps(10)
             said["calls"] = run.calls
 

@@ -1,4 +1,4 @@
-"""What code of the user's may change in its objects besides weights: counts, lists of outputs, nested dicts of them."""
+"""Saves and restores attributes of objects that a user's code may change: counts, lists of outputs, nested dicts."""
 
 from __future__ import annotations
 
@@ -8,35 +8,38 @@ from typing import Any
 
 _CONTAINER_TYPES = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 _MAX_NESTED = 64
-"""A longer list is one of many equal things, such as data; what is in them is not looked at."""
+"""The members of a longer list are not recorded: it holds many values of one kind, such as data."""
 
 
 class AttributeSnapshot:
-    """The attributes of objects, which can be put back: what they are bound to, and what is in the nests they hold.
+    """The values of objects' attributes, and the contents of the containers among them, at one moment.
 
-    No copies of tensors. An attribute that did not exist is left.
+    Tensors are not copied. Restoring does not delete attributes that were added since.
 
     Args:
         owners: objects with a `__dict__`.
-        exclude: names of attributes that are left alone.
+        exclude: names of attributes that are neither recorded nor restored.
     """
 
     def __init__(self, owners: Iterable[Any], *, exclude: Iterable[str] = ()) -> None:
-        skipped = {*exclude}
-        self._attributes = [(vars(one), {k: v for k, v in vars(one).items() if k not in skipped}) for one in owners]
+        excluded = {*exclude}
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._containers: dict[int, tuple[Any, Any]] = {}
-        for _, attributes in self._attributes:
-            for value in attributes.values():
+        for owner in owners:
+            recorded = {name: value for name, value in vars(owner).items() if name not in excluded}
+            self._attributes.append((vars(owner), recorded))
+        for _, recorded in self._attributes:
+            for value in recorded.values():
                 self._record_containers(value)
 
     def restore(self) -> None:
-        """Can be repeated."""
-        for now, before in self._attributes:
-            now.update({name: value for name, value in before.items() if now.get(name, self) is not value})
-        for nest, before in self._containers.values():
-            if not _has_same_items(nest, before):
-                nest.clear()
-                (nest.extend if isinstance(nest, list | deque) else nest.update)(before)
+        """Give every attribute and container its recorded value. May be called several times."""
+        for live, recorded in self._attributes:
+            live.update({name: value for name, value in recorded.items() if live.get(name, self) is not value})
+        for container, copy in self._containers.values():
+            if not _has_same_items(container, copy):
+                container.clear()
+                (container.extend if isinstance(container, list | deque) else container.update)(copy)
 
     def _record_containers(self, obj: Any) -> None:
         if type(obj) not in (*_CONTAINER_TYPES, tuple) or id(obj) in self._containers:
@@ -44,18 +47,18 @@ class AttributeSnapshot:
         if type(obj) is not tuple:
             self._containers[id(obj)] = (obj, obj.copy())
         if isinstance(obj, dict) or len(obj) <= _MAX_NESTED:
-            for part in obj.values() if isinstance(obj, dict) else obj:
-                self._record_containers(part)
+            for member in obj.values() if isinstance(obj, dict) else obj:
+                self._record_containers(member)
 
 
 def _has_same_items(container: Any, copy: Any) -> bool:
-    """Whether the same objects are in it, in the same order."""
-    return len(container) == len(copy) and all(
-        x is y for x, y in zip(_iter_items(container), _iter_items(copy), strict=True)
-    )
+    """Whether two containers hold the same objects in the same order."""
+    pairs = zip(_iter_items(container), _iter_items(copy), strict=True)
+    return len(container) == len(copy) and all(item is recorded for item, recorded in pairs)
 
 
 def _iter_items(container: Any) -> Iterator[Any]:
+    """The items of a container; of a dict, keys and values."""
     if not isinstance(container, dict):
         return iter(container)
     return (part for pair in container.items() for part in pair)

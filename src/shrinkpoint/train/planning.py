@@ -1,4 +1,4 @@
-"""Where a scheme decides while the model is the caller's; what it decides can be written beside the loop."""
+"""Decides what a scheme does with a state while the caller's model is at hand; the state may be written later."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from shrinkpoint.tensors.flat_state import FlatState
 
 
 def require_single_process(scheme: Scheme, caller: str) -> None:
-    """Make sure that a scheme waits for no other process, where only one comes to it.
+    """Raise if a scheme would wait for other processes that never use it.
 
     Args:
-        caller: asks, for the message.
+        caller: the name of the caller, for the message.
 
     Raises:
-        PolicyError: replicas share its trials.
+        PolicyError: the scheme shares its trials with a group of replicas.
     """
     if isinstance(scheme, SearchScheme) and scheme.shares_trials:
         found, do = f"{scheme!r} with a group of replicas", "leave group= away"
@@ -30,23 +30,26 @@ def require_single_process(scheme: Scheme, caller: str) -> None:
 def make_plan(
     scheme: Scheme, state: FlatState, reference: Reference | None, objects: Mapping[str, Any], model: str = "model"
 ) -> Scheme | None:
-    """The scheme for this state; None: another process writes it.
+    """The scheme that writes this state: a plan if the scheme plans, else the scheme itself.
 
     Args:
-        reference: what is held of the checkpoint before; None: nothing.
+        reference: the tensors of the previous checkpoint; None if there are none.
         objects: the live objects behind the state, by their name in it.
-        model: which of them is measured.
+        model: name of the object that the scheme evaluates.
+
+    Returns:
+        None if another process writes.
 
     Raises:
-        PolicyError: the scheme measures a model, and there is none; or what it measures with failed.
+        PolicyError: the scheme evaluates a model, and there is none; or the evaluation failed.
     """
     if not isinstance(scheme, PlanningScheme):
         return scheme
-    target, evaluate = None, scheme.evaluate
+    evaluator, evaluate = None, scheme.evaluate
     if evaluate is not None and model not in objects:
         found, do = "a save without it", f"pass {model}=, which {scheme!r} evaluates"
         raise PolicyError(model, found=found, expected="the model", do=do)
     if evaluate is not None or [*iter_modules(objects.get(model))]:
-        target = ModelEvaluator(state, evaluate, objects[model], f"{model}/")
-    decided = scheme.plan(state, reference, target)
-    return decided if scheme.is_writer else None
+        evaluator = ModelEvaluator(state, evaluate, objects[model], f"{model}/")
+    plan = scheme.plan(state, reference, evaluator)
+    return plan if scheme.is_writer else None

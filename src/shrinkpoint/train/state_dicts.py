@@ -1,6 +1,7 @@
 """The state dicts of a training loop: collected for a save, checked against the objects that load them, and loaded.
 
-Also marks which tensors of a state are parameters, and converts metrics to plain floats."""
+Also converts metrics to plain floats and marks which tensors of a state are parameters.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +17,16 @@ from torch.optim import Optimizer
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role
-from shrinkpoint.train import state_dicts
 
-_ADAM = frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
-_SLOTS: Mapping[str, frozenset[str]] = {
+_STRICT_HINT = "or pass strict=False"
+_ADAM_SLOTS = frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
+_TORCH_SLOTS: Mapping[str, frozenset[str]] = {
     "ASGD": frozenset({"step", "eta", "mu", "ax"}),
     "Adadelta": frozenset({"step", "square_avg", "acc_delta"}),
     "Adafactor": frozenset({"step", "row_var", "col_var", "variance"}),
     "Adagrad": frozenset({"step", "sum"}),
-    "Adam": _ADAM,
-    "AdamW": _ADAM,
+    "Adam": _ADAM_SLOTS,
+    "AdamW": _ADAM_SLOTS,
     "Adamax": frozenset({"step", "exp_avg", "exp_inf"}),
     "Muon": frozenset({"momentum_buffer"}),
     "NAdam": frozenset({"step", "exp_avg", "exp_avg_sq", "mu_product"}),
@@ -35,7 +36,18 @@ _SLOTS: Mapping[str, frozenset[str]] = {
     "SGD": frozenset({"momentum_buffer"}),
     "SparseAdam": frozenset({"step", "exp_avg", "exp_avg_sq"}),
 }
-"""The tensors that torch's own optimizers keep of a parameter."""
+"""The tensors that torch's own optimizers keep for each parameter."""
+_PARAMETER_SHAPED_SLOTS = (
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "exp_inf",
+    "square_avg",
+    "grad_avg",
+    "acc_delta",
+)
+"""Slots that have the shape of their parameter in torch's own optimizers."""
 _HYPERPARAMETERS = frozenset(
     {
         "alpha",
@@ -54,221 +66,82 @@ _HYPERPARAMETERS = frozenset(
         "t0",
     }
 )
-"""Of torch's own optimizers, those by which they differ; a scheduler adds none of these to a group."""
+"""Hyperparameters that tell torch's own optimizers apart; no scheduler adds one of these to a group."""
 _STRUCTURE_KEYS = frozenset({"_schedulers", "lr_lambdas"})
-"""Of a scheduler that is made of others, or of functions."""
+"""Keys of schedulers that are composed of other schedulers or of functions."""
 _LEGACY_KEYS = frozenset({"verbose"})
-"""What schedulers of older releases of torch saved besides."""
+"""Keys that schedulers of older releases of torch saved in addition."""
 
 
-def check_optimizer_kind(optimizer: Optimizer, saved: Mapping[str, Any], where: str, alternative: str) -> None:
-    """Refuse the state of another kind of optimizer, or one that loading would round.
-
-    What torch releases and schedulers add to a group, and settings without which a slot is not there (momentum,
-    amsgrad), make no other kind; Adam and AdamW are one.
-
-    Args:
-        saved: its groups have been compared with the optimizer's.
-        alternative: what else a caller may do.
-
-    Raises:
-        MismatchError: it is one.
-    """
-    optimizer = _unwrap(optimizer)
-    found = {
-        str(slot)
-        for _, state in iter_slot_states(optimizer, saved)
-        for slot, value in state.items()
-        if isinstance(value, Tensor)
-    }
-    ours, theirs = _missing_hyperparameters(optimizer, saved)
-    strange = sorted((found - _allowed_slots(optimizer, found)) | theirs)
-    if strange or ours:
-        parts = [f"the state of another kind of optimizer, with {', '.join(strange)}"] if strange else []
-        parts += [f"no {', '.join(sorted(ours))}"] if ours else []
-        do = f"build the optimizer that was saved, {alternative}"
-        raise MismatchError(where, found="; ".join(parts), expected=_describe_optimizer(optimizer), do=do)
-    if _is_torch_optimizer(optimizer):
-        _check_slot_dtypes(optimizer, saved, where, alternative)
-
-
-def check_scheduler_kind(scheduler: Any, saved: Any, where: str, alternative: str) -> None:
-    """Refuse the state of another kind of scheduler, told by the names of its settings.
-
-    Raises:
-        MismatchError: it is one.
-    """
-    names = [
-        {key for key in state if isinstance(key, str) and (not key.startswith("_") or key in _STRUCTURE_KEYS)}
-        - _LEGACY_KEYS
-        for state in (scheduler.state_dict(), saved if isinstance(saved, Mapping) else {})
-    ]
-    settings = names[0] & (_init_parameters(scheduler) | _STRUCTURE_KEYS)
-    missing, extra = sorted(settings - names[1]), sorted(names[1] - names[0])
-    if missing or extra or not isinstance(saved, Mapping):
-        parts = [f"{', '.join(extra)}"] if extra else []
-        parts += [f"no {', '.join(missing)}"] if missing else []
-        do = f"build the scheduler that was saved, {alternative}"
-        expected = (
-            f"that of a {type(scheduler).__name__}, with {', '.join(sorted(settings or names[0])) or 'no settings'}"
-        )
-        found = f"the state of another kind of scheduler, with {' and '.join(parts) or 'nothing'}"
-        raise MismatchError(where, found=found, expected=expected, do=do)
-
-
-def check_scaler_is_enabled(scaler: Any, saved: Any, where: str) -> None:
-    """Refuse what a scaler that is on cannot go on from.
-
-    Raises:
-        MismatchError: it was saved while it was off, or is none.
-    """
-    needed = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
-    if scaler.is_enabled() and (not isinstance(saved, Mapping) or not needed <= saved.keys()):
-        found, do = "the state of one that was off", "leave it out, or turn it off"
-        raise MismatchError(where, found=found, expected="that of a gradient scaler which is on", do=do)
-
-
-def check_dtype_fits(saved: torch.dtype, dtype: torch.dtype, where: str, alternative: str) -> None:
-    """Refuse values that loading would round or turn into others.
-
-    Raises:
-        MismatchError: not every value of the one dtype is one of the other.
-    """
-    if not can_represent(dtype, saved):
-        do = f"build it in the dtype that was saved, {alternative}"
-        raise MismatchError(where, found=f"{saved} in the checkpoint", expected=f"{dtype}", do=do)
-
-
-def can_represent(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether every value of a dtype is one of another; of those that torch does not compare only where they are one.
-
-    >>> pairs = [(torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16), (torch.float32, torch.int32)]
-    >>> tuple(can_represent(wide, narrow) for wide, narrow in pairs)
-    (True, False, False)
-    """
-    if wide == narrow:
-        return True
-    kinds = [(one.is_complex, one.is_floating_point) for one in (wide, narrow)]
-    try:
-        return kinds[0] == kinds[1] and torch.promote_types(wide, narrow) == wide
-    except (RuntimeError, TypeError):  # an 8-bit float, a quantized one
-        return False
-
-
-def has_parameter_shape(optimizer: Optimizer, parameter: Tensor, slot: str) -> bool:
-    """Whether a slot is known to have the shape of its parameter; others keep projections under torch's names."""
-    optimizer = _unwrap(optimizer)
-    own = optimizer.state.get(parameter, {}).get(slot)
-    return _is_torch_optimizer(optimizer) or (isinstance(own, Tensor) and own.shape == parameter.shape)
-
-
-def _unwrap(optimizer: Optimizer) -> Optimizer:
-    """What a framework's wrapper stands for."""
-    inner = getattr(optimizer, "optimizer", None)
-    return _unwrap(inner) if isinstance(inner, Optimizer) and inner is not optimizer else optimizer
-
-
-def _is_torch_optimizer(optimizer: Optimizer) -> bool:
-    kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim") and kind.__name__ in _SLOTS
-
-
-def _allowed_slots(optimizer: Optimizer, saved_slots: set[str]) -> set[str] | frozenset[str]:
-    """The slots that an optimizer may have; of one that is not torch's and has none yet, nobody knows."""
-    if _is_torch_optimizer(optimizer):
-        return _SLOTS[type(optimizer).__name__]
-    ours = {str(slot) for state in optimizer.state.values() if isinstance(state, dict) for slot in state}
-    return ours if ours - saved_slots else saved_slots
-
-
-def _missing_hyperparameters(optimizer: Optimizer, saved: Mapping[str, Any]) -> tuple[set[str], set[str]]:
-    """Those of the optimizer that a saved group lacks, and those of a saved group that the optimizer lacks."""
-    defaults = _defaults(optimizer)
-    ours = {name for name, value in defaults.items() if _is_hyperparameter(value)}
-    live = set(defaults).union(*optimizer.param_groups)
-    groups = saved["param_groups"]
-    lacking = {name for group in groups for name in ours - group.keys()}
-    return lacking, {name for group in groups for name in (group.keys() & _HYPERPARAMETERS) - live}
-
-
-def _defaults(optimizer: Optimizer) -> Mapping[str, Any]:
-    """None for a class of somebody's that keeps none."""
-    return getattr(optimizer, "defaults", None) or {}
-
-
-def _is_hyperparameter(value: Any) -> bool:
-    """Switches and what is None come and go with releases of torch."""
-    return not isinstance(value, bool) and isinstance(value, int | float | tuple | Tensor)
-
-
-def _describe_optimizer(optimizer: Optimizer) -> str:
-    words = f"that of {type(optimizer).__module__}.{type(optimizer).__name__}"
-    settings = sorted(name for name, value in _defaults(optimizer).items() if _is_hyperparameter(value))
-    return f"{words}, with {', '.join(settings)}" if settings else words
-
-
-def _check_slot_dtypes(optimizer: Optimizer, saved: Mapping[str, Any], where: str, alternative: str) -> None:
-    """torch turns slots into the dtype of their parameter."""
-    for index, (parameter, state) in enumerate(iter_slot_states(optimizer, saved)):
-        for slot, value in state.items():
-            if (
-                isinstance(value, Tensor)
-                and value.dim()
-                and value.is_floating_point()
-                and parameter.is_floating_point()
-            ):
-                check_dtype_fits(value.dtype, parameter.dtype, f"{where}, parameter {index}, {slot}", alternative)
-
-
-def iter_slot_states(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[Tensor, Mapping[Any, Any]]]:
-    """Every parameter, in the order of the groups, which are as large as those saved, with what was saved of it."""
-    keys = [key for group in saved["param_groups"] for key in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for key, parameter in zip(keys, parameters, strict=True):
-        state = saved["state"].get(key, {})
-        yield parameter, state if isinstance(state, Mapping) else {}
-
-
-def _init_parameters(obj: Any) -> frozenset[str]:
-    """The names of what an object's class is made with."""
-    makers = (vars(kind).get("__init__") for kind in type(obj).__mro__)
-    codes = (maker.__code__ for maker in makers if isinstance(maker, FunctionType))
-    return frozenset(name for code in codes for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
-
-
-_PARAMETER_SHAPED_SLOTS = (
-    "exp_avg",
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-    "momentum_buffer",
-    "exp_inf",
-    "square_avg",
-    "grad_avg",
-    "acc_delta",
-)
-_STRICT_HINT = "or pass strict=False"
+# Saving: state dicts, metrics, roles
 
 
 def collect_state_dicts(obj: Any, name: str) -> Any:
-    """The `state_dict` of an object, or of each in a dict, list or tuple of them.
+    """The `state_dict` of an object, or of each object in a dict, list or tuple.
 
     Raises:
-        PolicyError: something has no `state_dict`.
+        PolicyError: an object has no `state_dict`.
     """
     if isinstance(obj, Mapping):
-        return {key: collect_state_dicts(one, f"{name}[{key!r}]") for key, one in obj.items()}
+        return {key: collect_state_dicts(member, f"{name}[{key!r}]") for key, member in obj.items()}
     if isinstance(obj, list | tuple):
-        return [collect_state_dicts(one, f"{name}[{index}]") for index, one in enumerate(obj)]
+        return [collect_state_dicts(member, f"{name}[{index}]") for index, member in enumerate(obj)]
     if not callable(getattr(obj, "state_dict", None)):
         found, expected = f"a {type(obj).__name__}", "an object with state_dict() and load_state_dict()"
         raise PolicyError(name, found=found, expected=expected, do="pass plain values and tensors as extra=")
     return obj.state_dict()
 
 
-def check_state_dicts(obj: Any, saved: Any, name: str, *, strict: bool, alternative: str = _STRICT_HINT) -> None:
-    """Make sure that `saved` can be loaded into `obj`; changes nothing.
+def as_floats(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """The metrics as floats; tensors, also on devices, are converted.
+
+    Raises:
+        PolicyError: a metric is not a number.
+    """
+    try:
+        return {str(name): float(value) for name, value in (metrics or {}).items()}
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        found, expected = f"{metrics!r:.200}", "a number for each name"
+        raise PolicyError("metrics", found=found, expected=expected, do="pass floats") from error
+
+
+def mark_parameters(state: FlatState, objects: Mapping[str, Any]) -> FlatState:
+    """The state with the role "parameter" for every parameter of a module whose role is not known otherwise.
 
     Args:
+        objects: the objects that are saved, by name: modules, nests of them, and others.
+    """
+    names = {full_name for name, obj in objects.items() for full_name in _parameter_names(obj, f"{name}/")}
+    unknown = {
+        name: state.infos[name] for name in names if name in state.infos and state.infos[name].role is Role.OTHER
+    }
+    marked = {name: replace(info, role=Role.PARAMETER) for name, info in unknown.items()}
+    return (
+        replace(state, infos={name: marked.get(name, info) for name, info in state.infos.items()}) if marked else state
+    )
+
+
+def _parameter_names(obj: Any, prefix: str) -> Iterator[str]:
+    """Names of the parameters in the state, if the module's `state_dict` has the default names."""
+    if isinstance(obj, nn.Module):
+        yield from (prefix + name for name, _ in obj.named_parameters(remove_duplicate=False))
+    elif isinstance(obj, Mapping):
+        for key, member in obj.items():
+            yield from _parameter_names(member, f"{prefix}{key}/")
+    elif isinstance(obj, list | tuple):
+        for index, member in enumerate(obj):
+            yield from _parameter_names(member, f"{prefix}{index}/")
+
+
+# Restoring: check that everything fits, then load it
+
+
+def check_state_dicts(obj: Any, saved: Any, name: str, *, strict: bool, alternative: str = _STRICT_HINT) -> None:
+    """Raise if `saved` cannot be loaded into `obj`; changes nothing.
+
+    Args:
+        obj: an object with `load_state_dict`, or a nest of such.
+        saved: what `collect_state_dicts` returned for it.
         strict: every key of a model must be there, and no other; no value may be rounded; optimizers and schedulers
             must be of the kind that was saved.
         alternative: what a caller may do instead of building everything as it was saved.
@@ -277,80 +150,116 @@ def check_state_dicts(obj: Any, saved: Any, name: str, *, strict: bool, alternat
         MismatchError: it does not fit.
         PolicyError: `obj` cannot load anything.
     """
-    for one, state, where in _pair_with_saved(obj, saved, name):
-        if not callable(getattr(one, "load_state_dict", None)):
-            raise PolicyError(where, found=f"a {type(one).__name__}", expected="an object with load_state_dict()")
-        if not isinstance(state, dict) and isinstance(one, torch.nn.Module | torch.optim.Optimizer):
+    for target, state, where in _pair_with_saved(obj, saved, name):
+        if not callable(getattr(target, "load_state_dict", None)):
+            raise PolicyError(where, found=f"a {type(target).__name__}", expected="an object with load_state_dict()")
+        if not isinstance(state, dict) and isinstance(target, nn.Module | Optimizer):
             raise MismatchError(where, found=f"a {type(state).__name__} in the checkpoint", expected="a state_dict")
-        if isinstance(one, torch.nn.Module):
-            _check_module_state(one, state, where, strict=strict, alternative=alternative)
-        elif isinstance(one, torch.optim.Optimizer):
-            _check_optimizer_layout(one, state, where)
+        if isinstance(target, nn.Module):
+            _check_module_state(target, state, where, strict=strict, alternative=alternative)
+        elif isinstance(target, Optimizer):
+            _check_optimizer_layout(target, state, where)
             if strict:
-                state_dicts.check_optimizer_kind(one, state, where, alternative)
-        elif isinstance(one, torch.optim.lr_scheduler.LRScheduler) and strict:
-            state_dicts.check_scheduler_kind(one, state, where, alternative)
-        elif isinstance(one, torch.amp.GradScaler):
-            state_dicts.check_scaler_is_enabled(one, state, where)
+                _check_optimizer_kind(target, state, where, alternative)
+        elif isinstance(target, torch.optim.lr_scheduler.LRScheduler) and strict:
+            _check_scheduler_kind(target, state, where, alternative)
+        elif isinstance(target, torch.amp.GradScaler):
+            _check_scaler_is_enabled(target, state, where)
 
 
 def load_state_dicts(obj: Any, saved: Any, name: str, *, strict: bool) -> None:
-    """Load what `check` approved of.
+    """Load what `check_state_dicts` has accepted.
 
     Raises:
-        MismatchError: the object itself refuses; it, and what was loaded before it, may have changed.
+        MismatchError: an object itself refuses its state; it, and what was loaded before it, may have changed.
     """
-    for one, state, where in _pair_with_saved(obj, saved, name):
+    for target, state, where in _pair_with_saved(obj, saved, name):
         try:
-            one.load_state_dict(state, **({"strict": strict} if isinstance(one, torch.nn.Module) else {}))
+            target.load_state_dict(state, **({"strict": strict} if isinstance(target, nn.Module) else {}))
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-            found, expected = f"{type(error).__name__}: {error}", f"a state that this {type(one).__name__} loads"
+            found, expected = f"{type(error).__name__}: {error}", f"a state that this {type(target).__name__} loads"
             raise MismatchError(where, found=found, expected=expected, do="build it as it was saved") from error
 
 
 def _pair_with_saved(obj: Any, saved: Any, name: str) -> Iterator[tuple[Any, Any, str]]:
+    """Each object of a nest, its saved state, and its name in messages."""
     if not isinstance(obj, Mapping | list | tuple):
         yield obj, saved, name
         return
-    ours = dict(obj) if isinstance(obj, Mapping) else dict(enumerate(obj))
-    theirs = dict(enumerate(saved)) if isinstance(saved, list) else saved
-    if not isinstance(theirs, dict) or ours.keys() != theirs.keys():
-        found = f"{_preview(theirs)} in the checkpoint" if isinstance(theirs, dict) else f"a {type(saved).__name__}"
-        raise MismatchError(name, found=found, expected=_preview(ours), do="pass what was passed to save")
-    for key, one in ours.items():
-        yield from _pair_with_saved(one, theirs[key], f"{name}[{key!r}]")
+    members = dict(obj) if isinstance(obj, Mapping) else dict(enumerate(obj))
+    states = dict(enumerate(saved)) if isinstance(saved, list) else saved
+    if not isinstance(states, dict) or members.keys() != states.keys():
+        found = f"{_preview(states)} in the checkpoint" if isinstance(states, dict) else f"a {type(saved).__name__}"
+        raise MismatchError(name, found=found, expected=_preview(members), do="pass what was passed to save")
+    for key, member in members.items():
+        yield from _pair_with_saved(member, states[key], f"{name}[{key!r}]")
+
+
+def _preview(keys: Mapping[Any, Any]) -> str:
+    shown = [repr(key) for key in list(keys)[:6]]
+    return ", ".join([*shown, "..."] if len(keys) > 6 else shown) or "nothing"
+
+
+# Modules
 
 
 def _check_module_state(
-    module: torch.nn.Module, saved: dict[str, Any], where: str, *, strict: bool, alternative: str
+    module: nn.Module, saved: dict[str, Any], where: str, *, strict: bool, alternative: str
 ) -> None:
-    ours = module.state_dict()
-    for key, value in ours.items():
-        other = saved.get(key)
-        if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
+    live = module.state_dict()
+    for key, value in live.items():
+        saved_value = saved.get(key)
+        if not isinstance(value, Tensor) or nn.parameter.is_lazy(value):
             continue
-        if other is not None:
-            check_tensor_fits(value, other, f"{where}, {key}", strict=strict, alternative=alternative)
-    missing = [key for key in ours if key not in saved]
-    extra = [key for key in saved if key not in ours]
+        if saved_value is not None:
+            check_tensor_fits(value, saved_value, f"{where}, {key}", strict=strict, alternative=alternative)
+    missing = [key for key in live if key not in saved]
+    extra = [key for key in saved if key not in live]
     if strict and (missing or extra):
         _raise_key_mismatch(where, missing, extra, saved)
 
 
-def check_tensor_fits(
-    tensor: torch.Tensor, saved: Any, where: str, *, strict: bool, alternative: str = _STRICT_HINT
-) -> None:
-    """Make sure that a tensor has the shape of the one that it is loaded into, which can hold its values.
+def check_tensor_fits(tensor: Tensor, saved: Any, where: str, *, strict: bool, alternative: str = _STRICT_HINT) -> None:
+    """Raise if a saved value cannot be loaded into a tensor.
 
     Raises:
-        MismatchError: it has another, or is none; or, if `strict`, values would be rounded.
+        MismatchError: it is not a tensor of this shape; or, if `strict`, values would be rounded to the dtype.
     """
-    if not isinstance(saved, torch.Tensor) or saved.shape != tensor.shape:
+    if not isinstance(saved, Tensor) or saved.shape != tensor.shape:
         found = f"shape {list(getattr(saved, 'shape', ()))} in the checkpoint"
         do = "build the model with the settings of the saved run"
         raise MismatchError(where, found=found, expected=f"{list(tensor.shape)}", do=do)
     if strict:
-        state_dicts.check_dtype_fits(saved.dtype, tensor.dtype, where, alternative)
+        _check_dtype_fits(saved.dtype, tensor.dtype, where, alternative)
+
+
+def _check_dtype_fits(saved: torch.dtype, dtype: torch.dtype, where: str, alternative: str) -> None:
+    """Raise if loading would round values, or change their kind.
+
+    Raises:
+        MismatchError: `dtype` cannot represent every value of `saved`.
+    """
+    if not can_represent(dtype, saved):
+        do = f"build it in the dtype that was saved, {alternative}"
+        raise MismatchError(where, found=f"{saved} in the checkpoint", expected=f"{dtype}", do=do)
+
+
+def can_represent(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether every value of `narrow` is a value of `wide`; of dtypes that torch does not compare, only if they match.
+
+    >>> can_represent(torch.float32, torch.bfloat16), can_represent(torch.float16, torch.bfloat16)
+    (True, False)
+    >>> can_represent(torch.float32, torch.int32)
+    False
+    """
+    if wide == narrow:
+        return True
+    if (wide.is_complex, wide.is_floating_point) != (narrow.is_complex, narrow.is_floating_point):
+        return False
+    try:
+        return torch.promote_types(wide, narrow) == wide
+    except (RuntimeError, TypeError):  # an 8-bit float, a quantized dtype
+        return False
 
 
 def _raise_key_mismatch(where: str, missing: list[str], extra: list[str], saved: dict[str, Any]) -> None:
@@ -366,66 +275,177 @@ def _raise_key_mismatch(where: str, missing: list[str], extra: list[str], saved:
     raise MismatchError(where, found=found, expected="the same keys", do=do)
 
 
-def _check_optimizer_layout(optimizer: torch.optim.Optimizer, saved: dict[str, Any], where: str) -> None:
+# Optimizers
+
+
+def iter_slot_states(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[Tensor, Mapping[Any, Any]]]:
+    """Every parameter of an optimizer, in the order of its groups, with the slots that were saved for it.
+
+    Args:
+        saved: its groups must be as large as the optimizer's.
+    """
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for key, parameter in zip(keys, parameters, strict=True):
+        slots = saved["state"].get(key, {})
+        yield parameter, slots if isinstance(slots, Mapping) else {}
+
+
+def _check_optimizer_layout(optimizer: Optimizer, saved: dict[str, Any], where: str) -> None:
+    """Raise if the groups, or slots that have the shape of their parameter, are not as the optimizer's."""
     groups = saved.get("param_groups")
-    sizes = [len(group["params"]) for group in groups] if isinstance(groups, list) else []
-    ours = [len(group["params"]) for group in optimizer.param_groups]
-    if sizes != ours:
+    saved_sizes = [len(group["params"]) for group in groups] if isinstance(groups, list) else []
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if saved_sizes != sizes:
         do = "build the optimizer over the same parameters and groups as when it was saved"
-        found = f"groups of {sizes} parameters in the checkpoint"
-        raise MismatchError(where, found=found, expected=f"{ours}", do=do)
+        found = f"groups of {saved_sizes} parameters in the checkpoint"
+        raise MismatchError(where, found=found, expected=f"{sizes}", do=do)
     if not isinstance(saved.get("state"), dict):
         raise MismatchError(where, found="no state in the checkpoint", expected="the state_dict of an optimizer")
-    for index, (parameter, state) in enumerate(state_dicts.iter_slot_states(optimizer, saved)):
+    for index, (parameter, slots) in enumerate(iter_slot_states(optimizer, saved)):
         for slot in _PARAMETER_SHAPED_SLOTS:
-            value = state.get(slot)
-            if not isinstance(value, torch.Tensor) or value.shape == parameter.shape:
+            value = slots.get(slot)
+            if not isinstance(value, Tensor) or value.shape == parameter.shape:
                 continue
-            if state_dicts.has_parameter_shape(optimizer, parameter, slot):
+            if _has_parameter_shape(optimizer, parameter, slot):
                 found, expected = f"shape {list(value.shape)} in the checkpoint", f"{list(parameter.shape)}"
                 do = "pass the parameters in the order in which they were saved"
                 raise MismatchError(f"{where}, parameter {index}, {slot}", found=found, expected=expected, do=do)
 
 
-def _preview(keys: Mapping[Any, Any]) -> str:
-    shown = [repr(key) for key in list(keys)[:6]]
-    return ", ".join([*shown, "..."] if len(keys) > 6 else shown) or "nothing"
+def _has_parameter_shape(optimizer: Optimizer, parameter: Tensor, slot: str) -> bool:
+    """Whether a slot has the shape of its parameter; optimizers other than torch's may keep projections there."""
+    optimizer = _unwrap(optimizer)
+    value = optimizer.state.get(parameter, {}).get(slot)
+    return _is_torch_optimizer(optimizer) or (isinstance(value, Tensor) and value.shape == parameter.shape)
 
 
-def as_floats(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """The metrics as floats, tensors on devices included.
+def _check_optimizer_kind(optimizer: Optimizer, saved: Mapping[str, Any], where: str, alternative: str) -> None:
+    """Raise for the state of another kind of optimizer, and for one that loading would round.
 
-    Raises:
-        PolicyError: one of them is no number.
-    """
-    try:
-        return {str(name): float(value) for name, value in (metrics or {}).items()}
-    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        found, expected = f"{metrics!r:.200}", "a number for each name"
-        raise PolicyError("metrics", found=found, expected=expected, do="pass floats") from error
-
-
-def mark_parameters(state: FlatState, objects: Mapping[str, Any]) -> FlatState:
-    """The state, with that role for every parameter of a module that nothing else is known of.
+    Optimizers are of one kind if they keep the same slots: Adam and AdamW are. What releases of torch and schedulers
+    add to a group does not matter, nor do settings without which a slot is not there (momentum, amsgrad).
 
     Args:
-        objects: what was passed to be saved, by name: modules, nests of them, and other things.
+        saved: its groups are as large as the optimizer's.
+        alternative: what else a caller may do.
+
+    Raises:
+        MismatchError: the kinds differ, or a value would be rounded.
     """
-    names = {name for part, thing in objects.items() for name in _parameter_names(thing, f"{part}/")}
-    unknown = {
-        name: state.infos[name] for name in names if name in state.infos and state.infos[name].role is Role.OTHER
+    optimizer = _unwrap(optimizer)
+    saved_slots = {
+        str(slot)
+        for _, slots in iter_slot_states(optimizer, saved)
+        for slot, value in slots.items()
+        if isinstance(value, Tensor)
     }
-    roles = {name: replace(info, role=Role.PARAMETER) for name, info in unknown.items()}
-    return replace(state, infos={name: roles.get(name, info) for name, info in state.infos.items()}) if roles else state
+    not_saved, not_ours = _missing_hyperparameters(optimizer, saved)
+    unknown = sorted((saved_slots - _allowed_slots(optimizer, saved_slots)) | not_ours)
+    if unknown or not_saved:
+        parts = [f"the state of another kind of optimizer, with {', '.join(unknown)}"] if unknown else []
+        parts += [f"no {', '.join(sorted(not_saved))}"] if not_saved else []
+        do = f"build the optimizer that was saved, {alternative}"
+        raise MismatchError(where, found="; ".join(parts), expected=_describe_optimizer(optimizer), do=do)
+    if _is_torch_optimizer(optimizer):
+        _check_slot_dtypes(optimizer, saved, where, alternative)
 
 
-def _parameter_names(obj: Any, prefix: str) -> Iterator[str]:
-    """Their names in the state, where the module's `state_dict` is an ordinary one."""
-    if isinstance(obj, nn.Module):
-        yield from (prefix + name for name, _ in obj.named_parameters(remove_duplicate=False))
-    elif isinstance(obj, Mapping):
-        for key, one in obj.items():
-            yield from _parameter_names(one, f"{prefix}{key}/")
-    elif isinstance(obj, list | tuple):
-        for index, one in enumerate(obj):
-            yield from _parameter_names(one, f"{prefix}{index}/")
+def _check_slot_dtypes(optimizer: Optimizer, saved: Mapping[str, Any], where: str, alternative: str) -> None:
+    """Raise if a slot would be rounded: torch converts slots to the dtype of their parameter."""
+    for index, (parameter, slots) in enumerate(iter_slot_states(optimizer, saved)):
+        for slot, value in slots.items():
+            is_converted = isinstance(value, Tensor) and value.dim() > 0 and value.is_floating_point()
+            if is_converted and parameter.is_floating_point():
+                _check_dtype_fits(value.dtype, parameter.dtype, f"{where}, parameter {index}, {slot}", alternative)
+
+
+def _allowed_slots(optimizer: Optimizer, saved_slots: set[str]) -> set[str] | frozenset[str]:
+    """The slots that an optimizer may have; any, if it is not torch's and has none yet."""
+    if _is_torch_optimizer(optimizer):
+        return _TORCH_SLOTS[type(optimizer).__name__]
+    slots = {str(slot) for state in optimizer.state.values() if isinstance(state, dict) for slot in state}
+    return slots if slots - saved_slots else saved_slots
+
+
+def _missing_hyperparameters(optimizer: Optimizer, saved: Mapping[str, Any]) -> tuple[set[str], set[str]]:
+    """The hyperparameters that a saved group lacks, and those of a saved group that the optimizer lacks."""
+    defaults = _defaults(optimizer)
+    required = {name for name, value in defaults.items() if _is_hyperparameter(value)}
+    known = set(defaults).union(*optimizer.param_groups)
+    groups = saved["param_groups"]
+    not_saved = {name for group in groups for name in required - group.keys()}
+    return not_saved, {name for group in groups for name in (group.keys() & _HYPERPARAMETERS) - known}
+
+
+def _describe_optimizer(optimizer: Optimizer) -> str:
+    text = f"that of {type(optimizer).__module__}.{type(optimizer).__name__}"
+    settings = sorted(name for name, value in _defaults(optimizer).items() if _is_hyperparameter(value))
+    return f"{text}, with {', '.join(settings)}" if settings else text
+
+
+def _unwrap(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside a framework's wrapper."""
+    inner = getattr(optimizer, "optimizer", None)
+    return _unwrap(inner) if isinstance(inner, Optimizer) and inner is not optimizer else optimizer
+
+
+def _is_torch_optimizer(optimizer: Optimizer) -> bool:
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim") and kind.__name__ in _TORCH_SLOTS
+
+
+def _defaults(optimizer: Optimizer) -> Mapping[str, Any]:
+    """The hyperparameters of an optimizer; empty for a class that keeps none."""
+    return getattr(optimizer, "defaults", None) or {}
+
+
+def _is_hyperparameter(value: Any) -> bool:
+    """Whether a default is a number: switches and None differ between releases of torch."""
+    return not isinstance(value, bool) and isinstance(value, int | float | tuple | Tensor)
+
+
+# Schedulers and gradient scalers
+
+
+def _check_scheduler_kind(scheduler: Any, saved: Any, where: str, alternative: str) -> None:
+    """Raise for the state of another kind of scheduler, recognized by the names of its settings.
+
+    Raises:
+        MismatchError: the kinds differ.
+    """
+    live_names, saved_names = (
+        {key for key in state if isinstance(key, str) and (not key.startswith("_") or key in _STRUCTURE_KEYS)}
+        - _LEGACY_KEYS
+        for state in (scheduler.state_dict(), saved if isinstance(saved, Mapping) else {})
+    )
+    settings = live_names & (_init_parameters(scheduler) | _STRUCTURE_KEYS)
+    missing, extra = sorted(settings - saved_names), sorted(saved_names - live_names)
+    if missing or extra or not isinstance(saved, Mapping):
+        parts = [f"{', '.join(extra)}"] if extra else []
+        parts += [f"no {', '.join(missing)}"] if missing else []
+        expected = (
+            f"that of a {type(scheduler).__name__}, with {', '.join(sorted(settings or live_names)) or 'no settings'}"
+        )
+        found = f"the state of another kind of scheduler, with {' and '.join(parts) or 'nothing'}"
+        do = f"build the scheduler that was saved, {alternative}"
+        raise MismatchError(where, found=found, expected=expected, do=do)
+
+
+def _init_parameters(obj: Any) -> frozenset[str]:
+    """The parameter names of the constructors of an object's class and its bases."""
+    constructors = (vars(kind).get("__init__") for kind in type(obj).__mro__)
+    codes = (function.__code__ for function in constructors if isinstance(function, FunctionType))
+    return frozenset(name for code in codes for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+
+
+def _check_scaler_is_enabled(scaler: Any, saved: Any, where: str) -> None:
+    """Raise if a gradient scaler that is on would load the state of one that was off.
+
+    Raises:
+        MismatchError: the state was saved while the scaler was off, or is none of a scaler.
+    """
+    required = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+    if scaler.is_enabled() and (not isinstance(saved, Mapping) or not required <= saved.keys()):
+        found, do = "the state of one that was off", "leave it out, or turn it off"
+        raise MismatchError(where, found=found, expected="that of a gradient scaler which is on", do=do)
