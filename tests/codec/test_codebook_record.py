@@ -263,7 +263,7 @@ def test_what_no_reader_would_take_is_not_written():
         CodebookTensor(good.codes.reshape(30, 20), good.centers, good.exact),
     ]
     for one in wrong:
-        with pytest.raises(ValueError, match="symbols"):
+        with pytest.raises(ValueError, match="codebook tensor"):
             encode_codebook_record(CodebookInput("w", (info,), tensors, (one,)))
 
 

@@ -1,8 +1,8 @@
-"""ONE TENSOR <-> BYTES.
+"""Encodes the tensors of one record to bytes, and decodes them.
 
-`recipe` says what was done, `arrange` lays tensors out as one array of numbers, `run` codes such an array with the
-native core, `codec` joins the stages and is the only place where they meet. Of a tensor that is quantized, `symbols`
-says what the quantizer left, and `quantized` codes that; of one on a grid, `lattice` and `gridded` do.
+`recipe` describes how a record was encoded, `pack` lays its tensors out as one array of numbers, `coder` entropy-codes
+such an array with the native core, and `record` joins these stages. `codebook_tensor` and `lattice` describe quantized
+tensors; `codebook_record` and `lattice_record` encode them. `partial` decodes ranges of records.
 """
 
 from shrinkpoint.codec.code_streams import CODERS, DELTA_CODERS

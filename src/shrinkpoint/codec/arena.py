@@ -1,7 +1,7 @@
-"""Memory for what a file decodes to, in few large pieces.
+"""Memory for the tensors of a file, allocated in a few large blocks.
 
-Tensors are many and small beside a large page of the system; taken one by one, the first touch of their pages costs
-more than decoding them. The native pool asks for large pages, and keeps what was freed for the next file of a chain.
+Most tensors are much smaller than a huge page; allocated one by one, the page faults of their memory cost more than
+decoding them. The native buffer pool asks for huge pages, and reuses freed blocks for the next file of a chain.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ _MIN_BLOCK, _MAX_BLOCK = 1 << 20, 1 << 25
 
 
 class Arena:
-    """Hands out uncleared memory, to several threads.
+    """Allocates uninitialized memory; safe to use from several threads.
 
-    Pieces grow with what was taken before, so that a small file takes little.
-
-    What is handed out keeps its piece alive: of a file that was decoded as a whole, this costs nothing.
+    Block sizes double from 1 MiB to 32 MiB, so a small file uses little memory. An array that was allocated keeps its
+    whole block alive, which costs nothing when all tensors of a file are used.
     """
 
     def __init__(self) -> None:
@@ -31,7 +30,7 @@ class Arena:
         self._next_size = _MIN_BLOCK
 
     def allocate(self, nbytes: int) -> Bytes:
-        """A block of exactly `nbytes`, aligned for every dtype."""
+        """Return an uninitialized uint8 array of exactly `nbytes`, aligned to 64 bytes."""
         rounded = -(-nbytes // _ALIGN) * _ALIGN
         if rounded > self._next_size // 2:
             return _native.empty(nbytes)

@@ -1,4 +1,4 @@
-"""The codes of one record <-> bytes, in one of several forms. Exact."""
+"""Lossless coding of the codes of one record, in one of several formats."""
 
 from __future__ import annotations
 
@@ -10,74 +10,77 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shrinkpoint import _native
-from shrinkpoint.codec.coder import MAX_CHUNK, Bytes, CoderConfig, CodingContext, NumberFormat
+from shrinkpoint.codec.coder import BYTE_FORMAT, MAX_CHUNK, MIN_CHUNK_BYTES, Bytes, CoderConfig, CodingContext
 from shrinkpoint.codec.recipe import BitPacked, CodebookRecipe, CodesRecipe, CyclicDelta, LzmaCodes
 from shrinkpoint.errors import PolicyError
 
 CODERS = ("context", "alone", "packed", "rearranged", "runs", "huffman")
-"""How codes may be coded: under the parent's codes, by themselves, in fixed width; and as arXiv 2306.11800 does it,
-in whole or without its later stages (its table of the delta encoder). Only on request, for it is slow: "lzma", fixed
-width and then LZMA, as arXiv 2406.11257 does it."""
+"""Coders of codes.
+
+"context" codes them under the parent's codes, "alone" without context, "packed" in fixed width. "rearranged", "runs"
+and "huffman" are the delta encoder of arXiv 2306.11800, whole and without its earlier stages. "lzma", fixed width
+followed by LZMA as in arXiv 2406.11257, is slow and therefore used only on request."""
 DELTA_CODERS = ("context", "rearranged", "runs", "huffman")
-"""Those of them that look at the parent."""
+"""The coders that use the parent's codes."""
 
 BytesLike: TypeAlias = bytes | bytearray | memoryview
 
-_BYTE = NumberFormat(8)
 _LENGTH = struct.Struct("<Q")
 _MIN_DICTIONARY, _MAX_DICTIONARY = 1 << 12, 1 << 26
 _MAX_LZMA_MEMORY = 1 << 27
-"""Bytes that a decoder of LZMA may take; the largest dictionary asks for 65 MiB."""
-_MIN_CHUNK_BYTES = 28
-"""Bytes that stand for a chunk of codes at least: what bounds the memory a reader takes for a record. A chunk of a run
-has as many anyway (its header, four states, the slack); a run of equal differences is filled up to it."""
+"""Memory limit of the LZMA decoder in bytes; the largest dictionary needs 65 MiB."""
 
 
 def encode_forms(
     codes: Bytes, num_codes: int, context: Bytes | None, moments: CodingContext, coders: Sequence[str], threads: int
 ) -> Iterator[tuple[CodesRecipe, BytesLike, BytesLike]]:
-    """(how, side, codes) in every form that `coders` allow; at least one, since fixed width always serves.
+    """Encode codes with each of `coders`: yields (recipe, side data, codes), at least once.
+
+    Fixed width is used if no other coder applies.
 
     Args:
-        num_codes: how many codes there may be.
-        context: the codes that are context, those of the parent or of other tensors.
+        codes: uint8, of all members.
+        num_codes: number of codes that may occur.
+        context: codes of the parent or of other tensors, one for each code; or None.
+        moments: the members' moments; nothing else of it is used.
+        coders: names from `CODERS`, or "lzma".
     """
     largest = int(context.max()) if context is not None and context.nbytes else 0
     bits = max(1, (num_codes - 1).bit_length())
-    run = _choose_config(codes, context, largest, moments, coders, threads)
-    if run is not None:
+    config = _choose_config(codes, context, largest, moments, coders, threads)
+    if config is not None:
         arrays = CodingContext(base=context, moment1=moments.moment1, moment2=moments.moment2)
-        side, coded = run.encode(_BYTE, codes, arrays, threads)
-        yield run, side.data, coded.data
-    others = [coder for coder in ("rearranged", "runs", "huffman", "lzma") if coder in coders and codes.nbytes]
-    for coder in others:
+        side, coded = config.encode(BYTE_FORMAT, codes, arrays, threads)
+        yield config, side.data, coded.data
+    stream_coders = [coder for coder in ("rearranged", "runs", "huffman", "lzma") if coder in coders and codes.nbytes]
+    for coder in stream_coders:
         if coder == "lzma":
             yield LzmaCodes(bits), b"", _encode_lzma(codes, bits)
         else:
             rearranged = coder == "rearranged" and context is not None
-            how = CyclicDelta(max(num_codes, largest + 1), rearranged, runs=coder != "huffman")
-            yield how, b"", _encode_cyclic(codes, context, how)
-    if "packed" in coders or (run is None and not others):
+            recipe = CyclicDelta(max(num_codes, largest + 1), rearranged, runs=coder != "huffman")
+            yield recipe, b"", _encode_cyclic(codes, context, recipe)
+    if "packed" in coders or (config is None and not stream_coders):
         yield BitPacked(bits), b"", _native.pack_bits(codes.astype(np.uint32), bits).data
 
 
 def _choose_config(
     codes: Bytes, context: Bytes | None, max_context: int, moments: CodingContext, coders: Sequence[str], threads: int
 ) -> CoderConfig | None:
-    """The smallest run that `coders` allow, measured on a part of the codes."""
+    """Return the configuration that `coders` allow with the smallest estimated size; None if there is none."""
     predictor = "none" if context is None else "base"
-    runs = []
+    configs = []
     if "alone" in coders or ("context" in coders and context is None):
-        runs.append(CoderConfig("codes"))
+        configs.append(CoderConfig("codes"))
     if "context" in coders and context is not None:
-        runs.append(CoderConfig("codes", predictor=predictor, top=max_context))
+        configs.append(CoderConfig("codes", predictor=predictor, top=max_context))
     if "context" in coders and moments.moment1 is not None and moments.moment2 is not None:
-        runs.append(CoderConfig("codes", predictor=predictor, moments=True, top=max_context))
-    if len(runs) < 2 or codes.nbytes == 0:
-        return runs[0] if runs and codes.nbytes else None
+        configs.append(CoderConfig("codes", predictor=predictor, moments=True, top=max_context))
+    if len(configs) < 2 or codes.nbytes == 0:
+        return configs[0] if configs and codes.nbytes else None
     arrays = CodingContext(base=context, moment1=moments.moment1, moment2=moments.moment2)
     stride = max(1, codes.nbytes >> 17)
-    return min(runs, key=lambda run: run.estimate_bytes(_BYTE, codes, arrays, stride, threads))
+    return min(configs, key=lambda config: config.estimate_bytes(BYTE_FORMAT, codes, arrays, stride, threads))
 
 
 def _encode_cyclic(codes: Bytes, context: Bytes | None, recipe: CyclicDelta) -> bytes:
@@ -90,7 +93,7 @@ def _encode_cyclic(codes: Bytes, context: Bytes | None, recipe: CyclicDelta) -> 
 def _encode_lzma(codes: Bytes, bits: int) -> bytes:
     lzma = _lzma_module()
     packed = _native.pack_bits(codes.astype(np.uint32), bits).tobytes()
-    # Of the strongest preset, but for a dictionary beyond the data: a reader and a writer take memory by its size.
+    # The strongest preset, with a dictionary no larger than the data: its size determines the memory that is used.
     size = min(max(len(packed), _MIN_DICTIONARY), _MAX_DICTIONARY)
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": size}]
     coded = lzma.compress(packed, lzma.FORMAT_XZ, lzma.CHECK_NONE, filters=filters)
@@ -98,30 +101,39 @@ def _encode_lzma(codes: Bytes, bits: int) -> bytes:
 
 
 def _pad(coded: bytes, count: int) -> bytes:
-    return (_LENGTH.pack(len(coded)) + coded).ljust(-(-count // MAX_CHUNK) * _MIN_CHUNK_BYTES, b"\0")
+    """Prefix the length and pad with zeros to `MIN_CHUNK_BYTES` a chunk, which bounds a reader's memory."""
+    return (_LENGTH.pack(len(coded)) + coded).ljust(-(-count // MAX_CHUNK) * MIN_CHUNK_BYTES, b"\0")
 
 
 def _decode_lzma(stored: Bytes, count: int, bits: int) -> Bytes:
-    """Never more than the codes need, whatever the bytes say."""
+    """Decompress and unpack `count` codes; memory is bounded by `count`, whatever the bytes say."""
     lzma = _lzma_module()
     size = (count * bits + 7) // 8
     decompressor = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MAX_LZMA_MEMORY)
     try:
         packed = decompressor.decompress(_unpad(stored).tobytes(), max_length=size + 1)
     except lzma.LZMAError as error:
-        raise ValueError(f"codes that are no LZMA: {error}") from error
+        raise ValueError(f"codes that are not LZMA: {error}") from error
     if len(packed) != size or not decompressor.eof or decompressor.unused_data:
-        raise ValueError(f"{len(packed)} bytes out of LZMA for {count} codes of {bits} bits")
+        raise ValueError(f"LZMA gives {len(packed)} bytes for {count} codes of {bits} bits")
     return _native.unpack_bits(np.frombuffer(packed, np.uint8), count, bits).astype(np.uint8)
 
 
 def _lzma_module() -> Any:
-    """Of the standard library, where Python was built with it."""
+    """Import the standard library's lzma.
+
+    Raises:
+        PolicyError: Python was built without it.
+    """
     try:
         return importlib.import_module("lzma")
     except ImportError as error:
-        found, expected = "a Python that was built without it", "the module lzma"
-        raise PolicyError("codes in LZMA", found=found, expected=expected, do="use a Python with lzma") from error
+        raise PolicyError(
+            "codes in LZMA",
+            found="a Python that was built without it",
+            expected="the module lzma",
+            do="use a Python with lzma",
+        ) from error
 
 
 def _unpad(stored: Bytes) -> Bytes:
@@ -130,7 +142,7 @@ def _unpad(stored: Bytes) -> Bytes:
     if end > stored.nbytes:
         raise _native.Truncated("the codes end too early")
     if stored[end:].any():
-        raise ValueError("codes that are filled up with something")
+        raise ValueError("codes whose padding is not zero")
     return stored[_LENGTH.size : end]
 
 
@@ -143,9 +155,20 @@ def decode_codes(
     moments: CodingContext,
     threads: int,
 ) -> Bytes:
-    """`count` codes; raises as `codec.decode_codebook_record`."""
+    """Decode `count` codes.
+
+    Args:
+        recipe: its `codes` says how they were encoded.
+        side: side data of an entropy coder; empty for all other forms.
+        stored: the encoded codes.
+        context: codes of the parent or of other tensors, if the recipe uses them.
+        moments: the members' moments, if the recipe uses them.
+
+    Raises:
+        ValueError, LookupError, struct.error, _native.Corrupt, _native.Truncated: the bytes are damaged.
+    """
     if side.nbytes and not isinstance(recipe.codes, CoderConfig):
-        raise ValueError("a side of codes that have none")
+        raise ValueError("side data of codes that have none")
     match recipe.codes:
         case BitPacked(bits):
             if stored.nbytes != (count * bits + 7) // 8:
@@ -154,21 +177,21 @@ def decode_codes(
         case LzmaCodes(bits):
             _check_length(stored, count, MAX_CHUNK)
             return _decode_lzma(stored, count, bits)
-        case CoderConfig() as run:
-            _check_length(stored, count, run.chunk)
+        case CoderConfig() as config:
+            _check_length(stored, count, config.chunk)
             out = np.empty(count, np.uint8)
             arrays = CodingContext(base=context, moment1=moments.moment1, moment2=moments.moment2)
-            run.decode(_BYTE, side, stored, out, arrays, threads)
+            config.decode(BYTE_FORMAT, side, stored, out, arrays, threads)
             return out
-        case CyclicDelta() as how:
+        case CyclicDelta(modulus, rearranged, runs):
             _check_length(stored, count, MAX_CHUNK)
             out = np.empty(count, np.uint8)
             data = _unpad(stored)
-            _native.cyclic_decode(data, context, modulus=how.modulus, rearranged=how.rearranged, runs=how.runs, out=out)
+            _native.cyclic_decode(data, context, modulus=modulus, rearranged=rearranged, runs=runs, out=out)
             return out
 
 
 def _check_length(stored: Bytes, count: int, chunk: int) -> None:
-    """Before the memory is taken: what decodes to a lot is not arbitrarily short."""
-    if stored.nbytes < -(-count // chunk) * _MIN_CHUNK_BYTES:
+    """Raise if the bytes are too few for `count` codes; called before memory is allocated for them."""
+    if stored.nbytes < -(-count // chunk) * MIN_CHUNK_BYTES:
         raise _native.Truncated("the codes are too short for the tensors' shapes")

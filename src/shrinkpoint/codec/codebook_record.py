@@ -1,6 +1,7 @@
-"""One record of codebook tensors <-> recipe and bytes. Everything here is exact on integers.
+"""Encodes a record of codebook tensors to recipe and bytes, and decodes it. All arithmetic is exact.
 
-Centers and exact values are short arrays inside the record: entropy-coded where that gains, else stored unchanged."""
+Centers and exact values are short arrays inside the record: entropy-coded where that saves bytes, else stored
+unchanged."""
 
 from __future__ import annotations
 
@@ -17,50 +18,52 @@ from shrinkpoint.codec import recipe as recipes
 from shrinkpoint.codec.code_streams import CODERS, BytesLike, decode_codes, encode_forms
 from shrinkpoint.codec.codebook_tensor import MAX_CODES, RESERVED_CODES, CodebookTensor
 from shrinkpoint.codec.coder import NUMBER_FORMATS, Bytes, CoderConfig, CodingContext, NumberFormat, default_threads
-from shrinkpoint.codec.recipe import CodebookRecipe, CyclicDelta
+from shrinkpoint.codec.pack import digest_arrays
+from shrinkpoint.codec.recipe import CodebookRecipe
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.tensors.dtypes import tensor_bytes, torch_dtype
 from shrinkpoint.tensors.info import EncodedRecord, TensorInfo
 
-_SIDE_SIZE = struct.Struct("<I")  # bytes of the side; the codes are the rest
+_SIDE_SIZE = struct.Struct("<I")  # bytes of the side data of a small array; its codes follow
 _LEVEL_MARGIN = 8
 
 
 def encode_small_array(
     number_format: NumberFormat, values: Bytes, base: Bytes | None
 ) -> tuple[CoderConfig | None, bytes]:
-    """(run, bytes) of an array of floats; the run is None where the bytes are the values themselves.
+    """Encode a short array of floats: (configuration, bytes); the configuration is None for uncompressed values.
 
     Args:
-        base: as many numbers that the decoder holds and that the values are close to; None: there are none.
+        values: the numbers as uint8.
+        base: as many numbers that the values are close to and that the decoder has; or None.
     """
     best: tuple[CoderConfig | None, bytes] = (None, values.tobytes())
     if values.nbytes:
-        for run in _small_array_configs(number_format, values, base):
-            side, codes = run.encode(number_format, values, CodingContext(base=base), 1)
+        for config in _small_array_configs(number_format, values, base):
+            side, codes = config.encode(number_format, values, CodingContext(base=base), 1)
             stored = _SIDE_SIZE.pack(side.nbytes) + side.tobytes() + codes.tobytes()
-            best = min(best, (run, stored), key=lambda pair: len(pair[1]))
+            best = min(best, (config, stored), key=lambda pair: len(pair[1]))
     return best
 
 
 def decode_small_array(
     number_format: NumberFormat, config: CoderConfig | None, data: Bytes, out: Bytes, base: Bytes | None
 ) -> None:
-    """Fill `out`.
+    """Decode a short array into `out`, the inverse of `encode_small_array`.
 
     Raises:
-        ValueError, struct.error, _native.Corrupt, _native.Truncated: the bytes are at fault.
+        ValueError, struct.error, _native.Corrupt, _native.Truncated: the bytes are damaged.
     """
     if config is None:
         if data.nbytes != out.nbytes:
-            raise ValueError(f"{data.nbytes} bytes of an inner array that has {out.nbytes}")
+            raise ValueError(f"{data.nbytes} bytes for a small array of {out.nbytes}")
         out[:] = data
         return
     (side,) = _SIDE_SIZE.unpack(data[: _SIDE_SIZE.size].tobytes())
     if config.needs_base and base is None:
-        raise ValueError("an inner array needs a base and has none")
+        raise ValueError("a small array needs a base and has none")
     if side > data.nbytes - _SIDE_SIZE.size:
-        raise _native.Truncated("an inner array ends too early")
+        raise _native.Truncated("a small array ends too early")
     start = _SIDE_SIZE.size
     config.decode(number_format, data[start : start + side], data[start + side :], out, CodingContext(base=base), 1)
 
@@ -68,37 +71,35 @@ def decode_small_array(
 def _small_array_configs(number_format: NumberFormat, values: Bytes, base: Bytes | None) -> Iterator[CoderConfig]:
     fine = min(2, number_format.mantissa)
     words = values.view(f"u{number_format.itemsize}") & ((1 << (number_format.width - 1)) - 1)
-    yield CoderConfig(
-        "level", fine=fine, bias=(int(words.max()) >> (number_format.mantissa - fine)) + _LEVEL_MARGIN - 126
-    )
+    largest_level = int(words.max()) >> (number_format.mantissa - fine)
+    yield CoderConfig("level", fine=fine, bias=largest_level + _LEVEL_MARGIN - 126)
     if base is not None:
-        top = (
-            int((base.view(f"u{number_format.itemsize}") & ((1 << (number_format.width - 1)) - 1)).max())
-            >> number_format.mantissa
-        )
+        base_words = base.view(f"u{number_format.itemsize}") & ((1 << (number_format.width - 1)) - 1)
+        top = int(base_words.max()) >> number_format.mantissa
         yield CoderConfig("delta", predictor="base", top=top)
 
 
-_PART_SIZES = struct.Struct("<IQQ")  # bytes of the side, of the codes and of the centers; the exact values are the rest
+PART_SIZES = struct.Struct("<IQQ")
+"""Bytes of the codes' side data, of the codes and of the centers; they begin the part, exact values end it."""
 _EXACT_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 @dataclass(frozen=True)
 class CodebookInput:
-    """The quantized tensors of one record, to be coded.
+    """The codebook tensors of one record, to be encoded.
 
     Attributes:
-        name: of the record.
-        infos: its tensors.
-        tensors: of each, the values as a reader gets them.
-        quantized: of each, what those were made from; all alike in `bins`, `first`, `residual` and dtype of `exact`.
-        context: the members' moments, where a decoder holds them; nothing else.
+        name: name of the record.
+        infos: its tensors (members).
+        tensors: the values of each member as a reader gets them.
+        quantized: the quantized form of each member; all alike in `bins`, `first_code`, `residual` and dtype of
+            `exact`.
+        context: the members' moments, if a decoder has them; nothing else of it is used.
         moments: as in `recipe.CodebookRecipe`.
-        reference: the parent, where it holds symbols of every member, or where these are residual; else None.
-        context_codes: the codes of other tensors of the file that are context in place of the parent's, one for each
-            member; ()
-            for none.
-        context_ordinals: of those tensors.
+        reference: the parent, if it has codes of every member or if the members are residual; else None.
+        context_codes: codes of other tensors of the file that are context in place of the parent's, one tensor for
+            each member; or ().
+        context_ordinals: ordinals of those tensors in the file.
     """
 
     name: str
@@ -115,37 +116,37 @@ class CodebookInput:
 def encode_codebook_record(
     record: CodebookInput, *, coders: Sequence[str] = CODERS, threads: int | None = None
 ) -> EncodedRecord:
-    """The record, in the smallest form that `coders` allow.
+    """Encode a record in the smallest form that `coders` allow.
 
     Raises:
-        ValueError: the symbols are not what `codec.CodebookTensor` says, or not those of the tensors.
+        ValueError: the quantized tensors are malformed, or do not decode to the given values.
     """
-    digest = _digest([tensor_bytes(tensor) for tensor in record.tensors])
+    digest = digest_arrays(tensor_bytes(tensor) for tensor in record.tensors)
     infos, first = record.infos, record.quantized[0]
-    codes = _concat_codes([one.codes for one in record.quantized])
+    codes = _concat_codes([tensor.codes for tensor in record.quantized])
     parent = ParentCodes.from_reference(infos, record.reference, residual=first.residual)
     if record.context_codes and not first.residual:
         parent = None
     _check_readable(record, parent, digest)
     context = _concat_codes(record.context_codes) if record.context_codes else None if parent is None else parent.codes
-    found = encode_forms(codes, first.num_codes, context, record.context, coders, default_threads(threads))
-    how, side, stored = min(found, key=lambda form: len(form[1]) + len(form[2]))
-    centers, middle = _encode_centers(record.quantized, parent)
-    exacts, end = _encode_exact(record.quantized, parent)
-    parts = {"symbols": b"".join([_PART_SIZES.pack(len(side), len(stored), len(middle)), side, stored, middle, end])}
-    uses_moments = isinstance(how, CoderConfig) and how.moments
-    uses_others = isinstance(how, CyclicDelta) or (isinstance(how, CoderConfig) and how.needs_base)
+    forms = encode_forms(codes, first.num_codes, context, record.context, coders, default_threads(threads))
+    codes_recipe, side, stored = min(forms, key=lambda form: len(form[1]) + len(form[2]))
+    centers, center_bytes = _encode_centers(record.quantized, parent)
+    exacts, exact_bytes = _encode_exact(record.quantized, parent)
+    sizes = PART_SIZES.pack(len(side), len(stored), len(center_bytes))
+    parts = {"symbols": b"".join([sizes, side, stored, center_bytes, exact_bytes])}
+    uses_moments = isinstance(codes_recipe, CoderConfig) and codes_recipe.moments
     recipe = CodebookRecipe(
         bins=first.bins,
         first=first.first_code,
-        codes=how,
+        codes=codes_recipe,
         centers=centers,
         exact=_EXACT_DTYPES[first.exact.dtype],
         exacts=exacts,
         base=parent is not None and not first.residual,
         moments=record.moments if uses_moments else (),
         residual=first.residual,
-        contexts=record.context_ordinals if record.context_codes and uses_others else (),
+        contexts=record.context_ordinals if record.context_codes and recipes.uses_context(codes_recipe) else (),
     )
     base = None if parent is None else parent.digest
     return EncodedRecord(record.name, infos, recipes.to_json(recipe), parts, digest, base)
@@ -159,15 +160,15 @@ def decode_codebook_record(
     context_codes: Sequence[Tensor],
     threads: int,
 ) -> tuple[dict[str, Tensor], dict[str, CodebookTensor]]:
-    """The tensors and symbols of a record.
+    """Decode a record to tensors and codebook tensors by name, and check their digest.
 
     Args:
-        moments: the members' moments, where the recipe asks for them.
-        reference: the parent, which has been checked, where the recipe asks for it.
-        context_codes: the codes of other tensors of the file, where the recipe asks for them.
+        moments: the members' moments, if the recipe uses them.
+        reference: the parent, already verified, if the recipe uses it.
+        context_codes: the codes of other tensors of the file, if the recipe uses them.
 
     Raises:
-        ValueError, LookupError, struct.error, _native.Corrupt, _native.Truncated: the bytes are at fault.
+        ValueError, LookupError, struct.error, _native.Corrupt, _native.Truncated: the bytes are damaged.
     """
     infos = encoded.infos
     needed = recipe.base or recipe.residual
@@ -175,84 +176,88 @@ def decode_codebook_record(
     if needed and parent is None:
         raise ValueError("a parent whose tensors are not quantized")
     context = _concat_codes(context_codes) if context_codes else None if parent is None else parent.codes
-    side, stored, middle, end = _split_parts(encoded.parts["symbols"])
+    side, stored, center_bytes, exact_bytes = _split_parts(encoded.parts["symbols"])
     codes = decode_codes(sum(info.numel for info in infos), recipe, side, stored, context, moments, threads)
     if codes.nbytes and int(codes.max()) >= recipe.first + recipe.bins:
         raise ValueError("a code beyond the last center")
-    centers = decode_centers(len(infos), recipe, middle, parent)
+    centers = decode_centers(len(infos), recipe, center_bytes, parent)
     members = np.split(codes, np.cumsum([info.numel for info in infos])[:-1])
-    shaped = [torch.from_numpy(one).reshape(info.shape) for one, info in zip(members, infos, strict=True)]
-    exact = _decode_exact(recipe, end, parent, shaped)
-    symbols = [
-        CodebookTensor(one, table, values, recipe.first, recipe.residual)
-        for one, table, values in zip(shaped, centers, exact, strict=True)
+    shaped = [torch.from_numpy(member).reshape(info.shape) for member, info in zip(members, infos, strict=True)]
+    exact = _decode_exact(recipe, exact_bytes, parent, shaped)
+    quantized = [
+        CodebookTensor(member, table, values, recipe.first, recipe.residual)
+        for member, table, values in zip(shaped, centers, exact, strict=True)
     ]
-    made = _dequantize_all(infos, symbols, parent)
-    tensors = {info.name: one for info, one in zip(infos, made, strict=True)}
-    digest = _digest([tensor_bytes(tensors[info.name]) for info in infos])
+    values = _dequantize_all(infos, quantized, parent)
+    digest = digest_arrays(map(tensor_bytes, values))
     if digest != encoded.digest:
         raise ValueError(f"decoded values with digest {digest}, expected {encoded.digest}")
-    return tensors, {info.name: one for info, one in zip(infos, symbols, strict=True)}
+    names = [info.name for info in infos]
+    return dict(zip(names, values, strict=True)), dict(zip(names, quantized, strict=True))
 
 
 def _dequantize_all(
     infos: Sequence[TensorInfo], quantized: Sequence[CodebookTensor], parent: ParentCodes | None
 ) -> list[Tensor]:
-    """The values that symbols stand for."""
+    """Return the values of each quantized tensor."""
     bases = parent.tensors if parent is not None and parent.codes is None else [None] * len(infos)
     return [
-        one.dequantize(torch_dtype(info.dtype), base) for info, one, base in zip(infos, quantized, bases, strict=True)
+        tensor.dequantize(torch_dtype(info.dtype), base)
+        for info, tensor, base in zip(infos, quantized, bases, strict=True)
     ]
 
 
 def _check_readable(record: CodebookInput, parent: ParentCodes | None, digest: str) -> None:
-    """The last line of defence: a scheme's mistake must not become a checkpoint that no reader takes."""
+    """Raise ValueError for what no reader would accept, so that a scheme's mistake never becomes a checkpoint."""
     shapes = [info.shape for info in record.infos]
-    if [tuple(one.codes.shape) for one in record.quantized] != shapes or len(
-        {*map(_codebook_kind, record.quantized)}
-    ) != 1:
-        raise ValueError("symbols of other shapes than their tensors, or of several kinds")
-    if record.context_codes and (
-        [tuple(one.shape) for one in record.context_codes] != shapes or len(record.context_ordinals) != len(shapes)
-    ):
-        raise ValueError("symbols under codes of other shapes")
-    for one in record.quantized:
-        _check_codebook(one)
+    code_shapes = [tuple(tensor.codes.shape) for tensor in record.quantized]
+    if code_shapes != shapes or len({*map(_codebook_kind, record.quantized)}) != 1:
+        raise ValueError("codebook tensors of other shapes than their values, or of several kinds")
+    context_shapes = [tuple(codes.shape) for codes in record.context_codes]
+    if context_shapes and (context_shapes != shapes or len(record.context_ordinals) != len(shapes)):
+        raise ValueError("codebook tensors whose context codes have other shapes")
+    for tensor in record.quantized:
+        _check_codebook(tensor)
     if record.quantized[0].residual and parent is None:
-        raise ValueError("symbols of differences to a parent that is not there")
-    if _digest([tensor_bytes(one) for one in _dequantize_all(record.infos, record.quantized, parent)]) != digest:
-        raise ValueError("symbols that stand for other values than the tensors have")
+        raise ValueError("codebook tensors of differences to a parent that is missing")
+    values = _dequantize_all(record.infos, record.quantized, parent)
+    if digest_arrays(map(tensor_bytes, values)) != digest:
+        raise ValueError("codebook tensors that stand for other values than the tensors have")
 
 
 def _codebook_kind(tensor: CodebookTensor) -> tuple[object, ...]:
-    """What the symbols of one record have in common."""
+    """Return the properties that must be equal for all members of a record."""
     return tensor.bins, tensor.first_code, tensor.residual, tensor.exact.dtype
 
 
 def _check_codebook(tensor: CodebookTensor) -> None:
+    """Raise ValueError if codes, centers and exact values do not fit each other."""
     if not 0 <= tensor.first_code <= RESERVED_CODES or not 0 < tensor.bins <= MAX_CODES - tensor.first_code:
-        raise ValueError("symbols with more codes than there are")
+        raise ValueError("a codebook tensor with more codes than a byte has")
     if tensor.codes.numel() and int(tensor.codes.max()) >= tensor.num_codes:
-        raise ValueError("symbols with a code beyond the last center")
+        raise ValueError("a codebook tensor with a code beyond the last center")
     if int(tensor.protected.sum()) != tensor.exact.numel():
-        raise ValueError("symbols with more or fewer exact values than codes that say so")
+        raise ValueError("a codebook tensor whose exact values do not match its codes")
     if not bool(tensor.centers.isfinite().all()) or bool((tensor.centers.diff() < 0).any()):
-        raise ValueError("symbols whose centers do not rise, or are not finite")
+        raise ValueError("a codebook tensor whose centers do not rise, or are not finite")
 
 
 def codebook_base_digest(infos: Sequence[TensorInfo], recipe: CodebookRecipe, reference: Reference) -> str | None:
-    """What a record calls its base; None where it needs the parent's codes, which the parent does not have."""
+    """Return the digest that a record stores of its base; None if it needs codes that the parent does not have."""
     parent = ParentCodes.from_reference(infos, reference, residual=recipe.residual)
     return None if parent is None else parent.digest
 
 
 @dataclass(frozen=True)
 class ParentCodes:
-    """What the parent holds of a record's tensors.
+    """The parent's values and codes of a record's tensors.
+
+    A residual record needs values alone, so its parent need not be quantized.
 
     Attributes:
-        symbols, codes: () and None where the record is residual, which needs values alone. So it can be made against a
-            parent that is not quantized, and a parent can be written again without its symbols.
+        quantized: the parent's quantized form of each member; () for a residual record.
+        tensors: the parent's decoded values of each member.
+        codes: uint8, the parent's codes of all members; None for a residual record.
     """
 
     quantized: tuple[CodebookTensor, ...]
@@ -263,54 +268,62 @@ class ParentCodes:
     def from_reference(
         cls, infos: Sequence[TensorInfo], reference: Reference | None, *, residual: bool
     ) -> ParentCodes | None:
+        """Collect what a record needs of its parent; None if the parent lacks some of it."""
         if reference is None:
             return None
         if not residual and not all(reference.has_codes(info.name) for info in infos):
             return None
-        held = () if residual else tuple(reference.quantized[info.name] for info in infos)
-        symbols = tuple(one for one in held if isinstance(one, CodebookTensor))
-        found = [reference.get_like(info.name, info.shape, torch_dtype(info.dtype)) for info in infos]
-        tensors = tuple(tensor for tensor in found if tensor is not None)
+        members = [reference.get_like(info.name, info.shape, torch_dtype(info.dtype)) for info in infos]
+        tensors = tuple(tensor for tensor in members if tensor is not None)
         if len(tensors) < len(infos):
             return None
-        return cls(symbols, tensors, None if residual else _concat_codes([one.codes for one in symbols]))
+        if residual:
+            return cls((), tensors, None)
+        parents = (reference.quantized[info.name] for info in infos)
+        quantized = tuple(tensor for tensor in parents if isinstance(tensor, CodebookTensor))
+        return cls(quantized, tensors, _concat_codes([tensor.codes for tensor in quantized]))
 
     @property
     def digest(self) -> str:
-        """Of the codes, then the values."""
+        """Digest of the codes, if any, followed by the values."""
         values = [tensor_bytes(tensor) for tensor in self.tensors]
-        return _digest(values if self.codes is None else [self.codes, *values])
+        return digest_arrays(values if self.codes is None else [self.codes, *values])
 
     def centers(self, bins: int) -> Bytes | None:
-        if not self.quantized or any(one.bins != bins for one in self.quantized):
+        """Return the parent's centers of all members as uint8; None unless each member has `bins` of them."""
+        if not self.quantized or any(tensor.bins != bins for tensor in self.quantized):
             return None
-        return np.concatenate([tensor_bytes(one.centers) for one in self.quantized])
+        return np.concatenate([tensor_bytes(tensor.centers) for tensor in self.quantized])
 
     def values_at(self, masks: Sequence[Tensor], dtype: torch.dtype) -> Bytes:
-        """The values at these places (bool, one mask a member), as numbers of `dtype`."""
-        picked = [tensor[place].to(dtype) for tensor, place in zip(self.tensors, masks, strict=True)]
-        return np.concatenate([tensor_bytes(one) for one in picked])
+        """Return the values where a mask is true (bool, one mask a member), cast to `dtype`, as uint8."""
+        values = [tensor[mask].to(dtype) for tensor, mask in zip(self.tensors, masks, strict=True)]
+        return np.concatenate([tensor_bytes(value) for value in values])
 
 
 def _split_parts(stored: BytesLike) -> list[Bytes]:
-    """Side, codes, centers and exact values."""
+    """Split a part into side data, codes, centers and exact values."""
     data = np.frombuffer(stored, np.uint8)
-    sizes = _PART_SIZES.unpack(data[: _PART_SIZES.size].tobytes())
-    if sum(sizes) > data.nbytes - _PART_SIZES.size:
-        raise _native.Truncated("the symbols end too early")
-    return np.split(data, np.cumsum([_PART_SIZES.size, *sizes]))[1:]
+    sizes = PART_SIZES.unpack(data[: PART_SIZES.size].tobytes())
+    if sum(sizes) > data.nbytes - PART_SIZES.size:
+        raise _native.Truncated("the codes end too early")
+    return np.split(data, np.cumsum([PART_SIZES.size, *sizes]))[1:]
 
 
 def _encode_centers(
     quantized: Sequence[CodebookTensor], parent: ParentCodes | None
 ) -> tuple[CoderConfig | None, bytes]:
-    centers = np.concatenate([tensor_bytes(one.centers) for one in quantized])
-    return encode_small_array(
-        NUMBER_FORMATS["F32"], centers, None if parent is None else parent.centers(quantized[0].bins)
-    )
+    centers = np.concatenate([tensor_bytes(tensor.centers) for tensor in quantized])
+    base = None if parent is None else parent.centers(quantized[0].bins)
+    return encode_small_array(NUMBER_FORMATS["F32"], centers, base)
 
 
 def decode_centers(members: int, recipe: CodebookRecipe, stored: Bytes, parent: ParentCodes | None) -> list[Tensor]:
+    """Decode the centers of each member: float32, of shape (bins,).
+
+    Raises:
+        ValueError, struct.error, _native.Corrupt, _native.Truncated: the bytes are damaged.
+    """
     out = np.empty(4 * recipe.bins * members, np.uint8)
     base = None if parent is None else parent.centers(recipe.bins)
     decode_small_array(NUMBER_FORMATS["F32"], recipe.centers, stored, out, base)
@@ -322,8 +335,8 @@ def decode_centers(members: int, recipe: CodebookRecipe, stored: Bytes, parent: 
 
 def _encode_exact(quantized: Sequence[CodebookTensor], parent: ParentCodes | None) -> tuple[CoderConfig | None, bytes]:
     dtype = quantized[0].exact.dtype
-    values = np.concatenate([tensor_bytes(one.exact) for one in quantized])
-    base = None if parent is None else parent.values_at([one.protected.cpu() for one in quantized], dtype)
+    values = np.concatenate([tensor_bytes(tensor.exact) for tensor in quantized])
+    base = None if parent is None else parent.values_at([tensor.protected.cpu() for tensor in quantized], dtype)
     return encode_small_array(NUMBER_FORMATS[_EXACT_DTYPES[dtype]], values, base)
 
 
@@ -331,22 +344,17 @@ def _decode_exact(
     recipe: CodebookRecipe, stored: Bytes, parent: ParentCodes | None, codes: Sequence[Tensor]
 ) -> list[Tensor]:
     dtype = torch_dtype(recipe.exact)
-    places = [one == recipe.first - 1 if recipe.first else torch.zeros_like(one, dtype=torch.bool) for one in codes]
-    counts = [int(place.sum()) for place in places]
+    masks = [
+        member == recipe.first - 1 if recipe.first else torch.zeros_like(member, dtype=torch.bool) for member in codes
+    ]
+    counts = [int(mask.sum()) for mask in masks]
     out = np.empty(sum(counts) * dtype.itemsize, np.uint8)
-    base = None if parent is None else parent.values_at(places, dtype)
+    base = None if parent is None else parent.values_at(masks, dtype)
     decode_small_array(NUMBER_FORMATS[recipe.exact], recipe.exacts, stored, out, base)
     values = torch.from_numpy(out).view(dtype) if out.nbytes else torch.empty(0, dtype=dtype)
     return [*torch.split(values, counts)]
 
 
 def _concat_codes(codes: Sequence[Tensor]) -> Bytes:
-    arrays = [tensor_bytes(one) for one in codes]
+    arrays = [tensor_bytes(member) for member in codes]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-
-
-def _digest(arrays: Sequence[Bytes]) -> str:
-    hasher = _native.Hasher()
-    for array in arrays:
-        hasher.update(array)
-    return hasher.hexdigest()

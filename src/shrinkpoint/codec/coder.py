@@ -1,4 +1,4 @@
-"""How one array of numbers is coded: its format, the native coder's configuration, what a decoder holds besides."""
+"""Entropy coding of one array of numbers: its number format, the coder's configuration, the context of a decoder."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shrinkpoint.tensors.info import JSON
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """One number of a tensor: a complex value is two, a pair of 4-bit floats is one.
+    """The layout of one coded number: a complex value is two numbers, a pair of 4-bit floats is one.
 
     Attributes:
-        width: bits.
-        mantissa: explicit mantissa bits of a float whose exponent is coded; 0 for everything else.
+        width: bits of a number.
+        mantissa: explicit mantissa bits of a float whose exponent is coded separately; 0 for all other numbers.
     """
 
     width: int
@@ -36,11 +36,12 @@ class NumberFormat:
 
     @property
     def has_float_exponent(self) -> bool:
-        """Whether its exponent is that of a 32-bit float, so that the two can be compared."""
+        """Whether its exponent has the width and bias of a float32 exponent, so that the two can be compared."""
         return self.width - self.mantissa == 9
 
 
-_BYTE_FORMAT = NumberFormat(8)
+BYTE_FORMAT = NumberFormat(8)
+"""The numbers of byte streams: codes, tokens, one-byte dtypes."""
 NUMBER_FORMATS: dict[str, NumberFormat] = {
     "F64": NumberFormat(64, 52),
     "F32": NumberFormat(32, 23),
@@ -55,39 +56,42 @@ NUMBER_FORMATS: dict[str, NumberFormat] = {
     "U32": NumberFormat(32),
     "I16": NumberFormat(16),
     "U16": NumberFormat(16),
-    "I8": _BYTE_FORMAT,
-    "U8": _BYTE_FORMAT,
-    "BOOL": _BYTE_FORMAT,
-    "F4_X2": _BYTE_FORMAT,
-    "F8_E4M3": _BYTE_FORMAT,
-    "F8_E5M2": _BYTE_FORMAT,
-    "F8_E4M3FNUZ": _BYTE_FORMAT,
-    "F8_E5M2FNUZ": _BYTE_FORMAT,
-    "F8_E8M0": _BYTE_FORMAT,
+    "I8": BYTE_FORMAT,
+    "U8": BYTE_FORMAT,
+    "BOOL": BYTE_FORMAT,
+    "F4_X2": BYTE_FORMAT,
+    "F8_E4M3": BYTE_FORMAT,
+    "F8_E5M2": BYTE_FORMAT,
+    "F8_E4M3FNUZ": BYTE_FORMAT,
+    "F8_E5M2FNUZ": BYTE_FORMAT,
+    "F8_E8M0": BYTE_FORMAT,
 }
-"""The numbers of every dtype in `record.ITEMSIZE`."""
+"""The number format of every dtype in `tensors.info.ITEMSIZE`."""
 
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Shapes: TypeAlias = list[tuple[int, int]]
 
 MAX_CHUNK = 1 << 18
-"""Numbers that are coded together, independently of all others (docs/format.md, "Chunks")."""
+"""Largest number of values that are coded together, independently of all others (docs/format.md, "Chunks")."""
+MIN_CHUNK_BYTES = 4 + 4 * 4 + 8
+"""Fewest bytes of a coded chunk: its header, the states of four lanes, the padding behind the extra bits.
+
+Readers check it before they allocate memory, so that a short record cannot ask for a lot of it."""
 
 
 @dataclass(frozen=True)
 class CodingContext:
-    """What the decoder holds besides the numbers: arrays of the same length, or None.
+    """Side information that both encoder and decoder hold; arrays are viewed as uint8, with one entry per number.
 
     Attributes:
-        base: the parent's numbers, or whatever else the numbers are close to; as wide as they are.
-        moment1: first moments of the same parameters, float32.
-        moment2: second moments, float32.
-        moment1_base: the parent's first moments, float32.
-        hint: five bits of context for each number.
-        shapes: (rows, columns) of the matrices the numbers are made of.
-        factor_cache: factors that fit the numbers, by the mantissa bits of their levels: an encoder tries them
-            repeatedly.
+        base: numbers of the same format that the coded ones are close to, such as the parent's; or None.
+        moment1: first moments of the same parameters, float32; or None.
+        moment2: second moments, float32; or None.
+        moment1_base: the parent's first moments, float32; or None.
+        hint: uint8, five bits of context for each number; or None.
+        shapes: (rows, columns) of each matrix among the numbers; needed for factors only.
+        factor_cache: row and column factors fitted by an encoder, by the mantissa bits of their levels.
     """
 
     base: Bytes | None = None
@@ -101,21 +105,21 @@ class CodingContext:
 
 @dataclass(frozen=True)
 class CoderConfig:
-    """How one array was coded; docs/format.md, "Coded", says what every field means to a decoder.
+    """The configuration of the entropy coder for one array; docs/format.md, "Coded", defines every field.
 
     Attributes:
         tokens: "level", "delta", "planes" or "codes".
         predictor: "none", "base", "tap", "adam" or "square" (delta only; codes: "none" or "base").
         companion: "none", "base" or "moment1" (level only).
-        moments: contexts of deltas and codes come from the moments.
-        factors: row and column factors predict the level.
+        moments: whether contexts of deltas and codes are computed from the moments.
+        factors: whether row and column factors predict the level.
         fine: mantissa bits in a level.
-        shift: low bits that are zero in every number.
-        sign: some number has its sign bit set (level only).
+        shift: low bits that are zero in every number and are not stored.
+        sign: whether some number has its sign bit set (level only).
         bias: the level of symbol 128 where no factors predict one.
-        top: the largest exponent that delta contexts tell apart; of codes, the parent's largest (0: any). Fewer
-            codes leave more contexts to the moments.
-        parameters: of the predictors "adam" and "square".
+        top: the largest exponent that delta contexts distinguish; for codes, the largest code of the base (0: any).
+            Fewer codes leave more contexts to the moments.
+        parameters: four numbers of the predictor "adam" or "square"; else ().
         chunk: numbers in a chunk.
     """
 
@@ -134,43 +138,47 @@ class CoderConfig:
 
     @property
     def needs_base(self) -> bool:
-        """Whether a decoder needs the parent's numbers."""
+        """Whether a decoder needs `CodingContext.base`."""
         return self.predictor in ("base", "adam", "square") or self.companion == "base"
 
     def to_json(self) -> JSON:
-        """Only what differs from the defaults: a header is paid for on every checkpoint."""
+        """Return the fields that differ from their defaults; defaults are left out to keep headers small."""
         out: dict[str, JSON] = {"tokens": self.tokens}
-        for one in fields(self)[1:]:
-            value = getattr(self, one.name)
-            if value != one.default:
-                out[one.name] = list(value) if isinstance(value, tuple) else value
+        for field_ in fields(self)[1:]:
+            value = getattr(self, field_.name)
+            if value != field_.default:
+                out[field_.name] = list(value) if isinstance(value, tuple) else value
         return out
 
     @classmethod
     def from_json(cls, data: JSON) -> CoderConfig:
-        """Raises `ValueError` for what no encoder writes; the native core checks the combination."""
+        """Parse the stored fields; the native core checks their combination.
+
+        Raises:
+            ValueError: a field is unknown, of another type or out of range.
+        """
         if not isinstance(data, dict) or "tokens" not in data:
             raise ValueError("a run is not an object, or has no tokens")
-        kinds = {one.name: type(one.default) for one in fields(cls)[1:]} | {"tokens": str}
+        kinds = {field_.name: type(field_.default) for field_ in fields(cls)[1:]} | {"tokens": str}
         for name, value in data.items():
             kind = list if name == "parameters" else kinds.get(name)
             if kind is None or type(value) is not kind:
                 raise ValueError(f"a run has {name}={value!r}")
-        run = cls(**{**data, "parameters": tuple(data.get("parameters", ()))})
-        small = all(0 <= n < 1 << 12 for n in (run.fine, run.shift, run.top)) and abs(run.bias) < 1 << 20
-        if not small or not 0 < run.chunk <= MAX_CHUNK or not all(type(p) is float for p in run.parameters):
+        config = cls(**{**data, "parameters": tuple(data.get("parameters", ()))})
+        small = all(0 <= n < 1 << 12 for n in (config.fine, config.shift, config.top)) and abs(config.bias) < 1 << 20
+        if not small or not 0 < config.chunk <= MAX_CHUNK or not all(type(p) is float for p in config.parameters):
             raise ValueError("a run has a number out of range")
-        if len(run.parameters) not in (0, 4):
+        if len(config.parameters) not in (0, 4):
             raise ValueError("a run lacks some of its parameters")
-        return run
+        return config
 
     def encode(
         self, number_format: NumberFormat, values: Bytes, context: CodingContext, threads: int
     ) -> tuple[Bytes, Bytes]:
-        """(side, codes) of `values`.
+        """Encode `values` to (side data, codes), both uint8.
 
         Raises:
-            ValueError: the run is for other values: it would lose bits.
+            ValueError: this configuration would lose bits of these values.
         """
         self._check_lossless(number_format, values)
         model = self._native_model(number_format)
@@ -182,7 +190,7 @@ class CoderConfig:
     def estimate_bytes(
         self, number_format: NumberFormat, values: Bytes, context: CodingContext, stride: int, threads: int
     ) -> float:
-        """Estimated bytes of `encode`, from every `stride`-th tile."""
+        """Estimate how many bytes `encode` would return, from every `stride`-th tile."""
         model = self._native_model(number_format)
         factors = self._fit_factors(model, values, context)
         bits = _native.estimate_bits(
@@ -193,7 +201,11 @@ class CoderConfig:
     def decode(
         self, number_format: NumberFormat, side: Bytes, codes: Bytes, out: Bytes, context: CodingContext, threads: int
     ) -> None:
-        """Fill `out`; raises the native core's `Corrupt` and `Truncated`."""
+        """Decode all numbers into `out`.
+
+        Raises:
+            _native.Corrupt, _native.Truncated: the bytes are damaged.
+        """
         _native.decode(
             self._native_model(number_format),
             side,
@@ -216,13 +228,13 @@ class CoderConfig:
         first_chunk: int,
         threads: int,
     ) -> None:
-        """As `decode`, of the chunks from `first_chunk` on that fill `out`.
+        """Decode the consecutive chunks from `first_chunk` on that fill `out`.
 
         Args:
-            side: of the whole run.
-            codes: of these chunks alone.
-            context: of these chunks alone, but for `shapes`, which are those of the whole.
-            count: of numbers in the whole run.
+            side: the side data of the whole array.
+            codes: the bytes of these chunks alone.
+            context: the context of these chunks alone, except for `shapes`, which are those of the whole array.
+            count: numbers in the whole array.
         """
         _native.decode_chunks(
             self._native_model(number_format),
@@ -246,7 +258,7 @@ class CoderConfig:
         return context.factor_cache[self.fine] if self.factors else None
 
     def _check_lossless(self, number_format: NumberFormat, values: Bytes) -> None:
-        """The last line of defence of "lossless": a scheme's mistake must not become a checkpoint."""
+        """Raise ValueError if this configuration would drop bits, so that a wrong choice never becomes a checkpoint."""
         if self.shift == 0 and (self.sign or self.tokens != "level"):
             return
         union = int(np.bitwise_or.reduce(values.view(f"u{number_format.itemsize}")))

@@ -1,4 +1,4 @@
-"""What bytes may raise while they are decoded, as errors of our tree."""
+"""Maps exceptions that damaged bytes cause in decoders to the errors of `shrinkpoint.errors`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ _ADVICE = "restore an older checkpoint; `shrinkpoint verify` names what else is 
 
 @contextmanager
 def decode_errors(where: str) -> Iterator[None]:
-    """Decode inside of it.
+    """Translate the exceptions of decoders that run inside this context.
+
+    Args:
+        where: the file and record that are decoded, for messages.
 
     Raises:
-        CorruptError, TruncatedError: the bytes are at fault; `where` says whose they are.
+        CorruptError, TruncatedError: the bytes are damaged.
     """
     with read_guard(where):
         try:
@@ -27,5 +30,5 @@ def decode_errors(where: str) -> Iterator[None]:
             raise
         except _native.Truncated as error:
             raise TruncatedError(where, found=str(error), do=_ADVICE) from error
-        except (_native.Corrupt, ValueError, LookupError, struct.error) as error:  # which say what is wrong
+        except (_native.Corrupt, ValueError, LookupError, struct.error) as error:
             raise CorruptError(where, found=str(error), do=_ADVICE) from error

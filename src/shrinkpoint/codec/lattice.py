@@ -1,4 +1,4 @@
-"""Uniform grids whose steps vary by row and by column, and the points of a tensor on one."""
+"""Quantization lattices, grids whose steps vary by row and column, and tensors quantized on them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from shrinkpoint import _native
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
 Spacing = Literal["linear", "relative", "log"]
-"""What points stand for: multiples of a step; the same, times the square root of another tensor; powers of two."""
+"""How the points of a lattice are spaced.
+
+"linear": multiples of a step; "relative": multiples of a step times the square root of a second moment; "log": powers
+of two, and zero."""
 SPACINGS: tuple[Spacing, ...] = get_args(Spacing)
 
 STEPS_PER_OCTAVE = 8
-"""Steps are powers of two, of so many parts of an octave."""
+"""Scales are powers of two in steps of 1/8 octave."""
 MAX_SCALE_EXPONENT = 120 * STEPS_PER_OCTAVE
-"""Of a row, a column and their sum: no step is denormal, or infinite."""
+"""Largest absolute exponent of a row, of a column and of their sum: no scale is denormal or infinite."""
 MAX_LATTICE_CODE = (1 << 15) - 2
-"""Of a point: what is added to it for dither is exact in float32."""
+"""Largest absolute code; up to it, adding dither is exact in float32."""
 ZERO_CODE = -127
-"""The code that stands for zero where points stand for powers of two; the least of those that do is one above."""
+"""With spacing "log", the code that stands for zero; the smallest code of a power of two is one above."""
 _POWERS = tuple(
     float(torch.tensor(2.0 ** (k / STEPS_PER_OCTAVE), dtype=torch.float32)) for k in range(STEPS_PER_OCTAVE)
 )
@@ -34,22 +37,23 @@ _MASK_32_BITS = (1 << 32) - 1
 
 @dataclass(frozen=True, eq=False)
 class Lattice:
-    """Where the points of one tensor lie, seen as a matrix: its first axis by all others, a vector as one row.
+    """The quantization lattice of one tensor, viewed as a matrix: its first axis by all others, a vector as one row.
 
-    With `s = 2^((rows[i] + columns[j]) / 8)`, the point `q` in row i and column j is
+    With `s = 2^((rows[i] + columns[j]) / 8)`, the code `q` in row i and column j stands for
 
     * linear: `(q + u) s`;
-    * relative: `(q + u) s sqrt(other[i, j])`, other being the tensor of second moments that belongs to it;
-    * log: `s 2^(q step / 8)`, or 0 where q is `NOTHING`.
+    * relative: `(q + u) s sqrt(v[i, j])`, where v is the second moment that belongs to the tensor;
+    * log: `s 2^(q step / 8)`, or 0 where q is `ZERO_CODE`.
 
-    u is 0, or with a seed a number in (-1/2, 1/2) that depends on it and on the place: subtractive dither. What is
-    rounded to such points has an error that is evenly distributed whatever the values are, even if they came from
-    another grid, and 0 on average.
+    u is 0, or with a seed a pseudo-random number in (-1/2, 1/2) that depends on the seed and the index (subtractive
+    dither). The rounding error is then uniformly distributed with mean 0, whatever the values are, even if they come
+    from another lattice.
 
     Attributes:
-        rows, columns: int16, 1-d, on the CPU; as many as `spans` says.
-        step: of the law "log", in eighths of an octave; else 1.
-        seed: of the dither, below 2^32; 0: none.
+        spacing: "linear", "relative" or "log".
+        rows, columns: int16, 1-d, on the CPU: exponents in eighths of an octave; `scale_counts` gives their lengths.
+        step: with spacing "log", the distance of two codes in eighths of an octave; else 1.
+        seed: seed of the dither, below 2^32; 0: no dither.
     """
 
     spacing: Spacing
@@ -61,35 +65,35 @@ class Lattice:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Lattice):
             return NotImplemented
-        alike = (self.spacing, self.step, self.seed) == (other.spacing, other.step, other.seed)
-        return alike and torch.equal(self.rows, other.rows) and torch.equal(self.columns, other.columns)
+        same_settings = (self.spacing, self.step, self.seed) == (other.spacing, other.step, other.seed)
+        return same_settings and torch.equal(self.rows, other.rows) and torch.equal(self.columns, other.columns)
 
     __hash__ = None  # type: ignore[assignment]
 
     def exponents(self, device: torch.device | str = "cpu") -> Tensor:
-        """Of `s`, in eighths of an octave; int32, of shape (rows, columns) or (rows, 1)."""
-        rows, columns = (one.to(device, torch.int32) for one in (self.rows, self.columns))
+        """Return the exponents of `s` in eighths of an octave: int32, of shape (rows, columns) or (rows, 1)."""
+        rows, columns = (exponents.to(device, torch.int32) for exponents in (self.rows, self.columns))
         return rows[:, None] + columns[None, :]
 
     def scales(self, second_moments: Tensor | None = None, device: torch.device | str = "cpu") -> Tensor:
-        """What a step is, float32; of the matrix's shape or one that is broadcast to it.
+        """Return the distance of neighbouring points, float32; broadcastable to the matrix's shape.
 
         Args:
-            second_moments: second moments, where the law is "relative"; of the matrix's shape, float32.
+            second_moments: float32, of the matrix's shape; needed with spacing "relative".
         """
-        rows, columns = (exp2_eighths(one.to(device, torch.int32)) for one in (self.rows, self.columns))
+        rows, columns = (exp2_eighths(exponents.to(device, torch.int32)) for exponents in (self.rows, self.columns))
         out = rows[:, None] * columns[None, :]
         return out if second_moments is None else out * ieee_sqrt(second_moments)
 
     def dither(self, shape: tuple[int, int], device: torch.device | str = "cpu") -> Tensor | float:
-        """u of every place, float32; 0 without a seed."""
+        """Return the dither u of every element, float32; 0.0 without a seed."""
         return dither(self.seed, shape, device) if self.seed else 0.0
 
     def to_native(self, shape: tuple[int, int]) -> _native.Lattice:
-        """The same for the native core, and for matrices of this shape.
+        """Return the native core's form of this lattice, for matrices of `shape`.
 
         Raises:
-            ValueError: it is of another shape.
+            ValueError: the numbers of rows or columns do not fit the shape.
         """
         rows, columns = tensor_bytes(self.rows), tensor_bytes(self.columns)
         return _native.Lattice(rows, columns, *shape, powers=self.spacing == "log", step=self.step, seed=self.seed)
@@ -97,11 +101,12 @@ class Lattice:
 
 @dataclass(frozen=True)
 class LatticeTensor:
-    """One tensor as points of a lattice.
+    """A tensor quantized on a lattice.
 
     Attributes:
         codes: int16, contiguous, of the tensor's shape.
-        relative_to: where the law is "relative", the name of the tensor of the same state that it is relative to.
+        lattice: the lattice that the codes index.
+        relative_to: with spacing "relative", the name of the second moment in the same state; else "".
     """
 
     codes: Tensor = field(repr=False)
@@ -109,79 +114,82 @@ class LatticeTensor:
     relative_to: str = ""
 
     def cpu(self) -> LatticeTensor:
-        """The same, where a store holds them."""
+        """Return the same tensor in CPU memory."""
         return replace(self, codes=self.codes.cpu())
 
     def dequantize(self, dtype: torch.dtype, second_moments: Tensor | None = None) -> Tensor:
-        """What a reader gets; of the shape of `codes`, on their device. Every step of it is one rounding of float32.
+        """Return the values that a reader gets; of the shape and on the device of `codes`.
+
+        Every operation is rounded once to float32, so the values are the same on all machines.
 
         Args:
-            second_moments: the tensor named so.
+            dtype: of the result.
+            second_moments: the tensor named by `relative_to`, of the same shape.
         """
         if self.codes.device.type == "cpu":
             return self._dequantize_native(second_moments).to(dtype)
         lattice, codes = self.lattice, as_matrix(self.codes)
         if lattice.spacing == "log":
-            made = exp2_eighths(lattice.exponents(codes.device) + lattice.step * codes.to(torch.int32))
-            made = made.masked_fill(codes == ZERO_CODE, 0.0)
+            values = exp2_eighths(lattice.exponents(codes.device) + lattice.step * codes.to(torch.int32))
+            values = values.masked_fill(codes == ZERO_CODE, 0.0)
         else:
-            beside = None if second_moments is None else as_matrix(second_moments).to(torch.float32)
-            moved = codes.to(torch.float32) + lattice.dither(_shape(codes), codes.device)
-            made = moved * lattice.scales(beside, codes.device)
-        return made.reshape(self.codes.shape).to(dtype)
+            squares = None if second_moments is None else as_matrix(second_moments).to(torch.float32)
+            dithered = codes.to(torch.float32) + lattice.dither(_shape(codes), codes.device)
+            values = dithered * lattice.scales(squares, codes.device)
+        return values.reshape(self.codes.shape).to(dtype)
 
     def _dequantize_native(self, second_moments: Tensor | None) -> Tensor:
-        lattice, made = self.lattice.to_native(_shape(as_matrix(self.codes))), _native.empty(4 * self.codes.numel())
-        codes, squares = (
-            tensor_bytes(self.codes),
-            None if second_moments is None else tensor_bytes(second_moments.to(torch.float32)),
-        )
-        _native.lattice_values(lattice, codes, made, squares=squares, threads=torch.get_num_threads())
-        return torch.from_numpy(made.view(np.float32)).reshape(self.codes.shape)
+        lattice = self.lattice.to_native(_shape(as_matrix(self.codes)))
+        values = _native.empty(4 * self.codes.numel())
+        squares = None if second_moments is None else tensor_bytes(second_moments.to(torch.float32))
+        threads = torch.get_num_threads()
+        _native.lattice_values(lattice, tensor_bytes(self.codes), values, squares=squares, threads=threads)
+        return torch.from_numpy(values.view(np.float32)).reshape(self.codes.shape)
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """A tensor as lattices see it."""
+    """Reshape a tensor to the matrix that lattices use: the first axis by all others, a vector as one row."""
     return tensor.reshape(tensor.shape[0], -1) if tensor.dim() >= 2 and tensor.numel() else tensor.reshape(1, -1)
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of what `matrix` makes of a tensor."""
+    """Return the shape of `as_matrix` of a tensor of this shape."""
     count = math.prod(shape)
     return (shape[0], count // shape[0]) if len(shape) >= 2 and count else (1, count)
 
 
 def scale_counts(spacing: Spacing, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns that a tensor's lattice tells apart: one column where there is one row, or another tensor."""
+    """Return how many row and column exponents a lattice has; one column for a single row or spacing "relative"."""
     rows, columns = matrix_shape(shape)
     return (rows, 1) if rows == 1 or spacing == "relative" else (rows, columns)
 
 
 def exp2_eighths(exponents: Tensor) -> Tensor:
-    """`2^(n / 8)` of int32 n: float32, of a table of eight and exact powers of two, so the same everywhere."""
+    """Return `2^(n / 8)` of int32 n as float32; a table of eight times exact powers of two, the same everywhere."""
     table = torch.tensor(_POWERS, dtype=torch.float32, device=exponents.device)
     octaves = (exponents >> 3).clamp_(-126, 127)
     return ((octaves + 127) << 23).view(torch.float32) * table[(exponents & (STEPS_PER_OCTAVE - 1)).long()]
 
 
 def ieee_sqrt(tensor: Tensor) -> Tensor:
-    """What steps of the law "relative" are multiplied by: float32, each rounded as IEEE 754 says.
+    """Return square roots in float32, correctly rounded as IEEE 754 requires.
 
-    torch's own roots on the CPU are those of the library it was built with, which are a rounding off where that library
-    finds other instructions: so by way of float64, in which such an error does not reach the rounding to float32.
+    torch's float32 roots on the CPU depend on the library and instructions, and can be off by a rounding. Computed in
+    float64, such an error does not reach the rounding to float32.
     """
     return tensor.to(torch.float64).sqrt().to(torch.float32)
 
 
 def dither(seed: int, shape: tuple[int, int], device: torch.device | str = "cpu") -> Tensor:
-    """A number of (-1/2, 1/2) for every place, float32: odd multiples of 1/512, by a hash of the place's number."""
+    """Return pseudo-random odd multiples of 1/512 in (-1/2, 1/2), float32: a hash of the seed and each index."""
     count = shape[0] * shape[1]
-    x = torch.arange(count, dtype=torch.int64, device=device).mul_(0x9E3779B1).add_(seed).bitwise_and_(_MASK_32_BITS)
+    hashes = torch.arange(count, dtype=torch.int64, device=device)
+    hashes = hashes.mul_(0x9E3779B1).add_(seed).bitwise_and_(_MASK_32_BITS)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = x.bitwise_xor(x >> shift).mul_(factor).bitwise_and_(_MASK_32_BITS)
-    x = x.bitwise_xor_(x >> 16) >> 24
-    return x.to(torch.float32).add_(0.5).div_(_DITHER_LEVELS).sub_(0.5).reshape(shape)
+        hashes = hashes.bitwise_xor(hashes >> shift).mul_(factor).bitwise_and_(_MASK_32_BITS)
+    hashes = hashes.bitwise_xor_(hashes >> 16) >> 24
+    return hashes.to(torch.float32).add_(0.5).div_(_DITHER_LEVELS).sub_(0.5).reshape(shape)
 
 
-def _shape(x: Tensor) -> tuple[int, int]:
-    return x.shape[0], x.shape[1]
+def _shape(matrix: Tensor) -> tuple[int, int]:
+    return matrix.shape[0], matrix.shape[1]

@@ -1,9 +1,9 @@
-"""One record of tensors on lattices: points -> recipe and bytes, and back. Everything here is exact on integers.
+"""Encodes a record of lattice tensors to recipe and bytes, and decodes it. All arithmetic is exact.
 
-A point is coded as the difference to the point nearest to what the parent has in its place, under how far from that
-point the parent's value lies. On the lattice it was made for, a value lies on its point, and most differences are 0. On
-another one (another dither after a restore, other steps, a parent of another scheme) the same rule holds: a value near
-the middle between two points tells little, one near a point tells much.
+A code is predicted by the code of the lattice point nearest to the parent's value, and the difference is entropy-coded.
+Its context is how far the parent's value lies from that point. If the lattice has not changed, the parent's values lie
+on points, and most differences are 0. If it has (new dither after a restore, other scales, a parent of another scheme),
+values in the middle between two points predict poorly, values near a point well.
 """
 
 from __future__ import annotations
@@ -19,33 +19,41 @@ from torch import Tensor
 
 from shrinkpoint import _native
 from shrinkpoint.codec import recipe as recipes
-from shrinkpoint.codec.coder import MAX_CHUNK, Bytes, CoderConfig, CodingContext, NumberFormat, default_threads
+from shrinkpoint.codec.coder import (
+    BYTE_FORMAT,
+    MAX_CHUNK,
+    MIN_CHUNK_BYTES,
+    Bytes,
+    CoderConfig,
+    CodingContext,
+    default_threads,
+)
 from shrinkpoint.codec.lattice import MAX_SCALE_EXPONENT, Lattice, LatticeTensor, matrix_shape, scale_counts
+from shrinkpoint.codec.pack import digest_arrays
 from shrinkpoint.codec.recipe import LatticeRecipe
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.tensors.dtypes import tensor_bytes, torch_dtype
 from shrinkpoint.tensors.info import EncodedRecord, TensorInfo
 
-_PART_SIZES = struct.Struct("<IQII")  # bytes of the lattices, of the run's codes and side, and how many escapes
-_SIDE_SIZES = struct.Struct("<II")  # bytes of the run's side, and how many escapes; the run's codes are the rest
+PART_SIZES = struct.Struct("<IQII")
+"""Bytes of the lattices, of the coded tokens and of their side data, and the number of escapes; they begin the part."""
+_SIDE_SIZES = struct.Struct("<II")  # of the exponents: bytes of the side data, and the number of escapes
 _ESCAPE = -128
-"""The difference that stands for one too large for a byte; the next of the escapes is that."""
-_MIN_CHUNK_BYTES = 28  # bytes of a chunk of a run, at least
-_BYTE = NumberFormat(8)
+"""The token of a difference that does not fit into a byte; the difference is the next of the escapes."""
 
 
 @dataclass(frozen=True)
 class LatticeInput:
-    """The tensors of one record, to be coded.
+    """The lattice tensors of one record, to be encoded.
 
     Attributes:
-        name: of the record.
-        infos: its tensors.
-        tensors: of each, the values as a reader gets them.
-        quantized: of each, what those were made from; all of one law and step.
-        reference: the parent, where it holds every member; None: they stand alone.
-        second_moments: where the law is "relative", the tensors they are relative to, one for each.
-        moment_ordinals: of those tensors.
+        name: name of the record.
+        infos: its tensors (members).
+        tensors: the values of each member as a reader gets them.
+        quantized: the quantized form of each member; all of one spacing and step.
+        reference: the parent, if it holds every member; None for a record without base.
+        second_moments: with spacing "relative", the second moment of each member; else ().
+        moment_ordinals: ordinals of those second moments in the file.
     """
 
     name: str
@@ -58,28 +66,31 @@ class LatticeInput:
 
 
 def encode_lattice_record(record: LatticeInput, *, threads: int | None = None) -> EncodedRecord:
-    """The record.
+    """Encode a record.
 
     Raises:
-        ValueError: the points are not what `codec.Points` says, or not those of the tensors.
+        ValueError: the quantized tensors are malformed, or do not decode to the given values.
     """
     infos, reference, workers = record.infos, record.reference, default_threads(threads)
-    lattices = [one.lattice for one in record.quantized]
-    digest = _digest(record.tensors)
+    lattices = [tensor.lattice for tensor in record.quantized]
+    digest = digest_arrays(map(tensor_bytes, record.tensors))
     _check_input(record)
     count = sum(info.numel for info in infos)
     contexts, tokens = _native.empty(count), _native.empty(count)
     members = _native_members(infos, lattices, reference, record.second_moments)
-    escapes = b"".join(_encode_tokens(record, i, one, contexts, tokens, workers) for i, one in enumerate(members))
-    run = CoderConfig("codes", predictor="base", top=int(contexts.max(initial=0)))
-    nothing = np.empty(0, np.uint8)
-    side, coded = run.encode(_BYTE, tokens, CodingContext(base=contexts), workers) if count else (nothing, nothing)
+    escapes = b"".join(
+        _encode_tokens(record, index, member, contexts, tokens, workers) for index, member in enumerate(members)
+    )
+    config = CoderConfig("codes", predictor="base", top=int(contexts.max(initial=0)))
+    side = coded = np.empty(0, np.uint8)
+    if count:
+        side, coded = config.encode(BYTE_FORMAT, tokens, CodingContext(base=contexts), workers)
     inherited = reference is not None and _equal_but_seeds(_parent_lattices(infos, reference), lattices)
-    described = _encode_seeds(lattices) + (b"" if inherited else _encode_exponents(lattices))
+    lattice_bytes = _encode_seeds(lattices) + (b"" if inherited else _encode_exponents(lattices))
     parts = b"".join(
         [
-            _PART_SIZES.pack(len(described), coded.nbytes, side.nbytes, len(escapes) // 4),
-            described,
+            PART_SIZES.pack(len(lattice_bytes), coded.nbytes, side.nbytes, len(escapes) // 4),
+            lattice_bytes,
             side.tobytes(),
             coded.tobytes(),
             escapes,
@@ -87,7 +98,7 @@ def encode_lattice_record(record: LatticeInput, *, threads: int | None = None) -
     )
     recipe = LatticeRecipe(
         spacing=lattices[0].spacing,
-        run=run,
+        run=config,
         step=lattices[0].step,
         base=reference is not None,
         inherited=inherited,
@@ -104,65 +115,61 @@ def decode_lattice_record(
     second_moments: Sequence[tuple[str, Tensor]],
     threads: int,
 ) -> tuple[dict[str, Tensor], dict[str, LatticeTensor]]:
-    """The tensors and points of a record.
+    """Decode a record to tensors and lattice tensors by name, and check their digest.
 
     Args:
-        reference: the parent, which has been checked, where the recipe asks for it.
-        second_moments: second moments with their names, one for each member in their order, where the recipe asks for
-            them.
+        reference: the parent, already verified, if the recipe uses it.
+        second_moments: (name, second moment) of each member, if the recipe uses them.
 
     Raises:
-        ValueError, LookupError, struct.error, _native.Corrupt, _native.Truncated: the bytes are at fault.
+        ValueError, LookupError, struct.error, _native.Corrupt, _native.Truncated: the bytes are damaged.
     """
     infos = encoded.infos
     count = sum(info.numel for info in infos)
-    described, side, coded, escapes = _split_parts(encoded.parts["points"])
-    if coded.nbytes < -(-count // recipe.run.chunk) * _MIN_CHUNK_BYTES:  # before the memory is taken
-        raise _native.Truncated("the points are too short for the tensors' shapes")
-    lattices = decode_lattices(described, infos, recipe, reference)
-    members = _native_members(infos, lattices, reference if recipe.base else None, [x for _, x in second_moments])
+    lattice_bytes, side, coded, escapes = _split_parts(encoded.parts["points"])
+    if coded.nbytes < -(-count // recipe.run.chunk) * MIN_CHUNK_BYTES:  # before memory is allocated
+        raise _native.Truncated("the codes are too short for the tensors' shapes")
+    lattices = decode_lattices(lattice_bytes, infos, recipe, reference)
+    members = _native_members(
+        infos, lattices, reference if recipe.base else None, [tensor for _, tensor in second_moments]
+    )
     contexts, tokens = _native.empty(count), _native.empty(count)
-    codes = [_guess(one, contexts, threads) for one in members]
+    codes = [_predict_codes(member, contexts, threads) for member in members]
     if count:
-        recipe.run.decode(_BYTE, side, coded, tokens, CodingContext(base=contexts), threads)
-    large, hasher = escapes.copy(), _native.Hasher()
-    tensors, points = {}, {}
+        recipe.run.decode(BYTE_FORMAT, side, coded, tokens, CodingContext(base=contexts), threads)
+    remaining = escapes.copy()
+    tensors, quantized = {}, {}
     names = [name for name, _ in second_moments] or [""] * len(infos)
-    for i, (info, other) in enumerate(zip(infos, names, strict=True)):
-        values, used = _decode_values(members[i], tokens, contexts, large, codes[i], threads)
-        large = large[4 * used :]
-        made = torch.from_numpy(codes[i].view(np.int16)).reshape(info.shape)
-        points[info.name] = LatticeTensor(made, lattices[i], other)
+    for i, (info, moment_name) in enumerate(zip(infos, names, strict=True)):
+        values, num_escapes = _decode_values(members[i], tokens, contexts, remaining, codes[i], threads)
+        remaining = remaining[4 * num_escapes :]
+        shaped = torch.from_numpy(codes[i].view(np.int16)).reshape(info.shape)
+        quantized[info.name] = LatticeTensor(shaped, lattices[i], moment_name)
         tensors[info.name] = torch.from_numpy(values.view(np.float32)).reshape(info.shape).to(torch_dtype(info.dtype))
-        hasher.update(tensor_bytes(tensors[info.name]))
-    if large.size:
-        raise ValueError("more large differences than tokens that say so")
-    digest = hasher.hexdigest()
+    if remaining.size:
+        raise ValueError("more escapes than tokens that stand for them")
+    digest = digest_arrays(map(tensor_bytes, tensors.values()))
     if digest != encoded.digest:
         raise ValueError(f"decoded values with digest {digest}, expected {encoded.digest}")
-    return tensors, points
+    return tensors, quantized
 
 
 def lattice_base_digest(infos: Sequence[TensorInfo], recipe: LatticeRecipe, reference: Reference) -> str:
-    """What a record calls its base: the parent's values, after its lattices where these are its own."""
-    hasher = _native.Hasher()
-    if recipe.inherited:
-        for one in _parent_lattices(infos, reference):
-            for side in (one.rows, one.columns):
-                hasher.update(tensor_bytes(side))
-    for info in infos:
-        hasher.update(tensor_bytes(reference.tensors[info.name]))
-    return hasher.hexdigest()
+    """Return the digest that a record stores of its base: of inherited exponents, if any, and the parent's values."""
+    inherited = _parent_lattices(infos, reference) if recipe.inherited else []
+    exponents = [side for lattice in inherited for side in (lattice.rows, lattice.columns)]
+    return digest_arrays(map(tensor_bytes, [*exponents, *(reference.tensors[info.name] for info in infos)]))
 
 
 @dataclass(frozen=True)
 class _LatticeMember:
-    """One tensor of a record, as the native core takes it.
+    """The arguments of the native core for one tensor of a record.
 
     Attributes:
-        parent: its values before, float32 or bfloat16; None: unknown.
-        squares: steps are multiplied by their roots, float32; None: they are not.
-        span: of its values among the record's.
+        lattice: its lattice.
+        parent: the parent's values, float32 or bfloat16, as uint8; or None.
+        squares: the second moments whose roots multiply the scales, float32, as uint8; or None.
+        span: the range of its values among those of the record.
     """
 
     lattice: _native.Lattice
@@ -177,35 +184,36 @@ def _native_members(
     reference: Reference | None,
     second_moments: Sequence[Tensor],
 ) -> list[_LatticeMember]:
-    beside: Sequence[Tensor | None] = second_moments or [None] * len(infos)
-    out, start = [], 0
-    for info, lattice, other in zip(infos, lattices, beside, strict=True):
+    moments: Sequence[Tensor | None] = second_moments or [None] * len(infos)
+    members, start = [], 0
+    for info, lattice, moment in zip(infos, lattices, moments, strict=True):
         parent = None if reference is None else tensor_bytes(_to_native_dtype(reference.tensors[info.name]))
-        squares = None if other is None else tensor_bytes(other.to(torch.float32))
-        place = slice(start, start + info.numel)
-        out.append(_LatticeMember(lattice.to_native(matrix_shape(info.shape)), parent, squares, place))
-        start = place.stop
-    return out
+        squares = None if moment is None else tensor_bytes(moment.to(torch.float32))
+        span = slice(start, start + info.numel)
+        members.append(_LatticeMember(lattice.to_native(matrix_shape(info.shape)), parent, squares, span))
+        start = span.stop
+    return members
 
 
-def _to_native_dtype(x: Tensor) -> Tensor:
-    """Of the dtypes that the native core reads."""
-    return x if x.dtype in (torch.float32, torch.bfloat16) else x.to(torch.float32)
+def _to_native_dtype(tensor: Tensor) -> Tensor:
+    """Cast to float32 unless the native core reads the dtype."""
+    return tensor if tensor.dtype in (torch.float32, torch.bfloat16) else tensor.to(torch.float32)
 
 
 def _encode_tokens(
     record: LatticeInput, index: int, member: _LatticeMember, contexts: Bytes, tokens: Bytes, threads: int
 ) -> bytes:
-    """Fills in what is coded of one tensor; returns the differences that are too large.
+    """Fill in the contexts and tokens of one tensor, and return its escapes: int32, the differences beyond a byte.
 
-    In the same turn it is the last line of defence: a scheme's mistake must not become a checkpoint that no reader
-    takes.
+    Raises:
+        ValueError: a code is out of range, or the codes stand for other values than the tensor has. So a scheme's
+            mistake never becomes a checkpoint that no reader accepts.
     """
-    info, points, tensor = record.infos[index], record.quantized[index], record.tensors[index]
+    info, quantized, tensor = record.infos[index], record.quantized[index], record.tensors[index]
     expected = tensor_bytes(tensor) if tensor.dtype in (torch.float32, torch.bfloat16) else None
     escapes, in_range, same = _native.lattice_encode(
         member.lattice,
-        tensor_bytes(points.codes),
+        tensor_bytes(quantized.codes),
         contexts[member.span],
         tokens[member.span],
         parent=member.parent,
@@ -214,65 +222,77 @@ def _encode_tokens(
         threads=threads,
     )
     if not in_range:
-        raise ValueError(f"points of {info.name!r} that are out of range")
-    if expected is None or not same:  # of 16 bits, what torch makes of them decides
-        other = record.second_moments[index] if record.second_moments else None
-        if not np.array_equal(tensor_bytes(points.dequantize(tensor.dtype, other)), tensor_bytes(tensor)):
-            raise ValueError("points that stand for other values than the tensors have")
+        raise ValueError(f"lattice tensor {info.name!r}: codes out of range")
+    if expected is None or not same:  # for 16-bit dtypes, torch's own rounding decides
+        moment = record.second_moments[index] if record.second_moments else None
+        if not np.array_equal(tensor_bytes(quantized.dequantize(tensor.dtype, moment)), tensor_bytes(tensor)):
+            raise ValueError("lattice tensors that stand for other values than the tensors have")
     return escapes.tobytes()
 
 
-def _guess(member: _LatticeMember, contexts: Bytes, threads: int) -> Bytes:
-    """Where a tensor's points are taken to be; fills in its contexts."""
+def _predict_codes(member: _LatticeMember, contexts: Bytes, threads: int) -> Bytes:
+    """Return the predicted codes of one tensor, int16 as uint8, and fill in their contexts."""
     codes = _native.empty(2 * (member.span.stop - member.span.start))
-    under = contexts[member.span]
-    _native.lattice_predict(member.lattice, codes, under, parent=member.parent, squares=member.squares, threads=threads)
+    _native.lattice_predict(
+        member.lattice,
+        codes,
+        contexts[member.span],
+        parent=member.parent,
+        squares=member.squares,
+        threads=threads,
+    )
     return codes
 
 
 def _decode_values(
     member: _LatticeMember, tokens: Bytes, contexts: Bytes, escapes: Bytes, codes: Bytes, threads: int
 ) -> tuple[Bytes, int]:
-    """A tensor's values, and how many of the escapes were used; guesses become codes."""
-    place = member.span
+    """Return a tensor's values, float32 as uint8, and how many escapes it used; predicted codes become codes."""
+    span = member.span
     values = _native.empty(2 * codes.nbytes)
-    used = _native.lattice_decode(
-        member.lattice, tokens[place], contexts[place], escapes, codes, values, squares=member.squares, threads=threads
+    num_escapes = _native.lattice_decode(
+        member.lattice, tokens[span], contexts[span], escapes, codes, values, squares=member.squares, threads=threads
     )
-    return values, used
+    return values, num_escapes
 
 
 def _encode_seeds(lattices: Sequence[Lattice]) -> bytes:
-    return np.array([one.seed for one in lattices], "<u4").tobytes()
+    return np.array([lattice.seed for lattice in lattices], "<u4").tobytes()
 
 
 def _encode_exponents(lattices: Sequence[Lattice]) -> bytes:
-    """Of all rows and columns, entropy-coded as differences of one to the next."""
+    """Encode the exponents of all rows and columns: differences of consecutive ones, entropy-coded."""
     if not lattices:
         return b""
-    exponents = np.concatenate([side.numpy() for one in lattices for side in (one.rows, one.columns)])
-    apart = np.diff(exponents.astype(np.int32), prepend=0)
-    large = np.abs(apart) > -_ESCAPE - 1
-    escapes = apart[large].astype("<i4")
-    apart[large] = _ESCAPE
-    side, coded = CoderConfig("codes").encode(_BYTE, apart.astype(np.int8).view(np.uint8), CodingContext(), 1)
+    exponents = np.concatenate([side.numpy() for lattice in lattices for side in (lattice.rows, lattice.columns)])
+    differences = np.diff(exponents.astype(np.int32), prepend=0)
+    large = np.abs(differences) > -_ESCAPE - 1
+    escapes = differences[large].astype("<i4")
+    differences[large] = _ESCAPE
+    tokens = differences.astype(np.int8).view(np.uint8)
+    side, coded = CoderConfig("codes").encode(BYTE_FORMAT, tokens, CodingContext(), 1)
     return b"".join([_SIDE_SIZES.pack(side.nbytes, escapes.size), side.tobytes(), escapes.tobytes(), coded.tobytes()])
 
 
 def decode_lattices(
     data: Bytes, infos: Sequence[TensorInfo], recipe: LatticeRecipe, reference: Reference | None
 ) -> list[Lattice]:
+    """Decode the lattice of each member, or take the parent's exponents if the recipe says that they are inherited.
+
+    Raises:
+        ValueError, struct.error, _native.Corrupt, _native.Truncated: the bytes are damaged.
+    """
     seeds, data = np.frombuffer(data[: 4 * len(infos)].tobytes(), "<u4"), data[4 * len(infos) :]
     if seeds.size != len(infos):
         raise _native.Truncated("the lattices end too early")
     lattices = _parent_lattices(infos, reference) if recipe.inherited else _decode_exponents(data, infos, recipe)
-    if any(one.spacing != recipe.spacing or one.step != recipe.step for one in lattices) or (
-        recipe.inherited and data.nbytes
-    ):
-        raise ValueError("lattices of the parent that are of another law, or more bytes than they have")
+    if any(lattice.spacing != recipe.spacing or lattice.step != recipe.step for lattice in lattices):
+        raise ValueError("the parent's lattices have another spacing or step")
+    if recipe.inherited and data.nbytes:
+        raise ValueError("bytes behind inherited lattices")
     if recipe.spacing == "log" and seeds.any():
-        raise ValueError("dither where there is none")
-    return [replace(one, seed=int(seed)) for one, seed in zip(lattices, seeds, strict=True)]
+        raise ValueError('dither with spacing "log", which has none')
+    return [replace(lattice, seed=int(seed)) for lattice, seed in zip(lattices, seeds, strict=True)]
 
 
 def _decode_exponents(data: Bytes, infos: Sequence[TensorInfo], recipe: LatticeRecipe) -> list[Lattice]:
@@ -280,89 +300,82 @@ def _decode_exponents(data: Bytes, infos: Sequence[TensorInfo], recipe: LatticeR
     total = sum(rows + columns for rows, columns in counts)
     nside, nescapes = _SIDE_SIZES.unpack(data[: _SIDE_SIZES.size].tobytes())
     ends = np.cumsum([_SIDE_SIZES.size, nside, 4 * nescapes])
-    if ends[-1] + -(-total // MAX_CHUNK) * _MIN_CHUNK_BYTES > data.nbytes:
+    if ends[-1] + -(-total // MAX_CHUNK) * MIN_CHUNK_BYTES > data.nbytes:
         raise _native.Truncated("the lattices end too early")
     side, escapes, coded = np.split(data, ends)[1:]
-    apart = np.empty(total, np.uint8)
-    CoderConfig("codes").decode(_BYTE, side, coded, apart, CodingContext(), 1)
-    exponents = np.cumsum(
-        _resolve_escapes(apart.view(np.int8), np.frombuffer(escapes.tobytes(), "<i4")), dtype=np.int64
-    )
+    tokens = np.empty(total, np.uint8)
+    CoderConfig("codes").decode(BYTE_FORMAT, side, coded, tokens, CodingContext(), 1)
+    differences = _resolve_escapes(tokens.view(np.int8), np.frombuffer(escapes.tobytes(), "<i4"))
+    exponents = np.cumsum(differences, dtype=np.int64)
     if bool((np.abs(exponents) > MAX_SCALE_EXPONENT).any()):
-        raise ValueError("steps out of range")
+        raise ValueError("scales out of range")
     parts = np.split(exponents.astype(np.int16), np.cumsum([n for pair in counts for n in pair])[:-1])
-    halves = [torch.from_numpy(part) for part in parts]
+    sides = [torch.from_numpy(part) for part in parts]
     lattices = [
         Lattice(recipe.spacing, rows, columns, recipe.step)
-        for rows, columns in zip(halves[::2], halves[1::2], strict=True)
+        for rows, columns in zip(sides[::2], sides[1::2], strict=True)
     ]
     if not all(map(_is_in_range, lattices)):
-        raise ValueError("steps out of range")
+        raise ValueError("scales out of range")
     return lattices
 
 
 def _is_in_range(lattice: Lattice) -> bool:
-    """Whether every step is a float32 of full precision."""
-    ends = [(int(one.min()), int(one.max())) for one in (lattice.rows, lattice.columns) if one.numel()]
-    low, high = (sum(end[i] for end in ends) for i in range(2))
+    """Whether every scale is a normal float32."""
+    ranges = [(int(side.min()), int(side.max())) for side in (lattice.rows, lattice.columns) if side.numel()]
+    low, high = (sum(limits[i] for limits in ranges) for i in range(2))
     return low >= -MAX_SCALE_EXPONENT and high <= MAX_SCALE_EXPONENT
 
 
 def _parent_lattices(infos: Sequence[TensorInfo], reference: Reference | None) -> list[Lattice]:
-    """The parent's lattices; [] where it does not have them all."""
-    held = {} if reference is None else reference.quantized
-    found = [held.get(info.name) for info in infos]
-    lattices = [one.lattice for one in found if isinstance(one, LatticeTensor)]
-    fit = all(
-        (one.rows.numel(), one.columns.numel()) == scale_counts(one.spacing, info.shape)
-        for one, info in zip(lattices, infos, strict=False)
-    )
-    return lattices if fit and len(lattices) == len(infos) else []
+    """Return the parent's lattices of all members; [] if some are missing or do not fit the shapes."""
+    quantized = {} if reference is None else reference.quantized
+    tensors = [quantized.get(info.name) for info in infos]
+    lattices = [tensor.lattice for tensor in tensors if isinstance(tensor, LatticeTensor)]
+    if len(lattices) < len(infos):
+        return []
+    return lattices if all(map(_fits_shape, lattices, infos)) else []
 
 
-def _equal_but_seeds(lattices: Sequence[Lattice], others: Sequence[Lattice]) -> bool:
-    """Whether they differ in nothing but their seeds."""
-    return [replace(one, seed=0) for one in lattices] == [replace(one, seed=0) for one in others]
+def _fits_shape(lattice: Lattice, info: TensorInfo) -> bool:
+    return (lattice.rows.numel(), lattice.columns.numel()) == scale_counts(lattice.spacing, info.shape)
 
 
-def _resolve_escapes(differences: NDArray[np.int8], escapes: NDArray[np.int32]) -> NDArray[np.int32]:
-    out = differences.astype(np.int32)
+def _equal_but_seeds(lattices: Sequence[Lattice], expected: Sequence[Lattice]) -> bool:
+    """Whether two lists of lattices are equal except for the seeds."""
+    return [replace(lattice, seed=0) for lattice in lattices] == [replace(lattice, seed=0) for lattice in expected]
+
+
+def _resolve_escapes(tokens: NDArray[np.int8], escapes: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the differences of tokens, with each escape token replaced by the next escape."""
+    out = tokens.astype(np.int32)
     large = out == _ESCAPE
     if int(large.sum()) != escapes.size:
-        raise ValueError("more or fewer large differences than codes that say so")
+        raise ValueError("more or fewer escapes than tokens that stand for them")
     out[large] = escapes
     return out
 
 
 def _split_parts(stored: memoryview | bytes | bytearray) -> list[Bytes]:
-    """The lattices, the side of the run, its codes, and the escapes."""
+    """Split a part into the lattices, the side data, the coded tokens and the escapes."""
     data = np.frombuffer(stored, np.uint8)
-    described, coded, side, escapes = _PART_SIZES.unpack(data[: _PART_SIZES.size].tobytes())
-    sizes = (described, side, coded, 4 * escapes)
-    if sum(sizes) != data.nbytes - _PART_SIZES.size:
-        raise _native.Truncated("the points end too early, or too late")
-    return np.split(data, np.cumsum([_PART_SIZES.size, *sizes]))[1:-1]
+    lattices, coded, side, escapes = PART_SIZES.unpack(data[: PART_SIZES.size].tobytes())
+    sizes = (lattices, side, coded, 4 * escapes)
+    if sum(sizes) != data.nbytes - PART_SIZES.size:
+        raise _native.Truncated("the codes end too early, or too late")
+    return np.split(data, np.cumsum([PART_SIZES.size, *sizes]))[1:-1]
 
 
 def _check_input(record: LatticeInput) -> None:
-    """What `_encode_tokens` takes for granted."""
+    """Raise ValueError for what `_encode_tokens` does not check."""
     first = record.quantized[0].lattice
-    if len({(one.lattice.spacing, one.lattice.step) for one in record.quantized}) != 1:
-        raise ValueError("points of several laws in one record")
+    if len({(member.lattice.spacing, member.lattice.step) for member in record.quantized}) != 1:
+        raise ValueError("lattice tensors of several spacings or steps in one record")
     if (first.spacing == "relative") != bool(record.second_moments):
-        raise ValueError("points that are relative to nothing, or something beside points that are not")
-    for info, one, tensor in zip(record.infos, record.quantized, record.tensors, strict=True):
-        counts = one.lattice.rows.numel(), one.lattice.columns.numel()
-        if {tuple(one.codes.shape), tuple(tensor.shape)} != {info.shape} or counts != scale_counts(
-            first.spacing, info.shape
-        ):
-            raise ValueError(f"points of another shape than {info.name!r}")
-        if not _is_in_range(one.lattice) or (first.spacing == "log" and one.lattice.seed):
-            raise ValueError(f"points of {info.name!r} that are out of range")
-
-
-def _digest(tensors: Sequence[Tensor]) -> str:
-    hasher = _native.Hasher()
-    for tensor in tensors:
-        hasher.update(tensor_bytes(tensor))
-    return hasher.hexdigest()
+        raise ValueError('lattice tensors need second moments with spacing "relative" and no other')
+    for info, member, tensor in zip(record.infos, record.quantized, record.tensors, strict=True):
+        shapes = {tuple(member.codes.shape), tuple(tensor.shape)}
+        if shapes != {info.shape} or not _fits_shape(member.lattice, info):
+            raise ValueError(f"lattice tensor {info.name!r} of another shape than its values")
+        if not _is_in_range(member.lattice) or (first.spacing == "log" and member.lattice.seed):
+            raise ValueError(f"lattice tensor {info.name!r}: scales or seed out of range")

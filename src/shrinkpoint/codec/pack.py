@@ -1,12 +1,14 @@
-"""Tensors <-> one array of numbers, in the order in which they are coded, and the coding context of each tap.
+"""Packs the tensors of a record into one array of numbers in coding order, and computes the context of each tap.
 
-Members stand one after the other, row-major. With taps, the positions of the trailing axes come outermost: tap 0 of
-every member, then tap 1 of every member, ..., so that the previous tap is known when a tap is decoded."""
+The record's tensors (members) follow each other, each in row-major order. A tap is one position of the axes after the
+second, such as one of the nine of a 3 x 3 convolution. With taps, the array is ordered tap by tap: tap 0 of every
+member, then tap 1 of every member, and so on, so that a tap can be predicted from the previous one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -19,21 +21,23 @@ from shrinkpoint.codec.coder import NUMBER_FORMATS, Bytes, CoderConfig, CodingCo
 from shrinkpoint.tensors.dtypes import tensor_bytes
 from shrinkpoint.tensors.info import TensorInfo
 
+TAP_SIZES = struct.Struct("<IQ")
+"""Bytes of a tap's side data and of its codes; stored before each tap's side data."""
 _ITEMSIZES = {dtype: number.itemsize for dtype, number in NUMBER_FORMATS.items()}
 
 
 def num_numbers(info: TensorInfo) -> int:
-    """How many numbers a tensor holds."""
+    """Return how many coded numbers a tensor has."""
     return info.nbytes // _ITEMSIZES[info.dtype]
 
 
 def num_taps(info: TensorInfo) -> int:
-    """The positions of the axes after the second: 9 for a 3 x 3 convolution, 1 where there are no such axes."""
+    """Return the product of the sizes after the second axis: 9 for a 3 x 3 convolution, 1 for a matrix or vector."""
     return math.prod(info.shape[2:]) if len(info.shape) > 2 else 1
 
 
 def pack_tensors(infos: Sequence[TensorInfo], source: Mapping[str, Tensor], taps: int) -> Bytes:
-    """The members' numbers as bytes; shares memory with a single member without taps."""
+    """Return the numbers of all members as uint8, in coding order; shares memory with a single member without taps."""
     arrays = [tensor_bytes(source[info.name]) for info in infos]
     if taps == 1:
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
@@ -42,19 +46,19 @@ def pack_tensors(infos: Sequence[TensorInfo], source: Mapping[str, Tensor], taps
 
 
 def is_codable_float(tensor: Tensor) -> bool:
-    """Whether `pack_float32` takes it: a float of any width but two in a byte."""
+    """Whether `pack_float32` accepts a tensor: floats of any width except two in a byte."""
     return tensor.is_floating_point() and tensor.dtype is not getattr(torch, "float4_e2m1fn_x2", None)
 
 
 def pack_float32(names: Sequence[str], source: Mapping[str, Tensor], taps: int) -> Bytes:
-    """As `gather`, of float tensors of any width converted to float32 (which is exact for the narrower ones)."""
+    """Like `pack_tensors`, of float tensors converted to float32 (exact for the narrower dtypes)."""
     floats = {name: source[name].to(torch.float32) for name in names}
     infos = [TensorInfo(name, tuple(floats[name].shape), "F32") for name in names]
     return pack_tensors(infos, floats, taps)
 
 
 def unpack_tensors(values: Bytes, infos: Sequence[TensorInfo], taps: int) -> list[Bytes]:
-    """The inverse of `gather`: each member's bytes, row-major. Without taps they share memory with `values`."""
+    """Invert `pack_tensors`: return each member's bytes, row-major; without taps they share memory with `values`."""
     if taps == 1:
         ends = [*accumulate((info.nbytes for info in infos), initial=0)]
         return [values[begin:end] for begin, end in pairwise(ends)]
@@ -65,7 +69,7 @@ def unpack_tensors(values: Bytes, infos: Sequence[TensorInfo], taps: int) -> lis
 
 
 def matrix_shapes(infos: Sequence[TensorInfo], taps: int) -> Shapes:
-    """(rows, columns) of every member's numbers of one tap; a vector is one row."""
+    """Return (rows, columns) of every member's numbers within one tap; a vector is one row."""
     out = []
     for info in infos:
         count = num_numbers(info) // taps
@@ -74,12 +78,20 @@ def matrix_shapes(infos: Sequence[TensorInfo], taps: int) -> Shapes:
     return out
 
 
+def digest_arrays(arrays: Iterable[Bytes]) -> str:
+    """Return the xxh3-128 digest of arrays one after the other, in hex."""
+    hasher = _native.Hasher()
+    for array in arrays:
+        hasher.update(array)
+    return hasher.hexdigest()
+
+
 def _word_dtype(info: TensorInfo) -> str:
     return f"u{NUMBER_FORMATS[info.dtype].itemsize}"
 
 
 def tap(array: Bytes | None, index: int, taps: int) -> Bytes | None:
-    """The `index`-th tap of an arranged array."""
+    """Return the `index`-th tap of a packed array; None for None."""
     if array is None:
         return None
     size = array.nbytes // taps
@@ -89,16 +101,20 @@ def tap(array: Bytes | None, index: int, taps: int) -> Bytes | None:
 def tap_context(
     number_format: NumberFormat, values: Bytes, context: CodingContext, config: CoderConfig, index: int, taps: int
 ) -> CodingContext:
-    """What is known of one tap once those before it stand in `values`.
+    """Return the coding context of one tap, given the previous taps in `values`.
 
-    The predictor "base" takes the parent's tap, under the move of the tap before from *its* parent; "tap" takes the
-    tap before, under the move that that one made from its own predecessor. The first tap has no such hint.
+    The predictor "base" predicts from the parent's tap, and its hint is how the previous tap differs from *its*
+    parent; "tap" predicts from the previous tap, and its hint is how that one differs from its own predecessor. The
+    first tap has no hint.
+
+    Raises:
+        ValueError: the first tap has the predictor "tap".
     """
     if index == 0 and config.predictor == "tap":
         raise ValueError("the first tap cannot be predicted from a tap before it")
     if taps == 1:
         return context
-    here = CodingContext(
+    context_of_tap = CodingContext(
         base=tap(context.base, index, taps),
         moment1=tap(context.moment1, index, taps),
         moment2=tap(context.moment2, index, taps),
@@ -106,17 +122,19 @@ def tap_context(
         shapes=context.shapes,
     )
     if index == 0:
-        return here
-    before = tap(values, index - 1, taps)
+        return context_of_tap
+    previous = tap(values, index - 1, taps)
     if config.predictor == "base":
-        return replace(here, hint=_difference_classes(number_format, before, tap(context.base, index - 1, taps)))
+        return replace(
+            context_of_tap, hint=_difference_classes(number_format, previous, tap(context.base, index - 1, taps))
+        )
     if config.predictor == "tap":
         return replace(
-            here,
-            base=before,
-            hint=_difference_classes(number_format, before, tap(values, index - 2, taps)) if index > 1 else None,
+            context_of_tap,
+            base=previous,
+            hint=_difference_classes(number_format, previous, tap(values, index - 2, taps)) if index > 1 else None,
         )
-    return here
+    return context_of_tap
 
 
 def _difference_classes(number_format: NumberFormat, values: Bytes | None, reference: Bytes | None) -> Bytes | None:

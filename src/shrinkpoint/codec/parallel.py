@@ -1,4 +1,4 @@
-"""Decodes the records of a file on several threads: records that do not need each other at the same time."""
+"""Decodes the records of a file on several threads; records that do not depend on each other run concurrently."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ P = ParamSpec("P")
 
 
 def submit_or_run(pool: ThreadPoolExecutor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-    """As `pool.submit`; where no thread can be started, the work is done here before this returns.
+    """Submit work to a pool; if no thread can be started, run it in this thread before returning.
 
     Raises:
-        whatever work raised that was done here.
+        Exception: what `function` raised in this thread.
     """
     first = threading.Lock()
 
     def once() -> T:
-        if not first.acquire(blocking=False):  # it stays in the queue, and has been done
-            raise RuntimeError("done elsewhere")
+        if not first.acquire(blocking=False):  # still queued, but already run by the submitter
+            raise RuntimeError("already run by the submitting thread")
         return function(*args, **kwargs)
 
     try:
         return pool.submit(once)
     except RuntimeError:
         first.acquire(blocking=False)
-        done: Future[T] = Future()
-        done.set_result(function(*args, **kwargs))
-        return done
+        result: Future[T] = Future()
+        result.set_result(function(*args, **kwargs))
+        return result
 
 
 MIN_PARALLEL_BYTES = 1 << 22
-"""Bytes from which a record has work for several threads by itself."""
+"""Tensor bytes from which a single record is decoded by several threads."""
 
 
 def decode_all(
@@ -52,39 +52,44 @@ def decode_all(
     where: str = "file",
     threads: int | None = None,
 ) -> Reference:
-    """The tensors of a file by name, in the order of its records, and the symbols of those that are quantized.
+    """Decode all records of a file: its tensors by name, in the order of the records, and their quantized forms.
 
     Args:
         recipes: (recipe, number of tensors, bytes of its tensors) of every record.
-        read: gives the record of an index; called from several threads.
-        reference: the parent's tensors, where the file is a delta.
-        threads: None: one for every core.
+        read: returns the record of an index; called from several threads.
+        reference: the decoded parent, if the file is a delta.
+        where: the file, for messages.
+        threads: number of threads; None: one per core.
 
     Raises:
-        FormatError, ChainError: as `decode`.
+        FormatError: the bytes are damaged.
+        ChainError: the parent is missing or another one.
     """
     decoded = FileTensors()
-    symbols: dict[str, QuantizedTensor] = {}
+    quantized: dict[str, QuantizedTensor] = {}
     workers = default_threads(threads)
-    slab = Arena()
+    arena = Arena()
 
-    def one(index: int) -> Reference:
-        native = workers if recipes[index][2] >= MIN_PARALLEL_BYTES else 1
-        return decode(read(index), decoded, reference, quantized=symbols, where=where, arena=slab, threads=native)
+    def decode_record(index: int) -> Reference:
+        native_threads = workers if recipes[index][2] >= MIN_PARALLEL_BYTES else 1
+        return decode(
+            read(index), decoded, reference, quantized=quantized, where=where, arena=arena, threads=native_threads
+        )
 
     with ThreadPoolExecutor(workers) as pool:
-        for wave in _independent_ranges(recipes):
-            # Complete before any is added: `decoded` is being read meanwhile.
-            for part in [*_map_parallel(pool, one, wave)] if workers > 1 else map(one, wave):
-                decoded.add(part.tensors)
-                symbols.update(part.quantized)
-    return Reference(decoded, symbols)
+        for indices in _independent_ranges(recipes):
+            # The list is complete before anything is added, because the workers read `decoded`.
+            results = [*_map_parallel(pool, decode_record, indices)] if workers > 1 else map(decode_record, indices)
+            for result in results:
+                decoded.add(result.tensors)
+                quantized.update(result.quantized)
+    return Reference(decoded, quantized)
 
 
 def _map_parallel(
     pool: ThreadPoolExecutor, decode_record: Callable[[int], Reference], indices: Sequence[int]
 ) -> Iterator[Reference]:
-    """As `pool.map`; what is left is not begun where one fails."""
+    """Like `pool.map`, but records that have not been started are cancelled when one fails."""
     futures: list[Future[Reference]] = []
     try:
         futures += (submit_or_run(pool, decode_record, index) for index in indices)
@@ -95,11 +100,11 @@ def _map_parallel(
 
 
 def _independent_ranges(recipes: Sequence[tuple[JSON, int, int]]) -> Iterator[Sequence[int]]:
-    """Runs of records that need no tensor of their own run."""
-    start = done = here = 0
+    """Split the records into consecutive ranges in which no record needs a tensor of its own range."""
+    start = num_decoded = num_tensors = 0
     for index, (recipe, tensors, _) in enumerate(recipes):
-        if max_ordinal(recipe, tensors) >= done and index > start:
+        if max_ordinal(recipe, tensors) >= num_decoded and index > start:
             yield range(start, index)
-            start, done = index, here
-        here += tensors
+            start, num_decoded = index, num_tensors
+        num_tensors += tensors
     yield range(start, len(recipes))

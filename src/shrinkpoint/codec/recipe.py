@@ -1,4 +1,7 @@
-"""What was *done* to the tensors of one record: stored, and all a reader needs besides the bytes."""
+"""Recipes: how the tensors of one record were encoded, and their JSON form in the file.
+
+The keys of the JSON are part of the format, and differ from the names of the fields in places: "gridded" is a
+`LatticeRecipe`, "quantized" a `CodebookRecipe`, "law" is `spacing`, "others" `relative_to`, "under" `contexts`."""
 
 from __future__ import annotations
 
@@ -12,10 +15,17 @@ from shrinkpoint.codec.lattice import SPACINGS, Spacing
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.names import short_repr
 
+MAX_MEMBERS = 1 << 20
+"""Largest number of tensors in one record."""
+MAX_LATTICE_STEP = 1 << 10
+"""Largest `LatticeRecipe.step`, in eighths of an octave."""
+MAX_TAPS = 64
+"""Largest number of taps; larger trailing axes are not a convolution kernel."""
+
 
 @dataclass(frozen=True)
 class PlainRecipe:
-    """The bytes as they are."""
+    """Uncompressed bytes."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +35,11 @@ class SameRecipe:
 
 @dataclass(frozen=True)
 class CopyRecipe:
-    """Equal to earlier tensors of this file, after a cast to this dtype where theirs is another."""
+    """Equal to earlier tensors of the same file, cast where the dtypes differ.
+
+    Attributes:
+        sources: the ordinals of those tensors, one for each member.
+    """
 
     sources: tuple[int, ...]
 
@@ -35,11 +49,11 @@ class CodedRecipe:
     """Entropy-coded numbers.
 
     Attributes:
-        runs: one for each tap; the last serves all taps that follow.
-        taps: values at each position of the trailing axes that are coded after each other (1: as they stand).
-        base: the parent's tensors of the same names are known.
-        moments: the ordinals, among the tensors of this file, of each member's (first, second) moment; () for none.
-            A lone first moment, context of a second one, has the form (first, first).
+        runs: the coder's configuration for each tap; the last serves all taps that follow.
+        taps: number of positions of the axes after the second that are coded one after the other; 1: row-major.
+        base: whether the parent's tensors of the same names are used.
+        moments: the ordinals, in the file, of each member's (first, second) moment; () for none. A first moment alone,
+            the context of a second one, has the form (first, first).
     """
 
     runs: tuple[CoderConfig, ...]
@@ -50,19 +64,19 @@ class CodedRecipe:
 
 @dataclass(frozen=True)
 class BitPacked:
-    """Codes of `bits` bits, 1 to 8."""
+    """Codes of a fixed width of `bits` bits, 1 to 8."""
 
     bits: int
 
 
 @dataclass(frozen=True)
 class CyclicDelta:
-    """The differences to the parent's codes, entropy-coded as arXiv 2306.11800 does it.
+    """Cyclic differences to the parent's codes, coded as in arXiv 2306.11800.
 
     Attributes:
-        modulus: of the differences; the larger of the two numbers of codes.
-        rearranged: they are grouped by the parent's code.
-        runs: they are run-length coded.
+        modulus: modulus of the differences, the larger of the two numbers of codes.
+        rearranged: whether they are grouped by the parent's code.
+        runs: whether they are run-length coded.
     """
 
     modulus: int
@@ -72,7 +86,7 @@ class CyclicDelta:
 
 @dataclass(frozen=True)
 class LzmaCodes:
-    """As `Packed`, and then LZMA, as the authors of arXiv 2406.11257 do it."""
+    """Codes of a fixed width of `bits` bits, compressed with LZMA as in arXiv 2406.11257."""
 
     bits: int
 
@@ -82,19 +96,20 @@ CodesRecipe: TypeAlias = CoderConfig | BitPacked | CyclicDelta | LzmaCodes
 
 @dataclass(frozen=True)
 class CodebookRecipe:
-    """A quantizer's codes, and what they stand for (`codec.CodebookTensor`).
+    """Codebook tensors (`codec.CodebookTensor`).
 
     Attributes:
-        bins: centers of each member.
+        bins: number of centers of each member.
         first: the code of the first center.
         codes: how the codes are coded.
-        centers: how the centers are coded; None: as they are.
-        exact: dtype of the values that are kept as they are, F32 or BF16.
-        exacts: how they are coded; None: as they are.
-        base: the parent's codes and values of the same tensors are known.
+        centers: how the centers are coded; None: uncompressed.
+        exact: dtype of the exact values, "F32" or "BF16".
+        exacts: how the exact values are coded; None: uncompressed.
+        base: whether the parent's codes and values of the same tensors are used.
         moments: as in `CodedRecipe`.
-        residual: the parent's values of the same tensors are known, and centers and zeros are differences to them.
-        contexts: the ordinals, among the tensors of this file, of those whose codes take the place of the parent's.
+        residual: whether centers and zeros are differences to the parent's values of the same tensors.
+        contexts: the ordinals, in the file, of the tensors whose codes are context in place of the parent's; () for
+            none.
     """
 
     bins: int
@@ -111,15 +126,15 @@ class CodebookRecipe:
 
 @dataclass(frozen=True)
 class LatticeRecipe:
-    """Points of lattices (`codec.Lattice`).
+    """Lattice tensors (`codec.LatticeTensor`).
 
     Attributes:
-        spacing: of the lattices.
-        run: how the differences to the guessed points are coded.
-        step: of the law "log".
-        base: the parent's values of the same tensors are known.
-        inherited: the lattices are the parent's.
-        relative_to: of the law "relative", the ordinals, among the tensors of this file, of those they are relative to.
+        spacing: spacing of the lattices.
+        run: how the differences to the predicted codes are coded.
+        step: step of the spacing "log"; else 1.
+        base: whether the parent's values of the same tensors are used.
+        inherited: whether rows and columns of the lattices are those of the parent.
+        relative_to: with spacing "relative", the ordinals, in the file, of the second moments; else ().
     """
 
     spacing: Spacing
@@ -130,17 +145,23 @@ class LatticeRecipe:
     relative_to: tuple[int, ...] = field(default=())
 
 
+_CODED_KEYS = {"taps", "base", "moments"}
+_CODEBOOK_KEYS = {"centers", "exact", "exacts", "base", "moments", "residual", "under"}
+_LATTICE_KEYS = {"step", "base", "inherited", "others"}
+"""Optional keys of the JSON by kind of recipe."""
+
 Recipe: TypeAlias = PlainRecipe | SameRecipe | CopyRecipe | CodedRecipe | CodebookRecipe | LatticeRecipe
 
 
 def to_json(recipe: Recipe) -> JSON:
+    """Return the stored form of a recipe; fields with default values are left out."""
     match recipe:
         case PlainRecipe():
             return {"kind": "plain"}
         case SameRecipe():
             return {"kind": "same"}
-        case CopyRecipe(of):
-            return {"kind": "copy", "of": _ranges_to_json(of)}
+        case CopyRecipe(sources):
+            return {"kind": "copy", "of": _ranges_to_json(sources)}
         case CodedRecipe(runs, taps, base, moments):
             out: dict[str, JSON] = {"kind": "coded", "runs": [run.to_json() for run in runs]}
             if taps != 1:
@@ -152,16 +173,16 @@ def to_json(recipe: Recipe) -> JSON:
             return out
         case CodebookRecipe():
             return _codebook_to_json(recipe)
-        case LatticeRecipe(law, run, step, base, inherited, others):
-            out = {"kind": "gridded", "law": law, "run": run.to_json()}
+        case LatticeRecipe(spacing, run, step, base, inherited, relative_to):
+            out = {"kind": "gridded", "law": spacing, "run": run.to_json()}
             if step != 1:
                 out["step"] = step
             if base:
                 out["base"] = True
             if inherited:
                 out["inherited"] = True
-            if others:
-                out["others"] = _ranges_to_json(others)
+            if relative_to:
+                out["others"] = _ranges_to_json(relative_to)
             return out
 
 
@@ -194,31 +215,32 @@ def _codebook_to_json(recipe: CodebookRecipe) -> JSON:
 
 
 def max_ordinal(data: JSON, members: int | None = None) -> int:
-    """The largest ordinal that a recipe refers to, -1 for none; of a malformed recipe, anything."""
+    """Return the largest ordinal that a recipe refers to; -1 for none or for a malformed recipe."""
     try:
         recipe = from_json(data, members)
     except ValueError:
         return -1
     match recipe:
-        case CopyRecipe(of):
-            return max(of, default=-1)
+        case CopyRecipe(sources):
+            return max(sources, default=-1)
         case CodedRecipe(moments=moments):
             return max((max(pair) for pair in moments), default=-1)
-        case CodebookRecipe(moments=moments, contexts=under):
-            return max((*under, *(max(pair) for pair in moments)), default=-1)
-        case LatticeRecipe(relative_to=others):
-            return max(others, default=-1)
+        case CodebookRecipe(moments=moments, contexts=contexts):
+            return max((*contexts, *(max(pair) for pair in moments)), default=-1)
+        case LatticeRecipe(relative_to=ordinals):
+            return max(ordinals, default=-1)
     return -1
 
 
 def from_json(data: JSON, members: int | None = None) -> Recipe:
-    """What a recipe says.
+    """Parse and validate a stored recipe.
 
     Args:
-        members: tensors of the record; where it is known, ordinals are counted before they are listed.
+        members: number of tensors of the record; if given, a recipe with more ordinals is refused before they are
+            listed.
 
     Raises:
-        ValueError: no encoder writes it.
+        ValueError: no encoder writes such a recipe.
     """
     if not isinstance(data, dict):
         raise ValueError("a recipe is not an object")
@@ -229,26 +251,15 @@ def from_json(data: JSON, members: int | None = None) -> Recipe:
             return PlainRecipe()
         case "same", {**extra} if not extra:
             return SameRecipe()
-        case "copy", {"of": list(of), **extra} if not extra:
-            return CopyRecipe(_ordinals_from_json(of))
-        case "coded", {"runs": list(runs), **extra} if extra.keys() <= {"taps", "base", "moments"}:
+        case "copy", {"of": list(sources), **extra} if not extra:
+            return CopyRecipe(_ordinals_from_json(sources))
+        case "coded", {"runs": list(runs), **extra} if extra.keys() <= _CODED_KEYS:
             return _coded_from_json(runs, **extra)
-        case "quantized", {"bins": int(bins), "first": int(first), "codes": dict(codes), **extra} if extra.keys() <= {
-            "centers",
-            "exact",
-            "exacts",
-            "base",
-            "moments",
-            "residual",
-            "under",
-        }:
+        case "quantized", {"bins": int(bins), "first": int(first), "codes": dict(codes), **extra} if (
+            extra.keys() <= _CODEBOOK_KEYS
+        ):
             return _codebook_from_json(bins, first, codes, **extra)
-        case "gridded", {"law": str(law), "run": dict(run), **extra} if extra.keys() <= {
-            "step",
-            "base",
-            "inherited",
-            "others",
-        }:
+        case "gridded", {"law": str(law), "run": dict(run), **extra} if extra.keys() <= _LATTICE_KEYS:
             return _lattice_from_json(law, run, **extra)
     raise ValueError(f"unknown recipe {short_repr(data, 80)}")
 
@@ -275,15 +286,15 @@ def _codebook_from_json(
         raise ValueError("a quantized recipe has bins or first out of range")
     if first + bins > MAX_CODES or exact not in ("F32", "BF16") or type(base) is not bool:
         raise ValueError("a quantized recipe has more codes than there are, or exact values of another dtype")
-    how = _codes_from_json(codes)
+    codes_recipe = _codes_from_json(codes)
     if type(residual) is not bool or (base and residual):
-        raise ValueError("a quantized recipe has a residual that is neither, or codes of a parent besides")
-    if under != () and (base or under == [] or not _uses_context(how)):
-        raise ValueError("a quantized recipe has codes under others that it does not need")
+        raise ValueError("a quantized recipe has a residual that is not a bool, or the parent's codes as well")
+    if under != () and (base or under == [] or not uses_context(codes_recipe)):
+        raise ValueError("a quantized recipe names context codes that it does not use")
     return CodebookRecipe(
         bins,
         first,
-        how,
+        codes_recipe,
         None if centers is None else CoderConfig.from_json(centers),
         exact,
         None if exacts is None else CoderConfig.from_json(exacts),
@@ -297,21 +308,22 @@ def _codebook_from_json(
 def _lattice_from_json(
     law: str, run: dict[str, JSON], step: JSON = 1, base: JSON = False, inherited: JSON = False, others: JSON = ()
 ) -> LatticeRecipe:
-    known = next((one for one in SPACINGS if one == law), None)
-    if known is None or type(step) is not int or not 1 <= step <= MAX_LATTICE_STEP or (step != 1 and known != "log"):
-        raise ValueError("a gridded recipe has a law that nobody knows, or a step out of range")
+    spacing = next((spacing for spacing in SPACINGS if spacing == law), None)
+    max_step = MAX_LATTICE_STEP if spacing == "log" else 1
+    if spacing is None or type(step) is not int or not 1 <= step <= max_step:
+        raise ValueError("a gridded recipe has an unknown law, or a step out of range")
     if type(base) is not bool or type(inherited) is not bool or (inherited and not base):
-        raise ValueError("a gridded recipe has lattices of a parent that it does not have")
-    if (known == "relative") != (others != ()) or others == []:
-        raise ValueError("a gridded recipe is relative to nothing, or has others besides")
-    how = CoderConfig.from_json(run)
-    if how.tokens != "codes" or how.predictor != "base" or how.moments:
-        raise ValueError("a gridded recipe whose points are coded in another way")
-    return LatticeRecipe(known, how, step, base, inherited, () if others == () else _ordinals_from_json(others))
+        raise ValueError("a gridded recipe inherits lattices without a base")
+    if (spacing == "relative") != (others != ()) or others == []:
+        raise ValueError("a gridded recipe lacks the second moments of its law, or has some without need")
+    config = CoderConfig.from_json(run)
+    if config.tokens != "codes" or config.predictor != "base" or config.moments:
+        raise ValueError("a gridded recipe with a coder that lattices do not use")
+    return LatticeRecipe(spacing, config, step, base, inherited, () if others == () else _ordinals_from_json(others))
 
 
-def _uses_context(codes: CodesRecipe) -> bool:
-    """Whether other codes are context of these."""
+def uses_context(codes: CodesRecipe) -> bool:
+    """Whether these codes are coded under other codes."""
     return isinstance(codes, CyclicDelta) or (isinstance(codes, CoderConfig) and codes.needs_base)
 
 
@@ -336,15 +348,15 @@ def _pairs_to_json(moments: Sequence[tuple[int, int]]) -> JSON:
 
 def _pairs_from_json(moments: JSON) -> tuple[tuple[int, int], ...]:
     if not isinstance(moments, list | tuple):
-        raise ValueError("a recipe has moments that are no list")
+        raise ValueError("a recipe has moments that are not a list")
     sides = [_ordinals_from_json(side) for side in moments] or [(), ()]
     if len(sides) != 2 or len(sides[0]) != len(sides[1]):
-        raise ValueError("a recipe has moments that are no pairs")
+        raise ValueError("a recipe has moments that are not pairs")
     return tuple(zip(*sides, strict=True))
 
 
 def _ranges_to_json(ordinals: Sequence[int]) -> JSON:
-    """[first, step, count] of every arithmetic run: the moments of consecutive parameters are consecutive."""
+    """Return [first, step, count] of every arithmetic sequence: moments of consecutive parameters are consecutive."""
     out: list[list[int]] = []
     for ordinal in ordinals:
         if out and (out[-1][2] == 1 or ordinal == out[-1][0] + out[-1][1] * out[-1][2]):
@@ -356,19 +368,19 @@ def _ranges_to_json(ordinals: Sequence[int]) -> JSON:
 
 
 def _check_ordinals(data: dict[str, JSON], members: int) -> None:
-    """A range takes a few bytes, and names a million tensors: there is one ordinal for each tensor of the record."""
+    """Raise ValueError if ranges list more ordinals than there are members: a range of few bytes can have a million."""
     moments = data.get("moments")
     sides = [data.get("of"), data.get("under"), data.get("others"), *(moments if isinstance(moments, list) else ())]
     for side in sides:
         ranges = side if isinstance(side, list) else ()
-        counts = [one[2] for one in ranges if isinstance(one, list) and len(one) == 3 and type(one[2]) is int]
+        counts = [item[2] for item in ranges if isinstance(item, list) and len(item) == 3 and type(item[2]) is int]
         if sum(counts) > members:
             raise ValueError(f"a recipe has {sum(counts)} ordinals for {members} tensors")
 
 
 def _ordinals_from_json(data: JSON) -> tuple[int, ...]:
     if not isinstance(data, list) or len(data) > MAX_MEMBERS:
-        raise ValueError("a recipe has ordinals that are no list of ranges")
+        raise ValueError("a recipe has ordinals that are not a list of ranges")
     out: list[int] = []
     for item in data:
         if not isinstance(item, list) or len(item) != 3 or not all(type(n) is int for n in item):
@@ -378,11 +390,3 @@ def _ordinals_from_json(data: JSON) -> tuple[int, ...]:
             raise ValueError("a recipe has a range that is out of range")
         out.extend(first + step * i for i in range(count))
     return tuple(out)
-
-
-MAX_MEMBERS = 1 << 20
-"""Tensors in one record."""
-MAX_LATTICE_STEP = 1 << 10
-"""Eighths of an octave."""
-MAX_TAPS = 64
-"""Above this, the trailing axes are no kernel but a matrix of their own."""

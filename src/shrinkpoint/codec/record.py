@@ -1,8 +1,7 @@
-"""One record: tensors -> recipe and bytes, and back. The stages meet only here."""
+"""Encodes one record of tensors to recipe and bytes, and decodes records of every kind."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,11 +15,12 @@ from shrinkpoint.codec import recipe as recipes
 from shrinkpoint.codec.arena import Arena
 from shrinkpoint.codec.codebook_record import codebook_base_digest, decode_codebook_record
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.codec.coder import NUMBER_FORMATS, Bytes, CoderConfig, CodingContext, default_threads
+from shrinkpoint.codec.coder import MIN_CHUNK_BYTES, NUMBER_FORMATS, Bytes, CoderConfig, CodingContext, default_threads
 from shrinkpoint.codec.errors import decode_errors
-from shrinkpoint.codec.lattice_record import decode_lattice_record
-from shrinkpoint.codec.lattice_record import lattice_base_digest as gridded_base
+from shrinkpoint.codec.lattice_record import decode_lattice_record, lattice_base_digest
 from shrinkpoint.codec.pack import (
+    TAP_SIZES,
+    digest_arrays,
     is_codable_float,
     matrix_shapes,
     num_numbers,
@@ -36,21 +36,19 @@ from shrinkpoint.errors import ChainError
 from shrinkpoint.tensors.dtypes import as_bits, tensor_bytes, tensor_from_bytes, torch_dtype
 from shrinkpoint.tensors.info import EncodedRecord, TensorInfo
 
-_TAP_SIZES = struct.Struct("<IQ")  # bytes of a run's side and of its codes
-_CASTS = {(torch.float32, "BF16"), (torch.float32, "F16")}  # between a copy and its source
-_MIN_CHUNK_BYTES = 4 + 4 * 4 + 8  # its header, the states of four lanes, the slack behind the extra bits
+_CASTS = {(torch.float32, "BF16"), (torch.float32, "F16")}  # (dtype of the source, dtype of the copy)
 
 
 @dataclass(frozen=True)
 class RecordInput:
-    """The arrays of one record to be coded.
+    """The numbers of one record, to be entropy-coded.
 
     Attributes:
-        name: of the record.
-        infos: its tensors.
+        name: name of the record.
+        infos: its tensors (members).
         taps: as in `recipe.CodedRecipe`.
-        values: their numbers, arranged.
-        context: what a decoder will hold as well.
+        values: their numbers, packed by `pack_tensors`, uint8.
+        context: arrays that a decoder has as well.
         moments: as in `recipe.CodedRecipe`.
     """
 
@@ -67,13 +65,13 @@ class RecordInput:
 
 
 def encode_plain(name: str, infos: Sequence[TensorInfo], tensors: Mapping[str, Tensor]) -> EncodedRecord:
-    """The tensors' bytes as they are."""
+    """Encode tensors as their uncompressed bytes."""
     values = pack_tensors(infos, tensors, 1)
     return EncodedRecord(name, tuple(infos), recipes.to_json(PlainRecipe()), {"values": values.data}, xxh3_128(values))
 
 
 def encode_same(name: str, infos: Sequence[TensorInfo], reference: Reference) -> EncodedRecord:
-    """A reference to the parent's tensors of the same names."""
+    """Encode tensors as equal to the parent's tensors of the same names."""
     digest = _digest_of_members(infos, reference.tensors)
     return EncodedRecord(name, tuple(infos), recipes.to_json(SameRecipe()), {}, digest, digest)
 
@@ -81,30 +79,30 @@ def encode_same(name: str, infos: Sequence[TensorInfo], reference: Reference) ->
 def encode_copies(
     name: str, infos: Sequence[TensorInfo], ordinals: Sequence[int], tensors: Mapping[str, Tensor]
 ) -> EncodedRecord:
-    """References to earlier tensors of the same file, whose ordinals are given."""
+    """Encode tensors as copies of earlier tensors of the same file, which `ordinals` refer to."""
     digest = _digest_of_members(infos, tensors)
     return EncodedRecord(name, tuple(infos), recipes.to_json(CopyRecipe(tuple(ordinals))), {}, digest)
 
 
 def encode(record: RecordInput, configs: tuple[CoderConfig, ...], *, threads: int | None = None) -> EncodedRecord:
-    """Code the numbers of a record, every tap by its run (the last run serves all later taps)."""
+    """Entropy-code a record, each tap with its configuration; the last configuration serves all later taps."""
     number, taps = NUMBER_FORMATS[record.infos[0].dtype], record.taps
     sides, codes = bytearray(), []
     for index in range(taps):
-        run = configs[min(index, len(configs) - 1)]
-        known = tap_context(number, record.values, record.context, run, index, taps)
+        config = configs[min(index, len(configs) - 1)]
+        context = tap_context(number, record.values, record.context, config, index, taps)
         values = tap(record.values, index, taps)
         assert values is not None
-        side, code = run.encode(number, values, known, default_threads(threads))
-        sides += _TAP_SIZES.pack(side.nbytes, code.nbytes) + side.tobytes()
+        side, code = config.encode(number, values, context, default_threads(threads))
+        sides += TAP_SIZES.pack(side.nbytes, code.nbytes) + side.tobytes()
         codes.append(code)
     joined = codes[0] if taps == 1 else np.concatenate(codes)
-    base = record.context.base if any(run.needs_base for run in configs) else None
-    coded = CodedRecipe(configs, taps, base is not None, record.moments)
+    base = record.context.base if any(config.needs_base for config in configs) else None
+    recipe = CodedRecipe(configs, taps, base is not None, record.moments)
     return EncodedRecord(
         record.name,
         record.infos,
-        recipes.to_json(coded),
+        recipes.to_json(recipe),
         {"side": bytes(sides), "codes": joined.data},
         xxh3_128(record.values),
         None if base is None else xxh3_128(base),
@@ -120,12 +118,15 @@ def coding_context(
     *,
     shapes: bool = True,
 ) -> CodingContext:
-    """What writer and reader both hold of a record: the parent's numbers, and moments by name from `decoded`.
+    """Collect the coding context of a record: the parent's numbers, and moments of the same file.
 
     Args:
-        reference: the parent, where it holds every member; else None.
-        moments: (first, second) moment of each member; () for none.
-        shapes: whether those of the members are needed, as factors do.
+        infos: the members of the record.
+        taps: as in `recipe.CodedRecipe`.
+        reference: the parent, if it holds every member; else None.
+        moments: names of the (first, second) moment of each member; () for none.
+        decoded: earlier tensors of the same file by name.
+        shapes: whether matrix shapes are included, which row and column factors need.
     """
     base = moment1_base = None
     first = [pair[0] for pair in moments]
@@ -152,17 +153,20 @@ def decode(
     arena: Arena | None = None,
     threads: int | None = None,
 ) -> Reference:
-    """The tensors of a record by name, and the symbols of those that are quantized; their digest has been checked.
+    """Decode a record to tensors by name and their quantized forms, and check the digest of their values.
 
     Args:
-        decoded: tensors of earlier records of the same file, in their order.
-        quantized: of those of them that are quantized.
-        reference: the parent's tensors, where the file is a delta.
-        arena: where the tensors' memory comes from; one for all records of a file saves time.
+        encoded: the record; its parts have the right digests already.
+        decoded: tensors of earlier records of the same file by name, in file order.
+        quantized: the quantized form of those of them that are quantized.
+        reference: the decoded parent, if the file is a delta.
+        where: the file, for messages.
+        arena: allocates the tensors' memory; one arena for all records of a file saves time.
+        threads: number of threads; None: one per core.
 
     Raises:
-        CorruptError, TruncatedError: the bytes are at fault.
-        ChainError: the parent is missing, or is not the one the record was made against.
+        CorruptError, TruncatedError: the bytes are damaged.
+        ChainError: the parent is missing, or is not the one that the record was encoded against.
     """
     where = f"{where}: record {encoded.name!r}"
     arena = arena or Arena()
@@ -173,8 +177,8 @@ def decode(
                 return Reference(_decode_plain(encoded, arena))
             case SameRecipe():
                 return _decode_same(encoded, reference, where)
-            case CopyRecipe(of):
-                return Reference(_decode_copies(encoded, of, decoded))
+            case CopyRecipe(sources):
+                return Reference(_decode_copies(encoded, sources, decoded))
             case CodedRecipe():
                 return Reference(_decode_coded(encoded, recipe, decoded, reference, where, arena, threads))
             case CodebookRecipe():
@@ -229,21 +233,21 @@ def _decode_coded(
     if any(info.dtype != infos[0].dtype for info in infos) or any(num_numbers(info) % taps for info in infos):
         raise ValueError("its tensors cannot have been coded together")
     parent = _check_parent(encoded, reference, where) if recipe.base else None
-    factors = any(run.factors for run in recipe.runs)
-    known = coding_context(infos, taps, parent, _moment_names(recipe, infos, decoded), decoded, shapes=factors)
-    if known.base is not None:
-        _check_base(encoded, xxh3_128(known.base), where)
-    pieces = _split_taps(encoded, recipe)
+    factors = any(config.factors for config in recipe.runs)
+    context = coding_context(infos, taps, parent, _moment_names(recipe, infos, decoded), decoded, shapes=factors)
+    if context.base is not None:
+        _check_base(encoded, xxh3_128(context.base), where)
+    streams = _split_taps(encoded, recipe)
     count = sum(num_numbers(info) for info in infos) // taps
-    for run, _, codes in pieces:  # before the allocation: no stream is so short for so many numbers
-        if codes.nbytes < -(-count // run.chunk) * _MIN_CHUNK_BYTES:
+    for config, _, codes in streams:  # before memory is allocated
+        if codes.nbytes < -(-count // config.chunk) * MIN_CHUNK_BYTES:
             raise _native.Truncated("the codes are too short for the tensors' shapes")
     values = arena.allocate(sum(info.nbytes for info in infos))
-    for index, (run, side, codes) in enumerate(pieces):
-        here = tap_context(number, values, known, run, index, taps)
+    for index, (config, side, codes) in enumerate(streams):
+        context_of_tap = tap_context(number, values, context, config, index, taps)
         out = tap(values, index, taps)
         assert out is not None
-        run.decode(number, side, codes, out, here, default_threads(threads))
+        config.decode(number, side, codes, out, context_of_tap, default_threads(threads))
     return _unpack_verified(encoded, values, taps)
 
 
@@ -258,24 +262,25 @@ def _decode_codebook(
 ) -> Reference:
     infos = encoded.infos
     if any(not info.dtype.startswith(("F", "BF")) or NUMBER_FORMATS[info.dtype].width < 16 for info in infos):
-        raise ValueError("quantized tensors that are no floats")
+        raise ValueError("codebook tensors that are not floats")
     if recipe.base or recipe.residual:
         parent = _check_parent(encoded, reference, where)
-        _check_base(
-            encoded, codebook_base_digest(infos, recipe, parent) or "none: its tensors are not quantized", where
-        )
-    known = coding_context(infos, 1, None, _moment_names(recipe, infos, decoded), decoded)
-    others = _context_names(recipe, infos, decoded, quantized)
-    under = [_codes_of(quantized[name], name) for name in others]
-    tensors, made = decode_codebook_record(encoded, recipe, known, reference, under, default_threads(threads))
-    for info, name in zip(infos, others, strict=False):  # so that the file can be written again as it was
-        made[info.name] = replace(made[info.name], context_name=name)
-    return Reference(tensors, made)
+        digest = codebook_base_digest(infos, recipe, parent)
+        _check_base(encoded, digest or "none: its tensors are not quantized", where)
+    moments = coding_context(infos, 1, None, _moment_names(recipe, infos, decoded), decoded)
+    context_names = _context_names(recipe, infos, decoded, quantized)
+    context_codes = [_codes_of(quantized[name], name) for name in context_names]
+    tensors, codebooks = decode_codebook_record(
+        encoded, recipe, moments, reference, context_codes, default_threads(threads)
+    )
+    for info, name in zip(infos, context_names, strict=False):  # so that re-encoding gives the same file
+        codebooks[info.name] = replace(codebooks[info.name], context_name=name)
+    return Reference(tensors, codebooks)
 
 
 def _codes_of(tensor: QuantizedTensor, name: str) -> Tensor:
     if not isinstance(tensor, CodebookTensor):
-        raise ValueError(f"codes under those of {name!r}, which has none")
+        raise ValueError(f"the context codes are those of {name!r}, which has none")
     return tensor.codes
 
 
@@ -289,16 +294,17 @@ def _decode_lattice(
 ) -> Reference:
     infos = encoded.infos
     if any(info.dtype not in ("F32", "BF16", "F16") for info in infos):
-        raise ValueError("points of tensors that are no floats of 16 or 32 bits")
+        raise ValueError("lattice tensors that are not floats of 16 or 32 bits")
     if recipe.base:
         parent = _check_parent(encoded, reference, where)
-        _check_base(encoded, gridded_base(infos, recipe, parent), where)
+        _check_base(encoded, lattice_base_digest(infos, recipe, parent), where)
     names = names_by_ordinal(decoded)
-    others = [(names[ordinal], decoded[names[ordinal]]) for ordinal in recipe.relative_to]
-    if others and [(tuple(x.shape), x.dtype) for _, x in others] != [(i.shape, torch.float32) for i in infos]:
-        raise ValueError("points relative to tensors that do not fit")
-    tensors, points = decode_lattice_record(encoded, recipe, reference, others, default_threads(threads))
-    return Reference(tensors, points)
+    moments = [(names[ordinal], decoded[names[ordinal]]) for ordinal in recipe.relative_to]
+    layouts = [(tuple(moment.shape), moment.dtype) for _, moment in moments]
+    if moments and layouts != [(info.shape, torch.float32) for info in infos]:
+        raise ValueError("second moments that do not fit their tensors")
+    tensors, quantized = decode_lattice_record(encoded, recipe, reference, moments, default_threads(threads))
+    return Reference(tensors, quantized)
 
 
 def _context_names(
@@ -307,36 +313,37 @@ def _context_names(
     decoded: Mapping[str, Tensor],
     quantized: Mapping[str, QuantizedTensor],
 ) -> list[str]:
-    """The tensors whose codes a record's own are coded under, one for each member."""
+    """Return the names of the tensors whose codes are context of a record's codes, one for each member; [] for none."""
     if not recipe.contexts:
         return []
     names = names_by_ordinal(decoded)
-    others = [names[ordinal] for ordinal in recipe.contexts]
-    if [tuple(quantized[name].codes.shape) for name in others] != [info.shape for info in infos]:
-        raise ValueError("codes under those of tensors that do not fit")
-    return others
+    context_names = [names[ordinal] for ordinal in recipe.contexts]
+    if [tuple(quantized[name].codes.shape) for name in context_names] != [info.shape for info in infos]:
+        raise ValueError("context codes of tensors that do not fit")
+    return context_names
 
 
 def _split_taps(encoded: EncodedRecord, recipe: CodedRecipe) -> list[tuple[CoderConfig, Bytes, Bytes]]:
-    """(run, side, codes) of every tap."""
+    """Split the parts of a record into (configuration, side data, codes) of every tap."""
     sides = np.frombuffer(encoded.parts["side"], np.uint8)
     codes = np.frombuffer(encoded.parts["codes"], np.uint8)
     out = []
     for index in range(recipe.taps):
-        side_size, codes_size = _TAP_SIZES.unpack(sides[: _TAP_SIZES.size].tobytes())
-        sides = sides[_TAP_SIZES.size :]
+        side_size, codes_size = TAP_SIZES.unpack(sides[: TAP_SIZES.size].tobytes())
+        sides = sides[TAP_SIZES.size :]
         if side_size > sides.nbytes or codes_size > codes.nbytes:
-            raise _native.Truncated("a run is longer than what is left of its record")
+            raise _native.Truncated("a tap is longer than the rest of its record")
         out.append((recipe.runs[min(index, len(recipe.runs) - 1)], sides[:side_size], codes[:codes_size]))
         sides, codes = sides[side_size:], codes[codes_size:]
     if sides.nbytes or codes.nbytes:
-        raise ValueError("a record is longer than its runs")
+        raise ValueError("a record is longer than its taps")
     return out
 
 
 def _moment_names(
     recipe: CodedRecipe | CodebookRecipe, infos: Sequence[TensorInfo], decoded: Mapping[str, Tensor]
 ) -> list[tuple[str, str]]:
+    """Return the names of the (first, second) moment of each member; [] if the recipe uses none."""
     if not recipe.moments:
         return []
     names = names_by_ordinal(decoded)
@@ -350,6 +357,7 @@ def _moment_names(
 
 
 def _check_parent(encoded: EncodedRecord, reference: Reference | None, where: str) -> Reference:
+    """Raise ChainError unless the parent has all members, of the same shapes and dtypes."""
     if reference is None:
         raise ChainError(
             where,
@@ -363,7 +371,7 @@ def _check_parent(encoded: EncodedRecord, reference: Reference | None, where: st
                 where,
                 found=f"a parent without tensor {info.name!r} of shape {list(info.shape)} and {info.dtype}",
                 expected=f"a base with digest {encoded.base}",
-                do="give the checkpoint this one was made against",
+                do="give the checkpoint that this one was made against",
             )
     return reference
 
@@ -374,26 +382,23 @@ def _check_base(encoded: EncodedRecord, digest: str, where: str) -> None:
             where,
             found=f"a base with digest {digest}",
             expected=str(encoded.base),
-            do="give the checkpoint this one was made against",
+            do="give the checkpoint that this one was made against",
         )
 
 
 def _unpack_verified(encoded: EncodedRecord, values: Bytes, taps: int) -> dict[str, Tensor]:
     if sum(info.nbytes for info in encoded.infos) != values.nbytes:
         raise ValueError(f"{values.nbytes} bytes for {sum(info.nbytes for info in encoded.infos)} bytes of tensors")
-    found = xxh3_128(values)
-    if found != encoded.digest:
-        raise ValueError(f"decoded values with digest {found}, expected {encoded.digest}")
+    digest = xxh3_128(values)
+    if digest != encoded.digest:
+        raise ValueError(f"decoded values with digest {digest}, expected {encoded.digest}")
     parts = unpack_tensors(values, encoded.infos, taps)
     return {info.name: tensor_from_bytes(part, info) for info, part in zip(encoded.infos, parts, strict=True)}
 
 
 def _digest_of_members(infos: Sequence[TensorInfo], tensors: Mapping[str, Tensor]) -> str:
-    hasher = _native.Hasher()
-    for info in infos:
-        hasher.update(tensor_bytes(tensors[info.name]))
-    return hasher.hexdigest()
+    return digest_arrays(tensor_bytes(tensors[info.name]) for info in infos)
 
 
-def _same_layout(old: Tensor | None, new: Tensor) -> bool:
-    return old is not None and old.shape == new.shape and old.dtype == new.dtype
+def _same_layout(parent: Tensor | None, tensor: Tensor) -> bool:
+    return parent is not None and parent.shape == tensor.shape and parent.dtype == tensor.dtype

@@ -1,4 +1,4 @@
-"""What writer and reader both hold of the previous checkpoint."""
+"""The decoded parent checkpoint, which writer and reader both have."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.lattice import LatticeTensor
 
 QuantizedTensor: TypeAlias = CodebookTensor | LatticeTensor
-"""What a quantizer left of a tensor, and what its values were made from."""
+"""A quantized tensor: codes with the codebook or lattice that they index."""
 
 
 class FileTensors(dict[str, Tensor]):
     """The tensors of a file's earlier records by name.
 
     Attributes:
-        names: their names, by ordinal; listing the keys for each record would take the square of their number.
+        names: their names in order, indexed by ordinal; listing the keys for each record would take quadratic time.
     """
 
     def __init__(self) -> None:
@@ -27,25 +27,25 @@ class FileTensors(dict[str, Tensor]):
         self.names: list[str] = []
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Those of the next record."""
+        """Add the tensors of the next record."""
         self.update(tensors)
         self.names.extend(tensors)
 
 
 def names_by_ordinal(tensors: Mapping[str, Tensor]) -> Sequence[str]:
-    """The names of earlier tensors, by ordinal."""
+    """Return the names of the file's earlier tensors in order, indexed by ordinal."""
     return tensors.names if isinstance(tensors, FileTensors) else list(tensors)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Decoded values of the parent checkpoint (law 3: never the originals).
+    """The parent checkpoint as a reader decodes it, never the original values.
 
     Attributes:
-        tensors: by name; contiguous, on the CPU.
-        quantized: of those that are quantized, what their values were made from.
-        originals: a writer's alone: of those, the values before they were quantized, where it still has them.
-        is_base: a writer's alone: whether a delta can be made against it; else it only tells what a reader has.
+        tensors: decoded tensors by name; contiguous, on the CPU.
+        quantized: codes and codebook or lattice of the tensors that are quantized, by name.
+        originals: the values before quantization, by name, where they are still available; set by writers only.
+        is_base: whether a delta can be made against this checkpoint; otherwise it only describes a reader's values.
     """
 
     tensors: Mapping[str, Tensor] = field(repr=False)
@@ -54,7 +54,7 @@ class Reference:
     is_base: bool = True
 
     def get_like(self, name: str, shape: tuple[int, ...], dtype: object) -> Tensor | None:
-        """The parent's tensor of this name, or None when it has none of the same shape and dtype."""
+        """Return the tensor of this name, or None if there is none of the same shape and dtype."""
         tensor = self.tensors.get(name)
         if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != dtype:
             return None
@@ -62,16 +62,16 @@ class Reference:
 
     @property
     def codebook_tensors(self) -> dict[str, CodebookTensor]:
-        """Those of the symbols that are codes of centers."""
-        return {name: one for name, one in self.quantized.items() if isinstance(one, CodebookTensor)}
+        """The quantized tensors that are codebook tensors, by name."""
+        return {name: tensor for name, tensor in self.quantized.items() if isinstance(tensor, CodebookTensor)}
 
     def has_codes(self, name: str) -> bool:
-        """Whether the parent's codes of a tensor can be context: those of differences tell little about the next."""
-        held = self.quantized.get(name)
-        return isinstance(held, CodebookTensor) and not held.residual
+        """Whether a tensor's codes can be coding context; codes of differences say little about the next ones."""
+        tensor = self.quantized.get(name)
+        return isinstance(tensor, CodebookTensor) and not tensor.residual
 
     def subset(self, names: Iterable[str]) -> Reference:
-        """What it holds of these tensors, all of which it has."""
+        """Return the reference of these tensors alone; all of them must be present."""
         names = list(names)
-        symbols = {name: self.quantized[name] for name in names if name in self.quantized}
-        return Reference({name: self.tensors[name] for name in names}, symbols)
+        quantized = {name: self.quantized[name] for name in names if name in self.quantized}
+        return Reference({name: self.tensors[name] for name in names}, quantized)

@@ -1,1 +1,1 @@
-"""Decodes parts of records: only the chunks that hold the requested values are fetched and decoded."""
+"""Decodes ranges of records: only the chunks that hold the requested values are read and decoded."""

@@ -1,17 +1,16 @@
-"""Quantized tensors in part, where it is known what comes before a part."""
+"""Decodes ranges of records of codebook tensors."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from shrinkpoint import _native
-from shrinkpoint.codec.codebook_record import ParentCodes, decode_centers
+from shrinkpoint.codec.codebook_record import PART_SIZES, ParentCodes, decode_centers
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.codec.coder import MAX_CHUNK, NUMBER_FORMATS, Bytes, CoderConfig, CodingContext, NumberFormat
+from shrinkpoint.codec.coder import BYTE_FORMAT, MAX_CHUNK, NUMBER_FORMATS, Bytes, CoderConfig, CodingContext
 from shrinkpoint.codec.pack import num_numbers
 from shrinkpoint.codec.partial.coded import Chunks
 from shrinkpoint.codec.partial.interface import (
@@ -32,28 +31,30 @@ from shrinkpoint.codec.recipe import BitPacked, CodebookRecipe
 from shrinkpoint.tensors.dtypes import tensor_bytes, tensor_from_bytes, torch_dtype
 from shrinkpoint.tensors.info import TensorInfo
 
-_PART_SIZES = struct.Struct("<IQQ")  # bytes of the side, of the codes and of the centers; the exact values are the rest
-_BYTE = NumberFormat(8)
-
 
 def codebook_decoder(view: RecordView, recipe: CodebookRecipe) -> CodebookDecoder | None:
-    """The record's pieces, or None.
+    """Return the decoder of a record; None if it can only be decoded whole.
 
-    Exact values stand one behind the other, so which ones a part has is known only when all codes before it are. And
-    codes that are one stream (cyclic differences, LZMA) cannot be entered in the middle.
+    That is so if it has exact values, since their number before a range depends on all codes before it, and if its
+    codes are one stream (cyclic differences, LZMA), which cannot be entered in the middle.
+
+    Raises:
+        ValueError, struct.error, _native.Truncated: the bytes are damaged.
     """
-    side, codes, centers = _PART_SIZES.unpack(view.read("symbols", 0, min(_PART_SIZES.size, view.sizes["symbols"])))
-    left = view.sizes["symbols"] - _PART_SIZES.size - side - codes - centers
-    if left < 0:
-        raise _native.Truncated("the symbols end too early")
-    alike = len({info.dtype for info in view.infos}) == 1
-    if left or not alike or not isinstance(recipe.codes, CoderConfig | BitPacked) or recipe.exacts is not None:
+    side, codes, centers = PART_SIZES.unpack(view.read("symbols", 0, min(PART_SIZES.size, view.sizes["symbols"])))
+    exact_bytes = view.sizes["symbols"] - PART_SIZES.size - side - codes - centers
+    if exact_bytes < 0:
+        raise _native.Truncated("the codes end too early")
+    same_dtype = len({info.dtype for info in view.infos}) == 1
+    if exact_bytes or recipe.exacts is not None or not same_dtype:
+        return None
+    if not isinstance(recipe.codes, CoderConfig | BitPacked):
         return None
     return CodebookDecoder(view, recipe, recipe.codes, (side, codes, centers))
 
 
 class CodebookDecoder:
-    """As `partial.Pieces`. A unit is a value."""
+    """A `PartialDecoder` of codebook tensors whose unit is one value."""
 
     merge_gap, cacheable = 0, True
 
@@ -62,11 +63,11 @@ class CodebookDecoder:
     ) -> None:
         infos = view.infos
         if any(not info.dtype.startswith(("F", "BF")) or NUMBER_FORMATS[info.dtype].width < 16 for info in infos):
-            raise ValueError("quantized tensors that are no floats")
+            raise ValueError("codebook tensors that are not floats")
         self._view, self._recipe = view, recipe
         self.unit = NUMBER_FORMATS[infos[0].dtype].itemsize
         self.count = sum(num_numbers(info) for info in infos)
-        self._codes_begin = _PART_SIZES.size + sizes[0]
+        self._codes_begin = PART_SIZES.size + sizes[0]
         self._codes_end = self._codes_begin + sizes[1]
         self._packed, self._chunks = self._open_codes(codes)
         self.chunk = MAX_CHUNK if isinstance(codes, BitPacked) else codes.chunk
@@ -89,16 +90,16 @@ class CodebookDecoder:
 
     def quantizer_params(self, fetch: FetchParams) -> Mapping[str, QuantizerParams]:
         recipe, infos = self._recipe, self._view.infos
-        before = [fetch(name) for name in self.required_parents()]
-        symbols = tuple(one for one in before if isinstance(one, CodebookTensor) and not one.residual)
-        if len(symbols) < len(before):
+        params = [fetch(name) for name in self.required_parents()]
+        parents = tuple(param for param in params if isinstance(param, CodebookTensor) and not param.residual)
+        if len(parents) < len(params):
             raise ValueError("a parent whose tensors are not quantized")
         stored = self._view.read_array("symbols", self._codes_end)
-        self._centers = decode_centers(len(infos), recipe, stored, ParentCodes(symbols, (), None) if symbols else None)
+        self._centers = decode_centers(len(infos), recipe, stored, ParentCodes(parents, (), None) if parents else None)
         exact = torch.empty(0, dtype=torch_dtype(recipe.exact))
-        none = torch.empty(0, dtype=torch.uint8)
+        no_codes = torch.empty(0, dtype=torch.uint8)
         return {
-            info.name: CodebookTensor(none, centers, exact, recipe.first, recipe.residual)
+            info.name: CodebookTensor(no_codes, centers, exact, recipe.first, recipe.residual)
             for info, centers in zip(infos, self._centers, strict=True)
         }
 
@@ -107,31 +108,31 @@ class CodebookDecoder:
         if int(codes.max(initial=0)) >= self._recipe.first + self._recipe.bins:
             raise ValueError("a code beyond the last center")
         if self._recipe.first and bool((codes == self._recipe.first - 1).any()):
-            raise ValueError("more codes of exact values than there are")
-        values, done = [], 0
+            raise ValueError("codes of exact values, which the record does not have")
+        values, position = [], 0
         for index, info, begin, end in self._view.members_of_range(lo * self.unit, hi * self.unit):
             count = (end - begin) // self.unit
             base = None
             if self._recipe.residual:
-                found = as_aligned(fetch(ByteRange(False, info.name, begin, end)))
-                base = tensor_from_bytes(found, TensorInfo("", (count,), info.dtype))
-            values.append(tensor_bytes(self._dequantize(index, info, codes[done : done + count], base)))
-            done += count
+                base_bytes = as_aligned(fetch(ByteRange(False, info.name, begin, end)))
+                base = tensor_from_bytes(base_bytes, TensorInfo("", (count,), info.dtype))
+            values.append(tensor_bytes(self._dequantize(index, info, codes[position : position + count], base)))
+            position += count
         return DecodedRange(concat(values), codes)
 
     def _dequantize(self, index: int, info: TensorInfo, codes: Bytes, base: torch.Tensor | None) -> torch.Tensor:
         exact = torch.empty(0, dtype=torch_dtype(self._recipe.exact))
-        one = CodebookTensor(
+        tensor = CodebookTensor(
             torch.from_numpy(codes), self._centers[index], exact, self._recipe.first, self._recipe.residual
         )
-        return one.dequantize(torch_dtype(info.dtype), base)
+        return tensor.dequantize(torch_dtype(info.dtype), base)
 
     def _open_codes(self, codes: CoderConfig | BitPacked) -> tuple[BitPacked | None, Chunks | None]:
         if isinstance(codes, CoderConfig):
-            side = self._view.read_array("symbols", _PART_SIZES.size, self._codes_begin)
+            side = self._view.read_array("symbols", PART_SIZES.size, self._codes_begin)
             return None, Chunks.from_part(codes, side, self._codes_begin, self._codes_end, self.count)
-        if self._codes_begin != _PART_SIZES.size:
-            raise ValueError("a side of codes that have none")
+        if self._codes_begin != PART_SIZES.size:
+            raise ValueError("side data of codes that have none")
         if self._codes_end - self._codes_begin != (self.count * codes.bits + 7) // 8:
             raise _native.Truncated(
                 f"{self._codes_end - self._codes_begin} bytes for {self.count} codes of {codes.bits} bits"
@@ -139,13 +140,14 @@ class CodebookDecoder:
         return codes, None
 
     def _find_context_infos(self) -> list[TensorInfo]:
-        others = [self._view.tensor_at(ordinal) for ordinal in self._recipe.contexts]
-        if others and [one.shape for one in others] != [info.shape for info in self._view.infos]:
-            raise ValueError("codes under those of tensors that do not fit")
-        return others
+        context_infos = [self._view.tensor_at(ordinal) for ordinal in self._recipe.contexts]
+        shapes = [info.shape for info in self._view.infos]
+        if context_infos and [info.shape for info in context_infos] != shapes:
+            raise ValueError("context codes of tensors that do not fit")
+        return context_infos
 
     def _code_ranges(self, start: int, stop: int) -> list[ByteRange]:
-        """Where the codes stand that are context of a range's own."""
+        """Return the ranges of the codes that are context of a range of the stream."""
         if not self._uses_context or not (self._context_infos or self._recipe.base):
             return []
         ranges = [
@@ -164,14 +166,14 @@ class CodebookDecoder:
 
     def _decode_codes(self, lo: int, hi: int, fetch: FetchRange, threads: int) -> Bytes:
         if self._packed is not None:
-            bits = self._packed.bits  # a chunk's codes begin with a byte
+            bits = self._packed.bits  # chunks begin at whole bytes
             begin, end = lo * bits // 8, (hi * bits + 7) // 8
             stored = self._view.read_array("symbols", self._codes_begin + begin, self._codes_begin + end)
             return _native.unpack_bits(stored, hi - lo, bits).astype(np.uint8)
         assert self._chunks is not None
         out = _native.empty(hi - lo)
         codes = self._view.read_array("symbols", *self._chunks.byte_range(lo, hi))
-        self._chunks.decode(_BYTE, codes, out, self._coding_context(lo, hi, fetch), lo, threads)
+        self._chunks.decode(BYTE_FORMAT, codes, out, self._coding_context(lo, hi, fetch), lo, threads)
         return out
 
     def _coding_context(self, lo: int, hi: int, fetch: FetchRange) -> CodingContext:

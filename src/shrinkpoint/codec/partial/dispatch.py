@@ -1,4 +1,4 @@
-"""Which records can be decoded in part."""
+"""Chooses the partial decoder of a record, and lists what decoding it whole needs."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from collections.abc import Sequence
 from shrinkpoint.codec import recipe as recipes
 from shrinkpoint.codec.partial.codebook import codebook_decoder
 from shrinkpoint.codec.partial.coded import CodedDecoder
-from shrinkpoint.codec.partial.interface import CopyDecoder, PartialDecoder, PlainDecoder, RecordView
+from shrinkpoint.codec.partial.interface import CopyDecoder, PartialDecoder, PlainDecoder, RecordView, has_same_layout
 from shrinkpoint.codec.partial.lattice import lattice_decoder
 from shrinkpoint.codec.recipe import CodebookRecipe, CodedRecipe, CopyRecipe, LatticeRecipe, PlainRecipe, SameRecipe
 
 
 def partial_decoder(view: RecordView) -> PartialDecoder | None:
-    """The record's pieces; None where it can only be decoded as a whole (`codec.decode`).
-
-    A record of kind `same` has none of its own: those of the parent's tensors serve.
+    """Return the partial decoder of a record; None if it can only be decoded whole, by `codec.decode`.
 
     Raises:
-        ValueError, LookupError, struct.error, _native.Corrupt, _native.Truncated: the bytes are at fault.
+        ValueError, LookupError, struct.error, _native.Corrupt, _native.Truncated: the bytes are damaged; or the record
+            is of kind `same`, for which the parent's record is to be decoded instead.
     """
     recipe = recipes.from_json(view.recipe, len(view.infos))
     match recipe:
         case PlainRecipe():
             return PlainDecoder(view)
-        case CopyRecipe(of):
-            return CopyDecoder(view, of)
+        case CopyRecipe(sources):
+            return CopyDecoder(view, sources)
         case CodedRecipe():
             return CodedDecoder(view, recipe)
         case CodebookRecipe():
@@ -33,22 +32,22 @@ def partial_decoder(view: RecordView) -> PartialDecoder | None:
         case LatticeRecipe():
             return lattice_decoder(view, recipe)
         case SameRecipe():
-            raise ValueError("a record that says only that nothing has changed")
+            raise ValueError("a record of kind same has no bytes to decode")
 
 
 def required_tensors(view: RecordView) -> list[tuple[bool, str]]:
-    """The tensors that decoding the record as a whole needs: (of its own file, name).
+    """Return the tensors that decoding the whole record needs: (whether of its own file or of the parent, name).
 
     Raises:
-        ValueError, LookupError: the recipe is at fault.
+        ValueError, LookupError: the recipe is malformed.
     """
     recipe = recipes.from_json(view.recipe, len(view.infos))
     members, own, parent = [info.name for info in view.infos], list[int](), list[str]()
     match recipe:
         case SameRecipe():
             parent = members
-        case CopyRecipe(of):
-            own = [*of]
+        case CopyRecipe(sources):
+            own = [*sources]
         case CodedRecipe(_, _, base, moments):
             own = [ordinal for pair in moments for ordinal in pair]
             parent = [*members, *_parent_first_moments(view, moments)] if base else []
@@ -62,12 +61,7 @@ def required_tensors(view: RecordView) -> list[tuple[bool, str]]:
 
 
 def _parent_first_moments(view: RecordView, moments: Sequence[tuple[int, int]]) -> list[str]:
-    """Those that the parent has as well, with the same shape and dtype."""
-    before = view.parent_tensors or {}
-    first = [view.tensor_at(pair[0]) for pair in moments]
-    fit = [before.get(info.name) for info in first]
-    return [
-        info.name
-        for info, one in zip(first, fit, strict=True)
-        if one is not None and (one.shape, one.dtype) == (info.shape, info.dtype)
-    ]
+    """Return the names of first moments that the parent has with the same shape and dtype."""
+    parents = view.parent_tensors or {}
+    first_moments = [view.tensor_at(first) for first, _ in moments]
+    return [info.name for info in first_moments if has_same_layout(parents.get(info.name), info)]

@@ -1,12 +1,12 @@
-"""A part of a record, decoded alone: what it needs of other tensors, and the bytes it gives.
+"""The interface of partial decoders, and the decoders of plain and copied records.
 
-The values of a record's tensors, one tensor's row-major bytes behind the other's, are its *stream*. A record that can
-be decoded in part has pieces of the stream that need no other piece: its chunks, and for each of them the same range
-of the parent's numbers and of its moments. Plain, same, copied and coded records can; quantized and gridded ones where
-`partial_quantized` and `partial_gridded` say so.
+The *stream* of a record is the row-major bytes of its tensors one after the other. A partial decoder decodes ranges of
+the stream that begin and end at chunks; a range needs the same ranges of the parent's values and of the moments, and
+nothing else. Plain, same, copied and coded records can always be decoded in part; codebook and lattice records unless
+`codebook_decoder` or `lattice_decoder` returns None.
 
-No digest of a record's values can be compared on a part of them. A caller has to compare those of the stored bytes and
-of the headers of the chain, which vouch for the same thing unless a writer was wrong.
+The digest of a record's values cannot be checked on a part of them. Callers check the digests of the stored bytes and
+of the headers of the chain instead, which guard the same values unless a writer was wrong.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from shrinkpoint.tensors.dtypes import tensor_bytes, tensor_from_bytes
 from shrinkpoint.tensors.info import ITEMSIZE, JSON, TensorInfo
 
 QuantizerParams: TypeAlias = CodebookTensor | Lattice
-"""What a quantizer left of a tensor besides its codes: its centers (and symbols without codes), or its lattice."""
+"""A quantized tensor without its codes: a `CodebookTensor` whose codes are empty, or a lattice."""
 
 MERGE_GAP = 1 << 16
-"""Bytes between two ranges of a stream that is stored or copied: fewer are not worth a call of their own."""
+"""Bytes between two ranges of a plain or copied stream up to which one read of both is faster than two."""
 
 
 @dataclass(frozen=True)
 class ByteRange:
-    """A range of another tensor.
+    """A range of another tensor that decoding needs.
 
     Attributes:
-        same_file: it is one of an earlier record of the same file; else one of the parent.
-        name: of the tensor.
-        start, stop: bytes of its values, row-major; or of its codes.
-        codes: the quantizer's codes are meant, one byte for each value.
+        same_file: whether the tensor is of an earlier record of the same file; else of the parent.
+        name: name of the tensor.
+        start, stop: bytes of its row-major values, or of its codes.
+        codes: whether the range is one of codes, one byte per value.
     """
 
     same_file: bool
@@ -53,20 +53,22 @@ class ByteRange:
 
 
 FetchRange: TypeAlias = Callable[[ByteRange], Bytes]
-"""Gives the bytes of a span that was said to be needed."""
+"""Returns the bytes of a required range."""
 FetchParams: TypeAlias = Callable[[str], QuantizerParams]
-"""Gives what the parent's tensor of a name was made from."""
+"""Returns the quantizer parameters of the parent's tensor of a name."""
 
 
 @dataclass(frozen=True)
 class RecordView:
-    """A record whose bytes can be read in part, and what surrounds it.
+    """A record whose parts can be read in ranges, with the tensors of its file and of the parent.
 
     Attributes:
-        sizes: bytes of each part.
-        read: (part, begin, end) -> bytes whose digest is right; raises only errors of our tree.
-        tensor_at: the tensor of an ordinal, among those of earlier records of the file; raises `LookupError`.
-        parent_tensors: the parent's tensors by name; None: there is no parent.
+        infos: its tensors (members).
+        recipe: the recipe as JSON.
+        sizes: bytes of each part by its name.
+        read: (part, begin, end) -> verified bytes; raises only errors of `shrinkpoint.errors`.
+        tensor_at: ordinal -> tensor of an earlier record of the file; raises `LookupError`.
+        parent_tensors: the parent's tensors by name; None if there is no parent.
     """
 
     infos: tuple[TensorInfo, ...]
@@ -77,10 +79,11 @@ class RecordView:
     parent_tensors: Mapping[str, TensorInfo] | None
 
     def read_array(self, part: str, begin: int = 0, end: int | None = None) -> Bytes:
+        """Read a range of a part; by default all of it."""
         return np.frombuffer(self.read(part, begin, self.sizes[part] if end is None else end), np.uint8)
 
     def members_of_range(self, start: int, stop: int) -> Iterator[tuple[int, TensorInfo, int, int]]:
-        """(index, tensor, begin, end) of the tensors that a range of the stream has bytes of."""
+        """Yield (index, tensor, begin, end) of each tensor that a range of the stream overlaps; bytes of the tensor."""
         offset = 0
         for index, info in enumerate(self.infos):
             begin, end = max(start - offset, 0), min(stop - offset, info.nbytes)
@@ -90,18 +93,18 @@ class RecordView:
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """Where each tensor begins in the stream."""
+        """The first byte of each tensor in the stream, by name."""
         ends = accumulate((info.nbytes for info in self.infos), initial=0)
         return {info.name: end for info, end in zip(self.infos, ends, strict=False)}
 
 
 @dataclass(frozen=True)
 class DecodedRange:
-    """What a range of a stream decodes to.
+    """A decoded range of a stream.
 
     Attributes:
-        values: its bytes.
-        codes: of quantized tensors, one byte for each value; else None.
+        values: the bytes of its values, uint8.
+        codes: codes of a codebook record, uint8, one per value; else None.
     """
 
     values: Bytes
@@ -113,14 +116,14 @@ class DecodedRange:
 
 
 class PartialDecoder(Protocol):
-    """A record that can be decoded in part.
+    """Decodes ranges of one record.
 
     Attributes:
-        unit: bytes of the stream that cannot be told apart; ranges are counted in these.
-        count: of units in the stream.
+        unit: bytes of the stream that one step of a range stands for, such as the size of a number.
+        count: units in the stream.
         chunk: units that are decoded together: ranges begin and end at multiples of it, or at `count`.
-        merge_gap: chunks between two ranges that are better decoded than told apart.
-        cacheable: decoding has a price, so that what was decoded is worth keeping.
+        merge_gap: chunks between two ranges up to which decoding both in one call is faster.
+        cacheable: whether decoding is expensive enough for decoded ranges to be cached.
     """
 
     unit: int
@@ -130,24 +133,24 @@ class PartialDecoder(Protocol):
     cacheable: bool
 
     def required_ranges(self, lo: int, hi: int) -> Sequence[ByteRange]:
-        """What `decode` asks its supply for."""
+        """Return the ranges of other tensors that `decode` of [lo, hi) fetches."""
 
     def required_parents(self) -> Sequence[str]:
-        """The tensors whose origins in the parent `open_origins` asks for; nothing else does."""
+        """Return the tensors whose parameters in the parent `quantizer_params` fetches."""
 
     def quantizer_params(self, fetch: FetchParams) -> Mapping[str, QuantizerParams]:
-        """What the record's tensors were made from; to be called before `decode`."""
+        """Return the parameters of the record's quantized tensors by name; must be called before `decode`."""
 
     def decode(self, lo: int, hi: int, fetch: FetchRange, threads: int) -> DecodedRange:
-        """The range [lo, hi) of the stream.
+        """Decode the range [lo, hi) of the stream, in units.
 
         Raises:
-            ValueError, LookupError, struct.error, _native.Corrupt, _native.Truncated: the bytes are at fault.
+            ValueError, LookupError, struct.error, _native.Corrupt, _native.Truncated: the bytes are damaged.
         """
 
 
 class PlainDecoder:
-    """Values as they are."""
+    """Reads ranges of a plain record, whose values are stored uncompressed."""
 
     unit, chunk, merge_gap, cacheable = 1, 1, MERGE_GAP, False
 
@@ -171,7 +174,7 @@ class PlainDecoder:
 
 
 class CopyDecoder(PlainDecoder):
-    """Values of earlier tensors of the same file, cast where these are wider."""
+    """Copies ranges of earlier tensors of the same file, and casts them where they are wider."""
 
     def __init__(self, view: RecordView, sources: Sequence[int]) -> None:
         self._view = view
@@ -193,26 +196,26 @@ class CopyDecoder(PlainDecoder):
 
     def decode(self, lo: int, hi: int, fetch: FetchRange, threads: int) -> DecodedRange:
         out = np.empty(hi - lo, np.uint8)
-        place = 0
+        position = 0
         for index, info, begin, end in self._view.members_of_range(lo, hi):
-            found = fetch(self._source_range(index, info, begin, end))
+            values = fetch(self._source_range(index, info, begin, end))
             if self._sources[index].dtype != info.dtype:
                 skipped = begin % ITEMSIZE[info.dtype]
-                found = cast(found, "F32", info.dtype)[skipped : skipped + end - begin]
-            out[place : place + end - begin] = found
-            place += end - begin
+                values = cast(values, "F32", info.dtype)[skipped : skipped + end - begin]
+            out[position : position + end - begin] = values
+            position += end - begin
         return DecodedRange(out)
 
     def _source_range(self, index: int, info: TensorInfo, begin: int, end: int) -> ByteRange:
         source, size = self._sources[index], ITEMSIZE[info.dtype]
         if source.dtype == info.dtype:
             return ByteRange(True, source.name, begin, end)
-        wide = ITEMSIZE[source.dtype]
-        return ByteRange(True, source.name, begin // size * wide, -(-end // size) * wide)
+        source_size = ITEMSIZE[source.dtype]
+        return ByteRange(True, source.name, begin // size * source_size, -(-end // size) * source_size)
 
 
 def cast(values: Bytes, source: str, dtype: str) -> Bytes:
-    """Numbers of one dtype as those of another; the same array where it is the same dtype."""
+    """Cast numbers from one dtype to another; returns the same array if the dtypes are equal."""
     if source == dtype:
         return values
     count = values.nbytes // ITEMSIZE[source]
@@ -221,48 +224,60 @@ def cast(values: Bytes, source: str, dtype: str) -> Bytes:
 
 
 def as_aligned(values: Bytes) -> Bytes:
-    """The same bytes where numbers of any width may stand, in memory that may be written."""
-    good = values.flags.writeable and values.ctypes.data % 16 == 0
-    return values if good else values.copy()
+    """Return the array if it is writable and aligned to 16 bytes, else such a copy."""
+    aligned = values.flags.writeable and values.ctypes.data % 16 == 0
+    return values if aligned else values.copy()
 
 
 def moment_pairs(view: RecordView, moments: Sequence[tuple[int, int]]) -> list[tuple[TensorInfo, TensorInfo]]:
-    """(first, second) moment of each tensor of the record; [] for none."""
+    """Return the (first, second) moment of each tensor of the record; [] for none.
+
+    Raises:
+        ValueError: a moment does not fit its tensor.
+    """
     if not moments:
         return []
     pairs = [(view.tensor_at(first), view.tensor_at(second)) for first, second in moments]
     if len(pairs) != len(view.infos):
         raise ValueError(f"{len(pairs)} pairs of moments for {len(view.infos)} tensors")
     for info, pair in zip(view.infos, pairs, strict=True):
-        if any(one.shape != info.shape or not _is_float(one) for one in pair) or num_numbers(info) != info.numel:
+        fits = all(moment.shape == info.shape and _is_float(moment) for moment in pair)
+        if not fits or num_numbers(info) != info.numel:
             raise ValueError(f"moments of {info.name!r} that do not fit it")
     return pairs
 
 
 def _is_float(info: TensorInfo) -> bool:
-    """As `arrange.is_codable_float` has it of a tensor."""
+    """Whether `pack.is_codable_float` holds for such a tensor."""
     return info.dtype.startswith(("F", "BF")) and info.dtype != "F4_X2"
 
 
 def moment_ranges(
     view: RecordView, moments: Sequence[TensorInfo], start: int, stop: int, *, same_file: bool = True
 ) -> Iterator[tuple[ByteRange, str]]:
-    """Where the moments of a range of the stream stand, one for each tensor of the record; and their dtypes."""
+    """Yield (range, dtype) of the moment of each tensor that a range of the stream overlaps."""
     for index, info, begin, end in view.members_of_range(start, stop):
-        size, other = ITEMSIZE[info.dtype], moments[index]
-        wide = ITEMSIZE[other.dtype]
-        yield ByteRange(same_file, other.name, begin // size * wide, end // size * wide), other.dtype
+        size, moment = ITEMSIZE[info.dtype], moments[index]
+        moment_size = ITEMSIZE[moment.dtype]
+        span = ByteRange(same_file, moment.name, begin // size * moment_size, end // size * moment_size)
+        yield span, moment.dtype
 
 
 def base_ranges(view: RecordView, start: int, stop: int) -> list[ByteRange]:
-    """Where the parent's values of a range of the stream stand."""
+    """Return the ranges of the parent's values that a range of the stream overlaps."""
     return [ByteRange(False, info.name, begin, end) for _, info, begin, end in view.members_of_range(start, stop)]
 
 
+def has_same_layout(parent: TensorInfo | None, info: TensorInfo) -> bool:
+    """Whether a parent's tensor exists with the same shape and dtype."""
+    return parent is not None and (parent.shape, parent.dtype) == (info.shape, info.dtype)
+
+
 def concat(parts: Sequence[Bytes]) -> Bytes:
+    """Concatenate arrays to one that is writable and aligned to 16 bytes."""
     return as_aligned(parts[0]) if len(parts) == 1 else np.concatenate(parts)
 
 
 def common_chunk(chunks: Sequence[int], count: int) -> int:
-    """Numbers after which chunks of all these sizes end."""
+    """Return the smallest multiple of all chunk sizes, at most `count` (or 1)."""
     return min(math.lcm(*chunks), max(1, count))
