@@ -9,7 +9,6 @@ from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.fisher import Fisher
-from shrinkpoint.schemes.fisher.merged import Merged
 from shrinkpoint.schemes.global_stats import GlobalStats
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.plan import QuantizationPlan
@@ -97,7 +96,7 @@ def _settled(
     target = ShardTarget(flat) if target is None else target
     target.join(wholes)
     if isinstance(scheme, Fisher):
-        return scheme.plan(flat, reference, target, *(() if wholes.is_unsharded else (Merged(wholes),)))
+        return scheme.plan(flat, reference, target, wholes)
     pools = () if wholes.is_unsharded else (GlobalStats(wholes),)
     if isinstance(scheme, SearchScheme):
         return scheme.plan(flat, reference, target, *pools)

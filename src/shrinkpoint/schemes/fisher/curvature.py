@@ -1,4 +1,4 @@
-"""What is known of the loss around the weights: its slope, and mean squared gradients in place of its curvature.
+"""Estimates the slope and the curvature of the loss at the weights from what an optimizer keeps.
 
 Where a batch of N terms (tokens, images) is averaged, the gradient g of a batch varies around its mean with a variance
 of F / N, F being the diagonal of the empirical Fisher information, which near a minimum of a log-likelihood is that of
@@ -12,8 +12,8 @@ predicts by how much an error d of the weights raises the loss; m, Adam's first 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -21,13 +21,15 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec.lattice import as_matrix
-from shrinkpoint.schemes.select import max_abs
+from shrinkpoint.schemes.fisher import remote_moments
+from shrinkpoint.schemes.fisher.global_weights import GlobalWeights
+from shrinkpoint.schemes.fisher.optimizer_moments import adafactor_moment, bnb_moment, correct_bias, moment_matrix
 from shrinkpoint.sharding.global_tensors import Marginals
 from shrinkpoint.tensors.flat_state import FlatState, OptimizerInfo
 
 
 class SquaredGradientSource(Protocol):
-    """What squared gradients come from where the optimizer has none: `train.GradientRecorder`, or anything like it."""
+    """A recorder of squared gradients for optimizers that keep none, such as `train.GradientRecorder`."""
 
     @property
     def ready(self) -> bool:
@@ -42,14 +44,14 @@ class SquaredGradientSource(Protocol):
 
 @dataclass(frozen=True)
 class Curvature:
-    """Of one weight, seen as a matrix.
+    """Slope and curvature of the loss at one weight, or at this rank's shard of it, seen as a matrix.
 
     Attributes:
-        squares: mean squared gradients, float32; None: nothing is known.
-        slope: mean gradients, float32; None: nothing is known.
-        relative_only: the squares are those of momentum.
+        squares: mean squared gradients, float32 [rows, columns]; None if unknown.
+        slope: mean gradients, float32 [rows, columns]; None if unknown.
+        relative_only: the squares are those of momentum, so only ratios between them mean anything.
         probed: the squares are the curvature itself, from measured rises: of a single loss term, N is 1.
-        marginals: of the squares of a whole tensor, where this is a part of it.
+        marginals: sums of the squares of the global tensor, if this rank has a shard of it; None if it has all of it.
     """
 
     squares: Tensor | None = field(default=None, repr=False)
@@ -60,7 +62,7 @@ class Curvature:
 
     @cached_property
     def mean(self) -> float:
-        """Of the squares; 0 where nothing is known."""
+        """The mean of the squares of the global tensor; 0 if unknown."""
         if self.marginals is not None:
             return self.marginals.mean
         if self.squares is None or self.squares.numel() == 0:
@@ -68,121 +70,136 @@ class Curvature:
         return float(self.squares.sum(dtype=torch.float32)) / self.squares.numel()
 
     def mean_along(self, axis: int) -> Tensor | None:
-        """Of the squares, along an axis: 1 gives one of each row; None: nothing is known."""
+        """Means of the squares of the global tensor along an axis (1: one mean per row), float32; None if unknown."""
         if self.marginals is not None:
             return self.marginals.mean_along(axis).to(torch.float32)
         return None if self.squares is None else self.squares.mean(axis)
 
     @classmethod
-    def from_state(cls, name: str, weight: Tensor, state: FlatState, recorded: Mapping[str, Tensor]) -> Curvature:
-        """From the second moment, its factors, or its 8 bits; else from what was recorded; else from momentum, whose
-        square has the same shape.
-
-        The last is too small by a factor that all weights have in common, which the number of terms makes up for. What
-        is not finite (in a run that diverges) is not known.
-        """
-        found = cls.from_optimizer(weight, state, state.optimizer_info.get(name), recorded.get(name))
-        return found if math.isfinite(found.mean) else cls()
-
-    @classmethod
     def from_optimizer(
         cls, weight: Tensor, state: FlatState, optimizer_info: OptimizerInfo | None, recorded: Tensor | None
     ) -> Curvature:
-        """As `of`, finite or not."""
-        first = None if optimizer_info is None else _moment_matrix(state, optimizer_info.moment1, weight)
-        second = None if optimizer_info is None else _moment_matrix(state, optimizer_info.moment2, weight)
+        """Read the curvature of a local tensor from its optimizer state, whether it is finite or not.
+
+        Taken is the second moment, its factors, or its 8 bits; else what was recorded; else the square of momentum,
+        which has the same shape but is too small by a factor that all weights have in common. The number of terms
+        makes up for that factor.
+        """
+        first = None if optimizer_info is None else moment_matrix(state, optimizer_info.moment1, weight)
+        second = None if optimizer_info is None else moment_matrix(state, optimizer_info.moment2, weight)
         slope = None
         if first is not None and optimizer_info is not None:
-            adam = second is not None
             slope = (
                 correct_bias(first, optimizer_info.beta1, optimizer_info.step)
-                if adam
+                if second is not None
                 else first * (1 - (optimizer_info.beta1 or 0.0))
             )
         if second is not None and optimizer_info is not None:
             return cls(correct_bias(second, optimizer_info.beta2, optimizer_info.step), slope)
-        made = None
+        squares = None
         if optimizer_info is not None and optimizer_info.factors is not None:
-            made = _adafactor_moment(state, optimizer_info.factors, weight)
+            squares = adafactor_moment(state, optimizer_info.factors, weight)
         elif optimizer_info is not None and optimizer_info.blocks is not None:
-            made = _bnb_moment(state, optimizer_info.blocks, weight)
-        if made is not None:
-            return cls(made, slope)
+            squares = bnb_moment(state, optimizer_info.blocks, weight)
+        if squares is not None:
+            return cls(squares, slope)
         if recorded is not None and recorded.shape == weight.shape:
             return cls(as_matrix(recorded).to(weight.device, torch.float32), slope)
         return cls(None if slope is None else slope.square(), slope, relative_only=True)
 
     def rise_terms(self, error: Tensor) -> tuple[float, float]:
-        """(slope term, curvature term of one loss term) of an error as a matrix; zeros where nothing is known."""
+        """(slope term, curvature term of one loss term) of the rise that an error causes; zeros if unknown.
+
+        Args:
+            error: float32 [rows, columns].
+        """
         flat = error.reshape(-1)
         first = 0.0 if self.slope is None else float(torch.dot(self.slope.reshape(-1), flat))
         second = 0.0 if self.squares is None else float(torch.dot(self.squares.reshape(-1), flat.square())) / 2
         return first, second
 
 
+@dataclass(frozen=True)
+class _Summary:
+    """What every rank knows of the curvature of one global tensor.
+
+    Attributes:
+        mean: of the squares; 0 if unknown, and nan or infinite in a run that diverges.
+        is_known: all shards have squares of the same kind.
+        relative_only: see `Curvature`.
+        marginals: sums of the squares; None where a rank has all of the tensor.
+        is_remote: the squares are on another rank than the weight.
+    """
+
+    mean: float = 0.0
+    is_known: bool = False
+    relative_only: bool = False
+    marginals: Marginals | None = None
+    is_remote: bool = False
+
+
 def estimate_curvatures(
-    weights: Mapping[str, Tensor], state: FlatState, recorded: Mapping[str, Tensor]
+    weights: GlobalWeights, state: FlatState, recorded: Mapping[str, Tensor]
 ) -> dict[str, Curvature]:
-    """Of every weight, by name; `recorded` are mean squared gradients by the names of the state.
+    """Estimate the curvature of this rank's shard of every weight, by name; a collective.
 
-    Squares of momentum are nothing beside mean squares (of another optimizer, for other weights): then these count.
+    Squares of momentum mean nothing next to mean squares (of another optimizer, for other weights): then only the
+    latter count. What is not finite, in a run that diverges, counts as unknown.
+
+    Args:
+        recorded: mean squared gradients by name in the state.
     """
-    return drop_relative({name: Curvature.from_state(name, x, state, recorded) for name, x in weights.items()})
+    local = {name: _read_local(name, weights, state, recorded.get(name)) for name in weights.local}
+    whole = {name for name in local if weights.is_whole(name)}
+    reports = weights.tensors.gather_by_tensor(
+        {name: (_kind(curvature), curvature.mean if name in whole else 0.0) for name, curvature in local.items()}
+    )
+    split = {name: one.squares for name, one in local.items() if one.squares is not None and name not in whole}
+    marginals = weights.tensors.marginals(split, split.__getitem__)
+    summaries = {name: _summarize(reports.get(name, []), marginals.get(name)) for name in weights.templates}
+    weak = [
+        name for name, one in summaries.items() if not one.is_known or one.relative_only or not math.isfinite(one.mean)
+    ]
+    remote = remote_moments.remote_marginals(weights.tensors, state, weak) if weak else {}
+    for name, sums in remote.items():
+        if math.isfinite(sums.mean):
+            summaries[name] = _Summary(sums.mean, True, marginals=sums, is_remote=True)
+    has_absolute = any(0 < one.mean < math.inf and not one.relative_only for one in summaries.values())
+    return {
+        name: _combine(name, one, summaries[weights.global_name(name)], weights, has_absolute)
+        for name, one in local.items()
+    }
 
 
-def drop_relative(curvatures: dict[str, Curvature]) -> dict[str, Curvature]:
-    """The same, without what is known by its shape alone where more is known of others."""
-    if any(one.mean > 0 and not one.relative_only for one in curvatures.values()):
-        curvatures = {
-            name: Curvature(slope=one.slope) if one.relative_only else one for name, one in curvatures.items()
-        }
-    return curvatures
+def _read_local(name: str, weights: GlobalWeights, state: FlatState, recorded: Tensor | None) -> Curvature:
+    info = state.optimizer_info.get(name)
+    if info is not None and not weights.is_whole(name):
+        info = replace(info, factors=None, blocks=None)  # these are of whole tensors
+    return Curvature.from_optimizer(weights.local[name], state, info, recorded)
 
 
-def _moment_matrix(state: FlatState, name: str | None, like: Tensor) -> Tensor | None:
-    """A moment as a matrix; None where there is none, or none that can be used."""
-    x = None if name is None else state.tensors.get(name)
-    if x is None or x.shape != like.shape or not x.is_floating_point():
-        return None
-    x = as_matrix(x).to(like.device, torch.float32)
-    return x if math.isfinite(max_abs(x)) else None
+def _kind(curvature: Curvature) -> int:
+    """0: no squares; 1: mean squared gradients; 2: squares of momentum."""
+    return 0 if curvature.squares is None else 1 + curvature.relative_only
 
 
-def _adafactor_moment(state: FlatState, names: tuple[str, str], like: Tensor) -> Tensor | None:
-    """Second moments out of their means by row and by column, over the last two axes; as a matrix.
-
-    Of Adafactor (arXiv 1804.04235, algorithm 4), whose averages need no correction: their decay begins at 0.
-    """
-    rows, columns = (state.tensors.get(name) for name in names)
-    if rows is None or columns is None or like.dim() < 2:
-        return None
-    rows = rows.to(like.device, torch.float32).reshape(*like.shape[:-1], 1)
-    columns = columns.to(like.device, torch.float32).reshape(*like.shape[:-2], 1, like.shape[-1])
-    usual = rows.mean(-2, keepdim=True)
-    made = as_matrix(torch.where(usual > 0, rows * columns / usual, 0.0))
-    return made if math.isfinite(max_abs(made)) else None
+def _summarize(reports: Sequence[tuple[int, float]], marginals: Marginals | None) -> _Summary:
+    """Merge what ranks say of one tensor: unknown unless all its shards have squares of the same kind."""
+    kinds = {kind for kind, _ in reports}
+    if len(kinds) != 1 or kinds == {0}:
+        return _Summary()
+    mean = reports[0][1] if marginals is None else marginals.mean
+    return _Summary(mean, True, kinds == {2}, marginals)
 
 
-def _bnb_moment(state: FlatState, names: tuple[str, str, str], like: Tensor) -> Tensor | None:
-    """Second moments out of 8 bits (bitsandbytes, arXiv 2110.02861), as a matrix; Adam's bias is left in them."""
-    codes, values, largest_ones = (state.tensors.get(name) for name in names)
-    if codes is None or values is None or largest_ones is None or codes.shape != like.shape:
-        return None
-    blocks, count = largest_ones.numel(), codes.numel()
-    if values.numel() != 256 or not blocks or not count:
-        return None
-    size = 1 << (-(-count // blocks) - 1).bit_length()
-    if -(-count // size) != blocks:
-        return None
-    scales = largest_ones.reshape(-1).to(torch.float32).repeat_interleave(size)[:count]
-    made = values.reshape(-1).to(torch.float32)[codes.reshape(-1).to(values.device).long()] * scales.to(values.device)
-    made = as_matrix(made.reshape(like.shape)).to(like.device)
-    return made if math.isfinite(max_abs(made)) else None
-
-
-def correct_bias(moment: Tensor, beta: float | None, step: int | None) -> Tensor:
-    """Without what is left of Adam's bias towards zero after so many steps."""
-    if beta is None or step is None or not 0 <= beta < 1 or step < 1:
-        return moment
-    grown = 1 - beta**step
-    return moment if grown > 1 - 1e-6 else moment / grown
+def _combine(name: str, local: Curvature, summary: _Summary, weights: GlobalWeights, has_absolute: bool) -> Curvature:
+    """The curvature of a shard, with what is known of its global tensor."""
+    if not math.isfinite(summary.mean):
+        return Curvature()
+    if not summary.is_known or (summary.relative_only and has_absolute):
+        return Curvature(slope=local.slope)
+    if summary.is_remote and summary.marginals is not None:
+        shard = weights.tensors.local_shards[name]
+        squares = remote_moments.rank_one_squares(summary.marginals, shard, weights.local[name].device)
+        return Curvature(squares, local.slope, marginals=summary.marginals)
+    return replace(local, marginals=summary.marginals)

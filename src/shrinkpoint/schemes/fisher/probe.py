@@ -9,84 +9,107 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from shrinkpoint.codec.lattice import as_matrix, dither
-from shrinkpoint.quantize.entropy import weight_std
+from shrinkpoint.codec.lattice import as_matrix, dither, matrix_shape
 from shrinkpoint.schemes.fisher.curvature import Curvature
+from shrinkpoint.schemes.fisher.global_weights import GlobalWeights
+from shrinkpoint.sharding.global_tensors import Marginals
 
 MAX_GROUPS = 16
-"""Kinds that are tried one by one, those with the most weights; the others together. Each costs one evaluation."""
+"""Groups at most, each of which costs one evaluation: the largest ones, and one of all other weights."""
 PROBE_STEP = 1.0
-"""Standard deviations, of the grid that makes the errors: at half of it, what one kind did was hardly seen."""
+"""The step of the grid that makes the errors, in standard deviations. At half of it, the effect was hardly seen."""
 MIN_CURVATURE_RATIO = 1e-3
-"""Of the most sensitive kind's curvature; none is taken to have less, for a small rise is a matter of chance."""
+"""The least curvature that a group is taken to have, relative to the most sensitive one: small rises are noise."""
 
 MeasureLossIncrease = Callable[[Mapping[str, Tensor]], float]
-"""By how much some tensors in the places of others raise the loss."""
+"""Measures by how much the loss rises when some tensors, by name, have other values."""
 
 
 def group_by_pattern(weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """What each weight has in common with those that are tried together with it.
+    """The group of each weight: its name without numbers, so that layers of one kind are perturbed together.
 
-    The name without numbers, so that layers of one kind are one; vectors are one kind altogether.
+    All vectors are one group, and so are the smallest groups if there are more than `MAX_GROUPS`.
 
     >>> group_by_pattern({"model/blocks.0.up.weight": torch.zeros(2, 2), "model/blocks.1.up.weight": torch.zeros(2, 2)})
     {'model/blocks.0.up.weight': 'model/blocks.*.up.weight', 'model/blocks.1.up.weight': 'model/blocks.*.up.weight'}
     """
-    kinds = {name: re.sub(r"\d+", "*", name) if x.dim() > 1 else "vectors" for name, x in weights.items()}
-    sizes: dict[str, int] = {}
-    for name, kind in kinds.items():
-        sizes[kind] = sizes.get(kind, 0) + weights[name].numel()
-    alone = sorted(sizes, key=lambda kind: -sizes[kind])[: MAX_GROUPS - (len(sizes) > MAX_GROUPS)]
-    return {name: kind if kind in alone else "others" for name, kind in kinds.items()}
+    patterns = {name: re.sub(r"\d+", "*", name) if x.dim() > 1 else "vectors" for name, x in weights.items()}
+    numels: dict[str, int] = {}
+    for name, pattern in patterns.items():
+        numels[pattern] = numels.get(pattern, 0) + weights[name].numel()
+    largest = sorted(numels, key=lambda pattern: -numels[pattern])[: MAX_GROUPS - (len(numels) > MAX_GROUPS)]
+    return {name: pattern if pattern in largest else "others" for name, pattern in patterns.items()}
 
 
-def probe(weights: Mapping[str, Tensor], loss_increase: MeasureLossIncrease) -> dict[str, float]:
-    """The mean curvature of the loss by kind of weights, from one measured rise of each: `2 rise / sum(d^2)`.
+def probe(weights: GlobalWeights, loss_increase: MeasureLossIncrease) -> dict[str, float]:
+    """The mean curvature of the loss by group of weights, from one measured rise of each: `2 rise / sum(d^2)`.
+
+    A collective: all ranks perturb their shards of a group at once.
 
     Returns:
-        Nothing where no kind raises the loss.
+        Nothing if no group raises the loss.
     """
-    kinds, found = group_by_pattern(weights), dict[str, tuple[float, float]]()
-    for kind in dict.fromkeys(kinds.values()):
-        made = {
-            name: add_uniform_noise(x, seed, weight_std(x))
-            for seed, (name, x) in enumerate(weights.items(), 1)
-            if kinds[name] == kind
-        }
-        squares = sum(float((one.float() - weights[name].float()).square().sum()) for name, one in made.items())
-        found[kind] = loss_increase(made), squares
-    return curvature_by_group(found)
+    groups = group_by_pattern(weights.templates)
+    seeds = {name: number for number, name in enumerate(weights.templates, 1)}
+    measurements = dict[str, tuple[float, float]]()
+    for group in dict.fromkeys(groups.values()):
+        members = {n: x for n, x in weights.local.items() if groups[weights.global_name(n)] == group}
+        perturbed = {}
+        for name, weight in members.items():
+            title = weights.global_name(name)
+            seed = weights.local_seed(name, seeds[title])
+            perturbed[name] = add_uniform_noise(weight, seed, weights.std[title])
+        squares = sum(
+            float((perturbed[name].float() - weight.float()).square().sum())
+            for name, weight in members.items()
+            if weights.is_primary(name)
+        )
+        measurements[group] = loss_increase(perturbed), weights.tensors.sum_over_ranks(squares)[0]
+    return curvature_by_group(measurements)
 
 
 def curvature_by_group(measurements: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """By kind of weights, from a rise and the sum of the squared errors that caused it."""
-    found = {
-        kind: 2 * rise / squares if squares > 0 and math.isfinite(rise) else math.nan
-        for kind, (rise, squares) in measurements.items()
+    """Curvature by group of weights, from a rise of the loss and the sum of the squared errors that caused it.
+
+    A group whose rise is not finite gets the largest curvature.
+    """
+    raw = {
+        group: 2 * rise / squares if squares > 0 and math.isfinite(rise) else math.nan
+        for group, (rise, squares) in measurements.items()
     }
-    known = [one for one in found.values() if one > 0]
-    if not known:
+    largest = max((value for value in raw.values() if value > 0), default=None)
+    if largest is None:
         return {}
-    top = max(known)
-    return {kind: max(one, MIN_CURVATURE_RATIO * top) if math.isfinite(one) else top for kind, one in found.items()}
+    return {
+        group: max(value, MIN_CURVATURE_RATIO * largest) if math.isfinite(value) else largest
+        for group, value in raw.items()
+    }
 
 
-def curvatures_from_probe(weights: Mapping[str, Tensor], group_curvatures: Mapping[str, float]) -> dict[str, Curvature]:
-    """What `probe` has told, of every weight; the same all over a tensor."""
-    out = {}
-    for name, kind in group_by_pattern(weights).items():
-        square = torch.full(
-            (1, 1), group_curvatures.get(kind, max(group_curvatures.values())), device=weights[name].device
-        )
-        out[name] = Curvature(square.expand(as_matrix(weights[name]).shape), probed=True)
-    return out
+def curvatures_from_probe(weights: GlobalWeights, group_curvatures: Mapping[str, float]) -> dict[str, Curvature]:
+    """The curvature of this rank's shard of every weight, from that of its group; constant within a tensor."""
+    groups, default = group_by_pattern(weights.templates), max(group_curvatures.values())
+    curvatures = {}
+    for name, weight in weights.local.items():
+        template = weights.templates[weights.global_name(name)]
+        value = group_curvatures.get(groups[weights.global_name(name)], default)
+        squares = torch.full((1, 1), value, device=weight.device).expand(as_matrix(weight).shape)
+        marginals = None if weights.is_whole(name) else _constant_marginals(tuple(template.shape), value)
+        curvatures[name] = Curvature(squares, probed=True, marginals=marginals)
+    return curvatures
+
+
+def _constant_marginals(shape: tuple[int, ...], value: float) -> Marginals:
+    rows, columns = matrix_shape(shape)
+    row_ones, column_ones = torch.ones(rows, dtype=torch.float64), torch.ones(columns, dtype=torch.float64)
+    return Marginals(shape, value * rows * columns, row_ones * value * columns, column_ones * value * rows)
 
 
 def add_uniform_noise(weight: Tensor, seed: int, std: float) -> Tensor:
-    """The weight with an error that is evenly distributed, as that of a lattice with dither.
+    """The weight with a uniformly distributed error, like that of a lattice with dither.
 
     Args:
-        std: its standard deviation.
+        std: the standard deviation of the weight.
     """
     step = PROBE_STEP * std
     if not 0 < step < math.inf:

@@ -1,4 +1,4 @@
-"""Second moments on another rank than their weight, as where replicas share by size what they save (DDP, HSDP)."""
+"""Finds second moments on other ranks than their weight, as where replicas divide what they save (DDP, HSDP)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec.lattice import as_matrix, matrix_shape
-from shrinkpoint.schemes.fisher.curvature import correct_bias
+from shrinkpoint.schemes.fisher.optimizer_moments import correct_bias
 from shrinkpoint.sharding.global_tensors import GlobalTensors, Marginals, TensorShard
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role
@@ -19,51 +19,54 @@ _SECOND_MOMENT_SLOT = "exp_avg_sq"
 
 
 def remote_owners(global_tensors: GlobalTensors, weights: Collection[str]) -> dict[str, str]:
-    """Titles of second moments, and of the weights of the same shape that they are called after.
+    """Global names of second moments, and of the weights of the same shape that they are named after.
 
-    `optim.state.layers.0.weight.exp_avg_sq` is called after `model.layers.0.weight`: all but the first part of the
-    weight's name, at least, stands before the slot. Where that is said of two weights, it is said of none.
+    `optim.state.layers.0.weight.exp_avg_sq` is named after `model.layers.0.weight`: all but the first part of the
+    weight's name, at least, precedes the slot. A moment that could be that of two weights is left out.
     """
-    roles = {piece.spec.global_name: piece.role for pieces in global_tensors.shards_by_rank for piece in pieces}
-    out = {}
-    for title, shape in global_tensors.shapes.items():
-        *parts, slot = _name_parts(title)
-        if roles[title] is Role.MOMENT2 and slot == _SECOND_MOMENT_SLOT:
-            found = [
-                one
-                for one in weights
-                if global_tensors.shapes[one] == shape and _is_named_after(parts, _name_parts(one))
+    roles = {shard.spec.global_name: shard.role for shards in global_tensors.shards_by_rank for shard in shards}
+    owners = {}
+    for moment, shape in global_tensors.shapes.items():
+        *parts, slot = _name_parts(moment)
+        if roles[moment] is Role.MOMENT2 and slot == _SECOND_MOMENT_SLOT:
+            matches = [
+                weight
+                for weight in weights
+                if global_tensors.shapes[weight] == shape and _is_named_after(parts, _name_parts(weight))
             ]
-            if len(found) == 1:
-                out[title] = found[0]
-    return out
+            if len(matches) == 1:
+                owners[moment] = matches[0]
+    return owners
 
 
 def remote_marginals(global_tensors: GlobalTensors, state: FlatState, weights: Collection[str]) -> dict[str, Marginals]:
-    """Of the second moments of these weights, by the weight's title; a collective.
+    """Sums by row and by column of the second moments of weights, by global name of the weight; a collective.
 
-    Without Adam's bias towards zero, as far as other weights tell how large it is.
+    Adam's bias towards zero is corrected if other weights tell its decay and step.
 
     Args:
         state: of this rank.
+        weights: global names.
     """
-    found = remote_owners(global_tensors, weights)
-    known = Counter((one.beta2, one.step) for one in state.optimizer_info.values() if one.moment2 is not None)
-    said = [one for one in global_tensors.all_gather(known.most_common(1)) if one]
-    beta, step = max(said, key=lambda one: one[0][1])[0][0] if said else (None, None)
-    ours = [
+    if global_tensors.world_size == 1:
+        return {}
+    owners = remote_owners(global_tensors, weights)
+    decays = Counter((info.beta2, info.step) for info in state.optimizer_info.values() if info.moment2 is not None)
+    reports = [report for report in global_tensors.all_gather(decays.most_common(1)) if report]
+    beta, step = max(reports, key=lambda report: report[0][1])[0][0] if reports else (None, None)
+    local = [
         name
         for name in state.tensors
-        if global_tensors.global_name(name) in found and global_tensors.local_shards[name].numel
+        if global_tensors.global_name(name) in owners and global_tensors.local_shards[name].numel
     ]
     sums = global_tensors.marginals(
-        ours, lambda name: correct_bias(as_matrix(state.tensors[name]).to(torch.float32), beta, step)
+        local, lambda name: correct_bias(as_matrix(state.tensors[name]).to(torch.float32), beta, step)
     )
-    return {found[title]: one for title, one in sums.items()}
+    return {owners[moment]: marginals for moment, marginals in sums.items()}
 
 
 def rank_one_squares(marginals: Marginals, shard: TensorShard, device: torch.device) -> Tensor:
-    """What a box's squares are by the means of its rows and columns, as a matrix; float32."""
+    """A shard's squares as the product of the means of its rows and columns, a float32 matrix."""
     rows, columns = matrix_shape(shard.sizes)
     if matrix_shape(marginals.shape)[0] == 1 or marginals.mean == 0:
         return torch.full((1, 1), marginals.mean, device=device).expand(rows, columns)
@@ -77,5 +80,5 @@ def _name_parts(global_name: str) -> list[str]:
 
 
 def _is_named_after(moment: list[str], weight: list[str]) -> bool:
-    known = weight[1:] or weight
-    return moment[-len(known) :] == known
+    suffix = weight[1:] or weight
+    return moment[-len(suffix) :] == suffix

@@ -1,4 +1,4 @@
-"""The scheme."""
+"""The scheme "fisher": a budget of loss, or of bits, spent where the loss is least sensitive."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -28,8 +28,9 @@ from shrinkpoint.schemes.evaluate import (
     TrialEvaluator,
     strip_wrapper_prefix,
 )
-from shrinkpoint.schemes.fisher.curvature import Curvature, SquaredGradientSource
-from shrinkpoint.schemes.fisher.moments import MIN_LATTICE_NUMEL, MomentPrecision
+from shrinkpoint.schemes.fisher.curvature import Curvature, SquaredGradientSource, estimate_curvatures
+from shrinkpoint.schemes.fisher.global_weights import GlobalWeights, total_entropy_bits
+from shrinkpoint.schemes.fisher.moments import MIN_LATTICE_NUMEL, MomentPrecision, moments_to_lattices
 from shrinkpoint.schemes.fisher.objective import (
     ErrorTarget,
     LossBudget,
@@ -40,21 +41,22 @@ from shrinkpoint.schemes.fisher.objective import (
     StepChoice,
     rise_to_json,
 )
-from shrinkpoint.schemes.fisher.pool import ALONE, Pool
-from shrinkpoint.schemes.fisher.probe import MeasureLossIncrease
-from shrinkpoint.schemes.fisher.step_candidates import StepCandidates, from_log_step
+from shrinkpoint.schemes.fisher.probe import MeasureLossIncrease, curvatures_from_probe, probe
+from shrinkpoint.schemes.fisher.step_candidates import StepCandidates, from_log_step, reference_curvature
 from shrinkpoint.schemes.plan import QuantizationPlan
-from shrinkpoint.schemes.select import TensorSelection
+from shrinkpoint.schemes.select import TensorSelection, select_tensors, unchanged_tensors
 from shrinkpoint.schemes.shardedtarget import ShardTarget
+from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON, Role
 
+T = TypeVar("T")
 MomentsMode = Literal["coded", "exact", "drop"]
 MOMENT_ROLES = (Role.MOMENT1, Role.MOMENT2)
 MAX_RELATIVE_ERROR = 2.0
-"""Standard deviations of a tensor: more than that leaves no more than signs does."""
+"""The largest `relative_error`, in standard deviations of a tensor: beyond it, little but signs would remain."""
 DEFAULT_BUDGET = 1e-3
-"""Nats."""
+"""The rise of the loss that is allowed if nothing is asked for, in nats."""
 
 
 class Fisher(SpecMixin, RecordEncodingMixin):
@@ -117,13 +119,12 @@ class Fisher(SpecMixin, RecordEncodingMixin):
 
     @property
     def arguments(self) -> dict[str, object]:
-        """See `SpecMixin`."""
-        dial = self._objective
-        said = dial.settings
-        if isinstance(dial, LossBudget) and dial.share is None:
-            said = {"nats": dial.budget}
+        objective = self._objective
+        settings = objective.settings
+        if isinstance(objective, LossBudget) and objective.share is None:
+            settings = {"nats": objective.budget}
         return {
-            **said,
+            **settings,
             "evaluate": self._evaluate,
             "higher_is_better": self._higher_is_better,
             "terms": self._terms,
@@ -136,11 +137,12 @@ class Fisher(SpecMixin, RecordEncodingMixin):
 
     @property
     def evaluate(self) -> Evaluate | None:
+        """The function that measures the loss; None if none was given."""
         return self._evaluate
 
     @property
     def needs_evaluation(self) -> bool:
-        """Whether it asks `evaluate` before it decides."""
+        """Whether planning calls `evaluate`."""
         return self._evaluate is not None
 
     @property
@@ -149,83 +151,111 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         return True
 
     def run_on_writer(self, compute: Callable[[], None]) -> None:
-        """Do something where one process leads and others follow; here there is one."""
+        """Call a function on the process that writes: this one."""
         compute()
 
     def resume(self, loss: JSON, lossy_restores: int = 0) -> None:
-        """Go on from a checkpoint: with its steps and what was known then, and another dither; see `Resumable`."""
+        """Continue from a checkpoint: with its steps and what was learned by then, and another dither."""
         self._lossy_restores = lossy_restores
         self._memory, self._group_curvatures, self._calibration = RunMemory(num_terms=self._terms), {}, Calibration()
         if not isinstance(loss, dict) or loss.get("scheme") != self.id:
             return
-        size, terms = loss.get("size"), loss.get("terms")
-        if type(size) is int and abs(size) < 1 << 10:
-            self._memory.log_step = size
-        if isinstance(terms, float) and 0 < terms < math.inf:
-            self._memory.num_terms = terms
-        found = loss.get("probed")
-        if isinstance(found, dict) and all(isinstance(x, float) and 0 < x < math.inf for x in found.values()):
-            self._group_curvatures = dict(found)
+        log_step, num_terms, probed = loss.get("size"), loss.get("terms"), loss.get("probed")
+        if type(log_step) is int and abs(log_step) < 1 << 10:
+            self._memory.log_step = log_step
+        if isinstance(num_terms, float) and 0 < num_terms < math.inf:
+            self._memory.num_terms = num_terms
+        if isinstance(probed, dict) and all(isinstance(x, float) and 0 < x < math.inf for x in probed.values()):
+            self._group_curvatures = dict(probed)
 
     @torch.no_grad()
     def plan(
-        self, state: FlatState, reference: Reference | None, evaluator: TrialEvaluator | None = None, pool: Pool = ALONE
+        self,
+        state: FlatState,
+        reference: Reference | None,
+        evaluator: TrialEvaluator | None = None,
+        tensors: GlobalTensors | None = None,
     ) -> QuantizationPlan:
-        """Decide for this state.
+        """Decide for this state; a collective of all ranks that `tensors` is of.
 
         Args:
-            reference: what is held of the checkpoint before; None: nothing.
-            evaluator: what to measure on; None: on copies of the state.
-            pool: what there is of these tensors on other ranks, all of which decide at the same time.
+            reference: what a reader decoded of the parent checkpoint; None: nothing.
+            evaluator: what to measure on; None: copies of the state.
+            tensors: the tensors of `state` on all ranks; None: this process has all of them.
 
         Raises:
             PolicyError: `evaluate` raised, or returned no number.
         """
-        began = time.perf_counter()
-        alive = None if evaluator is None else evaluator.quantizable
-        self._synchronize(pool)
-        picks = pool.picks(state, reference, alive)
-        picks.warn_nonfinite()
-        kept = pool.unmoved([*picks.tensors], state, reference)
-        picks, known = picks.exclude(kept, pool.global_tensors(state)), reference
-        if reference is not None and not reference.is_base:
-            reference = None
+        start = time.perf_counter()
+        tensors = GlobalTensors.from_state(state) if tensors is None else tensors
+        quantizable = None if evaluator is None else evaluator.quantizable
+        self._synchronize(tensors)
+        selection = select_tensors(
+            state,
+            tensors,
+            quantizable,
+            min_numel=MIN_LATTICE_NUMEL,
+            min_dims=1,
+            optimized_names=state.optimizer_info.keys(),
+        )
+        selection.warn_nonfinite()
+        unchanged = unchanged_tensors([*selection.tensors], state, reference, tensors)
+        selection = selection.exclude(unchanged, tensors)
+        names = selection.global_names
+        base = reference if reference is not None and reference.is_base else None
         values: dict[str, Tensor] = {}
-        with self._evaluation(state, picks, evaluator, pool) as (quality, problem):
+        with self._evaluation(state, selection, evaluator, tensors, is_idle=not names) as (metric, problem):
             if problem is not None:
                 _warn_loss(f"{problem.observation}, so this checkpoint is exact, weights and moments: {problem.advice}")
                 self._memory.log_step, self._num_saves = None, self._num_saves + 1
-                record = self._loss_record(StepChoice(None), picks, quality, began) | {"exact": problem.observation}
-                held: dict[str, QuantizedTensor] = {name: one.cpu() for name, one in kept.items()}
-                return QuantizationPlan(self.id, held, {}, "exact", self.coders, record, min_size=_min_shape(pool))
-            further = self._quantize_moments(state, known, values, pool)
-            answer = self._quantize_weights(state, picks, reference, evaluator, kept | further, pool, quality)
-        if answer.left_out:
+                record = self._loss_record(StepChoice(None), selection, metric, start) | {"exact": problem.observation}
+                return self._make_plan(tensors, unchanged, {}, "exact", record, {})
+            moments = self._quantize_moments(state, reference, values, tensors)
+            choice = StepChoice(None)
+            if names:
+                weights = GlobalWeights(tensors, selection.tensors, names)
+                choice = self._quantize_weights(weights, state, selection, base, evaluator, unchanged | moments, metric)
+        if choice.left_out:
             _warn_loss(
-                f"weights that no points of these steps reach are kept as they are: {', '.join(answer.left_out)}"
+                f"weights that no points of these steps reach are kept as they are: {', '.join(choice.left_out)}"
             )
-        symbols: dict[str, QuantizedTensor] = (
-            {} if answer.weights is None else {n: p.cpu() for n, p in answer.weights.points.items()}
-        )
-        symbols |= {name: one.cpu() for name, one in (kept | further).items()}
+        points: dict[str, QuantizedTensor] = {} if choice.weights is None else dict(choice.weights.points)
+        points |= unchanged | moments
         self._num_saves += 1
-        loss = self._loss_record(answer, picks, quality, began)
-        loss["chosen"] = self._chosen_json(any(pool.total(len(symbols))))
-        if loss["chosen"] is not None and self._evaluate is None:
-            self._unmeasured_notice.warn_once(self, quiet=not pool.leads)
+        record = self._loss_record(choice, selection, metric, start)
+        record["chosen"] = self._chosen_json(any(tensors.sum_over_ranks(len(points))))
+        if record["chosen"] is not None and self._evaluate is None:
+            self._unmeasured_notice.warn_once(self, quiet=tensors.rank > 0)
+        if choice.weights is not None:
+            values |= choice.weights.values
         optimizer: others.Mode = "reset" if self._moments == "drop" else "exact"
-        if answer.weights is not None:
-            values |= answer.weights.values
-        values = {name: x for name, x in values.items() if x.device.type == "cpu"}
+        return self._make_plan(tensors, points, selection.cast_sources, optimizer, record, values)
+
+    def _make_plan(
+        self,
+        tensors: GlobalTensors,
+        points: Mapping[str, QuantizedTensor],
+        cast_sources: dict[str, str],
+        optimizer: others.Mode,
+        record: dict[str, Any],
+        values: Mapping[str, Tensor],
+    ) -> QuantizationPlan:
         return QuantizationPlan(
-            self.id, symbols, picks.cast_sources, optimizer, self.coders, loss, values, min_size=_min_shape(pool)
+            self.id,
+            {name: one.cpu() for name, one in points.items()},
+            cast_sources,
+            optimizer,
+            self.coders,
+            record,
+            {name: x for name, x in values.items() if x.device.type == "cpu"},
+            min_size=(MIN_LATTICE_NUMEL, 1) if tensors.is_unsharded else None,
         )
 
     def _loss_record(
-        self, choice: StepChoice, selection: TensorSelection, quality: DegradationMetric | None, start: float
+        self, choice: StepChoice, selection: TensorSelection, metric: DegradationMetric | None, start: float
     ) -> dict[str, Any]:
-        """What the manifest says of what was lost, but for what was chosen."""
-        idle = quality is None and self._evaluate is not None  # no weight has moved: there is nothing to measure
+        """What a manifest records of the loss of information, but for "chosen"."""
+        is_idle = metric is None and self._evaluate is not None  # no weight has moved: there is nothing to measure
         record: dict[str, Any] = {
             "scheme": self.id,
             **self._objective.settings,
@@ -236,111 +266,124 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             "probed": self._group_curvatures or None,
             "left_out": [*selection.nonfinite, *choice.left_out],
             "chosen": None,
-            "rise": 0.0 if idle else rise_to_json(choice.rise),
+            "rise": 0.0 if is_idle else rise_to_json(choice.rise),
             "measured": self._evaluate is not None,
         }
-        if quality is not None:
-            record |= {"quality": rise_to_json(quality.baseline.value), "noise": self._calibration.noise}
+        if metric is not None:
+            record |= {"quality": rise_to_json(metric.baseline.value), "noise": self._calibration.noise}
         if choice.interval is not None:
             record["interval"] = [rise_to_json(end) for end in choice.interval]
         return record | {"seconds": round(time.perf_counter() - start, 3)}
 
-    def _synchronize(self, pool: Pool) -> None:
-        """What processes do not remember alike is forgotten."""
-        learned = self._memory
-        self._lossy_restores = pool.largest(self._lossy_restores) or 0
-        self._num_saves = pool.largest(self._num_saves) or 0
-        learned.log_step, learned.num_terms = (
-            pool.agreed(learned.log_step),
-            pool.agreed(learned.num_terms) or self._terms,
-        )
-        self._group_curvatures = pool.agreed(self._group_curvatures) or {}
-        self._calibration.set_state(pool.agreed(self._calibration.state))
+    def _synchronize(self, tensors: GlobalTensors) -> None:
+        """Forget what ranks remember differently, and count restores and saves by the highest count."""
+        memory = self._memory
+        self._lossy_restores = _max_over_ranks(tensors, self._lossy_restores) or 0
+        self._num_saves = _max_over_ranks(tensors, self._num_saves) or 0
+        memory.log_step = _value_if_equal(tensors, memory.log_step)
+        memory.num_terms = _value_if_equal(tensors, memory.num_terms) or self._terms
+        self._group_curvatures = _value_if_equal(tensors, self._group_curvatures) or {}
+        self._calibration.set_state(_value_if_equal(tensors, self._calibration.state))
 
     def _chosen_json(self, lossy: bool) -> JSON:
-        """What every manifest says of a choice; None where nothing was lost."""
+        """The entry "chosen" of a manifest; None if nothing was lost."""
         if not lossy and self._moments != "drop":
             return None
-        size = self._memory.log_step
-        return {"step_in_deviations": None if size is None else round(from_log_step(size), 4), "moments": self._moments}
+        log_step = self._memory.log_step
+        step = None if log_step is None else round(from_log_step(log_step), 4)
+        return {"step_in_deviations": step, "moments": self._moments}
 
     # what a store calls
 
     def quantize(self, state: FlatState, reference: Reference | None) -> QuantizedState:
-        """Decide and quantize; see `schemes.Scheme`."""
+        """Decide and quantize."""
         return self.plan(state, reference).quantize(state, reference)
 
     def _quantize_moments(
-        self, state: FlatState, reference: Reference | None, values: dict[str, Tensor], pool: Pool
+        self, state: FlatState, reference: Reference | None, values: dict[str, Tensor], tensors: GlobalTensors
     ) -> dict[str, QuantizedTensor]:
-        """Fills `values` with those of second moments."""
+        """Quantize the optimizer's moments, by name; fills `values` with the decoded second moments."""
         if self._moments != "coded":
             return {}
-        updates = [facts.step for facts in state.optimizer_info.values() if facts.step is not None]
-        number = pool.largest(max(updates, default=None))
+        updates = [info.step for info in state.optimizer_info.values() if info.step is not None]
+        number = _max_over_ranks(tensors, max(updates, default=None))
         if number is None:
             number = self._num_saves + (self._lossy_restores << 20)
-        kept = pool.unmoved([n for n, info in state.infos.items() if info.role in MOMENT_ROLES], state, reference)
-        kept = {name: one for name, one in kept.items() if isinstance(one, LatticeTensor)}
-        values.update((name, state.tensors[name]) for name in kept if state.infos[name].role is Role.MOMENT2)
-        return kept | dict(pool.moments(state, number, self._seed, MomentPrecision(), values, kept))
+        names = [name for name, info in state.infos.items() if info.role in MOMENT_ROLES]
+        unchanged = {
+            name: points
+            for name, points in unchanged_tensors(names, state, reference, tensors).items()
+            if isinstance(points, LatticeTensor)
+        }
+        values.update((name, state.tensors[name]) for name in unchanged if state.infos[name].role is Role.MOMENT2)
+        points: dict[str, QuantizedTensor] = dict(unchanged)
+        points |= moments_to_lattices(tensors, state, number, self._seed, MomentPrecision(), values, unchanged)
+        return points
 
     def _quantize_weights(
         self,
+        weights: GlobalWeights,
         state: FlatState,
         selection: TensorSelection,
         reference: Reference | None,
         evaluator: TrialEvaluator | None,
-        moment_origins: Mapping[str, QuantizedTensor],
-        pool: Pool,
-        quality: DegradationMetric | None,
+        other_points: Mapping[str, QuantizedTensor],
+        metric: DegradationMetric | None,
     ) -> StepChoice:
-        if not pool.count(selection.tensors):
-            return StepChoice(None)
-        recorded = self._recorder_values(evaluator)
-        for name, master in selection.cast_sources.items():
-            if name in recorded:
-                recorded.setdefault(master, recorded[name])
-        known = pool.curvatures(
-            selection.tensors, replace(state, optimizer_info=selection.optimizer_info_of_masters(state)), recorded
-        )
+        """Choose a step size for the weights.
+
+        Args:
+            reference: None also where it cannot be a base.
+            other_points: of moments, and of weights that have not changed, by name.
+            metric: None if nothing is measured.
+        """
         if reference is None:
             self._memory.log_step = None
-        size = self._memory.log_step
-        kinds = {} if evaluator is None else evaluator.layer_types
-        change = None if quality is None else lambda values: quality.degradation(selection.with_casts(values, state))
-        if change is not None and pool.usual(known, selection.tensors) <= 0:
-            known = self._probe_curvatures(selection.tensors, lambda values: change(values).rise, pool) or known
-        drafts = StepCandidates(
-            selection.tensors, known, reference, size, self._lossy_restores, self._seed, kinds, pool
+        log_step = self._memory.log_step
+        change = None if metric is None else lambda values: metric.degradation(selection.with_casts(values, state))
+        curvatures = estimate_curvatures(
+            weights,
+            replace(state, optimizer_info=selection.optimizer_info_of_masters(state)),
+            self._recorder_values(evaluator, selection),
         )
-        codes = {name: one.codes for name, one in moment_origins.items() if not _is_inherited(name, one, reference)}
-        room = self._count_state_bits(state, {*drafts.weights, *selection.cast_sources, *moment_origins}, codes, pool)
-        dial = self._objective
-        if quality is not None and isinstance(dial, LossBudget):
-            allowed, noise = dial.relative_budget(quality.scale), (self._calibration.noise or 0.0) * quality.scale
-            if warning := self._calibration.noise_warning(allowed):
-                _warn_loss(warning)
-            dial = dial.in_loss_unit(quality.scale, noise)
-        answer = dial.choose(drafts, self._memory, None if change is None else lambda draft: change(draft.values), room)
-        if answer.interval is not None and quality is not None and isinstance(dial, LossBudget):
-            scale = quality.scale
-            ends = answer.interval[0] / scale, answer.interval[1] / scale
-            if doubt := self._calibration.interval_warning(
-                (answer.rise or 0.0) / scale, ends, dial.relative_budget(scale)
+        if change is not None and reference_curvature(weights, curvatures) <= 0:
+            curvatures = self._probe_curvatures(weights, lambda values: change(values).rise) or curvatures
+        layer_types = {} if evaluator is None else evaluator.layer_types
+        candidates = StepCandidates(
+            weights, curvatures, reference, log_step, self._lossy_restores, self._seed, layer_types
+        )
+        codes = {name: one.codes for name, one in other_points.items() if not _is_inherited(name, one, reference)}
+        coded = {*candidates.weights, *selection.cast_sources, *other_points}
+        state_bits = self._count_state_bits(state, coded, codes, weights.tensors)
+        objective = self._measured_objective(metric)
+        measure = None if change is None else lambda quantized: change(quantized.values)
+        choice = objective.choose(candidates, self._memory, measure, state_bits)
+        if choice.interval is not None and metric is not None and isinstance(objective, LossBudget):
+            scale = metric.scale
+            interval = choice.interval[0] / scale, choice.interval[1] / scale
+            if warning := self._calibration.interval_warning(
+                (choice.rise or 0.0) / scale, interval, objective.relative_budget(scale)
             ):
-                _warn_loss(doubt)
-        if answer.weights is None:
+                _warn_loss(warning)
+        if choice.weights is None:
             _warn_loss(f"no steps keep the loss within {self}: this checkpoint's weights are exact")
-            self._memory.log_step = None
-        else:
-            self._memory.log_step = answer.weights.log_step
-        return answer
+        self._memory.log_step = None if choice.weights is None else choice.weights.log_step
+        return choice
+
+    def _measured_objective(self, metric: DegradationMetric | None) -> Objective:
+        """The objective in the loss's own unit, less the noise of a measurement, if something is measured."""
+        objective = self._objective
+        if metric is None or not isinstance(objective, LossBudget):
+            return objective
+        noise = (self._calibration.noise or 0.0) * metric.scale
+        if warning := self._calibration.noise_warning(objective.relative_budget(metric.scale)):
+            _warn_loss(warning)
+        return objective.in_loss_unit(metric.scale, noise)
 
     def _count_state_bits(
-        self, state: FlatState, coded: set[str], codes: Mapping[str, Tensor], pool: Pool
+        self, state: FlatState, coded: set[str], codes: Mapping[str, Tensor], tensors: GlobalTensors
     ) -> StateBits:
-        """What a whole state has beside the weights: moments, and what stays exact. Only a ratio asks for it.
+        """Count the bits of a whole state besides the weights: moments and exact tensors. Only a ratio needs them.
 
         Args:
             coded: names of all that does not stay exact.
@@ -350,63 +393,77 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             return StateBits(math.inf, 0.0, is_first=False)
         drop = self._moments == "drop"
         coded = coded | {name for name, info in state.infos.items() if drop and info.role in MOMENT_ROLES}
-        exact = 8 * sum(info.nbytes for name, info in state.infos.items() if name not in coded and pool.counts(name))
-        raw = 8 * sum(info.nbytes for name, info in state.infos.items() if pool.counts(name))
-        both = pool.total(exact, raw)
-        return StateBits(both[1], both[0] + pool.bits(codes), is_first=self._num_saves == 0)
+        sizes = {name: 8 * info.nbytes for name, info in state.infos.items() if tensors.is_primary(name)}
+        exact, raw = tensors.sum_over_ranks(
+            sum(size for name, size in sizes.items() if name not in coded), sum(sizes.values())
+        )
+        return StateBits(raw, exact + total_entropy_bits(tensors, codes), is_first=self._num_saves == 0)
 
-    def _probe_curvatures(
-        self, weights: Mapping[str, Tensor], rise: MeasureLossIncrease, pool: Pool
-    ) -> dict[str, Curvature]:
-        """What the loss says of each kind of weights, asked once in a run; nothing where it minds none of them."""
+    def _probe_curvatures(self, weights: GlobalWeights, loss_increase: MeasureLossIncrease) -> dict[str, Curvature]:
+        """Curvatures from perturbing groups of weights, measured once a run; none if no group raises the loss."""
         if not self._group_curvatures:
-            self._group_curvatures = pool.probe(weights, rise)
+            self._group_curvatures = probe(weights, loss_increase)
             if self._memory.num_terms is None:
                 self._memory.num_terms = 1.0
-        return pool.probed(weights, self._group_curvatures) if self._group_curvatures else {}
+        return curvatures_from_probe(weights, self._group_curvatures) if self._group_curvatures else {}
 
     @contextmanager
     def _evaluation(
-        self, state: FlatState, selection: TensorSelection, evaluator: TrialEvaluator | None, pool: Pool
+        self,
+        state: FlatState,
+        selection: TensorSelection,
+        evaluator: TrialEvaluator | None,
+        tensors: GlobalTensors,
+        *,
+        is_idle: bool,
     ) -> Iterator[tuple[DegradationMetric | None, EvaluateProblem | None]]:
-        """How to measure what other values of some weights do, and why that is of no use, if it is not.
+        """How to measure the effect of other weights, and what makes that useless, if anything does.
 
-        None where nothing was asked for, or there is nothing to measure.
+        Args:
+            is_idle: no weight has changed. Then, and if there is no `evaluate`, both are None.
         """
-        if self._evaluate is None or not pool.count(selection.tensors):
+        if self._evaluate is None or is_idle:
             yield None, None
             return
         evaluator = TrialEvaluator(state, self._evaluate) if evaluator is None else evaluator
         with evaluator:
-            quality = DegradationMetric(evaluator.evaluate, higher_is_better=self._higher_is_better)
+            metric = DegradationMetric(evaluator.evaluate, higher_is_better=self._higher_is_better)
             allowed = self._objective.relative_budget if isinstance(self._objective, LossBudget) else None
-            yield (
-                quality,
-                self._calibration.find_problem(quality, make_perturbations(selection, state, pool.title), allowed),
-            )
+            perturbations = make_perturbations(selection, state, tensors.global_name)
+            yield metric, self._calibration.find_problem(metric, perturbations, allowed)
 
-    def _recorder_values(self, evaluator: TrialEvaluator | None) -> dict[str, Tensor]:
-        """What was recorded, by the names of the state."""
+    def _recorder_values(self, evaluator: TrialEvaluator | None, selection: TensorSelection) -> dict[str, Tensor]:
+        """The recorder's mean squared gradients by name in the state, of masters as of their casts."""
         if self._recorder is None or not isinstance(evaluator, ModelEvaluator | ShardTarget):
             return {}
-        squares = self._recorder.square  # a copy, made by every look at it
+        squares = self._recorder.square  # a copy, made by every access
         if not squares and self._recorder.ready:
             do = "make the recorder with squares=True"
             raise PolicyError("gradients", found="a recorder without squares", expected="one with squares", do=do)
         if isinstance(evaluator, ShardTarget):
-            return evaluator.recorded(squares)
-        recorded = {strip_wrapper_prefix(name): square for name, square in squares.items()}
-        return {
-            evaluator.state_names[name]: square for name, square in recorded.items() if name in evaluator.state_names
-        }
+            recorded = evaluator.recorded(squares)
+        else:
+            parameters = {strip_wrapper_prefix(name): square for name, square in squares.items()}
+            names = evaluator.state_names
+            recorded = {names[name]: square for name, square in parameters.items() if name in names}
+        for name, master in selection.cast_sources.items():
+            if name in recorded:
+                recorded.setdefault(master, recorded[name])
+        return recorded
 
 
-def _min_shape(pool: Pool) -> tuple[int, int] | None:
-    return (MIN_LATTICE_NUMEL, 1) if pool is ALONE else None
+def _max_over_ranks(tensors: GlobalTensors, number: int | None) -> int | None:
+    return max((one for one in tensors.all_gather(number) if one is not None), default=None)
 
 
-def _is_inherited(name: str, origin: QuantizedTensor, reference: Reference | None) -> bool:
-    return reference is not None and reference.quantized.get(name) is origin
+def _value_if_equal(tensors: GlobalTensors, value: T) -> T | None:
+    """The value that all ranks have; None if they differ."""
+    first, *rest = tensors.all_gather(value)
+    return first if all(other == first for other in rest) else None
+
+
+def _is_inherited(name: str, points: QuantizedTensor, reference: Reference | None) -> bool:
+    return reference is not None and reference.quantized.get(name) is points
 
 
 def _make_objective(
@@ -418,9 +475,9 @@ def _make_objective(
     is_measured: bool,
 ) -> Objective:
     asked = {"budget": budget, "nats": nats, "ratio": ratio, "relative_error": relative_error}
-    given = [name for name, value in asked.items() if value is not None]
-    if len(given) > 1:
-        found = " and ".join(given)
+    names = [name for name, value in asked.items() if value is not None]
+    if len(names) > 1:
+        found = " and ".join(names)
         raise PolicyError("Fisher", found=found, expected="one of them", do="say in one way how much may be lost")
     if budget is not None:
         return LossBudget(DEFAULT_BUDGET, 100 * _parse_budget(budget, is_measured=is_measured))
@@ -434,7 +491,7 @@ def _make_objective(
 
 
 def _parse_budget(budget: Any, *, is_measured: bool) -> float:
-    """Of the loss, as a fraction."""
+    """Read a share of the loss such as "1%" as a fraction."""
     if not isinstance(budget, str):
         expected, do = 'a share of the loss such as "1%"', "write nats= for a rise in the loss's own unit"
         raise validate.argument_error("budget", budget, expected, do)
@@ -442,7 +499,7 @@ def _parse_budget(budget: Any, *, is_measured: bool) -> float:
         raise validate.argument_error("budget", budget, 'a share of the loss such as "1%"', "write a number and %")
     share = validate.check_fraction("budget", budget)
     if not is_measured:
-        found, do = f"{budget!r} of a loss that nobody measures", "pass evaluate=, or nats= in the loss's own unit"
+        found, do = f"{budget!r} of a loss that is not measured", "pass evaluate=, or nats= in the loss's own unit"
         raise PolicyError("budget", found=found, expected="evaluate=", do=do)
     return share
 

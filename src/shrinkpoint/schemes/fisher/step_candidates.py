@@ -12,11 +12,13 @@ from torch import Tensor
 from shrinkpoint.codec.lattice import STEPS_PER_OCTAVE, Lattice, LatticeTensor, as_matrix
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.schemes.fisher.curvature import Curvature
+from shrinkpoint.schemes.fisher.global_weights import GlobalWeights, total_entropy_bits
 from shrinkpoint.schemes.fisher.hysteresis import fit_hysteresis
-from shrinkpoint.schemes.fisher.pool import ALONE, Pool
 from shrinkpoint.schemes.fisher.steps import (
     MAX_STEP_STD,
     PreviousPoints,
+    geometric_mean_curvature,
+    make_lattice,
     points_in_range,
     quantize_weight,
     rescale,
@@ -26,27 +28,28 @@ from shrinkpoint.schemes.fisher.steps import (
 from shrinkpoint.schemes.fisher.stochastic_rounding import choose_stochastic_rounding
 
 MIN_RETAINED = 0.93
-"""Of the weights' progress since the checkpoint before, at least."""
+"""The share of the weights' progress since the parent checkpoint that hysteresis must retain."""
 MAX_HYSTERESIS = 0.75
-"""Steps from its point at which a weight leaves it, at most."""
+"""The largest hysteresis, in steps."""
 MAX_STEP_EXCESS = STEPS_PER_OCTAVE
-"""Eighths of an octave by which the steps before may be larger than those that a weight would get now. They are more
-where it has shrunk since, or was saved while it was far too large, and then they would round it away."""
+"""By how many eighths of an octave inherited steps may exceed those that a weight would get now. They exceed them more
+if it has shrunk since, or was saved while it was far too large; then they would round it away."""
 _BITS_SAMPLE = 1 << 14
+"""Values of each weight from which bits are estimated, about."""
 
 
 @dataclass(frozen=True)
 class QuantizedWeights:
-    """One way to write the weights.
+    """The weights of one state, quantized with one step size.
 
     Attributes:
-        log_step: of its steps, in eighths of an octave: 0 is a standard deviation, in the geometric mean over all
+        log_step: the step size in eighths of an octave: 0 is one standard deviation, in the geometric mean over all
             weights.
-        points: by name of a weight.
-        slope, curved: the two terms of the predicted rise, the second one of a single loss term.
-        hysteresis: see `weights.points_of`.
-        left_out: weights that stay exact, since points would not reach as far as they do.
-        values: what the points stand for, of the weights' dtypes and on their devices.
+        points: this rank's points, by local name.
+        slope_term, curvature_term: the two terms of the predicted rise; the second one for a single loss term.
+        hysteresis: in steps; see `steps.quantize_weight`.
+        left_out: global names of weights that stay exact, because points do not reach as far as they do.
+        values: the decoded points, in the weights' dtypes and on their devices.
     """
 
     log_step: int
@@ -58,180 +61,211 @@ class QuantizedWeights:
     values: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
 
+def reference_curvature(weights: GlobalWeights, curvatures: Mapping[str, Curvature]) -> float:
+    """The geometric mean of the curvature over all weights of all ranks, 0 if none is known; a collective."""
+    reports = weights.tensors.gather_by_tensor({n: c.mean for n, c in curvatures.items() if weights.is_primary(n)})
+    means = {name: reports[name][0] for name in weights.templates if name in reports}
+    return geometric_mean_curvature(means, {name: weights.templates[name].numel() for name in means})
+
+
 class StepCandidates:
-    """Drafts of the weights of one state.
+    """The weights of one state, to be quantized with any step size. All methods are collectives.
 
     Args:
-        weights: by name; finite.
-        curvatures: of each.
-        reference: what a reader has of the checkpoint before; None: nothing.
-        parent_log_step: of the steps of that checkpoint; None: not known, or not to be kept.
-        lossy_restores: lossy restores behind the weights.
+        weights: finite.
+        curvatures: of each local weight, by name.
+        reference: what a reader decoded of the parent checkpoint; None: nothing.
+        parent_log_step: the step size of that checkpoint; None if unknown, or not to be kept.
+        lossy_restores: how often the weights were restored with a loss.
         seed: of the dither.
-        layer_types: of layers, by name of a weight, where there is more to go by than the name.
-        pool: what there is of these weights elsewhere. Then this process has boxes of some of them, and `curvatures`
-            has the
-            margins of the whole weights; every method is called by all processes.
+        layer_types: types of layers by name of a weight; missing ones are guessed from the name.
+
+    Attributes:
+        weights: local weights that have a lattice, by name.
+        unit_lattices: their lattices at `log_step` 0, by name.
+        curvatures: as given; if nothing is known of any weight, assumed ones.
+        no_curvature: nothing is known of any weight, so that a predicted rise has no unit.
     """
 
     def __init__(
         self,
-        weights: Mapping[str, Tensor],
+        weights: GlobalWeights,
         curvatures: Mapping[str, Curvature],
         reference: Reference | None,
         parent_log_step: int | None,
         lossy_restores: int,
         seed: int,
         layer_types: Mapping[str, str] | None = None,
-        pool: Pool = ALONE,
     ) -> None:
-        self._reference, self._parent_log_step, self._pool = reference, parent_log_step, pool
-        self._inherited: set[str] = set()
+        self._global, self._reference, self._parent_log_step = weights, reference, parent_log_step
+        typical = reference_curvature(weights, curvatures)
+        types = {weights.global_name(name): layer_type for name, layer_type in (layer_types or {}).items()}
+        scales, seeds, fresh = dict[str, float](), dict[str, int](), dict[str, Lattice | None]()
+        for name, weight in weights.local.items():
+            title = weights.global_name(name)
+            scales[name] = step_scale(title, weight, curvatures[name], typical, types)
+            seeds[name] = weights.local_seed(name, weight_dither_seed(title, lossy_restores, seed))
+            fresh[name] = self._fresh_lattice(name, curvatures[name], typical, seeds[name], scales[name])
+        inherited = self._inherited_lattices()
+        self._stochastic = choose_stochastic_rounding(weights, inherited.keys(), seeds, reference)
+        too_coarse = weights.tensors.union(
+            name
+            for name, lattice in inherited.items()
+            if name not in self._stochastic and _is_too_coarse(lattice, fresh[name])
+        )
+        self._inherited = {name for name in inherited if weights.global_name(name) not in too_coarse}
         self.unit_lattices: dict[str, Lattice] = {}
-        """Of size 0, of those weights that have points."""
-        usual = pool.usual(curvatures, weights)
-        titled = {pool.title(name): kind for name, kind in (layer_types or {}).items()}
-        cares = {name: step_scale(pool.title(name), x, curvatures[name], usual, titled) for name, x in weights.items()}
-        seeds = {name: pool.seed(name, weight_dither_seed(pool.title(name), lossy_restores, seed)) for name in weights}
-        likes = {name: self._inherited_lattice(name, x, parent_log_step) for name, x in weights.items()}
-        like = {name: one for name, one in likes.items() if one is not None}
-        fresh = {
-            name: pool.lattice(name, x, curvatures[name], usual, seeds[name], cares[name])
-            for name, x in weights.items()
-        }
-        self._stochastic = choose_stochastic_rounding({name: weights[name] for name in like}, seeds, reference, pool)
-        moved = {name: one for name, one in like.items() if name not in self._stochastic}
-        outgrown = pool.anywhere(name for name, one in moved.items() if _is_too_coarse(one, fresh[name]))
-        like = {name: one for name, one in like.items() if pool.title(name) not in outgrown}
-        for name in weights:
-            lattice = like.get(name)
-            if lattice is None:
-                made = fresh[name]
-            else:
-                made = lattice if name in self._stochastic else replace(lattice, seed=seeds[name])
-                self._inherited.add(name)
-            if made is not None:
-                self.unit_lattices[name] = made
-        self.weights = {name: weights[name] for name in self.unit_lattices}
-        self.no_curvature = usual <= 0
-        """Nothing is known of any weight: the prediction is in no unit."""
+        for name in weights.local:
+            lattice = fresh[name]
+            if name in self._inherited:
+                lattice = inherited[name]
+                lattice = lattice if name in self._stochastic else replace(lattice, seed=seeds[name])
+            if lattice is not None:
+                self.unit_lattices[name] = lattice
+        self.weights = {name: weights.local[name] for name in self.unit_lattices}
+        self.no_curvature = typical <= 0
         self.curvatures = dict(curvatures)
         if self.no_curvature:
-            self.curvatures = {
-                name: self._assumed_curvature(name, x, pool.count(weights)) for name, x in self.weights.items()
-            }
-        self._max_steps = {
-            name: MAX_STEP_STD * cares[name] * pool.deviation(name, x) for name, x in self.weights.items()
-        }
+            self.curvatures = {name: self._assumed_curvature(name, weight) for name, weight in self.weights.items()}
+        self._max_steps = {name: MAX_STEP_STD * scales[name] * self._std(name) for name in self.weights}
 
     def curvature_term(self, log_step: int) -> float:
-        """What errors spread evenly over each cell raise the loss by, for a single loss term."""
+        """The rise, for a single loss term, that errors uniform in each cell would cause at this step size."""
         total = 0.0
         for name in self.unit_lattices:
-            squares = self.curvatures[name].squares if self._pool.counts(name) else None
+            squares = self.curvatures[name].squares if self._global.is_primary(name) else None
             if squares is not None:
                 steps = self._lattice_at(name, log_step).scales(device=squares.device)
                 total += float((squares * steps.square()).sum(dtype=torch.float64)) / 24
-        return self._pool.total(total)[0]
+        return self._global.tensors.sum_over_ranks(total)[0]
 
     def quantize(self, log_step: int) -> QuantizedWeights:
-        """With steps of this size. Weights whose points would not reach far enough are left out, and stay exact."""
+        """Quantize with steps of this size; weights that codes do not reach as far as are left out."""
+        tensors = self._global.tensors
         lattices = {name: self._lattice_at(name, log_step) for name in self.unit_lattices}
-        before = {name: self._previous_points(name, one) for name, one in lattices.items()}
-        same = {name: one for name, one in before.items() if one is not None}
-        hold = fit_hysteresis(self.weights, lattices, same, MIN_RETAINED, MAX_HYSTERESIS, self._pool)
-        found = {name: self._quantize_weight(name, one, before[name], hold) for name, one in lattices.items()}
-        left_out = self._pool.anywhere(name for name, one in found.items() if one is None)
-        points = {n: one for n, one in found.items() if one is not None and self._pool.title(n) not in left_out}
+        previous = {name: self._previous_points(name, lattice) for name, lattice in lattices.items()}
+        comparable = {name: points for name, points in previous.items() if points is not None}
+        hysteresis = fit_hysteresis(self._global, lattices, comparable, MIN_RETAINED, MAX_HYSTERESIS)
+        results = {
+            name: self._quantize_weight(name, lattice, previous[name], hysteresis) for name, lattice in lattices.items()
+        }
+        left_out = tensors.union(name for name, points in results.items() if points is None)
+        points = {
+            name: points
+            for name, points in results.items()
+            if points is not None and self._global.global_name(name) not in left_out
+        }
         values = {name: one.dequantize(self.weights[name].dtype) for name, one in points.items()}
-        slope = curved = 0.0
-        for name, made in values.items():
-            error = as_matrix(made).to(torch.float32) - as_matrix(self.weights[name]).to(torch.float32)
-            first, second = self.curvatures[name].rise_terms(error) if self._pool.counts(name) else (0.0, 0.0)
-            slope, curved = slope + first, curved + second
-        slope, curved = self._pool.total(slope, curved)
-        titles = dict.fromkeys((*map(self._pool.title, self.unit_lattices), *sorted(left_out)))
-        return QuantizedWeights(
-            log_step, points, slope, curved, hold, tuple(one for one in titles if one in left_out), values
-        )
+        slope, curvature = tensors.sum_over_ranks(*self._rise_terms(values))
+        names = dict.fromkeys((*map(self._global.global_name, self.unit_lattices), *sorted(left_out)))
+        ordered = tuple(name for name in names if name in left_out)
+        return QuantizedWeights(log_step, points, slope, curvature, hysteresis, ordered, values)
 
     def bits(self, log_step: int) -> float:
-        """What its points cost, about: the entropy of the differences in a part of them."""
+        """The estimated size of the points in bits: the entropy of their differences to the parent's, on a sample."""
         codes = {name: self._sample_codes(name, self._lattice_at(name, log_step)) for name in self.unit_lattices}
-        return self._pool.bits(codes, self.weights)
+        return total_entropy_bits(self._global.tensors, codes, are_sampled=True)
+
+    def _std(self, name: str) -> float:
+        """The standard deviation of the global tensor of a local weight."""
+        return self._global.std[self._global.global_name(name)]
+
+    def _rise_terms(self, values: Mapping[str, Tensor]) -> tuple[float, float]:
+        """This rank's part of the slope term and the curvature term of the predicted rise."""
+        slope = curvature = 0.0
+        for name, decoded in values.items():
+            if self._global.is_primary(name):
+                error = as_matrix(decoded).to(torch.float32) - as_matrix(self.weights[name]).to(torch.float32)
+                first, second = self.curvatures[name].rise_terms(error)
+                slope, curvature = slope + first, curvature + second
+        return slope, curvature
+
+    def _fresh_lattice(
+        self, name: str, curvature: Curvature, typical: float, seed: int, scale: float
+    ) -> Lattice | None:
+        """This rank's part of the lattice that a weight gets if it inherits none."""
+        shard = self._global.tensors.local_shards[name]
+        lattice = make_lattice(shard.spec.global_shape, curvature, typical, 0, self._std(name) * scale)
+        return None if lattice is None else replace(shard.spec.slice_lattice(lattice, shard.sizes), seed=seed)
 
     def _quantize_weight(
         self, name: str, lattice: Lattice, previous: PreviousPoints | None, hysteresis: float
     ) -> LatticeTensor | None:
-        x = self.weights[name]
+        weight = self.weights[name]
         if name in self._stochastic:
-            return points_in_range(self._stochastic[name].quantize(x, lattice), x.dtype)
-        return quantize_weight(x, lattice, previous, hysteresis)
+            return points_in_range(self._stochastic[name].quantize(weight, lattice), weight.dtype)
+        return quantize_weight(weight, lattice, previous, hysteresis)
 
     def _previous_points(self, name: str, lattice: Lattice) -> PreviousPoints | None:
-        """None of weights that are not held, but rounded by chance."""
-        return (
-            None
-            if name in self._stochastic
-            else PreviousPoints.from_reference(name, self.weights[name], lattice, self._reference)
-        )
+        """The parent's points on this lattice; None for weights with stochastic rounding, which have no hysteresis."""
+        if name in self._stochastic:
+            return None
+        return PreviousPoints.from_reference(name, self.weights[name], lattice, self._reference)
 
     def _lattice_at(self, name: str, log_step: int) -> Lattice:
-        """Steps that were capped once are not capped again: a deviation that has changed a little would change them."""
-        kept = name in self._inherited and self._parent_log_step is not None and log_step <= self._parent_log_step
-        made = rescale(self.unit_lattices[name], log_step, math.inf if kept else self._max_steps[name])
-        return self._stochastic[name].keep_steps(made) if name in self._stochastic else made
+        """The lattice at a step size. Inherited steps are not capped again: a slightly new std would change them."""
+        is_inherited = name in self._inherited and self._parent_log_step is not None
+        is_uncapped = is_inherited and log_step <= (self._parent_log_step or 0)
+        lattice = rescale(self.unit_lattices[name], log_step, math.inf if is_uncapped else self._max_steps[name])
+        return self._stochastic[name].keep_steps(lattice) if name in self._stochastic else lattice
 
     def _sample_codes(self, name: str, lattice: Lattice) -> Tensor:
-        """Differences of points, of some rows."""
-        x = self.weights[name]
-        every = self._pool.rows(name, x, _BITS_SAMPLE)
-        steps = replace(lattice, rows=lattice.rows[every]).scales(device=x.device)
-        codes = (as_matrix(x)[every].to(torch.float32) / steps).round()
-        held = None if self._reference is None else self._reference.get_like(name, tuple(x.shape), x.dtype)
-        if held is not None:
-            codes = codes - (as_matrix(held)[every].to(x.device, torch.float32) / steps).round()
+        """Differences between codes and the parent's values on the same lattice, in a sample of the rows."""
+        weight, rows = self.weights[name], self._global.sampled_rows(name, _BITS_SAMPLE)
+        steps = replace(lattice, rows=lattice.rows[rows]).scales(device=weight.device)
+        codes = (as_matrix(weight)[rows].to(torch.float32) / steps).round()
+        parent = None if self._reference is None else self._reference.get_like(name, tuple(weight.shape), weight.dtype)
+        if parent is not None:
+            codes = codes - (as_matrix(parent)[rows].to(weight.device, torch.float32) / steps).round()
         return codes
 
-    def _assumed_curvature(self, name: str, weight: Tensor, count: int) -> Curvature:
-        """Where nothing is known of any of so many weights: a rise by the share of their variances that is lost.
+    def _assumed_curvature(self, name: str, weight: Tensor) -> Curvature:
+        """A curvature if none is known: the rise is the share of the weights' variances that is lost.
 
-        What that is in the loss's own unit, only a measurement can say; then `terms` is the factor between the two.
+        In the loss's own unit, that is known only from a measurement; `num_terms` is then the factor between the two.
         """
-        share = 1.0 / (self._pool.deviation(name, weight) ** 2 * self._pool.numel(name, weight) * count)
+        count = len(self._global.templates)
+        share = 1.0 / (self._std(name) ** 2 * self._global.global_numel(name) * count)
         return Curvature(torch.full((1, 1), share, device=weight.device).expand(as_matrix(weight).shape))
 
-    def _inherited_lattice(self, name: str, weight: Tensor, parent_log_step: int | None) -> Lattice | None:
-        """The steps of the checkpoint before, as of one standard deviation then."""
-        held = None if self._reference is None or parent_log_step is None else self._reference.quantized.get(name)
-        if (
-            not isinstance(held, LatticeTensor)
-            or parent_log_step is None
-            or not is_linear(held, weight)
-            or not self._pool.inherits(name)
-        ):
-            return None
-        return rescale(held.lattice, -parent_log_step)
+    def _inherited_lattices(self) -> dict[str, Lattice]:
+        """The parent's lattices, rescaled to `log_step` 0, of weights that have such in all their shards; by name."""
+        quantized = {} if self._reference is None else self._reference.quantized
+        points = {
+            name: parent
+            for name, weight in self._global.local.items()
+            if isinstance(parent := quantized.get(name), LatticeTensor) and is_linear(parent, weight)
+        }
+        inheriting = self._global.tensors.tensors_where_all({name: name in points for name in self._global.local})
+        if self._parent_log_step is None:
+            return {}
+        return {
+            name: rescale(parent.lattice, -self._parent_log_step)
+            for name, parent in points.items()
+            if self._global.global_name(name) in inheriting
+        }
 
 
 def to_log_step(multiplier: float) -> int:
-    """A number of standard deviations, in eighths of an octave."""
+    """A number of standard deviations as a step size in eighths of an octave."""
     return round(math.log2(multiplier) * STEPS_PER_OCTAVE)
 
 
 def from_log_step(log_step: int) -> float:
+    """A step size in standard deviations."""
     return float(2.0 ** (log_step / STEPS_PER_OCTAVE))
 
 
 def is_linear(points: LatticeTensor, weight: Tensor) -> bool:
-    """Whether these are points that the next ones of `weight` can lie on."""
+    """Whether the next points of `weight` can lie on the same lattice."""
     return points.codes.shape == weight.shape and points.lattice.spacing == "linear"
 
 
 def _is_too_coarse(lattice: Lattice, fresh: Lattice | None) -> bool:
-    """Whether they are, in the mean of their logarithms."""
+    """Whether the geometric mean of a lattice's steps exceeds that of a fresh one by more than `MAX_STEP_EXCESS`."""
     if fresh is None:
         return False
-    means = (sum(float(side.float().mean()) for side in (one.rows, one.columns)) for one in (lattice, fresh))
-    before, now = means
-    return before > now + MAX_STEP_EXCESS
+    log_steps, fresh_log_steps = (
+        sum(float(exponents.float().mean()) for exponents in (one.rows, one.columns)) for one in (lattice, fresh)
+    )
+    return log_steps > fresh_log_steps + MAX_STEP_EXCESS
