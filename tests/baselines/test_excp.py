@@ -101,8 +101,13 @@ def test_more_bits_are_nearer():
     for bits_each in (2, 4, 8):
         _, kept = after(sp.ExCP(bits=bits_each, alpha=0, beta=0), first, second)
         given = flatten(second).tensors
-        errors.append([float((kept.state.tensors[one] - given[one]).norm() / given[one].norm())
-                       for name in WEIGHTS for one in (name, *moments(name))])  # fmt: skip
+        errors.append(
+            [
+                float((kept.state.tensors[one] - given[one]).norm() / given[one].norm())
+                for name in WEIGHTS
+                for one in (name, *moments(name))
+            ]
+        )
     for few, some, many in zip(*errors, strict=True):
         assert many < 0.2 * some and some < 0.5 * few
 
@@ -250,9 +255,22 @@ def test_masters_are_pruned_by_the_moments_wherever_these_are_found():
     assert torch.equal(kept.state.tensors["model/weight"], kept.state.tensors["masters/0"].bfloat16())
 
 
-@pytest.mark.parametrize("options", [{"bits": 1}, {"bits": 9}, {"bits": 4.0}, {"bits": True}, {"alpha": -1.0},
-                                     {"alpha": float("nan")}, {"beta": float("inf")}, {"beta": "2"}, {"rule": "mine"},
-                                     {"seed": -1}, {"seed": None}])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bits": 1},
+        {"bits": 9},
+        {"bits": 4.0},
+        {"bits": True},
+        {"alpha": -1.0},
+        {"alpha": float("nan")},
+        {"beta": float("inf")},
+        {"beta": "2"},
+        {"rule": "mine"},
+        {"seed": -1},
+        {"seed": None},
+    ],
+)
 def test_settings_that_make_no_sense_are_refused(options):
     with pytest.raises(PolicyError, match=next(iter(options))):
         sp.ExCP(**options)

@@ -27,9 +27,10 @@ SCHEMES: dict[str, type[SearchScheme]] = {
 }
 CONFIGS = {
     "inshrinkerator": {"bins": 16, "embedding_bins": 32, "prune": 0.1, "protect": 0.005},
-    "qd": {"least": 8, "most": 32}, "cnr": {"bins": 16, "steps": 25, "range": 0.2},
+    "qd": {"least": 8, "most": 32},
+    "cnr": {"bins": 16, "steps": 25, "range": 0.2},
     "gobo": {"bins": 16, "embedding_bins": 32},
-}  # fmt: skip
+}
 
 
 @lru_cache

@@ -100,8 +100,18 @@ def test_round_robin_goes_on_from_the_manifest(stop):
         assert torch.equal(torch.cat([(one.codes == 0).reshape(-1) for one in held.quantized.values()]), whole[step])
 
 
-@pytest.mark.parametrize("loss", [None, {}, [], {"scheme": "topn", "turn": 3}, {"scheme": "scar", "turn": -1},
-                                  {"scheme": "scar", "turn": 1.5}, {"scheme": "scar", "turn": 1 << 80}])  # fmt: skip
+@pytest.mark.parametrize(
+    "loss",
+    [
+        None,
+        {},
+        [],
+        {"scheme": "topn", "turn": 3},
+        {"scheme": "scar", "turn": -1},
+        {"scheme": "scar", "turn": 1.5},
+        {"scheme": "scar", "turn": 1 << 80},
+    ],
+)
 def test_what_another_wrote_is_no_place_to_go_on_from(loss):
     states = walk(3)
     scheme = sp.SCAR(fraction=1 / 4, order="round robin")

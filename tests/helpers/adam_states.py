@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,8 +10,12 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.schemes.fisher.curvature import Curvature
+from shrinkpoint.schemes.fisher.global_weights import GlobalWeights
+from shrinkpoint.sharding.global_tensors import GlobalTensors
+from shrinkpoint.tensors.dtypes import DTYPE_NAMES
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.info import Role, TensorInfo
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -26,9 +31,13 @@ def squares(*shape: int, seed: int = 0, octaves: float = 2.0) -> Tensor:
 
 
 def adam(
-    weights: Mapping[str, Tensor], v: Mapping[str, Tensor] | None = None, m: Mapping[str, Tensor] | None = None,
-    *, step: int = 10_000, betas: tuple[float, float] = (0.9, 0.999),
-) -> dict[str, Any]:  # fmt: skip
+    weights: Mapping[str, Tensor],
+    v: Mapping[str, Tensor] | None = None,
+    m: Mapping[str, Tensor] | None = None,
+    *,
+    step: int = 10_000,
+    betas: tuple[float, float] = (0.9, 0.999),
+) -> dict[str, Any]:
     """A model with an optimizer; what is not given of the moments is made up."""
     state = {}
     for i, (name, x) in enumerate(weights.items()):
@@ -39,12 +48,23 @@ def adam(
     return {"model": dict(weights), "optimizer": {"state": state, "param_groups": [group]}}
 
 
+def global_weights(weights: Mapping[str, Tensor]) -> GlobalWeights:
+    """Weights of a single process, by the names given."""
+    infos = {
+        name: TensorInfo(name, tuple(weight.shape), DTYPE_NAMES[weight.dtype], Role.PARAMETER)
+        for name, weight in weights.items()
+    }
+    return GlobalWeights(GlobalTensors.from_state(FlatState(None, dict(weights), infos, {})), weights, weights)
+
+
 def known_of(state: dict[str, Any], recorded: Mapping[str, Tensor] | None = None) -> dict[str, Curvature]:
-    """What is known of every weight of a state, by its name in the model."""
-    flat = flatten(state)
-    return {
-        name: Curvature.from_state(f"model/{name}", x, flat, recorded or {}) for name, x in state["model"].items()
-    }  # fmt: skip
+    """The curvature of every weight of a state, by its name in the model."""
+    flat, curvatures = flatten(state), {}
+    for name, weight in state["model"].items():
+        info, squares = flat.optimizer_info.get(f"model/{name}"), (recorded or {}).get(f"model/{name}")
+        curvature = Curvature.from_optimizer(weight, flat, info, squares)
+        curvatures[name] = curvature if math.isfinite(curvature.mean) else Curvature()
+    return curvatures
 
 
 def second_of(flat: FlatState, i: int) -> Tensor:

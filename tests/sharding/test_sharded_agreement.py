@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.adam_states import global_weights
 from helpers.sharded_states import Part, Ranks, Saved, box_of, cut, joined, other, rows, saved, whole
 from helpers.small_state import SCHEMES, assert_agreed, run
 from torch import nn
@@ -148,7 +149,9 @@ def test_squares_that_were_recorded_are_those_of_the_boxes(by_box):
 
 def whole_steps(flat: FlatState, known: dict[str, Curvature]) -> dict[str, Any]:
     weights = {name: x for name, x in flat.tensors.items() if name in known and x.numel() >= 16 and x.dim()}
-    return StepCandidates(weights, {name: known[name] for name in weights}, None, None, 0, 0).unit_lattices
+    return StepCandidates(
+        global_weights(weights), {name: known[name] for name in weights}, None, None, 0, 0
+    ).unit_lattices
 
 
 # what is refused

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from helpers.adam_states import adam, known_of, normal, squares
+from helpers.adam_states import adam, global_weights, known_of, normal, squares
 from helpers.small_training import Run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,9 +22,12 @@ SHAPES = [(40,), (6, 9), (4, 3, 2, 2)]
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.sampled_from(SHAPES), st.integers(0, 99), st.floats(1, 1e6), st.integers(1, 3000),
+    st.sampled_from(SHAPES),
+    st.integers(0, 99),
+    st.floats(1, 1e6),
+    st.integers(1, 3000),
     st.sampled_from([(0.9, 0.999), (0.5, 0.95), (0.0, 0.99)]),
-)  # fmt: skip
+)
 def test_the_prediction_is_exact_for_a_quadratic_loss_of_that_curvature(shape, random, terms, step, betas):
     """`sum(h (w - w0)^2) / 2`: its gradient is `h (w - w0)`, and squared gradients of a batch are `h / terms`."""
     w, w0, d = (normal(*shape, seed=3 * random + i) for i in range(3))
@@ -136,7 +139,7 @@ def test_kernels_are_seen_as_matrices_of_their_first_axis():
     model(normal(2, 3, 5, 5)).square().mean().backward()
     optimizer.step()
     flat = flatten({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    known = Curvature.from_state("model/weight", model.weight.detach(), flat, {})
+    known = Curvature.from_optimizer(model.weight.detach(), flat, flat.optimizer_info["model/weight"], None)
     assert known.squares.shape == known.slope.shape == (8, 27)
     torch.testing.assert_close(known.squares, as_matrix(model.weight.grad).square(), rtol=1e-3, atol=0)
 
@@ -150,7 +153,7 @@ def test_the_factors_of_adafactor_serve_in_the_place_of_second_moments(shape):
         optimizer.step()
     flat = flatten({"model": {"a.weight": weight.detach()}, "optimizer": optimizer.state_dict()})
     state = optimizer.state[weight]
-    found = estimate_curvatures({"model/a.weight": weight.detach()}, flat, {})["model/a.weight"]
+    found = estimate_curvatures(global_weights({"model/a.weight": weight.detach()}), flat, {})["model/a.weight"]
     wanted = state["row_var"] * state["col_var"] / state["row_var"].mean(-2, keepdim=True)
     assert found.squares is not None
     assert not found.relative_only
@@ -169,7 +172,7 @@ def test_second_moments_in_8_bits_serve_as_what_they_stand_for(shape):
         "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.95), "params": [0]}],
     }
     flat = flatten({"model": {"a.weight": weight}, "optimizer": optimizer})
-    found = estimate_curvatures({"model/a.weight": weight}, flat, {})["model/a.weight"]
+    found = estimate_curvatures(global_weights({"model/a.weight": weight}), flat, {})["model/a.weight"]
     wanted = values[codes.reshape(-1).long()] * tops[torch.arange(count) // block]
     assert found.squares is not None
     assert torch.equal(found.squares.reshape(-1), wanted)

@@ -24,6 +24,7 @@ from shrinkpoint.schemes.fisher.moments import (
     quantize_momentum,
     quantize_second,
 )
+from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flatten import flatten, unflatten
 from shrinkpoint.tensors.info import Role
 
@@ -65,8 +66,11 @@ def test_second_moments_stay_positive_where_they_are_and_zero_where_they_are_not
 def test_second_moments_are_never_zero_where_first_ones_are_not(shape, seed, where):
     """Adam would divide by its epsilon alone: squares of small gradients underflow before these do."""
     m, v = normal(*shape, seed=seed, scale=1e-3), squares(*shape, seed=seed)
-    chosen = {"some": normal(*shape, seed=seed + 1) > 1, "rows": torch.zeros(shape, dtype=torch.bool),
-              "all": torch.ones(shape, dtype=torch.bool)}[where]  # fmt: skip
+    chosen = {
+        "some": normal(*shape, seed=seed + 1) > 1,
+        "rows": torch.zeros(shape, dtype=torch.bool),
+        "all": torch.ones(shape, dtype=torch.bool),
+    }[where]
     chosen[:2] = True
     v[chosen], m[chosen] = 0.0, m[chosen] * 1e-18
     first_, second_ = beside(m, v)
@@ -120,7 +124,9 @@ def test_each_save_and_each_tensor_has_a_dither_of_its_own():
     def seeds(save: int, seed: int) -> set[int]:
         flat = flatten(adam({"a": normal(9, 9), "b": normal(9, 9)}))
         return {
-            one.lattice.seed for name, one in moments_to_lattices(flat, save, seed, STEPS) if name.endswith("exp_avg")
+            points.lattice.seed
+            for name, points in moments_to_lattices(GlobalTensors.from_state(flat), flat, save, seed, STEPS).items()
+            if name.endswith("exp_avg")
         }
 
     assert len(seeds(1, 0) | seeds(2, 0) | seeds(1, 1)) == 6 and 0 not in seeds(1, 0)
@@ -178,11 +184,12 @@ OPTIMIZERS = {
     "adagrad": (torch.optim.Adagrad, {"lr": 0.01}, {"sum": "log"}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 1e-4, "momentum": 0.9}, {"square_avg": "log", "momentum_buffer": "linear"}),
     "amsgrad": (
-        torch.optim.AdamW, {"lr": 1e-3, "amsgrad": True},
+        torch.optim.AdamW,
+        {"lr": 1e-3, "amsgrad": True},
         {"exp_avg": "relative", "exp_avg_sq": "log", "max_exp_avg_sq": "log"},
     ),
     "nadam": (torch.optim.NAdam, {"lr": 1e-3}, {"exp_avg": "relative", "exp_avg_sq": "log"}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -261,7 +268,7 @@ def test_moments_that_are_small_or_not_as_they_should_be_stay_exact():
 
 def test_no_moment_is_touched_that_the_roles_do_not_name():
     flat = flatten(state_of(trained(torch.optim.AdamW)))
-    found = dict(moments_to_lattices(flat, 1, 0, STEPS))
+    found = moments_to_lattices(GlobalTensors.from_state(flat), flat, 1, 0, STEPS)
     assert all(isinstance(one, LatticeTensor) for one in found.values())
     assert {flat.infos[name].role for name in found} == {Role.MOMENT1, Role.MOMENT2}
 

@@ -263,9 +263,10 @@ def test_what_costs_nothing_does_not_count_beside_a_ratio():
     tied = adam(weights)
     tied["model"] = {**weights, "head.weight": weights["a.weight"].clone()}
     cases = [
-        (adam(weights), {"ratio": 25.0, "moments": "drop"}), ({"model": narrow, "masters": weights}, {"ratio": 12.0}),
+        (adam(weights), {"ratio": 25.0, "moments": "drop"}),
+        ({"model": narrow, "masters": weights}, {"ratio": 12.0}),
         (tied, {"ratio": 30.0}),
-    ]  # fmt: skip
+    ]
     for state, options in cases:
         report = sp.Store(MemoryStorage()).save(1, state, scheme=sp.Fisher(**options))
         assert report.ratio == pytest.approx(options["ratio"], rel=0.1)
@@ -360,10 +361,18 @@ def test_a_run_that_goes_on_knows_what_the_manifest_says():
 
 @pytest.mark.parametrize(
     "loss",
-    [None, [], "x", {}, {"scheme": "inshrinkerator", "size": 3, "terms": 2.0},
-     {"scheme": "fisher", "size": "3", "terms": "2"}, {"scheme": "fisher", "size": True, "terms": -1.0},
-     {"scheme": "fisher", "size": 1 << 40, "terms": math.inf}, {"scheme": "fisher", "terms": math.nan}],
-)  # fmt: skip
+    [
+        None,
+        [],
+        "x",
+        {},
+        {"scheme": "inshrinkerator", "size": 3, "terms": 2.0},
+        {"scheme": "fisher", "size": "3", "terms": "2"},
+        {"scheme": "fisher", "size": True, "terms": -1.0},
+        {"scheme": "fisher", "size": 1 << 40, "terms": math.inf},
+        {"scheme": "fisher", "terms": math.nan},
+    ],
+)
 def test_what_no_manifest_of_ours_says_is_passed_over(loss):
     scheme = sp.Fisher(terms=9)
     scheme.resume(loss, 2)

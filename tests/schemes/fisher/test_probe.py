@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.adam_states import adam, normal
+from helpers.adam_states import adam, global_weights, normal
 from torch import Tensor
 
 import shrinkpoint as sp
@@ -46,18 +46,18 @@ def test_the_number_of_evaluations_is_bounded() -> None:
 
 
 def test_probes_find_the_curvature_of_every_kind() -> None:
-    found = probe(WEIGHTS, rise)
+    found = probe(global_weights(WEIGHTS), rise)
     for name, kind in group_by_pattern(WEIGHTS).items():
         assert found[kind] == pytest.approx(max(SENSITIVE[name], MIN_CURVATURE_RATIO * 2500) / 1000, rel=1e-3)
-        assert curvatures_from_probe(WEIGHTS, found)[name].mean == pytest.approx(found[kind], rel=1e-6)
+        assert curvatures_from_probe(global_weights(WEIGHTS), found)[name].mean == pytest.approx(found[kind], rel=1e-6)
 
 
 def test_a_loss_that_minds_nothing_tells_nothing() -> None:
-    assert probe(WEIGHTS, lambda values: 0.0) == {}
+    assert probe(global_weights(WEIGHTS), lambda values: 0.0) == {}
 
 
 def test_a_kind_that_breaks_the_model_counts_as_the_most_sensitive() -> None:
-    found = probe(WEIGHTS, lambda values: math.nan if "head.weight" in values else rise(values))
+    found = probe(global_weights(WEIGHTS), lambda values: math.nan if "head.weight" in values else rise(values))
     assert found["head.weight"] == max(found.values()) == found["blocks.*.down.weight"]
 
 

@@ -183,10 +183,12 @@ def test_small_and_wide_weights_come_back_bit_for_bit(shape, dtype):
 @pytest.mark.parametrize("layout", ["transposed", "channels last", "expanded", "sliced", "parameter"])
 def test_weights_may_lie_in_memory_in_any_way(layout):
     x = {
-        "transposed": normal(60, 40).t(), "channels last": normal(8, 4, 3, 3).to(memory_format=torch.channels_last),
-        "expanded": normal(1, 40).expand(20, 40), "sliced": normal(60, 40)[::2, 3:],
+        "transposed": normal(60, 40).t(),
+        "channels last": normal(8, 4, 3, 3).to(memory_format=torch.channels_last),
+        "expanded": normal(1, 40).expand(20, 40),
+        "sliced": normal(60, 40)[::2, 3:],
         "parameter": nn.Parameter(normal(40, 60)),
-    }[layout]  # fmt: skip
+    }[layout]
     plain, _ = saved({"x.weight": x.detach().clone(memory_format=torch.contiguous_format)})
     found, _ = saved({"x.weight": x})
     if layout != "expanded":  # which is stored once, and so is a vector
@@ -337,9 +339,11 @@ def test_the_same_states_become_the_same_bytes():
 
 BINS = {"bins": 16, "embedding_bins": 32, "prune": 0.1, "protect": 0.005}
 OTHERS = {
-    "lossless": sp.Lossless, "lc": sp.LCCheckpoint, "excp": sp.ExCP,
+    "lossless": sp.Lossless,
+    "lc": sp.LCCheckpoint,
+    "excp": sp.ExCP,
     "inshrinkerator": lambda: sp.Inshrinkerator(config=BINS),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("other", OTHERS)
@@ -378,8 +382,10 @@ def test_points_of_a_state_on_a_gpu_are_those_of_one_on_the_cpu(generation):
     for device in ("cpu", "cuda"):
         scheme = sp.Fisher(relative_error=0.1)
         scheme.resume(None, generation)
-        state = adam({name: x.to(device) for name, x in WEIGHTS.items()},
-                     {name: squares(*x.shape).to(device) for name, x in WEIGHTS.items()})  # fmt: skip
+        state = adam(
+            {name: x.to(device) for name, x in WEIGHTS.items()},
+            {name: squares(*x.shape).to(device) for name, x in WEIGHTS.items()},
+        )
         for slot in state["optimizer"]["state"].values():
             slot["exp_avg"] = slot["exp_avg"].to(device)
         flat = flatten(state)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers.adam_states import adam, known_of, normal, squares
+from helpers.adam_states import adam, global_weights, known_of, normal, squares
 from helpers.round_trip import write
 from torch import Tensor
 
@@ -26,9 +26,13 @@ from shrinkpoint.schemes.fisher.step_candidates import (
 WEIGHTS = {"a": normal(64, 96, scale=0.02), "b": normal(96, 64, seed=1), "bias": normal(96, seed=2)}
 
 
-def drafts(weights: dict[str, Tensor] = WEIGHTS, reference: Reference | None = None, size: int | None = None,
-           generation: int = 0) -> StepCandidates:  # fmt: skip
-    return StepCandidates(weights, known_of(adam(weights)), reference, size, generation, 0)
+def drafts(
+    weights: dict[str, Tensor] = WEIGHTS,
+    reference: Reference | None = None,
+    size: int | None = None,
+    generation: int = 0,
+) -> StepCandidates:
+    return StepCandidates(global_weights(weights), known_of(adam(weights)), reference, size, generation, 0)
 
 
 def errors(made: StepCandidates, size: int) -> dict[str, Tensor]:
@@ -54,8 +58,10 @@ def test_what_is_predicted_without_a_draft_is_what_a_draft_has(size):
 def test_a_draft_predicts_from_its_own_errors():
     made = drafts()
     draft = made.quantize(-8)
-    rises = [made.curvatures[name].rise_terms(error.reshape(len(error), -1) if error.dim() > 1 else error[None])
-             for name, error in errors(made, -8).items()]  # fmt: skip
+    rises = [
+        made.curvatures[name].rise_terms(error.reshape(len(error), -1) if error.dim() > 1 else error[None])
+        for name, error in errors(made, -8).items()
+    ]
     assert draft.slope_term == pytest.approx(sum(first for first, _ in rises))
     assert draft.curvature_term == pytest.approx(sum(second for _, second in rises))
 
@@ -78,7 +84,9 @@ def test_the_bits_that_are_expected_are_about_those_that_are_written(size, later
     state = {"model": {name: x + 0.05 * normal(*x.shape, seed=9) for name, x in weights.items()}} if later else first
     bits = 8 * sum(write(state, parent, scheme=scheme).bytes_of(f"model/{name}") for name in weights)
     named = {f"model/{name}": x for name, x in state["model"].items()}
-    made = StepCandidates(named, dict.fromkeys(named, Curvature()), parent and parent.reference(), None, 0, 0)
+    made = StepCandidates(
+        global_weights(named), dict.fromkeys(named, Curvature()), parent and parent.reference(), None, 0, 0
+    )
     assert made.bits(size) == pytest.approx(bits, rel=0.35 if later else 0.06)
 
 
@@ -86,10 +94,16 @@ def test_steps_of_the_checkpoint_before_are_taken_over():
     """Whatever weights and curvature have become since: what has not moved far costs nothing then."""
     before = reference_of(drafts(), -8)
     later = {name: x * 1.5 for name, x in WEIGHTS.items()}
-    made = StepCandidates(later, known_of(adam(later, {n: squares(*x.shape, seed=50) for n, x in later.items()})),
-                  before, -8, 0, 0)  # fmt: skip
+    made = StepCandidates(
+        global_weights(later),
+        known_of(adam(later, {n: squares(*x.shape, seed=50) for n, x in later.items()})),
+        before,
+        -8,
+        0,
+        0,
+    )
     assert all(one.lattice == before.quantized[name].lattice for name, one in made.quantize(-8).points.items())
-    fresh = StepCandidates(later, made.curvatures, before, None, 0, 0)
+    fresh = StepCandidates(global_weights(later), made.curvatures, before, None, 0, 0)
     assert not any(one.lattice == before.quantized[name].lattice for name, one in fresh.quantize(-8).points.items())
 
 

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.adam_states import adam, known_of, normal, squares
+from helpers.adam_states import adam, global_weights, known_of, normal, squares
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from shrinkpoint.codec.lattice import STEPS_PER_OCTAVE, Lattice, LatticeTensor, as_matrix
 from shrinkpoint.codec.reference import Reference
+from shrinkpoint.quantize.entropy import weight_std
 from shrinkpoint.schemes.fisher.curvature import Curvature
 from shrinkpoint.schemes.fisher.hysteresis import fit_hysteresis
 from shrinkpoint.schemes.fisher.step_candidates import StepCandidates, to_log_step
@@ -28,7 +29,6 @@ from shrinkpoint.schemes.fisher.steps import (
     quantize_weight,
     rescale,
     weight_dither_seed,
-    weight_std,
 )
 
 WEIGHTS = {"a": normal(48, 64, scale=0.02), "b": normal(96, 48, seed=1, scale=0.5), "c": normal(8, 4, 3, 3, seed=2)}
@@ -36,7 +36,7 @@ WEIGHTS = {"a": normal(48, 64, scale=0.02), "b": normal(96, 48, seed=1, scale=0.
 
 def steps_of(weights: dict[str, Tensor], v: dict[str, Tensor] | None = None, size: int = 0) -> dict[str, Tensor]:
     """log2 of the steps before any is capped, in standard deviations of the weight, as matrices."""
-    drafts = StepCandidates(weights, known_of(adam(weights, v)), None, None, 0, 0)
+    drafts = StepCandidates(global_weights(weights), known_of(adam(weights, v)), None, None, 0, 0)
     return {
         name: (rescale(drafts.unit_lattices[name], size).scales().expand(as_matrix(x).shape) / weight_std(x)).log2()
         for name, x in weights.items()
@@ -86,7 +86,9 @@ def test_tensors_that_matter_more_have_finer_steps_by_the_stated_power():
 def test_no_row_has_steps_above_the_widest(size):
     v = squares(48, 64, octaves=1)
     v[:5] *= 1e-4
-    drafts = StepCandidates({"a": WEIGHTS["a"]}, known_of(adam({"a": WEIGHTS["a"]}, {"a": v})), None, None, 0, 0)
+    drafts = StepCandidates(
+        global_weights({"a": WEIGHTS["a"]}), known_of(adam({"a": WEIGHTS["a"]}, {"a": v})), None, None, 0, 0
+    )
     lattice = drafts._lattice_at("a", size)
     widest = math.log2(MAX_STEP_STD * weight_std(WEIGHTS["a"])) * STEPS_PER_OCTAVE
     assert int(lattice.rows.max()) <= widest
@@ -113,19 +115,21 @@ def test_dead_rows_and_columns_do_not_get_steps_without_bound(what):
 def test_a_weight_that_does_not_vary_has_no_lattice():
     nothing = Curvature()
     for x in (torch.zeros(8, 8), torch.full((8, 8), 0.37), torch.full((40,), -1.0), torch.full((3, 9), 1e-30)):
-        assert make_lattice(x, nothing, 0.0, 0) is None
+        assert make_lattice(tuple(x.shape), nothing, 0.0, 0, weight_std(x)) is None
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from([(64,), (6, 9), (4, 3, 2, 2), (1, 30), (30, 1)]), st.integers(-17, 17), st.integers(-37, 37),
+    st.sampled_from([(64,), (6, 9), (4, 3, 2, 2), (1, 30), (30, 1)]),
+    st.integers(-17, 17),
+    st.integers(-37, 37),
     st.integers(0, 9),
-)  # fmt: skip
+)
 def test_whatever_weights_and_curvature_are_like_steps_fit_the_weight(shape, scale, level, random):
     x = normal(*shape, seed=random, scale=10.0**scale)
     with_v = Curvature(as_matrix(squares(*shape, seed=random, octaves=0.5)) * 1e6 * 10.0**level / 100)
     for known, usual in ((Curvature(), 0.0), (with_v, with_v.mean)):
-        lattice = make_lattice(x, known, usual, 7)
+        lattice = make_lattice(shape, known, usual, 7, weight_std(x))
         assert lattice is not None and quantize_weight(x, lattice, None, 0.5) is not None
         steps = lattice.scales() / weight_std(x)
         assert 2**-4 < float(steps.log2().mean().exp2()) < 2**4
@@ -134,20 +138,20 @@ def test_whatever_weights_and_curvature_are_like_steps_fit_the_weight(shape, sca
 def test_vectors_and_what_is_not_known_beside_others_have_careful_steps():
     weights = {"known": normal(32, 32), "other": normal(32, 32, seed=1), "bias": normal(32, seed=2)}
     known = known_of(adam({name: weights[name] for name in ("known", "bias")}))
-    drafts = StepCandidates(weights, known | {"other": Curvature()}, None, None, 0, 0)
+    drafts = StepCandidates(global_weights(weights), known | {"other": Curvature()}, None, None, 0, 0)
     other = float((drafts.unit_lattices["other"].scales() / weight_std(weights["other"])).mean())
     assert math.log2(other) == pytest.approx(math.log2(SENSITIVE_STEP), abs=1 / STEPS_PER_OCTAVE)
     for known in ({name: Curvature() for name in weights}, known_of(adam(weights))):
-        steps = StepCandidates(weights, known, None, None, 0, 0).unit_lattices["bias"].scales() / weight_std(
-            weights["bias"]
-        )
+        steps = StepCandidates(global_weights(weights), known, None, None, 0, 0).unit_lattices[
+            "bias"
+        ].scales() / weight_std(weights["bias"])
         assert known["bias"].squares is not None or steps.log2().mean() == pytest.approx(-2, abs=1 / STEPS_PER_OCTAVE)
 
 
 def test_where_nothing_is_known_embeddings_and_heads_have_careful_steps():
     names = {"wte.weight": SENSITIVE_STEP, "lm_head.weight": SENSITIVE_STEP, "mlp.fc.weight": 1.0}
     weights = {name: normal(64, 32, seed=i) for i, name in enumerate(names)}
-    drafts = StepCandidates(weights, {name: Curvature() for name in names}, None, None, 0, 0)
+    drafts = StepCandidates(global_weights(weights), {name: Curvature() for name in names}, None, None, 0, 0)
     for name, expected in names.items():
         step = float((drafts.unit_lattices[name].scales() / weight_std(weights[name])).mean())
         assert math.log2(step) == pytest.approx(math.log2(expected), abs=1 / STEPS_PER_OCTAVE)
@@ -157,7 +161,7 @@ def test_where_nothing_is_known_embeddings_and_heads_have_careful_steps():
 
 
 def lattice(shape: tuple[int, int] = (48, 64), seed: int = 0) -> Lattice:
-    made = make_lattice(normal(*shape), Curvature(squares(*shape)), 1e-6, seed)
+    made = make_lattice(shape, Curvature(squares(*shape)), 1e-6, seed, weight_std(normal(*shape)))
     assert made is not None
     return made
 
@@ -210,7 +214,7 @@ def test_the_hold_keeps_the_progress_that_is_wanted(kind, by):
     x, on = normal(*shape), lattice(shape)
     held = before(x, on)
     now = x + moved(kind, by, shape)
-    hold = fit_hysteresis({"a": now}, {"a": on}, {"a": held}, 0.93, 0.75)
+    hold = fit_hysteresis(global_weights({"a": now}), {"a": on}, {"a": held}, 0.93, 0.75)
     written = points(now, on, held, hold).dequantize(torch.float32) - LatticeTensor(held.codes, on).dequantize(
         torch.float32
     )
@@ -221,8 +225,8 @@ def test_the_hold_keeps_the_progress_that_is_wanted(kind, by):
 
 def test_with_nothing_to_compare_weights_go_to_the_nearest_point():
     x, on = normal(48, 64), lattice()
-    assert fit_hysteresis({"a": x}, {"a": on}, {}, 0.93, 0.75) == 0.5
-    assert fit_hysteresis({"a": x}, {"a": on}, {"a": before(x, on, original=False)}, 0.93, 0.75) == 0.5
+    assert fit_hysteresis(global_weights({"a": x}), {"a": on}, {}, 0.93, 0.75) == 0.5
+    assert fit_hysteresis(global_weights({"a": x}), {"a": on}, {"a": before(x, on, original=False)}, 0.93, 0.75) == 0.5
 
 
 def test_what_is_on_another_lattice_is_not_held():
@@ -241,7 +245,7 @@ def test_what_is_on_another_lattice_is_not_held():
 def test_nor_is_what_had_another_shape_on_the_same_lattice():
     """A bias that grew: one row of steps fits any length."""
     x = normal(64)
-    on = make_lattice(x, Curvature(), 0.0, 0)
+    on = make_lattice(tuple(x.shape), Curvature(), 0.0, 0, weight_std(x))
     assert on is not None
     reference = Reference({"a": x}, {"a": points(x, on)}, {"a": x})
     assert PreviousPoints.from_reference("a", x, on, reference) is not None
@@ -266,6 +270,6 @@ def test_there_are_no_points_where_they_would_not_reach():
 
 def test_nor_where_half_precision_does_not_reach_them():
     x = normal(40, 40, scale=25_000).clamp(-65_504, 65_504)
-    on = make_lattice(x, Curvature(), 0.0, 0)
+    on = make_lattice(tuple(x.shape), Curvature(), 0.0, 0, weight_std(x))
     assert on is not None and quantize_weight(x, on, None, 0.5) is not None
     assert quantize_weight(x.half(), on, None, 0.5) is None and quantize_weight(x.half() / 2, on, None, 0.5) is not None

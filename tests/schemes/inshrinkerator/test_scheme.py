@@ -67,8 +67,10 @@ def test_every_quantized_value_is_at_its_nearest_center():
 def test_embeddings_have_bins_of_their_own():
     symbols = scheme().quantize(flatten(letters()), None).quantized
     assert {name: one.bins for name, one in symbols.items()} == {
-        "wte.weight": 32, "attn_out.weight": 8, "deep.weight": 8,
-    }  # fmt: skip
+        "wte.weight": 32,
+        "attn_out.weight": 8,
+        "deep.weight": 8,
+    }
 
 
 @pytest.mark.parametrize("paper", [False, True])

@@ -54,9 +54,12 @@ def some_points(name: str) -> list[Point]:
     """A dozen settings, spread over the space."""
     found = [
         Point(MAGNITUDE, (b, e, p, q))
-        for b in range(6) for e in range(2) for p in range(6) for q in range(3)
+        for b in range(6)
+        for e in range(2)
+        for p in range(6)
+        for q in range(3)
         if (b + 2 * p + q + e) % 7 == 0
-    ]  # fmt: skip
+    ]
     return [point for point in found if name == "letters" or point.index[1] == 1][:: 1 if name == "digits" else 2]
 
 
@@ -103,11 +106,16 @@ def test_predictions_are_finite_and_rise_where_they_must():
 @pytest.mark.parametrize(
     "x",
     [
-        torch.zeros(64, 64), torch.ones(64, 64), torch.eye(64), torch.full((64, 64), 1e-38),
-        torch.full((64, 64), 3e38), torch.tensor([-1.0, 1.0]).repeat(64, 32), torch.randn(64, 65).half(),
+        torch.zeros(64, 64),
+        torch.ones(64, 64),
+        torch.eye(64),
+        torch.full((64, 64), 1e-38),
+        torch.full((64, 64), 3e38),
+        torch.tensor([-1.0, 1.0]).repeat(64, 32),
+        torch.randn(64, 65).half(),
         torch.randn(100, 70).bfloat16() * 1e30,
     ],
-)  # fmt: skip
+)
 def test_odd_weights_have_a_size_and_a_file(x):
     points = [*SPACE.points(MAGNITUDE)][1::2]
     assert all(not math.isnan(size) and size > 0 for size in predicted({"a.weight": x}, points, None))

@@ -171,8 +171,15 @@ def test_a_scheme_goes_on_from_what_a_manifest_says():
     other = sp.Inshrinkerator(threshold=0.05, evaluate=evaluate)
     other.resume(loss)
     assert [one["method"] for one in loss_of(other, state)["searches"]] == ["neighbourhood"]
-    for foreign in (None, "junk", {}, {"scheme": "qd", "chosen": loss["chosen"]}, {**loss, "chosen": {"bins": 3}},
-                    {**loss, "fallback": "safest"}, {**loss, "chosen": None}):  # fmt: skip
+    for foreign in (
+        None,
+        "junk",
+        {},
+        {"scheme": "qd", "chosen": loss["chosen"]},
+        {**loss, "chosen": {"bins": 3}},
+        {**loss, "fallback": "safest"},
+        {**loss, "chosen": None},
+    ):
         fresh = sp.Inshrinkerator(threshold=0.05, evaluate=evaluate)
         fresh.resume(foreign)
         assert [one["method"] for one in loss_of(fresh, state)["searches"]] == ["branch and bound"]
@@ -351,9 +358,20 @@ def test_loss_needs_a_bound_or_a_setting():
 
 @pytest.mark.parametrize(
     "config",
-    [{}, {"bins": 8}, {**CONFIG, "bins": 7}, {**CONFIG, "bins": "8"}, {**CONFIG, "bits": 3}, {**CONFIG, "prune": 0.25},
-     {**CONFIG, "metric": "luck"}, {**CONFIG, "protect": None}, [8, 32], 8, "bins"],
-)  # fmt: skip
+    [
+        {},
+        {"bins": 8},
+        {**CONFIG, "bins": 7},
+        {**CONFIG, "bins": "8"},
+        {**CONFIG, "bits": 3},
+        {**CONFIG, "prune": 0.25},
+        {**CONFIG, "metric": "luck"},
+        {**CONFIG, "protect": None},
+        [8, 32],
+        8,
+        "bins",
+    ],
+)
 def test_a_wrong_setting_is_refused_and_the_choices_named(config):
     with pytest.raises(PolicyError, match=r"config: .*bins \(4, 6, 8, 12, 16, 32\).*prune .*protect .*sensitivity"):
         sp.Inshrinkerator(config=config)
@@ -367,10 +385,19 @@ def test_a_fixed_setting_needs_no_evaluate():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("threshold", -0.1), ("threshold", math.nan), ("threshold", math.inf), ("threshold", 5),
-     ("threshold", "101%"), ("threshold", True), ("threshold", None),
-     ("optimizer", "none"), ("fallback", "best"), ("evaluate", 0.5)],
-)  # fmt: skip
+    [
+        ("threshold", -0.1),
+        ("threshold", math.nan),
+        ("threshold", math.inf),
+        ("threshold", 5),
+        ("threshold", "101%"),
+        ("threshold", True),
+        ("threshold", None),
+        ("optimizer", "none"),
+        ("fallback", "best"),
+        ("evaluate", 0.5),
+    ],
+)
 def test_arguments_that_make_no_sense_are_refused(name, value):
     with pytest.raises(PolicyError, match=name):
         sp.Inshrinkerator(**{"evaluate": lambda state: 0.0, name: value})

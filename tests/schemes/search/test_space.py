@@ -32,8 +32,11 @@ def test_a_point_comes_back_from_its_settings_as_json(point):
 
 def test_settings_name_the_variant_where_there_is_one():
     assert PAPER.settings(Point("magnitude", (1, 5, 0))) == {
-        "bins": 6, "prune": 0.0, "protect": 0.0005, "metric": "magnitude",
-    }  # fmt: skip
+        "bins": 6,
+        "prune": 0.0,
+        "protect": 0.0005,
+        "metric": "magnitude",
+    }
     assert FIXED.settings(Point("", (1,))) == {"bins": 8}
     assert Space(FIXED.axes, ("magnitude",)).settings(Point("magnitude", (0,)))["metric"] == "magnitude"
 
@@ -114,13 +117,17 @@ def test_an_outcome_is_plain_data_without_nan():
     )
     space = space_of((2, 2))
     document = SearchResult(trials[1], trials, "diagonal", 2).to_json(space)
-    assert json.loads(json.dumps(document, allow_nan=False)) == document == {
-        "method": "diagonal",
-        "rounds": 2,
-        "chosen": {"settings": {"axis0": 1, "axis1": 1}, "size": 20.0, "degradation": "-inf", "seconds": 0.123},
-        "trials": [
-            {"settings": {"axis0": 0, "axis1": 0}, "size": 10.5, "degradation": "nan", "seconds": 0.25},
-            {"settings": {"axis0": 1, "axis1": 1}, "size": 20.0, "degradation": "-inf", "seconds": 0.123},
-        ],
-    }  # fmt: skip
+    assert (
+        json.loads(json.dumps(document, allow_nan=False))
+        == document
+        == {
+            "method": "diagonal",
+            "rounds": 2,
+            "chosen": {"settings": {"axis0": 1, "axis1": 1}, "size": 20.0, "degradation": "-inf", "seconds": 0.123},
+            "trials": [
+                {"settings": {"axis0": 0, "axis1": 0}, "size": 10.5, "degradation": "nan", "seconds": 0.25},
+                {"settings": {"axis0": 1, "axis1": 1}, "size": 20.0, "degradation": "-inf", "seconds": 0.123},
+            ],
+        }
+    )
     assert SearchResult(None, (), "diagonal", 0).to_json(space)["chosen"] is None
