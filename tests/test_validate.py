@@ -243,7 +243,7 @@ def test_settings_of_accelerate_are_refused_and_named(tmp_path):
             for wrong in values:
                 refused(lambda entry=entry, **given: entry(accelerator, **given), name, wrong)
     for wrong in NO_COUNT_FROM_0:
-        refused(lambda **given: record_gradients(accelerator, **given), "which", wrong)
+        refused(lambda **given: record_gradients(accelerator, **given), "index", wrong)
     assert [*tmp_path.iterdir()] == []
 
 

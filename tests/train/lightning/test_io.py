@@ -241,14 +241,14 @@ def test_a_broken_one_says_what_to_do(tmp_path):
     ours.save_checkpoint(state(1), tmp_path / "1.ckpt")
     ours.save_checkpoint(state(2), tmp_path / "2.ckpt")
     shutil.rmtree(tmp_path / "2.ckpt/bases")
-    with pytest.raises(ChainError, match="newest"):
+    with pytest.raises(ChainError, match="latest_valid"):
         ours.load_checkpoint(tmp_path / "2.ckpt")
     manifest = tmp_path / "2.ckpt/shrinkpoint.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"step":2', b'"step":3'))
-    with pytest.raises(CorruptError, match="newest"):
+    with pytest.raises(CorruptError, match="latest_valid"):
         ours.load_checkpoint(tmp_path / "2.ckpt")
     manifest.unlink()
-    with pytest.raises(NotFoundError, match="newest"):
+    with pytest.raises(NotFoundError, match="latest_valid"):
         ours.load_checkpoint(tmp_path / "2.ckpt")
 
 

@@ -108,7 +108,7 @@ def test_a_module_of_another_run_is_not_taken_for_the_one_that_is_saved(tmp_path
     assert report is not None and report.path.startswith(str(tmp_path / "second")) and report.weights_ratio > 3
     plugin = ShrinkIO(sp.Fisher(nats=0.05, evaluate=Validation(batches=2)))
     fit(tmp_path / "third", plugin, callbacks=[ShrinkIOCallback()], epochs=1)
-    with pytest.raises(PolicyError, match=r"another module.*ShrinkCallback"):
+    with pytest.raises(PolicyError, match=r"another module.*ShrinkIOCallback"):
         fit(tmp_path / "fourth", plugin, epochs=1)
 
 
@@ -153,7 +153,7 @@ def test_a_run_goes_on_from_a_lossy_checkpoint_and_says_so(tmp_path):
 
 
 def test_a_scheme_that_evaluates_wants_the_callback(tmp_path):
-    with pytest.raises(PolicyError, match=r"Add ShrinkCallback\(\) to the Trainer's callbacks"):
+    with pytest.raises(PolicyError, match=r"Add ShrinkIOCallback\(\) to the Trainer's callbacks"):
         fit(tmp_path, ShrinkIO(sp.Fisher(evaluate=Validation())))
     with pytest.raises(PolicyError, match=r"Pass Trainer\(plugins=\[ShrinkIO"):
         fit(tmp_path, callbacks=[ShrinkIOCallback()])

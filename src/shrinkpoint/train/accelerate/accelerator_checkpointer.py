@@ -1,4 +1,4 @@
-"""An Accelerator whose states are saved and loaded here."""
+"""Saves and restores the whole state of an Accelerator."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shrinkpoint import validate
 from shrinkpoint.errors import ChainError, FormatError, MismatchError, NotFoundError, ShrinkpointError, StorageError
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
 from shrinkpoint.store import SaveReport, SkippedCheckpoint
-from shrinkpoint.store import directory as folders
 from shrinkpoint.store.decode import decode_directory
+from shrinkpoint.store.directory import read_directory_manifest, verify_directory
 from shrinkpoint.store.manifest import DirectoryManifest
 from shrinkpoint.tensors.flatten import unflatten
 from shrinkpoint.train.accelerate import checkpoint_dirs, prepared_state
@@ -30,24 +30,23 @@ _SKIPPABLE = (ChainError, FormatError, NotFoundError, StorageError)
 
 
 class AcceleratorCheckpointer:
-    """Saves and loads what an Accelerator has prepared and registered.
+    """Saves and restores what an Accelerator has prepared and registered.
 
-    All its methods but `close` are called by all processes, like those of the Accelerator. The main
-    process writes (with `save_on_each_node`, one on each node), and every process gets its own random numbers back.
-    Where a model is sharded (FSDP2), every process writes its shards.
+    All processes call all methods but `close`, like those of the Accelerator. The main process writes (with
+    `save_on_each_node`, one process of each node), and every process gets its own random generators back. Shards of a
+    model (FSDP2) are written by every process.
 
-    Memory on the host: on the process that writes, one state; with `background`, or a state on a GPU, two.
+    Host memory on the writing process: one state; two with `background`, or if the state is on a GPU.
 
     Args:
         accelerator: models may be prepared, and objects registered, before or after.
-        scheme: "lossless", or a scheme of one's own settings. What it measures with gets the bare model, on the
-            process that writes.
-        keyframe_every: each chain has at most this many checkpoints, its keyframe included; None: no bound.
-        background: `save_state` returns as soon as the state is copied, and writing goes on beside the loop.
-        threads: native threads for coding; None: every core.
+        scheme: "lossless", or a scheme. Its `evaluate` is called with the unwrapped model, on the writing process.
+        keyframe_every: greatest number of checkpoints in a chain, including its keyframe; None: unlimited.
+        background: `save_state` returns once the state is copied, and the copy is written while training continues.
+        threads: native threads for coding; None: all cores.
 
     Raises:
-        PolicyError: a scheme nobody knows, or a number out of range.
+        PolicyError: an unknown scheme, or a number out of range.
     """
 
     def __init__(
@@ -59,21 +58,25 @@ class AcceleratorCheckpointer:
         background: bool = False,
         threads: int | None = None,
     ) -> None:
-        expected, do = "an Accelerator", "pass the one that prepares the model"
-        validate.check_instance("accelerator", accelerator, Accelerator, expected=expected, do=do)
+        validate.check_instance(
+            "accelerator",
+            accelerator,
+            Accelerator,
+            expected="an Accelerator",
+            do="pass the one that prepares the model",
+        )
         if accelerator.project_configuration.project_dir is not None:
             checkpoint_dirs.numbered_root(accelerator)
         self.stall_seconds = 0.0
-        """Seconds for which the last `save_state` held up the loop."""
-        self._accelerator, self._background = accelerator, background
+        """Seconds for which the last `save_state` blocked training."""
+        self._accelerator, self._background, self._threads = accelerator, background, threads
         self._checkpointer = Checkpointer(
             scheme=scheme, keyframe_every=keyframe_every, background=background, threads=threads
         )
         self._sharded_checkpointer = ShardedCheckpointer(
             accelerator, scheme=scheme, keyframe_every=keyframe_every, threads=threads
         )
-        self._threads = threads
-        self._loaded_dir: Path | None = None  # what the next delta stands on, before the first save
+        self._loaded_dir: Path | None = None  # of the checkpoint that the first save is a delta against
         self._has_saved = False
 
     def __enter__(self) -> AcceleratorCheckpointer:
@@ -83,7 +86,7 @@ class AcceleratorCheckpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self.wait()  # with all the others: what fails on one of them is an error on each
+            self.wait()  # raises on all processes what failed on one of them
         self.close()
 
     def save_state(
@@ -95,97 +98,99 @@ class AcceleratorCheckpointer:
         note: str = "",
         keyframe: bool = False,
     ) -> SaveReport | None:
-        """Save, as `Accelerator.save_state` does; older checkpoints beyond `total_limit` go once this one is whole.
+        """Save, as `Accelerator.save_state` does; checkpoints beyond `total_limit` are deleted once it is complete.
 
         Args:
-            output_dir: where, unless checkpoints are numbered (`automatic_checkpoint_naming`). What is there stands
-                until this one is whole.
-            step: for people; None: the number of the checkpoint, if it has one.
-            metrics: numbers, for people.
-            keyframe: True: do not make a delta; not with shards.
+            output_dir: the directory, unless checkpoints are numbered (`automatic_checkpoint_naming`). A checkpoint in
+                it is replaced only once the new one is complete.
+            step: for the manifest; None: the number of the checkpoint, if it has one.
+            metrics: name -> number, for the manifest.
+            note: for the manifest.
+            keyframe: do not make a delta. Not supported for sharded models.
 
         Returns:
-            What the save did; None in the background, where `wait` returns it, on processes that do not write, and
-            with shards.
+            The report; None with `background`, where `wait` returns it, on processes that do not write, and for sharded
+            models.
 
         Raises:
             StateError: an object holds something that cannot be stored.
-            PolicyError: no directory, one whose number is taken, or an engine that keeps its state to itself.
-            StorageError: writing failed; every checkpoint that was there still loads.
-            whatever the save before raised in the background; then this call has saved nothing.
+            PolicyError: no directory is given, its number is taken, or the distributed engine is not supported.
+            StorageError: writing failed; all earlier checkpoints can still be loaded.
+            any error of the previous background save; this call has saved nothing then.
         """
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             prepared_state.check_engine(self._accelerator)
             gather_or_raise(self._sharded_checkpointer.wait)
-            folder = gather_or_raise(lambda: self._prepare_dir(output_dir))[0]
+            directory = gather_or_raise(lambda: self._prepare_dir(output_dir))[0]
             if step is None and checkpoint_dirs.numbered_root(self._accelerator) is not None:
                 step = self._accelerator.save_iteration
-            report = self._write(folder, step=step, metrics=metrics, note=note, keyframe=keyframe)
+            report = self._write(directory, step=step, metrics=metrics, note=note, keyframe=keyframe)
             self._has_saved = True
             self._accelerator.project_configuration.iteration += 1
             if not self._background:
                 self._prune()
             return report
         finally:
-            self.stall_seconds = time.perf_counter() - began
+            self.stall_seconds = time.perf_counter() - start
 
     def load_state(self, input_dir: str | Path | None = None, *, strict: bool = True) -> RestoreResult[int | None]:
         """Load, as `Accelerator.load_state` does; the next save is a delta against what was loaded.
 
-        Numbered checkpoints go on behind the newest that is there.
+        The next numbered checkpoint gets the number after the highest one that exists.
 
         Args:
-            input_dir: what `save_state` was given, or a directory that Accelerate itself has saved; None: the newest
-                numbered checkpoint that loads on all processes, and what is passed over is said aloud.
-            strict: False: a model may lack keys or have others.
+            input_dir: a directory that `save_state` or Accelerate itself saved to; None: the newest numbered checkpoint
+                that all processes can load; a warning is logged for each one that is skipped.
+            strict: raise if keys of a model are missing or unexpected.
 
         Raises:
-            NotFoundError: there is no such checkpoint, or none that loads.
+            NotFoundError: there is no such checkpoint, or none that can be loaded.
             MismatchError: it does not fit what is prepared and registered; nothing was changed.
-            ChainError, FormatError, StorageError: the checkpoint of that directory does not load.
+            ChainError, FormatError, StorageError: the checkpoint in `input_dir` cannot be loaded.
         """
         prepared_state.check_engine(self._accelerator)
         self._drain()
         start = time.perf_counter()
         skipped: list[SkippedCheckpoint] = []
-        for folder in gather_or_raise(lambda: self._find_candidates(input_dir))[0]:
+        for directory in gather_or_raise(lambda: self._find_candidates(input_dir))[0]:
             try:
-                manifest = self._load(folder, strict=strict)
+                manifest = self._load(directory, strict=strict)
             except _SKIPPABLE as error:
                 if input_dir is not None:
                     raise
-                skipped.append(SkippedCheckpoint(str(error), directory=folder, error=error))
-                self._warn_main("%s is passed over: %s", folder, error)
+                skipped.append(SkippedCheckpoint(str(error), directory=directory, error=error))
+                self._warn_main("%s is passed over: %s", directory, error)
             else:
                 self._advance_iteration()
-                return _restore_result(manifest, time.perf_counter() - start, folder, tuple(skipped))
+                return _restore_result(manifest, time.perf_counter() - start, directory, tuple(skipped))
         reasons = "; ".join(checkpoint.reason for checkpoint in skipped)
-        do = "look at what is said of each of them, or begin again"
         raise checkpoint_dirs.NoCheckpointError(
-            str(folder.parent), found=f"no checkpoint that loads ({reasons})", do=do
+            str(directory.parent),
+            found=f"no checkpoint that loads ({reasons})",
+            do="look at the reason for each of them, or begin again",
         )
 
     def wait(self) -> SaveReport | None:
         """Wait until the last save is durable, on all processes.
 
         Returns:
-            What the last save that succeeded did; None if there is none yet, and on processes that do not write.
+            The report of the last save that succeeded; None if there is none, and on processes that do not write.
 
         Raises:
-            whatever a save raised in the background, once.
+            any error of a background save, once.
         """
-        report: list[SaveReport | None] = []
+        reports: list[SaveReport | None] = []
         gather_or_raise(self._sharded_checkpointer.wait)
-        gather_or_raise(lambda: report.append(self._checkpointer.wait()))
+        gather_or_raise(lambda: reports.append(self._checkpointer.wait()))
         self._prune()
-        return report[0]
+        return reports[0]
 
     def close(self) -> None:
         """Wait, and free the memory. A later `save_state` begins a new chain.
 
         Raises:
-            whatever a save raised in the background, once.
+            any error of a background save, once.
         """
         try:
             self._sharded_checkpointer.wait()
@@ -193,88 +198,122 @@ class AcceleratorCheckpointer:
             self._checkpointer.close()
 
     def take_over(self, other: AcceleratorCheckpointer) -> None:
-        """Take the place of one that has loaded, and has saved nothing yet."""
-        folder, self._loaded_dir = other._loaded_dir, other._loaded_dir
+        """Replace one that has loaded and not saved: the next save is a delta against what it has loaded."""
+        directory, self._loaded_dir = other._loaded_dir, other._loaded_dir
         other.close()
 
         def load() -> None:
-            if folder is not None and (self._is_writer or self._joins_search):
-                self._checkpointer.load(folder)
+            if directory is not None and self._uses_checkpointer:
+                self._checkpointer.load(directory)
 
         try:
             gather_or_raise(load)
         except _SKIPPABLE as error:
-            self._warn_main("%s has gone since it was loaded, the next checkpoint is a keyframe: %s", folder, error)
+            self._warn_main("%s has gone since it was loaded, the next checkpoint is a keyframe: %s", directory, error)
 
     @property
     def has_saved(self) -> bool:
-        """Whether it has saved anything."""
+        """Whether anything was saved."""
         return self._has_saved
+
+    # which process does what
 
     @property
     def _is_writer(self) -> bool:
-        each = self._accelerator.project_configuration.save_on_each_node
-        return bool(self._accelerator.is_local_main_process if each else self._accelerator.is_main_process)
+        on_each_node = self._accelerator.project_configuration.save_on_each_node
+        return bool(self._accelerator.is_local_main_process if on_each_node else self._accelerator.is_main_process)
 
     @property
-    def _joins_search(self) -> bool:
-        """Whether this process takes part in a search that another one leads."""
-        return isinstance(self._checkpointer.scheme, PlanningScheme) and not self._checkpointer.scheme.is_writer
+    def _uses_checkpointer(self) -> bool:
+        """Whether this process writes, or takes part in a search for the scheme's settings."""
+        scheme = self._checkpointer.scheme
+        return self._is_writer or (isinstance(scheme, PlanningScheme) and not scheme.is_writer)
 
     def _warn_main(self, text: str, *args: object) -> None:
         if self._accelerator.is_main_process:
             _log.warning(text, *args)
 
+    # saving
+
+    def _prepare_dir(self, output_dir: str | Path | None) -> Path:
+        """On the writer: wait for the previous save, prune, and make the directory."""
+        if not self._is_writer:
+            return Path()
+        directory = checkpoint_dirs.save_dir(self._accelerator, output_dir)
+        self._checkpointer.wait()
+        self._prune()
+        _make_dir(directory)
+        return directory
+
+    def _write(self, directory: Path, **save_options: Any) -> SaveReport | None:
+        """Collect the state on all processes, then write it, or the shards of it."""
+        collected: list[prepared_state.PreparedState] = []
+        is_sharded = prepared_state.has_sharded_model(self._accelerator)
+
+        def collect() -> dict[str, Any]:
+            collected.append(prepared_state.collect_prepared(self._accelerator, directory, models=not is_sharded))
+            return {} if is_sharded else collected[0].per_rank
+
+        per_rank_states = gather_or_raise(collect)
+        prepared = collected[0]
+        if not is_sharded:
+            return self._write_whole(directory, prepared, per_rank_states, save_options)
+        self._sharded_checkpointer.save(
+            directory, prepared.state, prepared.per_rank, background=self._background, **save_options
+        )
+        return None
+
+    def _write_whole(
+        self,
+        directory: Path,
+        prepared: prepared_state.PreparedState,
+        per_rank_states: list[dict[str, Any]],
+        save_options: Mapping[str, Any],
+    ) -> SaveReport | None:
+        state = prepared.state | {"ranks": per_rank_states}
+        reports: list[SaveReport | None] = []
+
+        def save() -> None:
+            if self._uses_checkpointer:
+                extra = {"framework": "accelerate"}
+                reports.append(
+                    self._checkpointer.save(directory, state, objects=prepared.objects, extra=extra, **save_options)
+                )
+
+        gather_or_raise(save)
+        return reports[0] if reports else None
+
+    def _prune(self) -> None:
+        """Delete checkpoints beyond `total_limit`; a failure is logged, since it is no reason to end a run."""
+        root = checkpoint_dirs.numbered_root(self._accelerator)
+        if root is None or not self._is_writer:
+            return
+        try:
+            for directory in checkpoint_dirs.expired_dirs(root, self._accelerator.project_configuration.total_limit):
+                self._discard(directory)
+        except OSError as error:
+            _log.warning("%s", error)
+
+    def _discard(self, directory: Path) -> None:
+        try:
+            self._checkpointer.discard(directory)
+        except ShrinkpointError as error:
+            _log.warning("%s", error)
+
+    # loading
+
     def _drain(self) -> None:
-        """Wait for what is being written; that it fails concerns no checkpoint that is there."""
+        """Wait for background saves; their errors are logged, since they concern no existing checkpoint."""
         for wait in (self._sharded_checkpointer.wait, self._checkpointer.wait):
             try:
                 gather_or_raise(wait)
             except Exception as error:
                 self._warn_main("the last save failed: %s", error)
 
-    def _prepare_dir(self, output_dir: str | Path | None) -> Path:
-        """Where to save, once nothing is being written and there is room."""
-        if not self._is_writer:
-            return Path()
-        folder = checkpoint_dirs.save_dir(self._accelerator, output_dir)
-        self._checkpointer.wait()
-        self._prune()
-        _make_dir(folder)
-        return folder
-
-    def _write(self, directory: Path, **save_options: Any) -> SaveReport | None:
-        collected: list[prepared_state.PreparedState] = []
-        spread = prepared_state.has_sharded_model(self._accelerator)
-
-        def collect() -> dict[str, Any]:
-            collected.append(prepared_state.collect_prepared(self._accelerator, directory, models=not spread))
-            return {} if spread else collected[0].per_rank
-
-        ranks = gather_or_raise(collect)
-        if spread:
-            self._sharded_checkpointer.save(
-                directory, collected[0].state, collected[0].per_rank, background=self._background, **save_options
-            )
-            return None
-        state, parts = collected[0].state | {"ranks": ranks}, collected[0].objects
-        reports: list[SaveReport | None] = []
-
-        def save() -> None:
-            if self._is_writer or self._joins_search:
-                reports.append(
-                    self._checkpointer.save(
-                        directory, state, objects=parts, extra={"framework": "accelerate"}, **save_options
-                    )
-                )
-
-        gather_or_raise(save)
-        return reports[0] if reports else None
-
     def _find_candidates(self, input_dir: str | Path | None) -> list[Path]:
-        return (
-            checkpoint_dirs.load_candidates(self._accelerator, input_dir) if self._accelerator.is_main_process else []
-        )
+        if not self._accelerator.is_main_process:
+            return []
+        return checkpoint_dirs.load_candidates(self._accelerator, input_dir)
 
     def _load(self, directory: Path, *, strict: bool) -> DirectoryManifest | None:
         self._loaded_dir = None
@@ -284,23 +323,23 @@ class AcceleratorCheckpointer:
             gather_or_raise(lambda: self._accelerator.load_state(str(directory)))
             return None
         manifests: list[DirectoryManifest] = []
-        read = folders.verify_directory if self._is_writer else folders.read_directory_manifest
+        read = verify_directory if self._is_writer else read_directory_manifest
         gather_or_raise(lambda: manifests.append(read(directory)))
-        manifest = manifests[0]
-        if is_sharded_checkpoint(manifest):
+        if is_sharded_checkpoint(manifests[0]):
             self._load_shards(directory)
-            return manifest
+        else:
+            self._load_whole(directory, strict=strict)
+        return manifests[0]
+
+    def _load_whole(self, directory: Path, *, strict: bool) -> None:
         states: list[Any] = []
         gather_or_raise(lambda: states.append(self._read_state(directory)))
-        models = list(self._accelerator._models)
-        gather_or_raise(lambda: self._check_fit(states[0], models, directory, strict=strict))
-        gather_or_raise(
-            lambda: prepared_state.load_prepared(self._accelerator, states[0], models, str(directory), strict=strict)
-        )
-        return manifest
+        state, models, where = states[0], list(self._accelerator._models), str(directory)
+        gather_or_raise(lambda: self._check_fit(state, models, directory, strict=strict))
+        gather_or_raise(lambda: prepared_state.load_prepared(self._accelerator, state, models, where, strict=strict))
 
     def _load_shards(self, directory: Path) -> None:
-        """The small things first: that they fit is known before anything has changed."""
+        """Load a sharded checkpoint; the small parts are checked before anything is changed."""
         self._checkpointer.close()
         state = self._sharded_checkpointer.read_auxiliary_state(directory)
         gather_or_raise(lambda: self._check_fit(state, [], directory, strict=True))
@@ -308,14 +347,15 @@ class AcceleratorCheckpointer:
         gather_or_raise(lambda: prepared_state.load_auxiliary_state(self._accelerator, state, str(directory)))
 
     def _read_state(self, directory: Path) -> Any:
-        """The state that a folder holds; only who will write goes on from it."""
+        """The state in a directory; kept as the reference of the next delta only on processes that will save."""
         if prepared_state.has_sharded_model(self._accelerator):
-            found, do = (
-                "the state of a model that was not sharded",
-                "load it without FSDP, and save the model by itself",
+            raise MismatchError(
+                str(directory),
+                found="the state of a model that was not sharded",
+                expected="shards",
+                do="load it without FSDP, and save the model by itself",
             )
-            raise MismatchError(str(directory), found=found, expected="shards", do=do)
-        if self._is_writer or self._joins_search:
+        if self._uses_checkpointer:
             state = self._checkpointer.load(directory).state
             self._loaded_dir = directory
             return state
@@ -325,34 +365,18 @@ class AcceleratorCheckpointer:
         )
 
     def _check_fit(self, state: Any, models: list[Any], directory: Path, *, strict: bool) -> None:
+        """Call the registered hooks, which may remove models from the list, and check the state against the rest."""
         for hook in self._accelerator._load_model_state_pre_hook.values():
             hook(models, str(directory))
         prepared_state.check_prepared(self._accelerator, state, models, str(directory), strict=strict)
 
     def _advance_iteration(self) -> None:
+        """Set the number of the next checkpoint above all existing ones."""
         root = checkpoint_dirs.numbered_root(self._accelerator)
         if root is not None:
-            settings = self._accelerator.project_configuration
-            settings.iteration = max(
-                settings.iteration, gather_or_raise(lambda: checkpoint_dirs.next_free_number(root))[0]
-            )
-
-    def _prune(self) -> None:
-        """Delete what is too many; a checkpoint that cannot be deleted is no reason to end a run."""
-        root = checkpoint_dirs.numbered_root(self._accelerator)
-        if root is None or not self._is_writer:
-            return
-        try:
-            for folder in checkpoint_dirs.expired_dirs(root, self._accelerator.project_configuration.total_limit):
-                self._discard(folder)
-        except OSError as error:
-            _log.warning("%s", error)
-
-    def _discard(self, directory: Path) -> None:
-        try:
-            self._checkpointer.discard(directory)
-        except ShrinkpointError as error:
-            _log.warning("%s", error)
+            number = gather_or_raise(lambda: checkpoint_dirs.next_free_number(root))[0]
+            project = self._accelerator.project_configuration
+            project.iteration = max(project.iteration, number)
 
 
 def _restore_result(

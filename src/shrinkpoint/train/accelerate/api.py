@@ -1,6 +1,4 @@
-"""Functions on an Accelerator: each uses the `AcceleratorCheckpointer` that its first call attaches to the
-Accelerator.
-"""
+"""Functions on an Accelerator; the first call attaches the `AcceleratorCheckpointer` that all of them use."""
 
 from __future__ import annotations
 
@@ -20,37 +18,42 @@ from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.restore_result import RestoreResult
 
 _ATTRIBUTE = "_shrinkpoint"
-UNSET: Any = type("Unsaid", (), {"__repr__": lambda self: "..."})()
-"""In place of a setting that a call leaves as it is."""
+UNSET: Any = type("Unset", (), {"__repr__": lambda self: "..."})()
+"""Default of settings that a call does not change."""
 
 
 def record_gradients(
     accelerator: Accelerator,
     *,
     index: int = 0,
-    every: int | None = None,
+    save_interval: int | None = None,
     batches: int = 50,
     beta: float = 0.9,
     paper: bool | None = None,
     squares: bool = False,
 ) -> GradientRecorder:
-    """A recorder of the gradients of a prepared model, attached to its prepared optimizer.
+    """Return a gradient recorder of a prepared model, attached to its prepared optimizer.
 
     Args:
-        index: of the models and optimizers, in the order in which they were prepared.
-        every, batches, beta, paper, squares: of `GradientRecorder`.
+        index: of the model and its optimizer, in the order in which they were prepared.
+        save_interval, batches, beta, paper, squares: of `GradientRecorder`.
 
     Raises:
-        PolicyError: nothing is prepared, or an argument that makes no sense.
+        PolicyError: no such model is prepared, or an argument is out of range.
     """
-    validate.check_int("which", index, minimum=0, do="take 0, the first")
-    if not max(0, index + 1) <= min(len(accelerator._models), len(accelerator._optimizers)):
-        found = f"{len(accelerator._models)} models and {len(accelerator._optimizers)} optimizers"
+    validate.check_int("index", index, minimum=0, do="take 0, the first")
+    num_models, num_optimizers = len(accelerator._models), len(accelerator._optimizers)
+    if index >= min(num_models, num_optimizers):
         raise PolicyError(
-            "gradients", found=found, expected=f"at least {index + 1}", do="call accelerator.prepare first"
+            "gradients",
+            found=f"{num_models} models and {num_optimizers} optimizers",
+            expected=f"at least {index + 1}",
+            do="call accelerator.prepare first",
         )
     model = prepared_state.unwrap_model(accelerator._models[index])
-    recorder = GradientRecorder(model, save_interval=every, batches=batches, beta=beta, paper=paper, squares=squares)
+    recorder = GradientRecorder(
+        model, save_interval=save_interval, batches=batches, beta=beta, paper=paper, squares=squares
+    )
     return recorder.attach(accelerator._optimizers[index].optimizer)
 
 
@@ -67,14 +70,16 @@ def save_state(
     background: bool = UNSET,
     threads: int | None = UNSET,
 ) -> SaveReport | None:
-    """`Shrink.save_state` of the accelerator's own Shrink, which the first call makes.
+    """Save as `AcceleratorCheckpointer.save_state` does.
 
     Args:
-        scheme, keyframe_every, background, threads: of `Shrink`: the same in every call, or none but in the first. A
-            scheme is made once, before the loop.
+        output_dir, step, metrics, note, keyframe: of `AcceleratorCheckpointer.save_state`.
+        scheme, keyframe_every, background, threads: of `AcceleratorCheckpointer`. Give them in the first call only, or
+            the same ones in every call; make a scheme once, before the loop.
 
     Raises:
-        PolicyError: other settings than before, or one that makes no sense.
+        PolicyError: the settings differ from those of an earlier call, or one is out of range.
+        StateError, StorageError: as `AcceleratorCheckpointer.save_state`.
     """
     settings = _set_options(scheme=scheme, keyframe_every=keyframe_every, background=background, threads=threads)
     return _checkpointer_of(accelerator, settings).save_state(
@@ -92,36 +97,48 @@ def load_state(
     background: bool = UNSET,
     threads: int | None = UNSET,
 ) -> RestoreResult[int | None]:
-    """`Shrink.load_state` of the accelerator's own Shrink; settings as in `save_state`, before it or after."""
+    """Load as `AcceleratorCheckpointer.load_state` does.
+
+    Args:
+        input_dir, strict: of `AcceleratorCheckpointer.load_state`.
+        scheme, keyframe_every, background, threads: as for `save_state`.
+
+    Raises:
+        PolicyError: the settings differ from those of an earlier call, or one is out of range.
+        NotFoundError, MismatchError, ChainError, FormatError, StorageError: as `AcceleratorCheckpointer.load_state`.
+    """
     settings = _set_options(scheme=scheme, keyframe_every=keyframe_every, background=background, threads=threads)
     return _checkpointer_of(accelerator, settings).load_state(input_dir, strict=strict)
 
 
 def wait(accelerator: Accelerator) -> SaveReport | None:
-    """`Shrink.wait` of the accelerator's own Shrink: before a program ends that saves in the background."""
+    """Wait for the last background save, as `AcceleratorCheckpointer.wait` does; call it before a program ends."""
     return _checkpointer_of(accelerator, {}).wait()
 
 
 def _set_options(**settings: object) -> dict[str, Any]:
+    """The settings that a call gives."""
     return {name: value for name, value in settings.items() if value is not UNSET}
 
 
 def _checkpointer_of(accelerator: Accelerator, settings: dict[str, Any]) -> AcceleratorCheckpointer:
-    """The Shrink that an accelerator keeps.
+    """The checkpointer that is attached to an accelerator; settings may be given until the first save.
 
     Raises:
-        PolicyError: other settings than before.
+        PolicyError: the settings differ from those of an earlier call.
     """
-    held = vars(accelerator).get(_ATTRIBUTE)
-    if held is None:
-        shrink = AcceleratorCheckpointer(accelerator, **settings)
-    elif not settings or settings == held[1]:
-        return held[0]  # type: ignore[no-any-return]
-    elif held[1] or held[0].has_saved:
-        found, do = f"{settings}", "make a scheme once, before the loop, or hold a Shrink of your own"
-        raise PolicyError("settings", found=found, expected=f"{held[1]}, as in the call before", do=do)
-    else:
-        shrink = AcceleratorCheckpointer(accelerator, **settings)
-        shrink.take_over(held[0])
-    setattr(accelerator, _ATTRIBUTE, (shrink, settings))
-    return shrink
+    attached, attached_settings = vars(accelerator).get(_ATTRIBUTE, (None, {}))
+    if attached is not None and (not settings or settings == attached_settings):
+        return attached  # type: ignore[no-any-return]
+    if attached is not None and (attached_settings or attached.has_saved):
+        raise PolicyError(
+            "settings",
+            found=f"{settings}",
+            expected=f"{attached_settings}, as in the call before",
+            do="make a scheme once, before the loop, or use an AcceleratorCheckpointer of your own",
+        )
+    checkpointer = AcceleratorCheckpointer(accelerator, **settings)
+    if attached is not None:
+        checkpointer.take_over(attached)
+    setattr(accelerator, _ATTRIBUTE, (checkpointer, settings))
+    return checkpointer

@@ -9,109 +9,125 @@ from accelerate import Accelerator
 
 from shrinkpoint.errors import NotFoundError, PolicyError
 from shrinkpoint.storage import local_path
-from shrinkpoint.store import directory as folders
+from shrinkpoint.store.directory import is_checkpoint
 from shrinkpoint.train.checkpointer import wait_for_writes
-
-
-class NoCheckpointError(NotFoundError, ValueError):
-    """There is nothing to load: of a directory that is not there `Accelerator.load_state` makes a ValueError."""
-
 
 _NUMBERED_DIR = re.compile(r"checkpoint_(\d{1,18})")
 
 
+class NoCheckpointError(NotFoundError, ValueError):
+    """There is nothing to load. Also a ValueError, which `Accelerator.load_state` raises for a missing directory."""
+
+
 def numbered_root(accelerator: Accelerator) -> Path | None:
-    """Where checkpoints are numbered; None: the caller names each of them.
+    """Return the directory of the numbered checkpoints; None if the caller names each checkpoint.
 
     Raises:
-        PolicyError: they are to be numbered, and nobody said where.
+        PolicyError: checkpoints are numbered, and there is no `project_dir`.
     """
-    settings = accelerator.project_configuration
-    if not settings.automatic_checkpoint_naming:
+    project = accelerator.project_configuration
+    if not project.automatic_checkpoint_naming:
         return None
-    if settings.project_dir is None:
-        found, do = "automatic_checkpoint_naming without a project_dir", "pass project_dir= to Accelerator"
-        raise PolicyError("ProjectConfiguration", found=found, do=do)
-    return local_path(settings.project_dir, "project_dir").expanduser() / "checkpoints"
+    if project.project_dir is None:
+        raise PolicyError(
+            "ProjectConfiguration",
+            found="automatic_checkpoint_naming without a project_dir",
+            do="pass project_dir= to Accelerator",
+        )
+    return local_path(project.project_dir, "project_dir").expanduser() / "checkpoints"
 
 
 def save_dir(accelerator: Accelerator, output_dir: str | Path | None) -> Path:
-    """Where the next checkpoint goes.
+    """Return the directory of the next checkpoint.
 
     Raises:
-        PolicyError: nobody says where, or the next number is taken.
+        PolicyError: no directory is given, or the next number is taken.
     """
     root = numbered_root(accelerator)
     if root is None:
         if output_dir is None:
-            found, do = "no directory", "pass output_dir=, or ProjectConfiguration(automatic_checkpoint_naming=True)"
-            raise PolicyError("save_state", found=found, do=do)
+            raise PolicyError(
+                "save_state",
+                found="no directory",
+                do="pass output_dir=, or ProjectConfiguration(automatic_checkpoint_naming=True)",
+            )
         return local_path(output_dir, "output_dir").expanduser()
-    folder = root / f"checkpoint_{accelerator.save_iteration}"
-    if has_saved_state(folder):
-        found, do = "a checkpoint that is there", "set accelerator.project_configuration.iteration, or load_state first"
-        raise PolicyError(str(folder), found=found, expected="a number that is free", do=do)
-    return folder
+    directory = root / f"checkpoint_{accelerator.save_iteration}"
+    if has_saved_state(directory):
+        raise PolicyError(
+            str(directory),
+            found="a checkpoint that is there",
+            expected="a number that is free",
+            do="set accelerator.project_configuration.iteration, or load_state first",
+        )
+    return directory
 
 
 def load_candidates(accelerator: Accelerator, input_dir: str | Path | None) -> list[Path]:
-    """What may be loaded, the newest first.
+    """Return the directories that may be loaded, newest first.
 
     Raises:
-        NotFoundError: nothing is there.
-        PolicyError: nobody says where.
+        NotFoundError: there is none.
+        PolicyError: no directory is given, and checkpoints are not numbered.
     """
     if input_dir is not None:
-        folder = local_path(input_dir, "input_dir").expanduser()
-        wait_for_writes(folder)
-        if not has_saved_state(folder):
-            found = f"Tried to find {folder} but folder does not exist"  # Accelerate's own words
-            if folder.is_dir():
-                found = "neither a manifest nor a state of Accelerate's own"
-            raise NoCheckpointError(str(folder), found=found, expected="a checkpoint", do="look at what lies beside it")
-        return [folder]
+        directory = local_path(input_dir, "input_dir").expanduser()
+        wait_for_writes(directory)
+        if not has_saved_state(directory):
+            exists = directory.is_dir()
+            message = f"Tried to find {directory} but folder does not exist"  # Accelerate's own words
+            raise NoCheckpointError(
+                str(directory),
+                found="neither a manifest nor a state of Accelerate's own" if exists else message,
+                expected="a checkpoint",
+                do="look at the directories next to it",
+            )
+        return [directory]
     root = numbered_root(accelerator)
     if root is None:
-        found, do = "no directory", "pass input_dir=, or ProjectConfiguration(automatic_checkpoint_naming=True)"
-        raise PolicyError("load_state", found=found, do=do)
-    found_at = [path for _, path in reversed(list_numbered_dirs(root))]
-    if not found_at:
+        raise PolicyError(
+            "load_state",
+            found="no directory",
+            do="pass input_dir=, or ProjectConfiguration(automatic_checkpoint_naming=True)",
+        )
+    candidates = [path for _, path in reversed(list_numbered_dirs(root))]
+    if not candidates:
         raise NoCheckpointError(
             str(root), found="no checkpoint", expected="checkpoint_0 or a later one", do="train first"
         )
-    return found_at
+    return candidates
 
 
 def list_numbered_dirs(root: Path) -> list[tuple[int, Path]]:
-    """The numbered directories, whole or not, the oldest first."""
+    """List number and path of the numbered directories, complete or not, oldest first."""
     if not root.is_dir():
         return []
-    found = ((_NUMBERED_DIR.fullmatch(path.name), path) for path in root.iterdir() if path.is_dir())
-    return sorted((int(match[1]), path) for match, path in found if match)
+    matches = ((_NUMBERED_DIR.fullmatch(path.name), path) for path in root.iterdir() if path.is_dir())
+    return sorted((int(match[1]), path) for match, path in matches if match)
 
 
 def next_free_number(root: Path) -> int:
-    """A number above those of all checkpoints."""
+    """Return the lowest number above those of all checkpoints."""
     return max((number for number, path in list_numbered_dirs(root) if has_saved_state(path)), default=-1) + 1
 
 
 def expired_dirs(root: Path, limit: int | None) -> list[Path]:
-    """All directories that are older than the newest `limit` checkpoints, the oldest first.
+    """Return all directories older than the newest `limit` checkpoints, oldest first.
 
-    What is there without being a checkpoint counts as none, so it never costs one its place.
+    Directories without a checkpoint do not count towards the limit.
     """
     if limit is None:
         return []
-    found = list_numbered_dirs(root)
-    kept = [number for number, path in found if has_saved_state(path)][-max(limit, 1) :]
-    return [path for number, path in found if kept and number < kept[0]]
+    numbered = list_numbered_dirs(root)
+    retained = [number for number, path in numbered if has_saved_state(path)][-max(limit, 1) :]
+    return [path for number, path in numbered if retained and number < retained[0]]
 
 
 def has_saved_state(directory: Path) -> bool:
-    """Whether somebody has saved a state in a directory: we, or Accelerate itself."""
-    return folders.is_checkpoint(directory) or is_stock_checkpoint(directory)
+    """Whether a directory holds a checkpoint, ours or one of Accelerate itself."""
+    return is_checkpoint(directory) or is_stock_checkpoint(directory)
 
 
 def is_stock_checkpoint(directory: Path) -> bool:
-    """Whether Accelerate itself has saved a state in a directory; this file is one of the last that it writes."""
-    return not folders.is_checkpoint(directory) and (directory / "random_states_0.pkl").is_file()
+    """Whether Accelerate itself saved to a directory; the file is one of the last that it writes."""
+    return not is_checkpoint(directory) and (directory / "random_states_0.pkl").is_file()

@@ -1,4 +1,4 @@
-"""Where a prepared dataloader stands: what it needs to go on with the same batches."""
+"""Saves and restores the position of a prepared dataloader, so that the same batches follow."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from accelerate.data_loader import SeedableRandomSampler
 
 
 def get_loader_state(loader: Any) -> dict[str, Any]:
-    """A storable nest.
+    """Return the state of a dataloader as a nest that can be stored.
 
-    A generator that shuffles is taken between two epochs only: within one it has moved on already, and the epoch that
-    is begun again after a restore would be another one.
+    The generator that shuffles is included between two epochs only: within an epoch it has advanced already, and the
+    epoch that starts again after a restore would have another order.
     """
     state: dict[str, Any] = {}
     if isinstance(getattr(loader, "iteration", None), int):
@@ -28,7 +28,7 @@ def get_loader_state(loader: Any) -> dict[str, Any]:
 
 
 def set_loader_state(loader: Any, state: dict[str, Any]) -> None:
-    """Set a dataloader to what `state_of` saw; what either of them lacks stays as it is."""
+    """Restore what `get_loader_state` returned, as far as the dataloader has these parts."""
     if "iteration" in state and hasattr(loader, "iteration"):
         loader.iteration = state["iteration"]
     sampler = _sampler(loader)
@@ -46,7 +46,7 @@ def _sampler(loader: Any) -> Any:
 
 
 def _generator(loader: Any, sampler: Any) -> torch.Generator | None:
-    """What shuffles, and is kept the same on all processes."""
+    """The generator that shuffles, equal on all processes; None if there is none."""
     for generator in (getattr(loader, "synchronized_generator", None), getattr(sampler, "generator", None)):
         if isinstance(generator, torch.Generator):
             return generator
@@ -54,6 +54,9 @@ def _generator(loader: Any, sampler: Any) -> torch.Generator | None:
 
 
 def _is_mid_epoch(generator: torch.Generator, loader: Any) -> bool:
-    """Whether an epoch that it shuffled has begun and not ended, of this dataloader or of one that skips batches."""
-    running = getattr(getattr(loader, "gradient_state", None), "dataloader_references", ())
-    return any(one is not None and _generator(one, _sampler(one)) is generator for one in running)
+    """Whether an epoch that the generator shuffled has begun and not ended.
+
+    A dataloader that skips batches (`skip_first_batches`) is another object with the same generator.
+    """
+    active_loaders = getattr(getattr(loader, "gradient_state", None), "dataloader_references", ())
+    return any(active is not None and _generator(active, _sampler(active)) is generator for active in active_loaders)

@@ -1,4 +1,4 @@
-"""What an Accelerator was given to prepare and to register: collected for a save, checked and loaded for a restore."""
+"""Collects, checks and loads the state of everything that an Accelerator has prepared and registered."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shrinkpoint.errors import MismatchError, PolicyError, StateError
 from shrinkpoint.tensors.flatten import flatten
-from shrinkpoint.tensors.rng import get_rng_state
-from shrinkpoint.tensors.rng import set_rng_state as reinstate_rng
+from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train import state_dicts
 from shrinkpoint.train.accelerate import dataloaders
 
@@ -26,42 +25,45 @@ _PREPARE_ADVICE = "prepare and register what was prepared and registered when it
 
 
 def check_engine(accelerator: Accelerator) -> None:
-    """Refuse what keeps its state to itself.
+    """Raise if the state of the distributed engine cannot be read.
 
     Raises:
-        PolicyError: DeepSpeed, Megatron-LM, XLA, or the first FSDP.
+        PolicyError: DeepSpeed, Megatron-LM, XLA, or FSDP of version 1.
     """
-    kind = accelerator.distributed_type
-    if kind in _UNSUPPORTED_ENGINES or (kind == DistributedType.FSDP and not accelerator.is_fsdp2):
-        found = "FSDP of version 1" if kind == DistributedType.FSDP else kind.value
-        do = "use accelerator.save_state, or fsdp_version=2"
-        raise PolicyError("Accelerator", found=found, expected="DDP, FSDP2 or one process", do=do)
+    engine = accelerator.distributed_type
+    if engine in _UNSUPPORTED_ENGINES or (engine == DistributedType.FSDP and not accelerator.is_fsdp2):
+        raise PolicyError(
+            "Accelerator",
+            found="FSDP of version 1" if engine == DistributedType.FSDP else engine.value,
+            expected="DDP, FSDP2 or one process",
+            do="use accelerator.save_state, or fsdp_version=2",
+        )
 
 
 def unwrap_models(accelerator: Accelerator) -> list[nn.Module]:
-    """The prepared models without their wrappers, so that their names are the same on one process and on many."""
+    """Return the prepared models without wrappers: names of tensors do not depend on the number of processes."""
     return [unwrap_model(model) for model in accelerator._models]
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """A model as it was before it was prepared; mixed precision stays."""
-    out: nn.Module = extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=False)
-    return out
+    """Return a prepared model without its wrappers, except that of mixed precision."""
+    module: nn.Module = extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=False)
+    return module
 
 
 def has_sharded_model(accelerator: Accelerator) -> bool:
-    """Whether a model is spread over processes."""
-    return any(isinstance(x, DTensor) for model in accelerator._models for x in model.parameters())
+    """Whether a model is sharded over processes."""
+    return any(isinstance(parameter, DTensor) for model in accelerator._models for parameter in model.parameters())
 
 
 @dataclass(frozen=True)
 class PreparedState:
-    """What one process has to save.
+    """The state that one process has to save.
 
     Attributes:
-        state: what all processes have alike; without models and optimizers where they are sharded.
-        objects: the live objects behind it.
-        per_rank: what no other process has.
+        state: the part that is equal on all processes; without models and optimizers, if they are sharded.
+        objects: the live objects behind `state`, by its keys.
+        per_rank: random generators and dataloaders of this process.
     """
 
     state: dict[str, Any]
@@ -70,76 +72,86 @@ class PreparedState:
 
 
 def collect_prepared(accelerator: Accelerator, directory: Path, *, models: bool) -> PreparedState:
-    """Call the hooks that were registered, then take down the state.
+    """Call the registered hooks, then collect the state.
 
     Args:
-        models: False: without models and optimizers, which somebody else saves.
+        directory: passed to the hooks.
+        models: whether to include models and optimizers.
 
     Raises:
-        StateError: a registered object has something that cannot be stored.
+        StateError: a registered object holds something that cannot be stored.
     """
     modules = unwrap_models(accelerator) if models else []
-    given = [module.state_dict() for module in modules]
-    weights = list(given)
+    module_states = [module.state_dict() for module in modules]
+    weights = list(module_states)
     for hook in accelerator._save_model_state_pre_hook.values():
-        hook(accelerator._models, weights, str(directory))
+        hook(accelerator._models, weights, str(directory))  # may remove or add entries of `weights`
     state: dict[str, Any] = {"model": weights, "optimizer": []}
-    parts: dict[str, Any] = {}
-    left = [module for module, one in zip(modules, given, strict=True) if any(one is kept for kept in weights)]
-    if left and len(left) == len(weights):
-        parts["model"] = _unwrap_single(left)
+    objects: dict[str, Any] = {}
+    saved_ids = {id(entry) for entry in weights}
+    saved_modules = [module for module, entry in zip(modules, module_states, strict=True) if id(entry) in saved_ids]
+    if saved_modules and len(saved_modules) == len(weights):
+        objects["model"] = _unwrap_single(saved_modules)
     if models:
         state["optimizer"] = [optimizer.state_dict() for optimizer in accelerator._optimizers]
     state = {name: _unwrap_single(value) for name, value in state.items() if value}
-    return PreparedState(
-        state | _auxiliary_state(accelerator) | {"sharded": not models}, parts, _per_rank_state(accelerator)
-    )
+    state |= _auxiliary_state(accelerator) | {"sharded": not models}
+    return PreparedState(state, objects, _per_rank_state(accelerator))
 
 
 def check_prepared(
     accelerator: Accelerator, state: Any, models: Sequence[nn.Module], where: str, *, strict: bool
 ) -> None:
-    """Make sure that a state fits; changes nothing.
+    """Raise unless a state fits what is prepared and registered; nothing is changed.
 
     Args:
-        models: those that the hooks have left to be loaded.
+        models: those that the registered hooks have left to be loaded.
+        where: for the error.
+        strict: raise if keys of a model are missing or unexpected.
 
     Raises:
-        MismatchError: it does not.
+        MismatchError: it does not fit.
     """
     if not isinstance(state, dict) or not isinstance(state.get("ranks"), list):
-        do = "load it with what saved it"
-        raise MismatchError(where, found="no state of an Accelerator", expected="what save_state saves", do=do)
-    for name, ours in _expected_counts(accelerator, state):
-        theirs = len(_as_list(state.get(name)))
-        if theirs != ours:
-            raise MismatchError(where, found=f"{theirs} of {name!r}", expected=f"{ours}", do=_PREPARE_ADVICE)
+        raise MismatchError(
+            where,
+            found="no state of an Accelerator",
+            expected="what save_state saves",
+            do="load it with the program that saved it",
+        )
+    for name, expected_count in _expected_counts(accelerator, state):
+        count = len(_as_list(state.get(name)))
+        if count != expected_count:
+            raise MismatchError(where, found=f"{count} of {name!r}", expected=f"{expected_count}", do=_PREPARE_ADVICE)
     if accelerator.scaler is not None and "scaler" not in state:
-        do = "set the same mixed_precision"
-        raise MismatchError(where, found="no gradient scaler", expected="that of mixed precision", do=do)
-    for thing, saved, name in [*_pair_models(accelerator, state, models), *_pair_optimizers(accelerator, state)]:
-        state_dicts.check_state_dicts(thing, saved, f"{where}, {name}", strict=strict)
-    for number, (scheduler, saved) in enumerate(
-        zip(accelerator._schedulers, _as_list(state["scheduler"]), strict=True)
-    ):
+        raise MismatchError(
+            where,
+            found="no gradient scaler",
+            expected="that of mixed precision",
+            do="set the same mixed_precision",
+        )
+    for obj, saved, name in _pair_models_and_optimizers(accelerator, state, models):
+        state_dicts.check_state_dicts(obj, saved, f"{where}, {name}", strict=strict)
+    saved_schedulers = _as_list(state["scheduler"])
+    for index, (scheduler, saved) in enumerate(zip(accelerator._schedulers, saved_schedulers, strict=True)):
         inner = getattr(scheduler, "scheduler", scheduler)
-        state_dicts.check_state_dicts(inner, saved, f"{where}, scheduler {number}", strict=strict)
+        state_dicts.check_state_dicts(inner, saved, f"{where}, scheduler {index}", strict=strict)
 
 
 def load_prepared(
     accelerator: Accelerator, state: dict[str, Any], models: Sequence[nn.Module], where: str, *, strict: bool
 ) -> None:
-    """Load what `check` approved of."""
-    for thing, saved, name in [*_pair_models(accelerator, state, models), *_pair_optimizers(accelerator, state)]:
-        state_dicts.load_state_dicts(thing, saved, f"{where}, {name}", strict=strict)
+    """Load a state that `check_prepared` has accepted."""
+    for obj, saved, name in _pair_models_and_optimizers(accelerator, state, models):
+        state_dicts.load_state_dicts(obj, saved, f"{where}, {name}", strict=strict)
     load_auxiliary_state(accelerator, state, where)
 
 
 def load_auxiliary_state(accelerator: Accelerator, state: dict[str, Any], where: str) -> None:
-    """Load all but models and optimizers; the random generators last, for whatever is loaded may draw from them."""
-    for things, name in ((accelerator._schedulers, "scheduler"), (accelerator._custom_objects, "objects")):
-        for thing, saved in zip(things, state[name], strict=True):
-            thing.load_state_dict(saved)
+    """Load everything but models and optimizers; random generators last, since loading may draw from them."""
+    for objects, name in ((accelerator._schedulers, "scheduler"), (accelerator._custom_objects, "objects")):
+        for obj, saved in zip(objects, state[name], strict=True):
+            obj.load_state_dict(saved)
     if accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(state["scaler"])
     accelerator.step = state["step"]
@@ -147,10 +159,11 @@ def load_auxiliary_state(accelerator: Accelerator, state: dict[str, Any], where:
 
 
 def _auxiliary_state(accelerator: Accelerator) -> dict[str, Any]:
-    """What all processes have alike, but for models and optimizers."""
+    """The state that is equal on all processes, without models and optimizers."""
+    objects = accelerator._custom_objects
     state = {
         "scheduler": [scheduler.state_dict() for scheduler in accelerator._schedulers],
-        "objects": [_registered_state(index, one) for index, one in enumerate(accelerator._custom_objects)],
+        "objects": [_registered_state(index, obj) for index, obj in enumerate(objects)],
         "step": accelerator.step,
     }
     if accelerator.scaler is not None:
@@ -159,11 +172,11 @@ def _auxiliary_state(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def _registered_state(index: int, obj: Any) -> Any:
-    """The state of an object, if it can be stored; the error names the object."""
     return _check_storable(obj.state_dict(), f"{type(obj).__qualname__}, object {index} of register_for_checkpointing")
 
 
 def _check_storable(state: Any, name: str) -> Any:
+    """Return the state if it can be stored; the error names the object."""
     try:
         flatten(state)
     except StateError as error:
@@ -172,28 +185,29 @@ def _check_storable(state: Any, name: str) -> Any:
 
 
 def _per_rank_state(accelerator: Accelerator) -> dict[str, Any]:
-    stands = [
+    """Random generators and positions of dataloaders of this process."""
+    loader_states = [
         _check_storable(dataloaders.get_loader_state(loader), f"dataloader {index}")
         for index, loader in enumerate(accelerator._dataloaders)
     ]
-    return {"rng": get_rng_state(), "loaders": stands}
+    return {"rng": get_rng_state(), "loaders": loader_states}
 
 
-def _restore_per_rank(accelerator: Accelerator, ranks: list[Any], where: str) -> None:
-    """What was this process's own; a process that was not there when it was saved keeps its own."""
-    rank, count = accelerator.process_index, accelerator.num_processes
-    if len(ranks) != count and accelerator.is_main_process:
+def _restore_per_rank(accelerator: Accelerator, rank_states: list[Any], where: str) -> None:
+    """Restore generators and dataloaders of this process, if a process of its rank has saved them."""
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    if len(rank_states) != world_size and accelerator.is_main_process:
         _log.warning(
-            "%s was saved by %d processes and is loaded by %d: random numbers and batches go on differently",
+            "%s was saved by %d processes and is loaded by %d: random numbers and batches will differ",
             where,
-            len(ranks),
-            count,
+            len(rank_states),
+            world_size,
         )
-    if rank >= len(ranks) or ranks[rank] is None:
+    if rank >= len(rank_states) or rank_states[rank] is None:
         return
-    for loader, state in zip(accelerator._dataloaders, ranks[rank]["loaders"], strict=False):
+    for loader, state in zip(accelerator._dataloaders, rank_states[rank]["loaders"], strict=False):
         dataloaders.set_loader_state(loader, state)
-    reinstate_rng(ranks[rank]["rng"])
+    set_rng_state(rank_states[rank]["rng"])
 
 
 def _expected_counts(accelerator: Accelerator, state: dict[str, Any]) -> Iterator[tuple[str, int]]:
@@ -203,35 +217,43 @@ def _expected_counts(accelerator: Accelerator, state: dict[str, Any]) -> Iterato
     yield "objects", len(accelerator._custom_objects)
 
 
+def _pair_models_and_optimizers(
+    accelerator: Accelerator, state: dict[str, Any], models: Sequence[nn.Module]
+) -> list[tuple[Any, Any, str]]:
+    """Each model and optimizer to be loaded, with its saved state and a name for errors.
+
+    Raises:
+        MismatchError: the number of models differs.
+    """
+    saved_optimizers = _as_list(state.get("optimizer"))
+    optimizers = zip(accelerator._optimizers, saved_optimizers, strict=not state.get("sharded"))
+    pairs = [(optimizer, saved, "optimizer") for optimizer, saved in optimizers]
+    return [*_pair_models(accelerator, state, models), *pairs]
+
+
 def _pair_models(
     accelerator: Accelerator, state: dict[str, Any], models: Sequence[nn.Module]
 ) -> list[tuple[Any, Any, str]]:
-    """Each model that is to be loaded, and what of.
+    """Each model to be loaded, with its saved state; hooks may have removed models from either side.
 
     Raises:
-        MismatchError: there are more models than were saved, or fewer than were prepared then.
+        MismatchError: more models were saved than are prepared, or fewer than are to be loaded.
     """
-    saved = _as_list(state.get("model"))
-    if len(saved) > len(accelerator._models):
-        found, expected = f"{len(saved)} models in the checkpoint", f"{len(accelerator._models)}"
-        raise MismatchError("model", found=found, expected=expected, do=_PREPARE_ADVICE)
-    places = range(len(models))
-    if len(saved) == len(accelerator._models):
-        known = [id(model) for model in accelerator._models]
-        places = [known.index(id(model)) if id(model) in known else at for at, model in enumerate(models)]  # type: ignore[assignment]
-    if len(models) > len(saved):
-        found = f"{len(saved)} models in the checkpoint"
-        raise MismatchError("model", found=found, expected=f"{len(models)}", do=_PREPARE_ADVICE)
-    return [(unwrap_model(model), saved[at], "model") for model, at in zip(models, places, strict=True)]
-
-
-def _pair_optimizers(accelerator: Accelerator, state: dict[str, Any]) -> list[tuple[Any, Any, str]]:
-    pairs = zip(accelerator._optimizers, _as_list(state.get("optimizer")), strict=not state.get("sharded"))
-    return [(optimizer, saved, "optimizer") for optimizer, saved in pairs]
+    saved_models = _as_list(state.get("model"))
+    count = f"{len(saved_models)} models in the checkpoint"
+    if len(saved_models) > len(accelerator._models):
+        raise MismatchError("model", found=count, expected=f"{len(accelerator._models)}", do=_PREPARE_ADVICE)
+    if len(models) > len(saved_models):
+        raise MismatchError("model", found=count, expected=f"{len(models)}", do=_PREPARE_ADVICE)
+    indices = list(range(len(models)))
+    if len(saved_models) == len(accelerator._models):
+        index_by_id = {id(model): index for index, model in enumerate(accelerator._models)}
+        indices = [index_by_id.get(id(model), index) for index, model in enumerate(models)]
+    return [(unwrap_model(model), saved_models[index], "model") for model, index in zip(models, indices, strict=True)]
 
 
 def _unwrap_single(items: list[Any]) -> Any:
-    """One thing itself, so that it has the name in the state that a scheme knows it by."""
+    """The item of a list with one item, so that schemes find "model" under that name; else the list."""
     return items[0] if len(items) == 1 else items
 
 

@@ -1,4 +1,4 @@
-"""Models that are spread over processes: saved and loaded through torch.distributed.checkpoint."""
+"""Saves and loads models that are sharded over processes, through torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ _SHARED_KEY, _RANK_KEY = "accelerate", "accelerate-rank-{}"
 
 
 class ShardedCheckpointer:
-    """Saves and loads the shards of an Accelerator's models, and what is beside them as tensors of bytes.
+    """Saves and loads the shards of an Accelerator's models, and the remaining state as tensors of bytes.
 
-    All its methods are called by all processes.
+    All processes call all methods.
 
     Args:
+        accelerator: whose models are sharded.
         settings: of `Writer`.
     """
 
@@ -63,25 +64,24 @@ class ShardedCheckpointer:
         background: bool,
         **save_options: Any,
     ) -> None:
-        """Save; in the background, what comes after the copy.
+        """Save models, optimizers and the remaining state.
 
         Args:
-            shared: what every process has alike, beside models and optimizers.
-            per_rank: what this one has alone.
-
-            save_options: step, metrics and note, for people; `keyframe` must not be asked for.
+            shared: the state that is equal on all processes, without models and optimizers.
+            per_rank: the state of this process alone.
+            background: return once the state is copied.
+            save_options: step, metrics and note for the manifest; `keyframe` must be False.
 
         Raises:
-            PolicyError: a keyframe is asked for.
-            ShrinkpointError: on every process, what the first that failed raised.
+            PolicyError: `keyframe` is set.
+            ShrinkpointError: on every process, the error of the first rank that failed.
         """
         if save_options.pop("keyframe"):
-            found, do = "keyframe=True with shards", "choose keyframe_every="
-            raise PolicyError("save_state", found=found, do=do)
+            raise PolicyError("save_state", found="keyframe=True with shards", do="choose keyframe_every=")
         state = _sharded_state(self._accelerator) | {_RANK_KEY.format(self._accelerator.process_index): _pack(per_rank)}
         if self._accelerator.is_main_process:
             state[_SHARED_KEY] = _pack(shared)
-        if background and self._group is None:  # not the one that training uses at the same time
+        if background and self._group is None:  # training uses the default group meanwhile
             self._group = dist.new_group(backend="gloo")
         models = [prepared_state.unwrap_model(model) for model in self._accelerator._models]
         writer = Writer(
@@ -95,52 +95,55 @@ class ShardedCheckpointer:
         if not background:
             _raise_first(lambda: save(state, storage_writer=writer))
             return
-        saving = _raise_first(lambda: async_save(state, storage_writer=writer, process_group=self._group))
-        assert isinstance(saving, Future)
-        self._save_future = saving
+        future = _raise_first(lambda: async_save(state, storage_writer=writer, process_group=self._group))
+        assert isinstance(future, Future)
+        self._save_future = future
 
     def wait(self) -> None:
-        """Wait for what is being written.
+        """Wait for the background save.
 
         Raises:
-            ShrinkpointError: whatever it raised, once.
+            ShrinkpointError: its error, once.
         """
-        running, self._save_future = self._save_future, None
-        if running is not None:
-            _raise_first(running.result)
+        future, self._save_future = self._save_future, None
+        if future is not None:
+            _raise_first(future.result)
 
     def read_auxiliary_state(self, directory: Path) -> dict[str, Any]:
-        """What is beside the models and optimizers, checked against what is prepared and registered.
+        """Return the state without models and optimizers; "ranks" holds the state of this process only.
 
         Raises:
-            MismatchError: it does not fit.
-            ChainError, FormatError, StorageError: the checkpoint does not load.
+            MismatchError: it is no checkpoint of an Accelerator.
+            ChainError, FormatError, StorageError: the checkpoint cannot be loaded.
         """
         entries = _raise_first(lambda: Reader(directory).read_metadata()).state_dict_metadata
         rank = self._accelerator.process_index
-        state: dict[str, Tensor] = {}
-        for name in (_SHARED_KEY, _RANK_KEY.format(rank)):
-            if isinstance(entry := entries.get(name), TensorStorageMetadata):
-                state[name] = torch.empty(entry.size, dtype=torch.uint8)
-        if _SHARED_KEY not in state:
-            do = "load it with what saved it"
+        rank_key = _RANK_KEY.format(rank)
+        packed: dict[str, Tensor] = {}
+        for key in (_SHARED_KEY, rank_key):
+            if isinstance(entry := entries.get(key), TensorStorageMetadata):
+                packed[key] = torch.empty(entry.size, dtype=torch.uint8)
+        if _SHARED_KEY not in packed:
             raise MismatchError(
-                str(directory), found="no state of an Accelerator", expected="what save_state saves", do=do
+                str(directory),
+                found="no state of an Accelerator",
+                expected="what save_state saves",
+                do="load it with the program that saved it",
             )
-        _load_in_place(dict(state), Reader(directory))
-        known = {name: _unpack(data, str(directory)) for name, data in state.items()}
-        alike: dict[str, Any] = known[_SHARED_KEY]
-        ranks: list[Any] = [None] * sum(name.startswith(_RANK_KEY.format("")) for name in entries)
-        if _RANK_KEY.format(rank) in known:
-            ranks[rank] = known[_RANK_KEY.format(rank)]
-        return alike | {"ranks": ranks}
+        _load_in_place(dict(packed), Reader(directory))
+        states = {key: _unpack(data, str(directory)) for key, data in packed.items()}
+        shared: dict[str, Any] = states[_SHARED_KEY]
+        rank_states: list[Any] = [None] * sum(name.startswith(_RANK_KEY.format("")) for name in entries)
+        if rank_key in states:
+            rank_states[rank] = states[rank_key]
+        return shared | {"ranks": rank_states}
 
     def load(self, directory: Path) -> None:
-        """Load models and optimizers, on any number of processes. Where it fails, they may have changed.
+        """Load models and optimizers, on any number of processes. After an error, they may have changed.
 
         Raises:
             MismatchError: shapes or names differ.
-            ChainError, FormatError, StorageError: the checkpoint does not load.
+            ChainError, FormatError, StorageError: the checkpoint cannot be loaded.
         """
         state = _sharded_state(self._accelerator)
         _load_in_place(state, Reader(directory, threads=self._settings.get("threads")))
@@ -153,12 +156,12 @@ class ShardedCheckpointer:
 
 
 def is_sharded_checkpoint(manifest: DirectoryManifest) -> bool:
-    """Whether a checkpoint is one of torch.distributed.checkpoint."""
+    """Whether a checkpoint was saved through torch.distributed.checkpoint."""
     return isinstance(manifest.extra, dict) and DCP_KEY in manifest.extra
 
 
 def _sharded_state(accelerator: Accelerator) -> dict[str, Any]:
-    """The state dicts of models and optimizers; as Accelerate does, the first optimizer is the first model's."""
+    """The state dicts of models and optimizers; optimizer i belongs to model i, as for Accelerate."""
     models = [prepared_state.unwrap_model(model) for model in accelerator._models]
     state: dict[str, Any] = {
         _state_key("model", index): get_model_state_dict(model) for index, model in enumerate(models)
@@ -173,10 +176,10 @@ def _state_key(kind: str, index: int) -> str:
 
 
 def _pack(state: dict[str, Any]) -> Tensor:
-    """A nest as the bytes of a file of ours: what is loaded in place needs no template for it then."""
+    """Encode a nest as a lossless file in a tensor of bytes: DCP, which loads in place, needs no template for that."""
     storage, scheme = MemoryStorage(), Lossless()
-    kept = scheme.quantize(flatten(state), None)
-    size = write_file(storage, "state", kept, scheme=scheme, reference=None, parent=None).report.stored_bytes
+    quantized = scheme.quantize(flatten(state), None)
+    size = write_file(storage, "state", quantized, scheme=scheme, reference=None, parent=None).report.stored_bytes
     with storage.open("state") as source:
         return torch.frombuffer(bytearray(source.read(0, size)), dtype=torch.uint8)
 
@@ -187,16 +190,16 @@ def _unpack(data: Tensor, where: str) -> Any:
 
 
 def _load_in_place(state: dict[str, Any], reader: Reader) -> None:
-    with warnings.catch_warnings():  # that one process is one is no news to the caller
+    with warnings.catch_warnings():  # torch warns if there is a single process
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         _raise_first(lambda: load(state, storage_reader=reader))
 
 
 def _raise_first(work: Callable[[], T]) -> T:
-    """The result; what torch raises for several processes at once becomes what the first of them raised.
+    """Return the result of `work`; of the errors that torch collects from all ranks, raise that of the first.
 
     Raises:
-        ShrinkpointError: of the class that was raised; of no class below it where the error was not one of ours.
+        ShrinkpointError: of the original class, if that is one of ours.
     """
     try:
         return work()
@@ -205,5 +208,6 @@ def _raise_first(work: Callable[[], T]) -> T:
         if isinstance(cause, ShrinkpointError):
             where = f"rank {rank}: {cause.where}"
             raise type(cause)(where, found=cause.found, expected=cause.expected, do=cause.do) from error
-        found = f"{type(cause).__name__}: {cause}"
-        raise ShrinkpointError(f"rank {rank}", found=found, do="see the traceback above") from error
+        raise ShrinkpointError(
+            f"rank {rank}", found=f"{type(cause).__name__}: {cause}", do="see the traceback above"
+        ) from error

@@ -1,4 +1,4 @@
-"""Checkpoints without a Trainer: a module from one, and the newest of a directory."""
+"""Loads a module from a checkpoint, and finds the newest checkpoint of a directory, without a Trainer."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ def load_from_checkpoint(
     weights_only: bool | None = None,
     **kwargs: Any,
 ) -> LightningT:
-    """`cls.load_from_checkpoint(...)` for directories of ours, and, as it is, for everything else.
+    """Load a module from a ShrinkIO checkpoint; anything else is passed to `cls.load_from_checkpoint`.
 
     Args:
         cls: a LightningModule or LightningDataModule.
         checkpoint_path: of the checkpoint.
-        map_location: where its tensors, and the module, go; None: the CPU for ours.
-        hparams_file: as Lightning has it.
-        strict: as Lightning has it.
-        weights_only: for stock files; ours are never unpickled.
-        kwargs: arguments of `cls` in place of those that were saved.
+        map_location: device of the tensors and the module; None: the CPU for ShrinkIO checkpoints.
+        hparams_file: as for Lightning.
+        strict: as for Lightning.
+        weights_only: for stock files; ShrinkIO checkpoints are never unpickled.
+        kwargs: arguments of `cls` that replace the saved ones.
 
     Raises:
-        NotFoundError, ChainError, FormatError, StorageError: it cannot be read.
-        whatever Lightning raises where the module does not fit.
+        NotFoundError, ChainError, FormatError, StorageError: the checkpoint cannot be read.
+        any error of Lightning, if the module does not fit.
     """
-    folder = local_path_or_none(checkpoint_path)
-    if folder is None or not folder.is_dir():
-        made: LightningT = cls.load_from_checkpoint(
+    directory = local_path_or_none(checkpoint_path)
+    if directory is None or not directory.is_dir():
+        stock_module: LightningT = cls.load_from_checkpoint(
             checkpoint_path,
             map_location=map_location,
             hparams_file=hparams_file,
@@ -56,8 +56,8 @@ def load_from_checkpoint(
             **({} if strict is None else {"strict": strict}),
             **kwargs,
         )
-        return made
-    checkpoint = _pl_migrate_checkpoint(load_checkpoint_dict(Checkpointer(), folder, map_location), folder)
+        return stock_module
+    checkpoint = _pl_migrate_checkpoint(load_checkpoint_dict(Checkpointer(), directory, map_location), directory)
     if hparams_file is not None:
         checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = _load_hparams(hparams_file)
     checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(kwargs)
@@ -69,25 +69,28 @@ def load_from_checkpoint(
 
 
 def latest_valid(directory: _PATH) -> Path | None:
-    """The newest whole checkpoint of ours below a directory, such as a ModelCheckpoint's: for `ckpt_path=`.
+    """Return the newest valid ShrinkIO checkpoint below a directory, such as a ModelCheckpoint's, for `ckpt_path=`.
 
-    Every byte of it has been read and compared. What is newer and broken is said aloud, in the log.
+    Every byte of it is compared with its digest. A warning is logged for each newer one that is broken.
 
     Returns:
-        None: there is none.
+        None if there is no valid checkpoint.
+
+    Raises:
+        PolicyError: the directory is not on a local file system.
     """
     root = require_local_path(directory)
     if not root.is_dir():
         return None
-    places = sorted(root.rglob("*"), key=Path.is_symlink, reverse=True)  # a link, only where it points elsewhere
-    found = {path.resolve(): path for path in places if path.is_dir() and _is_candidate(path, root)}
-    return latest.latest_valid(sorted(found.values(), key=_creation_time, reverse=True))[0]
+    paths = sorted(root.rglob("*"), key=Path.is_symlink, reverse=True)  # directories replace links that point to them
+    candidates = {path.resolve(): path for path in paths if path.is_dir() and _is_candidate(path, root)}
+    return latest.latest_valid(sorted(candidates.values(), key=_creation_time, reverse=True))[0]
 
 
 def _is_candidate(path: Path, root: Path) -> bool:
-    """Whether it is a checkpoint, or what was to be one."""
-    hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-    return not hidden and (path.suffix == ".ckpt" or is_checkpoint(path))
+    """Whether a directory is a checkpoint, or an unfinished one."""
+    is_hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
+    return not is_hidden and (path.suffix == ".ckpt" or is_checkpoint(path))
 
 
 def _creation_time(directory: Path) -> tuple[float, str]:

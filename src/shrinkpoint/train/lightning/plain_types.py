@@ -1,8 +1,8 @@
-"""Values that a Lightning checkpoint may hold and a state does not: written in a plain form, and made again from it.
+"""Converts values that a Lightning checkpoint may hold, and a state may not, to plain forms and back.
 
-A form is a dict with one key, which begins with "shrinkpoint:"; a dict that only looks like one gets a second colon.
-Reading one builds values of the types below and of no other: nothing is imported, and of what is imported only members
-of enums and classes of callbacks are looked up.
+A form is a dict with one key that begins with "shrinkpoint:"; a user's dict that looks like one gets a second colon.
+Reading forms builds only values of the types below: nothing is imported, and only members of enums and classes of
+callbacks are looked up in modules that are imported already.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shrinkpoint.errors import CorruptError, FormatError, MismatchError
 
 _PREFIX = "shrinkpoint:"
 _MAX_DEPTH = 64
-"""Deeper nests than a state may have are left as they are, for the state to refuse; also those without an end."""
+"""Deeper nests, and cyclic ones, are returned unchanged: `flatten` raises for them."""
 
 _PLAIN_TYPES: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "attributes": (AttributeDict, dict, AttributeDict),
@@ -41,56 +41,56 @@ _PLAIN_TYPES: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]]
     "range": (range, lambda value: [value.start, value.stop, value.step], lambda form: range(*form)),
     "slice": (slice, lambda value: [value.start, value.stop, value.step], lambda form: slice(*form)),
 }
-"""Name -> type, its plain form, and how it is made again."""
+"""Name of a form -> type, conversion to plain values, conversion from plain values."""
 
-_NAME_BY_TYPE = {kind: name for name, (kind, _, _) in _PLAIN_TYPES.items()}
+_NAME_BY_TYPE = {value_type: name for name, (value_type, _, _) in _PLAIN_TYPES.items()}
 _DICT_TYPES: dict[str, type[dict[Any, Any]]] = {"dict": dict, "ordered": OrderedDict}
-"""Name -> kind of dict, for those of which a key has a form: pairs of key and value."""
-_NAME_BY_DICT_TYPE = {kind: name for name, kind in _DICT_TYPES.items()}
+"""Name -> type of dict; dicts with a key that has a form are stored as pairs of key and value."""
+_NAME_BY_DICT_TYPE = {dict_type: name for name, dict_type in _DICT_TYPES.items()}
 
 
 def to_plain(value: Any) -> Any:
-    """The same nest with a plain form for every value that has one; what cannot be stored stays as it is."""
+    """Return a nest with a plain form in place of every value that has one; other values are unchanged."""
     return _map_nest(value, _to_plain, 0)
 
 
 def from_plain(value: Any) -> Any:
-    """The inverse of `plain`.
+    """Return the nest from which `to_plain` made a nest.
 
     Raises:
         MismatchError: the class of an enum is not imported, or lacks the member.
-        FormatError: a form that this release does not know, or does not write so.
+        FormatError: an unknown form, or values that do not fit it.
     """
     return _map_nest(value, _from_plain, 0)
 
 
 def _map_nest(value: Any, convert: Callable[[Any, int], Any], depth: int) -> Any:
-    """`convert` of a value whose parts are mapped; a container of which nothing changes is the same object."""
-    kind = type(value)
+    """Apply `convert(value, depth)` to every value, innermost first; containers without a change are not copied."""
+    value_type = type(value)
     if depth > _MAX_DEPTH:
         return value
-    if kind in (dict, OrderedDict):
+    if value_type in (dict, OrderedDict):
         return convert(_map_dict(value, convert, depth), depth)
-    if kind in (list, tuple):
-        parts = [_map_nest(part, convert, depth + 1) for part in value]
-        changed = any(new is not old for new, old in zip(parts, value, strict=True))
-        return kind(parts) if changed else value
+    if value_type in (list, tuple):
+        items = [_map_nest(item, convert, depth + 1) for item in value]
+        changed = any(new is not old for new, old in zip(items, value, strict=True))
+        return value_type(items) if changed else value
     return convert(value, depth)
 
 
 def _map_dict(value: dict[Any, Any], convert: Callable[[Any, int], Any], depth: int) -> dict[Any, Any]:
-    parts = {key: _map_nest(part, convert, depth + 1) for key, part in value.items()}
-    if all(parts[key] is part for key, part in value.items()):
+    items = {key: _map_nest(item, convert, depth + 1) for key, item in value.items()}
+    if all(items[key] is item for key, item in value.items()):
         return value
-    made = type(value)(parts)
+    result = type(value)(items)
     if hasattr(value, "_metadata"):  # of a module's state_dict
-        made._metadata = value._metadata  # type: ignore[attr-defined]
-    return made
+        result._metadata = value._metadata  # type: ignore[attr-defined]
+    return result
 
 
 def _to_plain(value: Any, depth: int) -> Any:
-    if type(value) in _NAME_BY_DICT_TYPE and any(_has_form(key) for key in value):  # the values are mapped already
-        pairs = [[_map_nest(key, _to_plain, depth + 1), part] for key, part in value.items()]
+    if type(value) in _NAME_BY_DICT_TYPE and any(_has_form(key) for key in value):  # the values are converted already
+        pairs = [[_map_nest(key, _to_plain, depth + 1), item] for key, item in value.items()]
         return {_PREFIX + _NAME_BY_DICT_TYPE[type(value)]: pairs}
     name = _NAME_BY_TYPE.get(type(value))
     if name is not None:
@@ -100,8 +100,8 @@ def _to_plain(value: Any, depth: int) -> Any:
     if isinstance(value, type) and issubclass(value, Callback):
         return {f"{_PREFIX}callback": [value.__module__, value.__qualname__]}
     name = _form_name(value)
-    if name is not None:  # no form, only called like one
-        return {f"{_PREFIX}:{name}": part for part in value.values()}
+    if name is not None:  # a user's dict that looks like a form
+        return {f"{_PREFIX}:{name}": item for item in value.values()}
     return value
 
 
@@ -126,6 +126,7 @@ def _from_plain(value: Any, depth: int) -> Any:
 
 
 def _form_name(value: Any) -> str | None:
+    """The name of a form; None if the value is no form."""
     if type(value) is not dict or len(value) != 1:
         return None
     (key,) = value
@@ -133,37 +134,43 @@ def _form_name(value: Any) -> str | None:
 
 
 def _has_form(key: Any) -> bool:
-    """Whether a key of a dict has one, such as the types by which older callbacks tell Lightning their states."""
+    """Whether a key of a dict has a plain form, such as a class of callbacks: older ones are keys of their states."""
     return type(key) is not str and _map_nest(key, _to_plain, 0) is not key
 
 
-def _dict_from_pairs(kind: type[dict[Any, Any]], form: Any) -> dict[Any, Any]:
-    made = kind((key, part) for key, part in form)
-    if len(made) != len(form):
+def _dict_from_pairs(dict_type: type[dict[Any, Any]], form: Any) -> dict[Any, Any]:
+    result = dict_type((key, value) for key, value in form)
+    if len(result) != len(form):
         raise ValueError("a key twice")
-    return made
+    return result
 
 
 def _bad_form(name: str, form: Any) -> FormatError:
-    do = "restore another checkpoint"
-    return CorruptError("checkpoint", found=f"{form!r:.80} as a {name}", expected="what a save writes", do=do)
+    return CorruptError(
+        "checkpoint",
+        found=f"{form!r:.80} as a {name}",
+        expected="what a save writes",
+        do="restore another checkpoint",
+    )
 
 
 def _find_callback(qualified_name: Any) -> type | str:
-    """The class of callbacks of that name, the last one that was defined; where there is none, its name.
+    """The class of callbacks with a name, the last one that was defined; the name itself if there is none.
 
-    Lightning looks for its callbacks among what is found, and warns of what nobody asks for.
+    Lightning looks up its callbacks among the result, and warns of states that no callback asks for.
     """
-    if type(qualified_name) is not list or [type(part) for part in qualified_name] != [str, str]:
+    if type(qualified_name) is not list or [type(item) for item in qualified_name] != [str, str]:
         raise _bad_form("callback", qualified_name)
-    found = [one for one in _iter_subclasses(Callback) if [one.__module__, one.__qualname__] == qualified_name]
-    return found[-1] if found else ".".join(qualified_name)
+    classes = _iter_subclasses(Callback)
+    matches = [cls for cls in classes if [cls.__module__, cls.__qualname__] == qualified_name]
+    return matches[-1] if matches else ".".join(qualified_name)
 
 
-def _iter_subclasses(kind: type[Callback]) -> Iterator[type[Callback]]:
-    yield kind
-    for below in kind.__subclasses__():
-        yield from _iter_subclasses(below)
+def _iter_subclasses(cls: type[Callback]) -> Iterator[type[Callback]]:
+    """Yield a class and all classes that derive from it."""
+    yield cls
+    for subclass in cls.__subclasses__():
+        yield from _iter_subclasses(subclass)
 
 
 def _enum_path(value: Enum) -> list[str]:
@@ -171,29 +178,34 @@ def _enum_path(value: Enum) -> list[str]:
 
 
 def _enum_member(enum_path: Any) -> Enum | None:
-    """The member of an enum that is imported already; no attribute is asked for, so no code of a module runs."""
-    module, path, name = enum_path
-    found: Any = sys.modules.get(module)
-    for part in path.split("."):
-        found = vars(found).get(part) if hasattr(found, "__dict__") else None
-    return found.__members__.get(name) if isinstance(found, type) and issubclass(found, Enum) else None
+    """The member of an enum that is imported already; None if there is none.
+
+    Names are looked up in `__dict__` only, so that no code of a module runs.
+    """
+    module, qualified_name, member = enum_path
+    obj: Any = sys.modules.get(module)
+    for name in qualified_name.split("."):
+        obj = vars(obj).get(name) if hasattr(obj, "__dict__") else None
+    return obj.__members__.get(member) if isinstance(obj, type) and issubclass(obj, Enum) else None
 
 
 def _require_enum_member(enum_path: Any) -> Enum:
-    if type(enum_path) is not list or [type(part) for part in enum_path] != [str] * 3:
+    if type(enum_path) is not list or [type(item) for item in enum_path] != [str] * 3:
         raise _bad_form("enum", enum_path)
-    found = _enum_member(enum_path)
-    if found is None:
-        module, path, name = enum_path
-        do = f"import {module} before loading, or save plain values"
+    member = _enum_member(enum_path)
+    if member is None:
+        module, qualified_name, name = enum_path
         raise MismatchError(
-            "checkpoint", found=f"{path}.{name} of {module}", expected="an enum that is imported", do=do
+            "checkpoint",
+            found=f"{qualified_name}.{name} of {module}",
+            expected="an enum that is imported",
+            do=f"import {module} before loading, or save plain values",
         )
-    return found
+    return member
 
 
 def _parse_dtype(name: str) -> torch.dtype:
-    found = vars(torch).get(name)
-    if not isinstance(found, torch.dtype):
+    dtype = vars(torch).get(name)
+    if not isinstance(dtype, torch.dtype):
         raise FormatError("checkpoint", found=f"the dtype {name!r}", expected="one that this torch has")
-    return found
+    return dtype

@@ -1,4 +1,4 @@
-"""The loss of the first validation batches, for schemes that ask what a checkpoint costs."""
+"""The loss of the first validation batches, for schemes that evaluate trial values."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from shrinkpoint.schemes.evaluate import Reading
 from shrinkpoint.train.attribute_snapshot import AttributeSnapshot
 
 _SKIPPED_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "training")
-"""What whoever calls a Validation puts back."""
+"""Not saved here: the caller of a Validation restores tensors, modules and modes itself."""
 
 
 class Validation:
     """`Fisher(budget="1%", evaluate=Validation(batches=4))`: the mean loss that `validation_step` returns.
 
-    The batches are the first ones of the Trainer's validation data, taken once and kept, so that the same weights get
-    the same answer. What `validation_step` logs meanwhile is not logged; what it collects in attributes of the module,
-    such as a list of outputs or torchmetrics, is as it was before.
+    The batches are the first ones of the Trainer's validation data. They are drawn once and kept, so that equal weights
+    give equal losses. Calls of `log` in `validation_step` have no effect; attributes of the module that it changes,
+    such as a list of outputs or torchmetrics, are restored.
 
     Args:
-        batches: how many.
-        key: of the loss, where `validation_step` returns a dict.
+        batches: number of batches.
+        key: of the loss, if `validation_step` returns a dict.
+
+    Raises:
+        PolicyError: an argument is out of range.
     """
 
     def __init__(self, batches: int = 4, *, key: str = "loss") -> None:
@@ -38,19 +41,19 @@ class Validation:
         self._batches: list[Any] = []
 
     def __call__(self, module: pl.LightningModule) -> float:
-        """The mean loss of a module that a Trainer is training; see `reading`."""
+        """Return the mean loss of a module that a Trainer is training, as `reading` does."""
         return self.reading(module).value
 
     @torch.no_grad()
     def reading(self, module: pl.LightningModule) -> Reading:
-        """The same, with the loss of each batch: these say how far the mean can be trusted.
+        """Return the mean loss, with the loss of each batch to estimate its confidence.
 
         Raises:
             PolicyError: there is no validation data, or `validation_step` returns no loss.
         """
         trainer = module.trainer
         self._batches = self._batches or _first_batches(trainer, self._num_batches)
-        module.eval()  # whoever calls this puts the modes back
+        module.eval()  # the caller restores the modes
         with _silence_logging(module):
             losses = [self._loss(trainer, module, batch, index) for index, batch in enumerate(self._batches)]
         examples = torch.tensor(losses, dtype=torch.float64) if len(losses) > 1 else None
@@ -62,28 +65,32 @@ class Validation:
             out: Any = module.validation_step(batch, index)
         loss = out.get(self._key) if isinstance(out, dict) else out
         if not isinstance(loss, Tensor | float | int):
-            found, expected = f"a {type(loss).__name__}", f"a loss, or a dict with {self._key!r}"
-            raise PolicyError("validation_step", found=found, expected=expected, do="return the loss")
+            raise PolicyError(
+                "validation_step",
+                found=f"a {type(loss).__name__}",
+                expected=f"a loss, or a dict with {self._key!r}",
+                do="return the loss",
+            )
         return float(loss)
 
 
 @contextmanager
 def _silence_logging(module: pl.LightningModule) -> Iterator[None]:
-    """Nothing is logged, and what is collected is forgotten."""
-    parts = [*module.modules()]
-    before = AttributeSnapshot(parts, exclude=_SKIPPED_ATTRIBUTES)
-    silent = dict.fromkeys(("log", "log_dict"), _noop)
-    vars(module).update(silent)
+    """Disable `log` and `log_dict`, and restore the attributes of all modules afterwards."""
+    submodules = [*module.modules()]
+    attributes = AttributeSnapshot(submodules, exclude=_SKIPPED_ATTRIBUTES)
+    silenced = dict.fromkeys(("log", "log_dict"), _noop)
+    vars(module).update(silenced)
     try:
-        for metric in (part for part in parts if isinstance(part, Metric)):
-            for name in metric._defaults:  # updated in place, and maybe in inference mode: so copies are
+        for metric in (submodule for submodule in submodules if isinstance(submodule, Metric)):
+            for name in metric._defaults:  # updates happen in place, perhaps in inference mode: let them change copies
                 state = getattr(metric, name)
                 setattr(metric, name, state.clone() if isinstance(state, Tensor) else list(state))
         yield
     finally:
-        for name in silent:
+        for name in silenced:
             del vars(module)[name]
-        before.restore()
+        attributes.restore()
 
 
 def _first_batches(trainer: pl.Trainer, count: int) -> list[Any]:

@@ -12,9 +12,11 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import is_peft_available
 
+_SPEED_SUFFIXES = ("_runtime", "_per_second", "_preparation_time")
+
 
 def save_auxiliary_files(trainer: Any, model: Any, output_dir: str) -> None:
-    """Write what `Trainer._save` writes beside the weights."""
+    """Write configuration, tokenizer and training arguments, as `Trainer._save` does next to the weights."""
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     if isinstance(model, PreTrainedModel):
         _save_config(model, output_dir)
@@ -24,19 +26,8 @@ def save_auxiliary_files(trainer: Any, model: Any, output_dir: str) -> None:
     torch.save(trainer.args, Path(output_dir) / TRAINING_ARGS_NAME)
 
 
-def _save_config(model: Any, output_dir: str) -> None:
-    """What `save_pretrained` says of a model without its weights."""
-    model.config.dtype = str(model.dtype).removeprefix("torch.")
-    model.config.architectures = [type(model).__name__]
-    if model.is_remote_code():
-        custom_object_save(model, output_dir, config=model.config)
-    model.config.save_pretrained(output_dir)
-    if model.can_generate():
-        model.generation_config.save_pretrained(output_dir)
-
-
 def has_adapters(model: Any) -> bool:
-    """Whether what is saved of a model are adapters."""
+    """Whether only adapters of a model are saved (PEFT)."""
     if getattr(model, "_hf_peft_config_loaded", False):
         return True
     if not is_peft_available():
@@ -47,14 +38,32 @@ def has_adapters(model: Any) -> bool:
 
 
 def save_interval(args: Any) -> int | None:
-    """Optimizer steps from save to save; None: nobody knows."""
+    """Number of optimizer steps between two saves; None if it is not fixed."""
     steps = args.save_steps if args.save_strategy == SaveStrategy.STEPS else 0
     return int(steps) if steps >= 1 else None
 
 
 def eval_metrics(state: Any) -> dict[str, float]:
-    """What was evaluated at this step."""
-    now = [entry for entry in state.log_history if entry.get("step") == state.global_step]
-    numbers = {name: value for entry in now for name, value in entry.items() if name.startswith("eval_")}
-    speeds = ("_runtime", "_per_second", "_preparation_time")
-    return {name: float(x) for name, x in numbers.items() if isinstance(x, int | float) and not name.endswith(speeds)}
+    """Metrics that were evaluated at the current step, without timings.
+
+    Args:
+        state: the `TrainerState`.
+    """
+    entries = [entry for entry in state.log_history if entry.get("step") == state.global_step]
+    metrics = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and not name.endswith(_SPEED_SUFFIXES)
+    }
+
+
+def _save_config(model: Any, output_dir: str) -> None:
+    """Write what `save_pretrained` writes without the weights."""
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    if model.is_remote_code():
+        custom_object_save(model, output_dir, config=model.config)
+    model.config.save_pretrained(output_dir)
+    if model.can_generate():
+        model.generation_config.save_pretrained(output_dir)

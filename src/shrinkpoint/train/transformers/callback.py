@@ -31,19 +31,19 @@ _log = logging.getLogger("shrinkpoint")
 class ShrinkCallback(TrainerCallback):
     """Saves optimizer, scheduler and random generators with the Trainer's checkpoints of weights, and restores them.
 
-    For a Trainer that cannot be subclassed; with `save_only_model=True`, and with `save_total_limit` of 2 at least: the
-    Trainer deletes older checkpoints before a callback hears of the new one. A broken checkpoint is an error; pass
-    `resume_from_checkpoint=newest(output_dir)`, which passes over those.
+    For a Trainer that cannot be subclassed. It needs `save_only_model=True`, and a `save_total_limit` of at least 2:
+    the Trainer deletes older checkpoints before it calls `on_save` of a callback. Resuming from a broken checkpoint is
+    an error; `resume_from_checkpoint=latest_valid(output_dir)` skips broken ones.
 
     Args:
-        scheme: for the optimizer: "lossless", or a scheme that needs no model and no group of replicas.
-        keyframe_every: each chain has at most this many checkpoints; None: no bound.
-        background: training goes on while a checkpoint is written.
-        threads: native threads for coding; None: every core.
-        resume_from_checkpoint: where to go on from, if that is no directory of `output_dir`.
+        scheme: for the optimizer state: "lossless", or a scheme that needs no model and no process group.
+        keyframe_every: greatest number of checkpoints in a chain; None: unlimited.
+        background: write checkpoints while training continues.
+        threads: native threads for coding; None: all cores.
+        resume_from_checkpoint: directory to resume from, if it is not inside `output_dir`.
 
     Raises:
-        PolicyError: settings that make no sense.
+        PolicyError: an argument is out of range, or the scheme is not supported.
     """
 
     def __init__(
@@ -62,157 +62,135 @@ class ShrinkCallback(TrainerCallback):
         if resume_from_checkpoint is not None:
             local_path(resume_from_checkpoint, "resume_from_checkpoint")
         self._resume_from = resume_from_checkpoint
-        self._rng_states: Any = None  # to be set where training goes on
-
-    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Look where the Trainer will save.
-
-        Raises:
-            PolicyError: a URL.
-        """
-        local_path(args.output_dir, "output_dir")
+        self._rng_states: Any = None  # restored, but not set yet
 
     def wait(self) -> SaveReport | None:
-        """Wait until the last checkpoint is whole; what it did, or None if there is none yet.
+        """Wait until the last checkpoint is complete; its report, or None if nothing was saved yet.
 
         Raises:
-            whatever writing it raised in the background, once.
+            any error of the background save, once.
         """
         return self._checkpointer.wait()
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds for which writing the last checkpoint held up training."""
+        """Seconds for which the last save blocked training."""
         return self._checkpointer.stall_seconds
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Restore what the Trainer has not.
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Check `output_dir`.
 
         Raises:
-            NotFoundError: training goes on from a checkpoint without what is saved here.
-            MismatchError: the checkpoint is one of another step.
+            PolicyError: it is a URL.
+        """
+        local_path(args.output_dir, "output_dir")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Restore what the Trainer itself has not restored.
+
+        Raises:
+            NotFoundError: the checkpoint that training resumes from holds nothing that this callback saved.
+            MismatchError: it was saved at another step.
             ChainError, FormatError, StorageError: it is broken.
         """
         _check_arguments(args, state)
-        with suppress(Exception):  # of a training that an error ended: it is in the log, and no matter of this one
+        with suppress(Exception):  # an error of an earlier training is in the log already
             self._checkpointer.close()
         self._rng_states = None
         if state.global_step == 0:
             return
-        folder = self._resume_dir(args, state)
-        if folder is None:
+        directory = self._resume_dir(args, state)
+        if directory is None:
             return
-        checkpoint_dirs.validate_checkpoint(folder)
-        loaded = self._checkpointer.load(folder)
-        if loaded.step != state.global_step:
-            found, expected = f"step {loaded.step}", f"{state.global_step}, where training goes on"
+        checkpoint_dirs.validate_checkpoint(directory)
+        restored = self._checkpointer.load(directory)
+        if restored.step != state.global_step:
             raise MismatchError(
-                str(folder), found=found, expected=expected, do="pass resume_from_checkpoint= here, too"
+                str(directory),
+                found=f"step {restored.step}",
+                expected=f"{state.global_step}, at which training resumes",
+                do="pass resume_from_checkpoint= here, too",
             )
-        stateful = _stateful_objects(kwargs)
-        for name in stateful.keys() & loaded.state.keys():
-            way = "or begin anew from the weights alone"
-            state_dicts.check_state_dicts(
-                stateful[name], loaded.state[name], f"{folder}, {name}", strict=True, alternative=way
-            )
-        for name, one in stateful.items():
-            if name in loaded.state:
-                one.load_state_dict(loaded.state[name])
-            else:
-                _log.warning("%s holds no %s: it starts afresh", folder, name)
-        self._select_rng_states(loaded.state["rng"], args, folder)
+        _restore_objects(_stateful_objects(kwargs), restored.state, directory)
+        self._select_rng_states(restored.state["rng"], args, directory)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """At the beginning of an epoch generators belong to what draws its order, too; else see `on_step_begin`."""
+        """Set the random generators, if training resumes at the start of an epoch, before its order is drawn.
+
+        In the middle of an epoch, `on_step_begin` sets them.
+        """
         if args.ignore_data_skip or float(state.epoch or 0).is_integer():
             self._restore_rng()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """In the midst of one, only when the batches before are skipped, which draws from them."""
+        """Set the random generators, if training resumes within an epoch, after the batches that were skipped."""
         self._restore_rng()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Wait before the Trainer saves, and deletes what the checkpoint before was to replace.
+        """Wait for the previous save, before the Trainer saves and deletes older checkpoints.
 
         Raises:
-            whatever writing that raised in the background.
+            any error of the background save.
         """
-        if control.should_save or control.should_evaluate:  # of the best ones it saves, it knows after evaluating
+        if control.should_save or control.should_evaluate:  # save_strategy="best" decides after an evaluation
             self._checkpointer.wait()
 
     on_epoch_end = on_step_end
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save beside the weights. All processes come here; those that write get the generators of all."""
-        generators = gather_object([get_rng_state()])
+        """Save next to the weights. All processes call this; the writing ones gather the generators of all."""
+        rng_states = gather_object([get_rng_state()])
         if not args.should_save:
             return
-        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        stateful = _stateful_objects(kwargs)
-        saved = {name: one.state_dict() for name, one in stateful.items()} | {"rng": generators}
-        self._checkpointer.save(
-            folder, saved, objects=stateful, step=state.global_step, extra=checkpoint_dirs.manifest_extra(folder, saved)
-        )
-        checkpoint_dirs.remove_stale(folder, saved)
+        directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        objects = _stateful_objects(kwargs)
+        states = {name: obj.state_dict() for name, obj in objects.items()} | {"rng": rng_states}
+        extra = checkpoint_dirs.manifest_extra(directory, states)
+        self._checkpointer.save(directory, states, objects=objects, step=state.global_step, extra=extra)
+        checkpoint_dirs.remove_stale(directory, states)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Wait for what is being written.
+        """Wait for the last save, and free the memory.
 
         Raises:
-            whatever writing it raised.
+            any error of the background save.
         """
         self._checkpointer.close()
 
     def _resume_dir(self, args: Any, state: Any) -> Path | None:
-        """The directory that training goes on from; None: the Trainer has restored all of it."""
-        own = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        named = self._resume_from if self._resume_from is not None else args.resume_from_checkpoint
-        folder = Path(named) if isinstance(named, str | Path) and Path(named).is_dir() else own
-        if is_checkpoint(folder):
-            return folder
-        if (folder / "optimizer.pt").is_file():
+        """The directory that training resumes from; None if the Trainer has restored everything itself."""
+        default = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        requested = self._resume_from if self._resume_from is not None else args.resume_from_checkpoint
+        is_directory = isinstance(requested, str | Path) and Path(requested).is_dir()
+        directory = Path(requested) if is_directory else default
+        if is_checkpoint(directory):
+            return directory
+        if (directory / "optimizer.pt").is_file():
             return None
-        found, do = "no optimizer that was saved here", "resume from newest(output_dir)"
-        raise checkpoint_dirs.NoCheckpointError(str(folder), found=found, expected="what training goes on with", do=do)
+        raise checkpoint_dirs.NoCheckpointError(
+            str(directory),
+            found="no optimizer that was saved by ShrinkCallback",
+            expected="a checkpoint with an optimizer",
+            do="resume from latest_valid(output_dir)",
+        )
 
     def _select_rng_states(self, rng_states: Any, args: Any, directory: Path) -> None:
         if len(rng_states) == args.world_size:
             self._rng_states = rng_states[args.process_index]
         else:
-            found = f"{len(rng_states)} processes, and now there are {args.world_size}"
-            _log.warning("%s was saved by %s: random numbers will be others", directory, found)
+            checkpoint_dirs.warn_other_world_size(directory, len(rng_states), args.world_size)
 
     def _restore_rng(self) -> None:
-        generators, self._rng_states = self._rng_states, None
-        if generators is not None:
-            set_rng_state(generators)
-
-
-def _check_arguments(args: Any, state: Any) -> None:
-    for name, wrong, do in (
-        ("save_only_model", not args.save_only_model, "pass save_only_model=True, or optimizers are saved twice"),
-        ("enable_jit_checkpoint", args.enable_jit_checkpoint, "use ShrinkTrainer: callbacks do not hear of those"),
-        ("hyperparameter_search", state.is_hyper_param_search, "use ShrinkTrainer: directories are the trial's"),
-        ("fsdp or deepspeed", bool(args.fsdp or args.deepspeed), "use shrinkpoint.train.dcp.install"),
-    ):
-        if wrong:
-            raise PolicyError(name, found="what ShrinkCallback cannot serve", expected="something else", do=do)
-    if args.save_total_limit == 1:
-        _log.warning("save_total_limit=1: the Trainer deletes the only checkpoint before the next one is whole")
-
-
-def _stateful_objects(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What is saved and restored, by name."""
-    optimizer = kwargs["optimizer"]
-    found = {"optimizer": optimizer, "scheduler": kwargs["lr_scheduler"], "scaler": getattr(optimizer, "scaler", None)}
-    return {name: one for name, one in found.items() if one is not None}
+        rng_states, self._rng_states = self._rng_states, None
+        if rng_states is not None:
+            set_rng_state(rng_states)
 
 
 class GradientCallback(TrainerCallback):
-    """Calls a recorder at every optimizer step: gradients are accumulated and clipped by then, and not yet cleared.
+    """Calls a gradient recorder at every optimizer step, when gradients are accumulated, clipped and not yet cleared.
 
     Args:
-        make_recorder: gives the recorder, anew for every training.
+        make_recorder: returns the recorder; called once for every training.
     """
 
     def __init__(self, make_recorder: Callable[[], GradientRecorder]) -> None:
@@ -220,20 +198,62 @@ class GradientCallback(TrainerCallback):
         self._recorder: GradientRecorder | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Go on from the step that training goes on from."""
+        """Make the recorder, and set its step to the one that training starts at."""
         self._recorder = self._make_recorder()
         self._recorder.set_step(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Hold it no longer, nor the model in it, which the next training may make anew."""
+        """Release the recorder, and with it the model: the next training may use another one."""
         self._recorder = None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Record."""
+        """Record the gradients."""
         if self._recorder is not None:
             self._recorder.after_backward()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Count."""
+        """Count the step."""
         if self._recorder is not None:
             self._recorder.before_zero_grad()
+
+
+def _check_arguments(args: Any, state: Any) -> None:
+    for name, is_unsupported, advice in (
+        ("save_only_model", not args.save_only_model, "pass save_only_model=True, or optimizers are saved twice"),
+        ("enable_jit_checkpoint", args.enable_jit_checkpoint, "use ShrinkTrainer: callbacks are not called for those"),
+        ("hyperparameter_search", state.is_hyper_param_search, "use ShrinkTrainer: each trial has its own directory"),
+        ("fsdp or deepspeed", bool(args.fsdp or args.deepspeed), "use shrinkpoint.train.dcp.install"),
+    ):
+        if is_unsupported:
+            raise PolicyError(
+                name,
+                found="a setting that ShrinkCallback does not support",
+                expected="another setting",
+                do=advice,
+            )
+    if args.save_total_limit == 1:
+        _log.warning("save_total_limit=1: the Trainer deletes the only checkpoint before the next one is complete")
+
+
+def _stateful_objects(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The objects whose states are saved and restored, by name."""
+    optimizer = kwargs["optimizer"]
+    objects = {
+        "optimizer": optimizer,
+        "scheduler": kwargs["lr_scheduler"],
+        "scaler": getattr(optimizer, "scaler", None),
+    }
+    return {name: obj for name, obj in objects.items() if obj is not None}
+
+
+def _restore_objects(objects: dict[str, Any], states: dict[str, Any], directory: Path) -> None:
+    """Load the states into the objects, once all of them are known to fit."""
+    alternative = "or begin anew from the weights alone"
+    for name in objects.keys() & states.keys():
+        where = f"{directory}, {name}"
+        state_dicts.check_state_dicts(objects[name], states[name], where, strict=True, alternative=alternative)
+    for name, obj in objects.items():
+        if name in states:
+            obj.load_state_dict(states[name])
+        else:
+            _log.warning("%s holds no %s: it starts afresh", directory, name)

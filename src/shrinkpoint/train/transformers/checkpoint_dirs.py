@@ -1,11 +1,10 @@
-"""Checkpoint directories of a Trainer, ours and the stock ones: listing, validation, the manifest's extra data,
-rotation.
-"""
+"""Checkpoint directories of a Trainer, ours and the stock ones: listing, validation, manifest data, rotation."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import shutil
 import zipfile
@@ -18,13 +17,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from shrinkpoint.errors import CorruptError, NotFoundError, ShrinkpointError, StorageError, TruncatedError
 from shrinkpoint.storage import local_path
-from shrinkpoint.store import directory as folders
+from shrinkpoint.store.directory import is_checkpoint, verify_directory
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.train import latest
 
 STATE_FILE = "trainer_state.json"
 SENTINEL = "checkpoint-is-incomplete.txt"
-"""What `enable_jit_checkpoint` puts into a directory until it is whole."""
+"""The file that `enable_jit_checkpoint` keeps in a directory until the checkpoint is complete."""
 WEIGHT_FILES = re.compile(r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 OPTIMIZER_FILES = re.compile(r"(optimizer|scheduler|scaler)\.pt")
 RNG_FILES = re.compile(r"rng_state(_\d+)?\.pth")
@@ -32,54 +31,58 @@ _STEP_DIR = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 _REQUIRED_PAIR = ("optimizer.pt", "scheduler.pt")
 _RESUME_ADVICE = "resume from another checkpoint"
 _NOT_FOUND_TEXT = "Can't find a valid checkpoint at"
-"""The Trainer's own: who looks for them shall find them."""
+"""The Trainer's own message, for programs that look for it."""
+_log = logging.getLogger("shrinkpoint")
 
 
 class NoCheckpointError(NotFoundError, ValueError):
-    """There is nothing to resume from: of that the Trainer itself makes a ValueError."""
+    """There is nothing to resume from. Also a ValueError, which the Trainer itself raises for this."""
 
 
 class UnfinishedError(TruncatedError, ValueError):
-    """A directory without what makes it a checkpoint; for the Trainer, too, that is a ValueError."""
+    """A directory whose save was cut short. Also a ValueError, which the Trainer itself raises for this."""
 
 
 def latest_valid(output_dir: str | Path, *, deep: bool = True, optimizer: bool = True) -> str | None:
-    """The newest whole checkpoint of a run, for `resume_from_checkpoint`; what is passed over is logged as a warning.
+    """Return the newest valid checkpoint of a run, for `resume_from_checkpoint`; a warning is logged for each skipped.
 
-    Of checkpoints that the stock Trainer wrote as much is checked as can be: that files are there, and complete.
+    Checkpoints of the stock Trainer have no digests: their files must exist and be complete.
 
     Args:
         output_dir: that of the `TrainingArguments`.
-        deep: compare every byte with its digest, too.
-        optimizer: pass over those with weights alone. (A checkpoint that a `ShrinkCallback` had not finished is one.)
+        deep: also compare every byte with its digest.
+        optimizer: skip checkpoints without an optimizer, such as those that a `ShrinkCallback` did not finish.
 
     Returns:
-        None: there are no checkpoints, or one alone, whose save was cut short: a run that was killed in its first save
-        begins anew.
+        None if there are no checkpoints, or only one and its save was cut short: a run that was killed during its first
+        save starts anew.
 
     Raises:
-        NotFoundError: there are, and none is whole.
+        NotFoundError: there are checkpoints, and none is valid.
     """
-    whole, errors = _search_latest(output_dir, deep=deep, optimizer=optimizer)
-    if whole is None and not (len(errors) == 1 and isinstance(errors[0], UnfinishedError)):
+    latest, errors = _search_latest(output_dir, deep=deep, optimizer=optimizer)
+    if latest is None and not (len(errors) == 1 and isinstance(errors[0], UnfinishedError)):
         _raise_if_skipped(output_dir, errors)
-    return whole
+    return latest
 
 
 def find_resume_checkpoint(output_dir: str | Path, *, optimizer: bool) -> str | None:
-    """As `newest`, for whoever wants to resume and not to begin: None where there are no checkpoints at all.
+    """Return the newest valid checkpoint of a run that must be resumed; None if there are no checkpoints at all.
+
+    Args:
+        optimizer: skip checkpoints without an optimizer.
 
     Raises:
-        NotFoundError: there are, and none is whole.
+        NotFoundError: there are checkpoints, and none is valid.
     """
-    whole, errors = _search_latest(output_dir, deep=True, optimizer=optimizer)
-    if whole is None:
+    latest, errors = _search_latest(output_dir, deep=True, optimizer=optimizer)
+    if latest is None:
         _raise_if_skipped(output_dir, errors)
-    return whole
+    return latest
 
 
 def _search_latest(output_dir: str | Path, *, deep: bool, optimizer: bool) -> tuple[str | None, list[Exception | None]]:
-    """The newest valid checkpoint, and why the newer ones are not valid."""
+    """The newest valid checkpoint, and the errors of the newer ones."""
     directory, skipped = latest.latest_valid(
         list_checkpoint_dirs(output_dir), check=lambda path: validate_checkpoint(path, deep=deep, optimizer=optimizer)
     )
@@ -87,30 +90,33 @@ def _search_latest(output_dir: str | Path, *, deep: bool, optimizer: bool) -> tu
 
 
 def _raise_if_skipped(output_dir: str | Path, errors: Sequence[Exception | None]) -> None:
-    """Raise where something was passed over."""
     if errors:
-        found = f"{len(errors)} checkpoints, none of them whole; the newest: {errors[0]}"
-        raise NoCheckpointError(str(output_dir), found=found, expected="a whole checkpoint", do="name one to try")
+        raise NoCheckpointError(
+            str(output_dir),
+            found=f"{len(errors)} checkpoints, none of them whole; the newest: {errors[0]}",
+            expected="a whole checkpoint",
+            do="name one to try",
+        )
 
 
 def list_checkpoint_dirs(output_dir: str | Path) -> list[Path]:
-    """The checkpoint directories of a run, the one of the last step first."""
+    """List the checkpoint directories of a run, latest step first, valid or not."""
     root = local_path(output_dir, "output_dir")
-    inside = list(root.iterdir()) if root.is_dir() else []
-    steps = {path: match for path in inside if path.is_dir() and (match := _STEP_DIR.fullmatch(path.name))}
-    return sorted(steps, key=lambda path: int(steps[path][1]), reverse=True)
+    entries = list(root.iterdir()) if root.is_dir() else []
+    matches = {path: match for path in entries if path.is_dir() and (match := _STEP_DIR.fullmatch(path.name))}
+    return sorted(matches, key=lambda path: int(matches[path][1]), reverse=True)
 
 
 def validate_checkpoint(directory: str | Path, *, deep: bool = False, optimizer: bool = False) -> None:
-    """Make sure that a checkpoint is whole.
+    """Raise unless a checkpoint is complete and undamaged.
 
     Args:
         deep: read every byte.
-        optimizer: there must be one.
+        optimizer: require an optimizer state.
 
     Raises:
-        NotFoundError: there is none.
-        ChainError, FormatError: files are missing, or not as they were written.
+        NotFoundError: there is no checkpoint, or it has no optimizer state.
+        ChainError, FormatError: files are missing or damaged.
         StorageError: reading failed.
     """
     root = Path(directory)
@@ -123,10 +129,14 @@ def validate_checkpoint(directory: str | Path, *, deep: bool = False, optimizer:
             str(root / SENTINEL), found="a save that was cut short", expected="a whole one", do=_RESUME_ADVICE
         )
     try:
-        has_optimizer = _validate_own(root, deep) if folders.is_checkpoint(root) else _validate_stock(root, deep)
+        has_optimizer = _validate_own(root, deep) if is_checkpoint(root) else _validate_stock(root, deep)
         if optimizer and not has_optimizer:
-            found, do = "weights without an optimizer", "name it, to go on from its weights alone"
-            raise NoCheckpointError(str(root), found=found, expected="all that training goes on with", do=do)
+            raise NoCheckpointError(
+                str(root),
+                found="weights without an optimizer",
+                expected="weights and the optimizer",
+                do="name it, to resume from its weights alone",
+            )
     except OSError as error:
         if isinstance(error, ShrinkpointError):
             raise
@@ -134,91 +144,116 @@ def validate_checkpoint(directory: str | Path, *, deep: bool = False, optimizer:
 
 
 def manifest_extra(directory: Path, state: Mapping[str, Any]) -> JSON:
-    """What a manifest says of the Trainer's own files beside it, which are all written by now.
+    """Describe the Trainer's own files, which must all be written already, for the manifest's `extra`.
 
     Args:
-        state: what the folder's payload will hold.
+        state: what the payload in the directory will hold.
+
+    Returns:
+        "state": SHA-256 of `trainer_state.json`; "weights": file name -> bytes; "holds": the names in `state`.
     """
-    own = () if "model" in state else _iter_weight_files(directory)  # else they are of an earlier save into this folder
-    weights = {path.relative_to(directory).as_posix(): path.stat().st_size for path in own}
-    holds: list[JSON] = [*sorted(state)]
+    # Where the payload holds the model, weight files are left from an earlier save into the same directory.
+    weight_files = () if "model" in state else _iter_weight_files(directory)
+    sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in weight_files}
+    names: list[JSON] = [*sorted(state)]
     return {
         "framework": "transformers",
         "state": _digest(directory / STATE_FILE),
-        "weights": dict(weights),
-        "holds": holds,
+        "weights": dict(sizes),
+        "holds": names,
     }
 
 
 def remove_stale(directory: Path, state: Mapping[str, Any]) -> None:
-    """Remove the stock files that lay in a folder before, and would now be those of another step.
+    """Remove stock files that an earlier save left in the directory and that the payload replaces.
 
     Args:
-        state: what the folder's payload holds.
+        state: what the payload in the directory holds.
     """
-    kinds = {"model": WEIGHT_FILES, "optimizer": OPTIMIZER_FILES, "rng": RNG_FILES}
-    stale = [kind for name, kind in kinds.items() if name in state]
+    patterns = {"model": WEIGHT_FILES, "optimizer": OPTIMIZER_FILES, "rng": RNG_FILES}
+    stale = [pattern for name, pattern in patterns.items() if name in state]
     for path in [*directory.iterdir()] if directory.is_dir() else []:
-        if any(kind.fullmatch(path.name) for kind in stale):
+        if any(pattern.fullmatch(path.name) for pattern in stale):
             path.unlink(missing_ok=True)
 
 
 def rotate(output_dir: str | Path, limit: int | None, keep: set[Path]) -> None:
-    """As the Trainer does: delete the oldest directories, until `limit` are left.
+    """Delete the oldest checkpoint directories until `limit` remain, as the Trainer does.
 
-    But never `keep`: the Trainer protects what it takes for the newest, and a broken one of a later step is not.
+    Args:
+        limit: None or 0: delete nothing.
+        keep: never deleted. The Trainer itself protects the directory with the latest step, which may be broken.
     """
     if limit is None or limit <= 0:
         return
-    found = [Path(path) for path in sort_checkpoints(str(output_dir), use_mtime=True)]
-    surplus = len(found) - max(limit, len(keep))
-    for path in [path for path in found if path not in keep][: max(surplus, 0)]:
+    directories = [Path(path) for path in sort_checkpoints(str(output_dir), use_mtime=True)]
+    surplus = len(directories) - max(limit, len(keep))
+    for path in [path for path in directories if path not in keep][: max(surplus, 0)]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def warn_other_world_size(directory: str | Path, saved: int, current: int) -> None:
+    """Log that random generators cannot be restored, since the number of processes has changed."""
+    _log.warning(
+        "%s was saved by %d processes, and now there are %d: random numbers will differ", directory, saved, current
+    )
+
+
 def _validate_own(root: Path, deep: bool) -> bool:
-    """Whether it has an optimizer."""
-    manifest = folders.verify_directory(root, deep=deep)
+    """Validate a checkpoint with a manifest; return whether it has an optimizer."""
+    manifest = verify_directory(root, deep=deep)
     _validate_trainer_state(root)
     extra = manifest.extra if isinstance(manifest.extra, dict) else {}
     if extra.get("state") != _digest(root / STATE_FILE):
-        found, expected = "another file than was there when this was saved", "the one of this checkpoint"
-        raise CorruptError(str(root / STATE_FILE), found=found, expected=expected, do=_RESUME_ADVICE)
-    weights = extra.get("weights")
-    for name, size in weights.items() if isinstance(weights, dict) else ():
-        there = (root / name).stat().st_size if (root / name).is_file() else None
-        if there != size:
-            found = "no such file" if there is None else f"{there} bytes"
-            raise TruncatedError(str(root / name), found=found, expected=f"{size} bytes", do=_RESUME_ADVICE)
+        raise CorruptError(
+            str(root / STATE_FILE),
+            found="another file than the one that was there at the save",
+            expected="the one of this checkpoint",
+            do=_RESUME_ADVICE,
+        )
+    sizes = extra.get("weights")
+    for name, size in sizes.items() if isinstance(sizes, dict) else ():
+        actual_size = (root / name).stat().st_size if (root / name).is_file() else None
+        if actual_size != size:
+            raise TruncatedError(
+                str(root / name),
+                found="no such file" if actual_size is None else f"{actual_size} bytes",
+                expected=f"{size} bytes",
+                do=_RESUME_ADVICE,
+            )
         _validate_file(root / name, deep=deep)
-    holds = extra.get("holds")
-    return isinstance(holds, list) and "optimizer" in holds
+    names = extra.get("holds")
+    return isinstance(names, list) and "optimizer" in names
 
 
 def _validate_stock(root: Path, deep: bool) -> bool:
-    """Whether it has an optimizer."""
-    weights = [*_iter_weight_files(root)]
-    sharded = any(path.is_dir() and path.name.startswith("pytorch_model_fsdp") for path in root.iterdir())
-    if not weights and not sharded:
-        found = f"neither a manifest nor weights. {_NOT_FOUND_TEXT} {root}"
-        expected = "a checkpoint whose writing ended"
-        raise UnfinishedError(str(root), found=found, expected=expected, do=_RESUME_ADVICE)
-    _validate_trainer_state(root)
-    there = [name for name in _REQUIRED_PAIR if (root / name).is_file()]
-    missing = sorted({*_REQUIRED_PAIR} - {*there})
-    if there and missing and not sharded:
-        raise TruncatedError(
-            str(root / missing[0]), found="no such file", expected=f"one beside {there[0]}", do=_RESUME_ADVICE
+    """Validate a checkpoint of the stock Trainer; return whether it has an optimizer."""
+    weight_files = [*_iter_weight_files(root)]
+    is_sharded = any(path.is_dir() and path.name.startswith("pytorch_model_fsdp") for path in root.iterdir())
+    if not weight_files and not is_sharded:
+        raise UnfinishedError(
+            str(root),
+            found=f"neither a manifest nor weights. {_NOT_FOUND_TEXT} {root}",
+            expected="a checkpoint whose writing ended",
+            do=_RESUME_ADVICE,
         )
-    inside = [path for path in root.iterdir() if path.is_file()]
-    others = [path for path in inside if any(kind.fullmatch(path.name) for kind in (OPTIMIZER_FILES, RNG_FILES))]
-    for path in [*weights, *others]:
+    _validate_trainer_state(root)
+    present = [name for name in _REQUIRED_PAIR if (root / name).is_file()]
+    missing = sorted({*_REQUIRED_PAIR} - {*present})
+    if present and missing and not is_sharded:
+        raise TruncatedError(
+            str(root / missing[0]), found="no such file", expected=f"one beside {present[0]}", do=_RESUME_ADVICE
+        )
+    files = [path for path in root.iterdir() if path.is_file()]
+    patterns = (OPTIMIZER_FILES, RNG_FILES)
+    other_files = [path for path in files if any(pattern.fullmatch(path.name) for pattern in patterns)]
+    for path in [*weight_files, *other_files]:
         _validate_file(path, deep=deep)
-    return bool(there) or sharded
+    return bool(present) or is_sharded
 
 
 def _validate_trainer_state(root: Path) -> None:
-    """The Trainer writes this last, and not atomically."""
+    """Raise unless `trainer_state.json`, which the Trainer writes last and not atomically, is complete."""
     path = root / STATE_FILE
     if not path.is_file():
         raise TruncatedError(
@@ -233,34 +268,37 @@ def _validate_trainer_state(root: Path) -> None:
 
 
 def _validate_file(path: Path, *, deep: bool) -> None:
-    """As far as the format itself tells."""
+    """Raise unless a file is complete, as far as its format tells.
+
+    Args:
+        deep: also compare the checksums of a torch file.
+    """
     try:
         if path.suffix == ".json":
-            folder = path.parent
             for shard in {*json.loads(path.read_text("utf-8"))["weight_map"].values()}:
-                if not (folder / shard).is_file():
-                    raise TruncatedError(
-                        str(folder / shard), found="no such file", expected="a shard", do=_RESUME_ADVICE
-                    )
+                shard_path = path.parent / shard
+                if not shard_path.is_file():
+                    raise TruncatedError(str(shard_path), found="no such file", expected="a shard", do=_RESUME_ADVICE)
         elif path.suffix == ".safetensors":
             with safe_open(str(path), framework="pt"):
                 pass
         else:
             with zipfile.ZipFile(path) as archive:
-                bad = archive.testzip() if deep else None
-            if bad is not None:
+                damaged = archive.testzip() if deep else None
+            if damaged is not None:
                 raise CorruptError(
-                    str(path), found=f"wrong bytes in {bad}", expected="those of its checksum", do=_RESUME_ADVICE
+                    str(path), found=f"wrong bytes in {damaged}", expected="those of its checksum", do=_RESUME_ADVICE
                 )
     except (SafetensorError, zipfile.BadZipFile, ValueError, KeyError, AttributeError, TypeError) as error:
         if isinstance(error, ShrinkpointError):
             raise
-        found = f"{type(error).__name__}: {error}"
-        raise CorruptError(str(path), found=found, expected="a whole file", do=_RESUME_ADVICE) from error
+        raise CorruptError(
+            str(path), found=f"{type(error).__name__}: {error}", expected="a whole file", do=_RESUME_ADVICE
+        ) from error
 
 
 def _iter_weight_files(root: Path) -> Iterator[Path]:
-    """The Trainer's own files of weights: of the model, and of adapters in directories of their own."""
+    """Yield the Trainer's weight files: of the model, and of adapters in subdirectories."""
     for path in sorted([*root.glob("*"), *root.glob("*/adapter_model.*")]):
         if path.is_file() and WEIGHT_FILES.fullmatch(path.name):
             yield path

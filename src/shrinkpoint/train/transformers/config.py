@@ -27,22 +27,22 @@ from shrinkpoint.validate import (
 
 @dataclass(frozen=True)
 class ShrinkConfig:
-    """Settings of a `ShrinkTrainer`; as they are, nothing is lost.
+    """Settings of a `ShrinkTrainer`; the defaults are lossless.
 
     Attributes:
-        scheme: "lossless"; another name, also with settings, such as 'inshrinkerator(threshold="1%")'; a scheme that is
-            made already; or what makes one, such as `sp.Fisher` or `functools.partial(sp.Fisher, budget="1%")`.
-        evaluate: a metric of the Trainer's own evaluation, such as "eval_loss": the scheme measures with it. Whether
-            more of it is better is what `greater_is_better` says where it is `metric_for_best_model`, else its name.
-        batches: how many batches of the evaluation dataset one measurement takes; None: all.
-        gradients: record gradients for the scheme: of the steps before each save.
-        keyframe_every: each chain has at most this many checkpoints; None: no bound.
-        background: training goes on while a checkpoint is written. One at a time: a save that comes too early waits.
-            Older checkpoints are deleted only once the new one is whole.
-        threads: native threads for coding; None: every core.
+        scheme: "lossless"; another name, also with settings, such as 'inshrinkerator(threshold="1%")'; a scheme; or a
+            factory of schemes, such as `sp.Fisher` or `functools.partial(sp.Fisher, budget="1%")`.
+        evaluate: metric of the Trainer's own evaluation, such as "eval_loss", that the scheme evaluates trial values
+            with. Whether higher is better follows `greater_is_better` if it is `metric_for_best_model`, else its name.
+        batches: number of batches of the evaluation dataset for one evaluation; None: all.
+        gradients: record gradients for the scheme, over the steps before each save.
+        keyframe_every: greatest number of checkpoints in a chain; None: unlimited.
+        background: write checkpoints while training continues, one at a time: a save that comes too early waits.
+            Older checkpoints are deleted only once the new one is complete.
+        threads: native threads for coding; None: all cores.
 
     Raises:
-        PolicyError: an argument that makes no sense.
+        PolicyError: an argument is out of range, or `evaluate` or `gradients` is given with a finished scheme.
     """
 
     scheme: str | Scheme | Callable[..., Scheme] = "lossless"
@@ -54,8 +54,8 @@ class ShrinkConfig:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        made = not isinstance(self.scheme, str) and not callable(self.scheme)
-        if made:
+        is_instance = not isinstance(self.scheme, str) and not callable(self.scheme)
+        if is_instance:
             get_scheme(self.scheme)
         elif isinstance(self.scheme, str):
             scheme_factory(self.scheme)
@@ -66,70 +66,84 @@ class ShrinkConfig:
         check_threads(self.threads)
         for name in ("gradients", "background"):
             check_bool(name, getattr(self, name))
-        if made and (self.evaluate is not None or self.gradients):
-            found, do = f"{self.scheme!r}, which is made already", "pass its class, or a functools.partial of it"
-            raise PolicyError("Shrink, scheme", found=found, expected="what can be told how to measure", do=do)
+        if is_instance and (self.evaluate is not None or self.gradients):
+            raise PolicyError(
+                "ShrinkConfig, scheme",
+                found=f"{self.scheme!r}, which is made already",
+                expected="a factory that takes evaluate= or gradients=",
+                do="pass its class, or a functools.partial of it",
+            )
 
     @property
     def is_default(self) -> bool:
-        """Whether nothing was asked for."""
+        """Whether every setting has its default."""
         return self == ShrinkConfig()
 
     def make_recorder(self, model: nn.Module, save_interval: int | None) -> GradientRecorder | None:
-        """A recorder of gradients, where one is asked for.
+        """Return a recorder of the model's gradients, or None unless `gradients` is set.
 
         Args:
-            save_interval: optimizer steps from save to save; None: nobody knows.
+            save_interval: number of optimizer steps between two saves; None: not fixed.
         """
         if not self.gradients:
             return None
-        make = scheme_factory(self.scheme) if isinstance(self.scheme, str) else self.scheme
-        made = make.func if isinstance(make, partial) else make
-        squares = not isinstance(made, type) or issubclass(made, Fisher)
+        factory = scheme_factory(self.scheme) if isinstance(self.scheme, str) else self.scheme
+        scheme_class = factory.func if isinstance(factory, partial) else factory
+        squares = not isinstance(scheme_class, type) or issubclass(scheme_class, Fisher)
         return GradientRecorder(model, save_interval=save_interval, squares=squares)
 
     def make_checkpointer(
         self, evaluate: Callable[[Any], Any] | None, higher_is_better: bool, recorder: GradientRecorder | None
     ) -> Checkpointer:
-        """What writes, and the scheme it writes with.
+        """Return a checkpointer with a new scheme.
 
         Args:
-            evaluate: measures the model.
-            higher_is_better: it returns a score.
+            evaluate: passed to the scheme, unless None.
+            higher_is_better: whether `evaluate` returns a score rather than a loss.
+            recorder: passed to the scheme, unless None.
 
         Raises:
-            PolicyError: the scheme cannot do what is asked for, or needs what is not.
+            PolicyError: the scheme does not take `evaluate` or `gradients`, or needs one that is missing.
         """
-        given: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if evaluate is not None:
-            given |= {"evaluate": evaluate, "higher_is_better": higher_is_better}
+            options |= {"evaluate": evaluate, "higher_is_better": higher_is_better}
         if recorder is not None:
-            given["gradients"] = recorder
+            options["gradients"] = recorder
         return Checkpointer(
-            scheme=self._make_scheme(given),
+            scheme=self._make_scheme(options),
             keyframe_every=self.keyframe_every,
             background=self.background,
             threads=self.threads,
         )
 
     def _make_scheme(self, options: dict[str, Any]) -> Scheme:
-        make = scheme_factory(self.scheme) if isinstance(self.scheme, str) else self.scheme
-        if not callable(make):
-            return make
+        factory = scheme_factory(self.scheme) if isinstance(self.scheme, str) else self.scheme
+        if not callable(factory):
+            return factory
         try:
-            return make(**options)
+            return factory(**options)
         except TypeError as error:
-            asked = " and ".join(sorted({"evaluate", "gradients"} & options.keys())) or "no arguments"
-            found, do = f"one that does not take {asked} ({error})", "choose another one, or ask for less"
-            raise PolicyError("Shrink, scheme", found=found, expected="a maker of schemes", do=do) from error
+            names = " and ".join(sorted({"evaluate", "gradients"} & options.keys())) or "no arguments"
+            raise PolicyError(
+                "ShrinkConfig, scheme",
+                found=f"one that does not take {names} ({error})",
+                expected="a factory of schemes",
+                do=f"choose another one, or leave {names} out",
+            ) from error
 
 
 def check_config(shrink: Any) -> ShrinkConfig:
-    """Settings of a trainer.
+    """Return `shrink` if it is a `ShrinkConfig`.
 
     Raises:
         PolicyError: it is something else.
     """
-    expected, do = "settings, a Shrink(...)", 'write shrink=Shrink(scheme="fisher(relative_error=.3)")'
-    settings: ShrinkConfig = check_instance("shrink", shrink, ShrinkConfig, expected=expected, do=do)
-    return settings
+    config: ShrinkConfig = check_instance(
+        "shrink",
+        shrink,
+        ShrinkConfig,
+        expected="settings, a ShrinkConfig(...)",
+        do='write shrink=ShrinkConfig(scheme="fisher(relative_error=.3)")',
+    )
+    return config

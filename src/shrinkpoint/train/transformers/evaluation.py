@@ -1,4 +1,4 @@
-"""The Trainer's own evaluation, as something that a scheme measures with."""
+"""The Trainer's own evaluation as the function that a scheme evaluates trial values with."""
 
 from __future__ import annotations
 
@@ -19,62 +19,64 @@ from shrinkpoint.schemes.evaluate import Reading
 from shrinkpoint.train.attribute_snapshot import AttributeSnapshot
 
 _TENSOR_ATTRIBUTES = ("_parameters", "_buffers", "_modules")
-"""What whoever calls an Evaluation puts back."""
+"""Not saved here: the caller of an Evaluation restores tensors and modules itself."""
 
 
 class Evaluation:
-    """One number of a Trainer's evaluation loop, for the values that its model has now.
+    """Computes one metric of a Trainer's evaluation loop for the current values of its model.
 
-    Nothing is logged, no callback hears of it, and the Trainer is as it was before. The batches are the first ones of
-    the evaluation dataset, always the same.
+    Nothing is logged, no callback is called, and the Trainer's attributes are restored afterwards. The batches are
+    always the first ones of the evaluation dataset.
 
     Args:
         trainer: a Trainer with an evaluation dataset.
-        metric: its name, as in the log: "eval_loss"; "eval_NAME_loss" where there are several datasets.
-        batches: how many; None: all.
+        metric: the name that is logged: "eval_loss", or "eval_NAME_loss" if there are several datasets.
+        batches: number of batches; None: all.
 
     Raises:
-        PolicyError: there is no such dataset, or several processes evaluate together.
+        PolicyError: there is no such dataset, or there is more than one process.
     """
 
     def __init__(self, trainer: Any, metric: str, batches: int | None) -> None:
         if trainer.args.world_size > 1:
-            found, do = f"{trainer.args.world_size} processes", "pass the scheme a function that needs one process"
-            raise PolicyError("Shrink, evaluate", found=found, expected="one, where the Trainer measures", do=do)
+            raise PolicyError(
+                "ShrinkConfig, evaluate",
+                found=f"{trainer.args.world_size} processes",
+                expected="one process, where the Trainer evaluates",
+                do="pass the scheme a function that needs one process",
+            )
         self._trainer, self._metric = trainer, metric if metric.startswith("eval_") else f"eval_{metric}"
         self._prefix, self._dataset = _find_dataset(trainer.eval_dataset, self._metric)
         self._batches, self._loader = batches, None
 
     @property
     def higher_is_better(self) -> bool:
-        """Whether more of it is better."""
+        """Whether a higher value of the metric is better."""
         args = self._trainer.args
-        best = args.metric_for_best_model
-        if (
-            best is not None
-            and args.greater_is_better is not None
-            and f"eval_{best.removeprefix('eval_')}" == self._metric
-        ):
+        best_metric = args.metric_for_best_model
+        is_best_metric = best_metric is not None and f"eval_{best_metric.removeprefix('eval_')}" == self._metric
+        if is_best_metric and args.greater_is_better is not None:
             return bool(args.greater_is_better)
         return not self._metric.endswith("loss")
 
     def __call__(self, model: Any = None) -> float:
-        """Measure. `model` is the Trainer's own, whatever its values are now."""
+        """Return the metric. `model` is ignored: it is the Trainer's own, with the values of the trial."""
         return self.reading(model).value
 
     def reading(self, model: Any = None) -> Reading:
-        """The same, with each batch's loss where the metric is their mean: these say how far it can be trusted."""
+        """Return the metric, and the loss of each batch if the metric is their mean, to estimate its confidence."""
         losses: list[tuple[float, int | None]] = []
         value = self._evaluate(losses)
-        known = torch.tensor([loss for loss, _ in losses], dtype=torch.float64)
-        is_mean = len({count for _, count in losses}) == 1 and math.isclose(float(known.mean()), value, rel_tol=1e-5)
-        return Reading(value, known if len(losses) > 1 and is_mean else None)
+        batch_losses = torch.tensor([loss for loss, _ in losses], dtype=torch.float64)
+        has_equal_batches = len({batch_size for _, batch_size in losses}) == 1
+        is_mean = has_equal_batches and math.isclose(float(batch_losses.mean()), value, rel_tol=1e-5)
+        return Reading(value, batch_losses if len(losses) > 1 and is_mean else None)
 
     def _evaluate(self, losses: list[tuple[float, int | None]]) -> float:
-        """The metric.
+        """Return the metric.
 
         Args:
-            losses: gets the loss of each batch, and how many examples it has.
+            losses: receives loss and number of examples of each batch.
         """
         loss_only = self._metric == f"{self._prefix}_loss" or self._trainer.compute_metrics is None
         with _isolate(self._trainer), _record_batch_losses(self._trainer, losses):
@@ -85,20 +87,24 @@ class Evaluation:
                 metric_key_prefix=self._prefix,
             )
         if self._metric not in output.metrics:
-            found = f"no {self._metric!r}, only " + ", ".join(map(repr, output.metrics))
-            raise PolicyError("Shrink, evaluate", found=found, expected="a metric of the evaluation", do="name one")
+            raise PolicyError(
+                "ShrinkConfig, evaluate",
+                found=f"no {self._metric!r}, only " + ", ".join(map(repr, output.metrics)),
+                expected="a metric of the evaluation",
+                do="name one",
+            )
         return float(output.metrics[self._metric])
 
     def _get_loader(self) -> Any:
         if self._loader is None:
             prepared = self._trainer.accelerator._dataloaders
-            before = len(prepared)
+            num_prepared = len(prepared)
             self._loader = self._trainer.get_test_dataloader(self._subset())
-            del prepared[before:]
+            del prepared[num_prepared:]
         return self._loader
 
     def _subset(self) -> Any:
-        """As much of the dataset as is measured with."""
+        """The part of the dataset that is evaluated."""
         if self._batches is None:
             return self._dataset
         count = self._batches * self._trainer.args.eval_batch_size
@@ -110,15 +116,15 @@ class Evaluation:
 
 @contextmanager
 def _record_batch_losses(trainer: Any, losses: list[tuple[float, int | None]]) -> Iterator[None]:
-    """Note each batch's loss, and its size."""
+    """Append loss and number of examples of each batch to `losses`."""
     step = trainer.prediction_step
 
     def prediction_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        found = step(model, inputs, *args, **kwargs)
-        loss = found[0] if isinstance(found, tuple) else None
+        outputs = step(model, inputs, *args, **kwargs)
+        loss = outputs[0] if isinstance(outputs, tuple) else None
         if isinstance(loss, Tensor) and loss.numel() == 1:
             losses.append((float(loss), find_batch_size(inputs)))
-        return found
+        return outputs
 
     trainer.prediction_step = prediction_step
     try:
@@ -128,28 +134,35 @@ def _record_batch_losses(trainer: Any, losses: list[tuple[float, int | None]]) -
 
 
 def _find_dataset(datasets: Any, metric: str) -> tuple[str, Any]:
-    """The prefix of a metric and the dataset it is measured on."""
+    """The prefix of a metric's name, and the dataset that it is evaluated on."""
     if isinstance(datasets, dict):
-        fitting = [name for name in datasets if metric.startswith(f"eval_{name}_")]
-        if fitting:
-            name = max(fitting, key=len)
+        matches = [name for name in datasets if metric.startswith(f"eval_{name}_")]
+        if matches:
+            name = max(matches, key=len)
             return f"eval_{name}", datasets[name]
-        found, expected = f"{metric!r}", " or ".join(f"'eval_{name}_loss'" for name in datasets)
-        raise PolicyError("Shrink, evaluate", found=found, expected=expected, do="name the dataset, too")
+        raise PolicyError(
+            "ShrinkConfig, evaluate",
+            found=f"{metric!r}",
+            expected=" or ".join(f"'eval_{name}_loss'" for name in datasets),
+            do="name the dataset, too",
+        )
     if datasets is None:
         raise PolicyError(
-            "Shrink, evaluate", found="no evaluation dataset", expected="one", do="pass eval_dataset= to the Trainer"
+            "ShrinkConfig, evaluate",
+            found="no evaluation dataset",
+            expected="one",
+            do="pass eval_dataset= to the Trainer",
         )
     return "eval", datasets
 
 
 @contextmanager
 def _isolate(trainer: Any) -> Iterator[None]:
-    """The Trainer as an evaluation may change it, and as it was again; with what it, and its model, collect meanwhile.
+    """Restore the attributes of the Trainer and its modules afterwards, and call no callbacks meanwhile.
 
-    No optimizer: those without schedules change the weights when they are told of an evaluation.
+    The optimizer is hidden: schedule-free ones change the weights when an evaluation starts.
     """
-    before = AttributeSnapshot([trainer, *trainer.model.modules()], exclude=_TENSOR_ATTRIBUTES)
+    attributes = AttributeSnapshot([trainer, *trainer.model.modules()], exclude=_TENSOR_ATTRIBUTES)
     handler = trainer.callback_handler
     trainer.callback_handler = CallbackHandler(
         [DefaultFlowCallback], handler.model, handler.processing_class, None, None
@@ -158,4 +171,4 @@ def _isolate(trainer: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        before.restore()
+        attributes.restore()

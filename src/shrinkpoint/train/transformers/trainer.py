@@ -1,4 +1,4 @@
-"""A Trainer whose checkpoints are deltas."""
+"""A Hugging Face Trainer whose checkpoints are deltas."""
 
 from __future__ import annotations
 
@@ -38,12 +38,19 @@ from shrinkpoint.train.transformers.evaluation import Evaluation
 _log = logging.getLogger("shrinkpoint")
 _ALTERNATIVE = "or begin anew from its weights alone"
 _CONSUMED = object()
-"""In the place of a part that was taken out of memory."""
+"""Replaces a part of a loaded checkpoint that was handed to the Trainer, so that its memory is freed."""
 
 
 @dataclass
 class _PendingCheckpoint:
-    """What the Trainer's own methods hand over while it makes one checkpoint."""
+    """Collects what the Trainer's save methods hand over for one checkpoint.
+
+    Attributes:
+        directory: of the checkpoint.
+        limit: the user's `save_total_limit`.
+        state: name of a part -> its state.
+        objects: name of a part -> the live object.
+    """
 
     directory: Path
     limit: int | None
@@ -51,30 +58,31 @@ class _PendingCheckpoint:
     objects: dict[str, Any] = field(default_factory=dict)
 
     def add(self, name: str, state: Any, obj: Any = None) -> None:
+        """Add a part, and the live object behind it, if a scheme may evaluate it."""
         self.state[name] = state
         if obj is not None:
             self.objects[name] = obj
 
 
 class ShrinkTrainer(Trainer):
-    """The Trainer, or a mixin for one of its subclasses: `class MyTrainer(ShrinkTrainer, SFTTrainer)`.
+    """A Trainer that saves deltas; also a mixin for its subclasses: `class MyTrainer(ShrinkTrainer, SFTTrainer)`.
 
     A checkpoint directory has the Trainer's small files (configuration, tokenizer, arguments, `trainer_state.json`);
-    in place of weights, optimizer, scheduler and random generators one payload, a delta against the checkpoint before;
-    and a manifest that vouches for all of it. It needs no other directory. What `save_model` writes stays as it is.
+    one payload, a delta against the previous checkpoint, in place of weights, optimizer, scheduler and random
+    generators; and a manifest with digests of all of these. It needs no other directory. `save_model` is unchanged.
 
-    With `resume_from_checkpoint=True` the newest whole checkpoint is taken, and what is passed over is logged; one that
-    is named and broken is an error. Checkpoints of the stock Trainer are resumed from as ever.
+    `resume_from_checkpoint=True` resumes from the newest valid checkpoint, and logs a warning for each one that is
+    skipped; a named checkpoint that is broken is an error. Checkpoints of the stock Trainer can be resumed from, too.
 
-    Left as they are: DeepSpeed, FSDP (`shrinkpoint.train.dcp.install` shrinks its checkpoints), XLA, SageMaker, and the
+    Not changed: DeepSpeed, FSDP (`shrinkpoint.train.dcp.install` compresses its checkpoints), XLA, SageMaker, and the
     weights of PEFT models, which are adapters.
 
     Args:
-        shrink: settings; they can also be an attribute of the class.
-        further: what the Trainer takes.
+        args, kwargs: of `Trainer`.
+        shrink: settings; None: those of the class attribute `shrink`.
 
     Raises:
-        PolicyError: settings that do not fit the arguments.
+        PolicyError: the settings do not fit the training arguments.
     """
 
     shrink: ShrinkConfig = ShrinkConfig()
@@ -84,33 +92,33 @@ class ShrinkTrainer(Trainer):
         self._checkpointer: Checkpointer | None = None
         self._checkpointer_model: nn.Module | None = None
         self._recorder: GradientRecorder | None = None
-        self._pending_checkpoint: _PendingCheckpoint | None = None  # while a checkpoint is made
-        self._unfinished_checkpoint: _PendingCheckpoint | None = None  # it is being written, or just was
-        self._loaded_checkpoint: tuple[str, dict[str, Any]] | None = None  # of a checkpoint that is resumed from
-        for one in (*args, *kwargs.values()):
-            if isinstance(one, TrainingArguments):  # before the Trainer makes a directory of that name
-                local_path(one.output_dir, "output_dir")
+        self._pending_checkpoint: _PendingCheckpoint | None = None  # while the Trainer collects one
+        self._unfinished_checkpoint: _PendingCheckpoint | None = None  # being written, or just written
+        self._loaded_checkpoint: tuple[str, dict[str, Any]] | None = None  # directory and state
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, TrainingArguments):  # checked before the Trainer makes a directory of that name
+                local_path(argument.output_dir, "output_dir")
         super().__init__(*args, **kwargs)
         self._check_settings()
         if self.shrink.gradients and self._has_full_state:
             self.add_callback(GradientCallback(self._get_recorder))
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; see `Trainer.train`.
+        """Train as `Trainer.train` does.
 
         Raises:
-            NotFoundError: there are checkpoints to resume from, and none is whole.
-            ChainError, FormatError, StorageError: the one that is named is broken.
-            whatever writing a checkpoint raised.
+            NotFoundError: there are checkpoints to resume from, and none is valid.
+            ChainError, FormatError, StorageError: the named checkpoint is broken.
+            any error of a background save.
         """
         resume = self._resolve_resume(resume_from_checkpoint)
-        if self.model_init is not None:  # the model of before would stay in memory beside the one that is made now
+        if self.model_init is not None:  # frees the previous model before a new one is made
             self._reset_checkpointer()
         try:
             result = super().train(resume, *args, **kwargs)
             self._finish_checkpoint()
         except BaseException:
-            with suppress(Exception):  # it is in the log already
+            with suppress(Exception):  # in the log already
                 self._finish_checkpoint()
             raise
         finally:
@@ -120,46 +128,46 @@ class ShrinkTrainer(Trainer):
         return result
 
     def wait_for_checkpoint(self) -> SaveReport | None:
-        """Wait until the last checkpoint is whole; what it did, or None if there is none yet.
+        """Wait until the last checkpoint is complete; its report, or None if nothing was saved yet.
 
         Raises:
-            whatever writing it raised in the background, once.
+            any error of the background save, once.
         """
         self._finish_checkpoint()
         return None if self._checkpointer is None else self._checkpointer.wait()
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds for which writing the last checkpoint held up training."""
+        """Seconds for which the last save blocked training."""
         return 0.0 if self._checkpointer is None else self._checkpointer.stall_seconds
 
-    # what the Trainer calls to save
+    # overridden methods of the Trainer: saving
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Let the Trainer collect and write its small files, write the payload, then delete older ones."""
+        """Let the Trainer write its small files and hand over the state, write the payload, then rotate."""
         if not self._has_full_state:
             super()._save_checkpoint(model, trial)
             return
         self._finish_checkpoint()
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        self._pending_checkpoint = parts = _PendingCheckpoint(
+        self._pending_checkpoint = pending = _PendingCheckpoint(
             Path(self._get_output_dir(trial=trial)) / name, self.args.save_total_limit
         )
-        self.args.save_total_limit = None  # nothing may be deleted before this checkpoint is whole
+        self.args.save_total_limit = None  # nothing may be deleted before this checkpoint is complete
         try:
             super()._save_checkpoint(model, trial)
         finally:
-            self._pending_checkpoint, self.args.save_total_limit = None, parts.limit
+            self._pending_checkpoint, self.args.save_total_limit = None, pending.limit
         if self._participates:
-            self._write_checkpoint(parts)
+            self._write_checkpoint(pending)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        parts = self._pending_checkpoint
-        if parts is None or output_dir is None:
+        pending = self._pending_checkpoint
+        if pending is None or output_dir is None:
             super()._save(output_dir, state_dict)
         else:
-            with self._user_save_limit(parts):
-                self._save_auxiliary(parts, output_dir, state_dict)
+            with self._user_save_limit(pending):
+                self._save_auxiliary(pending, output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._pending_checkpoint is None:
@@ -175,13 +183,13 @@ class ShrinkTrainer(Trainer):
             self._pending_checkpoint.add("scaler", self._scaler.state_dict())
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """All processes come here: the generators of all go to those that write."""
+        """Gather the random generators of all processes, all of which call this."""
         if self._pending_checkpoint is None or self.args.device.type not in ("cpu", "cuda"):
             super()._save_rng_state(output_dir)
         else:
             self._pending_checkpoint.add("rng", gather_object([get_rng_state()]))
 
-    # what the Trainer calls to go on
+    # overridden methods of the Trainer: resuming
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         weights = self._pop_part(resume_from_checkpoint, "model")
@@ -193,13 +201,12 @@ class ShrinkTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         optimizer, scheduler = (self._pop_part(checkpoint, name) for name in ("optimizer", "scheduler"))
         if optimizer is not None and scheduler is not None:
-            for one, saved, name in (
+            for obj, saved, name in (
                 (self.optimizer, optimizer, "optimizer"),
                 (self.lr_scheduler, scheduler, "scheduler"),
             ):
-                state_dicts.check_state_dicts(
-                    one, saved, f"{checkpoint}, {name}", strict=True, alternative=_ALTERNATIVE
-                )
+                where = f"{checkpoint}, {name}"
+                state_dicts.check_state_dicts(obj, saved, where, strict=True, alternative=_ALTERNATIVE)
             self.optimizer.load_state_dict(optimizer)
             self.lr_scheduler.load_state_dict(scheduler)
             return
@@ -215,15 +222,14 @@ class ShrinkTrainer(Trainer):
             self._scaler.load_state_dict(scaler)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        generators = self._pop_part(checkpoint, "rng")
-        self._loaded_checkpoint = None  # nothing comes after this
-        if generators is None:
+        rng_states = self._pop_part(checkpoint, "rng")
+        self._loaded_checkpoint = None  # the last part that the Trainer loads
+        if checkpoint is None or rng_states is None:
             super()._load_rng_state(checkpoint)
-        elif len(generators) == self.args.world_size:
-            set_rng_state(generators[self.args.process_index])
+        elif len(rng_states) == self.args.world_size:
+            set_rng_state(rng_states[self.args.process_index])
         else:
-            found = f"{len(generators)} processes, and now there are {self.args.world_size}"
-            _log.warning("%s was saved by %s: random numbers will be others", checkpoint, found)
+            checkpoint_dirs.warn_other_world_size(checkpoint, len(rng_states), self.args.world_size)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
@@ -239,11 +245,11 @@ class ShrinkTrainer(Trainer):
         self._finish_checkpoint()
         return super()._finalize_training(*args, **kwargs)
 
-    # ours
+    # what this class adds
 
     @property
     def _has_full_state(self) -> bool:
-        """Whether one process has the whole state."""
+        """Whether one process holds the whole state, so that this class saves it."""
         return not (
             self.is_deepspeed_enabled
             or self.is_fsdp_enabled
@@ -255,7 +261,7 @@ class ShrinkTrainer(Trainer):
 
     @property
     def _model(self) -> Any:
-        """The module as the user made it."""
+        """The user's module, without wrappers."""
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
     @property
@@ -266,36 +272,46 @@ class ShrinkTrainer(Trainer):
         args = self.args
         if not self._has_full_state:
             if not self.shrink.is_default:
-                found, do = "sharded training", "shrink that with shrinkpoint.train.dcp.install"
-                raise PolicyError("Shrink", found=found, expected="the whole state in one process", do=do)
+                raise PolicyError(
+                    "ShrinkConfig",
+                    found="sharded training",
+                    expected="the whole state in one process",
+                    do="use shrinkpoint.train.dcp.install",
+                )
             _log.warning("sharded training: checkpoints are those of the stock Trainer (or of dcp.install)")
-        elif args.push_to_hub and args.hub_strategy != HubStrategy.END and not has_adapters(self.model):
-            found, do = f"hub_strategy={args.hub_strategy.value!r}", "push at the end: hub_strategy='end'"
-            raise PolicyError("push_to_hub", found=found, expected="one that needs no weights in checkpoints", do=do)
-        if self._has_full_state:
-            scheme = self._checkpointer_for_model().scheme  # what cannot be is said now
-            if self.args.should_save and isinstance(scheme, PlanningScheme) and not scheme.is_writer:
-                found, do = f"{scheme!r} with a group that another process leads", "make the process that saves lead"
-                raise PolicyError("Shrink", found=found, expected="a scheme that writes where the Trainer saves", do=do)
+            return
+        if args.push_to_hub and args.hub_strategy != HubStrategy.END and not has_adapters(self.model):
+            raise PolicyError(
+                "push_to_hub",
+                found=f"hub_strategy={args.hub_strategy.value!r}",
+                expected="one that needs no weights in checkpoints",
+                do="push at the end: hub_strategy='end'",
+            )
+        scheme = self._checkpointer_for_model().scheme  # raises now, and not at the first save
+        if args.should_save and isinstance(scheme, PlanningScheme) and not scheme.is_writer:
+            raise PolicyError(
+                "ShrinkConfig",
+                found=f"{scheme!r} with a group that another process leads",
+                expected="a scheme that writes where the Trainer saves",
+                do="make the process that saves the first rank of the group",
+            )
 
     def _checkpointer_for_model(self) -> Checkpointer:
-        """What writes; another one, where `model_init` has made another model."""
+        """The checkpointer of the current model; a new one if `model_init` has made another model."""
         model = self._model
         if self._checkpointer is None or self._checkpointer_model is not model:
             self._reset_checkpointer()
-            evaluation, asked = None, self.shrink.evaluate
-            if asked is not None:
-                evaluation = Evaluation(self, asked, self.shrink.batches)
+            evaluation, metric = None, self.shrink.evaluate
+            if metric is not None:
+                evaluation = Evaluation(self, metric, self.shrink.batches)
             self._recorder = self.shrink.make_recorder(model, save_interval(self.args))
-            higher = evaluation is not None and evaluation.higher_is_better
-            self._checkpointer, self._checkpointer_model = (
-                self.shrink.make_checkpointer(evaluation, higher, self._recorder),
-                model,
-            )
+            higher_is_better = evaluation is not None and evaluation.higher_is_better
+            self._checkpointer = self.shrink.make_checkpointer(evaluation, higher_is_better, self._recorder)
+            self._checkpointer_model = model
         return self._checkpointer
 
     def _reset_checkpointer(self) -> None:
-        """Hold neither the model of before nor what writes it."""
+        """Release the checkpointer, and with it the model."""
         if self._checkpointer is not None:
             self._checkpointer.close()
         self._checkpointer, self._checkpointer_model, self._recorder = None, None, None
@@ -307,7 +323,7 @@ class ShrinkTrainer(Trainer):
 
     @property
     def _participates(self) -> bool:
-        """Whether this process writes, or is one of those that search a setting together."""
+        """Whether this process writes, or takes part in the search for the scheme's settings."""
         if self.args.should_save:
             return True
         scheme = self._checkpointer_for_model().scheme
@@ -324,24 +340,27 @@ class ShrinkTrainer(Trainer):
             metrics=eval_metrics(self.state),
             extra=extra,
         )
-        pending.state, pending.objects = dict.fromkeys(pending.state), {}  # a copy is being written, if anything is
+        pending.state, pending.objects = (
+            dict.fromkeys(pending.state),
+            {},
+        )  # frees them: a background save has its own copy
         self._unfinished_checkpoint = pending if writes else None
         if not self.shrink.background:
             self._finish_checkpoint()
 
     def _finish_checkpoint(self) -> None:
-        """Once the last checkpoint is whole: delete what it makes superfluous."""
-        parts, self._unfinished_checkpoint = self._unfinished_checkpoint, None
+        """Wait until the last checkpoint is complete, then delete what it replaces."""
+        unfinished, self._unfinished_checkpoint = self._unfinished_checkpoint, None
         if self._checkpointer is not None:
             self._checkpointer.wait()
-        if parts is not None:
+        if unfinished is not None:
             best = self.state.best_model_checkpoint
-            keep = {parts.directory} if best is None else {parts.directory, Path(best)}
-            checkpoint_dirs.remove_stale(parts.directory, parts.state)
-            checkpoint_dirs.rotate(parts.directory.parent, parts.limit, keep)
+            keep = {unfinished.directory} if best is None else {unfinished.directory, Path(best)}
+            checkpoint_dirs.remove_stale(unfinished.directory, unfinished.state)
+            checkpoint_dirs.rotate(unfinished.directory.parent, unfinished.limit, keep)
 
     def _resolve_resume(self, resume: Any) -> Any:
-        """What to resume from, the same on all processes."""
+        """The checkpoint to resume from, the same on all processes."""
         if resume is None or resume is False or not self._has_full_state:
             return resume
         if resume is not True:
@@ -350,34 +369,29 @@ class ShrinkTrainer(Trainer):
             return resume
         answer: list[Any] = [None]
         if self.args.process_index == 0:
+            needs_optimizer = not self.args.save_only_model
             try:
-                answer = [
-                    checkpoint_dirs.find_resume_checkpoint(
-                        self.args.output_dir, optimizer=not self.args.save_only_model
-                    )
-                ]
+                answer = [checkpoint_dirs.find_resume_checkpoint(self.args.output_dir, optimizer=needs_optimizer)]
             except Exception as error:
                 answer = [error]
         broadcast_object_list(answer)
         if isinstance(answer[0], Exception):
             raise answer[0]
-        return True if answer[0] is None else answer[0]  # of none at all the Trainer says it
+        return True if answer[0] is None else answer[0]  # True: the Trainer itself raises, as there are no checkpoints
 
     def _pop_part(self, checkpoint: Any, name: str) -> Any:
-        """A part of a checkpoint of ours, out of memory and for once; None where it has none."""
+        """Remove a part of one of our checkpoints from memory, and return it; None if the checkpoint lacks it."""
         if checkpoint is None or not self._has_full_state or not is_checkpoint(checkpoint):
             return None
-        if (
-            self._loaded_checkpoint is None
-            or self._loaded_checkpoint[0] != str(checkpoint)
-            or self._loaded_checkpoint[1].get(name) is _CONSUMED
-        ):
-            self._loaded_checkpoint = None  # taken twice, where a training begins again with smaller batches
-            trail = (
+        loaded = self._loaded_checkpoint
+        if loaded is None or loaded[0] != str(checkpoint) or loaded[1].get(name) is _CONSUMED:
+            self._loaded_checkpoint = None  # a part is read twice if training restarts with a smaller batch size
+            # A process that never saves needs no reference for a next delta.
+            checkpointer = (
                 self._checkpointer_for_model() if self._participates else Checkpointer(threads=self.shrink.threads)
-            )  # holds no base, then
-            self._loaded_checkpoint = str(checkpoint), trail.load(checkpoint).state
-        state = self._loaded_checkpoint[1]
+            )
+            self._loaded_checkpoint = loaded = str(checkpoint), checkpointer.load(checkpoint).state
+        state = loaded[1]
         part = state.get(name)
         if name in state:
             state[name] = _CONSUMED
@@ -387,7 +401,7 @@ class ShrinkTrainer(Trainer):
         self._issue_warnings_after_load(model.load_state_dict(weights, strict=False))
 
     def _save_auxiliary(self, pending: _PendingCheckpoint, output_dir: str, state_dict: Any) -> None:
-        """Hand the weights over, and write what belongs beside them; where they are adapters, these too."""
+        """Hand over the weights and write the small files; for adapters, let the Trainer write everything."""
         if has_adapters(self.model):
             super()._save(output_dir, state_dict)
             return
@@ -399,7 +413,7 @@ class ShrinkTrainer(Trainer):
 
     @contextmanager
     def _user_save_limit(self, pending: _PendingCheckpoint) -> Iterator[None]:
-        """The arguments as the user passed them."""
+        """Show the user's `save_total_limit` in the training arguments, which the Trainer saves."""
         self.args.save_total_limit = pending.limit
         try:
             yield
