@@ -19,12 +19,13 @@ from torch import Tensor
 from shrinkpoint.codec.codebook_tensor import MAX_CODES, CodebookTensor
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.quantize.assign import assign, check_bins
+from shrinkpoint.quantize.entropy import code_entropy
 from shrinkpoint.quantize.layer_types import EMBEDDING, layer_type_from_name
 from shrinkpoint.quantize.sketch import LogHistogram
 from shrinkpoint.schemes.evaluate import TrialEvaluator
 from shrinkpoint.schemes.global_stats import GlobalStats
 from shrinkpoint.schemes.search import candidates
-from shrinkpoint.schemes.search.candidates import PreviousCodes, code_entropy, subsample
+from shrinkpoint.schemes.search.candidates import PreviousCodes, subsample
 from shrinkpoint.schemes.search.scheme import SearchScheme
 from shrinkpoint.schemes.search.space import Axis, Point, Space
 

@@ -1,4 +1,4 @@
-"""The nearest of a few centers, for every value: what all lossy quantizers end with."""
+"""Assigns the code of the nearest center to every value; the last step of codebook quantizers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from shrinkpoint.codec.codebook_tensor import MAX_CODES
 from shrinkpoint.errors import PolicyError
 
 CPU_BLOCK = 1 << 15
-"""Values at a time on the CPU, for each thread: what is in between stays in its cache."""
+"""Values per block and thread on the CPU, so that temporaries stay in the cache."""
 MAX_LINEAR_CENTERS = 16
-"""So many centers at most are compared one by one on the CPU; measured, twice as fast there as a binary search."""
+"""Up to this many centers, the CPU compares with each in turn; measured twice as fast as a binary search."""
 
 
 def assign(tensor: Tensor, centers: Tensor, first_code: int) -> Tensor:
-    """The code of the nearest center: `first_code` plus its index; of two that are equally near, the lower.
+    """Return the code of the nearest center, `first_code` plus its index; ties go to the lower center.
 
-    Exact: what decides is the midpoint of two neighbours rounded down to float32, and a float32 lies above the one
-    exactly when it lies above the other. Of equal centers the first is used.
+    The result is exact: values are compared with midpoints rounded down to float32, and a float32 lies above a midpoint
+    exactly if it lies above the rounded one. Of equal centers the first is used.
 
     Args:
         tensor: bfloat16, float16 or float32; finite; any shape and strides.
@@ -29,7 +29,7 @@ def assign(tensor: Tensor, centers: Tensor, first_code: int) -> Tensor:
         uint8, contiguous, of the shape of `tensor` and on its device.
 
     Raises:
-        PolicyError: no center, or more than there are codes.
+        PolicyError: there is no center, or there are more than codes.
     """
     check_bins(centers.numel(), first_code)
     distinct, counts = torch.unique_consecutive(centers.to("cpu", torch.float32), return_counts=True)
@@ -42,23 +42,23 @@ def assign(tensor: Tensor, centers: Tensor, first_code: int) -> Tensor:
 
 
 def check_bins(bins: int, first_code: int) -> None:
-    """Whether so many centers behind `first_code` codes of fixed meaning fit into a byte.
+    """Check that `bins` centers after `first_code` codes of fixed meaning fit into a byte.
 
     Raises:
         PolicyError: they do not.
     """
-    most = MAX_CODES - first_code
-    if not 1 <= bins <= most:
-        raise PolicyError("bins", found=f"{bins}", expected=f"1 to {most}", do="ask for a number in that range")
+    max_bins = MAX_CODES - first_code
+    if not 1 <= bins <= max_bins:
+        raise PolicyError("bins", found=f"{bins}", expected=f"1 to {max_bins}", do="ask for a number in that range")
 
 
 def _midpoints(centers: Tensor) -> Tensor:
-    """float32, as many as there are pairs of neighbours, rounded down."""
+    """Return the midpoints of neighbouring centers, rounded down to float32."""
     wide = centers.double()
     exact = (wide[1:] + wide[:-1]) / 2
-    near = exact.float()
-    below = torch.nextafter(near, torch.full_like(near, -torch.inf))
-    return torch.where(near.double() > exact, below, near)
+    nearest = exact.float()
+    below = torch.nextafter(nearest, torch.full_like(nearest, -torch.inf))
+    return torch.where(nearest.double() > exact, below, nearest)
 
 
 def _assign_cpu(flat: Tensor, bounds: Tensor) -> Tensor:

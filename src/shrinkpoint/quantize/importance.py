@@ -1,4 +1,4 @@
-"""How much a weight matters: by its size, or by what the loss would change without it.
+"""Importance of weights: magnitude, and sensitivity of the loss.
 
 Both metrics are those of arXiv 2306.11800, section on quantization.
 """
@@ -10,21 +10,22 @@ from torch import Tensor
 
 
 def magnitude(weights: Tensor) -> Tensor:
-    """`|w|`, float32: what there is without gradients, and what ranks well near convergence."""
+    """Return `|w|`, float32. Needs no gradients, and ranks weights well near convergence."""
     return weights.detach().to(torch.float32).abs()
 
 
 def sensitivity(weights: Tensor, gradients: Tensor) -> Tensor:
-    """`|g * w|`, float32: the first term of the Taylor series of the loss for a weight that goes to zero.
+    """Return `|g * w|`: the first-order change of the loss if a weight is set to zero.
 
-    Ranks well early in training; where gradients vanish it says little. A common factor of all gradients (a loss scale)
-    changes no rank. The product is taken first and its size after, of signed gradients.
+    Ranks weights well early in training; where gradients vanish it says little. A common factor of all gradients (a
+    loss scale) changes no rank.
 
     Args:
-        gradients: of the shape of `weights`, on any device, such as `Gradients.mean` holds.
+        weights: floats of any dtype and shape.
+        gradients: signed mean gradients, of the shape of `weights`, on any device.
 
     Returns:
-        On the device of `weights`.
+        float32, on the device of `weights`.
     """
     signed = gradients.detach().to(device=weights.device, dtype=torch.float32)
     return signed.mul(weights.detach().to(torch.float32)).abs_()

@@ -1,7 +1,7 @@
 """Non-uniform quantization: weighted k-means on a histogram (arXiv 2306.11800, "Quantization").
 
-What is clustered is a sketch's histogram, a few thousand values however large the tensor. Stages, so that a search can
-share the earlier ones: `kmeans_codebook` makes centers, `quantize` symbols.
+The histogram of a sketch is clustered, which has a few thousand cells however large the tensor. `kmeans_codebook`
+computes centers and `quantize_to_codebook` codes, so that a search can share the centers.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from shrinkpoint.quantize.assign import assign, check_bins
 from shrinkpoint.quantize.sketch import HistogramArray, to_float64
 
 SIGMA = 0.2
-"""What density weighs against magnitude; the paper's choice for all its experiments."""
+"""Weight of density against magnitude; the paper's choice for all its experiments."""
 MIN_CENTER_MOVE = 0.01
-"""Previous centers stay as they are when none would move by more than this share."""
+"""Previous centers are reused unchanged if none would move by more than this share."""
 MAX_REUSED_ERROR = 12.0
-"""Of the variance, over the square of how many centers there are: an error above it makes previous centers doubtful.
-The best ones leave 2.7 of it where values are Gaussian (Panter and Dite, 1951), and 9 where they are Laplacian."""
+"""Previous centers whose mean squared error exceeds this times the variance over `bins**2` are compared with new ones.
+Optimal centers have 2.7 for Gaussian values (Panter and Dite, 1951), and 9 for Laplacian ones."""
 
 
 def sample_weights(values: HistogramArray, counts: HistogramArray, sigma: float = SIGMA) -> Tensor:
-    """What each value of a histogram weighs: `sigma * share of counts + (1 - sigma) * share of magnitudes`.
+    """Return the weight of each cell: `sigma * share of counts + (1 - sigma) * share of magnitudes`.
 
     By density alone the centers crowd near zero; the magnitudes move some to the large weights. The paper's `Norm` is
-    taken as a division by the sum, of the magnitudes where values have signs. Where all are zero, shares are equal.
+    taken as division by the sum of counts or of magnitudes. Where all are zero, shares are equal.
 
     Args:
-        values: one of each cell of the histogram, finite.
-        counts: as many, not negative.
-        sigma: 1 is density alone, 0 magnitude alone.
+        values: the value of each cell of the histogram, 1-d, finite.
+        counts: the count of each cell, not negative.
+        sigma: weight of the density, 0 to 1; 1 is density alone, 0 magnitude alone.
 
     Returns:
         float64, on the CPU; sums to one.
@@ -60,49 +60,53 @@ def kmeans_codebook(
     tolerance: float = 1e-6,
     squared: bool = True,
 ) -> Tensor:
-    """Centers for a histogram, by weighted k-means++ and Lloyd's iteration; the same for the same arguments.
+    """Compute centers for a histogram by weighted k-means++ and Lloyd's iteration; deterministic.
 
-    With `init` there is no random start: the iteration goes on from the centers of the previous checkpoint, so that
-    codes keep their meaning, and hardly any of them change between checkpoints. If no center then moves by `FROZEN` of
-    its magnitude, or of the gap to its nearer neighbour where that is more, the previous ones are returned unchanged.
+    With `init` there is no random start: the iteration begins at the centers of the previous checkpoint, so that codes
+    keep their meaning, and few of them change between checkpoints. If no center then moves by `MIN_CENTER_MOVE` of its
+    magnitude, or of the gap to its nearer neighbour if that is larger, the previous centers are returned unchanged.
 
     Args:
-        values: ascending, finite; those without counts take no part.
-        counts: as many, not negative.
-        bins: how many centers.
-        sigma: see `weights_of`.
-        seed: of the random start.
-        init: ascending; `bins` of them.
-        iterations, tolerance: Lloyd stops after so many, or when the cost falls by less than that share. On a sketch's
-            histogram centers come to rest after 20 to 100; if they did not, a warm start would move them again.
-        squared: draw a start by the squared distance, which the theory covers; if not, by the distance, as printed.
+        values: the value of each cell of the histogram, 1-d, ascending, finite; cells without counts are ignored.
+        counts: the count of each cell, not negative.
+        bins: number of centers.
+        sigma: weight of density against magnitude, as in `sample_weights`.
+        seed: seed of the random start.
+        init: `bins` ascending centers to start from; None: a random start.
+        iterations, tolerance: Lloyd stops after `iterations`, or when the cost falls by less than the share
+            `tolerance`. On a sketch's histogram, 20 to 100 iterations converge.
+        squared: draw a start by squared distance, as k-means++ does; if False, by distance, as the paper prints.
 
     Returns:
         float32 of shape (bins,), ascending and finite, on the CPU. Where there are fewer distinct values than `bins`,
         the largest is repeated; without values all are zero.
 
     Raises:
-        PolicyError: `bins` do not fit into a byte beside the codes of fixed meaning, or `init` has another number.
+        PolicyError: there are too many `bins` for a byte, or `init` has another number of centers.
     """
     check_bins(bins, RESERVED_CODES)
     previous = None if init is None else _check_init(init, bins)
-    points, held, weights = _nonempty_cells(values, counts, sigma)
+    points, sizes, weights = _nonempty_cells(values, counts, sigma)
     if not points.size:
         return torch.zeros(bins) if previous is None else previous.float()
-    if previous is None:
-        begin = _native.kmeans_plus_plus(points, weights, bins, seed=seed, squared=squared)
-    else:
-        begin = previous.numpy()
-    found = to_float64(_native.kmeans(points, weights, begin, iterations=iterations, tolerance=tolerance))
-    if previous is not None and _cost(points, held, found) > MAX_REUSED_ERROR * _variance(points, held) / bins**2:
-        begin = _native.kmeans_plus_plus(points, weights, bins, seed=seed, squared=squared)
-        fresh = to_float64(_native.kmeans(points, weights, begin, iterations=iterations, tolerance=tolerance))
-        if 2 * _cost(points, held, fresh) < _cost(points, held, found):  # those before were of other weights
-            previous, found = None, fresh
-    if previous is not None and _max_center_move(previous, found) < MIN_CENTER_MOVE:
+
+    def random_start() -> npt.NDArray[np.float64]:
+        return _native.kmeans_plus_plus(points, weights, bins, seed=seed, squared=squared)
+
+    def iterate(start: npt.NDArray[np.float64]) -> Tensor:
+        return to_float64(_native.kmeans(points, weights, start, iterations=iterations, tolerance=tolerance))
+
+    centers = iterate(random_start() if previous is None else previous.numpy())
+    if previous is not None:
+        error = _mean_squared_error(points, sizes, centers)
+        if error > MAX_REUSED_ERROR * _variance(points, sizes) / bins**2:
+            fresh = iterate(random_start())
+            if 2 * _mean_squared_error(points, sizes, fresh) < error:  # the previous centers are of other weights
+                previous, centers = None, fresh
+    if previous is not None and _max_center_move(previous, centers) < MIN_CENTER_MOVE:
         return previous.float()
     limit = torch.finfo(torch.float32).max  # a representative may lie above the largest value
-    return found.clamp(-limit, limit).float()
+    return centers.clamp(-limit, limit).float()
 
 
 def quantize_to_codebook(
@@ -114,20 +118,19 @@ def quantize_to_codebook(
     noise: Tensor | None = None,
     zero: bool | None = None,
 ) -> CodebookTensor:
-    """The nearest center for every value, except where it is pruned (zero) or protected (kept in bfloat16).
+    """Quantize a tensor to the nearest centers, with pruned values as zero and protected ones in bfloat16.
 
-    Protected values are rounded to the nearest, ties to even, within 1/256 of their magnitude; those that would round
-    to an infinity of `tensor`'s dtype become the largest bfloat16 below it. Centers beyond the dtype's range are
+    Protected values are rounded to the nearest bfloat16, ties to even, within 1/256 of their magnitude; those that
+    would become infinite in `tensor`'s dtype become the largest bfloat16 below. Centers beyond the dtype's range are
     clamped.
 
     Args:
         tensor: bfloat16, float16 or float32; finite; any shape and strides.
         centers: ascending and finite, as from `kmeans_codebook`.
-        pruned, protected: bool, of the shape of `tensor`, on its device. What is both is protected.
-        noise: float32, of the shape of `tensor`, evenly distributed in [0, 1): round up or down at random, so that
-            the mean
-            is the value itself (see `dithered`); None: to the nearest.
-        zero: whether zero is a level then; None: where anything is pruned.
+        pruned, protected: bool, of the shape of `tensor`, on its device. A value that is both is protected.
+        noise: float32, of the shape of `tensor`, uniform in [0, 1): values are rounded up or down at random
+            (`assign_stochastic`), and `pruned` masks nothing; None: to the nearest.
+        zero: with `noise`, whether zero is a level; None: if anything is pruned.
 
     Raises:
         PolicyError: a mask has another shape, or there are too many centers.
@@ -149,14 +152,18 @@ def quantize_to_codebook(
 
 
 def assign_stochastic(tensor: Tensor, centers: Tensor, first_code: int, noise: Tensor, *, zero: bool) -> Tensor:
-    """The code of the level below or above every value, at random, so that the mean is the value.
+    """Return the code of the level below or above every value, at random, so that the expected level is the value.
 
-    What matters right after a restore, when all values lie on levels: rounding to the nearest would take most of them
-    back to where they were, and with that what training has done to them; rounded at random, the same share of the way
-    is kept on average. Values on a level stay there, those beyond the ends get the end.
+    This matters right after a restore, when all values lie on levels: rounding to the nearest would undo most updates
+    of the training, whereas stochastic rounding keeps them on average. Values on a level keep it; values beyond the
+    ends get the end.
 
     Args:
-        zero: zero is a level, too; its code is 0.
+        tensor: floats; finite; any shape.
+        centers: ascending.
+        first_code: the code of the first center.
+        noise: float32, of the shape of `tensor`, uniform in [0, 1).
+        zero: whether zero is a level as well; its code is 0.
 
     Returns:
         uint8, contiguous, of the shape of `tensor` and on its device.
@@ -174,22 +181,22 @@ def assign_stochastic(tensor: Tensor, centers: Tensor, first_code: int, noise: T
     return codes.to(tensor.device).index_select(0, torch.where(up, above, below)).reshape(tensor.shape)
 
 
-def _normalize(x: Tensor) -> Tensor:
-    total = x.sum()
-    return x / total if total > 0 else torch.full_like(x, 1 / max(1, x.numel()))
+def _normalize(values: Tensor) -> Tensor:
+    total = values.sum()
+    return values / total if total > 0 else torch.full_like(values, 1 / max(1, values.numel()))
 
 
 def _nonempty_cells(
     values: HistogramArray, counts: HistogramArray, sigma: float
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Of the cells that are not empty: their values, counts and weights."""
+    """Return values, counts and weights of the cells that are not empty."""
     present = to_float64(counts) > 0
-    points, held = to_float64(values)[present], to_float64(counts)[present]
-    return points.numpy(), held.numpy(), sample_weights(points, held, sigma).numpy()
+    points, sizes = to_float64(values)[present], to_float64(counts)[present]
+    return points.numpy(), sizes.numpy(), sample_weights(points, sizes, sigma).numpy()
 
 
-def _cost(points: npt.NDArray[np.float64], counts: npt.NDArray[np.float64], centers: Tensor) -> float:
-    """The mean square of how far the nearest center is from a value."""
+def _mean_squared_error(points: npt.NDArray[np.float64], counts: npt.NDArray[np.float64], centers: Tensor) -> float:
+    """Return the mean squared distance of values to their nearest center."""
     levels = centers.sort().values.numpy()
     nearest = levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, points)]
     return float((counts * (points - nearest) ** 2).sum() / counts.sum())
@@ -207,23 +214,26 @@ def _check_init(init: Tensor, bins: int) -> Tensor:
 
 
 def _max_center_move(previous: Tensor, centers: Tensor) -> float:
-    """The largest move of a center, as a share of its magnitude or of the gap to its nearer neighbour."""
-    none = torch.tensor([torch.inf if previous.numel() > 1 else 0.0], dtype=torch.float64)
+    """Return the largest move of a center, as a share of its magnitude or of the gap to its nearer neighbour."""
+    no_gap = torch.tensor([torch.inf if previous.numel() > 1 else 0.0], dtype=torch.float64)
     gaps = previous.diff()
-    scale = torch.maximum(previous.abs(), torch.minimum(torch.cat([none, gaps]), torch.cat([gaps, none])))
+    scale = torch.maximum(previous.abs(), torch.minimum(torch.cat([no_gap, gaps]), torch.cat([gaps, no_gap])))
     moves = (centers - previous).abs()
     return float(torch.where(moves > 0, moves / scale, moves).max())
 
 
-def _check_mask(name: str, mask: Tensor, x: Tensor) -> Tensor:
-    if mask.shape == x.shape:
+def _check_mask(name: str, mask: Tensor, tensor: Tensor) -> Tensor:
+    if mask.shape == tensor.shape:
         return mask
-    found, expected = f"a mask of shape {list(mask.shape)}", f"{list(x.shape)}, that of the tensor"
-    raise PolicyError(name, found=found, expected=expected, do="give one bool for every value")
+    raise PolicyError(
+        name,
+        found=f"a mask of shape {list(mask.shape)}",
+        expected=f"{list(tensor.shape)}, that of the tensor",
+        do="give one bool for every value",
+    )
 
 
-def _to_bfloat16(x: Tensor) -> Tensor:
-    """To bfloat16, and no further than the largest one that is finite in the dtype of `x`."""
-    most = torch.finfo(torch.bfloat16).max
-    limit = 65280.0 if x.dtype == torch.float16 else most
-    return x.to(torch.float32).clamp(-limit, limit).to(torch.bfloat16)
+def _to_bfloat16(tensor: Tensor) -> Tensor:
+    """Cast to bfloat16, clamped to the largest value that is finite in the tensor's dtype."""
+    limit = 65280.0 if tensor.dtype == torch.float16 else torch.finfo(torch.bfloat16).max
+    return tensor.to(torch.float32).clamp(-limit, limit).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Values to points of a lattice. (Not in the room's `__init__`: lattices need what is there.)"""
+"""Quantizes tensors to the nearest points of a lattice."""
 
 from __future__ import annotations
 
@@ -22,29 +22,25 @@ def quantize_to_lattice(
     previous_codes: Tensor | None = None,
     hysteresis: float = 0.5,
 ) -> LatticeTensor | None:
-    """The point nearest to each value; the one before where the value is not further than `hysteresis` steps from it.
+    """Quantize each value to its nearest point, or keep its previous code within `hysteresis` steps.
 
     Args:
-        tensor: finite; of 16 or 32 bits, any strides, on any device.
-        lattice: linear or relative.
-        other, name: of the law "relative": the tensor that steps are relative to, and its name.
-        previous_codes: codes of the checkpoint before, on the same lattice.
-        hysteresis: from 1/2 on.
+        tensor: finite floats of 16 or 32 bits, any strides, on any device.
+        lattice: of spacing "linear" or "relative".
+        second_moments: with spacing "relative", the second moment, of the shape of `tensor`.
+        relative_to: the name of that second moment.
+        previous_codes: int16, the codes of the previous checkpoint on the same lattice; or None.
+        hysteresis: at least 1/2.
 
     Returns:
-        None where some value lies beyond all points.
+        The quantized tensor; None if some value lies beyond all points.
     """
     if tensor.device.type == "cpu":
-        made = _quantize_native(
-            tensor if tensor.dtype in _NATIVE_DTYPES else tensor.to(torch.float32),
-            lattice,
-            second_moments,
-            previous_codes,
-            hysteresis,
-        )
+        native = tensor if tensor.dtype in _NATIVE_DTYPES else tensor.to(torch.float32)
+        codes = _quantize_native(native, lattice, second_moments, previous_codes, hysteresis)
     else:
-        made = _quantize_torch(tensor, lattice, second_moments, previous_codes, hysteresis)
-    return None if made is None else LatticeTensor(made.reshape(tensor.shape), lattice, relative_to)
+        codes = _quantize_torch(tensor, lattice, second_moments, previous_codes, hysteresis)
+    return None if codes is None else LatticeTensor(codes.reshape(tensor.shape), lattice, relative_to)
 
 
 def _quantize_native(
@@ -66,18 +62,18 @@ def _quantize_native(
 def _quantize_torch(
     tensor: Tensor, lattice: Lattice, second_moments: Tensor | None, previous_codes: Tensor | None, hysteresis: float
 ) -> Tensor | None:
-    at = lattice_positions(tensor, lattice, second_moments)
-    codes = at.round()
+    positions = lattice_positions(tensor, lattice, second_moments)
+    codes = positions.round()
     if previous_codes is not None:
-        old = as_matrix(previous_codes).to(at.device, torch.float32)
-        codes = torch.where((at - old).abs() <= hysteresis, old, codes)
+        previous = as_matrix(previous_codes).to(positions.device, torch.float32)
+        codes = torch.where((positions - previous).abs() <= hysteresis, previous, codes)
     return codes.to(torch.int16) if bool((codes.abs() <= MAX_LATTICE_CODE).all()) else None
 
 
 def lattice_positions(tensor: Tensor, lattice: Lattice, second_moments: Tensor | None = None) -> Tensor:
-    """Where values lie between points: float32, of the matrix's shape; 0 where there is no step."""
+    """Return the fractional code of each value: float32, of the matrix's shape; -dither where the scale is 0."""
     values = as_matrix(tensor).to(torch.float32)
-    beside = None if second_moments is None else as_matrix(second_moments).to(tensor.device, torch.float32)
-    scales = lattice.scales(beside, tensor.device)
-    away = torch.where(scales > 0, values / scales, 0.0)
-    return away - lattice.dither((values.shape[0], values.shape[1]), tensor.device)
+    squares = None if second_moments is None else as_matrix(second_moments).to(tensor.device, torch.float32)
+    scales = lattice.scales(squares, tensor.device)
+    positions = torch.where(scales > 0, values / scales, 0.0)
+    return positions - lattice.dither((values.shape[0], values.shape[1]), tensor.device)

@@ -1,5 +1,6 @@
-"""The layer type of a weight, from its module or its name: types differ in how much error they tolerate
-(arXiv 2306.11800, partitioning)."""
+"""Infers the layer type of a weight from its module or its name.
+
+Layer types differ in how much quantization error they tolerate (arXiv 2306.11800, partitioning)."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _NAME_PATTERNS = [
 
 
 def layer_type_from_name(name: str, dims: int) -> str:
-    """The likely kind of a weight with `dims` axes.
+    """Return the likely layer type of a weight with `dims` axes.
 
     >>> layer_type_from_name("model/blocks.0.qkv.weight", 2), layer_type_from_name("model/wte.weight", 2)
     ('attention', 'embedding')
@@ -32,9 +33,9 @@ def layer_type_from_name(name: str, dims: int) -> str:
 
 
 def layer_types_of_model(model: nn.Module) -> dict[str, str]:
-    """The kind of each parameter whose module leaves no doubt, by its name in the model.
+    """Return the layer type of each parameter whose module determines it, by its name in the model.
 
-    A tied parameter is an embedding if it is one anywhere. A linear layer is none, whatever it is called.
+    A tied parameter is an embedding if it is one anywhere. A linear layer is never an embedding, whatever its name.
     """
     out: dict[str, str] = {}
     embeddings: set[Tensor] = set()
@@ -42,10 +43,10 @@ def layer_types_of_model(model: nn.Module) -> dict[str, str]:
         for name, parameter in module.named_parameters(path, recurse=isinstance(module, nn.MultiheadAttention)):
             kind = _layer_type_of(module, name, parameter)
             if kind is not None:
-                out.setdefault(name, kind)  # the outer module knows better
+                out.setdefault(name, kind)  # the outer module decides
             if kind == EMBEDDING:
                 embeddings.add(parameter)
-    tied = [name for name, one in model.named_parameters(remove_duplicate=False) if one in embeddings]
+    tied = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter in embeddings]
     return out | dict.fromkeys(tied, EMBEDDING)
 
 

@@ -1,8 +1,8 @@
-"""Quantiles with a bounded relative error, from counts that shards merge by adding; float64 arrays of any histogram.
+"""Quantile sketches with a bounded relative error, which are merged by adding their counts.
 
-The simplified parallel DDSketch of arXiv 2306.11800: value x falls into bucket `ceil(log_gamma |x|)`, and buckets never
-collapse. Here the range of buckets is fixed, from 1e-30 to the largest float32, so a sketch is one dense vector of
-counts, the same for every tensor: no keys to agree on between shards, one all-reduce between ranks."""
+The simplified parallel DDSketch of arXiv 2306.11800: a value x falls into bucket `ceil(log_gamma |x|)`, and buckets
+never collapse. Here the range of buckets is fixed, from 1e-30 to the largest float32, so a sketch is one dense vector
+of counts of the same length for every tensor, and one all-reduce merges the sketches of all ranks."""
 
 from __future__ import annotations
 
@@ -17,35 +17,36 @@ from torch import Tensor, distributed
 from shrinkpoint.errors import PolicyError, StateError
 
 HistogramArray: TypeAlias = Tensor | npt.NDArray[Any]
-"""The values of a histogram's cells, or their counts: 1-d, on any device."""
+"""Values or counts of a histogram's cells: 1-d, on any device."""
 
 
 def to_float64(values: HistogramArray) -> Tensor:
-    """float64, on the CPU."""
+    """Convert to float64 on the CPU."""
     return torch.as_tensor(values).detach().to("cpu", torch.float64)
 
 
 MIN_MAGNITUDE = 1e-30
-"""Smaller magnitudes, zero apart, are counted as this one."""
+"""Smaller nonzero magnitudes are counted as this one."""
 _MAX_FLOAT32 = float(torch.finfo(torch.float32).max)
 _MIN_ALPHA, _MAX_ALPHA = 1e-4, 0.5
-# By how much log |x| may be off in float32, where it is at most 88.8 in size: one unit in the last place of the
-# logarithm (7.7e-6), half a unit in that of 1 / log(gamma) and again in that of the product (5.3e-6 each).
+# Largest error of log |x| in float32, where its magnitude is at most 88.8: one unit in the last place of the logarithm
+# (7.7e-6), half a unit in that of 1 / log(gamma) and of the product (5.3e-6 each).
 _LOG_ERROR = 2e-5
-_BLOCK_VALUES = {"cpu": 1 << 16}  # values: what stays in a core's cache was measured twice as fast as one large piece
+_BLOCK_VALUES = {"cpu": 1 << 16}  # values per block; measured twice as fast as one large block
 _MAX_BLOCK_VALUES = 1 << 24
 
 
 @dataclass(frozen=True)
 class LogHistogram:
-    """How many values fell into each bucket.
+    """A sketch: the number of values in each bucket of a logarithmic histogram.
 
-    Values must be finite. Sketches of the same `alpha` add up, and the sum is the sketch of all values.
+    Values must be finite. The sum of sketches of the same `alpha` is the sketch of all their values.
 
     Attributes:
         alpha: the largest relative error of a quantile whose magnitude is at least `MIN_MAGNITUDE`.
-        counts: int64, of shape (2 * reach + 1,), in the order of the values: negative buckets from the largest
-            magnitude down, zeros, positive buckets from the smallest magnitude up. A value's place is its id + reach.
+        counts: int64, of shape (2 * max_bucket(alpha) + 1,), in the order of the values: negative buckets from the
+            largest magnitude down, zeros, positive buckets from the smallest magnitude up. The index of a value is its
+            bucket id plus `max_bucket(alpha)`.
     """
 
     alpha: float
@@ -55,12 +56,13 @@ class LogHistogram:
     def from_tensor(
         tensor: Tensor, alpha: float = 0.01, mask: Tensor | None = None, *, where: str = "values"
     ) -> LogHistogram:
-        """The sketch of a tensor, on its device.
+        """Return the sketch of a tensor, on its device.
 
         Args:
-            tensor: of any floating dtype and shape; float64 values must be finite in float32.
+            tensor: floats of any dtype and shape; float64 values must be finite in float32.
+            alpha: relative error, 1e-4 to 0.5.
             mask: bool, of the same shape: count only where it is true. All of `tensor` must be finite nevertheless.
-            where: what an error calls the tensor.
+            where: the name of the tensor in errors.
 
         Raises:
             PolicyError: `alpha` is not between 1e-4 and 0.5.
@@ -70,64 +72,68 @@ class LogHistogram:
 
     @staticmethod
     def empty(alpha: float = 0.01, device: torch.device | str = "cpu") -> LogHistogram:
-        """The sketch of no values."""
+        """Return a sketch without values."""
         return LogHistogram(alpha, torch.zeros(2 * max_bucket(alpha) + 1, dtype=torch.int64, device=device))
 
     @staticmethod
     def bucket_ids(tensor: Tensor, alpha: float = 0.01, *, where: str = "values") -> Tensor:
-        """The bucket of each value: what many sketches under different masks can share.
+        """Return the bucket of each value, which sketches under different masks can share.
 
         Returns:
-            Of the shape of `tensor`, contiguous, int16, or int32 where `alpha` is below about 0.005. Zero for zero,
-            else
-            between 1 and `reach(alpha)` with the sign of the value: ids are in the order of the values.
+            int16, or int32 if `alpha` is below about 0.005; contiguous, of the shape of `tensor`. 0 for zero, else 1 to
+            `max_bucket(alpha)` with the sign of the value, so ids are in the order of the values.
 
         Raises:
-            PolicyError, StateError: as `of`.
+            PolicyError: `alpha` is not between 1e-4 and 0.5.
+            StateError: a value is not finite, or `tensor` holds no floats.
         """
         if not tensor.is_floating_point():
             raise StateError(where, found=f"a tensor of {tensor.dtype}", expected="real floating-point values")
-        low, most = _bucket_offset(alpha), max_bucket(alpha)
-        kind = torch.int16 if 2 * most + 1 <= torch.iinfo(torch.int16).max else torch.int32
-        ids, flat = torch.empty(tensor.shape, dtype=kind, device=tensor.device), tensor.detach().reshape(-1)
+        fits_int16 = 2 * max_bucket(alpha) + 1 <= torch.iinfo(torch.int16).max
+        dtype = torch.int16 if fits_int16 else torch.int32
+        ids, flat = torch.empty(tensor.shape, dtype=dtype, device=tensor.device), tensor.detach().reshape(-1)
         step = _BLOCK_VALUES.get(tensor.device.type, _MAX_BLOCK_VALUES)
         for start in range(0, flat.numel(), step):
-            piece = flat[start : start + step]
-            if tensor.dtype != torch.float64:  # which may be too small for float32
-                piece = piece.to(torch.float32)
-            _check_finite(piece, where)
-            ids.view(-1)[start : start + step] = _compute_bucket_ids(piece, 1 / _log_gamma(alpha), low)
+            block = flat[start : start + step]
+            if tensor.dtype != torch.float64:  # float64 values may be too small for float32
+                block = block.to(torch.float32)
+            _check_finite(block, where)
+            ids.view(-1)[start : start + step] = _compute_bucket_ids(
+                block, 1 / _log_gamma(alpha), _bucket_offset(alpha)
+            )
         return ids
 
     @staticmethod
     def from_bucket_ids(ids: Tensor, alpha: float = 0.01, mask: Tensor | None = None) -> LogHistogram:
-        """The sketch of values whose `ids` were computed with the same `alpha`.
+        """Return the sketch of values whose bucket ids were computed with the same `alpha`.
 
         Args:
+            ids: as from `bucket_ids`.
             mask: bool, of the same shape: count only where it is true.
         """
-        if mask is not None and ids.is_cuda:  # where many counts of one place would wait for each other
+        if mask is not None and ids.is_cuda:  # many atomic additions to one counter would be slow
             ids, mask = ids[mask], None
-        places = ids.reshape(-1) + (max_bucket(alpha) + 1)
-        if mask is not None:  # what is masked out goes to place 0: a third of the time of gathering the rest
-            places.mul_(mask.reshape(-1))
-        return LogHistogram(alpha, torch.bincount(places, minlength=2 * max_bucket(alpha) + 2)[1:].clone())
+        indices = ids.reshape(-1) + (max_bucket(alpha) + 1)
+        if mask is not None:  # count masked values at index 0: three times as fast as gathering the others
+            indices.mul_(mask.reshape(-1))
+        return LogHistogram(alpha, torch.bincount(indices, minlength=2 * max_bucket(alpha) + 2)[1:].clone())
 
     def __add__(self, other: LogHistogram) -> LogHistogram:
-        """The sketch of the values of both, on the device of the first.
+        """Return the sketch of the values of both, on the device of the first.
 
         Raises:
             PolicyError: they differ in `alpha`.
         """
         if self.alpha != other.alpha:
-            found, expected = f"sketches of alpha {self.alpha} and {other.alpha}", "the same alpha"
-            raise PolicyError("sketch", found=found, expected=expected)
+            raise PolicyError(
+                "sketch", found=f"sketches of alpha {self.alpha} and {other.alpha}", expected="the same alpha"
+            )
         return LogHistogram(self.alpha, self.counts + other.counts.to(self.counts.device))
 
     def all_reduce(self, group: distributed.ProcessGroup | None = None) -> LogHistogram:
-        """The sketch of the values of all ranks, on every rank; without a process group, of this process alone.
+        """Return the sketch of the values of all ranks; without a process group, this sketch.
 
-        Every rank of the group must call this, with the same `alpha`.
+        A collective: every rank of the group must call it, with the same `alpha`.
         """
         if not (distributed.is_available() and distributed.is_initialized()):
             return self
@@ -140,24 +146,25 @@ class LogHistogram:
 
     @property
     def count(self) -> int:
-        """How many values were counted, zeros among them."""
+        """Number of values, zeros included."""
         return int(self.counts.sum())
 
     @property
     def zeros(self) -> int:
+        """Number of zeros."""
         return int(self.counts[self._max_bucket])
 
     def magnitudes(self) -> LogHistogram:
-        """The sketch of the absolute values."""
+        """Return the sketch of the absolute values."""
         counts = self.counts.clone()
         counts[self._max_bucket + 1 :] += counts[: self._max_bucket].flip(0)
         counts[: self._max_bucket] = 0
         return LogHistogram(self.alpha, counts)
 
     def quantile(self, q: float) -> float:
-        """The value of rank `floor(q * (count - 1))`, ranks from 0, in the order of the values, signs included.
+        """Return the value of rank `floor(q * (count - 1))` in ascending order, signs included; ranks start at 0.
 
-        That is the lower quantile of the DDSketch paper, and numpy's `method="lower"`.
+        This is the lower quantile of the DDSketch paper, and numpy's `method="lower"`.
 
         Raises:
             PolicyError: `q` is not between 0 and 1, or nothing was counted.
@@ -167,46 +174,46 @@ class LogHistogram:
         return self.value_at_rank(math.floor(q * (self.count - 1)))
 
     def value_at_rank(self, rank: int) -> float:
-        """The value of a rank, from 0 to `count - 1`, off by at most `alpha` times its magnitude; zero is exact.
+        """Return the value of a rank from 0 to `count - 1`, with a relative error of at most `alpha`; zero is exact.
 
-        A magnitude below `MIN_MAGNITUDE` is off by at most `alpha` times `MIN_MAGNITUDE` from `MIN_MAGNITUDE`.
+        For a magnitude below `MIN_MAGNITUDE`, `MIN_MAGNITUDE` within that error is returned.
 
         Raises:
             PolicyError: there is no such rank.
         """
-        upto = self.counts.cumsum(0)
-        if not 0 <= rank < int(upto[-1]):
+        cumulative = self.counts.cumsum(0)
+        if not 0 <= rank < int(cumulative[-1]):
             raise PolicyError(
-                "rank", found=f"{rank}", expected=f"one of {int(upto[-1])} values", do="count values first"
+                "rank", found=f"{rank}", expected=f"one of {int(cumulative[-1])} values", do="count values first"
             )
-        place = torch.searchsorted(upto, rank, right=True)
-        return float(self._bucket_values(place.cpu()))
+        position = torch.searchsorted(cumulative, rank, right=True)
+        return float(self._bucket_values(position.cpu()))
 
     def buckets(self) -> tuple[Tensor, Tensor]:
-        """What stands for each bucket that holds values, and how many it holds; zeros are left out.
+        """Return the representative value and the count of each nonempty bucket, except for zeros.
 
         Returns:
-            values: float64, on the host, ascending: `2 * gamma**i / (gamma + 1)` with the sign of the bucket.
-            counts: int64, on the host, of the same shape.
+            values: float64, on the CPU, ascending: `2 * gamma**i / (gamma + 1)` with the sign of the bucket.
+            counts: int64, on the CPU, of the same shape.
         """
         counts = self.counts.cpu()
-        places = counts.nonzero().view(-1)
-        places = places[places != self._max_bucket]
-        return self._bucket_values(places), counts[places]
+        positions = counts.nonzero().view(-1)
+        positions = positions[positions != self._max_bucket]
+        return self._bucket_values(positions), counts[positions]
 
     @property
     def _max_bucket(self) -> int:
         return self.counts.numel() // 2
 
     def _bucket_values(self, positions: Tensor) -> Tensor:
-        """What stands for the buckets at some places, which are int64; float64."""
+        """Return the representative values, float64, of the buckets at positions (int64) of `counts`."""
         ids, step = positions - self._max_bucket, _log_gamma(self.alpha)
         sizes = torch.exp((ids.abs() + _bucket_offset(self.alpha)) * torch.tensor(step, dtype=torch.float64))
         return sizes * (2 / (math.exp(step) + 1)) * ids.sign()
 
 
 def max_bucket(alpha: float) -> int:
-    """The largest id: buckets of either sign.
+    """Return the largest bucket id, which is the number of buckets of either sign.
 
     Raises:
         PolicyError: `alpha` is not between 1e-4 and 0.5.
@@ -215,10 +222,10 @@ def max_bucket(alpha: float) -> int:
 
 
 def _log_gamma(alpha: float) -> float:
-    """log((1 + a) / (1 - a)) of an `a` that leaves room for what float32 logarithms are off by.
+    """Return log((1 + a) / (1 - a)) for an `a` slightly below `alpha`, which allows for errors of float32 logarithms.
 
-    A value that lands in the bucket beside its own is still within `alpha` of what stands for that bucket, if
-    `(1 + a) * exp(slack) <= 1 + alpha`.
+    A value that lands in the bucket next to its own is still within `alpha` of that bucket's representative, if
+    `(1 + a) * exp(_LOG_ERROR) <= 1 + alpha`.
     """
     if not _MIN_ALPHA <= alpha <= _MAX_ALPHA:
         raise PolicyError("alpha", found=f"{alpha}", expected=f"a relative error from {_MIN_ALPHA} to {_MAX_ALPHA}")
@@ -226,7 +233,7 @@ def _log_gamma(alpha: float) -> float:
 
 
 def _bucket_offset(alpha: float) -> int:
-    """What is taken from `ceil(log_gamma |x|)` so that the smallest id is 1, with a bucket to spare for rounding."""
+    """Return what is subtracted from `ceil(log_gamma |x|)`: the smallest id is 1, with a spare bucket for rounding."""
     return math.ceil(math.log(MIN_MAGNITUDE) / _log_gamma(alpha)) - 2
 
 
@@ -235,8 +242,8 @@ def _compute_bucket_ids(values: Tensor, scale: float, offset: int) -> Tensor:
 
 
 def _check_finite(values: Tensor, where: str) -> None:
-    """Smallest and largest value tell all, as nan is both where there is one; a tenth of the time of `isfinite`."""
-    low, high = (float(x) for x in torch.aminmax(values))
+    """Raise StateError unless minimum and maximum are finite (both are nan if any value is); faster than `isfinite`."""
+    low, high = (float(limit) for limit in torch.aminmax(values))
     if not -_MAX_FLOAT32 <= low <= high <= _MAX_FLOAT32:
         found = "nan" if math.isnan(low) else f"{low if low < -_MAX_FLOAT32 else high}"
         raise StateError(where, found=f"the value {found}", expected="values that are finite in float32")

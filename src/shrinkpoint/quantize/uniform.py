@@ -1,8 +1,8 @@
-"""Uniform quantization with a number of bits by entropy, as the baseline QD+ has it.
+"""Uniform quantization whose number of bins follows the entropy, as in the baseline QD+.
 
-QD-Compressor gives every layer its own uniform quantizer, with more bits where the values hold more information; in the
-evaluation of arXiv 2306.11800 the number of bins may change between checkpoints, and least and most are searched. The
-exact rule from entropy to bits is not printed there; `variable_bins` says ours.
+QD-Compressor gives every layer its own uniform quantizer, with more bits where the values hold more information. In the
+evaluation of arXiv 2306.11800 the number of bins may change between checkpoints, and its minimum and maximum are
+searched. The rule from entropy to bits is not printed there; `variable_bins` defines ours.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from torch import Tensor
 from shrinkpoint.codec.codebook_tensor import MAX_CODES, CodebookTensor
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.quantize.assign import assign, check_bins
+from shrinkpoint.quantize.entropy import entropy_per_value
 
 
 def quantize_uniform(tensor: Tensor, bins: int) -> CodebookTensor:
-    """The nearest point of a grid from the least to the largest value; the error is at most half a step.
+    """Quantize to the nearest point of a uniform grid from minimum to maximum; the error is at most half a step.
 
-    The step is `(largest - least) / (bins - 1)`. Both ends are kept exactly; a constant tensor is, whole, under code 0.
-    One bin is the middle of the range. Without values the grid is zero.
+    The step is `(maximum - minimum) / (bins - 1)`. Minimum and maximum are exact; all values of a constant tensor get
+    code 0. A single bin is the middle of the range. Without values the grid is zero.
 
     Args:
         tensor: bfloat16, float16 or float32; finite; any shape and strides.
@@ -36,54 +37,46 @@ def quantize_uniform(tensor: Tensor, bins: int) -> CodebookTensor:
 
 
 def min_max(tensor: Tensor) -> tuple[float, float]:
-    """The least and the largest value; zeros where there is none."""
+    """Return the minimum and the maximum; zeros for an empty tensor."""
     if not tensor.numel():
         return 0.0, 0.0
-    least, largest = torch.aminmax(tensor.detach())
-    return float(least), float(largest)
+    low, high = torch.aminmax(tensor.detach())
+    return float(low), float(high)
 
 
 def uniform_grid(low: float, high: float, bins: int) -> Tensor:
-    """`bins` points from `low` to `high`, float32, on the CPU; their middle if only one."""
+    """Return `bins` equidistant points from `low` to `high`: float32, on the CPU; the middle if there is only one."""
     if bins == 1:
         return torch.tensor([low / 2 + high / 2], dtype=torch.float32)
     points = torch.linspace(0, 1, bins, dtype=torch.float64)
-    return (low * (1 - points) + high * points).float()  # never beyond an end, where high - low would overflow
+    return (low * (1 - points) + high * points).float()  # no overflow, unlike high - low
 
 
 def quantize_to_grid(tensor: Tensor, centers: Tensor) -> CodebookTensor:
-    """The nearest center for every value, and no value apart."""
+    """Quantize every value to its nearest center, without zeros or exact values."""
     return CodebookTensor(assign(tensor, centers, 0), centers, torch.empty(0, device=tensor.device), 0)
 
 
 def histogram_entropy(tensor: Tensor, bins: int = MAX_CODES) -> float:
-    """Bits per value of a histogram of `bins` cells of equal width, those at the ends half as wide."""
+    """Return the bits per value under a histogram of `bins` equal cells; those at the ends are half as wide."""
     return entropy_per_value(grid_histogram(tensor, min_max(tensor), bins)) if tensor.numel() else 0.0
 
 
 def grid_histogram(tensor: Tensor, limits: tuple[float, float], bins: int = MAX_CODES) -> Tensor:
-    """How many values are nearest to each point of a grid between two ends; int64."""
+    """Count the values nearest to each of `bins` points of a uniform grid between two limits; int64."""
     codes = quantize_to_grid(tensor, uniform_grid(*limits, bins)).codes
     return torch.bincount(codes.reshape(-1), minlength=bins)
 
 
-def entropy_per_value(counts: Tensor) -> float:
-    """Bits per value of a histogram; 0 of an empty one."""
-    counts = counts.double()
-    shares = counts[counts > 0] / counts.sum()
-    return max(0.0, -float((shares * shares.log2()).sum()))
-
-
 def variable_bins(entropies: Sequence[float], min_bins: int, max_bins: int) -> list[int]:
-    """How many bins each tensor gets, a power of two: the more, the more its values tell.
+    """Return the number of bins of each tensor, a power of two that grows with its entropy.
 
-    Bits go linearly from those of `min_bins` at the lowest entropy to those of `max_bins` at the highest, and are
-    rounded to
-    whole ones, halves up. This rule is ours: the paper prints none. Where all entropies are equal, all get `max_bins`.
+    Bits are interpolated from log2 of `min_bins` at the lowest entropy to log2 of `max_bins` at the highest, and
+    rounded, halves up. This rule is ours: the paper prints none. If all entropies are equal, all get `max_bins`.
 
     Args:
-        entropies: one of each tensor, in bits.
-        least, most: powers of two, at most 256.
+        entropies: bits per value of each tensor.
+        min_bins, max_bins: powers of two, at most 256.
 
     Raises:
         PolicyError: `min_bins` and `max_bins` are not powers of two in this order.
@@ -91,13 +84,13 @@ def variable_bins(entropies: Sequence[float], min_bins: int, max_bins: int) -> l
     if not 1 <= min_bins <= max_bins <= MAX_CODES or min_bins & (min_bins - 1) or max_bins & (max_bins - 1):
         expected = f"two powers of two in ascending order, at most {MAX_CODES}"
         raise PolicyError(
-            "bins", found=f"least {min_bins}, most {max_bins}", expected=expected, do="take 8, 16, ... 256"
+            "bins", found=f"at least {min_bins}, at most {max_bins}", expected=expected, do="take 8, 16, ... 256"
         )
     low, high = min(entropies, default=0.0), max(entropies, default=0.0)
-    few, many = math.log2(min_bins), math.log2(max_bins)
+    min_bits, max_bits = math.log2(min_bins), math.log2(max_bins)
 
-    def of(one: float) -> int:
-        place = (one - low) / (high - low) if high > low else 1.0
-        return 1 << math.floor(few + (many - few) * place + 0.5)
+    def num_bins(entropy: float) -> int:
+        fraction = (entropy - low) / (high - low) if high > low else 1.0
+        return 1 << math.floor(min_bits + (max_bits - min_bits) * fraction + 0.5)
 
-    return [of(one) for one in entropies]
+    return [num_bins(entropy) for entropy in entropies]

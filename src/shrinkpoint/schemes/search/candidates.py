@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
@@ -51,13 +50,6 @@ def subsample(tensor: Tensor) -> Tensor:
     """At most `SIZE_SAMPLE` values of a tensor, spread over it; the same places for every tensor of its size."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, -(-flat.numel() // SIZE_SAMPLE))].contiguous()
-
-
-def code_entropy(codes: Tensor) -> float:
-    """Bits a code, of codes from zero on that are coded one by one."""
-    counts = torch.bincount(codes.reshape(-1)).double()
-    shares = counts[counts > 0] / max(1.0, float(counts.sum()))
-    return float(-(shares * shares.log2()).sum())
 
 
 class CandidateSet(Protocol):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
+from shrinkpoint.quantize.entropy import code_entropy, entropy_per_value
 from shrinkpoint.quantize.uniform import (
-    entropy_per_value,
     grid_histogram,
     histogram_entropy,
     min_max,
@@ -19,7 +19,7 @@ from shrinkpoint.quantize.uniform import (
     variable_bins,
 )
 from shrinkpoint.schemes.global_stats import GlobalStats
-from shrinkpoint.schemes.search.candidates import PreviousCodes, code_entropy, subsample
+from shrinkpoint.schemes.search.candidates import PreviousCodes, subsample
 from shrinkpoint.schemes.search.space import Axis, Point, Space
 
 _BINS = (8, 16, 32, 64, 128, 256)
