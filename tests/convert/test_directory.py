@@ -45,7 +45,7 @@ def test_a_directory_goes_back_whole(directory, tmp_path):
 
 
 def test_a_large_file_that_only_its_code_can_read_is_refused_until_asked_for(directory, tmp_path, monkeypatch):
-    monkeypatch.setattr(directory_format, "OPAQUE", 100)
+    monkeypatch.setattr(directory_format, "MAX_OPAQUE_BYTES", 100)
     with pytest.raises(StateError, match=r"arguments\.bin: a pickle that needs posix\.system") as caught:
         directory_format.read(directory)
     assert "--opaque" in caught.value.do

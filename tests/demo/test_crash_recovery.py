@@ -15,7 +15,7 @@ BENCHMARK = REPOSITORY / "benchmarks" / "crash_recovery.py"
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
 def test_twenty_kills_lose_no_committed_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARK.parent))  # by path, so that the killed process finds it too
-    kill = importlib.import_module("kill")
-    kills = list(kill.campaign(tmp_path, kills=20))
+    crash_recovery = importlib.import_module("crash_recovery")
+    kills = list(crash_recovery.campaign(tmp_path, kills=20))
     assert [problem for one in kills for problem in one.problems] == []
-    assert kill.summary(kills)["in an unfinished save or deletion"]
+    assert crash_recovery.summary(kills)["in an unfinished save or deletion"]

@@ -72,7 +72,7 @@ def test_kills_that_come_too_late_begin_again_from_the_start(tmp_path: Path, mon
         child.wait()
         return {}
 
-    monkeypatch.setattr(scenario, "kill_in_a_save", late)
+    monkeypatch.setattr(scenario, "kill_during_save", late)
     plan = tiny(tmp_path / "demo")
     assert run_demo(plan, Console(file=io.StringIO()))
     record = json.loads(plan.record_path.read_text())

@@ -99,7 +99,7 @@ def _draw(figure: Any, column: int, panel: _Panel, results: Sequence[BenchResult
         if x is None or y is None:
             continue
         marker = {"size": 11, "color": _COLOURS[index % len(_COLOURS)], "symbol": _MARKERS[index // len(_COLOURS)]}
-        point = graph_objects.CompressedReduceScatter(
+        point = graph_objects.Scatter(
             x=[x],
             y=[max(y, foot)],
             mode="markers",

@@ -37,7 +37,7 @@ _CODE_OF_ERROR: tuple[tuple[type[Exception], ExitCode], ...] = (
 def exit_code_of(error: errors.ShrinkpointError | OSError) -> ExitCode:
     """The exit code for an error: that of the nearest class of the tree.
 
-    >>> code_of(errors.NoSpaceError("run", found="no room")).name
+    >>> exit_code_of(errors.NoSpaceError("run", found="no room")).name
     'STORAGE'
     """
     return next(code for kind, code in _CODE_OF_ERROR if isinstance(error, kind))

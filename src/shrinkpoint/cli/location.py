@@ -181,7 +181,7 @@ def parse_share(text: str) -> float:
 def preview(steps: Sequence[int]) -> str:
     """Steps in a line that does not grow with their number.
 
-    >>> some([1, 2, 3]), some(range(0, 1000, 100))
+    >>> preview([1, 2, 3]), preview(range(0, 1000, 100))
     ('1, 2, 3', '0, 100, 200, ..., 700, 800, 900')
     """
     texts = [str(step) for step in steps]

@@ -90,7 +90,7 @@ def _print(store: str, listing: Listing, plan: prune.PrunePlan, is_applied: bool
 def join_reasons(reasons: Sequence[str]) -> str:
     """The reasons in one line; those that a step is the base of are told together.
 
-    >>> because(["one of the last 2", "base of step 30", "base of step 40"])
+    >>> join_reasons(["one of the last 2", "base of step 30", "base of step 40"])
     'one of the last 2; base of 30, 40'
     """
     based = [int(match[1]) for one in reasons if (match := _BASE_REASON.fullmatch(one))]

@@ -23,9 +23,9 @@ _EPOCH_LABELS = ("epoch", "ep")
 def step_from_name(name: str) -> int | None:
     """The step that a name says; an epoch counts where nothing else does.
 
-    >>> [step_of(n) for n in ("checkpoint-500", "epoch=0-step=10.ckpt", "model_epoch_8.pth", "step_000100.pt", "ck100")]
+    >>> [step_from_name(n) for n in ("checkpoint-500", "epoch=0-step=10.ckpt", "model_epoch_8.pth", "step_000100.pt", "ck100")]
     [500, 10, 8, 100, None]
-    >>> [step_of(n) for n in ("global_step7", "model-00001-of-00002.safetensors", "iter=0040", "12", "last.ckpt")]
+    >>> [step_from_name(n) for n in ("global_step7", "model-00001-of-00002.safetensors", "iter=0040", "12", "last.ckpt")]
     [7, None, 40, 12, None]
     """
     if name.isdecimal():

@@ -37,7 +37,7 @@ def _table(title: str, first: str, *rest: str) -> Table:
 
 def format_mb(count: float) -> str:
     """
-    >>> mb(58_200_000), mb(12_345), mb(0)
+    >>> format_mb(58_200_000), format_mb(12_345), format_mb(0)
     ('58.2 MB', '12.3 kB', '-')
     """
     return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB" if count else "-"
