@@ -35,6 +35,7 @@ from shrinkpoint.bench.measure import QualityFunction, measure
 from shrinkpoint.bench.result import TABLE_HEADER, BenchResult, table_rows
 from shrinkpoint.bench.series import Series, StoreSeries
 from shrinkpoint.bench.systems import SYSTEMS, make_system
+from shrinkpoint.schemes.registry import needs_evaluation
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def published(data: Path, options: argparse.Namespace) -> Iterator[Subject]:
 def outcomes(subject: Subject, options: argparse.Namespace) -> list[BenchResult]:
     found = []
     quality = subject.quality
-    names = [name for name, known in SYSTEMS.items() if quality is not None or not known.needs_evaluation]
+    names = [name for name in SYSTEMS if quality is not None or not needs_evaluation(name)]
     systems: list[Any] = [
         make_system(
             name, evaluate=None if quality is None else quality.evaluate, threshold=options.threshold,

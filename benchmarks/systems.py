@@ -7,6 +7,7 @@ from typing import Any
 import shrinkpoint as sp
 from shrinkpoint.bench.systems import SYSTEMS as ALL
 from shrinkpoint.schemes.inshrinkerator.scheme import SPACE
+from shrinkpoint.schemes.registry import scheme_factory
 from shrinkpoint.schemes.search.space import Axis, Space
 
 SYSTEMS = {"inshrinkerator": "Inshrinkerator", "qd": "QD", "cnr": "CNR", "gobo": "GOBO"}
@@ -42,7 +43,7 @@ def scheme(system: str, **arguments: Any) -> Any:
     if system == WIDER:
         return sp.Inshrinkerator(space=WIDER_SPACE, **arguments)
     if system not in SYSTEMS:
-        return ALL[system].make() if system in ALL else "lossless"
+        return scheme_factory(system)() if system in ALL else "lossless"
     if system != "inshrinkerator":
         arguments = {name: value for name, value in arguments.items() if name not in ("gradients", "paper")}
     return getattr(sp, SYSTEMS[system])(**arguments)
@@ -50,6 +51,6 @@ def scheme(system: str, **arguments: Any) -> Any:
 
 def recorder(system: str, model: Any, interval: int) -> Any:
     """A recorder of gradients where the system ranks by sensitivity, else None."""
-    if system != "inshrinkerator" or not hasattr(sp, "Gradients"):
+    if system != "inshrinkerator" or not hasattr(sp, "GradientRecorder"):
         return None
     return sp.train.GradientRecorder(model, save_interval=interval, batches=50)

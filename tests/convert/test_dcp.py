@@ -216,9 +216,9 @@ def of_rank(rank, width, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=width)
     mesh = DeviceMesh("cpu", list(range(width)))
     whole = torch.arange(35.0).view(7, 5)
-    places = {"rows": ShardSpec(0), "columns": ShardSpec(1), "copies": Replicate()}
+    places = {"rows": Shard(0), "columns": Shard(1), "copies": Replicate()}
     state = {name: distribute_tensor(whole + at, mesh, [place]) for at, (name, place) in enumerate(places.items())}
-    state["short"] = distribute_tensor(torch.arange(1.0), mesh, [ShardSpec(0)])  # one rank has nothing of it
+    state["short"] = distribute_tensor(torch.arange(1.0), mesh, [Shard(0)])  # one rank has nothing of it
     dcp.save({"model": state, "step": 3}, checkpoint_id=f"{folder}/dcp")
     with open(f"{folder}/{rank}.json", "w") as file:
         json.dump({}, file)

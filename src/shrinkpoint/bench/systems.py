@@ -1,6 +1,4 @@
-"""What can be measured: systems that turn checkpoints into bytes and back, and the schemes of this library as
-systems.
-"""
+"""Systems that turn checkpoints into bytes and back, among them every scheme of this library."""
 
 from __future__ import annotations
 
@@ -8,17 +6,16 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
-import shrinkpoint.schemes as schemes
 from shrinkpoint.bench.meters import CallTimer, PeakMemory
-from shrinkpoint.bench.series import Series
-from shrinkpoint.errors import PolicyError, UnmeasuredLossWarning
+from shrinkpoint.bench.series import Series, SeriesEntry
+from shrinkpoint.errors import UnmeasuredLossWarning
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.evaluate import Evaluate
+from shrinkpoint.schemes.registry import make_scheme, needs_evaluation
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store import Store
 from shrinkpoint.store.chain import store_chain
@@ -31,21 +28,21 @@ from shrinkpoint.tensors.info import JSON
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """One checkpoint, as it came back.
+    """One checkpoint of a series after it was encoded and decoded.
 
     Attributes:
-        step: of the series.
+        step: the step of the series entry.
         keyframe: it needs no other checkpoint.
-        stored: bytes of all of it.
-        roles: bytes by role, where the system tells them apart.
-        tensors: by the names that `state.flatten` gives.
-        state: the nest, as it was given.
-        encode_seconds: seconds, without those spent in the user's evaluation.
-        decode_seconds: seconds.
-        evaluate_seconds: seconds spent in the user's evaluation.
-        peak: bytes by which memory rose at most while it was encoded; None: unknown here.
-        retention: of the weights' progress; None: not measured.
-        choice: what a search chose.
+        stored: bytes of its files.
+        roles: stored bytes by role; empty where the system does not tell them apart.
+        tensors: decoded tensors, by the names that `flatten` gives them.
+        state: the decoded state, nested as it was saved.
+        encode_seconds: without the time spent in the user's evaluation.
+        decode_seconds: time to decode it from its parent.
+        evaluate_seconds: time spent in the user's evaluation.
+        peak: bytes by which resident memory rose at most while it was encoded; None where that is unknown.
+        retention: share of the weights' progress since the parent that was written; None if not measured.
+        choice: the settings that a search chose, as JSON.
     """
 
     step: int
@@ -63,47 +60,47 @@ class RoundTrip:
 
 
 class System(Protocol):
-    """A scheme of ours, or a rival."""
+    """Turns the checkpoints of a series into bytes and back: a scheme of this library, or one to compare it with."""
 
     @property
     def name(self) -> str: ...
 
     def run(self, series: Series) -> Iterator[RoundTrip]:
-        """Every checkpoint of a series in its order, each written as the one after the one before it."""
+        """Yields every checkpoint of a series in order, each encoded with the previous one as its parent."""
         ...
-
-
-SchemeFactory = Callable[..., Scheme]
 
 
 @dataclass(frozen=True)
 class StoreSystem:
-    """One scheme.
+    """A scheme of this library, run through a store in memory.
 
     Attributes:
-        make: called without arguments, or with `evaluate=` where `needs_evaluation`; once for every run.
-        needs_evaluation: it needs a quality.
-        evaluate: of a state; None: such a scheme cannot run.
+        name: the scheme's text, as `scheme_factory` reads it.
+        make: makes the scheme for one run; called with the quality function, which counts its calls, or with None where
+            the scheme needs none.
+        evaluate: the quality function of a state; None for a scheme that needs none.
         keyframe_every: checkpoints between two keyframes; None: only the first is one.
-        threads: native threads; with one, speeds are those of a core.
+        threads: threads of the native coders; with one, speeds are those of a core.
     """
 
     name: str
-    make: SchemeFactory = field(repr=False)
-    needs_evaluation: bool = False
+    make: Callable[[Evaluate | None], Scheme] = field(repr=False)
     evaluate: Evaluate | None = field(default=None, repr=False)
     keyframe_every: int | None = None
     threads: int = 1
 
     def run(self, series: Series) -> Iterator[RoundTrip]:
-        """See `System`. All is written first, since a store holds what it writes the next delta against."""
-        watch = CallTimer(self.evaluate or _never_called)
-        scheme = self.make(evaluate=watch) if self.needs_evaluation else self.make()
+        """Yields every checkpoint of a series as it comes back.
+
+        All checkpoints are written first, since a store keeps the last one in memory to write the next delta against.
+        """
+        timer = None if self.evaluate is None else CallTimer(self.evaluate)
+        scheme = self.make(timer)
         storage = MemoryStorage()
         with Store(storage, keyframe_every=self.keyframe_every, threads=self.threads) as store:
-            written = {one.step: self._save(store, scheme, watch, one.step, one.state) for one in series}
+            written = {entry.step: _save(store, scheme, timer, entry) for entry in series}
             for manifest, decoded, seconds in _read_back(store, self.threads):
-                report, encode, searched, peak = written[manifest.step]
+                report, encode_seconds, evaluate_seconds, peak = written[manifest.step]
                 tensors = decoded.reference.tensors
                 yield RoundTrip(
                     step=manifest.step,
@@ -112,106 +109,75 @@ class StoreSystem:
                     roles={name: role.stored for name, role in report.roles.items()},
                     tensors=tensors,
                     state=unflatten(decoded.tree, tensors, where=f"step {manifest.step}"),
-                    encode_seconds=encode,
+                    encode_seconds=encode_seconds,
                     decode_seconds=seconds,
-                    evaluate_seconds=searched,
+                    evaluate_seconds=evaluate_seconds,
                     peak=peak,
                     retention=report.retention,
                     choice=_choice(report),
                 )
 
-    def _save(
-        self, store: Store, scheme: Scheme, timer: CallTimer, step: int, state: Any
-    ) -> tuple[SaveReport, float, float, int | None]:
-        timer.lap()
-        peak, began = PeakMemory(), time.perf_counter()
-        with warnings.catch_warnings():  # that the scheme does not measure the loss is no news: the harness does
-            warnings.simplefilter("ignore", UnmeasuredLossWarning)
-            report = store.save(step, state, scheme=scheme)
-        took, searched = time.perf_counter() - began, timer.lap()["seconds"]
-        return report, took - searched, searched, peak.rise
+
+def _save(
+    store: Store, scheme: Scheme, timer: CallTimer | None, entry: SeriesEntry
+) -> tuple[SaveReport, float, float, int | None]:
+    """Saves one checkpoint; returns the report, seconds to encode, seconds of evaluation, and the rise of memory."""
+    peak, began = PeakMemory(), time.perf_counter()
+    with warnings.catch_warnings():  # the bench measures the loss itself
+        warnings.simplefilter("ignore", UnmeasuredLossWarning)
+        report = store.save(entry.step, entry.state, scheme=scheme)
+    seconds = time.perf_counter() - began
+    evaluate_seconds = 0.0 if timer is None else timer.lap()["seconds"]
+    return report, seconds - evaluate_seconds, evaluate_seconds, peak.rise
 
 
 def _read_back(store: Store, threads: int) -> Iterator[tuple[Manifest, DecodedFile, float]]:
-    """Every checkpoint from its bytes, along each chain once, with the seconds that its own file took."""
-    manifests = {one.id: one for one in store.list()}
-    tips = [one for one in manifests.values() if not any(one.id in _base_ids(other) for other in manifests.values())]
-    for tip in sorted(tips, key=lambda one: one.step):
-        files = iter_chain(store_chain(store.storage, tip), threads=threads)
+    """Yields every checkpoint decoded, each chain once from its keyframe on, with the seconds that its file took."""
+    manifests = {manifest.id: manifest for manifest in store.list()}
+    base_ids = {base.id for manifest in manifests.values() for base in manifest.bases}
+    newest = [manifest for manifest in manifests.values() if manifest.id not in base_ids]
+    for last in sorted(newest, key=lambda manifest: manifest.step):
+        files = iter_chain(store_chain(store.storage, last), threads=threads)
         while True:
             began = time.perf_counter()
-            found = next(files, None)
-            if found is None:
+            entry = next(files, None)
+            if entry is None:
                 break
-            file, decoded = found
+            file, decoded = entry
             yield manifests[file.id], decoded, time.perf_counter() - began
-
-
-def _base_ids(manifest: Manifest) -> set[str]:
-    return {base.id for base in manifest.bases}
 
 
 def _choice(report: SaveReport) -> Any:
     return report.loss_report.get("chosen") if isinstance(report.loss_report, dict) else None
 
 
-def _never_called(_: Any) -> float:
-    raise AssertionError("a scheme that measures nothing asked for a quality")
-
-
-@dataclass(frozen=True)
-class SystemSpec:
-    """A scheme that can be asked for by its text: how it is made, and whether it needs a quality."""
-
-    make: SchemeFactory
-    needs_evaluation: bool = False
-
-
-_FIXED_LOSS_OPTIONS = ("config", "nats", "ratio", "relative_error")
-"""Settings of a scheme that measures, with which it need not: what is lost is decided."""
-
-
-def system_spec(text: str) -> SystemSpec:
-    """What a text of `schemes.maker` asks for.
-
-    Raises:
-        PolicyError: it is none.
-    """
-    make = schemes.scheme_factory(text)
-    measures = isinstance(make.func, type) and issubclass(make.func, schemes.SearchScheme | schemes.Fisher)
-    return SystemSpec(make, measures and not make.keywords.keys() & {*_FIXED_LOSS_OPTIONS})
-
-
-SYSTEMS: Mapping[str, SystemSpec] = {
-    text: system_spec(text)
-    for text in (
-        "lossless",
-        "inshrinkerator",
-        "inshrinkerator(paper=True)",
-        'inshrinkerator(optimizer="lossy")',
-        "qd",
-        "cnr",
-        "gobo",
-        "fisher",
-        "fisher(relative_error=.15)",
-        "fisher(relative_error=.3)",
-        "fisher(relative_error=.6)",
-        "fisher(relative_error=1)",
-        'fisher(relative_error=.3, moments="exact")',
-        "lc-checkpoint(bits=2)",
-        "lc-checkpoint(bits=3)",
-        "lc-checkpoint(bits=2, paper=True)",
-        "lc-checkpoint(bits=3, paper=True)",
-        'lc-checkpoint(bits=3, optimizer="lossy")',
-        "scar",
-        "topn",
-        "excp",
-        "excp(paper=True)",
-        "excp(paper=True, paper_fp16=True)",
-        'excp(paper=True, rule="released", paper_fp16=True)',
-    )
-}
-"""What the harness compares where nothing is named, by the texts that it prints."""
+SYSTEMS = (
+    "lossless",
+    "inshrinkerator",
+    "inshrinkerator(paper=True)",
+    'inshrinkerator(optimizer="lossy")',
+    "qd",
+    "cnr",
+    "gobo",
+    "fisher",
+    "fisher(relative_error=.15)",
+    "fisher(relative_error=.3)",
+    "fisher(relative_error=.6)",
+    "fisher(relative_error=1)",
+    'fisher(relative_error=.3, moments="exact")',
+    "lc-checkpoint(bits=2)",
+    "lc-checkpoint(bits=3)",
+    "lc-checkpoint(bits=2, paper=True)",
+    "lc-checkpoint(bits=3, paper=True)",
+    'lc-checkpoint(bits=3, optimizer="lossy")',
+    "scar",
+    "topn",
+    "excp",
+    "excp(paper=True)",
+    "excp(paper=True, paper_fp16=True)",
+    'excp(paper=True, rule="released", paper_fp16=True)',
+)
+"""The schemes that `shrinkpoint bench` compares where none is named, by their texts."""
 
 
 def make_system(
@@ -223,30 +189,24 @@ def make_system(
     keyframe_every: int | None = None,
     threads: int = 1,
 ) -> StoreSystem:
-    """The scheme of this text.
+    """Makes the system that runs the scheme of a text.
 
     Args:
-        threshold: for a scheme that measures, where its text says none.
+        name: the scheme's text.
+        evaluate: the quality function of a state; used where the scheme needs one.
+        threshold: how much worse a checkpoint may be, for a scheme that measures and whose text does not say it.
+        higher_is_better: `evaluate` returns a score, not a loss.
+        keyframe_every: checkpoints between two keyframes; None: only the first is one.
+        threads: threads of the native coders.
 
     Raises:
-        PolicyError: there is no such scheme, or it needs a quality and there is none.
+        PolicyError: there is no such scheme, or it needs a quality function and there is none.
     """
-    found = system_spec(name)
-    if not found.needs_evaluation:
-        return StoreSystem(name, found.make, keyframe_every=keyframe_every, threads=threads)
-    if evaluate is None:
-        expected = "a function of the state that returns a loss"
-        raise PolicyError(name, found="nothing to evaluate", expected=expected, do="pass --evaluate module:function")
-    make = partial(_make_evaluated_scheme, found.make, threshold=threshold, higher_is_better=higher_is_better)
-    make(evaluate=evaluate)  # a wrong setting is refused now
-    return StoreSystem(name, make, True, evaluate, keyframe_every, threads)
 
+    def make(quality: Evaluate | None) -> Scheme:
+        return make_scheme(name, evaluate=quality, threshold=threshold, higher_is_better=higher_is_better)
 
-def _make_evaluated_scheme(make: Any, *, threshold: float, higher_is_better: bool, evaluate: Evaluate) -> Scheme:
-    """The scheme; what its text says comes first."""
-    usual: dict[str, Any] = {"threshold": threshold}
-    if issubclass(make.func, schemes.Fisher):
-        usual = {"budget": f"{100 * threshold:g}%"}
-    usual["higher_is_better"] = higher_is_better
-    made: Scheme = make.func(**{**usual, **make.keywords}, evaluate=evaluate)
-    return made
+    if not needs_evaluation(name):
+        return StoreSystem(name, make, None, keyframe_every, threads)
+    make(evaluate)  # a wrong setting is refused now
+    return StoreSystem(name, make, evaluate, keyframe_every, threads)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shrinkpoint.cli.console import print_json, print_line, print_note, spinner
-from shrinkpoint.cli.location import JsonOption, ThresholdOption, parse_share
+from shrinkpoint.cli.options import HigherIsBetterOption, JsonOption, ThresholdOption, import_function, parse_share
 from shrinkpoint.cli.table import Column, print_table
 
 if TYPE_CHECKING:
@@ -21,45 +21,52 @@ if TYPE_CHECKING:
     from shrinkpoint.bench.series import Series
     from shrinkpoint.bench.systems import System
 
+PlacesArgument = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="[STORE|FILES...]",
+        help="One store, or files of checkpoints in their order; none: a small GPT is trained first.",
+        show_default=False,
+    ),
+]
+EvaluateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--evaluate",
+        metavar="MODULE:FUNCTION",
+        help="Gets a state as it was saved, returns a loss; without it, schemes that search are left out.",
+        show_default=False,
+    ),
+]
+SchemesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--scheme",
+        metavar="SCHEME",
+        show_default=False,
+        help='Only this one, such as "fisher(relative_error=.3)"; may be given again.',
+    ),
+]
+KeyframeOption = Annotated[
+    int | None,
+    typer.Option("--keyframe-every", min=1, help="Checkpoints in a chain; else one chain.", show_default=False),
+]
+ThreadsOption = Annotated[int, typer.Option("--threads", min=1, help="Threads of the coders.")]
+OutOption = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="PATH", help="Also write PATH.json, PATH.html (and .png).", show_default=False),
+]
+
 
 def command(
-    places: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="[STORE|FILES...]",
-            help="One store, or files of checkpoints in their order; none: a small GPT is trained first.",
-            show_default=False,
-        ),
-    ] = None,
-    evaluate: Annotated[
-        str | None,
-        typer.Option(
-            "--evaluate",
-            metavar="MODULE:FUNCTION",
-            help="Gets a state as it was saved, returns a loss; without it, schemes that search are left out.",
-            show_default=False,
-        ),
-    ] = None,
-    higher: Annotated[bool, typer.Option("--higher-is-better", help="--evaluate returns a score, not a loss.")] = False,
+    places: PlacesArgument = None,
+    evaluate: EvaluateOption = None,
+    higher: HigherIsBetterOption = False,
     threshold: ThresholdOption = "1%",
-    schemes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--scheme",
-            metavar="SCHEME",
-            show_default=False,
-            help='Only this one, such as "fisher(relative_error=.3)"; may be given again.',
-        ),
-    ] = None,
-    keyframe_every: Annotated[
-        int | None,
-        typer.Option("--keyframe-every", min=1, help="Checkpoints in a chain; else one chain.", show_default=False),
-    ] = None,
-    threads: Annotated[int, typer.Option("--threads", min=1, help="Threads of the coders.")] = 1,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="PATH", help="Also write PATH.json, PATH.html (and .png).", show_default=False),
-    ] = None,
+    schemes: SchemesOption = None,
+    keyframe_every: KeyframeOption = None,
+    threads: ThreadsOption = 1,
+    out: OutOption = None,
     json: JsonOption = False,
 ) -> None:
     """Compress the same checkpoints with every scheme, and show rate, distortion, rise of the loss, speed and memory.
@@ -68,14 +75,13 @@ def command(
     run; the rise is relative to the state before; memory is the largest rise during a save, in sizes of the state.
     """
     from shrinkpoint.bench.systems import SYSTEMS, make_system
+    from shrinkpoint.schemes.registry import needs_evaluation
 
     share = parse_share(threshold)
-    with tempfile.TemporaryDirectory(prefix="shrinkpoint-bench-") as folder:
-        series, quality = _load_series(places or [], evaluate, higher, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="shrinkpoint-bench-") as directory:
+        series, quality = _load_series(places or [], evaluate, higher, Path(directory))
         function = None if quality is None else quality.evaluate
-        wanted = schemes or [
-            name for name, known in SYSTEMS.items() if function is not None or not known.needs_evaluation
-        ]
+        names = schemes or [name for name in SYSTEMS if function is not None or not needs_evaluation(name)]
         systems = [
             make_system(
                 name,
@@ -85,16 +91,17 @@ def command(
                 keyframe_every=keyframe_every,
                 threads=threads,
             )
-            for name in wanted
+            for name in names
         ]
-        outcomes = [_measure_system(one, series, quality) for one in systems]
-        _print_results(series, outcomes, share, function is not None, out, json)
+        results = [_measure_system(system, series, quality) for system in systems]
+        _print_results(series, results, share, function is not None, out, json)
 
 
 def _load_series(
     paths: Sequence[Path], evaluate: str | None, higher: bool, directory: Path
 ) -> tuple[Series, QualityFunction | None]:
-    from shrinkpoint.bench.measure import QualityFunction, import_function
+    """The series of the given paths, or a sample run recorded in `directory`; and the quality function, if any."""
+    from shrinkpoint.bench.measure import QualityFunction
     from shrinkpoint.bench.sample_run import SampleRunOptions, record_sample_run
     from shrinkpoint.bench.series import open_series
 
@@ -102,15 +109,15 @@ def _load_series(
     if paths:
         return open_series(paths), None if function is None else QualityFunction(function, higher)
     with spinner("training a small GPT"):
-        recorded, quality = record_sample_run(directory, SampleRunOptions())
-    return recorded, quality if function is None else QualityFunction(function, higher)
+        series, quality = record_sample_run(directory, SampleRunOptions())
+    return series, quality if function is None else QualityFunction(function, higher)
 
 
 def _measure_system(system: System, series: Series, quality: QualityFunction | None) -> BenchResult:
     from shrinkpoint.bench.measure import measure
 
     with spinner(f"{system.name}: {len(series)} checkpoints"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what schemes say of single checkpoints is in the table
+        warnings.simplefilter("ignore")  # the table has what schemes warn of
         return measure(system, series, quality)
 
 
@@ -121,7 +128,7 @@ def _print_results(
         "series": series.name,
         "checkpoints": len(series),
         "threshold": threshold if has_quality else None,
-        "schemes": [one.to_json() for one in results],
+        "schemes": [result.to_json() for result in results],
     }
     written = [] if out is None else _write_results(document, results, out)
     if json:
@@ -130,12 +137,18 @@ def _print_results(
     from shrinkpoint.bench.result import TABLE_HEADER, table_rows
 
     rows = table_rows(results)
-    ranks = dict(zip(TABLE_HEADER, (0, 1, 4, 5, 0, 2, 3, 6, 1, 7, 8, 9, 10, 11), strict=True))
+    drop_orders = (0, 1, 4, 5, 0, 2, 3, 6, 1, 7, 8, 9, 10, 11)
     if rows:
-        print_table([Column(name, [row[i] for row in rows], i > 0, ranks[name]) for i, name in enumerate(TABLE_HEADER)])
-    for one in results:
-        if one.failure:
-            print_note(f"{one.name}: {one.failure}", "failed", "bold red")
+        columns = zip(TABLE_HEADER, zip(*rows, strict=True), drop_orders, strict=True)
+        print_table(
+            [
+                Column(title, cells, align_right=title != TABLE_HEADER[0], drop_order=order)
+                for title, cells, order in columns
+            ]
+        )
+    for result in results:
+        if result.failure:
+            print_note(f"{result.name}: {result.failure}", "failed", "bold red")
     if not has_quality:
         print_note("no --evaluate: nothing is known of the loss, and schemes that search were left out")
     if written:

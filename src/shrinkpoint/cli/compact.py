@@ -9,7 +9,8 @@ import typer
 
 from shrinkpoint.cli import humanize
 from shrinkpoint.cli.console import print_json, print_line, spinner
-from shrinkpoint.cli.location import JsonOption, Location, StoreArgument, find_manifest, open_store
+from shrinkpoint.cli.location import Location, StoreArgument, find_manifest, open_store
+from shrinkpoint.cli.options import JsonOption
 from shrinkpoint.cli.report.store import CheckpointReport, checkpoint_report
 from shrinkpoint.cli.table import Column, print_table
 from shrinkpoint.store import chain

@@ -12,6 +12,7 @@ from typing import Any
 
 from shrinkpoint.cli import humanize
 from shrinkpoint.cli.console import print_json, print_line, print_note, spinner
+from shrinkpoint.cli.options import import_function
 from shrinkpoint.cli.table import Column, print_table
 from shrinkpoint.convert import export, native
 from shrinkpoint.convert.discover import CheckpointSeries
@@ -21,6 +22,7 @@ from shrinkpoint.convert.part import safe_join
 from shrinkpoint.convert.source import SourceCheckpoint
 from shrinkpoint.errors import CorruptError, LossWarning, PolicyError, ShrinkpointError
 from shrinkpoint.schemes.base import Scheme
+from shrinkpoint.schemes.registry import make_scheme
 from shrinkpoint.storage import LocalStorage, Storage
 from shrinkpoint.store.checkpoint_file import write_file
 from shrinkpoint.store.single_file import decode_file
@@ -31,7 +33,21 @@ from shrinkpoint.tensors.leaves import as_tensor, is_array, named_leaves
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """What the command line asks for."""
+    """What the command line asks for.
+
+    Attributes:
+        source: the file, directory or store to convert.
+        out: where to write; None: a dry run.
+        scheme: the text of the scheme.
+        evaluate: `module:function` of the quality function; None: there is none.
+        threshold: how much worse a checkpoint may be, as a share.
+        higher_is_better: the quality function returns a score, not a loss.
+        keyframe_every: checkpoints in a chain, its keyframe included.
+        verify: decode what was written and compare it with the source.
+        opaque: take files that cannot be read without running them as bytes, however large.
+        force: replace what is at `out` and differs.
+        json: print JSON.
+    """
 
     source: Path
     out: Path | None
@@ -46,23 +62,21 @@ class ConvertOptions:
     json: bool
 
     def make_scheme(self) -> Scheme:
-        """The scheme, by the name that `bench` knows it under.
+        """Makes the scheme that `--scheme` names.
 
         Raises:
-            PolicyError: nobody knows it, or it searches and there is nothing to evaluate.
+            PolicyError: there is no such scheme, or it searches and there is nothing to evaluate.
         """
-        from shrinkpoint.bench.measure import import_function as function
-        from shrinkpoint.bench.systems import make_system
-
-        evaluate = None if self.evaluate is None else function(self.evaluate)
-        chain = make_system(
-            self.scheme, evaluate=evaluate, threshold=self.threshold, higher_is_better=self.higher_is_better
+        return make_scheme(
+            self.scheme,
+            evaluate=None if self.evaluate is None else import_function(self.evaluate),
+            threshold=self.threshold,
+            higher_is_better=self.higher_is_better,
         )
-        return chain.make(evaluate=evaluate) if chain.needs_evaluation else chain.make()
 
 
 def import_run(series: CheckpointSeries, options: ConvertOptions, *, dry_run: bool) -> None:
-    """Into a store or a file of ours; or only onto the scale."""
+    """Converts a series into a store or a single file of ours; a dry run only measures what it would take."""
     _print_ignored(series)
     scheme = options.make_scheme()
     out = None if dry_run else options.out
@@ -71,53 +85,51 @@ def import_run(series: CheckpointSeries, options: ConvertOptions, *, dry_run: bo
         return
     storage: Storage = SizingStorage() if out is None else _open_store(options.source, out)
     began = time.perf_counter()
-    rows, verified = _import_all(storage, series.checkpoints, options, scheme), None
-    took = time.perf_counter() - began
+    rows, verify_counts = _import_all(storage, series.checkpoints, options, scheme), None
+    seconds = time.perf_counter() - began
     if out is not None and options.verify:
-        verified = _verify_all(storage, series.checkpoints, options)
-    _print_report(rows, options, out, took, verified)
+        verify_counts = _verify_all(storage, series.checkpoints, options)
+    _print_report(rows, options, out, seconds, verify_counts)
     _print_opaque(rows)
 
 
 def export_run(series: CheckpointSeries, out: Path, options: ConvertOptions, form: str) -> None:
-    """As others read it: one checkpoint to `out`, several of a run into it."""
+    """Writes a series in a form that others read: one checkpoint to `out`, several of a run into it."""
     _print_ignored(series)
     _check_separate(options.source, out)
-    several = series.is_run_dir and len(series.checkpoints) > 1
-    taken_: set[str] = set()
-    written = [_export_checkpoint(one, out, options, form, taken_ if several else None) for one in series.checkpoints]
+    used_names: set[str] | None = set() if series.is_run_dir and len(series.checkpoints) > 1 else None
+    rows = [_export_checkpoint(checkpoint, out, options, form, used_names) for checkpoint in series.checkpoints]
     if options.json:
-        print_json({"from": str(options.source), "to": str(out), "verified": options.verify, "written": written})
+        print_json({"from": str(options.source), "to": str(out), "verified": options.verify, "written": rows})
         return
-    for row in written:
-        said = "there already" if row["done"] else humanize.size(row["bytes"])
-        print_line(f"{row['out']}: {row['form']}, {said}, from {row['name']}")
+    for row in rows:
+        size = "there already" if row["done"] else humanize.size(row["bytes"])
+        print_line(f"{row['out']}: {row['form']}, {size}, from {row['name']}")
         if row["left_out"]:
             values = humanize.count(row["left_out"], "plain value")
             print_note(f"{row['out']}: {values} left out: safetensors holds tensors only (--to torch has all)")
-    _print_verified(len(written) if options.verify else None, options)
+    _print_verified(len(rows) if options.verify else None, options)
 
 
 def _import_all(
     storage: Storage, checkpoints: Sequence[SourceCheckpoint], options: ConvertOptions, scheme: Scheme
 ) -> list[ImportRow]:
     rows = []
-    into = Importer(
+    importer = Importer(
         storage, scheme=scheme, keyframe_every=options.keyframe_every, force=options.force, opaque=options.opaque
     )
-    with into, _print_loss_warnings():
-        for number, one in enumerate(checkpoints, 1):
-            with spinner(f"{number}/{len(checkpoints)} {one.name}"):
-                rows.append(into.import_checkpoint(one))
+    with importer, _print_loss_warnings():
+        for number, checkpoint in enumerate(checkpoints, 1):
+            with spinner(f"{number}/{len(checkpoints)} {checkpoint.name}"):
+                rows.append(importer.import_checkpoint(checkpoint))
     return rows
 
 
 def _verify_all(storage: Storage, checkpoints: Sequence[SourceCheckpoint], options: ConvertOptions) -> tuple[int, int]:
-    """How many were decoded and compared, and how many of them bit for bit."""
-    done = []
+    """How many checkpoints were decoded and compared, and how many of them bit for bit."""
     with spinner("comparing what was written with its source"):
-        done += [exact for _, exact in verify_import(storage, checkpoints, opaque=options.opaque)]
-    return len(done), sum(done)
+        exact = [is_exact for _, is_exact in verify_import(storage, checkpoints, opaque=options.opaque)]
+    return len(exact), sum(exact)
 
 
 def _import_to_file(series: CheckpointSeries, out: Path, options: ConvertOptions, scheme: Scheme) -> None:
@@ -126,101 +138,107 @@ def _import_to_file(series: CheckpointSeries, out: Path, options: ConvertOptions
         raise PolicyError(str(out), found=found, expected="one for a single file", do=do)
     _check_separate(options.source, out)
     _check_overwrite(out, options)
-    one, began = series.checkpoints[0], time.perf_counter()
-    flat, opaque = read_flat_with_opaque(one, options.opaque)
+    checkpoint, began = series.checkpoints[0], time.perf_counter()
+    state, opaque = read_flat_with_opaque(checkpoint, options.opaque)
     with spinner(f"writing {out}"), _print_loss_warnings():
         written = write_file(
             LocalStorage(out.absolute().parent),
             out.name,
-            scheme.quantize(flat, None),
+            scheme.quantize(state, None),
             scheme=scheme,
             reference=None,
             parent=None,
         )
-    verified = None
+    verify_counts = None
     if options.verify:
         decoded, _ = decode_file(out.absolute())
-        exact = scheme.id == "lossless"
-        what = describe_difference(flat, decoded) if exact else ""
-        if what:
-            raise CorruptError(str(out), found=what, expected=f"what {one.name} holds", do="report this")
-        verified = (1, int(exact))
-    seconds = time.perf_counter() - began
+        is_exact = scheme.id == "lossless"
+        difference = describe_difference(state, decoded) if is_exact else ""
+        if difference:
+            raise CorruptError(str(out), found=difference, expected=f"what {checkpoint.name} holds", do="report this")
+        verify_counts = (1, int(is_exact))
     row = ImportRow(
-        one.step, one.name, flat.nbytes, one.nbytes, written.report.stored_bytes, True, seconds, opaque=opaque
+        step=checkpoint.step,
+        name=checkpoint.name,
+        raw=state.nbytes,
+        before=checkpoint.nbytes,
+        after=written.report.stored_bytes,
+        keyframe=True,
+        seconds=time.perf_counter() - began,
+        opaque=opaque,
     )
-    _print_report([row], options, out, seconds, verified)
+    _print_report([row], options, out, row.seconds, verify_counts)
     _print_opaque([row])
 
 
 def _export_checkpoint(
     checkpoint: SourceCheckpoint, out: Path, options: ConvertOptions, form: str, used_names: set[str] | None
 ) -> dict[str, Any]:
-    """Write one to `out`, or into it under a name that is not taken yet."""
+    """Writes a checkpoint to `out`, or into it under a name that is not used yet; returns its row of the report."""
     with spinner(f"{checkpoint.name}"):
         state = checkpoint.read(opaque=options.opaque)
-        said = export.target_form(state, form, str(checkpoint.path))
+        info = export.target_form(state, form, str(checkpoint.path))
         target = out
         if used_names is not None:
-            target = safe_join(out, said["name"] or f"step-{checkpoint.step}", str(checkpoint.path))
+            target = safe_join(out, info["name"] or f"step-{checkpoint.step}", str(checkpoint.path))
             target = target.with_name(export.unique_name(target.name, checkpoint.step, form, used_names))
             used_names.add(target.name.casefold())
-        exact = said["form"] == "torch" or (form == "original" and not isinstance(checkpoint, native.NativeDirectory))
-        done = target.exists() and not options.force and _is_exported(target, state, said, exact)
+        exact = info["form"] == "torch" or (form == "original" and not isinstance(checkpoint, native.NativeDirectory))
+        done = target.exists() and not options.force and _is_exported(target, state, info, exact)
+        left_out = 0
         if not done:
             _check_overwrite(target, options)
-            left_out = export.write_checkpoint(target, state, said)
-            what = _describe_difference(target, state, said, exact) if options.verify else ""
-            if what:
-                raise CorruptError(str(target), found=what, expected=f"what {checkpoint.name} holds", do="report this")
-    size = sum(path.stat().st_size for path in [target, *target.rglob("*")] if path.is_file())
+            left_out = export.write_checkpoint(target, state, info)
+            difference = _describe_difference(target, state, info, exact) if options.verify else ""
+            if difference:
+                expected = f"what {checkpoint.name} holds"
+                raise CorruptError(str(target), found=difference, expected=expected, do="report this")
     return {
         "step": checkpoint.step,
         "name": checkpoint.name,
         "out": str(target),
-        "form": said["form"],
-        "bytes": size,
-        "left_out": 0 if done else left_out,
+        "form": info["form"],
+        "bytes": sum(path.stat().st_size for path in [target, *target.rglob("*")] if path.is_file()),
+        "left_out": left_out,
         "done": done,
     }
 
 
-def _is_exported(target: Path, state: Any, description: dict[str, Any], exact: bool) -> bool:
-    """Whether what is there already is what would be written."""
+def _is_exported(target: Path, state: Any, info: dict[str, Any], exact: bool) -> bool:
+    """Whether the target already holds what would be written."""
     try:
-        return not _describe_difference(target, state, description, exact)
-    except (ShrinkpointError, OSError):  # it is something else altogether
+        return not _describe_difference(target, state, info, exact)
+    except (ShrinkpointError, OSError):  # the target is something else altogether
         return False
 
 
-def _describe_difference(target: Path, state: Any, description: dict[str, Any], exact: bool) -> str:
+def _describe_difference(target: Path, state: Any, info: dict[str, Any], exact: bool) -> str:
     """In what a file or a directory differs from a state; "" where it holds what its form can hold of it.
 
     Args:
-        exact: also the kinds of the nests have to be the same, and what shares memory.
+        exact: also compare the types of the containers, and which tensors share memory.
     """
-    content, found = export.content_of(state), export.reread(target, description)
+    content, reread = export.content_of(state), export.reread(target, info)
     if exact:
-        flat, other = flatten(content), flatten(found)
-        if flat.tree != other.tree:
+        expected_state, written_state = flatten(content), flatten(reread)
+        if expected_state.tree != written_state.tree:
             return "other plain values or another nest"
-        given, there = dict[str, Any](flat.tensors), dict[str, Any](other.tensors)
-    elif description["form"] == "safetensors":
-        given, there = dict[str, Any](export.tensors_of(content)[0]), found
+        expected, written = dict[str, Any](expected_state.tensors), dict[str, Any](written_state.tensors)
+    elif info["form"] == "safetensors":
+        expected, written = dict[str, Any](export.tensors_of(content)[0]), reread
     else:
-        given, there = named_leaves(content), named_leaves(found)
-    return next(
-        (f"{name} is different" for name, leaf in given.items() if not _equal_leaves(leaf, there.get(name))), ""
-    )
+        expected, written = named_leaves(content), named_leaves(reread)
+    different = (name for name, leaf in expected.items() if not _equal_leaves(leaf, written.get(name)))
+    return next((f"{name} is different" for name in different), "")
 
 
-def _equal_leaves(a: Any, b: Any) -> bool:
-    if not is_array(a):
-        return repr(a) == repr(b)
-    if not is_array(b):
+def _equal_leaves(left: Any, right: Any) -> bool:
+    if not is_array(left):
+        return repr(left) == repr(right)
+    if not is_array(right):
         return False
-    one, other = as_tensor(a), as_tensor(b)
-    return one.dtype == other.dtype and one.shape == other.shape and same_bits(one, other)
+    a, b = as_tensor(left), as_tensor(right)
+    return a.dtype == b.dtype and a.shape == b.shape and same_bits(a, b)
 
 
 def _open_store(source: Path, out: Path) -> Storage:
@@ -249,11 +267,11 @@ def _check_overwrite(out: Path, options: ConvertOptions) -> None:
 
 @contextmanager
 def _print_loss_warnings() -> Iterator[None]:
-    """What a scheme warns of becomes a note, each once."""
+    """Prints every distinct warning of a scheme as a note when the block has ended."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    for text in dict.fromkeys(str(one.message) for one in caught if issubclass(one.category, LossWarning)):
+    for text in dict.fromkeys(str(item.message) for item in caught if issubclass(item.category, LossWarning)):
         print_note(text)
 
 
@@ -283,11 +301,11 @@ def _print_report(
         )
         return
     print_table(_columns(rows, raw, before, after, seconds), totals=True)
-    kept = f"{before / after:.2f} times smaller" if after else "nothing"
+    gain = f"{before / after:.2f} times smaller" if after else "nothing"
     place = "would take" if out is None else f"take, in {out},"
     print_line(
         f"{humanize.count(len(rows), 'checkpoint')} of {humanize.size(before)} {place} {humanize.size(after)}: "
-        f"{kept}, {humanize.size(max(0, before - after))} saved"
+        f"{gain}, {humanize.size(max(0, before - after))} saved"
     )
     _print_verified(verify_counts and verify_counts[0], options)
     if verify_counts and verify_counts[1] < verify_counts[0]:

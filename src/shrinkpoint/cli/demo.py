@@ -10,7 +10,7 @@ import typer
 
 from shrinkpoint.cli.console import print_json
 from shrinkpoint.cli.exit_codes import ExitCode
-from shrinkpoint.cli.location import JsonOption
+from shrinkpoint.cli.options import JsonOption
 
 
 def command(

@@ -11,7 +11,8 @@ import typer
 from shrinkpoint.cli import humanize
 from shrinkpoint.cli.console import print_json, print_line, spinner
 from shrinkpoint.cli.exit_codes import ExitCode
-from shrinkpoint.cli.location import JsonOption, parse_location
+from shrinkpoint.cli.location import parse_location
+from shrinkpoint.cli.options import JsonOption
 from shrinkpoint.cli.table import Column, print_table
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from shrinkpoint import validate
 from shrinkpoint.errors import NotFoundError, PolicyError
 from shrinkpoint.storage import LocalStorage, Source, Storage
 from shrinkpoint.store.directory import find_checkpoints
@@ -31,16 +30,6 @@ LocationArgument = Annotated[
         show_default=False,
     ),
 ]
-StepOption = Annotated[
-    int | None, typer.Option("--step", min=0, metavar="N", help="Which checkpoint of a store; the newest if not given.")
-]
-ThresholdOption = Annotated[
-    str,
-    typer.Option(
-        "--threshold", metavar="SHARE", help="How much worse a checkpoint may be, for schemes that measure: 1%, or .01."
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout and nothing else.")]
 
 
 @dataclass(frozen=True)
@@ -163,19 +152,6 @@ def require_step(listing: Listing, step: int, store: str) -> int:
         expected = f"one of {preview(sorted(listing.visible))}" if listing.visible else "a store with checkpoints"
         raise NotFoundError(store, found=f"no checkpoint of step {step}", expected=expected, do="list the store")
     return step
-
-
-def parse_share(text: str) -> float:
-    """What `--threshold` says: "1%" and ".01" alike.
-
-    Raises:
-        PolicyError: it is no share.
-    """
-    try:
-        value: float | str = float(text)
-    except ValueError:
-        value = text
-    return validate.check_fraction("--threshold", value, allow_zero=True)
 
 
 def preview(steps: Sequence[int]) -> str:

@@ -13,7 +13,8 @@ import typer
 
 from shrinkpoint.cli import humanize
 from shrinkpoint.cli.console import print_json, print_line
-from shrinkpoint.cli.location import JsonOption, StoreArgument, open_store, preview
+from shrinkpoint.cli.location import StoreArgument, open_store, preview
+from shrinkpoint.cli.options import JsonOption
 from shrinkpoint.cli.table import Column, print_table
 from shrinkpoint.store import prune
 from shrinkpoint.store.listing import Listing, scan

@@ -11,17 +11,10 @@ import typer
 
 from shrinkpoint.cli import humanize
 from shrinkpoint.cli.console import print_json, print_line
-from shrinkpoint.cli.location import (
-    JsonOption,
-    LocationArgument,
-    StepOption,
-    find_manifest,
-    open_file,
-    open_store,
-    parse_location,
-)
+from shrinkpoint.cli.location import LocationArgument, find_manifest, open_file, open_store, parse_location
+from shrinkpoint.cli.options import JsonOption, StepOption
 from shrinkpoint.cli.report.file import FileReport, TensorRow, file_report
-from shrinkpoint.cli.report.store import CheckpointReport, DirectoryReport, checkpoint_report, directory_report
+from shrinkpoint.cli.report.store import CheckpointReport, checkpoint_report, directory_report
 from shrinkpoint.cli.table import Column, print_pairs, print_table
 from shrinkpoint.container import FileReader
 from shrinkpoint.store.directory import read_directory_manifest
@@ -98,7 +91,7 @@ def _file_report_at(path: Path) -> FileReport:
         return file_report(FileReader(source, str(path)), str(path))
 
 
-def _directory_rows(report: DirectoryReport) -> Iterator[tuple[str, str]]:
+def _directory_rows(report: CheckpointReport) -> Iterator[tuple[str, str]]:
     yield "step", "" if report.step is None else str(report.step)
     yield "made", f"{report.created[:19].replace('T', ' ')} UTC, {_format_age(humanize.age(report.created))}"
     yield (
@@ -119,7 +112,7 @@ def _checkpoint_rows(summary: CheckpointReport, file: FileReport) -> Iterator[tu
     yield "id", summary.id
 
 
-def _manifest_rows(report: CheckpointReport | DirectoryReport) -> Iterator[tuple[str, str]]:
+def _manifest_rows(report: CheckpointReport) -> Iterator[tuple[str, str]]:
     """What every manifest tells, a store's or a folder's."""
     yield "scheme", report.scheme
     ratio = humanize.ratio(report.raw_bytes, report.stored_bytes)

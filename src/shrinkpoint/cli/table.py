@@ -46,7 +46,8 @@ class Column:
 def fit_columns(columns: Sequence[Column], width: int) -> list[Column]:
     """The columns that fit into `width` characters; a column without any text is left out at once.
 
-    >>> columns = [Column("step", ["100"]), Column("note", ["a long story"], drop_order=2), Column("age", ["3 h"], drop_order=1)]
+    >>> note, age = Column("note", ["a long story"], drop_order=2), Column("age", ["3 h"], drop_order=1)
+    >>> columns = [Column("step", ["100"]), note, age]
     >>> [c.title for c in fit_columns(columns, 80)], [c.title for c in fit_columns(columns, 12)]
     (['step', 'note', 'age'], ['step', 'age'])
     """

@@ -13,7 +13,8 @@ import typer
 from shrinkpoint.cli import humanize
 from shrinkpoint.cli.console import print_json, print_line, spinner
 from shrinkpoint.cli.exit_codes import ExitCode
-from shrinkpoint.cli.location import JsonOption, Location, LocationArgument, open_file, open_store, parse_location
+from shrinkpoint.cli.location import Location, LocationArgument, open_file, open_store, parse_location
+from shrinkpoint.cli.options import JsonOption
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import NotFoundError, PolicyError, ShrinkpointError
 from shrinkpoint.store.directory import find_checkpoints, verify_directory

@@ -33,6 +33,8 @@ _OBJECT_SETTINGS = ("evaluate", "gradients", "group", "progress", "space")
 """Settings that have no plain value."""
 MAX_TEXT = 4096
 """Characters of a scheme's text: what is nested deeper than this can say overflows Python's own parser."""
+_FIXED_LOSS_SETTINGS = frozenset({"config", "nats", "ratio", "relative_error"})
+"""Settings of a scheme that measures, with which it need not: what is lost is decided by them."""
 _PATTERN = re.compile(r"\s*([a-z][a-z0-9-]*)\s*(?:\((.*)\))?\s*", re.DOTALL)
 _EXPECTED = 'a scheme such as shrinkpoint.Fisher(relative_error=.3), or its text such as "fisher(relative_error=.3)"'
 
@@ -79,6 +81,52 @@ def scheme_factory(text: str) -> partial[Scheme]:
     module, name = _REGISTRY[match[1]]
     scheme_class = getattr(importlib.import_module(f"shrinkpoint.{module}"), name)
     return partial(scheme_class, **_parse_settings(text, scheme_class, match[2] or ""))
+
+
+def needs_evaluation(text: str) -> bool:
+    """Whether the scheme of a text decides by a quality function, so that it cannot be made without `evaluate`.
+
+    Raises:
+        PolicyError: as `scheme_factory` does.
+    """
+    from shrinkpoint.schemes.fisher.scheme import Fisher
+    from shrinkpoint.schemes.search.scheme import SearchScheme
+
+    factory = scheme_factory(text)
+    measures = isinstance(factory.func, type) and issubclass(factory.func, SearchScheme | Fisher)
+    return measures and not _FIXED_LOSS_SETTINGS & factory.keywords.keys()
+
+
+def make_scheme(
+    text: str,
+    *,
+    evaluate: Callable[[Any], Any] | None = None,
+    threshold: float = 0.01,
+    higher_is_better: bool = False,
+) -> Scheme:
+    """Makes the scheme of a text; what its text leaves open is taken from the arguments.
+
+    Args:
+        evaluate: the quality function of a state; used by schemes that need one.
+        threshold: how much worse a checkpoint may be, as a share, for schemes that measure.
+        higher_is_better: `evaluate` returns a score, not a loss.
+
+    Raises:
+        PolicyError: there is no such scheme, or it needs a quality function and there is none.
+    """
+    factory = scheme_factory(text)
+    if not needs_evaluation(text):
+        return factory()
+    if evaluate is None:
+        expected = "a function of the state that returns a loss"
+        raise PolicyError(text, found="nothing to evaluate", expected=expected, do="pass --evaluate module:function")
+    from shrinkpoint.schemes.fisher.scheme import Fisher
+
+    limit: dict[str, Any] = {"threshold": threshold}
+    if isinstance(factory.func, type) and issubclass(factory.func, Fisher):
+        limit = {"budget": f"{100 * threshold:g}%"}
+    settings = {**limit, "higher_is_better": higher_is_better, **factory.keywords}
+    return factory.func(**settings, evaluate=evaluate)
 
 
 def _parse_settings(text: str, scheme_class: Callable[..., Scheme], settings_text: str) -> dict[str, Any]:

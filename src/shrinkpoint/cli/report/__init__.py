@@ -1,11 +1,9 @@
-"""Stores and files as plain data, for tables and for programs. No torch: looking is instant."""
+"""Reports of stores, runs and files as plain data, for tables and for programs; none of them imports torch."""
 
 from shrinkpoint.cli.report.file import FileReport, RoleRow, TensorRow, file_report
 from shrinkpoint.cli.report.plain_values import list_plain_values
 from shrinkpoint.cli.report.store import (
     CheckpointReport,
-    DirectoryReport,
-    RunReport,
     StoreReport,
     checkpoint_report,
     directory_report,
@@ -15,10 +13,8 @@ from shrinkpoint.cli.report.store import (
 
 __all__ = [
     "CheckpointReport",
-    "DirectoryReport",
     "FileReport",
     "RoleRow",
-    "RunReport",
     "StoreReport",
     "TensorRow",
     "checkpoint_report",

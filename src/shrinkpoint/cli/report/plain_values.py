@@ -19,8 +19,8 @@ _MAX_DEPTH = 128
 def list_plain_values(tree: JSON) -> tuple[tuple[str, str], ...]:
     """(path, text) of every plain value, in the order of the state; tensors and arrays are left out.
 
-    >>> list_plain_values({"model": {"w": {"$t": ["model/w"]}}, "extra": {"epoch": 3, "betas": {"$u": [0.9, 0.95]},
-    "tags": []}})
+    >>> extra = {"epoch": 3, "betas": {"$u": [0.9, 0.95]}, "tags": []}
+    >>> list_plain_values({"model": {"w": {"$t": ["model/w"]}}, "extra": extra})
     (('extra/epoch', '3'), ('extra/betas', '(0.9, 0.95)'), ('extra/tags', '[]'))
     """
     return tuple(_iter_values(tree, "", 0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +13,41 @@ from shrinkpoint.store.loss_increase import LossIncrease
 from shrinkpoint.store.manifest import DirectoryManifest, Manifest
 from shrinkpoint.tensors.info import JSON
 
+_STORE_ONLY = ("id", "chain", "forgotten", "keyframe")
+_DIRECTORY_ONLY = ("folder", "ranks")
+
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """One checkpoint, from its manifest.
+    """One checkpoint of a store or of a framework's run, from its manifest.
 
     Attributes:
-        step: the training step it was saved at.
-        id: random hex; a step that is saved again gets a new one.
+        folder: path of its directory, relative to the run; None for a checkpoint of a store.
+        step: the training step it was saved at; None if unknown.
+        id: random hex; a step that is saved again gets a new one; "" for a checkpoint of a run.
         created: UTC, ISO 8601.
         scheme: which scheme wrote it.
-        depth: deltas above the keyframe; 0 for a keyframe.
-        chain: the steps it is decoded from, keyframe first, itself last.
+        depth: deltas above the keyframe, on the rank that has most; 0 for a keyframe.
+        chain: the steps it is decoded from, keyframe first, itself last; empty for a checkpoint of a run.
+        ranks: how many processes wrote it.
         raw_bytes: bytes of the tensors of the state.
-        stored_bytes: bytes of its own files.
-        metrics: what the loop measured.
-        lossy_restores: lossy restores behind this state.
+        stored_bytes: bytes of its own files, without links to its bases.
+        metrics: what the training loop measured.
+        lossy_restores: how many lossy restores the state has behind it.
         loss: what was lost, and what was measured to decide it; None: nothing.
         note: free text.
-        forgotten: hidden, and deleted by the next `prune` unless something stands on it.
+        forgotten: hidden, and deleted by the next `prune` unless a kept checkpoint depends on it.
         files: (name, bytes, header digest) of its payloads.
     """
 
-    step: int
+    folder: str | None
+    step: int | None
     id: str
     created: str
     scheme: str
     depth: int
     chain: tuple[int, ...]
+    ranks: int
     raw_bytes: int
     stored_bytes: int
     metrics: dict[str, float] = field(default_factory=dict)
@@ -54,74 +61,103 @@ class CheckpointReport:
     def keyframe(self) -> bool:
         return self.depth == 0
 
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object; `ratio` is raw bytes for each stored byte, null if that means nothing; `loss` may lack.
+    def to_json(self, *, loss: bool = True) -> dict[str, Any]:
+        """The report as a JSON object, with the fields that a store's or a run's checkpoint has.
 
-        `rise` is that of the loss, relative; null where it was not measured, as `measured` says, or nothing was lost.
+        `ratio` is raw bytes for each stored byte, null if there are none. `rise` is the relative increase of the loss,
+        null if it was not measured, as `measured` says, or nothing was lost.
+
+        Args:
+            loss: include what the scheme recorded of the loss; a store's checkpoint has no entry if nothing was lost.
         """
-        files = [{"name": name, "bytes": size, "digest": digest} for name, size, digest in self.files]
-        ratio = {"ratio": _ratio(self.raw_bytes, self.stored_bytes)}
-        out = {**asdict(self), "keyframe": self.keyframe, **ratio, **rise_json(self.loss), "files": files}
-        return {name: value for name, value in out.items() if name != "loss" or value is not None}
+        document = {
+            **asdict(self),
+            "files": _files_json(self.files),
+            "keyframe": self.keyframe,
+            "ratio": _ratio(self.raw_bytes, self.stored_bytes),
+            **_loss_json(self.loss),
+        }
+        omitted = set(_DIRECTORY_ONLY if self.folder is None else _STORE_ONLY)
+        if not loss or (self.loss is None and self.folder is None):
+            omitted.add("loss")
+        return {name: value for name, value in document.items() if name not in omitted}
 
 
 @dataclass(frozen=True)
 class StoreReport:
-    """Every checkpoint of a store.
+    """Every checkpoint of a store, or below the directory of a framework's run.
 
     Attributes:
         where: its path or URL.
-        checkpoints: rising by step.
-        broken: (place, reason) of whatever looks like a checkpoint and cannot be read.
+        checkpoints: a store's by rising step, a run's in the order of the numbers in their names.
+        broken: (place, reason) of every checkpoint whose manifest cannot be read.
+        is_run: it is the directory of a framework's run.
     """
 
     where: str
     checkpoints: tuple[CheckpointReport, ...]
     broken: tuple[tuple[str, str], ...] = ()
+    is_run: bool = False
 
     @property
     def raw_bytes(self) -> int:
-        return sum(one.raw_bytes for one in self.checkpoints)
+        return sum(checkpoint.raw_bytes for checkpoint in self.checkpoints)
 
     @property
     def stored_bytes(self) -> int:
-        return sum(one.stored_bytes for one in self.checkpoints)
+        return sum(checkpoint.stored_bytes for checkpoint in self.checkpoints)
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        """The report as a JSON object; only `show` prints what a scheme recorded of the loss."""
+        document: dict[str, Any] = {
             "where": self.where,
-            "checkpoints": [{**replace(one, loss=None).to_json(), **rise_json(one.loss)} for one in self.checkpoints],
+            "checkpoints": [checkpoint.to_json(loss=False) for checkpoint in self.checkpoints],
             "broken": [{"where": where, "found": found} for where, found in self.broken],
             "raw_bytes": self.raw_bytes,
             "stored_bytes": self.stored_bytes,
-            "ratio": _ratio(self.raw_bytes, self.stored_bytes),
         }
-
-
-def rise_json(loss: JSON) -> dict[str, Any]:
-    """What JSON says of the loss: by how much it rises, and whether that was measured."""
-    known = LossIncrease.from_loss(loss)
-    return {"rise": known.value, "measured": known.is_measured}
+        return document if self.is_run else {**document, "ratio": _ratio(self.raw_bytes, self.stored_bytes)}
 
 
 def checkpoint_report(manifest: Manifest, *, forgotten: bool = False) -> CheckpointReport:
-    """What a manifest says, and nothing that needs a look at its files."""
+    """Reports what the manifest of a store's checkpoint says, without looking at its files."""
+    chain = (*(base.step for base in manifest.bases), manifest.step)
     return CheckpointReport(
+        folder=None,
         step=manifest.step,
         id=manifest.id,
-        created=manifest.created,
-        scheme=manifest.scheme,
-        depth=manifest.depth,
-        chain=(*(base.step for base in manifest.bases), manifest.step),
-        raw_bytes=manifest.raw_bytes,
-        stored_bytes=manifest.stored_bytes,
-        metrics=dict(manifest.metrics),
-        lossy_restores=manifest.lossy_restores,
-        loss=manifest.loss,
-        note=manifest.note,
+        chain=chain,
+        ranks=1,
         forgotten=forgotten,
-        files=tuple((payload.name, payload.size, payload.digest) for payload in manifest.payloads),
+        **_shared_fields(manifest),
     )
+
+
+def directory_report(manifest: DirectoryManifest, folder: str) -> CheckpointReport:
+    """Reports what the manifest of a framework's checkpoint says, without looking at its files."""
+    return CheckpointReport(
+        folder=folder,
+        step=manifest.step,
+        id="",
+        chain=(),
+        ranks=len(manifest.payloads),
+        **_shared_fields(manifest),
+    )
+
+
+def _shared_fields(manifest: Manifest | DirectoryManifest) -> dict[str, Any]:
+    return {
+        "created": manifest.created,
+        "scheme": manifest.scheme,
+        "depth": manifest.depth,
+        "raw_bytes": manifest.raw_bytes,
+        "stored_bytes": manifest.stored_bytes,
+        "metrics": dict(manifest.metrics),
+        "lossy_restores": manifest.lossy_restores,
+        "loss": manifest.loss,
+        "note": manifest.note,
+        "files": tuple((payload.name, payload.size, payload.digest) for payload in manifest.payloads),
+    }
 
 
 def store_report(
@@ -131,117 +167,33 @@ def store_report(
     forgotten: Collection[int] = frozenset(),
     broken: Iterable[tuple[str, str]] = (),
 ) -> StoreReport:
-    """A store, from its manifests in any order."""
-    rows = sorted(manifests, key=lambda one: one.step)
-    return StoreReport(
-        where, tuple(checkpoint_report(one, forgotten=one.step in forgotten) for one in rows), tuple(broken)
-    )
+    """Reports a store from its manifests, given in any order."""
+    rising = sorted(manifests, key=lambda manifest: manifest.step)
+    reports = (checkpoint_report(manifest, forgotten=manifest.step in forgotten) for manifest in rising)
+    return StoreReport(where, tuple(reports), tuple(broken))
+
+
+def run_report(root: Path) -> StoreReport:
+    """Reports every checkpoint below a directory, or the one checkpoint that the directory is."""
+    reports, broken = [], []
+    for directory in find_checkpoints(root):
+        folder = directory.relative_to(root).as_posix() if directory != root else directory.name
+        try:
+            reports.append(directory_report(read_directory_manifest(directory), folder))
+        except ShrinkpointError as error:
+            broken.append((error.where, error.found))
+    return StoreReport(str(root), tuple(reports), tuple(broken), is_run=True)
+
+
+def _loss_json(loss: JSON) -> dict[str, Any]:
+    """The relative increase of the loss, and whether it was measured."""
+    increase = LossIncrease.from_loss(loss)
+    return {"rise": increase.value, "measured": increase.is_measured}
+
+
+def _files_json(files: Iterable[tuple[str, int, str]]) -> list[dict[str, Any]]:
+    return [{"name": name, "bytes": size, "digest": digest} for name, size, digest in files]
 
 
 def _ratio(raw: int, stored: int) -> float | None:
     return raw / stored if raw and stored else None
-
-
-@dataclass(frozen=True)
-class DirectoryReport:
-    """One checkpoint, from its manifest.
-
-    Attributes:
-        folder: its path, relative to the run's.
-        step: the training step it was saved at; None: nobody said.
-        created: UTC, ISO 8601.
-        scheme: which scheme wrote it.
-        depth: deltas above the keyframe, of the rank that has most.
-        ranks: how many wrote it.
-        raw_bytes: bytes of the tensors of the state.
-        stored_bytes: bytes of its own payloads, without the links to what they stand on.
-        metrics, lossy_restores, loss, note: as in `CheckpointReport`.
-        files: (name, bytes, header digest) of its payloads.
-    """
-
-    folder: str
-    step: int | None
-    created: str
-    scheme: str
-    depth: int
-    ranks: int
-    raw_bytes: int
-    stored_bytes: int
-    metrics: dict[str, float] = field(default_factory=dict)
-    lossy_restores: int = 0
-    loss: JSON = None
-    note: str = ""
-    files: tuple[tuple[str, int, str], ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
-        files = [{"name": name, "bytes": size, "digest": digest} for name, size, digest in self.files]
-        ratio = self.raw_bytes / self.stored_bytes if self.raw_bytes and self.stored_bytes else None
-        return {**asdict(self), "ratio": ratio, **rise_json(self.loss), "files": files}
-
-
-@dataclass(frozen=True)
-class RunReport:
-    """Every checkpoint below a directory.
-
-    Attributes:
-        where: its path.
-        checkpoints: in the order of the numbers in their names.
-        broken: (place, reason) of every manifest that cannot be read.
-    """
-
-    where: str
-    checkpoints: tuple[DirectoryReport, ...]
-    broken: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def raw_bytes(self) -> int:
-        return sum(one.raw_bytes for one in self.checkpoints)
-
-    @property
-    def stored_bytes(self) -> int:
-        return sum(one.stored_bytes for one in self.checkpoints)
-
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object; what a scheme lost is left to the single checkpoint."""
-        rows = [{name: x for name, x in one.to_json().items() if name != "loss"} for one in self.checkpoints]
-        broken = [{"where": where, "found": found} for where, found in self.broken]
-        return {
-            "where": self.where,
-            "checkpoints": rows,
-            "broken": broken,
-            "raw_bytes": self.raw_bytes,
-            "stored_bytes": self.stored_bytes,
-        }
-
-
-def run_report(root: Path) -> RunReport:
-    """All that is below a directory, or the checkpoint that it is."""
-    rows, broken = [], []
-    for folder in find_checkpoints(root):
-        name = folder.relative_to(root).as_posix() if folder != root else folder.name
-        try:
-            rows.append(directory_report(read_directory_manifest(folder), name))
-        except ShrinkpointError as error:
-            broken.append((error.where, error.found))
-    return RunReport(str(root), tuple(rows), tuple(broken))
-
-
-def directory_report(manifest: DirectoryManifest, name: str) -> DirectoryReport:
-    """What a manifest says, and nothing that needs a look at its files."""
-    files = tuple((one.name, one.size, one.digest) for one in manifest.payloads)
-    return DirectoryReport(
-        name,
-        manifest.step,
-        manifest.created,
-        manifest.scheme,
-        manifest.depth,
-        len(files),
-        manifest.raw_bytes,
-        manifest.stored_bytes,
-        dict(manifest.metrics),
-        manifest.lossy_restores,
-        manifest.loss,
-        manifest.note,
-        files,
-    )
