@@ -1,6 +1,6 @@
-"""WHAT OTHERS WROTE: torch and safetensors files, directories of DCP and of frameworks, whole runs; in and out.
+"""Conversion of checkpoints that others wrote: torch and safetensors files, directories of DCP and of frameworks, runs.
 
-`run.find` says what there is at a path, `into.Importer` puts it into a store one checkpoint at a time, `back.write`
-writes
-one as it was. No framework is imported, and nothing that a file holds is run.
+`discover.discover` finds what a path holds, `import_.Importer` puts it into a store one checkpoint at a time,
+`export.write_checkpoint` writes a checkpoint in the form that it had, or in another one. No framework is imported, and
+nothing that a file holds is run.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints that this library wrote, as sources of a conversion back."""
+"""Checkpoints of this library as sources of a conversion back: stores, single files, directories of frameworks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shrinkpoint.convert import framework_layouts
+from shrinkpoint.convert import framework_layouts, safetensors_file
 from shrinkpoint.convert.directory import is_ours
 from shrinkpoint.convert.source import (
     SOURCE_KEY,
@@ -25,15 +25,13 @@ from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.single_file import load
 from shrinkpoint.tensors.flatten import unflatten
 
-_STEP_DIR_PATTERN, _PAYLOAD_PATTERN = (
-    re.compile("step-[0-9]{9,15}"),
-    re.compile(r"rank-[0-9]{5}(\.[0-9]+)?\.safetensors"),
-)
+_STEP_DIR_PATTERN = re.compile("step-[0-9]{9,15}")
+_PAYLOAD_PATTERN = re.compile(r"rank-[0-9]{5}(\.[0-9]+)?\.safetensors")
 
 
 @dataclass(frozen=True)
 class StoreCheckpoint(SourceCheckpoint):
-    """A checkpoint of a store; `path` is that of the store."""
+    """A checkpoint of a store; `path` is the store's."""
 
     @property
     def name(self) -> str:
@@ -53,7 +51,7 @@ class StoreCheckpoint(SourceCheckpoint):
 
 @dataclass(frozen=True)
 class BrokenNativeCheckpoint(BrokenCheckpoint):
-    """One of a store or a run of ours whose manifest cannot be read."""
+    """A checkpoint of a store or of a framework's run whose manifest cannot be read."""
 
     @property
     def is_ours(self) -> bool:
@@ -62,7 +60,7 @@ class BrokenNativeCheckpoint(BrokenCheckpoint):
 
 @dataclass(frozen=True)
 class NativeFile(SourceCheckpoint):
-    """A single file."""
+    """A single file that `shrinkpoint.save` or `convert` wrote."""
 
     @property
     def is_ours(self) -> bool:
@@ -74,7 +72,7 @@ class NativeFile(SourceCheckpoint):
 
 @dataclass(frozen=True)
 class NativeDirectory(SourceCheckpoint):
-    """A directory that a framework's integration wrote; its chain's files are in it."""
+    """A directory that a framework's integration wrote, with the files of its chain in it."""
 
     @property
     def is_ours(self) -> bool:
@@ -100,25 +98,27 @@ class NativeDirectory(SourceCheckpoint):
 
 
 def is_store(path: Path) -> bool:
-    """Whether a directory has a checkpoint as a store keeps it."""
-    return any(_STEP_DIR_PATTERN.fullmatch(one.name) and (one / "manifest.json").is_file() for one in path.iterdir())
+    """Whether a directory holds a checkpoint of a store."""
+    return any(
+        _STEP_DIR_PATTERN.fullmatch(child.name) and (child / "manifest.json").is_file() for child in path.iterdir()
+    )
 
 
 def is_new_store(path: Path) -> bool:
-    """Whether a directory is empty, or has no more in it than what a store's first save leaves when it is killed."""
-    steps = [one for one in path.iterdir() if not one.name.startswith(RESERVED)]
+    """Whether a directory is empty, or holds only what the first save of a store leaves when it is killed."""
+    steps = [child for child in path.iterdir() if not child.name.startswith(RESERVED)]
     return all(_STEP_DIR_PATTERN.fullmatch(step.name) and step.is_dir() for step in steps) and all(
-        one.name.startswith(RESERVED) or _PAYLOAD_PATTERN.fullmatch(one.name)
+        file.name.startswith(RESERVED) or _PAYLOAD_PATTERN.fullmatch(file.name)
         for step in steps
-        for one in step.iterdir()
+        for file in step.iterdir()
     )
 
 
 def store_checkpoints(path: Path) -> Iterator[SourceCheckpoint]:
-    """The checkpoints of a store, those whose manifest cannot be read included.
+    """Yields the checkpoints of a store, also those whose manifest cannot be read.
 
     Raises:
-        NotFoundError: there is none that is not forgotten.
+        NotFoundError: there is none, or all are forgotten.
     """
     listing = Store(path).scan()
     if not listing.visible and not listing.broken:
@@ -128,16 +128,14 @@ def store_checkpoints(path: Path) -> Iterator[SourceCheckpoint]:
 
 
 def native_checkpoint_at(path: Path) -> SourceCheckpoint | None:
-    """The checkpoint of ours that a file or a directory is, if it is one."""
+    """The checkpoint that a file or a directory is, if this library wrote it; else None."""
     if path.is_dir():
         try:
             return NativeDirectory(_directory_step(path), path) if is_ours(path) else None
         except ShrinkpointError as error:
             return BrokenNativeCheckpoint(step_from_name(path.name) or 0, path, error)
-    from shrinkpoint.convert import safetensors_file
-
-    ours = path.suffix == ".safetensors" and safetensors_file.is_ours(path)
-    return NativeFile(step_from_name(path.name) or 0, path) if ours else None
+    is_native = path.suffix == ".safetensors" and safetensors_file.is_ours(path)
+    return NativeFile(step_from_name(path.name) or 0, path) if is_native else None
 
 
 def _directory_step(path: Path) -> int:

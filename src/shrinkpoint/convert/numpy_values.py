@@ -1,7 +1,7 @@
 """numpy values in a torch file, rebuilt without numpy's own unpickling.
 
-`torch.load(weights_only=True)` refuses numpy. What it may call in place of numpy's functions is given here: each checks
-its arguments, so that no state of an array or a dtype from a file reaches numpy unchecked.
+`torch.load(weights_only=True)` refuses numpy. This module has what it calls instead of numpy's functions: each of them
+checks its arguments, so that no state of an array or a dtype from a file reaches numpy unchecked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shrinkpoint.tensors.dtypes import numpy_to_torch_dtype
 
 
 class TooManyValuesError(ValueError):
-    """A nest of too many values."""
+    """Raised for a nest of too many values."""
 
 
 class NumpyDtypeStub:
@@ -34,10 +34,10 @@ class NumpyDtypeStub:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype.
+        """The numpy dtype.
 
         Raises:
-            ValueError: one that cannot be stored: objects, text, dates, records.
+            ValueError: it cannot be stored: objects, text, dates, records.
         """
         dtype = np.dtype(self._code)
         if numpy_to_torch_dtype(dtype) is None:
@@ -46,18 +46,23 @@ class NumpyDtypeStub:
 
 
 class NumpyArrayStub:
-    """Stands for `numpy.ndarray` until the file has been read."""
+    """Stands for `numpy.ndarray` until the file has been read.
+
+    Attributes:
+        value: the array.
+    """
 
     def __init__(self) -> None:
         self.value: np.ndarray[Any, Any] = np.empty(0)
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, fortran, data = state
-        real = dtype.dtype
-        if not all(type(size) is int and size >= 0 for size in shape) or math.prod(shape) * real.itemsize != len(data):
+        numpy_dtype = dtype.dtype
+        if not all(type(size) is int and size >= 0 for size in shape) or math.prod(shape) * numpy_dtype.itemsize != len(
+            data
+        ):
             raise ValueError(f"a numpy array of shape {shape!r:.80} in {len(data)} bytes")
-        row = np.frombuffer(bytearray(data), real)
-        self.value = row.reshape(shape, order="F" if fortran else "C")
+        self.value = np.frombuffer(bytearray(data), numpy_dtype).reshape(shape, order="F" if fortran else "C")
 
 
 def reconstruct_array(array_type: Any, shape: Any, code: Any) -> NumpyArrayStub:
@@ -69,15 +74,15 @@ def reconstruct_array(array_type: Any, shape: Any, code: Any) -> NumpyArrayStub:
 
 def reconstruct_scalar(dtype: Any, data: Any) -> np.generic:
     """Stands for `numpy.core.multiarray.scalar`."""
-    real = dtype.dtype
-    if not isinstance(data, bytes) or len(data) != real.itemsize:
-        raise ValueError(f"a numpy scalar of {real} in {data!r:.40}")
-    value: np.generic = np.frombuffer(data, real)[0]
+    numpy_dtype = dtype.dtype
+    if not isinstance(data, bytes) or len(data) != numpy_dtype.itemsize:
+        raise ValueError(f"a numpy scalar of {numpy_dtype} in {data!r:.40}")
+    value: np.generic = np.frombuffer(data, numpy_dtype)[0]
     return value
 
 
 def empty_bytes(*args: Any) -> bytes:
-    """Stands for `bytes`, which old pickles call to make an empty one, as of an array without a value."""
+    """Stands for `bytes`, which old pickles call for an empty one, such as that of an array without values."""
     if args:
         raise ValueError("bytes made of something else")
     return b""
@@ -96,21 +101,20 @@ _STUBS: list[Any] = [
 
 @contextmanager
 def allow_numpy_stubs() -> Iterator[None]:
-    """Inside this block `torch.load(weights_only=True)` takes the stand-ins; `settled` makes arrays of them."""
+    """Lets `torch.load(weights_only=True)` make stubs inside the block; `replace_stubs` turns them into arrays."""
     with torch.serialization.safe_globals(_STUBS):
         yield
 
 
 def replace_stubs(value: Any, max_values: int) -> Any:
-    """The nest with arrays in the place of their stand-ins; what holds none stays the very object it was.
+    """Replaces the stubs in a nest by their arrays; a container without stubs stays the same object.
 
     Args:
-        max_values: values that it may have. A nest that holds one list many times, and that one another, is small in
-            a file
-            and endless to whoever walks through it.
+        max_values: values that the nest may have. A list of references to one list, nested several times, is small in a
+            file and takes exponential time to walk through.
 
     Raises:
-        EndlessError: it has more.
+        TooManyValuesError: the nest has more values.
     """
     return _StubReplacer(max_values).replace(value, frozenset())
 
@@ -125,7 +129,7 @@ class _StubReplacer:
             raise TooManyValuesError("a nest of more values than its file has bytes")
         if isinstance(value, NumpyArrayStub):
             return value.value
-        if id(value) in ancestor_ids:  # a nest that contains itself; whoever stores it says so
+        if id(value) in ancestor_ids:  # a nest that contains itself: `flatten` refuses it with a message
             return value
         if isinstance(value, dict | list):
             pairs = list(value.items() if isinstance(value, dict) else enumerate(value))

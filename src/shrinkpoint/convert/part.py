@@ -1,4 +1,4 @@
-"""One file of a checkpoint that others wrote, or several that belong together, once it has been read."""
+"""Content of one file of a foreign checkpoint, or of several that belong together; paths and errors of such files."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from shrinkpoint.errors import CorruptError, StorageError
 from shrinkpoint.storage import storage_error
 
 TENSOR_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
-"""How files of tensors end."""
+"""Suffixes of files of tensors."""
 _SEPARATORS = "\0\\:" if os.name == "nt" else "\0"
 
 
 @dataclass(frozen=True)
 class Part:
-    """What was read, and what its form needs beside that to write it again.
+    """The content of a file or a directory, and what its form needs besides to write it again.
 
     Attributes:
-        form: "torch", "safetensors", "sharded", "dcp", "bytes" or "folder"; see docs/convert.md.
+        form: "torch", "safetensors", "sharded", "dcp", "bytes" or "folder"; docs/convert.md explains each.
         content: any nest that a state may hold.
-        info: plain data.
+        info: plain data that goes with the form, such as the metadata of a safetensors file.
     """
 
     form: str
@@ -31,25 +31,25 @@ class Part:
 
     @property
     def description(self) -> dict[str, Any]:
-        """The form and the facts as one piece of plain data."""
+        """The form and its info as one dict of plain data, as it is stored."""
         return {"form": self.form, **self.info}
 
 
 def safe_join(directory: Path, name: object, where: str) -> Path:
-    """The path of a file that a document names, which has to lie in `directory`: documents come from anybody.
+    """The path of a file in `directory` that an untrusted document names.
 
     Raises:
-        CorruptError: the name is absolute, leads out of the folder, or is no name at all.
+        CorruptError: the name is absolute, leads out of the directory, or is no name at all.
     """
-    parts = name.split("/") if isinstance(name, str) else []
-    if not parts or not all(_is_file_name(part) for part in parts):
+    segments = name.split("/") if isinstance(name, str) else []
+    if not segments or not all(_is_file_name(segment) for segment in segments):
         expected, do = "a relative path that stays in the directory", "do not use this checkpoint"
         raise CorruptError(where, found=f"the file name {name!r:.120}", expected=expected, do=do)
-    return directory.joinpath(*parts)
+    return directory.joinpath(*segments)
 
 
 def _is_file_name(name: str) -> bool:
-    """Whether it is the name of something in a directory, for this operating system."""
+    """Whether this operating system takes `name` as that of an entry of a directory."""
     try:
         os.fsencode(name)
     except UnicodeEncodeError:
@@ -58,7 +58,7 @@ def _is_file_name(name: str) -> bool:
 
 
 def read_bytes(path: Path) -> bytes:
-    """All bytes of a file.
+    """Reads a whole file.
 
     Raises:
         StorageError: reading failed.
@@ -70,11 +70,12 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_error(path: Path, error: OSError) -> StorageError:
+    """The error to raise when reading a file failed."""
     return storage_error(str(path), "reading", error)
 
 
 def write_error(path: Path, error: BaseException | None) -> StorageError | None:
-    """What the disk said while torch wrote, which says something of its own then; None: it was not the disk."""
+    """The operating system's error among the causes of an error of torch while writing; None: there is none."""
     while error is not None:
         if isinstance(error, OSError):
             return storage_error(str(path), "writing", error)

@@ -1,4 +1,4 @@
-"""safetensors files that others wrote."""
+"""Reads and writes safetensors files of others."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _OS_ERROR_PATTERN = re.compile(r"\(os error (\d{1,5})\)")
 
 
 def read(path: Path) -> Part:
-    """Its tensors by name, as views of the mapped file, and its metadata.
+    """Reads the tensors by name, as views of the mapped file, and the metadata.
 
-    The order is that of the names, numbers taken as numbers: safetensors keeps none, and this is the nearest to that
-    of a model.
+    The tensors are sorted by name with numbers compared as numbers, which is close to the order of a model: safetensors
+    keeps no order.
 
     Raises:
-        FormatError: it is cut, or damaged, or no safetensors file.
+        FormatError: it is cut, damaged, or no safetensors file.
         StorageError: reading failed.
     """
     try:
@@ -42,7 +42,7 @@ def read(path: Path) -> Part:
 
 
 def metadata(path: Path) -> Mapping[str, str]:
-    """What the header says beside the tensors; nothing where it cannot be read."""
+    """The metadata of the header; empty where it cannot be read."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return dict(file.metadata() or {})
@@ -56,14 +56,19 @@ def is_ours(path: Path) -> bool:
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor], info: Mapping[str, Any]) -> None:
-    """Raises `PolicyError` for what safetensors cannot hold."""
+    """Writes tensors with the metadata of `info`.
+
+    Raises:
+        PolicyError: safetensors cannot hold the state.
+        StorageError: writing failed.
+    """
     rows: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
+    storage_pointers: set[int] = set()
     for name, tensor in tensors.items():
         if type(name) is not str or not isinstance(tensor, torch.Tensor):
             found, do = f"{type(tensor).__name__} under the key {name!r:.80}", "write a torch file"
             raise PolicyError(str(path), found=found, expected="tensors by name", do=do)
-        rows[name] = copy_if_shared(tensor, seen)
+        rows[name] = copy_if_shared(tensor, storage_pointers)
     try:
         save_file(rows, path, info.get("metadata"))
     except OSError as error:
@@ -71,21 +76,24 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], info: Mapping[str, An
     except (SafetensorError, RuntimeError, ValueError, TypeError, KeyError) as error:
         number = _OS_ERROR_PATTERN.search(str(error))
         if number:
-            refused = OSError(int(number[1]), os.strerror(int(number[1])))
-            raise storage_error(str(path), "writing", refused) from error
-        do = "write a torch file"
-        raise PolicyError(
-            str(path), found=f"a state that safetensors does not take ({error})", expected="its dtypes", do=do
-        ) from error
+            disk_error = OSError(int(number[1]), os.strerror(int(number[1])))
+            raise storage_error(str(path), "writing", disk_error) from error
+        found = f"a state that safetensors does not take ({error})"
+        raise PolicyError(str(path), found=found, expected="its dtypes", do="write a torch file") from error
 
 
 def copy_if_shared(tensor: torch.Tensor, storage_pointers: set[int]) -> torch.Tensor:
-    """The tensor itself, contiguous, or a copy if its memory is not its own: safetensors does not share."""
+    """The tensor itself if it is contiguous and alone in its memory, else a copy: safetensors shares no memory.
+
+    Args:
+        storage_pointers: addresses of the memory of previous tensors; that of this tensor is added.
+    """
     tensor = tensor.detach()
     storage = tensor.untyped_storage()
-    whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes and storage.data_ptr() not in storage_pointers
+    fills_storage = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes
+    is_alone = fills_storage and storage.data_ptr() not in storage_pointers
     storage_pointers.add(storage.data_ptr())
-    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+    return tensor if is_alone else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _format_error(path: Path, error: Exception) -> FormatError:

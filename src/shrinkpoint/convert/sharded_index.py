@@ -1,4 +1,4 @@
-"""A model in several files, with an index that maps each tensor to its file."""
+"""Reads and writes a model in several files, with an index that maps each tensor to its file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_INDEX_BYTES = 64 << 20
 
 
 def is_index(path: Path) -> bool:
-    """By its name: `model.safetensors.index.json`, `pytorch_model.bin.index.json`."""
+    """Whether a file is an index by its name: `model.safetensors.index.json`, `pytorch_model.bin.index.json`."""
     return path.name.endswith(INDEX_SUFFIX) and Path(path.name.removesuffix(INDEX_SUFFIX)).suffix in (
         ".safetensors",
         ".bin",
@@ -23,44 +23,44 @@ def is_index(path: Path) -> bool:
 
 
 def shard_files(path: Path) -> list[Path]:
-    """The files an index names, in order.
+    """The files that an index names, sorted by name.
 
     Raises:
-        CorruptError: it is no index, or names a file outside its directory.
+        CorruptError: the file is no index, or names a file outside its directory.
     """
     return [safe_join(path.parent, name, str(path)) for name in sorted(set(_weight_map(path).values()))]
 
 
 def read(path: Path) -> Part:
-    """The tensors of all shards by name.
+    """Reads the tensors of all shards by name.
 
     Args:
-        path: of the index.
+        path: the index.
 
     Raises:
         NotFoundError: a shard is missing.
         CorruptError: index and shards contradict each other.
         StateError, FormatError: a shard cannot be read.
     """
-    wanted = _weight_map(path)
+    weight_map = _weight_map(path)
     content: dict[str, Any] = {}
     files: dict[str, Any] = {}
-    of = "safetensors" if path.name.endswith(".safetensors" + INDEX_SUFFIX) else "torch"
+    form = "safetensors" if path.name.endswith(".safetensors" + INDEX_SUFFIX) else "torch"
     for shard in shard_files(path):
-        part = _read_shard(path, shard, of)
+        part = _read_shard(path, shard, form)
         for name in part.content:
             if name in content:
                 raise _index_error(path, f"the tensor {name!r:.120} in two shards", "each in one")
         content.update(part.content)
         files[shard.relative_to(path.parent).as_posix()] = {**part.info, "names": list(part.content)}
-    for name, shard_name in wanted.items():
+    for name, shard_name in weight_map.items():
         if name not in files[shard_name]["names"]:
             raise _index_error(path, f"no tensor {name!r:.120} in {shard_name}", "what the index says")
-    return Part("sharded", content, {"of": of, "files": files, "index": read_bytes(path)})
+    return Part("sharded", content, {"of": form, "files": files, "index": read_bytes(path)})
 
 
 def write(path: Path, content: dict[str, Any], info: dict[str, Any]) -> None:
-    """The shards and the index at `path`, as they were."""
+    """Writes the shards, and the index at `path`, as they were read."""
     for name, shard in info["files"].items():
         target = safe_join(path.parent, name, str(path))
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -92,10 +92,14 @@ def _weight_map(path: Path) -> dict[str, str]:
         document = json.loads(read_bytes(path))
     except (ValueError, RecursionError) as error:
         raise _index_error(path, f"no JSON ({error})", "an index") from error
-    found = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
+    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(name, str) for name in weight_map.values())
+    ):
         raise _index_error(path, "no weight_map", "the file of each tensor, by its name")
-    return found
+    return weight_map
 
 
 def _index_error(path: Path, found: str, expected: str) -> CorruptError:

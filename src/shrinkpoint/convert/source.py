@@ -21,32 +21,34 @@ _EPOCH_LABELS = ("epoch", "ep")
 
 
 def step_from_name(name: str) -> int | None:
-    """The step that a name says; an epoch counts where nothing else does.
+    """Reads the training step from a file name; an epoch counts if the name has nothing else. None: it has no step.
 
-    >>> [step_from_name(n) for n in ("checkpoint-500", "epoch=0-step=10.ckpt", "model_epoch_8.pth", "step_000100.pt", "ck100")]
+    >>> names = "checkpoint-500", "epoch=0-step=10.ckpt", "model_epoch_8.pth", "step_000100.pt", "ck100"
+    >>> [step_from_name(name) for name in names]
     [500, 10, 8, 100, None]
-    >>> [step_from_name(n) for n in ("global_step7", "model-00001-of-00002.safetensors", "iter=0040", "12", "last.ckpt")]
+    >>> names = "global_step7", "model-00001-of-00002.safetensors", "iter=0040", "12", "last.ckpt"
+    >>> [step_from_name(name) for name in names]
     [7, None, 40, 12, None]
     """
     if name.isdecimal():
         return int(name) if len(name) <= 15 else None
-    found = [(label.lower(), int(digits)) for label, digits in _STEP_PATTERN.findall(name)]
-    steps = [number for label, number in found if label not in _EPOCH_LABELS]
-    epochs = [number for label, number in found if label in _EPOCH_LABELS]
+    numbers = [(label.lower(), int(digits)) for label, digits in _STEP_PATTERN.findall(name)]
+    steps = [number for label, number in numbers if label not in _EPOCH_LABELS]
+    epochs = [number for label, number in numbers if label in _EPOCH_LABELS]
     return next(iter([*steps, *epochs]), None)
 
 
 SOURCE_KEY, STATE_KEY = "source", "state"
-"""The two keys of the state of a converted checkpoint: what it was, and what was in it."""
+"""The two keys of the state of a converted checkpoint: its origin, and its content."""
 
 
 @dataclass(frozen=True)
 class SourceCheckpoint:
-    """A file or a directory that others wrote.
+    """A checkpoint that is a file or a directory which others wrote; nothing of it has been read yet.
 
     Attributes:
-        step: its place in a run.
-        path: of the file or the directory.
+        step: the training step, by which the checkpoints of a run are ordered.
+        path: the file or the directory.
     """
 
     step: int
@@ -62,17 +64,19 @@ class SourceCheckpoint:
 
     @property
     def nbytes(self) -> int:
-        """Room that it takes on the disk."""
+        """Bytes that it takes on the disk."""
         return disk_bytes(directory.list_files(self.path) if self.path.is_dir() else [self.path])
 
     def read(self, *, opaque: bool = False) -> dict[str, Any]:
-        """{"source": what it was, "state": what is in it}; tensors are views of mapped files where that is possible.
+        """Reads the checkpoint as {"source": its origin, "state": its content}.
+
+        Tensors are views of mapped files where that is possible.
 
         Args:
-            opaque: see `folder.read`.
+            opaque: take files that cannot be read without running them as their bytes, however large.
 
         Raises:
-            StateError: something in it is neither a tensor nor a plain value. Nothing has been run.
+            StateError: it holds something that is neither a tensor nor a plain value. Nothing has been run.
             NotFoundError: a part of it is missing.
             FormatError: a file is damaged.
             StorageError: reading failed.
@@ -83,7 +87,11 @@ class SourceCheckpoint:
 
 @dataclass(frozen=True)
 class BrokenCheckpoint(SourceCheckpoint):
-    """One that is seen to be damaged before it is read; reading it raises `error`, choosing others does not."""
+    """A checkpoint whose damage is known before it is read; reading it raises `error`, reading others of its run works.
+
+    Attributes:
+        error: what is wrong with it.
+    """
 
     error: ShrinkpointError
 
@@ -92,17 +100,17 @@ class BrokenCheckpoint(SourceCheckpoint):
 
 
 def origin_info(state: Any) -> dict[str, Any] | None:
-    """What a state was before it was converted; None: it never was."""
+    """The origin of a converted state: its form, its name and what the form needs. None: it was not converted."""
     if not isinstance(state, dict) or state.keys() != {SOURCE_KEY, STATE_KEY}:
         return None
-    said = state[SOURCE_KEY]
-    return said if isinstance(said, dict) and {"form", "name"} <= said.keys() else None
+    info = state[SOURCE_KEY]
+    return info if isinstance(info, dict) and {"form", "name"} <= info.keys() else None
 
 
 def disk_bytes(files: Iterable[Path]) -> int:
-    """Bytes of files, each once however many names it has."""
-    found = {(stat.st_dev, stat.st_ino): stat.st_size for stat in map(os.stat, files)}
-    return sum(found.values())
+    """Bytes of files; a file with several names (hard links) counts once."""
+    sizes = {(stat.st_dev, stat.st_ino): stat.st_size for stat in map(os.stat, files)}
+    return sum(sizes.values())
 
 
 def _read_file(path: Path) -> Part:

@@ -16,8 +16,9 @@ from shrinkpoint.convert.part import Part, read_error, write_error
 from shrinkpoint.errors import CorruptError, FormatError, StateError, TruncatedError
 
 _MAX_EXTRA_VALUES = 1 << 20
-"""Values that a file may have beyond one for each of its bytes: a small shared list may well stand in many places."""
-_ZIP_MAGIC, _LEGACY_MAGIC = b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""Values that a file may have beyond one for each of its bytes: it may refer to a small list many times."""
+_ZIP_MAGIC = b"PK\x03\x04"
+_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _GLOBAL_PATTERN = re.compile(r"(?:GLOBAL|instance of class|class) `?([\w.]+)")
 _REASON_PATTERN = re.compile(r"WeightsUnpickler error:\s*(\S.*)")
 _EXPECTED = "tensors, numpy values and plain Python values, as torch.load(weights_only=True) takes them"
@@ -28,7 +29,7 @@ _ADVICE = (
 
 
 def is_torch_file(path: Path) -> bool:
-    """Whether a file begins as one of `torch.save` does, of today (a zip file) or of before torch 1.6."""
+    """Whether a file begins like one of `torch.save`: a zip file, or the format from before torch 1.6."""
     try:
         with path.open("rb") as file:
             head = file.read(256)
@@ -40,45 +41,45 @@ def is_torch_file(path: Path) -> bool:
 
 
 def read(path: Path) -> Part:
-    """What a file holds; its tensors are views of the mapped file, and on the CPU.
+    """Reads a torch file; its tensors are on the CPU, as views of the mapped file.
 
     Raises:
         StateError: it needs something that is neither a tensor nor a plain value. Nothing of it has been run.
-        FormatError: it is cut, or damaged, or no file of `torch.save`.
+        FormatError: it is cut, damaged, or no file of `torch.save`.
         StorageError: reading failed.
     """
     return Part("torch", load_plain(path, str(path)))
 
 
 def load_plain(file: Path | IO[bytes], where: str) -> Any:
-    """`torch.load` with `weights_only=True`, and numpy values; raises as `read` does."""
+    """Calls `torch.load(weights_only=True)`, which here also takes numpy values; raises as `read` does."""
     try:
         mapped = isinstance(file, Path) and _is_zip(file)
         with warnings.catch_warnings(), numpy_values.allow_numpy_stubs():
             warnings.simplefilter("ignore")  # of complex32, of files of old releases
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-        return numpy_values.replace_stubs(found, _MAX_EXTRA_VALUES + _size(file))
-    except Exception as error:  # from damaged bytes, torch raises whatever comes
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+        return numpy_values.replace_stubs(content, _MAX_EXTRA_VALUES + _size(file))
+    except Exception as error:  # torch raises errors of many types for damaged bytes
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise read_error(Path(where), error) from error
         raise _load_error(file, where, error) from error
 
 
 def write(path: Path, content: Any) -> None:
-    """`torch.save`.
+    """Writes a file with `torch.save`.
 
     Raises:
         StorageError: writing failed.
     """
     try:
-        with warnings.catch_warnings(), path.open("wb") as file:  # by a name, torch says nothing of a full disk
+        with warnings.catch_warnings(), path.open("wb") as file:  # given a path, torch does not report a full disk
             warnings.simplefilter("ignore")
             torch.save(content, file)
     except (RuntimeError, OSError) as error:
-        failed = write_error(path, error)
-        if failed is None:
+        disk_error = write_error(path, error)
+        if disk_error is None:
             raise
-        raise failed from error
+        raise disk_error from error
 
 
 def _size(file: Path | IO[bytes]) -> int:
@@ -92,9 +93,9 @@ def _is_zip(path: Path) -> bool:
 
 def _load_error(file: Path | IO[bytes], where: str, error: Exception) -> StateError | FormatError:
     text = str(error)
-    needs = _refused_globals(file, text)
-    if needs:
-        found = f"a pickle that needs {', '.join(needs)}, and reading it would run that"
+    globals_ = _refused_globals(file, text)
+    if globals_:
+        found = f"a pickle that needs {', '.join(globals_)}, and reading it would run that"
         return StateError(where, found=found, expected=_EXPECTED, do=_ADVICE)
     if "TorchScript archive" in text:
         return StateError(where, found="a TorchScript archive, which is a program", expected=_EXPECTED, do=_ADVICE)
@@ -105,13 +106,13 @@ def _load_error(file: Path | IO[bytes], where: str, error: Exception) -> StateEr
     if "central directory" in text or isinstance(error, EOFError):
         return TruncatedError(where, found="a torch file that is cut", expected="all of it", do="fetch it again")
     reason = _REASON_PATTERN.search(text)
-    said = reason[1] if reason else text.splitlines()[0] if text else type(error).__name__
-    found = f"no torch file that can be read ({said:.160})"
+    message = reason[1] if reason else text.splitlines()[0] if text else type(error).__name__
+    found = f"no torch file that can be read ({message:.160})"
     return CorruptError(where, found=found, expected="a file of torch.save", do="fetch it again")
 
 
 def _refused_globals(file: Path | IO[bytes], text: str) -> list[str]:
-    """The names that `weights_only` refuses: all of them where torch can tell, else the first."""
+    """The globals that `weights_only` refuses: up to eight where torch can list them, else the first."""
     if "weights_only" not in text.lower() and "weights only" not in text.lower() and "GLOBAL" not in text:
         return []
     try:
