@@ -1,7 +1,8 @@
-"""Directories of torch.distributed.checkpoint as nested states, read without running anything that is in them.
+"""Reads directories of torch.distributed.checkpoint as nested states, without running anything that is in them.
 
-The `.metadata` file is a pickle of a few plain classes. Here each of their names stands for an inert stub, any other
-name is refused, and the result is validated before it is used."""
+The `.metadata` file is a pickle of a few plain classes. Here each of these is unpickled as an inert stub, any other
+name is refused, and the result is validated before it is used.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +25,21 @@ from shrinkpoint.convert.part import Part, read_bytes, read_error, safe_join, wr
 from shrinkpoint.errors import CorruptError, NotFoundError, PolicyError, ShrinkpointError, TruncatedError
 from shrinkpoint.tensors.dtypes import DTYPE_NAMES, empty
 
+METADATA_FILE = ".metadata"
+
 MAX_METADATA_BYTES = 1 << 30
-"""Bytes of the largest `.metadata` that is read."""
+"""Largest `.metadata` that is read, in bytes."""
 
 NestPath = tuple[Any, ...]
+"""Keys of dicts (text) and indices of lists (int) that lead from the top of a nest to a value."""
 
 _MAX_PATH_KEYS = 128
-"""Keys of the longest path in a nest."""
+"""Length of the longest path in a nest."""
 
 
 @dataclass(frozen=True)
 class StorageEntry:
-    """Where bytes lie: `length` of them in `file`, from `offset` on."""
+    """The bytes of one saved item: `length` bytes of `file` from `offset` on."""
 
     file: str
     offset: int
@@ -44,7 +48,7 @@ class StorageEntry:
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """A box of a tensor, and the entry that holds it."""
+    """A box of a tensor, given by its offsets and sizes along each axis, and the entry that holds it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -53,7 +57,7 @@ class TensorChunk:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor in chunks."""
+    """A tensor that is saved in chunks."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -62,143 +66,79 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ParsedMetadata:
-    """What a directory holds, by the names that DCP gives it.
+    """The items of a directory by the names that DCP gives them.
 
     Attributes:
-        items: tensors, and plain values (their entry).
-        paths: where in the nest each stands; a name that is missing stands at the top.
+        items: tensors, and the entries of plain values.
+        paths: path of each item in the nest.
     """
 
     items: Mapping[str, TensorEntry | StorageEntry]
     paths: Mapping[str, NestPath]
 
 
-class Stub:
-    """Stands for a class of DCP: takes whatever state a pickle gives it."""
+def read_metadata(directory: Path) -> ParsedMetadata:
+    """Reads and validates the metadata of a directory.
 
-    state: Any = None  # pickles make objects without calling __init__
-
-    def __init__(self, *args: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def get(self, name: str) -> Any:
-        return self.state.get(name) if isinstance(self.state, dict) else None
-
-
-class StubIndex(Stub):
-    """MetadataIndex: a key of `storage_data`, so it must have its state before it is hashed, as pickles write it."""
-
-    def __hash__(self) -> int:
-        name = self.get("fqn")
-        return hash(name) if type(name) is str else 0
+    Raises:
+        CorruptError: the metadata needs what DCP does not write, or contradicts itself.
+        StorageError: reading failed.
+    """
+    path = directory / METADATA_FILE
+    if path.stat().st_size > MAX_METADATA_BYTES:
+        found, expected = f"{path.stat().st_size} bytes of metadata", f"at most {MAX_METADATA_BYTES}"
+        raise CorruptError(str(path), found=found, expected=expected, do="save it in several directories")
+    return parse_metadata(read_bytes(path), str(path))
 
 
-class StubTensorMetadata(Stub):
-    """TensorStorageMetadata."""
+def data_files(directory: Path, metadata: ParsedMetadata) -> list[Path]:
+    """The files of a directory that hold its items."""
+    names = {entry.file for item in metadata.items.values() for entry in _entries(item)}
+    return [safe_join(directory, name, str(directory / METADATA_FILE)) for name in sorted(names)]
 
 
-class StubBytesMetadata(Stub):
-    """BytesStorageMetadata."""
+def read(directory: Path, metadata: ParsedMetadata) -> Part:
+    """Reads every tensor, put together from its chunks, and every plain value, nested as they were saved.
+
+    Raises:
+        NotFoundError: a file is missing.
+        TruncatedError, CorruptError: a file is shorter than the metadata says, or holds something else.
+        StateError: a value is neither a tensor nor plain. Nothing of it has been run.
+    """
+    with _MappedFiles(directory) as files:
+        values = {name: _read_item(name, item, files) for name, item in metadata.items.items()}
+    return Part("dcp", _build_nest(values, metadata.paths, str(directory)))
 
 
-_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
-_SHARDED_MODULE = "torch.distributed._shard.sharded_tensor.metadata"
-_STUB_CLASSES: dict[tuple[str, str], Callable[..., Any]] = {
-    (_METADATA_MODULE, "Metadata"): Stub,
-    (_METADATA_MODULE, "MetadataIndex"): StubIndex,
-    (_METADATA_MODULE, "TensorStorageMetadata"): StubTensorMetadata,
-    (_METADATA_MODULE, "BytesStorageMetadata"): StubBytesMetadata,
-    (_METADATA_MODULE, "ChunkStorageMetadata"): Stub,
-    (_METADATA_MODULE, "StorageMeta"): Stub,
-    (_METADATA_MODULE, "TensorProperties"): Stub,
-    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): Stub,
-    (_SHARDED_MODULE, "TensorProperties"): Stub,
-    (_SHARDED_MODULE, "MEM_FORMAT_ENCODING"): Stub,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Stub,
-    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): Stub,
-    ("torch.serialization", "_get_layout"): Stub,
-    ("torch", "Size"): tuple,
-    ("collections", "OrderedDict"): dict,
-    ("pathlib", "PosixPath"): Stub,
-    ("pathlib", "WindowsPath"): Stub,
-    ("pathlib._local", "PosixPath"): Stub,
-    ("pathlib._local", "WindowsPath"): Stub,
-}
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
-_OPCODES = frozenset(
-    {
-        "PROTO",
-        "FRAME",
-        "STOP",
-        "MARK",
-        "POP",
-        "POP_MARK",
-        "MEMOIZE",
-        "NONE",
-        "NEWTRUE",
-        "NEWFALSE",
-        "INT",
-        "LONG",
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG1",
-        "LONG4",
-        "FLOAT",
-        "BINFLOAT",
-        "UNICODE",
-        "BINUNICODE",
-        "BINUNICODE8",
-        "SHORT_BINUNICODE",
-        "EMPTY_DICT",
-        "EMPTY_LIST",
-        "EMPTY_TUPLE",
-        "DICT",
-        "LIST",
-        "TUPLE",
-        "TUPLE1",
-        "TUPLE2",
-        "TUPLE3",
-        "APPEND",
-        "APPENDS",
-        "SETITEM",
-        "SETITEMS",
-        "GLOBAL",
-        "STACK_GLOBAL",
-        "REDUCE",
-        "NEWOBJ",
-        "BUILD",
-        "GET",
-        "BINGET",
-        "LONG_BINGET",
-        "PUT",
-        "BINPUT",
-        "LONG_BINPUT",
-    }
-)
+def write(directory: Path, content: Any) -> None:
+    """Writes a directory with `dcp.save`, in one process.
+
+    Raises:
+        PolicyError: DCP cannot save it.
+        StorageError: writing failed.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    if not isinstance(content, dict):
+        found, do = f"a state that is a {type(content).__name__}", "write a torch file"
+        raise PolicyError(str(directory), found=found, expected="a dict", do=do)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that there is no process group
+        try:
+            dcp.save(content, checkpoint_id=directory, no_dist=True)  # type: ignore[attr-defined]
+        except CheckpointException as error:
+            raise _save_error(directory, next(iter(error.failures.values()))[0]) from error
 
 
-class _StubUnpickler(pickle.Unpickler):
-    """One that knows the classes of DCP, as inert ones, and the dtypes of torch; and no other name."""
-
-    def __init__(self, data: bytes, where: str) -> None:
-        super().__init__(io.BytesIO(data))
-        self._where = where
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
-        if (module, name) not in _STUB_CLASSES:
-            found = f"a pickle that needs {module}.{name}, which would be run to read it"
-            _raise_corrupt(self._where, found, "the classes of torch.distributed.checkpoint, and no others")
-        return _STUB_CLASSES[module, name]
+def _save_error(directory: Path, cause: BaseException) -> ShrinkpointError:
+    found = f"a state that DCP does not take ({type(cause).__name__}: {cause!s:.160})"
+    policy_error = PolicyError(str(directory), found=found, expected="names of their own", do="write a torch file")
+    return write_error(directory, cause) or policy_error
 
 
 def parse_metadata(data: bytes, where: str) -> ParsedMetadata:
-    """Read a `.metadata`.
+    """Parses and validates the bytes of a `.metadata` file.
 
     Raises:
         CorruptError: it needs a class that DCP does not write, is damaged, or contradicts itself.
@@ -206,37 +146,35 @@ def parse_metadata(data: bytes, where: str) -> ParsedMetadata:
     try:
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name not in _OPCODES or ("PUT" in opcode.name and int(argument or 0) > len(data)):
-                _raise_corrupt(
-                    where, f"the opcode {opcode.name} {argument!r:.40}", "what pickling DCP's metadata writes"
-                )
+                found = f"the opcode {opcode.name} {argument!r:.40}"
+                _raise_corrupt(where, found, "what pickling DCP's metadata writes")
         return _Validator(_StubUnpickler(data, where).load(), where).validate()
     except CorruptError:
         raise
-    except Exception as error:  # pickle raises whatever comes
-        _raise_corrupt(
-            where, f"a pickle that cannot be read ({type(error).__name__}: {error!s:.120})", "DCP's metadata", error
-        )
+    except Exception as error:  # pickle raises errors of many types for damaged bytes
+        found = f"a pickle that cannot be read ({type(error).__name__}: {error!s:.120})"
+        _raise_corrupt(where, found, "DCP's metadata", error)
 
 
 class _Validator:
-    """The plain classes as a plan; nothing in them is believed."""
+    """Turns unpickled stubs into `ParsedMetadata`; checks the type and the range of every value."""
 
     def __init__(self, metadata: Any, where: str) -> None:
         self._where, self._metadata = where, metadata
 
     def validate(self) -> ParsedMetadata:
         names = self._dict("state_dict_metadata")
-        stored = {
+        entries = {
             self._index_key(index): self._storage_entry(info) for index, info in self._dict("storage_data").items()
         }
-        items = {self._check_name(name): self._check_item(name, said, stored) for name, said in names.items()}
+        items = {self._check_name(name): self._check_item(name, item, entries) for name, item in names.items()}
         return ParsedMetadata(items, self._nest_paths(items))
 
     def _dict(self, name: str) -> dict[Any, Any]:
-        found = self._metadata.get(name) if isinstance(self._metadata, Stub) else None
-        if not isinstance(found, dict):
+        value = self._metadata.get(name) if isinstance(self._metadata, Stub) else None
+        if not isinstance(value, dict):
             self._reject(f"no {name}", "a checkpoint of torch.distributed.checkpoint")
-        return found
+        return value
 
     def _check_name(self, name: Any) -> str:
         if type(name) is not str:
@@ -250,14 +188,14 @@ class _Validator:
         return self._check_name(index.get("fqn")), None if offset is None else self._check_sizes(offset)
 
     def _storage_entry(self, info: Any) -> StorageEntry:
-        found = [info.get(name) for name in ("relative_path", "offset", "length")] if isinstance(info, Stub) else []
-        if len(found) != 3 or type(found[0]) is not str or not all(_is_count(value) for value in found[1:]):
-            self._reject(f"the place {_short_repr(found)}", "a file, an offset and a length")
+        values = [info.get(name) for name in ("relative_path", "offset", "length")] if isinstance(info, Stub) else []
+        if len(values) != 3 or type(values[0]) is not str or not all(_is_count(value) for value in values[1:]):
+            self._reject(f"the place {_short_repr(values)}", "a file, an offset and a length")
         if info.get("transform_descriptors"):
             do = "load it with torch.distributed.checkpoint and save it again without the extension"
-            found_ = f"entries that went through {_short_repr(info.get('transform_descriptors'))}"
-            raise CorruptError(self._where, found=found_, expected="entries as torch.save writes them", do=do)
-        return StorageEntry(*found)
+            found = f"entries that went through {_short_repr(info.get('transform_descriptors'))}"
+            raise CorruptError(self._where, found=found, expected="entries as torch.save writes them", do=do)
+        return StorageEntry(*values)
 
     def _check_item(
         self, name: str, item_metadata: Any, entries: Mapping[tuple[str, Any], StorageEntry]
@@ -275,11 +213,12 @@ class _Validator:
         if not isinstance(chunks, list) or not all(isinstance(chunk, Stub) for chunk in chunks):
             self._reject(f"{name!r:.80} without chunks", "its chunks")
         boxes = [(self._check_sizes(chunk.get("offsets")), self._check_sizes(chunk.get("sizes"))) for chunk in chunks]
-        whole = TensorEntry(
-            dtype, shape, tuple(TensorChunk(a, b, self._find_entry(name, a, entries)) for a, b in boxes)
+        tensor_chunks = (
+            TensorChunk(offsets, sizes, self._find_entry(name, offsets, entries)) for offsets, sizes in boxes
         )
-        self._check_coverage(name, whole)
-        return whole
+        tensor = TensorEntry(dtype, shape, tuple(tensor_chunks))
+        self._check_coverage(name, tensor)
+        return tensor
 
     def _find_entry(self, name: str, offset: Any, entries: Mapping[tuple[str, Any], StorageEntry]) -> StorageEntry:
         entry = entries.get((name, offset))
@@ -288,22 +227,22 @@ class _Validator:
         return entry
 
     def _check_coverage(self, name: str, tensor: TensorEntry) -> None:
-        """Chunks must cover the tensor once, and its size must not be more than their files can hold."""
+        """Rejects chunks that do not cover the tensor exactly once, or that are larger than their entries."""
         count = math.prod(tensor.shape)
-        inside = all(
+        fits = all(
             len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape)
             and all(a + b <= size for a, b, size in zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True))
             for chunk in tensor.chunks
         )
         chunks = [chunk for chunk in tensor.chunks if math.prod(chunk.sizes)]
-        if not inside or sum(math.prod(chunk.sizes) for chunk in chunks) != count or _any_overlap(chunks):
+        if not fits or sum(math.prod(chunk.sizes) for chunk in chunks) != count or _any_overlap(chunks):
             self._reject(f"{name!r:.80} in chunks that do not make up {list(tensor.shape)}", "each value once")
         if count * tensor.dtype.itemsize > sum(chunk.entry.length for chunk in chunks):
-            self._reject(f"{name!r:.80} of {count} values in fewer bytes", "room for each")
+            self._reject(f"{name!r:.80} of {count} values in fewer bytes", "an entry with all of them")
 
     def _nest_paths(self, items: Mapping[str, Any]) -> Mapping[str, NestPath]:
-        given = self._metadata.get("planner_data")
-        paths = given if isinstance(given, dict) else {}
+        planner_data = self._metadata.get("planner_data")
+        paths = planner_data if isinstance(planner_data, dict) else {}
         out: dict[str, NestPath] = {}
         for name in items:
             path = paths.get(name, (name,))
@@ -326,19 +265,20 @@ class _Validator:
 
 
 def _any_overlap(chunks: list[TensorChunk]) -> bool:
-    """Whether two boxes overlap. Boxes are sorted along their first axis, so that few pairs are looked at."""
+    """Whether two boxes overlap; only boxes that overlap along the first axis are compared."""
     boxes = sorted((chunk.offsets, chunk.sizes) for chunk in chunks)
-    for at, (offsets, sizes) in enumerate(boxes):
-        for others, lengths in boxes[at + 1 :]:
-            if offsets and others[0] >= offsets[0] + sizes[0]:
+    for index, (offsets, sizes) in enumerate(boxes):
+        for other_offsets, other_sizes in boxes[index + 1 :]:
+            if offsets and other_offsets[0] >= offsets[0] + sizes[0]:
                 break
-            if all(a < b + n and b < a + m for a, m, b, n in zip(offsets, sizes, others, lengths, strict=True)):
+            axes = zip(offsets, sizes, other_offsets, other_sizes, strict=True)
+            if all(a < b + length_b and b < a + length_a for a, length_a, b, length_b in axes):
                 return True
     return False
 
 
 def _short_repr(value: Any) -> str:
-    """What a pickle made, in a few words: it may be a nest that is small in memory and endless when it is printed."""
+    """At most 80 characters of a value: a nest that refers to itself many times has an endless `repr`."""
     return f"{reprlib.repr(value):.80}"
 
 
@@ -351,75 +291,98 @@ def _raise_corrupt(where: str, found: str, expected: str, cause: Exception | Non
     raise CorruptError(where, found=found, expected=expected, do=do) from cause
 
 
-METADATA_FILE = ".metadata"
+class Stub:
+    """Stands for a class of DCP in a pickle; keeps the state that the pickle gives it.
 
-
-def read_metadata(directory: Path) -> ParsedMetadata:
-    """What a directory holds, from its metadata alone.
-
-    Raises:
-        CorruptError: the metadata needs what DCP does not write, or contradicts itself.
-        StorageError: reading failed.
+    Attributes:
+        state: any nest of plain values and stubs.
     """
-    path = directory / METADATA_FILE
-    if path.stat().st_size > MAX_METADATA_BYTES:
-        found = f"{path.stat().st_size} bytes of metadata"
-        raise CorruptError(
-            str(path), found=found, expected=f"at most {MAX_METADATA_BYTES}", do="save it in several directories"
-        )
-    return parse_metadata(read_bytes(path), str(path))
+
+    state: Any = None  # a pickle makes objects without calling __init__
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def get(self, name: str) -> Any:
+        return self.state.get(name) if isinstance(self.state, dict) else None
 
 
-def data_files(directory: Path, metadata: ParsedMetadata) -> list[Path]:
-    """The files in which a directory keeps its items."""
-    entries = [entry for item in metadata.items.values() for entry in _entries(item)]
-    return [
-        safe_join(directory, name, str(directory / METADATA_FILE)) for name in sorted({entry.file for entry in entries})
-    ]
+class StubIndex(Stub):
+    """Stands for MetadataIndex, the keys of `storage_data`; a pickle sets their state before they are hashed."""
+
+    def __hash__(self) -> int:
+        name = self.get("fqn")
+        return hash(name) if type(name) is str else 0
 
 
-def read(directory: Path, metadata: ParsedMetadata) -> Part:
-    """Every tensor whole, and every plain value, nested as they were saved.
+class StubTensorMetadata(Stub):
+    """Stands for TensorStorageMetadata."""
 
-    Raises:
-        NotFoundError: a file is missing.
-        TruncatedError, CorruptError: a file is shorter than the metadata says, or holds something else.
-        StateError: a plain value is neither a tensor nor plain. Nothing of it has been run.
+
+class StubBytesMetadata(Stub):
+    """Stands for BytesStorageMetadata."""
+
+
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+
+_SHARDED_MODULE = "torch.distributed._shard.sharded_tensor.metadata"
+
+_STUB_CLASSES: dict[tuple[str, str], Callable[..., Any]] = {
+    (_METADATA_MODULE, "Metadata"): Stub,
+    (_METADATA_MODULE, "MetadataIndex"): StubIndex,
+    (_METADATA_MODULE, "TensorStorageMetadata"): StubTensorMetadata,
+    (_METADATA_MODULE, "BytesStorageMetadata"): StubBytesMetadata,
+    (_METADATA_MODULE, "ChunkStorageMetadata"): Stub,
+    (_METADATA_MODULE, "StorageMeta"): Stub,
+    (_METADATA_MODULE, "TensorProperties"): Stub,
+    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): Stub,
+    (_SHARDED_MODULE, "TensorProperties"): Stub,
+    (_SHARDED_MODULE, "MEM_FORMAT_ENCODING"): Stub,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Stub,
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): Stub,
+    ("torch.serialization", "_get_layout"): Stub,
+    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): dict,
+    ("pathlib", "PosixPath"): Stub,
+    ("pathlib", "WindowsPath"): Stub,
+    ("pathlib._local", "PosixPath"): Stub,
+    ("pathlib._local", "WindowsPath"): Stub,
+}
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
+
+_OPCODES = frozenset(
     """
-    with _MappedFiles(directory) as opened:
-        values = {name: _read_item(name, item, opened) for name, item in metadata.items.items()}
-    return Part("dcp", _build_nest(values, metadata.paths, str(directory)))
+    PROTO FRAME STOP MARK POP POP_MARK MEMOIZE NONE NEWTRUE NEWFALSE INT LONG BININT BININT1 BININT2 LONG1
+    LONG4 FLOAT BINFLOAT UNICODE BINUNICODE BINUNICODE8 SHORT_BINUNICODE EMPTY_DICT EMPTY_LIST EMPTY_TUPLE
+    DICT LIST TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS SETITEM SETITEMS GLOBAL STACK_GLOBAL REDUCE NEWOBJ
+    BUILD GET BINGET LONG_BINGET PUT BINPUT LONG_BINPUT
+    """.split()
+)
+"""Opcodes that pickling DCP's metadata writes."""
 
 
-def write(directory: Path, content: Any) -> None:
-    """`dcp.save` in one process.
+class _StubUnpickler(pickle.Unpickler):
+    """Unpickles the classes of DCP as stubs, and the dtypes of torch; refuses any other name."""
 
-    Raises:
-        PolicyError: DCP cannot save it.
-        StorageError: writing failed.
-    """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
+    def __init__(self, data: bytes, where: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self._where = where
 
-    if not isinstance(content, dict):
-        found, do = f"a state that is a {type(content).__name__}", "write a torch file"
-        raise PolicyError(str(directory), found=found, expected="a dict", do=do)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no process group is there
-        try:
-            dcp.save(content, checkpoint_id=directory, no_dist=True)  # type: ignore[attr-defined]
-        except CheckpointException as error:
-            raise _save_error(directory, next(iter(error.failures.values()))[0]) from error
-
-
-def _save_error(directory: Path, cause: BaseException) -> ShrinkpointError:
-    found = f"a state that DCP does not take ({type(cause).__name__}: {cause!s:.160})"
-    refused = PolicyError(str(directory), found=found, expected="names of their own", do="write a torch file")
-    return write_error(directory, cause) or refused
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        if (module, name) not in _STUB_CLASSES:
+            found = f"a pickle that needs {module}.{name}, which would be run to read it"
+            _raise_corrupt(self._where, found, "the classes of torch.distributed.checkpoint, and no others")
+        return _STUB_CLASSES[module, name]
 
 
 class _MappedFiles:
-    """The files of a directory, each mapped once."""
+    """Maps the files of a directory when they are first read, and closes them at the end of the block."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -429,19 +392,17 @@ class _MappedFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for one in self._maps.values():
-            one.close()
+        for mapped in self._maps.values():
+            mapped.close()
 
     def read_entry(self, entry: StorageEntry) -> bytes:
-        where = safe_join(self._directory, entry.file, str(self._directory / METADATA_FILE))
+        path = safe_join(self._directory, entry.file, str(self._directory / METADATA_FILE))
         if entry.file not in self._maps:
-            self._maps[entry.file] = _map_file(where)
+            self._maps[entry.file] = _map_file(path)
         data = self._maps[entry.file]
         if entry.offset + entry.length > len(data):
-            expected = f"{entry.length} bytes from byte {entry.offset} on"
-            raise TruncatedError(
-                str(where), found=f"a file of {len(data)} bytes", expected=expected, do="fetch it again"
-            )
+            found, expected = f"a file of {len(data)} bytes", f"{entry.length} bytes from byte {entry.offset} on"
+            raise TruncatedError(str(path), found=found, expected=expected, do="fetch it again")
         return data[entry.offset : entry.offset + entry.length]
 
     def load_entry(self, name: str, entry: StorageEntry) -> Any:
@@ -453,10 +414,8 @@ def _map_file(path: Path) -> mmap.mmap:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
-        do = "fetch the missing file"
-        raise NotFoundError(
-            str(path), found="no such file", expected=f"one that {METADATA_FILE} names", do=do
-        ) from None
+        expected, do = f"one that {METADATA_FILE} names", "fetch the missing file"
+        raise NotFoundError(str(path), found="no such file", expected=expected, do=do) from None
     except ValueError as error:  # an empty file cannot be mapped
         raise TruncatedError(str(path), found="an empty file", expected="entries", do="fetch it again") from error
     except OSError as error:
@@ -473,46 +432,47 @@ def _read_item(name: str, item: TensorEntry | StorageEntry, mapped_files: _Mappe
     chunks = [chunk for chunk in item.chunks if 0 not in chunk.sizes]
     if len(chunks) == 1:
         return _read_chunk(name, chunks[0].sizes, item.dtype, chunks[0].entry, mapped_files)
-    whole = empty(item.shape, item.dtype)
+    tensor = empty(item.shape, item.dtype)
     for chunk in chunks:
-        box = tuple(slice(a, a + b) for a, b in zip(chunk.offsets, chunk.sizes, strict=True))
-        whole[box] = _read_chunk(name, chunk.sizes, item.dtype, chunk.entry, mapped_files)
-    return whole
+        box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        tensor[box] = _read_chunk(name, chunk.sizes, item.dtype, chunk.entry, mapped_files)
+    return tensor
 
 
 def _read_chunk(
     name: str, sizes: tuple[int, ...], dtype: torch.dtype, entry: StorageEntry, mapped_files: _MappedFiles
 ) -> torch.Tensor:
-    found = mapped_files.load_entry(name, entry)
-    if not isinstance(found, torch.Tensor) or tuple(found.shape) != sizes or found.dtype != dtype:
-        is_ = f"{found.dtype} of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+    chunk = mapped_files.load_entry(name, entry)
+    if not isinstance(chunk, torch.Tensor) or tuple(chunk.shape) != sizes or chunk.dtype != dtype:
+        is_tensor = isinstance(chunk, torch.Tensor)
+        found = f"{chunk.dtype} of shape {list(chunk.shape)}" if is_tensor else type(chunk).__name__
         where, expected = f"{entry.file}: {name}", f"{dtype} of shape {list(sizes)}"
-        raise CorruptError(where, found=is_, expected=expected, do="fetch it again")
-    return found.detach()
+        raise CorruptError(where, found=found, expected=expected, do="fetch it again")
+    return chunk.detach()
 
 
 def _build_nest(values: Mapping[str, Any], paths: Mapping[str, NestPath], where: str) -> dict[str, Any]:
-    """The values at their paths; an index of a list is an int in a path."""
+    """Builds the nest of the values at their paths; an int in a path is an index of a list."""
     root: dict[Any, Any] = {}
-    leaves = {id(value) for value in values.values() if isinstance(value, dict)}
+    leaf_ids = {id(value) for value in values.values() if isinstance(value, dict)}
     for name, value in values.items():
-        at = root
+        parent = root
         for key in paths[name][:-1]:
-            at = at.setdefault(key, {})
-            if not isinstance(at, dict) or id(at) in leaves:
+            parent = parent.setdefault(key, {})
+            if not isinstance(parent, dict) or id(parent) in leaf_ids:
                 raise _collision_error(where, name)
-        if paths[name][-1] in at:
+        if paths[name][-1] in parent:
             raise _collision_error(where, name)
-        at[paths[name][-1]] = value
-    made: dict[str, Any] = _dicts_to_lists(root, leaves, where)
-    return made
+        parent[paths[name][-1]] = value
+    nest: dict[str, Any] = _dicts_to_lists(root, leaf_ids, where)
+    return nest
 
 
-def _dicts_to_lists(value: Any, leaves: set[int], where: str) -> Any:
-    """The nest with dicts under 0, 1, 2, ... as lists, but for dicts that are values themselves."""
-    if not isinstance(value, dict) or id(value) in leaves:
+def _dicts_to_lists(value: Any, leaf_ids: set[int], where: str) -> Any:
+    """Replaces dicts with the keys 0, 1, 2, ... by lists, except dicts that are saved values themselves."""
+    if not isinstance(value, dict) or id(value) in leaf_ids:
         return value
-    items = {key: _dicts_to_lists(item, leaves, where) for key, item in value.items()}
+    items = {key: _dicts_to_lists(item, leaf_ids, where) for key, item in value.items()}
     numbers = [key for key in items if type(key) is int]
     if not numbers:
         return items
@@ -523,5 +483,5 @@ def _dicts_to_lists(value: Any, leaves: set[int], where: str) -> Any:
 
 
 def _collision_error(where: str, name: str) -> CorruptError:
-    found, expected = f"{name!r:.80} at a place of the nest that is taken", "a place of its own"
+    found, expected = f"{name!r:.80} at the path of another value", "a path of its own"
     return CorruptError(where, found=found, expected=expected, do="fetch it again")

@@ -1,4 +1,4 @@
-"""A checkpoint that is a directory: files of tensors are read, every other file is kept as its bytes.
+"""Reads and writes checkpoints that are directories: files of tensors are read, every other file is kept as its bytes.
 
 One reader serves the directories of the Hugging Face Trainer, Accelerate, Lightning, `save_pretrained` and
 torch.distributed.checkpoint, which differ only in the names of their files."""
@@ -17,7 +17,7 @@ from shrinkpoint.store.directory import is_checkpoint, own_files
 from shrinkpoint.tensors.flatten import flatten
 
 MAX_OPAQUE_BYTES = 1 << 20
-"""Bytes up to which a file that cannot be read without running it is taken along as it is, without being asked."""
+"""Bytes up to which a file that cannot be read without running it is kept as its bytes without `opaque`."""
 
 _TEMPORARY_PREFIXES = (".shrinkpoint-",)
 _LOG = logging.getLogger("shrinkpoint")
@@ -25,13 +25,13 @@ _LOG = logging.getLogger("shrinkpoint")
 
 @dataclass(frozen=True)
 class DirectoryContents:
-    """What a directory holds, unread.
+    """The files of a directory and their forms, without their content.
 
     Attributes:
-        parts: the path of the file that leads each part (of shards the index, of DCP its metadata), and its form.
+        parts: form of each part by the path of its leading file (of shards the index, of DCP the metadata).
         files: all files.
         empty_directories: directories without a file.
-        ignored_links: links to directories, which are not followed, and to nothing.
+        ignored_links: links to directories, which are not followed, and links to nothing.
     """
 
     parts: dict[Path, str]
@@ -45,92 +45,92 @@ class DirectoryContents:
 
 
 def scan_directory(directory: Path) -> DirectoryContents:
-    """Look at the names and the first bytes of all files.
+    """Scans the names and the first bytes of all files below a directory.
 
     Raises:
         CorruptError: an index or a metadata file is damaged, or names files outside its directory.
         StorageError: reading failed.
     """
-    found, folders, skipped = _walk(directory)
+    files, empty_directories, ignored_links = _walk(directory)
     parts: dict[Path, str] = {}
-    taken: set[Path] = set()
-    for path in found:
+    covered: set[Path] = set()
+    for path in files:
         if path.name == dcp.METADATA_FILE and is_ours(path.parent):
             parts[path] = "shrunk"
-            taken.update(own_files(path.parent))
+            covered.update(own_files(path.parent))
         elif path.name == dcp.METADATA_FILE:
             parts[path] = "dcp"
-            taken.update(dcp.data_files(path.parent, dcp.read_metadata(path.parent)))
+            covered.update(dcp.data_files(path.parent, dcp.read_metadata(path.parent)))
         elif sharded_index.is_index(path):
             parts[path] = "sharded"
-            taken.update(sharded_index.shard_files(path))
-    for path in found:
-        if path not in parts and path not in taken:
+            covered.update(sharded_index.shard_files(path))
+    for path in files:
+        if path not in parts and path not in covered:
             parts[path] = _detect_form(path)
-    return DirectoryContents(dict(sorted(parts.items())), found, folders, skipped)
+    return DirectoryContents(dict(sorted(parts.items())), files, empty_directories, ignored_links)
 
 
 def list_files(directory: Path) -> list[Path]:
-    """Every file below a directory."""
+    """Lists every file below a directory."""
     return _walk(directory)[0]
 
 
 def read(directory: Path, *, opaque: bool = False) -> Part:
-    """Every part of a directory, by the name of the file that leads it.
+    """Reads every part of a directory, by the relative path of its leading file.
 
-    A directory of torch.distributed.checkpoint with nothing beside is that one part itself.
+    A directory of torch.distributed.checkpoint with nothing else in it is that one part itself.
 
     Args:
-        opaque: take files that cannot be read without running them along as they are, however large.
+        opaque: keep files that cannot be read without running them as their bytes, however large.
 
     Raises:
-        NotFoundError: there is nothing in it that holds tensors, or a shard is missing.
+        NotFoundError: no file in it holds tensors, or a shard is missing.
         StateError: a file needs more than tensors and plain values.
         FormatError: a file is damaged.
         StorageError: reading failed.
     """
-    found = scan_directory(directory)
-    if not found.holds_tensors:
+    contents = scan_directory(directory)
+    if not contents.holds_tensors:
         raise no_checkpoint_error(directory)
-    for link in found.ignored_links:
+    for link in contents.ignored_links:
         _LOG.warning("%s: left out, a link to %s", link, "a directory" if link.is_dir() else "nothing")
-    if list(found.parts.values()) == ["dcp"] and next(iter(found.parts)).parent == directory:
-        return _read_part(next(iter(found.parts)), "dcp")
+    if list(contents.parts.values()) == ["dcp"] and next(iter(contents.parts)).parent == directory:
+        return _read_part(next(iter(contents.parts)), "dcp")
     parts = {
-        path.relative_to(directory).as_posix(): _read_part(path, form, opaque) for path, form in found.parts.items()
+        path.relative_to(directory).as_posix(): _read_part(path, form, opaque) for path, form in contents.parts.items()
     }
-    facts: dict[str, Any] = {"parts": {name: part.description for name, part in parts.items()}}
-    facts["folders"] = [path.relative_to(directory).as_posix() for path in found.empty_directories]
-    return Part("folder", {name: part.content for name, part in parts.items()}, facts)
+    info: dict[str, Any] = {"parts": {name: part.description for name, part in parts.items()}}
+    info["folders"] = [path.relative_to(directory).as_posix() for path in contents.empty_directories]
+    return Part("folder", {name: part.content for name, part in parts.items()}, info)
 
 
 def read_framework_parts(directory: Path, *, opaque: bool = False) -> dict[str, Part]:
-    """The parts of a directory of ours that are its framework's own: small files, adapters."""
+    """Reads the parts that a framework itself wrote in a directory of its integration: small files, adapters."""
     own = own_files(directory)
-    found = scan_directory(directory)
+    contents = scan_directory(directory)
     return {
         path.relative_to(directory).as_posix(): _read_part(path, form, opaque)
-        for path, form in found.parts.items()
+        for path, form in contents.parts.items()
         if path not in own
     }
 
 
 def write(directory: Path, content: dict[str, Any], info: dict[str, Any]) -> None:
-    """The directory as it was; it must be there, and empty."""
+    """Writes the parts of a directory back; the directory must exist and be empty."""
     where = str(directory)
     for name in info.get("folders", ()):
         safe_join(directory, name, where).mkdir(parents=True, exist_ok=True)
-    for name, said in info["parts"].items():
+    for name, description in info["parts"].items():
         path = safe_join(directory, name, where)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_part(path, content[name], said)
+        write_part(path, content[name], description)
 
 
 def write_part(path: Path, content: Any, description: dict[str, Any]) -> None:
-    """One part at the path of the file that leads it.
+    """Writes one part at the path of its leading file.
 
     Raises:
-        CorruptError: a form that no release writes.
+        CorruptError: the description has a form that no release writes.
         StorageError: writing failed.
     """
     form = description.get("form")
@@ -149,7 +149,7 @@ def write_part(path: Path, content: Any, description: dict[str, Any]) -> None:
 
 
 def is_ours(directory: Path) -> bool:
-    """Whether the checkpoint in a directory is one of our integrations', and nobody has saved into it since."""
+    """Whether an integration of this library wrote the checkpoint in a directory, and torch has not replaced it."""
     if not is_checkpoint(directory) or not (directory / dcp.METADATA_FILE).is_file():
         return is_checkpoint(directory)
     from shrinkpoint.train.dcp.checkpoint_metadata import is_overwritten_by_torch  # needs torch.distributed
@@ -158,35 +158,38 @@ def is_ours(directory: Path) -> bool:
 
 
 def no_checkpoint_error(directory: Path) -> NotFoundError:
-    """What to raise of a directory without a checkpoint."""
+    """The error to raise for a directory without a checkpoint."""
     empty = not any(directory.iterdir())
     expected = "torch or safetensors files, a DCP directory, or directories of them"
-    found = "an empty directory" if empty else "no file that holds tensors"
-    return NotFoundError(
-        str(directory), found=found, expected=expected, do="name the directory of a checkpoint or a run"
+    found, do = (
+        "an empty directory" if empty else "no file that holds tensors",
+        "name the directory of a checkpoint or a run",
     )
+    return NotFoundError(str(directory), found=found, expected=expected, do=do)
 
 
 def _walk(directory: Path) -> tuple[list[Path], list[Path], list[Path]]:
+    """Files, empty directories and ignored links below a directory, each sorted by path."""
     files: list[Path] = []
-    folders: list[Path] = []
-    skipped: list[Path] = []
+    empty_directories: list[Path] = []
+    ignored_links: list[Path] = []
     for path in sorted(directory.iterdir()):
         if path.is_symlink() and not path.is_file():
-            skipped.append(path)
+            ignored_links.append(path)
         elif path.is_dir():
-            inner = _walk(path)
-            for all_, new in zip((files, folders, skipped), inner, strict=True):
-                all_ += new
-            if not any(inner):
-                folders.append(path)
+            inner_files, inner_empty, inner_links = _walk(path)
+            files += inner_files
+            empty_directories += inner_empty
+            ignored_links += inner_links
+            if not (inner_files or inner_empty or inner_links):
+                empty_directories.append(path)
         elif path.is_file() and not path.name.startswith(_TEMPORARY_PREFIXES):
             files.append(path)
-    return files, folders, skipped
+    return files, empty_directories, ignored_links
 
 
 def _detect_form(path: Path) -> str:
-    if path.suffix == ".safetensors":  # what is ours is packed, and a digest of its bytes may stand somewhere
+    if path.suffix == ".safetensors":  # our files stay as bytes: a manifest may hold their digest
         return "bytes" if safetensors_file.is_ours(path) else "safetensors"
     return "torch" if torch_file.is_torch_file(path) else "bytes"
 
@@ -195,7 +198,7 @@ def _read_part(path: Path, form: str, opaque: bool = False) -> Part:
     if form == "dcp":
         return dcp.read(path.parent, dcp.read_metadata(path.parent))
     if form == "shrunk":
-        from shrinkpoint.train.dcp import load  # of many ranks; needs torch.distributed
+        from shrinkpoint.train.dcp import load  # needs torch.distributed
 
         return Part("dcp", load(path.parent))
     if form == "sharded":
@@ -208,7 +211,7 @@ def _read_part(path: Path, form: str, opaque: bool = False) -> Part:
 
 
 def _read_torch_file(path: Path, opaque: bool) -> Part:
-    """A torch file, or its bytes where what it holds cannot be stored otherwise."""
+    """Reads a torch file, or its bytes if its content cannot be stored otherwise."""
     try:
         part = torch_file.read(path)
         flatten(part.content)

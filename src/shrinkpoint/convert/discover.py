@@ -17,17 +17,17 @@ from shrinkpoint.store.directory import find_checkpoints
 
 _SHARD_PATTERN = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
 _CHECKPOINTS_DIR = "checkpoints"
-"""Where Accelerate and Lightning keep the checkpoints of a project."""
+"""Directory in which Accelerate and Lightning keep the checkpoints of a project."""
 
 
 @dataclass(frozen=True)
 class CheckpointSeries:
-    """Checkpoints by rising step.
+    """Checkpoints of one path, by rising step.
 
     Attributes:
         checkpoints: at least one.
-        ignored_paths: files and directories beside them that are none, or say no step.
-        is_run_dir: it is the directory of a run, even if only one checkpoint is in it.
+        ignored_paths: files and directories next to them that are no checkpoints, or have no step in their names.
+        is_run_dir: the path is the directory of a run, even if only one checkpoint is in it.
     """
 
     checkpoints: Sequence[SourceCheckpoint]
@@ -36,41 +36,41 @@ class CheckpointSeries:
 
 
 def discover(path: Path, *, only: Sequence[str] = (), step: int | None = None) -> CheckpointSeries:
-    """What there is at a path.
+    """Discovers the checkpoints at a path: one, or a run of them.
 
     Args:
-        only: patterns for the names of a run's checkpoints.
-        step: only the checkpoint of this step.
+        only: patterns for the names of a run's checkpoints; empty: all.
+        step: only the checkpoint of this step; None: all.
 
     Raises:
         NotFoundError: there is nothing, or nothing that matches.
-        PolicyError: two checkpoints of a run say the same step.
-        FormatError: an index or a metadata file is damaged; of a run, the checkpoint that it is in says so when read.
+        PolicyError: two checkpoints of a run have the same step.
+        FormatError: an index or a metadata file is damaged; in a run, reading that checkpoint raises it instead.
     """
     if not path.exists():
         raise NotFoundError(str(path), found="no such file or directory", do="check the path")
     if not path.is_file() and not path.is_dir():  # a pipe, which might never end
         raise NotFoundError(str(path), found=what_is_at(path), expected="a file or a directory", do="name another")
-    found = _discover_at(path.resolve() if path.name in ("", "..") else path)
-    matching = [
-        one
-        for one in found.checkpoints
-        if (step is None or one.step == step)
-        and (not only or not found.is_run_dir or any(fnmatchcase(one.name, pattern) for pattern in only))
+    series = _discover_at(path.resolve() if path.name in ("", "..") else path)
+    matches = [
+        checkpoint
+        for checkpoint in series.checkpoints
+        if (step is None or checkpoint.step == step)
+        and (not only or not series.is_run_dir or any(fnmatchcase(checkpoint.name, pattern) for pattern in only))
     ]
-    if not matching:
-        what = (
-            f"no checkpoint {'' if step is None else f'of step {step} '}{'like ' + ' or '.join(only) if only else ''}"
-        )
-        names = ", ".join(f"{one.name} (step {one.step})" for one in list(found.checkpoints)[:8])
-        raise NotFoundError(str(path), found=what.strip(), expected=f"one of {names}", do="choose among these")
-    return CheckpointSeries(_sort_by_step(matching, path), found.ignored_paths, found.is_run_dir)
+    if not matches:
+        of_step = "" if step is None else f" of step {step}"
+        like = f" like {' or '.join(only)}" if only else ""
+        names = ", ".join(f"{checkpoint.name} (step {checkpoint.step})" for checkpoint in series.checkpoints[:8])
+        found, expected = f"no checkpoint{of_step}{like}", f"one of {names}"
+        raise NotFoundError(str(path), found=found, expected=expected, do="choose among these")
+    return CheckpointSeries(_sort_by_step(matches, path), series.ignored_paths, series.is_run_dir)
 
 
 def _discover_at(path: Path) -> CheckpointSeries:
-    one = native.native_checkpoint_at(path)
-    if one is not None:
-        return CheckpointSeries([one])
+    native_checkpoint = native.native_checkpoint_at(path)
+    if native_checkpoint is not None:
+        return CheckpointSeries([native_checkpoint])
     if path.is_file():
         return CheckpointSeries([SourceCheckpoint(step_from_name(path.name) or 0, path)])
     if native.is_store(path):
@@ -88,18 +88,21 @@ def _discover_at(path: Path) -> CheckpointSeries:
 
 
 def _series_in(path: Path) -> CheckpointSeries:
-    """The children of a directory whose names say a step; none where it is a checkpoint itself."""
-    children = sorted(path.iterdir())
-    found: list[SourceCheckpoint] = []
+    """The children of a directory that are checkpoints with a step in their names."""
+    checkpoints: list[SourceCheckpoint] = []
     others: list[Path] = []
-    for child in children:
+    for child in sorted(path.iterdir()):
         step = step_from_name(child.name)
-        one = None if step is None or _SHARD_PATTERN.search(child.name) else _child_checkpoint(child, step)
-        if one is None:
+        if step is None or _SHARD_PATTERN.search(child.name):
+            checkpoint = None
+        else:
+            checkpoint = _child_checkpoint(child, step)
+        if checkpoint is None:
             others.append(child)
         else:
-            found.append(one)
-    return CheckpointSeries(found, [other for other in others if not _is_alias(other, found)], is_run_dir=True)
+            checkpoints.append(checkpoint)
+    ignored_paths = [other for other in others if not _is_alias(other, checkpoints)]
+    return CheckpointSeries(checkpoints, ignored_paths, is_run_dir=True)
 
 
 def _child_checkpoint(path: Path, step: int) -> SourceCheckpoint | None:
@@ -109,9 +112,9 @@ def _child_checkpoint(path: Path, step: int) -> SourceCheckpoint | None:
         return native.native_checkpoint_at(path) or SourceCheckpoint(step, path)
     if not path.is_dir():
         return None
-    own = native.native_checkpoint_at(path)
-    if own is not None:
-        return own
+    native_checkpoint = native.native_checkpoint_at(path)
+    if native_checkpoint is not None:
+        return native_checkpoint
     try:
         return SourceCheckpoint(step, path) if directory.scan_directory(path).holds_tensors else None
     except ShrinkpointError as error:
@@ -119,8 +122,9 @@ def _child_checkpoint(path: Path, step: int) -> SourceCheckpoint | None:
 
 
 def _is_engine_checkpoint(series: CheckpointSeries, path: Path) -> bool:
-    """Whether a directory is not a run but one checkpoint, with the directory of an engine in it: DeepSpeed's
-    `checkpoint-500/global_step500`.
+    """Whether a directory is one checkpoint with the directory of an engine in it, and not a run.
+
+    DeepSpeed's `checkpoint-500/global_step500` is such a one.
     """
     return (
         len(series.checkpoints) == 1
@@ -134,20 +138,16 @@ def _has_tensor_files(path: Path) -> bool:
 
 
 def _is_alias(path: Path, checkpoints: Iterable[SourceCheckpoint]) -> bool:
-    """Whether a file (`last.ckpt`) is another name of a checkpoint that is converted."""
-    return not path.exists() or any(path.samefile(one.path) for one in checkpoints)
+    """Whether a file (`last.ckpt`) is another name of one of the checkpoints."""
+    return not path.exists() or any(path.samefile(checkpoint.path) for checkpoint in checkpoints)
 
 
 def _sort_by_step(checkpoints: Sequence[SourceCheckpoint], path: Path) -> Sequence[SourceCheckpoint]:
     steps: dict[int, SourceCheckpoint] = {}
-    for one in checkpoints:
-        if one.step in steps:
-            names = f"{steps[one.step].name} and {one.name}"
-            raise PolicyError(
-                str(path),
-                found=f"step {one.step} twice: {names}",
-                expected="one checkpoint a step",
-                do="choose with --only",
-            )
-        steps[one.step] = one
+    for checkpoint in checkpoints:
+        if checkpoint.step in steps:
+            found = f"step {checkpoint.step} twice: {steps[checkpoint.step].name} and {checkpoint.name}"
+            expected, do = "one checkpoint a step", "choose with --only"
+            raise PolicyError(str(path), found=found, expected=expected, do=do)
+        steps[checkpoint.step] = checkpoint
     return [steps[step] for step in sorted(steps)]

@@ -1,4 +1,4 @@
-"""A storage that keeps headers only: measures what a conversion would take without writing a byte to disk."""
+"""Measures what a conversion would take without writing to the disk: a storage that keeps headers only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from shrinkpoint.storage.base import Buffer
 
 
 class HeaderOnlySource(Source):
-    """A file of which only the beginning is known, and how long it would be."""
+    """Reads the header of a file whose payload was only counted.
+
+    Attributes:
+        size: bytes that the whole file would have.
+    """
 
     def __init__(self, header: bytes, size: int, where: str) -> None:
         self._header, self._size, self._where = header, size, where
@@ -23,7 +27,7 @@ class HeaderOnlySource(Source):
     def read(self, offset: int, length: int) -> bytes:
         if offset + length > len(self._header):
             expected = "to be asked for no more than the header"
-            raise TruncatedError(self._where, found="a file that was only weighed", expected=expected)
+            raise TruncatedError(self._where, found="a file that was only measured", expected=expected)
         return self._header[offset : offset + length]
 
     def close(self) -> None:
@@ -31,7 +35,12 @@ class HeaderOnlySource(Source):
 
 
 class SizingSink(Sink):
-    """Counts bytes; keeps what is written from the first byte on, which is the header of a file in the end."""
+    """Counts the bytes written, and keeps the last data written at offset 0, which is the header of a finished file.
+
+    Attributes:
+        header: the bytes of the header.
+        size: bytes of the whole file.
+    """
 
     def __init__(self) -> None:
         self.header, self.size, self._position = b"", 0, 0
@@ -50,14 +59,14 @@ class SizingSink(Sink):
         return self._position
 
     def read(self, length: int) -> bytes:
-        """Zeros: whoever moves a payload to make room for its header gets as many bytes as there were."""
+        """Returns zeros, as many as were written: a writer reads a payload back to move it behind a longer header."""
         length = min(length, self.size - self._position)
         self._position += length
         return bytes(length)
 
 
 class SizingStorage(MemoryStorage):
-    """Writes are counted, small objects are kept; payloads cannot be read again."""
+    """Counts what is written through sinks and keeps small objects; payloads cannot be read again."""
 
     keeps_payloads = False
 

@@ -1,4 +1,4 @@
-"""Exports checkpoints of ours in the formats that others read."""
+"""Writes checkpoints of this library in the formats that others read."""
 
 from __future__ import annotations
 
@@ -21,62 +21,65 @@ from shrinkpoint.tensors.leaves import as_tensor, is_array, named_leaves
 
 _SUFFIXES = {"torch": ".pt", "safetensors": ".safetensors"}
 FORMS = ("original", "torch", "safetensors", "dcp")
+"""Forms that can be asked for; "original" is the form that a checkpoint had before it was converted."""
 
 
 def target_form(state: Any, requested_form: str, where: str) -> dict[str, Any]:
-    """How a state is to be written: its form and the facts that go with it.
+    """Decides how a state is written: the form, the name, and what else the form needs.
 
     Args:
-        requested_form: one of FORMS; "original" is what it was before it was converted.
+        requested_form: one of `FORMS`.
 
     Raises:
-        PolicyError: it never was anything else.
+        PolicyError: the original form is asked for, and the state was not converted.
     """
-    said = origin_info(state)
+    origin = origin_info(state)
     if requested_form == "original":
-        if said is None:
+        if origin is None:
             expected, do = "a converted checkpoint, which knows what it was", "say --to torch, safetensors or dcp"
             raise PolicyError(where, found="a checkpoint that was not converted", expected=expected, do=do)
-        return said
-    if said is not None and said["form"] == requested_form:
-        return said
-    return {"form": requested_form, "name": "" if said is None else said["name"]}
+        return origin
+    if origin is not None and origin["form"] == requested_form:
+        return origin
+    return {"form": requested_form, "name": "" if origin is None else origin["name"]}
 
 
 def unique_name(name: str, step: int, form: str, used_names: Collection[str]) -> str:
-    """The name of one of several: its old one, unless another one has it, on a disk that takes A for a, too.
+    """The name to write one of several checkpoints under: its old one, with the step added if that is used already.
+
+    Names are compared without case, as some file systems do.
 
     Args:
-        form: what was asked for.
-        used_names: names in lower case.
+        form: the form that was asked for.
+        used_names: case-folded names of the checkpoints written before.
 
     >>> unique_name("v1.0-step=10.ckpt", 10, "torch", ()), unique_name("v1.0-step=10.ckpt", 10, "dcp", ())
     ('v1.0-step=10.pt', 'v1.0-step=10')
     >>> unique_name("Last.pt", 20, "original", {"last.pt"})
     'Last-step-20.pt'
     """
-    end = next((end for end in TENSOR_SUFFIXES if name.endswith(end)), "")
-    stem = name.removesuffix(end) or f"step-{step}"
-    end = end if form == "original" else _SUFFIXES.get(form, "")
-    while f"{stem}{end}".casefold() in used_names:
+    old_suffix = next((suffix for suffix in TENSOR_SUFFIXES if name.endswith(suffix)), "")
+    stem = name.removesuffix(old_suffix) or f"step-{step}"
+    suffix = old_suffix if form == "original" else _SUFFIXES.get(form, "")
+    while f"{stem}{suffix}".casefold() in used_names:
         stem += f"-step-{step}"
-    return f"{stem}{end}"
+    return f"{stem}{suffix}"
 
 
 def content_of(state: Any) -> Any:
-    """What was in a checkpoint, without what it was."""
+    """The content of a converted checkpoint without its origin; any other state unchanged."""
     return state if origin_info(state) is None else state[STATE_KEY]
 
 
 def write_checkpoint(out: Path, state: Any, description: Mapping[str, Any]) -> int:
-    """Write `out`, a file or a directory, all or nothing; what was there is replaced by what has the same names.
+    """Writes a checkpoint to `out`, a file or a directory, atomically; existing files of the same names are replaced.
 
     Returns:
-        how many plain values were left out, which safetensors cannot hold.
+        the number of plain values left out, which safetensors cannot hold.
 
     Raises:
-        PolicyError: the form cannot hold it; there are other files at `out`, or a directory in the place of a file.
-        CorruptError: it says of itself what no release writes, or names files outside of `out`.
+        PolicyError: the form cannot hold the state; `out` has other files, or is a directory instead of a file.
+        CorruptError: the stored origin is one that no release writes, or names files outside of `out`.
         StorageError: writing failed.
     """
     try:
@@ -90,19 +93,19 @@ def write_checkpoint(out: Path, state: Any, description: Mapping[str, Any]) -> i
 
 def _write_form(out: Path, state: Any, description: Mapping[str, Any]) -> int:
     form, content, left_out = description["form"], content_of(state), 0
-    facts = dict(description)
+    info = dict(description)
     if form == "safetensors" and (origin_info(state) or {}).get("form") != "safetensors":
         content, left_out = tensors_of(content)
-        facts["metadata"] = {"format": "pt"}
+        info["metadata"] = {"format": "pt"}
     with _atomic_replace(out) as temporary:
         if form in ("folder", "dcp"):
             temporary.mkdir()
         if form == "folder":
-            directory.write(temporary, content, facts)
+            directory.write(temporary, content, info)
         elif form == "dcp":
             dcp.write(temporary, content)
         elif form == "safetensors":
-            safetensors_file.write(temporary, content, facts)
+            safetensors_file.write(temporary, content, info)
         elif form == "torch":
             torch_file.write(temporary, content)
         else:
@@ -112,7 +115,7 @@ def _write_form(out: Path, state: Any, description: Mapping[str, Any]) -> int:
 
 
 def reread(out: Path, description: Mapping[str, Any]) -> Any:
-    """What `write` wrote, read again."""
+    """Reads again what `write_checkpoint` wrote."""
     if description["form"] == "torch":
         return torch_file.read(out).content
     if description["form"] == "safetensors":
@@ -121,7 +124,7 @@ def reread(out: Path, description: Mapping[str, Any]) -> Any:
 
 
 def tensors_of(content: Any) -> tuple[dict[str, torch.Tensor], int]:
-    """All tensors and arrays of a nest by their names in it, and how many other leaves there are."""
+    """The tensors and arrays of a nest by name, and the number of its other leaves."""
     if isinstance(content, dict) and all(isinstance(value, torch.Tensor) for value in content.values()):
         return dict(content), 0
     leaves = named_leaves(content)

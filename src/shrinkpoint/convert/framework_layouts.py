@@ -1,7 +1,8 @@
-"""The files that a framework would have written itself, built from what our integration wrote in their place.
+"""Builds the files that a framework would have written itself from what its integration wrote in their place.
 
-The directory of a framework has its own small files, and one payload of ours with the rest. Here the rest gets back the
-names and the layout under which the framework looks for it."""
+A directory of an integration has the framework's own small files, and one payload of ours with all other values. Here
+these values get back the file names and the layout that the framework expects.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +13,34 @@ from typing import Any
 
 from torch import Tensor
 
-from shrinkpoint.convert import directory as folders
+from shrinkpoint.convert import directory as directories
 from shrinkpoint.convert.part import Part
 from shrinkpoint.errors import PolicyError, StateError
 from shrinkpoint.store.manifest import DirectoryManifest
 
 _DCP_KEY = "torch.distributed.checkpoint"
 _LIGHTNING_PREFIX = "shrinkpoint:"
-"""How the keys begin under which the Lightning integration keeps values that are not plain."""
+"""Prefix of the keys under which the Lightning integration stores values that are not plain."""
 
 
 def framework_of(manifest: DirectoryManifest) -> str:
-    """Which integration wrote a directory; "" where it does not say so."""
+    """Name of the integration that wrote a directory; "" if the manifest does not have it."""
     extra = manifest.extra if isinstance(manifest.extra, dict) else {}
-    known = {_DCP_KEY: "dcp", "lightning": "lightning"}
-    return next((name for key, name in known.items() if key in extra), str(extra.get("framework", "")))
+    names = {_DCP_KEY: "dcp", "lightning": "lightning"}
+    return next((name for key, name in names.items() if key in extra), str(extra.get("framework", "")))
 
 
 def to_framework_part(path: Path, manifest: DirectoryManifest, state: Any, *, opaque: bool = False) -> Part | None:
-    """The checkpoint as its framework writes it; None: nobody knows which one that is.
+    """Builds the checkpoint as its framework writes it; None if the framework is unknown.
 
     Args:
-        state: what the payload holds.
+        path: the directory of the checkpoint.
+        state: content of its payload.
+        opaque: keep files that cannot be read without running them as their bytes, however large.
 
     Raises:
-        StateError: it holds values that only the framework itself can make again.
-        PolicyError: it is not laid out as the integration does it.
+        StateError: the state holds values that only the framework itself can restore.
+        PolicyError: the state is not laid out as the integration does it.
     """
     framework = framework_of(manifest)
     if framework == "dcp":
@@ -50,52 +53,52 @@ def to_framework_part(path: Path, manifest: DirectoryManifest, state: Any, *, op
     if not isinstance(state, dict):
         raise _layout_error(path, framework)
     try:
-        made = dict(_LAYOUTS[framework](state))
+        files = dict(_LAYOUTS[framework](state))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise _layout_error(path, framework) from error
-    beside = folders.read_framework_parts(path, opaque=opaque)
-    parts = {**beside, **made}  # what lies beside under the same name is of an older save by the framework itself
-    facts = {"parts": {name: parts[name].description for name in sorted(parts)}, "folders": []}
-    return Part("folder", {name: parts[name].content for name in sorted(parts)}, facts)
+    # a file of the same name in the directory is of an older save by the framework itself
+    parts = {**directories.read_framework_parts(path, opaque=opaque), **files}
+    info = {"parts": {name: parts[name].description for name in sorted(parts)}, "folders": []}
+    return Part("folder", {name: parts[name].content for name in sorted(parts)}, info)
 
 
 def _trainer_files(state: dict[str, Any]) -> Iterator[tuple[str, Part]]:
-    """The files of the Hugging Face Trainer."""
+    """Yields the files of the Hugging Face Trainer."""
     if "model" in state:
         yield "model.safetensors", _weights_part(state["model"])
     for name in ("optimizer", "scheduler", "scaler"):
         if name in state:
             yield f"{name}.pt", Part("torch", state[name])
     ranks = _as_list(state.get("rng"))
-    for rank, one in enumerate(ranks):
-        held = {"python": _python_rng_state(one), "numpy": _numpy_rng_state(one), "cpu": one["torch"]}
-        if "cuda" in one:
-            held["cuda"] = one["cuda"] if len(ranks) > 1 else one["cuda"][0]
-        yield "rng_state.pth" if len(ranks) == 1 else f"rng_state_{rank}.pth", Part("torch", held)
+    for rank, rng in enumerate(ranks):
+        content = {"python": _python_rng_state(rng), "numpy": _numpy_rng_state(rng), "cpu": rng["torch"]}
+        if "cuda" in rng:
+            content["cuda"] = rng["cuda"] if len(ranks) > 1 else rng["cuda"][0]
+        yield "rng_state.pth" if len(ranks) == 1 else f"rng_state_{rank}.pth", Part("torch", content)
 
 
 def _accelerate_files(state: dict[str, Any]) -> Iterator[tuple[str, Part]]:
-    """The files of `Accelerator.save_state`."""
-    for index, one in enumerate(_as_list(state.get("model"))):
-        yield f"model{_index_suffix(index)}.safetensors", _weights_part(one)
+    """Yields the files of `Accelerator.save_state`."""
+    for index, model in enumerate(_as_list(state.get("model"))):
+        yield f"model{_index_suffix(index)}.safetensors", _weights_part(model)
     for name in ("optimizer", "scheduler"):
-        for index, one in enumerate(_as_list(state.get(name))):
-            yield f"{name}{_index_suffix(index)}.bin", Part("torch", one)
-    for index, one in enumerate(state.get("objects", [])):
-        yield f"custom_checkpoint_{index}.pkl", Part("torch", one)
+        for index, content in enumerate(_as_list(state.get(name))):
+            yield f"{name}{_index_suffix(index)}.bin", Part("torch", content)
+    for index, content in enumerate(state.get("objects", [])):
+        yield f"custom_checkpoint_{index}.pkl", Part("torch", content)
     if "scaler" in state:
         yield "scaler.pt", Part("torch", state["scaler"])
-    for rank, own in enumerate(state["ranks"]):
-        one = own["rng"]
-        held = {
+    for rank, rank_state in enumerate(state["ranks"]):
+        rng = rank_state["rng"]
+        content = {
             "step": state["step"],
-            "random_state": _python_rng_state(one),
-            "numpy_random_seed": _numpy_rng_state(one),
+            "random_state": _python_rng_state(rng),
+            "numpy_random_seed": _numpy_rng_state(rng),
+            "torch_manual_seed": rng["torch"],
         }
-        held["torch_manual_seed"] = one["torch"]
-        if "cuda" in one:
-            held["torch_cuda_manual_seed"] = one["cuda"]
-        yield f"random_states_{rank}.pkl", Part("torch", held)
+        if "cuda" in rng:
+            content["torch_cuda_manual_seed"] = rng["cuda"]
+        yield f"random_states_{rank}.pkl", Part("torch", content)
 
 
 _LAYOUTS = {"transformers": _trainer_files, "accelerate": _accelerate_files}
@@ -117,13 +120,13 @@ def _index_suffix(index: int) -> str:
 
 
 def _python_rng_state(rng_states: dict[str, Any]) -> tuple[Any, ...]:
-    """As `random.getstate` gives it."""
+    """The state of Python's generator as `random.getstate` returns it."""
     python = rng_states["python"]
     return python["version"], tuple(int(word) for word in python["words"]), python["gauss"]
 
 
 def _numpy_rng_state(rng_states: dict[str, Any]) -> tuple[Any, ...]:
-    """As `numpy.random.get_state` gives it."""
+    """The state of numpy's generator as `numpy.random.get_state` returns it."""
     numpy = rng_states["numpy"]
     inner = numpy["state"]
     return numpy["bit_generator"], inner["key"], inner["pos"], numpy["has_gauss"], numpy["gauss"]
@@ -133,7 +136,7 @@ def _check_plain(value: Any, path: tuple[Any, ...]) -> None:
     if isinstance(value, dict | list | tuple):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(key, str) and re.match(_LIGHTNING_PREFIX, key):
-                where, expected = "".join(f"[{one!r}]" for one in path), "plain values"
+                where, expected = "".join(f"[{key!r}]" for key in path), "plain values"
                 do = "load it with the integration, and save it with Lightning's own CheckpointIO"
                 raise StateError(
                     f"state{where}", found=f"a value that needs Lightning ({key})", expected=expected, do=do

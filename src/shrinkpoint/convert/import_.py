@@ -25,17 +25,18 @@ from shrinkpoint.tensors.info import JSON
 
 @dataclass(frozen=True)
 class ImportRow:
-    """One checkpoint that is in the store now.
+    """One checkpoint that was imported, as a row of the report.
 
     Attributes:
-        step, name: as in its run.
+        step: its training step.
+        name: its name in the run.
         raw: bytes of its tensors.
-        before: bytes that it takes where it is.
+        before: bytes that the source takes.
         after: bytes that it takes in the store.
-        keyframe: it stands alone.
-        seconds: to read, compress and write it.
-        done: it was there already, from a conversion that was interrupted.
-        opaque: files that were taken along as they are, since they cannot be read without running them.
+        keyframe: it has no base.
+        seconds: time to read, compress and write it.
+        done: it was in the store already, from a conversion that was interrupted.
+        opaque: files kept as their bytes, since they cannot be read without running them.
     """
 
     step: int
@@ -53,13 +54,14 @@ class ImportRow:
 
 
 class Importer:
-    """A store that is filled.
+    """Imports checkpoints into a store; a context manager that closes the store at the end.
 
     Args:
-        storage: where to; with checkpoints of the same run, it is gone on with.
-        scheme: one for all; None: lossless.
-        force: save again what is there and differs.
-        opaque: see `folder.read`.
+        storage: the store's storage; if it has checkpoints of the same run, the import continues after them.
+        scheme: how to compress every checkpoint; None: lossless.
+        keyframe_every: checkpoints in a chain, its keyframe included; None: one chain.
+        force: save again what is in the store and differs.
+        opaque: keep files that cannot be read without running them as their bytes, however large.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Importer:
     ) -> None:
         self._storage, self._scheme, self._force, self._opaque = storage, scheme or Lossless(), force, opaque
         self._store = Store(storage, keyframe_every=keyframe_every)
-        self._parent_step: int | None = None  # the step that the next delta can stand on
+        self._parent_step: int | None = None  # the step that the next delta can be written against
 
     def __enter__(self) -> Importer:
         return self
@@ -82,44 +84,54 @@ class Importer:
         self._store.close()
 
     def import_checkpoint(self, checkpoint: SourceCheckpoint) -> ImportRow:
-        """Save a checkpoint; one that is there and is the same stays as it is.
+        """Saves a checkpoint; if the same one is stored already, it stays unchanged.
 
         Raises:
-            PolicyError: another checkpoint of this step is there.
-            StateError, FormatError, NotFoundError, StorageError: it cannot be read, or not be written.
+            PolicyError: another checkpoint of this step is stored.
+            StateError, FormatError, NotFoundError, StorageError: the checkpoint cannot be read, or not be written.
         """
         began = time.perf_counter()
-        flat, opaque = read_flat_with_opaque(checkpoint, self._opaque)
-        before = self._store.scan().visible.get(checkpoint.step)
-        if before is not None and self._is_stored(checkpoint, flat, before):
-            return _import_row(checkpoint, flat, before, opaque, time.perf_counter() - began, done=True)
-        self._load_parent(checkpoint.step)
-        note = f"converted from {checkpoint.name}"
-        self._store.save(checkpoint.step, flat, scheme=self._scheme, note=note)
-        self._parent_step = checkpoint.step
-        return _import_row(checkpoint, flat, self._store.manifest(checkpoint.step), opaque, time.perf_counter() - began)
+        state, opaque = read_flat_with_opaque(checkpoint, self._opaque)
+        manifest = self._store.scan().visible.get(checkpoint.step)
+        done = manifest is not None and self._is_stored(checkpoint, state, manifest)
+        if manifest is None or not done:
+            self._load_parent(checkpoint.step)
+            note = f"converted from {checkpoint.name}"
+            self._store.save(checkpoint.step, state, scheme=self._scheme, note=note)
+            self._parent_step = checkpoint.step
+            manifest = self._store.manifest(checkpoint.step)
+        return ImportRow(
+            step=checkpoint.step,
+            name=checkpoint.name,
+            raw=state.nbytes,
+            before=checkpoint.nbytes,
+            after=manifest.stored_bytes,
+            keyframe=not manifest.bases,
+            seconds=time.perf_counter() - began,
+            done=done,
+            opaque=opaque,
+        )
 
     def _is_stored(self, checkpoint: SourceCheckpoint, state: FlatState, manifest: Manifest) -> bool:
+        """Whether a stored checkpoint has the structure of a state; raises `PolicyError` if not, unless forced."""
         key = manifest.key(manifest.payloads[0].name)
         try:
             with self._storage.open(key) as source:
                 reader = FileReader(source, self._storage.describe(key))
             shapes = {info.name: info.shape for head in reader.records for info in head.infos}
-            what = describe_structure_difference(state, reader.tree, shapes)
+            difference = describe_structure_difference(state, reader.tree, shapes)
         except ShrinkpointError as error:
-            what = str(error)
-        if what and not self._force:
+            difference = str(error)
+        if difference and not self._force:
             where = f"{self._storage.describe()}, step {checkpoint.step}"
-            expected, do = (
-                f"what {checkpoint.name} holds",
-                "convert into another store, or add --force to save it again",
-            )
-            raise PolicyError(where, found=f"a checkpoint that differs ({what})", expected=expected, do=do)
-        return not what
+            found, expected = f"a checkpoint that differs ({difference})", f"what {checkpoint.name} holds"
+            do = "convert into another store, or add --force to save it again"
+            raise PolicyError(where, found=found, expected=expected, do=do)
+        return not difference
 
     def _load_parent(self, step: int) -> None:
-        """Load the checkpoint before, where an interrupted conversion has left it, so that the chain goes on."""
-        steps = [known for known in self._store.steps() if known < step]
+        """Loads the newest earlier checkpoint, if an interrupted conversion left one, so that its chain continues."""
+        steps = [earlier for earlier in self._store.steps() if earlier < step]
         if not steps or self._parent_step == steps[-1]:
             return
         self._store.load(steps[-1])
@@ -130,42 +142,43 @@ class Importer:
 def verify_import(
     storage: Storage, checkpoints: Sequence[SourceCheckpoint], *, opaque: bool = False
 ) -> Iterator[tuple[int, bool]]:
-    """Decode checkpoints from what is stored, and compare them with their sources.
+    """Decodes checkpoints of a store and compares them with their sources.
 
     Yields:
-        each step, and whether every bit of it was compared; what a lossy scheme wrote is compared but for its values.
+        each step, and whether it was compared bit for bit; a lossy checkpoint is compared except for tensor values.
 
     Raises:
-        CorruptError: a difference.
+        CorruptError: a checkpoint differs from its source.
     """
-    wanted = {one.step: one for one in checkpoints}
-    for manifest, decoded in _decode_steps(Store(storage), wanted):
-        flat = read_flat(wanted[manifest.step], opaque=opaque)
-        shapes = {name: tensor.shape for name, tensor in decoded.reference.tensors.items()}
-        lossy = manifest.scheme != Lossless.id
-        what = (
-            describe_structure_difference(flat, decoded.tree, shapes) if lossy else describe_difference(flat, decoded)
-        )
-        if what:
+    sources = {checkpoint.step: checkpoint for checkpoint in checkpoints}
+    for manifest, decoded in _decode_steps(Store(storage), sources):
+        source = sources[manifest.step]
+        state = read_flat(source, opaque=opaque)
+        is_exact = manifest.scheme == Lossless.id
+        if is_exact:
+            difference = describe_difference(state, decoded)
+        else:
+            shapes = {name: tensor.shape for name, tensor in decoded.reference.tensors.items()}
+            difference = describe_structure_difference(state, decoded.tree, shapes)
+        if difference:
             where = f"{storage.describe()}, step {manifest.step}"
-            name = wanted[manifest.step].name
-            do = f"see that nothing writes to {name}, keep it, and report this"
-            raise CorruptError(where, found=what, expected=f"what {name} holds", do=do)
-        yield manifest.step, not lossy
+            do = f"see that nothing writes to {source.name}, keep it, and report this"
+            raise CorruptError(where, found=difference, expected=f"what {source.name} holds", do=do)
+        yield manifest.step, is_exact
 
 
 def read_flat(checkpoint: SourceCheckpoint, *, opaque: bool = False) -> FlatState:
-    """A checkpoint, read and taken apart; what cannot be stored is named with its file."""
+    """Reads and flattens a checkpoint; errors name the file of a value that cannot be stored."""
     return read_flat_with_opaque(checkpoint, opaque)[0]
 
 
 def read_flat_with_opaque(checkpoint: SourceCheckpoint, opaque: bool) -> tuple[FlatState, tuple[str, ...]]:
-    """The same, and the names of files that were taken along as they are."""
-    gc.collect()  # torch.load leaves what it mapped in a cycle, and that of the checkpoint before is not needed now
+    """Reads and flattens a checkpoint; also returns the names of files that were kept as their bytes."""
+    gc.collect()  # torch.load leaves its maps in reference cycles, those of the previous checkpoint among them
     try:
         state = checkpoint.read(opaque=opaque)
         parts = (origin_info(state) or {}).get("parts", {})
-        return flatten(state), tuple(name for name, said in parts.items() if said.get("opaque"))
+        return flatten(state), tuple(name for name, description in parts.items() if description.get("opaque"))
     except ShrinkpointError as error:
         if str(checkpoint.path) in error.where:
             raise
@@ -174,34 +187,20 @@ def read_flat_with_opaque(checkpoint: SourceCheckpoint, opaque: bool) -> tuple[F
 
 
 def _decode_steps(store: Store, steps: Mapping[int, object]) -> Iterator[tuple[Manifest, DecodedFile]]:
-    """Every wanted step, along each chain once."""
-    manifests = {one.id: one for one in store.list()}
-    below = {base.id for one in manifests.values() for base in one.bases}
-    seen: set[int] = set()
-    for tip in sorted((one for one in manifests.values() if one.id not in below), key=lambda one: one.step):
-        if not any(_is_requested(base, manifests, steps) for base in chain.chain_links(tip)):
+    """Decodes every requested step, each chain once from its keyframe on."""
+    manifests = {manifest.id: manifest for manifest in store.list()}
+    base_ids = {base.id for manifest in manifests.values() for base in manifest.bases}
+    newest = [manifest for manifest in manifests.values() if manifest.id not in base_ids]
+    yielded: set[int] = set()
+    for last in sorted(newest, key=lambda manifest: manifest.step):
+        if not any(_is_requested(base, manifests, steps) for base in chain.chain_links(last)):
             continue
-        for file, decoded in iter_chain(chain.store_chain(store.storage, tip)):
+        for file, decoded in iter_chain(chain.store_chain(store.storage, last)):
             manifest = manifests.get(file.id)
-            if manifest is not None and manifest.step in steps and manifest.step not in seen:
-                seen.add(manifest.step)
+            if manifest is not None and manifest.step in steps and manifest.step not in yielded:
+                yielded.add(manifest.step)
                 yield manifest, decoded
 
 
 def _is_requested(base: ChainLink, manifests: Mapping[str, Manifest], steps: Mapping[int, object]) -> bool:
     return base.id in manifests and base.step in steps
-
-
-def _import_row(
-    checkpoint: SourceCheckpoint,
-    state: FlatState,
-    manifest: Manifest,
-    opaque: tuple[str, ...],
-    seconds: float,
-    *,
-    done: bool = False,
-) -> ImportRow:
-    after, keyframe = manifest.stored_bytes, not manifest.bases
-    return ImportRow(
-        checkpoint.step, checkpoint.name, state.nbytes, checkpoint.nbytes, after, keyframe, seconds, done, opaque
-    )

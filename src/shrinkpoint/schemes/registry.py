@@ -40,7 +40,7 @@ _EXPECTED = 'a scheme such as shrinkpoint.Fisher(relative_error=.3), or its text
 
 
 def get_scheme(scheme: object) -> Scheme:
-    """A scheme from its text; a scheme itself stays as it is. See `maker` for what a text may say.
+    """A scheme from its text; a scheme itself stays as it is. `scheme_factory` says what a text may be.
 
     Raises:
         PolicyError: it is neither.
@@ -68,7 +68,7 @@ def scheme_factory(text: str) -> partial[Scheme]:
     Raises:
         PolicyError: a name or a setting nobody knows, a value that is none, or no such text at all.
 
-    >>> maker("fisher(relative_error=.3)")(), maker("inshrinkerator")(threshold="1%", evaluate=len)
+    >>> scheme_factory("fisher(relative_error=.3)")(), scheme_factory("inshrinkerator")(threshold="1%", evaluate=len)
     (fisher(relative_error=0.3), inshrinkerator(threshold=0.01, evaluate=<len>))
     """
     match = _PATTERN.fullmatch(text) if len(text) <= MAX_TEXT else None
