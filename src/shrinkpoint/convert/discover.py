@@ -92,11 +92,8 @@ def _series_in(path: Path) -> CheckpointSeries:
     checkpoints: list[SourceCheckpoint] = []
     others: list[Path] = []
     for child in sorted(path.iterdir()):
-        step = step_from_name(child.name)
-        if step is None or _SHARD_PATTERN.search(child.name):
-            checkpoint = None
-        else:
-            checkpoint = _child_checkpoint(child, step)
+        step = None if _SHARD_PATTERN.search(child.name) else step_from_name(child.name)
+        checkpoint = None if step is None else _child_checkpoint(child, step)
         if checkpoint is None:
             others.append(child)
         else:
