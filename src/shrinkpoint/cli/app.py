@@ -1,4 +1,4 @@
-"""The application: its commands, its options, and how an error leaves it."""
+"""The application: its commands, its own options, and how errors become exit codes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _EPILOG = (
 
 
 class ErrorHandlingGroup(TyperGroup):
-    """A group whose errors are one line on stderr and an exit code; `--traceback` shows where they come from."""
+    """Turns errors of commands into one line on stderr and an exit code; `--traceback` also prints the traceback."""
 
     def parse_args(self, ctx: Any, args: Any) -> Any:
-        """Take `--traceback` wherever it stands, so that it can be put behind a command that just failed."""
+        """Accepts `--traceback` anywhere on the line, so that it can be appended to a command that just failed."""
         if "--traceback" in args:
             args = [arg for arg in args if arg != "--traceback"]
             ctx.meta[_TRACEBACK_VARIABLE] = True
@@ -52,7 +52,7 @@ class ErrorHandlingGroup(TyperGroup):
 
 
 def _error_line(error: ShrinkpointError | OSError) -> str:
-    """What to say of an error; of one of the operating system, what a StorageError would."""
+    """The message of an error; one of the operating system gets that of a StorageError."""
     if isinstance(error, ShrinkpointError):
         return str(error)
     return f"{error.filename or 'storage'}: {error.strerror or error}"
@@ -93,20 +93,20 @@ def _options(
 
 
 def _refuse_urls(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A command that refuses URLs where it takes a path: in its arguments, and in options that are paths."""
+    """Wraps a command so that it refuses URLs as arguments and as options that are paths."""
     hints = get_type_hints(command, include_extras=True)
     arguments = {
         name
         for name, hint in hints.items()
-        if any(isinstance(one, typer.models.ArgumentInfo) for one in getattr(hint, "__metadata__", ()))
+        if any(isinstance(item, typer.models.ArgumentInfo) for item in getattr(hint, "__metadata__", ()))
     }
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
-        for name, given in kwargs.items():
-            for one in given if isinstance(given, Sequence) and not isinstance(given, str) else (given,):
-                if isinstance(one, Path) or (name in arguments and isinstance(one, str)):
-                    local_path(one, name)
+        for name, value in kwargs.items():
+            for item in value if isinstance(value, Sequence) and not isinstance(value, str) else (value,):
+                if isinstance(item, Path) or (name in arguments and isinstance(item, str)):
+                    local_path(item, name)
         return command(*args, **kwargs)
 
     return run

@@ -1,4 +1,4 @@
-"""`shrinkpoint compact`: write deltas again so that they stand on less."""
+"""`shrinkpoint compact`: rewrite deltas against fewer bases."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which would be written again.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Merge deltas so that none stands on a forgotten or deleted checkpoint, or make one checkpoint a keyframe.
+    """Merge deltas so that none depends on a forgotten or deleted checkpoint, or make one checkpoint a keyframe.
 
     Every checkpoint decodes to the same bits before, during and after; each is replaced atomically.
     """
@@ -39,7 +39,9 @@ def command(
             opened.compact(step)
     _, after = open_store(store)
     rows = [
-        (_checkpoint_report(before, one), _checkpoint_report(after, one)) for one in steps if one in after.manifests
+        (checkpoint_report(before.manifests[rewritten]), checkpoint_report(after.manifests[rewritten]))
+        for rewritten in steps
+        if rewritten in after.manifests
     ]
     if json:
         changes = [
@@ -51,15 +53,15 @@ def command(
 
 
 def _steps_to_rewrite(listing: Listing, store: str, step: int | None) -> list[int]:
-    """The steps that `Store.compact` writes again."""
+    """The steps that `Store.compact` rewrites."""
     if step is not None:
         return [step] if find_manifest(listing, Location(Path(store), step)).bases else []
-    shown = listing.visible
-    return [one.step for one in shown.values() if not all(chain.is_current(shown, base) for base in one.bases)]
-
-
-def _checkpoint_report(listing: Listing, step: int) -> CheckpointReport:
-    return checkpoint_report(listing.manifests[step])
+    visible = listing.visible
+    return [
+        manifest.step
+        for manifest in visible.values()
+        if not all(chain.is_current(visible, base) for base in manifest.bases)
+    ]
 
 
 def _chain_json(row: CheckpointReport) -> dict[str, object]:
@@ -68,7 +70,7 @@ def _chain_json(row: CheckpointReport) -> dict[str, object]:
 
 def _print(store: str, rows: list[tuple[CheckpointReport, CheckpointReport]], dry_run: bool) -> None:
     if not rows:
-        print_line(f"{store}: nothing to do, no delta stands on anything forgotten or gone")
+        print_line(f"{store}: nothing to do, no delta depends on anything forgotten or gone")
         return
     columns = [
         Column("step", [str(a.step) for a, _ in rows], align_right=True),
@@ -82,10 +84,8 @@ def _print(store: str, rows: list[tuple[CheckpointReport, CheckpointReport]], dr
         ]
     print_table(columns)
     print_line("")
-    done = "would write" if dry_run else "wrote"
-    print_line(
-        f"{store}: {done} {humanize.count(len(rows), 'checkpoint')} again{'; leave out --dry-run to do it' * dry_run}"
-    )
+    verb, advice = ("would write", "; leave out --dry-run to do it") if dry_run else ("wrote", "")
+    print_line(f"{store}: {verb} {humanize.count(len(rows), 'checkpoint')} again{advice}")
 
 
 def _format_chain(row: CheckpointReport) -> str:

@@ -1,4 +1,4 @@
-"""Where output goes: results to stdout, everything else to stderr."""
+"""Prints results to stdout, and everything else to stderr."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNBOUNDED_WIDTH = 100_000
 
 
 class PipeSafeConsole(Console):
-    """Rich's console, except that a reader who left (`| head`) ends the command with the code of SIGPIPE."""
+    """A console of rich that ends the command with the exit code of SIGPIPE if the reader has closed the pipe."""
 
     def on_broken_pipe(self) -> NoReturn:
         close_pipe()
@@ -29,30 +29,30 @@ class PipeSafeConsole(Console):
 
 
 def close_pipe() -> None:
-    """Point stdout at nothing, so that flushing it at exit does not complain a second time."""
+    """Redirects stdout to the null device, so that flushing it at exit does not fail again."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def stdout_console() -> PipeSafeConsole:
-    """Stdout. Lines for a program (no terminal, no COLUMNS) are never cut to a width."""
+    """A console on stdout; lines for a program (no terminal, no COLUMNS) are never cut to a width."""
     bounded = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
     return PipeSafeConsole(width=None if bounded else _UNBOUNDED_WIDTH, highlight=False, soft_wrap=False)
 
 
 def print_line(line: str, style: str = "") -> None:
-    """One line to stdout, never folded, so that a path can be copied; never markup, so that brackets stay brackets."""
+    """Prints one line to stdout: never folded, so that a path can be copied, and never read as markup."""
     stdout_console().print(Text(printable(line), style=style), soft_wrap=True)
 
 
 def print_note(line: str, label: str = "note", style: str = "yellow") -> None:
-    """One line to stderr, whatever the width: a log keeps it whole."""
+    """Prints one line to stderr, never folded."""
     console = Console(stderr=True, highlight=False)
     console.print(Text.assemble((f"{label}: ", style), printable(line)), soft_wrap=True)
 
 
 def print_json(document: Any) -> None:
-    """`document` as JSON to stdout, and nothing else; floats that JSON cannot say become "nan", "inf", "-inf"."""
+    """Prints a document as JSON to stdout; floats that JSON does not have become "nan", "inf" and "-inf"."""
     sys.stdout.write(json.dumps(_json_safe(document), indent=2, allow_nan=False) + "\n")
     sys.stdout.flush()
 
@@ -69,7 +69,7 @@ def _json_safe(value: Any) -> Any:
 
 @contextlib.contextmanager
 def spinner(title: str) -> Iterator[None]:
-    """A spinner on stderr while something takes long, and nothing where stderr is not a terminal."""
+    """Shows a spinner on stderr during the block if stderr is a terminal."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield

@@ -1,4 +1,4 @@
-"""`shrinkpoint demo`: a training run is killed in the middle of a save, and goes on."""
+"""`shrinkpoint demo`: a training run is killed in the middle of a save, and resumed."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def command(
     from shrinkpoint.demo.run import run_demo
     from shrinkpoint.demo.scenario import DemoOptions
 
-    plan = DemoOptions(store=store, steps=steps, every=every)
-    passed = run_demo(plan, Console(stderr=json))
+    options = DemoOptions(store=store, steps=steps, every=every)
+    passed = run_demo(options, Console(stderr=json))
     if json:
-        print_json(jsonlib.loads(plan.record_path.read_text()))
+        print_json(jsonlib.loads(options.record_path.read_text()))
     if not passed:
         raise typer.Exit(ExitCode.FINDINGS)

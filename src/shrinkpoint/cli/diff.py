@@ -36,19 +36,19 @@ def command(
     from shrinkpoint.tensors.compare import compare_checkpoints
 
     with spinner(f"comparing {a} with {b}"):
-        found = compare_checkpoints(decode_location(a), decode_location(b))
+        difference = compare_checkpoints(decode_location(a), decode_location(b))
     if json:
-        print_json({"a": str(a), "b": str(b), "equal": found.equal, **asdict(found)})
+        print_json({"a": str(a), "b": str(b), "equal": difference.equal, **asdict(difference)})
     else:
-        _print(f"{a} and {b}", found, every)
-    if not found.equal:
+        _print(f"{a} and {b}", difference, every)
+    if not difference.equal:
         raise typer.Exit(ExitCode.FINDINGS)
 
 
 def _print(title: str, difference: CheckpointDifference, show_all: bool) -> None:
-    rows = difference.tensors if show_all else [one for one in difference.tensors if not one.equal]
+    rows = difference.tensors if show_all else [row for row in difference.tensors if not row.equal]
     if rows:
-        print_table(_columns(rows), styles=["dim" if one.equal else "" for one in rows])
+        print_table(_columns(rows), styles=["dim" if row.equal else "" for row in rows])
         print_line("")
     for sign, names in (("+", difference.added), ("-", difference.missing)):
         for name in names:
@@ -56,11 +56,11 @@ def _print(title: str, difference: CheckpointDifference, show_all: bool) -> None
     if difference.added or difference.missing:
         print_line("")
     if difference.values:
-        sides = list(difference.values.values())
+        pairs = list(difference.values.values())
         columns = [
             Column("plain value", list(difference.values), wrap=True),
-            Column("A", [a if a is not None else "-" for a, _ in sides], wrap=True),
-            Column("B", [b if b is not None else "-" for _, b in sides], wrap=True),
+            Column("A", [a if a is not None else "-" for a, _ in pairs], wrap=True),
+            Column("B", [b if b is not None else "-" for _, b in pairs], wrap=True),
         ]
         print_table(columns)
         print_line("")
@@ -69,10 +69,10 @@ def _print(title: str, difference: CheckpointDifference, show_all: bool) -> None
 
 def _columns(rows: Sequence[TensorDifference]) -> list[Column]:
     return [
-        Column("tensor", [one.name for one in rows], wrap=True),
-        Column("values that differ", [_format_count(one) for one in rows], align_right=True, drop_order=1),
-        Column("max |A-B|", [_format_value(one, one.max_abs) for one in rows], align_right=True),
-        Column("|A-B|/|A|", [_format_value(one, one.relative) for one in rows], align_right=True),
+        Column("tensor", [row.name for row in rows], wrap=True),
+        Column("values that differ", [_format_count(row) for row in rows], align_right=True, drop_order=1),
+        Column("max |A-B|", [_format_value(row, row.max_abs) for row in rows], align_right=True),
+        Column("|A-B|/|A|", [_format_value(row, row.relative) for row in rows], align_right=True),
     ]
 
 
@@ -89,11 +89,11 @@ def _format_value(row: TensorDifference, value: float | None) -> str:
 def _verdict(difference: CheckpointDifference) -> str:
     if difference.equal:
         return f"equal bit for bit ({humanize.count(len(difference.tensors), 'tensor')} and every plain value)"
-    if difference.structure and all(one.equal for one in difference.tensors):
+    if difference.structure and all(row.equal for row in difference.tensors):
         return "every tensor and value is equal, but not the containers that hold them (ties, tuples, parameters)"
-    unlike = sum(not one.equal for one in difference.tensors)
+    num_different = sum(not row.equal for row in difference.tensors)
     parts = [
-        f"{humanize.count(unlike, 'different tensor')} of {len(difference.tensors)}" if unlike else "",
+        f"{humanize.count(num_different, 'different tensor')} of {len(difference.tensors)}" if num_different else "",
         f"{len(difference.added)} added" if difference.added else "",
         f"{len(difference.missing)} missing" if difference.missing else "",
         f"{humanize.count(len(difference.values), 'different plain value')}" if difference.values else "",

@@ -8,7 +8,7 @@ from shrinkpoint import errors
 
 
 class ExitCode(IntEnum):
-    """Exit codes, for scripts; docs/cli.md explains each."""
+    """Exit codes for scripts; docs/cli.md explains each."""
 
     FINE = 0
     FINDINGS = 1
@@ -35,9 +35,9 @@ _CODE_OF_ERROR: tuple[tuple[type[Exception], ExitCode], ...] = (
 
 
 def exit_code_of(error: errors.ShrinkpointError | OSError) -> ExitCode:
-    """The exit code for an error: that of the nearest class of the tree.
+    """The exit code for an error: that of the first class it is an instance of, special classes first.
 
-    >>> exit_code_of(errors.NoSpaceError("run", found="no room")).name
+    >>> exit_code_of(errors.NoSpaceError("run", found="a full disk")).name
     'STORAGE'
     """
     return next(code for kind, code in _CODE_OF_ERROR if isinstance(error, kind))

@@ -16,7 +16,7 @@ from shrinkpoint.errors import PolicyError
 
 
 class ExportForm(str, Enum):
-    """What to write."""
+    """The formats that `--to` names."""
 
     SAFETENSORS = "safetensors"
     TORCH = "torch"
@@ -52,33 +52,33 @@ def command(
     safetensors: every tensor under its name, and no plain values. torch: the whole state, nested as it was saved;
     torch.load(OUT, weights_only=True) opens it.
     """
-    where, form = parse_location(place, step), to or _form_from_suffix(out)
+    location, form = parse_location(place, step), to or _form_from_suffix(out)
     if out.exists() and not force:
         raise PolicyError(str(out), found="a file that exists", expected="a new name", do="add --force to replace it")
     from shrinkpoint.cli.export_write import write_export
 
     with spinner(f"writing {out}"):
-        done = write_export(where, out, as_torch=form is ExportForm.TORCH, patterns=only or [])
+        result = write_export(location, out, as_torch=form is ExportForm.TORCH, patterns=only or [])
     if json:
         document = {
-            "from": str(where),
+            "from": str(location),
             "out": str(out),
             "to": form.value,
-            "tensors": done.tensors,
-            "bytes": done.nbytes,
+            "tensors": result.tensors,
+            "bytes": result.nbytes,
         }
-        print_json({**document, "left_out": done.num_omitted, "converted": done.num_converted})
+        print_json({**document, "left_out": result.num_omitted, "converted": result.num_converted})
         return
-    size = f"{humanize.count(done.tensors, 'tensor')}, {humanize.size(done.nbytes)}"
-    print_line(f"{out}: {size}, {form.value}, from {where}")
-    if done.num_omitted:
+    size = f"{humanize.count(result.tensors, 'tensor')}, {humanize.size(result.nbytes)}"
+    print_line(f"{out}: {size}, {form.value}, from {location}")
+    if result.num_omitted:
         print_note(
-            f"{humanize.count(done.num_omitted, 'plain value')} left out: "
+            f"{humanize.count(result.num_omitted, 'plain value')} left out: "
             "safetensors holds tensors only (--to torch has all)"
         )
-    if done.num_converted:
+    if result.num_converted:
         print_note(
-            f"{humanize.count(done.num_converted, 'numpy value')} became tensors and numbers, "
+            f"{humanize.count(result.num_converted, 'numpy value')} became tensors and numbers, "
             "which weights_only=True can open"
         )
 

@@ -20,13 +20,13 @@ from torch import Tensor
 from shrinkpoint.cli.load_state import decode_location
 from shrinkpoint.cli.location import Location
 from shrinkpoint.container.header import SAFETENSORS_DTYPES
+from shrinkpoint.convert.safetensors_file import copy_if_shared
 from shrinkpoint.errors import NotFoundError, PolicyError, StorageError
 from shrinkpoint.storage import storage_error
 from shrinkpoint.tensors.dtypes import dtype_name
 from shrinkpoint.tensors.flatten import unflatten
 from shrinkpoint.tensors.leaves import TensorOrArray, as_tensor, child_items, is_array, named_leaves
-from shrinkpoint.tensors.names import StatePath as Keys
-from shrinkpoint.tensors.names import tensor_name
+from shrinkpoint.tensors.names import StatePath, tensor_name
 
 _ABSENT = object()
 
@@ -49,10 +49,13 @@ class ExportResult:
 
 
 def write_export(location: Location, out: Path, *, as_torch: bool, patterns: Sequence[str]) -> ExportResult:
-    """Decode `location` and write `out`, all or nothing.
+    """Decodes the checkpoint at a location and writes it atomically.
 
     Args:
-        patterns: patterns; what no pattern matches by its name is left out.
+        location: the checkpoint.
+        out: the file to write.
+        as_torch: write a torch file instead of a safetensors file.
+        patterns: names to write, as of `fnmatch`; empty: all.
 
     Raises:
         NotFoundError: nothing matches.
@@ -78,16 +81,16 @@ def write_export(location: Location, out: Path, *, as_torch: bool, patterns: Seq
     return ExportResult(len(tensors), out.stat().st_size, len(leaves) - len(tensors), 0)
 
 
-def _select(value: Any, patterns: Sequence[str], path: Keys) -> Any:
-    """The nest without the leaves that no pattern matches, and without what is empty then."""
-    inside = child_items(value)
-    if inside is None:
+def _select(value: Any, patterns: Sequence[str], path: StatePath) -> Any:
+    """Removes the leaves that no pattern matches, and containers that become empty."""
+    items = child_items(value)
+    if items is None:
         return value if any(fnmatchcase(tensor_name(path), pattern) for pattern in patterns) else _ABSENT
-    pairs = [(key, _select(item, patterns, (*path, key))) for key, item in inside]
-    left = [(key, item) for key, item in pairs if item is not _ABSENT]
-    if not left:
+    pairs = [(key, _select(item, patterns, (*path, key))) for key, item in items]
+    selected = [(key, item) for key, item in pairs if item is not _ABSENT]
+    if not selected:
         return _ABSENT
-    return type(value)(left) if isinstance(value, OrderedDict) else _rebuild(value, left)
+    return type(value)(selected) if isinstance(value, OrderedDict) else _rebuild(value, selected)
 
 
 def _rebuild(value: Any, pairs: list[tuple[Any, Any]]) -> Any:
@@ -97,37 +100,34 @@ def _rebuild(value: Any, pairs: list[tuple[Any, Any]]) -> Any:
 
 
 def _numpy_to_torch(value: Any) -> Any:
-    """The nest with numpy values as tensors and numbers: `torch.load(weights_only=True)` knows no numpy."""
+    """Replaces numpy values by tensors and numbers, which `torch.load(weights_only=True)` accepts."""
     if isinstance(value, np.ndarray):
         return as_tensor(value)
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, torch.Size | Counter):
         return value
-    inside = child_items(value)
-    if inside is None:
+    items = child_items(value)
+    if items is None:
         return value
-    pairs = [(key, _numpy_to_torch(item)) for key, item in inside]
+    pairs = [(key, _numpy_to_torch(item)) for key, item in items]
     if not isinstance(value, OrderedDict):
         return _rebuild(value, pairs)
     ordered = OrderedDict(pairs)
-    vars(ordered).update(vars(value))  # `_metadata`, which load_state_dict looks at
+    vars(ordered).update(vars(value))  # `_metadata`, which load_state_dict reads
     return ordered
 
 
 def _to_unshared(tensors: dict[str, TensorOrArray]) -> dict[str, Tensor]:
-    """Contiguous, each in memory of its own: safetensors does not share."""
+    """Makes tensors contiguous and copies those that share memory, which safetensors cannot store."""
     rows: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    storage_pointers: set[int] = set()
     for name, value in tensors.items():
         tensor = as_tensor(value)
         if dtype_name(tensor.dtype) not in SAFETENSORS_DTYPES:
             found, do = f"dtype {dtype_name(tensor.dtype)}", "export --to torch, or leave it out with --only"
             raise PolicyError(name, found=found, expected="a dtype that safetensors has", do=do)
-        storage = tensor.untyped_storage()
-        whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes and storage.data_ptr() not in seen
-        seen.add(storage.data_ptr())
-        rows[name] = tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+        rows[name] = copy_if_shared(tensor, storage_pointers)
     return rows
 
 

@@ -18,22 +18,24 @@ def command(
     steps: Annotated[list[int], typer.Argument(metavar="STEP...", min=0, help="Which to hide.", show_default=False)],
     json: JsonOption = False,
 ) -> None:
-    """Hide checkpoints from every reader; the next `prune --apply` deletes those that nothing stands on.
+    """Hide checkpoints from every reader; the next `prune --apply` deletes those that no other checkpoint depends on.
 
     All of them or, where one does not exist, none.
     """
     storage, _ = open_store(store)
     with storage.lock():
         listing = scan(storage)
-        fresh = [step for step in dict.fromkeys(steps) if require_step(listing, step, store) not in listing.forgotten]
-        for step in fresh:
+        forgotten = [
+            step for step in dict.fromkeys(steps) if require_step(listing, step, store) not in listing.forgotten
+        ]
+        for step in forgotten:
             forget(storage, listing, step)
-        left = len(listing.visible.keys() - set(fresh))
+        remaining = len(listing.visible.keys() - set(forgotten))
     if json:
-        print_json({"forgotten": fresh, "left": left})
-    elif fresh:
+        print_json({"forgotten": forgotten, "left": remaining})
+    elif forgotten:
         print_line(
-            f"{store}: forgot {preview(fresh)}; {humanize.count(left, 'checkpoint')} left. "
+            f"{store}: forgot {preview(forgotten)}; {humanize.count(remaining, 'checkpoint')} left. "
             f"`prune --apply` frees the space"
         )
     else:

@@ -1,4 +1,4 @@
-"""Sizes, ratios, ages and counts as text for people."""
+"""Formats sizes, ratios, ages and counts for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def size(count: int) -> str:
-    """Bytes in decimal units, three digits.
+    """Bytes as text in decimal units, with three digits.
 
     >>> [size(n) for n in (0, 999, 1000, 41_203_000, 999_999, 5_000_000_000)]
     ['0 B', '999 B', '1.00 kB', '41.2 MB', '1.00 MB', '5.00 GB']
@@ -25,7 +25,7 @@ def size(count: int) -> str:
 
 
 def ratio(raw: int, stored: int) -> str:
-    """Raw bytes for each stored byte.
+    """Raw bytes for each stored byte, as text.
 
     >>> ratio(300, 200), ratio(1_000_000, 100), ratio(0, 10), ratio(10, 0)
     ('1.50x', '10000x', '-', '-')
@@ -37,7 +37,7 @@ def ratio(raw: int, stored: int) -> str:
 
 
 def age(created: str, now: datetime | None = None) -> str:
-    """How long ago an ISO time was, in its largest unit.
+    """Time since an ISO 8601 time, as text in its largest unit.
 
     >>> now = datetime(2026, 11, 21, 12, tzinfo=timezone.utc)
     >>> [age(t, now) for t in ("2026-11-21T11:59:18+00:00", "2026-11-20T10:00:00Z", "2026-11-21T13:00:00Z", "soon")]
@@ -51,7 +51,7 @@ def age(created: str, now: datetime | None = None) -> str:
         then = then.replace(tzinfo=timezone.utc)
     seconds = ((now or datetime.now(timezone.utc)) - then).total_seconds()
     for unit, letter in _AGES:
-        if seconds >= unit * (2 if unit > 1 else 1):  # "26 h" says more than "1 d"
+        if seconds >= unit * (2 if unit > 1 else 1):  # "26 h" is more precise than "1 d"
             return f"{int(seconds // unit)} {letter}"
     return "now"
 
@@ -66,7 +66,8 @@ def number(value: float) -> str:
 
 
 def count(amount: int, noun: str) -> str:
-    """
+    """A number with its noun, in the plural where it needs one.
+
     >>> count(1, "checkpoint"), count(2, "checkpoint")
     ('1 checkpoint', '2 checkpoints')
     """
@@ -74,7 +75,7 @@ def count(amount: int, noun: str) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` without anything that a terminal would obey: names come from files that others wrote.
+    """Escapes characters that would control a terminal: names come from untrusted files.
 
     >>> printable("a\\x1b[2Jb\\n\\ud800 é")
     'a\\\\x1b[2Jb\\\\n\\\\ud800 é'

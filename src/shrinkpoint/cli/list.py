@@ -1,4 +1,4 @@
-"""`shrinkpoint list`: what a store holds."""
+"""`shrinkpoint list`: the checkpoints of a store or of a framework's run."""
 
 from __future__ import annotations
 

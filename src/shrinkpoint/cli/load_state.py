@@ -1,4 +1,4 @@
-"""Decodes the checkpoint at a location of the command line; needs torch."""
+"""Decodes the checkpoint at a location of the command line; imports torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from shrinkpoint.train.dcp.checkpoint_metadata import DCP_KEY
 
 
 def decode_location(location: Location) -> DecodedFile:
-    """Decode a checkpoint of a store, a framework's, or a file with the files that it names as its bases.
+    """Decodes a checkpoint of a store or a framework, or a file with the bases that it names.
 
     Raises:
         NotFoundError: there is no such checkpoint.
-        ChainError: a base is missing, or is not the right one.
-        FormatError: bytes are at fault.
+        ChainError: a base is missing, or has another digest.
+        FormatError: a file is damaged.
     """
     if location.is_file:
         return decode_file(location.path.absolute())[0]
@@ -34,9 +34,9 @@ def decode_location(location: Location) -> DecodedFile:
 
 
 def _decode_directory(directory: Path) -> DecodedFile:
-    """What one process wrote, or the ranks of torch.distributed.checkpoint together."""
+    """Decodes what one process wrote, or the state of all ranks of torch.distributed.checkpoint."""
     extra = read_directory_manifest(directory).extra
     if not isinstance(extra, dict) or DCP_KEY not in extra:
         return decode_folder(directory)
-    flat = flatten(load(directory))
-    return DecodedFile(flat.tree, Reference(flat.tensors))
+    state = flatten(load(directory))
+    return DecodedFile(state.tree, Reference(state.tensors))

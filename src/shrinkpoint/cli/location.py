@@ -34,11 +34,11 @@ LocationArgument = Annotated[
 
 @dataclass(frozen=True)
 class Location:
-    """A place on the command line.
+    """A store, one of its checkpoints, a framework's directory or a file, as the command line names it.
 
     Attributes:
-        path: of the store or the file.
-        step: which checkpoint was asked for; None for the newest.
+        path: path of the store, directory or file.
+        step: the requested step of a store; None: the newest.
     """
 
     path: Path
@@ -50,15 +50,15 @@ class Location:
 
     @property
     def is_run(self) -> bool:
-        """Whether it is a checkpoint in a folder of a framework's own, or a directory with such folders in it."""
+        """Whether it is a framework's checkpoint directory, or a directory with some in it and no store."""
         return self.path.is_dir() and bool(find_checkpoints(self.path)) and not scan(LocalStorage(self.path)).keys
 
     @property
     def newest_directory(self) -> Path:
-        """Of a run, the newest checkpoint.
+        """The newest checkpoint directory of a run.
 
         Raises:
-            PolicyError: a step was asked for, which folders do not have as their names.
+            PolicyError: a step was asked for, by which directories are not named.
         """
         if self.step is not None:
             found, do = f"step {self.step}", f"name the directory of that checkpoint below {self.path}"
@@ -70,7 +70,7 @@ class Location:
 
 
 def parse_location(text: str, step: int | None = None) -> Location:
-    """Read `PATH` or `STORE@STEP`; a path that exists as it stands wins over the second reading.
+    """Parses `PATH` or `STORE@STEP`; a path that exists is not split at its `@`.
 
     Raises:
         NotFoundError: there is nothing, or a file that something else wrote.
@@ -78,54 +78,56 @@ def parse_location(text: str, step: int | None = None) -> Location:
     """
     path = Path(text)
     if not path.exists():
-        before, at, after = text.rpartition("@")
-        if at and after.isdecimal() and Path(before).is_dir():
-            if step not in (None, int(after)):
+        store, _, step_text = text.rpartition("@")
+        if store and step_text.isdecimal() and Path(store).is_dir():
+            if step not in (None, int(step_text)):
                 raise PolicyError(text, found=f"--step {step} as well", expected="one step", do="leave one of them out")
-            return Location(Path(before), int(after))
+            return Location(Path(store), int(step_text))
         raise NotFoundError(text, found="no such file or directory", do="check the path")
     if path.is_file() and step is not None:
         raise PolicyError(text, found="a file with --step", expected="a store", do="leave --step out")
-    known = identify(path) if path.is_file() else None
-    if known is not None and known.is_foreign:
-        raise NotFoundError(text, found=known.description, expected=OWN_CHECKPOINT, do=known.do)
+    identity = identify(path) if path.is_file() else None
+    if identity is not None and identity.is_foreign:
+        raise NotFoundError(text, found=identity.description, expected=OWN_CHECKPOINT, do=identity.do)
     return Location(path, step)
 
 
 def open_store(text: str, *, allow_run: bool = False) -> tuple[Storage, Listing]:
-    """A store's storage, and what stands in it.
+    """Opens the storage of a store, and lists its checkpoints.
 
     Args:
-        allow_run: a framework's run will do, too.
+        text: path of the store's directory.
+        allow_run: also accept the directory of a framework's run.
 
     Raises:
-        NotFoundError: there is no such directory, or one with other things in it. (An empty store is a store.)
+        NotFoundError: there is no such directory, or it has something else in it. An empty directory is a store.
     """
     path = Path(text)
     if not path.is_dir():
-        found, do = (
-            ("a file", f"see `shrinkpoint show {text}`") if path.exists() else ("no such directory", "check the path")
-        )
+        is_file = path.exists()
+        found = "a file" if is_file else "no such directory"
+        do = f"see `shrinkpoint show {text}`" if is_file else "check the path"
         raise NotFoundError(text, found=found, expected="the directory of a store", do=do)
     storage = LocalStorage(path)
     listing = scan(storage)
     if not (listing.keys or listing.manifests or listing.broken):
-        known = identify(path)
-        if known is not None and known.description != EMPTY_DIRECTORY and (known.is_foreign or not allow_run):
-            raise NotFoundError(text, found=known.description, expected="the directory of a store", do=known.do)
+        identity = identify(path)
+        if identity is not None and identity.description != EMPTY_DIRECTORY and (identity.is_foreign or not allow_run):
+            expected = "the directory of a store"
+            raise NotFoundError(text, found=identity.description, expected=expected, do=identity.do)
     return storage, listing
 
 
 def open_file(path: Path) -> Source:
-    """A single file as a source of bytes; the caller closes it."""
+    """Opens a single file as a source of bytes; the caller closes it."""
     return LocalStorage(path.absolute().parent).open(path.name)
 
 
 def find_manifest(listing: Listing, location: Location) -> Manifest:
-    """The checkpoint that was asked for, or the newest that is not forgotten.
+    """The manifest of the requested checkpoint, or of the newest that is not forgotten.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: there is no such checkpoint.
         FormatError: its manifest cannot be read.
     """
     if location.step in listing.broken:
@@ -134,16 +136,17 @@ def find_manifest(listing: Listing, location: Location) -> Manifest:
         return listing.visible[max(listing.visible)]
     if location.step in listing.manifests:
         return listing.manifests[location.step]
-    known = None if listing.visible or listing.manifests else identify(location.path)
-    if known is not None and (known.is_foreign or location.step is None):
-        raise NotFoundError(str(location.path), found=known.description, expected=OWN_CHECKPOINT, do=known.do)
-    wanted = "no checkpoint" if location.step is None else f"no checkpoint of step {location.step}"
+    identity = None if listing.visible or listing.manifests else identify(location.path)
+    if identity is not None and (identity.is_foreign or location.step is None):
+        where, do = str(location.path), identity.do
+        raise NotFoundError(where, found=identity.description, expected=OWN_CHECKPOINT, do=do)
+    found = "no checkpoint" if location.step is None else f"no checkpoint of step {location.step}"
     steps = f"one of {preview(sorted(listing.visible))}" if listing.visible else "a directory with a checkpoint in it"
-    raise NotFoundError(str(location.path), found=wanted, expected=steps, do=f"see `shrinkpoint list {location.path}`")
+    raise NotFoundError(str(location.path), found=found, expected=steps, do=f"see `shrinkpoint list {location.path}`")
 
 
 def require_step(listing: Listing, step: int, store: str) -> int:
-    """`step`, if the store has such a checkpoint, readable or not.
+    """Returns `step` if the store has a checkpoint of that step, readable or not.
 
     Raises:
         NotFoundError: it has none.
@@ -155,7 +158,7 @@ def require_step(listing: Listing, step: int, store: str) -> int:
 
 
 def preview(steps: Sequence[int]) -> str:
-    """Steps in a line that does not grow with their number.
+    """At most seven steps as text; the middle of longer sequences is left out.
 
     >>> preview([1, 2, 3]), preview(range(0, 1000, 100))
     ('1, 2, 3', '0, 100, 200, ..., 700, 800, 900')

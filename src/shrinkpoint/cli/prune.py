@@ -1,4 +1,4 @@
-"""`shrinkpoint prune`: delete what no rule keeps and nothing kept stands on."""
+"""`shrinkpoint prune`: delete checkpoints that no rule keeps and no kept checkpoint depends on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BASE_REASON = re.compile(r"base of step ([0-9]+)")
 
 
 class MetricMode(str, Enum):
-    """Which end of a metric is the good one."""
+    """Whether a small or a large value of a metric is best."""
 
     MIN = "min"
     MAX = "max"
@@ -89,14 +89,16 @@ def _print(store: str, listing: Listing, plan: prune.PrunePlan, is_applied: bool
 
 
 def join_reasons(reasons: Sequence[str]) -> str:
-    """The reasons in one line; those that a step is the base of are told together.
+    """Joins reasons into one line; the steps that a checkpoint is a base of become one reason.
 
     >>> join_reasons(["one of the last 2", "base of step 30", "base of step 40"])
     'one of the last 2; base of 30, 40'
     """
-    based = [int(match[1]) for one in reasons if (match := _BASE_REASON.fullmatch(one))]
-    rest = [one for one in reasons if not _BASE_REASON.fullmatch(one)]
-    return "; ".join(rest + ([f"base of {preview(based)}"] if based else []))
+    dependent_steps = [int(match[1]) for reason in reasons if (match := _BASE_REASON.fullmatch(reason))]
+    joined = [reason for reason in reasons if not _BASE_REASON.fullmatch(reason)]
+    if dependent_steps:
+        joined.append(f"base of {preview(dependent_steps)}")
+    return "; ".join(joined)
 
 
 def _status(is_deleted: bool, is_applied: bool) -> str:

@@ -1,4 +1,4 @@
-"""Tables that stay readable in a narrow terminal: the least important columns go first."""
+"""Prints tables that fit a narrow terminal by leaving out the least important columns."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Column:
 
     Attributes:
         title: its heading.
-        cells: one text a row.
-        align_right: numbers stand on the right.
-        drop_order: 0 always stays; the largest rank is the first to go.
-        wrap: may be folded into several lines instead of going.
+        cells: text of each row.
+        align_right: align cells to the right, as numbers are.
+        drop_order: columns with the largest number are left out first; 0: never.
+        wrap: fold long cells into several lines instead of leaving the column out.
     """
 
     title: str
@@ -44,49 +44,50 @@ class Column:
 
 
 def fit_columns(columns: Sequence[Column], width: int) -> list[Column]:
-    """The columns that fit into `width` characters; a column without any text is left out at once.
+    """Selects the columns that fit into `width` characters; columns without any text are always left out.
 
     >>> note, age = Column("note", ["a long story"], drop_order=2), Column("age", ["3 h"], drop_order=1)
     >>> columns = [Column("step", ["100"]), note, age]
     >>> [c.title for c in fit_columns(columns, 80)], [c.title for c in fit_columns(columns, 12)]
     (['step', 'note', 'age'], ['step', 'age'])
     """
-    left = [column for column in columns if column.drop_order == 0 or any(column.cells)]
-    while sum(column.min_width + _GAP for column in left) - _GAP > width:
-        worst = max(left, key=lambda column: column.drop_order)
-        if worst.drop_order == 0:
+    selected = [column for column in columns if column.drop_order == 0 or any(column.cells)]
+    while sum(column.min_width + _GAP for column in selected) - _GAP > width:
+        least_important = max(selected, key=lambda column: column.drop_order)
+        if least_important.drop_order == 0:
             break
-        left.remove(worst)
-    return left
+        selected.remove(least_important)
+    return selected
 
 
 def print_table(columns: Sequence[Column], *, totals: bool = False, styles: Sequence[str] | None = None) -> None:
-    """Print the columns side by side.
+    """Prints the columns side by side.
 
     Args:
-        totals: the last row sums up the others and is set apart.
-        styles: one rich style a row.
+        columns: columns of equally many cells.
+        totals: the last row has totals; a line is drawn above it.
+        styles: style of rich for each row.
     """
     console = stdout_console()
-    chosen = fit_columns(columns, console.width)
+    selected = fit_columns(columns, console.width)
     table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
-    for column in chosen:
+    for column in selected:
         side: JustifyMethod = "right" if column.align_right else "left"
         title = Text(printable(column.title))
         table.add_column(title, justify=side, no_wrap=not column.wrap, overflow="fold")
-    rows = len(columns[0].cells)
-    for at in range(rows):
-        cells: list[RenderableType] = [Text(printable(column.cells[at])) for column in chosen]
-        if totals and at == rows - 1:
-            table.add_row(*[Text("-" * column.min_width, style="dim") for column in chosen])
-        table.add_row(*cells, style=styles[at] if styles else None)
+    num_rows = len(columns[0].cells)
+    for row in range(num_rows):
+        cells: list[RenderableType] = [Text(printable(column.cells[row])) for column in selected]
+        if totals and row == num_rows - 1:
+            table.add_row(*[Text("-" * column.min_width, style="dim") for column in selected])
+        table.add_row(*cells, style=styles[row] if styles else None)
     console.print(table)
-    if gone := [column.title for column in columns if column not in chosen and any(column.cells)]:
-        console.print(Text(f"(narrow terminal: without {', '.join(map(printable, gone))})", style="dim"))
+    if omitted := [column.title for column in columns if column not in selected and any(column.cells)]:
+        console.print(Text(f"(narrow terminal: without {', '.join(map(printable, omitted))})", style="dim"))
 
 
 def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
-    """Print `name  value` lines; pairs without a value are left out."""
+    """Prints a line with a name and a value for each pair; pairs without a value are left out."""
     console = stdout_console()
     grid = Table.grid(padding=(0, _GAP, 0, 0))
     grid.add_column(style="bold", no_wrap=True)

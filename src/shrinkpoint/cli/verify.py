@@ -1,4 +1,4 @@
-"""`shrinkpoint verify`: is everything still what was written?"""
+"""`shrinkpoint verify`: compare every byte with the digests of what was written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from shrinkpoint.cli import humanize
 from shrinkpoint.cli.console import print_json, print_line, spinner
 from shrinkpoint.cli.exit_codes import ExitCode
-from shrinkpoint.cli.location import Location, LocationArgument, open_file, open_store, parse_location
+from shrinkpoint.cli.location import OWN_CHECKPOINT, Location, LocationArgument, open_file, open_store, parse_location
 from shrinkpoint.cli.options import JsonOption
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import NotFoundError, PolicyError, ShrinkpointError
@@ -31,49 +31,48 @@ def command(
 
     Where there is no checkpoint of shrinkpoint at all, nothing was verified: exit code 3.
 
-    Findings in spite of which the checkpoint loads are warnings: a damaged copy of a base, say. What a killed save left
-    behind is told and is no finding.
+    Findings in spite of which the checkpoint loads, such as a damaged copy of a base, are warnings. Files that a killed
+    save left behind are listed and are no findings.
     """
-    where = parse_location(place)
-    if where.step is not None:
-        raise PolicyError(place, found="one step", expected="a store or a file", do=f"verify all of {where.path}")
-    with spinner(f"reading {where}"):
-        findings, checked = _verify_all(where, deep)
+    location = parse_location(place)
+    if location.step is not None:
+        raise PolicyError(place, found="one step", expected="a store or a file", do=f"verify all of {location.path}")
+    with spinner(f"reading {location}"):
+        findings, checked = _verify_all(location, deep)
     if json:
-        print_json(
-            {"where": str(where), "deep": deep, "checked": checked, "findings": [asdict(one) for one in findings]}
-        )
+        rows = [asdict(finding) for finding in findings]
+        print_json({"where": str(location), "deep": deep, "checked": checked, "findings": rows})
     else:
-        _print(where, checked, findings, deep)
-    if any(not is_orphan(one) for one in findings):
+        _print(location, checked, findings, deep)
+    if any(not is_orphan(finding) for finding in findings):
         raise typer.Exit(ExitCode.FINDINGS)
 
 
 def is_orphan(finding: Finding) -> bool:
-    """Files of a save that is going on, or that was killed and the next save sweeps: no checkpoint is touched."""
+    """Whether a finding is a file of an unfinished save, which the next save removes; it harms no checkpoint."""
     return finding.step is None and finding.loads
 
 
 def _verify_all(location: Location, deep: bool) -> tuple[list[Finding], int]:
-    """What was found, and in how many checkpoints or files."""
+    """The findings, and the number of checkpoints or files that were verified."""
     if location.is_file:
         return _verify_file(location, deep), 1
-    folders = find_checkpoints(location.path)
-    findings = [one for folder in folders for one in _verify_directory(folder, deep)]
+    directories = find_checkpoints(location.path)
+    findings = [finding for directory in directories for finding in _verify_directory(directory, deep)]
     if location.is_run:
-        return findings, len(folders)
+        return findings, len(directories)
     storage, listing = open_store(str(location.path), allow_run=True)
     findings = [*verify(storage, deep=deep), *findings]
-    checked = len(listing.visible) + len(folders)
-    known = identify(location.path)
-    if not checked and not findings and known is not None:
-        do = "save one first" if known.description == EMPTY_DIRECTORY else known.do
-        raise NotFoundError(str(location.path), found=known.description, expected="a checkpoint of shrinkpoint", do=do)
+    checked = len(listing.visible) + len(directories)
+    identity = identify(location.path)
+    if not checked and not findings and identity is not None:
+        do = "save one first" if identity.description == EMPTY_DIRECTORY else identity.do
+        raise NotFoundError(str(location.path), found=identity.description, expected=OWN_CHECKPOINT, do=do)
     return findings, checked
 
 
 def _verify_directory(directory: Path, deep: bool) -> list[Finding]:
-    """A framework's checkpoint: its manifest, every file it needs and, deep, what these decode to."""
+    """Verifies the manifest of a framework's checkpoint, every file it needs and, if deep, what these decode to."""
     try:
         manifest = verify_directory(directory, deep=True)
         if deep:
@@ -88,7 +87,7 @@ def _verify_directory(directory: Path, deep: bool) -> list[Finding]:
 
 
 def _verify_file(location: Location, deep: bool) -> list[Finding]:
-    """A single file: its header, the digests of its parts and, deep, what it decodes to."""
+    """Verifies the header of a single file, the digests of its parts and, if deep, what it decodes to."""
     try:
         with closing(open_file(location.path)) as source:
             for head in (reader := FileReader(source, str(location.path))).records:
@@ -109,12 +108,12 @@ def _finding_from_error(error: ShrinkpointError) -> Finding:
 
 
 def _print(location: Location, count: int, findings: Sequence[Finding], deep: bool) -> None:
-    for one in findings:
-        word, style = _label(one)
-        prefix = f"step {one.step}: " if one.step is not None else ""
-        print_line(f"{word:8}{prefix}{one.problem}", style)
-        for line in (one.where, one.do):
-            if line and line not in one.problem:
+    for finding in findings:
+        word, style = _label(finding)
+        prefix = f"step {finding.step}: " if finding.step is not None else ""
+        print_line(f"{word:8}{prefix}{finding.problem}", style)
+        for line in (finding.where, finding.do):
+            if line and line not in finding.problem:
                 print_line(f"{'':8}{line}", "dim")
     if findings:
         print_line("")
@@ -129,9 +128,9 @@ def _label(finding: Finding) -> tuple[str, str]:
 
 
 def _verdict(findings: Sequence[Finding]) -> str:
-    real = [one for one in findings if not is_orphan(one)]
-    if not real:
+    counted = [finding for finding in findings if not is_orphan(finding)]
+    if not counted:
         return "every byte is what was written"
-    lost = {one.step if one.step is not None else one.where for one in real if not one.loads}
+    lost = {finding.where if finding.step is None else finding.step for finding in counted if not finding.loads}
     harm = f"{humanize.count(len(lost), 'checkpoint')} lost" if lost else "everything loads"
-    return f"{humanize.count(len(real), 'finding')}, {harm}"
+    return f"{humanize.count(len(counted), 'finding')}, {harm}"

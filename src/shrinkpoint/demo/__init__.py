@@ -1,12 +1,11 @@
-"""A TRAINING RUN IS KILLED AND GOES ON: the whole path, on real input, checked bit for bit.
+"""The demo: a training run is killed in the middle of a save, resumed, and compared bit for bit with an unkilled one.
 
-`train` is the loop as a user writes it, `text`, `batches` and `model` are what it trains on. `child` runs it in a
-process of its own and kills it, `course` is what it told; `plan` and `story` are the plot, `compare` and `measure` look
-at what came out, `table` and `run` show it.
+`train` is the loop as a user writes it, and `workload` the data and the model that it trains. `child` runs the loop in
+a process of its own, and kills it. `scenario` runs the kill and the resume and compares the results; `run` prints them.
 """
 
 import os
 
-# Before torch is loaded, which reads it once: OpenMP threads that spin while they wait starve one another, and whoever
-# saves beside them, as soon as the machine has anything else to do.
+# Before torch is loaded, which reads it once: OpenMP threads that spin while they wait slow down other threads, such as
+# a background save, as soon as the machine has anything else to do.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,4 +1,4 @@
-"""The training in a process of its own: follow it, and kill it while it saves."""
+"""Runs the training in a process of its own, follows its events, and kills it while it saves."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from shrinkpoint.errors import ShrinkpointError
 
 EventListener = Callable[[dict[str, Any]], None]
 POLL_SECONDS = 0.0005
-"""Seconds between two looks at the store; a save takes tens of milliseconds at least."""
+"""Seconds between two scans of the store; a save takes tens of milliseconds at least."""
 
 
 class TrainingProcess:
-    """One process of `shrinkpoint.demo.train`; used in a `with` statement, it does not outlive the block.
+    """A process of `shrinkpoint.demo.train`; used in a `with` statement, it is killed at the end of the block.
 
     Args:
-        arguments: of the training.
-        on_event: called with every event it prints, in a thread of this process.
-        log: where its standard error goes.
+        arguments: command-line arguments of the training.
+        on_event: called with every event that the process prints, in a thread of this process.
+        log: file for its standard error.
     """
 
     def __init__(self, arguments: Sequence[str], on_event: EventListener, log: Path) -> None:
@@ -53,10 +53,10 @@ class TrainingProcess:
         return self.process.poll() is None
 
     def wait(self) -> None:
-        """Wait for a good end.
+        """Waits until the process has ended.
 
         Raises:
-            ShrinkpointError: it ended badly; the message carries the end of its log.
+            ShrinkpointError: its exit code is not 0; the message has the end of its log.
         """
         code = self.process.wait()
         self._reader.join()
@@ -69,7 +69,7 @@ class TrainingProcess:
             )
 
     def kill(self) -> None:
-        """SIGKILL: no handler runs, no buffer is written. Nothing happens when it has ended."""
+        """Sends SIGKILL, so that no handler runs and no buffer is written; does nothing if the process has ended."""
         self.process.kill()
         self.process.wait()
         self._reader.join()
@@ -79,34 +79,39 @@ def unfinished_files(store: Path, first_step: int = 0) -> dict[str, int]:
     """Files of saves that have begun and have no manifest yet: path inside the store -> bytes so far.
 
     Args:
-        first_step: look only at this step and those after it.
+        store: directory of the store.
+        first_step: ignore earlier steps.
     """
-    found: dict[str, int] = {}
-    for folder in store.glob("step-*"):
-        if int(folder.name.removeprefix("step-")) >= first_step and not (folder / "manifest.json").exists():
-            found.update(_file_sizes(store, folder))
-    return found
+    sizes: dict[str, int] = {}
+    for directory in store.glob("step-*"):
+        if int(directory.name.removeprefix("step-")) >= first_step and not (directory / "manifest.json").exists():
+            sizes.update(_file_sizes(store, directory))
+    return sizes
 
 
 def _file_sizes(store: Path, directory: Path) -> dict[str, int]:
     sizes = {}
-    for path in directory.glob("*"):  # links to the files of the chain lie deeper, and are not being written
+    for path in directory.glob("*"):  # links to the files of the chain are in a subdirectory, and are not being written
         try:
             if path.is_file():
                 sizes[path.relative_to(store).as_posix()] = path.stat().st_size
-        except FileNotFoundError:  # renamed while we looked
+        except FileNotFoundError:  # renamed since it was listed
             continue
     return sizes
 
 
 def kill_during_save(child: TrainingProcess, store: Path, first_step: int, min_bytes: int = 0) -> dict[str, int]:
-    """Kill `child` in the middle of the first save of a step not before `first_step`.
+    """Kills `child` in the middle of its first save of `first_step` or a later step.
 
     Args:
-        min_bytes: bytes of the payload to see in the file before the kill.
+        child: the training process.
+        store: directory of its store.
+        first_step: ignore saves of earlier steps.
+        min_bytes: bytes of the payload that must be in the file before the kill.
 
     Returns:
-        what the interrupted save left behind; empty when the save was faster than the kill, or the child ended.
+        files that the interrupted save left behind: path inside the store -> bytes; empty if the save had ended before
+        the kill, or the child ended.
     """
     while child.is_alive:
         if any(size >= min_bytes for size in unfinished_files(store, first_step).values()):

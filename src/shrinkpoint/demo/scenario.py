@@ -1,41 +1,57 @@
-"""The demo's scenario: a run that is never killed, the same run killed in the middle of a save, the resume, the
-comparison.
+"""The demo's scenario: a run that is never killed, and the same run killed in the middle of a save and resumed.
+
+Their last states are compared bit for bit, and the last checkpoint is measured.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
+from shrinkpoint.codec.reference import Reference
 from shrinkpoint.demo.child import TrainingProcess, kill_during_save
-from shrinkpoint.demo.measure import Measurements, measure_checkpoint
 from shrinkpoint.errors import PolicyError, ShrinkpointError
+from shrinkpoint.schemes.base import QuantizedState
+from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store import Store
+from shrinkpoint.store.checkpoint_file import SaveReport, read_file, write_file
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.tensors.compare import SectionComparison, compare_sections
+from shrinkpoint.tensors.flat_state import FlatState, snapshot
+from shrinkpoint.tensors.flatten import flatten
+
+MAX_ATTEMPTS = 10
+STORE_SECTIONS = ("model", "optimizer", "scheduler")
+ProgressCallback = Callable[[str, int], None]
+"""Called with the name of a run and its newest step."""
+_KEY = "checkpoint"
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """One demo.
-
-    Raises:
-        PolicyError: too short for two checkpoints, one to fall back to and one to be killed in.
+    """Options of a demo.
 
     Attributes:
-        store: where the killed run saves; it stays for a look with the command line.
-        steps, every: length of the run, and steps between two checkpoints.
-        kill_at: kill in the first save of a step not before this step; None: a little past the middle.
-        written: bytes of that save's payload that must stand in its file before the kill.
+        store: directory in which the killed run saves; it stays for the command line to look at.
+        steps: length of the run.
+        every: steps between two checkpoints.
+        kill_at: kill in the first save of this step or a later one; None: a little past the middle.
+        written: bytes of that save's payload that must be in its file before the kill.
         keyframe_every: checkpoints between two keyframes.
-        background: save in a thread of the training process, or in the loop.
-        layers, width, context, batch, threads: of the model and its training.
+        background: save in a thread of the training process instead of the loop.
+        layers, width, context, batch, threads: sizes of the model and its training, and threads of torch.
+
+    Raises:
+        PolicyError: the run is too short for two checkpoints: one to resume from, and one to be killed in.
     """
 
     store: Path = Path("runs/demo")
@@ -54,11 +70,11 @@ class DemoOptions:
     def __post_init__(self) -> None:
         if not 0 < 2 * self.every <= self.steps:
             found = f"{self.steps} steps with a checkpoint every {self.every}"
-            raise PolicyError("demo", found=found, expected="room for two checkpoints", do="train for more steps")
+            raise PolicyError("demo", found=found, expected="two checkpoints or more", do="train for more steps")
 
     @property
     def record_path(self) -> Path:
-        """A file beside the store, with what was measured; it also says that the store is a demo's and replaceable."""
+        """The file next to the store with the result; it also marks the store as a demo's, which may be replaced."""
         return self.store.with_name(self.store.name + ".json")
 
     @property
@@ -66,7 +82,7 @@ class DemoOptions:
         return self.kill_at if self.kill_at is not None else self.steps * 6 // 10
 
     def train_arguments(self, store: Path, final: Path) -> list[str]:
-        """The training's command line; the resumed process gets the very same as the killed one."""
+        """Arguments of `shrinkpoint.demo.train`; the resumed process gets the same as the killed one."""
         numbers = ("steps", "every", "keyframe_every", "layers", "width", "context", "batch", "threads")
         options = [text for name in numbers for text in (f"--{name.replace('_', '-')}", str(getattr(self, name)))]
         background = "--background" if self.background else "--no-background"
@@ -75,14 +91,14 @@ class DemoOptions:
 
 @dataclass
 class TrainingLog:
-    """Events of one process, collected.
+    """The events of one training process.
 
     Attributes:
-        first_step: the first step it made, 0 while it has made none.
-        last_step: the newest.
-        skip_reasons: checkpoints that its restore passed over, and why.
-        losses: by step.
-        stalls: seconds that each save held up the loop, by step.
+        first_step: its first step; 0 before it has made one.
+        last_step: its newest step.
+        skip_reasons: checkpoints that its restore skipped, and why.
+        losses: loss by step.
+        stalls: seconds by which each save stalled the loop, by step.
     """
 
     first_step: int = 0
@@ -92,7 +108,7 @@ class TrainingLog:
     stalls: dict[int, float] = field(default_factory=dict)
 
     def first_divergence(self, other: TrainingLog) -> int | None:
-        """The first step, of those that both made, whose loss is not the same number; None: there is none."""
+        """The first step of both processes at which their losses differ; None: there is none."""
         common = sorted(self.losses.keys() & other.losses.keys())
         return next((step for step in common if self.losses[step] != other.losses[step]), None)
 
@@ -106,19 +122,14 @@ class TrainingLog:
             self.stalls[event["step"]] = event["stall"]
 
 
-MAX_ATTEMPTS = 10
-ProgressCallback = Callable[[str, int], None]
-"""Called with the name of a run and the newest step it has made."""
-
-
 @dataclass(frozen=True)
 class KillResult:
-    """A kill that hit a save.
+    """A kill that interrupted a save.
 
     Attributes:
-        step: the one that was being saved.
-        left: files the save left behind: path inside the store -> bytes.
-        attempts: kills until one hit.
+        step: the step that was being saved.
+        left: files that the save left behind: path inside the store -> bytes.
+        attempts: number of kills until one interrupted a save.
     """
 
     step: int
@@ -127,15 +138,50 @@ class KillResult:
 
 
 @dataclass(frozen=True)
-class DemoResult:
-    """How it went.
+class TimedRoundTrip:
+    """A checkpoint that was encoded and decoded in memory, without the time of a disk.
 
     Attributes:
-        whole, resumed: courses of the uninterrupted run and of the process that resumed the killed one.
-        killed_log: course of the process that was killed, until the first kill: nothing was restored in it.
-        final_sections: the last states of both, written with torch.save and compared bit for bit.
-        store_sections: the last state against what the store gives back for its step.
-        manifests: what is in the store now.
+        report: the report of the save.
+        encode: median seconds to encode.
+        decode: median seconds to decode.
+    """
+
+    report: SaveReport
+    encode: float
+    decode: float
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Measurements of one state.
+
+    Attributes:
+        keyframe: the state encoded as a keyframe.
+        delta: the state encoded against the previous checkpoint.
+        torch_save: median seconds of `torch.save` to a file, without fsync.
+        copy: median seconds to clone every tensor.
+    """
+
+    keyframe: TimedRoundTrip
+    delta: TimedRoundTrip
+    torch_save: float
+    copy: float
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """The result of a demo.
+
+    Attributes:
+        options: the demo's options.
+        kill: the kill that interrupted a save.
+        reference_log: events of the run that was never killed.
+        resumed_log: events of the process that resumed the killed one.
+        killed_log: events of the first process that was killed; it had restored nothing.
+        final_sections: the last states of both runs, written with torch.save and compared bit for bit.
+        store_sections: the last state compared with the one that the store returns for its step.
+        manifests: the checkpoints of the store at the end.
         measurements: bytes and seconds.
     """
 
@@ -155,75 +201,75 @@ class DemoResult:
 
     @property
     def divergence(self) -> str | None:
-        """In which process the losses first differ from those of the uninterrupted run, and at which step."""
+        """The process and the step at which losses first differ from the reference run; None: nowhere."""
         step = self.killed_log.first_divergence(self.reference_log)
         if step is not None:
             return f"at step {step} of the killed process, which had restored nothing: training itself differs here"
         step = self.resumed_log.first_divergence(self.reference_log)
-        return (
-            None
-            if step is None
-            else f"at step {step} of the resumed process, which began at {self.resumed_log.first_step}"
-        )
+        if step is None:
+            return None
+        return f"at step {step} of the resumed process, which began at {self.resumed_log.first_step}"
 
 
 class Scenario:
-    """Plays one `Plan`; everything but the store goes to a scratch directory.
+    """Runs a demo; every file except those of the store is written to a scratch directory.
 
     Args:
+        options: the demo's options.
         scratch: an existing directory on the store's file system.
+        on_progress: called with the name of a run and its newest step.
     """
 
     def __init__(self, options: DemoOptions, scratch: Path, on_progress: ProgressCallback) -> None:
         self.options, self.scratch, self.on_progress = options, scratch, on_progress
 
     def run(self) -> DemoResult:
-        """Play it from the beginning to the end.
+        """Trains without a kill, trains with a kill, resumes, and compares.
 
         Raises:
-            ShrinkpointError: a training process failed, or no kill hit a save.
+            ShrinkpointError: a training process failed, or no kill interrupted a save.
         """
-        whole = self._train("never killed", self.scratch / "store")
-        shutil.rmtree(self.scratch / "store")  # its last state is kept in a file of its own
-        killed, untouched = self._kill_during_save()
-        resumed = self._train("resumed", self.options.store)
-        return self._compare(whole, killed, resumed, untouched)
+        reference_log = self._train("never killed", self.scratch / "store")
+        shutil.rmtree(self.scratch / "store")  # its last state has been written to a file
+        kill, killed_log = self._kill_during_save()
+        resumed_log = self._train("resumed", self.options.store)
+        return self._compare(reference_log, kill, resumed_log, killed_log)
 
     def _start(self, name: str, store: Path) -> tuple[TrainingProcess, TrainingLog]:
-        course = TrainingLog()
+        log = TrainingLog()
 
         def listen(event: dict[str, Any]) -> None:
-            course.add_event(event)
-            self.on_progress(name, course.last_step)
+            log.add_event(event)
+            self.on_progress(name, log.last_step)
 
         arguments = self.options.train_arguments(store, self._final_state_path(name))
-        return TrainingProcess(arguments, listen, self.scratch / f"{name}.log"), course
+        return TrainingProcess(arguments, listen, self.scratch / f"{name}.log"), log
 
     def _train(self, name: str, store: Path) -> TrainingLog:
-        child, course = self._start(name, store)
+        child, log = self._start(name, store)
         with child:
             child.wait()
-        return course
+        return log
 
     def _kill_during_save(self) -> tuple[KillResult, TrainingLog]:
-        """Kill until a kill hits a save that was not finished, and tell the first attempt's course.
+        """Kills until a kill interrupts a save; returns that kill and the log of the first attempt.
 
-        Each further attempt resumes and goes on; from the start, where no save is left. On a busy machine a kill may
-        come late several times.
+        Each further attempt resumes and continues, or starts anew when no later save is left. On a busy machine several
+        kills may come too late.
         """
-        since, first = self.options.first_kill_step, None
+        first_step, first_log = self.options.first_kill_step, None
         for attempt in range(1, MAX_ATTEMPTS + 1):
-            child, course = self._start("killed", self.options.store)
+            child, log = self._start("killed", self.options.store)
             with child:
-                left = kill_during_save(child, self.options.store, since, self.options.written)
-            first = first or course
-            if left:
-                step = next(iter(left)).partition("/")[0].removeprefix("step-")
-                return KillResult(int(step), left, attempt), first
-            since = max(since, course.last_step) + 1
-            if since > self.options.steps:
+                files = kill_during_save(child, self.options.store, first_step, self.options.written)
+            first_log = first_log or log
+            if files:
+                step = next(iter(files)).partition("/")[0].removeprefix("step-")
+                return KillResult(int(step), files, attempt), first_log
+            first_step = max(first_step, log.last_step) + 1
+            if first_step > self.options.steps:
                 shutil.rmtree(self.options.store)
-                since = self.options.first_kill_step
+                first_step = self.options.first_kill_step
         raise ShrinkpointError(
             str(self.options.store),
             found=f"{MAX_ATTEMPTS} kills, each after the save had ended",
@@ -234,37 +280,82 @@ class Scenario:
     def _compare(
         self, reference_log: TrainingLog, kill: KillResult, resumed_log: TrainingLog, killed_log: TrainingLog
     ) -> DemoResult:
-        one, other = (
+        reference, resumed = (
             torch.load(self._final_state_path(name), weights_only=True) for name in ("never killed", "resumed")
         )
         with Store(self.options.store) as store:
             manifests = list(store.list())
-            last, before = (store.load(manifest.step) for manifest in (manifests[-1], manifests[-2]))
-        stored = compare_sections(
-            {name: other[name] for name in STORE_SECTIONS}, {name: last[name] for name in STORE_SECTIONS}
+            parent, last = (store.load(manifest.step) for manifest in manifests[-2:])
+        store_sections = compare_sections(
+            {name: resumed[name] for name in STORE_SECTIONS}, {name: last[name] for name in STORE_SECTIONS}
         )
-        figures = measure_checkpoint(before, last, self.scratch)
         return DemoResult(
-            self.options,
-            kill,
-            reference_log,
-            resumed_log,
-            killed_log,
-            compare_sections(one, other),
-            stored,
-            manifests,
-            figures,
+            options=self.options,
+            kill=kill,
+            reference_log=reference_log,
+            resumed_log=resumed_log,
+            killed_log=killed_log,
+            final_sections=compare_sections(reference, resumed),
+            store_sections=store_sections,
+            manifests=manifests,
+            measurements=measure_checkpoint(parent, last, self.scratch),
         )
 
     def _final_state_path(self, name: str) -> Path:
         return self.scratch / f"{name}.pt"
 
 
-STORE_SECTIONS = ("model", "optimizer", "scheduler")
-
-
 def run_scenario(options: DemoOptions, on_progress: ProgressCallback) -> DemoResult:
-    """Play the whole story; the store stays, everything else is removed."""
+    """Runs a demo in a temporary directory; the store stays, every other file is removed."""
     options.store.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.store.parent, prefix=".demo-") as scratch:
         return Scenario(options, Path(scratch), on_progress).run()
+
+
+def measure_checkpoint(parent_state: Any, state: Any, directory: Path, *, repeat: int = 3) -> Measurements:
+    """Measures a state as a keyframe, and as a delta against `parent_state`.
+
+    Args:
+        parent_state: the state of the previous checkpoint.
+        state: the state to encode.
+        directory: where a temporary file may be written.
+        repeat: number of runs; medians are returned.
+    """
+    flat_state, flat_parent = flatten(state), flatten(parent_state)
+    path = directory / "torch-save.pt"
+    measurements = Measurements(
+        keyframe=_time_round_trip(flat_state, None, repeat),
+        delta=_time_round_trip(flat_state, flat_parent, repeat),
+        torch_save=_median_seconds(lambda: torch.save(state, path), repeat),
+        copy=_median_seconds(lambda: snapshot(flat_state), repeat),
+    )
+    path.unlink()
+    return measurements
+
+
+def _time_round_trip(state: FlatState, parent_state: FlatState | None, repeat: int) -> TimedRoundTrip:
+    reports: list[SaveReport] = []
+    storage = MemoryStorage()
+    reference = None if parent_state is None else Reference(snapshot(parent_state).tensors)
+    parent = None if parent_state is None else {"name": "memory", "digest": "", "step": 0}
+
+    def encode() -> None:
+        written = write_file(
+            storage, _KEY, QuantizedState(state), scheme=Lossless(), reference=reference, parent=parent
+        )
+        reports.append(written.report)
+
+    def decode() -> None:
+        read_file(storage.open(_KEY), _KEY, reference)
+
+    seconds = _median_seconds(encode, repeat)
+    return TimedRoundTrip(reports[-1], seconds, _median_seconds(decode, repeat))
+
+
+def _median_seconds(work: Callable[[], object], repeat: int) -> float:
+    seconds = []
+    for _ in range(repeat):
+        began = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began)
+    return median(seconds)

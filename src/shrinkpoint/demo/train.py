@@ -1,7 +1,8 @@
 """A training loop as a user writes it: `python -m shrinkpoint.demo.train --store runs/mine --steps 200`.
 
-Start the same command again after a crash and it goes on from the newest intact checkpoint; nothing but the store
-is needed. `sp.` marks all that is ours: one line makes the manager, one restores, one saves, one closes.
+After a crash, start the same command again: it resumes from the newest intact checkpoint, with nothing but the store. Four
+lines use this library, those with `sp.` or `manager`: one makes the manager, one restores, one saves, one
+closes.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def seed_all(seed: int, threads: int) -> None:
+    """Seeds every random generator, and makes torch deterministic."""
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
@@ -50,7 +52,7 @@ def seed_all(seed: int, threads: int) -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Train from the newest checkpoint in the store, or from the start, to the last step."""
+    """Trains from the newest checkpoint in the store, or from the start, to the last step."""
     seed_all(args.seed, args.threads)
     model = GPT(GPTConfig(layers=args.layers, width=args.width, context=args.context))
     optimizer = AdamW(model.param_groups(weight_decay=0.1), lr=1e-3, betas=(0.9, 0.95))
@@ -58,11 +60,12 @@ def train(args: argparse.Namespace) -> None:
     batches = Batches(stdlib_text(), size=args.batch, context=args.context, seed=args.seed)
 
     manager = sp.CheckpointManager(args.store, keyframe_every=args.keyframe_every, background=args.background)
-    at = manager.restore(model=model, optimizer=optimizer, scheduler=scheduler)
-    if at:
-        batches.load_state_dict(at.extra["batches"])
-    first = at.step + 1 if at else 1
-    emit_event("start", step=first, skipped=[f"step {one.step}: {one.reason}" for one in at.skipped] if at else [])
+    restored = manager.restore(model=model, optimizer=optimizer, scheduler=scheduler)
+    if restored:
+        batches.load_state_dict(restored.extra["batches"])
+    first = restored.step + 1 if restored else 1
+    skipped = restored.skipped if restored else ()
+    emit_event("start", step=first, skipped=[f"step {item.step}: {item.reason}" for item in skipped])
 
     for step in range(first, args.steps + 1):
         loss = model(*batches.draw())
@@ -89,7 +92,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def training_state(model: GPT, optimizer: AdamW, scheduler: LambdaLR, batches: Batches) -> dict[str, Any]:
-    """All that decides how the run would go on, in types that `torch.load(weights_only=True)` reads."""
+    """Everything that the next steps depend on, in types that `torch.load(weights_only=True)` reads."""
     name, keys, *rest = np.random.get_state()
     return {
         "model": model.state_dict(),
@@ -105,6 +108,7 @@ def training_state(model: GPT, optimizer: AdamW, scheduler: LambdaLR, batches: B
 
 
 def emit_event(event: str, **fields: Any) -> None:
+    """Prints an event as a line of JSON for the process that started this one."""
     print(json.dumps({"event": event, **fields}), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What the demo trains: a byte-level GPT on batches of Python's standard library, in an order that can be restored."""
+"""Data and model of the demo: a byte-level GPT, and batches of Python's standard library in a restorable order."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shrinkpoint.errors import NotFoundError
 
 
 def stdlib_text(directory: Path | None = None) -> bytes:
-    """The bytes of the top-level modules, sorted by name and joined with a NUL: a few megabytes of English and Python.
+    """Reads the top-level modules, sorted by name and joined with NUL bytes: a few megabytes of English and Python.
 
     Args:
-        directory: where the `*.py` lie; None asks `sysconfig`.
+        directory: the directory of the `*.py` files; None: that of `sysconfig`.
 
     Raises:
-        NotFoundError: no module there (some distributions ship only byte code).
+        NotFoundError: there is no module (some distributions ship only byte code).
     """
     directory = directory or Path(sysconfig.get_path("stdlib"))
     files = sorted(directory.glob("*.py"), key=lambda path: path.name)
@@ -44,14 +44,18 @@ NOISE_SHARE = 0.01
 
 
 class Batches:
-    """Draws batches of bytes and remembers, in one hash, every draw it ever made.
+    """Draws random batches of bytes, and hashes every draw into one digest.
 
-    Three random sources take part, as in many real loops: a generator of its own picks the positions, Python's
-    `random` the length and `numpy.random` the noise. A run goes on bit-exactly only if all three are restored.
+    Three random sources take part, as in many real loops: a generator of its own draws the positions, Python's `random`
+    the length and `numpy.random` the noise. A run resumes bit-exactly only if all three are restored.
 
     Attributes:
-        order: sha-256 over the previous `order` and the batch: its positions, its noise, its bytes; equal only if every
-            batch since the start was equal.
+        text: the bytes, uint8 of shape (length of the text,).
+        size: sequences in a batch.
+        context: greatest length of a sequence.
+        generator: draws the positions.
+        order: SHA-256 of the previous `order` and of the batch's positions, noise and bytes; equal in two runs only if
+            every batch since the start was equal.
     """
 
     def __init__(self, text: bytes, *, size: int, context: int, seed: int) -> None:
@@ -61,10 +65,10 @@ class Batches:
         self.order = ""
 
     def draw(self) -> tuple[Tensor, Tensor]:
-        """The next batch.
+        """Draws the next batch.
 
         Returns:
-            inputs and targets, both int64 of shape (size, length) with context/2 <= length <= context.
+            inputs and targets, both int64 of shape (size, length), with context/2 <= length <= context.
         """
         length = random.randrange(self.context // 2, self.context + 1, max(1, self.context // 8))
         starts = torch.randint(len(self.text) - length - 1, (self.size,), generator=self.generator)
@@ -91,7 +95,7 @@ VOCAB_SIZE = 256
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """How large a GPT is; the default has 4.8 M parameters."""
+    """Sizes of a GPT; the default has 4.8 M parameters."""
 
     layers: int = 6
     width: int = 256
@@ -101,7 +105,7 @@ class GPTConfig:
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron of four times the width, each behind its norm and beside a shortcut."""
+    """Attention and a perceptron of four times the width, each with a layer norm before it and a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -118,7 +122,7 @@ class Block(nn.Module):
         return out
 
     def attend(self, x: Tensor) -> Tensor:
-        """Causal self-attention; (batch, length, width) to the same."""
+        """Causal self-attention; maps (batch, length, width) to the same shape."""
         batch, length, width = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -128,7 +132,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, the loss of guessing the next byte out. The head is tied to the embedding."""
+    """A byte-level GPT that returns the loss of the next byte; the weights of the head are those of the embedding."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -143,14 +147,14 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats; both int64 of shape (batch, length), length at most the context."""
+        """Mean cross-entropy in nats, a scalar; both arguments are int64 of shape (batch, length <= context)."""
         x = self.dropout(self.token(inputs) + self.position(torch.arange(inputs.shape[1])))
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
     def param_groups(self, weight_decay: float) -> list[dict[str, object]]:
-        """Parameter groups as usual: matrices decay, vectors do not."""
+        """Parameter groups for an optimizer: matrices decay, vectors do not."""
         matrices = [p for p in self.parameters() if p.ndim == 2]
         vectors = [p for p in self.parameters() if p.ndim < 2]
         return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
