@@ -1,7 +1,7 @@
 """A training loop as a user writes it: `python -m shrinkpoint.demo.train --store runs/mine --steps 200`.
 
-After a crash, start the same command again: it resumes from the newest intact checkpoint of the store. The lines that use
-this library have `sp.` or `manager` in them: one makes the manager, one restores, one saves, one closes.
+After a crash, start the same command again: it resumes from the newest intact checkpoint of the store. The lines that
+use this library have `sp.` or `manager` in them: one makes the manager, one restores, one saves, one closes.
 """
 
 from __future__ import annotations

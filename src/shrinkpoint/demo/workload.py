@@ -105,7 +105,7 @@ class GPTConfig:
 
 
 class Block(nn.Module):
-    """Attention and a perceptron of four times the width, each with a layer norm before it and a residual connection."""
+    """Attention and a perceptron of four times the width, each with a layer norm and a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
