@@ -1,7 +1,7 @@
-"""Writes the golden files of this release: one for every feature that a reader must know for ever.
+"""Writes the golden files of this release: one for every feature that a reader must support for ever.
 
 Run by `make golden` when a release has added a feature; never by a test. It adds what is missing and refuses to change
-what is there: what an old release wrote, new ones must read as it stands. `v1` is the format version.
+what is there. `v1` is the format version; its folders hold files by kind of record, stores, and checkpoint directories.
 """
 
 from __future__ import annotations
@@ -9,37 +9,82 @@ from __future__ import annotations
 import copy
 import json
 import sys
+import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from golden.content import Golden, optimizer_state, randn  # noqa: E402
-from golden.folder_files import write_folders, write_shards  # noqa: E402
-from golden.lossy_files import quantized, residual, under, write_lossy_store, write_tracked_store  # noqa: E402
-from golden.point_files import fisher, points, write_fisher_store  # noqa: E402
+from helpers.codebooks import Rounding, moved, symbols_of  # noqa: E402
 from helpers.fingerprint import file_digests, fingerprint  # noqa: E402
+from helpers.lattice_records import lattice_of, made, points_of, told_by_contexts  # noqa: E402
 from helpers.round_trip import Loop  # noqa: E402
-from helpers.strategies import TORCH_DTYPES  # noqa: E402
+from helpers.strategies import TORCH_DTYPES, difference  # noqa: E402
 
 import shrinkpoint as sp  # noqa: E402
+from shrinkpoint.codec.codebook_tensor import CodebookTensor  # noqa: E402
+from shrinkpoint.codec.lattice import Lattice, LatticeTensor  # noqa: E402
 from shrinkpoint.codec.reference import Reference  # noqa: E402
 from shrinkpoint.container import FileReader, FileWriter  # noqa: E402
+from shrinkpoint.errors import LossWarning  # noqa: E402
+from shrinkpoint.schemes.plan import QuantizationPlan  # noqa: E402
 from shrinkpoint.storage import LocalStorage  # noqa: E402
 from shrinkpoint.tensors.flatten import flatten, unflatten  # noqa: E402
+from shrinkpoint.train import Checkpointer  # noqa: E402
+from shrinkpoint.train.dcp import Writer, load  # noqa: E402
 
 ROOT = HERE / "v1"
 EXPECTED = ROOT / "expected.json"
-LARGEST = 20_000
-"""Bytes of a golden file."""
+MAX_BYTES = 20_000
+"""Largest golden file."""
 NEWEST = ("F8_E8M0", "F4_X2")
 """Dtypes that not every torch we support has."""
+WEIGHT, FIRST, SECOND = "model/w.weight", "optimizer/state/0/exp_avg", "optimizer/state/0/exp_avg_sq"
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A file to be written.
+
+    Attributes:
+        state: what it holds.
+        shows: text that its recipes must contain, so that it is what its name says.
+        base: the golden file it is a delta against.
+        scheme: None for a lossless one.
+        spool: bytes of payload after which the writer reserves room for the header.
+    """
+
+    state: Any
+    shows: tuple[str, ...] = ()
+    base: str | None = None
+    scheme: Any = None
+    spool: int = FileWriter.spool
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def optimizer_state(moment1: torch.Tensor, moment2: torch.Tensor) -> dict[str, Any]:
+    group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "params": [0]}
+    return {
+        "state": {0: {"step": torch.tensor(5.0), "exp_avg": moment1, "exp_avg_sq": moment2}},
+        "param_groups": [group],
+    }
+
+
+def planned(quantized: dict[str, Any], dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Any]:
+    """A state of these quantized tensors, and the scheme that writes exactly them."""
+    state = {name: torch.zeros(tensor.codes.shape, dtype=dtype) for name, tensor in quantized.items()}
+    return {"state": state, "scheme": QuantizationPlan("golden", quantized, **options)}
 
 
 def values_of(name: str, count: int) -> torch.Tensor:
@@ -76,16 +121,6 @@ def half_state(step: int) -> dict[str, Any]:
     weight = (randn(30, 40, seed=9) * 0.1).bfloat16()
     factor = 1 if step == 0 else 1 + 0.01 * randn(30, 40, seed=5)
     return {"model": {"w.weight": (weight * factor).bfloat16()}, "optimizer": optimizer_state(moment, moment.square())}
-
-
-def first_release() -> Iterator[tuple[str, Golden]]:
-    """Name and content of every file of 0.1.0, bases before what stands on them."""
-    for part in (levels, deltas, taps, whole_numbers, quantized, residual, under, points, fisher):
-        yield from part()
-    yield (
-        "large_header",
-        Golden({f"{i}.weight": randn(64, seed=i).bfloat16() for i in range(24)} | {"z": randn(300)}, spool=500),
-    )
 
 
 def weights() -> torch.Tensor:
@@ -167,35 +202,250 @@ def whole_numbers() -> Iterator[tuple[str, Golden]]:
     yield "tree", Golden(plain_values())
 
 
-def as_read(golden: Golden) -> Any:
-    """What a reader must get: the state itself, or what a lossy scheme makes of it."""
-    if golden.scheme is None or isinstance(golden.scheme, sp.Lossless):
-        return golden.state
-    flat = flatten(golden.state)
-    base = None if golden.base is None else Reference(flatten(sp.load(_path(golden.base))).tensors)
-    return unflatten(flat.tree, golden.scheme.quantize(flat, base).flat.tensors)
+def large_header() -> Iterator[tuple[str, Golden]]:
+    """A header that is longer than the space that was reserved for it."""
+    state = {f"{i}.weight": randn(64, seed=i).bfloat16() for i in range(24)} | {"z": randn(300)}
+    yield "large_header", Golden(state, spool=500)
 
 
-def _path(name: str) -> Path:
-    return ROOT / f"{sp.__version__}_{name}.safetensors"
+def pushed_state(step: int) -> dict[str, Any]:
+    """Weights, and moments that say which of them have moved: below -1 up, above 1 down."""
+    moment, weight = randn(90, 100, seed=3), randn(90, 100, seed=4) * 0.1
+    down = (moment > 1).float() - (moment < -1).float()
+    push = torch.where(down == 0, 2.0**-17, down * 2.0**-13)
+    optimizer = optimizer_state(push, torch.full((90, 100), 2.0**-26))
+    return {"model": {"w.weight": weight - 0.1 * step * down}, "optimizer": optimizer}
 
 
-def write(path: Path, golden: Golden) -> dict[str, str]:
-    """Write one file, check that it is what it should be, and return the fingerprint of its state."""
-    name = path.name
-    usual, FileWriter.spool = FileWriter.spool, golden.spool
-    try:
-        base = None if golden.base is None else _path(golden.base)
-        sp.save(golden.state, path, base=base, scheme=golden.scheme)
-    finally:
-        FileWriter.spool = usual
-    with LocalStorage(ROOT).open(path.name) as source:
-        recipes = json.dumps([head.recipe for head in FileReader(source, name).records])
-    missing = [text for text in golden.shows if text not in recipes]
-    assert not missing, f"{name} does not show {missing}: {recipes}"
-    assert fingerprint(as_read(golden)) == fingerprint(sp.load(path)), name
-    assert path.stat().st_size <= LARGEST, f"{name} has {path.stat().st_size} bytes"
-    return fingerprint(as_read(golden))
+def codebooks() -> Iterator[tuple[str, Golden]]:
+    """Every form of codes, centers and exact values; deltas stand on `quantized_base` or on a delta of it."""
+    shapes = {"a.weight": (40, 50), "b.weight": (300,), "c.weight": ()}
+    before = {name: symbols_of(shape, 12, seed=1) for name, shape in shapes.items()}
+    after = {name: moved(one, share=0.2) for name, one in before.items()}
+    how = {
+        "context": ('"predictor": "base"',), "alone": ('"run": {"tokens": "codes"}',), "packed": ('"packed": 4',),
+        "rearranged": ('[14, true, true]',), "runs": ('[14, false, true]',), "huffman": ('[14, false, false]',),
+    }  # fmt: skip
+    yield "quantized_base", Golden(**planned(before), shows=('"quantized", "bins": 12, "first": 2',))
+    for coder, shows in how.items():
+        base = None if coder in ("alone", "packed") else "quantized_base"
+        yield f"quantized_{coder}", Golden(**planned(after, coders=(coder,)), shows=shows, base=base)
+    less = {name: moved(one, bins=5) for name, one in after.items()}
+    yield "quantized_fewer_bins", Golden(**planned(less), shows=('"bins": 5', '"base": true'), base="quantized_context")
+    kept = {**less, "b.weight": moved(less["b.weight"], seed=3, share=0.5)}
+    yield "quantized_same", Golden(**planned(kept), shows=("same", "quantized"), base="quantized_fewer_bins")
+    last = {name: moved(one, seed=4, share=0.3) for name, one in kept.items()}
+    yield "quantized_on_same", Golden(**planned(last), shows=('"base": true',), base="quantized_same")
+
+    fine = {"w.weight": symbols_of((30, 40), 254, exact=torch.float32, special=0.5)}
+    yield "quantized_inner_base", Golden(**planned(fine), shows=('"exact": "F32", "exacts": {"tokens": "level"',))
+    near = {name: moved(one) for name, one in fine.items()}
+    shows = ('"centers": {"tokens": "delta"', '"exacts": {"tokens": "delta"')
+    yield "quantized_inner", Golden(**planned(near), shows=shows, base="quantized_inner_base")
+    for first, dtype in ((0, torch.float16), (1, torch.bfloat16), (2, torch.float64)):
+        symbols = {"w.weight": symbols_of((20, 30), 256 - first, first), "e.weight": symbols_of((0, 3), 4, first)}
+        shows = (f'"first": {first}', f'"bins": {256 - first}')
+        yield f"quantized_first_{first}", Golden(**planned(symbols, dtype), shows=shows)
+
+    scheme = Rounding(bins=8)
+    yield "quantized_moments_base", Golden(pushed_state(0), ("quantized",), scheme=scheme)
+    shows = ('"moments": true, "top": 9', '"moments": [[[')
+    yield "quantized_moments", Golden(pushed_state(1), shows, "quantized_moments_base", scheme=scheme)
+    state = {"model": {"w.weight": randn(30, 40) * 0.1}, "half": {"w.weight": torch.zeros(30, 40).bfloat16()}}
+    yield "quantized_master", Golden(state, ("quantized", "copy"), scheme=scheme)
+
+
+def residuals() -> Iterator[tuple[str, Golden]]:
+    """Differences to the parent's values, whether it has codes or not."""
+    shapes = {"a.weight": (40, 50), "b.weight": (300,), "c.weight": ()}
+    values = {name: randn(*shape, seed=7) * 0.1 for name, shape in shapes.items()}
+    now = {name: replace(symbols_of(shape, 12, seed=2), residual=True) for name, shape in shapes.items()}
+    how = {
+        "alone": '"codes": {"run": {"tokens": "codes"}}', "packed": '"packed": 4', "lzma": '"lzma": 4',
+        "huffman": '"cyclic": [14, false, false]',
+    }  # fmt: skip
+    yield "residual_base", Golden(values)
+    for coder, shows in how.items():
+        golden = Golden(**planned(now, coders=(coder,)), shows=(shows, '"residual": true'), base="residual_base")
+        yield f"residual_{coder}", golden
+    more = {name: moved(one, share=0.5) for name, one in now.items()}
+    yield "residual_on_residual", Golden(**planned(more), shows=('"residual": true',), base="residual_alone")
+    yield "residual_on_codes", Golden(**planned(now), shows=('"residual": true',), base="quantized_context")
+    still = replace(more["a.weight"], codes=torch.zeros(40, 50, dtype=torch.uint8), exact=torch.empty(0).bfloat16())
+    shows = ('"same"', '"residual": true')
+    yield "residual_same", Golden(**planned({**more, "a.weight": still}), shows=shows, base="residual_on_residual")
+    written = {name: _written(x) for name, x in values.items()}
+    shows = ('"bins": 1, "first": 1', '"exact": "F32", "exacts": {"tokens": "delta"')
+    yield "residual_exacts", Golden(**planned(written), shows=shows, base="residual_base")
+    yield from _residual_dtypes()
+    moment = pushed_state(0)["optimizer"]["state"][0]["exp_avg"]
+    pushed = torch.where(moment.abs() > 2.0**-14, 2 + (moment < 0).byte(), 0).byte()
+    one = CodebookTensor(pushed, torch.tensor([-0.1, 0.1]), torch.empty(0), residual=True)
+    shows, scheme = ('"moments": true}', '"residual": true'), QuantizationPlan("golden", {WEIGHT: one})
+    yield "residual_moments", Golden(pushed_state(0), shows, "quantized_moments_base", scheme)
+
+
+def _written(x: torch.Tensor) -> CodebookTensor:
+    """A third of the values anew, exactly, and of the others no difference."""
+    codes = (randn(*x.shape, seed=8) < 0.5).byte()
+    exact = (x * (1 + 1e-3 * randn(*x.shape, seed=9)))[codes == 0]
+    return CodebookTensor(codes, torch.zeros(1), exact, first_code=1, residual=True)
+
+
+def _residual_dtypes() -> Iterator[tuple[str, Golden]]:
+    """Every code meets every kind of value: what moves, what would be too large, what is no number."""
+    special = [0.0, -0.0, torch.nan, torch.inf, -torch.inf, 65000.0, 3.3e38, -3.3e38, 6e-8, 1e-40, 1 / 3, -1.0]
+    centers = torch.tensor([-3e38, -1e3, -1e-3, -6e-8, -1e-44, -0.0, 0.0, 1e-44, 1e-40, 6e-8, 1e-3, 1e3, 3e38])
+    codes = torch.arange(13).byte().repeat_interleave(12).reshape(13, 12)
+    one = CodebookTensor(codes, centers, torch.empty(0), 0, residual=True)
+    for name, dtype in {
+        "f16": torch.float16,
+        "bf16": torch.bfloat16,
+        "f32": torch.float32,
+        "f64": torch.float64,
+    }.items():
+        yield f"residual_{name}_base", Golden({"w.weight": torch.tensor(special).to(dtype).expand(13, 12).contiguous()})
+        golden = Golden(**planned({"w.weight": one}, dtype), shows=('"residual": true',), base=f"residual_{name}_base")
+        yield f"residual_{name}", golden
+
+
+def context_codes() -> Iterator[tuple[str, Golden]]:
+    """Moments under the differences of the weights, second ones under first ones."""
+    codes = symbols_of((90, 100), 7, special=0.95)
+    symbols = {WEIGHT: replace(codes, residual=True)}
+    for name, other, seed in ((FIRST, WEIGHT, 5), (SECOND, FIRST, 6)):
+        one = symbols_of((90, 100), 15, seed=seed, special=0)
+        kept = torch.where(codes.codes > 1, one.codes, 0)
+        symbols[name] = CodebookTensor(kept, one.centers, one.exact[:0], context_name=other)
+    shows = ('"under": [[1, 0, 1]]', '"under": [[2, 0, 1]]')
+    for coder, form in (("context", '"predictor": "base"'), ("rearranged", "[17, true, true]")):
+        scheme = QuantizationPlan("golden", symbols, coders=(coder,))
+        yield (
+            f"under_{coder}",
+            Golden(pushed_state(0), (form, '"residual": true', *shows), "quantized_moments_base", scheme),
+        )
+    alone = {name: replace(one, residual=False) for name, one in symbols.items()}
+    yield "under_alone", Golden(pushed_state(0), shows, scheme=QuantizationPlan("golden", alone))
+
+
+SHAPES = {"a": (30, 40), "b": (300,), "c": (), "d": (3, 4, 5, 2), "e": (1, 9), "f": (9, 1)}
+TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+
+
+def of_law(law: str, random: int, **lattice: int) -> dict[str, LatticeTensor]:
+    return {name: points_of(law, shape, random=random, **lattice) for name, shape in SHAPES.items()}
+
+
+def lattices() -> Iterator[tuple[str, Golden]]:
+    """Every law alone, on a parent of its own lattices, and on others."""
+    for law, step in (("linear", 1), ("log", 24)):
+        base = of_law(law, 1, at=-40, step=step)
+        yield f"points_{law}_base", Golden(**planned(base), shows=(f'"law": "{law}"',))
+        shows = ('"base": true, "inherited": true',)
+        yield f"points_{law}", Golden(**planned(_moved_points(base, 0)), shows=shows, base=f"points_{law}_base")
+        if law == "linear":
+            yield (
+                "points_linear_seeds",
+                Golden(**planned(_moved_points(base, 9)), shows=shows, base="points_linear_base"),
+            )
+        others, shows = (
+            of_law(law, 2, at=-37, step=step, seed=5),
+            ('"base": true}',) if step == 1 else ('"base": true',),
+        )
+        yield f"points_{law}_others", Golden(**planned(others), shows=shows, base=f"points_{law}_base")
+    kept = {**of_law("linear", 2, at=-37, seed=5), "b": points_of("linear", (300,), random=2, at=-36, seed=6)}
+    yield "points_same", Golden(**planned(kept), shows=("same", "gridded"), base="points_linear_others")
+    empty = {"a": points_of("linear", (0,)), "b": points_of("linear", (3, 0, 2))}
+    yield "points_empty", Golden(**planned(empty), shows=("gridded",))
+    yield from _far()
+    yield from _by_contexts()
+    yield from _on_any_values()
+    optimizer = optimizer_state(torch.zeros(30, 40), torch.zeros(30, 40))
+    moments = {SECOND: points_of("log", (30, 40), at=-200, step=24), FIRST: points_of("relative", (30, 40), seed=7)}
+    moments[FIRST] = replace(moments[FIRST], relative_to=SECOND)
+    yield (
+        "points_relative",
+        Golden({"optimizer": optimizer}, ('"others": [[',), scheme=QuantizationPlan("golden", moments)),
+    )
+
+
+def _moved_points(base: dict[str, LatticeTensor], seed: int) -> dict[str, LatticeTensor]:
+    near = {name: torch.randint(-1, 2, one.codes.shape, generator=_generator(3)) for name, one in base.items()}
+    return {
+        name: LatticeTensor((one.codes + near[name]).clamp(min=-127).short(), replace(one.lattice, seed=seed))
+        for name, one in base.items()
+    }
+
+
+def _far() -> Iterator[tuple[str, Golden]]:
+    """Differences and exponents that no byte has, and the ends of what both may be."""
+    codes = torch.tensor([0, 127, -127, 128, -128, 32766, -32766, 1, 255, -300]).repeat(4).reshape(5, 8).short()
+    rows, columns = torch.tensor([960, 500, -960, 0, 127]).short(), torch.zeros(8).short()
+    linear = Lattice("linear", rows, columns, seed=2**32 - 1)
+    for name, lattice in (("points_far", linear), ("points_far_log", Lattice("log", rows, columns, 3))):
+        yield name, Golden(**planned({"w.weight": LatticeTensor(codes, lattice)}), shows=("gridded",))
+    large = Lattice("linear", torch.zeros(1).short() - 80, torch.zeros(1).short(), seed=3)
+    many = LatticeTensor(torch.randint(-2, 3, (40_000,), generator=_generator(4)).short(), large)
+    yield "points_many", Golden(**planned({"w.weight": many}), shows=("gridded",))  # 32 lanes
+
+
+def _by_contexts() -> Iterator[tuple[str, Golden]]:
+    """Points that say nothing but which context they have: a reader that takes another one cannot read them."""
+    values = randn(50, 60, seed=5) * torch.exp2(8 * randn(50, 60, seed=6))
+    yield "points_contexts_base", Golden({"w.weight": values.where(randn(50, 60, seed=7) < 2, 0.0).abs()})
+    parent = Reference({"w.weight": values.where(randn(50, 60, seed=7) < 2, 0.0).abs()})
+    for law, step in (("linear", 1), ("log", 24)):
+        any_points = points_of(law, (50, 60), spread=60, step=step, seed=11 if law == "linear" else 0)
+        told = told_by_contexts(made({"w.weight": any_points}, "F32", parent)).points
+        shows = (f'"law": "{law}"', '"base": true')
+        yield f"points_contexts_{law}", Golden(**planned(told), shows=shows, base="points_contexts_base")
+
+
+def _on_any_values() -> Iterator[tuple[str, Golden]]:
+    special = [0.0, -0.0, torch.nan, torch.inf, -torch.inf, 65000.0, 3.3e38, -3.3e38, 6e-8, 1e-40, 1 / 3, -1.0]
+    values = torch.tensor(special).expand(13, 12).contiguous()
+    for kind, dtype in TYPES.items():
+        yield f"points_{kind}_base", Golden({"w.weight": values.to(dtype), "v.weight": values.to(dtype)})
+        both = {
+            "w.weight": points_of("linear", (13, 12), seed=4), "v.weight": points_of("log", (13, 12), step=8, random=5),
+        }  # fmt: skip
+        shows = ('"law": "linear"', '"law": "log"', '"base": true')
+        yield f"points_{kind}", Golden(**planned(both, dtype), shows=shows, base=f"points_{kind}_base")
+    shapes = {"a.weight": (40, 50), "b.weight": (300,)}
+    named = {name: points_of("linear", shape, at=-40, seed=1) for name, shape in shapes.items()}
+    named["c.weight"] = LatticeTensor(torch.zeros((), dtype=torch.int16), lattice_of("linear", ()))
+    yield "points_on_codes", Golden(**planned(named), shows=("gridded", '"base": true'), base="quantized_context")
+    state = {name: torch.zeros(one.codes.shape) for name, one in named.items()}
+    yield "lossless_on_points", Golden(state, ("coded",), base="points_on_codes")
+
+
+def fisher() -> Iterator[tuple[str, Golden]]:
+    """A keyframe, a delta, and a delta after a restore: with another dither on the same steps."""
+    loop, scheme = Loop(width=24), sp.Fisher(relative_error=0.1)
+    held, chosen = None, None
+    for name, base, generation in (
+        ("fisher_base", None, 0), ("fisher_delta", "fisher_base", 0), ("fisher_restored", "fisher_delta", 1),
+    ):  # fmt: skip
+        state = _state_of(loop)
+        flat = flatten(state)
+        if chosen is not None and generation:
+            scheme.resume(chosen.loss, generation)
+        chosen = scheme.plan(flat, held)
+        kept = chosen.quantize(flat, held)
+        held = Reference(kept.state.tensors, kept.quantized)
+        inherits = () if base is None else ('"base": true, "inherited": true',)
+        laws = ('"law": "linear"', '"law": "relative"', '"law": "log"')
+        yield name, Golden(state, (*laws, "copy", *inherits), base, chosen)
+
+
+def _state_of(loop: Loop) -> dict[str, Any]:
+    """With narrow copies of the weights."""
+    state = loop.steps(4)
+    return {"half": {name: x.bfloat16() for name, x in state["model"].items()}, **state}
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def write_store(place: Path) -> dict[str, str]:
@@ -212,24 +462,143 @@ def write_store(place: Path) -> dict[str, str]:
     return expected
 
 
+def write_lossy_store(place: Path) -> dict[str, str]:
+    """A store whose checkpoints are lossy, but for one in the middle, with one that was written again."""
+    expected = {}
+    loop, scheme = Loop(width=4), Rounding(loss={"chosen": {"bins": 8}, "degradation": 0.01, "worst": float("nan")})
+    with warnings.catch_warnings(), sp.Store(place, keyframe_every=9) as store:
+        warnings.simplefilter("ignore", LossWarning)
+        for step in (1, 2, 3, 4, 5):
+            state = {"model": loop.steps(1)["model"]}
+            lossy = step != 3
+            store.save(step, state, scheme=scheme if lossy else "lossless", lossy_restores=step // 4)
+            expected[str(step)] = fingerprint(scheme.expected(state) if lossy else state)
+        store.forget(4)
+        store.compact()
+    (place / ".shrinkpoint-lock").unlink(missing_ok=True)
+    return expected
+
+
+def write_tracked_store(place: Path) -> dict[str, str]:
+    """A store whose deltas are differences to what a reader has, with one that was written again."""
+    expected: dict[str, Any] = {}
+    weight, scheme, held = randn(64, 64).bfloat16().float(), sp.LCCheckpoint(bits=3), None
+    with warnings.catch_warnings(), sp.Store(place, keyframe_every=9) as store:
+        warnings.simplefilter("ignore", LossWarning)
+        for step in (1, 2, 3, 4):
+            state = {"model": {"w.weight": weight + (step - 1) * 1e-3 * randn(64, 64, seed=step)}}
+            kept = scheme.quantize(flatten(state), held).state
+            held = Reference(kept.tensors)
+            expected[str(step)] = fingerprint(unflatten(kept.tree, kept.tensors))
+            store.save(step, state, scheme=scheme)
+        store.forget(3)
+        store.compact()
+    (place / ".shrinkpoint-lock").unlink(missing_ok=True)
+    return expected
+
+
+def write_fisher_store(place: Path) -> dict[str, str]:
+    """A store of points, with a restore in the middle and one checkpoint that was written again."""
+    expected: dict[str, Any] = {}
+    loop, scheme = Loop(width=6), sp.Fisher(relative_error=0.1)
+    with warnings.catch_warnings(), sp.Store(place, keyframe_every=9) as store:
+        warnings.simplefilter("ignore", LossWarning)
+        for step in (1, 2, 3, 4):
+            state, restores = loop.steps(2), step // 3
+            scheme.resume(store.manifest(step - 1).loss if step > 1 else None, restores)
+            store.save(step, state, scheme=scheme, lossy_restores=restores)
+            assert store.reference is not None
+            flat = flatten(state)
+            expected[str(step)] = fingerprint(unflatten(flat.tree, dict(store.reference.tensors)))
+        store.forget(3)
+        store.compact()
+    (place / ".shrinkpoint-lock").unlink(missing_ok=True)
+    return expected
+
+
+def write_directories(place: Path) -> dict[str, dict[str, str]]:
+    """A chain of three, of which the first has been deleted; fingerprints by folder."""
+    expected, loop = {}, Loop(width=4)
+    with Checkpointer(keyframe_every=3) as trail:
+        for step in (1, 2, 3):
+            state = loop.steps(1)
+            trail.save(place / f"checkpoint-{step}", state, step=step, metrics={"loss": float("nan")}, extra={"a": [1]})
+            expected[f"checkpoint-{step}"] = fingerprint(state)
+        trail.discard(place / "checkpoint-1")
+    del expected["checkpoint-1"]
+    return expected
+
+
+def write_shards(place: Path) -> dict[str, dict[str, str]]:
+    """Two checkpoints of one rank, with values that are no tensors; fingerprints by folder."""
+    expected, loop = {}, Loop(width=4)
+    for step in (1, 2):
+        model = loop.steps(1)["model"]
+        state = {"model": model, "more": {"epoch": step, "names": ["a", "b"], "scalar": torch.tensor(step)}}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that there is one process
+            dcp.save(state, storage_writer=Writer(place / f"step-{step}"), no_dist=True)
+        read = load(place / f"step-{step}")
+        assert difference(read, state) is None
+        expected[f"step-{step}"] = fingerprint(read)
+    return expected
+
+
+def as_read(golden: Golden) -> Any:
+    """What a reader must get: the state itself, or the values that a lossy scheme makes of it."""
+    if golden.scheme is None or isinstance(golden.scheme, sp.Lossless):
+        return golden.state
+    flat = flatten(golden.state)
+    base = None if golden.base is None else Reference(flatten(sp.load(find(golden.base))).tensors)
+    return unflatten(flat.tree, golden.scheme.quantize(flat, base).state.tensors)
+
+
+def find(name: str) -> Path:
+    """The golden file of this release and name, in whichever folder it is."""
+    (path,) = ROOT.glob(f"*/{sp.__version__}_{name}.safetensors")
+    return path
+
+
+def write(path: Path, golden: Golden) -> dict[str, str]:
+    """Write one file, check that it is what it should be, and return the fingerprint of its state."""
+    path.parent.mkdir(exist_ok=True)
+    default_spool, FileWriter.spool = FileWriter.spool, golden.spool
+    try:
+        base = None if golden.base is None else find(golden.base)
+        sp.save(golden.state, path, base=base, scheme=golden.scheme or "lossless")
+    finally:
+        FileWriter.spool = default_spool
+    with LocalStorage(path.parent).open(path.name) as source:
+        recipes = json.dumps([head.recipe for head in FileReader(source, path.name).records])
+    missing = [text for text in golden.shows if text not in recipes]
+    assert not missing, f"{path.name} does not show {missing}: {recipes}"
+    assert fingerprint(as_read(golden)) == fingerprint(sp.load(path)), path.name
+    assert path.stat().st_size <= MAX_BYTES, f"{path.name} has {path.stat().st_size} bytes"
+    return fingerprint(as_read(golden))
+
+
 def make() -> dict[str, Any]:
-    """Write what is missing of this release; the new content of expected.json."""
+    """Write what is missing of this release; returns the new content of expected.json."""
     states: dict[str, Any] = {}
-    stores: dict[str, Any] = {}
-    for name, golden in FILES[sp.__version__]():
-        path = _path(name)
-        if not path.exists():
-            states[path.name] = write(path, golden)
-    for kind, write_one in STORES.items():
-        place = ROOT / f"{sp.__version__}_{kind}"
-        if not place.exists():
-            stores[place.name] = write_one(place)
-    runs: dict[str, Any] = {}
-    for kind, write_run in RUNS.items():
-        place = ROOT / f"{sp.__version__}_{kind}"
-        if not place.exists():
-            runs[place.name] = write_run(place)
+    for kind, generators in KINDS.items():
+        for name, golden in (item for generate in generators for item in generate()):
+            folder = kind if golden.base is None else find(golden.base).parent.name
+            path = ROOT / folder / f"{sp.__version__}_{name}.safetensors"
+            if not path.exists():
+                states[f"{folder}/{path.name}"] = write(path, golden)
+    stores = _write_missing("stores", STORES)
+    runs = _write_missing("directories", RUNS)
     return {"files": file_digests(ROOT), "states": states, "stores": stores, "runs": runs}
+
+
+def _write_missing(folder: str, writers: Mapping[str, Callable[[Path], Any]]) -> dict[str, Any]:
+    written = {}
+    for kind, write_one in writers.items():
+        name = f"{folder}/{sp.__version__}_{kind}"
+        if not (ROOT / name).exists():
+            (ROOT / folder).mkdir(exist_ok=True)
+            written[name] = write_one(ROOT / name)
+    return written
 
 
 def main() -> None:
@@ -244,16 +613,25 @@ def main() -> None:
     expected = {key: {**expected[key], **new[key]} for key in expected}
     EXPECTED.write_text(json.dumps(expected, indent=0) + "\n")
     sizes = [path.stat().st_size for path in ROOT.rglob("*") if path.is_file()]
-    made = sum(len(new[key]) for key in ("states", "stores", "runs"))
-    print(f"{made} new, {len(sizes)} files, {sum(sizes)} bytes in {ROOT.name}")
+    count = sum(len(new[key]) for key in ("states", "stores", "runs"))
+    print(f"{count} new, {len(sizes)} files, {sum(sizes)} bytes in {ROOT.name}")
 
 
-FILES = {"0.1.0": first_release}
+KINDS = {
+    "lossless": (levels, deltas, taps, whole_numbers, large_header),
+    "codebook": (codebooks,),
+    "residual": (residuals, context_codes),
+    "lattice": (lattices, fisher),
+}
+"""Folder of the files that stand alone, and what generates them; a delta lies in the folder of its base, by whose file
+name it refers to it."""
 STORES = {
-    "store": write_store, "lossy_store": write_lossy_store, "tracked_store": write_tracked_store,
+    "store": write_store,
+    "lossy_store": write_lossy_store,
+    "tracked_store": write_tracked_store,
     "fisher_store": write_fisher_store,
-}  # fmt: skip
-RUNS = {"folders": write_folders, "shards": write_shards}
+}
+RUNS = {"folders": write_directories, "shards": write_shards}
 
 if __name__ == "__main__":
     main()

@@ -28,8 +28,8 @@ STORED = [(store, int(step)) for store, steps in EXPECTED["stores"].items() for 
 
 def listing() -> dict[str, tuple[int, int]]:
     """Size and time of change of everything there, directories included."""
-    found = {path: path.stat() for path in [ROOT, *ROOT.rglob("*")]}
-    return {os.fspath(path): (stat.st_size, stat.st_mtime_ns) for path, stat in found.items()}
+    stats = {path: path.stat() for path in [ROOT, *ROOT.rglob("*")]}
+    return {os.fspath(path): (stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -40,17 +40,17 @@ def nothing_is_written() -> Iterator[None]:
 
 
 def test_no_golden_file_is_missing_new_or_changed():
-    found = file_digests(ROOT)
-    found.pop("expected.json")
-    assert found == EXPECTED["files"]
+    digests = file_digests(ROOT)
+    digests.pop("expected.json")
+    assert digests == EXPECTED["files"]
 
 
 def test_every_golden_file_has_an_expectation():
-    files = {name for name in EXPECTED["files"] if "/" not in name}
+    parts = [name.split("/") for name in EXPECTED["files"]]
+    files = {"/".join(path) for path in parts if len(path) == 2}
     assert files == EXPECTED["states"].keys() and len(files) > 25
-    assert {name.split("/")[0] for name in EXPECTED["files"] if "/" in name} == EXPECTED["stores"].keys() | EXPECTED[
-        "runs"
-    ].keys()
+    directories = {"/".join(path[:2]) for path in parts if len(path) > 2}
+    assert directories == EXPECTED["stores"].keys() | EXPECTED["runs"].keys()
 
 
 @pytest.mark.parametrize("name", EXPECTED["states"])
@@ -88,12 +88,12 @@ def test_a_golden_store_lists_verifies_and_restores():
 
 
 @pytest.mark.parametrize("run, folder", FOLDERS)
-def test_a_golden_folder_is_whole_and_decodes_to_what_was_saved(run, folder):
-    place = ROOT / run / folder
-    assert verify_directory(place, deep=True).depth > 0 or folder.endswith("1")
+def test_a_golden_directory_verifies_and_decodes_to_what_was_saved(run, folder):
+    path = ROOT / run / folder
+    assert verify_directory(path, deep=True).depth > 0 or folder.endswith("1")
     if run.endswith("shards"):
-        found = load(place)
+        state = load(path)
     else:
-        decoded = decode_directory(place)
-        found = unflatten(decoded.tree, decoded.reference.tensors)
-    assert fingerprint(found) == EXPECTED["runs"][run][folder]
+        decoded = decode_directory(path)
+        state = unflatten(decoded.tree, decoded.reference.tensors)
+    assert fingerprint(state) == EXPECTED["runs"][run][folder]

@@ -43,6 +43,8 @@ from shrinkpoint.store.partial_reader import PartialReader
 from shrinkpoint.train.dcp import load as load_shards
 
 GOLDEN = TESTS / "golden" / "v1"
+FILES = {path.name: path for path in GOLDEN.glob("*/*.safetensors")}
+"""Golden files by name; a chain shares a folder."""
 MEMORY = 1 << 30
 """Bytes of address space beyond what a warm process has; the files are small, and may ask for 32 MiB."""
 CASE_SECONDS = 20
@@ -137,12 +139,12 @@ def manifest_of(document: dict[str, Any]) -> bytes:
 
 @cache
 def golden(name: str) -> dict[str, str]:
-    return fingerprint(sp.load(GOLDEN / name, threads=1))
+    return fingerprint(sp.load(FILES[name], threads=1))
 
 
 @cache
 def golden_step(name: str, step: int) -> dict[str, str]:
-    return fingerprint(sp.Store(GOLDEN / name).load(step, keep=False))
+    return fingerprint(sp.Store(GOLDEN / "stores" / name).load(step, keep=False))
 
 
 def tried(read: Callable[[], Any]) -> tuple[bool, Any]:
@@ -156,9 +158,9 @@ def tried(read: Callable[[], Any]) -> tuple[bool, Any]:
 
 
 def one_file(folder: Path, mutator: Mutator) -> str:
-    name = mutator.random.choice(sorted(path.name for path in GOLDEN.glob("*.safetensors")))
+    name = mutator.random.choice(sorted(FILES))
     path = folder / name
-    data, same = altered((GOLDEN / name).read_bytes(), mutator)
+    data, same = altered(FILES[name].read_bytes(), mutator)
     path.write_bytes(data)
     try:
         tried(lambda: sp.inspect(path))
@@ -170,7 +172,7 @@ def one_file(folder: Path, mutator: Mutator) -> str:
         whole, _ = tried(lambda: _boxes(path, mutator))
         return f"{'read' if loaded else 'refused'}, {'read' if whole else 'refused'} in part"
     finally:
-        shutil.copy(GOLDEN / name, path)
+        shutil.copy(FILES[name], path)
 
 
 def _shown(path: Path) -> None:
@@ -205,7 +207,7 @@ STORES = ["0.1.0_store", "0.1.0_lossy_store", "0.1.0_tracked_store", "0.1.0_fish
 def one_store(folder: Path, mutator: Mutator) -> str:
     name = mutator.random.choice(STORES)
     place = folder / "store"
-    shutil.copytree(GOLDEN / name, place)
+    shutil.copytree(GOLDEN / "stores" / name, place)
     try:
         steps = sorted(path.parent for path in place.glob("*/manifest.json"))
         step = mutator.random.choice(steps)
@@ -249,11 +251,11 @@ def _read_store(place: Path, name: str, same: bool) -> str:
 
 @cache
 def golden_steps(name: str) -> set[int]:
-    return set(sp.Store(GOLDEN / name).steps())
+    return set(sp.Store(GOLDEN / "stores" / name).steps())
 
 
 def one_folder(folder: Path, mutator: Mutator) -> str:
-    source = mutator.random.choice(sorted(path.parent for path in GOLDEN.glob("*/*/shrinkpoint.json")))
+    source = mutator.random.choice(sorted(path.parent for path in GOLDEN.glob("directories/*/*/shrinkpoint.json")))
     place = folder / "checkpoint-1"
     shutil.copytree(source, place)
     try:
@@ -316,7 +318,7 @@ def main(seconds: float, seed: int, case: int | None) -> int:
     failures = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for path in GOLDEN.glob("*.safetensors"):
+        for path in FILES.values():
             shutil.copy(path, folder / path.name)
         sp.load(folder / "0.1.0_adam_step.safetensors", threads=1)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
