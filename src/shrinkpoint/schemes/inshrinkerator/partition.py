@@ -1,4 +1,4 @@
-"""Which values are pruned, which are protected, and which are quantized (arXiv 2306.11800, parameter ranking)."""
+"""Decides which values are pruned, protected or quantized (arXiv 2306.11800, parameter ranking)."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from shrinkpoint.schemes.inshrinkerator.scores import MAGNITUDE, SENSITIVITY, Sc
 
 @dataclass
 class PrunePartition:
-    """Thresholds from sketches, no sorting.
+    """Thresholds of pruning and protection, taken from sketches of the scores without sorting.
 
-    * Protected are the values above the quantile `1 - share` of all weights together, by size or by sensitivity: the
-      union of both, so up to twice the share.
-    * Pruned are the values below the quantile `share` of the weights of the same kind of layer, by one metric: the same
-      share for every kind. Zeros always are. What is both is protected.
+    * Protected are the values above the quantile `1 - share` of all weights together, by magnitude or by sensitivity:
+      the union of both, so up to twice the share.
+    * Pruned are the values below the quantile `share` of the weights of the same layer type, by one metric: the same
+      share for every type. Zeros always are. Values that are both are protected.
 
     A quantile is known up to its bucket; values in that bucket are neither, so no share is exceeded. Right after a
-    restore weights lie on few values, of which a whole one could else be pruned for lying in the lower half of it.
+    restore, weights have few different values; all that share one could otherwise be pruned because it lies in the
+    lower half of the bucket.
 
-    A weight without a recorded gradient (frozen, or not reached) is ranked by size whatever the metric.
+    A weight without a recorded gradient (frozen, or not reached) is ranked by magnitude whatever the metric.
 
     Attributes:
-        paper: as the paper, which stops at the quantile: values in its bucket are pruned, or protected, too, so that
+        weights: the scores of all global weights, by name.
+        paper: as the paper, which includes the quantile's bucket: its values are pruned, or protected, too, so that
             no share falls short of what was asked, and one may be exceeded.
     """
 
@@ -37,26 +39,26 @@ class PrunePartition:
     _protect_thresholds: dict[float, dict[str, float]] = field(default_factory=dict)
 
     def prune_threshold(self, weight: ScoredWeight, metric: str, share: float) -> float:
-        """Below this score, a value of `weight` is pruned."""
+        """The score below which a value of `weight` is pruned."""
         key = (metric, share)
         if key not in self._prune_thresholds:
-            pools: dict[tuple[str, str], LogHistogram] = {}
-            for one in self.weights.values():
-                used = one.usable_metric(metric)
-                pool = (one.layer_type, used)
-                pools[pool] = pools[pool] + one.scores[used] if pool in pools else one.scores[used]
+            sketches: dict[tuple[str, str], LogHistogram] = {}
+            for scored in self.weights.values():
+                used = scored.usable_metric(metric)
+                group = (scored.layer_type, used)
+                sketches[group] = sketches[group] + scored.scores[used] if group in sketches else scored.scores[used]
             self._prune_thresholds[key] = {
-                pool: self._bucket_edge(sketch, share, above=self.paper) if share else 0.0
-                for pool, sketch in pools.items()
+                group: self._bucket_edge(sketch, share, above=self.paper) if share else 0.0
+                for group, sketch in sketches.items()
             }
         return self._prune_thresholds[key][weight.layer_type, weight.usable_metric(metric)]
 
     def protect_thresholds(self, share: float) -> dict[str, float]:
-        """By metric: above this score, a value is protected."""
+        """The scores above which a value is protected, by metric."""
         if share not in self._protect_thresholds:
             sketches: dict[str, LogHistogram] = {}
-            for one in self.weights.values():
-                for metric, sketch in one.scores.items():
+            for scored in self.weights.values():
+                for metric, sketch in scored.scores.items():
                     sketches[metric] = sketches[metric] + sketch if metric in sketches else sketch
             self._protect_thresholds[share] = {
                 metric: self._bucket_edge(sketch, 1 - share, above=not self.paper)
@@ -66,11 +68,11 @@ class PrunePartition:
 
     @staticmethod
     def _bucket_edge(sketch: LogHistogram, share: float, *, above: bool) -> float:
-        """Where the bucket of a quantile ends, or begins."""
+        """The upper (`above`) or lower end of the bucket of a quantile."""
         return sketch.quantile(share) / (1 - sketch.alpha if above else 1 + sketch.alpha)
 
     def masks(self, weight: ScoredWeight, metric: str, prune: float, protect: float) -> tuple[Tensor, Tensor]:
-        """(pruned, protected) of every value; bool, without overlap."""
+        """(pruned, protected): bool, 1-d, one for every value of `weight`; none is both."""
         return self.masks_of_sample(weight, magnitude(weight.values), weight.sensitivity, metric, prune, protect)
 
     def masks_of_sample(
@@ -82,7 +84,7 @@ class PrunePartition:
         prune: float,
         protect: float,
     ) -> tuple[Tensor, Tensor]:
-        """As `masks`, of some of the values of `weight`, of which sizes and sensitivity are given."""
+        """(pruned, protected) of some values of `weight`, given their magnitudes and sensitivities (None: unknown)."""
         limits = self.protect_thresholds(protect)
         protected = magnitudes > limits[MAGNITUDE]
         if sensitivity is not None:

@@ -1,4 +1,4 @@
-"""Importance scores of weights, and what all trials on them share."""
+"""Importance scores of weights, computed once for all trials."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from shrinkpoint.quantize.layer_types import layer_type_from_name
 from shrinkpoint.quantize.sketch import LogHistogram
 
 SKETCH_ALPHA = 0.01
-"""Relative error of the quantiles; "a strict 1 %" in the paper."""
+"""The relative error of quantiles; "a strict 1 %" in the paper."""
 MAGNITUDE, SENSITIVITY = "magnitude", "sensitivity"
 
 
 @dataclass(frozen=True)
 class ScoredWeight:
-    """One tensor.
+    """One weight with the scores by which its values are ranked.
 
     Attributes:
-        values: its values, 1-d.
-        layer_type: of its layer.
-        bucket_ids: buckets of its values, so that many masks can be counted without another logarithm.
-        scores: sketches of what it ranks by, by metric; sensitivity only where a gradient was recorded.
-        sensitivity: |g w| of every value, float32; None without a gradient.
+        values: 1-d, of the weight's dtype.
+        layer_type: the type of its layer.
+        bucket_ids: the histogram bucket of every value, 1-d, so that many masks can be counted without logarithms.
+        scores: sketches of the scores by metric; of sensitivity only if a gradient was recorded.
+        sensitivity: |g w| of every value, float32, 1-d; None without a gradient.
     """
 
     values: Tensor = field(repr=False)
@@ -37,30 +37,25 @@ class ScoredWeight:
 
     @classmethod
     def from_tensor(cls, name: str, tensor: Tensor, layer_type: str | None, gradient: Tensor | None) -> ScoredWeight:
+        """Score one weight; `layer_type` None is guessed from the name, and a gradient of another shape is ignored."""
         flat = tensor.detach().reshape(-1)
         ids = LogHistogram.bucket_ids(flat, SKETCH_ALPHA, where=name)
         scores = {MAGNITUDE: LogHistogram.from_bucket_ids(ids, SKETCH_ALPHA).magnitudes()}
-        sensitive = None
+        sensitivities = None
         if gradient is not None and gradient.shape == tensor.shape:
-            sensitive = sensitivity(flat, gradient.reshape(-1))
-            scores[SENSITIVITY] = LogHistogram.from_tensor(sensitive, SKETCH_ALPHA, where=f"gradient of {name}")
-        return cls(flat, layer_type or layer_type_from_name(name, tensor.dim()), ids, scores, sensitive)
-
-    def score(self, metric: str) -> Tensor:
-        """What it is ranked by: its size where there is no sensitivity."""
-        if metric == SENSITIVITY and self.sensitivity is not None:
-            return self.sensitivity
-        return self.values.abs()
+            sensitivities = sensitivity(flat, gradient.reshape(-1))
+            scores[SENSITIVITY] = LogHistogram.from_tensor(sensitivities, SKETCH_ALPHA, where=f"gradient of {name}")
+        return cls(flat, layer_type or layer_type_from_name(name, tensor.dim()), ids, scores, sensitivities)
 
     def usable_metric(self, requested: str) -> str:
-        """The metric that it can be ranked by."""
+        """The requested metric, or magnitude if there is no gradient."""
         return requested if requested in self.scores else MAGNITUDE
 
 
 def score_weights(
     tensors: Mapping[str, Tensor], layer_types: Mapping[str, str], gradients: Mapping[str, Tensor]
 ) -> dict[str, ScoredWeight]:
-    """By name. A gradient that is missing, or has another shape, leaves a weight to be ranked by its size."""
+    """Score weights, by name. A weight whose gradient is missing or of another shape is ranked by magnitude."""
     with torch.no_grad():
         return {
             name: ScoredWeight.from_tensor(name, x, layer_types.get(name), gradients.get(name))

@@ -1,7 +1,7 @@
-"""Sizes of all settings, predicted from samples: what a search orders its trials by.
+"""Predicts the sizes of all settings from samples; a search orders its trials by them.
 
-The size that counts is that of the delta: the entropy of a code given the code that stood in its place before (D21).
-All tensors are worked on at once, a row each, because a search asks for hundreds of settings.
+The size is that of a delta: the entropy of a code given the parent's code of the same value. All tensors are worked on
+at once, one row each, because a search asks for hundreds of settings.
 """
 
 from __future__ import annotations
@@ -21,19 +21,24 @@ from shrinkpoint.schemes.search.candidates import SIZE_SAMPLE, PreviousCodes, su
 _QUANTIZED = RESERVED_CODES
 _ITERATIONS = 8
 _RECORD_OVERHEAD = 300
-"""Bytes of a tensor whatever its codes are: its place in the header, its tables, its centers."""
+"""Bytes of a tensor apart from its codes: its entry in the header, its tables, its centers."""
 
 
 @dataclass
 class SizeModel:
-    """Predicted bytes, a row for each tensor.
+    """Predicts bytes, with one row for each tensor.
 
     Attributes:
+        weights: the scored weights by name; row i is the i-th of them.
+        partition: decides which values are pruned and protected.
+        previous_codes: codes and centers of the parent checkpoint.
+        sigma: weight of density against magnitude in the clustering.
+        noise: uniform noise for each value by name, 1-d, by which values are rounded; empty: to the nearest.
         values: float32 [rows, samples], ascending in each row.
-        present: which of them are samples; short rows are filled up.
-        contexts: int64 [rows, samples], the codes in their places before; -1 in rows that have none.
+        present: bool [rows, samples]: which entries are samples; short rows are padded.
+        sensitivity: of the samples, for each row; None without a gradient.
+        contexts: int64 [rows, samples], the parent's codes of the same values; -1 in rows that have none.
         scale: values of the tensor for each sample, [rows].
-        noise: by name, what values are rounded by instead of to the nearest, 1-d; empty: by nothing.
     """
 
     weights: Mapping[str, ScoredWeight]
@@ -45,27 +50,29 @@ class SizeModel:
     _predictions: dict[tuple[int, str, float, float], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        rows = [subsample(one.values).float().cpu() for one in self.weights.values()]
-        order = [row.argsort() for row in rows]
-        self.values = _pad_rows([row[at] for row, at in zip(rows, order, strict=True)], math.inf)
+        rows = [subsample(weight.values).float().cpu() for weight in self.weights.values()]
+        orders = [row.argsort() for row in rows]
+        self.values = _pad_rows([row[order] for row, order in zip(rows, orders, strict=True)], math.inf)
         self.present = self.values.isfinite()
         self.sensitivity = [
-            None if one.sensitivity is None else subsample(one.sensitivity).cpu()[at]
-            for one, at in zip(self.weights.values(), order, strict=True)
+            None if weight.sensitivity is None else subsample(weight.sensitivity).cpu()[order]
+            for weight, order in zip(self.weights.values(), orders, strict=True)
         ]
         codes = [
-            self.previous_codes.codes[name][at].long()
+            self.previous_codes.codes[name][order].long()
             if name in self.previous_codes.codes
             else torch.full((row.numel(),), -1)
-            for name, row, at in zip(self.weights, rows, order, strict=True)
+            for name, row, order in zip(self.weights, rows, orders, strict=True)
         ]
         self.contexts = _pad_rows(codes, -1)
-        drawn = [
-            subsample(self.noise[name]).cpu()[at] for name, at in zip(self.weights, order, strict=True) if self.noise
+        noise_rows = [
+            subsample(self.noise[name]).cpu()[order]
+            for name, order in zip(self.weights, orders, strict=True)
+            if self.noise
         ]
-        self._noise_rows = _pad_rows(drawn, 0.0) if drawn else None
+        self._noise_rows = _pad_rows(noise_rows, 0.0) if noise_rows else None
         self.scale = torch.tensor(
-            [one.values.numel() / row.numel() for one, row in zip(self.weights.values(), rows, strict=True)]
+            [weight.values.numel() / row.numel() for weight, row in zip(self.weights.values(), rows, strict=True)]
         )
 
     def predict(self, bins: int, metric: str, prune: float, protect: float) -> Tensor:
@@ -76,26 +83,27 @@ class SizeModel:
         return self._predictions[key]
 
     def _mask(self, metric: str, prune: float, protect: float) -> Tensor:
-        """Codes of what is pruned or protected; `_QUANTIZED` where a value gets a center."""
+        """Codes of pruned and protected values, int64 [rows, samples]; `_QUANTIZED` where a value gets a center."""
         key = (metric, prune, protect)
         if key not in self._masks:
-            out = torch.full(self.values.shape, _QUANTIZED)
-            for row, (weight, sensitive) in enumerate(zip(self.weights.values(), self.sensitivity, strict=True)):
-                here = self.present[row]
-                sizes = self.values[row][here].abs()
-                pruned, protected = self.partition.masks_of_sample(weight, sizes, sensitive, metric, prune, protect)
-                out[row, : sizes.numel()].masked_fill_(pruned, 0).masked_fill_(protected, 1)
-            self._masks[key] = out
+            mask = torch.full(self.values.shape, _QUANTIZED)
+            for row, (weight, sensitivity) in enumerate(zip(self.weights.values(), self.sensitivity, strict=True)):
+                magnitudes = self.values[row][self.present[row]].abs()
+                pruned, protected = self.partition.masks_of_sample(
+                    weight, magnitudes, sensitivity, metric, prune, protect
+                )
+                mask[row, : magnitudes.numel()].masked_fill_(pruned, 0).masked_fill_(protected, 1)
+            self._masks[key] = mask
         return self._masks[key]
 
     def _predict_rows(self, bins: int, mask: Tensor) -> Tensor:
         codes = self._codes(bins, mask)
-        used = bins + RESERVED_CODES
-        bits = _conditional_entropy(self.contexts + 1, codes, self.present, used)
+        bits = _conditional_entropy(self.contexts + 1, codes, self.present, bins + RESERVED_CODES)
         protected = ((mask == 1) & self.present).sum(1)
         return self.scale * (bits / 8 + 2 * protected) + _RECORD_OVERHEAD
 
     def _codes(self, bins: int, mask: Tensor) -> Tensor:
+        """Codes of all samples, by weighted k-means in each row, int64 [rows, samples]."""
         free = (mask == _QUANTIZED) & self.present
         x = torch.where(free, self.values, 0.0).double()
         weight = self.sigma * _normalize_rows(free.double()) + (1 - self.sigma) * _normalize_rows(x.abs())
@@ -105,15 +113,15 @@ class SizeModel:
         for _ in range(_ITERATIONS):
             ends = torch.searchsorted(self.values, _row_midpoints(centers).float())
             cells = _sums_between(mass, ends)
-            found = _sums_between(moment, ends) / cells
-            centers = torch.where((cells > 0) & ~warm, found, centers)
+            means = _sums_between(moment, ends) / cells
+            centers = torch.where((cells > 0) & ~warm, means, centers)
         if self._noise_rows is not None:
             return self._dither_codes(centers.float(), mask, self._noise_rows)
         cells = torch.searchsorted(_row_midpoints(centers).float(), self.values)
         return torch.where(free, cells + RESERVED_CODES, mask)
 
     def _dither_codes(self, centers: Tensor, mask: Tensor, noise: Tensor) -> Tensor:
-        """As `codec.quantize.clusters.dithered`, a row for each tensor."""
+        """Codes of values that are rounded by noise to one of the two nearest centers, with one row per tensor."""
         codes = torch.arange(RESERVED_CODES, RESERVED_CODES + centers.shape[1]).expand_as(centers)
         if bool((mask == 0).any()):
             centers, order = torch.nn.functional.pad(centers, (0, 1)).sort(dim=1, stable=True)
@@ -122,27 +130,27 @@ class SizeModel:
         below = torch.searchsorted(centers, values, right=True).sub_(1).clamp_(0, max(centers.shape[1] - 2, 0))
         above = (below + 1).clamp_(max=centers.shape[1] - 1)
         low, high = centers.gather(1, below), centers.gather(1, above)
-        found = codes.gather(1, torch.where(noise * (high - low) < values - low, above, below))
-        return torch.where(mask == 1, mask, found)
+        rounded = codes.gather(1, torch.where(noise * (high - low) < values - low, above, below))
+        return torch.where(mask == 1, mask, rounded)
 
     def _initial_centers(self, bins: int, mass: Tensor) -> tuple[Tensor, Tensor]:
-        """Centers to begin with, and the rows in which they stay: those of the previous checkpoint hardly move."""
-        wanted = (torch.arange(bins) + 0.5) / bins * mass[:, -1:]
-        at = torch.searchsorted(mass[:, 1:].contiguous(), wanted).clamp_(max=self.values.shape[1] - 1)
-        centers = torch.where(self.present, self.values, 0.0).double().gather(1, at)
+        """Initial centers, and the rows in which they stay: those of the parent checkpoint hardly move."""
+        targets = (torch.arange(bins) + 0.5) / bins * mass[:, -1:]
+        indices = torch.searchsorted(mass[:, 1:].contiguous(), targets).clamp_(max=self.values.shape[1] - 1)
+        centers = torch.where(self.present, self.values, 0.0).double().gather(1, indices)
         warm = torch.zeros(len(self.weights), 1, dtype=torch.bool)
         for row, name in enumerate(self.weights):
-            before = self.previous_codes.centers.get(name)
-            if before is not None and before.numel() == bins:
-                centers[row], warm[row] = before.double(), True
+            previous = self.previous_codes.centers.get(name)
+            if previous is not None and previous.numel() == bins:
+                centers[row], warm[row] = previous.double(), True
         return centers.sort(dim=1).values, warm
 
 
 def _pad_rows(rows: list[Tensor], fill: float) -> Tensor:
-    out = torch.full((len(rows), min(SIZE_SAMPLE, max(row.numel() for row in rows))), fill, dtype=rows[0].dtype)
-    for row, one in enumerate(rows):
-        out[row, : one.numel()] = one
-    return out
+    padded = torch.full((len(rows), min(SIZE_SAMPLE, max(row.numel() for row in rows))), fill, dtype=rows[0].dtype)
+    for i, row in enumerate(rows):
+        padded[i, : row.numel()] = row
+    return padded
 
 
 def _normalize_rows(x: Tensor) -> Tensor:
@@ -155,7 +163,7 @@ def _running_sums(x: Tensor) -> Tensor:
 
 
 def _sums_between(sums: Tensor, ends: Tensor) -> Tensor:
-    """What lies between neighbouring ends, the first and last of all included."""
+    """Sums between neighbouring ends, before the first one and after the last one, from running sums."""
     inner = sums.gather(1, ends)
     return torch.cat([inner, sums[:, -1:]], 1) - torch.cat([torch.zeros_like(sums[:, :1]), inner], 1)
 
@@ -165,11 +173,11 @@ def _row_midpoints(centers: Tensor) -> Tensor:
 
 
 def _conditional_entropy(contexts: Tensor, codes: Tensor, present: Tensor, num_codes: int) -> Tensor:
-    """Bits of all codes of each row under their contexts; with what so few samples underestimate (Miller, Madow)."""
-    rows = codes.shape[0]
-    kinds = int(contexts.max()) + 1
-    keys = (torch.arange(rows)[:, None] * kinds + contexts) * num_codes + codes
-    counts = torch.bincount(keys[present], minlength=rows * kinds * num_codes).reshape(rows, kinds, num_codes).double()
+    """Bits of all codes of each row given their contexts, with the bias of small samples corrected (Miller, Madow)."""
+    rows, num_contexts = codes.shape[0], int(contexts.max()) + 1
+    keys = (torch.arange(rows)[:, None] * num_contexts + contexts) * num_codes + codes
+    counts = torch.bincount(keys[present], minlength=rows * num_contexts * num_codes)
+    counts = counts.reshape(rows, num_contexts, num_codes).double()
     totals = counts.sum(2, keepdim=True)
     bits = -(torch.special.xlogy(counts, counts) - torch.special.xlogy(counts, totals)).sum((1, 2)) / math.log(2)
     cells = ((counts > 0).sum(2) - 1).clamp(min=0).sum(1)

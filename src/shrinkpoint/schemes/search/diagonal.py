@@ -1,15 +1,15 @@
-"""The paper's search: a cube by its main diagonal, and then the parts of the cube that the diagonal leaves open.
+"""The search of the Inshrinkerator paper: the main diagonal of a cube, and then the parts that it leaves open.
 
 arXiv 2306.11800 sec. 3.4, "guided exhaustive search". The paper does not print how the sub-cubes are cut. Here, in a
 box with `bad` the last point of its diagonal that fails and `good` the first one that holds:
 
-* whatever is at least as safe as `good` holds, and is passed over as larger;
-* whatever is at least as aggressive as `bad` fails;
+* points at least as safe as `good` hold, and are skipped because they are larger;
+* points at least as aggressive as `bad` fail;
 * the rest is cut into boxes that do not overlap: for every axis a, the points that are below `good` on a and not below
-  it on the axes before a; and each of these boxes in the same way by `bad`.
+  it on the axes before a; and each of these boxes likewise by `bad`.
 
-A box is bounded by the size of its most aggressive corner. This and the first point assume that size falls with
-aggressiveness; where it does not, the search may miss the smallest point that holds. `branch_and_bound` does not.
+A box is bounded by the size of its most aggressive corner. This and the first rule assume that size falls with
+aggressiveness; if it does not, the search may miss the smallest point that holds. `branch_and_bound` does not.
 """
 
 from __future__ import annotations
@@ -32,41 +32,41 @@ def diagonal(
     variants: Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> SearchResult:
-    """A small point whose degradation is at most `threshold`; the smallest one if size falls with aggressiveness.
+    """Find a small point whose degradation is at most `threshold`: the smallest, if size falls with aggressiveness.
 
-    The variants are searched one after the other, as in the paper, but a later one only for what is smaller than the
-    best so far. A diagonal is measured at once where there are enough ranks, and otherwise cut into width + 1 parts
-    again and again, which finds the same two points. Ranks that are left over begin with the next boxes.
+    The variants are searched one after the other, as in the paper, but a later one only for points smaller than the
+    best so far. A diagonal is measured at once if there are enough ranks, and is otherwise cut into width + 1 parts
+    repeatedly, which finds the same two points. Ranks that have no point of it begin with the next boxes.
 
     Args:
-        sizes: predicted bytes of any point.
-        variants: that are searched; all where None.
+        sizes: predicts the bytes of a point.
+        variants: the variants that are searched; None: all.
 
     Raises:
-        PolicyError: a negative threshold, an unknown variant; and see `Trials.run`.
+        PolicyError: a negative threshold, an unknown variant; what `Trials.run` raises.
     """
     allowed = space.resolve_variants(variants)
     predicted = trials.predict_sizes(sizes, [point for variant in allowed for point in space.points(variant)])
-    ledger = TrialLog("diagonal", trials, predicted, threshold, progress)
+    log = TrialLog("diagonal", trials, predicted, threshold, progress)
     whole = _SubGrid((0,) * len(space.axes), tuple(side - 1 for side in space.shape))
     for variant in allowed:
-        lines = [_DiagonalSearch(whole, -1, len(whole.diagonal))]
-        while lines := _open_searches(lines, variant, ledger):
-            lines = _run_round(lines, variant, ledger)
-            ledger.remaining = sum(line.num_open.bit_length() for line in lines)
-    return ledger.result()
+        searches = [_DiagonalSearch(whole, -1, len(whole.diagonal))]
+        while searches := _open_searches(searches, variant, log):
+            searches = _run_round(searches, variant, log)
+            log.remaining = sum(search.num_open.bit_length() for search in searches)
+    return log.result()
 
 
 @dataclass(frozen=True, order=True)
 class _SubGrid:
-    """All indices between two corners, both of them in it."""
+    """A box of indices between two corners, both included."""
 
     low: tuple[int, ...]
     high: tuple[int, ...]
 
     @property
     def diagonal(self) -> list[tuple[int, ...]]:
-        """From the most aggressive corner to the safest, with as many points as the longest side."""
+        """The indices from the most aggressive corner to the safest; their number is the longest side."""
         steps = max((b - a for a, b in zip(self.low, self.high, strict=True)), default=0)
         if steps == 0:
             return [self.low]
@@ -76,14 +76,14 @@ class _SubGrid:
         ]
 
     def without_safer(self, success: tuple[int, ...]) -> Iterator[_SubGrid]:
-        """What is not at least as safe as `success`, a point of this box, as boxes that do not overlap."""
+        """The indices that are not at least as safe as `success`, which lies in this box, as disjoint boxes."""
         for a, limit in enumerate(success):
             if limit > self.low[a]:
                 low = (*success[:a], *self.low[a:])
                 yield _SubGrid(low, (*self.high[:a], limit - 1, *self.high[a + 1 :]))
 
     def without_more_aggressive(self, failure: tuple[int, ...]) -> Iterator[_SubGrid]:
-        """What is not at least as aggressive as `failure`, which may lie outside, as boxes that do not overlap."""
+        """The indices that are not at least as aggressive as `failure`, which may lie outside, as disjoint boxes."""
         if any(b < low for b, low in zip(failure, self.low, strict=True)):
             yield self
             return
@@ -99,8 +99,9 @@ class _DiagonalSearch:
     """A box whose diagonal is being searched.
 
     Attributes:
-        last_failure: the last place on it known to fail; -1 where none is.
-        first_success: the first place known to hold; the diagonal's length where none is.
+        grid: the box.
+        last_failure: the last position on the diagonal known to fail; -1 if none is.
+        first_success: the first position known to hold; the diagonal's length if none is.
     """
 
     grid: _SubGrid
@@ -109,21 +110,25 @@ class _DiagonalSearch:
 
     @property
     def num_open(self) -> int:
-        """Places of which nothing is known."""
+        """The number of positions of which nothing is known."""
         return self.first_success - self.last_failure - 1
 
     def open_indices(self, max_count: int) -> list[int]:
-        """Up to `max_count` of the open places, evenly spread."""
+        """Up to `max_count` of the unknown positions, evenly spread."""
         parts = min(max_count, self.num_open)
         return [self.last_failure + 1 + ((2 * i + 1) * self.num_open) // (2 * parts) for i in range(parts)]
 
     def update(self, holds: Mapping[int, bool]) -> _DiagonalSearch:
-        """An answer above the first one that holds tells nothing, even where noise makes it fail."""
-        good = min((t for t, held in holds.items() if held), default=self.first_success)
-        return _DiagonalSearch(self.grid, max((t for t in holds if t < good), default=self.last_failure), good)
+        """The search after some positions were measured.
+
+        An answer above the first one that holds tells nothing, even if noise makes it fail.
+        """
+        success = min((t for t, succeeded in holds.items() if succeeded), default=self.first_success)
+        failure = max((t for t in holds if t < success), default=self.last_failure)
+        return _DiagonalSearch(self.grid, failure, success)
 
     def subproblems(self) -> list[_DiagonalSearch]:
-        """What it leaves open once all places are known."""
+        """Searches of the boxes that this one leaves open once all its positions are known."""
         diagonal = self.grid.diagonal
         boxes = [self.grid]
         if self.first_success < len(diagonal):
@@ -134,21 +139,24 @@ class _DiagonalSearch:
 
 
 def _open_searches(searches: Sequence[_DiagonalSearch], variant: str, trial_log: TrialLog) -> list[_DiagonalSearch]:
-    """Those that may find something smaller than the best, the one with the smallest corner first."""
+    """The searches that may find a smaller point than the best, the one with the smallest corner first."""
     failed = [point for point, trial in trial_log.trials.items() if not trial.meets(trial_log.threshold)]
-    some = [
-        line for line in searches if not any(is_dominated(Point(variant, line.grid.high), point) for point in failed)
+    undecided = [
+        search
+        for search in searches
+        if not any(is_dominated(Point(variant, search.grid.high), point) for point in failed)
     ]
-    corners = sorted((trial_log.size(Point(variant, line.grid.low)), line) for line in some)
-    return [line for size, line in corners if trial_log.best is None or size < trial_log.best.size]
+    corners = sorted((trial_log.size(Point(variant, search.grid.low)), search) for search in undecided)
+    return [search for size, search in corners if trial_log.best is None or size < trial_log.best.size]
 
 
 def _run_round(searches: Sequence[_DiagonalSearch], variant: str, trial_log: TrialLog) -> list[_DiagonalSearch]:
-    """Measure as many places as there are ranks, those of the first lines; what there is to do after it."""
+    """Measure one position per rank, those of the first searches; returns the searches that follow."""
     chosen: list[list[int]] = []
-    for line in searches:
-        chosen.append(line.open_indices(trial_log.width - sum(map(len, chosen))))
-    points = [Point(variant, line.grid.diagonal[t]) for line, some in zip(searches, chosen, strict=True) for t in some]
-    answers = iter([trial.meets(trial_log.threshold) for trial in trial_log.measure(points)])
-    after = [line.update({t: next(answers) for t in some}) for line, some in zip(searches, chosen, strict=True)]
-    return [new for line in after for new in ([line] if line.num_open else line.subproblems())]
+    for search in searches:
+        chosen.append(search.open_indices(trial_log.width - sum(map(len, chosen))))
+    pairs = [*zip(searches, chosen, strict=True)]
+    points = [Point(variant, search.grid.diagonal[t]) for search, positions in pairs for t in positions]
+    holds = iter([trial.meets(trial_log.threshold) for trial in trial_log.measure(points)])
+    updated = [search.update({t: next(holds) for t in positions}) for search, positions in pairs]
+    return [following for search in updated for following in ([search] if search.num_open else search.subproblems())]

@@ -1,7 +1,8 @@
-"""The steady state: what held last time nearly holds now, so only its neighbours are tried.
+"""Search among the neighbours of the last choice: what held last time nearly holds now.
 
-arXiv 2306.11800 sec. 3.4, "delta-neighbourhood search". Not given there, and decided here: a step is one value on any
-number of axes at once (radius 1 in the maximum norm); an improvement is significant from a tenth of the threshold.
+arXiv 2306.11800 sec. 3.4, "delta-neighbourhood search". The paper leaves open what a neighbour and a significant
+improvement are. Here a step is one value on any number of axes at once (radius 1 in the maximum norm), and an
+improvement is significant from a tenth of the threshold.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from shrinkpoint.schemes.search.trial_log import TrialLog
 from shrinkpoint.schemes.search.trials import SearchResult, Trial, Trials
 
 MIN_VARIANT_GAIN = 0.1
-"""Of the threshold: by how much another variant must be better."""
+"""The share of the threshold by which another variant must be better."""
 
 
 def neighbourhood(
@@ -31,36 +32,35 @@ def neighbourhood(
     coarser: bool = False,
     progress: Progress | None = None,
 ) -> SearchResult:
-    """The first point near `last`, in order of predicted size, whose degradation is at most `threshold`.
+    """Find the first point near `last`, in order of predicted size, whose degradation is at most `threshold`.
 
-    Where another variant is allowed, `last` is measured under each of them first, and the search goes on in the one
+    If other variants are allowed, `last` is measured under each of them first, and the search continues in the one
     with the least degradation if it is significantly less.
 
     Args:
-        sizes: predicted bytes of any point; an infinite one excludes a point.
+        sizes: predicts the bytes of a point; an infinite size excludes it.
         last: what was chosen last time.
-        variants: that may be switched to; all where None. The one of `last` is allowed in any case.
-        radius: steps on each axis.
+        variants: the variants that may be switched to; None: all. The one of `last` is always allowed.
+        radius: the largest number of steps on each axis.
         coarser: whether points strictly more aggressive than `last` may be chosen. The paper excludes them: a model
             becomes denser in the course of training.
 
     Returns:
-        An outcome whose `chosen` is None where no neighbour holds: search the whole space then.
+        A result whose `chosen` is None if no neighbour holds: search the whole space then.
 
     Raises:
-        PolicyError: a negative threshold or radius, an unknown variant, a point outside of the space; and see
-            `Trials.run`.
+        PolicyError: a negative threshold or radius, an unknown variant, a point outside of the space; what
+            `Trials.run` raises.
     """
-    others = [variant for variant in space.resolve_variants(variants) if variant != last.variant]
+    other_variants = [variant for variant in space.resolve_variants(variants) if variant != last.variant]
     _check_start(space, last, radius)
-    rivals = [Point(variant, last.index) for variant in (last.variant, *others)]
-    around = {rival: [*_neighbours(space, rival, radius, coarser)] for rival in rivals}
-    points = sorted(point for some in around.values() for point in some)
-    predicted = trials.predict_sizes(sizes, points)
-    ledger = TrialLog("neighbourhood", trials, predicted, threshold, progress)
-    center = _choose_variant(rivals, ledger) if others else last
-    _measure_until_success(sorted(around[center], key=lambda point: (predicted[point], point)), ledger)
-    return ledger.result()
+    centers = [Point(variant, last.index) for variant in (last.variant, *other_variants)]
+    neighbours = {center: [*_neighbours(space, center, radius, coarser)] for center in centers}
+    predicted = trials.predict_sizes(sizes, sorted(point for points in neighbours.values() for point in points))
+    log = TrialLog("neighbourhood", trials, predicted, threshold, progress)
+    center = _choose_variant(centers, log) if other_variants else last
+    _measure_until_success(sorted(neighbours[center], key=lambda point: (predicted[point], point)), log)
+    return log.result()
 
 
 def _check_start(space: Space, last: Point, radius: int) -> None:
@@ -79,7 +79,7 @@ def _neighbours(space: Space, center: Point, radius: int, coarser: bool) -> Iter
 
 
 def _choose_variant(alternatives: Sequence[Point], trial_log: TrialLog) -> Point:
-    """The one of `alternatives` to search around; all of them are measured, the last choice is the first of them."""
+    """Measure all alternatives, of which the first is the last choice, and choose the one to search around."""
     for i in range(0, len(alternatives), trial_log.width):
         trial_log.measure(alternatives[i : i + trial_log.width], eligible=False)
     stay, *_ = alternatives
@@ -93,32 +93,32 @@ def _comparable_degradation(trial: Trial) -> float:
 
 
 def _measure_until_success(candidates: Sequence[Point], trial_log: TrialLog) -> None:
-    """Measure candidates in their order until one holds; what is known already costs nothing."""
-    waiting = [point for point in candidates if math.isfinite(trial_log.size(point))]
-    while trial_log.best is None and (waiting := _undecided(waiting, trial_log)):
-        batch = _next_batch(waiting, trial_log)
-        waiting = waiting[len(batch) :]
-        fresh = [point for point in batch if point not in trial_log.trials]
-        if fresh:
-            trial_log.measure(fresh, eligible=False)
+    """Measure candidates in order until one holds, without measuring a point twice."""
+    pending = [point for point in candidates if math.isfinite(trial_log.size(point))]
+    while trial_log.best is None and (pending := _undecided(pending, trial_log)):
+        batch = _next_batch(pending, trial_log)
+        pending = pending[len(batch) :]
+        unmeasured = [point for point in batch if point not in trial_log.trials]
+        if unmeasured:
+            trial_log.measure(unmeasured, eligible=False)
         for point in batch:
             trial_log.consider(trial_log.trials[point])
-        trial_log.remaining = len(waiting)
+        trial_log.remaining = len(pending)
 
 
-def _undecided(waiting: Sequence[Point], trial_log: TrialLog) -> list[Point]:
-    """Those that are not more aggressive than one that failed."""
+def _undecided(points: Sequence[Point], trial_log: TrialLog) -> list[Point]:
+    """The points that are not more aggressive than one that failed."""
     failed = [point for point, trial in trial_log.trials.items() if not trial.meets(trial_log.threshold)]
-    return [point for point in waiting if not any(is_dominated(point, bad) for bad in failed)]
+    return [point for point in points if not any(is_dominated(point, failure) for failure in failed)]
 
 
-def _next_batch(waiting: Sequence[Point], trial_log: TrialLog) -> list[Point]:
-    """The next candidates: as many as can be measured in one round, and no further than one that is known to hold."""
+def _next_batch(points: Sequence[Point], trial_log: TrialLog) -> list[Point]:
+    """The first points, up to one that is known to hold, of which no more are unmeasured than fit in one round."""
     batch: list[Point] = []
-    fresh = 0
-    for point in waiting:
-        fresh += point not in trial_log.trials
-        if fresh > trial_log.width:
+    num_unmeasured = 0
+    for point in points:
+        num_unmeasured += point not in trial_log.trials
+        if num_unmeasured > trial_log.width:
             break
         batch.append(point)
         if point in trial_log.trials and trial_log.trials[point].meets(trial_log.threshold):

@@ -1,4 +1,4 @@
-"""What a person sees of a search."""
+"""Shows the progress of a search on a terminal or in a log."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from shrinkpoint.schemes.search.trials import Trial
 
 
 class Progress(Protocol):
-    """Called after every trial."""
+    """A callback for every trial of a search."""
 
     def __call__(self, trial: Trial, best: Trial | None, remaining: int) -> None:
-        """
+        """Report one trial.
+
         Args:
-            best: the smallest trial so far that holds.
-            remaining: about how many trials there will still be; 0 only after the last one.
+            trial: the latest one.
+            best: the smallest trial so far that meets the threshold; None if there is none.
+            remaining: the estimated number of trials to come; 0 only after the last one.
         """
         ...
 
 
 def progress_printer(space: Space, threshold: float, raw_bytes: int, stream: TextIO | None = None) -> Progress:
-    """A progress that writes one line a trial; on a terminal one line that changes, if rich is installed.
+    """Make a callback that writes one line per trial; on a terminal, one line that changes, if rich is installed.
 
-    What goes wrong with the stream is passed over: a closed terminal must not end a training run.
+    Errors of the stream are ignored: a closed terminal must not end a training run.
 
     Args:
-        threshold: as given to the search.
-        raw_bytes: what sizes are compared with.
-        stream: stderr as it is now where None.
+        threshold: of the search.
+        raw_bytes: the uncompressed size, for ratios.
+        stream: None: the current stderr.
     """
     stream = sys.stderr if stream is None else stream
     lines = _LinePrinter(space, threshold, raw_bytes, stream)
@@ -38,7 +40,7 @@ def progress_printer(space: Space, threshold: float, raw_bytes: int, stream: Tex
 
 
 class _LinePrinter:
-    """One line a trial."""
+    """Writes one line per trial."""
 
     def __init__(self, space: Space, threshold: float, raw_bytes: int, stream: TextIO) -> None:
         self.stream = stream
@@ -62,8 +64,8 @@ class _LinePrinter:
         limit = f"{100 * self._threshold:g} %"
         if trial.degradation != trial.degradation:
             return f"not a number, {limit} allowed  no"
-        found = f"{100 * trial.degradation:+.2f} %"
-        return f"{found} <= {limit}  ok" if self.holds(trial) else f"{found} > {limit}  no"
+        degradation = f"{100 * trial.degradation:+.2f} %"
+        return f"{degradation} <= {limit}  ok" if self.holds(trial) else f"{degradation} > {limit}  no"
 
     def _settings(self, trial: Trial) -> str:
         settings = self._space.settings(trial.point)
@@ -74,7 +76,7 @@ class _LinePrinter:
 
 
 def _live_printer(printer: _LinePrinter) -> Progress | None:
-    """The same in one place of a terminal; None where rich is missing or the terminal cannot."""
+    """Make a callback that rewrites one line of a terminal; None if rich is missing or the terminal cannot do it."""
     try:
         from rich.console import Console
         from rich.control import Control

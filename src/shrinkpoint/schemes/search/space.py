@@ -1,7 +1,7 @@
-"""What a search may choose from: a grid whose axes are ordered by quality, once for every variant.
+"""The space of settings that is searched: a grid whose axes are ordered by quality, for each of several variants.
 
-The paper's configuration cube (arXiv 2306.11800 sec. 3.4): bins, pruning and protection are axes; the pruning metric is
-a variant, for neither metric is the better one everywhere.
+This is the configuration cube of arXiv 2306.11800 sec. 3.4: bins, pruning and protection are axes; the pruning metric
+is a variant, because neither metric is better everywhere.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ METRIC = "metric"
 
 @dataclass(frozen=True)
 class Axis:
-    """One knob.
+    """The values of one setting, ordered by quality.
 
     Attributes:
+        name: of the setting.
         values: from the most aggressive to the safest: with everything else equal, quality never falls with the index.
 
     Raises:
-        PolicyError: no values, a value twice, or a name that is taken.
+        PolicyError: no values, a duplicate value, or the reserved name "metric".
     """
 
     name: str
@@ -43,20 +44,27 @@ class Axis:
             raise PolicyError("Axis", found=repr(self.name), expected="another name", do="let variants be the metrics")
 
     def nearest_safe_index(self, value: object) -> int | None:
-        """The index of `value`, or of the nearest safer one; None where neither can be told."""
+        """The index of `value`, or of the nearest safer one; None if there is neither."""
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             return None
         if value in self.values:
             return self.values.index(value)
         steps = [b > a for a, b in itertools.pairwise(self.values)]
         if not steps or any(steps) != all(steps):
-            return None  # which of two numbers is the safer one is known only where the numbers are in order, too
-        return next((i for i, one in enumerate(self.values) if (one > value if steps[0] else one < value)), None)
+            return None  # which of two numbers is safer is known only if the values are monotone
+        is_ascending = steps[0]
+        safer = (i for i, other in enumerate(self.values) if (other > value if is_ascending else other < value))
+        return next(safer, None)
 
 
 @dataclass(frozen=True, order=True)
 class Point:
-    """One choice on every axis, for one variant; `index` in the order of the space's axes."""
+    """One choice on every axis, for one variant.
+
+    Attributes:
+        variant: one of the space's variants.
+        index: the index of a value for each of the space's axes, in their order.
+    """
 
     variant: str
     index: tuple[int, ...]
@@ -67,23 +75,26 @@ class Space:
     """A grid of points for each variant.
 
     Attributes:
-        variants: a choice without an order of quality, such as the pruning metric; ("",) where there is none.
+        axes: the settings that are ordered by quality.
+        variants: the values of a setting without such an order, as the pruning metric; ("",) if there is none.
 
     Raises:
-        PolicyError: an axis or a variant twice, or no variant.
+        PolicyError: a duplicate axis or variant, or no variant.
     """
 
     axes: tuple[Axis, ...]
     variants: tuple[str, ...] = ("",)
 
     def __post_init__(self) -> None:
-        for what, names in (("axes", [axis.name for axis in self.axes]), ("variants", list(self.variants))):
-            if len(set(names)) < len(names) or (what == "variants" and not names):
-                raise PolicyError(f"Space({what}=)", found=repr(names), expected="different names", do="name each once")
+        for argument, names in (("axes", [axis.name for axis in self.axes]), ("variants", list(self.variants))):
+            if len(set(names)) < len(names) or (argument == "variants" and not names):
+                raise PolicyError(
+                    f"Space({argument}=)", found=repr(names), expected="different names", do="name each once"
+                )
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """How many values each axis has."""
+        """The number of values of each axis."""
         return tuple(len(axis.values) for axis in self.axes)
 
     def points(self, variant: str) -> tuple[Point, ...]:
@@ -97,10 +108,10 @@ class Space:
         return Point(variant, (0,) * len(self.axes))
 
     def resolve_variants(self, variants: Sequence[str] | None) -> tuple[str, ...]:
-        """`variants` as they are, or all where none are named.
+        """The same variants without duplicates; None: all variants of this space.
 
         Raises:
-            PolicyError: one that this space has not, or an empty choice.
+            PolicyError: an unknown variant, or none at all.
         """
         if variants is None:
             return self.variants
@@ -112,21 +123,21 @@ class Space:
         return tuple(dict.fromkeys(variants))
 
     def settings(self, point: Point) -> dict[str, float | int | str]:
-        """What a point stands for, as plain data; its variant under "metric" where there is something to tell."""
-        found: dict[str, float | int | str] = {
+        """The settings of a point by name; its variant is "metric", unless the space has only the variant ""."""
+        settings: dict[str, float | int | str] = {
             axis.name: axis.values[i] for axis, i in zip(self.axes, point.index, strict=True)
         }
         if self.variants != ("",):
-            found[METRIC] = point.variant
-        return found
+            settings[METRIC] = point.variant
+        return settings
 
     def point(self, settings: Mapping[str, object]) -> Point | None:
-        """The point of these settings, which may come from a file and from another space.
+        """The point with these settings, which may come from a file and from another space.
 
-        A value that an axis no longer has becomes the nearest safer one. Settings without an axis are passed over.
+        A value that an axis no longer has becomes the nearest safer one. Settings without an axis are ignored.
 
         Returns:
-            None where an axis has neither the value nor a safer one, or where a setting or the variant is missing.
+            None if an axis has neither the value nor a safer one, or if a setting or the variant is missing.
         """
         variant = settings.get(METRIC, "")
         index = [axis.nearest_safe_index(settings.get(axis.name, math.nan)) for axis in self.axes]
@@ -136,5 +147,5 @@ class Space:
 
 
 def is_dominated(a: Point, b: Point) -> bool:
-    """Whether `a` is a different point that is at least as aggressive as `b` on every axis, so that `b` is no worse."""
+    """Whether `a` is another point of the same variant that is at least as aggressive as `b` on every axis."""
     return a != b and a.variant == b.variant and all(i <= j for i, j in zip(a.index, b.index, strict=True))

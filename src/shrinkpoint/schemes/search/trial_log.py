@@ -11,17 +11,20 @@ from shrinkpoint.schemes.search.trials import SearchResult, Trial, Trials
 
 
 class TrialLog:
-    """Counts, remembers and reports.
+    """Measures points, remembers the trials and reports them to a progress callback.
 
     Args:
         method: the name of the search.
-        sizes: predicted, of every point that may be measured.
-        threshold: the largest degradation that is accepted.
+        trials: what measures.
+        sizes: predicted bytes of every point that may be measured.
+        threshold: the largest accepted degradation.
+        progress: called for every trial; None: nothing is reported.
 
     Attributes:
+        threshold: as given.
         trials: every trial by its point, in the order of measuring.
-        best: the smallest trial that meets the threshold; the first of equal ones.
-        remaining: about how many trials there will still be, as far as the search can tell after a round.
+        best: the smallest trial that meets the threshold; the first of equal ones; None if there is none.
+        remaining: the estimated number of trials to come, set by the search after each round.
 
     Raises:
         PolicyError: a threshold that is negative or nan.
@@ -48,37 +51,38 @@ class TrialLog:
         return self._sizes[point]
 
     def measure(self, points: Sequence[Point], *, eligible: bool = True) -> list[Trial]:
-        """One round.
+        """Measure points in one round.
 
         Args:
-            points: not measured before, at most `width`.
+            points: at most `width`, none of them measured before.
             eligible: whether these trials may become the best.
         """
         self._report(max(1, self.remaining))
         degradations = self._trials.run(points)
         self._rounds += 1
-        found = [
+        trials = [
             Trial(point, self._sizes[point], degradation, self._trials.seconds[point])
             for point, degradation in zip(points, degradations, strict=True)
         ]
-        self.trials |= {trial.point: trial for trial in found}
-        self._pending = found
-        for trial in found if eligible else ():
+        self.trials |= {trial.point: trial for trial in trials}
+        self._pending = trials
+        for trial in trials if eligible else ():
             self.consider(trial)
-        return found
+        return trials
 
     def consider(self, trial: Trial) -> None:
-        """Let a trial become the best if it is better."""
+        """Make a trial the best one if it meets the threshold and is smaller."""
         if trial.meets(self.threshold) and (self.best is None or trial.size < self.best.size):
             self.best = trial
 
     def _report(self, remaining: int) -> None:
-        """Show the trials of the last round. Only the last trial of a search has nothing left after it."""
-        untold, self._pending = self._pending, []
-        for waiting, trial in zip(range(len(untold) - 1, -1, -1), untold, strict=True):
+        """Report the trials of the last round, with the number of trials that follow each of them."""
+        trials, self._pending = self._pending, []
+        for following, trial in zip(range(len(trials) - 1, -1, -1), trials, strict=True):
             if self._progress is not None:
-                self._progress(trial, self.best, remaining + waiting)
+                self._progress(trial, self.best, remaining + following)
 
     def result(self) -> SearchResult:
+        """The end of the search; reports the trials that were not reported yet."""
         self._report(0)
         return SearchResult(self.best, tuple(self.trials.values()), self._method, self._rounds)
