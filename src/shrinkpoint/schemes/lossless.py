@@ -1,4 +1,4 @@
-"""The default: nothing is lost. docs/schemes.md says what is written instead."""
+"""The lossless scheme, the default (docs/schemes.md)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shrinkpoint.tensors.flat_state import FlatState
 
 @dataclass(frozen=True, repr=False)
 class Lossless(SpecMixin, RecordEncodingMixin):
-    """Every value comes back bit by bit.
-
-    Raises:
-        PolicyError: a chunk that is too large, or none.
+    """Encodes every tensor bit-exact.
 
     Args:
-        chunk: numbers coded together; smaller ones make partial reads cheaper and files larger.
+        chunk: number of values that are coded together; smaller chunks make partial reads cheaper and files larger.
+
+    Raises:
+        PolicyError: `chunk` is out of range.
     """
 
     id: ClassVar[str] = "lossless"
@@ -32,9 +32,9 @@ class Lossless(SpecMixin, RecordEncodingMixin):
 
     @property
     def arguments(self) -> dict[str, object]:
-        """See `SpecMixin`."""
+        """Arguments of the constructor, by name."""
         return {"chunk": self.chunk}
 
     def quantize(self, state: FlatState, reference: Reference | None) -> QuantizedState:
-        """All of it; see `schemes.Scheme`."""
+        """Return the state unchanged."""
         return QuantizedState(state)

@@ -1,4 +1,4 @@
-"""Re-encodes a checkpoint that is quantized already, without losing more."""
+"""Re-encodes a checkpoint that is quantized already, without further loss."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shrinkpoint.tensors.info import JSON
 
 @dataclass(frozen=True)
 class Recode(RecordEncodingMixin):
-    """Loses nothing more: values stay as they are, and so do the symbols they were made from.
+    """Writes a checkpoint again with its values and codes unchanged.
 
-    But for symbols of differences: they are to another parent, and no later checkpoint looks at them.
+    Codes of residuals are dropped, since they refer to another parent; such tensors are written as exact values.
 
     Attributes:
-        quantized: of the tensors that were quantized, by name.
-        loss: what was lost when they were.
-        id: of the scheme that wrote it first.
+        quantized: name of a tensor -> its codes and codebook or lattice.
+        loss: the `loss` of the original manifest.
+        id: of the scheme that first wrote the checkpoint.
     """
 
     quantized: Mapping[str, QuantizedTensor] = field(default_factory=dict, repr=False)
@@ -31,28 +31,26 @@ class Recode(RecordEncodingMixin):
     id: str = "again"
 
     def quantize(self, state: FlatState, reference: Reference | None) -> QuantizedState:
-        """All of it; see `schemes.Scheme`."""
-        held = {
-            name: one
-            for name, one in self.quantized.items()
-            if name in state.infos and _is_still_valid(name, one, state, self.quantized)
+        """Return the state unchanged, with the codes that still describe its values."""
+        valid = {
+            name: tensor
+            for name, tensor in self.quantized.items()
+            if name in state.infos and _is_still_valid(name, tensor, state, self.quantized)
         }
-        return QuantizedState(state, held, self.loss)
+        return QuantizedState(state, valid, self.loss)
 
 
 def _is_still_valid(
     name: str, quantized_tensor: QuantizedTensor, state: FlatState, quantized: Mapping[str, QuantizedTensor]
 ) -> bool:
-    """Whether a value is still what its symbols say, so that they can be written without the checkpoint before."""
+    """Whether a tensor's values still follow from its codes, without the previous checkpoint."""
     if not isinstance(quantized_tensor, LatticeTensor):
         return not quantized_tensor.residual
     if not quantized_tensor.relative_to:
         return True
-    x, other = state.tensors[name], state.tensors.get(quantized_tensor.relative_to)
-    if (
-        other is None
-        or not isinstance(quantized.get(quantized_tensor.relative_to), LatticeTensor)
-        or other.shape != x.shape
-    ):
-        return False  # what it was relative to has changed since
-    return bool((tensor_bytes(quantized_tensor.dequantize(x.dtype, other)) == tensor_bytes(x)).all())
+    tensor, relative_to = state.tensors[name], state.tensors.get(quantized_tensor.relative_to)
+    is_lattice = isinstance(quantized.get(quantized_tensor.relative_to), LatticeTensor)
+    if relative_to is None or not is_lattice or relative_to.shape != tensor.shape:
+        return False  # the tensor that it is relative to has changed
+    values = quantized_tensor.dequantize(tensor.dtype, relative_to)
+    return bool((tensor_bytes(values) == tensor_bytes(tensor)).all())

@@ -1,4 +1,4 @@
-"""Schemes by the names and texts that users write."""
+"""Schemes by name, and from texts such as "fisher(relative_error=.3)"."""
 
 from __future__ import annotations
 
@@ -27,46 +27,52 @@ _REGISTRY = {
     "topn": ("baselines.sparse_update", "TOPN"),
     "excp": ("baselines.excp", "ExCP"),
 }
-"""The module, below `shrinkpoint`, and the class of each scheme's id. Modules are imported when a text names them."""
+"""Id -> module below `shrinkpoint`, class. Modules are imported when a text names them."""
 
 _OBJECT_SETTINGS = ("evaluate", "gradients", "group", "progress", "space")
-"""Settings that have no plain value."""
+"""Settings that cannot be written as text."""
 MAX_TEXT = 4096
-"""Characters of a scheme's text: what is nested deeper than this can say overflows Python's own parser."""
+"""Maximum number of characters of a text: deeper nesting could overflow Python's parser."""
 _FIXED_LOSS_SETTINGS = frozenset({"config", "nats", "ratio", "relative_error"})
-"""Settings of a scheme that measures, with which it need not: what is lost is decided by them."""
+"""Settings that decide what a scheme quantizes, so that it needs no `evaluate`."""
 _PATTERN = re.compile(r"\s*([a-z][a-z0-9-]*)\s*(?:\((.*)\))?\s*", re.DOTALL)
 _EXPECTED = 'a scheme such as shrinkpoint.Fisher(relative_error=.3), or its text such as "fisher(relative_error=.3)"'
 
 
 def get_scheme(scheme: object) -> Scheme:
-    """A scheme from its text; a scheme itself stays as it is. `scheme_factory` says what a text may be.
+    """Return a scheme from its text (see `scheme_factory`); a scheme itself is returned unchanged.
 
     Raises:
-        PolicyError: it is neither.
+        PolicyError: it is neither a scheme nor a valid text.
     """
     if isinstance(scheme, str):
-        made: Scheme = scheme_factory(scheme)()
-        return made
+        parsed: Scheme = scheme_factory(scheme)()
+        return parsed
     if scheme is None:
-        do = 'leave scheme= out, or say "lossless", to lose nothing'
-        raise PolicyError("scheme", found="None", expected=_EXPECTED, do=do)
+        raise PolicyError(
+            "scheme", found="None", expected=_EXPECTED, do='leave scheme= out, or pass "lossless", for exact values'
+        )
     if isinstance(scheme, type) and getattr(scheme, "id", None) in _REGISTRY:
-        do = f"make one: {scheme.__name__}(...)"
-        raise PolicyError("scheme", found=validate.describe_value(scheme), expected="one that is made", do=do)
-    if isinstance(scheme, type) or not all(callable(getattr(scheme, part, None)) for part in ("quantize", "encode")):
+        raise PolicyError(
+            "scheme",
+            found=validate.describe_value(scheme),
+            expected="an instance of it",
+            do=f"make one: {scheme.__name__}(...)",
+        )
+    has_methods = all(callable(getattr(scheme, method, None)) for method in ("quantize", "encode"))
+    if isinstance(scheme, type) or not has_methods:
         raise validate.argument_error("scheme", scheme, _EXPECTED, "make a scheme, or name one")
     return cast(Scheme, scheme)
 
 
 def scheme_factory(text: str) -> partial[Scheme]:
-    """What makes the scheme of a text: a name, or a name with settings, as `repr` prints it.
+    """Return the factory of the scheme that a text names: a name, or a name with settings, as `repr` prints it.
 
-    Settings are written as in Python, with plain values only; nothing is executed. What has no plain value, such as
-    `evaluate`, can be passed to what is returned.
+    Settings are written as in Python, with plain values only; nothing is executed. Settings without a plain value, such
+    as `evaluate`, can be passed to the factory.
 
     Raises:
-        PolicyError: a name or a setting nobody knows, a value that is none, or no such text at all.
+        PolicyError: the text has another form, or an unknown name, setting or value.
 
     >>> scheme_factory("fisher(relative_error=.3)")(), scheme_factory("inshrinkerator")(threshold="1%", evaluate=len)
     (fisher(relative_error=0.3), inshrinkerator(threshold=0.01, evaluate=<len>))
@@ -84,17 +90,17 @@ def scheme_factory(text: str) -> partial[Scheme]:
 
 
 def needs_evaluation(text: str) -> bool:
-    """Whether the scheme of a text decides by a quality function, so that it cannot be made without `evaluate`.
+    """Return whether the scheme of a text cannot be made without `evaluate`.
 
     Raises:
-        PolicyError: as `scheme_factory` does.
+        PolicyError: the text is not valid.
     """
     from shrinkpoint.schemes.fisher.scheme import Fisher
     from shrinkpoint.schemes.search.scheme import SearchScheme
 
     factory = scheme_factory(text)
-    measures = isinstance(factory.func, type) and issubclass(factory.func, SearchScheme | Fisher)
-    return measures and not _FIXED_LOSS_SETTINGS & factory.keywords.keys()
+    can_evaluate = isinstance(factory.func, type) and issubclass(factory.func, SearchScheme | Fisher)
+    return can_evaluate and not _FIXED_LOSS_SETTINGS & factory.keywords.keys()
 
 
 def make_scheme(
@@ -104,22 +110,26 @@ def make_scheme(
     threshold: float = 0.01,
     higher_is_better: bool = False,
 ) -> Scheme:
-    """Makes the scheme of a text; what its text leaves open is taken from the arguments.
+    """Return the scheme of a text; settings that the text does not give are taken from the arguments.
 
     Args:
-        evaluate: the quality function of a state; used by schemes that need one.
-        threshold: how much worse a checkpoint may be, as a share, for schemes that measure.
+        evaluate: function of a state that returns its loss or score; used by schemes that need one.
+        threshold: largest relative degradation of a checkpoint, for schemes that evaluate.
         higher_is_better: `evaluate` returns a score, not a loss.
 
     Raises:
-        PolicyError: there is no such scheme, or it needs a quality function and there is none.
+        PolicyError: the text is not valid, or the scheme needs `evaluate` and there is none.
     """
     factory = scheme_factory(text)
     if not needs_evaluation(text):
         return factory()
     if evaluate is None:
-        expected = "a function of the state that returns a loss"
-        raise PolicyError(text, found="nothing to evaluate", expected=expected, do="pass --evaluate module:function")
+        raise PolicyError(
+            text,
+            found="nothing to evaluate",
+            expected="a function of the state that returns a loss",
+            do="pass --evaluate module:function",
+        )
     from shrinkpoint.schemes.fisher.scheme import Fisher
 
     limit: dict[str, Any] = {"threshold": threshold}
@@ -132,23 +142,28 @@ def make_scheme(
 def _parse_settings(text: str, scheme_class: Callable[..., Scheme], settings_text: str) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what Python's parser thinks of an escape in a text
+            warnings.simplefilter("ignore")  # Python's parser warns of unknown escapes
             call = ast.parse(f"f({settings_text}\n)", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             raise ValueError("settings without a name")
-        given = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords if one.arg is not None}
-        if len(given) != len(call.keywords):
+        keywords = [keyword for keyword in call.keywords if keyword.arg is not None]
+        settings = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in keywords}
+        if len(settings) != len(call.keywords):
             raise ValueError("settings in a mapping")
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
-        do = 'write name=value with plain values, such as threshold="1%"; pass functions and objects from Python'
         raise PolicyError(
-            "scheme", found=validate.describe_value(text), expected="settings as plain values", do=do
+            "scheme",
+            found=validate.describe_value(text),
+            expected="settings as plain values",
+            do='write name=value with plain values, such as threshold="1%"; pass functions and objects from Python',
         ) from error
-    known = [name for name in inspect.signature(scheme_class).parameters if name not in _OBJECT_SETTINGS]
-    for name in given:
-        if name not in known:
-            found, do = f"{name}= in {validate.describe_value(text)}", "choose one of these"
+    names = [name for name in inspect.signature(scheme_class).parameters if name not in _OBJECT_SETTINGS]
+    for name in settings:
+        if name not in names:
+            advice = "choose one of these"
             if name in _OBJECT_SETTINGS:
-                do = "that is no plain value: make the scheme in Python, or pass it on the command line"
-            raise PolicyError("scheme", found=found, expected=", ".join(known), do=do)
-    return given
+                advice = "that is no plain value: make the scheme in Python, or pass it on the command line"
+            raise PolicyError(
+                "scheme", found=f"{name}= in {validate.describe_value(text)}", expected=", ".join(names), do=advice
+            )
+    return settings

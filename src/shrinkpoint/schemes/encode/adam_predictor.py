@@ -1,8 +1,8 @@
-"""The optimizer's own arithmetic as a prediction.
+"""Coder configurations that predict values with one step of Adam.
 
-One step of Adam is a function of the parent's weights and of the moments that a checkpoint holds anyway; so between
-checkpoints one step apart, weights and second moments follow from what the decoder knows, up to rounding. The native
-core repeats torch's operations in float32; the factors below are rounded from the same doubles as torch's are.
+A step of Adam is a function of the parent's weights and of the moments that a checkpoint holds anyway. Between
+checkpoints one step apart, the decoder can therefore compute weights and second moments up to rounding. The native core
+repeats torch's float32 operations; the factors below are rounded from the same doubles as torch's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from shrinkpoint.tensors.flat_state import OptimizerInfo
 
 
 def step_config(info: OptimizerInfo, top: int) -> CoderConfig | None:
-    """W_t from W_(t-1), m_t and v_t; None where the facts do not suffice."""
+    """Return the configuration that predicts W_t from W_(t-1), m_t and v_t; None if hyperparameters are missing.
+
+    Args:
+        info: step, learning rate, betas, eps and weight decay of the parameter.
+        top: largest exponent of the parent's values.
+    """
     if info.step is None or info.lr is None or info.beta1 is None or info.beta2 is None or info.eps is None:
         return None
     if info.step < 1 or not 0 <= info.beta1 < 1 or not 0 <= info.beta2 < 1:
@@ -28,7 +33,7 @@ def step_config(info: OptimizerInfo, top: int) -> CoderConfig | None:
 
 
 def square_config(info: OptimizerInfo) -> CoderConfig | None:
-    """v_t from v_(t-1), m_t and m_(t-1); None where the facts do not suffice."""
+    """Return the configuration that predicts v_t from v_(t-1), m_t and m_(t-1); None if the betas are missing."""
     if info.beta1 is None or info.beta2 is None or not 0 <= info.beta1 < 1 or not 0 <= info.beta2 < 1:
         return None
     parameters = (info.beta1, info.beta2, 1.0 - info.beta1, 1.0 - info.beta2)

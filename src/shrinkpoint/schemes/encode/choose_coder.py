@@ -13,19 +13,21 @@ from shrinkpoint.tensors.flat_state import OptimizerInfo
 from shrinkpoint.tensors.info import Role
 
 _SAMPLE_SIZE = 1 << 15
-"""Numbers from which candidates are compared."""
+"""Number of values in the sample on which configurations are compared."""
 _LEVEL_MARGIN = 8
-"""Levels above the sample's largest that still have symbols of their own."""
+"""Levels above the largest of the sample that still have a token of their own."""
 
 
 def coder_configs(
     record: RecordInput, values: Bytes, context: CodingContext, info: OptimizerInfo | None
 ) -> Iterator[CoderConfig]:
-    """Runs that can code a record; at least one, the likeliest first.
+    """Yield the configurations that can code a record; at least one, the most likely one first.
 
     Args:
-        values: of its first tap, which the runs are tuned to; they hold for the others, too.
-        context: of that tap.
+        record: tensors of one dtype and role.
+        values: bytes of its first tap, for which the configurations are tuned; they are valid for all taps.
+        context: coding context of the first tap.
+        info: what is known about the optimizer; None: nothing.
     """
     number, role = NUMBER_FORMATS[record.infos[0].dtype], record.infos[0].role
     if not number.is_float:
@@ -34,29 +36,29 @@ def coder_configs(
     union = _union(number, record.values)
     sign, shift = bool(union >> (number.width - 1)), _trailing_zeros(union, number.mantissa)
     if record.context.base is not None:
-        both = min(shift, _trailing_zeros(_union(number, record.context.base), number.mantissa)) if shift else 0
-        yield from _delta_configs(number, context, role, info, both)
+        base_zeros = _trailing_zeros(_union(number, record.context.base), number.mantissa) if shift else 0
+        yield from _delta_configs(number, context, role, info, min(shift, base_zeros))
     yield from _level_configs(number, values.view(f"u{number.itemsize}"), context, role, sign, shift)
 
 
 def choose_smallest(
     number: NumberFormat, values: Bytes, context: CodingContext, configs: Iterator[CoderConfig], threads: int
 ) -> tuple[CoderConfig, float]:
-    """The run that codes a sample of `values` smallest, and its estimated bytes for all of them.
+    """Return the configuration that codes a sample of `values` smallest, and its estimated bytes for all values.
 
-    A run without a rival is not measured: its estimate is 0, and coding everything tells.
+    A single configuration is not measured: its estimate is 0.
     """
     first, *rest = configs
     if not rest:
         return first, 0.0
     stride = sample_stride(values.nbytes // number.itemsize)
-    costs = [(run.estimate_bytes(number, values, context, stride, threads), run) for run in (first, *rest)]
-    cost, run = min(costs, key=lambda pair: pair[0])
-    return run, cost
+    costs = [(config.estimate_bytes(number, values, context, stride, threads), config) for config in (first, *rest)]
+    cost, config = min(costs, key=lambda pair: pair[0])
+    return config, cost
 
 
 def sample_stride(count: int) -> int:
-    """Which tiles of an array of `count` numbers make a sample."""
+    """Return the stride between the tiles that are sampled of an array of `count` values."""
     return max(1, count // _SAMPLE_SIZE)
 
 
@@ -75,15 +77,15 @@ def _delta_configs(
     words = context.base.view(f"u{number.itemsize}")
     top = int(_sample(words).max() & (1 << (number.width - 1)) - 1) >> number.mantissa
     if role is Role.MOMENT1:
-        return  # a first moment forgets its parent within a few steps: standing alone is smaller (docs/design.md)
-    predicted = None
+        return  # a first moment forgets its parent within a few steps: coding without it is smaller (docs/design.md)
+    prediction = None
     if info is not None and (number.width, number.mantissa) == (32, 23) and context.moment1 is not None:
         if role is Role.MOMENT2:
-            predicted = square_config(info) if context.moment1_base is not None else None
+            prediction = square_config(info) if context.moment1_base is not None else None
         elif context.moment2 is not None:
-            predicted = step_config(info, top)
-    if predicted is not None:
-        yield predicted
+            prediction = step_config(info, top)
+    if prediction is not None:
+        yield prediction
     if role is not Role.MOMENT2:
         yield CoderConfig("delta", predictor="base", moments=context.moment2 is not None, top=top, shift=shift)
 
@@ -99,18 +101,16 @@ def _level_configs(
     fine = min(3 if number.width == 16 and role is not Role.PARAMETER else 2, number.mantissa - shift)
     largest = int((_sample(words) & words.dtype.type((1 << (number.width - 1)) - 1)).max()) >> (number.mantissa - fine)
     bias = largest + _LEVEL_MARGIN - 126
-    alone = CoderConfig("level", fine=fine, shift=shift, sign=sign, bias=bias)
-    factors = number.width <= 32 and context.shapes is not None
-    moment = role in (Role.MOMENT1, Role.MOMENT2)
-    if factors:
-        fitted = CoderConfig("level", factors=True, fine=fine, shift=shift, sign=sign, bias=bias)
+    plain = CoderConfig("level", fine=fine, shift=shift, sign=sign, bias=bias)
+    has_factors = number.width <= 32 and context.shapes is not None
+    if has_factors:
         if role is Role.MOMENT2 and context.base is not None:
             yield CoderConfig("level", companion="base", factors=True, fine=fine, shift=shift, sign=sign, bias=bias)
         if role is Role.MOMENT2 and context.moment1 is not None and number.has_float_exponent:
             yield CoderConfig("level", companion="moment1", factors=True, fine=fine, shift=shift, sign=sign, bias=bias)
-        if moment:
-            yield fitted
-    yield alone
+        if role in (Role.MOMENT1, Role.MOMENT2):
+            yield CoderConfig("level", factors=True, fine=fine, shift=shift, sign=sign, bias=bias)
+    yield plain
 
 
 def _sample(
@@ -120,7 +120,7 @@ def _sample(
 
 
 def _union(number: NumberFormat, values: Bytes) -> int:
-    """Every bit that some number has."""
+    """The bitwise or of all values."""
     return int(np.bitwise_or.reduce(values.view(f"u{number.itemsize}")))
 
 

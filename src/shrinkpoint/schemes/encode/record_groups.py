@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,30 +22,29 @@ from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role, TensorInfo
 
 MAX_SHARED_NUMEL = 1 << 16
-"""Numbers below which a tensor shares a record: on its own it would not pay for its tables."""
+"""Number of values below which a tensor shares a record: its own entropy-coding tables would cost more."""
 MAX_BUNDLE_NUMEL = 1 << 20
-"""Numbers after which a shared record is full: one small tensor must not cost the decoding of a large model."""
+"""Number of values after which a shared record is full: decoding one small tensor decodes its whole record."""
 MAX_DIGEST_BYTES = 1 << 16
-"""Bytes up to which a tensor is told from others by all of it; many larger ones would take longer than coding them."""
-
-_ROLE_ORDER = [Role.MOMENT1, Role.MOMENT2, Role.MASTER]  # contexts before what is coded under them
+"""Bytes up to which whole tensors are hashed to find copies; of larger ones, only the first values."""
+_ROLE_ORDER = [Role.MOMENT1, Role.MOMENT2, Role.MASTER]  # contexts before the tensors that they are context for
+_Key = tuple[object, ...]
+"""Tensors with equal keys share a record."""
 
 
 @dataclass(frozen=True)
 class RecordGroup:
-    """Tensors to be coded together.
+    """Tensors that are coded together in one record.
 
     Attributes:
         infos: of one dtype and role.
-        taps: positions of the trailing axes that are coded after each other.
-        has_reference: the parent holds them all.
-        moments: (first, second) moment of each; () where a member has none.
-        kind: what is coded: their "values"; their "codes", where `has_reference` those of the parent being the
-            context, or its
-            values what they are differences to; or their "points", where `has_reference` beside its values.
-        context_names: of each, the name of the tensor whose codes are context for its own, or that its points are
-            relative to;
-            () for none.
+        taps: number of positions of the trailing axes that are coded one after another.
+        has_reference: whether the parent holds all of them. "codes" then have the parent's codes as context, or are
+            residuals to its values; "points" have its values as context.
+        moments: (first, second) moment of each tensor; () if a tensor has none.
+        kind: what is coded: "values", "codes" (of a codebook) or "points" (codes on a lattice).
+        context_names: for each tensor, the name of the tensor whose codes are context for its codes, or that its points
+            are relative to; () if there is none.
     """
 
     infos: tuple[TensorInfo, ...]
@@ -58,12 +57,12 @@ class RecordGroup:
 
 @dataclass(frozen=True)
 class RecordPlan:
-    """A state's tensors by what is done with them.
+    """A partition of the tensors of a state by how they are encoded.
 
     Attributes:
-        unchanged: equal to the parent's.
-        groups: to be coded, contexts first.
-        copies: equal, after a cast at most, to the tensor that is named.
+        unchanged: tensors that equal the parent's.
+        groups: tensors to be coded, contexts first.
+        copies: tensors with the name of another tensor that they equal, perhaps after a cast.
     """
 
     unchanged: list[TensorInfo]
@@ -72,132 +71,119 @@ class RecordPlan:
 
 
 def plan_records(state: FlatState, reference: Reference | None, quantized: Mapping[str, QuantizedTensor]) -> RecordPlan:
-    """Sort a state's tensors into references, copies and groups to be coded; `quantized` are of those quantized."""
-    same: list[TensorInfo] = []
-    rest: list[TensorInfo] = []
+    """Sort the tensors of a state into unchanged ones, copies and groups to be coded.
+
+    Args:
+        reference: the parent's decoded tensors; None: there is no parent.
+        quantized: name of a quantized tensor -> its codes and codebook or lattice.
+    """
+    unchanged: list[TensorInfo] = []
+    changed: list[TensorInfo] = []
     for info in state.infos.values():
-        (same if _is_unchanged(info, state, reference, quantized.get(info.name)) else rest).append(info)
-    copies = _find_copies([info for info in rest if info.name not in quantized], state, quantized)
+        (unchanged if _is_unchanged(info, state, reference, quantized.get(info.name)) else changed).append(info)
+    copies = _find_copies([info for info in changed if info.name not in quantized], state, quantized)
     copied = {info.name for info, _ in copies}
-    links = ContextMap(state, copied)
-    rest = [info for info in rest if info.name not in copied]
-    groups = _value_groups([info for info in rest if info.name not in quantized], links, reference, state)
-    quantized = {info.name: quantized[info.name] for info in rest if info.name in quantized}
-    chosen = [info for info in rest if info.name in quantized]
-    codes = _code_groups(
-        [one for one in chosen if isinstance(quantized[one.name], CodebookTensor)], links, reference, state, quantized
-    )
-    codes += _lattice_groups(
-        [one for one in chosen if isinstance(quantized[one.name], LatticeTensor)], reference, state, quantized
-    )
+    contexts = ContextMap(state, copied)
+    to_code = [info for info in changed if info.name not in copied]
+    exact = [info for info in to_code if info.name not in quantized]
+    quantized = {info.name: quantized[info.name] for info in to_code if info.name in quantized}
+    codebook_infos = [info for info in to_code if isinstance(quantized.get(info.name), CodebookTensor)]
+    lattice_infos = [info for info in to_code if isinstance(quantized.get(info.name), LatticeTensor)]
+    groups = _value_groups(exact, contexts, reference, state)
+    groups += _codebook_groups(codebook_infos, contexts, reference, state, quantized)
+    groups += _lattice_groups(lattice_infos, reference, state, quantized)
     depths = {name: _dependency_depth(name, quantized) for name in quantized}
-    return RecordPlan(same, sorted(groups + codes, key=lambda group: _sort_key(group, depths)), copies)
+    return RecordPlan(unchanged, sorted(groups, key=lambda group: _sort_key(group, depths)), copies)
 
 
-def _parent_tensor(info: TensorInfo, state: FlatState, reference: Reference | None) -> Tensor | None:
-    """The parent's tensor of this name, shape and dtype."""
-    if reference is None:
-        return None
-    return reference.get_like(info.name, info.shape, state.tensors[info.name].dtype)
-
-
-def _sort_key(group: RecordGroup, depths: Mapping[str, int]) -> tuple[int, int]:
-    """Contexts before what is coded under them."""
-    names = [info.name for info in group.infos] + [name for pair in group.moments for name in pair]
-    return max(depths.get(name, 0) for name in names), _role_order(group.infos[0])
-
-
-def _dependency_depth(name: str, quantized: Mapping[str, QuantizedTensor]) -> int:
-    """How many tensors' codes must be there before those of this one."""
-    depth = 0
-    while (other := _required_tensor(quantized[name])) in quantized and quantized[other].codes.shape == quantized[
-        name
-    ].codes.shape:
-        name, depth = other, depth + 1
-        if depth > len(quantized):
-            raise ValueError(f"codes of {name!r} under themselves")
-    return depth
-
-
-def _required_tensor(quantized_tensor: QuantizedTensor) -> str:
-    """The tensor of the same file without which there is no decoding this one."""
-    return (
-        quantized_tensor.context_name if isinstance(quantized_tensor, CodebookTensor) else quantized_tensor.relative_to
-    )
+# unchanged tensors
 
 
 def _is_unchanged(
     info: TensorInfo, state: FlatState, reference: Reference | None, quantized_tensor: QuantizedTensor | None
 ) -> bool:
-    old = _parent_tensor(info, state, reference)
-    if old is None or reference is None or not _bits_equal(state.tensors[info.name], old):
+    parent = _parent_tensor(info, state, reference)
+    if parent is None or reference is None or not _bits_equal(state.tensors[info.name], parent):
         return False
-    before = reference.quantized.get(info.name)  # a reader goes on with these, so they must be what this state has
     if quantized_tensor is None or (isinstance(quantized_tensor, CodebookTensor) and quantized_tensor.residual):
         return True
-    return before is not None and _have_equal_codes(quantized_tensor, before)
+    parent_codes = reference.quantized.get(info.name)  # a reader keeps these for the next delta, so they must be equal
+    return parent_codes is not None and _have_equal_codes(quantized_tensor, parent_codes)
+
+
+def _parent_tensor(info: TensorInfo, state: FlatState, reference: Reference | None) -> Tensor | None:
+    """The parent's tensor of the same name, shape and dtype."""
+    if reference is None:
+        return None
+    return reference.get_like(info.name, info.shape, state.tensors[info.name].dtype)
 
 
 def _have_equal_codes(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    if isinstance(a, LatticeTensor) and isinstance(b, LatticeTensor):
+        return a.lattice == b.lattice and _bits_equal(a.codes, b.codes)
     if isinstance(a, LatticeTensor) or isinstance(b, LatticeTensor):
-        return (
-            isinstance(a, LatticeTensor)
-            and isinstance(b, LatticeTensor)
-            and a.lattice == b.lattice
-            and _bits_equal(a.codes, b.codes)
-        )
+        return False
     if (a.first_code, a.bins, a.exact.dtype, a.exact.shape) != (b.first_code, b.bins, b.exact.dtype, b.exact.shape):
         return False
     return all(_bits_equal(x, y) for x, y in ((a.codes, b.codes), (a.centers, b.centers), (a.exact, b.exact)))
 
 
 def _bits_equal(x: Tensor, y: Tensor) -> bool:
-    """Bit by bit, so that NaN equals itself and -0 does not equal 0; a differing start decides at once."""
+    """Whether tensors of one shape and dtype are bit-identical: NaN equals itself, and -0 differs from 0.
+
+    The first bytes are compared first, since they usually differ if anything does.
+    """
     a, b = tensor_bytes(x), tensor_bytes(y)
     head = slice(0, 4096)
     return bool((a[head] == b[head]).all()) and torch.equal(torch.from_numpy(a), torch.from_numpy(b))
 
 
+# copies
+
+
 def _find_copies(
-    infos: Iterable[TensorInfo], state: FlatState, quantized: Mapping[str, QuantizedTensor]
+    infos: Sequence[TensorInfo], state: FlatState, quantized: Mapping[str, QuantizedTensor]
 ) -> list[tuple[TensorInfo, str]]:
     """Tensors that repeat an earlier one, and narrow floats that are a cast of a 32-bit one of the same shape."""
-    infos = list(infos)
-    seen: dict[tuple[object, ...], list[str]] = {}
+    names_by_content: dict[_Key, list[str]] = {}
     casts = _CastIndex(info for info in infos if info.dtype in ("BF16", "F16"))
     for name in quantized:
-        info, x = state.infos[name], state.tensors[name]
-        seen.setdefault(_content_key(info, x), []).append(name)
-        casts.add(info, x)
-    out = []
-    for info in sorted(infos, key=lambda info: info.dtype != "F32"):  # what is cast from comes first
-        x = state.tensors[info.name]
+        info, tensor = state.infos[name], state.tensors[name]
+        names_by_content.setdefault(_content_key(info, tensor), []).append(name)
+        casts.add(info, tensor)
+    copies = []
+    for info in sorted(infos, key=lambda info: info.dtype != "F32"):  # sources of casts first
+        tensor = state.tensors[info.name]
         if info.nbytes == 0:
             continue
-        alike = seen.setdefault(_content_key(info, x), [])
-        source = _first_match(alike, lambda name, x=x: _bits_equal(state.tensors[name], x)) if alike else None  # type: ignore[misc]
-        if source is None and (wide := casts.sources(info, x)):
-            source = _first_match(wide, lambda name, x=x: _is_exact_cast(x, state.tensors[name]))  # type: ignore[misc]
+        candidates = names_by_content.setdefault(_content_key(info, tensor), [])
+        source = next((name for name in candidates if _bits_equal(state.tensors[name], tensor)), None)
+        if source is None:
+            wide = casts.sources(info, tensor)
+            source = next((name for name in wide if _is_exact_cast(tensor, state.tensors[name])), None)
         if source is not None:
-            out.append((info, source))
+            copies.append((info, source))
             continue
-        alike.append(info.name)
-        casts.add(info, x)
-    return out
+        candidates.append(info.name)
+        casts.add(info, tensor)
+    return copies
 
 
-def _content_key(info: TensorInfo, x: Tensor) -> tuple[object, ...]:
-    """What equal tensors have in common, and no others of a few bytes."""
-    if x.is_contiguous():
-        head = tensor_bytes(x) if info.nbytes <= MAX_DIGEST_BYTES else tensor_bytes(x)[: 64 * x.element_size()]
-        return (info.dtype, info.shape, head.tobytes() if head.nbytes <= 256 else xxh3_128(head))
-    first = as_bits(materialize(x)).reshape(-1)[:64]  # as integers: torch warns of complex32 when it has to copy some
+def _content_key(info: TensorInfo, tensor: Tensor) -> _Key:
+    """A key that equal tensors share; it covers all bytes of small tensors, and the first ones of large tensors."""
+    if tensor.is_contiguous():
+        content = tensor_bytes(tensor)
+        if info.nbytes > MAX_DIGEST_BYTES:
+            content = content[: 64 * tensor.element_size()]
+        return (info.dtype, info.shape, content.tobytes() if content.nbytes <= 256 else xxh3_128(content))
+    first = as_bits(materialize(tensor)).reshape(-1)[:64]  # integers: torch warns when it copies complex32
     return (info.dtype, info.shape, tensor_bytes(first).tobytes())
 
 
 class _CastIndex:
-    """32-bit tensors by what their first values are as narrow floats: with each one compared with each, many cost the
-    square of their number.
+    """Finds 32-bit tensors that a narrow tensor may be a cast of, by their first values.
+
+    Comparing all pairs would take time quadratic in the number of tensors.
 
     Args:
         narrow: the tensors that may be casts.
@@ -207,96 +193,86 @@ class _CastIndex:
         self._dtypes: dict[tuple[int, ...], set[torch.dtype]] = {}
         for info in narrow:
             self._dtypes.setdefault(info.shape, set()).add(torch_dtype(info.dtype))
-        self._names: dict[tuple[object, ...], list[str]] = {}
+        self._names: dict[_Key, list[str]] = {}
 
-    def add(self, info: TensorInfo, x: Tensor) -> None:
-        """A tensor that others may be casts of."""
+    def add(self, info: TensorInfo, tensor: Tensor) -> None:
+        """Add a tensor that others may be casts of."""
         if info.dtype == "F32":
             for dtype in self._dtypes.get(info.shape, ()):
-                self._names.setdefault(self._content_key(info, x, dtype), []).append(info.name)
+                self._names.setdefault(self._cast_key(info, tensor, dtype), []).append(info.name)
 
-    def sources(self, info: TensorInfo, x: Tensor) -> list[str]:
-        """The names of those that a tensor may be a cast of."""
+    def sources(self, info: TensorInfo, tensor: Tensor) -> list[str]:
+        """Return the names of the tensors that a tensor may be a cast of."""
         dtype = torch_dtype(info.dtype)
         if dtype not in self._dtypes.get(info.shape, ()):
             return []
-        return self._names.get(self._content_key(info, x, dtype), [])
+        return self._names.get(self._cast_key(info, tensor, dtype), [])
 
-    def _content_key(self, info: TensorInfo, x: Tensor, dtype: torch.dtype) -> tuple[object, ...]:
-        return (dtype, info.shape, tensor_bytes(x.reshape(-1)[:64].to(dtype)).tobytes())
+    def _cast_key(self, info: TensorInfo, tensor: Tensor, dtype: torch.dtype) -> _Key:
+        return (dtype, info.shape, tensor_bytes(tensor.reshape(-1)[:64].to(dtype)).tobytes())
 
 
-def _is_exact_cast(x: Tensor, source: Tensor) -> bool:
-    flat, wide = x.reshape(-1), source.reshape(-1)
+def _is_exact_cast(tensor: Tensor, source: Tensor) -> bool:
+    flat, flat_source = tensor.reshape(-1), source.reshape(-1)
     head = slice(0, 1024)
-    if not _bits_equal(flat[head], wide[head].to(x.dtype)) or not _bits_equal(x, source.to(x.dtype)):
+    if not _bits_equal(flat[head], flat_source[head].to(tensor.dtype)):
         return False
-    return not bool(source.isnan().any())  # what becomes of a nan differs between machines
+    if not _bits_equal(tensor, source.to(tensor.dtype)):
+        return False
+    return not bool(source.isnan().any())  # casts of NaN differ between machines
 
 
-def _first_match(names: list[str], predicate: Callable[[str], bool]) -> str | None:
-    return next((name for name in names if predicate(name)), None)
+# groups
 
 
 def _value_groups(
     infos: list[TensorInfo], contexts: ContextMap, reference: Reference | None, state: FlatState
 ) -> list[RecordGroup]:
-    bundles: dict[tuple[object, ...], list[TensorInfo]] = {}
-    filled: dict[tuple[object, ...], int] = {}
+    """Group tensors whose values are coded exactly: of one dtype, role and kind of context."""
+    bundles: dict[_Key, list[TensorInfo]] = {}
+    bundle_numel: dict[_Key, int] = {}
     for info in sorted(infos, key=_role_order):
-        based = _parent_tensor(info, state, reference) is not None
-        empty = not num_numbers(info)  # such a one has neither rows nor columns, and is stored as it is
-        key: tuple[object, ...] = (info.dtype, info.role, _group_taps(info), based, bool(contexts.moments(info)), empty)
-        if num_numbers(info) >= MAX_SHARED_NUMEL:
+        numel = num_numbers(info)
+        has_reference = _parent_tensor(info, state, reference) is not None
+        has_moments = bool(contexts.moments(info))
+        # Tensors without values have neither rows nor columns, and are stored as they are.
+        key: _Key = (info.dtype, info.role, _group_taps(info), has_reference, has_moments, not numel)
+        if numel >= MAX_SHARED_NUMEL:
             key = (*key, info.name)
-        elif filled.get(key, 0) + num_numbers(info) > MAX_BUNDLE_NUMEL:
+        elif bundle_numel.get(key, 0) + numel > MAX_BUNDLE_NUMEL:
             bundles[(*key, len(bundles))] = bundles.pop(key)
-            filled[key] = 0
+            bundle_numel[key] = 0
         bundles.setdefault(key, []).append(info)
-        filled[key] = filled.get(key, 0) + num_numbers(info)
+        bundle_numel[key] = bundle_numel.get(key, 0) + numel
     return [
         RecordGroup(tuple(members), _group_taps(members[0]), bool(key[3]), _moment_names(members, contexts))
         for key, members in bundles.items()
     ]
 
 
-def _role_order(info: TensorInfo) -> int:
-    return _ROLE_ORDER.index(info.role) if info.role in _ROLE_ORDER else len(_ROLE_ORDER)
-
-
-def _code_groups(
+def _codebook_groups(
     infos: list[TensorInfo],
     contexts: ContextMap,
     reference: Reference | None,
     state: FlatState,
     quantized: Mapping[str, QuantizedTensor],
 ) -> list[RecordGroup]:
-    """As `_groups`, of tensors that are quantized: those in a record have equally many centers.
+    """Group tensors with codebooks: of one dtype, role and kind of context, and with equally many centers.
 
     Args:
-        quantized: of these tensors and no others, so that contexts are codes of this file.
+        quantized: the quantized tensors that are coded in this file, which can be context.
     """
-    bundles: dict[tuple[object, ...], list[TensorInfo]] = {}
+    bundles: dict[_Key, list[TensorInfo]] = {}
     for info in infos:
-        one = quantized[info.name]
-        assert isinstance(one, CodebookTensor)
-        held = reference is not None and _parent_tensor(info, state, reference) is not None
+        tensor = quantized[info.name]
+        assert isinstance(tensor, CodebookTensor)
         depth = _dependency_depth(info.name, quantized)
-        based = held and reference is not None and (one.residual or (not depth and reference.has_codes(info.name)))
-        moments = info.role is not Role.MOMENT2 and _are_independent(contexts.moments(info), quantized)
-        alone = info.name if info.numel >= MAX_SHARED_NUMEL else ""
-        key = (
-            based,
-            moments,
-            depth,
-            info.dtype,
-            info.role,
-            one.bins,
-            one.first_code,
-            one.exact.dtype,
-            one.residual,
-            alone,
-        )
+        has_reference = False
+        if reference is not None and _parent_tensor(info, state, reference) is not None:
+            has_reference = tensor.residual or (not depth and reference.has_codes(info.name))
+        has_moments = info.role is not Role.MOMENT2 and _are_independent(contexts.moments(info), quantized)
+        codebook = (tensor.bins, tensor.first_code, tensor.exact.dtype, tensor.residual)
+        key: _Key = (has_reference, has_moments, depth, info.dtype, info.role, *codebook, _own_record_name(info))
         bundles.setdefault(key, []).append(info)
     return [
         RecordGroup(
@@ -305,7 +281,7 @@ def _code_groups(
             bool(key[0]),
             _moment_names(members, contexts) if key[1] else (),
             kind="codes",
-            context_names=tuple(_required_tensor(quantized[info.name]) for info in members) if key[2] else (),
+            context_names=_context_names(members, quantized) if key[2] else (),
         )
         for key, members in bundles.items()
     ]
@@ -314,17 +290,23 @@ def _code_groups(
 def _lattice_groups(
     infos: list[TensorInfo], reference: Reference | None, state: FlatState, quantized: Mapping[str, QuantizedTensor]
 ) -> list[RecordGroup]:
-    """As `_groups`, of tensors that are points: those in a record have lattices of one kind."""
-    bundles: dict[tuple[object, ...], list[TensorInfo]] = {}
+    """Group tensors on lattices: of one dtype, role and kind of context, and on lattices of one kind.
+
+    Args:
+        quantized: the quantized tensors that are coded in this file.
+    """
+    bundles: dict[_Key, list[TensorInfo]] = {}
     for info in infos:
-        one = quantized[info.name]
-        assert isinstance(one, LatticeTensor)
-        # What is relative to another tensor is rounded anew each time: the points before say nothing of these.
-        based = not one.relative_to and reference is not None and _parent_tensor(info, state, reference) is not None
-        before = reference.quantized.get(info.name) if based and reference is not None else None
-        kept = isinstance(before, LatticeTensor) and before.lattice == one.lattice
-        alone = info.name if info.numel >= MAX_SHARED_NUMEL else ""
-        key = (based, one.lattice.spacing, one.lattice.step, info.dtype, info.role, bool(one.relative_to), kept, alone)
+        tensor = quantized[info.name]
+        assert isinstance(tensor, LatticeTensor)
+        is_relative = bool(tensor.relative_to)
+        # A tensor that is relative to another one is rounded anew each time: the parent's points do not predict it.
+        has_parent = reference is not None and _parent_tensor(info, state, reference) is not None
+        has_reference = has_parent and not is_relative
+        parent = reference.quantized.get(info.name) if has_reference and reference is not None else None
+        has_equal_lattice = isinstance(parent, LatticeTensor) and parent.lattice == tensor.lattice
+        lattice = (tensor.lattice.spacing, tensor.lattice.step, has_equal_lattice)
+        key: _Key = (has_reference, is_relative, *lattice, info.dtype, info.role, _own_record_name(info))
         bundles.setdefault(key, []).append(info)
     return [
         RecordGroup(
@@ -333,23 +315,67 @@ def _lattice_groups(
             bool(key[0]),
             (),
             kind="points",
-            context_names=tuple(_required_tensor(quantized[info.name]) for info in members) if key[5] else (),
+            context_names=_context_names(members, quantized) if key[1] else (),
         )
         for key, members in bundles.items()
     ]
 
 
-def _are_independent(moments: tuple[str, str] | None, quantized: Mapping[str, QuantizedTensor]) -> bool:
-    """Whether there are moments, and these do not wait for other codes themselves."""
-    return moments is not None and not any(name in quantized and _required_tensor(quantized[name]) for name in moments)
+def _own_record_name(info: TensorInfo) -> str:
+    """The name of a tensor that does not share a record; "" if it may."""
+    return info.name if info.numel >= MAX_SHARED_NUMEL else ""
+
+
+def _group_taps(info: TensorInfo) -> int:
+    taps = num_taps(info)
+    is_float = NUMBER_FORMATS[info.dtype].is_float and not info.dtype.startswith("C")
+    return taps if 1 < taps <= MAX_TAPS and is_float else 1
 
 
 def _moment_names(infos: list[TensorInfo], contexts: ContextMap) -> tuple[tuple[str, str], ...]:
     return tuple(filter(None, map(contexts.moments, infos)))
 
 
-def _group_taps(info: TensorInfo) -> int:
-    taps = num_taps(info)
-    return (
-        taps if 1 < taps <= MAX_TAPS and NUMBER_FORMATS[info.dtype].is_float and not info.dtype.startswith("C") else 1
-    )
+def _context_names(infos: list[TensorInfo], quantized: Mapping[str, QuantizedTensor]) -> tuple[str, ...]:
+    return tuple(_required_tensor(quantized[info.name]) for info in infos)
+
+
+# order of groups
+
+
+def _sort_key(group: RecordGroup, depths: Mapping[str, int]) -> tuple[int, int]:
+    """Contexts before the tensors that they are context for."""
+    names = [info.name for info in group.infos] + [name for pair in group.moments for name in pair]
+    return max(depths.get(name, 0) for name in names), _role_order(group.infos[0])
+
+
+def _role_order(info: TensorInfo) -> int:
+    return _ROLE_ORDER.index(info.role) if info.role in _ROLE_ORDER else len(_ROLE_ORDER)
+
+
+def _dependency_depth(name: str, quantized: Mapping[str, QuantizedTensor]) -> int:
+    """Number of tensors whose codes must be decoded, one after another, before those of a tensor.
+
+    Raises:
+        ValueError: a tensor depends on itself.
+    """
+    depth = 0
+    while True:
+        required = _required_tensor(quantized[name])
+        if required not in quantized or quantized[required].codes.shape != quantized[name].codes.shape:
+            return depth
+        name, depth = required, depth + 1
+        if depth > len(quantized):
+            raise ValueError(f"codes of {name!r} are context for themselves")
+
+
+def _required_tensor(quantized_tensor: QuantizedTensor) -> str:
+    """The name of the tensor of the same file that is needed to decode this one; "" if there is none."""
+    if isinstance(quantized_tensor, CodebookTensor):
+        return quantized_tensor.context_name
+    return quantized_tensor.relative_to
+
+
+def _are_independent(moments: tuple[str, str] | None, quantized: Mapping[str, QuantizedTensor]) -> bool:
+    """Whether there are moments, and neither of them depends on other codes."""
+    return moments is not None and not any(name in quantized and _required_tensor(quantized[name]) for name in moments)

@@ -1,8 +1,8 @@
-"""A state into records, exactly: where every scheme's ways meet.
+"""Encodes a state into records, bit-exact; all schemes use this after quantization.
 
-Floats as order-preserving integers; a delta by subtraction under contexts that the decoder holds already (the parent's
-exponents, the moments); where two checkpoints are one step apart, the optimizer's own arithmetic as the prediction; and
-a quantizer's codes under the parent's codes. Every choice is made by measuring. docs/schemes.md.
+Floats are coded as order-preserving integers; deltas by subtraction, with contexts that the decoder has already (the
+parent's exponents, the moments); checkpoints one step apart with the optimizer's own arithmetic as the prediction; and
+codes of a quantizer with the parent's codes as context. Configurations are chosen by measuring (docs/schemes.md).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import EncodedRecord
 
 MIN_BUNDLE_TENSORS = 1024
-"""Tensors that share a record also where coding gains nothing, ..."""
+"""Number of tensors that share a record even if they cannot be compressed, provided that they are small."""
 MAX_BUNDLE_MEAN_BYTES = 256
-"""... if they are smaller than this on average: an entry of its own takes as much in the header."""
-_Kind = TypeVar("_Kind", CodebookTensor, LatticeTensor)
+"""Their largest mean size in bytes: a header entry of its own takes as much."""
 _HEADER_OVERHEAD = 256
-"""Bytes that a coded record adds to the header beyond a plain one's: what coding must gain at least."""
+"""Bytes that a coded record needs in the header beyond a plain one: coding must save more than that."""
+_Quantized = TypeVar("_Quantized", CodebookTensor, LatticeTensor)
 
 
 def encode_records(
@@ -47,35 +47,37 @@ def encode_records(
     chunk: int = MAX_CHUNK,
     threads: int | None = None,
 ) -> Iterator[EncodedRecord]:
-    """The records of `state`, each after those whose values it needs as context.
+    """Yield the records of `state`, each after those that it needs as context.
 
     Args:
-        reference: the parent's decoded tensors; None makes every record stand alone.
-        quantized: of the tensors of `state` that are quantized, what their values were made from.
-        coders: how codes may be coded; of `codec.CODERS`.
-        chunk: numbers coded together.
-        threads: native threads; None uses every core.
+        state: tensors with the values that a reader will get.
+        reference: the parent's decoded tensors; None: no record depends on a parent.
+        quantized: name of a quantized tensor -> its codes and codebook or lattice.
+        coders: allowed coders of codes, of `codec.CODERS`.
+        chunk: number of values that are coded together.
+        threads: native threads; None: all cores.
     """
     quantized = quantized or {}
-    parts = plan_records(state, reference, quantized)
-    infos = [*parts.unchanged, *(info for group in parts.groups for info in group.infos)]
+    plan = plan_records(state, reference, quantized)
+    infos = [*plan.unchanged, *(info for group in plan.groups for info in group.infos)]
     ordinals = {info.name: ordinal for ordinal, info in enumerate(infos)}
-    links = ContextMap(state, {info.name for info, _ in parts.copies})
-    coder = _RecordEncoder(state, reference, quantized, links, ordinals, coders, chunk, default_threads(threads))
-    if parts.unchanged and reference is not None:
-        yield encode_same("~same", parts.unchanged, reference)
-    for group in coder.encode_all(parts.groups):
-        yield from group
-    if parts.copies:
-        sources = [ordinals[source] for _, source in parts.copies]
-        yield encode_copies("~copies", [info for info, _ in parts.copies], sources, state.tensors)
+    contexts = ContextMap(state, {info.name for info, _ in plan.copies})
+    encoder = _RecordEncoder(state, reference, quantized, contexts, ordinals, coders, chunk, default_threads(threads))
+    if plan.unchanged and reference is not None:
+        yield encode_same("~same", plan.unchanged, reference)
+    for records in encoder.encode_all(plan.groups):
+        yield from records
+    if plan.copies:
+        sources = [ordinals[source] for _, source in plan.copies]
+        yield encode_copies("~copies", [info for info, _ in plan.copies], sources, state.tensors)
 
 
 class RecordEncodingMixin:
-    """The second half of every scheme, and the same for all: what was kept becomes records.
+    """Implements `encode`, the second step of every scheme, which is the same for all of them.
 
     Attributes:
-        coders, chunk: as of `records`.
+        coders: allowed coders of codes.
+        chunk: number of values that are coded together.
     """
 
     coders: Sequence[str] = CODERS
@@ -89,7 +91,7 @@ class RecordEncodingMixin:
         quantized: Mapping[str, QuantizedTensor] | None = None,
         threads: int | None = None,
     ) -> Iterator[EncodedRecord]:
-        """Yield the records of what was kept; see `schemes.Scheme`."""
+        """Yield the records of a quantized state, as `encode_records` does."""
         return encode_records(
             state, reference, quantized=quantized, coders=self.coders, chunk=self.chunk, threads=threads
         )
@@ -97,11 +99,12 @@ class RecordEncodingMixin:
 
 @dataclass(frozen=True)
 class _RecordEncoder:
-    """One state on its way into records.
+    """Encodes the record groups of one state.
 
     Attributes:
-        ordinals: of every tensor that is not a copy.
-        workers: records that are coded at the same time; a large one has them all to itself.
+        contexts: moments by tensor.
+        ordinals: name -> ordinal in the file, of all tensors but copies.
+        workers: number of records that are coded in parallel; a large record uses all threads by itself.
     """
 
     state: FlatState
@@ -114,21 +117,21 @@ class _RecordEncoder:
     workers: int
 
     def encode_all(self, groups: Sequence[RecordGroup]) -> Iterator[list[EncodedRecord]]:
-        """The records of each group. No more groups are begun than there are workers: what is done waits in memory."""
+        """Yield the records of each group. At most one group per worker is coded ahead, to bound the memory."""
         if self.workers == 1:
             yield from (self._encode_group(index, group) for index, group in enumerate(groups))
             return
-        with ThreadPoolExecutor(self.workers) as pool:
-            begun: deque[Future[list[EncodedRecord]]] = deque()
+        with ThreadPoolExecutor(self.workers) as executor:
+            pending: deque[Future[list[EncodedRecord]]] = deque()
             try:
                 for index, group in enumerate(groups):
-                    begun.append(submit_or_run(pool, self._encode_group, index, group))
-                    if len(begun) > self.workers:
-                        yield begun.popleft().result()
-                while begun:
-                    yield begun.popleft().result()
+                    pending.append(submit_or_run(executor, self._encode_group, index, group))
+                    if len(pending) > self.workers:
+                        yield pending.popleft().result()
+                while pending:
+                    yield pending.popleft().result()
             finally:
-                for future in begun:
+                for future in pending:
                     future.cancel()
 
     def _encode_group(self, index: int, group: RecordGroup) -> list[EncodedRecord]:
@@ -140,102 +143,102 @@ class _RecordEncoder:
         encoded = self._encode_values(name, group)
         if encoded is not None:
             return [encoded]
-        if len(group.infos) >= MIN_BUNDLE_TENSORS and sum(
-            info.nbytes for info in group.infos
-        ) < MAX_BUNDLE_MEAN_BYTES * len(group.infos):
+        nbytes = sum(info.nbytes for info in group.infos)
+        if len(group.infos) >= MIN_BUNDLE_TENSORS and nbytes < MAX_BUNDLE_MEAN_BYTES * len(group.infos):
             return [encode_plain(name, group.infos, self.state.tensors)]
-        # One by one, so that any safetensors reader finds them under their names.
+        # One record for each tensor, so that any safetensors reader finds them under their names.
         return [encode_plain(info.name, (info,), self.state.tensors) for info in group.infos]
 
     def _encode_codebooks(self, name: str, group: RecordGroup) -> EncodedRecord:
-        infos, found = group.infos, self._quantized_tensors(group, CodebookTensor)
-        delta = group.has_reference and (found[0].residual or any(coder in DELTA_CODERS for coder in self.coders))
-        base = self.reference if delta else None
-        known = coding_context(infos, 1, None, group.moments, self.state.tensors)
-        tensors = tuple(self.state.tensors[info.name] for info in infos)
-        under = tuple(self.quantized[other].codes for other in group.context_names)
-        ordinals = tuple(self.ordinals[other] for other in group.context_names)
-        material = CodebookInput(name, infos, tensors, found, known, self._ordinals(group), base, under, ordinals)
-        threads = self.workers if sum(info.numel for info in infos) >= MIN_PARALLEL_BYTES else 1
-        return encode_codebook_record(material, coders=self.coders, threads=threads)
-
-    def _encode_lattices(self, name: str, group: RecordGroup) -> EncodedRecord:
-        infos, points, tensors = group.infos, self._quantized_tensors(group, LatticeTensor), self.state.tensors
-        others = tuple(tensors[other] for other in group.context_names)
-        ordinals = tuple(self.ordinals[other] for other in group.context_names)
-        material = LatticeInput(
+        infos, quantized = group.infos, self._quantized_tensors(group, CodebookTensor)
+        uses_parent = quantized[0].residual or any(coder in DELTA_CODERS for coder in self.coders)
+        record = CodebookInput(
             name,
             infos,
-            tuple(tensors[info.name] for info in infos),
-            points,
-            self.reference if group.has_reference else None,
-            others,
-            ordinals,
+            tuple(self.state.tensors[info.name] for info in infos),
+            quantized,
+            coding_context(infos, 1, None, group.moments, self.state.tensors),
+            self._moment_ordinals(group),
+            self.reference if group.has_reference and uses_parent else None,
+            tuple(self.quantized[context].codes for context in group.context_names),
+            tuple(self.ordinals[context] for context in group.context_names),
         )
-        return encode_lattice_record(
-            material, threads=self.workers if sum(info.numel for info in infos) >= MIN_PARALLEL_BYTES else 1
-        )
+        return encode_codebook_record(record, coders=self.coders, threads=self._group_threads(group))
 
-    def _quantized_tensors(self, group: RecordGroup, kind: type[_Kind]) -> tuple[_Kind, ...]:
-        found = (self.quantized[info.name] for info in group.infos)
-        return tuple(one for one in found if isinstance(one, kind))
+    def _encode_lattices(self, name: str, group: RecordGroup) -> EncodedRecord:
+        record = LatticeInput(
+            name,
+            group.infos,
+            tuple(self.state.tensors[info.name] for info in group.infos),
+            self._quantized_tensors(group, LatticeTensor),
+            self.reference if group.has_reference else None,
+            tuple(self.state.tensors[context] for context in group.context_names),
+            tuple(self.ordinals[context] for context in group.context_names),
+        )
+        return encode_lattice_record(record, threads=self._group_threads(group))
+
+    def _quantized_tensors(self, group: RecordGroup, kind: type[_Quantized]) -> tuple[_Quantized, ...]:
+        tensors = (self.quantized[info.name] for info in group.infos)
+        return tuple(tensor for tensor in tensors if isinstance(tensor, kind))
+
+    def _group_threads(self, group: RecordGroup) -> int:
+        """Threads for a record of codes, which take about a byte each."""
+        return self.workers if sum(info.numel for info in group.infos) >= MIN_PARALLEL_BYTES else 1
 
     def _encode_values(self, name: str, group: RecordGroup) -> EncodedRecord | None:
-        """The group's record, or None where coding gains nothing."""
+        """The coded record of a group, or None if plain records are not larger."""
         best: EncodedRecord | None = None
         for taps in sorted({1, group.taps}):
-            material = self._record_input(name, group, taps)
-            if material.nbytes <= _HEADER_OVERHEAD:
+            record = self._record_input(name, group, taps)
+            if record.nbytes <= _HEADER_OVERHEAD:
                 return None
-            threads = self.workers if material.nbytes >= MIN_PARALLEL_BYTES else 1
-            runs, estimate = _choose_configs(material, self.contexts, threads)
-            smallest_so_far = min(_encoded_size(best), material.nbytes - _HEADER_OVERHEAD)
+            threads = self.workers if record.nbytes >= MIN_PARALLEL_BYTES else 1
+            configs, estimate = _choose_configs(record, self.contexts, threads)
+            smallest_so_far = min(_encoded_size(best), record.nbytes - _HEADER_OVERHEAD)
             if estimate < smallest_so_far:
-                runs = tuple(run.with_chunk(self.chunk) for run in runs)
-                encoded = encode(material, runs, threads=threads)
+                configs = tuple(config.with_chunk(self.chunk) for config in configs)
+                encoded = encode(record, configs, threads=threads)
                 best = encoded if _encoded_size(encoded) < smallest_so_far else best
         return best
 
     def _record_input(self, name: str, group: RecordGroup, taps: int) -> RecordInput:
         tensors = self.state.tensors
         base = self.reference if group.has_reference else None
-        known = coding_context(group.infos, taps, base, group.moments, tensors)
-        return RecordInput(
-            name, group.infos, taps, pack_tensors(group.infos, tensors, taps), known, self._ordinals(group)
-        )
+        context = coding_context(group.infos, taps, base, group.moments, tensors)
+        values = pack_tensors(group.infos, tensors, taps)
+        return RecordInput(name, group.infos, taps, values, context, self._moment_ordinals(group))
 
-    def _ordinals(self, group: RecordGroup) -> tuple[tuple[int, int], ...]:
+    def _moment_ordinals(self, group: RecordGroup) -> tuple[tuple[int, int], ...]:
         return tuple((self.ordinals[first], self.ordinals[second]) for first, second in group.moments)
 
 
 def _choose_configs(record: RecordInput, contexts: ContextMap, threads: int) -> tuple[tuple[CoderConfig, ...], float]:
-    """The runs of a record's taps and the record's estimated bytes."""
+    """The configurations of the first and the later taps of a record, and its estimated bytes."""
     info, taps = record.infos[0], record.taps
     number = NUMBER_FORMATS[info.dtype]
-    facts = contexts.optimizer_info(info)
     values = tap(record.values, 0, taps)
     assert values is not None
-    known = tap_context(number, record.values, record.context, CoderConfig("level"), 0, taps)
-    first, cost = choose_smallest(number, values, known, coder_configs(record, values, known, facts), threads)
+    context = tap_context(number, record.values, record.context, CoderConfig("level"), 0, taps)
+    configs = coder_configs(record, values, context, contexts.optimizer_info(info))
+    first, cost = choose_smallest(number, values, context, configs, threads)
     if taps == 1:
         return (first,), cost
-    index = min(2, taps - 1)  # the first tap that has all its hints
+    index = min(2, taps - 1)  # the first tap for which all contexts exist
     costs = []
-    for run in _later_taps(record.context, first):
+    for config in _later_taps(record.context, first):
         values = tap(record.values, index, taps)
         assert values is not None
-        known = tap_context(number, record.values, record.context, run, index, taps)
-        costs.append(
-            (run.estimate_bytes(number, values, known, sample_stride(values.nbytes // number.itemsize), threads), run)
-        )
-    later = min(costs, key=lambda pair: pair[0])
-    return (first, later[1]), cost + (taps - 1) * later[0]
+        context = tap_context(number, record.values, record.context, config, index, taps)
+        stride = sample_stride(values.nbytes // number.itemsize)
+        costs.append((config.estimate_bytes(number, values, context, stride, threads), config))
+    later_cost, later = min(costs, key=lambda pair: pair[0])
+    return (first, later), cost + (taps - 1) * later_cost
 
 
 def _later_taps(context: CodingContext, first: CoderConfig) -> Iterator[CoderConfig]:
-    """How taps after the first may be coded."""
-    largest = first.top or (first.bias + 126) >> first.fine
-    top = min(max(largest, 0), (1 << 12) - 1)
+    """Yield the configurations that can code the taps after the first."""
+    max_level = first.top or (first.bias + 126) >> first.fine
+    top = min(max(max_level, 0), (1 << 12) - 1)
     yield first
     yield CoderConfig("delta", predictor="tap", top=top)
     if context.base is not None:
