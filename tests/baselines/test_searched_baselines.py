@@ -16,6 +16,7 @@ from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.schemes.search.candidates import PreviousCodes
 from shrinkpoint.schemes.search.scheme import SearchScheme
 from shrinkpoint.schemes.select import select_tensors
+from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flatten import flatten
 
@@ -114,7 +115,9 @@ def test_predictions_are_near_the_files(name):
     flat = flatten(states()[0])
     scheme = SCHEMES[name](config=CONFIGS[name])
     tensors = select_tensors(flat, GlobalTensors.from_state(flat)).tensors
-    guess = scheme.candidates(tensors, PreviousCodes(), TrialEvaluator(flat, evaluate)).size(scheme._fixed_point)
+    guess = scheme.candidates(
+        tensors, PreviousCodes(), TrialEvaluator(flat, evaluate), GlobalStats.from_state(flat, tensors)
+    ).size(scheme._fixed_point)
     written = write(states()[0], scheme=scheme)
     quantized = [one for one in written.records() if one.recipe["kind"] == "quantized"]
     real = sum(memoryview(part).nbytes for one in quantized for part in one.parts.values())

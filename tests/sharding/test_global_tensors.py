@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shrinkpoint.codec.lattice import Lattice, as_matrix, matrix_shape, scale_counts
 from shrinkpoint.errors import MismatchError, PolicyError, StateError
-from shrinkpoint.schemes.global_stats import GlobalStats
+from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.sharding.shard_spec import ErrorGather, ShardLayout, ShardSpec, make_all_gather
 from shrinkpoint.tensors.flat_state import FlatState
@@ -116,8 +116,8 @@ def test_medians_and_the_largest_are_exact(count, width, seed, scale):
 
     def work(rank, gather):
         flat, places = parts[rank]
-        pool = GlobalStats(GlobalTensors(flat, ShardLayout(places, gather)))
-        return pool.median_magnitudes(flat.tensors)[name], pool.kth_largest(flat.tensors, most)
+        stats = GlobalStats(GlobalTensors(flat, ShardLayout(places, gather)))
+        return stats.median_magnitudes(flat.tensors)[name], stats.kth_largest(flat.tensors, most)
 
     median, least = float(x.abs().median()), float(x.abs().sort(descending=True).values[most - 1])
     assert set(Ranks(width).all(work)) == {(median, least)}

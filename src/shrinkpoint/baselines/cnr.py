@@ -20,11 +20,11 @@ from shrinkpoint.quantize.assign import check_bins
 from shrinkpoint.quantize.sketch import HistogramArray, LogHistogram, to_float64
 from shrinkpoint.quantize.uniform import min_max, quantize_to_grid, uniform_grid
 from shrinkpoint.schemes.evaluate import TrialEvaluator
-from shrinkpoint.schemes.global_stats import GlobalStats
 from shrinkpoint.schemes.search import candidates
 from shrinkpoint.schemes.search.candidates import PreviousCodes
 from shrinkpoint.schemes.search.scheme import SearchScheme
 from shrinkpoint.schemes.search.space import Axis, Point, Space
+from shrinkpoint.sharding.global_stats import GlobalStats
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 
@@ -129,22 +129,21 @@ class CNR(SearchScheme):
         weights: Mapping[str, Tensor],
         previous: PreviousCodes,
         evaluator: TrialEvaluator,
-        pool: GlobalStats | None = None,
+        stats: GlobalStats,
     ) -> candidates.CandidateSet:
         """All points for these weights; see `SearchScheme`."""
-        return _CNRCandidates(weights, pool)
+        return _CNRCandidates(weights, stats)
 
 
 class _CNRCandidates:
-    def __init__(self, weights: Mapping[str, Tensor], pool: GlobalStats | None) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], stats: GlobalStats) -> None:
         self._weights = weights
-        self._min_max: dict[str, tuple[float, float]] = {}
-        sketches = {name: LogHistogram.from_tensor(x, where=name) for name, x in weights.items()}
-        if pool is not None:
-            sums, ends = pool.merge_sketches(sketches), pool.min_max(weights)
-            sketches = {name: sums[pool.global_name(name)] for name in weights}
-            self._min_max = {name: ends[pool.global_name(name)] for name in weights}
-        self._histograms = {name: _sketch_histogram(sketch) for name, sketch in sketches.items()}
+        sketches = stats.merge_sketches(
+            {name: LogHistogram.from_tensor(weight, where=name) for name, weight in weights.items()}
+        )
+        limits = stats.min_max(weights)
+        self._min_max = {name: limits[stats.global_name(name)] for name in weights}
+        self._histograms = {name: _sketch_histogram(sketches[stats.global_name(name)]) for name in weights}
 
     def quantize(self, point: Point) -> dict[str, CodebookTensor]:
         at = CNR_SPACE.settings(point)
@@ -155,7 +154,7 @@ class _CNRCandidates:
                 *self._histograms[name],
                 steps=int(at["steps"]),
                 ratio=float(at["range"]),
-                limits=self._min_max.get(name),
+                limits=self._min_max[name],
             )
             for name, x in self._weights.items()
         }

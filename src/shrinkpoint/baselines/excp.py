@@ -18,9 +18,9 @@ from shrinkpoint.quantize.assign import assign
 from shrinkpoint.quantize.kmeans import kmeans_codebook
 from shrinkpoint.quantize.sketch import LogHistogram
 from shrinkpoint.schemes.base import check_seed
-from shrinkpoint.schemes.global_stats import GlobalStats
 from shrinkpoint.schemes.residual import ResidualScheme
 from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL, max_abs
+from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON
 
@@ -100,39 +100,49 @@ class ExCP(ResidualScheme):
         weights: Mapping[str, Tensor],
         differences: Mapping[str, Tensor],
         state: FlatState,
-        pool: GlobalStats | None = None,
+        stats: GlobalStats,
     ) -> dict[str, CodebookTensor]:
         """See `ResidualScheme`."""
-        if pool is not None:
-            return ShardedExCP(self, state, pool).residuals(differences)
-        out = {}
+        moments = _adam_moments(state, stats)
+        medians = stats.median_magnitudes(differences)
+        means = stats.mean({name: adam.v for name, adam in moments.items() if name in differences})
+        keeps = {}
         for name, residual in differences.items():
-            keep = residual != 0
-            known = AdamMoments.from_state(name, state)
-            if known is not None:
-                v = known.v.to(residual.device)
-                keep &= residual.abs() > self.threshold(residual.abs().median(), v, v.mean())
-            out[name] = self.quantize_tensor(residual, keep, self._centers(name, residual, keep), residual=True)
-        return out
+            keeps[name], global_name = residual != 0, stats.global_name(name)
+            if name in moments:
+                v = moments[name].v.to(residual.device)
+                median, mean = (torch.tensor(values[global_name], device=v.device) for values in (medians, means))
+                keeps[name] &= residual.abs() > self.threshold(median, v, mean)
+        centers = self._centers(differences, keeps, stats)
+        return {
+            name: self.quantize_tensor(residual, keeps[name], centers[stats.global_name(name)], residual=True)
+            for name, residual in differences.items()
+        }
 
     def quantize_optimizer(
-        self, state: FlatState, quantized: Mapping[str, CodebookTensor], pool: GlobalStats | None = None
+        self, state: FlatState, quantized: Mapping[str, CodebookTensor], stats: GlobalStats
     ) -> dict[str, CodebookTensor]:
         """Both moments of every weight that has them, where they are large enough for codes."""
-        if pool is not None:
-            return ShardedExCP(self, state, pool).moments(quantized)
-        out: dict[str, CodebookTensor] = {}
-        for name in state.optimizer_info:
-            known = AdamMoments.from_state(name, state)
-            if known is None or not known.is_codable:
-                continue
-            keep, under = (
-                self.keep_mask(known.m, known.m.abs().mean(), quantized.get(name)),
-                name if name in quantized else "",
+        moments = _adam_moments(state, stats)
+        codable = stats.tensors_where_all(
+            {name: adam.is_codable_at(stats.global_numel(name)) for name, adam in moments.items()}
+        )
+        moments = {name: adam for name, adam in moments.items() if stats.global_name(name) in codable}
+        means = stats.mean({name: adam.m.abs() for name, adam in moments.items()})
+        values, keeps, contexts = dict[str, Tensor](), dict[str, Tensor](), dict[str, str]()
+        for name, adam in moments.items():
+            mean = torch.tensor(means[stats.global_name(name)], dtype=torch.float32, device=adam.m.device)
+            keep = self.keep_mask(adam.m, mean, quantized.get(name))
+            values |= {adam.first_name: adam.m, adam.second_name: adam.v}
+            keeps |= {adam.first_name: keep, adam.second_name: keep}
+            contexts |= {adam.first_name: name if name in quantized else "", adam.second_name: adam.first_name}
+        centers = self._centers(values, keeps, stats)
+        return {
+            name: self.quantize_tensor(
+                moment, keeps[name], centers[stats.global_name(name)], context_name=contexts[name]
             )
-            for title, x, other in ((known.first_name, known.m, under), (known.second_name, known.v, known.first_name)):
-                out[title] = self.quantize_tensor(x, keep, self._centers(title, x, keep), context_name=other)
-        return out
+            for name, moment in values.items()
+        }
 
     def threshold(self, median: Tensor, v: Tensor, mean: Tensor) -> Tensor:
         """Of residuals, of the one shape or the other; zeros of `v` raise it beyond all, unless `alpha` is zero.
@@ -166,8 +176,15 @@ class ExCP(ResidualScheme):
         bins = min(2**self._bits - 1, MAX_CODES - RESERVED_CODES)
         return kmeans_codebook(*sketch.buckets(), bins, sigma=1.0, seed=self._seed ^ zlib.crc32(name.encode()))
 
-    def _centers(self, name: str, x: Tensor, keep: Tensor) -> Tensor:
-        return self.find_centers(name, self.sketch_of_kept(x, keep))
+    def _centers(
+        self, tensors: Mapping[str, Tensor], keeps: Mapping[str, Tensor], stats: GlobalStats
+    ) -> dict[str, Tensor]:
+        """Centers by global name, of the tensors that this rank has shards of; a collective."""
+        sketches = stats.merge_sketches(
+            {name: self.sketch_of_kept(tensor, keeps[name]) for name, tensor in tensors.items()}
+        )
+        local = {stats.global_name(name) for name in tensors}
+        return {name: self.find_centers(name, sketch) for name, sketch in sketches.items() if name in local}
 
     def quantize_tensor(
         self, x: Tensor, keep: Tensor, centers: Tensor, *, residual: bool = False, context_name: str = ""
@@ -198,13 +215,8 @@ class AdamMoments:
     v: Tensor = field(repr=False)
     is_supported: bool
 
-    @property
-    def is_codable(self) -> bool:
-        """Whether they are large enough for codes."""
-        return self.is_codable_at(self.m.numel())
-
     def is_codable_at(self, numel: int) -> bool:
-        """The same, of whole tensors of so many values."""
+        """Whether they are large enough for codes, given the number of values of the global tensor."""
         return self.is_supported and numel >= MIN_WEIGHT_NUMEL
 
     @classmethod
@@ -219,65 +231,11 @@ class AdamMoments:
         return cls(facts.moment1, facts.moment2, m, v, all(map(_is_supported, found)))
 
 
-class ShardedExCP:
-    """The same for boxes of tensors of several ranks: thresholds and centers are those of whole tensors."""
-
-    def __init__(self, scheme: ExCP, state: FlatState, pool: GlobalStats) -> None:
-        self._scheme, self._pool = scheme, pool
-        found = {name: AdamMoments.from_state(name, state) for name in state.optimizer_info}
-        shaped = pool.tensors_where_all({name: one is not None for name, one in found.items()})
-        self._moments = {
-            name: one for name, one in found.items() if one is not None and pool.global_name(name) in shaped
-        }
-
-    def residuals(self, differences: Mapping[str, Tensor]) -> dict[str, CodebookTensor]:
-        """See `ExCP.symbols`."""
-        pool, scheme = self._pool, self._scheme
-        medians = pool.median_magnitudes(differences)
-        means = pool.means({name: one.v for name, one in self._moments.items() if name in differences})
-        keeps = {}
-        for name, residual in differences.items():
-            keep, title = residual != 0, pool.global_name(name)
-            if name in self._moments:
-                v = self._moments[name].v.to(residual.device)
-                median, mean = (torch.tensor(one[title], device=v.device) for one in (medians, means))
-                keep &= residual.abs() > scheme.threshold(median, v, mean)
-            keeps[name] = keep
-        centers = self._centers(differences, keeps)
-        return {
-            name: scheme.quantize_tensor(x, keeps[name], centers[pool.global_name(name)], residual=True)
-            for name, x in differences.items()
-        }
-
-    def moments(self, symbols: Mapping[str, CodebookTensor]) -> dict[str, CodebookTensor]:
-        """See `ExCP.further`."""
-        pool, scheme = self._pool, self._scheme
-        fit = pool.tensors_where_all(
-            {name: one.is_codable_at(pool.global_numel(name)) for name, one in self._moments.items()}
-        )
-        known = {name: one for name, one in self._moments.items() if pool.global_name(name) in fit}
-        means = pool.means({name: one.m.abs() for name, one in known.items()})
-        parts, keeps, under = dict[str, Tensor](), dict[str, Tensor](), dict[str, str]()
-        for name, one in known.items():
-            mean = torch.tensor(means[pool.global_name(name)], dtype=torch.float32, device=one.m.device)
-            keep = scheme.keep_mask(one.m, mean, symbols.get(name))
-            for first, x, other in (
-                (one.first_name, one.m, name if name in symbols else ""),
-                (one.second_name, one.v, one.first_name),
-            ):
-                parts[first], keeps[first], under[first] = x, keep, other
-        centers = self._centers(parts, keeps)
-        return {
-            name: scheme.quantize_tensor(x, keeps[name], centers[pool.global_name(name)], context_name=under[name])
-            for name, x in parts.items()
-        }
-
-    def _centers(self, parts: Mapping[str, Tensor], keeps: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        sketches = self._pool.merge_sketches(
-            {name: self._scheme.sketch_of_kept(x, keeps[name]) for name, x in parts.items()}
-        )
-        ours = {self._pool.global_name(name) for name in parts}
-        return {title: self._scheme.find_centers(title, one) for title, one in sketches.items() if title in ours}
+def _adam_moments(state: FlatState, stats: GlobalStats) -> dict[str, AdamMoments]:
+    """Adam's moments by name of a weight, of weights that have them with all their shards; a collective."""
+    moments = {name: AdamMoments.from_state(name, state) for name in state.optimizer_info}
+    complete = stats.tensors_where_all({name: adam is not None for name, adam in moments.items()})
+    return {name: adam for name, adam in moments.items() if adam is not None and stats.global_name(name) in complete}
 
 
 def _is_supported(x: Tensor) -> bool:

@@ -20,14 +20,14 @@ from shrinkpoint.codec.codebook_tensor import MAX_CODES, CodebookTensor
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.quantize.assign import assign, check_bins
 from shrinkpoint.quantize.entropy import code_entropy
-from shrinkpoint.quantize.layer_types import EMBEDDING, layer_type_from_name
+from shrinkpoint.quantize.layer_types import EMBEDDING
 from shrinkpoint.quantize.sketch import LogHistogram
 from shrinkpoint.schemes.evaluate import TrialEvaluator
-from shrinkpoint.schemes.global_stats import GlobalStats
 from shrinkpoint.schemes.search import candidates
 from shrinkpoint.schemes.search.candidates import PreviousCodes, subsample
 from shrinkpoint.schemes.search.scheme import SearchScheme
 from shrinkpoint.schemes.search.space import Axis, Point, Space
+from shrinkpoint.sharding.global_stats import GlobalStats
 
 OUTLIER_THRESHOLD = -4.0
 """Of the log-density; GOBO's, and fixed in the paper's search space."""
@@ -187,25 +187,38 @@ class GOBO(SearchScheme):
         weights: Mapping[str, Tensor],
         previous: PreviousCodes,
         evaluator: TrialEvaluator,
-        pool: GlobalStats | None = None,
+        stats: GlobalStats,
     ) -> candidates.CandidateSet:
-        """All points for these weights; see `SearchScheme`. Centroids of weights of several ranks are those of a
-        sketch.
-        """
-        return (
-            _GOBOCandidates(weights, evaluator.layer_types)
-            if pool is None
-            else _ShardedGOBOCandidates(weights, evaluator.layer_types, pool)
-        )
+        """All points for these weights; see `SearchScheme`."""
+        return _GOBOCandidates(weights, evaluator.layer_types, stats)
+
+
+_SKETCH_ALPHA = 0.002
+"""Relative error of the sketch that stands for the values of a sharded weight."""
+_MAX_SAMPLES = 1 << 18
+"""How many values stand for all of a sharded weight; each bucket of its sketch has its share of them."""
 
 
 class _GOBOCandidates:
-    def __init__(self, weights: Mapping[str, Tensor], layer_types: Mapping[str, str]) -> None:
-        self._weights = weights
-        self._layer_types = {
-            name: layer_types.get(name) or layer_type_from_name(name, x.dim()) for name, x in weights.items()
-        }
-        self._has_embeddings = EMBEDDING in self._layer_types.values()
+    """Candidates of weights. Outliers are those of the global weight; centroids are found on all other values if this
+    rank has all of the weight, else on its sketch.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], layer_types: Mapping[str, str], stats: GlobalStats) -> None:
+        self._weights, self._stats = weights, stats
+        global_types = stats.layer_types(weights, layer_types)
+        self._layer_types = {name: global_types[stats.global_name(name)] for name in weights}
+        self._has_embeddings = EMBEDDING in global_types.values()
+        self._mean_std = stats.mean_std(weights)
+        self._sketches = stats.merge_sketches(
+            {
+                name: LogHistogram.from_tensor(weight, _SKETCH_ALPHA, ~self._outlier_mask(name), where=name)
+                for name, weight in weights.items()
+                if not stats.is_whole(name)
+            },
+            _SKETCH_ALPHA,
+        )
+        self._centers: dict[tuple[str, int], Tensor] = {}
         self._cache: dict[tuple[str, int], CodebookTensor] = {}
 
     def quantize(self, point: Point) -> dict[str, CodebookTensor]:
@@ -226,46 +239,26 @@ class _GOBOCandidates:
 
     def _quantize_weight(self, name: str, bins: int) -> CodebookTensor:
         if (name, bins) not in self._cache:
-            self._cache[name, bins] = quantize_with_outliers(self._weights[name], bins)
+            weight, outlier_mask = self._weights[name], self._outlier_mask(name)
+            key = self._stats.global_name(name), bins
+            if key not in self._centers:
+                self._centers[key] = find_centroids(self._inliers(name, outlier_mask), bins)
+            self._cache[name, bins] = quantize_inliers(weight, outlier_mask, self._centers[key])
         return self._cache[name, bins]
+
+    def _outlier_mask(self, name: str) -> Tensor:
+        return is_gaussian_outlier(self._weights[name], *self._mean_std[self._stats.global_name(name)])
+
+    def _inliers(self, name: str, outlier_mask: Tensor) -> Tensor:
+        """The values that are no outliers, or a sample of those of all shards; float32."""
+        if self._stats.is_whole(name):
+            return self._weights[name].detach()[~outlier_mask].float()
+        return _sample_from_sketch(self._sketches[self._stats.global_name(name)])
 
     def _predicted_size(self, name: str, x: Tensor, bins: int) -> float:
         found = quantize_with_outliers(subsample(x), bins, iterations=10)
         scale = x.numel() / max(1, found.codes.numel())
         return x.numel() * code_entropy(found.codes.long().cpu()) / 8 + 4 * scale * found.exact.numel() + 4 * bins
-
-
-_SKETCH_ALPHA = 0.002
-"""Relative error of the sketch that stands for a weight's values."""
-_MAX_SAMPLES = 1 << 18
-"""Values that stand for all of a weight, in which each bucket has its share."""
-
-
-class _ShardedGOBOCandidates(_GOBOCandidates):
-    """The same for boxes: the outliers are those of the whole weight, and centroids are found on its sketch."""
-
-    def __init__(self, weights: Mapping[str, Tensor], layer_types: Mapping[str, str], pool: GlobalStats) -> None:
-        super().__init__(weights, layer_types)
-        self._layer_types = pool.layer_types(weights, layer_types)
-        self._has_embeddings = EMBEDDING in pool.all_layer_types.values()
-        self._pool, spread = pool, pool.mean_std(weights)
-        self._outlier_masks = {
-            name: is_gaussian_outlier(x, *spread[pool.global_name(name)]) for name, x in weights.items()
-        }
-        parts = {
-            name: LogHistogram.from_tensor(x, _SKETCH_ALPHA, ~self._outlier_masks[name], where=name)
-            for name, x in weights.items()
-        }
-        self._values = {
-            title: _sample_from_sketch(one) for title, one in pool.merge_sketches(parts, _SKETCH_ALPHA).items()
-        }
-        self._centers: dict[tuple[str, int], Tensor] = {}
-
-    def _quantize_weight(self, name: str, bins: int) -> CodebookTensor:
-        key = self._pool.global_name(name), bins
-        if key not in self._centers:
-            self._centers[key] = find_centroids(self._values[key[0]], bins)
-        return quantize_inliers(self._weights[name], self._outlier_masks[name], self._centers[key])
 
 
 def _sample_from_sketch(sketch: LogHistogram) -> Tensor:

@@ -10,10 +10,10 @@ from torch import Tensor
 from shrinkpoint import validate
 from shrinkpoint.codec.code_streams import CODERS
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.quantize.exponent_buckets import Representative, promote, quantize_exponents
+from shrinkpoint.quantize.exponent_buckets import Representative, promote
 from shrinkpoint.schemes import optimizer_state
-from shrinkpoint.schemes.global_stats import GlobalStats
 from shrinkpoint.schemes.residual import ResidualScheme
+from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON
 
@@ -76,17 +76,11 @@ class LCCheckpoint(ResidualScheme):
         weights: Mapping[str, Tensor],
         differences: Mapping[str, Tensor],
         state: FlatState,
-        pool: GlobalStats | None = None,
+        stats: GlobalStats,
     ) -> dict[str, CodebookTensor]:
         """See `ResidualScheme`."""
-        together = self._scope == "model"
-        if pool is not None:
-            buckets = pool.buckets(differences, shared=together)
-            return {
-                name: promote(x, buckets[pool.global_name(name)], self._bits, self._representative)
-                for name, x in differences.items()
-            }
-        found = quantize_exponents(
-            [*differences.values()], self._bits, shared=together, representative=self._representative
-        )
-        return dict(zip(differences, found, strict=True))
+        buckets = stats.exponent_buckets(differences, shared=self._scope == "model")
+        return {
+            name: promote(difference, buckets[stats.global_name(name)], self._bits, self._representative)
+            for name, difference in differences.items()
+        }

@@ -8,11 +8,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from shrinkpoint.schemes.evaluate import TrialEvaluator
-from shrinkpoint.schemes.global_stats import GlobalStats
 from shrinkpoint.schemes.search import candidates
 from shrinkpoint.schemes.search.candidates import PreviousCodes
 from shrinkpoint.schemes.search.scheme import SearchScheme
 from shrinkpoint.schemes.search.uniform_candidates import UNIFORM_SPACE, UniformCandidates
+from shrinkpoint.sharding.global_stats import GlobalStats
 
 
 class QD(SearchScheme):
@@ -31,7 +31,7 @@ class QD(SearchScheme):
         weights: Mapping[str, Tensor],
         previous: PreviousCodes,
         evaluator: TrialEvaluator,
-        pool: GlobalStats | None = None,
+        stats: GlobalStats,
     ) -> candidates.CandidateSet:
         """All points for these weights; see `SearchScheme`."""
-        return UniformCandidates(weights, previous, pool)
+        return UniformCandidates(weights, previous, stats)

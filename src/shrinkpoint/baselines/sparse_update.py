@@ -16,8 +16,8 @@ from shrinkpoint import validate
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.schemes import optimizer_state
 from shrinkpoint.schemes.base import check_seed
-from shrinkpoint.schemes.global_stats import GlobalStats
 from shrinkpoint.schemes.residual import ResidualScheme
+from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON
 
@@ -53,62 +53,54 @@ class SparseUpdate(ResidualScheme):
         weights: Mapping[str, Tensor],
         differences: Mapping[str, Tensor],
         state: FlatState,
-        pool: GlobalStats | None = None,
+        stats: GlobalStats,
     ) -> dict[str, CodebookTensor]:
         """See `ResidualScheme`."""
-        if pool is not None:
-            return self._quantize_shards(weights, differences, pool)
-        if not weights:
-            return {}
-        home = next(iter(weights.values())).device
-        distances = torch.cat([one.abs().reshape(-1).to(home) for one in differences.values()])
-        count = min(math.ceil(self._fraction * distances.numel()), distances.numel())
-        stale = torch.ones(distances.numel(), dtype=torch.uint8, device=home)
-        stale[self.select_indices(distances, count)] = 0
-        stale.logical_or_(distances == 0)
-        parts = torch.split(stale, [x.numel() for x in weights.values()])
-        return {
-            name: _sparse_codes(x, part.reshape(x.shape).to(x.device))
-            for (name, x), part in zip(weights.items(), parts, strict=True)
-        }
-
-    def _quantize_shards(
-        self, weights: Mapping[str, Tensor], differences: Mapping[str, Tensor], pool: GlobalStats
-    ) -> dict[str, CodebookTensor]:
-        """As `symbols`, of boxes of weights of several ranks."""
-        distances = {
-            name: x.abs().reshape(-1) for name, x in differences.items() if pool.global_tensors.is_primary(name)
-        }
-        totals = [int(one) for one in pool.global_tensors.all_gather(sum(x.numel() for x in distances.values()))]
+        is_primary = stats.global_tensors.is_primary
+        distances = {name: diff.abs().reshape(-1) for name, diff in differences.items() if is_primary(name)}
+        totals = stats.global_tensors.all_gather(sum(distance.numel() for distance in distances.values()))
         count = min(math.ceil(self._fraction * sum(totals)), sum(totals))
-        fresh = self.select_in_shards(distances, count, totals, pool) if count else {}
+        fresh = self.select_in_shards(distances, count, totals, stats) if count else {}
         return {
-            name: _sparse_codes(x, (~fresh[name]).to(torch.uint8).reshape(x.shape))
-            for name, x in weights.items()
+            name: _sparse_codes(weight, (~fresh[name]).to(torch.uint8).reshape(weight.shape))
+            for name, weight in weights.items()
             if name in fresh
         }
 
     def select_in_shards(
-        self, distances: Mapping[str, Tensor], count: int, totals: Sequence[int], pool: GlobalStats
+        self, distances: Mapping[str, Tensor], count: int, totals: Sequence[int], stats: GlobalStats
     ) -> dict[str, Tensor]:
-        """Which values of each box are written; bool, 1-d. A collective.
+        """Which values of each local tensor are written; bool [numel]. A collective.
 
         Args:
-            distances: of every value, by name.
-            count: of all values to be written, on all ranks.
+            distances: of every value to what a reader has of it, by name; 1-d.
+            count: how many values of all ranks are written.
             totals: how many values each rank has.
         """
-        limit = pool.kth_largest(distances, count)
-        above = {name: x > limit for name, x in distances.items()}
-        ties = {name: (x == limit) & (x > 0) for name, x in distances.items()}
-        both = (sum(int(one.sum()) for one in some.values()) for some in (above, ties))
-        told = pool.global_tensors.all_gather(tuple(both))
-        left = count - sum(one for one, _ in told) - sum(one for _, one in told[: pool.global_tensors.rank])
+        if len(totals) == 1:
+            return self._select_locally(distances, count)
+        limit = stats.kth_largest(distances, count)
+        selected = {name: distance > limit for name, distance in distances.items()}
+        ties = {name: (distance == limit) & (distance > 0) for name, distance in distances.items()}
+        counts = tuple(sum(int(mask.sum()) for mask in masks.values()) for masks in (selected, ties))
+        reports = stats.global_tensors.all_gather(counts)
+        remaining = count - sum(above for above, _ in reports)
+        remaining -= sum(equal for _, equal in reports[: stats.global_tensors.rank])
         for name, tied in ties.items():
-            taken = tied & (tied.cumsum(0) <= max(left, 0))
-            left -= int(tied.sum())
-            above[name] |= taken
-        return above
+            first_ties = tied & (tied.cumsum(0) <= max(remaining, 0))
+            remaining -= int(tied.sum())
+            selected[name] |= first_ties
+        return selected
+
+    def _select_locally(self, distances: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+        """Which values are written where this rank has all of them."""
+        home = next(iter(distances.values())).device
+        joined = torch.cat([distance.to(home) for distance in distances.values()])
+        selected = torch.zeros(joined.numel(), dtype=torch.bool, device=home)
+        selected[self.select_indices(joined, count)] = True
+        selected &= joined != 0
+        parts = torch.split(selected, [distance.numel() for distance in distances.values()])
+        return {name: part.to(distances[name].device) for name, part in zip(distances, parts, strict=True)}
 
 
 class SCAR(SparseUpdate):
@@ -161,27 +153,29 @@ class SCAR(SparseUpdate):
         weights: Mapping[str, Tensor],
         differences: Mapping[str, Tensor],
         state: FlatState,
-        pool: GlobalStats | None = None,
+        stats: GlobalStats,
     ) -> dict[str, CodebookTensor]:
         """See `ResidualScheme`."""
-        found = super().quantize_weights(weights, differences, state, pool)
-        some = bool(found) if pool is None else any(pool.global_tensors.all_gather(bool(found)))
-        self._round = self._round + 1 if some else 0
-        return found
+        quantized = super().quantize_weights(weights, differences, state, stats)
+        is_delta = any(stats.global_tensors.all_gather(bool(quantized)))
+        self._round = self._round + 1 if is_delta else 0
+        return quantized
 
     def select_in_shards(
-        self, distances: Mapping[str, Tensor], count: int, totals: Sequence[int], pool: GlobalStats
+        self, distances: Mapping[str, Tensor], count: int, totals: Sequence[int], stats: GlobalStats
     ) -> dict[str, Tensor]:
-        """See `SparseUpdate`: values are numbered by rank."""
-        if self._order == "largest":
-            return super().select_in_shards(distances, count, totals, pool)
-        chosen = torch.zeros(sum(totals), dtype=torch.bool)
-        chosen[self.select_indices(torch.empty(sum(totals), device="meta"), count).cpu()] = True
-        first = sum(totals[: pool.global_tensors.rank])
-        mine = torch.split(
-            chosen[first : first + totals[pool.global_tensors.rank]], [x.numel() for x in distances.values()]
-        )
-        return {name: part.to(x.device) & (x != 0) for (name, x), part in zip(distances.items(), mine, strict=True)}
+        """See `SparseUpdate`; values are numbered by rank."""
+        if self._order == "largest" or len(totals) == 1:
+            return super().select_in_shards(distances, count, totals, stats)
+        selected = torch.zeros(sum(totals), dtype=torch.bool)
+        selected[self.select_indices(torch.empty(sum(totals), device="meta"), count).cpu()] = True
+        rank = stats.global_tensors.rank
+        local = torch.split(selected, list(totals))[rank]
+        parts = torch.split(local, [distance.numel() for distance in distances.values()])
+        return {
+            name: part.to(distance.device) & (distance != 0)
+            for (name, distance), part in zip(distances.items(), parts, strict=True)
+        }
 
     def select_indices(self, distances: Tensor, count: int) -> Tensor:
         """See `SparseUpdate`."""

@@ -6,7 +6,7 @@ Of an Adam state two thirds are moments, so a scheme that shrinks weights alone 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal, get_args
 
 import torch
@@ -14,8 +14,15 @@ from torch import Tensor
 
 from shrinkpoint import validate
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.quantize.log_levels import quantize_log
+from shrinkpoint.quantize.log_levels import (
+    CELL_SHIFT,
+    MAX_SHARE_BELOW,
+    log_range_from_counts,
+    magnitude_cells,
+    quantize_log,
+)
 from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL
+from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role
 
@@ -43,12 +50,38 @@ def zeroed_moments(state: FlatState) -> Iterator[tuple[str, Tensor]]:
         yield name, torch.zeros_like(state.tensors[name], device="cpu", memory_format=torch.contiguous_format)
 
 
-def quantize_moments(state: FlatState) -> Iterator[tuple[str, CodebookTensor]]:
-    """Symbols of the moments that are large enough and finite; the others stay exact."""
-    for name, info in state.infos.items():
-        x = state.tensors[name]
-        if is_quantizable_moment(info.role, x) and x.numel() >= MIN_WEIGHT_NUMEL and bool(x.isfinite().all()):
-            yield name, quantize_log(x, signed=info.role is Role.MOMENT1)
+def quantize_moments(state: FlatState, stats: GlobalStats) -> Iterator[tuple[str, CodebookTensor]]:
+    """Yield the name and the codes of each moment that is large enough and finite; a collective.
+
+    The others stay exact. Levels are those of the global moment.
+    """
+    moments = {
+        name: state.tensors[name]
+        for name, info in state.infos.items()
+        if is_quantizable_moment(info.role, state.tensors[name]) and stats.global_numel(name) >= MIN_WEIGHT_NUMEL
+    }
+    finite = stats.tensors_where_all({name: bool(moment.isfinite().all()) for name, moment in moments.items()})
+    moments = {name: x for name, x in moments.items() if stats.global_name(name) in finite and x.numel()}
+    limits = _global_limits({name: x for name, x in moments.items() if not stats.is_whole(name)}, stats)
+    for name, moment in moments.items():
+        is_signed = state.infos[name].role is Role.MOMENT1
+        yield name, quantize_log(moment, signed=is_signed, limits=limits.get(stats.global_name(name)))
+
+
+def _global_limits(moments: Mapping[str, Tensor], stats: GlobalStats) -> dict[str, tuple[float, float]]:
+    """The lowest and the highest level of sharded moments, by global name; a collective."""
+    magnitudes = {name: moment.detach().float().abs() for name, moment in moments.items()}
+    counts = stats.sum_histograms({name: _all_cells(magnitude_cells(x)) for name, x in magnitudes.items()})
+    ends = stats.min_max({name: x[x > 0] for name, x in magnitudes.items()})
+    return {
+        name: log_range_from_counts(*ends[name], counts[name], MAX_SHARE_BELOW) if ends.get(name) else (0.0, 0.0)
+        for name in counts
+    }
+
+
+def _all_cells(counts: Tensor) -> Tensor:
+    """Counts padded with zeros to all cells that magnitudes may be in, so that those of shards add up."""
+    return torch.nn.functional.pad(counts, (0, (1 << 31 >> CELL_SHIFT) - counts.numel()))
 
 
 def is_quantizable_moment(role: Role, x: Tensor) -> bool:

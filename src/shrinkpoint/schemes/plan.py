@@ -53,8 +53,6 @@ class QuantizationPlan(RecordEncodingMixin):
         changed: dict[str, Tensor] = {}
         if self.optimizer == "reset":
             changed.update(optimizer_state.zeroed_moments(state))
-        elif self.optimizer == "lossy":
-            symbols.update((name, one.cpu()) for name, one in optimizer_state.quantize_moments(state))
         for name, one in sorted(
             symbols.items(), key=lambda item: isinstance(item[1], LatticeTensor) and bool(item[1].relative_to)
         ):

@@ -11,7 +11,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,9 +24,9 @@ from shrinkpoint.schemes import optimizer_state
 from shrinkpoint.schemes.base import QuantizedState, SpecMixin
 from shrinkpoint.schemes.calibration import UnmeasuredLossNotice
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
-from shrinkpoint.schemes.global_stats import GlobalStats
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL, max_abs, select_tensors
+from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON
@@ -40,22 +40,31 @@ def diverged_errors(
     weights: Mapping[str, Tensor],
     differences: Mapping[str, Tensor],
     reference: Reference | None,
-    pool: GlobalStats | None = None,
+    stats: GlobalStats,
 ) -> dict[str, float]:
-    """The relative errors that a reader would get of the weights for which a difference is worth nothing, by title.
+    """The relative errors that a reader would get of the weights for which a difference is worth nothing.
 
-    Those are the ones whose difference is larger than they are, and whose error, as it would be decoded, is above
-    `MAX_ERROR` of them; in a keyframe they have none. With a `pool`, of whole weights, and a collective.
+    Those are the weights whose difference is larger than they are, and whose error, as it would be decoded, is above
+    `MAX_RESIDUAL_ERROR` of them; in a keyframe they have none. A collective.
+
+    Returns:
+        By global name.
     """
-    sizes = {name: (_squared_norm(differences[name]), _squared_norm(weights[name])) for name in quantized}
-    totals = _totals(sizes, pool)
-    far = {title for title, (moved, now) in totals.items() if moved > now}
-    if not far or reference is None:
+    norms = stats.sum_over_shards(
+        {name: (_squared_norm(differences[name]), _squared_norm(weights[name])) for name in quantized}
+    )
+    diverged = {name for name, (difference, weight) in norms.items() if difference > weight}
+    if not diverged or reference is None:
         return {}
-    ours = {name: one for name, one in quantized.items() if _global_name(name, pool) in far}
-    errors = {name: (_squared_error(one, weights[name], reference.tensors[name]),) for name, one in ours.items()}
-    relative = {title: _relative_error(error, totals[title][1]) for title, (error,) in _totals(errors, pool).items()}
-    return {title: error for title, error in relative.items() if not error <= MAX_RESIDUAL_ERROR}
+    errors = stats.sum_over_shards(
+        {
+            name: (_squared_error(codes, weights[name], reference.tensors[name]),)
+            for name, codes in quantized.items()
+            if stats.global_name(name) in diverged
+        }
+    )
+    relative = {name: _relative_error(error, norms[name][1]) for name, (error,) in errors.items()}
+    return {name: error for name, error in relative.items() if not error <= MAX_RESIDUAL_ERROR}
 
 
 def _squared_error(quantized_tensor: CodebookTensor, x: Tensor, parent: Tensor) -> float:
@@ -69,19 +78,6 @@ def _squared_norm(x: Tensor) -> float:
 
 def _relative_error(squared_error: float, squared_norm: float) -> float:
     return math.sqrt(squared_error / squared_norm) if squared_norm > 0 else math.inf if squared_error > 0 else 0.0
-
-
-def _global_name(name: str, pool: GlobalStats | None) -> str:
-    return name if pool is None else pool.global_name(name)
-
-
-def _totals(parts: Mapping[str, tuple[float, ...]], pool: GlobalStats | None) -> dict[str, tuple[float, ...]]:
-    if pool is None:
-        return dict(parts)
-    told = pool.global_tensors.gather_by_tensor(
-        {name: one for name, one in parts.items() if pool.global_tensors.is_primary(name)}
-    )
-    return {title: tuple(map(math.fsum, zip(*found, strict=True))) for title, found in told.items()}
 
 
 class ResidualScheme(SpecMixin, RecordEncodingMixin):
@@ -117,7 +113,7 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
         weights: Mapping[str, Tensor],
         differences: Mapping[str, Tensor],
         state: FlatState,
-        pool: GlobalStats | None = None,
+        stats: GlobalStats,
     ) -> dict[str, CodebookTensor]:
         """Residual symbols by name of a weight.
 
@@ -126,7 +122,7 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
             differences: of the same names and shapes, on the same devices: the weights less what a reader has of them
                 at the checkpoint before; float32, finite.
             state: the state of which the weights are.
-            pool: these are boxes of weights of several ranks; all of them are here.
+            stats: statistics of the weights of all ranks; this is a collective.
         """
         raise NotImplementedError
 
@@ -137,7 +133,7 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
         raise NotImplementedError
 
     def quantize_optimizer(
-        self, state: FlatState, quantized: Mapping[str, CodebookTensor], pool: GlobalStats | None = None
+        self, state: FlatState, quantized: Mapping[str, CodebookTensor], stats: GlobalStats
     ) -> dict[str, CodebookTensor]:
         """Symbols of tensors that are no weights, but of the optimizer; `quantized` are those of the weights."""
         return {}
@@ -154,41 +150,51 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
         return self.plan(state, reference).quantize(state, reference)
 
     @torch.no_grad()
-    def plan(self, state: FlatState, reference: Reference | None, pool: GlobalStats | None = None) -> QuantizationPlan:
-        """What is lost of a state.
+    def plan(
+        self,
+        state: FlatState,
+        reference: Reference | None,
+        evaluator: Any = None,
+        global_tensors: GlobalTensors | None = None,
+    ) -> QuantizationPlan:
+        """Quantize the residuals of a state; a collective of all ranks that have shards of it.
 
         Args:
-            pool: what there is of these tensors on other ranks, all of which decide at the same time.
+            reference: the decoded parent checkpoint; None makes a keyframe.
+            evaluator: unused: nothing is measured.
+            global_tensors: the tensors of all ranks; None: this process has all of every tensor.
         """
-        pools = () if pool is None else (pool,)
-        global_tensors = GlobalTensors.from_state(state) if pool is None else pool.global_tensors
-        picks = select_tensors(state, global_tensors)
-        owned = replace(state, optimizer_info=picks.optimizer_info_of_masters(state))
-        symbols, far = self._usable_residuals(picks.tensors, owned, reference, *pools)
-        if far:
-            symbols, _ = self._usable_residuals(picks.tensors, owned, None, *pools)
-            _warn_diverged(far)
-        further = {name: one.cpu() for name, one in self.quantize_optimizer(owned, symbols, *pools).items()}
-        picks.warn_nonfinite()
-        lossy, optimizer = (bool(symbols), bool(further)), self._optimizer
-        if pool is not None:
-            weights, others = pool.global_tensors.sum_over_ranks(*map(len, (symbols, further)))
-            lossy = weights > 0, others > 0
-            if optimizer == "lossy":
-                further |= {name: one.cpu() for name, one in pool.quantize_moments(state)}
-                optimizer = "exact"  # what else is to be done with it
+        tensors = GlobalTensors.from_state(state) if global_tensors is None else global_tensors
+        selection = select_tensors(state, tensors)
+        stats = GlobalStats(tensors, selection.global_names)
+        owned = replace(state, optimizer_info=selection.optimizer_info_of_masters(state))
+        residuals, diverged = self._usable_residuals(selection.tensors, owned, reference, stats)
+        if diverged:
+            residuals, _ = self._usable_residuals(selection.tensors, owned, None, stats)
+            _warn_diverged(diverged)
+        moments = {name: codes.cpu() for name, codes in self.quantize_optimizer(owned, residuals, stats).items()}
+        selection.warn_nonfinite()
+        num_residuals, num_moments = tensors.sum_over_ranks(len(residuals), len(moments))
+        if self._optimizer == "lossy":
+            moments |= {name: codes.cpu() for name, codes in optimizer_state.quantize_moments(state, stats)}
         loss: JSON = None
-        if any(lossy) or self._optimizer != "exact":
-            said = "lossy" if lossy[1] else self._optimizer
-            loss = {"scheme": self.id, "chosen": self.settings, "optimizer": said, **self.manifest_extra()}
-            loss |= {"measured": False, "left_out": [*picks.nonfinite]}
-            self._unmeasured_notice.warn_once(self, quiet=pool is not None and pool.global_tensors.rank > 0)
-        if far:
-            loss = (loss or {"scheme": self.id, "left_out": [*picks.nonfinite]}) | {"far": _json_errors(far)}
-        least = (MIN_WEIGHT_NUMEL, 2) if pool is None else None
-        made = {**symbols, **further}
+        if num_residuals or num_moments or self._optimizer != "exact":
+            mode = "lossy" if num_moments else self._optimizer
+            loss = {"scheme": self.id, "chosen": self.settings, "optimizer": mode, **self.manifest_extra()}
+            loss |= {"measured": False, "left_out": [*selection.nonfinite]}
+            self._unmeasured_notice.warn_once(self, quiet=tensors.rank > 0)
+        if diverged:
+            loss = (loss or {"scheme": self.id, "left_out": [*selection.nonfinite]}) | {"far": _json_errors(diverged)}
         return QuantizationPlan(
-            self.id, made, picks.cast_sources, optimizer, self.coders, loss, keyframe=bool(far), min_size=least
+            self.id,
+            {**residuals, **moments},
+            selection.cast_sources,
+            self._optimizer,
+            self.coders,
+            loss,
+            keyframe=bool(diverged),
+            # which of its shards stay exact, and why, no rank can say alone
+            min_size=(MIN_WEIGHT_NUMEL, 2) if tensors.is_unsharded else None,
         )
 
     @property
@@ -201,27 +207,29 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
         selected: Mapping[str, Tensor],
         state: FlatState,
         reference: Reference | None,
-        pool: GlobalStats | None = None,
+        stats: GlobalStats,
     ) -> tuple[dict[str, CodebookTensor], dict[str, float]]:
-        """Symbols, on the CPU; and the errors of the weights for which a difference is worth nothing, by title."""
+        """Residual codes, on the CPU; and the errors of the weights for which a difference is worth nothing.
+
+        The former are by local name, the latter by global name. A collective.
+        """
         differences = _differences(selected, reference)
-        if pool is None:
-            weights = {name: selected[name] for name in differences}
-            made = self.quantize_weights(weights, differences, state)
-            made = {n: one for n, one in made.items() if _is_usable(one, weights[n], differences[n])}
-            far = diverged_errors(made, weights, differences, reference)
-            return {name: one.cpu() for name, one in made.items()}, far
-        titles = pool.tensors_where_all({name: name in differences for name in selected})
-        differences = {name: x for name, x in differences.items() if pool.global_name(name) in titles}
+        complete = stats.tensors_where_all({name: name in differences for name in selected})
+        differences = {name: diff for name, diff in differences.items() if stats.global_name(name) in complete}
         weights = {name: selected[name] for name in differences}
-        made = self.quantize_weights(weights, differences, state, pool)
-        ends = pool.max_over_ranks({name: _magnitude_bounds(weights[name], x) for name, x in differences.items()})
-        serves = pool.tensors_where_all(
-            {n: _fits_dtype(one, ends[pool.global_name(n)], weights[n].dtype) for n, one in made.items()}
+        quantized = self.quantize_weights(weights, differences, state, stats)
+        bounds = stats.max_over_shards(
+            {name: _magnitude_bounds(weights[name], diff) for name, diff in differences.items()}
         )
-        made = {name: one for name, one in made.items() if pool.global_name(name) in serves}
-        far = diverged_errors(made, weights, differences, reference, pool)
-        return {name: one.cpu() for name, one in made.items()}, far
+        usable = stats.tensors_where_all(
+            {
+                name: _fits_dtype(codes, bounds[stats.global_name(name)], weights[name].dtype)
+                for name, codes in quantized.items()
+            }
+        )
+        quantized = {name: codes for name, codes in quantized.items() if stats.global_name(name) in usable}
+        diverged = diverged_errors(quantized, weights, differences, reference, stats)
+        return {name: codes.cpu() for name, codes in quantized.items()}, diverged
 
 
 def _differences(weights: Mapping[str, Tensor], reference: Reference | None) -> dict[str, Tensor]:
@@ -251,11 +259,6 @@ def _json_errors(errors: Mapping[str, float]) -> dict[str, JSON]:
     return {name: float(f"{error:.4g}") if math.isfinite(error) else str(error) for name, error in errors.items()}
 
 
-def _is_usable(quantized_tensor: CodebookTensor, x: Tensor, difference: Tensor) -> bool:
-    """Whether something has moved, and no sum of base and center can be too large for the dtype."""
-    return _fits_dtype(quantized_tensor, _magnitude_bounds(x, difference), x.dtype)
-
-
 def _magnitude_bounds(x: Tensor, difference: Tensor) -> tuple[float, float]:
     """How far a weight has moved at most, and how large a base of it may be."""
     moved = max_abs(difference)
@@ -263,5 +266,6 @@ def _magnitude_bounds(x: Tensor, difference: Tensor) -> tuple[float, float]:
 
 
 def _fits_dtype(quantized_tensor: CodebookTensor, bounds: tuple[float, ...], dtype: torch.dtype) -> bool:
+    """Whether something has moved, and no sum of base and center can be too large for the dtype."""
     moved, base = bounds
     return moved > 0 and base + max_abs(quantized_tensor.centers) <= torch.finfo(dtype).max

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from inspect import signature
 
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.fisher import Fisher
-from shrinkpoint.schemes.global_stats import GlobalStats
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.residual import ResidualScheme
@@ -63,7 +61,7 @@ def check(scheme: Scheme, *, measures: bool = False) -> None:
     """
     if isinstance(scheme, Lossless):
         return
-    known = isinstance(scheme, Fisher | ResidualScheme) or (isinstance(scheme, SearchScheme) and _takes_pool(scheme))
+    known = isinstance(scheme, Fisher | ResidualScheme | SearchScheme)
     if not known:
         expected, do = "a scheme that several ranks can decide together", "take one of this library's"
         raise PolicyError("scheme", found=repr(scheme), expected=expected, do=do)
@@ -73,10 +71,6 @@ def check(scheme: Scheme, *, measures: bool = False) -> None:
     if isinstance(scheme, SearchScheme | Fisher) and scheme.needs_evaluation and not measures:
         found, do = "no model that is saved", "say which one it is, or how much may be lost without measuring"
         raise PolicyError("evaluate", found=found, expected="a model to measure on every rank", do=do)
-
-
-def _takes_pool(scheme: SearchScheme) -> bool:
-    return all("pool" in signature(one).parameters for one in (scheme.candidates, scheme.variants))
 
 
 def _settled(
@@ -95,10 +89,5 @@ def _settled(
         reference = replace(reference, is_base=False)
     target = ShardTarget(flat) if target is None else target
     target.join(wholes)
-    if isinstance(scheme, Fisher):
-        return scheme.plan(flat, reference, target, wholes)
-    pools = () if wholes.is_unsharded else (GlobalStats(wholes),)
-    if isinstance(scheme, SearchScheme):
-        return scheme.plan(flat, reference, target, *pools)
-    assert isinstance(scheme, ResidualScheme)
-    return scheme.plan(flat, reference, *pools)
+    assert isinstance(scheme, Fisher | SearchScheme | ResidualScheme)
+    return scheme.plan(flat, reference, target, wholes)

@@ -15,6 +15,7 @@ from shrinkpoint.schemes.evaluate import TrialEvaluator
 from shrinkpoint.schemes.inshrinkerator.scheme import SPACE, Inshrinkerator
 from shrinkpoint.schemes.search.candidates import PreviousCodes
 from shrinkpoint.schemes.select import select_tensors
+from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flatten import flatten
 
@@ -174,7 +175,7 @@ def points():
 def test_a_knob_for_tensors_that_there_are_none_of_is_not_tried():
     for state, count in ((states()[0], 108), (letters(), 216), ({"wte.weight": letters()["wte.weight"]}, 36)):
         flat = flatten(state)
-        found = scheme().candidates(
-            select_tensors(flat, GlobalTensors.from_state(flat)).tensors, PreviousCodes(), TrialEvaluator(flat, None)
-        )
+        tensors = select_tensors(flat, GlobalTensors.from_state(flat)).tensors
+        stats = GlobalStats.from_state(flat, tensors)
+        found = scheme().candidates(tensors, PreviousCodes(), TrialEvaluator(flat, None), stats)
         assert sum(found.size(point) < float("inf") for point in points()) == count

@@ -18,6 +18,7 @@ from shrinkpoint.schemes.inshrinkerator.scores import MAGNITUDE
 from shrinkpoint.schemes.search.candidates import PreviousCodes
 from shrinkpoint.schemes.search.space import Point
 from shrinkpoint.schemes.select import select_tensors
+from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flatten import flatten
 
@@ -39,7 +40,9 @@ def predicted(state, points: list[Point], parent: Written | None) -> list[float]
     flat = flatten(state)
     tensors = select_tensors(flat, GlobalTensors.from_state(flat)).tensors
     earlier = PreviousCodes() if parent is None else PreviousCodes.from_codebooks(parent.reference().quantized, tensors)
-    found = Inshrinkerator(config=BEFORE).candidates(tensors, earlier, TrialEvaluator(flat, None))
+    found = Inshrinkerator(config=BEFORE).candidates(
+        tensors, earlier, TrialEvaluator(flat, None), GlobalStats.from_state(flat, tensors)
+    )
     return [found.size(point) for point in points]
 
 

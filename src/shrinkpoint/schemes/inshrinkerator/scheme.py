@@ -21,7 +21,6 @@ from shrinkpoint.quantize.sketch import LogHistogram
 from shrinkpoint.schemes import optimizer_state
 from shrinkpoint.schemes.base import check_recorder
 from shrinkpoint.schemes.evaluate import Evaluate, ModelEvaluator, TrialEvaluator, strip_wrapper_prefix
-from shrinkpoint.schemes.global_stats import GlobalStats
 from shrinkpoint.schemes.inshrinkerator.partition import PrunePartition
 from shrinkpoint.schemes.inshrinkerator.scores import MAGNITUDE, SENSITIVITY, SKETCH_ALPHA, ScoredWeight, score_weights
 from shrinkpoint.schemes.inshrinkerator.size_model import SizeModel
@@ -33,6 +32,7 @@ from shrinkpoint.schemes.search.space import METRIC, Axis, Point, Space
 from shrinkpoint.schemes.search.trials import SearchResult, Trials
 from shrinkpoint.schemes.search.uniform_candidates import UNIFORM_SPACE, UniformCandidates
 from shrinkpoint.schemes.shardedtarget import ShardTarget
+from shrinkpoint.sharding.global_stats import GlobalStats
 
 SPACE = Space(
     (
@@ -133,35 +133,33 @@ class Inshrinkerator(SearchScheme):
             "dither": self._dither or self._paper,
         }
 
-    def variants(self, evaluator: TrialEvaluator, pool: GlobalStats | None = None) -> tuple[str, ...]:
-        """Sensitivity is a metric only where there are gradients."""
-        gradients = self._gradients(evaluator)
-        if pool is not None:
-            gradients = {title: torch.empty(0) for title in pool.global_tensors.union(gradients)}
-        known = SENSITIVITY if gradients else MAGNITUDE
-        return tuple(one for one in self.space.variants if one in (MAGNITUDE, known)) or self.space.variants
+    def variants(self, evaluator: TrialEvaluator, stats: GlobalStats) -> tuple[str, ...]:
+        """The metrics that can be tried now: sensitivity only if there are gradients."""
+        has_gradients = bool(stats.union(self._gradients(evaluator)))
+        usable = (MAGNITUDE, SENSITIVITY) if has_gradients else (MAGNITUDE,)
+        return tuple(variant for variant in self.space.variants if variant in usable) or self.space.variants
 
     def candidates(
         self,
         weights: Mapping[str, Tensor],
         previous: PreviousCodes,
         evaluator: TrialEvaluator,
-        pool: GlobalStats | None = None,
+        stats: GlobalStats,
     ) -> InshrinkeratorCandidates:
         """All points for these weights; see `SearchScheme`."""
-        kinds = evaluator.layer_types if pool is None else pool.layer_types(weights, evaluator.layer_types)
-        prepared = score_weights(weights, kinds, self._gradients(evaluator))
-        shapes = {name: x.shape for name, x in weights.items()}
-        how = Clustering(self._sigma, self._seed, self._paper, previous.lossy_restores if self._dither else 0)
-        if pool is None:
-            return InshrinkeratorCandidates(self.space, prepared, shapes, previous, how)
-        return ShardedInshrinkeratorCandidates(self.space, prepared, shapes, previous, how, pool)
+        global_types = stats.layer_types(weights, evaluator.layer_types)
+        layer_types = {name: global_types[stats.global_name(name)] for name in weights}
+        scored = score_weights(weights, layer_types, self._gradients(evaluator))
+        shapes = {name: weight.shape for name, weight in weights.items()}
+        noise_generation = previous.lossy_restores if self._dither else 0
+        clustering = Clustering(self._sigma, self._seed, self._paper, noise_generation)
+        return InshrinkeratorCandidates(self.space, scored, shapes, previous, clustering, stats, global_types)
 
     def alternative(
-        self, weights: Mapping[str, Tensor], previous: PreviousCodes, pool: GlobalStats | None = None
+        self, weights: Mapping[str, Tensor], previous: PreviousCodes, stats: GlobalStats
     ) -> tuple[str, Space, CandidateSet] | None:
         """Uniform grids of up to 256 levels, where 32 centers are too few; not on paper."""
-        return None if self._paper else ("qd", UNIFORM_SPACE, UniformCandidates(weights, previous, pool))
+        return None if self._paper else ("qd", UNIFORM_SPACE, UniformCandidates(weights, previous, stats))
 
     def _full_search(
         self, sizes: Callable[[Point], float], trials: Trials, allowed: float, variants: Sequence[str], progress: Any
@@ -199,40 +197,52 @@ class Clustering:
 
 
 class InshrinkeratorCandidates:
-    """The points of the space for the weights of one state."""
+    """The points of the space for the weights of one state; thresholds and centers are those of global weights.
+
+    Args:
+        space: the search space.
+        weights: this rank's shards of the weights, with their scores.
+        shapes: the shapes of `weights`.
+        previous: codes of the previous checkpoint.
+        clustering: how centers are found.
+        stats: statistics of the weights of all ranks.
+        global_layer_types: the types of the layers of all global weights, by global name.
+    """
 
     def __init__(
         self,
         space: Space,
-        weights: dict[str, ScoredWeight],
+        weights: Mapping[str, ScoredWeight],
         shapes: Mapping[str, torch.Size],
         previous: PreviousCodes,
         clustering: Clustering,
+        stats: GlobalStats,
+        global_layer_types: Mapping[str, str],
     ) -> None:
-        self._space, self._weights, self._shapes, self._previous, self._clustering = (
-            space,
-            weights,
-            shapes,
-            previous,
-            clustering,
-        )
-        self._partition = self._make_partition()
-        self._embedding_mask = torch.tensor([one.layer_type == EMBEDDING for one in weights.values()], dtype=torch.bool)
-        self._all_embedding_flags = [one.layer_type == EMBEDDING for one in self._partition.weights.values()]
+        self._space, self._shapes, self._previous = space, shapes, previous
+        self._clustering, self._stats = clustering, stats
+        global_weights = _merge_weights(weights, stats, global_layer_types)
+        self._weights = {
+            name: _with_global_scores(weight, global_weights[stats.global_name(name)].scores)
+            for name, weight in weights.items()
+        }
+        self._partition = PrunePartition(global_weights, clustering.paper)
+        is_embedding = [weight.layer_type == EMBEDDING for weight in self._weights.values()]
+        self._embedding_mask = torch.tensor(is_embedding, dtype=torch.bool)
+        self._all_embedding_flags = [weight.layer_type == EMBEDDING for weight in global_weights.values()]
 
     @cached_property
     def _size_model(self) -> SizeModel:
         earlier = PreviousCodes() if self._clustering.paper else self._previous
         return SizeModel(self._weights, self._partition, earlier, self._clustering.sigma, self._noise_by_name())
 
-    def _make_partition(self) -> PrunePartition:
-        return PrunePartition(self._weights, self._clustering.paper)
-
     def size(self, point: Point) -> float:
-        """Predicted bytes; infinite for a point that only says again what another one says."""
+        """Predicted bytes of this rank's shards; infinite for a point that is the same as another one."""
         at = self._space.settings(point)
         if not self._clustering.paper and self._is_redundant(point):
             return math.inf
+        if not self._weights:
+            return 0.0
         plain, embedded = (
             self._size_model.predict(int(at[bins]), str(at[METRIC]), float(at["prune"]), float(at["protect"]))
             for bins in ("bins", "embedding_bins")
@@ -246,47 +256,47 @@ class InshrinkeratorCandidates:
         return any(idle.get(axis.name, False) and i < len(axis.values) - 1 for axis, i in axes)
 
     def quantize(self, point: Point) -> dict[str, CodebookTensor]:
-        """Symbols of every weight, by name."""
-        at = self._space.settings(point)
-        return {name: self._quantize_weight(name, weight, at) for name, weight in self._weights.items()}
+        """Codes of every local weight, by name; a collective."""
+        settings = self._space.settings(point)
+        metric, prune, protect = str(settings[METRIC]), float(settings["prune"]), float(settings["protect"])
+        masks = {name: self._partition.masks(weight, metric, prune, protect) for name, weight in self._weights.items()}
+        sketches = self._stats.merge_sketches(
+            {
+                name: LogHistogram.from_bucket_ids(self._weights[name].bucket_ids, SKETCH_ALPHA, ~(pruned | protected))
+                for name, (pruned, protected) in masks.items()
+            },
+            SKETCH_ALPHA,
+        )
+        with_pruned = self._stats.union(name for name, (pruned, _) in masks.items() if bool(pruned.any()))
+        out = {}
+        for name, weight in self._weights.items():
+            global_name, shape = self._stats.global_name(name), self._shapes[name]
+            pruned, protected = (mask.reshape(shape) for mask in masks.pop(name))
+            bins = int(settings["embedding_bins" if weight.layer_type == EMBEDDING else "bins"])
+            out[name] = kmeans.quantize_to_codebook(
+                weight.values.reshape(shape),
+                self._find_centers(name, sketches[global_name], bins),
+                pruned=pruned,
+                protected=protected,
+                noise=self._noise(name, weight).reshape(shape) if self._clustering.noise_generation else None,
+                zero=global_name in with_pruned,
+            )
+        return out
 
-    def _quantize_weight(
-        self, name: str, weight: ScoredWeight, settings: Mapping[str, float | int | str]
-    ) -> CodebookTensor:
-        bins = int(settings["embedding_bins" if weight.layer_type == EMBEDDING else "bins"])
-        prune, protect = float(settings["prune"]), float(settings["protect"])
-        pruned, protected = self._partition.masks(weight, str(settings[METRIC]), prune, protect)
-        values, counts = self._sketch(
-            name, LogHistogram.from_bucket_ids(weight.bucket_ids, SKETCH_ALPHA, ~(pruned | protected))
-        ).buckets()
-        how, seed = self._clustering, self._seed(name)
-        start = None if how.paper else self._previous.centers.get(name)
-        centers = kmeans.kmeans_codebook(
+    def _find_centers(self, name: str, sketch: LogHistogram, bins: int) -> Tensor:
+        """Centers of a global weight, from the sketch of the values that get one."""
+        values, counts = sketch.buckets()
+        clustering = self._clustering
+        previous = None if clustering.paper else self._previous.centers.get(name)
+        return kmeans.kmeans_codebook(
             values,
             counts,
             bins,
-            sigma=how.sigma,
-            seed=seed,
-            init=start if start is not None and start.numel() == bins else None,
-            squared=not how.paper,
+            sigma=clustering.sigma,
+            seed=self._seed(name),
+            init=previous if previous is not None and previous.numel() == bins else None,
+            squared=not clustering.paper,
         )
-        shape = self._shapes[name]
-        return kmeans.quantize_to_codebook(
-            weight.values.reshape(shape),
-            centers,
-            pruned=pruned.reshape(shape),
-            protected=protected.reshape(shape),
-            noise=self._noise(name, weight).reshape(shape) if how.noise_generation else None,
-            zero=self._has_pruned(name),
-        )
-
-    def _sketch(self, name: str, sketch: LogHistogram) -> LogHistogram:
-        """Of the values that get centers."""
-        return sketch
-
-    def _has_pruned(self, name: str) -> bool | None:
-        """Whether anything of a weight is pruned; None: its masks tell."""
-        return None
 
     def _noise_by_name(self) -> dict[str, Tensor]:
         return (
@@ -296,89 +306,33 @@ class InshrinkeratorCandidates:
         )
 
     def _noise(self, name: str, weight: ScoredWeight) -> Tensor:
-        return _noise(weight.values, self._seed(name) + self._clustering.noise_generation)
+        seed = self._seed(name) + self._clustering.noise_generation
+        return _noise(weight.values, self._stats.local_seed(name, seed))
 
     def _seed(self, name: str) -> int:
-        return self._clustering.seed ^ zlib.crc32(name.encode())
+        return self._clustering.seed ^ zlib.crc32(self._stats.global_name(name).encode())
 
 
-class ShardedInshrinkeratorCandidates(InshrinkeratorCandidates):
-    """The same for boxes of weights of several ranks: thresholds and centers are those of the whole weights."""
+def _with_global_scores(weight: ScoredWeight, scores: dict[str, LogHistogram]) -> ScoredWeight:
+    """A local weight with the scores of the global one; without sensitivity if any shard has none."""
+    return replace(weight, scores=scores, sensitivity=weight.sensitivity if SENSITIVITY in scores else None)
 
-    def __init__(
-        self,
-        space: Space,
-        weights: dict[str, ScoredWeight],
-        shapes: Mapping[str, torch.Size],
-        previous: PreviousCodes,
-        clustering: Clustering,
-        pool: GlobalStats,
-    ) -> None:
-        self._pool = pool
-        self._sketches: dict[str, LogHistogram] = {}
-        self._pruned_names: set[str] = set()
-        self._global_weights = self._merge_weights(weights)
-        mine = {
-            name: self._with_global_scores(one, self._global_weights[pool.global_name(name)].scores)
-            for name, one in weights.items()
-        }
-        super().__init__(space, mine, shapes, previous, clustering)
 
-    def _with_global_scores(self, weight: ScoredWeight, scores: dict[str, LogHistogram]) -> ScoredWeight:
-        sensitivity = weight.sensitivity if SENSITIVITY in scores else None
-        return replace(weight, scores=scores, sensitivity=sensitivity)
-
-    def _merge_weights(self, weights: Mapping[str, ScoredWeight]) -> dict[str, ScoredWeight]:
-        """What is known of whole weights, by title: their kinds and scores, without values."""
-        pool, scores = self._pool, dict[str, dict[str, LogHistogram]]()
-        for metric in (MAGNITUDE, SENSITIVITY):
-            known = pool.tensors_where_all({name: metric in one.scores for name, one in weights.items()})
-            found = pool.merge_sketches(
-                {name: one.scores[metric] for name, one in weights.items() if pool.global_name(name) in known},
-                SKETCH_ALPHA,
-            )
-            for title, sketch in found.items():
-                scores.setdefault(title, {})[metric] = sketch
-        nothing = torch.empty(0)
-        return {
-            title: ScoredWeight(nothing, pool.all_layer_types[title], nothing, scores[title])
-            for title in pool.global_names
-        }
-
-    def _make_partition(self) -> PrunePartition:
-        return PrunePartition(self._global_weights, self._clustering.paper)
-
-    def size(self, point: Point) -> float:
-        """Of the boxes of this rank; 0 where it has none."""
-        if not self._weights:
-            return math.inf if not self._clustering.paper and self._is_redundant(point) else 0.0
-        return super().size(point)
-
-    def quantize(self, point: Point) -> dict[str, CodebookTensor]:
-        """As `Candidates`; a collective."""
-        at, parts, zeros = self._space.settings(point), dict[str, LogHistogram](), list[str]()
-        for name, weight in self._weights.items():
-            metric, prune, protect = str(at[METRIC]), float(at["prune"]), float(at["protect"])
-            pruned, protected = self._partition.masks(weight, metric, prune, protect)
-            parts[name] = LogHistogram.from_bucket_ids(weight.bucket_ids, SKETCH_ALPHA, ~(pruned | protected))
-            zeros += [name] * bool(pruned.any())
-        self._sketches, self._pruned_names = (
-            self._pool.merge_sketches(parts, SKETCH_ALPHA),
-            self._pool.global_tensors.union(zeros),
+def _merge_weights(
+    weights: Mapping[str, ScoredWeight], stats: GlobalStats, global_layer_types: Mapping[str, str]
+) -> dict[str, ScoredWeight]:
+    """Layer types and scores of global weights, without values, by global name; a collective."""
+    scores: dict[str, dict[str, LogHistogram]] = {}
+    for metric in (MAGNITUDE, SENSITIVITY):
+        complete = stats.tensors_where_all({name: metric in weight.scores for name, weight in weights.items()})
+        sketches = stats.merge_sketches(
+            {name: weight.scores[metric] for name, weight in weights.items() if stats.global_name(name) in complete},
+            SKETCH_ALPHA,
         )
-        return super().quantize(point)
-
-    def _sketch(self, name: str, sketch: LogHistogram) -> LogHistogram:
-        return self._sketches[self._pool.global_name(name)]
-
-    def _has_pruned(self, name: str) -> bool | None:
-        return self._pool.global_name(name) in self._pruned_names
-
-    def _seed(self, name: str) -> int:
-        return super()._seed(self._pool.global_name(name))
-
-    def _noise(self, name: str, weight: ScoredWeight) -> Tensor:
-        return _noise(weight.values, self._pool.local_seed(name, self._seed(name) + self._clustering.noise_generation))
+        for global_name, sketch in sketches.items():
+            scores.setdefault(global_name, {})[metric] = sketch
+    nothing = torch.empty(0)
+    return {name: ScoredWeight(nothing, global_layer_types[name], nothing, scores[name]) for name in stats.global_names}
 
 
 def _noise(like: Tensor, seed: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.schemes.search.space import Point
+from shrinkpoint.sharding.global_stats import GlobalStats
 
 SIZE_SAMPLE = 2048
 """Values of a tensor from which sizes are predicted."""
@@ -44,6 +46,27 @@ class PreviousCodes:
             {name: one.num_codes for name, one in same.items()},
             lossy_restores,
         )
+
+
+def common_previous_codes(previous: PreviousCodes, names: Iterable[str], stats: GlobalStats) -> PreviousCodes:
+    """The codes of those tensors whose shards all have the same previous centers; a collective.
+
+    Args:
+        names: of all local weights.
+    """
+    digests = {
+        name: zlib.crc32(previous.centers[name].numpy().tobytes()) if name in previous.centers else None
+        for name in names
+    }
+    reports = stats.global_tensors.gather_by_tensor(digests)
+    common = {name for name, shards in reports.items() if len({*shards}) == 1 and shards[0] is not None}
+    kept = [name for name in previous.centers if stats.global_name(name) in common]
+    return PreviousCodes(
+        {name: previous.centers[name] for name in kept},
+        {name: previous.codes[name] for name in kept},
+        {name: previous.num_codes[name] for name in kept},
+        previous.lossy_restores,
+    )
 
 
 def subsample(tensor: Tensor) -> Tensor:

@@ -23,15 +23,15 @@ from shrinkpoint.schemes.base import QuantizedState, SpecMixin, check_seed
 from shrinkpoint.schemes.calibration import Calibration, UnmeasuredLossNotice, make_perturbations
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
 from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, TrialEvaluator
-from shrinkpoint.schemes.global_stats import GlobalStats
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.search.branch_and_bound import branch_and_bound
-from shrinkpoint.schemes.search.candidates import CachedCandidates, CandidateSet, PreviousCodes
+from shrinkpoint.schemes.search.candidates import CachedCandidates, CandidateSet, PreviousCodes, common_previous_codes
 from shrinkpoint.schemes.search.neighbourhood import neighbourhood
 from shrinkpoint.schemes.search.progress import Progress, progress_printer
 from shrinkpoint.schemes.search.space import METRIC, Point, Space, is_dominated
-from shrinkpoint.schemes.search.trials import JointTrials, SearchResult, Trial, Trials
+from shrinkpoint.schemes.search.trials import SearchResult, Trial, Trials
 from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL, TensorSelection, select_tensors, unchanged_tensors
+from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON
@@ -124,27 +124,26 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
         weights: Mapping[str, Tensor],
         previous: PreviousCodes,
         evaluator: TrialEvaluator,
-        pool: GlobalStats | None = None,
+        stats: GlobalStats,
     ) -> CandidateSet:
-        """All points of the space for these weights.
+        """All points of the space for these weights; a collective, as is quantizing at a point.
 
         Args:
-            pool: these are boxes of weights of several ranks; all of them are here, and later where symbols are made.
+            weights: by name, this rank's shards of the weights.
+            previous: codes of the previous checkpoint.
+            evaluator: measures trials.
+            stats: statistics of the weights of all ranks.
         """
         raise NotImplementedError
 
-    def variants(self, evaluator: TrialEvaluator, pool: GlobalStats | None = None) -> tuple[str, ...]:
+    def variants(self, evaluator: TrialEvaluator, stats: GlobalStats) -> tuple[str, ...]:
         """Those of the space's variants that can be tried now."""
         return self.space.variants
 
     def alternative(
-        self, weights: Mapping[str, Tensor], previous: PreviousCodes, pool: GlobalStats | None = None
+        self, weights: Mapping[str, Tensor], previous: PreviousCodes, stats: GlobalStats
     ) -> tuple[str, Space, CandidateSet] | None:
-        """Another space for these weights, with its name; it is searched where no point of the first one holds.
-
-        Args:
-            pool: as of `candidates`.
-        """
+        """Another space for these weights, with its name; it is searched if no point of the first one holds."""
         return None
 
     # what a store calls
@@ -205,53 +204,56 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
         state: FlatState,
         reference: Reference | None,
         evaluator: TrialEvaluator | None = None,
-        pool: GlobalStats | None = None,
+        global_tensors: GlobalTensors | None = None,
     ) -> QuantizationPlan:
-        """Search, and decide for this state.
+        """Search a setting and quantize the weights of a state; a collective of all ranks that have shards of it.
 
         Args:
-            reference: what is held of the previous checkpoint; None: nothing.
-            evaluator: what to measure on; None: on copies of the state.
-            pool: what there is of these tensors on other ranks, all of which decide at the same time.
+            reference: the decoded previous checkpoint; None if there is none.
+            evaluator: measures trials; None measures them on copies of the state.
+            global_tensors: the tensors of all ranks; None: this process has all of every tensor.
 
         Raises:
             PolicyError: `evaluate` raised, or returned no number.
         """
-        began = time.perf_counter()
-        alive = None if evaluator is None else evaluator.quantizable
-        self._is_quiet = pool is not None and pool.global_tensors.rank > 0
-        global_tensors = GlobalTensors.from_state(state) if pool is None else pool.global_tensors
-        picks = select_tensors(state, global_tensors, alive)
-        wanted = len(picks.global_names)
-        kept = unchanged_tensors(picks.tensors, state, reference, global_tensors)
-        picks, found = picks.exclude(kept, global_tensors), _Choice()
-        left = len(picks.global_names)
-        if pool is not None:
-            pool.global_names = picks.global_names
-        if wanted and not left:
-            found = _Choice(record=self._last_choice_record())
-        if left:
-            symbols = {} if reference is None else reference.codebook_tensors
-            earlier = PreviousCodes.from_codebooks(symbols, picks.tensors, self._lossy_restores)
-            earlier = self._broadcast_previous(earlier) if pool is None else self._agree(earlier, picks, pool)
+        start = time.perf_counter()
+        tensors = GlobalTensors.from_state(state) if global_tensors is None else global_tensors
+        quantizable = None if evaluator is None else evaluator.quantizable
+        self._is_quiet = tensors.rank > 0
+        selection = select_tensors(state, tensors, quantizable)
+        has_weights = bool(selection.global_names)
+        unchanged = unchanged_tensors(selection.tensors, state, reference, tensors)
+        selection, choice = selection.exclude(unchanged, tensors), _Choice()
+        stats = GlobalStats(tensors, selection.global_names)
+        if has_weights and not stats.global_names:
+            choice = _Choice(record=self._last_choice_record())
+        if stats.global_names:
+            codebooks = {} if reference is None else reference.codebook_tensors
+            previous = PreviousCodes.from_codebooks(codebooks, selection.tensors, self._lossy_restores)
+            previous = self._agree(self._broadcast_previous(previous), selection, stats)
             evaluator = TrialEvaluator(state, self._evaluate or _never_called) if evaluator is None else evaluator
-            found = self._choose(state, picks, earlier, evaluator, pool)
+            choice = self._choose(state, selection, previous, evaluator, stats)
         record = {
             "scheme": self.id,
             "threshold": self._threshold,
             "optimizer": self._optimizer,
-            **found.record,
-            "left_out": list(picks.nonfinite),
-            "seconds": round(time.perf_counter() - began, 3),
+            **choice.record,
+            "left_out": list(selection.nonfinite),
+            "seconds": round(time.perf_counter() - start, 3),
         }
-        picks.warn_nonfinite()
-        optimizer = "exact" if found.lossless else self._optimizer
-        made: dict[str, QuantizedTensor] = {**kept, **{name: _to_cpu(one) for name, one in found.quantized.items()}}
-        if pool is not None and optimizer == "lossy":
-            made |= {name: one.cpu() for name, one in pool.quantize_moments(state)}
-            optimizer = "exact"  # what else is to be done with it
-        least = (MIN_WEIGHT_NUMEL, 2) if pool is None else None
-        return QuantizationPlan(self.id, made, picks.cast_sources, optimizer, self.coders, record, min_size=least)
+        selection.warn_nonfinite()
+        optimizer = "exact" if choice.lossless else self._optimizer
+        quantized: dict[str, QuantizedTensor] = {
+            **unchanged,
+            **{name: _to_cpu(tensor) for name, tensor in choice.quantized.items()},
+        }
+        if optimizer == "lossy":
+            quantized |= {name: tensor.cpu() for name, tensor in optimizer_state.quantize_moments(state, stats)}
+        # which of its shards stay exact, and why, no rank can say alone
+        min_size = (MIN_WEIGHT_NUMEL, 2) if tensors.is_unsharded else None
+        return QuantizationPlan(
+            self.id, quantized, selection.cast_sources, optimizer, self.coders, record, min_size=min_size
+        )
 
     def _last_choice_record(self) -> dict[str, Any]:
         """What a manifest says where nothing has moved, so that nothing is tried."""
@@ -267,10 +269,9 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
         selection: TensorSelection,
         previous: PreviousCodes,
         evaluator: TrialEvaluator,
-        pool: GlobalStats | None,
+        stats: GlobalStats,
     ) -> _Choice:
-        pools = () if pool is None else (pool,)
-        candidates = self.candidates(selection.tensors, previous, evaluator, *pools)
+        candidates = self.candidates(selection.tensors, previous, evaluator, stats)
         if self._fixed_point is not None:
             self._unmeasured_notice.warn_once(self, quiet=self._is_quiet or not self.is_writer)
             chosen = self.space.settings(self._fixed_point)
@@ -279,17 +280,16 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
             quality = DegradationMetric(evaluator.evaluate, higher_is_better=self._higher_is_better)
 
             def grid(name: str, space: Space, candidates: CandidateSet) -> _SpaceEvaluation:
-                return _SpaceEvaluation(name, space, candidates, quality, selection, state, self._group, pool)
+                return _SpaceEvaluation(name, space, candidates, quality, selection, state, self._group, stats)
 
             def other() -> _SpaceEvaluation | None:
-                found = self.alternative(selection.tensors, previous, *pools)
+                found = self.alternative(selection.tensors, previous, stats)
                 return None if found is None else grid(*found)
 
             own = grid(self.id, self.space, candidates)
-            title = str if pool is None else pool.global_name
             problem = self._calibration.find_problem(
                 quality,
-                make_perturbations(selection, state, title),
+                make_perturbations(selection, state, stats.global_name),
                 lambda scale: self._threshold,
                 own.trials.run_on_all_ranks,
             )
@@ -304,7 +304,7 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
                 return _Choice(record=record | {"exact": problem.observation, "fallback": "lossless"}, lossless=True)
             if warning := self._calibration.noise_warning(self._threshold):
                 _warn(warning)
-            variants = self.variants(evaluator, *pools)
+            variants = self.variants(evaluator, stats)
             return self._search_spaces(own, other, record, variants)
 
     def _search_spaces(
@@ -404,12 +404,13 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
             raise PolicyError("config", found=repr(config), expected=expected, do="choose among these")
         return point
 
-    def _agree(self, previous: PreviousCodes, selection: TensorSelection, pool: GlobalStats) -> PreviousCodes:
-        """The same on all ranks that have a box of a tensor; and what was learned, where all learned it."""
-        self._last_choice = pool.value_if_equal(self._last_choice)
-        self._calibration.set_state(pool.value_if_equal(self._calibration.state))
-        self._lossy_restores = pool.value_if_equal(self._lossy_restores) or 0
-        return replace(pool.common_previous_codes(previous, selection.tensors), lossy_restores=self._lossy_restores)
+    def _agree(self, previous: PreviousCodes, selection: TensorSelection, stats: GlobalStats) -> PreviousCodes:
+        """Forget what ranks that have shards of one state do not all remember alike; a collective."""
+        self._last_choice = stats.value_if_equal(self._last_choice)
+        self._calibration.set_state(stats.value_if_equal(self._calibration.state))
+        self._lossy_restores = stats.value_if_equal(self._lossy_restores) or 0
+        lossy_restores = stats.value_if_equal(previous.lossy_restores) or 0
+        return replace(common_previous_codes(previous, selection.tensors, stats), lossy_restores=lossy_restores)
 
     def _broadcast_previous(self, previous: PreviousCodes) -> PreviousCodes:
         """What the first rank of the group knows."""
@@ -451,17 +452,13 @@ class _SpaceEvaluation:
         selection: TensorSelection,
         state: FlatState,
         group: Any,
-        pool: GlobalStats | None,
+        stats: GlobalStats,
     ) -> None:
         self.name, self.space, self.candidates = name, space, CachedCandidates(candidates)
         self.nbytes = sum(x.numel() * x.element_size() for x in selection.tensors.values())
         self._quality, self._selection, self._state = quality, selection, state
         self._intervals: dict[Point, tuple[float, float]] = {}
-        self.trials = (
-            Trials(self._degradation_at, group=group)
-            if pool is None
-            else JointTrials(self._degradation_at, pool.global_tensors.sum_over_ranks)
-        )
+        self.trials = Trials(self._degradation_at, group=group, sum_over_shards=stats.global_tensors.sum_over_ranks)
 
     def full_search(self, allowed: float, progress: Progress | None) -> SearchResult:
         """A search of all of it."""

@@ -88,6 +88,8 @@ class Trials:
     Args:
         measure: the relative degradation at a point. Every rank has the same one: the same state, the same batches.
         group: the ranks that share the work; with nccl each has set its CUDA device, as always.
+        sum_over_shards: sums predicted sizes over ranks that have shards of one state, and measure each point
+            together; by default the state is not sharded.
 
     Attributes:
         width: points that are measured at the same time.
@@ -97,8 +99,14 @@ class Trials:
         PolicyError: this process is not in the group.
     """
 
-    def __init__(self, measure: Callable[[Point], float], *, group: ProcessGroup | None = None) -> None:
-        self._measure, self._group = measure, group
+    def __init__(
+        self,
+        measure: Callable[[Point], float],
+        *,
+        group: ProcessGroup | None = None,
+        sum_over_shards: Callable[..., Sequence[float]] = lambda *sizes: sizes,
+    ) -> None:
+        self._measure, self._group, self._sum_over_shards = measure, group, sum_over_shards
         self._rank, self.width = _rank_and_size(group)
         self.seconds: dict[Point, float] = {}
 
@@ -119,15 +127,16 @@ class Trials:
         return [degradation for degradation, _ in answers[: len(points)]]
 
     def predict_sizes(self, predict: Callable[[Point], float], points: Sequence[Point]) -> dict[Point, float]:
-        """The predicted sizes of `points`: each rank predicts its share, so that all go on with the same numbers.
+        """The predicted sizes of `points`, of all shards together; each rank of a group predicts a part of the points.
 
-        nan becomes infinite: a point that nobody wants.
+        nan becomes infinite, so that such a point comes last.
         """
-        shares = self.run_on_all_ranks(lambda: [float(predict(point)) for point in points[self._rank :: self.width]])
-        found: dict[Point, float] = {}
-        for rank, share in enumerate(shares):
-            found |= zip(points[rank :: self.width], share, strict=True)
-        return {point: math.inf if math.isnan(found[point]) else found[point] for point in points}
+        parts = self.run_on_all_ranks(lambda: [float(predict(point)) for point in points[self._rank :: self.width]])
+        sizes: dict[Point, float] = {}
+        for rank, part in enumerate(parts):
+            sizes |= zip(points[rank :: self.width], part, strict=True)
+        local = [math.inf if math.isnan(sizes[point]) else sizes[point] for point in points]
+        return dict(zip(points, self._sum_over_shards(*local), strict=True))
 
     def _measure_timed(self, points: Sequence[Point]) -> tuple[float, float]:
         began = time.perf_counter()
@@ -152,25 +161,6 @@ class Trials:
         if told is not None:
             raise _text_to_error(told) from cause
         return [value for value, _ in answers]
-
-
-class JointTrials(Trials):
-    """Trials of states of which every rank has a part: all ranks measure each point together, and sizes add up.
-
-    Args:
-        measure: the same on all ranks; a collective.
-        sum_over_ranks: sums of numbers over ranks; a collective.
-    """
-
-    def __init__(self, measure: Callable[[Point], float], sum_over_ranks: Callable[..., Sequence[float]]) -> None:
-        super().__init__(measure)
-        self._sum_over_ranks = sum_over_ranks
-
-    def predict_sizes(self, predict: Callable[[Point], float], points: Sequence[Point]) -> dict[Point, float]:
-        """See `Trials`."""
-        found = [float(predict(point)) for point in points]
-        sums = self._sum_over_ranks(*(math.inf if math.isnan(one) else one for one in found))
-        return dict(zip(points, sums, strict=True))
 
 
 _ErrorText = tuple[str, str, str, str, str]

@@ -12,15 +12,13 @@ from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.quantize.entropy import code_entropy, entropy_per_value
 from shrinkpoint.quantize.uniform import (
     grid_histogram,
-    histogram_entropy,
-    min_max,
     quantize_to_grid,
     uniform_grid,
     variable_bins,
 )
-from shrinkpoint.schemes.global_stats import GlobalStats
 from shrinkpoint.schemes.search.candidates import PreviousCodes, subsample
 from shrinkpoint.schemes.search.space import Axis, Point, Space
+from shrinkpoint.sharding.global_stats import GlobalStats
 
 _BINS = (8, 16, 32, 64, 128, 256)
 UNIFORM_SPACE = Space((Axis("least", _BINS), Axis("most", _BINS)))
@@ -30,18 +28,14 @@ UNIFORM_SPACE = Space((Axis("least", _BINS), Axis("most", _BINS)))
 class UniformCandidates:
     """The points of the space for the weights of one state."""
 
-    def __init__(self, weights: Mapping[str, Tensor], previous: PreviousCodes, pool: GlobalStats | None) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], previous: PreviousCodes, stats: GlobalStats) -> None:
         self._weights, self._previous = weights, previous
-        self._global_names = {name: name if pool is None else pool.global_name(name) for name in weights}
-        if pool is None:
-            self._min_max = {name: min_max(x) for name, x in weights.items()}
-            self._entropies = {name: histogram_entropy(x) for name, x in weights.items()}
-        else:
-            self._min_max = pool.min_max(weights)
-            counts = pool.sum_histograms(
-                {name: grid_histogram(x, self._min_max[pool.global_name(name)]) for name, x in weights.items()}
-            )
-            self._entropies = {title: entropy_per_value(counts[title]) for title in pool.global_names}
+        self._global_names = {name: stats.global_name(name) for name in weights}
+        self._min_max = stats.min_max(weights)
+        histograms = stats.sum_histograms(
+            {name: grid_histogram(weight, self._min_max[self._global_names[name]]) for name, weight in weights.items()}
+        )
+        self._entropies = {name: entropy_per_value(histograms[name]) for name in stats.global_names}
 
     def quantize(self, point: Point) -> dict[str, CodebookTensor]:
         bins = self._bins(point)
