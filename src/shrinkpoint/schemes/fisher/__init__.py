@@ -1,4 +1,4 @@
-"""A stated budget, no knobs: steps that follow what the optimizer knows of the loss. docs/fisher.md."""
+"""The scheme "fisher": step sizes that follow what the optimizer knows of the loss. docs/fisher.md."""
 
 from shrinkpoint.schemes.fisher.scheme import Fisher
 

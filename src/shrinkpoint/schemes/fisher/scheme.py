@@ -60,34 +60,34 @@ DEFAULT_BUDGET = 1e-3
 
 
 class Fisher(SpecMixin, RecordEncodingMixin):
-    """The fewest bits that keep a stated rise of the loss, or the least rise for a stated number of bits.
+    """Quantizes to the fewest bits for a given rise of the loss, or to the least rise for a given number of bits.
 
-    Weights go on a uniform grid whose steps follow, by row and by column, what the optimizer knows of the loss: Adam's
-    second moment is, up to a factor, its curvature. Codes are coded under the points of the checkpoint before. After a
-    restore, dither keeps what training has done since. Moments go on grids of their own. docs/fisher.md.
+    Weights are rounded to a uniform grid whose steps follow, by row and by column, what the optimizer knows of the
+    loss: Adam's second moment is, up to a factor, its curvature. Codes are coded given the parent checkpoint's points.
+    After a restore, dither preserves what training has done since. Moments have grids of their own. docs/fisher.md.
 
     One instance serves one training run: it remembers its steps and what it has learned.
 
     Args:
         budget: by how much a checkpoint may raise the loss that `evaluate` measures, in per cent of it: "1%"; at most
             "100%".
-        nats: instead of that: the same in the loss's own unit. 0.001 where nothing is asked.
-        ratio: instead of both: how many times smaller the whole state shall be; above 1.
-        relative_error: instead of all: the root mean square of the error, in standard deviations of a tensor (.3, or
-            "30%"; at most 2): the geometric mean over all weights, of a keyframe; weights held at their points may add
-            a fifth. Nothing need be known of the loss; what is known distributes it.
+        nats: the same in the loss's own unit; 0.001 if none of the four targets is given. Give at most one of them.
+        ratio: how many times smaller the whole state shall be; above 1.
+        relative_error: the root mean square of the error in standard deviations of a tensor (.3, or "30%"; at most 2),
+            in the geometric mean over all weights of a keyframe; hysteresis may add a fifth. Nothing need be known of
+            the loss; what is known distributes the error.
         evaluate: called with what is being saved (a manager's `model`; else the state); returns a loss or a score, or a
-            1-D tensor of each example's. Then the measured rise decides, and the prediction saves trials. As with every
-            scheme that measures, it must look at what it is given, and give the same answer for the same weights.
-        higher_is_better: `evaluate` returns a score, and `budget` and `nats` are of that.
-        terms: how many loss terms (tokens, images) a batch averages: with it the prediction is one of nats, and
-            without `evaluate` it decides. Where there is neither, steps are one standard deviation.
-        gradients: a recorder of squared gradients, for optimizers that have none.
+            1-D tensor with that of each example. Then the measured rise decides, and the prediction saves trials. It
+            must measure what it is given, and return the same for the same weights.
+        higher_is_better: `evaluate` returns a score, to which `budget` and `nats` refer.
+        terms: how many loss terms (tokens, images) a batch averages: with it the predicted rise is in nats, and
+            decides if there is no `evaluate`. Without both, steps are one standard deviation.
+        gradients: a recorder of squared gradients, for optimizers that keep none.
         moments: of the optimizer: "coded" on grids, "exact" bit for bit, or "drop": zero after a restore.
         seed: of the dither.
 
     Raises:
-        PolicyError: an argument that makes no sense, or two ways to say how much may be lost.
+        PolicyError: an invalid argument, or more than one target.
     """
 
     id: ClassVar[str] = "fisher"

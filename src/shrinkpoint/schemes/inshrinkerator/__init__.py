@@ -1,4 +1,4 @@
-"""Inshrinkerator / DynaQuant (arXiv 2306.11800): prune, protect, quantize; a searched setting; deltas of codes."""
+"""The scheme "inshrinkerator" (arXiv 2306.11800): prune, protect and quantize with searched settings."""
 
 from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator
 
