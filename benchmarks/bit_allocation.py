@@ -5,7 +5,7 @@
 On the text task of wire.py: the model is fine-tuned without compression, `allocate_bits` measures each operator at each
 boundary on windows that it was trained on, and what it chose is compared with one operator for all, at no more bytes:
 on the loss of held-out text, and over a whole fine-tuning; there also with changes since a sample was here before sent
-instead of its activations (AQ-SGD). Writes results/allot.json.
+instead of its activations (AQ-SGD). Writes results/bit_allocation.json.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=workloads.default_data())
     parser.add_argument("--cache", type=Path, default=Path("results/wire"), help="of the pre-trained model")
-    parser.add_argument("--out", type=Path, default=Path("results/allot.json"))
+    parser.add_argument("--out", type=Path, default=Path("results/bit_allocation.json"))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--quick", action="store_true", help="a toy: does it all run?")
     args = parser.parse_args()
@@ -102,12 +102,15 @@ def main() -> None:
     head = ["ratio", "way", "operators", "rise at once", "predicted", "trained so: on", "off"]
     body = [
         [
-            f"{one['ratio']:.1f}", one["way"], " ".join(one["operators"]), f"{one['rise']:+.4f}",
+            f"{one['ratio']:.1f}",
+            one["way"],
+            " ".join(one["operators"]),
+            f"{one['rise']:+.4f}",
             "-" if one["predicted"] is None else f"{one['predicted']:+.4f}",
             *(" ".join(f"{loss:.4f}" for loss in one[key]) for key in ("on", "off")),
         ]
         for one in rows
-    ]  # fmt: skip
+    ]
     print(table(head, body))
 
 

@@ -150,12 +150,15 @@ def _row(pair: Pair, found: Sequence[Record]) -> Row:
         if name.endswith("forward") and link["relative_error"] is not None
     ]
     return Row(
-        pair, [record["settings"]["seed"] for record in found],
-        [record["on"] for record in found], [record["off"] for record in found],
+        pair,
+        [record["settings"]["seed"] for record in found],
+        [record["on"] for record in found],
+        [record["off"] for record in found],
         {way: fmean(record["bits"][way] for record in found) for way in ways},
         {way: fmean(record["bits of the last epoch"][way] for record in found) for way in ways},
-        fmean(errors) if errors else None, median(record["train CPU seconds"] for record in found),
-    )  # fmt: skip
+        fmean(errors) if errors else None,
+        median(record["train CPU seconds"] for record in found),
+    )
 
 
 def studies(records: Sequence[Record]) -> dict[str, Study]:
@@ -347,6 +350,16 @@ def _reached(study: Study) -> dict[str, Any] | None:
 
 
 CLAIMS = (
-    _milder_ranges, _milder_groups, _milder_topk, _groups_for_free, _lowest, _needs, _bits_inference, _feedback_trains,
-    _feedback_frees, _aq_topk, _shared, _reached,
-)  # fmt: skip
+    _milder_ranges,
+    _milder_groups,
+    _milder_topk,
+    _groups_for_free,
+    _lowest,
+    _needs,
+    _bits_inference,
+    _feedback_trains,
+    _feedback_frees,
+    _aq_topk,
+    _shared,
+    _reached,
+)

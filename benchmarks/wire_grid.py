@@ -14,14 +14,26 @@ TOPS = (50, 30, 20, 10, 5, 2)
 FEEDBACKS = ("ef", "efmixed", "ef21")
 KEYS: dict[str, tuple[Pair, ...]] = {
     "image": (
-        PLAIN, ("q4", "q8"), ("q8", "q4"), ("q4:64", "q4:64"), ("n3:64", "q4:64"), ("top10", "top10"),
-        ("ef21(top10)", "ef21(top10)"), ("aq(top10)", "top10"), ("aq(top30)", "top30"),
+        PLAIN,
+        ("q4", "q8"),
+        ("q8", "q4"),
+        ("q4:64", "q4:64"),
+        ("n3:64", "q4:64"),
+        ("top10", "top10"),
+        ("ef21(top10)", "ef21(top10)"),
+        ("aq(top10)", "top10"),
+        ("aq(top30)", "top30"),
     ),
     "text": (
-        PLAIN, ("q4", "q8"), ("q8", "q4"), ("q4:64", "q4:64"), ("n3:64", "q4:64"), ("top10", "top10"),
+        PLAIN,
+        ("q4", "q8"),
+        ("q8", "q4"),
+        ("q4:64", "q4:64"),
+        ("n3:64", "q4:64"),
+        ("top10", "top10"),
         ("top10", "same"),
     ),
-}  # fmt: skip
+}
 """What is run with three seeds."""
 
 

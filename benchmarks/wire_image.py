@@ -81,6 +81,14 @@ def task(data: Path, *, still: bool = False, quick: bool = False) -> Task:
 
     facts = {"parameters": sum(p.numel() for p in ResNet18().parameters()), "batch": size, "samples": count}
     return Task(
-        "still" if still else "image", "top-1 %", True, ("layer1", "layer2", "layer3"), steps, epochs,
-        build, classify, lambda net: accuracy(net, held), facts=facts,
-    )  # fmt: skip
+        "still" if still else "image",
+        "top-1 %",
+        True,
+        ("layer1", "layer2", "layer3"),
+        steps,
+        epochs,
+        build,
+        classify,
+        lambda net: accuracy(net, held),
+        facts=facts,
+    )

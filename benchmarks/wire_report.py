@@ -42,9 +42,15 @@ def _cells(row: Row, study: Study) -> list[str]:
     error = "-" if row.error is None else f"{row.error:.3f}"
     name = f"{shown(row.pair)}{'  LOST' if study.lost(row) else ''}"
     return [
-        name, str(len(row.on)), _several(row.on, digits), _several(row.off, digits), *sizes, *ratios, error,
+        name,
+        str(len(row.on)),
+        _several(row.on, digits),
+        _several(row.off, digits),
+        *sizes,
+        *ratios,
+        error,
         f"{row.seconds:.0f}",
-    ]  # fmt: skip
+    ]
 
 
 def part_table(study: Study, pairs: Sequence[Pair]) -> str | None:

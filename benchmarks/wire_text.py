@@ -112,6 +112,15 @@ def task(data: Path, cache: Path, *, quick: bool = False) -> Task:
     facts = {"parameters": sum(p.numel() for p in GPT(shape).parameters()), "batch": BATCH, "samples": count}
     after = tuple(f"blocks.{at}" for at in range(3))
     return Task(
-        "text", "loss", False, after, total, epochs, build, lambda model, drawn: model(drawn[0], drawn[1]),
-        lambda model: loss_of(model, held), clip=1.0, facts={**facts, "context": shape.context},
-    )  # fmt: skip
+        "text",
+        "loss",
+        False,
+        after,
+        total,
+        epochs,
+        build,
+        lambda model, drawn: model(drawn[0], drawn[1]),
+        lambda model: loss_of(model, held),
+        clip=1.0,
+        facts={**facts, "context": shape.context},
+    )

@@ -95,35 +95,37 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
     "dcp.install": (dcp.install, COMMON),
     "comm.parse": (comm.parse, {"text": [None, 3, comm.Uniform, "x9"]}),
     "comm.Link": (
-        lambda **wrong: comm.Link(**{"how": "q4:64", **wrong}), {**SIZES, "how": [None, 3, comm.Uniform, len]},
+        lambda **wrong: comm.Link(**{"compressor": "q4:64", **wrong}),
+        {**SIZES, "compressor": [None, 3, comm.Uniform, len]},
     ),
     "comm.Uniform": (
         lambda **wrong: comm.Uniform(**{"bits": 4, **wrong}),
         {"bits": [9, *NO_COUNT], "group": ["rows", 0, True, 1.5], "dither": NO_FLAG},
     ),
-    "comm.Normal": (lambda **wrong: comm.NormalFloat(**{"bits": 3, **wrong}),
+    "comm.NormalFloat": (lambda **wrong: comm.NormalFloat(**{"bits": 3, **wrong}),
         {"bits": [5, *NO_COUNT], "group": [7, "row"]}),
     "comm.BlockFloat": (
         lambda **wrong: comm.BlockFloat(**{"bits": 4, **wrong}), {"bits": [1, 9, *NO_COUNT], "block": [7, "x"]},
     ),
     "comm.TopK": (comm.TopK, {"share": [10, "10%", *NO_NUMBER[2:]]}),
     "comm.RandomK": (lambda **wrong: comm.RandomK(**{"share": 0.1, **wrong}), {"share": [10, "10%"], "seed": NO_SEED}),
-    "comm.Rotated": (
-        lambda **wrong: comm.Hadamard(**{"operator": comm.Uniform(4), **wrong}),
-        {"operator": ["q4", None, comm.Uniform], "block": [7, "x", True], "above": ["x", -1.0, math.nan, True]},
+    "comm.Hadamard": (
+        lambda **wrong: comm.Hadamard(**{"compressor": comm.Uniform(4), **wrong}),
+        {"compressor": ["q4", None, comm.Uniform], "block": [7, "x", True],
+         "outlier_threshold": ["x", -1.0, math.nan, True]},
     ),
     "comm.Cast": (comm.Cast, {"dtype": ["fp8", None, torch.bfloat16, []]}),
-    "comm.EF": (comm.EF, {"operator": ["top10", None, comm.TopK]}),
-    "comm.EF21": (comm.EF21, {"operator": ["top10", None, comm.TopK]}),
-    "comm.EFMixed": (comm.EFMixed, {"operator": ["top10", None, comm.TopK]}),
+    "comm.EF": (comm.EF, {"compressor": ["top10", None, comm.TopK]}),
+    "comm.EF21": (comm.EF21, {"compressor": ["top10", None, comm.TopK]}),
+    "comm.EFMixed": (comm.EFMixed, {"compressor": ["top10", None, comm.TopK]}),
     "comm.AQSGD": (
-        lambda **wrong: comm.AQSGD(**{"operator": comm.Uniform(4), **wrong}),
-        {"operator": ["q4", None], "warmup": NO_COUNT_FROM_0, "dtype": ["fp8", None, []], "most_bytes": NO_COUNT},
+        lambda **wrong: comm.AQSGD(**{"compressor": comm.Uniform(4), **wrong}),
+        {"compressor": ["q4", None], "warmup": NO_COUNT_FROM_0, "dtype": ["fp8", None, []], "most_bytes": NO_COUNT},
     ),
     "comm.Accordion": (
-        lambda **wrong: comm.Accordion("q2", "q8", **wrong), {"threshold": [0, *NO_NUMBER], "every": NO_COUNT},
+        lambda **wrong: comm.Accordion("q2", "q8", **wrong), {"threshold": [0, *NO_NUMBER], "interval": NO_COUNT},
     ),
-    "comm.insert_points": (
+    "comm.insert_compression": (
         lambda **wrong: comm.insert_compression(**{"model": MODEL, "after": ["0"], "forward": "q4:64", **wrong}),
         {**SIZES, "model": [None, "gpt"], "after": ["0", None, 3, ["none"]], "micro_batches": NO_COUNT},
     ),
@@ -138,14 +140,14 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
     "comm.compress_pipeline": (
         lambda **wrong: comm.compress_pipeline([], **wrong), {**SIZES, "timeout": NO_NUMBER},
     ),
-    "comm.allot": (
+    "comm.allocate_bits": (
         lambda **wrong: comm.allocate_bits(**{"model": MODEL, "after": ["0"], "evaluate": len, **wrong}),
         {"model": [None, 3], "evaluate": NO_FUNCTION, "ratio": [1, 0.5, *NO_NUMBER], "higher_is_better": NO_FLAG},
     ),
-    "comm.advise": (
+    "comm.recommend": (
         lambda **wrong: comm.recommend(**{"shape": (4,), "mbps": 100.0, **wrong}),
-        {"mbps": [0, *NO_NUMBER], "kind": NO_CHOICE, "world": [1, *NO_COUNT], "micro_batches": NO_COUNT,
-         "overlap": NO_FLAG, "schedule": NO_CHOICE, "duplex": NO_FLAG, "most_error": ["x", -1.0],
+        {"mbps": [0, *NO_NUMBER], "parallelism": NO_CHOICE, "world_size": [1, *NO_COUNT], "micro_batches": NO_COUNT,
+         "overlap": NO_FLAG, "schedule": NO_CHOICE, "duplex": NO_FLAG, "max_error": ["x", -1.0],
          "repeats": NO_COUNT, "candidates": ["q4", 3], "dtype": ["int8", 3]},
     ),
 }  # fmt: skip

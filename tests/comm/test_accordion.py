@@ -1,4 +1,4 @@
-"""Which of two operators gradients are sent with."""
+"""Which of two compressors gradients are sent with."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shrinkpoint.errors import MismatchError, PolicyError
 def regimes(norms: list[float], every: int = 2, threshold: float = 0.5) -> list[bool]:
     """Whether each window is critical, and the one after the last; a norm for each."""
     accordion = Accordion("q2", "q8", interval=every, threshold=threshold)
-    said = [accordion.critical]
+    reports = [accordion.critical]
     for norm in norms:
         for _ in range(every):
             accordion.observe(norm * norm, list)
-        said.append(accordion.critical)
-    return said
+        reports.append(accordion.critical)
+    return reports
 
 
 def test_a_change_of_the_norm_makes_the_next_window_mild_and_quiet_makes_it_strong_again():
@@ -40,12 +40,12 @@ def test_a_window_is_critical_where_the_relative_change_reaches_the_threshold(no
 
 def test_a_learning_rate_that_falls_makes_the_next_window_mild():
     accordion = Accordion("q2", "q8", interval=1)
-    said = []
+    reports = []
     for rate in (1.0, 1.0, 1.0, 0.1, 0.1, 1.0):
         accordion.set_lr(rate)
         accordion.observe(4.0, list)
-        said.append(accordion.compressor)
-    assert said == ["q8", "q2", "q2", "q8", "q2", "q2"]
+        reports.append(accordion.compressor)
+    assert reports == ["q8", "q2", "q2", "q8", "q2", "q2"]
 
 
 def test_steps_that_are_not_finite_do_not_count_and_a_window_of_them_is_critical():
@@ -109,7 +109,7 @@ RANKS = """
 
 
     def of_rank(rank, width, folder):
-        said = join(rank, width, folder)
+        reports = join(rank, width, folder)
 
         def replicas():
             accordion = Accordion("ef(q2:64)", "q8:64", interval=2)
@@ -125,42 +125,42 @@ RANKS = """
 
         for kind in (replicas, shards):
             model, handle, accordion = kind()
-            said[kind.__name__] = course(model, handle, accordion, rank, range(len(SCALES)))
-            said["restored " + kind.__name__] = []
+            reports[kind.__name__] = course(model, handle, accordion, rank, range(len(SCALES)))
+            reports["restored " + kind.__name__] = []
             for at in (4, 7):  # just after the first switch, and within a window
                 model, handle, accordion = kind()
                 first = course(model, handle, accordion, rank, range(at))
                 again = kind()
                 again[1].load_state_dict(handle.state_dict())
-                said["restored " + kind.__name__].append(first + course(*again, rank, range(at, len(SCALES))))
+                reports["restored " + kind.__name__].append(first + course(*again, rank, range(at, len(SCALES))))
         unlike = Accordion("q2", "q8", interval=2 + rank)
-        said["unlike"] = caught(lambda: course(model := DDP(plain_net()), compress_ddp(model, accordion=unlike),
+        reports["unlike"] = caught(lambda: course(model := DDP(plain_net()), compress_ddp(model, accordion=unlike),
                                                unlike, rank, [0]))
-        said["bad"] = caught(lambda: compress_ddp(DDP(plain_net()), accordion=Accordion("q2", "aq(q8)")))
-        leave(said, rank, folder)
+        reports["bad"] = caught(lambda: compress_ddp(DDP(plain_net()), accordion=Accordion("q2", "aq(q8)")))
+        leave(reports, rank, folder)
 """
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
+def reports(tmp_path_factory):
     return ranks(RANKS, 2, tmp_path_factory.mktemp("group"))
 
 
 @pytest.mark.parametrize("kind", ["replicas", "shards"])
-def test_all_ranks_switch_at_the_same_step_and_send_less_while_the_gradient_is_quiet(said, kind):
-    hows = [how for how, _ in said[0][kind]]
+def test_all_ranks_switch_at_the_same_step_and_send_less_while_the_gradient_is_quiet(reports, kind):
+    hows = [how for how, _ in reports[0][kind]]
     late = kind == "shards"  # there a step is over when the next one begins
     quiet = [*range(4 + late, 10 + late), *range(12 + late, 16)]
     assert [step for step, how in enumerate(hows) if how == "ef(q2:64)"] == quiet
-    assert [how for how, _ in said[1][kind]] == hows
-    bytes_of = dict(said[0][kind][:4] + said[0][kind][6:8])
+    assert [how for how, _ in reports[1][kind]] == hows
+    bytes_of = dict(reports[0][kind][:4] + reports[0][kind][6:8])
     assert bytes_of["q8:64"] > 2.5 * bytes_of["ef(q2:64)"]
 
 
 @pytest.mark.parametrize("kind", ["replicas", "shards"])
-def test_a_restored_run_goes_on_in_the_same_regime(said, kind):
-    assert all(one[f"restored {kind}"] == [one[kind]] * 2 for one in said)
+def test_a_restored_run_goes_on_in_the_same_regime(reports, kind):
+    assert all(one[f"restored {kind}"] == [one[kind]] * 2 for one in reports)
 
 
-def test_ranks_with_other_thresholds_or_an_operator_that_cannot_be_used_are_an_error(said):
-    assert all((one["unlike"][0], one["bad"][0]) == ("MismatchError", "PolicyError") for one in said)
+def test_ranks_with_other_thresholds_or_a_compressor_that_cannot_be_used_are_an_error(reports):
+    assert all((one["unlike"][0], one["bad"][0]) == ("MismatchError", "PolicyError") for one in reports)

@@ -27,10 +27,10 @@ RANKS = """
 
     def alone(spec, tensors):
         "What one process makes of the tensors of all ranks."
-        operator, width, size = parse(spec), len(tensors), tensors[0].numel()
+        compressor, width, size = parse(spec), len(tensors), tensors[0].numel()
         share = math.ceil(math.ceil(size / width) / 64) * 64
         rows = [F.pad(x, (0, share * width - size)).view(width, share) for x in tensors]
-        crossed = lambda x: operator.decode(operator.encode(x, NO_CONTEXT), torch.empty_like(x), NO_CONTEXT)
+        crossed = lambda x: compressor.decode(compressor.encode(x, NO_CONTEXT), torch.empty_like(x), NO_CONTEXT)
         out = []
         for owner in range(width):
             total = torch.zeros(share, dtype=torch.promote_types(tensors[0].dtype, torch.float32))
@@ -41,24 +41,25 @@ RANKS = """
 
 
     def of_rank(rank, width, folder):
-        said, group = join(rank, width, folder), dist.group.WORLD
-        said["digests"], said["wrong"] = [], []
+        reports, group = join(rank, width, folder), dist.group.WORLD
+        reports["digests"], reports["wrong"] = [], []
         for spec, size, dtype in CASES:
             tensors = [drawn(size, seed=size + of, dtype=dtype) for of in range(width)]
             mean = CompressedAllReduce(spec, name="g").average_(tensors[rank].clone(), group)
             if digest(mean) != digest(alone(spec, tensors)):
-                said["wrong"].append([spec, size, str(dtype)])
-            said["digests"].append(digest(mean))
+                reports["wrong"].append([spec, size, str(dtype)])
+            reports["digests"].append(digest(mean))
 
         # noise and random places follow from the message: another one each time, the same at both ends
         hops, x = CompressedAllReduce("q2:64:dither", name="g"), drawn(640, seed=3)
         means = [hops.average_(x.clone(), group) for _ in range(40)]
-        said["noise"] = [digest(mean) for mean in means]
-        said["noise_error"] = [float((means[0] - x).norm() / x.norm()), float((sum(means) / 40 - x).norm() / x.norm())]
-        said["random"] = digest(CompressedAllReduce("rand25", name="g").average_(x.clone(), group))
+        reports["noise"] = [digest(mean) for mean in means]
+        errors = [means[0] - x, sum(means) / 40 - x]
+        reports["noise_error"] = [float(error.norm() / x.norm()) for error in errors]
+        reports["random"] = digest(CompressedAllReduce("rand25", name="g").average_(x.clone(), group))
 
         # a value that is not finite, on one rank only
-        said["lost"], said["finite"] = [], []
+        reports["lost"], reports["finite"] = [], []
         for spec in ("q4:64", "n3:64", "top10", "rand5", "ef(q4:64)", "bf16", "ef21(top10)"):
             for value in (math.nan, -math.inf):
                 for place in (0, 999):
@@ -67,20 +68,20 @@ RANKS = """
                         x[place] = value
                     hops.average_(x, group)
                     told = "rand" not in spec and math.isfinite(x[place]) or bool(x.isfinite().all())
-                    said["lost"] += [[spec, value, place]] * told
+                    reports["lost"] += [[spec, value, place]] * told
                     for _ in range(2):  # and it is forgotten
                         after = hops.average_(drawn(1000, seed=rank), group)
-                    said["finite"].append(bool(after.isfinite().all()))
+                    reports["finite"].append(bool(after.isfinite().all()))
 
         # what the first hop loses comes later
         mean = sum(drawn(1000, seed=of) for of in range(width)) / width
         for spec in ("top10", "ef(top10)", "efmixed(top10)", "ef21(top10)"):
             hops = CompressedAllReduce(spec, "exact", name="g")
             steps = [hops.average_(drawn(1000, seed=rank), group) for _ in range(60)]
-            said[spec] = [float((sum(steps) / 60 - mean).norm() / mean.norm()), float((steps[-1] - mean).norm())]
+            reports[spec] = [float((sum(steps) / 60 - mean).norm() / mean.norm()), float((steps[-1] - mean).norm())]
         hops = CompressedAllReduce("exact", "ef(top10)", name="g")  # and what the second does
         steps = [hops.average_(drawn(1000, seed=0), group) for _ in range(60)]
-        said["second"] = float((sum(steps) / 60 - drawn(1000, seed=0)).norm() / drawn(1000, seed=0).norm())
+        reports["second"] = float((sum(steps) / 60 - drawn(1000, seed=0)).norm() / drawn(1000, seed=0).norm())
 
         # a state, and layouts
         for spec in ("ef(q2:64:dither)", "ef21(q2:64)"):
@@ -91,94 +92,95 @@ RANKS = """
             later.load_state_dict(first.state_dict())
             goes_on = [[digest(hops.average_(drawn(500, seed=10 * step + rank), group, "a")) for step in range(4, 8)]
                        for hops in (first, later)]
-            said["restored " + spec] = goes_on[0] == goes_on[1]
+            reports["restored " + spec] = goes_on[0] == goes_on[1]
             anew, fresh = [hops.average_(drawn(500, seed=rank), group, "b") for hops in (first,
             CompressedAllReduce(spec, name="g"))]
-            said["anew " + spec] = digest(anew) == digest(fresh)
+            reports["anew " + spec] = digest(anew) == digest(fresh)
             for _ in range(4):
                 first.average_(drawn(500, seed=rank), group, "b")
                 first.step()
-            said["kept " + spec] = list(first.state_dict()["first"])
-        said["foreign"] = caught(lambda: CompressedAllReduce("q4", name="g").load_state_dict({"hops": 1}))
+            reports["kept " + spec] = list(first.state_dict()["first"])
+        reports["foreign"] = caught(lambda: CompressedAllReduce("q4", name="g").load_state_dict({"hops": 1}))
 
         # other groups
         pair = dist.new_group([0, width - 1])
         if rank in (0, width - 1):
             x = CompressedAllReduce("exact", name="g").average_(torch.full((100,), float(rank)), pair)
-            said["pair"] = sorted(set(x.tolist()))
+            reports["pair"] = sorted(set(x.tolist()))
             tensors, other = [drawn(999, seed=of) for of in (0, width - 1)], width - 1 - rank
             came = torch.zeros(1)
             work = dist.irecv(came, other, pair)  # what others receive in the group is not taken for ours
             x = CompressedAllReduce("q4:64", name="g").average_(drawn(999, seed=rank), pair)
             dist.send(torch.ones(1), other, pair)
             work.wait()
-            said["pair"] += [digest(x) == digest(alone("q4:64", tensors)), float(came)]
+            reports["pair"] += [digest(x) == digest(alone("q4:64", tensors)), float(came)]
         single = [dist.new_group([of]) for of in range(width)][rank]
         hops, x = CompressedAllReduce("q2", name="g"), drawn(100, seed=1)
         hops.average_(x, single)
-        said["single"] = [digest(x) == digest(drawn(100, seed=1)), hops.link_stats["first hop"].messages]
-        said["empty"] = CompressedAllReduce("q2", name="g").average_(torch.empty(0), group).numel()
+        reports["single"] = [digest(x) == digest(drawn(100, seed=1)), hops.link_stats["first hop"].messages]
+        reports["empty"] = CompressedAllReduce("q2", name="g").average_(torch.empty(0), group).numel()
 
         # bytes
         hops = CompressedAllReduce("q4:64", name="g")
         hops.average_(drawn(64 * width * 10, seed=1), group)
-        said["bytes"] = {name: [one.messages, one.raw_bytes, one.wire_bytes] for name, one in hops.link_stats.items()}
-        leave(said, rank, folder)
+        reports["bytes"] = {name: [stats.messages, stats.raw_bytes, stats.wire_bytes]
+                            for name, stats in hops.link_stats.items()}
+        leave(reports, rank, folder)
 """
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
+def reports(tmp_path_factory):
     return ranks(RANKS, 3, tmp_path_factory.mktemp("group"))
 
 
-def test_every_rank_holds_the_same_bits_and_what_one_process_computes(said):
-    assert said[0]["wrong"] == []
-    assert all(one["digests"] == said[0]["digests"] for one in said)
+def test_every_rank_holds_the_same_bits_and_what_one_process_computes(reports):
+    assert reports[0]["wrong"] == []
+    assert all(one["digests"] == reports[0]["digests"] for one in reports)
 
 
-def test_noise_is_another_in_each_message_and_averages_out(said):
-    assert all((one["noise"], one["random"]) == (said[0]["noise"], said[0]["random"]) for one in said)
-    assert len(set(said[0]["noise"])) == 40
-    once, often = said[0]["noise_error"]
+def test_noise_is_another_in_each_message_and_averages_out(reports):
+    assert all((one["noise"], one["random"]) == (reports[0]["noise"], reports[0]["random"]) for one in reports)
+    assert len(set(reports[0]["noise"])) == 40
+    once, often = reports[0]["noise_error"]
     assert often < once / 4
 
 
-def test_what_is_not_finite_on_one_rank_reaches_all_and_is_then_forgotten(said):
-    assert all(one["lost"] == [] for one in said)
-    assert all(all(one["finite"]) for one in said)
+def test_what_is_not_finite_on_one_rank_reaches_all_and_is_then_forgotten(reports):
+    assert all(one["lost"] == [] for one in reports)
+    assert all(all(one["finite"]) for one in reports)
 
 
-def test_feedback_sends_later_what_a_message_lost(said):
-    plain, _ = said[0]["top10"]
+def test_feedback_sends_later_what_a_message_lost(reports):
+    plain, _ = reports[0]["top10"]
     for spec in ("ef(top10)", "efmixed(top10)"):
-        assert said[0][spec][0] < plain / 2.5
-    assert said[0]["ef21(top10)"][1] < 1e-4
-    assert said[0]["second"] < plain / 2.5
+        assert reports[0][spec][0] < plain / 2.5
+    assert reports[0]["ef21(top10)"][1] < 1e-4
+    assert reports[0]["second"] < plain / 2.5
 
 
 @pytest.mark.parametrize("spec", ["ef(q2:64:dither)", "ef21(q2:64)"])
-def test_a_restored_state_goes_on_as_the_one_that_was_saved(said, spec):
-    assert all(one[f"restored {spec}"] for one in said)
-    assert all(one["foreign"][0] == "MismatchError" for one in said)
+def test_a_restored_state_goes_on_as_the_one_that_was_saved(reports, spec):
+    assert all(one[f"restored {spec}"] for one in reports)
+    assert all(one["foreign"][0] == "MismatchError" for one in reports)
 
 
 @pytest.mark.parametrize("spec", ["ef(q2:64:dither)", "ef21(q2:64)"])
-def test_another_layout_begins_anew_and_the_old_one_is_forgotten(said, spec):
-    assert all(one[f"anew {spec}"] for one in said)
-    assert all(one[f"kept {spec}"] == ["b"] for one in said)
+def test_another_layout_begins_anew_and_the_old_one_is_forgotten(reports, spec):
+    assert all(one[f"anew {spec}"] for one in reports)
+    assert all(one[f"kept {spec}"] == ["b"] for one in reports)
 
 
-def test_groups_may_be_any_and_one_rank_alone_sends_nothing(said):
-    assert said[0]["pair"] == said[2]["pair"] == [1.0, True, 1.0]
-    assert all((one["single"], one["empty"]) == ([True, 0], 0) for one in said)
+def test_groups_may_be_any_and_one_rank_alone_sends_nothing(reports):
+    assert reports[0]["pair"] == reports[2]["pair"] == [1.0, True, 1.0]
+    assert all((one["single"], one["empty"]) == ([True, 0], 0) for one in reports)
 
 
-def test_the_ledger_counts_what_each_rank_hands_to_the_others(said):
+def test_the_ledger_counts_what_each_rank_hands_to_the_others(reports):
     share = 64 * 10
     raw, wire = 2 * share * 4, 2 * 368  # 4 bits a value and 4 bytes a group are 360; messages are multiples of 16
     expected = {"first hop": [2, raw, wire], "second hop": [1, raw, wire]}
-    assert all(one["bytes"] == expected for one in said)
+    assert all(one["bytes"] == expected for one in reports)
 
 
 @pytest.mark.parametrize("how", ["same", "aq(q2:64)", "ef(same:bf16)", "q9", "nonsense"])

@@ -47,7 +47,7 @@ START = '''
 
 LONG = """
     def of_rank(rank, width, folder):
-        said = join(rank, width, folder)
+        reports = join(rank, width, folder)
         for how in (None, "q4:64", "ef(q3:32:dither)"):
             model = DDP(Net().to(memory_format=torch.channels_last), bucket_cap_mb=0.02, find_unused_parameters=True,
                         gradient_as_bucket_view=how != "q4:64")
@@ -63,34 +63,34 @@ LONG = """
                         loss.backward()
                 losses.append(float(loss))
                 optimizer.step()
-            said[str(how)] = [bits(model), sum(losses[-20:]) / 20, losses[0], model.module.never.weight.grad is None]
-        said["buckets"] = len(replicas.state_dict()["hops"]["first"])
+            reports[str(how)] = [bits(model), sum(losses[-20:]) / 20, losses[0], model.module.never.weight.grad is None]
+        reports["buckets"] = len(replicas.state_dict()["hops"]["first"])
 
         ends = dist.new_group([0, 2])
         if rank != 1:
             model, replicas, _, losses = trained("q4:64", rank, 8, group=ends)
-            said["ends"] = [bits(model), {name: one.wire_bytes for name, one in replicas.link_stats.items()}]
+            reports["ends"] = [bits(model), {name: one.wire_bytes for name, one in replicas.link_stats.items()}]
         single = [dist.new_group([of]) for of in range(width)][rank]
         model, replicas, _, _ = trained("q2", rank, 3, group=single)
-        said["single"] = [bits(model) == bits(trained(None, rank, 3, group=single)[0]),
+        reports["single"] = [bits(model) == bits(trained(None, rank, 3, group=single)[0]),
                           replicas.link_stats["first hop"].messages]
-        leave(said, rank, folder)
+        leave(reports, rank, folder)
 """
 
 SHORT = """
     def of_rank(rank, width, folder):
-        said = join(rank, width, folder)
-        said["own"] = bits(trained(None, rank, 12)[0])
-        said["exact"] = bits(trained("exact", rank, 12)[0])
-        said["small"] = bits(trained("q2", rank, 12, min_numel=1 << 20)[0])
+        reports = join(rank, width, folder)
+        reports["own"] = bits(trained(None, rank, 12)[0])
+        reports["exact"] = bits(trained("exact", rank, 12)[0])
+        reports["small"] = bits(trained("q2", rank, 12, min_numel=1 << 20)[0])
 
         # ranks that were not set up alike
         hows = [("q4:64", "q8:64"), ("q4:64", "ef(q4:64)")]
-        said["differ"] = [caught(lambda: trained(pair[rank], rank, 1)) for pair in hows]
-        said["differ"] += [caught(lambda: trained("q4", rank, 1, average_compressor=("q8", None)[rank]))]
+        reports["differ"] = [caught(lambda: trained(pair[rank], rank, 1)) for pair in hows]
+        reports["differ"] += [caught(lambda: trained("q4", rank, 1, average_compressor=("q8", None)[rank]))]
         other = dist.new_group([0, 1])
         if rank == 0:
-            said["absent"] = caught(lambda: trained("q4", rank, 1, group=other, timeout=0.3))
+            reports["absent"] = caught(lambda: trained("q4", rank, 1, group=other, timeout=0.3))
         else:
             DDP(plain_net(), process_group=other, bucket_cap_mb=0.005)  # and nothing more: it never says a word
 
@@ -103,34 +103,34 @@ SHORT = """
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        said["skipped"] = [bits(model) == before, scaler.get_scale()]
+        reports["skipped"] = [bits(model) == before, scaler.get_scale()]
 
         def overflown():
             model, _, _, _ = trained("q4:64", rank, 1, nonfinite="raise")
             (mse_loss(model(x), y) * (math.nan if rank == 0 else 1.0)).backward()
 
-        said["raised"] = caught(overflown)
+        reports["raised"] = caught(overflown)
 
         # a state
         for how in ("ef(q2:32)", "ef21(q2:32)"):
             model, replicas, optimizer, _ = trained(how, rank, 6, same=True)
             state = [model.state_dict(), optimizer.state_dict(), replicas.state_dict()]
-            said[how] = bits(trained(how, rank, 6, begin=6, same=True, state=state)[0])
-            said["whole " + how] = bits(trained(how, rank, 12, same=True)[0])
+            reports[how] = bits(trained(how, rank, 6, begin=6, same=True, state=state)[0])
+            reports["whole " + how] = bits(trained(how, rank, 12, same=True)[0])
         _, replicas, _, _ = trained("q4", rank, 1)
-        said["foreign"] = caught(lambda: replicas.load_state_dict(state[2]))
+        reports["foreign"] = caught(lambda: replicas.load_state_dict(state[2]))
         _, ahead, _, _ = trained("ef21(q2:32)", rank, 1, same=True)
         one_more = trained("ef21(q2:32)", rank, 2, same=True)[1].state_dict()
         model, replicas, optimizer, _ = trained("ef21(q2:32)", rank, 2, same=True)
         replicas.load_state_dict(one_more if rank == 0 else ahead.state_dict())
-        said["apart"] = caught(lambda: mse_loss(model(x), y).backward())
+        reports["apart"] = caught(lambda: mse_loss(model(x), y).backward())
 
         # calls that cannot be met
         taken = DDP(plain_net())
         compress_ddp(taken, "q4")
-        said["refused"] = [caught(lambda: compress_ddp(taken, "q4"))]
-        said["refused"] += [caught(lambda: compress_ddp(DDP(plain_net()), how)) for how in ("same", "aq(q2)", "no")]
-        said["refused"] += [caught(lambda: compress_ddp(DDP(plain_net()), nonfinite="skip"))]
+        reports["refused"] = [caught(lambda: compress_ddp(taken, "q4"))]
+        reports["refused"] += [caught(lambda: compress_ddp(DDP(plain_net()), how)) for how in ("same", "aq(q2)", "no")]
+        reports["refused"] += [caught(lambda: compress_ddp(DDP(plain_net()), nonfinite="skip"))]
 
         # ranks whose data ends sooner
         model = DDP(plain_net(), bucket_cap_mb=0.005)
@@ -141,8 +141,8 @@ SHORT = """
                 optimizer.zero_grad()
                 mse_loss(model(x), y).backward()
                 optimizer.step()
-        said["joined"] = bits(model)
-        leave(said, rank, folder)
+        reports["joined"] = bits(model)
+        leave(reports, rank, folder)
 """
 
 
@@ -180,7 +180,7 @@ def test_ranks_set_up_otherwise_are_an_error_on_all(short):
     assert "q8:64" in short[0]["differ"][0][1]
     kind, text = short[0]["absent"]
     assert kind == "MismatchError"
-    assert "rank 1 said nothing" in text
+    assert "rank 1 reports nothing" in text
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks_or_is_an_error_on_all(short):
@@ -215,15 +215,15 @@ def test_groups_may_be_any_and_one_rank_alone_sends_nothing(long):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_replicas_on_gpus_are_equal_to_the_last_bit(tmp_path):
-    said = ranks(START + NCCL, 2, tmp_path)
-    assert said[0] == said[1]
+    reports = ranks(START + NCCL, 2, tmp_path)
+    assert reports[0] == reports[1]
 
 
 NCCL = """
     def of_rank(rank, width, folder):
         torch.cuda.set_device(rank)
         dist.init_process_group("nccl", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=width)
-        said = {}
+        reports = {}
         for how in ("q4:64", "ef(q3:32:dither)", "ef21(top10)"):
             model = DDP(plain_net().cuda(), device_ids=[rank], bucket_cap_mb=0.005)
             compress_ddp(model, how)
@@ -233,6 +233,6 @@ NCCL = """
                 optimizer.zero_grad()
                 mse_loss(model(x), y).backward()
                 optimizer.step()
-            said[how] = digest(*(one.cpu() for one in model.module.parameters()))
-        leave(said, rank, folder)
+            reports[how] = digest(*(one.cpu() for one in model.module.parameters()))
+        leave(reports, rank, folder)
 """

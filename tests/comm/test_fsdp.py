@@ -57,7 +57,7 @@ START = """
 
 RANKS = """
     def of_rank(rank, width, folder):
-        said, mesh = join(rank, width, folder), init_device_mesh("cpu", (width,))
+        reports, mesh = join(rank, width, folder), init_device_mesh("cpu", (width,))
 
         # with exact messages all is as it was
         bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -67,7 +67,7 @@ RANKS = """
             compress_fsdp(ours, "exact", "exact")
             for model in (own, ours):
                 steps(model, rank, range(4), parts=parts)
-            said[name] = bits(own) == bits(ours)
+            reports[name] = bits(own) == bits(ours)
 
         # what the reduction asks for
         prepares = {
@@ -79,20 +79,20 @@ RANKS = """
         }
         found = {name: gradients(mesh, "exact", prepare, rank) for name, prepare in prepares.items()}
         own = gradients(mesh, None, prepares["avg"], rank)
-        said["reduced"] = [torch.equal(found["avg"], own), torch.allclose(found["sum"], own),
+        reports["reduced"] = [torch.equal(found["avg"], own), torch.allclose(found["sum"], own),
             torch.allclose(found["factor"] * 5 / width, own), torch.allclose(found["forced factor"] * 5 / width, own)]
 
         # lossy messages: near, and the same weights on every rank
         for how in (None, "q4:64", "ef(q3:64)"):
             model = sharded(mesh)
             handle = compress_fsdp(model, how and "q8:64", how)
-            said[f"loss {how}"] = steps(model, rank, range(60))
+            reports[f"loss {how}"] = steps(model, rank, range(60))
             for one in (model, model[0], model[2]):
                 one.unshard()
-            said[f"weights {how}"] = digest(*model.parameters())
+            reports[f"weights {how}"] = digest(*model.parameters())
             for one in (model, model[0], model[2]):
                 one.reshard()
-            said[f"bytes {how}"] = [one.ratio for one in handle.link_stats.values()]
+            reports[f"bytes {how}"] = [one.ratio for one in handle.link_stats.values()]
 
         # weights of two dtypes come as bytes
         mixed = []
@@ -103,12 +103,12 @@ RANKS = """
             handle = how and compress_fsdp(model, how, None)
             steps(model, rank, range(2))
             mixed.append(digest(*(one.full_tensor() for one in model.parameters())))
-        said["mixed"] = [mixed[0] == mixed[1], handle.link_stats["all-gather"].messages]
+        reports["mixed"] = [mixed[0] == mixed[1], handle.link_stats["all-gather"].messages]
 
         # small shards; work that is waited for later
         own, ours = sharded(mesh), sharded(mesh)
         compress_fsdp(ours, "q2", "q2", min_numel=1 << 20)
-        said["small"] = [steps(own, rank, range(2)) == steps(ours, rank, range(2)), bits(own) == bits(ours)]
+        reports["small"] = [steps(own, rank, range(2)) == steps(ours, rank, range(2)), bits(own) == bits(ours)]
         model, x = sharded(mesh), batch(0, 0)[0]
         compress_fsdp(model, "q4:64", "q4:64")
         model(x)
@@ -118,7 +118,7 @@ RANKS = """
         works = [one.unshard(async_op=True) for one in (model, model[0], model[2])]
         for work in works:
             work.wait()
-        said["async"] = torch.equal(now, model(x))
+        reports["async"] = torch.equal(now, model(x))
 
         # given back
         model = sharded(mesh)
@@ -129,7 +129,7 @@ RANKS = """
         sent = handle.link_stats["all-gather"].messages
         handle.detach()
         steps(model, rank, range(1))
-        said["detached"] = [before == [(part._all_gather_comm, part._reduce_scatter_comm) for part in groups],
+        reports["detached"] = [before == [(part._all_gather_comm, part._reduce_scatter_comm) for part in groups],
                             sent > 0, handle.link_stats["all-gather"].messages == sent]
 
         # ranks that were not set up alike, and what is not finite
@@ -138,7 +138,7 @@ RANKS = """
             compress_fsdp(model, *hows[rank], timeout=300)
             steps(model, rank, range(1))
 
-        said["unlike"] = [caught(lambda: unlike(("q4", "q4"), ("q8", "q4"))),
+        reports["unlike"] = [caught(lambda: unlike(("q4", "q4"), ("q8", "q4"))),
                           caught(lambda: unlike(("q4", "q4"), ("q4", "ef(q4)")))]
 
         def overflown(nonfinite):
@@ -146,9 +146,9 @@ RANKS = """
             compress_fsdp(model, "q8:64", "q4:64", nonfinite=nonfinite)
             x, y = batch(0, rank)
             (mse_loss(model(x), y) * (math.inf if rank == 0 else 1.0)).backward()
-            said["finite"] = [bool(one.grad.full_tensor().isfinite().all()) for one in model.parameters()]
+            reports["finite"] = [bool(one.grad.full_tensor().isfinite().all()) for one in model.parameters()]
 
-        said["passed"], said["raised"] = caught(lambda: overflown("pass")), caught(lambda: overflown("raise"))
+        reports["passed"], reports["raised"] = caught(lambda: overflown("pass")), caught(lambda: overflown("raise"))
 
         # a state
         for how in ("ef(q2:32:dither)", "ef21(q2:32)"):
@@ -164,13 +164,13 @@ RANKS = """
             whole = sharded(mesh)
             compress_fsdp(whole, "q8:64", how)
             steps(whole, rank, range(8))
-            said[how] = bits(whole) == bits(again)
-        said["foreign"] = caught(lambda: compress_fsdp(sharded(mesh), "q8", "q4").load_state_dict(kept[2]))
+            reports[how] = bits(whole) == bits(again)
+        reports["foreign"] = caught(lambda: compress_fsdp(sharded(mesh), "q8", "q4").load_state_dict(kept[2]))
 
-        said["refused"] = [caught(lambda: compress_fsdp(sharded(mesh), *hows)) for hows in
+        reports["refused"] = [caught(lambda: compress_fsdp(sharded(mesh), *hows)) for hows in
                            (("ef(q8)", "q4"), ("same", "q4"), ("q8", "aq(q4)"), ("q8", "q99"))]
-        said["refused"] += [caught(lambda: compress_fsdp(sharded(mesh), nonfinite="skip"))]
-        leave(said, rank, folder)
+        reports["refused"] += [caught(lambda: compress_fsdp(sharded(mesh), nonfinite="skip"))]
+        leave(reports, rank, folder)
 
 
     def put(model, values):
@@ -182,20 +182,20 @@ RANKS = """
 
 REPLICATED = """
     def of_rank(rank, width, folder):
-        said = join(rank, width, folder)
+        reports = join(rank, width, folder)
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         own, ours, lossy = sharded(mesh), sharded(mesh), sharded(mesh)
         compress_fsdp(ours, "exact", "exact")
         handle = compress_fsdp(lossy, "q8:64", "ef(q4:64)")
-        said["losses"] = [steps(model, rank, range(10)) for model in (own, ours, lossy)]
-        said["bits"] = [bits(model) for model in (own, ours, lossy)]
-        said["messages"] = handle.link_stats["reduce-scatter"].messages
-        leave(said, rank, folder)
+        reports["losses"] = [steps(model, rank, range(10)) for model in (own, ours, lossy)]
+        reports["bits"] = [bits(model) for model in (own, ours, lossy)]
+        reports["messages"] = handle.link_stats["reduce-scatter"].messages
+        leave(reports, rank, folder)
 """
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
+def reports(tmp_path_factory):
     return ranks(START + RANKS, 2, tmp_path_factory.mktemp("group"))
 
 
@@ -205,55 +205,55 @@ def replicated(tmp_path_factory):
 
 
 @pytest.mark.parametrize("what", ["plain", "parts", "bf16", "kept"])
-def test_exact_messages_give_what_torch_gives(said, what):
-    assert all(one[what] for one in said)
+def test_exact_messages_give_what_torch_gives(reports, what):
+    assert all(one[what] for one in reports)
 
 
-def test_averages_sums_and_factors_are_what_was_asked_for(said):
-    assert all(one["reduced"] == [True] * 4 for one in said)
+def test_averages_sums_and_factors_are_what_was_asked_for(reports):
+    assert all(one["reduced"] == [True] * 4 for one in reports)
 
 
 @pytest.mark.parametrize("how", ["q4:64", "ef(q3:64)"])
-def test_all_ranks_compute_with_the_same_weights_and_learn_as_without_compression(said, how):
-    assert said[0][f"weights {how}"] == said[1][f"weights {how}"]
-    mean, plain = (sum(one[f"loss {key}"] for one in said) / 2 for key in (how, None))
+def test_all_ranks_compute_with_the_same_weights_and_learn_as_without_compression(reports, how):
+    assert reports[0][f"weights {how}"] == reports[1][f"weights {how}"]
+    mean, plain = (sum(one[f"loss {key}"] for one in reports) / 2 for key in (how, None))
     assert mean < 1.15 * plain
-    gathered, scattered = said[0][f"bytes {how}"]
+    gathered, scattered = reports[0][f"bytes {how}"]
     assert gathered > 3.5
     assert scattered > 6
 
 
-def test_weights_of_several_dtypes_and_small_ones_cross_as_they_are(said):
-    assert all((one["mixed"], one["small"]) == ([True, 0], [True, True]) for one in said)
+def test_weights_of_several_dtypes_and_small_ones_cross_as_they_are(reports):
+    assert all((one["mixed"], one["small"]) == ([True, 0], [True, True]) for one in reports)
 
 
-def test_work_that_is_waited_for_later_gives_the_same_weights(said):
-    assert all(one["async"] for one in said)
+def test_work_that_is_waited_for_later_gives_the_same_weights(reports):
+    assert all(one["async"] for one in reports)
 
 
-def test_torch_gets_its_own_communication_back(said):
-    assert all(one["detached"] == [True, True, True] for one in said)
+def test_torch_gets_its_own_communication_back(reports):
+    assert all(one["detached"] == [True, True, True] for one in reports)
 
 
-def test_ranks_set_up_otherwise_are_an_error_on_all(said):
-    for one in said:
+def test_ranks_set_up_otherwise_are_an_error_on_all(reports):
+    for one in reports:
         assert [kind for kind, _ in one["unlike"]] == ["MismatchError"] * 2
-    assert "q8" in said[0]["unlike"][0][1]
+    assert "q8" in reports[0]["unlike"][0][1]
 
 
-def test_gradients_that_are_not_finite_stay_so_or_are_an_error_on_all(said):
-    assert all((one["passed"][0], one["raised"][0]) == ("none", "PolicyError") for one in said)
-    assert all(one["finite"] == [False] * 6 for one in said)
+def test_gradients_that_are_not_finite_stay_so_or_are_an_error_on_all(reports):
+    assert all((one["passed"][0], one["raised"][0]) == ("none", "PolicyError") for one in reports)
+    assert all(one["finite"] == [False] * 6 for one in reports)
 
 
 @pytest.mark.parametrize("how", ["ef(q2:32:dither)", "ef21(q2:32)"])
-def test_a_restored_run_goes_on_as_if_nothing_had_happened(said, how):
-    assert all(one[how] for one in said)
-    assert all(one["foreign"][0] == "MismatchError" for one in said)
+def test_a_restored_run_goes_on_as_if_nothing_had_happened(reports, how):
+    assert all(one[how] for one in reports)
+    assert all(one["foreign"][0] == "MismatchError" for one in reports)
 
 
-def test_what_cannot_be_compressed_is_refused(said):
-    assert all([kind for kind, _ in one["refused"]] == ["PolicyError"] * 5 for one in said)
+def test_what_cannot_be_compressed_is_refused(reports):
+    assert all([kind for kind, _ in one["refused"]] == ["PolicyError"] * 5 for one in reports)
     with pytest.raises(PolicyError, match="fully_shard"):
         compress_fsdp(torch.nn.Linear(2, 2))
 

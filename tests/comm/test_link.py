@@ -94,18 +94,18 @@ def test_links_of_other_names_have_other_noise():
 
 
 @pytest.mark.parametrize("how", [*STATELESS, *STATEFUL])
-def test_evaluation_changes_no_state_and_uses_the_operator_alone(how):
+def test_evaluation_changes_no_state_and_uses_the_compressor_alone(how):
     sender, receiver = ends(how)
     for x, at in batches(7):
         cross(sender, receiver, x, at)
     before = sender.fingerprint(), receiver.fingerprint()
     for x, at in batches(4, seed=5):
         out = cross(sender, receiver, x, MessageContext(at.slot, training=False))
-        operator, key = (
+        compressor, key = (
             sender.compressor,
             CompressorContext(sender._message_info(MessageContext(at.slot, training=False)).context.key),
         )
-        assert same(out, operator.decode(operator.encode(x, key), torch.empty_like(x), key))
+        assert same(out, compressor.decode(compressor.encode(x, key), torch.empty_like(x), key))
     assert (sender.fingerprint(), receiver.fingerprint()) == before
     other, twin = ends(how)
     for number, (x, at) in enumerate(batches(9)):
@@ -197,7 +197,7 @@ def test_same_places_for_the_way_back():
     expected = torch.zeros(240)
     expected[forward[0].indices()] = gradient.flatten()[forward[0].indices()].bfloat16().float()
     assert same(out, expected.reshape(6, 40))
-    with pytest.raises(PolicyError, match="no places"):
+    with pytest.raises(PolicyError, match="no indices"):
         back[0].pack(gradient)
 
 
@@ -255,9 +255,15 @@ def test_arguments_out_of_range():
 
 def test_the_two_ends_describe_themselves_alike_and_others_differently(tmp_path):
     links = [
-        Link("q4:64"), Link("q4"), Link("ef(q4:64)"), Link("q4:64", name="1 forward"), Link("q4:64", min_numel=3),
-        Link("aq(q4:64)"), Link("aq(q4:64, warmup=2)"), Link("q4:64", with_ids=True),
-    ]  # fmt: skip
+        Link("q4:64"),
+        Link("q4"),
+        Link("ef(q4:64)"),
+        Link("q4:64", name="1 forward"),
+        Link("q4:64", min_numel=3),
+        Link("aq(q4:64)"),
+        Link("aq(q4:64, warmup=2)"),
+        Link("q4:64", with_ids=True),
+    ]
     words = [json.dumps(link.describe(), sort_keys=True) for link in links]
     assert len(set(words)) == len(words)
     assert Link(parse(f"aq(q4:64, folder={tmp_path})")).describe() == Link("aq(q4:64)").describe()

@@ -1,4 +1,4 @@
-"""Words reach everybody, and never one who came to another board."""
+"""Messages through the store of a group: by sender and round, and never those of an older channel."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ def group():
     dist.destroy_process_group()
 
 
-def test_a_word_is_heard_by_seat_and_turn():
-    board = StoreChannel(None, "test")
-    board.publish(3, "three")
-    board.publish(3, "again", 1)
-    assert (board.read(3, 1), board.read(3, 1, 1)) == ("three", "again")
+def test_a_message_is_read_by_sender_and_round():
+    channel = StoreChannel(None, "test")
+    channel.publish(3, "three")
+    channel.publish(3, "again", 1)
+    assert (channel.read(3, 1), channel.read(3, 1, 1)) == ("three", "again")
 
 
-def test_who_comes_later_never_hears_an_older_word():
+def test_a_later_channel_never_reads_an_older_message():
     StoreChannel(None, "test").publish(0, "old")
-    board = StoreChannel(None, "test")
+    channel = StoreChannel(None, "test")
     with pytest.raises(TimeoutError):
-        board.read(0, 0.1)
+        channel.read(0, 0.1)
 
 
-def test_boards_of_two_kinds_are_two():
+def test_channels_of_two_topics_are_separate():
     StoreChannel(None, "one").publish(0, "word")
     with pytest.raises(TimeoutError):
         StoreChannel(None, "other").read(0, 0.1)
 
 
-def test_a_word_that_was_wiped_is_gone():
-    board = StoreChannel(None, "test")
-    board.publish(0, "word")
-    board.delete(0, 0)
+def test_a_deleted_message_is_gone():
+    channel = StoreChannel(None, "test")
+    channel.publish(0, "word")
+    channel.delete(0, 0)
     with pytest.raises(TimeoutError):
-        board.read(0, 0.1)
+        channel.read(0, 0.1)

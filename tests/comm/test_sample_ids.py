@@ -18,21 +18,21 @@ def group():
     dist.destroy_process_group()
 
 
-def _pair(monkeypatch: pytest.MonkeyPatch, patience: float = 5.0) -> tuple[SampleIdBroadcast, SampleIdBroadcast]:
-    """The first stage's side and another one's; of one process, whose boards would else be two."""
-    monkeypatch.setattr(rendezvous, "group_timeout", lambda _: patience)
+def _pair(monkeypatch: pytest.MonkeyPatch, timeout: float = 5.0) -> tuple[SampleIdBroadcast, SampleIdBroadcast]:
+    """The first stage's side and another one's, in one process with one channel."""
+    monkeypatch.setattr(rendezvous, "group_timeout", lambda _: timeout)
     first, other = (SampleIdBroadcast(None, is_source=sends) for sends in (True, False))
     other._channel = first._channel
     return first, other
 
 
-def test_what_the_first_stage_is_told_is_what_the_others_hear_step_by_step(monkeypatch):
+def test_the_ids_given_to_the_first_stage_reach_the_others_step_by_step(monkeypatch):
     first, other = _pair(monkeypatch)
     for step in range(200):
         ids = torch.randint(-(2**62), 2**62, (step % 7 + 1,), generator=torch.Generator().manual_seed(step))
         assert torch.equal(first.broadcast(ids), ids) and torch.equal(other.broadcast(None), ids)
-    words = dist.distributed_c10d._get_process_group_store(first._channel.group).num_keys()
-    assert words < 100  # of 200 steps
+    messages = dist.distributed_c10d._get_process_group_store(first._channel.group).num_keys()
+    assert messages < 100  # of 200 steps
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
@@ -41,14 +41,14 @@ def test_ids_may_be_of_any_integer_dtype(monkeypatch, dtype):
     assert first.broadcast(torch.arange(5, dtype=dtype)).tolist() == other.broadcast(None).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_where_there_are_none_all_ranks_say_so_and_the_next_step_is_as_ever(monkeypatch):
+def test_missing_ids_are_an_error_on_all_ranks_and_the_next_step_works(monkeypatch):
     first, other = _pair(monkeypatch)
-    for one in (first, other):
+    for end in (first, other):
         with pytest.raises(PolicyError, match="no sample ids"):
-            one.broadcast(None)
+            end.broadcast(None)
     assert torch.equal(first.broadcast(torch.arange(2)), other.broadcast(None))
 
 
-def test_a_first_stage_that_says_nothing_is_an_error_in_time(monkeypatch):
+def test_a_silent_first_stage_is_an_error_after_the_timeout(monkeypatch):
     with pytest.raises(MismatchError, match="did not say which samples"):
         _pair(monkeypatch, 0.1)[1].broadcast(None)

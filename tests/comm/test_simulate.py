@@ -40,10 +40,20 @@ def stages(one: nn.Sequential) -> list[nn.Sequential]:
 
 @pytest.mark.parametrize(
     ("forward", "backward"),
-    [("q4:64", "q4:16:dither"), ("bf16", "top10"), ("n3:64", "rand10"), ("h64(q4:64)", "block4:32"),
-     ("ef(top10)", "ef(q2:16)"), ("ef21(q2:16:dither)", "ef21(top20)"), ("efmixed(top10)", None), (None, "q8:row"),
-     ("aq(q2:64, warmup=1)", "q8:64"), ("aq(top10, dtype=bf16)", "efmixed(rand20)"), ("top10", "aq(q2:64)")],
-)  # fmt: skip
+    [
+        ("q4:64", "q4:16:dither"),
+        ("bf16", "top10"),
+        ("n3:64", "rand10"),
+        ("h64(q4:64)", "block4:32"),
+        ("ef(top10)", "ef(q2:16)"),
+        ("ef21(q2:16:dither)", "ef21(top20)"),
+        ("efmixed(top10)", None),
+        (None, "q8:row"),
+        ("aq(q2:64, warmup=1)", "q8:64"),
+        ("aq(top10, dtype=bf16)", "efmixed(rand20)"),
+        ("top10", "aq(q2:64)"),
+    ],
+)
 def test_a_model_with_points_is_stages_with_links(forward, backward):
     """Three stages by hand, with messages between them, two micro-batches: the same losses and gradients."""
     one, other = model(), model()
@@ -79,7 +89,7 @@ def test_a_model_with_points_is_stages_with_links(forward, backward):
     assert set(points.link_stats()) == {name for name, how in hows.items() if how is not None}
 
 
-def test_without_operators_or_switched_off_it_is_the_plain_model():
+def test_without_compressors_or_switched_off_it_is_the_plain_model():
     x, plain = batch(0), model()
     expected = plain(x)
     expected.sum().backward()
@@ -116,10 +126,10 @@ def test_a_module_differentiates_what_it_really_put_out():
 def test_with_the_same_places_gradients_are_those_of_the_masked_function(forward):
     one, masked = model(), model()
     insert_compression(one, after=["a"], forward=forward, backward="same")
-    operator, key = Link(forward).compressor, Link(forward)._message_info(MessageContext()).context
+    compressor, key = Link(forward).compressor, Link(forward)._message_info(MessageContext()).context
     hidden = masked.a(batch(0))
     mask = torch.zeros(hidden.numel())
-    mask[operator.indices(operator.encode(hidden.detach(), key), hidden.shape, key)] = 1
+    mask[compressor.indices(compressor.encode(hidden.detach(), key), hidden.shape, key)] = 1
     masked[1:](hidden * mask.reshape(hidden.shape)).square().sum().backward()
     one(batch(0)).square().sum().backward()
     for a, b in zip(gradients(one), gradients(masked), strict=True):
@@ -213,7 +223,7 @@ def test_channels_last_stays_so():
     assert one(x).is_contiguous(memory_format=torch.channels_last)
 
 
-def test_each_point_may_have_its_own_operators():
+def test_each_point_may_have_its_own_compressors():
     one = model()
     points = insert_compression(
         one, after=["a", "d"], forward="q4:16", backward="q8:16", per_point={1: {"forward": None, "backward": "bf16"}}
@@ -328,9 +338,12 @@ def test_ids_are_asked_for_and_checked():
 
 def test_names_and_numbers_that_are_not_there():
     for options in (
-        {"after": ["z"]}, {"after": ["a"], "per_point": {1: {}}}, {"after": ["a"], "per_point": {0: {"up": "q4"}}},
-        {"after": ["a"], "forward": "q99"}, {"after": ["a"], "micro_batches": 0},
-    ):  # fmt: skip
+        {"after": ["z"]},
+        {"after": ["a"], "per_point": {1: {}}},
+        {"after": ["a"], "per_point": {0: {"up": "q4"}}},
+        {"after": ["a"], "forward": "q99"},
+        {"after": ["a"], "micro_batches": 0},
+    ):
         one = model()
         with pytest.raises(PolicyError):
             insert_compression(one, **options)

@@ -1,4 +1,4 @@
-"""Operators and feedbacks as words: every word comes back, and nonsense is refused."""
+"""Compressors and feedbacks as words: every word comes back, and nonsense is refused."""
 
 from __future__ import annotations
 
@@ -63,11 +63,40 @@ def test_a_share_comes_back_exactly(share):
 
 @pytest.mark.parametrize(
     "word",
-    ["", "q", "q0", "q9", "q4:", "q4:0", "q4:rows", "q4 :64", "n5:64", "block4:x", "top", "top0", "top101", "top10:fp8",
-     "top-3", "rand", "h7(q4:64)", "h64(q4:64", "h64()", "ef", "ef()", "ef(ef(top10))", "ef21(aq(q2:64))",
-     "efmixed(q4:64)", "efmixed(top10, share=1)", "aq(q2:64, warm=3)", "aq(q2:64, warmup=-1)", "aq(q2:64, dtype=int8)",
-     "aq(q2:64, most_bytes=0)", "powersgd", "Q4"],
-)  # fmt: skip
+    [
+        "",
+        "q",
+        "q0",
+        "q9",
+        "q4:",
+        "q4:0",
+        "q4:rows",
+        "q4 :64",
+        "n5:64",
+        "block4:x",
+        "top",
+        "top0",
+        "top101",
+        "top10:fp8",
+        "top-3",
+        "rand",
+        "h7(q4:64)",
+        "h64(q4:64",
+        "h64()",
+        "ef",
+        "ef()",
+        "ef(ef(top10))",
+        "ef21(aq(q2:64))",
+        "efmixed(q4:64)",
+        "efmixed(top10, share=1)",
+        "aq(q2:64, warm=3)",
+        "aq(q2:64, warmup=-1)",
+        "aq(q2:64, dtype=int8)",
+        "aq(q2:64, most_bytes=0)",
+        "powersgd",
+        "Q4",
+    ],
+)
 def test_nonsense_is_refused(word):
     with pytest.raises(PolicyError):
         parse(word)

@@ -1,4 +1,4 @@
-"""What every operator promises. Subclass `OperatorSuite`, give `operators`, get every test."""
+"""What every compressor promises. Subclass `CompressorContract`, give `compressors`, get every test."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ FORMS = {
 """Tensors that lie in memory otherwise than row by row, or that autograd watches."""
 
 
-class OperatorSuite:
+class CompressorContract:
     """The tests; a subclass overrides what is here.
 
     Attributes:
-        operators: to try; fast ones, a few.
-        native: whether there is a native path; then operators have `_encode_torch(x, context)` and
+        compressors: to try; fast ones, a few.
+        native: whether there is a native path; then compressors have `_encode_torch(x, context)` and
             `_decode_torch(wire, out, context)`, or the suite overrides what calls them.
         exact: whether what is decoded is what was encoded.
         dense: whether every position crosses.
     """
 
-    operators: tuple[Compressor, ...] = ()
+    compressors: tuple[Compressor, ...] = ()
     native = True
     exact = False
     dense = True
@@ -58,187 +58,189 @@ class OperatorSuite:
             for name in [name for name in dir(cls) if name.startswith("test_both_ways")]:
                 setattr(cls, name, None)
 
-    def context(self, x: Tensor, operator: Compressor) -> CompressorContext:
+    def context(self, x: Tensor, compressor: Compressor) -> CompressorContext:
         """What both ends know of a message of `x`."""
         return CompressorContext(key=0x9E3779B1)
 
-    def encode_torch(self, operator: Compressor, x: Tensor, context: CompressorContext) -> Tensor:
-        return operator._encode_torch(x, context)  # type: ignore[attr-defined]
+    def encode_torch(self, compressor: Compressor, x: Tensor, context: CompressorContext) -> Tensor:
+        return compressor._encode_torch(x, context)  # type: ignore[attr-defined]
 
-    def decode_torch(self, operator: Compressor, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
-        return operator._decode_torch(wire, out, context)  # type: ignore[attr-defined]
+    def decode_torch(self, compressor: Compressor, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
+        return compressor._decode_torch(wire, out, context)  # type: ignore[attr-defined]
 
     @pytest.fixture
     def xs(self) -> list[Tensor]:
         plain = [noise(shape).to(dtype) for shape in SHAPES for dtype in FLOATS]
         return plain + [make() for make in FORMS.values()]
 
-    def round_trip(self, operator: Compressor, x: Tensor) -> Tensor:
+    def round_trip(self, compressor: Compressor, x: Tensor) -> Tensor:
         """`x` there and back, every promise about the message checked on the way."""
-        context, before = self.context(x, operator), bits(x)
-        wire = operator.encode(x, context)
+        context, before = self.context(x, compressor), bits(x)
+        wire = compressor.encode(x, context)
         assert (wire.dtype, wire.dim(), wire.device) == (torch.uint8, 1, x.device)
         assert wire.is_contiguous() and not wire.requires_grad
-        assert wire.numel() == operator.wire_bytes(x.shape, x.dtype, context)
+        assert wire.numel() == compressor.wire_bytes(x.shape, x.dtype, context)
         out = torch.full_like(x.detach(), torch.nan, memory_format=torch.contiguous_format)
         message = bits(wire)
-        assert operator.decode(wire, out, context) is out
+        assert compressor.decode(wire, out, context) is out
         assert bits(x) == before and bits(wire) == message
         return out
 
     def test_whatever_the_shape_and_dtype_it_comes_back_as_it_was_and_is_as_long_as_was_said(self, xs):
-        for operator in self.operators:
+        for compressor in self.compressors:
             for x in xs:
-                out = self.round_trip(operator, x)
+                out = self.round_trip(compressor, x)
                 assert (out.shape, out.dtype) == (x.shape, x.dtype) and out.isfinite().all()
                 if self.exact:
                     assert bits(out) == bits(x)
 
     def test_no_values_are_no_bytes(self):
-        for operator in self.operators:
+        for compressor in self.compressors:
             for x in (torch.empty(0), torch.empty(3, 0, 2)):
-                assert operator.encode(x, self.context(x, operator)).numel() == 0
+                assert compressor.encode(x, self.context(x, compressor)).numel() == 0
 
     def test_the_same_values_are_the_same_message_whatever_their_strides(self):
-        for operator in self.operators:
+        for compressor in self.compressors:
             for make in FORMS.values():
                 x = make()
-                context, twin = self.context(x, operator), x.detach().clone(memory_format=torch.contiguous_format)
-                assert bits(operator.encode(x, context)) == bits(operator.encode(twin, context))
+                context, twin = self.context(x, compressor), x.detach().clone(memory_format=torch.contiguous_format)
+                assert bits(compressor.encode(x, context)) == bits(compressor.encode(twin, context))
 
     def test_a_message_is_read_into_any_strides(self):
-        for operator in self.operators:
+        for compressor in self.compressors:
             x = noise((2, 16, 6, 5))
-            context = self.context(x, operator)
-            wire, expected = operator.encode(x, context), self.round_trip(operator, x)
+            context = self.context(x, compressor)
+            wire, expected = compressor.encode(x, context), self.round_trip(compressor, x)
             around = torch.full((2, 16, 6, 7), 5.0)
             for out in (around[..., 1:-1], torch.empty_like(x, memory_format=torch.channels_last)):
-                assert bits(operator.decode(wire, out, context)) == bits(expected)
+                assert bits(compressor.decode(wire, out, context)) == bits(expected)
             assert (around[..., 0] == 5).all() and (around[..., -1] == 5).all()
 
     def test_a_message_may_lie_anywhere_in_a_buffer(self):
-        for operator in self.operators:
+        for compressor in self.compressors:
             x = noise((3, 130))
-            context = self.context(x, operator)
-            wire = operator.encode(x, context)
+            context = self.context(x, compressor)
+            wire = compressor.encode(x, context)
             buffer = torch.cat([wire.new_zeros(1), wire])
-            assert bits(operator.decode(buffer[1:], torch.empty_like(x), context)) == bits(self.round_trip(operator, x))
+            assert bits(compressor.decode(buffer[1:], torch.empty_like(x), context)) == bits(
+                self.round_trip(compressor, x)
+            )
 
     def test_what_was_in_the_output_before_does_not_matter(self):
-        for operator in self.operators:
+        for compressor in self.compressors:
             x = noise((3, 130))
-            context = self.context(x, operator)
-            wire = operator.encode(x, context)
-            outs = [operator.decode(wire, torch.full_like(x, fill), context) for fill in (0.0, 7.0, torch.nan)]
+            context = self.context(x, compressor)
+            wire = compressor.encode(x, context)
+            outs = [compressor.decode(wire, torch.full_like(x, fill), context) for fill in (0.0, 7.0, torch.nan)]
             assert bits(outs[0]) == bits(outs[1]) == bits(outs[2])
 
     def test_a_message_does_not_change_with_the_tensor(self):
-        for operator in self.operators:
+        for compressor in self.compressors:
             x = noise((3, 130))
-            context = self.context(x, operator)
-            wire = operator.encode(x, context)
+            context = self.context(x, compressor)
+            wire = compressor.encode(x, context)
             before = bits(wire)
             x.zero_()
             assert bits(wire) == before
 
     def test_an_output_that_requires_grad_is_filled(self):
-        for operator in self.operators:
+        for compressor in self.compressors:
             x = noise((5, 7))
-            context = self.context(x, operator)
-            wire, out = operator.encode(x, context), torch.empty_like(x).requires_grad_()
+            context = self.context(x, compressor)
+            wire, out = compressor.encode(x, context), torch.empty_like(x).requires_grad_()
             with torch.no_grad():
-                operator.decode(wire, out, context)
-            assert out.is_leaf and bits(out) == bits(self.round_trip(operator, x))
+                compressor.decode(wire, out, context)
+            assert out.is_leaf and bits(out) == bits(self.round_trip(compressor, x))
 
     def test_both_ways_of_computing_give_the_same_bits(self):
         @settings(deadline=None, max_examples=80)
-        @given(st.sampled_from(self.operators), st.sampled_from(SHAPES), st.data())
-        def holds(operator, shape, data):
+        @given(st.sampled_from(self.compressors), st.sampled_from(SHAPES), st.data())
+        def holds(compressor, shape, data):
             scale, seed = data.draw(st.sampled_from([1.0, 1e-30, 1e-42, 1e30, 1e38])), data.draw(st.integers(0, 999))
             x = noise(shape, seed) * scale
             values = data.draw(st.lists(ANY, max_size=8))
             x.view(-1)[: len(values)] = torch.tensor(values)[: x.numel()]
-            self.computes_alike(operator, x.to(data.draw(st.sampled_from(FLOATS))))
+            self.computes_alike(compressor, x.to(data.draw(st.sampled_from(FLOATS))))
 
         holds()
 
     def test_both_ways_of_computing_give_the_same_bits_for_many_values(self):
-        for operator in self.operators:
-            self.computes_alike(operator, noise((5, 64_000)))
+        for compressor in self.compressors:
+            self.computes_alike(compressor, noise((5, 64_000)))
 
     def test_both_ways_of_computing_give_the_same_bits_on_narrower_machines(self):
-        for operator in self.operators:
+        for compressor in self.compressors:
             try:
                 for most in (0, 1):
                     _native._use_simd(most)
                     for count in (1, 100, 5000):
-                        self.computes_alike(operator, noise((3, count)))
+                        self.computes_alike(compressor, noise((3, count)))
             finally:
                 _native._use_simd(2)
 
-    def computes_alike(self, operator: Compressor, x: Tensor) -> None:
-        context = self.context(x, operator)
-        wire = operator.encode(x, context)
-        assert bits(wire) == bits(self.encode_torch(operator, x, context))
+    def computes_alike(self, compressor: Compressor, x: Tensor) -> None:
+        context = self.context(x, compressor)
+        wire = compressor.encode(x, context)
+        assert bits(wire) == bits(self.encode_torch(compressor, x, context))
         outs = torch.empty_like(x), torch.empty_like(x)
-        operator.decode(wire, outs[0], context)
-        self.decode_torch(operator, wire, outs[1], context)
+        compressor.decode(wire, outs[0], context)
+        self.decode_torch(compressor, wire, outs[1], context)
         assert bits(outs[0].nan_to_num(1.25)) == bits(outs[1].nan_to_num(1.25))
         assert torch.equal(outs[0].isnan(), outs[1].isnan())
 
     def test_a_value_that_is_not_finite_does_not_become_finite(self):
-        for operator in self.operators:
+        for compressor in self.compressors:
             for dtype in FLOATS:
                 for bad in (torch.nan, torch.inf, -torch.inf):
                     for place in (0, 70, 389):
                         x = noise((3, 130)).to(dtype)
                         x.view(-1)[place] = bad
-                        out = self.round_trip(operator, x)
+                        out = self.round_trip(compressor, x)
                         assert not out.isfinite().all()
                         assert not self.dense or not out.view(-1)[place].isfinite()
 
     def test_finite_values_stay_finite_in_narrow_dtypes(self):
-        for operator in self.operators:
+        for compressor in self.compressors:
             for dtype in FLOATS[1:3]:
                 most = torch.finfo(dtype).max
                 x = noise((3, 130)).clamp(-0.01, 0.01).mul(most * 0.1).to(dtype)
                 x[0, 0], x[1, 3] = most / 4, -most / 4
-                assert self.round_trip(operator, x).isfinite().all()
+                assert self.round_trip(compressor, x).isfinite().all()
 
     def test_a_message_of_another_size_is_refused(self):
-        for operator in self.operators:
+        for compressor in self.compressors:
             x = noise((3, 130))
-            context, out = self.context(x, operator), torch.zeros_like(x)
-            wire = operator.encode(x, context)
+            context, out = self.context(x, compressor), torch.zeros_like(x)
+            wire = compressor.encode(x, context)
             for wrong in (wire[:-1], torch.cat([wire, wire[:1]]), wire[:0], wire.view(torch.int8), wire[None]):
-                with pytest.raises(MismatchError, match="the same operator, shape and dtype"):
-                    operator.decode(wrong, out, context)
+                with pytest.raises(MismatchError, match="the same compressor, shape and dtype"):
+                    compressor.decode(wrong, out, context)
             assert (out == 0).all()
 
     def test_the_default_dtype_does_not_matter(self):
         x = noise((3, 130)).to(torch.bfloat16)
-        for operator in self.operators:
-            expected = self.round_trip(operator, x)
+        for compressor in self.compressors:
+            expected = self.round_trip(compressor, x)
             torch.set_default_dtype(torch.float64)
             try:
-                assert bits(self.round_trip(operator, x)) == bits(expected)
+                assert bits(self.round_trip(compressor, x)) == bits(expected)
                 if self.native:
-                    self.computes_alike(operator, x)
+                    self.computes_alike(compressor, x)
             finally:
                 torch.set_default_dtype(torch.float32)
 
-    def test_equal_settings_are_equal_operators(self):
-        for operator in self.operators:
-            twin = type(operator)(**{name: getattr(operator, name) for name in operator.__dataclass_fields__})
-            assert twin == operator and hash(twin) == hash(operator) and str(operator) == operator.spec
+    def test_equal_settings_are_equal_compressors(self):
+        for compressor in self.compressors:
+            twin = type(compressor)(**{name: getattr(compressor, name) for name in compressor.__dataclass_fields__})
+            assert twin == compressor and hash(twin) == hash(compressor) and str(compressor) == compressor.spec
 
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     def test_a_gpu_gives_the_same_bits(self, xs):
-        for operator in self.operators:
+        for compressor in self.compressors:
             for x in xs:
-                context = self.context(x, operator)
-                wire, there = operator.encode(x, context), operator.encode(x.detach().cuda(), context)
+                context = self.context(x, compressor)
+                wire, there = compressor.encode(x, context), compressor.encode(x.detach().cuda(), context)
                 assert bits(wire) == bits(there)
-                out = operator.decode(there, torch.empty_like(x.detach().cuda()), context)
-                assert bits(out) == bits(self.round_trip(operator, x))
+                out = compressor.decode(there, torch.empty_like(x.detach().cuda()), context)
+                assert bits(out) == bits(self.round_trip(compressor, x))

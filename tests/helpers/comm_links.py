@@ -11,14 +11,36 @@ from torch import Tensor
 from shrinkpoint.comm import Compressor, ErrorFeedback, Link, MessageContext
 
 STATELESS = [
-    "exact", "bf16", "fp16", "q4", "q3:64", "q8:row", "q4:channel", "q2:16:dither", "n3:64", "block4:32",
-    "h64(q4:64)", "h16>5(q4:64)", "top10", "top10:bf16", "top10:tensor:q4:64", "rand10", "rand10:scaled:seed7:bf16",
-]  # fmt: skip
+    "exact",
+    "bf16",
+    "fp16",
+    "q4",
+    "q3:64",
+    "q8:row",
+    "q4:channel",
+    "q2:16:dither",
+    "n3:64",
+    "block4:32",
+    "h64(q4:64)",
+    "h16>5(q4:64)",
+    "top10",
+    "top10:bf16",
+    "top10:tensor:q4:64",
+    "rand10",
+    "rand10:scaled:seed7:bf16",
+]
 STATEFUL = [
-    "ef(top10)", "ef(q2:64)", "efmixed(top10)", "efmixed(rand20, share=0.25)", "ef21(top10)", "ef21(q2:16:dither)",
-    "aq(q2:64)", "aq(top10, warmup=3, dtype=bf16)", "aq(q2:64, warmup=0)",
+    "ef(top10)",
+    "ef(q2:64)",
+    "efmixed(top10)",
+    "efmixed(rand20, share=0.25)",
+    "ef21(top10)",
+    "ef21(q2:16:dither)",
+    "aq(q2:64)",
+    "aq(top10, warmup=3, dtype=bf16)",
+    "aq(q2:64, warmup=0)",
     "aq(q2:64:dither, dtype=fp32, most_bytes=2000)",
-]  # fmt: skip
+]
 
 
 def ends(how: Compressor | ErrorFeedback | str, **options: Any) -> tuple[Link, Link]:
@@ -37,9 +59,16 @@ def cross(sender: Link, receiver: Link, x: Tensor, at: MessageContext | None = N
 
 
 def batches(
-    count: int, *, seed: int = 0, rows: int = 6, columns: int = 23, samples: int = 20, slots: int = 2,
-    dtype: torch.dtype = torch.float32, device: str = "cpu",
-) -> Iterator[tuple[Tensor, MessageContext]]:  # fmt: skip
+    count: int,
+    *,
+    seed: int = 0,
+    rows: int = 6,
+    columns: int = 23,
+    samples: int = 20,
+    slots: int = 2,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Iterator[tuple[Tensor, MessageContext]]:
     """Samples that come back a little changed; the last batch of every few has fewer rows, as many as chance wants."""
     noise = torch.Generator().manual_seed(seed)
     known = torch.randn(samples, columns, generator=noise)
@@ -52,6 +81,9 @@ def batches(
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Bit for bit; nan is nan."""
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.isnan(), b.isnan()) and torch.equal(
-        a.nan_to_num(7.0), b.nan_to_num(7.0)
-    )  # fmt: skip
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.isnan(), b.isnan())
+        and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+    )

@@ -187,9 +187,9 @@ def owner(kind: str, ranks: int, stages: int, stage: int) -> int:
     return next(rank for rank in range(ranks) if stage in held(kind, rank, ranks, stages))
 
 
-def tell(rank: int, folder: str, said: Any) -> None:
+def tell(rank: int, folder: str, reports: Any) -> None:
     """Write what this rank says, wait for the others, and leave the group."""
-    Path(folder, f"{rank}.json").write_text(json.dumps(said))
+    Path(folder, f"{rank}.json").write_text(json.dumps(reports))
     dist.barrier()
     dist.destroy_process_group()
 

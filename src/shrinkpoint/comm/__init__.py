@@ -1,11 +1,11 @@
-"""Codes cross a wire: activations and gradients made small between pipeline stages and between replicas.
+"""Compression of activations and gradients between pipeline stages, replicas and shards.
 
     from shrinkpoint import comm
 
     wire = comm.compress_pipeline(schedule, forward="q4:64", backward="q4:64")   # before the first step
-    points = comm.insert_points(model, after=["layer1", "layer2"], forward="q4:64", backward="q4:64")  # in one process
+    points = comm.insert_compression(model, after=["layer1"], forward="q4:64", backward="q4:64")  # in one process
 
-Operators and feedbacks are given as objects or as words (`parse`). Names here are imported when they are first used.
+Compressors and feedbacks are given as objects or as specs (`parse`). Names are imported when they are first used.
 """
 
 from __future__ import annotations

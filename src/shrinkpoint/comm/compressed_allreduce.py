@@ -1,4 +1,4 @@
-"""Sums over the ranks of a group, in encoded messages: all to all, sum in float32, and to all again."""
+"""Averages over the ranks of a group, in compressed messages: reduce-scatter in float32, then all-gather."""
 
 from __future__ import annotations
 
@@ -20,39 +20,44 @@ from shrinkpoint.comm.spec import as_compressor
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError
 
-"""An operator, feedback around one, or the spec of either; None: nothing is compressed."""
-
 SHARE_MULTIPLE = 64
-"""A rank's share of a tensor is a multiple of so many values: groups of a power of two begin where a share does."""
+"""The size of a rank's share of a tensor is a multiple of this, so that groups of a power of two start with a share."""
 SAMPLE_INTERVAL = 16
-"""Messages of which one is looked at for what it lost."""
+"""The relative error is measured on one of this number of messages."""
 MESSAGE_ALIGN = 16
-"""Messages lie at multiples of so many bytes, where operators may view them as wider words."""
+"""Messages start at multiples of this number of bytes, so that compressors may view them as wider values."""
 _MAX_IDLE_STEPS = 2
+"""Steps without a message after which the memory of a layout is dropped."""
 _MIN_DIRECT_BYTES = 1 << 17
-"""Bytes of a message. From this size on, more than two ranks of gloo are done sooner without its own all-to-all."""
+"""Bytes of a message from which point-to-point messages beat gloo's own all-to-all of more than two ranks."""
 all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def as_feedback(compressor: CompressorLike) -> ErrorFeedback:
-    """What to send with, as feedback.
+    """Return a compressor, feedback or spec as a feedback.
 
     Raises:
-        PolicyError: it is one that gradients and weights cannot be sent with, which have neither sample ids nor the
-            places of a forward message.
+        PolicyError: it needs sample ids or the indices of a forward message, which gradients and weights do not have.
     """
-    found = Identity() if compressor is None else as_compressor(compressor)
-    feedback = NoFeedback(found) if isinstance(found, Compressor) else found
+    parsed = Identity() if compressor is None else as_compressor(compressor)
+    feedback = NoFeedback(parsed) if isinstance(parsed, Compressor) else parsed
     if feedback.needs_ids:
-        do = "use an operator, or EF, EFMixed or EF21"
-        raise PolicyError(feedback.spec, found="feedback by sample id", expected="one for sums over samples", do=do)
+        advice = "use a compressor, or EF, EFMixed or EF21"
+        raise PolicyError(feedback.spec, found="feedback by sample id", expected="one for sums over samples", do=advice)
     feedback.new_state().wire_bytes((SHARE_MULTIPLE,), torch.float32, MessageInfo())
     return feedback
 
 
 @dataclass
 class _LayoutState:
-    """Both ends of one tensor's messages at this rank, and how many sums there were."""
+    """The feedback state of one layout at this rank.
+
+    Attributes:
+        feedback: that the states belong to.
+        sender, receiver: the states of sent and of received messages.
+        count: the number of collectives so far.
+        idle: the number of steps since the last one.
+    """
 
     feedback: ErrorFeedback
     sender: FeedbackState
@@ -61,20 +66,25 @@ class _LayoutState:
     idle: int = 0
 
     def switch(self, feedback: ErrorFeedback) -> None:
-        """Go on with another operator; what is remembered stays if the feedback is of the same kind."""
+        """Change the feedback; states are kept if it is of the same type."""
         if feedback == self.feedback:
             return
-        out, into = feedback.new_state(), feedback.new_state()
+        sender, receiver = feedback.new_state(), feedback.new_state()
         if type(feedback) is type(self.feedback):
-            out.load_state_dict(self.sender.state_dict())
-            into.load_state_dict(self.receiver.state_dict())
-        self.feedback, self.sender, self.receiver = feedback, out, into
+            sender.load_state_dict(self.sender.state_dict())
+            receiver.load_state_dict(self.receiver.state_dict())
+        self.feedback, self.sender, self.receiver = feedback, sender, receiver
 
 
 class CompressedCollective:
-    """Messages of one kind among the ranks of a group, and what is remembered of them by layout.
+    """Messages of one kind among the ranks of a group, with a feedback state for each layout.
 
-    A layout is the name of what the values of a tensor belong to. All ranks use the same ones in the same order.
+    A layout names the assignment of values to positions of a tensor. All ranks use the same layouts in the same order.
+
+    Args:
+        feedback: for the messages.
+        stats: the statistics to update.
+        name: of the messages; part of their keys.
     """
 
     def __init__(self, feedback: ErrorFeedback, stats: LinkStats, *, name: str) -> None:
@@ -83,77 +93,85 @@ class CompressedCollective:
 
     @property
     def feedback(self) -> ErrorFeedback:
-        """What messages are sent with; to be changed on all ranks between the same two of them."""
+        """The feedback of messages; to be changed on all ranks between the same two messages."""
         return self._feedback
 
     @feedback.setter
     def feedback(self, feedback: ErrorFeedback) -> None:
         self._feedback = feedback
-        for memory in self._layouts.values():
-            memory.switch(feedback)
+        for layout_state in self._layouts.values():
+            layout_state.switch(feedback)
 
     def step(self) -> None:
-        """All tensors of a step went by: forget layouts that are no longer used."""
-        for memory in self._layouts.values():
-            memory.idle += 1
-        self._layouts = {layout: kept for layout, kept in self._layouts.items() if kept.idle <= _MAX_IDLE_STEPS}
+        """End a step: drop layouts that are no longer used."""
+        for layout_state in self._layouts.values():
+            layout_state.idle += 1
+        self._layouts = {
+            layout: layout_state
+            for layout, layout_state in self._layouts.items()
+            if layout_state.idle <= _MAX_IDLE_STEPS
+        }
 
     def state_dict(self) -> dict[str, Any]:
-        """What feedback remembers at this rank, by layout."""
+        """The feedback state of this rank, by layout."""
         return {
-            layout: {"count": one.count, "out": one.sender.state_dict(), "into": one.receiver.state_dict()}
-            for layout, one in self._layouts.items()
+            layout: {
+                "count": layout_state.count,
+                "out": layout_state.sender.state_dict(),
+                "into": layout_state.receiver.state_dict(),
+            }
+            for layout, layout_state in self._layouts.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave, with the same kind of feedback."""
+        """Restore what `state_dict` returned, with the same type of feedback."""
         self._layouts = {}
-        for layout, kept in state.items():
-            memory = self._layouts[layout] = _LayoutState(
-                self.feedback, self.feedback.new_state(), self.feedback.new_state(), kept["count"]
+        for layout, saved_state in state.items():
+            layout_state = self._layouts[layout] = _LayoutState(
+                self.feedback, self.feedback.new_state(), self.feedback.new_state(), saved_state["count"]
             )
-            memory.sender.load_state_dict(kept["out"])
-            memory.receiver.load_state_dict(kept["into"])
+            layout_state.sender.load_state_dict(saved_state["out"])
+            layout_state.receiver.load_state_dict(saved_state["into"])
 
     def counts(self) -> dict[str, int]:
-        """How many sums there were, by layout."""
-        return {layout: memory.count for layout, memory in self._layouts.items()}
+        """The number of collectives so far, by layout."""
+        return {layout: layout_state.count for layout, layout_state in self._layouts.items()}
 
     def _layout_state(self, layout: str) -> _LayoutState:
         if layout not in self._layouts:
             self._layouts[layout] = _LayoutState(self.feedback, self.feedback.new_state(), self.feedback.new_state())
-        memory = self._layouts[layout]
-        memory.count, memory.idle = memory.count + 1, 0
-        return memory
+        layout_state = self._layouts[layout]
+        layout_state.count, layout_state.idle = layout_state.count + 1, 0
+        return layout_state
 
     def _message_info(
         self, layout: str, layout_state: _LayoutState, source: int, target: int, slot: int
     ) -> MessageInfo:
-        """What both ends of a message know: whose it is and which."""
+        """Identify a message to its feedback, the same at both ends."""
         key = zlib.crc32(f"{self.name}/{layout}/{layout_state.count}/{source}/{target}".encode())
         return MessageInfo(slot=slot, index=layout_state.count - 1, context=CompressorContext(key=key))
 
-    def _pack(self, x: Tensor, layout_state: _LayoutState, info: MessageInfo, *, copies: int = 1) -> Tensor:
-        """The message, filled up to whole slots.
+    def _pack(self, tensor: Tensor, layout_state: _LayoutState, info: MessageInfo, *, copies: int = 1) -> Tensor:
+        """Pack the tensor as a message, padded to a multiple of `MESSAGE_ALIGN`.
 
         Args:
-            copies: how many ranks it is sent to.
+            copies: the number of ranks it is sent to.
         """
-        with self.stats.timing("encode", x.device):
-            packed = layout_state.sender.pack(x, info)
+        with self.stats.timing("encode", tensor.device):
+            packed = layout_state.sender.pack(tensor, info)
             wire = F.pad(packed.wire, (0, -packed.wire.numel() % MESSAGE_ALIGN))
         sampled = self.stats.messages % SAMPLE_INTERVAL == 0
-        self.stats.add_message(copies * x.numel() * x.element_size(), copies * wire.numel())
+        self.stats.add_message(copies * tensor.numel() * tensor.element_size(), copies * wire.numel())
         if sampled:
-            self._sample(x, packed, layout_state.feedback, info)
+            self._sample(tensor, packed, layout_state.feedback, info)
         return wire
 
-    def _sample(self, x: Tensor, packed: PackedMessage, feedback: ErrorFeedback, info: MessageInfo) -> None:
-        seen = packed.decoded
-        if seen is None:
-            seen = feedback.compressor.decode(packed.wire, torch.empty_like(x), info.context)
-        self.stats.add_error(x, seen)
-        self.stats.add_nonfinite(x.isfinite().logical_not_().sum())
+    def _sample(self, tensor: Tensor, packed: PackedMessage, feedback: ErrorFeedback, info: MessageInfo) -> None:
+        decoded = packed.decoded
+        if decoded is None:
+            decoded = feedback.compressor.decode(packed.wire, torch.empty_like(tensor), info.context)
+        self.stats.add_error(tensor, decoded)
+        self.stats.add_nonfinite(tensor.isfinite().logical_not_().sum())
 
     def _unpack(self, wire: Tensor, out: Tensor, layout_state: _LayoutState, info: MessageInfo) -> Tensor:
         with self.stats.timing("decode", out.device):
@@ -163,28 +181,30 @@ class CompressedCollective:
 
 
 class CompressedReduceScatter(CompressedCollective):
-    """The first hop: every rank gets the sum over ranks of its own row."""
+    """The first hop: every rank receives the sum over ranks of its own row."""
 
     def __call__(self, rows: Tensor, group: dist.ProcessGroup, layout: str = "") -> Tensor:
-        """Send each other rank its row, encoded, and add up what they send, in the order of ranks.
+        """Send each other rank its compressed row, and sum the rows that are received, in the order of ranks.
 
         Args:
-            rows: of shape (ranks, values); they are not changed. This rank's own row never crosses a wire: it is
-                added as it is.
+            rows: of shape (ranks, values); they are not changed. This rank's own row is added uncompressed.
 
         Returns:
-            The sum, float32, or float64 where the rows are.
+            The sum, of shape (values,): float32, or float64 if the rows are.
         """
-        me, width = group.rank(), group.size()
-        memory, others = self._layout_state(layout), [rank for rank in range(width) if rank != me]
-        wires = [self._pack(rows[to], memory, self._message_info(layout, memory, me, to, to)) for to in others]
-        sizes = [0 if rank == me else wires[0].numel() for rank in range(width)]
+        me, world_size = group.rank(), group.size()
+        layout_state, other_ranks = self._layout_state(layout), [rank for rank in range(world_size) if rank != me]
+        wires = [
+            self._pack(rows[target], layout_state, self._message_info(layout, layout_state, me, target, target))
+            for target in other_ranks
+        ]
+        sizes = [0 if rank == me else wires[0].numel() for rank in range(world_size)]
         received = self._exchange(torch.cat(wires), sizes, group)
-        exact = torch.promote_types(rows.dtype, torch.float32)
-        total, out = torch.zeros_like(rows[0], dtype=exact), torch.empty_like(rows[0])
-        for of, message in enumerate(torch.split(received, sizes)):
-            turn = self._message_info(layout, memory, of, me, of)
-            total += rows[me] if of == me else self._unpack(message, out, memory, turn)
+        sum_dtype = torch.promote_types(rows.dtype, torch.float32)
+        total, out = torch.zeros_like(rows[0], dtype=sum_dtype), torch.empty_like(rows[0])
+        for source, message in enumerate(torch.split(received, sizes)):
+            info = self._message_info(layout, layout_state, source, me, source)
+            total += rows[me] if source == me else self._unpack(message, out, layout_state, info)
         return total
 
     @staticmethod
@@ -198,28 +218,28 @@ class CompressedReduceScatter(CompressedCollective):
 
 
 class CompressedAllGather(CompressedCollective):
-    """The second hop: every rank gets the rows of all, decoded from the same bytes on each."""
+    """The second hop: every rank receives the rows of all ranks, decoded from the same bytes on each."""
 
     def __call__(
         self, row: Tensor, rows: Tensor, group: dist.ProcessGroup, layout: str = "", *, async_op: bool = False
     ) -> DecodeWork | None:
-        """Send this rank's row, encoded, to all, and fill `rows` with what all sent, this rank's own message included.
+        """Send this rank's compressed row to all, and decode the rows of all ranks, its own included, into `rows`.
 
         Args:
-            row: of the dtype of `rows`; it may be a part of them.
+            row: of shape (values,) and the dtype of `rows`; it may be a view of them.
             rows: of shape (ranks, values); contiguous.
-            async_op: return work that fills the rows when it is waited for.
+            async_op: whether to return work that fills the rows when it is waited for.
         """
-        me, width = group.rank(), group.size()
-        memory = self._layout_state(layout)
-        turns = [self._message_info(layout, memory, of, width, of) for of in range(width)]
-        wire = self._pack(row, memory, turns[me], copies=width - 1)
-        every = wire.new_empty(width * wire.numel())
-        work = self._all_gather(every, wire, group, async_op)
+        me, world_size = group.rank(), group.size()
+        layout_state = self._layout_state(layout)
+        infos = [self._message_info(layout, layout_state, source, world_size, source) for source in range(world_size)]
+        wire = self._pack(row, layout_state, infos[me], copies=world_size - 1)
+        gathered = wire.new_empty(world_size * wire.numel())
+        work = self._all_gather(gathered, wire, group, async_op)
 
         def decode() -> None:
-            for of, message in enumerate(torch.split(every, wire.numel())):
-                self._unpack(message, rows[of], memory, turns[of])
+            for source, message in enumerate(torch.split(gathered, wire.numel())):
+                self._unpack(message, rows[source], layout_state, infos[source])
 
         if async_op:
             return DecodeWork(work, decode)
@@ -239,7 +259,7 @@ class CompressedAllGather(CompressedCollective):
 
 
 class DecodeWork(dist.Work):
-    """Work whose result is decoded when it is waited for."""
+    """Work that decodes its result when it is waited for."""
 
     def __init__(self, work: dist.Work | P2PExchange, decode: Callable[[], None]) -> None:
         super().__init__()
@@ -258,12 +278,15 @@ class DecodeWork(dist.Work):
 
 
 class CompressedAllReduce:
-    """Averages over the ranks of a group. All ranks decode them from the same bytes: they are equal to the last bit.
+    """Averages tensors over the ranks of a group, to the same bits on every rank: all decode the same bytes.
 
     Args:
-        compressor: what gradients are sent with.
-        all_gather: what their average is sent with; None: `compressor` without its feedback.
-        name: of what is averaged; noise follows from it.
+        compressor: for the tensors.
+        average_compressor: for their average; None for `compressor` without its feedback.
+        name: of the tensors; part of the seed of noise.
+
+    Attributes:
+        link_stats: statistics of "first hop" and "second hop".
     """
 
     def __init__(self, compressor: CompressorLike, average_compressor: CompressorLike = None, *, name: str) -> None:
@@ -276,59 +299,62 @@ class CompressedAllReduce:
     def _feedback_pair(
         compressor: CompressorLike, average_compressor: CompressorLike
     ) -> tuple[ErrorFeedback, ErrorFeedback]:
-        first = as_feedback(compressor)
-        return first, NoFeedback(first.compressor) if average_compressor is None else as_feedback(average_compressor)
+        feedback = as_feedback(compressor)
+        return feedback, NoFeedback(feedback.compressor) if average_compressor is None else as_feedback(
+            average_compressor
+        )
 
     def switch(self, compressor: CompressorLike, average_compressor: CompressorLike = None) -> None:
-        """Go on with other operators; all ranks do so at the same step."""
+        """Change the compressors, on all ranks at the same step."""
         self.reduce_scatter.feedback, self.all_gather.feedback = self._feedback_pair(compressor, average_compressor)
 
-    def average_(self, flat: Tensor, group: dist.ProcessGroup, layout: str = "") -> Tensor:
-        """Make `flat` the average over ranks, and return it.
+    def average_(self, tensor: Tensor, group: dist.ProcessGroup, layout: str = "") -> Tensor:
+        """Average a tensor over ranks in place, and return it.
 
         Args:
-            flat: floating point, 1-d, contiguous; as long on every rank.
+            tensor: floating point, 1-d, contiguous; of the same length on every rank.
+            layout: the name of its layout.
         """
-        width, size = group.size(), flat.numel()
-        if width == 1 or not size:
-            return flat
-        share = -(-size // width)
+        world_size, size = group.size(), tensor.numel()
+        if world_size == 1 or not size:
+            return tensor
+        share = -(-size // world_size)
         share += -share % SHARE_MULTIPLE
-        rows = F.pad(flat, (0, share * width - size)) if share * width > size else flat
-        rows = rows.view(width, share)
-        mean = self.reduce_scatter(rows, group, layout).div_(width).to(flat.dtype)
+        rows = F.pad(tensor, (0, share * world_size - size)) if share * world_size > size else tensor
+        rows = rows.view(world_size, share)
+        mean = self.reduce_scatter(rows, group, layout).div_(world_size).to(tensor.dtype)
         self.all_gather(mean, rows, group, layout)
-        return flat if rows.data_ptr() == flat.data_ptr() else flat.copy_(rows.view(-1)[:size])
+        return tensor if rows.data_ptr() == tensor.data_ptr() else tensor.copy_(rows.view(-1)[:size])
 
     def step(self) -> None:
-        """All tensors of a step went by."""
+        """End a step, after all of its tensors."""
         self.reduce_scatter.step()
         self.all_gather.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """What feedback remembers at this rank; each rank has its own."""
+        """The feedback state of this rank; each rank has its own."""
         return {"first": self.reduce_scatter.state_dict(), "second": self.all_gather.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave.
+        """Restore what `state_dict` of the same rank returned.
 
         Raises:
-            MismatchError: it is not such a state.
+            MismatchError: it is another kind of state.
         """
         if set(state) != {"first", "second"}:
-            found, do = f"a state of {sorted(state)}", "give what state_dict() of the same rank gave"
-            raise MismatchError("two hops", found=found, expected="one of first and second", do=do)
+            problem, advice = f"a state of {sorted(state)}", "give what state_dict() of the same rank gave"
+            raise MismatchError("two hops", found=problem, expected="one of first and second", do=advice)
         self.reduce_scatter.load_state_dict(state["first"])
         self.all_gather.load_state_dict(state["second"])
 
 
 def make_all_reduce_sum(group: dist.ProcessGroup, device: torch.device) -> Callable[[list[float]], list[float]]:
-    """What adds up numbers over the ranks of a group; the result is the same on all."""
+    """Create a function that sums numbers over the ranks of a group, with the same result on all."""
 
-    def total(numbers: list[float]) -> list[float]:
-        together = torch.tensor(numbers, dtype=torch.float64, device=device)
-        dist.all_reduce(together, group=group)
-        out: list[float] = together.tolist()
-        return out
+    def all_reduce_sum(numbers: list[float]) -> list[float]:
+        summed = torch.tensor(numbers, dtype=torch.float64, device=device)
+        dist.all_reduce(summed, group=group)
+        result: list[float] = summed.tolist()
+        return result
 
-    return total
+    return all_reduce_sum

@@ -1,4 +1,4 @@
-"""DistributedDataParallel whose gradients cross the wire encoded."""
+"""Compression of the gradients of DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shrinkpoint import validate
 from shrinkpoint.comm.accordion import Accordion, check_accordion
 from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, make_all_reduce_sum
 from shrinkpoint.comm.link import CompressorLike
-from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ConfigCheck
+from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ReplicaConfigCheck
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError
 
@@ -30,30 +30,33 @@ def compress_ddp(
     nonfinite: str = "pass",
     timeout: float = CONFIG_TIMEOUT,
 ) -> DDPCompression:
-    """Average the gradients of a model in encoded messages, in place of torch's all-reduce.
+    """Average the gradients of a model in compressed messages, instead of torch's all-reduce.
 
-    Each bucket takes two hops: every rank sends every other its share, encoded; adds up in float32 what it gets; and
-    sends the average to all, encoded again. All ranks decode the same bytes, so replicas stay equal to the last bit.
-    Works on gloo, where collectives run inside the hook, one after another, and on nccl.
+    Each bucket takes two hops: every rank sends a compressed share of it to each other rank, adds up the shares it
+    receives in float32, and sends the compressed average to all. All ranks decode the same bytes, so replicas stay
+    equal to the last bit. Works on gloo, where collectives run inside the hook, one after another, and on nccl.
 
-    What feedback remembers belongs to a bucket and the order of the gradients in it, which DDP changes after its first
-    backward pass unless `find_unused_parameters` is set: the first step of all, and the first one after a restart,
-    begin from nothing. With a `GradScaler` it is in units of the scaled loss.
+    Feedback state belongs to a bucket and the order of the gradients in it, which DDP changes after its first backward
+    pass unless `find_unused_parameters` is set: the first step of all, and the first one after a restart, start without
+    a memory. With a `GradScaler` it is in units of the scaled loss.
 
     Args:
         model: before its first backward pass, without another hook; on every rank of its group.
-        compressor: what gradients are sent with. Runs and shares are those of a bucket, in which the gradients of many
-            parameters lie one after another: "row" and "channel" make no sense of them.
-        average_compressor: what the average is sent with; None: `compressor` without its feedback.
-        accordion: switches between two of them; then `compressor` is not used.
-        min_numel: smaller buckets are sent as they are.
-        nonfinite: "pass": a value that is not finite reaches every rank as one, with those it was encoded together
-            with, so that a `GradScaler` skips the step. "raise": then an error on every rank.
-        timeout: seconds that the first backward pass waits to learn that all ranks were set up alike.
+        compressor: for gradients. Groups and shares are those of a bucket, in which the gradients of many parameters
+            are concatenated: "row" and "channel" are not meaningful.
+        average_compressor: for their average; None for `compressor` without its feedback.
+        accordion: switches between two compressors; then `compressor` is not used.
+        min_numel: smaller buckets are sent uncompressed.
+        nonfinite: "pass": a value that is not finite reaches every rank as such, with the values encoded together with
+            it, so that a `GradScaler` skips the step. "raise": it is an error on every rank.
+        timeout: seconds that the first backward pass waits for the configuration of each other rank.
+
+    Returns:
+        The handle: statistics and state.
 
     Raises:
-        PolicyError: no such model, or an operator or a word that cannot be used.
-        MismatchError: from the first backward pass, on every rank: they were not set up alike.
+        PolicyError: another kind of model, or an unusable compressor or invalid spec.
+        MismatchError: in the first backward pass, on every rank: the ranks are configured differently.
     """
     replicas = DDPCompression(model, compressor, average_compressor, accordion, min_numel, nonfinite, timeout)
     try:
@@ -67,14 +70,14 @@ def _comm_hook(state: DDPCompression, bucket: Any) -> torch.futures.Future[Tenso
     return state.reduce(bucket)
 
 
-_comm_hook.__annotations__ = {}  # torch compares them with types, and these are words
+_comm_hook.__annotations__ = {}  # torch compares them with types, and these are strings
 
 
 class DDPCompression:
-    """The gradients of one model on their way between ranks; `compress_ddp` makes it.
+    """Handle of the compressed gradients of one model, which `compress_ddp` returns.
 
     Attributes:
-        link_stats: of "first hop" and "second hop": bytes and seconds since the start.
+        link_stats: statistics of "first hop" and "second hop" since the start.
     """
 
     def __init__(
@@ -92,15 +95,13 @@ class DDPCompression:
         validate.check_float("compress_ddp, timeout", timeout)
         check_accordion("compress_ddp", accordion)
         self._group: dist.ProcessGroup = model.process_group
-        self._names = {id(one): name for name, one in model.module.named_parameters()}
+        self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._accordion, self._average_compressor = accordion, average_compressor
         self._min_numel, self._nonfinite, self._timeout = min_numel, nonfinite, timeout
         self._squared_norm: Tensor | float = 0.0
         if accordion is not None:
-            for one in (accordion.strong, accordion.mild):
-                CompressedAllReduce(
-                    one, average_compressor, name="ddp"
-                )  # what cannot be used is found now, not when it is switched to
+            for switched in (accordion.strong, accordion.mild):
+                CompressedAllReduce(switched, average_compressor, name="ddp")  # raises now, not at the switch
         self._all_reduce = CompressedAllReduce(
             compressor if accordion is None else accordion.compressor, average_compressor, name="ddp"
         )
@@ -108,7 +109,7 @@ class DDPCompression:
         self._config_check = self._make_config_check()
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """What the hook is: the averages of one bucket's gradients, in its own buffer."""
+        """Average the gradients of one bucket in its own buffer: the communication hook."""
         self._config_check.check()
         buffer = bucket.buffer()
         self._average(torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer, bucket)
@@ -122,20 +123,20 @@ class DDPCompression:
         return future
 
     def state_dict(self) -> dict[str, Any]:
-        """What feedback remembers at this rank, and the regime; each rank has its own. Tensors are not copied."""
+        """The feedback and Accordion state of this rank; each rank has its own. Tensors are not copied."""
         state: dict[str, Any] = {"words": self._config(), "hops": self._all_reduce.state_dict()}
         return state if self._accordion is None else {**state, "accordion": self._accordion.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` of this rank gave; on all ranks, or on none.
+        """Restore what `state_dict` of this rank returned; on all ranks, or on none.
 
         Raises:
-            MismatchError: it is that of another set-up; or, from the next backward pass, ranks loaded another step.
+            MismatchError: it has another configuration; or, in the next backward pass, ranks loaded different steps.
         """
-        words, found = self._config(), state.get("words")
-        if found != words:
-            do = "compress as it was saved"
-            raise MismatchError("compress_ddp", found=f"a state of {found}", expected=f"{words}", do=do)
+        config, saved_config = self._config(), state.get("words")
+        if saved_config != config:
+            advice = "compress with the saved configuration"
+            raise MismatchError("compress_ddp", found=f"a state of {saved_config}", expected=f"{config}", do=advice)
         if self._accordion is not None:
             self._accordion.load_state_dict(state["accordion"])
             self._all_reduce.switch(self._accordion.compressor, self._average_compressor)
@@ -146,14 +147,14 @@ class DDPCompression:
         if flat.numel() < self._min_numel:
             dist.all_reduce(flat.div_(self._group.size()), group=self._group)
         else:
-            names = "\n".join(self._names[id(one)] for one in bucket.parameters())
+            names = "\n".join(self._names[id(parameter)] for parameter in bucket.parameters())
             self._all_reduce.average_(flat, self._group, hashlib.sha256(names.encode()).hexdigest()[:16])
         if self._nonfinite == "raise" and not bool(flat.isfinite().all()):
-            do = 'look for what overflowed, or let such values pass: nonfinite="pass"'
-            raise PolicyError(f"gradients, bucket {bucket.index()}", found="values that are not finite", do=do)
+            advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
+            raise PolicyError(f"gradients, bucket {bucket.index()}", found="values that are not finite", do=advice)
 
     def _observe(self, buffer: Tensor, *, last: bool) -> None:
-        """Tell the accordion the norm of what all ranks have decoded, and use what it says from the next step on."""
+        """Record the norm of the averaged gradients, and switch the compressor if the regime changes."""
         accordion = self._accordion
         assert accordion is not None
         self._squared_norm = self._squared_norm + torch.linalg.vector_norm(buffer, dtype=torch.float64).square()
@@ -163,20 +164,20 @@ class DDPCompression:
                 self._all_reduce.switch(accordion.compressor, self._average_compressor)
 
     def _config(self) -> dict[str, Any]:
-        """What all ranks must say alike, and a state must fit."""
-        how = (
+        """The configuration that all ranks, and a state to load, must have in common."""
+        spec = (
             self._all_reduce.reduce_scatter.feedback.shared_spec
             if self._accordion is None
             else self._accordion.describe()
         )
-        second = None if self._average_compressor is None else str(self._average_compressor)
-        return {"how": how, "second": second, "min_numel": self._min_numel, "nonfinite": self._nonfinite}
+        average_spec = None if self._average_compressor is None else str(self._average_compressor)
+        return {"how": spec, "second": average_spec, "min_numel": self._min_numel, "nonfinite": self._nonfinite}
 
-    def _make_config_check(self) -> ConfigCheck:
-        words = {**self._config(), "counts": self._all_reduce.reduce_scatter.counts()}
+    def _make_config_check(self) -> ReplicaConfigCheck:
+        config = {**self._config(), "counts": self._all_reduce.reduce_scatter.counts()}
         if self._accordion is not None:
-            words["critical"], words["steps"] = self._accordion.critical, self._accordion.steps
-        return ConfigCheck(self._group, "compress_ddp", words, self._timeout)
+            config |= self._accordion.progress()
+        return ReplicaConfigCheck(self._group, "compress_ddp", config, self._timeout)
 
 
 def _check_ddp_arguments(model: object, nonfinite: str) -> None:

@@ -1,4 +1,4 @@
-"""FSDP2 (`fully_shard`) whose weights and gradients cross the wire encoded."""
+"""Compression of the weights and gradients of FSDP2 (`fully_shard`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shrinkpoint.comm.compressed_allreduce import (
 from shrinkpoint.comm.compressors.base import Identity
 from shrinkpoint.comm.feedback.base import ErrorFeedback, NoFeedback
 from shrinkpoint.comm.link import CompressorLike
-from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ConfigCheck
+from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ReplicaConfigCheck
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError
 
@@ -38,33 +38,36 @@ def compress_fsdp(
     nonfinite: str = "pass",
     timeout: float = CONFIG_TIMEOUT,
 ) -> FSDPCompression:
-    """Gather weights and scatter gradients in encoded messages, in every module that `fully_shard` was applied to.
+    """Gather weights and scatter gradients in compressed messages, in every module that `fully_shard` was applied to.
 
-    The sharded weights that the optimizer changes stay as they are; all ranks compute with the same decoded copies.
-    Gradients are added up in float32. With replicated shards (HSDP) the all-reduce between replicas stays torch's own.
+    The sharded weights that the optimizer updates are not changed; all ranks compute with the same decoded copies.
+    Gradients are added up in float32. With replicated shards (HSDP) the all-reduce between replicas is torch's own.
 
     Args:
         root: with all `fully_shard` calls made, before the first forward pass; on every rank.
-        all_gather: what weights are sent with: an operator; None: torch's own all-gather.
-        reduce_scatter: what gradients are sent with, feedback included; None: torch's own reduce-scatter.
-        accordion: switches between two of them; then `reduce_scatter` is not used.
-        min_numel: smaller shards are sent as they are.
-        nonfinite: "pass": a value that is not finite stays so, with those it was encoded together with. "raise": then
+        all_gather: the compressor of weights, without feedback; None for torch's own all-gather.
+        reduce_scatter: the compressor of gradients, or a feedback; None for torch's own reduce-scatter.
+        accordion: switches between two compressors; then `reduce_scatter` is not used.
+        min_numel: smaller shards are sent uncompressed.
+        nonfinite: "pass": a value that is not finite stays so, with the values encoded together with it. "raise": it is
             an error on every rank, for which the ranks exchange a number per module.
-        timeout: seconds that the first message waits to learn that all ranks were set up alike.
+        timeout: seconds that the first message waits for the configuration of each other rank.
+
+    Returns:
+        The handle: statistics, state, and `detach`.
 
     Raises:
-        PolicyError: no such model, or an operator or a word that cannot be used.
-        MismatchError: from the first forward pass, on every rank: they were not set up alike.
+        PolicyError: another kind of model, or an unusable compressor or invalid spec.
+        MismatchError: in the first forward pass, on every rank: the ranks are configured differently.
     """
     return FSDPCompression(root, all_gather, reduce_scatter, accordion, min_numel, nonfinite, timeout)
 
 
 class FSDPCompression:
-    """The messages of one sharded model; `compress_fsdp` makes it.
+    """Handle of the compressed messages of one sharded model, which `compress_fsdp` returns.
 
     Attributes:
-        link_stats: of "all-gather" and "reduce-scatter": bytes and seconds since the start.
+        link_stats: statistics of "all-gather" and "reduce-scatter" since the start.
     """
 
     def __init__(
@@ -81,19 +84,21 @@ class FSDPCompression:
         validate.check_int("compress_fsdp, min_numel", min_numel, minimum=0)
         validate.check_float("compress_fsdp, timeout", timeout)
         check_accordion("compress_fsdp", accordion)
-        expected, do = "a module that fully_shard was applied to", "apply it first"
-        validate.check_instance("compress_fsdp, root", root, nn.Module, expected=expected, do=do)
+        expected, advice = "a module that fully_shard was applied to", "apply it first"
+        validate.check_instance("compress_fsdp, root", root, nn.Module, expected=expected, do=advice)
         self.link_stats = {"all-gather": LinkStats(), "reduce-scatter": LinkStats()}
         self._accordion, self._timeout, self._raise_nonfinite = accordion, timeout, nonfinite == "raise"
         if accordion is not None:
-            for one in (accordion.strong, accordion.mild):
-                as_feedback(one)  # what cannot be used is found now, not when it is switched to
+            for switched in (accordion.strong, accordion.mild):
+                as_feedback(switched)  # raises now, not at the switch
             gradients = accordion.compressor
-        how = None if weights is None else _as_stateless(weights)
-        share = None if gradients is None else as_feedback(gradients)
+        weight_feedback = None if weights is None else _as_stateless(weights)
+        gradient_feedback = None if gradients is None else as_feedback(gradients)
         self._config = {
-            "all_gather": how and how.shared_spec,
-            "reduce_scatter": accordion.describe() if accordion else share and share.shared_spec,
+            "all_gather": weight_feedback and weight_feedback.shared_spec,
+            "reduce_scatter": accordion.describe()
+            if accordion
+            else gradient_feedback and gradient_feedback.shared_spec,
             "min_numel": min_numel,
             "nonfinite": nonfinite,
         }
@@ -101,27 +106,31 @@ class FSDPCompression:
         self._reduce_scatters: dict[str, _ReduceScatter] = {}
         self._reduced_modules: set[str] = set()
         self._squared_norm: Tensor | float = 0.0
-        for name, part in _param_groups(root):
-            self._original_comms.append((part, part._all_gather_comm, part._reduce_scatter_comm))
-            if how is not None:
-                gather = CompressedAllGather(how, self.link_stats["all-gather"], name=f"fsdp {name}")
-                part._all_gather_comm = _AllGather(gather, min_numel, self)
-            if share is not None:
-                scatter = CompressedReduceScatter(share, self.link_stats["reduce-scatter"], name=f"fsdp {name}")
-                self._reduce_scatters[name] = part._reduce_scatter_comm = _ReduceScatter(scatter, min_numel, self, name)
+        for name, param_group in _param_groups(root):
+            self._original_comms.append((param_group, param_group._all_gather_comm, param_group._reduce_scatter_comm))
+            if weight_feedback is not None:
+                gather = CompressedAllGather(weight_feedback, self.link_stats["all-gather"], name=f"fsdp {name}")
+                param_group._all_gather_comm = _AllGather(gather, min_numel, self)
+            if gradient_feedback is not None:
+                scatter = CompressedReduceScatter(
+                    gradient_feedback, self.link_stats["reduce-scatter"], name=f"fsdp {name}"
+                )
+                self._reduce_scatters[name] = param_group._reduce_scatter_comm = _ReduceScatter(
+                    scatter, min_numel, self, name
+                )
         self._config_checks = self._make_config_checks()
 
     def detach(self) -> None:
-        """Give back to every module what it communicated with before."""
-        for part, gathers, scatters in self._original_comms:
-            part._all_gather_comm, part._reduce_scatter_comm = gathers, scatters
+        """Restore the original communication of every module."""
+        for param_group, gathers, scatters in self._original_comms:
+            param_group._all_gather_comm, param_group._reduce_scatter_comm = gathers, scatters
         self._original_comms, self._config_checks = [], {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What feedback remembers at this rank, and the regime; each rank has its own. Tensors are not copied."""
+        """The feedback and Accordion state of this rank; each rank has its own. Tensors are not copied."""
         state: dict[str, Any] = {
             "words": self._config,
-            "reduce_scatter": {name: one.scatter.state_dict() for name, one in self._reduce_scatters.items()},
+            "reduce_scatter": {name: hook.scatter.state_dict() for name, hook in self._reduce_scatters.items()},
         }
         if self._accordion is not None:
             state["accordion"] = self._accordion.state_dict()
@@ -129,30 +138,32 @@ class FSDPCompression:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` of this rank gave; on all ranks, or on none.
+        """Restore what `state_dict` of this rank returned; on all ranks, or on none.
 
         Raises:
-            MismatchError: it is that of another set-up; or, from the next message, ranks loaded another step.
+            MismatchError: it has another configuration; or, at the next message, ranks loaded different steps.
         """
-        kept = state.get("reduce_scatter", {})
-        if state.get("words") != self._config or set(kept) != set(self._reduce_scatters):
-            found, expected = f"a state of {state.get('words')}, {sorted(kept)}", f"{self._config}"
-            raise MismatchError("compress_fsdp", found=found, expected=expected, do="compress as it was saved")
+        saved_states = state.get("reduce_scatter", {})
+        if state.get("words") != self._config or set(saved_states) != set(self._reduce_scatters):
+            problem, expected = f"a state of {state.get('words')}, {sorted(saved_states)}", f"{self._config}"
+            raise MismatchError(
+                "compress_fsdp", found=problem, expected=expected, do="compress with the saved configuration"
+            )
         if self._accordion is not None:
             self._accordion.load_state_dict(state["accordion"])
             self._reduced_modules, self._squared_norm = set(state["step"]["seen"]), float(state["step"]["square"])
             self._switch(self._accordion.compressor)
-        for name, one in kept.items():
-            self._reduce_scatters[name].scatter.load_state_dict(one)
+        for name, saved_state in saved_states.items():
+            self._reduce_scatters[name].scatter.load_state_dict(saved_state)
         self._config_checks = self._make_config_checks()
 
     def check_config(self, group: dist.ProcessGroup) -> None:
-        """Before each message: whether the ranks of its group were set up alike."""
+        """Compare the configuration of the ranks of a group, before its first message."""
         if id(group) in self._config_checks:
             self._config_checks.pop(id(group)).check()
 
     def begin_reduction(self, name: str, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Before the gradients of a module are summed. Those of one that was summed already belong to the next step."""
+        """Called before the gradients of a module are summed; a module that was summed already starts the next step."""
         if self._accordion is None:
             return
         if name in self._reduced_modules:
@@ -163,36 +174,40 @@ class FSDPCompression:
         self._reduced_modules.add(name)
 
     def end_reduction(self, name: str, shard: Tensor, group: dist.ProcessGroup) -> None:
-        """After they were."""
+        """Called after the gradients of a module were summed.
+
+        Raises:
+            PolicyError: they are not finite and `nonfinite` is "raise".
+        """
         if self._accordion is not None:
             self._squared_norm = self._squared_norm + torch.linalg.vector_norm(shard, dtype=torch.float64).square()
         if (
             self._raise_nonfinite
             and make_all_reduce_sum(group, shard.device)([float(shard.isfinite().logical_not().sum())])[0]
         ):
-            do = 'look for what overflowed, or let such values pass: nonfinite="pass"'
-            raise PolicyError(f"gradients of {name or 'the root'}", found="values that are not finite", do=do)
+            advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
+            raise PolicyError(f"gradients of {name or 'the root'}", found="values that are not finite", do=advice)
 
     def _switch(self, compressor: CompressorLike) -> None:
-        for one in self._reduce_scatters.values():
-            one.scatter.feedback = as_feedback(compressor)
+        for hook in self._reduce_scatters.values():
+            hook.scatter.feedback = as_feedback(compressor)
 
-    def _make_config_checks(self) -> dict[int, ConfigCheck]:
-        """One for each group that messages go through."""
-        counts = {name: one.scatter.counts() for name, one in self._reduce_scatters.items()}
-        words = {**self._config, "counts": counts}
+    def _make_config_checks(self) -> dict[int, ReplicaConfigCheck]:
+        """One check for each group that messages are sent in."""
+        counts = {name: hook.scatter.counts() for name, hook in self._reduce_scatters.items()}
+        config = {**self._config, "counts": counts}
         if self._accordion is not None:
-            words["critical"], words["steps"] = self._accordion.critical, self._accordion.steps
-        agreements: dict[int, ConfigCheck] = {}
-        for part, _, _ in self._original_comms:
-            for group in (part._all_gather_process_group, part._reduce_scatter_process_group):
-                if id(group) not in agreements and group.size() > 1:
-                    agreements[id(group)] = ConfigCheck(group, "compress_fsdp", words, self._timeout)
-        return agreements
+            config |= self._accordion.progress()
+        checks: dict[int, ReplicaConfigCheck] = {}
+        for param_group, _, _ in self._original_comms:
+            for group in (param_group._all_gather_process_group, param_group._reduce_scatter_process_group):
+                if id(group) not in checks and group.size() > 1:
+                    checks[id(group)] = ReplicaConfigCheck(group, "compress_fsdp", config, self._timeout)
+        return checks
 
 
 class _CommAllocator:
-    """What both of a module's communications have: where they put their values."""
+    """Allocates the buffers of torch's all-gather and reduce-scatter interfaces."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(math.prod(size), dtype=dtype, device=device).view(*size)
@@ -206,7 +221,7 @@ class _AllGather(_CommAllocator):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         self._compression.check_config(group)
-        # Weights of several dtypes come as their bytes: these cannot be rounded.
+        # torch passes weights of several dtypes as bytes, which cannot be rounded.
         if not input_tensor.is_floating_point() or input_tensor.numel() < max(self._min_numel, 1):
             work: dist.Work | None = all_gather_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
             return work
@@ -227,21 +242,21 @@ class _ReduceScatter(_CommAllocator):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Wait for the sum, whatever `async_op` says: torch then finds it done."""
+        """Reduce synchronously, whatever `async_op` is."""
         self._compression.check_config(group)
         self._compression.begin_reduction(self._name, group, output_tensor.device)
         rows = input_tensor.view(group.size(), -1)
-        small = rows.shape[1] < max(self._min_numel, 1)
-        hop = self._uncompressed if small else self.scatter
-        output_tensor.copy_(_apply_reduce_op_(hop(rows, group, f"{rows.shape[1]}"), op, group.size()))
+        is_small = rows.shape[1] < max(self._min_numel, 1)
+        scatter = self._uncompressed if is_small else self.scatter
+        output_tensor.copy_(_apply_reduce_op_(scatter(rows, group, f"{rows.shape[1]}"), op, group.size()))
         self._compression.end_reduction(self._name, output_tensor, group)
 
 
 def _apply_reduce_op_(total: Tensor, op: Any, world_size: int) -> Tensor:
-    """A sum made what the reduction asks for.
+    """Turn a sum into the result of a reduction, in place, and return it.
 
     Raises:
-        PolicyError: that is no kind of sum.
+        PolicyError: the reduction is not a kind of sum.
     """
     kinds: Any = dist.ReduceOp.RedOpType
     kind = getattr(op, "op", op)
@@ -255,34 +270,34 @@ def _apply_reduce_op_(total: Tensor, op: Any, world_size: int) -> Tensor:
 
 
 def _as_stateless(compressor: CompressorLike) -> ErrorFeedback:
-    """What weights are sent with.
+    """Return the compressor of weights.
 
     Raises:
-        PolicyError: it is a feedback: the weights would be sent again in backward, where nothing is new.
+        PolicyError: it has feedback, which cannot be used: weights are sent again in backward, unchanged.
     """
-    plain = as_feedback(compressor)
-    if not isinstance(plain, NoFeedback):
-        raise PolicyError("all-gather", found=plain.spec, expected="an operator", do="leave out the feedback")
-    return plain
+    feedback = as_feedback(compressor)
+    if not isinstance(feedback, NoFeedback):
+        raise PolicyError("all-gather", found=feedback.spec, expected="a compressor", do="leave out the feedback")
+    return feedback
 
 
 def _param_groups(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What communicates, and its name: of every module that `fully_shard` was applied to, where it shards.
+    """Yield the name and parameter group of every module that `fully_shard` was applied to and that is sharded.
 
     Raises:
-        PolicyError: there is none, or this torch has no communication of one's own.
+        PolicyError: there is none, or this release of torch does not allow custom communication.
     """
-    modules = [(name, one) for name, one in root.named_modules() if isinstance(one, FSDPModule)]
-    parts = [
-        (f"{name}.{index}" if index else name, part)
+    modules = [(name, module) for name, module in root.named_modules() if isinstance(module, FSDPModule)]
+    param_groups = [
+        (f"{name}.{index}" if index else name, param_group)
         for name, module in modules
-        for index, part in enumerate(getattr(module._get_fsdp_state(), "_fsdp_param_groups", []))
-        if getattr(part.mesh_info, "shard_process_group", None) is not None
+        for index, param_group in enumerate(getattr(module._get_fsdp_state(), "_fsdp_param_groups", []))
+        if getattr(param_group.mesh_info, "shard_process_group", None) is not None
     ]
     if not modules:
-        do = "call fully_shard first"
-        raise PolicyError("compress_fsdp", found=f"a {type(root).__name__}", expected="a sharded model", do=do)
-    if not parts or not hasattr(parts[0][1], "_reduce_scatter_comm"):
-        found = f"torch {torch.__version__} does not let modules communicate otherwise, or nothing is sharded"
-        raise PolicyError("compress_fsdp", found=found, do="use the newest torch, and shard over a mesh")
-    yield from parts
+        advice = "call fully_shard first"
+        raise PolicyError("compress_fsdp", found=f"a {type(root).__name__}", expected="a sharded model", do=advice)
+    if not param_groups or not hasattr(param_groups[0][1], "_reduce_scatter_comm"):
+        problem = f"torch {torch.__version__} does not let modules communicate otherwise, or nothing is sharded"
+        raise PolicyError("compress_fsdp", found=problem, do="use the newest torch, and shard over a mesh")
+    yield from param_groups

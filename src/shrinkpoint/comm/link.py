@@ -19,25 +19,25 @@ from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
 CompressorLike = Compressor | ErrorFeedback | str | None
-"""How tensors cross: None: as they are."""
+"""A compressor, a feedback around one, or the spec of either; None for no compression."""
 NonfinitePolicy = Literal["pass", "raise"]
 _KEY_MASK = (1 << 32) - 1
 _ID_BYTES = 8
 FINITE_VALUES = "finite values"
-"""What an error expects whose cause is a value that is not finite."""
+"""The `expected` part of errors about values that are not finite."""
 
 
 @dataclass(frozen=True)
 class MessageContext:
-    """Where a message stands.
+    """Identifies a message within a step.
 
     Attributes:
-        slot: the micro-batch.
-        tensor: which of the tensors that cross there.
-        training: False: nothing is remembered of it, at either end.
-        ids: int64, on any device, one a row: the samples. A receiver finds them in the message, and must be told them
-            where it is to know the size before.
-        indices: flat positions, for `SameIndices`.
+        slot: the index of the micro-batch.
+        tensor: the index of the tensor among those that cross the boundary.
+        training: if False, neither end remembers the message.
+        ids: the sample of each row: int64, 1-d, on any device; None if unknown. A receiver reads them from the message,
+            but needs them here to predict its size.
+        indices: flat indices for `SameIndices`: int64, 1-d, ascending.
     """
 
     slot: int = 0
@@ -48,22 +48,28 @@ class MessageContext:
 
 
 class Link:
-    """One end. Two that are made alike, one of which packs what the other one unpacks, in that order, stay in step.
+    """One end of a link.
 
-    Messages of one slot and tensor are counted, and noise and random places follow from the count. In evaluation
-    (`At.training` false) nothing is counted and the operator is used without its feedback.
+    Two ends created with the same arguments stay synchronised if messages are unpacked in the order they were packed.
+    Messages of one slot and tensor are counted, and the count is part of the seed of noise and random indices. In
+    evaluation (`MessageContext.training` is False) nothing is counted, and the compressor is used without its feedback.
 
     Args:
-        feedback: an operator, a feedback, or the spec of one.
-        name: of the boundary and direction; part of what noise follows from.
-        nonfinite: "raise": nan and infinite values are an error, at the receiving end at once, at the sending end in
-            the call after, so that the other end is not left waiting.
-        sample_every: the relative error is taken of each message that is a multiple of this; 0: of none.
-        min_numel: smaller tensors cross as they are.
-        with_ids: messages carry sample ids, even if the feedback needs none: a later boundary may.
+        compressor: a compressor, a feedback, or the spec of either.
+        name: of the boundary and direction; part of the seed of noise.
+        nonfinite: "raise" makes nan and infinite values an error, at the receiving end at once, at the sending end in
+            the next call, so that the receiver does not wait for a message in vain.
+        sample_every: the relative error is measured on every message whose index is a multiple of this; 0 for none.
+        min_numel: smaller tensors are sent uncompressed.
+        with_ids: messages contain sample ids even if the feedback needs none, because a later boundary does.
+
+    Attributes:
+        feedback: the feedback around the compressor.
+        name: of the boundary and direction.
+        stats: bytes, times and errors of this end.
 
     Raises:
-        PolicyError: an argument out of range, or no spec.
+        PolicyError: an argument out of range, or an invalid spec.
     """
 
     def __init__(
@@ -79,8 +85,8 @@ class Link:
         validate.check_choice(f"link {name}, nonfinite", nonfinite, get_args(NonfinitePolicy))
         for what, value in (("sample_every", sample_every), ("min_numel", min_numel)):
             validate.check_int(f"link {name}, {what}", value, minimum=0)
-        given = as_compressor(compressor)
-        self.feedback: ErrorFeedback = given if isinstance(given, ErrorFeedback) else NoFeedback(given)
+        parsed = as_compressor(compressor)
+        self.feedback: ErrorFeedback = parsed if isinstance(parsed, ErrorFeedback) else NoFeedback(parsed)
         self.name, self.stats = name, LinkStats()
         self._state, self._eval_state = self.feedback.new_state(), NoFeedback(self.feedback.compressor).new_state()
         self._with_ids = with_ids or self.feedback.needs_ids
@@ -100,113 +106,111 @@ class Link:
 
     @property
     def needs_ids(self) -> bool:
-        """Whether messages of training carry sample ids, which the sender must be given."""
+        """Whether messages in training contain sample ids, which the sender must be given."""
         return self._with_ids
 
-    def is_compressible(self, x: Tensor) -> bool:
-        """Whether a tensor (or meta tensor) crosses compressed; others cross as they are."""
-        return x.is_floating_point() and x.numel() >= max(self._min_numel, 1)
+    def is_compressible(self, tensor: Tensor) -> bool:
+        """Whether a tensor (or meta tensor) is compressed; others are sent uncompressed."""
+        return tensor.is_floating_point() and tensor.numel() >= max(self._min_numel, 1)
 
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: MessageContext | None = None) -> int:
-        """The size of the next message of a slot and tensor."""
+        """The size in bytes of the next message of a slot and tensor."""
         context = context or MessageContext()
-        end = self._state if context.training else self._eval_state
-        return self._id_header_bytes(shape, context) + end.wire_bytes(shape, dtype, self._message_info(context))
+        state = self._state if context.training else self._eval_state
+        return self._id_header_bytes(shape, context) + state.wire_bytes(shape, dtype, self._message_info(context))
 
     def expect(self, shape: Sequence[int], dtype: torch.dtype, context: MessageContext | None = None) -> int:
-        """The size of the next message of a slot and tensor, for a buffer that is posted before others are unpacked.
+        """The size in bytes of a message whose buffer is posted before earlier messages are unpacked.
 
-        Messages are unpacked in the order in which they were expected. Where samples are remembered the size follows
-        from `At.ids`.
+        Messages must be unpacked in the order in which they were expected. With AQ-SGD the size follows from
+        `MessageContext.ids`.
         """
         context = context or MessageContext()
-        end = self._state if context.training else self._eval_state
-        return self._id_header_bytes(shape, context) + end.expect(shape, dtype, self._message_info(context))
+        state = self._state if context.training else self._eval_state
+        return self._id_header_bytes(shape, context) + state.expect(shape, dtype, self._message_info(context))
 
     def forget_expected(self) -> None:
-        """A step begins: what was expected and has not come will not."""
+        """Drop messages that were expected and not received, at the start of a step."""
         self._state.forget_expected()
 
-    def pack(self, x: Tensor, context: MessageContext | None = None) -> Tensor:
-        """The next message of a slot and tensor: uint8, 1-d, contiguous, on x's device.
+    def pack(self, tensor: Tensor, context: MessageContext | None = None) -> Tensor:
+        """Pack the tensor as the next message of a slot: uint8, 1-d, contiguous, on the device of the tensor.
 
         Raises:
-            PolicyError: an earlier tensor was not finite and this link raises for that; or ids or places are missing.
+            PolicyError: an earlier tensor was not finite and `nonfinite` is "raise"; or ids or indices are missing.
             MismatchError: the ids do not fit the tensor.
         """
         context = context or MessageContext()
         self.check()
         self._check_direction(True, context)
-        turn, end, head = (
-            self._message_info(context),
-            self._state if context.training else self._eval_state,
-            self._id_header(x, context),
-        )
-        with torch.no_grad(), self.stats.timing("encode", x.device):
-            packed = end.pack(x.detach(), turn)
-            wire = packed.wire if head is None else torch.cat((head, packed.wire))
-        self._remember(context, turn, packed.wire, x)
-        self._record(x, packed.wire, packed.decoded, wire.numel(), context, turn)
-        self._advance(context, end.restarts)
+        info, state = self._message_info(context), self._state if context.training else self._eval_state
+        header = self._id_header(tensor, context)
+        with torch.no_grad(), self.stats.timing("encode", tensor.device):
+            packed = state.pack(tensor.detach(), info)
+            wire = packed.wire if header is None else torch.cat((header, packed.wire))
+        self._remember(context, info, packed.wire, tensor)
+        self._record(tensor, packed.wire, packed.decoded, wire.numel(), context, info)
+        self._advance(context, state.restarts)
         return wire
 
     def unpack(self, wire: Tensor, out: Tensor, context: MessageContext | None = None) -> Tensor:
-        """Fill `out`, of the shape and dtype of what was packed, from the next message of a slot and tensor.
+        """Unpack the next message of a slot and tensor into `out`, and return `out`.
 
         Args:
-            wire: may be kept for `places` until the next message: do not write into it.
+            wire: the message; it may be referenced by `indices` until the next message: do not write to it.
+            out: of the shape and dtype of the packed tensor.
 
         Raises:
-            PolicyError: what came was not finite and this link raises for that; `out` is filled.
-            MismatchError: the message does not fit.
+            PolicyError: the values are not finite and `nonfinite` is "raise"; `out` is filled.
+            MismatchError: the message has another size, or other sample ids.
         """
         context = context or MessageContext()
         self._check_direction(False, context)
-        head = self._id_header_bytes(out.shape, context)
-        ids = self._read_ids(wire, head, context)
+        header_bytes = self._id_header_bytes(out.shape, context)
+        ids = self._read_ids(wire, header_bytes, context)
         self._check_message(wire, out, replace(context, ids=ids))
-        turn, end = self._message_info(context, ids), self._state if context.training else self._eval_state
+        info, state = self._message_info(context, ids), self._state if context.training else self._eval_state
         with torch.no_grad(), self.stats.timing("decode", out.device):
-            end.unpack(wire[head:], out, turn)
+            state.unpack(wire[header_bytes:], out, info)
         if ids is not None:
-            self._ids[turn.key] = ids
-        self._remember(context, turn, wire[head:], out)
+            self._ids[info.key] = ids
+        self._remember(context, info, wire[header_bytes:], out)
         self.stats.add_message(_nbytes(out), wire.numel())
-        self._advance(context, end.restarts)
+        self._advance(context, state.restarts)
         self._check_finite(out, context)
         return out
 
-    def count_uncompressed(self, x: Tensor) -> None:
-        """Count a tensor that crossed as it is, at either end."""
-        self.stats.add_message(_nbytes(x), _nbytes(x))
+    def count_uncompressed(self, tensor: Tensor) -> None:
+        """Count a tensor that was sent or received uncompressed."""
+        self.stats.add_message(_nbytes(tensor), _nbytes(tensor))
 
     def indices(self, context: MessageContext | None = None) -> Tensor | None:
-        """The flat positions that the last message of a slot and tensor carried; None: all, or there was none."""
+        """The flat indices that the last message of a slot and tensor carried; None for all, or if there was none."""
         context = context or MessageContext()
         last = self._last_messages.get((context.slot, context.tensor))
         if last is None:
             return None
-        training, turn, wire, shape, dtype = last
-        return (self._state if training else self._eval_state).indices(wire, shape, dtype, turn)
+        training, info, wire, shape, dtype = last
+        return (self._state if training else self._eval_state).indices(wire, shape, dtype, info)
 
     def ids(self, context: MessageContext | None = None) -> Tensor | None:
-        """The sample ids of the last message of a slot and tensor: int64, on the CPU; None: it had none."""
+        """The sample ids of the last message of a slot and tensor: int64, 1-d; None if it had none."""
         context = context or MessageContext()
         return self._ids.get((context.slot, context.tensor))
 
     def check(self) -> None:
-        """Raise what is still to be raised about tensors that were packed.
+        """Raise the pending error about packed tensors, if there is one.
 
         Raises:
-            PolicyError: one was not finite.
+            PolicyError: a packed tensor was not finite and `nonfinite` is "raise".
         """
         pending, self._pending_counts = self._pending_counts, []
-        for at, count in pending:
+        for context, count in pending:
             if int(count):
-                raise self._nonfinite_error(int(count), at)
+                raise self._nonfinite_error(int(count), context)
 
     def describe(self) -> dict[str, Any]:
-        """What both ends must have in common, as JSON."""
+        """The configuration that both ends must have in common, as plain values."""
         return {
             "name": self.name,
             "how": self.feedback.shared_spec,
@@ -215,28 +219,28 @@ class Link:
         }
 
     def fingerprint(self) -> str:
-        """A digest of what both ends must have in common of earlier messages: 32 hex digits.
+        """A digest of the state that both ends must have in common: 32 hex digits.
 
-        Of many samples (AQ-SGD) all ids and some rows are looked at; of all else everything.
+        It covers everything but, with AQ-SGD and many samples, all ids and only some of the rows.
         """
         parts = [repr(sorted(self._counts.items())).encode()]
-        parts += [bytes.fromhex(_native.xxh3_128(tensor_bytes(one))) for one in self._state.shared_tensors()]
+        parts += [bytes.fromhex(_native.xxh3_128(tensor_bytes(tensor))) for tensor in self._state.shared_tensors()]
         return _native.xxh3_128(b"".join(parts))
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts and what the feedback remembers of this end; tensors are not copied. The ledger is no part of it."""
+        """The counts and the feedback state of this end, without `stats`; tensors are not copied."""
         counts = {f"{slot}.{tensor}": count for (slot, tensor), count in self._counts.items()}
         return {"how": self.feedback.shared_spec, "counts": counts, "feedback": self._state.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state of the same end of the same link. Load both ends, or make both anew.
+        """Restore a state of the same end of the same link. Load the states of both ends, or of neither.
 
         Raises:
-            MismatchError: it is that of another operator or feedback.
+            MismatchError: it is the state of another compressor or feedback.
         """
         if state.get("how") != self.feedback.shared_spec:
-            found, do = f"the state of {state.get('how')!r}", "make the link as it was saved"
-            raise MismatchError(f"link {self.name}", found=found, expected=repr(self.feedback.shared_spec), do=do)
+            problem, advice = f"the state of {state.get('how')!r}", "make the link as it was saved"
+            raise MismatchError(f"link {self.name}", found=problem, expected=repr(self.feedback.shared_spec), do=advice)
         pairs = ((key.partition("."), int(count)) for key, count in state["counts"].items())
         self._state.load_state_dict(state["feedback"])
         self._counts = {(int(key[0]), int(key[2])): count for key, count in pairs}
@@ -248,13 +252,13 @@ class Link:
         if not context.training:
             return
         if self._is_sender is not None and self._is_sender != is_sender:
-            words = {True: "packs", False: "unpacks"}
-            do = "make two links alike, one for each end"
+            verbs = {True: "packs", False: "unpacks"}
+            advice = "make two links alike, one for each end"
             raise PolicyError(
                 f"link {self.name}",
-                found=f"it {words[self._is_sender]}",
-                expected=f"one that {words[is_sender]}",
-                do=do,
+                found=f"it {verbs[self._is_sender]}",
+                expected=f"one that {verbs[is_sender]}",
+                do=advice,
             )
         self._is_sender = is_sender
 
@@ -272,38 +276,41 @@ class Link:
     def _id_header_bytes(self, shape: Sequence[int], context: MessageContext) -> int:
         return _ID_BYTES * (shape[0] if len(shape) else 1) if self._with_ids and context.training else 0
 
-    def _id_header(self, x: Tensor, context: MessageContext) -> Tensor | None:
-        head = self._id_header_bytes(x.shape, context)
-        if not head:
+    def _id_header(self, tensor: Tensor, context: MessageContext) -> Tensor | None:
+        header_bytes = self._id_header_bytes(tensor.shape, context)
+        if not header_bytes:
             return None
-        if context.ids is None or context.ids.numel() * _ID_BYTES != head:
-            found, do = "none" if context.ids is None else f"{context.ids.numel()}", "give them with set_sample_ids"
+        if context.ids is None or context.ids.numel() * _ID_BYTES != header_bytes:
+            problem, advice = (
+                "none" if context.ids is None else f"{context.ids.numel()}",
+                "give them with set_sample_ids",
+            )
             error = PolicyError if context.ids is None else MismatchError
-            raise error(f"link {self.name}, sample ids", found=found, expected=f"{head // _ID_BYTES}", do=do)
+            raise error(
+                f"link {self.name}, sample ids", found=problem, expected=f"{header_bytes // _ID_BYTES}", do=advice
+            )
         self._ids[context.slot, context.tensor] = context.ids
-        return context.ids.to(x.device, torch.int64).contiguous().view(torch.uint8)
+        return context.ids.to(tensor.device, torch.int64).contiguous().view(torch.uint8)
 
     def _read_ids(self, wire: Tensor, header_bytes: int, context: MessageContext) -> Tensor | None:
-        """The samples that a message names, which are those that this end was told, if it was."""
-        if (
-            not header_bytes or wire.dtype != torch.uint8 or wire.dim() != 1 or wire.numel() < header_bytes
-        ):  # the size says so
-            return context.ids
+        """The sample ids in a message, checked against those of the context, if it has any."""
+        if not header_bytes or wire.dtype != torch.uint8 or wire.dim() != 1 or wire.numel() < header_bytes:
+            return context.ids  # a message of the wrong size is refused by its size
         ids = wire[:header_bytes].clone().view(torch.int64).cpu()
         if context.ids is not None and not torch.equal(context.ids.cpu().to(torch.int64), ids):
-            found, expected = f"the samples {ids.tolist()[:8]}", f"{context.ids.tolist()[:8]}, as this end was told"
-            raise MismatchError(f"link {self.name}", found=found, expected=expected, do="tell both ends the same")
+            problem, expected = f"the samples {ids.tolist()[:8]}", f"{context.ids.tolist()[:8]}, as this end was told"
+            raise MismatchError(f"link {self.name}", found=problem, expected=expected, do="give both ends the same ids")
         return ids
 
     def _check_message(self, wire: Tensor, out: Tensor, context: MessageContext) -> None:
         size = self.wire_bytes(out.shape, out.dtype, context)
         if wire.dtype != torch.uint8 or wire.dim() != 1 or wire.numel() != size:
-            found, expected = f"a message of {wire.numel()} x {wire.dtype}", f"{size} bytes for {tuple(out.shape)}"
-            raise MismatchError(f"link {self.name}", found=found, expected=expected, do="make both ends alike")
+            problem, expected = f"a message of {wire.numel()} x {wire.dtype}", f"{size} bytes for {tuple(out.shape)}"
+            raise MismatchError(f"link {self.name}", found=problem, expected=expected, do="make both ends alike")
 
-    def _remember(self, context: MessageContext, info: MessageInfo, wire: Tensor, x: Tensor) -> None:
-        if type(self.compressor).indices is not Compressor.indices:  # else the message would be kept for nothing
-            self._last_messages[info.key] = context.training, info, wire, x.shape, x.dtype
+    def _remember(self, context: MessageContext, info: MessageInfo, wire: Tensor, tensor: Tensor) -> None:
+        if type(self.compressor).indices is not Compressor.indices:  # others do not read the message
+            self._last_messages[info.key] = context.training, info, wire, tensor.shape, tensor.dtype
 
     def _advance(self, context: MessageContext, restarts: int) -> None:
         if context.training:
@@ -311,18 +318,24 @@ class Link:
             self.stats.restarts = restarts
 
     def _record(
-        self, x: Tensor, wire: Tensor, decoded: Tensor | None, size: int, context: MessageContext, info: MessageInfo
+        self,
+        tensor: Tensor,
+        wire: Tensor,
+        decoded: Tensor | None,
+        size: int,
+        context: MessageContext,
+        info: MessageInfo,
     ) -> None:
         sampled = bool(self._sample_every) and self.stats.messages % self._sample_every == 0
-        self.stats.add_message(_nbytes(x), size)
-        if sampled and x.numel():
+        self.stats.add_message(_nbytes(tensor), size)
+        if sampled and tensor.numel():
             with torch.no_grad():
                 decoded = (
-                    self.compressor.decode(wire, torch.empty_like(x), info.context) if decoded is None else decoded
+                    self.compressor.decode(wire, torch.empty_like(tensor), info.context) if decoded is None else decoded
                 )
-                self.stats.add_error(x, decoded)
+                self.stats.add_error(tensor, decoded)
         if sampled or self._raise_nonfinite:
-            count = _count_nonfinite(x)
+            count = _count_nonfinite(tensor)
             self.stats.add_nonfinite(count)
             if self._raise_nonfinite:
                 self._pending_counts.append((context, count))
@@ -336,24 +349,26 @@ class Link:
 
     def _nonfinite_error(self, count: int, context: MessageContext) -> PolicyError:
         where = f"link {self.name}, micro-batch {context.slot}, tensor {context.tensor}"
-        do = 'look for what overflowed, or let such values pass: nonfinite="pass"'
-        return PolicyError(where, found=f"{count} values that are not finite", expected=FINITE_VALUES, do=do)
+        advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
+        return PolicyError(where, found=f"{count} values that are not finite", expected=FINITE_VALUES, do=advice)
 
 
-def _nbytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
-def _count_nonfinite(x: Tensor) -> Tensor:
-    x = x.detach()
-    if x.device.type == "cpu" and torch.isfinite(x.sum(dtype=torch.float32)):  # 20 times faster than looking at each
+def _count_nonfinite(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if tensor.device.type == "cpu" and torch.isfinite(
+        tensor.sum(dtype=torch.float32)
+    ):  # 20 times faster than a test of each value
         return torch.zeros((), dtype=torch.int64)
-    return torch.isfinite(x).logical_not_().sum()
+    return torch.isfinite(tensor).logical_not_().sum()
 
 
 def _message_key(name: str, slot: int, tensor: int, count: int) -> int:
-    """Different for the first 2^24 messages of 64 slots of 4 tensors: each step is invertible modulo 2^32."""
-    x = (zlib.crc32(name.encode()) + (count << 8 | (slot & 63) << 2 | tensor & 3)) & _KEY_MASK
+    """A key below 2^32, different for the first 2^24 messages of 64 slots of 4 tensors: each step is invertible."""
+    key = (zlib.crc32(name.encode()) + (count << 8 | (slot & 63) << 2 | tensor & 3)) & _KEY_MASK
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        x = (x ^ x >> shift) * factor & _KEY_MASK
-    return x ^ x >> 16
+        key = (key ^ key >> shift) * factor & _KEY_MASK
+    return key ^ key >> 16

@@ -1,12 +1,15 @@
-"""What ranks tell each other through the store of their process group, before a payload moves.
+"""Messages between ranks through the store of their process group, before a payload moves.
 
-Replicas compare their configuration (`ConfigCheck`), pipeline stages compare both ends of each link (`Handshake`), and
-the first stage broadcasts the sample ids of a step (`SampleIdBroadcast`)."""
+Replicas compare their configuration (`ReplicaConfigCheck`), pipeline stages compare both ends of each link
+(`StageConfigCheck`), and the first stage broadcasts the sample ids of a step (`SampleIdBroadcast`). The store works
+before the first message, on every backend, and ranks that disagree cannot break it. A collective could not be used: a
+rank that was configured differently would not take part in it.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import pairwise
@@ -18,22 +21,33 @@ from torch import Tensor
 
 from shrinkpoint.errors import MismatchError, PolicyError
 
+CONFIG_TIMEOUT = 30.0
+"""Seconds to wait for the configuration of another rank, by default."""
+_MAX_LAG_STEPS = 64
+"""Steps after which sample ids are deleted. No rank lags by as much: the gradients of a step come from all stages."""
+
 _generations: dict[tuple[str, str], int] = {}
-"""How often this process came to a board: a later time never reads an older word."""
+"""Channels that this process has opened, by group and topic, so that a new channel never reads an older message."""
+
+
+def group_timeout(group: dist.ProcessGroup) -> float:
+    """Seconds after which the group itself gives up waiting for a message."""
+    try:
+        device = group._device_types[0]
+        return float(group._get_backend(device).options._timeout.total_seconds())
+    except (AttributeError, IndexError, RuntimeError):  # a backend without such options
+        return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
 
 
 class StoreChannel:
-    """Words by seat and round, in the store that a process group was made with.
-
-    It works before the first message and on every backend, and ends that disagree cannot break it. A collective could
-    not do that: who was set up otherwise would not take part.
+    """Text messages by sender and round, in the key-value store that a process group was created with.
 
     Args:
-        group: None: the default one.
-        topic: what the words are about; every process comes to the boards of a kind in the same order.
+        group: None for the default group.
+        topic: what the messages are about. Every process must open the channels of a topic in the same order.
 
     Raises:
-        PolicyError: this release of torch does not give the store.
+        PolicyError: this release of torch does not expose the store.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, topic: str) -> None:
@@ -43,26 +57,26 @@ class StoreChannel:
         _generations[name, topic] = self._generation = _generations.get((name, topic), 0) + 1
 
     def publish(self, sender: int, message: str, round_index: int = 0) -> None:
-        """Leave the word of a seat. Waits for nobody."""
+        """Store the message of a sender, without waiting for other processes."""
         self._store.set(self._key(sender, round_index), message)
 
     def read(self, sender: int, timeout: float, round_index: int = 0) -> str:
-        """The word of any seat.
+        """Wait for the message of a sender and return it.
 
         Raises:
-            TimeoutError: it was not said within `timeout` seconds.
-            ConnectionError: the store is gone.
+            TimeoutError: it was not published within `timeout` seconds.
+            ConnectionError: the store cannot be reached.
         """
         key = self._key(sender, round_index)
         try:
             self._store.wait([key], timedelta(seconds=timeout))
             return str(self._store.get(key), "utf-8")
-        except RuntimeError as error:  # every store says so that it waited in vain
+        except RuntimeError as error:  # what every store raises after a wait that ended without the key
             kind = TimeoutError if "timeout" in str(error).lower() else ConnectionError
             raise kind(str(error)) from error
 
     def delete(self, sender: int, round_index: int) -> None:
-        """Take a word away that everybody has read."""
+        """Delete a message that all processes have read."""
         self._store.delete_key(self._key(sender, round_index))
 
     def _key(self, sender: int, round_index: int) -> str:
@@ -70,199 +84,218 @@ class StoreChannel:
 
 
 def _group_store(group: dist.ProcessGroup) -> Any:
-    get = getattr(dist.distributed_c10d, "_get_process_group_store", None)
-    if get is None:
-        found = f"torch {torch.__version__} does not give the store of a process group"
-        raise PolicyError("process group", found=found, do="use torch 2.6 or newer")
-    return get(group)
+    get_store = getattr(dist.distributed_c10d, "_get_process_group_store", None)
+    if get_store is None:
+        problem = f"torch {torch.__version__} does not give the store of a process group"
+        raise PolicyError("process group", found=problem, do="use torch 2.6 or newer")
+    return get_store(group)
 
 
-CONFIG_TIMEOUT = 30.0
-"""Seconds to wait for what another rank says."""
+class ConfigCheck(ABC):
+    """Publishes the configurations of this process's participants, and compares those of all of them, round by round.
 
-
-class ConfigCheck:
-    """One rank's word among those of all ranks of a group. It is said at once, and compared when `check` is called.
+    Every process reads all configurations, so that all of them come to the same result.
 
     Args:
-        group: None: the default one.
-        topic: what is set up; attached in the same order on every rank.
-        config: plain values, the same on every rank if all is well.
-        timeout: seconds to wait for another rank's word.
+        group: None for the default group.
+        topic: what is configured.
+        participants: the indices of this process's participants (ranks or stages), of `num_participants`.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, topic: str, participants: Sequence[int], num_participants: int
+    ) -> None:
+        self._channel, self._participants = StoreChannel(group, topic), tuple(participants)
+        self._num_participants, self._round = num_participants, 0
+
+    def publish(self, configs: Mapping[int, Mapping[str, Any]]) -> None:
+        """Publish the configuration of each of this process's participants in the next round, without waiting.
+
+        Args:
+            configs: plain values, by participant.
+        """
+        self._round += 1
+        for participant in self._participants:
+            self._channel.publish(participant, json.dumps(configs[participant], sort_keys=True), self._round)
+            if self._round > 2:  # a process in round n - 1 has read all of round n - 2
+                self._channel.delete(participant, self._round - 2)
+
+    def compare(self, timeout: float) -> None:
+        """Read the configurations of all participants in this round, and compare them.
+
+        Args:
+            timeout: seconds to wait for each participant.
+
+        Raises:
+            MismatchError: they differ, or one was not published in time; on every rank that compares.
+        """
+        configs = [self._read(participant, timeout) for participant in range(self._num_participants)]
+        self._check_equal(configs)
+
+    def _read(self, participant: int, timeout: float) -> Any:
+        try:
+            return json.loads(self._channel.read(participant, timeout, self._round))
+        except OSError as error:
+            reason = f"within {timeout:g} s" if isinstance(error, TimeoutError) else f"({error})"
+            raise self._missing_error(participant, reason) from error
+
+    @abstractmethod
+    def _check_equal(self, configs: Sequence[Any]) -> None:
+        """Raise MismatchError if the configurations, in the order of participants, do not fit each other."""
+
+    @abstractmethod
+    def _missing_error(self, participant: int, reason: str) -> MismatchError:
+        """The error to raise for a participant that published nothing."""
+
+
+class ReplicaConfigCheck(ConfigCheck):
+    """Compares the configuration of all ranks of a group, which must be equal, once.
+
+    The configuration is published when the check is created, and compared by the first call of `check`.
+
+    Args:
+        group: None for the default group.
+        topic: the function that is configured; to be attached in the same order on every rank.
+        config: plain values.
+        timeout: seconds to wait for another rank's configuration.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None, topic: str, config: Mapping[str, Any], timeout: float = CONFIG_TIMEOUT
     ) -> None:
-        self._topic, self._timeout = topic, timeout
-        self._config, self._is_pending = json.dumps(config, sort_keys=True), True
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._channel = StoreChannel(group, topic)
-        self._channel.publish(self._rank, self._config)
+        rank = dist.get_rank(group)
+        super().__init__(group, topic, [rank], dist.get_world_size(group))
+        self._topic, self._timeout, self._is_pending = topic, timeout, True
+        self.publish({rank: config})
 
     def check(self) -> None:
-        """Compare the words of all ranks, once.
+        """Compare the configurations of all ranks, unless that was done.
 
         Raises:
-            MismatchError: they differ, or one is not said within the timeout; on every rank that checks.
+            MismatchError: they differ, or one was not published within the timeout; on every rank that checks.
         """
-        if not self._is_pending:
-            return
-        said = [self._read(rank) for rank in range(self._world_size)]
-        others = [rank for rank, words in enumerate(said) if words != said[0]]
-        if others:
-            found = f"rank 0 has {said[0]}, rank {others[0]} has {said[others[0]]}"
-            raise MismatchError(self._topic, found=found, expected="the same on all ranks", do="set all ranks up alike")
-        self._is_pending = False
+        if self._is_pending:
+            self.compare(self._timeout)
+            self._is_pending = False
 
-    def _read(self, rank: int) -> str:
-        try:
-            return self._channel.read(rank, self._timeout)
-        except OSError as error:
-            found = f"rank {rank} said nothing of its compression within {self._timeout:g} s"
-            raise MismatchError(self._topic, found=found, do="call it on every rank of the group") from error
+    def _check_equal(self, configs: Sequence[Any]) -> None:
+        texts = [json.dumps(config, sort_keys=True) for config in configs]
+        unequal = [rank for rank, text in enumerate(texts) if text != texts[0]]
+        if unequal:
+            problem = f"rank 0 has {texts[0]}, rank {unequal[0]} has {texts[unequal[0]]}"
+            advice = "set all ranks up alike"
+            raise MismatchError(self._topic, found=problem, expected="the same on all ranks", do=advice)
 
-
-StageConfig = Mapping[str, Any]
-"""What a stage says: plain values; under "links" by the name of a link, what both of its ends must say alike."""
+    def _missing_error(self, participant: int, reason: str) -> MismatchError:
+        problem = f"rank {participant} said nothing of its compression {reason}"
+        return MismatchError(self._topic, found=problem, do="call it on every rank of the group")
 
 
-class Handshake:
-    """The seats of a rank's stages at the table of all stages of a pipeline.
+class StageConfigCheck(ConfigCheck):
+    """Compares the configurations of neighbouring pipeline stages: options, and both ends of each link.
 
-    Every stage publishes a word per round, and every rank reads those of all stages, so that all come to the same
-    verdict. The words travel through the store that the group itself was made with: it works before the first message,
-    on every backend, and ends that disagree cannot break it.
+    A configuration is a mapping of plain values. Its entry "links" maps the name of each link of the stage to what both
+    ends of that link must have in common; all other entries must be equal at neighbouring stages.
 
     Args:
-        group: the stages' process group; None: the default one.
+        group: the stages' process group; None for the default group.
         own_stages: the indices of this rank's stages, of `num_stages`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, own_stages: Sequence[int], num_stages: int) -> None:
-        self._channel, self._own_stages = StoreChannel(group, "wire"), tuple(own_stages)
-        self._num_stages, self._round = num_stages, 0
+        super().__init__(group, "wire", own_stages, num_stages)
 
-    def publish(self, configs: Mapping[int, StageConfig]) -> None:
-        """Say the word of each of this rank's stages in the next round. Waits for nobody."""
-        self._round += 1
-        for stage in self._own_stages:
-            word = {"digests": _link_digests(configs[stage]), "words": configs[stage]}
-            self._channel.publish(stage, json.dumps(word), self._round)
-            if self._round > 2:  # who is in round n - 1 has read all of round n - 2
-                self._channel.delete(stage, self._round - 2)
-
-    def verify(self, timeout: float | None = None) -> None:
-        """Read what all stages said in this round.
+    def check(self, timeout: float | None = None) -> None:
+        """Compare the configurations of this round.
 
         Args:
-            timeout: seconds to wait for a stage; None: as long as the group waits for a message.
+            timeout: seconds to wait for each stage; None for as long as the group waits for a message.
 
         Raises:
-            MismatchError: two ends of a link do not say the same, or a stage says nothing in time; on every rank that
-                verifies.
+            MismatchError: two ends of a link differ, or a stage published nothing in time; on every rank that checks.
         """
-        patience = group_timeout(self._channel.group) if timeout is None else timeout
-        said = [self._read(stage, patience) for stage in range(self._num_stages)]
-        wrong = [line for lower, upper in pairwise(said) for line in _stage_differences(lower, upper)]
-        if wrong:
-            do = "give every rank the same arguments, and load the state of the same step on every rank"
-            raise MismatchError("pipeline", found="; ".join(wrong), expected="both ends of a link alike", do=do)
+        self.compare(group_timeout(self._channel.group) if timeout is None else timeout)
 
-    def _read(self, stage: int, timeout: float) -> Any:
-        try:
-            return json.loads(self._channel.read(stage, timeout, self._round))
-        except OSError as error:
-            what = f"within {timeout:g} s" if isinstance(error, TimeoutError) else f"({error})"
-            found = f"stage {stage} did not say what its links are {what}"
-            do = "call compress_pipeline, load_state_dict, eval and step alike on every rank"
-            raise MismatchError("pipeline", found=found, do=do) from error
+    def _check_equal(self, configs: Sequence[Any]) -> None:
+        differences = [line for lower, upper in pairwise(configs) for line in _stage_differences(lower, upper)]
+        if differences:
+            advice = "give every rank the same arguments, and load the state of the same step on every rank"
+            raise MismatchError(
+                "pipeline", found="; ".join(differences), expected="both ends of a link alike", do=advice
+            )
 
-
-def group_timeout(group: dist.ProcessGroup) -> float:
-    """Seconds after which the group itself gives up on a message."""
-    try:
-        device = group._device_types[0]
-        return float(group._get_backend(device).options._timeout.total_seconds())
-    except (AttributeError, IndexError, RuntimeError):  # a backend without such options
-        return float(dist.distributed_c10d.default_pg_timeout.total_seconds())
-
-
-def _link_digests(config: StageConfig) -> dict[str, str]:
-    links = config["links"]
-    return {
-        name: hashlib.sha256(json.dumps([name, links[name]], sort_keys=True).encode()).hexdigest() for name in links
-    }
+    def _missing_error(self, participant: int, reason: str) -> MismatchError:
+        problem = f"stage {participant} did not say what its links are {reason}"
+        advice = "call compress_pipeline, load_state_dict, eval and step alike on every rank"
+        return MismatchError("pipeline", found=problem, do=advice)
 
 
 def _stage_differences(lower: Any, upper: Any) -> list[str]:
-    """What two neighbouring stages do not agree on, a line each."""
+    """Describe the differences between the configurations of two neighbouring stages, one a line."""
     lines = [
-        f"{what} is {lower['words'][what]} at one end and {upper['words'][what]} at the other"
-        for what in sorted(lower["words"].keys() - {"links"})
-        if lower["words"][what] != upper["words"].get(what)
+        f"{name} is {lower[name]} at one end and {upper[name]} at the other"
+        for name in sorted(lower.keys() - {"links"})
+        if lower[name] != upper.get(name)
     ]
-    both = lower["digests"].keys() & upper["digests"].keys()
-    for name in sorted(both):
-        if lower["digests"][name] != upper["digests"][name]:
-            one, other = (words["words"]["links"][name] for words in (lower, upper))
-            lines.append(
-                f"link {name!r} is {_unshared_items(one, other)} at one end "
-                f"and {_unshared_items(other, one)} at the other"
-            )
+    for name in sorted(lower["links"].keys() & upper["links"].keys()):
+        ends = lower["links"][name], upper["links"][name]
+        if ends[0] != ends[1]:
+            texts = _unshared_items(*ends), _unshared_items(*reversed(ends))
+            lines.append(f"link {name!r} is {texts[0]} at one end and {texts[1]} at the other")
     return lines
 
 
 def _unshared_items(description: Any, other: Any) -> Any:
-    """What of `description` is not in `other`; all of it where that cannot be said."""
+    """The items of `description` that `other` lacks or has another value for; all of it if either is no dict."""
     if isinstance(description, dict) and isinstance(other, dict):
         return {key: value for key, value in description.items() if key not in other or other[key] != value}
     return description
 
 
-_MAX_LAG_STEPS = 64
-"""Steps after which a word is taken away. No rank is so far behind: the gradients of a step come from all stages."""
-
-
 class SampleIdBroadcast:
-    """Where the ranks of a pipeline learn which samples a step has, in the store of their process group.
+    """Broadcasts the sample ids of each step from the rank of the first stage, through the store of the group.
 
-    What crosses follows from them (AQ-SGD sends a sample exactly when it comes first), so both ends of a link need them
-    before a buffer is posted. A store serves every backend, and is read before the first payload moves.
+    The size of a message follows from the ids (AQ-SGD sends a sample uncompressed when it comes first), so both ends of
+    a link need them before a buffer is posted.
 
     Args:
-        group: the stages' process group; None: the default one.
-        is_source: this rank has the first stage.
+        group: the stages' process group; None for the default group.
+        is_source: whether this rank has the first stage.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, is_source: bool) -> None:
         self._channel, self._is_source, self._step = StoreChannel(group, "samples"), is_source, 0
 
     def broadcast(self, ids: Tensor | None) -> Tensor:
-        """The ids of the step that begins, on every rank; on all of them it must be called for the same steps.
+        """Return the ids of the step that begins, on every rank. All ranks must call it for the same steps.
+
+        Args:
+            ids: integers, 1-d, on the rank of the first stage; others' are ignored.
+
+        Returns:
+            int64, 1-d, on the CPU.
 
         Raises:
-            PolicyError: on every rank: the first stage was told none.
-            MismatchError: the rank of the first stage said nothing in time.
+            PolicyError: the first stage was given no ids; raised on every rank.
+            MismatchError: the rank of the first stage published nothing in time.
         """
         self._step += 1
         if self._is_source:
-            word = "" if ids is None else ids.to(torch.int64).cpu().numpy().tobytes().hex()
-            self._channel.publish(0, word, self._step)
+            message = "" if ids is None else ids.to(torch.int64).cpu().numpy().tobytes().hex()
+            self._channel.publish(0, message, self._step)
             if self._step > _MAX_LAG_STEPS:
                 self._channel.delete(0, self._step - _MAX_LAG_STEPS)
         else:
-            word = self._receive()
-        if not word:
-            do = "call set_sample_ids on the rank of the first stage before each step"
-            raise PolicyError("AQSGD", found="no sample ids", expected="one a row of the batch", do=do)
-        return torch.frombuffer(bytearray.fromhex(word), dtype=torch.int64)
+            message = self._receive()
+        if not message:
+            advice = "call set_sample_ids on the rank of the first stage before each step"
+            raise PolicyError("AQSGD", found="no sample ids", expected="one a row of the batch", do=advice)
+        return torch.frombuffer(bytearray.fromhex(message), dtype=torch.int64)
 
     def _receive(self) -> str:
-        waits = group_timeout(self._channel.group)
+        timeout = group_timeout(self._channel.group)
         try:
-            return self._channel.read(0, waits, self._step)
+            return self._channel.read(0, timeout, self._step)
         except OSError as error:
-            found = f"the first stage did not say which samples step {self._step} has within {waits:g} s"
-            do = "begin the same steps on every rank"
-            raise MismatchError("pipeline", found=found, do=do) from error
+            problem = f"the first stage did not say which samples step {self._step} has within {timeout:g} s"
+            raise MismatchError("pipeline", found=problem, do="begin the same steps on every rank") from error

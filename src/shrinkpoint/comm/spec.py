@@ -1,4 +1,4 @@
-"""Operators and feedbacks as words, and back."""
+"""The text form of compressors and feedbacks: parsing of specs."""
 
 from __future__ import annotations
 
@@ -15,76 +15,76 @@ if TYPE_CHECKING:
     from shrinkpoint.comm.feedback.base import ErrorFeedback
 
 _NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
-_SPEC_EXAMPLES = """exact | bf16 | fp16 | q4 | q4:64 | q4:row | q4:channel | q4:64:dither | n3:64 | block4:32 | top10
-| \
-top10:bf16 | top10:q4:64 | top10:tensor | same | rand10 | h64(q4:64) | ef(..) | efmixed(..) | ef21(..) | aq(..)"""
+_SPEC_EXAMPLES = """exact | bf16 | fp16 | q4 | q4:64 | q4:row | q4:channel | q4:64:dither | n3:64 | block4:32 | \
+top10 | top10:bf16 | top10:q4:64 | top10:tensor | same | rand10 | h64(q4:64) | ef(..) | efmixed(..) | \
+ef21(..) | aq(..)"""
 
 
 def parse(text: str) -> Compressor | ErrorFeedback:
-    """The operator or feedback that a word stands for: what `str` makes of one.
+    """Parse the spec of a compressor or feedback, which `str` of one returns.
 
     ======================  ============================================================================================
-    exact, bf16, fp16       the bytes as they are; rounded to 16 bits
-    q4, q4:64, q4:row,      4 bits (1 to 8) between the least and the largest value: of all, of 64 values each, of
-    q4:channel              each row (the last axis), of each channel; with ":dither" noise that is taken away again
-    n3:64                   3 bits (1 to 4), points placed for a normal distribution, a scale for each 64 values
+    exact, bf16, fp16       uncompressed; rounded to 16 bits
+    q4, q4:64, q4:row,      4 bits (1 to 8) between the smallest and the largest value: of all, of 64 values each, of
+    q4:channel              each row (the last axis), of each channel; with ":dither" subtractive dither
+    n3:64                   3 bits (1 to 4), levels for a normal distribution, a scale for each 64 values
     block4:32               4 bits (2 to 8), an exponent for each 32 values
     h64(q4:64)              rotated in blocks of 64 first; "h64>5(..)" only blocks with outliers
-    top10, top10:bf16,      the 10 % largest of each sample, with fp32, fp16 or bf16 values or another operator's;
+    top10, top10:bf16,      the 10 % largest of each sample, with fp32, fp16 or bf16 values or through a compressor;
     top10:q4:64             with ":tensor" of the tensor
-    same, same:bf16         backward: at the places of the forward message
-    rand10                  10 % at random places
+    same, same:bf16         backward: at the indices of the forward message
+    rand10                  10 % at random indices
     ef(..), efmixed(..),    with error feedback; "aq(q2:64, warmup=2, dtype=bf16)" by sample
     ef21(..), aq(..)
     ======================  ============================================================================================
 
     Raises:
-        PolicyError: it is none, or a number in it is out of range.
+        PolicyError: the text is not a spec, or a number in it is out of range.
     """
     stripped = validate.check_str("spec", text, do='write "q4:64"').strip()
     for pattern, make in _FEEDBACKS:
-        found = re.fullmatch(pattern, stripped, re.DOTALL)
-        if found:
-            feedback: ErrorFeedback = make(found)
+        match = re.fullmatch(pattern, stripped, re.DOTALL)
+        if match:
+            feedback: ErrorFeedback = make(match)
             return feedback
     return parse_compressor(stripped)
 
 
 def as_compressor(compressor: Compressor | ErrorFeedback | str) -> Compressor | ErrorFeedback:
-    """What was given as itself or as its word.
+    """Return a compressor or feedback, parsing it if it is a spec.
 
     Raises:
-        PolicyError: the word is none, or it is something else altogether.
+        PolicyError: the spec is invalid, or the argument is neither.
     """
     if isinstance(compressor, str):
         return parse(compressor)
     from shrinkpoint.comm.compressors.base import Compressor
     from shrinkpoint.comm.feedback.base import ErrorFeedback
 
-    expected = 'an operator, a feedback, or the spec of one, such as "q4:64"'
-    do = (
+    expected = 'a compressor, a feedback, or the spec of one, such as "q4:64"'
+    advice = (
         "make one: Uniform(4, group=64)"
         if isinstance(compressor, type)
         else 'write "q4:64", or None to compress nothing'
     )
-    found: Compressor | ErrorFeedback = validate.check_instance(
-        "how", compressor, (Compressor, ErrorFeedback), expected=expected, do=do
+    instance: Compressor | ErrorFeedback = validate.check_instance(
+        "compressor", compressor, (Compressor, ErrorFeedback), expected=expected, do=advice
     )
-    return found
+    return instance
 
 
 def parse_compressor(text: str) -> Compressor:
-    """The same, of operators alone.
+    """Parse the spec of a compressor without feedback.
 
     Raises:
-        PolicyError: it is none.
+        PolicyError: the text is not such a spec.
     """
     for pattern, make in _COMPRESSORS:
-        found = re.fullmatch(pattern, text.strip())
-        if found:
-            chosen: Compressor = make(found)
-            return chosen
-    raise PolicyError(f"spec {text!r}", found="no operator and no feedback", expected=f"one of {_SPEC_EXAMPLES}")
+        match = re.fullmatch(pattern, text.strip())
+        if match:
+            parsed: Compressor = make(match)
+            return parsed
+    raise PolicyError(f"spec {text!r}", found="no compressor and no feedback", expected=f"one of {_SPEC_EXAMPLES}")
 
 
 def _lazy_class(module: str, name: str) -> Any:
@@ -125,10 +125,10 @@ def _topk(match: re.Match[str]) -> Any:
 
 def _randomk(match: re.Match[str]) -> Any:
     kind = _lazy_class("compressors.sparse", "RandomK")
-    given = _without_none(
+    options = _without_none(
         values=_values(match["values"]), scaled=bool(match["scaled"]) or None, seed=_integer(match["seed"])
     )
-    return kind(_share(match["share"]), **given)
+    return kind(_share(match["share"]), **options)
 
 
 def _same_indices(match: re.Match[str]) -> Any:
@@ -137,7 +137,9 @@ def _same_indices(match: re.Match[str]) -> Any:
 
 def _share(percent: str) -> float:
     mantissa, _, exponent = percent.partition("e")
-    return float(f"{mantissa}e{int(exponent or 0) - 2}")  # by way of text: the float next to what was written
+    return float(
+        f"{mantissa}e{int(exponent or 0) - 2}"
+    )  # through text: the float closest to the number that was written
 
 
 def _values(text: str | None) -> Any:
@@ -161,13 +163,13 @@ def _ef_mixed(match: re.Match[str]) -> Any:
 
 def _aqsgd(match: re.Match[str]) -> Any:
     inner, *options = match["inner"].split(", ")
-    given = dict(option.partition("=")[::2] for option in options)
-    unknown = given.keys() - {"warmup", "dtype", "most_bytes"}
-    numbers = [value for name, value in given.items() if name != "dtype"]
+    named = dict(option.partition("=")[::2] for option in options)
+    unknown = named.keys() - {"warmup", "dtype", "most_bytes"}
+    numbers = [value for name, value in named.items() if name != "dtype"]
     if unknown or not all(re.fullmatch(r"\d+", value) for value in numbers):
-        expected = "warmup=, dtype=, most_bytes= and folder= after the operator, in that order"
+        expected = "warmup=, dtype=, most_bytes= and folder= after the compressor, in that order"
         raise PolicyError(f"spec {match[0]!r}", found=", ".join(options), expected=expected)
-    typed = {name: value if name == "dtype" else int(value) for name, value in given.items()}
+    typed = {name: value if name == "dtype" else int(value) for name, value in named.items()}
     return _lazy_class("feedback.aqsgd", "AQSGD")(
         parse_compressor(inner), **typed, **_without_none(folder=match["folder"])
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contracts.compressor import OperatorSuite, noise
+from contracts.compressor import CompressorContract, noise
 from helpers.strategies import bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,12 +16,12 @@ from shrinkpoint.errors import PolicyError
 WIDTHS = tuple(range(2, 9))
 
 
-class TestBlockFloat(OperatorSuite):
-    operators = (*map(BlockFloat, (2, 3, 4, 8)), BlockFloat(5, 16), BlockFloat(3, 128))
+class TestBlockFloat(CompressorContract):
+    compressors = (*map(BlockFloat, (2, 3, 4, 8)), BlockFloat(5, 16), BlockFloat(3, 128))
 
 
-def round_trip(operator: BlockFloat, x: Tensor) -> Tensor:
-    return operator.decode(operator.encode(x), torch.empty_like(x))
+def round_trip(compressor: BlockFloat, x: Tensor) -> Tensor:
+    return compressor.decode(compressor.encode(x), torch.empty_like(x))
 
 
 @settings(deadline=None, max_examples=60)
@@ -35,9 +35,9 @@ def test_integers_within_reach_times_a_power_of_two_cross_exactly(width, block, 
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(WIDTHS), st.integers(0, 999), st.sampled_from([1.0, 1e-20, 1e30]))
 def test_what_was_decoded_crosses_again_as_it_is(width, seed, scale):
-    operator = BlockFloat(width)
-    once = round_trip(operator, noise((150,), seed) * scale)
-    assert bits(round_trip(operator, once)) == bits(once)
+    compressor = BlockFloat(width)
+    once = round_trip(compressor, noise((150,), seed) * scale)
+    assert bits(round_trip(compressor, once)) == bits(once)
 
 
 def test_the_error_is_half_a_step_at_most_but_for_the_largest_values():

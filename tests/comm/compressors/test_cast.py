@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contracts.compressor import OperatorSuite, noise
+from contracts.compressor import CompressorContract, noise
 
 from shrinkpoint.comm.compressors.cast import Cast
 from shrinkpoint.errors import PolicyError
 
 
-class TestCast(OperatorSuite):
-    operators = (Cast("bf16"), Cast("fp16"))
+class TestCast(CompressorContract):
+    compressors = (Cast("bf16"), Cast("fp16"))
     native = False
 
     def test_finite_values_stay_finite_in_narrow_dtypes(self):
         x = torch.tensor([torch.finfo(torch.float16).max], dtype=torch.float16)
-        for operator in self.operators:
-            assert self.round_trip(operator, x).isfinite().all()
+        for compressor in self.compressors:
+            assert self.round_trip(compressor, x).isfinite().all()
 
 
 def test_values_are_the_nearest_of_the_dtype():

@@ -1,10 +1,10 @@
-"""A rotation of blocks before another operator: its own inverse, and outliers are shared out."""
+"""A rotation of blocks before another compressor: its own inverse, and outliers are shared out."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from contracts.compressor import OperatorSuite, noise
+from contracts.compressor import CompressorContract, noise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,8 +21,8 @@ OUTLIERS = 0.05
 """Share of groups that hold one in the trials."""
 
 
-class TestRotated(OperatorSuite):
-    operators = (
+class TestHadamard(CompressorContract):
+    compressors = (
         Hadamard(NormalFloat(3)),
         Hadamard(Uniform(4, 64), 16),
         Hadamard(Uniform(4), 256),
@@ -33,12 +33,12 @@ class TestRotated(OperatorSuite):
     )
 
 
-def round_trip(operator: Compressor, x: Tensor) -> Tensor:
-    return operator.decode(operator.encode(x), torch.empty_like(x))
+def round_trip(compressor: Compressor, x: Tensor) -> Tensor:
+    return compressor.decode(compressor.encode(x), torch.empty_like(x))
 
 
-def error(operator: Compressor, x: Tensor) -> float:
-    return float((round_trip(operator, x) - x).norm() / x.norm())
+def error(compressor: Compressor, x: Tensor) -> float:
+    return float((round_trip(compressor, x) - x).norm() / x.norm())
 
 
 def with_outliers(rows: int = 400) -> Tensor:
@@ -59,7 +59,7 @@ def test_the_butterfly_is_hadamard_s_matrix_and_its_own_inverse(block):
 
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(BLOCK_SIZES), st.sampled_from([None, 0.0, 2.5, 1e9]), st.integers(0, 600), st.integers(0, 99))
-def test_with_an_exact_operator_values_come_back_but_for_rounding(block, above, count, seed):
+def test_with_an_exact_compressor_values_come_back_but_for_rounding(block, above, count, seed):
     x = noise((count,), seed)
     out = round_trip(Hadamard(Identity(), block, above), x)
     assert torch.allclose(out, x, rtol=0, atol=2e-6)
@@ -104,11 +104,11 @@ def test_signs_keep_a_constant_from_becoming_an_outlier():
 
 @pytest.mark.parametrize(("block", "above"), [(32, None), (0, None), (64, -1.0), (64, torch.inf), (64, torch.nan)])
 def test_what_there_is_not_is_refused(block, above):
-    with pytest.raises(PolicyError, match=r"block|above"):
+    with pytest.raises(PolicyError, match=r"block|outlier_threshold"):
         Hadamard(NormalFloat(3), block, above)
 
 
-def test_its_word_says_block_limit_and_operator():
+def test_its_word_says_block_limit_and_compressor():
     assert Hadamard(Uniform(4, 64)).spec == "h64(q4:64)"
     assert Hadamard(Uniform(4, 64), 256, outlier_threshold=5).spec == "h256>5(q4:64)"
     assert Hadamard(NormalFloat(3), outlier_threshold=0.1).spec == "h64>0.1(n3:64)"

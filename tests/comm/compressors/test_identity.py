@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-from contracts.compressor import FLOATS, OperatorSuite
+from contracts.compressor import FLOATS, CompressorContract
 from helpers.strategies import bits
 
 from shrinkpoint.comm.compressors.base import Identity
 
 
-class TestExact(OperatorSuite):
-    operators = (Identity(),)
+class TestExact(CompressorContract):
+    compressors = (Identity(),)
     native = False
     exact = True
 

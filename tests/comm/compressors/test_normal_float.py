@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from contracts.compressor import OperatorSuite, noise
+from contracts.compressor import CompressorContract, noise
 from helpers.strategies import bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,8 +22,8 @@ from shrinkpoint.errors import PolicyError
 GROUPS = 200
 
 
-class TestNormal(OperatorSuite):
-    operators = (
+class TestNormal(CompressorContract):
+    compressors = (
         NormalFloat(1),
         NormalFloat(2),
         NormalFloat(3),
@@ -33,12 +33,12 @@ class TestNormal(OperatorSuite):
     )
 
 
-def round_trip(operator: NormalFloat | Uniform, x: Tensor) -> Tensor:
-    return operator.decode(operator.encode(x), torch.empty_like(x))
+def round_trip(compressor: NormalFloat | Uniform, x: Tensor) -> Tensor:
+    return compressor.decode(compressor.encode(x), torch.empty_like(x))
 
 
-def error(operator: NormalFloat | Uniform, x: Tensor) -> float:
-    return float((round_trip(operator, x) - x).norm() / x.norm())
+def error(compressor: NormalFloat | Uniform, x: Tensor) -> float:
+    return float((round_trip(compressor, x) - x).norm() / x.norm())
 
 
 def density(t: float) -> float:
@@ -107,8 +107,8 @@ def test_a_value_is_decoded_to_a_level_of_its_group_with_its_sign(of, group, see
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 4), st.integers(0, 999), st.integers(-60, 60))
 def test_a_power_of_two_times_the_values_is_decoded_to_as_many_times_the_result(of, seed, power):
-    x, operator = noise((130,), seed), NormalFloat(of)
-    assert bits(round_trip(operator, x * 2.0**power)) == bits(round_trip(operator, x) * 2.0**power)
+    x, compressor = noise((130,), seed), NormalFloat(of)
+    assert bits(round_trip(compressor, x * 2.0**power)) == bits(round_trip(compressor, x) * 2.0**power)
 
 
 def test_only_the_group_of_a_value_that_is_not_finite_is_lost():

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from contracts.compressor import OperatorSuite, noise
+from contracts.compressor import CompressorContract, noise
 from helpers.strategies import bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,29 +22,29 @@ from shrinkpoint.errors import PolicyError
 CPU = torch.device("cpu")
 
 
-class TestRandomK(OperatorSuite):
-    operators = (RandomK(0.5), RandomK(0.1, scaled=True), RandomK(0.02, "bf16", seed=9), RandomK(0.3, Uniform(4, 64)))
+class TestRandomK(CompressorContract):
+    compressors = (RandomK(0.5), RandomK(0.1, scaled=True), RandomK(0.02, "bf16", seed=9), RandomK(0.3, Uniform(4, 64)))
     dense = False
 
-    def encode_torch(self, operator: Compressor, x: Tensor, context: CompressorContext) -> Tensor:
+    def encode_torch(self, compressor: Compressor, x: Tensor, context: CompressorContext) -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sparse, "random_indices", places_by_torch)
             patch.setattr(sparse, "gather_values", sparse._gather_values_torch)
-            return operator.encode(x, context)
+            return compressor.encode(x, context)
 
-    def decode_torch(self, operator: Compressor, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
+    def decode_torch(self, compressor: Compressor, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sparse, "random_indices", places_by_torch)
-            return operator.decode(wire, out, context)
+            return compressor.decode(wire, out, context)
 
 
 def places_by_torch(n: int, k: int, start: int, device: torch.device) -> Tensor:
     return sparse._random_indices_torch(n, k, start, device) if k < n else torch.arange(n)
 
 
-def decoded(operator: RandomK, x: Tensor, key: int = 0) -> Tensor:
+def decoded(compressor: RandomK, x: Tensor, key: int = 0) -> Tensor:
     context = CompressorContext(key=key)
-    return operator.decode(operator.encode(x, context), torch.full_like(x, 7.0), context)
+    return compressor.decode(compressor.encode(x, context), torch.full_like(x, 7.0), context)
 
 
 @settings(deadline=None, max_examples=100)
@@ -57,9 +57,9 @@ def test_places_are_as_many_as_wanted_ascending_and_the_same_by_both_ways_of_com
 
 
 def test_the_places_are_those_that_crossed():
-    x, operator, context = noise((30, 40)), RandomK(0.1), CompressorContext(key=5)
-    places = operator.indices(operator.encode(x, context), x.shape, context)
-    out = decoded(operator, x, key=5).view(-1)
+    x, compressor, context = noise((30, 40)), RandomK(0.1), CompressorContext(key=5)
+    places = compressor.indices(compressor.encode(x, context), x.shape, context)
+    out = decoded(compressor, x, key=5).view(-1)
     assert out.nonzero().flatten().tolist() == places.tolist() and places.numel() == 120
     assert bits(out[places]) == bits(x.view(-1)[places])
 
@@ -102,14 +102,14 @@ def test_nothing_but_values_crosses():
 
 
 def test_a_value_that_is_not_finite_and_was_not_picked_makes_the_first_one_nan():
-    x, operator, context = noise((1000,)), RandomK(0.1), CompressorContext(key=3)
-    places = operator.indices(operator.encode(x, context), x.shape, context)
+    x, compressor, context = noise((1000,)), RandomK(0.1), CompressorContext(key=3)
+    places = compressor.indices(compressor.encode(x, context), x.shape, context)
     picked, other = int(places[50]), next(i for i in range(1000) if i not in set(places.tolist()))
     for bad in (math.nan, math.inf, -math.inf):
         for place, first_is_nan in ((picked, False), (other, True)):
             y = x.clone()
             y[place] = bad
-            out = decoded(operator, y, key=3)[places]
+            out = decoded(compressor, y, key=3)[places]
             assert bool(out[0].isnan()) == first_is_nan and out[1:50].isfinite().all()
             assert torch.equal(out[50].isfinite(), y[places[50]].isfinite())
 
@@ -121,8 +121,8 @@ def test_specs_say_everything_and_are_read_back():
         "rand2.5:scaled:seed7:bf16": RandomK(0.025, "bf16", True, 7),
         "rand10:q4:64": RandomK(0.1, Uniform(4, 64)),
     }
-    for spec, operator in specs.items():
-        assert operator.spec == str(operator) == spec and parse(spec) == operator
+    for spec, compressor in specs.items():
+        assert compressor.spec == str(compressor) == spec and parse(spec) == compressor
 
 
 def test_what_cannot_be_is_refused():

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from contracts.compressor import OperatorSuite, noise
+from contracts.compressor import CompressorContract, noise
 from helpers.strategies import bits
 from torch import Tensor
 
@@ -18,20 +18,20 @@ from shrinkpoint.comm.spec import parse
 from shrinkpoint.errors import MismatchError, PolicyError
 
 
-class TestSameIndices(OperatorSuite):
-    operators = (SameIndices(), SameIndices("bf16"), SameIndices(Uniform(4, 64)))
+class TestSameIndices(CompressorContract):
+    compressors = (SameIndices(), SameIndices("bf16"), SameIndices(Uniform(4, 64)))
     dense = False
 
-    def context(self, x: Tensor, operator: Compressor) -> CompressorContext:
+    def context(self, x: Tensor, compressor: Compressor) -> CompressorContext:
         return CompressorContext(key=3, indices=torch.arange(x.numel(), device=x.device)[::5])
 
-    def encode_torch(self, operator: Compressor, x: Tensor, context: CompressorContext) -> Tensor:
+    def encode_torch(self, compressor: Compressor, x: Tensor, context: CompressorContext) -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sparse, "gather_values", sparse._gather_values_torch)
-            return operator.encode(x, context)
+            return compressor.encode(x, context)
 
-    def decode_torch(self, operator: Compressor, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
-        return operator.decode(wire, out, context)
+    def decode_torch(self, compressor: Compressor, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
+        return compressor.decode(wire, out, context)
 
 
 @pytest.mark.parametrize("forward", [TopK(0.1), RandomK(0.1), TopK(0.1, per="tensor")])
@@ -89,8 +89,11 @@ def test_no_places_are_no_bytes():
 
 
 def test_specs_say_everything_and_are_read_back():
-    for spec, operator in {"same": SameIndices(), "same:bf16": SameIndices("bf16"),
-                           "same:q4:64": SameIndices(Uniform(4, 64))}.items():  # fmt: skip
-        assert operator.spec == str(operator) == spec and parse(spec) == operator
+    for spec, compressor in {
+        "same": SameIndices(),
+        "same:bf16": SameIndices("bf16"),
+        "same:q4:64": SameIndices(Uniform(4, 64)),
+    }.items():
+        assert compressor.spec == str(compressor) == spec and parse(spec) == compressor
     with pytest.raises(PolicyError, match="values: 'fp8'"):
         SameIndices("fp8")

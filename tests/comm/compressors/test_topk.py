@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from contracts.compressor import OperatorSuite, noise
+from contracts.compressor import CompressorContract, noise
 from helpers.strategies import bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,8 +20,8 @@ from shrinkpoint.comm.spec import parse
 from shrinkpoint.errors import MismatchError, PolicyError
 
 
-class TestTopK(OperatorSuite):
-    operators = (
+class TestTopK(CompressorContract):
+    compressors = (
         TopK(0.5),
         TopK(0.1),
         TopK(0.02),
@@ -32,8 +32,8 @@ class TestTopK(OperatorSuite):
     )
 
 
-def decoded(operator: TopK, x: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-    return operator.decode(operator.encode(x, context), torch.full_like(x, 7.0), context)
+def decoded(compressor: TopK, x: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+    return compressor.decode(compressor.encode(x, context), torch.full_like(x, 7.0), context)
 
 
 def chosen(x: Tensor, k: int) -> list[int]:
@@ -50,11 +50,11 @@ FEW = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 0.5, 1e-45, 3e38, math.inf, -m
 def test_of_each_sample_the_largest_cross_and_of_equals_the_first(values, repeats, rows):
     x = torch.tensor(values).repeat(rows, repeats)
     for share in (0.02, 0.1, 0.5, 0.9):
-        operator, k = TopK(share), math.ceil(x.shape[1] * round(share * 100) / 100)
-        wire = operator.encode(x)
+        compressor, k = TopK(share), math.ceil(x.shape[1] * round(share * 100) / 100)
+        wire = compressor.encode(x)
         expected = [row * x.shape[1] + place for row in range(rows) for place in chosen(x[row], k)]
-        assert operator.indices(wire, x.shape).tolist() == expected
-        out = operator.decode(wire, torch.full_like(x, 7.0)).view(-1)
+        assert compressor.indices(wire, x.shape).tolist() == expected
+        out = compressor.decode(wire, torch.full_like(x, 7.0)).view(-1)
         assert bits(out[expected]) == bits(x.view(-1)[expected])
         out[expected] = 0
         assert bits(out) == bytes(4 * x.numel())
@@ -65,15 +65,15 @@ def test_of_each_sample_the_largest_cross_and_of_equals_the_first(values, repeat
 def test_long_samples_are_chosen_from_alike(n, seed, kinds, share):
     x = noise((2, n), seed)
     x = x if kinds == 10_000 else (x * kinds / 3).round().clamp_min(0)
-    operator = TopK(share)
+    compressor = TopK(share)
     wires = []
     for most in (0, 1, 2):
         _native._use_simd(most)
-        wires.append(bits(operator.encode(x)))
-    assert wires[0] == wires[1] == wires[2] == bits(operator._encode_torch(x))
-    k = operator.indices(torch.frombuffer(bytearray(wires[0]), dtype=torch.uint8), x.shape).numel() // 2
+        wires.append(bits(compressor.encode(x)))
+    assert wires[0] == wires[1] == wires[2] == bits(compressor._encode_torch(x))
+    k = compressor.indices(torch.frombuffer(bytearray(wires[0]), dtype=torch.uint8), x.shape).numel() // 2
     expected = [row * n + place for row in range(2) for place in chosen(x[row], k)]
-    assert operator.indices(operator.encode(x), x.shape).tolist() == expected
+    assert compressor.indices(compressor.encode(x), x.shape).tolist() == expected
 
 
 def test_threads_do_not_change_a_message():
@@ -118,18 +118,22 @@ def test_of_a_tensor_rather_than_a_sample_only_where_that_is_asked_for():
 def test_values_that_are_not_finite_count_as_largest():
     x = noise((100,))
     x[[3, 50, 99]] = torch.tensor([math.nan, -math.inf, math.inf])
-    operator = TopK(0.03)
-    assert operator.indices(operator.encode(x), x.shape).tolist() == [3, 50, 99]
-    out = decoded(operator, x)
+    compressor = TopK(0.03)
+    assert compressor.indices(compressor.encode(x), x.shape).tolist() == [3, 50, 99]
+    out = decoded(compressor, x)
     assert out[3].isnan() and out[50] == -math.inf and out[99] == math.inf
 
 
 def test_values_are_as_short_as_was_said_and_never_longer_than_the_tensor_s():
     head = TopK(0.1).wire_bytes((4, 100), torch.float32) - 40 * 4
     sizes = {
-        ("fp32", torch.float32): 4, ("fp32", torch.float64): 4, ("fp32", torch.bfloat16): 2,
-        ("fp32", torch.float16): 2, ("bf16", torch.float32): 2, ("fp16", torch.float32): 2,
-    }  # fmt: skip
+        ("fp32", torch.float32): 4,
+        ("fp32", torch.float64): 4,
+        ("fp32", torch.bfloat16): 2,
+        ("fp32", torch.float16): 2,
+        ("bf16", torch.float32): 2,
+        ("fp16", torch.float32): 2,
+    }
     for (values, dtype), size in sizes.items():
         assert TopK(0.1, values).wire_bytes((4, 100), dtype) == head + 40 * size
     inner = Uniform(4, 64)
@@ -156,27 +160,27 @@ def test_fp16_makes_inf_of_what_is_beyond_it():
     assert out.tolist() == [math.inf, -math.inf, 65504.0, 0, 0, 0]
 
 
-def test_an_operator_for_the_values_is_given_all_of_them_in_a_row_and_the_context():
+def test_a_compressor_for_the_values_is_given_all_of_them_in_a_row_and_the_context():
     x, inner, context = noise((4, 500)), Uniform(3, 16, dither=True), CompressorContext(key=77)
-    operator = TopK(0.2, inner)
-    wire, exact = operator.encode(x, context), decoded(TopK(0.2), x).view(-1)
-    places = operator.indices(wire, x.shape)
+    compressor = TopK(0.2, inner)
+    wire, exact = compressor.encode(x, context), decoded(TopK(0.2), x).view(-1)
+    places = compressor.indices(wire, x.shape)
     row = exact[places]
     expected = inner.decode(inner.encode(row, context), torch.empty_like(row), context)
-    assert bits(operator.decode(wire, torch.empty_like(x), context).view(-1)[places]) == bits(expected)
+    assert bits(compressor.decode(wire, torch.empty_like(x), context).view(-1)[places]) == bits(expected)
 
 
 def test_places_that_cannot_be_are_refused_and_the_output_stays():
     x = noise((8, 128))
-    for operator in (TopK(0.1), TopK(0.5), TopK(0.001)):
-        wire, out = operator.encode(x), torch.full_like(x, 7.0)
-        wire[: operator._index_code(x.shape).size] = 0
+    for compressor in (TopK(0.1), TopK(0.5), TopK(0.001)):
+        wire, out = compressor.encode(x), torch.full_like(x, 7.0)
+        wire[: compressor._index_code(x.shape).size] = 0
         wire[: wire.numel() // 9] = 0
-        for decode in (operator.decode, operator._decode_torch):
+        for decode in (compressor.decode, compressor._decode_torch):
             with pytest.raises(MismatchError, match="ascending positions below 1024"):
                 decode(wire, out)
         with pytest.raises(MismatchError, match="ascending positions below 1024"):
-            operator.indices(wire, x.shape)
+            compressor.indices(wire, x.shape)
         assert (out == 7).all()
 
 
@@ -190,8 +194,8 @@ def test_specs_say_everything_and_are_read_back():
         "top30:tensor:q4:64": TopK(0.3, Uniform(4, 64), "tensor"),
         "top33.33333333333333": TopK(1 / 3),
     }
-    for spec, operator in specs.items():
-        assert operator.spec == str(operator) == spec and parse(spec) == operator
+    for spec, compressor in specs.items():
+        assert compressor.spec == str(compressor) == spec and parse(spec) == compressor
 
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.01, math.nan, "10"])
@@ -201,7 +205,7 @@ def test_such_a_share_is_refused(share):
 
 
 def test_values_and_parts_that_there_are_not_are_refused():
-    with pytest.raises(PolicyError, match="values: 'fp8'; expected fp32, fp16, bf16 or an operator"):
+    with pytest.raises(PolicyError, match="values: 'fp8'; expected fp32, fp16, bf16 or a compressor"):
         TopK(0.1, "fp8")
     with pytest.raises(PolicyError, match="per 'row'; expected sample or tensor"):
         TopK(0.1, per="row")

@@ -1,4 +1,4 @@
-"""Values come back within half a step of their run's grid, as many bytes as were said."""
+"""Values come back within half a step of their run's grid, as many bytes as were reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from contracts.compressor import FINITE, OperatorSuite, noise
+from contracts.compressor import FINITE, CompressorContract, noise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,8 +19,8 @@ from shrinkpoint.comm.compressors.uniform import Uniform
 from shrinkpoint.errors import PolicyError
 
 
-class TestUniform(OperatorSuite):
-    operators = (
+class TestUniform(CompressorContract):
+    compressors = (
         *(Uniform(bits) for bits in range(1, 9)),
         *(Uniform(bits, 64) for bits in (1, 3, 4, 8)),
         Uniform(4, 1),
@@ -32,9 +32,9 @@ class TestUniform(OperatorSuite):
     )
 
 
-def decoded(operator: Uniform, x: Tensor, key: int = 0) -> Tensor:
+def decoded(compressor: Uniform, x: Tensor, key: int = 0) -> Tensor:
     context = CompressorContext(key=key)
-    return operator.decode(operator.encode(x, context), torch.empty_like(x), context)
+    return compressor.decode(compressor.encode(x, context), torch.empty_like(x), context)
 
 
 def ranges(x: Tensor, size: int) -> Tensor:
@@ -114,12 +114,12 @@ def test_only_the_run_with_a_value_that_is_not_finite_is_nan():
         assert decoded(Uniform(4), x).isnan().all()
 
 
-@pytest.mark.parametrize("operator", [Uniform(1), Uniform(4), Uniform(4, 2), Uniform(8, 2, dither=True)])
-def test_a_range_beyond_float32_is_nan_and_nothing_becomes_infinite(operator):
+@pytest.mark.parametrize("compressor", [Uniform(1), Uniform(4), Uniform(4, 2), Uniform(8, 2, dither=True)])
+def test_a_range_beyond_float32_is_nan_and_nothing_becomes_infinite(compressor):
     wide = torch.tensor([-3e38, 3e38])
-    assert decoded(operator, wide).isnan().all()
+    assert decoded(compressor, wide).isnan().all()
     for x in (torch.tensor([3.4e38, 0.0]), torch.tensor([-3.4e38, 0.0]), torch.tensor([3.4028234e38] * 2)):
-        assert not decoded(operator, x).isinf().any()
+        assert not decoded(compressor, x).isinf().any()
 
 
 def test_a_value_beyond_float32_is_nan():
@@ -159,19 +159,21 @@ def test_specs_say_everything():
         "q4:64:dither": Uniform(4, 64, dither=True),
         "q2:dither": Uniform(2, dither=True),
     }
-    for spec, operator in specs.items():
-        assert operator.spec == str(operator) == spec
+    for spec, compressor in specs.items():
+        assert compressor.spec == str(compressor) == spec
 
 
 @pytest.mark.parametrize("group", [None, 64, 100, 3333, 70_000])
 def test_threads_change_no_byte(group):
-    x, operator, threads = noise((3, 100_001)), Uniform(4, group, dither=True), torch.get_num_threads()
+    x, compressor, threads = noise((3, 100_001)), Uniform(4, group, dither=True), torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        wire, out = operator.encode(x, CompressorContext(3)), decoded(operator, x, 3)
-        assert torch.equal(wire, operator._encode_torch(x, CompressorContext(3)))
+        wire, out = compressor.encode(x, CompressorContext(3)), decoded(compressor, x, 3)
+        assert torch.equal(wire, compressor._encode_torch(x, CompressorContext(3)))
         torch.set_num_threads(3)
-        assert torch.equal(operator.encode(x, CompressorContext(3)), wire) and torch.equal(decoded(operator, x, 3), out)
+        assert torch.equal(compressor.encode(x, CompressorContext(3)), wire) and torch.equal(
+            decoded(compressor, x, 3), out
+        )
     finally:
         torch.set_num_threads(threads)
 

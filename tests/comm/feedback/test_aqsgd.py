@@ -22,8 +22,8 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 @pytest.mark.parametrize("spec", ["q3:16", "top10", "h16(q4:16)", "q8", "exact"])
 def test_it_is_the_published_recursion(dtype, warmup, spec):
     """A first visit is exact, then m(s) <- m(s) + C(x - m(s)), what is remembered being rounded; by hand."""
-    operator, known, visits, seen = parse(spec), {}, Counter(), 0
-    sender, receiver = ends(AQSGD(operator, warmup=warmup, dtype=dtype))
+    compressor, known, visits, seen = parse(spec), {}, Counter(), 0
+    sender, receiver = ends(AQSGD(compressor, warmup=warmup, dtype=dtype))
     for number, (x, at) in enumerate(batches(40, slots=1)):
         ids = at.ids.tolist()
         late = torch.tensor([visits[one] >= warmup for one in ids])
@@ -31,7 +31,7 @@ def test_it_is_the_published_recursion(dtype, warmup, spec):
         m = torch.stack([known.get(one, torch.zeros(23)).float() for one in ids])
         if late.any():
             change = (x - m)[late]
-            expected[late] = m[late] + operator.decode(operator.encode(change, context), change.clone(), context)
+            expected[late] = m[late] + compressor.decode(compressor.encode(change, context), change.clone(), context)
         known.update(zip(ids, expected.to(DTYPES[dtype]), strict=True))
         visits.update(ids)
         seen += bool(late.any()) and not bool(late.all())
@@ -77,7 +77,7 @@ def test_exact_rows_are_their_own_bytes_and_no_other_row_pays_for_them(dtype):
     assert same(out[2:], x[2:]) and not same(out[:2], x[:2])
     known = sender.wire_bytes(x.shape, dtype, at)
     assert known == ids + 3 * rest == ids + sender.compressor.wire_bytes(x.shape, dtype)
-    assert Link("aq(q4:16)").wire_bytes(x.shape, dtype) == known  # nobody said which samples: those that are known
+    assert Link("aq(q4:16)").wire_bytes(x.shape, dtype) == known  # nobody reports which samples: those that are known
 
 
 @pytest.mark.parametrize("how", ["aq(q2:16, dtype=bf16, most_bytes=600)", "aq(top10, warmup=2)", "aq(q4, warmup=0)"])
@@ -143,7 +143,7 @@ def test_samples_that_come_back_cost_little_error():
     assert sender.stats.relative_error < plain.stats.relative_error / 2
 
 
-def test_a_sample_of_no_memory_costs_what_the_operator_alone_does():
+def test_a_sample_of_no_memory_costs_what_the_compressor_alone_does():
     sender, receiver = ends("aq(q2:64, dtype=fp32, warmup=0)")
     plain, other = ends("q2:64")
     x = torch.randn(6, 23, generator=torch.Generator().manual_seed(0))
@@ -163,7 +163,7 @@ def test_a_file_holds_what_memory_holds(how, tmp_path):
 
 def test_a_folder_that_cannot_be_used_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="a folder to write to"):
+    with pytest.raises(StorageError, match="a directory to write to"):
         Link(AQSGD(Uniform(2), folder=str(tmp_path / "file"))).pack(
             torch.ones(2, 4), MessageContext(ids=torch.arange(2))
         )

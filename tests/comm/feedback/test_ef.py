@@ -14,11 +14,11 @@ from shrinkpoint.comm import Link, MessageContext, parse
 def test_it_is_the_published_recursion(how, dtype):
     """c = C(x + e), e <- x + e - c, computed here by hand."""
     sender, receiver = ends(f"ef({how})")
-    operator, residual = parse(how), torch.zeros(6, 23)
+    compressor, residual = parse(how), torch.zeros(6, 23)
     for x, _ in batches(20, dtype=dtype):
         rows = len(x)
         total = (residual[:rows] + x).to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
-        c = operator.decode(operator.encode(total), torch.empty_like(total)).to(dtype)
+        c = compressor.decode(compressor.encode(total), torch.empty_like(total)).to(dtype)
         residual[:rows] = residual[:rows] + x - c
         assert same(cross(sender, receiver, x), c)
     assert same(sender.state_dict()["feedback"]["residual"]["0.0"], residual)

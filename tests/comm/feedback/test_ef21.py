@@ -11,10 +11,10 @@ from shrinkpoint.comm import MessageContext, parse
 def test_it_is_the_published_recursion():
     """g <- g + C(x - g), computed here by hand."""
     sender, receiver = ends("ef21(top10)")
-    operator, g = parse("top10"), torch.zeros(6, 23)
+    compressor, g = parse("top10"), torch.zeros(6, 23)
     for x, _ in batches(20):
         change = x - g[: len(x)]
-        g[: len(x)] += operator.decode(operator.encode(change), torch.empty_like(x))
+        g[: len(x)] += compressor.decode(compressor.encode(change), torch.empty_like(x))
         assert same(cross(sender, receiver, x), g[: len(x)])
 
 
@@ -42,7 +42,7 @@ def test_an_end_that_missed_a_message_is_found_out():
     assert sender.fingerprint() != receiver.fingerprint()
     receiver.load_state_dict(sender.state_dict())
     assert sender.fingerprint() == receiver.fingerprint()
-    receiver._state._reference.get(receiver._message_info(MessageContext()), torch.empty(4, 8))[0, 0] += 1
+    receiver._state._buffers.get(receiver._message_info(MessageContext()), torch.empty(4, 8))[0, 0] += 1
     assert sender.fingerprint() != receiver.fingerprint()
 
 

@@ -59,7 +59,7 @@ def test_a_restore_of_one_end_alone_is_found(how: str) -> None:
     assert fresh.fingerprint() == sender.fingerprint()
 
 
-def test_a_state_of_another_operator_or_feedback_is_refused() -> None:
+def test_a_state_of_another_compressor_or_feedback_is_refused() -> None:
     link = Link("ef21(top10)")
     link.pack(torch.ones(4, 8))
     for how in ("top10", "ef21(top20)", "ef(top10)"):
@@ -96,9 +96,16 @@ class Run:
 
 @pytest.mark.parametrize(
     ("forward", "backward"),
-    [("ef(top20)", "ef(q2:16)"), ("ef21(top20)", "ef21(top20)"), ("efmixed(top40)", "efmixed(top40)"),
-     ("aq(q2:16, warmup=1)", "q4:16:dither"), ("aq(top20)", "aq(q2:16)"), ("top20", "same"), ("rand50", "rand50")],
-)  # fmt: skip
+    [
+        ("ef(top20)", "ef(q2:16)"),
+        ("ef21(top20)", "ef21(top20)"),
+        ("efmixed(top40)", "efmixed(top40)"),
+        ("aq(q2:16, warmup=1)", "q4:16:dither"),
+        ("aq(top20)", "aq(q2:16)"),
+        ("top20", "same"),
+        ("rand50", "rand50"),
+    ],
+)
 def test_a_training_that_was_interrupted_equals_one_that_was_not(tmp_path: Path, forward: str, backward: str) -> None:
     run = Run(forward, backward)
     for number in range(5):
@@ -116,8 +123,11 @@ def test_a_training_that_was_interrupted_equals_one_that_was_not(tmp_path: Path,
 def test_points_of_other_links_are_refused(tmp_path: Path) -> None:
     sp.CheckpointManager(tmp_path).save(0, points=Run("ef21(top20)", "ef(top20)").points)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    for options in ({"after": ["0"], "forward": "q4"}, {"after": ["0", "1"], "forward": "ef21(top20)"},
-                    {"after": ["0", "1"], "forward": "ef(top20)", "backward": "ef(top20)"}):  # fmt: skip
+    for options in (
+        {"after": ["0"], "forward": "q4"},
+        {"after": ["0", "1"], "forward": "ef21(top20)"},
+        {"after": ["0", "1"], "forward": "ef(top20)", "backward": "ef(top20)"},
+    ):
         points = insert_compression(model, **options)
         with pytest.raises(MismatchError):
             sp.CheckpointManager(tmp_path).restore(points=points)

@@ -61,18 +61,19 @@ PROGRAM = f"""
 
     def of_rank(rank, width, folder):
         join(rank, width, folder)
-        data, said = batches(3), {{}}
+        data, reports = batches(3), {{}}
         for kind, stages in SCHEDULES.items():
             how = dict(forward="ef21(top25)", backward="q4:64:dither")
-            said[kind] = versus(kind, rank, width, stages, data, **how)
+            reports[kind] = versus(kind, rank, width, stages, data, **how)
         for forward, backward in HOWS:
-            said[f"{{forward}} {{backward}}"] = versus("1F1B", rank, width, 2, data, forward=forward, backward=backward)
+            how = dict(forward=forward, backward=backward)
+            reports[f"{{forward}} {{backward}}"] = versus("1F1B", rank, width, 2, data, **how)
         for kind in SHARED:
             how = dict(forward="q4", backward="q4:64", per=BETWEEN)
-            said[f"between {{kind}}"] = versus(kind, rank, width, 4, data, **how)
+            reports[f"between {{kind}}"] = versus(kind, rank, width, 4, data, **how)
         for how in ("q4:64", None):
-            said[f"with {{how}}"] = fused(lambda: versus("1F1B", rank, width, 2, data, forward=how, backward=how))
-        tell(rank, folder, said)
+            reports[f"with {{how}}"] = fused(lambda: versus("1F1B", rank, width, 2, data, forward=how, backward=how))
+        tell(rank, folder, reports)
 """
 DEEP = """
     from helpers.pipeline_model import batches, join, tell, versus
@@ -87,7 +88,7 @@ DEEP = """
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
+def reports(tmp_path_factory):
     return ranks(PROGRAM, 2, tmp_path_factory.mktemp("pipeline"))
 
 
@@ -97,12 +98,14 @@ def deep(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", [*SCHEDULES, *(f"{forward} {backward}" for forward, backward in HOWS)])
-def test_weights_losses_and_outputs_are_those_of_the_points_in_one_process(said, case):
-    assert [(one[case]["weights"], one[case]["losses"], one[case]["output"]) for one in said] == [([], True, True)] * 2
+def test_weights_losses_and_outputs_are_those_of_the_points_in_one_process(reports, case):
+    assert [(one[case]["weights"], one[case]["losses"], one[case]["output"]) for one in reports] == [
+        ([], True, True)
+    ] * 2
 
 
 @pytest.mark.parametrize("kind", ["GPipe", "1F1B"])
-def test_each_boundary_of_four_stages_has_its_own_operators(deep, kind):
+def test_each_boundary_of_four_stages_has_its_own_compressors(deep, kind):
     assert [(one[kind]["weights"], one[kind]["losses"]) for one in deep] == [([], True)] * 4
     raw, wire = deep[1][kind]["bytes"]["1 forward"]
     messages = 3 * 4  # two steps and an evaluation
@@ -111,21 +114,23 @@ def test_each_boundary_of_four_stages_has_its_own_operators(deep, kind):
 
 
 @pytest.mark.parametrize("kind", SHARED)
-def test_messages_of_two_boundaries_between_the_same_ranks_are_not_mixed_up(said, kind):
+def test_messages_of_two_boundaries_between_the_same_ranks_are_not_mixed_up(reports, kind):
     """They are told apart by their order alone."""
-    assert [(one[f"between {kind}"]["weights"], one[f"between {kind}"]["losses"]) for one in said] == [([], True)] * 2
+    assert [(one[f"between {kind}"]["weights"], one[f"between {kind}"]["losses"]) for one in reports] == [
+        ([], True)
+    ] * 2
 
 
-def test_receives_of_gloo_are_posted_before_the_sends_that_torch_fuses_them_with(said):
-    assert [one["with q4:64"]["fused"] for one in said] == [0, 0]
-    assert all(one["with None"]["fused"] for one in said)
+def test_receives_of_gloo_are_posted_before_the_sends_that_torch_fuses_them_with(reports):
+    assert [one["with q4:64"]["fused"] for one in reports] == [0, 0]
+    assert all(one["with None"]["fused"] for one in reports)
 
 
-def test_both_ends_count_the_same_bytes(said):
-    for case in said[0]:
-        lower, upper = (one[case]["bytes"] for one in said)
+def test_both_ends_count_the_same_bytes(reports):
+    for case in reports[0]:
+        lower, upper = (one[case]["bytes"] for one in reports)
         assert lower == upper and lower
 
 
-def test_a_turn_on_one_rank_carries_nothing(said):
-    assert set(said[0]["ZBVZeroBubble"]["bytes"]) == {"0 forward", "0 backward", "2 forward", "2 backward"}
+def test_a_turn_on_one_rank_carries_nothing(reports):
+    assert set(reports[0]["ZBVZeroBubble"]["bytes"]) == {"0 forward", "0 backward", "2 forward", "2 backward"}

@@ -27,7 +27,7 @@ DISAGREE = """
     def of_rank(rank, width, folder):
         join(rank, width, folder)
         (x, y), = batches(1)
-        said = [alone(rank, width, x, y)]
+        reports = [alone(rank, width, x, y)]
         for hows in (
             [dict(forward="q4:64"), dict(forward="q8:64"), dict(forward="q4:64")],
             [dict(backward="q4:64"), dict(backward="q4:64"), dict(backward=None)],
@@ -36,7 +36,7 @@ DISAGREE = """
         ):
             schedule, mine = build("1F1B", rank, width, width)
             compress_pipeline(schedule, **hows[rank])
-            said.append(failure(lambda: step(schedule, mine, width - 1, x, y)))
+            reports.append(failure(lambda: step(schedule, mine, width - 1, x, y)))
         schedule, mine = build("1F1B", rank, width, width)
         wire = compress_pipeline(schedule, forward="ef21(q2:64)", backward="q4:64")
         step(schedule, mine, width - 1, x, y)
@@ -45,15 +45,15 @@ DISAGREE = """
         wire = compress_pipeline(schedule, forward="ef21(q2:64)", backward="q4:64")
         if rank == 1:
             wire.load_state_dict(state)
-        said.append(failure(lambda: step(schedule, mine, width - 1, x, y)))
-        said.append(failure(lambda: wire.load_state_dict({"links": {}})))
+        reports.append(failure(lambda: step(schedule, mine, width - 1, x, y)))
+        reports.append(failure(lambda: wire.load_state_dict({"links": {}})))
         schedule, mine = build("1F1B", rank, width, width)
         wire = compress_pipeline(schedule)
         step(schedule, mine, width - 1, x, y)
         wire.inference = rank != 2
         given = [x] if rank == 0 else []
-        said.append(failure(lambda: schedule.eval(*given, **({"target": y} if rank == 2 else {}))))
-        tell(rank, folder, said)
+        reports.append(failure(lambda: schedule.eval(*given, **({"target": y} if rank == 2 else {}))))
+        tell(rank, folder, reports)
 """
 DEAD = """
     import json, os, signal
@@ -75,9 +75,9 @@ DEAD = """
                     os.kill(os.getpid(), signal.SIGKILL)
                 step(schedule, mine, width - 1, x, y)
 
-        said = failure(train)
+        reports = failure(train)
         with open(f"{folder}/{rank}.json", "w") as file:
-            json.dump(said, file)
+            json.dump(reports, file)
         os._exit(0)
 """
 UNEVEN = """
@@ -91,25 +91,25 @@ UNEVEN = """
         join(rank, width, folder, seconds=120)
         schedule, mine = build("1F1B", rank, width, width)
         compress_pipeline(schedule)
-        said = [failure(lambda: step(schedule, mine, width - 1, x, y)) for x, y in batches(1, rows=10)]
+        reports = [failure(lambda: step(schedule, mine, width - 1, x, y)) for x, y in batches(1, rows=10)]
         with open(f"{folder}/{rank}.json", "w") as file:
-            json.dump(said, file)
+            json.dump(reports, file)
         os._exit(0)
 """
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
+def reports(tmp_path_factory):
     """By case, what each rank says."""
-    cases = ["alone", "operators", "off", "options", "values", "state", "links", "inference"]
-    said = ranks(DISAGREE, 3, tmp_path_factory.mktemp("disagree"))
-    return dict(zip(cases, zip(*said, strict=True), strict=True))
+    cases = ["alone", "compressors", "off", "options", "values", "state", "links", "inference"]
+    reports = ranks(DISAGREE, 3, tmp_path_factory.mktemp("disagree"))
+    return dict(zip(cases, zip(*reports, strict=True), strict=True))
 
 
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("operators", ["'0 forward'", "q4:64", "q8:64"]),
+        ("compressors", ["'0 forward'", "q4:64", "q8:64"]),
         ("off", ["'1 backward'", "off"]),
         ("options", ["'1 forward'", "top10", "min_numel"]),
         ("values", ["nonfinite is raise at one end and pass at the other"]),
@@ -117,18 +117,18 @@ def said(tmp_path_factory):
         ("inference", ["inference is True at one end and False at the other"]),
     ],
 )
-def test_every_rank_of_a_pipeline_that_disagrees_raises(said, case, words):
-    assert [name for name, _ in said[case]] == ["MismatchError"] * 3
-    assert all(word in text for _, text in said[case] for word in words)
+def test_every_rank_of_a_pipeline_that_disagrees_raises(reports, case, words):
+    assert [name for name, _ in reports[case]] == ["MismatchError"] * 3
+    assert all(word in text for _, text in reports[case] for word in words)
 
 
-def test_the_state_of_other_links_is_refused(said):
-    assert all(name == "MismatchError" and "links none" in text for name, text in said["links"])
+def test_the_state_of_other_links_is_refused(reports):
+    assert all(name == "MismatchError" and "links none" in text for name, text in reports["links"])
 
 
-def test_a_rank_that_never_compressed_is_named(said):
-    assert said["alone"][0] is None
-    for name, text in said["alone"][1:]:
+def test_a_rank_that_never_compressed_is_named(reports):
+    assert reports["alone"][0] is None
+    for name, text in reports["alone"][1:]:
         assert name == "MismatchError"
         assert "stage 0 did not say" in text and "within 2 s" in text
 
@@ -136,14 +136,14 @@ def test_a_rank_that_never_compressed_is_named(said):
 def test_the_others_of_a_dead_rank_get_an_error(tmp_path):
     with contextlib.suppress(AssertionError):  # for one of the processes was killed
         ranks(DEAD, 3, tmp_path)
-    said = {rank: json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 2)}
+    reports = {rank: json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 2)}
     assert not (tmp_path / "1.json").exists()
-    assert all(one is not None for one in said.values())
+    assert all(one is not None for one in reports.values())
 
 
 def test_micro_batches_of_different_sizes_are_refused_before_they_are_sent(tmp_path):
     """torch posts buffers of the first micro-batch's shape: a message of another size would end the other process."""
     sender, receiver = ranks(UNEVEN, 2, tmp_path)
     assert sender[0][0] == "MismatchError"
-    assert "micro-batch 2" in sender[0][1] and "new_shapes" in sender[0][1]
+    assert "micro-batch 2" in sender[0][1] and "reset_shapes" in sender[0][1]
     assert receiver[0] is not None

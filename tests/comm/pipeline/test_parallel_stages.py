@@ -70,12 +70,12 @@ PROGRAM = """
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "inner"))
         number, inner = mesh["pp"].get_local_rank(), mesh["inner"]
         data = list(zip(batches(2, seed=1), batches(2, seed=2)))
-        mine, said = [batch[inner.get_local_rank()] for batch in data], {}
+        mine, reports = [batch[inner.get_local_rank()] for batch in data], {}
 
         one = here([parts(2), parts(2)], data, 1)[number].state_dict()  # DDP adds micro-batches up in its own way
         replica = DistributedDataParallel(parts(2)[number], process_group=inner.get_group())
         run(replica, mesh, mine, "GPipe", 1)
-        said["replicated"] = same(full(replica), one)
+        reports["replicated"] = same(full(replica), one)
 
         both = here([parts(2), parts(2)], data)[number].state_dict()
         sharded = parts(2)[number]
@@ -83,7 +83,7 @@ PROGRAM = """
             fully_shard(layer, mesh=inner)
         fully_shard(sharded, mesh=inner)
         run(sharded, mesh, mine)
-        said["sharded"] = same(full(sharded), both)
+        reports["sharded"] = same(full(sharded), both)
 
         whole = parts(2)
         for stage in whole:
@@ -91,19 +91,19 @@ PROGRAM = """
         one = full(here([whole], [batch[:1] for batch in data])[number])
         pieces = split(parts(2)[number], inner)
         ledgers = run(pieces, mesh, [batch[0] for batch in data])
-        said["split"] = same(full(pieces), one)
-        said["ratio"] = {name: ledger.ratio for name, ledger in ledgers.items()}
-        tell(rank, folder, said)
+        reports["split"] = same(full(pieces), one)
+        reports["ratio"] = {name: ledger.ratio for name, ledger in ledgers.items()}
+        tell(rank, folder, reports)
 """
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
+def reports(tmp_path_factory):
     return ranks(PROGRAM, 4, tmp_path_factory.mktemp("parallel"))
 
 
 @pytest.mark.parametrize("kind", ["replicated", "sharded", "split"])
-def test_stages_that_are_parallel_themselves_are_compressed_alike(said, kind):
+def test_stages_that_are_parallel_themselves_are_compressed_alike(reports, kind):
     """DDP, FSDP2 and tensor parallel; every pipeline of stages has its own table at which its ranks agree."""
-    assert [one[kind] for one in said] == [[]] * 4
-    assert all(ratio > 2 for one in said for ratio in one["ratio"].values())
+    assert [one[kind] for one in reports] == [[]] * 4
+    assert all(ratio > 2 for one in reports for ratio in one["ratio"].values())

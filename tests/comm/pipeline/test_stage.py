@@ -179,12 +179,12 @@ PROGRAM = """
         wire = compress_pipeline(schedule, nonfinite="raise", **HOW)
         broken = data[0][0].clone()
         broken[5, 3] = float("nan")
-        said = [failure(lambda: step(schedule, mine, 1, broken, data[0][1]))]
+        reports = [failure(lambda: step(schedule, mine, 1, broken, data[0][1]))]
         inputs, named = [broken] if rank == 0 else [], {"target": broken} if rank else {}
-        said.append(failure(lambda: schedule.eval(*inputs, **named)))
-        said.append(failure(wire.check))
-        said.append(failure(lambda: step(schedule, mine, 1, *data[1])))
-        return [one and one[0] for one in said], {name: one["nonfinite"] for name, one in wire.stats().items()}
+        reports.append(failure(lambda: schedule.eval(*inputs, **named)))
+        reports.append(failure(wire.check))
+        reports.append(failure(lambda: step(schedule, mine, 1, *data[1])))
+        return [one and one[0] for one in reports], {name: one["nonfinite"] for name, one in wire.stats().items()}
 
 
     def wrong(rank):
@@ -204,7 +204,7 @@ PROGRAM = """
     def of_rank(rank, width, folder):
         join(rank, width, folder)
         data = batches(3)
-        said = {
+        reports = {
             "given": given_shapes(rank, data), "tensors": cut(rank, data, Two, One),
             "fused": cut(rank, data, Two, One, schedule="1F1B"),
             "same": cut(rank, data, Two, One, forward="top25", backward="same", min_numel=16),
@@ -212,62 +212,62 @@ PROGRAM = """
             "warned": warned(rank), "resized": resized(rank, data), "detached": detached(rank, data),
             "refused": refused(rank, data), "wrong": wrong(rank),
         }
-        tell(rank, folder, said)
+        tell(rank, folder, reports)
 """
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
+def reports(tmp_path_factory):
     return ranks(PROGRAM, 2, tmp_path_factory.mktemp("stages"))
 
 
-def test_stages_with_given_shapes_are_compressed_alike(said):
-    assert [one["given"][0] for one in said] == [[], []]
-    assert all("shapes that they were built with" in one["given"][1][1] for one in said)
+def test_stages_with_given_shapes_are_compressed_alike(reports):
+    assert [one["given"][0] for one in reports] == [[], []]
+    assert all("shapes that they were built with" in one["given"][1][1] for one in reports)
 
 
-def test_several_tensors_cross_and_integers_as_they_are(said):
+def test_several_tensors_cross_and_integers_as_they_are(reports):
     for case in ("tensors", "fused", "same"):
-        assert [one[case][0] for one in said] == [[], []]
-        assert said[0][case][1] == said[1][case][1]
-    messages = {name: count for name, (count, _) in said[0]["tensors"][1].items()}
+        assert [one[case][0] for one in reports] == [[], []]
+        assert reports[0][case][1] == reports[1][case][1]
+    messages = {name: count for name, (count, _) in reports[0]["tensors"][1].items()}
     assert messages == {"0 forward": 3 * 4 * 3, "0 backward": 3 * 4 * 2}  # integers have no gradient
 
 
-def test_statistics_of_batch_norm_are_those_without_a_pipeline(said):
+def test_statistics_of_batch_norm_are_those_without_a_pipeline(reports):
     """torch runs the module on uninitialised memory to find shapes; its running mean must not keep that."""
-    assert [one["norm"][0] for one in said] == [[], []]
+    assert [one["norm"][0] for one in reports] == [[], []]
 
 
-def test_traced_stages_are_compressed_alike(said):
-    assert [one["traced"] for one in said] == [[], []]
+def test_traced_stages_are_compressed_alike(reports):
+    assert [one["traced"] for one in reports] == [[], []]
 
 
-def test_evaluation_is_that_of_one_process_and_changes_no_state(said):
-    assert [one["evaluated"] for one in said] == [[[], [], True], [[], [True, True], True]]
+def test_evaluation_is_that_of_one_process_and_changes_no_state(reports):
+    assert [one["evaluated"] for one in reports] == [[[], [], True], [[], [True, True], True]]
 
 
-def test_evaluation_without_the_topk_it_was_trained_with_is_warned_of_once(said):
-    assert [one["warned"] for one in said] == [["LossWarning"]] * 2
+def test_evaluation_without_the_topk_it_was_trained_with_is_warned_of_once(reports):
+    assert [one["warned"] for one in reports] == [["LossWarning"]] * 2
 
 
-def test_a_batch_of_another_size_crosses_after_new_shapes(said):
-    assert [one["resized"] for one in said] == [[[], []], [[], []]]
+def test_a_batch_of_another_size_crosses_after_new_shapes(reports):
+    assert [one["resized"] for one in reports] == [[[], []], [[], []]]
 
 
-def test_a_detached_pipeline_is_what_it_was(said):
-    assert [one["detached"][0] for one in said] == [[], []]
-    assert all("PolicyError" in one["detached"][1][0] for one in said)
+def test_a_detached_pipeline_is_what_it_was(reports):
+    assert [one["detached"][0] for one in reports] == [[], []]
+    assert all("PolicyError" in one["detached"][1][0] for one in reports)
 
 
-def test_values_that_are_not_finite_are_refused_at_both_ends(said):
-    sender, receiver = (one["refused"] for one in said)
+def test_values_that_are_not_finite_are_refused_at_both_ends(reports):
+    sender, receiver = (one["refused"] for one in reports)
     assert sender[0] == receiver[0]
     assert receiver[0] == ["PolicyError", "PolicyError", None, None]
     assert sender[1]["0 forward"] > 0 and receiver[1]["0 forward"] > 0
 
 
-def test_what_cannot_be_is_refused_when_it_is_asked_for(said):
-    for one in said:
+def test_what_cannot_be_is_refused_when_it_is_asked_for(reports):
+    for one in reports:
         assert [name for name, _ in one["wrong"]] == ["PolicyError"] * 6
         assert "torch 2" in one["wrong"][0][1] and "_retrieve_recv_grads" in one["wrong"][0][1]

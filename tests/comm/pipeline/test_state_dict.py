@@ -80,15 +80,15 @@ PROGRAM = """
     def of_rank(rank, width, folder):
         join(rank, width, folder)
         data, ids = epochs()
-        said = {}
+        reports = {}
         for name, how in HOWS.items():
             _, mine, losses = run("1F1B", rank, width, width, data, ids, **how)
             here = {key: value for key, value in how.items() if key != "per"}
             expected = trained_here(width, data, ids=ids, per_point=how.get("per"), **here)
-            said[name] = [same(weights(mine), expected[1]), not losses or losses == expected[0]]
+            reports[name] = [same(weights(mine), expected[1]), not losses or losses == expected[0]]
             if name in ("everywhere", "through"):
                 found = resumed(rank, width, f"{folder}/{name}", data, ids, how)
-                said[name].append(same(found, expected[1]))
+                reports[name].append(same(found, expected[1]))
         pair = dist.new_group([0, 1])
         if rank < 2:
             schedule, mine = build("ZBVZeroBubble", rank, 2, 4, group=pair)
@@ -99,46 +99,46 @@ PROGRAM = """
                     wire.set_sample_ids(which)
                 step(schedule, mine, 3, x, y)
             expected = trained_here(4, data, ids=ids, per_point={1: {"forward": None, "backward": None}}, **how)
-            said["turn"] = same(weights(mine), expected[1])
-            said["schedules"] = {kind: visited(kind, rank, pair, data, ids) for kind in STAGES}
+            reports["turn"] = same(weights(mine), expected[1])
+            reports["schedules"] = {kind: visited(kind, rank, pair, data, ids) for kind in STAGES}
             schedule, mine = build("1F1B", rank, 2, 2, group=pair)
             compress_pipeline(schedule, forward="aq(q2:64)", backward="q4:64")
-            said["untold"] = failure(lambda: step(schedule, mine, 1, *data[0]))
-        tell(rank, folder, said)
+            reports["untold"] = failure(lambda: step(schedule, mine, 1, *data[0]))
+        tell(rank, folder, reports)
 """
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
+def reports(tmp_path_factory):
     return ranks(PROGRAM, 3, tmp_path_factory.mktemp("state"))
 
 
 @pytest.mark.parametrize("case", ["everywhere", "gradients", "last", "through"])
-def test_sample_ids_of_the_first_stage_reach_all_that_need_them(said, case):
-    assert [one[case][:2] for one in said] == [[[], True]] * 3
+def test_sample_ids_of_the_first_stage_reach_all_that_need_them(reports, case):
+    assert [one[case][:2] for one in reports] == [[[], True]] * 3
 
 
-def test_ids_pass_the_turn_of_a_v_schedule(said):
-    assert [one["turn"] for one in said[:2]] == [[], []]
+def test_ids_pass_the_turn_of_a_v_schedule(reports):
+    assert [one["turn"] for one in reports[:2]] == [[], []]
 
 
 @pytest.mark.parametrize(
     "kind", ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 )
-def test_a_sample_that_comes_first_or_again_after_it_was_forgotten_is_exact_in_every_schedule(said, kind):
-    for one in said[:2]:
+def test_a_sample_that_comes_first_or_again_after_it_was_forgotten_is_exact_in_every_schedule(reports, kind):
+    for one in reports[:2]:
         unlike, sizes = one["schedules"][kind]
         assert unlike == []
-        assert sizes == said[0]["schedules"][kind][1]
+        assert sizes == reports[0]["schedules"][kind][1]
         for wire, raw in sizes.values():  # 12 steps of 8 samples: 8 bytes for each id, 64 for an exact row
             assert 24 * 64 < wire - 12 * 8 * 8 < raw * 0.9
 
 
-def test_where_nobody_says_which_samples_every_rank_ends_with_an_error(said):
-    for one in said[:2]:
+def test_where_nobody_says_which_samples_every_rank_ends_with_an_error(reports):
+    for one in reports[:2]:
         kind, text = one["untold"]
         assert kind == "PolicyError" and "no sample ids" in text
 
 
-def test_a_run_restored_through_the_manager_is_the_uninterrupted_one(said):
-    assert [one[case][2] for case in ("everywhere", "through") for one in said] == [[]] * 6
+def test_a_run_restored_through_the_manager_is_the_uninterrupted_one(reports):
+    assert [one[case][2] for case in ("everywhere", "through") for one in reports] == [[]] * 6

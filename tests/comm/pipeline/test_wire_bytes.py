@@ -64,20 +64,20 @@ PROGRAM = """
 
 
     def of_rank(rank, width, folder):
-        said = None
+        reports = None
         join(rank, width, folder)
         if ISOLATED:
-            said = {str(how): counted(rank, **how) for how in (
+            reports = {str(how): counted(rank, **how) for how in (
                 dict(forward=None, backward=None), dict(forward="q4:64", backward="q8:64"),
                 dict(forward="top10", backward="same:bf16"),
             )}
-        tell(rank, folder, said)
+        tell(rank, folder, reports)
 """
 
 
 def test_the_kernel_counts_the_bytes_that_the_ledgers_count(tmp_path):
-    said = ranks(PROGRAM, 2, tmp_path)[0]
-    if said is None:
+    reports = ranks(PROGRAM, 2, tmp_path)[0]
+    if reports is None:
         pytest.skip("this process may not make a network of its own (unshare)")
-    for how, (kernels, ours) in said.items():
+    for how, (kernels, ours) in reports.items():
         assert kernels == pytest.approx(ours, rel=0.03), how

@@ -63,7 +63,7 @@ def test_what_is_encoded_crosses_in_both_directions_at_the_same_time() -> None:
 
 
 def test_four_stages_at_100_mbit_were_measured_within_10_percent_of_the_forecast() -> None:
-    # benchmarks/link.py, 1F1B over gloo, 8 micro-batches of 4 MiB by the operator "exact", whose receives are posted
+    # benchmarks/link.py, 1F1B over gloo, 8 micro-batches of 4 MiB by the compressor "exact", whose receives are posted
     # before and after the sends of an exchange; about half a second of computing
     load = Workload("pipeline", 100 * 1448 / 1514, compute=0.5, world_size=4, micro_batches=8)
     message = MessageCost(1 << 22, 1 << 22)
@@ -197,7 +197,7 @@ def test_the_table_is_aligned_and_names_every_candidate() -> None:
     assert "best: q4:64" in str(advice)
 
 
-def test_an_empty_tensor_needs_no_operator() -> None:
+def test_an_empty_tensor_needs_no_compressor() -> None:
     nothing = CandidateCost("q4:64", MessageCost(0, 0), MessageCost(0, 0))
     assert rank_candidates(Workload("pipeline", 100), [nothing], uncompressed=(0, 0)).best == NO_COMPRESSION
 

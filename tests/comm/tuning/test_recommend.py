@@ -1,4 +1,4 @@
-"""Operators are run on tensors like the user's; what is measured decides, and only times are not asserted."""
+"""Compressors are run on tensors like the user's; what is measured decides, and only times are not asserted."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def noise(seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def test_wire_bytes_and_errors_are_those_of_the_operators() -> None:
+def test_wire_bytes_and_errors_are_those_of_the_compressors() -> None:
     x = noise()
     for spec in ("bf16", "q8:64", "q4:64", "n3:64"):
-        operator = parse(spec)
+        compressor = parse(spec)
         found = measure_cost(spec, x, repeats=1)
-        assert (found.raw, found.wire) == (x.nbytes, operator.wire_bytes(x.shape, x.dtype))  # type: ignore[union-attr]
+        assert (found.raw, found.wire) == (x.nbytes, compressor.wire_bytes(x.shape, x.dtype))  # type: ignore[union-attr]
         assert found.encode > 0 and found.decode > 0
     assert measure_cost("exact", x, repeats=1).error == 0
     lost = float((x - x.bfloat16().float()).norm() / x.norm())
@@ -59,7 +59,7 @@ def test_casting_what_is_16_bits_already_is_not_worth_anything() -> None:
     assert recommend(SHAPE, dtype="bf16", mbps=SLOW, candidates=["bf16"], repeats=1).best == NO_COMPRESSION
 
 
-def test_each_direction_may_have_its_own_tensor_and_operator() -> None:
+def test_each_direction_may_have_its_own_tensor_and_compressor() -> None:
     x, gradient = noise(0), noise(1, torch.bfloat16)
     one = ("q4:64", "q8:64")
     advice = recommend(like=(x, gradient), mbps=SLOW, candidates=[one], repeats=1)
@@ -83,7 +83,7 @@ def test_a_feedback_is_judged_by_its_first_message_and_not_by_a_tensor_that_come
 
 
 @pytest.mark.parametrize("candidate", ["q4:64", parse("q4:64"), ("q4:64", parse("q4:64"))])
-def test_specs_and_operators_are_the_same_candidate(candidate: CandidateLike) -> None:
+def test_specs_and_compressors_are_the_same_candidate(candidate: CandidateLike) -> None:
     assert recommend(SHAPE, mbps=SLOW, candidates=[candidate], repeats=1).best == "q4:64"
 
 

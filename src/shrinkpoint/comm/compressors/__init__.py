@@ -1,1 +1,1 @@
-"""Compressors: what becomes of a tensor on the wire."""
+"""Compressors: how one tensor becomes a message, and a message a tensor."""

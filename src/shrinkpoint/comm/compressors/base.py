@@ -1,6 +1,7 @@
-"""The compressor interface: a tensor becomes a message whose size is known before it is sent, and back.
+"""The compressor interface, and `Identity`, which loses nothing.
 
-`Identity` is the compressor that loses nothing."""
+A tensor becomes a message whose size is known before it is sent, and a message a tensor again.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from shrinkpoint.errors import MismatchError
 
 @dataclass(frozen=True)
 class CompressorContext:
-    """What both ends know of a message besides its operator.
+    """What both ends know of a message besides its compressor.
 
     Attributes:
-        key: no two messages of a link share it; noise and random places follow from it. Below 2^32.
-        indices: flat positions that an earlier message of the other direction carried; int64, 1-d, ascending.
+        key: different for all messages of a link, below 2^32; the seed of noise and of random indices.
+        indices: flat indices that an earlier message of the other direction carried; int64, 1-d, ascending.
     """
 
     key: int = 0
@@ -34,48 +35,52 @@ NO_CONTEXT = CompressorContext()
 
 
 class Compressor(ABC):
-    """How one tensor crosses a wire. Subclasses are frozen dataclasses: equal settings are equal operators.
+    """Encodes a tensor as a message and decodes it. Subclasses are frozen dataclasses: equal settings compare equal.
 
-    A message is a 1-d uint8 tensor on the device of what it was made from. Its size follows from the shape, the dtype
-    and the context alone, so that a receiver can post its buffer before anything was sent. Arithmetic is float32, each
+    A message is a 1-d uint8 tensor on the device of the encoded tensor. Its size follows from the shape, the dtype and
+    the context alone, so that a receiver can post its buffer before anything was sent. Arithmetic is float32, each
     operation rounded once, whatever the dtype: native code on a CPU and torch operations elsewhere give the same bits.
 
-    A value that is not finite is never lost: what a message says of its surroundings then is nan or infinite too.
+    A value that is not finite is never hidden: the group, block or sample that it belongs to decodes to nan or inf.
     """
 
     @property
     @abstractmethod
     def spec(self) -> str:
-        """The operator as a word; `shrinkpoint.comm.parse` reads it back."""
+        """The compressor as text, which `shrinkpoint.comm.parse` reads back."""
 
     @abstractmethod
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT) -> int:
-        """The size of the message of a tensor of this shape."""
+        """The size in bytes of the message of a tensor of this shape and dtype."""
 
     @abstractmethod
-    def encode(self, x: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        """The message.
+    def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        """Encode a tensor.
 
         Args:
-            x: floating point, of any shape and strides; it is not changed.
+            tensor: floating point, of any shape and strides; it is not changed.
 
         Returns:
-            uint8, 1-d, contiguous, `wire_bytes(x.shape, x.dtype, context)` of them, on x's device.
+            The message: uint8, 1-d, contiguous, of `wire_bytes(tensor.shape, tensor.dtype, context)` bytes, on the
+            device of the tensor.
         """
 
     @abstractmethod
     def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        """Fill `out`, of the shape and dtype of what was encoded and of any strides, and return it.
+        """Decode a message into `out`, and return it.
+
+        Args:
+            out: of the shape and dtype of the encoded tensor, of any strides.
 
         Raises:
-            MismatchError: the message has not the size that `out` asks for.
+            MismatchError: the message does not have the size that `out` requires.
         """
 
     def indices(self, wire: Tensor, shape: Sequence[int], context: CompressorContext = NO_CONTEXT) -> Tensor | None:
-        """Which flat positions a message carries; int64, ascending. None: all of them.
+        """Return the flat indices that a message carries: int64, 1-d, ascending; None for all of them.
 
         Args:
-            context: the message's; random places follow from its key.
+            context: that of the message; random indices follow from its key.
         """
         return None
 
@@ -83,32 +88,32 @@ class Compressor(ABC):
         return self.spec
 
     def check_message(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        """The message, if it is one that `out` can be filled from.
+        """Return the message, contiguous, if `out` can be filled from it.
 
         Raises:
-            MismatchError: it is not.
+            MismatchError: it has another dtype or size.
         """
         size = self.wire_bytes(out.shape, out.dtype, context)
         if wire.dtype != torch.uint8 or wire.dim() != 1 or wire.numel() != size:
-            found, expected = f"a message of {wire.numel()} x {wire.dtype}", f"{size} bytes for {tuple(out.shape)}"
-            do = "give both ends the same operator, shape and dtype"
-            raise MismatchError(f"operator {self.spec}", found=found, expected=expected, do=do)
+            problem, expected = f"a message of {wire.numel()} x {wire.dtype}", f"{size} bytes for {tuple(out.shape)}"
+            advice = "give both ends the same compressor, shape and dtype"
+            raise MismatchError(f"compressor {self.spec}", found=problem, expected=expected, do=advice)
         return wire.contiguous()
 
 
 def check_compressor(where: str, compressor: object) -> None:
-    """Refuse what is no operator, such as its spec.
+    """Check that an argument is a compressor, and not its spec, for example.
 
     Raises:
-        PolicyError: it is none.
+        PolicyError: it is not.
     """
-    do = f"write comm.parse({compressor!r})" if isinstance(compressor, str) else "make one: Uniform(4, group=64)"
-    validate.check_instance(f"{where}, operator", compressor, Compressor, expected="an operator", do=do)
+    advice = f"write comm.parse({compressor!r})" if isinstance(compressor, str) else "make one: Uniform(4, group=64)"
+    validate.check_instance(f"{where}, compressor", compressor, Compressor, expected="a compressor", do=advice)
 
 
 @dataclass(frozen=True)
 class Identity(Compressor):
-    """The tensor's own bytes, in row-major order: nothing is lost, not even the payload of a nan."""
+    """Sends the bytes of the tensor in row-major order: lossless, down to the payload of a nan."""
 
     @property
     def spec(self) -> str:
@@ -117,8 +122,8 @@ class Identity(Compressor):
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT) -> int:
         return math.prod(shape) * dtype.itemsize
 
-    def encode(self, x: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        return x.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+    def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
     def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
         values = view_dtype(self.check_message(wire, out, context), out.dtype)

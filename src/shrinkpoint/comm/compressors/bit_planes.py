@@ -1,4 +1,4 @@
-"""Codes of 1 to 8 bits, packed as planes of 4, 2 and 1 bits, so that neither packing nor unpacking needs strides.
+"""Packing of codes of 1 to 8 bits as planes of 4, 2 and 1 bits, without strided access.
 
 Codes are padded with zeros to tiles of 64. The planes lie one after another, from the low bits up: 7 bits are a plane
 of 4, one of 2 and one of 1; 8 bits are one plane of bytes. A plane of p bits has 8 p bytes of each tile: byte j holds
@@ -16,24 +16,24 @@ TILE = 64
 
 
 def plane_widths(bits: int) -> tuple[int, ...]:
-    """Of the planes that codes of so many bits are split into, from the low bits up."""
+    """The bits of each plane that codes of `bits` bits are split into, from the low bits up."""
     return (8,) if bits == 8 else tuple(width for width in (4, 2, 1) if bits & width)
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """What so many codes take."""
+    """The size in bytes of `count` packed codes."""
     return -(-count // TILE) * (TILE // 8) * bits
 
 
 def pack_planes(codes: Tensor, bits: int) -> Tensor:
-    """Codes as planes.
+    """Pack codes as planes.
 
     Args:
         codes: uint8, 1-d, each below 2^bits.
         bits: 1 to 8.
 
     Returns:
-        uint8, 1-d, `packed_bytes` of them.
+        uint8, 1-d, of `packed_bytes(codes.numel(), bits)` bytes.
     """
     if codes.device.type != "cpu":
         return _pack_planes_torch(codes, bits)
@@ -43,7 +43,7 @@ def pack_planes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_planes(data: Tensor, count: int, bits: int) -> Tensor:
-    """The first `count` codes of what `pack` made: uint8, 1-d."""
+    """Unpack the first `count` codes of what `pack_planes` returned: uint8, 1-d."""
     if data.device.type != "cpu":
         return _unpack_planes_torch(data, count, bits)
     out = torch.empty(count, dtype=torch.uint8, device="cpu")

@@ -1,4 +1,4 @@
-"""Blocks of small floats: one exponent for each block, a signed mantissa of a few bits for each value."""
+"""Block floating point: one exponent for each block, a signed mantissa of a few bits for each value."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from shrinkpoint.errors import PolicyError
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
 NAN_EXPONENT = 255
-"""The exponent of a block that holds something not finite."""
+"""The exponent of a block with a value that is not finite."""
 MIN_EXPONENT = 16
-"""A smaller exponent, of a largest magnitude below 2^-111, becomes 0: it stands for a block of zeros."""
+"""A smaller exponent (a largest magnitude below 2^-111) is stored as 0, which decodes to a block of zeros."""
 ROUND_MAGIC = 1.5 * 2**23
-"""Added to a small float32 and taken away again, it leaves the nearest integer, halves to even."""
+"""Added to a small float32 and subtracted again, it rounds to the nearest integer, halves to even."""
 
 
 @dataclass(frozen=True)
 class BlockFloat(Compressor):
-    """One power of two for each block, times integers: the layout of MXINT8 (OCP Microscaling Formats 1.0), any width.
+    """Integers times a power of two for each block: the layout of MXINT8 (OCP Microscaling Formats 1.0), of any width.
 
     Values are `q 2^(E - 125 - bits)` with |q| < 2^(bits - 1), rounded to nearest, halves to even. E is the exponent of
-    the largest magnitude as a float32's with its bias, or one less if the sum of squared errors is less then: the
-    largest values are cut, all others have a step of half the size. What is on such a grid already crosses exactly.
-    A block that holds something not finite comes back as nan.
+    the largest magnitude as a biased float32 exponent, or one less if that makes the sum of squared errors smaller: the
+    largest values are then clipped, and the step of all others is halved. Values that are on such a grid already are
+    sent exactly. A block with a value that is not finite decodes to nan.
 
     Message: exponents, 1 byte each | bit planes of q, two's complement.
 
@@ -48,7 +48,7 @@ class BlockFloat(Compressor):
         block: consecutive values in row-major order that share an exponent; a power of two, 16 to 4096.
 
     Raises:
-        PolicyError: a number of bits or a block that there is not.
+        PolicyError: `bits` or `block` is out of range.
     """
 
     bits: int
@@ -67,8 +67,8 @@ class BlockFloat(Compressor):
         count = math.prod(shape)
         return self._num_blocks(count) + packed_bytes(count, self.bits)
 
-    def encode(self, x: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        return self._encode_native(x) if x.device.type == "cpu" else self._encode_torch(x, context)
+    def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        return self._encode_native(tensor) if tensor.device.type == "cpu" else self._encode_torch(tensor, context)
 
     def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
         wire = self.check_message(wire, out, context)
@@ -77,38 +77,41 @@ class BlockFloat(Compressor):
     def _num_blocks(self, count: int) -> int:
         return -(-count // self.block)
 
-    def _encode_native(self, x: Tensor) -> Tensor:
-        wire, many = torch.empty(self.wire_bytes(x.shape, x.dtype), dtype=torch.uint8), native_threads(x.numel())
-        values = tensor_bytes(flat_float32(x))
-        _native.blockfloat_encode(values, wire.numpy(), block=self.block, bits=self.bits, threads=many)
+    def _encode_native(self, tensor: Tensor) -> Tensor:
+        wire, threads = (
+            torch.empty(self.wire_bytes(tensor.shape, tensor.dtype), dtype=torch.uint8),
+            native_threads(tensor.numel()),
+        )
+        values = tensor_bytes(flat_float32(tensor))
+        _native.blockfloat_encode(values, wire.numpy(), block=self.block, bits=self.bits, threads=threads)
         return wire
 
     def _decode_native(self, wire: Tensor, out: Tensor) -> Tensor:
-        how, many = {"block": self.block, "bits": self.bits}, native_threads(out.numel())
-        return fill_native(out, lambda to: _native.blockfloat_decode(wire.numpy(), to, **how, threads=many))
+        layout, threads = {"block": self.block, "bits": self.bits}, native_threads(out.numel())
+        return fill_native(out, lambda to: _native.blockfloat_decode(wire.numpy(), to, **layout, threads=threads))
 
-    def _encode_torch(self, x: Tensor, context: CompressorContext) -> Tensor:
-        values = to_groups(x, self.block)
+    def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
+        values = to_groups(tensor, self.block)
         exponents = _block_exponents(values)
-        lives = (exponents >= MIN_EXPONENT) & (exponents < NAN_EXPONENT)
-        at = torch.where(lives, values, 0.0) * torch.where(lives, 1 / self._steps(exponents), 0.0)
-        codes, error = self._round_codes(at)
-        finer, other = self._round_codes(at * 2)
-        better = other * 0.25 < error
-        exponents = torch.where(lives, exponents - better.to(torch.int32), exponents)
-        codes = torch.where(better, finer, codes).to(torch.int32) & ((1 << self.bits) - 1)
-        packed = pack_planes(codes.to(torch.uint8).reshape(-1)[: x.numel()], self.bits)
+        is_coded = (exponents >= MIN_EXPONENT) & (exponents < NAN_EXPONENT)
+        scaled = torch.where(is_coded, values, 0.0) * torch.where(is_coded, 1 / self._steps(exponents), 0.0)
+        codes, error = self._round_codes(scaled)
+        fine_codes, fine_error = self._round_codes(scaled * 2)
+        use_fine = fine_error * 0.25 < error
+        exponents = torch.where(is_coded, exponents - use_fine.to(torch.int32), exponents)
+        codes = torch.where(use_fine, fine_codes, codes).to(torch.int32) & ((1 << self.bits) - 1)
+        packed = pack_planes(codes.to(torch.uint8).reshape(-1)[: tensor.numel()], self.bits)
         return torch.cat([exponents.to(torch.uint8).reshape(-1), packed])
 
     def _round_codes(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Integers near values of a step of 1, as float32, and the sum of squared errors of each block."""
-        most = (1 << (self.bits - 1)) - 1
-        codes = (values.clamp(-most, most) + ROUND_MAGIC) - ROUND_MAGIC
-        off = values - codes
-        return codes, pairwise_sum(off * off)
+        """The nearest integer codes, as float32, and the sum of squared errors of each block, shape (blocks, 1)."""
+        max_code = (1 << (self.bits - 1)) - 1
+        codes = (values.clamp(-max_code, max_code) + ROUND_MAGIC) - ROUND_MAGIC
+        errors = values - codes
+        return codes, pairwise_sum(errors * errors)
 
     def _steps(self, exponents: Tensor) -> Tensor:
-        """What codes are multiples of: nan and 0 where blocks are."""
+        """The step of each block: nan for a block that is not finite, 0 for a block of zeros."""
         steps = ((exponents - (self.bits - 2)) << 23).view(torch.float32)
         return torch.where(exponents == NAN_EXPONENT, torch.nan, torch.where(exponents == 0, 0.0, steps))
 
@@ -122,8 +125,8 @@ class BlockFloat(Compressor):
 
 
 def _block_exponents(values: Tensor) -> Tensor:
-    """Of the largest magnitude of each block, biased: int32, of shape (blocks, 1). Below `LEAST`: 0."""
+    """The biased exponent of the largest magnitude of each block, 0 below `MIN_EXPONENT`: int32, shape (blocks, 1)."""
     if not len(values):
         return values.new_empty(0, 1, dtype=torch.int32)
-    found = (values.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True) >> 23
-    return torch.where(found < MIN_EXPONENT, 0, found)
+    exponents = (values.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True) >> 23
+    return torch.where(exponents < MIN_EXPONENT, 0, exponents)

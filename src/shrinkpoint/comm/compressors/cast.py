@@ -1,4 +1,4 @@
-"""Values rounded to sixteen bits."""
+"""Rounding of values to 16 bits."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ CAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Cast(Compressor):
-    """Each value rounded to the nearest of another dtype: infinite in "fp16" from 65520 on.
+    """Rounds each value to the nearest one of another dtype: infinite in "fp16" from 65520 on.
 
     Raises:
-        PolicyError: no such dtype.
+        PolicyError: another dtype was named.
     """
 
     dtype: Literal["bf16", "fp16"] = "bf16"
@@ -37,8 +37,8 @@ class Cast(Compressor):
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT) -> int:
         return 2 * math.prod(shape)
 
-    def encode(self, x: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        narrow = x.detach().to(CAST_DTYPES[self.dtype], copy=True, memory_format=torch.contiguous_format)
+    def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        narrow = tensor.detach().to(CAST_DTYPES[self.dtype], copy=True, memory_format=torch.contiguous_format)
         return narrow.view(-1).view(torch.uint8)
 
     def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:

@@ -1,4 +1,4 @@
-"""Blocks turned by a fixed Hadamard matrix before another operator sees them: outliers are shared out."""
+"""A fixed random Hadamard rotation of blocks before another compressor: it spreads outliers over their block."""
 
 from __future__ import annotations
 
@@ -26,32 +26,30 @@ from shrinkpoint.errors import PolicyError
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
 BLOCK_SIZES = (16, 64, 256)
-"""Lengths of which 1 / sqrt(n) is a power of two, so that scaling is exact."""
+"""Block lengths n for which 1 / sqrt(n) is a power of two, so that scaling is exact."""
 
 
 @dataclass(frozen=True)
 class Hadamard(Compressor):
-    """What another operator makes of blocks x -> H D x / sqrt(n), H being Hadamard's matrix and D fixed random signs.
+    """Rotates blocks, x -> H D x / sqrt(n), before another compressor: H is Hadamard's matrix, D fixed random signs.
 
     A large value is spread over its block: the range of a group shrinks, and its values come closer to a normal
-    distribution. Errors keep their size, as the turn is orthogonal. The other operator sees float32 of shape
-    (blocks, block), the last block being filled up with zeros.
+    distribution. Errors keep their size, as the rotation is orthogonal. The inner compressor is given float32 of shape
+    (blocks, block), the last block padded with zeros.
 
-    Whatever is not finite takes its block along. Which positions the other operator's message carries says nothing
-    about positions of the tensor: `places` is None.
+    A value that is not finite makes its block not finite. The indices that the inner message carries are those of
+    rotated values, not of the tensor: `indices` returns None.
 
-    Message: where `outlier_threshold` is given, one bit for each block that says whether it was turned | the other's
-        message.
+    Message: with `outlier_threshold`, one bit a block for whether it is rotated | the message of `compressor`.
 
     Attributes:
-        compressor: any.
+        compressor: the inner compressor.
         block: 16, 64 or 256.
-        outlier_threshold: turn only blocks whose largest magnitude is more than so many times their mean magnitude; a
-            block that
-            is not finite stays as it is then.
+        outlier_threshold: rotate only blocks whose largest magnitude exceeds their mean magnitude by more than this
+            factor; a block that is not finite is not rotated then. None to rotate all blocks.
 
     Raises:
-        PolicyError: a block or a limit that there is not.
+        PolicyError: `block` or `outlier_threshold` is out of range.
     """
 
     compressor: Compressor
@@ -59,11 +57,11 @@ class Hadamard(Compressor):
     outlier_threshold: float | None = None
 
     def __post_init__(self) -> None:
-        check_compressor("Rotated", self.compressor)
+        check_compressor("Hadamard", self.compressor)
         if type(self.block) is not int or self.block not in BLOCK_SIZES:
             raise PolicyError("block", found=repr(self.block), expected="16, 64 or 256", do="use 64")
         if self.outlier_threshold is not None:
-            validate.check_float("above", self.outlier_threshold, exclusive=False, do="use 5, or None")
+            validate.check_float("outlier_threshold", self.outlier_threshold, exclusive=False, do="use 5, or None")
 
     @property
     def spec(self) -> str:
@@ -74,8 +72,10 @@ class Hadamard(Compressor):
         blocks = self._num_blocks(math.prod(shape))
         return self._flag_bytes(blocks) + self.compressor.wire_bytes((blocks, self.block), torch.float32, context)
 
-    def encode(self, x: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        return self._encode_native(x, context) if x.device.type == "cpu" else self._encode_torch(x, context)
+    def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        return (
+            self._encode_native(tensor, context) if tensor.device.type == "cpu" else self._encode_torch(tensor, context)
+        )
 
     def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
         decode = self._decode_native if out.device.type == "cpu" else self._decode_torch
@@ -88,46 +88,53 @@ class Hadamard(Compressor):
         return 0 if self.outlier_threshold is None else packed_bytes(blocks, 1)
 
     def _scratch(self, blocks: int) -> Tensor:
-        """Memory that is used again: where it is much, asking the system for it each time costs more than the turn."""
-        room = _native.empty(4 * blocks * self.block)
-        return torch.from_numpy(room.view(np.float32)).reshape(blocks, self.block)
+        """A pooled float32 buffer of shape (blocks, block): allocating a large one costs more than the rotation."""
+        memory = _native.empty(4 * blocks * self.block)
+        return torch.from_numpy(memory.view(np.float32)).reshape(blocks, self.block)
 
-    def _encode_native(self, x: Tensor, context: CompressorContext) -> Tensor:
-        blocks, values = self._num_blocks(x.numel()), tensor_bytes(flat_float32(x))
-        turned, signs = self._scratch(blocks), tensor_bytes(_signs(self.block, x.device))
+    def _encode_native(self, tensor: Tensor, context: CompressorContext) -> Tensor:
+        blocks, values = self._num_blocks(tensor.numel()), tensor_bytes(flat_float32(tensor))
+        rotated, signs = self._scratch(blocks), tensor_bytes(_signs(self.block, tensor.device))
         flags = None if self.outlier_threshold is None else torch.empty(blocks, dtype=torch.uint8)
-        limit, told = (self.outlier_threshold or 0.0) / self.block, None if flags is None else flags.numpy()
-        _native.rotate(values, signs, tensor_bytes(turned), flags=told, limit=limit, threads=native_threads(x.numel()))
-        message = self.compressor.encode(turned, context)
+        limit, native_flags = (self.outlier_threshold or 0.0) / self.block, None if flags is None else flags.numpy()
+        _native.rotate(
+            values,
+            signs,
+            tensor_bytes(rotated),
+            flags=native_flags,
+            limit=limit,
+            threads=native_threads(tensor.numel()),
+        )
+        message = self.compressor.encode(rotated, context)
         return message if flags is None else torch.cat([pack_planes(flags, 1), message])
 
     def _decode_native(self, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
-        blocks, many = self._num_blocks(out.numel()), native_threads(out.numel())
+        blocks, threads = self._num_blocks(out.numel()), native_threads(out.numel())
         head = self._flag_bytes(blocks)
-        turned, signs = self._scratch(blocks), tensor_bytes(_signs(self.block, out.device))
-        self.compressor.decode(wire[head:], turned, context)
-        told, values = (
+        rotated, signs = self._scratch(blocks), tensor_bytes(_signs(self.block, out.device))
+        self.compressor.decode(wire[head:], rotated, context)
+        flags, values = (
             None if self.outlier_threshold is None else unpack_planes(wire[:head], blocks, 1).numpy(),
-            tensor_bytes(turned),
+            tensor_bytes(rotated),
         )
-        return fill_native(out, lambda to: _native.rotate_back(values, signs, to, flags=told, threads=many))
+        return fill_native(out, lambda to: _native.rotate_back(values, signs, to, flags=flags, threads=threads))
 
-    def _encode_torch(self, x: Tensor, context: CompressorContext) -> Tensor:
-        values = to_groups(x, self.block)
-        turned = hadamard_transform(values * _signs(self.block, x.device))
+    def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
+        values = to_groups(tensor, self.block)
+        rotated = hadamard_transform(values * _signs(self.block, tensor.device))
         if self.outlier_threshold is None:
-            return self.compressor.encode(turned, context)
+            return self.compressor.encode(rotated, context)
         flags = self._has_outliers(values)
-        message = self.compressor.encode(torch.where(flags, turned, values), context)
+        message = self.compressor.encode(torch.where(flags, rotated, values), context)
         return torch.cat([pack_planes(flags.reshape(-1).to(torch.uint8), 1), message])
 
     def _has_outliers(self, values: Tensor) -> Tensor:
-        """Which blocks to turn, of shape (blocks, 1)."""
-        sizes = values.abs()
-        if not len(sizes) or self.outlier_threshold is None:
-            return sizes.new_empty(0, 1, dtype=torch.bool)
-        return sizes.amax(1, keepdim=True) > pairwise_sum(sizes) * torch.full_like(
-            sizes[:, :1], self.outlier_threshold / self.block
+        """Which blocks to rotate: bool, shape (blocks, 1)."""
+        magnitudes = values.abs()
+        if not len(magnitudes) or self.outlier_threshold is None:
+            return magnitudes.new_empty(0, 1, dtype=torch.bool)
+        return magnitudes.amax(1, keepdim=True) > pairwise_sum(magnitudes) * torch.full_like(
+            magnitudes[:, :1], self.outlier_threshold / self.block
         )
 
     def _decode_torch(self, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
@@ -135,25 +142,25 @@ class Hadamard(Compressor):
         head = self._flag_bytes(blocks)
         values = torch.empty(blocks, self.block, dtype=torch.float32, device=out.device)
         self.compressor.decode(wire[head:], values, context)
-        turned = hadamard_transform(values) * _signs(self.block, out.device)
+        rotated = hadamard_transform(values) * _signs(self.block, out.device)
         if self.outlier_threshold is not None:
-            turned = torch.where(unpack_planes(wire[:head], blocks, 1)[:, None] > 0, turned, values)
-        return fill_tensor(out, turned.reshape(-1)[: out.numel()])
+            rotated = torch.where(unpack_planes(wire[:head], blocks, 1)[:, None] > 0, rotated, values)
+        return fill_tensor(out, rotated.reshape(-1)[: out.numel()])
 
 
-def hadamard_transform(x: Tensor) -> Tensor:
-    """Rows times Hadamard's matrix over sqrt(n): its own inverse, but for rounding.
+def hadamard_transform(tensor: Tensor) -> Tensor:
+    """Multiply rows by Hadamard's matrix over sqrt(n): its own inverse, up to rounding.
 
-    An exact scale first, so that few sums are beyond float32; then sums and differences of numbers 1, 2, 4, ... places
-    apart. All nan are one nan.
+    The exact scale comes first, so that few sums exceed float32; then sums and differences of values at distances 1, 2,
+    4, ... All nan have the same bits.
     """
-    size, apart = x.shape[1], 1
-    x = x * (1 / math.isqrt(size))
-    while apart < size:
-        low, high = x.reshape(-1, size // (2 * apart), 2, apart).unbind(2)
-        x, apart = torch.stack([low + high, low - high], 2), 2 * apart
-    x = x.reshape(-1, size)
-    return x.masked_fill(x.isnan(), torch.nan)
+    size, distance = tensor.shape[1], 1
+    tensor = tensor * (1 / math.isqrt(size))
+    while distance < size:
+        low, high = tensor.reshape(-1, size // (2 * distance), 2, distance).unbind(2)
+        tensor, distance = torch.stack([low + high, low - high], 2), 2 * distance
+    tensor = tensor.reshape(-1, size)
+    return tensor.masked_fill(tensor.isnan(), torch.nan)
 
 
 @cache
@@ -162,5 +169,5 @@ def _sign_bits(size: int) -> tuple[float, ...]:
 
 
 def _signs(size: int, device: torch.device) -> Tensor:
-    """Of D, fixed for ever: float32."""
+    """The diagonal of D, which is part of the message format: float32."""
     return torch.tensor(_sign_bits(size), dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""Ascending flat positions as bytes: of a size that follows from how many there are among how many."""
+"""Coding of ascending flat indices, in a size that follows from their number and from that of the positions."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ IndexForm = Literal["all", "bitmap", "packed", "split"]
 
 @dataclass(frozen=True)
 class IndexCode:
-    """How k of n places are written.
+    """The code of k of n indices.
 
     * all: k is n; nothing is written.
-    * bitmap: a bit for each of the n places.
-    * packed: `width` bits for each position.
-    * split (P. Elias 1974, R. M. Fano 1971): the lower `width` bits of each position, packed; then a bitmap of
-      `k + ((n - 1) >> width)` bits, in which bit `(p >> width) + i` is set for the i-th position p.
+    * bitmap: a bit for each of the n positions.
+    * packed: `width` bits for each index.
+    * split (P. Elias 1974, R. M. Fano 1971): the lower `width` bits of each index, packed; then a bitmap of
+      `k + ((n - 1) >> width)` bits, in which bit `(p >> width) + i` is set for the i-th index p.
 
-    Fields of bits are written from the low bits up and without gaps; each of the two parts of "split" is filled up with
+    Fields of bits are written from the low bits up and without gaps; each of the two parts of "split" is padded with
     zero bits to whole bytes.
 
-    Bits for each of k positions, n = 65536, where an index of int32 takes 32:
+    Bits for each of k indices, n = 65536, where an index of int32 takes 32:
 
     ====== ======= ====== =====
     share  form    width  bits
@@ -44,7 +44,7 @@ class IndexCode:
     ====== ======= ====== =====
 
     Attributes:
-        size: bytes.
+        size: of the code in bytes.
     """
 
     form: IndexForm
@@ -55,11 +55,11 @@ class IndexCode:
 
     @property
     def low_bytes(self) -> int:
-        """Of the first part of "split"."""
+        """The size of the first part of "split"."""
         return _bytes_for(self.k * self.width)
 
     def encode(self, indices: Tensor) -> Tensor:
-        """The bytes of k positions below n: int64, 1-d, ascending, each once."""
+        """Encode k indices below n (int64, 1-d, strictly ascending) as `size` bytes: uint8, 1-d."""
         if indices.device.type != "cpu":
             return self.encode_torch(indices)
         out = torch.empty(self.size, dtype=torch.uint8)
@@ -68,10 +68,10 @@ class IndexCode:
         return out
 
     def decode(self, code: Tensor) -> Tensor:
-        """The positions: int64, 1-d, ascending, on the device of the bytes.
+        """Decode the indices: int64, 1-d, ascending, on the device of the code.
 
         Raises:
-            MismatchError: the bytes are not those of k positions below n in ascending order.
+            MismatchError: the bytes are not those of k indices below n in ascending order.
         """
         if code.numel() != self.size:
             raise self.mismatch_error(f"{code.numel()} bytes")
@@ -82,14 +82,14 @@ class IndexCode:
             raise self.mismatch_error()
         return out
 
-    def mismatch_error(self, problem: str = "bytes that say something else") -> MismatchError:
-        """What to raise where they are not these positions."""
+    def mismatch_error(self, problem: str = "other bytes") -> MismatchError:
+        """The error for bytes that are not such a code."""
         expected = f"{self.k} ascending positions below {self.n}, in {self.size} bytes"
-        do = "give both ends the same operator, shape and dtype, and look for damage on the way"
-        return MismatchError("places of a message", found=problem, expected=expected, do=do)
+        advice = "give both ends the same compressor, shape and dtype, and look for damage on the way"
+        return MismatchError("indices of a message", found=problem, expected=expected, do=advice)
 
     def encode_torch(self, indices: Tensor) -> Tensor:
-        """`encode` on any device."""
+        """Encode with torch operations, on any device; the same bytes as `encode`."""
         if self.form == "all":
             return indices.new_empty(0, dtype=torch.uint8)
         if self.form == "packed":
@@ -100,25 +100,25 @@ class IndexCode:
         return torch.cat([_pack_fields(indices, self.width), _make_bitmap(high, self.k + ((self.n - 1) >> self.width))])
 
     def decode_torch(self, code: Tensor) -> Tensor:
-        """`decode` on any device."""
-        places = _READERS[self.form](self, code)
-        ordered = places.numel() == self.k and bool((places[1:] > places[:-1]).all())
-        if not ordered or (self.k and int(places[-1]) >= self.n):
+        """Decode with torch operations, on any device; the same indices as `decode`."""
+        indices = _READERS[self.form](self, code)
+        ordered = indices.numel() == self.k and bool((indices[1:] > indices[:-1]).all())
+        if not ordered or (self.k and int(indices[-1]) >= self.n):
             raise self.mismatch_error()
-        return places
+        return indices
 
 
 @lru_cache(maxsize=4096)
 def index_code(n: int, k: int) -> IndexCode:
-    """The shortest code of k of n places; of equally short ones the first, in the order of `Form`, then of width."""
+    """The shortest code of k of n indices; of equal ones the first in the order of `IndexForm`, then of width."""
     if k == n:
         return IndexCode("all", n, k, 0, 0)
     full = max(1, (n - 1).bit_length())
-    found = [IndexCode("bitmap", n, k, 1, _bytes_for(n)), IndexCode("packed", n, k, full, _bytes_for(k * full))]
+    codes = [IndexCode("bitmap", n, k, 1, _bytes_for(n)), IndexCode("packed", n, k, full, _bytes_for(k * full))]
     for width in range(1, full):
         size = _bytes_for(k * width) + _bytes_for(k + ((n - 1) >> width))
-        found.append(IndexCode("split", n, k, width, size))
-    return min(found, key=lambda code: code.size)
+        codes.append(IndexCode("split", n, k, width, size))
+    return min(codes, key=lambda code: code.size)
 
 
 def _bytes_for(bits: int) -> int:
@@ -160,7 +160,7 @@ def _unpack_bits(data: Tensor) -> Tensor:
 
 
 def _pack_bits(bits: Tensor) -> Tensor:
-    """Whole bytes of as many uint8 as bits; these are 0 or 1."""
+    """Pack bits, uint8 of 0 or 1 and a multiple of 8 of them, eight a byte from the low bit up."""
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (bits.view(-1, 8) << shifts).sum(1, dtype=torch.uint8)
 

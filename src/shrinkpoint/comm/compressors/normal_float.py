@@ -1,4 +1,4 @@
-"""Numbers that are about normally distributed: the best few levels for those, one scale for each group."""
+"""Quantization to the best levels for a normal distribution, with one scale for each group."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ CENTERS: dict[int, tuple[float, ...]] = {
     3: (0.24509418, 0.7560053, 1.3439093, 2.1519456),
     4: (0.12839504, 0.3880483, 0.65675914, 0.94234043, 1.2562312, 1.6180464, 2.0690172, 2.7325895),
 }
-"""Magnitudes that codes stand for, by bits; the sign is one more bit."""
+"""Magnitudes that codes decode to, by the bits of a code; the sign is one of these bits."""
 MIN_SCALE = 2.0**-120
 """A smaller scale is 0: its reciprocal would leave float32."""
 SCALE_FRACTIONS = (0.25, 0.5)
-"""Scales that are tried, as parts of the way from that of the mean magnitude to that of the largest one."""
+"""Scales that are tried, as fractions of the way from the scale of the mean magnitude to that of the largest."""
 
 
 @dataclass(frozen=True)
 class NormalFloat(Compressor):
-    """Sign and magnitude on the levels that suit a normal distribution best, times a scale for each group.
+    """Sign and magnitude on the levels that are optimal for a normal distribution, times a scale for each group.
 
     The levels are those of Max (1960) and Lloyd (1982). The scale of a group is a bfloat16. Four are tried, and the one
-    with the least sum of squared errors is sent, the earlier of two that are alike: the mean magnitude times
-    sqrt(pi / 2), right for a normal distribution; two on the way to the next; and the largest magnitude over the
-    largest level, right for an outlier. With one bit the first is the best.
+    with the least sum of squared errors is sent, the earlier of two equal ones: the mean magnitude times sqrt(pi / 2),
+    optimal for a normal distribution; two on the way to the next; and the largest magnitude over the largest level,
+    optimal for an outlier. With one bit the first is the best, and the only one.
 
-    The last group is filled up with zeros. The first scale is a sum of magnitudes that were multiplied by one float32
-    before, sqrt(pi / 2) over the number of values that there are; sums are made by adding the halves of a group until
-    one number is left. A group that holds something not finite, or whose scale is beyond float32, comes back as nan.
+    The last group is padded with zeros. The first scale is a sum of magnitudes that were each multiplied by one float32
+    before, sqrt(pi / 2) over the number of values in the group without padding; sums add the halves of a group until
+    one number is left. A group with a value that is not finite, or whose scale exceeds float32, decodes to nan.
 
-    Message: scales, 2 bytes each | bit planes of codes. A code is the place of its level, and the sign above.
+    Message: scales, 2 bytes each | bit planes of codes. A code is the index of its level, with the sign in the top bit.
 
     Attributes:
         bits: of a code, 1 to 4.
         group: consecutive values in row-major order that share a scale; a power of two, 16 to 4096.
 
     Raises:
-        PolicyError: a number of bits or a group that there is not.
+        PolicyError: `bits` or `group` is out of range.
     """
 
     bits: int
@@ -82,8 +82,8 @@ class NormalFloat(Compressor):
         count = math.prod(shape)
         return 2 * self._num_groups(count) + packed_bytes(count, self.bits)
 
-    def encode(self, x: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        return self._encode_native(x) if x.device.type == "cpu" else self._encode_torch(x, context)
+    def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        return self._encode_native(tensor) if tensor.device.type == "cpu" else self._encode_torch(tensor, context)
 
     def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
         wire = self.check_message(wire, out, context)
@@ -95,25 +95,25 @@ class NormalFloat(Compressor):
     def _centers(self, device: torch.device) -> Tensor:
         return torch.tensor(CENTERS[self.bits], dtype=torch.float32, device=device)
 
-    def _encode_native(self, x: Tensor) -> Tensor:
-        wire = torch.empty(self.wire_bytes(x.shape, x.dtype), dtype=torch.uint8)
-        values, centers = tensor_bytes(flat_float32(x)), tensor_bytes(self._centers(x.device))
+    def _encode_native(self, tensor: Tensor) -> Tensor:
+        wire = torch.empty(self.wire_bytes(tensor.shape, tensor.dtype), dtype=torch.uint8)
+        values, centers = tensor_bytes(flat_float32(tensor)), tensor_bytes(self._centers(tensor.device))
         _native.normal_encode(
-            values, centers, wire.numpy(), group=self.group, bits=self.bits, threads=native_threads(x.numel())
+            values, centers, wire.numpy(), group=self.group, bits=self.bits, threads=native_threads(tensor.numel())
         )
         return wire
 
     def _decode_native(self, wire: Tensor, out: Tensor) -> Tensor:
-        how, centers = {"group": self.group, "bits": self.bits}, tensor_bytes(self._centers(out.device))
-        many = native_threads(out.numel())
-        return fill_native(out, lambda to: _native.normal_decode(wire.numpy(), centers, to, **how, threads=many))
+        layout, centers = {"group": self.group, "bits": self.bits}, tensor_bytes(self._centers(out.device))
+        threads = native_threads(out.numel())
+        return fill_native(out, lambda to: _native.normal_decode(wire.numpy(), centers, to, **layout, threads=threads))
 
-    def _encode_torch(self, x: Tensor, context: CompressorContext) -> Tensor:
-        values, centers = to_groups(x, self.group), self._centers(x.device)
-        scales, codes = _best_scale(values.abs(), _scale_candidates(values.abs(), x.numel(), centers), centers)
+    def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
+        values, centers = to_groups(tensor, self.group), self._centers(tensor.device)
+        scales, codes = _best_scale(values.abs(), _scale_candidates(values.abs(), tensor.numel(), centers), centers)
         codes = codes | (values < 0).to(torch.uint8) << (self.bits - 1)
         codes = codes.masked_fill_(~((scales >= MIN_SCALE) & scales.isfinite()), 0)
-        return torch.cat([bf16_to_bytes(scales), pack_planes(codes.reshape(-1)[: x.numel()], self.bits)])
+        return torch.cat([bf16_to_bytes(scales), pack_planes(codes.reshape(-1)[: tensor.numel()], self.bits)])
 
     def _decode_torch(self, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
         count, centers = out.numel(), self._centers(out.device)
@@ -124,40 +124,40 @@ class NormalFloat(Compressor):
 
 
 def _scale_candidates(magnitudes: Tensor, count: int, centers: Tensor) -> list[Tensor]:
-    """Scales to try, of shape (groups, 1); all of them 0, or not finite, where the first one is."""
+    """The scales to try, each of shape (groups, 1); all are 0, or not finite, where the first one is."""
     root = math.sqrt(math.pi / 2)
     factors = torch.full_like(magnitudes[:, :1], root / magnitudes.shape[1])
     if count % magnitudes.shape[1]:
         factors[-1] = root / (count % magnitudes.shape[1])
     mean = pairwise_sum(magnitudes * factors)
     if len(centers) == 1:
-        found = [mean]
+        scales = [mean]
     else:
-        most = magnitudes.amax(1, keepdim=True) * (1 / centers[-1])
-        found = [mean, *(mean + (most - mean) * part for part in SCALE_FRACTIONS), most]
+        max_scale = magnitudes.amax(1, keepdim=True) * (1 / centers[-1])
+        scales = [mean, *(mean + (max_scale - mean) * fraction for fraction in SCALE_FRACTIONS), max_scale]
     too_small = round_to_bf16(mean) < MIN_SCALE
-    return [torch.where(too_small, 0.0, round_to_bf16(one)) for one in found]
+    return [torch.where(too_small, 0.0, round_to_bf16(scale)) for scale in scales]
 
 
 def _best_scale(magnitudes: Tensor, candidates: list[Tensor], centers: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale of each group with the least error, and the codes of its magnitudes."""
+    """Choose the scale of each group with the least error; return it and the codes of the magnitudes."""
     first = candidates[0]
     inverse = 1 / first
-    best, codes, least = first, *_quantize_with_scale(magnitudes, first, inverse, centers)
+    best, codes, min_error = first, *_quantize_with_scale(magnitudes, first, inverse, centers)
     for scale in candidates[1:]:
-        tried, error = _quantize_with_scale(magnitudes, scale, inverse, centers)
-        better = error < least
-        best, least = torch.where(better, scale, best), torch.where(better, error, least)
-        codes = torch.where(better, tried, codes)
+        scale_codes, error = _quantize_with_scale(magnitudes, scale, inverse, centers)
+        better = error < min_error
+        best, min_error = torch.where(better, scale, best), torch.where(better, error, min_error)
+        codes = torch.where(better, scale_codes, codes)
     return best, codes
 
 
 def _quantize_with_scale(magnitudes: Tensor, scale: Tensor, unit: Tensor, centers: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of magnitudes on one scale, and the sum of squared errors in a unit that all scales of a group share."""
-    at = magnitudes * (1 / scale)
-    codes, level = torch.zeros_like(at, dtype=torch.uint8), centers[0].expand_as(at)
+    """Codes of magnitudes with one scale, and the sum of squared errors in a unit that all scales of a group share."""
+    scaled = magnitudes * (1 / scale)
+    codes, level = torch.zeros_like(scaled, dtype=torch.uint8), centers[0].expand_as(scaled)
     for low, high in pairwise(centers):
-        above = at > (low + high) * 0.5
+        above = scaled > (low + high) * 0.5
         codes, level = codes + above.to(torch.uint8), torch.where(above, high, level)
-    ratio, off = scale * unit, at - level
-    return codes, pairwise_sum(off * off) * (ratio * ratio)
+    ratio, errors = scale * unit, scaled - level
+    return codes, pairwise_sum(errors * errors) * (ratio * ratio)

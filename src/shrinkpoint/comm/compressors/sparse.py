@@ -21,142 +21,144 @@ from shrinkpoint.errors import MismatchError, PolicyError, StateError
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
 ValueFormat: TypeAlias = Literal["fp32", "fp16", "bf16"] | Compressor
-"""What chosen values are sent as. "fp32": as they are, in 16 bits where the tensor has no more; fp16 makes inf of what
-is beyond it. An operator is given all of them as one 1-d tensor."""
+"""How selected values are sent. "fp32" is lossless, in 16 bits for tensors of 16 bits; "fp16" makes values beyond its
+range infinite. A compressor is given all of them as one 1-d tensor."""
 
 _VALUE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _HUNDRED = 100
+MAX_COLUMNS = (1 << 32) - 1
+"""The number of values that native code can select from at once."""
+_MAGNITUDE_MASK = 0x7FFFFFFF
+_UINT32_MAX = (1 << 32) - 1
+_HASH_STEP = 0x9E3779B1
+_HASH_ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B))
 
 
 def check_sparse_args(where: str, share: float | None, values: ValueFormat) -> None:
-    """Refuse settings that mean nothing.
+    """Check the settings of a sparse compressor.
 
     Raises:
-        PolicyError: the share is not above 0 and at most 1, or the values are no kind of values.
+        PolicyError: the share is not above 0 and at most 1, or the values are no `ValueFormat`.
     """
     if share is not None:
         validate.check_float(f"{where}, share", share, maximum=1.0, do="give .1 for a tenth")
     if not isinstance(values, Compressor) and (not isinstance(values, str) or values not in _VALUE_DTYPES):
-        expected = "fp32, fp16, bf16 or an operator"
+        expected = "fp32, fp16, bf16 or a compressor"
         raise validate.argument_error(f"{where}, values", values, expected, "choose one of them")
 
 
 def format_percent(share: float) -> str:
-    """A share as it stands in a spec: exactly."""
+    """The share in percent, as a spec has it: exactly."""
     return f"{(Decimal(repr(float(share))) * _HUNDRED).normalize():f}"
 
 
 @lru_cache(maxsize=4096)
 def num_kept(n: int, share: float) -> int:
-    """`n - floor(n (1 - share))`, the share being the decimal number it is written as."""
+    """The number of values sent, `n - floor(n (1 - share))`, with the share as the decimal number it is written as."""
     return math.ceil(n * Fraction(repr(float(share))))
 
 
 def values_spec(values: ValueFormat) -> str:
-    """What a spec says of values: nothing of those that are sent as they are."""
+    """The suffix of a spec for a value format; empty for "fp32"."""
     return "" if values == "fp32" else f":{values}"
 
 
 def wire_dtype(values: ValueFormat, dtype: torch.dtype) -> torch.dtype:
-    """The type of chosen values of a tensor of this dtype, before an operator sees them."""
+    """The dtype of selected values of a tensor of this dtype, before a compressor encodes them."""
     if isinstance(values, Compressor):
         return torch.float32
     return dtype if values == "fp32" and dtype in _HALF_DTYPES else _VALUE_DTYPES[values]
 
 
 def values_bytes(values: ValueFormat, k: int, dtype: torch.dtype, context: CompressorContext) -> int:
-    """The size of k chosen values of a tensor of this dtype."""
+    """The size in bytes of k selected values of a tensor of this dtype."""
     kind = wire_dtype(values, dtype)
     return values.wire_bytes((k,), kind, context) if isinstance(values, Compressor) else k * kind.itemsize
 
 
 def encode_values(values: ValueFormat, entries: Tensor, dtype: torch.dtype, context: CompressorContext) -> Tensor:
-    """The bytes of chosen values, float32 and contiguous, of a tensor of this dtype."""
+    """Encode selected values, float32 and contiguous, of a tensor of this dtype."""
     if isinstance(values, Compressor):
         return values.encode(entries, context)
     return entries.to(wire_dtype(values, dtype)).view(torch.uint8)
 
 
 def decode_values(values: ValueFormat, data: Tensor, k: int, dtype: torch.dtype, context: CompressorContext) -> Tensor:
-    """What `encode_values` was given, as far as it was sent: 1-d, of the type `wire_dtype` says."""
-    made = torch.empty(k, dtype=wire_dtype(values, dtype), device=data.device)
+    """Decode what `encode_values` returned: 1-d, of the dtype `wire_dtype(values, dtype)`."""
+    entries = torch.empty(k, dtype=wire_dtype(values, dtype), device=data.device)
     if isinstance(values, Compressor):
-        return values.decode(data, made, context)
-    made.view(torch.uint8).copy_(data)
-    return made
+        return values.decode(data, entries, context)
+    entries.view(torch.uint8).copy_(data)
+    return entries
 
 
 def gather_values(flat: Tensor, indices: Tensor) -> Tensor:
-    """The values at the places; the first is nan where one that is not finite is at none of them.
+    """Select the values at the indices; the first becomes nan if a value that is not finite is not selected.
 
     Args:
         flat: float32, 1-d, contiguous.
-        indices: int64, valid, each once.
+        indices: int64, 1-d, valid and distinct.
     """
     if flat.device.type != "cpu":
         return _gather_values_torch(flat, indices)
-    chosen = torch.empty(indices.numel(), dtype=torch.float32)
-    if _native.sparse_gather(tensor_bytes(flat), tensor_bytes(indices), tensor_bytes(chosen)) and chosen.numel():
-        chosen[0] = torch.nan
-    return chosen
+    entries = torch.empty(indices.numel(), dtype=torch.float32)
+    if _native.sparse_gather(tensor_bytes(flat), tensor_bytes(indices), tensor_bytes(entries)) and entries.numel():
+        entries[0] = torch.nan
+    return entries
 
 
 def _gather_values_torch(flat: Tensor, indices: Tensor) -> Tensor:
-    chosen = flat.index_select(0, indices)
-    if chosen.numel():
-        lost = (~flat.isfinite()).sum() > (~chosen.isfinite()).sum()
-        chosen[0] = torch.where(lost, torch.nan, chosen[0])
-    return chosen
+    entries = flat.index_select(0, indices)
+    if entries.numel():
+        lost = (~flat.isfinite()).sum() > (~entries.isfinite()).sum()
+        entries[0] = torch.where(lost, torch.nan, entries[0])
+    return entries
 
 
 def cast_finite(entries: Tensor, dtype: torch.dtype) -> Tensor:
-    """Chosen values as another dtype; those that are finite stay so."""
+    """Convert selected values to another dtype; finite ones stay finite."""
     if entries.dtype == dtype:
         return entries
     return fill_tensor(torch.empty(entries.shape, dtype=dtype, device=entries.device), entries.to(torch.float32))
 
 
 def scatter_values(entries: Tensor, indices: Tensor, out: Tensor) -> Tensor:
-    """Fill `out`: zeros, and the values at their flat places, which must be valid."""
-    into = out.detach()
-    flat = (into if into.is_contiguous() else torch.empty_like(into, memory_format=torch.contiguous_format)).view(-1)
+    """Fill `out` with zeros, and with the values at their flat indices, which must be valid."""
+    target = out.detach()
+    contiguous = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+    flat = contiguous.view(-1)
     flat.zero_().index_copy_(0, indices, cast_finite(entries, out.dtype))
-    if not into.is_contiguous():
-        into.copy_(flat.view(into.shape))
+    if contiguous is not target:
+        target.copy_(contiguous)
     return out
 
 
 def check_indices(where: str, indices: Tensor, shape: Sequence[int]) -> None:
-    """Refuse places that a tensor of this shape has not.
+    """Check that ascending flat indices are within a tensor of this shape.
 
     Raises:
-        MismatchError: the first or the last is outside.
+        MismatchError: the first or the last is not.
     """
     count = math.prod(shape)
     if indices.numel() and not 0 <= int(indices[0]) <= int(indices[-1]) < count:
         expected = f"positions below {count}, for {tuple(shape)}"
-        do = "give both directions of a boundary tensors of one shape"
-        raise MismatchError(where, found=f"positions up to {int(indices[-1])}", expected=expected, do=do)
-
-
-MAX_COLUMNS = (1 << 32) - 1
-"""As many values native code chooses from at once."""
-_MAGNITUDE_MASK = 0x7FFFFFFF
+        advice = "give both directions of a boundary tensors of one shape"
+        raise MismatchError(where, found=f"positions up to {int(indices[-1])}", expected=expected, do=advice)
 
 
 @dataclass(frozen=True)
 class TopK(Compressor):
-    """The `n - floor(n (1 - share))` values of largest magnitude, as arXiv 2401.07788's code counts them.
+    """Sends the `n - floor(n (1 - share))` values of largest magnitude, as the code of arXiv 2401.07788 counts them.
 
-    That code takes them from each sample (the first axis) apart and drops values equal to the smallest magnitude kept;
-    here exactly as many are sent, of equals those that come first. nan and infinities count as largest. A message is
-    the flat positions (see `IndexCode`), then the values in their order.
+    That code selects them in each sample (the first axis) and drops values equal to the smallest selected magnitude;
+    here exactly that number is sent, of equal values the first ones. nan and infinities count as largest. A message is
+    the flat indices (an `IndexCode`), then the values in the same order.
 
     Attributes:
         share: above 0, at most 1; at least one value is sent.
-        values: what they are sent as; "fp16" makes infinite what is 65520 or more.
-        per: "sample": the largest of each; a tensor of fewer than two axes is one sample. "tensor": of all.
+        values: how they are sent; "fp16" makes values of 65520 or more infinite.
+        per: "sample" to select in each sample; a tensor of fewer than two axes is one sample. "tensor": in all.
     """
 
     share: float
@@ -177,42 +179,44 @@ class TopK(Compressor):
         code = self._index_code(shape)
         return code.size + values_bytes(self.values, code.k, dtype, context)
 
-    def encode(self, x: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        code, flat, rows = self._index_code(x.shape), flat_float32(x), self._num_rows(x.shape)
+    def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        code, flat, rows = self._index_code(tensor.shape), flat_float32(tensor), self._num_rows(tensor.shape)
         if not code.k or flat.device.type != "cpu" or code.n // rows > MAX_COLUMNS:
-            return self._encode_torch(x, context)
-        wire = torch.empty(self.wire_bytes(x.shape, x.dtype, context), dtype=torch.uint8)
+            return self._encode_torch(tensor, context)
+        wire = torch.empty(self.wire_bytes(tensor.shape, tensor.dtype, context), dtype=torch.uint8)
         head, tail = wire[: code.size], wire[code.size :]
-        raw = wire_dtype(self.values, x.dtype) == torch.float32 and not isinstance(self.values, Compressor)
-        chosen = tail if raw else torch.empty(code.k, dtype=torch.float32)
-        many = native_threads(code.n)
-        places, taken = tensor_bytes(head), tensor_bytes(chosen)
-        if not _native.sparse_encode(code.form, code.width, tensor_bytes(flat), rows, places, taken, threads=many):
-            raise StateError(f"operator {self.spec}", found="a tensor that changed while it was encoded")
-        if not raw:
-            tail.copy_(encode_values(self.values, chosen, x.dtype, context))
+        is_raw = wire_dtype(self.values, tensor.dtype) == torch.float32 and not isinstance(self.values, Compressor)
+        entries = tail if is_raw else torch.empty(code.k, dtype=torch.float32)
+        threads = native_threads(code.n)
+        index_bytes, entry_bytes = tensor_bytes(head), tensor_bytes(entries)
+        if not _native.sparse_encode(
+            code.form, code.width, tensor_bytes(flat), rows, index_bytes, entry_bytes, threads=threads
+        ):
+            raise StateError(f"compressor {self.spec}", found="a tensor that changed while it was encoded")
+        if not is_raw:
+            tail.copy_(encode_values(self.values, entries, tensor.dtype, context))
         return wire
 
-    def _encode_torch(self, x: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        code, flat, rows = self._index_code(x.shape), flat_float32(x), self._num_rows(x.shape)
+    def _encode_torch(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        code, flat, rows = self._index_code(tensor.shape), flat_float32(tensor), self._num_rows(tensor.shape)
         if not code.k:
             return flat.new_empty(0, dtype=torch.uint8)
-        places = topk_indices((flat.view(torch.int32) & _MAGNITUDE_MASK).view(rows, -1), code.k // rows)
-        chosen = encode_values(self.values, flat[places], x.dtype, context)
-        return torch.cat([code.encode_torch(places), chosen])
+        indices = topk_indices((flat.view(torch.int32) & _MAGNITUDE_MASK).view(rows, -1), code.k // rows)
+        values = encode_values(self.values, flat[indices], tensor.dtype, context)
+        return torch.cat([code.encode_torch(indices), values])
 
     def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
         wire, code = self.check_message(wire, out, context), self._index_code(out.shape)
         if not code.k or out.device.type != "cpu":
             return self._decode_torch(wire, out, context)
-        chosen = cast_finite(self._decode_values(wire, out, context), out.dtype)
+        entries = cast_finite(self._decode_values(wire, out, context), out.dtype)
         target = out.detach()
-        into = target if target.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
-        places, values, item = tensor_bytes(wire[: code.size]), tensor_bytes(chosen), out.dtype.itemsize
-        if not _native.sparse_decode(code.form, code.width, places, values, tensor_bytes(into), item):
+        contiguous = target if target.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
+        index_bytes, values, item = tensor_bytes(wire[: code.size]), tensor_bytes(entries), out.dtype.itemsize
+        if not _native.sparse_decode(code.form, code.width, index_bytes, values, tensor_bytes(contiguous), item):
             raise code.mismatch_error()
-        if into is not target:
-            target.copy_(into)
+        if contiguous is not target:
+            target.copy_(contiguous)
         return out
 
     def _decode_torch(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
@@ -236,29 +240,24 @@ class TopK(Compressor):
 
 
 def topk_indices(numbers: Tensor, k: int) -> Tensor:
-    """Flat places of the k largest in each row of a matrix of integers, of equals the first; int64, ascending."""
-    least = numbers.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True)
-    above, equal = numbers > least, numbers == least
-    wanted = k - above.sum(1, keepdim=True)
-    return (above | (equal & (equal.cumsum(1) <= wanted))).flatten().nonzero().flatten()
-
-
-_UINT32_MAX = (1 << 32) - 1
-_HASH_STEP = 0x9E3779B1
-_HASH_ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B))
+    """Flat indices of the k largest integers in each row, of equal ones the first: int64, 1-d, ascending."""
+    smallest = numbers.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True)
+    above, equal = numbers > smallest, numbers == smallest
+    num_equal = k - above.sum(1, keepdim=True)
+    return (above | (equal & (equal.cumsum(1) <= num_equal))).flatten().nonzero().flatten()
 
 
 @dataclass(frozen=True)
 class RandomK(Compressor):
-    """Values at `n - floor(n (1 - share))` places of the whole tensor, each set of places equally likely.
+    """Sends the values at `n - floor(n (1 - share))` random indices of the tensor, each set of them equally likely.
 
-    The places are those of the least hashes of (seed, the message's key, flat position), so both ends know them and a
-    message is the values alone. A value that is not finite and was not picked makes the first value sent nan.
+    The indices are those with the smallest hashes of (seed, key of the message, flat index), so both ends know them and
+    a message is the values alone. A value that is not finite and was not selected makes the first value sent nan.
 
     Attributes:
         share: above 0, at most 1; at least one value is sent.
-        values: what they are sent as.
-        scaled: a receiver multiplies them by n / k, so that the mean of many messages is the tensor.
+        values: how they are sent.
+        scaled: whether the receiver multiplies them by n / k, so that the mean of many messages is the tensor.
         seed: below 2^32.
     """
 
@@ -280,17 +279,17 @@ class RandomK(Compressor):
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT) -> int:
         return values_bytes(self.values, num_kept(math.prod(shape), self.share), dtype, context)
 
-    def encode(self, x: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        chosen = gather_values(flat_float32(x), self._random_indices(x.shape, x.device, context))
-        return encode_values(self.values, chosen, x.dtype, context)
+    def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        entries = gather_values(flat_float32(tensor), self._random_indices(tensor.shape, tensor.device, context))
+        return encode_values(self.values, entries, tensor.dtype, context)
 
     def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
         wire = self.check_message(wire, out, context)
-        places = self._random_indices(out.shape, out.device, context)
-        chosen = decode_values(self.values, wire, places.numel(), out.dtype, context)
-        if self.scaled and places.numel():
-            chosen = chosen.to(torch.float32) * torch.tensor(out.numel() / places.numel(), dtype=torch.float32)
-        return scatter_values(chosen, places, out)
+        indices = self._random_indices(out.shape, out.device, context)
+        entries = decode_values(self.values, wire, indices.numel(), out.dtype, context)
+        if self.scaled and indices.numel():
+            entries = entries.to(torch.float32) * torch.tensor(out.numel() / indices.numel(), dtype=torch.float32)
+        return scatter_values(entries, indices, out)
 
     def indices(self, wire: Tensor, shape: Sequence[int], context: CompressorContext = NO_CONTEXT) -> Tensor:
         return self._random_indices(shape, wire.device, context)
@@ -301,45 +300,45 @@ class RandomK(Compressor):
 
 
 def mix_seed(key: int, seed: int) -> int:
-    """One number below 2^32 of two."""
+    """Hash a key and a seed into one number below 2^32."""
     return _hash(_hash(key & _UINT32_MAX) ^ seed)
 
 
-def random_indices(n: int, k: int, start: int, device: torch.device) -> Tensor:
-    """The k of n positions whose hashes are least; int64, ascending."""
+def random_indices(n: int, k: int, seed: int, device: torch.device) -> Tensor:
+    """The k of n indices with the smallest hashes: int64, 1-d, ascending."""
     if k == n:
         return torch.arange(n, device=device)
     if device.type != "cpu" or n > MAX_COLUMNS:
-        return _random_indices_torch(n, k, start, device)
-    places = torch.empty(k, dtype=torch.int64)
-    _native.sparse_random(n, start, tensor_bytes(places))
-    return places
+        return _random_indices_torch(n, k, seed, device)
+    indices = torch.empty(k, dtype=torch.int64)
+    _native.sparse_random(n, seed, tensor_bytes(indices))
+    return indices
 
 
-def _random_indices_torch(n: int, k: int, start: int, device: torch.device) -> Tensor:
-    x = torch.arange(n, dtype=torch.int64, device=device).mul_(_HASH_STEP).add_(start).bitwise_and_(_UINT32_MAX)
+def _random_indices_torch(n: int, k: int, seed: int, device: torch.device) -> Tensor:
+    hashes = torch.arange(n, dtype=torch.int64, device=device).mul_(_HASH_STEP).add_(seed).bitwise_and_(_UINT32_MAX)
     for shift, factor in _HASH_ROUNDS:
-        x = x.bitwise_xor(x >> shift).mul_(factor).bitwise_and_(_UINT32_MAX)
-    x = x.bitwise_xor(x >> 16) >> 1
-    return topk_indices(((_UINT32_MAX >> 1) - x).to(torch.int32).view(1, -1), k)
+        hashes = hashes.bitwise_xor(hashes >> shift).mul_(factor).bitwise_and_(_UINT32_MAX)
+    hashes = hashes.bitwise_xor(hashes >> 16) >> 1
+    return topk_indices(((_UINT32_MAX >> 1) - hashes).to(torch.int32).view(1, -1), k)
 
 
-def _hash(x: int) -> int:
-    x = (x * _HASH_STEP + 1) & _UINT32_MAX
+def _hash(value: int) -> int:
+    value = (value * _HASH_STEP + 1) & _UINT32_MAX
     for shift, factor in _HASH_ROUNDS:
-        x = ((x ^ x >> shift) * factor) & _UINT32_MAX
-    return x ^ x >> 16
+        value = ((value ^ value >> shift) * factor) & _UINT32_MAX
+    return value ^ value >> 16
 
 
 @dataclass(frozen=True)
 class SameIndices(Compressor):
-    """The gradient at the places of the activations that were sent, and zeros for the rest; no positions are sent.
+    """Sends the gradient at the indices of the activations that were sent, and zeros elsewhere; no indices are sent.
 
-    What crosses is then the gradient of the masked function (arXiv 2401.07788, GPT-2: independent places may diverge).
-    The places are `Context.places`. A value that is not finite at none of them makes the first value sent nan.
+    The result is the gradient of the masked function (arXiv 2401.07788, GPT-2: independent indices may diverge). The
+    indices are `CompressorContext.indices`. A value that is not finite at another index makes the first value sent nan.
 
     Attributes:
-        values: what they are sent as.
+        values: how they are sent.
     """
 
     values: ValueFormat = "fp32"
@@ -354,28 +353,28 @@ class SameIndices(Compressor):
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT) -> int:
         return values_bytes(self.values, _context_indices(context).numel(), dtype, context)
 
-    def encode(self, x: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        places = self._valid_indices(x.shape, x.device, context)
-        return encode_values(self.values, gather_values(flat_float32(x), places), x.dtype, context)
+    def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        indices = self._valid_indices(tensor.shape, tensor.device, context)
+        return encode_values(self.values, gather_values(flat_float32(tensor), indices), tensor.dtype, context)
 
     def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
         wire = self.check_message(wire, out, context)
-        places = self._valid_indices(out.shape, out.device, context)
-        chosen = decode_values(self.values, wire, places.numel(), out.dtype, context)
-        return scatter_values(chosen, places, out)
+        indices = self._valid_indices(out.shape, out.device, context)
+        entries = decode_values(self.values, wire, indices.numel(), out.dtype, context)
+        return scatter_values(entries, indices, out)
 
     def indices(self, wire: Tensor, shape: Sequence[int], context: CompressorContext = NO_CONTEXT) -> Tensor:
         return _context_indices(context)
 
     def _valid_indices(self, shape: Sequence[int], device: torch.device, context: CompressorContext) -> Tensor:
-        places = _context_indices(context)
-        check_indices(f"operator {self.spec}", places, shape)
-        return places.to(device)
+        indices = _context_indices(context)
+        check_indices(f"compressor {self.spec}", indices, shape)
+        return indices.to(device)
 
 
 def _context_indices(context: CompressorContext) -> Tensor:
     if context.indices is None:
-        expected = "the places of a forward message"
-        do = "put TopK or RandomK on the forward direction of the same boundary, or choose another operator"
-        raise PolicyError("operator same", found="no places", expected=expected, do=do)
+        expected = "the indices of a forward message"
+        advice = "put TopK or RandomK on the forward direction of the same boundary, or choose another compressor"
+        raise PolicyError("compressor same", found="no indices", expected=expected, do=advice)
     return context.indices

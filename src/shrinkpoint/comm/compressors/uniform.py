@@ -1,4 +1,4 @@
-"""Uniform quantization between the least and the largest value of each run."""
+"""Uniform quantization between the smallest and the largest value of each group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shrinkpoint.errors import PolicyError
 
 MAX_BITS = 8
 MIN_STEP = 2.0**-120
-"""A smaller step is 0: its reciprocal would leave float32."""
+"""A smaller step becomes 0: its reciprocal would exceed float32."""
 _LOW_HALF = 0xFFFF
 
 
@@ -37,22 +37,22 @@ class _NativeOptions(TypedDict):
 
 @dataclass(frozen=True)
 class Uniform(Compressor):
-    """k-bit min-max quantization: one range as in arXiv 2401.07788, or one for each run of values.
+    """k-bit min-max quantization: one range as in arXiv 2401.07788, or one for each group of values.
 
-    A tensor is cut into runs in row-major order. With lo and step of its run, x is sent as the code
-    `q = floor((x - lo) / step + 1/2)`, which stands for `lo + q step`. One range has both as float32; more of them have
-    both as bfloat16, lo rounded down and step rounded up, so that every value lies between the first and the last code.
-    A run with a value that is not finite, or whose range is beyond float32, comes back as nan.
+    A tensor is cut into groups in row-major order. With lo and step of its group, x is sent as the code
+    `q = floor((x - lo) / step + 1/2)`, which decodes to `lo + q step`. A single range is stored as float32; ranges of
+    groups as bfloat16, lo rounded down and step rounded up, so that all values lie between the first and the last code.
+    A group with a value that is not finite, or whose range exceeds float32, decodes to nan.
 
     Attributes:
         bits: of a code, 1 to 8.
-        group: values of a run. None: all; "row": the last axis; "channel": all axes from the third on, or as "row"
-            for tensors of fewer.
-        dither: add noise to what is rounded that the receiver takes away again: the error is then evenly distributed
-            whatever the values are, and 0 on average. The noise follows from the message's key.
+        group: the number of values of a group; None for all; "row" for the last axis; "channel" for all axes from the
+            third on, or as "row" for tensors with fewer axes.
+        dither: add noise before rounding that the receiver subtracts again (subtractive dither): the error is then
+            uniformly distributed whatever the values are, and 0 on average. The seed is the key of the message.
 
     Raises:
-        PolicyError: a number of bits or a group that there is not.
+        PolicyError: `bits` or `group` is out of range.
     """
 
     bits: int
@@ -61,9 +61,9 @@ class Uniform(Compressor):
 
     def __post_init__(self) -> None:
         validate.check_int("bits", self.bits, maximum=MAX_BITS, do='for 16 bits, use "bf16"')
-        whole = isinstance(self.group, int) and not isinstance(self.group, bool) and self.group >= 1
+        is_size = isinstance(self.group, int) and not isinstance(self.group, bool) and self.group >= 1
         validate.check_bool("dither", self.dither)
-        if not whole and self.group not in (None, "row", "channel"):
+        if not is_size and self.group not in (None, "row", "channel"):
             expected = 'a number of values, "row", "channel" or None'
             raise PolicyError("group", found=repr(self.group), expected=expected, do="use 64")
 
@@ -76,14 +76,14 @@ class Uniform(Compressor):
         count = math.prod(shape)
         return self._range_bytes(-(-count // self._group_size(shape))) + packed_bytes(count, self.bits)
 
-    def encode(self, x: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        if x.device.type != "cpu":
-            return self._encode_torch(x, context)
-        wire = torch.empty(self.wire_bytes(x.shape, x.dtype), dtype=torch.uint8, device="cpu")
+    def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        if tensor.device.type != "cpu":
+            return self._encode_torch(tensor, context)
+        wire = torch.empty(self.wire_bytes(tensor.shape, tensor.dtype), dtype=torch.uint8, device="cpu")
         if wire.numel():
-            size = self._group_size(x.shape)
+            size = self._group_size(tensor.shape)
             _native.uniform_encode(
-                flat_float32(x).numpy(), size, self.bits, wire.numpy(), **self._native_options(x, context)
+                flat_float32(tensor).numpy(), size, self.bits, wire.numpy(), **self._native_options(tensor, context)
             )
         return wire
 
@@ -99,20 +99,20 @@ class Uniform(Compressor):
         _native.uniform_decode(wire.numpy(), size, self.bits, target.numpy(), **self._native_options(out, context))
         return out if is_native_writable(out) else fill_tensor(out, target)
 
-    def _native_options(self, x: Tensor, context: CompressorContext) -> _NativeOptions:
+    def _native_options(self, tensor: Tensor, context: CompressorContext) -> _NativeOptions:
         seed = context.key if self.dither else None
-        return {"seed": seed, "brief": self.group is not None, "threads": native_threads(x.numel())}
+        return {"seed": seed, "brief": self.group is not None, "threads": native_threads(tensor.numel())}
 
-    def _encode_torch(self, x: Tensor, context: CompressorContext) -> Tensor:
-        values, size = flat_float32(x), self._group_size(x.shape)
+    def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
+        values, size = flat_float32(tensor), self._group_size(tensor.shape)
         if not values.numel():
             return values.new_empty(0, dtype=torch.uint8)
-        runs = _split_groups(values, size)
-        lo, step = self._ranges(runs)
+        groups = _split_groups(values, size)
+        lo, step = self._ranges(groups)
         inverse = torch.where(step > 0, 1 / step, 0.0)
-        codes = (runs - lo[:, None]).mul_(inverse[:, None]).view(-1)[: values.numel()]
+        codes = (groups - lo[:, None]).mul_(inverse[:, None]).view(-1)[: values.numel()]
         codes = codes.add_(self._noise(context, values) + 0.5).floor_().clamp_(0, 2**self.bits - 1)
-        # What is not finite has no code; what its run holds is nan whatever the codes are.
+        # A value that is not finite has no code; its group decodes to nan whatever the codes are.
         packed = pack_planes(codes.nan_to_num_(0.0, 0.0, 0.0).to(torch.uint8), self.bits)
         return torch.cat([_ranges_to_bytes(lo, self.group is None), _ranges_to_bytes(step, self.group is None), packed])
 
@@ -120,34 +120,36 @@ class Uniform(Compressor):
         wire, count, size = self.check_message(wire, out, context), out.numel(), self._group_size(out.shape)
         if not count:
             return out
-        runs = -(-count // size)
-        lo, step = (_ranges_from_bytes(part, self.group is None) for part in wire[: self._range_bytes(runs)].chunk(2))
-        codes = unpack_planes(wire[self._range_bytes(runs) :], count, self.bits).to(torch.float32)
+        num_groups = -(-count // size)
+        lo, step = (
+            _ranges_from_bytes(part, self.group is None) for part in wire[: self._range_bytes(num_groups)].chunk(2)
+        )
+        codes = unpack_planes(wire[self._range_bytes(num_groups) :], count, self.bits).to(torch.float32)
         points = _split_groups(codes.sub_(self._noise(context, codes)), size)
         return fill_tensor(out, (points * step[:, None]).add_(lo[:, None]).view(-1)[:count])
 
     def _group_size(self, shape: Sequence[int]) -> int:
-        """Values of a run, at least 1."""
+        """The number of values of a group, at least 1."""
         if self.group is None or isinstance(self.group, int):
             count = max(1, math.prod(shape))
             return count if self.group is None else min(count, self.group)
         return max(1, math.prod(shape[2:] if self.group == "channel" and len(shape) > 2 else shape[-1:]))
 
     def _range_bytes(self, num_groups: int) -> int:
-        """Bytes of the ranges of so many runs."""
+        """The size in bytes of the ranges of `num_groups` groups."""
         return num_groups * (8 if self.group is None else 4)
 
     def _noise(self, context: CompressorContext, values: Tensor) -> Tensor | float:
         return dither(context.key, (1, values.numel()), values.device)[0] if self.dither else 0.0
 
     def _ranges(self, groups: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each row, lo and step."""
-        least, most = groups.amin(1) + 0.0, groups.amax(1)  # -0 becomes 0: which one is less depends on the order
-        width, lo, levels = most - least, least, 2**self.bits - 1
+        """lo and step of each row, both of shape (groups,)."""
+        smallest, largest = groups.amin(1) + 0.0, groups.amax(1)  # -0 becomes 0: which one is less depends on the order
+        width, lo, levels = largest - smallest, smallest, 2**self.bits - 1
         if self.group is not None:
-            lo = _round_down_bf16(least)
+            lo = _round_down_bf16(smallest)
         # Divided by a tensor: where it is a number, GPUs multiply by a reciprocal, which rounds otherwise.
-        step = (most - lo) / torch.full_like(lo, levels)
+        step = (largest - lo) / torch.full_like(lo, levels)
         if self.group is not None:
             step = _round_up_bf16(step)
         step = torch.where(step < MIN_STEP, 0.0, step)
@@ -158,7 +160,7 @@ class Uniform(Compressor):
 
 
 def _split_groups(values: Tensor, size: int) -> Tensor:
-    """Rows of `size` values; the last is filled up with the last value, which changes no range."""
+    """Rows of `size` values; the last row is padded with the last value, which changes no range."""
     missing = -values.numel() % size
     if missing:
         values = torch.cat([values, values[-1:].expand(missing)])
@@ -166,19 +168,19 @@ def _split_groups(values: Tensor, size: int) -> Tensor:
 
 
 def _round_down_bf16(values: Tensor) -> Tensor:
-    """To bfloat16, towards minus infinity; still float32."""
+    """Round float32 to bfloat16 towards minus infinity, as float32."""
     bits = values.view(torch.int32)
     away = (bits < 0) & (bits & _LOW_HALF != 0)
     return ((bits & ~_LOW_HALF) + (away.to(torch.int32) << 16)).view(torch.float32)
 
 
 def _round_up_bf16(values: Tensor) -> Tensor:
-    """To bfloat16, away from zero, values not below it; still float32."""
+    """Round nonnegative float32 to bfloat16 away from zero, as float32."""
     return ((values.view(torch.int32) + _LOW_HALF) & ~_LOW_HALF).view(torch.float32)
 
 
 def _ranges_to_bytes(values: Tensor, is_float32: bool) -> Tensor:
-    """The bytes of float32 values, or of their upper halves: a conversion to bfloat16 may change what a nan is."""
+    """The bytes of float32 values, or of their upper halves: a conversion to bfloat16 may change the bits of a nan."""
     return (
         values.view(torch.uint8) if is_float32 else (values.view(torch.int32) >> 16).to(torch.int16).view(torch.uint8)
     )

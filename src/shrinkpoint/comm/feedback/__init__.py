@@ -1,4 +1,4 @@
-"""What both ends of a link remember of earlier messages, so that a loss is made good later: one method a file."""
+"""Error feedback: what the ends of a link remember of earlier messages, to make up for what these lost."""
 
 from shrinkpoint.comm.feedback.aqsgd import AQSGD
 from shrinkpoint.comm.feedback.base import ErrorFeedback

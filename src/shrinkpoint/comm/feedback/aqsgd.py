@@ -1,4 +1,4 @@
-"""AQ-SGD: messages are changes of a sample's activation since it was here before."""
+"""AQ-SGD: messages are changes of a sample's activation since its last visit."""
 
 from __future__ import annotations
 
@@ -34,21 +34,23 @@ _DEFAULT_MAX_BYTES = 1 << 30
 class AQSGD(ErrorFeedback):
     """AQ-SGD (arXiv 2206.01299): for each sample `m <- m + C(x - m)`; the other end uses m.
 
-    Both ends remember m by the sample's id, on the host, rounded to `dtype`: the rounded value is what the next change
-    is measured from, at both ends. Ids travel in the message, 8 bytes a sample. As in the paper a sample that was not
-    seen before is sent exactly, whenever it comes first; so is one that was forgotten. So a message's size follows from
-    the ids, which both ends must know before it: `compress_pipeline` tells them to all ranks at the start of a step.
+    Both ends cache m by sample id, on the host, rounded to `dtype`: the next change is relative to the rounded value,
+    at both ends. Messages contain the ids, 8 bytes a sample. As in the paper the first visit of a sample is sent
+    uncompressed, and so is the next one after a sample was evicted. So the size of a message follows from the ids,
+    which both ends must know before it: `compress_pipeline` broadcasts them to all ranks at the start of a step.
 
     It pays where samples come back with nearly the same activation: several epochs over the same data without
     augmentation. Both ends must handle messages in the same order, as every pipeline schedule does.
 
     Args:
-        compressor: what the change is sent with.
-        warmup: so many first visits of each sample are sent exactly; 0: none, and a first message is a change from 0.
-        dtype: of what is remembered: "fp16", "bf16" or "fp32".
-        most_bytes: what each end remembers at most of one tensor of a boundary; the samples that were used longest ago
-            are forgotten, the same at both ends.
-        folder: where to keep it in a file instead of memory, removed when the process ends; either end's own choice.
+        compressor: encodes the changes.
+        warmup: the number of first visits of each sample that are sent uncompressed; with 0 a first message is a change
+            from 0.
+        dtype: of the cached rows: "fp16", "bf16" or "fp32".
+        most_bytes: the maximum size of the cache of one tensor of a boundary, at each end; the least recently used
+            samples are evicted, the same at both ends.
+        folder: a directory for caches in files instead of memory, removed when the process ends; each end may choose
+            its own.
 
     Raises:
         PolicyError: an argument out of range.
@@ -87,22 +89,24 @@ class AQSGD(ErrorFeedback):
 
 
 class AQSGDState(FeedbackState):
+    """The caches of one end, by tensor, and predictions of them for messages that are expected."""
+
     def __init__(self, feedback: AQSGD) -> None:
         self._feedback, self._compressor = feedback, feedback.compressor
         self._caches: dict[int, SampleCache] = {}
-        self._last_exact: dict[tuple[int, int], list[bool]] = {}  # of the last message: which were exact
-        self._expected_exact: dict[tuple[int, int], list[bool]] = {}  # of those that are not there yet
-        self._expected_samples: dict[
-            int, list[tuple[list[int], Sequence[int]]]
-        ] = {}  # their samples and shapes, by tensor
-        self._predicted: dict[int, LRUIndex] = {}  # what there will be when they are here
+        # by message key: which rows are uncompressed, of the last message and of one that is expected
+        self._last_exact: dict[tuple[int, int], list[bool]] = {}
+        self._expected_exact: dict[tuple[int, int], list[bool]] = {}
+        # by tensor: samples and shapes of expected messages, and the index of the cache after these
+        self._expected_samples: dict[int, list[tuple[list[int], Sequence[int]]]] = {}
+        self._predicted: dict[int, LRUIndex] = {}
 
     @property
     def restarts(self) -> int:  # type: ignore[override]
-        return sum(shelf.restarts for shelf in self._caches.values())
+        return sum(cache.restarts for cache in self._caches.values())
 
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo) -> int:
-        """Without ids: of samples that are known."""
+        """The size of the message; without ids, that of a message of cached samples."""
         exact = [] if info.ids is None else self._exact_rows(_require_ids(shape, info), shape, info)
         return sum(self._part_sizes(shape, dtype, exact, info))
 
@@ -115,54 +119,54 @@ class AQSGDState(FeedbackState):
         return sum(self._part_sizes(shape, dtype, exact, info))
 
     def forget_expected(self) -> None:
-        for one in (self._expected_exact, self._expected_samples, self._predicted):
-            one.clear()
+        for expected in (self._expected_exact, self._expected_samples, self._predicted):
+            expected.clear()
 
-    def pack(self, x: Tensor, info: MessageInfo) -> PackedMessage:
-        ids, shelf = _require_ids(x.shape, info), self._cache(info.tensor)
-        exact = self._start_message(ids, x.shape, info)
+    def pack(self, tensor: Tensor, info: MessageInfo) -> PackedMessage:
+        ids, cache = _require_ids(tensor.shape, info), self._cache(info.tensor)
+        exact = self._start_message(ids, tensor.shape, info)
         if all(exact):
-            shelf.put(ids, x)
-            return PackedMessage(_IDENTITY.encode(x, info.context), x)
-        known, at = shelf.get(ids, x), _RowSplit(exact, x.shape, x.device)
-        context = at.delta_context(info.context)
-        change = at.delta_rows(x.to(torch.float32) - known).to(work_dtype(x.dtype))
-        wire = self._compressor.encode(change, context)
-        moved = at.delta_rows(known) + decode_float32(self._compressor, wire, change, context)
-        seen = at.merge(x.to(torch.float32), moved)
-        shelf.put(ids, seen)
-        whole = torch.cat((_IDENTITY.encode(at.exact_rows(x)), wire)) if any(exact) else wire
-        return PackedMessage(whole, at.merge(x, moved.to(x.dtype)))
+            cache.put(ids, tensor)
+            return PackedMessage(_IDENTITY.encode(tensor, info.context), tensor)
+        references, split = cache.get(ids, tensor), _RowSplit(exact, tensor.shape, tensor.device)
+        context = split.delta_context(info.context)
+        delta = split.delta_rows(tensor.to(torch.float32) - references).to(work_dtype(tensor.dtype))
+        wire = self._compressor.encode(delta, context)
+        updated = split.delta_rows(references) + decode_float32(self._compressor, wire, delta, context)
+        decoded = split.merge(tensor.to(torch.float32), updated)
+        cache.put(ids, decoded)
+        message = torch.cat((_IDENTITY.encode(split.exact_rows(tensor)), wire)) if any(exact) else wire
+        return PackedMessage(message, split.merge(tensor, updated.to(tensor.dtype)))
 
     def unpack(self, wire: Tensor, out: Tensor, info: MessageInfo) -> Tensor:
-        ids, shelf = _require_ids(out.shape, info), self._cache(info.tensor)
+        ids, cache = _require_ids(out.shape, info), self._cache(info.tensor)
         exact = self._start_message(ids, out.shape, info)
         if all(exact):
             _IDENTITY.decode(wire, out, info.context)
-            shelf.put(ids, out)
+            cache.put(ids, out)
             return out
-        known, at = shelf.get(ids, out), _RowSplit(exact, out.shape, out.device)
-        new, old = self._split_message(wire, out.shape, out.dtype, exact, info)
-        change = decode_float32(self._compressor, old, at.delta_rows(out), at.delta_context(info.context))
-        moved = at.delta_rows(known) + change
-        came = out
+        references, split = cache.get(ids, out), _RowSplit(exact, out.shape, out.device)
+        exact_part, delta_part = self._split_message(wire, out.shape, out.dtype, exact, info)
+        delta = decode_float32(self._compressor, delta_part, split.delta_rows(out), split.delta_context(info.context))
+        updated = split.delta_rows(references) + delta
+        uncompressed = out
         if any(exact):
-            came = torch.zeros_like(out)
-            came[at.is_exact] = _IDENTITY.decode(new, at.exact_rows(out).contiguous())
-        shelf.put(ids, at.merge(came.to(torch.float32), moved))
-        return out.copy_(at.merge(came, moved.to(out.dtype)))
+            uncompressed = torch.zeros_like(out)
+            uncompressed[split.is_exact] = _IDENTITY.decode(exact_part, split.exact_rows(out).contiguous())
+        cache.put(ids, split.merge(uncompressed.to(torch.float32), updated))
+        return out.copy_(split.merge(uncompressed, updated.to(out.dtype)))
 
     def indices(self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo) -> Tensor | None:
         exact = self._last_exact.get(info.key, [])
-        if exact and all(exact):  # everywhere, as positions for a way back that wants some
+        if exact and all(exact):  # as indices, since the message of the other direction may need some
             return torch.arange(math.prod(shape), device=wire.device)
-        at = _RowSplit(exact or [False] * shape[0], shape, wire.device)
-        old = self._split_message(wire, shape, dtype, exact, info)[1]
-        found = self._compressor.indices(old, at.delta_shape, at.delta_context(info.context))
-        return None if found is None else at.global_indices(found)
+        split = _RowSplit(exact or [False] * shape[0], shape, wire.device)
+        delta_part = self._split_message(wire, shape, dtype, exact, info)[1]
+        delta_indices = self._compressor.indices(delta_part, split.delta_shape, split.delta_context(info.context))
+        return None if delta_indices is None else split.global_indices(delta_indices)
 
     def _start_message(self, ids: Sequence[int], shape: Sequence[int], info: MessageInfo) -> list[bool]:
-        """Which rows of the message of this turn are exact; it is expected no more."""
+        """Return which rows of the message are uncompressed, and remove it from the expected ones."""
         self._last_exact[info.key] = exact = self._exact_rows(ids, shape, info)
         if self._expected_exact.pop(info.key, None) is not None:
             self._expected_samples[info.tensor].pop(0)
@@ -173,63 +177,69 @@ class AQSGDState(FeedbackState):
     def _exact_rows(self, ids: Sequence[int], shape: Sequence[int], info: MessageInfo) -> list[bool]:
         if info.key in self._expected_exact:
             return self._expected_exact[info.key]
-        order = self._cache(info.tensor).index
-        waiting = self._expected_samples.get(info.tensor)
-        if (
-            waiting and info.tensor not in self._predicted
-        ):  # only a schedule that posts several buffers at once pays for it
-            self._predicted[info.tensor] = order.copy()
-            for other, others in waiting:
-                _record_visit(self._predicted[info.tensor], other, others)
-        return self._predicted.get(info.tensor, order).exact_rows(ids, shape[1:])
+        index = self._cache(info.tensor).index
+        expected = self._expected_samples.get(info.tensor)
+        if expected and info.tensor not in self._predicted:  # only in schedules that post several buffers at once
+            self._predicted[info.tensor] = index.copy()
+            for sample_ids, sample_shape in expected:
+                _record_visit(self._predicted[info.tensor], sample_ids, sample_shape)
+        return self._predicted.get(info.tensor, index).exact_rows(ids, shape[1:])
 
     def _part_sizes(
         self, shape: Sequence[int], dtype: torch.dtype, exact: list[bool], info: MessageInfo
     ) -> tuple[int, int]:
-        """Bytes of the rows that are exact, and of all others."""
+        """The size in bytes of the uncompressed rows, and of the message of all others."""
         if not any(exact):
             return 0, self._compressor.wire_bytes(shape, work_dtype(dtype), info.context)
-        new = _IDENTITY.wire_bytes((sum(exact), *shape[1:]), dtype)
+        exact_bytes = _IDENTITY.wire_bytes((sum(exact), *shape[1:]), dtype)
         if all(exact):
-            return new, 0
-        at = _RowSplit(exact, shape, torch.device("cpu"))
-        return new, self._compressor.wire_bytes(at.delta_shape, work_dtype(dtype), at.delta_context(info.context))
+            return exact_bytes, 0
+        split = _RowSplit(exact, shape, torch.device("cpu"))
+        return exact_bytes, self._compressor.wire_bytes(
+            split.delta_shape, work_dtype(dtype), split.delta_context(info.context)
+        )
 
     def _split_message(
         self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, exact: list[bool], info: MessageInfo
     ) -> tuple[Tensor, Tensor]:
-        new, _ = self._part_sizes(shape, dtype, exact, info)
-        return wire[:new], wire[new:].clone() if new else wire  # a message begins where its memory does
+        exact_bytes, _ = self._part_sizes(shape, dtype, exact, info)
+        return wire[:exact_bytes], wire[
+            exact_bytes:
+        ].clone() if exact_bytes else wire  # a copy starts at an aligned address
 
     def state_dict(self) -> dict[str, Any]:
-        return {"samples": {str(tensor): shelf.state_dict() for tensor, shelf in self._caches.items()}}
+        return {"samples": {str(tensor): cache.state_dict() for tensor, cache in self._caches.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._caches = {}
         self._last_exact.clear()
         self.forget_expected()
-        for tensor, kept in state["samples"].items():
-            self._cache(int(tensor)).load_state_dict(kept)
+        for tensor, cache_state in state["samples"].items():
+            self._cache(int(tensor)).load_state_dict(cache_state)
 
     def shared_tensors(self) -> list[Tensor]:
-        return [one for tensor in sorted(self._caches) for one in self._caches[tensor].digest_rows()]
+        return [rows for tensor in sorted(self._caches) for rows in self._caches[tensor].digest_rows()]
 
     def _cache(self, tensor: int) -> SampleCache:
         if tensor not in self._caches:
-            how, dtype = self._feedback, _CACHE_DTYPES[self._feedback.dtype]
-            shelf = SampleCache(dtype, max_bytes=how.most_bytes, cache_dir=how.folder, warmup=how.warmup)
-            self._caches[tensor] = shelf
+            feedback, dtype = self._feedback, _CACHE_DTYPES[self._feedback.dtype]
+            cache = SampleCache(dtype, max_bytes=feedback.most_bytes, cache_dir=feedback.folder, warmup=feedback.warmup)
+            self._caches[tensor] = cache
         return self._caches[tensor]
 
 
-def _record_visit(order: LRUIndex, ids: Sequence[int], shape: Sequence[int]) -> None:
-    """What an order is after a message."""
-    order.set_row_shape(shape[1:])
-    order.record_visit(ids)
+def _record_visit(index: LRUIndex, ids: Sequence[int], shape: Sequence[int]) -> None:
+    """Update the index of a cache for a message."""
+    index.set_row_shape(shape[1:])
+    index.record_visit(ids)
 
 
 class _RowSplit:
-    """The rows of a message: those sent as they are (new) and those sent as changes (old)."""
+    """Splits the rows of a message into uncompressed rows and deltas.
+
+    Attributes:
+        is_exact: which rows are uncompressed: bool, 1-d.
+    """
 
     def __init__(self, exact: Sequence[bool], shape: Sequence[int], device: torch.device) -> None:
         self._all_deltas, self._shape = not any(exact), tuple(shape)
@@ -239,39 +249,41 @@ class _RowSplit:
     def delta_shape(self) -> tuple[int, ...]:
         return (self._shape[0] - int(self.is_exact.sum()), *self._shape[1:])
 
-    def exact_rows(self, x: Tensor) -> Tensor:
-        return x[self.is_exact]
+    def exact_rows(self, tensor: Tensor) -> Tensor:
+        return tensor[self.is_exact]
 
-    def delta_rows(self, x: Tensor) -> Tensor:
-        return x if self._all_deltas else x[~self.is_exact]
+    def delta_rows(self, tensor: Tensor) -> Tensor:
+        return tensor if self._all_deltas else tensor[~self.is_exact]
 
-    def merge(self, x: Tensor, updated: Tensor) -> Tensor:
-        """x with its old rows as they moved."""
+    def merge(self, tensor: Tensor, updated: Tensor) -> Tensor:
+        """The tensor with its delta rows replaced by updated ones."""
         if self._all_deltas:
             return updated
-        out = x.clone()
+        out = tensor.clone()
         out[~self.is_exact] = updated
         return out
 
     def delta_context(self, context: CompressorContext) -> CompressorContext:
-        """The context of the old rows alone: places are counted among them."""
+        """The context of the delta rows alone: indices are relative to them."""
         if self._all_deltas or context.indices is None:
             return context
         rows = context.indices.to(self.is_exact.device) // self._row_numel
-        number = (~self.is_exact).cumsum(0) - 1
-        left = ~self.is_exact[rows]
-        places = number[rows[left]] * self._row_numel + context.indices.to(rows.device)[left] % self._row_numel
-        return replace(context, indices=places.to(context.indices.device))
+        delta_rows = (~self.is_exact).cumsum(0) - 1
+        is_delta = ~self.is_exact[rows]
+        indices = (
+            delta_rows[rows[is_delta]] * self._row_numel + context.indices.to(rows.device)[is_delta] % self._row_numel
+        )
+        return replace(context, indices=indices.to(context.indices.device))
 
     def global_indices(self, delta_indices: Tensor) -> Tensor:
-        """Flat positions of the whole tensor, ascending: those found among the old rows, and all of the new ones."""
+        """Flat indices in the whole tensor, ascending: those of the delta rows, and all of the uncompressed rows."""
         if self._all_deltas:
             return delta_indices
-        old = torch.nonzero(~self.is_exact).view(-1).to(delta_indices.device)
-        mapped = old[delta_indices // self._row_numel] * self._row_numel + delta_indices % self._row_numel
-        inside = torch.arange(self._row_numel, device=delta_indices.device)
-        new = torch.nonzero(self.is_exact).to(delta_indices.device) * self._row_numel + inside
-        return torch.cat((mapped, new.view(-1))).sort().values
+        delta_rows = torch.nonzero(~self.is_exact).view(-1).to(delta_indices.device)
+        mapped = delta_rows[delta_indices // self._row_numel] * self._row_numel + delta_indices % self._row_numel
+        columns = torch.arange(self._row_numel, device=delta_indices.device)
+        exact_indices = torch.nonzero(self.is_exact).to(delta_indices.device) * self._row_numel + columns
+        return torch.cat((mapped, exact_indices.view(-1))).sort().values
 
     @property
     def _row_numel(self) -> int:
@@ -280,8 +292,8 @@ class _RowSplit:
 
 def _require_ids(shape: Sequence[int], info: MessageInfo) -> list[int]:
     if info.ids is None:
-        do = "give them with set_sample_ids before the step"
-        raise PolicyError("AQSGD", found="no sample ids", expected=f"{shape[0] if shape else 1} of them", do=do)
+        advice = "give them with set_sample_ids before the step"
+        raise PolicyError("AQSGD", found="no sample ids", expected=f"{shape[0] if shape else 1} of them", do=advice)
     if not shape or info.ids.numel() != shape[0]:
         found, expected = f"{info.ids.numel()} sample ids for {tuple(shape)}", "one a row"
         raise MismatchError("AQSGD", found=found, expected=expected)

@@ -1,6 +1,7 @@
 """The interface of error feedback: settings that both ends of a link share, and the state that each end keeps.
 
-`NoFeedback` is a compressor alone."""
+`NoFeedback` is a compressor alone.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from shrinkpoint.comm.compressors.base import NO_CONTEXT, Compressor, Compressor
 
 @dataclass(frozen=True)
 class MessageInfo:
-    """One message of a link, as its feedback sees it.
+    """Describes one message of a link to its feedback.
 
     Attributes:
         slot, tensor: the micro-batch, and which of its tensors.
-        index: how many messages of that slot and tensor went before.
-        context: what the operator knows besides.
-        ids: int64, one a row; the sample of each row.
+        index: the number of earlier messages of that slot and tensor.
+        context: that of the compressor.
+        ids: the sample of each row: int64, 1-d; None if unknown.
     """
 
     slot: int = 0
@@ -39,68 +40,68 @@ class MessageInfo:
 
 @dataclass(frozen=True)
 class PackedMessage:
-    """A message, and what the other end will make of it where that is known already: of x's shape and dtype."""
+    """A message, and what the other end will decode from it, of the shape and dtype of the tensor; None if unknown."""
 
     wire: Tensor
     decoded: Tensor | None = None
 
 
 class FeedbackState(ABC):
-    """What one end of a link remembers, and how it packs or unpacks with that. Buffers lie where the tensors do.
+    """The memory of one end of a link, which packs or unpacks messages with it. Buffers are on the tensors' device.
 
-    What is not finite reaches the other end and is then forgotten: where a buffer would not be finite it is 0, else
-    one bad batch (a loss scale that was too large) would stay in it for good.
+    Values that are not finite reach the other end and are then forgotten: a buffer is 0 where it would not be finite,
+    else one bad batch (a loss scale that was too large) would remain in it for good.
 
     Attributes:
-        restarts: how often a buffer began anew because the shape had changed.
+        restarts: how often a buffer was replaced by a new one because the shape had changed.
     """
 
     restarts: int = 0
 
     @abstractmethod
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo) -> int:
-        """The size of the message of this turn; it changes nothing."""
+        """The size in bytes of the message; the state does not change."""
 
     def expect(self, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo) -> int:
-        """The size of the message of this turn, which will be unpacked after all that were expected before it."""
+        """The size in bytes of a message that will be unpacked after all that were expected earlier."""
         return self.wire_bytes(shape, dtype, info)
 
     def forget_expected(self) -> None:
-        """What was expected and is not there yet will not come."""
+        """Drop messages that were expected and have not been unpacked."""
         return
 
     @abstractmethod
-    def pack(self, x: Tensor, info: MessageInfo) -> PackedMessage:
-        """The message of this turn, after which this end is one turn further."""
+    def pack(self, tensor: Tensor, info: MessageInfo) -> PackedMessage:
+        """Pack the tensor as the next message, and advance the state."""
 
     @abstractmethod
     def unpack(self, wire: Tensor, out: Tensor, info: MessageInfo) -> Tensor:
-        """Fill `out` with what the sender meant, after which this end is one turn further."""
+        """Unpack the next message into `out`, advance the state, and return `out`."""
 
     def indices(self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo) -> Tensor | None:
-        """The flat positions at which a message changes something; None: everywhere."""
+        """The flat indices at which a message changes something; None for all of them."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers: a nest of tensors, which are not copied, and plain values."""
+        """The memory as a nest of tensors, which are not copied, and plain values."""
         return {}
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave; tensors are copied."""
+        """Restore what `state_dict` returned; tensors are copied."""
 
     def shared_tensors(self) -> list[Tensor]:
-        """What must be equal at both ends: tensors on the CPU, in an order that both ends have."""
+        """The tensors that must be equal at both ends, on the CPU, in an order that both ends share."""
         return []
 
 
 class ErrorFeedback(ABC):
-    """How one tensor after another crosses a wire, each with regard to those before. Subclasses are frozen dataclasses.
+    """A compressor with a memory of earlier messages. Subclasses are frozen dataclasses.
 
     Attributes:
-        compressor: what makes messages small; in evaluation it is used alone.
-        needs_ids: messages carry the ids of samples.
-        is_stateless: nothing makes good later what a message loses.
+        compressor: encodes the messages; in evaluation it is used alone.
+        needs_ids: whether messages carry the ids of samples.
+        is_stateless: whether nothing makes up later for what a message loses.
     """
 
     compressor: Compressor
@@ -110,43 +111,43 @@ class ErrorFeedback(ABC):
     @property
     @abstractmethod
     def spec(self) -> str:
-        """The feedback as a word; `shrinkpoint.comm.parse` reads it back."""
+        """The feedback as text, which `shrinkpoint.comm.parse` reads back."""
 
     @property
     def shared_spec(self) -> str:
-        """`spec` without what either end may choose for itself."""
+        """`spec` without the options that each end may choose for itself."""
         return self.spec
 
     @abstractmethod
     def new_state(self) -> FeedbackState:
-        """One end that remembers nothing yet."""
+        """Create the empty memory of one end."""
 
     def __str__(self) -> str:
         return self.spec
 
 
-def zero_nonfinite_(x: Tensor) -> Tensor:
-    """x, with 0 where it was not finite; in place."""
-    return x.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+def zero_nonfinite_(tensor: Tensor) -> Tensor:
+    """Replace values that are not finite by 0, in place, and return the tensor."""
+    return tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What an operator is given for a tensor of this dtype: bfloat16 stays, so that chosen values take 2 bytes.
+    """The dtype that a compressor is given for a tensor of this dtype: bfloat16 stays, so that values take 2 bytes.
 
-    All else is float32: x + e may be beyond the range of float16.
+    All others become float32: x + e may exceed the range of float16.
     """
     return dtype if dtype == torch.bfloat16 else torch.float32
 
 
 def decode_float32(compressor: Compressor, wire: Tensor, like: Tensor, context: CompressorContext) -> Tensor:
-    """What a message says that was made of `inner` of tensors like this one: float32, and the caller's own."""
-    made = torch.empty(like.shape, dtype=work_dtype(like.dtype), device=wire.device)
-    return compressor.decode(wire, made, context).to(torch.float32)
+    """Decode a message of a tensor of `work_dtype(like.dtype)` and the shape of `like`, as new float32."""
+    decoded = torch.empty(like.shape, dtype=work_dtype(like.dtype), device=wire.device)
+    return compressor.decode(wire, decoded, context).to(torch.float32)
 
 
 @dataclass(frozen=True)
 class NoFeedback(ErrorFeedback):
-    """An operator alone."""
+    """A compressor without feedback."""
 
     compressor: Compressor
 
@@ -161,7 +162,7 @@ class NoFeedback(ErrorFeedback):
 
 
 class NoFeedbackState(FeedbackState):
-    """It remembers nothing."""
+    """Packs and unpacks without a memory."""
 
     def __init__(self, compressor: Compressor) -> None:
         self._compressor = compressor
@@ -169,8 +170,8 @@ class NoFeedbackState(FeedbackState):
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo) -> int:
         return self._compressor.wire_bytes(shape, dtype, info.context)
 
-    def pack(self, x: Tensor, info: MessageInfo) -> PackedMessage:
-        return PackedMessage(self._compressor.encode(x, info.context))
+    def pack(self, tensor: Tensor, info: MessageInfo) -> PackedMessage:
+        return PackedMessage(self._compressor.encode(tensor, info.context))
 
     def unpack(self, wire: Tensor, out: Tensor, info: MessageInfo) -> Tensor:
         return self._compressor.decode(wire, out, info.context)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,12 +22,15 @@ from shrinkpoint.comm.feedback.base import (
 )
 from shrinkpoint.errors import MismatchError, PolicyError
 
+_RESIDUAL_KEY = 0x5BD1E995
+"""Added to the key of a message for its second half in EF-mixed, so that the halves have different keys."""
+
 
 class FeedbackBuffers:
-    """Made when they are first needed, of zeros.
+    """Float32 buffers by micro-batch slot and tensor, created as zeros when they are first needed.
 
     Attributes:
-        restarts: how many were made anew because the shape had changed.
+        restarts: how many were replaced by new ones because the shape had changed.
     """
 
     def __init__(self) -> None:
@@ -35,30 +38,30 @@ class FeedbackBuffers:
         self._buffers: dict[tuple[int, int], Tensor] = {}
 
     def get(self, info: MessageInfo, like: Tensor) -> Tensor:
-        """The buffer of a turn, to be changed in place; of the shape and on the device of `like`.
+        """The buffer for a message, to be changed in place, of the shape and on the device of `like`.
 
-        A batch with fewer rows than the buffer has uses its first ones. Any other new shape begins a new buffer.
+        A batch with fewer rows than the buffer uses its first rows. Any other change of shape starts a new buffer.
         """
-        kept = self._buffers.get(info.key)
-        if kept is None or not _shape_fits(kept.shape, like.shape):
-            self.restarts += kept is not None
-            kept = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
-        elif kept.device != like.device:
-            kept = kept.to(like.device)
-        self._buffers[info.key] = kept
-        return kept[: like.shape[0]] if like.dim() else kept
+        buffer = self._buffers.get(info.key)
+        if buffer is None or not _shape_fits(buffer.shape, like.shape):
+            self.restarts += buffer is not None
+            buffer = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
+        elif buffer.device != like.device:
+            buffer = buffer.to(like.device)
+        self._buffers[info.key] = buffer
+        return buffer[: like.shape[0]] if like.dim() else buffer
 
     def state_dict(self) -> dict[str, Any]:
-        return {f"{slot}.{tensor}": kept for (slot, tensor), kept in self._buffers.items()}
+        return {f"{slot}.{index}": buffer for (slot, index), buffer in self._buffers.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        kept = {}
-        for name, tensor in state.items():
-            if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
-                raise MismatchError(f"feedback, buffer {name}", found=repr(tensor)[:80], expected="a float32 tensor")
-            slot, _, which = name.partition(".")
-            kept[int(slot), int(which)] = tensor.detach().clone()
-        self._buffers = kept
+        buffers = {}
+        for name, buffer in state.items():
+            if not isinstance(buffer, Tensor) or buffer.dtype != torch.float32:
+                raise MismatchError(f"feedback, buffer {name}", found=repr(buffer)[:80], expected="a float32 tensor")
+            slot, _, index = name.partition(".")
+            buffers[int(slot), int(index)] = buffer.detach().clone()
+        self._buffers = buffers
 
     def shared_tensors(self) -> list[Tensor]:
         return [self._buffers[key].cpu() for key in sorted(self._buffers)]
@@ -70,12 +73,42 @@ def _shape_fits(buffer_shape: torch.Size, shape: torch.Size) -> bool:
     return len(buffer_shape) == len(shape) > 0 and buffer_shape[1:] == shape[1:] and buffer_shape[0] > shape[0]
 
 
+class BufferState(FeedbackState):
+    """A compressor with one float32 buffer for each slot and tensor, which messages are compared with.
+
+    Attributes:
+        buffers_key: the key of the buffers in `state_dict`.
+    """
+
+    buffers_key: ClassVar[str]
+
+    def __init__(self, compressor: Compressor) -> None:
+        self._compressor = compressor
+        self._buffers = FeedbackBuffers()
+
+    @property
+    def restarts(self) -> int:  # type: ignore[override]
+        return self._buffers.restarts
+
+    def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo) -> int:
+        return self._compressor.wire_bytes(shape, work_dtype(dtype), info.context)
+
+    def indices(self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo) -> Tensor | None:
+        return self._compressor.indices(wire, shape, info.context)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self.buffers_key: self._buffers.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._buffers.load_state_dict(state[self.buffers_key])
+
+
 @dataclass(frozen=True)
 class EF(ErrorFeedback):
     """Error feedback (arXiv 1809.07599; arXiv 2401.07788, section on error feedback).
 
-    Sent is `c = C(x + e)`, and then `e <- x + e - c`, c being what the other end holds after rounding to x's dtype.
-    The sender alone remembers: e, one of each micro-batch slot, so what a sample lost goes to the next sample there.
+    Sends `c = C(x + e)`, and then `e <- x + e - c`, where c is what the other end has after rounding to the dtype of x.
+    Only the sender has a memory: e, one for each micro-batch slot, so what a sample lost goes to the next sample there.
     """
 
     compressor: Compressor
@@ -91,48 +124,28 @@ class EF(ErrorFeedback):
         return EFState(self.compressor)
 
 
-class ResidualState(FeedbackState):
-    """A sender keeps residuals, a receiver keeps nothing."""
+class EFState(BufferState):
+    """Residuals at the sender; the receiver has no memory."""
 
-    def __init__(self, compressor: Compressor) -> None:
-        self._compressor = compressor
-        self._residuals = FeedbackBuffers()
+    buffers_key = "residual"
 
-    @property
-    def restarts(self) -> int:  # type: ignore[override]
-        return self._residuals.restarts
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"residual": self._residuals.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._residuals.load_state_dict(state["residual"])
-
-
-class EFState(ResidualState):
-    def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo) -> int:
-        return self._compressor.wire_bytes(shape, work_dtype(dtype), info.context)
-
-    def pack(self, x: Tensor, info: MessageInfo) -> PackedMessage:
-        residual = self._residuals.get(info, x)
-        residual += x
-        wire = self._compressor.encode(residual.to(work_dtype(x.dtype)), info.context)
-        seen = decode_float32(self._compressor, wire, x, info.context).to(x.dtype)
-        zero_nonfinite_(residual.sub_(seen))
-        return PackedMessage(wire, seen)
+    def pack(self, tensor: Tensor, info: MessageInfo) -> PackedMessage:
+        residual = self._buffers.get(info, tensor)
+        residual += tensor
+        wire = self._compressor.encode(residual.to(work_dtype(tensor.dtype)), info.context)
+        decoded = decode_float32(self._compressor, wire, tensor, info.context).to(tensor.dtype)
+        zero_nonfinite_(residual.sub_(decoded))
+        return PackedMessage(wire, decoded)
 
     def unpack(self, wire: Tensor, out: Tensor, info: MessageInfo) -> Tensor:
         return out.copy_(decode_float32(self._compressor, wire, out, info.context))
-
-    def indices(self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo) -> Tensor | None:
-        return self._compressor.indices(wire, shape, info.context)
 
 
 @dataclass(frozen=True)
 class EF21(ErrorFeedback):
     """EF21 (arXiv 2106.05203): `g <- g + C(x - g)`; the other end uses g.
 
-    Both ends remember g, one of each micro-batch slot, and compute it from decoded messages alone.
+    Both ends remember g, one for each micro-batch slot, and compute it from decoded messages alone.
     """
 
     compressor: Compressor
@@ -148,61 +161,44 @@ class EF21(ErrorFeedback):
         return EF21State(self.compressor)
 
 
-class EF21State(FeedbackState):
-    def __init__(self, compressor: Compressor) -> None:
-        self._compressor = compressor
-        self._reference = FeedbackBuffers()
+class EF21State(BufferState):
+    """The reference g at either end."""
 
-    @property
-    def restarts(self) -> int:  # type: ignore[override]
-        return self._reference.restarts
+    buffers_key = "reference"
 
-    def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo) -> int:
-        return self._compressor.wire_bytes(shape, work_dtype(dtype), info.context)
-
-    def pack(self, x: Tensor, info: MessageInfo) -> PackedMessage:
-        reference = self._reference.get(info, x)
-        wire = self._compressor.encode((x.to(torch.float32) - reference).to(work_dtype(x.dtype)), info.context)
-        return PackedMessage(wire, self._update_reference(reference, wire, x, info).to(x.dtype))
+    def pack(self, tensor: Tensor, info: MessageInfo) -> PackedMessage:
+        reference = self._buffers.get(info, tensor)
+        wire = self._compressor.encode(
+            (tensor.to(torch.float32) - reference).to(work_dtype(tensor.dtype)), info.context
+        )
+        return PackedMessage(wire, self._update_reference(reference, wire, tensor, info).to(tensor.dtype))
 
     def unpack(self, wire: Tensor, out: Tensor, info: MessageInfo) -> Tensor:
-        return out.copy_(self._update_reference(self._reference.get(info, out), wire, out, info))
-
-    def indices(self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo) -> Tensor | None:
-        return self._compressor.indices(wire, shape, info.context)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"reference": self._reference.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._reference.load_state_dict(state["reference"])
+        return out.copy_(self._update_reference(self._buffers.get(info, out), wire, out, info))
 
     def shared_tensors(self) -> list[Tensor]:
-        return self._reference.shared_tensors()
+        return self._buffers.shared_tensors()
 
     def _update_reference(self, reference: Tensor, wire: Tensor, like: Tensor, info: MessageInfo) -> Tensor:
-        made = decode_float32(self._compressor, wire, like, info.context).add_(reference)
-        zero_nonfinite_(reference.copy_(made))
-        return made
-
-
-_RESIDUAL_KEY = 0x5BD1E995  # an odd number, so that the two halves of a message have different keys
+        updated = decode_float32(self._compressor, wire, like, info.context).add_(reference)
+        zero_nonfinite_(reference.copy_(updated))
+        return updated
 
 
 @dataclass(frozen=True)
 class EFMixed(ErrorFeedback):
-    """Half of the entries from the tensor, half from what was lost (arXiv 2401.07788 names it and does not define it).
+    """Sends entries of the tensor and entries of the residual (arXiv 2401.07788 names EF-mixed and does not define it).
 
-    Sent are `a = C1(x)` and `b = C2(e)`; the other end uses `a + b`, and then `e <- (x - a) + (e - b)`. C1 has `share`
-    of the operator's entries and C2 the others, so that a message has about the size of a plain one, and old losses
-    cannot crowd out what is large now. The sender alone remembers.
+    Sends `a = C1(x)` and `b = C2(e)`; the other end uses `a + b`, and then `e <- (x - a) + (e - b)`. C1 selects `share`
+    of the compressor's entries and C2 the others, so that a message has about the size of one without feedback, and old
+    losses cannot crowd out what is large now. Only the sender has a memory.
 
     Args:
-        compressor: one that keeps a share of the entries: TopK or RandomK. For others no half of a message is defined.
-        share: of the entries that the tensor itself gets, between 0 and 1.
+        compressor: one that sends a share of the entries: TopK or RandomK. For others no half of a message is defined.
+        share: the fraction of the entries that are taken from the tensor, between 0 and 1.
 
     Raises:
-        PolicyError: another operator, or a share out of range.
+        PolicyError: another compressor, or a share out of range.
     """
 
     compressor: Compressor
@@ -211,8 +207,8 @@ class EFMixed(ErrorFeedback):
     def __post_init__(self) -> None:
         check_compressor("EFMixed", self.compressor)
         if not isinstance(getattr(self.compressor, "share", None), float):
-            expected, do = "an operator that keeps a share of the entries", 'use TopK or RandomK, or "ef(...)"'
-            raise PolicyError("EFMixed", found=self.compressor.spec, expected=expected, do=do)
+            expected, advice = "a compressor that keeps a share of the entries", 'use TopK or RandomK, or "ef(...)"'
+            raise PolicyError("EFMixed", found=self.compressor.spec, expected=expected, do=advice)
         if not 0 < self.share < 1:
             raise PolicyError("EFMixed, share", found=f"{self.share}", expected="a number between 0 and 1")
 
@@ -222,15 +218,18 @@ class EFMixed(ErrorFeedback):
         return f"efmixed({self.compressor.spec}{options})"
 
     def new_state(self) -> FeedbackState:
-        operator: Any = self.compressor
-        whole, part = (
-            Decimal(repr(one)) for one in (operator.share, self.share)
-        )  # .2 x .75 is .15, and not a bit more
-        fresh, old = float(whole * part), float(whole * (1 - part))
-        return EFMixedState(replace(operator, share=fresh), replace(operator, share=old))
+        compressor: Any = self.compressor
+        # in decimal numbers .2 x .75 is exactly .15
+        total, share = (Decimal(repr(number)) for number in (compressor.share, self.share))
+        fresh, old = float(total * share), float(total * (1 - share))
+        return EFMixedState(replace(compressor, share=fresh), replace(compressor, share=old))
 
 
-class EFMixedState(ResidualState):
+class EFMixedState(BufferState):
+    """Residuals at the sender; the receiver has no memory."""
+
+    buffers_key = "residual"
+
     def __init__(self, compressor: Compressor, residual_compressor: Compressor) -> None:
         super().__init__(compressor)
         self._residual_compressor = residual_compressor
@@ -239,33 +238,39 @@ class EFMixedState(ResidualState):
         old = self._residual_compressor.wire_bytes(shape, work_dtype(dtype), _residual_context(info.context))
         return self._compressor.wire_bytes(shape, work_dtype(dtype), info.context) + old
 
-    def pack(self, x: Tensor, info: MessageInfo) -> PackedMessage:
-        residual, kind = self._residuals.get(info, x), work_dtype(x.dtype)
-        fresh = self._compressor.encode(x.to(kind), info.context)
-        wire = torch.cat((fresh, self._residual_compressor.encode(residual.to(kind), _residual_context(info.context))))
-        seen = self._decode_sum(wire, x, info).to(x.dtype)
-        zero_nonfinite_(residual.add_(x).sub_(seen))
-        return PackedMessage(wire, seen)
+    def pack(self, tensor: Tensor, info: MessageInfo) -> PackedMessage:
+        residual, dtype = self._buffers.get(info, tensor), work_dtype(tensor.dtype)
+        fresh = self._compressor.encode(tensor.to(dtype), info.context)
+        wire = torch.cat((fresh, self._residual_compressor.encode(residual.to(dtype), _residual_context(info.context))))
+        decoded = self._decode_sum(wire, tensor, info).to(tensor.dtype)
+        zero_nonfinite_(residual.add_(tensor).sub_(decoded))
+        return PackedMessage(wire, decoded)
 
     def unpack(self, wire: Tensor, out: Tensor, info: MessageInfo) -> Tensor:
         return out.copy_(self._decode_sum(wire, out, info))
 
     def indices(self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo) -> Tensor | None:
         fresh, old = self._split_message(wire, shape, dtype, info)
-        ours = self._compressor.indices(fresh, shape, info.context)
-        theirs = self._residual_compressor.indices(old, shape, _residual_context(info.context))
-        return None if ours is None or theirs is None else torch.unique(torch.cat((ours, theirs)))
+        fresh_indices = self._compressor.indices(fresh, shape, info.context)
+        old_indices = self._residual_compressor.indices(old, shape, _residual_context(info.context))
+        return (
+            None
+            if fresh_indices is None or old_indices is None
+            else torch.unique(torch.cat((fresh_indices, old_indices)))
+        )
 
     def _decode_sum(self, wire: Tensor, like: Tensor, info: MessageInfo) -> Tensor:
         fresh, old = self._split_message(wire, like.shape, like.dtype, info)
-        made = decode_float32(self._compressor, fresh, like, info.context)
-        return made.add_(decode_float32(self._residual_compressor, old, like, _residual_context(info.context)))
+        decoded = decode_float32(self._compressor, fresh, like, info.context)
+        return decoded.add_(decode_float32(self._residual_compressor, old, like, _residual_context(info.context)))
 
     def _split_message(
         self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo
     ) -> tuple[Tensor, Tensor]:
         size = self._compressor.wire_bytes(shape, work_dtype(dtype), info.context)
-        return wire[:size], wire[size:].clone()  # a message begins where its memory does: operators may view it
+        return wire[:size], wire[
+            size:
+        ].clone()  # a copy starts at an aligned address: compressors may view it as wider values
 
 
 def _residual_context(context: CompressorContext) -> CompressorContext:

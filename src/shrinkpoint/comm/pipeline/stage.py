@@ -1,4 +1,4 @@
-"""One stage of a pipeline whose messages are packed and unpacked where torch posts them."""
+"""A pipeline stage whose messages are packed and unpacked where torch posts them."""
 
 from __future__ import annotations
 
@@ -28,43 +28,52 @@ _REQUIRED_METHODS = (
     "clear_runtime_states",
 )
 _Transfers = Sequence[tuple[int | None, bool]]
-"""For each tensor that torch has in mind: the stage at the other end, and whether a message carries it."""
-_INFERENCE_CLEANUP = (
-    "_post_metadata_inference_cleanup"  # releases without it leave no graph behind, so that buffers may change at once
-)
+"""For each tensor that torch lists: the stage at the other end, and whether it is sent in a message."""
+_INFERENCE_CLEANUP = "_post_metadata_inference_cleanup"
+"""A method that frees the graph of shape inference; releases of torch without it leave none."""
 
 
 @dataclass(frozen=True)
 class Direction:
-    """One direction of a boundary as one of its ends has it. No link: everything crosses as it is."""
+    """One direction of a boundary, at one of its ends. Without a link everything is sent uncompressed."""
 
     name: str
     link: Link | None
     stats: LinkStats
 
-    def is_compressible(self, x: Tensor) -> bool:
-        return self.link is not None and self.link.is_compressible(x)
+    def is_compressible(self, tensor: Tensor) -> bool:
+        return self.link is not None and self.link.is_compressible(tensor)
 
-    def count_uncompressed(self, x: Tensor) -> None:
-        """Note a tensor that crosses as it is."""
-        self.stats.add_message(x.numel() * x.element_size(), x.numel() * x.element_size())
+    def count_uncompressed(self, tensor: Tensor) -> None:
+        """Count a tensor that is sent or received uncompressed."""
+        self.stats.add_message(tensor.numel() * tensor.element_size(), tensor.numel() * tensor.element_size())
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """One boundary as the stage at one of its ends has it; `neighbour` is the index of the stage at the other one."""
+    """One boundary, at one of its ends.
+
+    Attributes:
+        neighbour: the index of the stage at the other end.
+    """
 
     neighbour: int
     forward: Direction
     backward: Direction
 
+    @property
+    def directions(self) -> tuple[Direction, Direction]:
+        return self.forward, self.backward
+
 
 @dataclass(frozen=True)
 class _PendingReceive:
-    """A message on its way in: where it lands, what it will be unpacked into, and where it stands.
+    """A message that is being received.
 
     Attributes:
-        work: to be waited for; None: the schedule does.
+        wire: the buffer of the message.
+        out: the tensor that it will be unpacked into.
+        work: to wait for; None if the schedule waits.
     """
 
     wire: Tensor
@@ -74,7 +83,7 @@ class _PendingReceive:
 
 
 class StageHost(Protocol):
-    """What a stage asks of the rank that it is on."""
+    """The interface of a rank to its stages."""
 
     def begin_step(self, stage: int) -> None:
         """Called at the start of a step, before its first message."""
@@ -83,42 +92,39 @@ class StageHost(Protocol):
         """Called at the end of a step, after the stage's last message."""
 
     def compresses(self, training: bool) -> bool:
-        """Whether a step compresses."""
+        """Whether a step is compressed, which is in training or an evaluation."""
 
     def sample_ids_for(self, stage: int, slot: int) -> Tensor | None:
-        """The ids of the samples of a micro-batch where this rank knows them without a message."""
+        """The sample ids of a micro-batch, if this rank knows them without a message."""
 
     def defer_error(self, error: PolicyError) -> None:
-        """Raise an error about values once no other rank waits for a message of this one."""
+        """Raise an error about values later, when no other rank waits for a message of this one."""
 
 
 class CompressedStage:
-    """A stage of torch.distributed.pipelining, its messages compressed.
+    """Compresses the messages of a stage of torch.distributed.pipelining.
 
-    torch builds the list of messages of a micro-batch in four methods and takes what came in two others; this instance
-    has them replaced. Schedules do not notice: the shapes, dtypes and gradients that they see are those of before.
+    torch builds the list of messages of a micro-batch in four methods and reads received tensors in two others, which
+    this class replaces on the instance. Schedules see the same shapes, dtypes and gradients as without compression.
 
-    On gloo a receive is posted here, before the sends that 1F1B fuses it with: otherwise what tells the other rank that
-    this one is ready goes behind what this one sends, and the two messages of an exchange cross one after the other.
-    Messages between two ranks are told apart by their order alone, so that this is done only where each rank has one
-    stage and all messages of a list are compressed: then the order of the lists is that of the sends, whatever the
-    schedule fuses. Elsewhere torch posts them; its schedules of several stages a rank do so at once in any case.
+    On gloo a receive is posted here, before the sends that 1F1B fuses it with: otherwise the notice that this rank is
+    ready is queued behind its sends, and the two messages of an exchange cross one after the other. Messages between
+    two ranks are matched by their order alone, so that this is done only where each rank has one stage and all messages
+    of a list are compressed: then the order of the lists is that of the sends, whatever the schedule fuses. Elsewhere
+    torch posts them; its schedules of several stages a rank do so at once in any case.
 
     Args:
-        stage: a `PipelineStage` or what the tracing frontend builds.
-        previous_boundary: the boundary to the stage before; None: it is the first.
-        next_boundary: the same for the stage after.
+        stage: a `PipelineStage`, or a stage built by the tracing frontend.
+        previous_boundary: the boundary to the previous stage; None for the first stage.
+        next_boundary: the boundary to the next stage; None for the last stage.
+        host: this rank.
     """
 
     def __init__(
         self, stage: Any, previous_boundary: Boundary | None, next_boundary: Boundary | None, host: StageHost
     ) -> None:
-        self.stage, self.previous_boundary, self.next_boundary, self._host = (
-            stage,
-            previous_boundary,
-            next_boundary,
-            host,
-        )
+        self.stage, self._host = stage, host
+        self.previous_boundary, self.next_boundary = previous_boundary, next_boundary
         self.index: int = stage.stage_index
         self._pending_receives: dict[tuple[str, int], list[_PendingReceive]] = {}
         self._sent_buffers: list[Tensor] = []
@@ -131,20 +137,20 @@ class CompressedStage:
 
     @property
     def boundaries(self) -> list[Boundary]:
-        return [side for side in (self.previous_boundary, self.next_boundary) if side is not None]
+        return [boundary for boundary in (self.previous_boundary, self.next_boundary) if boundary is not None]
 
     def sample_ids(self, slot: int) -> Tensor | None:
-        """The ids of the samples of a micro-batch; None: nobody said."""
-        told = self._host.sample_ids_for(self.index, slot)
-        return self._received_ids.get(slot) if told is None else told
+        """The sample ids of a micro-batch; None if they are unknown."""
+        ids = self._host.sample_ids_for(self.index, slot)
+        return self._received_ids.get(slot) if ids is None else ids
 
     def detach(self) -> None:
-        """Give the stage its own methods back."""
-        for name, own in self._original_methods.items():
-            if own is None:
+        """Restore the stage's own methods."""
+        for name, method in self._original_methods.items():
+            if method is None:
                 delattr(self.stage, name)
             else:
-                setattr(self.stage, name, own)
+                setattr(self.stage, name, method)
         self._original_methods.clear()
 
     def _attach(self) -> None:
@@ -160,22 +166,22 @@ class CompressedStage:
             "clear_runtime_states": self._start,
             "perform_reduce_grad" if hasattr(self.stage, "perform_reduce_grad") else "scale_grads": self._finish,
         }
-        for name, ours in replacements.items():
-            torchs = getattr(self.stage, name, None)
-            if torchs is not None:
+        for name, replacement in replacements.items():
+            original = getattr(self.stage, name, None)
+            if original is not None:
                 self._original_methods[name] = vars(self.stage).get(name)
-                setattr(self.stage, name, functools.partial(ours, torchs))
+                setattr(self.stage, name, functools.partial(replacement, original))
 
-    # What torch calls. `torchs` is its own method.
+    # Replacements of methods of torch, which are passed as `original`.
 
     def _start(self, original: Callable[[], None]) -> None:
         original()
         self._sent_buffers.clear()
         self._received_ids.clear()
         self._pending_receives.clear()
-        for way in (way for side in self.boundaries for way in (side.forward, side.backward)):
-            if way.link is not None:
-                way.link.forget_expected()
+        for direction in (direction for boundary in self.boundaries for direction in boundary.directions):
+            if direction.link is not None:
+                direction.link.forget_expected()
         self._host.begin_step(self.index)
 
     def _finish(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -186,10 +192,15 @@ class CompressedStage:
         ops = original(slot)
         if self.next_boundary is None:
             return ops
-        sent = [(to, index) for index, tos in self.stage.act_send_info.items() for to in tos if to is not None]
-        for op, (_, index) in zip(ops, sent, strict=True):
+        targets = [
+            (target, index)
+            for index, stages in self.stage.act_send_info.items()
+            for target in stages
+            if target is not None
+        ]
+        for op, (_, index) in zip(ops, targets, strict=True):
             self._check_output(op.tensor, index, slot)
-        return self._send(ops, slot, [(to, True) for to, _ in sent], self.next_boundary, backward=False)
+        return self._send(ops, slot, [(target, True) for target, _ in targets], self.next_boundary, backward=False)
 
     def _send_backward(self, original: Callable[[int], list[Any]], slot: int) -> list[Any]:
         grads = self.stage.bwd_cache.get(slot, ())
@@ -197,7 +208,8 @@ class CompressedStage:
         if self.previous_boundary is None or not ops:
             return ops
         slots = [
-            (to, to is not None and self._has_gradient(i, grads[i])) for i, to in enumerate(self.stage.grad_send_info)
+            (target, target is not None and self._has_gradient(i, grads[i]))
+            for i, target in enumerate(self.stage.grad_send_info)
         ]
         return self._send(ops, slot, slots, self.previous_boundary, backward=True)
 
@@ -213,9 +225,14 @@ class CompressedStage:
         ops = original(slot)
         if self.next_boundary is None or not ops:
             return ops
-        infos, sent = self.stage.grad_recv_info[slot], list(self.stage.act_send_info.values())
-        sent = sent if len(sent) == len(infos) else [to for to in sent if to]  # some releases list only what is sent
-        slots = [(to[0] if to else None, info.buffer is not None) for to, info in zip(sent, infos, strict=True)]
+        infos, targets = self.stage.grad_recv_info[slot], list(self.stage.act_send_info.values())
+        targets = (
+            targets if len(targets) == len(infos) else [target for target in targets if target]
+        )  # some releases list only what is sent
+        slots = [
+            (target[0] if target else None, info.buffer is not None)
+            for target, info in zip(targets, infos, strict=True)
+        ]
         return self._receive(ops, slot, slots, self.next_boundary, backward=True)
 
     def _consume_forward(self, original: Callable[[int], Any], slot: int) -> Any:
@@ -239,37 +256,37 @@ class CompressedStage:
         original()
         self._restore_buffers()
 
-    # What is done there.
-
     def _send(
         self, ops: list[Any], slot: int, transfers: _Transfers, boundary: Boundary, *, backward: bool
     ) -> list[Any]:
-        way = boundary.backward if backward else boundary.forward
-        for op, tensor in zip(ops, _tensor_numbers(transfers, boundary.neighbour, len(ops)), strict=True):
-            if tensor is None:
+        direction = boundary.backward if backward else boundary.forward
+        for op, index in zip(ops, _tensor_numbers(transfers, boundary.neighbour, len(ops)), strict=True):
+            if index is None:
                 continue
-            if way.link is None or not self._is_compressed(way, op.tensor):
-                way.count_uncompressed(op.tensor)
+            if direction.link is None or not self._is_compressed(direction, op.tensor):
+                direction.count_uncompressed(op.tensor)
                 continue
-            op.tensor = way.link.pack(op.tensor, self._message_context(boundary, slot, tensor, backward=backward))
+            op.tensor = direction.link.pack(op.tensor, self._message_context(boundary, slot, index, backward=backward))
             self._sent_buffers.append(op.tensor)  # a transport may read it until the step ends
-            self._defer_nonfinite(way.link.check)
+            self._defer_nonfinite(direction.link.check)
         return ops
 
     def _receive(
         self, ops: list[Any], slot: int, transfers: _Transfers, boundary: Boundary, *, backward: bool
     ) -> list[Any]:
-        way = boundary.backward if backward else boundary.forward
-        posted = self._pending_receives[way.name, slot] = []
-        for op, tensor in zip(ops, _tensor_numbers(transfers, boundary.neighbour, len(ops)), strict=True):
-            if tensor is None:
+        direction = boundary.backward if backward else boundary.forward
+        posted = self._pending_receives[direction.name, slot] = []
+        for op, index in zip(ops, _tensor_numbers(transfers, boundary.neighbour, len(ops)), strict=True):
+            if index is None:
                 continue
-            if way.link is None or not self._is_compressed(way, op.tensor):
-                way.count_uncompressed(op.tensor)
+            if direction.link is None or not self._is_compressed(direction, op.tensor):
+                direction.count_uncompressed(op.tensor)
                 continue
-            out, at = op.tensor.detach(), self._message_context(boundary, slot, tensor, backward=backward)
-            op.tensor = torch.empty(way.link.expect(out.shape, out.dtype, at), dtype=torch.uint8, device=out.device)
-            posted.append(_PendingReceive(op.tensor, out, at))
+            out, context = op.tensor.detach(), self._message_context(boundary, slot, index, backward=backward)
+            op.tensor = torch.empty(
+                direction.link.expect(out.shape, out.dtype, context), dtype=torch.uint8, device=out.device
+            )
+            posted.append(_PendingReceive(op.tensor, out, context))
         if not (
             self._is_one_stage_per_rank
             and len(posted) == len(ops)
@@ -277,21 +294,21 @@ class CompressedStage:
         ):
             return ops
         works = [dist.irecv(op.tensor, op.peer, op.group, op.tag) for op in ops]
-        posted[:] = [replace(one, work=work) for one, work in zip(posted, works, strict=True)]
+        posted[:] = [replace(receive, work=work) for receive, work in zip(posted, works, strict=True)]
         return []
 
     def _unpack(self, direction: Direction, slot: int) -> None:
-        for posted in self._pending_receives.pop((direction.name, slot), ()):
+        for receive in self._pending_receives.pop((direction.name, slot), ()):
             assert direction.link is not None
-            if posted.work is not None:
-                posted.work.wait()
-            self._defer_nonfinite(functools.partial(direction.link.unpack, posted.wire, posted.out, posted.context))
-            ids = direction.link.ids(posted.context)
+            if receive.work is not None:
+                receive.work.wait()
+            self._defer_nonfinite(functools.partial(direction.link.unpack, receive.wire, receive.out, receive.context))
+            ids = direction.link.ids(receive.context)
             if self._received_ids.get(slot) is None and ids is not None:
                 self._received_ids[slot] = ids
 
     def _defer_nonfinite(self, call: Callable[[], Any]) -> None:
-        """Values that are refused are no reason to leave others waiting: the step goes on to its end."""
+        """Call a function; defer errors about values that are not finite, so that other ranks do not wait in vain."""
         try:
             call()
         except PolicyError as error:
@@ -299,11 +316,11 @@ class CompressedStage:
                 raise
             self._host.defer_error(error)
 
-    def _is_compressed(self, direction: Direction, x: Tensor) -> bool:
-        return self._host.compresses(self.stage.has_backward) and direction.is_compressible(x)
+    def _is_compressed(self, direction: Direction, tensor: Tensor) -> bool:
+        return self._host.compresses(self.stage.has_backward) and direction.is_compressible(tensor)
 
     def _message_context(self, boundary: Boundary, slot: int, tensor: int, *, backward: bool) -> MessageContext:
-        at = MessageContext(slot, tensor, training=self.stage.has_backward, ids=self.sample_ids(slot))
+        context = MessageContext(slot, tensor, training=self.stage.has_backward, ids=self.sample_ids(slot))
         link = boundary.backward.link
         if (
             backward
@@ -311,36 +328,36 @@ class CompressedStage:
             and isinstance(link.compressor, SameIndices)
             and boundary.forward.link is not None
         ):
-            return replace(at, indices=boundary.forward.link.indices(at))
-        return at
+            return replace(context, indices=boundary.forward.link.indices(context))
+        return context
 
     def _has_gradient(self, index: int, grad: Tensor | None) -> bool:
-        """Whether torch sends a gradient for an input of this stage."""
+        """Whether torch sends a gradient for the input of this index."""
         meta = getattr(self.stage, "_get_grad_send_meta", None)
         return grad is not None if meta is None else meta(index) is not None
 
-    def _check_output(self, x: Tensor, index: int, slot: int) -> None:
-        """Refuse an output that the next stage has no buffer for: a longer message would end its process.
+    def _check_output(self, tensor: Tensor, index: int, slot: int) -> None:
+        """Check that the next stage has a buffer for an output: a longer message would end its process.
 
         Raises:
-            MismatchError: it is of another shape or dtype than what torch inferred or was told.
+            MismatchError: it has another shape or dtype than torch inferred or was given.
         """
         metas = self.stage._stage_meta.outputs if hasattr(self.stage, "_stage_meta") else self.stage.get_outputs_meta()
         meta = metas[index]
-        if (meta.shape, meta.dtype) != (x.shape, x.dtype):
+        if (meta.shape, meta.dtype) != (tensor.shape, tensor.dtype):
             where = f"stage {self.stage.stage_index}, micro-batch {slot}, output {index}"
-            found, expected = (
-                f"{tuple(x.shape)} of {x.dtype}",
+            problem, expected = (
+                f"{tuple(tensor.shape)} of {tensor.dtype}",
                 f"{tuple(meta.shape)} of {meta.dtype}, for which torch made",
             )
-            do = (
-                "make all micro-batches alike (drop or pad the last batch), or call Wire.new_shapes() on every rank "
+            advice = (
+                "make all micro-batches alike (drop or pad the last batch), or call reset_shapes() on every rank "
                 "before a step whose micro-batches have another shape"
             )
-            raise MismatchError(where, found=found, expected=f"{expected} the next stage's buffers", do=do)
+            raise MismatchError(where, found=problem, expected=f"{expected} the next stage's buffers", do=advice)
 
     def _save_buffers(self) -> None:
-        """Inference runs the module on memory that holds anything, in training mode: its statistics become that."""
+        """Save the module's buffers: shape inference runs it in training mode on uninitialised memory."""
         self._module_buffers = [
             (module._buffers, name, buffer, buffer.detach().clone())
             for module in self.stage.submod.modules()
@@ -350,36 +367,41 @@ class CompressedStage:
 
     def _restore_buffers(self) -> None:
         with torch.no_grad():
-            for owner, name, buffer, was in self._module_buffers:
-                owner[name] = buffer.copy_(was)
+            for owner, name, buffer, saved in self._module_buffers:
+                owner[name] = buffer.copy_(saved)
         self._module_buffers = []
 
 
 def check_stage_api(stage: Any) -> None:
-    """Never silently compress nothing.
+    """Check that a stage has the methods to replace, so that compression is never silently left out.
 
     Raises:
-        PolicyError: the stage lacks a method that would be replaced.
+        PolicyError: a method is missing.
     """
     missing = [name for name in _REQUIRED_METHODS if not callable(getattr(stage, name, None))]
     if missing:
-        found = f"{type(stage).__name__} of torch {torch.__version__} has no {', '.join(missing)}"
-        raise PolicyError("compress_pipeline", found=found, expected="a stage of torch 2.6 or newer")
+        problem = f"{type(stage).__name__} of torch {torch.__version__} has no {', '.join(missing)}"
+        raise PolicyError("compress_pipeline", found=problem, expected="a stage of torch 2.6 or newer")
 
 
 def _tensor_numbers(transfers: _Transfers, neighbour: int, count: int) -> list[int | None]:
-    """For each message of a list, which of the tensors of the boundary to `neighbour` it is; None: of none of them.
+    """For each message of a list, the index of its tensor among those of the boundary to `neighbour`, or None.
 
     Args:
-        count: how many messages there are.
+        transfers: for each tensor that torch lists.
+        neighbour: the index of the stage at the other end of the boundary.
+        count: the number of messages.
+
+    Raises:
+        PolicyError: the messages are not those of the transfers.
     """
     tensors: list[int | None] = []
     number = 0
-    for stage, moves in transfers:
-        if moves:
+    for stage, is_sent in transfers:
+        if is_sent:
             tensors.append(number if stage == neighbour else None)
         number += stage == neighbour
     if len(tensors) != count:
-        found = f"torch {torch.__version__} makes {count} messages of {len(tensors)} tensors"
-        raise PolicyError("compress_pipeline", found=found, do="report this; another release of torch may do")
+        problem = f"torch {torch.__version__} makes {count} messages of {len(tensors)} tensors"
+        raise PolicyError("compress_pipeline", found=problem, do="report this; another release of torch may do")
     return tensors

@@ -1,1 +1,1 @@
-"""Choosing a compressor: a cost model of steps and links, recommendations, and bits shared out over boundaries."""
+"""Choice of a compressor: a cost model of training steps, recommendations, and bit allocation over boundaries."""

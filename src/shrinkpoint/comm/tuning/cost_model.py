@@ -1,4 +1,4 @@
-"""From what messages cost to how long a step takes on a link, and to what should be sent. Nothing here is measured."""
+"""A cost model: from the costs of messages to the seconds of a step on a link, and to a recommendation."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Literal, get_args
 from shrinkpoint import validate
 
 Parallelism = Literal["pipeline", "ddp"]
-"""What crosses the link: activations and their gradients between stages; gradients that are averaged over ranks."""
+"""What is sent: activations and their gradients between stages, or gradients that are averaged over ranks."""
 Schedule = Literal["1F1B", "GPipe"]
 NO_COMPRESSION = "off"
 MIN_GAIN = 0.05
-"""What counts as a gain: the forecast itself was seen to be off by so much."""
+"""The relative gain from which a candidate is preferred: measured errors of the model were of this size."""
 
 
 @dataclass(frozen=True)
 class MessageCost:
-    """One message.
+    """The cost of one message.
 
     Attributes:
         raw, wire: bytes of the tensor, and of the message.
         encode, decode: seconds.
-        error: Euclidean norm of what is lost, over that of the tensor.
+        error: Euclidean norm of the error, over that of the tensor.
     """
 
     raw: int
@@ -36,7 +36,7 @@ class MessageCost:
 
 @dataclass(frozen=True)
 class CandidateCost:
-    """What might be sent: of a pipeline an activation and its gradient, of ddp all gradients (twice the same)."""
+    """The cost of a candidate: in a pipeline of an activation and its gradient, in ddp of all gradients, twice."""
 
     name: str
     forward: MessageCost
@@ -49,21 +49,21 @@ class CandidateCost:
 
 @dataclass(frozen=True)
 class Workload:
-    """A training step without its operators.
+    """A training step without its compressors.
 
     Attributes:
-        mbps: millions of bits that a rank's link carries a second, in each direction.
-        compute: seconds that a step takes where nothing need be sent, waiting for other stages included.
-        world_size: stages of a pipeline, or ranks.
+        mbps: rate of a rank's link in each direction, in Mbit/s.
+        compute: seconds of a step without communication, waiting for other stages included.
+        world_size: the number of stages of a pipeline, or of ranks.
         micro_batches: of a step; each crosses every boundary once in each direction.
-        overlap: whether sending goes on while the rank computes and encodes. Schedules of torch's pipelines mostly wait
-            for what they send, and encoded gradients are sent when they are complete. What torch itself averages is
+        overlap: whether a rank sends while it computes and encodes. Schedules of torch's pipelines mostly wait for
+            their messages, and compressed gradients are sent when they are complete. torch's own averaging is
             overlapped in any case.
         schedule: "1F1B": neighbours exchange an activation and a gradient, and then compute; "GPipe": all activations
-            go first. Others are between the two.
-        duplex: whether both messages of an exchange cross at the same time where they are not encoded. On gloo one
-            waits for the other: what says that a rank is ready to receive goes behind what it sends. Encoded messages
-            always do.
+            are sent first. Others are between the two.
+        duplex: whether both messages of an exchange cross at the same time if they are uncompressed. On gloo one waits
+            for the other: the notice that a rank is ready to receive is queued behind its sends. Compressed messages
+            always cross at the same time.
     """
 
     parallelism: Parallelism
@@ -76,59 +76,59 @@ class Workload:
     duplex: bool = False
 
     def __post_init__(self) -> None:
-        validate.check_choice("advise, kind", self.parallelism, get_args(Parallelism))
+        validate.check_choice("recommend, parallelism", self.parallelism, get_args(Parallelism))
         validate.check_float(
-            "advise, mbps", self.mbps, do="give the rate of a rank's link, in millions of bits a second"
+            "recommend, mbps", self.mbps, do="give the rate of a rank's link, in millions of bits a second"
         )
-        validate.check_float("advise, compute", self.compute, exclusive=False, do="give the seconds of a step")
-        validate.check_int("advise, world", self.world_size, minimum=2, do="give two ranks or more")
-        validate.check_int("advise, micro_batches", self.micro_batches)
-        validate.check_choice("advise, schedule", self.schedule, get_args(Schedule))
+        validate.check_float("recommend, compute", self.compute, exclusive=False, do="give the seconds of a step")
+        validate.check_int("recommend, world_size", self.world_size, minimum=2, do="give two ranks or more")
+        validate.check_int("recommend, micro_batches", self.micro_batches)
+        validate.check_choice("recommend, schedule", self.schedule, get_args(Schedule))
         for name in ("overlap", "duplex"):
-            validate.check_bool(f"advise, {name}", getattr(self, name))
+            validate.check_bool(f"recommend, {name}", getattr(self, name))
 
     def nbytes(self, forward: float, backward: float) -> float:
-        """Bytes of a step, from those of one message of each direction: of a pipeline what crosses one boundary, of ddp
-        what each rank sends: twice a part (world - 1) / world."""
+        """Bytes of a step, from those of one message of each direction: in a pipeline over one boundary, in ddp from
+        each rank, which sends twice a fraction (world_size - 1) / world_size."""
         if self.parallelism == "pipeline":
             return self.micro_batches * (forward + backward)
         return 2 * forward * (self.world_size - 1) / self.world_size
 
     def transfer_seconds(self, forward: float, backward: float, *, is_encoded: bool = False) -> float:
-        """Seconds of a step in which something crosses, from the bytes of one message of each direction.
+        """Seconds of a step spent on transfers, from the bytes of one message of each direction.
 
-        In a pipeline the first micro-batch goes all the way and back, and each further one follows at an interval: that
-        of a middle stage, if there is one, which exchanges with both its neighbours in turn.
+        In a pipeline the first micro-batch crosses all boundaries in both directions, and each further one follows at
+        the interval of a middle stage, if there is one, which exchanges with one neighbour after the other.
         """
         if self.parallelism == "ddp":
             return 8 * self.nbytes(forward, backward) / (self.mbps * 1e6)
-        both, interval = forward + backward, forward + backward
+        round_trip, interval = forward + backward, forward + backward
         if self.schedule == "1F1B":
-            at_once = is_encoded or self.duplex
-            interval = (max(forward, backward) if at_once else both) * min(self.world_size - 1, 2)
-        return 8 * ((self.world_size - 1) * both + (self.micro_batches - 1) * interval) / (self.mbps * 1e6)
+            is_duplex = is_encoded or self.duplex
+            interval = (max(forward, backward) if is_duplex else round_trip) * min(self.world_size - 1, 2)
+        return 8 * ((self.world_size - 1) * round_trip + (self.micro_batches - 1) * interval) / (self.mbps * 1e6)
 
     def codec_seconds(self, candidate: CandidateCost) -> float:
-        """Seconds of a step in which a rank encodes or decodes while others wait."""
-        there, back = candidate.pair
-        if self.parallelism == "ddp":  # the others' shards out and theirs in, the own sum out, all sums in
-            return there.encode + there.decode * (2 - 1 / self.world_size)
-        first, last = there.encode + back.decode, there.decode + back.encode
-        interval = max(first, last) if self.world_size == 2 else first + last
-        return (self.world_size - 1) * (first + last) + (self.micro_batches - 1) * interval
+        """Seconds of a step spent on encoding and decoding while others wait."""
+        forward, backward = candidate.pair
+        if self.parallelism == "ddp":  # one encode of each hop; decodes of others' shards, then of all sums
+            return forward.encode + forward.decode * (2 - 1 / self.world_size)
+        first_stage, last_stage = forward.encode + backward.decode, forward.decode + backward.encode
+        interval = max(first_stage, last_stage) if self.world_size == 2 else first_stage + last_stage
+        return (self.world_size - 1) * (first_stage + last_stage) + (self.micro_batches - 1) * interval
 
     def uncompressed_seconds(self, forward: int, backward: int) -> float:
-        """Seconds of a step that sends everything as it is, from the bytes of one message of each direction."""
+        """Seconds of a step without compression, from the bytes of one message of each direction."""
         return self._overlapped_seconds(
             self.compute, self.transfer_seconds(forward, backward), self.overlap or self.parallelism == "ddp"
         )
 
     def step_seconds(self, candidate: CandidateCost) -> float:
-        """Of a step that encodes."""
-        there, back = candidate.pair
+        """Seconds of a step with compression."""
+        forward, backward = candidate.pair
         work = self.compute + self.codec_seconds(candidate)
         return self._overlapped_seconds(
-            work, self.transfer_seconds(there.wire, back.wire, is_encoded=True), self.overlap
+            work, self.transfer_seconds(forward.wire, backward.wire, is_encoded=True), self.overlap
         )
 
     @staticmethod
@@ -136,30 +136,31 @@ class Workload:
         return max(work, wire) if overlap else work + wire
 
     def break_even(self, candidate: CandidateCost) -> float:
-        """Mbit/s of the link at which messages take as long encoded as they are; below that they arrive sooner.
+        """The rate in Mbit/s below which compressed messages arrive sooner than uncompressed ones.
 
         For one direction with speeds `enc` and `dec` of raw bytes and the ratio r, (1 - 1/r) / (1/enc + 1/dec).
         """
-        saved = self.nbytes(*(one.raw - one.wire for one in candidate.pair))
-        each = self.micro_batches * sum(one.encode + one.decode for one in candidate.pair)
-        spent = self.codec_seconds(candidate) if self.parallelism == "ddp" else each
-        if saved <= 0:
+        saved_bytes = self.nbytes(*(cost.raw - cost.wire for cost in candidate.pair))
+        pipeline_seconds = self.micro_batches * sum(cost.encode + cost.decode for cost in candidate.pair)
+        seconds = self.codec_seconds(candidate) if self.parallelism == "ddp" else pipeline_seconds
+        if saved_bytes <= 0:
             return 0.0
-        return 8 * saved / spent / 1e6 if spent else math.inf
+        return 8 * saved_bytes / seconds / 1e6 if seconds else math.inf
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One candidate.
+    """The predicted step of one candidate.
 
     Attributes:
-        nbytes: of a step; of a pipeline over one boundary, of ddp from each rank.
-        ratio: by how much fewer that is than without.
-        error: the larger one of both directions.
-        codec: seconds of a step in which a rank encodes or decodes.
-        seconds: what a step is predicted to take.
-        gain: the step without, over this one.
-        break_even: Mbit/s below which it pays where nothing is overlapped.
+        name: the spec of the candidate.
+        nbytes: bytes of a step; in a pipeline over one boundary, in ddp from each rank.
+        ratio: bytes without compression over `nbytes`.
+        error: the larger relative error of both directions.
+        codec: seconds of a step spent on encoding and decoding.
+        seconds: of a step.
+        gain: seconds without compression over `seconds`.
+        break_even: rate in Mbit/s below which it pays without overlap.
     """
 
     name: str
@@ -174,11 +175,13 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to send, and why. Printing it gives a table.
+    """The result of `recommend`, which prints as a table.
 
     Attributes:
-        best: the spec of an operator, of a pair of them ("there / back"), or "off".
-        estimates: the fastest first, "off" among them.
+        best: the spec of a compressor, of a pair of them ("forward / backward"), or "off".
+        estimates: of all candidates and of "off", the fastest first.
+        workload: that the estimates are for.
+        description: of the tensors.
     """
 
     best: str
@@ -187,10 +190,10 @@ class Recommendation:
     description: str = ""
 
     def estimate(self, name: str) -> Estimate:
-        """What is known of a candidate.
+        """The estimate of a candidate.
 
         Raises:
-            KeyError: it is not one.
+            KeyError: there is no candidate of this name.
         """
         return {row.name: row for row in self.estimates}[name]
 
@@ -199,8 +202,8 @@ class Recommendation:
         return self.best != NO_COMPRESSION
 
     def table(self) -> str:
-        """Aligned text: a head, and a line for each row."""
-        head = ("operator", "MB a step", "ratio", "error", "codec s", "step s", "gain", "pays below Mbit/s")
+        """The estimates as an aligned text table with a header."""
+        head = ("compressor", "MB a step", "ratio", "error", "codec s", "step s", "gain", "pays below Mbit/s")
         cells = [head, *(_format_cells(row) for row in self.estimates)]
         widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
         lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in cells]
@@ -210,15 +213,15 @@ class Recommendation:
         return "\n".join(line for line in (self._headline(), self.table(), self._verdict()) if line)
 
     def _headline(self) -> str:
-        load = self.workload
+        workload = self.workload
         parts = [
             self.description,
-            load.parallelism,
-            f"{load.world_size} {'stages' if load.parallelism == 'pipeline' else 'ranks'}",
+            workload.parallelism,
+            f"{workload.world_size} {'stages' if workload.parallelism == 'pipeline' else 'ranks'}",
         ]
-        if load.parallelism == "pipeline":
-            parts.append(f"{load.micro_batches} micro-batches")
-        parts += [f"{load.mbps:g} Mbit/s", f"{load.compute:.4g} s of computing"]
+        if workload.parallelism == "pipeline":
+            parts.append(f"{workload.micro_batches} micro-batches")
+        parts += [f"{workload.mbps:g} Mbit/s", f"{workload.compute:.4g} s of computing"]
         return ", ".join(part for part in parts if part)
 
     def _verdict(self) -> str:
@@ -237,15 +240,16 @@ def rank_candidates(
     max_error: float | None = None,
     description: str = "",
 ) -> Recommendation:
-    """What to send.
+    """Predict the step of each candidate, and recommend one of them or "off".
 
-    A later candidate is chosen over an earlier one, and the first over nothing, only where it makes the step 5 %
-    faster: what is merely smaller never wins.
+    A later candidate is recommended instead of an earlier one, and the first instead of "off", only if it makes the
+    step 5 % faster: fewer bytes alone do not count.
 
     Args:
-        candidates: the most careful first.
-        uncompressed: bytes of one message of each direction as they are.
-        max_error: a candidate that loses more, or whose loss is not a number, is listed and never chosen.
+        candidates: the most accurate first.
+        uncompressed: bytes of one uncompressed message of each direction.
+        max_error: a candidate with a larger error, or nan, is listed and never recommended.
+        description: of the tensors.
     """
     off = Estimate(
         NO_COMPRESSION,
@@ -257,7 +261,7 @@ def rank_candidates(
         1.0,
         math.inf,
     )
-    rows = [_make_estimate(workload, one, off) for one in candidates]
+    rows = [_make_estimate(workload, candidate, off) for candidate in candidates]
     best = off
     for row in rows:
         allowed = max_error is None or row.error <= max_error
