@@ -62,18 +62,18 @@ def test_steps_that_are_not_finite_do_not_count_and_a_window_of_them_is_critical
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=12), st.integers(1, 4), st.data())
 def test_a_restored_state_decides_as_the_one_that_was_saved(squares, every, data):
     at = data.draw(st.integers(0, len(squares)))
-    one, other = (Accordion("q2", "q8", interval=every) for _ in range(2))
+    report, other = (Accordion("q2", "q8", interval=every) for _ in range(2))
     for square in squares[:at]:
-        one.set_lr(square)
-        one.observe(square, list)
-    other.load_state_dict(one.state_dict())
+        report.set_lr(square)
+        report.observe(square, list)
+    other.load_state_dict(report.state_dict())
     for square in squares[at:]:
-        one.set_lr(square), other.set_lr(square)
-        assert one.observe(square, list) == other.observe(square, list)
-        assert one.compressor == other.compressor
+        report.set_lr(square), other.set_lr(square)
+        assert report.observe(square, list) == other.observe(square, list)
+        assert report.compressor == other.compressor
 
 
-def test_nonsense_is_refused():
+def test_invalid_arguments_are_refused():
     for arguments in ({"threshold": 0.0}, {"threshold": math.nan}, {"interval": 0}):
         with pytest.raises(PolicyError):
             Accordion("q2", "q8", **arguments)
@@ -158,9 +158,9 @@ def test_all_ranks_switch_at_the_same_step_and_send_less_while_the_gradient_is_q
 
 
 @pytest.mark.parametrize("kind", ["replicas", "shards"])
-def test_a_restored_run_goes_on_in_the_same_regime(reports, kind):
-    assert all(one[f"restored {kind}"] == [one[kind]] * 2 for one in reports)
+def test_a_restored_run_continues_in_the_same_regime(reports, kind):
+    assert all(report[f"restored {kind}"] == [report[kind]] * 2 for report in reports)
 
 
 def test_ranks_with_other_thresholds_or_a_compressor_that_cannot_be_used_are_an_error(reports):
-    assert all((one["unlike"][0], one["bad"][0]) == ("MismatchError", "PolicyError") for one in reports)
+    assert all((report["unlike"][0], report["bad"][0]) == ("MismatchError", "PolicyError") for report in reports)

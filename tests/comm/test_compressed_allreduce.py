@@ -136,19 +136,19 @@ def reports(tmp_path_factory):
 
 def test_every_rank_holds_the_same_bits_and_what_one_process_computes(reports):
     assert reports[0]["wrong"] == []
-    assert all(one["digests"] == reports[0]["digests"] for one in reports)
+    assert all(report["digests"] == reports[0]["digests"] for report in reports)
 
 
 def test_noise_is_another_in_each_message_and_averages_out(reports):
-    assert all((one["noise"], one["random"]) == (reports[0]["noise"], reports[0]["random"]) for one in reports)
+    assert all((report["noise"], report["random"]) == (reports[0]["noise"], reports[0]["random"]) for report in reports)
     assert len(set(reports[0]["noise"])) == 40
     once, often = reports[0]["noise_error"]
     assert often < once / 4
 
 
 def test_what_is_not_finite_on_one_rank_reaches_all_and_is_then_forgotten(reports):
-    assert all(one["lost"] == [] for one in reports)
-    assert all(all(one["finite"]) for one in reports)
+    assert all(report["lost"] == [] for report in reports)
+    assert all(all(report["finite"]) for report in reports)
 
 
 def test_feedback_sends_later_what_a_message_lost(reports):
@@ -160,33 +160,33 @@ def test_feedback_sends_later_what_a_message_lost(reports):
 
 
 @pytest.mark.parametrize("spec", ["ef(q2:64:dither)", "ef21(q2:64)"])
-def test_a_restored_state_goes_on_as_the_one_that_was_saved(reports, spec):
-    assert all(one[f"restored {spec}"] for one in reports)
-    assert all(one["foreign"][0] == "MismatchError" for one in reports)
+def test_a_restored_state_continues_as_the_saved_one(reports, spec):
+    assert all(report[f"restored {spec}"] for report in reports)
+    assert all(report["foreign"][0] == "MismatchError" for report in reports)
 
 
 @pytest.mark.parametrize("spec", ["ef(q2:64:dither)", "ef21(q2:64)"])
 def test_another_layout_begins_anew_and_the_old_one_is_forgotten(reports, spec):
-    assert all(one[f"anew {spec}"] for one in reports)
-    assert all(one[f"kept {spec}"] == ["b"] for one in reports)
+    assert all(report[f"anew {spec}"] for report in reports)
+    assert all(report[f"kept {spec}"] == ["b"] for report in reports)
 
 
 def test_groups_may_be_any_and_one_rank_alone_sends_nothing(reports):
     assert reports[0]["pair"] == reports[2]["pair"] == [1.0, True, 1.0]
-    assert all((one["single"], one["empty"]) == ([True, 0], 0) for one in reports)
+    assert all((report["single"], report["empty"]) == ([True, 0], 0) for report in reports)
 
 
-def test_the_ledger_counts_what_each_rank_hands_to_the_others(reports):
+def test_link_stats_count_what_each_rank_sends_to_the_others(reports):
     share = 64 * 10
     raw, wire = 2 * share * 4, 2 * 368  # 4 bits a value and 4 bytes a group are 360; messages are multiples of 16
     expected = {"first hop": [2, raw, wire], "second hop": [1, raw, wire]}
-    assert all(one["bytes"] == expected for one in reports)
+    assert all(report["bytes"] == expected for report in reports)
 
 
-@pytest.mark.parametrize("how", ["same", "aq(q2:64)", "ef(same:bf16)", "q9", "nonsense"])
-def test_what_averages_cannot_be_sent_with_is_refused(how):
+@pytest.mark.parametrize("spec", ["same", "aq(q2:64)", "ef(same:bf16)", "q9", "nonsense"])
+def test_what_averages_cannot_be_sent_with_is_refused(spec):
     with pytest.raises(PolicyError):
-        as_feedback(how)
+        as_feedback(spec)
 
 
 def test_none_is_the_bytes_as_they_are():

@@ -156,27 +156,27 @@ def short(tmp_path_factory):
     return ranks(START + SHORT, 2, tmp_path_factory.mktemp("short"))
 
 
-@pytest.mark.parametrize("how", ["q4:64", "ef(q3:32:dither)"])
-def test_replicas_are_equal_to_the_last_bit_after_100_steps(long, how):
-    assert all(one[how][0] == long[0][how][0] for one in long)
-    assert all(one[how][3] for one in long)
+@pytest.mark.parametrize("spec", ["q4:64", "ef(q3:32:dither)"])
+def test_replicas_are_equal_to_the_last_bit_after_100_steps(long, spec):
+    assert all(report[spec][0] == long[0][spec][0] for report in long)
+    assert all(report[spec][3] for report in long)
     assert long[0]["buckets"] > 2
 
 
-@pytest.mark.parametrize("how", ["q4:64", "ef(q3:32:dither)"])
-def test_replicas_learn_as_without_compression(long, how):
-    mean, plain = (sum(one[key][1] for one in long) / 3 for key in (how, "None"))
+@pytest.mark.parametrize("spec", ["q4:64", "ef(q3:32:dither)"])
+def test_replicas_learn_as_without_compression(long, spec):
+    mean, plain = (sum(report[key][1] for report in long) / 3 for key in (spec, "None"))
     assert plain < long[0]["None"][2] / 2
     assert mean < plain + 0.1
 
 
 def test_exact_messages_give_what_torch_gives(short):
-    assert all(one["exact"] == one["small"] == short[0]["own"] for one in short)
+    assert all(report["exact"] == report["small"] == short[0]["own"] for report in short)
 
 
 def test_ranks_set_up_otherwise_are_an_error_on_all(short):
-    for one in short:
-        assert [kind for kind, _ in one["differ"]] == ["MismatchError"] * 3
+    for report in short:
+        assert [kind for kind, _ in report["differ"]] == ["MismatchError"] * 3
     assert "q8:64" in short[0]["differ"][0][1]
     kind, text = short[0]["absent"]
     assert kind == "MismatchError"
@@ -184,21 +184,21 @@ def test_ranks_set_up_otherwise_are_an_error_on_all(short):
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks_or_is_an_error_on_all(short):
-    assert all(one["skipped"] == [True, 2.0] for one in short)
-    assert all(one["raised"][0] == "PolicyError" for one in short)
+    assert all(report["skipped"] == [True, 2.0] for report in short)
+    assert all(report["raised"][0] == "PolicyError" for report in short)
 
 
-@pytest.mark.parametrize("how", ["ef(q2:32)", "ef21(q2:32)"])
-def test_restored_replicas_go_on_as_if_nothing_had_happened(short, how):
-    assert all(one[how] == one[f"whole {how}"] == short[0][how] for one in short)
+@pytest.mark.parametrize("spec", ["ef(q2:32)", "ef21(q2:32)"])
+def test_restored_replicas_continue_as_the_uninterrupted_ones(short, spec):
+    assert all(report[spec] == report[f"whole {spec}"] == short[0][spec] for report in short)
 
 
 def test_a_state_of_another_set_up_or_of_another_step_is_an_error(short):
-    assert all(one["foreign"][0] == one["apart"][0] == "MismatchError" for one in short)
+    assert all(report["foreign"][0] == report["apart"][0] == "MismatchError" for report in short)
 
 
 def test_what_cannot_be_compressed_is_refused(short):
-    assert all([kind for kind, _ in one["refused"]] == ["PolicyError"] * 5 for one in short)
+    assert all([kind for kind, _ in report["refused"]] == ["PolicyError"] * 5 for report in short)
     with pytest.raises(PolicyError, match="DistributedDataParallel"):
         compress_ddp(torch.nn.Linear(2, 2))
 
@@ -209,7 +209,7 @@ def test_ranks_whose_data_ends_sooner_do_not_hold_up_the_others(short):
 
 def test_groups_may_be_any_and_one_rank_alone_sends_nothing(long):
     assert long[0]["ends"] == long[2]["ends"]
-    assert all(one["single"] == [True, 0] for one in long)
+    assert all(report["single"] == [True, 0] for report in long)
 
 
 @pytest.mark.gpu

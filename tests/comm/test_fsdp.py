@@ -206,61 +206,61 @@ def replicated(tmp_path_factory):
 
 @pytest.mark.parametrize("what", ["plain", "parts", "bf16", "kept"])
 def test_exact_messages_give_what_torch_gives(reports, what):
-    assert all(one[what] for one in reports)
+    assert all(report[what] for report in reports)
 
 
 def test_averages_sums_and_factors_are_what_was_asked_for(reports):
-    assert all(one["reduced"] == [True] * 4 for one in reports)
+    assert all(report["reduced"] == [True] * 4 for report in reports)
 
 
-@pytest.mark.parametrize("how", ["q4:64", "ef(q3:64)"])
-def test_all_ranks_compute_with_the_same_weights_and_learn_as_without_compression(reports, how):
-    assert reports[0][f"weights {how}"] == reports[1][f"weights {how}"]
-    mean, plain = (sum(one[f"loss {key}"] for one in reports) / 2 for key in (how, None))
+@pytest.mark.parametrize("spec", ["q4:64", "ef(q3:64)"])
+def test_all_ranks_compute_with_the_same_weights_and_learn_as_without_compression(reports, spec):
+    assert reports[0][f"weights {spec}"] == reports[1][f"weights {spec}"]
+    mean, plain = (sum(report[f"loss {key}"] for report in reports) / 2 for key in (spec, None))
     assert mean < 1.15 * plain
-    gathered, scattered = reports[0][f"bytes {how}"]
+    gathered, scattered = reports[0][f"bytes {spec}"]
     assert gathered > 3.5
     assert scattered > 6
 
 
 def test_weights_of_several_dtypes_and_small_ones_cross_as_they_are(reports):
-    assert all((one["mixed"], one["small"]) == ([True, 0], [True, True]) for one in reports)
+    assert all((report["mixed"], report["small"]) == ([True, 0], [True, True]) for report in reports)
 
 
 def test_work_that_is_waited_for_later_gives_the_same_weights(reports):
-    assert all(one["async"] for one in reports)
+    assert all(report["async"] for report in reports)
 
 
 def test_torch_gets_its_own_communication_back(reports):
-    assert all(one["detached"] == [True, True, True] for one in reports)
+    assert all(report["detached"] == [True, True, True] for report in reports)
 
 
 def test_ranks_set_up_otherwise_are_an_error_on_all(reports):
-    for one in reports:
-        assert [kind for kind, _ in one["unlike"]] == ["MismatchError"] * 2
+    for report in reports:
+        assert [kind for kind, _ in report["unlike"]] == ["MismatchError"] * 2
     assert "q8" in reports[0]["unlike"][0][1]
 
 
 def test_gradients_that_are_not_finite_stay_so_or_are_an_error_on_all(reports):
-    assert all((one["passed"][0], one["raised"][0]) == ("none", "PolicyError") for one in reports)
-    assert all(one["finite"] == [False] * 6 for one in reports)
+    assert all((report["passed"][0], report["raised"][0]) == ("none", "PolicyError") for report in reports)
+    assert all(report["finite"] == [False] * 6 for report in reports)
 
 
-@pytest.mark.parametrize("how", ["ef(q2:32:dither)", "ef21(q2:32)"])
-def test_a_restored_run_goes_on_as_if_nothing_had_happened(reports, how):
-    assert all(one[how] for one in reports)
-    assert all(one["foreign"][0] == "MismatchError" for one in reports)
+@pytest.mark.parametrize("spec", ["ef(q2:32:dither)", "ef21(q2:32)"])
+def test_a_restored_run_continues_as_the_uninterrupted_one(reports, spec):
+    assert all(report[spec] for report in reports)
+    assert all(report["foreign"][0] == "MismatchError" for report in reports)
 
 
 def test_what_cannot_be_compressed_is_refused(reports):
-    assert all([kind for kind, _ in one["refused"]] == ["PolicyError"] * 5 for one in reports)
+    assert all([kind for kind, _ in report["refused"]] == ["PolicyError"] * 5 for report in reports)
     with pytest.raises(PolicyError, match="fully_shard"):
         compress_fsdp(torch.nn.Linear(2, 2))
 
 
 def test_replicated_shards_stay_equal(replicated):
-    assert all(one["bits"] == replicated[0]["bits"] for one in replicated)
-    own, exact, lossy = (sum(one["losses"][index] for one in replicated) for index in range(3))
+    assert all(report["bits"] == replicated[0]["bits"] for report in replicated)
+    own, exact, lossy = (sum(report["losses"][index] for report in replicated) for index in range(3))
     assert exact == pytest.approx(own, rel=1e-5)
     assert lossy < 1.1 * own
-    assert all(one["messages"] == 30 for one in replicated)
+    assert all(report["messages"] == 30 for report in replicated)

@@ -16,13 +16,13 @@ from shrinkpoint.comm.compressors.base import CompressorContext
 from shrinkpoint.errors import MismatchError, PolicyError
 
 
-@pytest.mark.parametrize("how", [*STATELESS, *STATEFUL])
-def test_both_ends_hold_the_same_reference(how):
+@pytest.mark.parametrize("spec", [*STATELESS, *STATEFUL])
+def test_both_ends_hold_the_same_reference(spec):
     """What the sender believes the other end to have is what it has: its own account of the loss is exact."""
-    sender, receiver = ends(how, sample_every=1)
+    sender, receiver = ends(spec, sample_every=1)
     lost = []
-    for x, at in batches(200 if how in STATEFUL else 40):
-        out = cross(sender, receiver, x, at)
+    for x, context in batches(200 if spec in STATEFUL else 40):
+        out = cross(sender, receiver, x, context)
         assert sender.fingerprint() == receiver.fingerprint()
         assert out.isfinite().all()
         lost.append(float(torch.linalg.vector_norm(x - out) / torch.linalg.vector_norm(x)))
@@ -32,22 +32,22 @@ def test_both_ends_hold_the_same_reference(how):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("how", ["q4:64", "top10", *STATEFUL])
-def test_every_dtype_crosses(how, dtype):
-    sender, receiver = ends(how, sample_every=1)
-    for x, at in batches(12, dtype=dtype):
+@pytest.mark.parametrize("spec", ["q4:64", "top10", *STATEFUL])
+def test_every_dtype_crosses(spec, dtype):
+    sender, receiver = ends(spec, sample_every=1)
+    for x, context in batches(12, dtype=dtype):
         kept = x.clone()
-        out = cross(sender, receiver, x, at)
+        out = cross(sender, receiver, x, context)
         assert out.dtype == dtype and out.isfinite().all() and same(x, kept)
     assert sender.fingerprint() == receiver.fingerprint()
 
 
-@pytest.mark.parametrize("how", ["q4:64", "ef(q4:64)", "ef21(top10)", "efmixed(top20)"])
+@pytest.mark.parametrize("spec", ["q4:64", "ef(q4:64)", "ef21(top10)", "efmixed(top20)"])
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 1, 5), (2, 3, 4, 4)])
-def test_every_shape_and_stride_crosses(how, shape):
-    sender, receiver = ends(how)
+def test_every_shape_and_stride_crosses(spec, shape):
+    sender, receiver = ends(spec)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    other, twin = ends(how)
+    other, twin = ends(spec)
     for _ in range(3):
         out = cross(sender, receiver, x)
         turned = x.mT.contiguous().mT if x.dim() > 1 else x
@@ -93,58 +93,58 @@ def test_links_of_other_names_have_other_noise():
     assert not torch.equal(a, b) and torch.equal(a, Link("q2:64:dither").pack(x))
 
 
-@pytest.mark.parametrize("how", [*STATELESS, *STATEFUL])
-def test_evaluation_changes_no_state_and_uses_the_compressor_alone(how):
-    sender, receiver = ends(how)
-    for x, at in batches(7):
-        cross(sender, receiver, x, at)
+@pytest.mark.parametrize("spec", [*STATELESS, *STATEFUL])
+def test_evaluation_changes_no_state_and_uses_the_compressor_alone(spec):
+    sender, receiver = ends(spec)
+    for x, context in batches(7):
+        cross(sender, receiver, x, context)
     before = sender.fingerprint(), receiver.fingerprint()
-    for x, at in batches(4, seed=5):
-        out = cross(sender, receiver, x, MessageContext(at.slot, training=False))
+    for x, context in batches(4, seed=5):
+        out = cross(sender, receiver, x, MessageContext(context.slot, training=False))
         compressor, key = (
             sender.compressor,
-            CompressorContext(sender._message_info(MessageContext(at.slot, training=False)).context.key),
+            CompressorContext(sender._message_info(MessageContext(context.slot, training=False)).context.key),
         )
         assert same(out, compressor.decode(compressor.encode(x, key), torch.empty_like(x), key))
     assert (sender.fingerprint(), receiver.fingerprint()) == before
-    other, twin = ends(how)
-    for number, (x, at) in enumerate(batches(9)):
-        expected = cross(other, twin, x, at)
+    other, twin = ends(spec)
+    for number, (x, context) in enumerate(batches(9)):
+        expected = cross(other, twin, x, context)
         if number >= 7:
-            assert same(cross(sender, receiver, x, at), expected)
+            assert same(cross(sender, receiver, x, context), expected)
 
 
 # ---- what is not finite ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("how", [*STATELESS, *STATEFUL])
-def test_what_is_not_finite_passes_and_is_then_forgotten(how, bad):
-    sender, receiver = ends(how)
-    for number, (x, at) in enumerate(batches(24)):
+@pytest.mark.parametrize("spec", [*STATELESS, *STATEFUL])
+def test_what_is_not_finite_passes_and_is_then_forgotten(spec, bad):
+    sender, receiver = ends(spec)
+    for number, (x, context) in enumerate(batches(24)):
         if number in (3, 4, 10):
             x[0, 1] = bad
-        out = cross(sender, receiver, x, at)
+        out = cross(sender, receiver, x, context)
         assert bool(out.isfinite().all()) == (number not in (3, 4, 10))
         assert sender.fingerprint() == receiver.fingerprint()
 
 
-@pytest.mark.parametrize("how", ["q4:64", "top10", "ef(top10)", "ef21(q4:64)", "aq(q2:64)"])
-def test_it_raises_where_it_should_and_leaves_nobody_waiting(how):
-    sender, receiver = ends(how, nonfinite="raise", name="2 forward")
-    (good, at), (bad, later) = batches(2, slots=1)
-    cross(sender, receiver, good, at)
+@pytest.mark.parametrize("spec", ["q4:64", "top10", "ef(top10)", "ef21(q4:64)", "aq(q2:64)"])
+def test_it_raises_where_it_should_and_leaves_no_rank_waiting(spec):
+    sender, receiver = ends(spec, nonfinite="raise", name="2 forward")
+    (good, context), (bad, later) = batches(2, slots=1)
+    cross(sender, receiver, good, context)
     bad[0, 0] = math.nan
     wire, out = sender.pack(bad, later), torch.zeros_like(bad)
     with pytest.raises(PolicyError, match=r"link 2 forward, micro-batch 0.*not finite"):
         receiver.unpack(wire, out)
     assert out.isnan().any() and receiver.stats.nonfinite > 0
     with pytest.raises(PolicyError, match="1 values that are not finite"):
-        sender.pack(good, at)
+        sender.pack(good, context)
     assert sender.stats.nonfinite == 1
     sender.check()
     assert sender.fingerprint() == receiver.fingerprint()
-    cross(sender, receiver, good, at)
+    cross(sender, receiver, good, context)
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
@@ -170,26 +170,26 @@ def test_what_crosses_as_it_is():
 
 
 @pytest.mark.parametrize(
-    "how", ["top10", "rand10", "ef(top10)", "ef21(top10)", "efmixed(top10)", "aq(top10, warmup=0)"]
+    "spec", ["top10", "rand10", "ef(top10)", "ef21(top10)", "efmixed(top10)", "aq(top10, warmup=0)"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_both_ends_know_the_places_of_the_last_message(how, dtype):
-    sender, receiver = ends(how)
+def test_both_ends_know_the_indices_of_the_last_message(spec, dtype):
+    sender, receiver = ends(spec)
     assert sender.indices() is None
     seen = {}
-    for x, at in batches(6, dtype=dtype):
-        before = seen.get(at.slot)
-        out = cross(sender, receiver, x, at)
-        ours, theirs = sender.indices(at), receiver.indices(at)
+    for x, context in batches(6, dtype=dtype):
+        before = seen.get(context.slot)
+        out = cross(sender, receiver, x, context)
+        ours, theirs = sender.indices(context), receiver.indices(context)
         assert ours is not None and theirs is not None and torch.equal(ours, theirs)
         assert ours.dtype == torch.int64 and bool((ours.diff() > 0).all()) and ours.numel() < x.numel() // 3
-        if how in ("top10", "rand10", "ef(top10)", "efmixed(top10)"):
+        if spec in ("top10", "rand10", "ef(top10)", "efmixed(top10)"):
             assert set(out.flatten().nonzero().flatten().tolist()) <= set(ours.tolist())
-        seen[at.slot] = before
+        seen[context.slot] = before
     assert Link("q4").indices() is None
 
 
-def test_same_places_for_the_way_back():
+def test_same_indices_for_the_way_back():
     forward, back = ends("top10"), ends("same:bf16")
     x, gradient = (torch.randn(6, 40, generator=torch.Generator().manual_seed(n)) for n in (0, 1))
     cross(*forward, x)
@@ -204,25 +204,25 @@ def test_same_places_for_the_way_back():
 # ---- ids -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["aq(q2:64, warmup=0)", "ef21(q4:64)", "q4:64"])
-def test_sample_ids_cross_with_the_message(how):
-    sender, receiver = ends(how, with_ids=True)
-    for x, at in batches(8):
-        bare = Link(how.rpartition("(")[2].partition(",")[0].removesuffix(")")).wire_bytes(x.shape, x.dtype)
-        assert sender.wire_bytes(x.shape, x.dtype, at) == bare + 8 * len(x)
-        cross(sender, receiver, x, at)
-        found = receiver.ids(at)
-        assert found is not None and torch.equal(found, at.ids)
+@pytest.mark.parametrize("spec", ["aq(q2:64, warmup=0)", "ef21(q4:64)", "q4:64"])
+def test_sample_ids_cross_with_the_message(spec):
+    sender, receiver = ends(spec, with_ids=True)
+    for x, context in batches(8):
+        bare = Link(spec.rpartition("(")[2].partition(",")[0].removesuffix(")")).wire_bytes(x.shape, x.dtype)
+        assert sender.wire_bytes(x.shape, x.dtype, context) == bare + 8 * len(x)
+        cross(sender, receiver, x, context)
+        found = receiver.ids(context)
+        assert found is not None and torch.equal(found, context.ids)
 
 
-@pytest.mark.parametrize("how", ["aq(q2:64)", "ef21(q4:64)"])
-def test_ids_that_are_missing_or_too_many_are_an_error(how):
-    link, x = Link(how, with_ids=True), torch.ones(4, 8)
+@pytest.mark.parametrize("spec", ["aq(q2:64)", "ef21(q4:64)"])
+def test_ids_that_are_missing_or_too_many_are_an_error(spec):
+    link, x = Link(spec, with_ids=True), torch.ones(4, 8)
     with pytest.raises(PolicyError, match="set_sample_ids"):
         link.pack(x)
     with pytest.raises(MismatchError):
         link.pack(x, MessageContext(ids=torch.arange(5)))
-    assert link.fingerprint() == Link(how).fingerprint()
+    assert link.fingerprint() == Link(spec).fingerprint()
 
 
 # ---- mistakes --------------------------------------------------------------------------------------------------------
@@ -272,16 +272,16 @@ def test_the_two_ends_describe_themselves_alike_and_others_differently(tmp_path)
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("how", [*STATELESS, *STATEFUL])
-def test_a_gpu_sends_the_messages_that_a_cpu_sends(how):
-    sender, receiver = ends(how, sample_every=3)
-    host, other = ends(how, sample_every=3)
+@pytest.mark.parametrize("spec", [*STATELESS, *STATEFUL])
+def test_a_gpu_sends_the_messages_that_a_cpu_sends(spec):
+    sender, receiver = ends(spec, sample_every=3)
+    host, other = ends(spec, sample_every=3)
     sender.stats.events = True
-    for (x, at), (y, _) in zip(batches(20, device="cuda"), batches(20), strict=True):
-        wire, expected = sender.pack(x, at), host.pack(y, at)
+    for (x, context), (y, _) in zip(batches(20, device="cuda"), batches(20), strict=True):
+        wire, expected = sender.pack(x, context), host.pack(y, context)
         assert wire.is_cuda and torch.equal(wire.cpu(), expected)
-        out = receiver.unpack(wire, torch.empty_like(x), MessageContext(at.slot))
-        assert same(out.cpu(), other.unpack(expected, torch.empty_like(y), MessageContext(at.slot)))
+        out = receiver.unpack(wire, torch.empty_like(x), MessageContext(context.slot))
+        assert same(out.cpu(), other.unpack(expected, torch.empty_like(y), MessageContext(context.slot)))
     assert sender.fingerprint() == receiver.fingerprint() == host.fingerprint() == other.fingerprint()
     assert sender.stats.relative_error == pytest.approx(host.stats.relative_error, rel=1e-4)
     assert sender.stats.encode_seconds > 0

@@ -30,15 +30,15 @@ WORDS = [*STATELESS, *STATEFUL, "h256(h16(q4:32))", "same", "same:q8:64", "top0.
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_a_word_comes_back(word):
-    made = parse(word)
-    assert str(made) == word and parse(str(made)) == made
-    assert isinstance(made, ErrorFeedback) == (word in STATEFUL) and isinstance(made, Compressor) != isinstance(
-        made, ErrorFeedback
+def test_a_spec_round_trips(word):
+    parsed = parse(word)
+    assert str(parsed) == word and parse(str(parsed)) == parsed
+    assert isinstance(parsed, ErrorFeedback) == (word in STATEFUL) and isinstance(parsed, Compressor) != isinstance(
+        parsed, ErrorFeedback
     )
 
 
-def test_words_are_what_they_say():
+def test_specs_are_parsed_to_their_settings():
     assert parse("exact") == Identity() and parse("bf16") == Cast("bf16")
     assert parse("q4") == Uniform(4) and parse("q4:64") == Uniform(4, 64) and parse("q4:row") == Uniform(4, "row")
     assert parse("q1:channel:dither") == Uniform(1, "channel", dither=True)
@@ -97,12 +97,12 @@ def test_a_share_comes_back_exactly(share):
         "Q4",
     ],
 )
-def test_nonsense_is_refused(word):
+def test_invalid_arguments_are_refused(word):
     with pytest.raises(PolicyError):
         parse(word)
 
 
-def test_what_is_no_word_is_told_the_words():
+def test_an_invalid_spec_is_refused_with_examples():
     with pytest.raises(PolicyError, match=r"spec 'quantize'.*q4:64.*top10"):
         parse("quantize")
 

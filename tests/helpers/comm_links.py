@@ -43,18 +43,20 @@ STATEFUL = [
 ]
 
 
-def ends(how: Compressor | ErrorFeedback | str, **options: Any) -> tuple[Link, Link]:
-    return Link(how, **options), Link(how, **options)
+def ends(compressor: Compressor | ErrorFeedback | str, **options: Any) -> tuple[Link, Link]:
+    return Link(compressor, **options), Link(compressor, **options)
 
 
-def cross(sender: Link, receiver: Link, x: Tensor, at: MessageContext | None = None) -> Tensor:
+def cross(sender: Link, receiver: Link, x: Tensor, context: MessageContext | None = None) -> Tensor:
     """What comes out; the receiver is told the ids by the message alone."""
-    at = at or MessageContext()
-    size = receiver.wire_bytes(x.shape, x.dtype, at)
-    wire = sender.pack(x, at)
+    context = context or MessageContext()
+    size = receiver.wire_bytes(x.shape, x.dtype, context)
+    wire = sender.pack(x, context)
     assert wire.dtype == torch.uint8 and wire.shape == (size,) and wire.is_contiguous() and wire.device == x.device
     return receiver.unpack(
-        wire, torch.empty_like(x), MessageContext(at.slot, at.tensor, at.training, indices=at.indices)
+        wire,
+        torch.empty_like(x),
+        MessageContext(context.slot, context.tensor, context.training, indices=context.indices),
     )
 
 
@@ -71,11 +73,11 @@ def batches(
 ) -> Iterator[tuple[Tensor, MessageContext]]:
     """Samples that come back a little changed; the last batch of every few has fewer rows, as many as chance wants."""
     noise = torch.Generator().manual_seed(seed)
-    known = torch.randn(samples, columns, generator=noise)
+    sample_rows = torch.randn(samples, columns, generator=noise)
     for index in range(count):
         size = rows if index % 5 < 4 else int(torch.randint(1, rows + 1, (), generator=noise))
         ids = torch.randperm(samples, generator=noise)[:size]
-        x = known[ids] + 0.05 * torch.randn(size, columns, generator=noise)
+        x = sample_rows[ids] + 0.05 * torch.randn(size, columns, generator=noise)
         yield x.to(device, dtype), MessageContext(slot=index % slots, ids=ids)
 
 

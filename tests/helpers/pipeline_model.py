@@ -40,8 +40,8 @@ def parts(count: int, *, seed: int = 0) -> nn.Sequential:
 
 
 def batches(steps: int, *, rows: int = ROWS, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
-    made = torch.Generator().manual_seed(seed)
-    return [tuple(torch.randn(rows, WIDTH, generator=made) for _ in range(2)) for _ in range(steps)]
+    generator = torch.Generator().manual_seed(seed)
+    return [tuple(torch.randn(rows, WIDTH, generator=generator) for _ in range(2)) for _ in range(steps)]
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
@@ -57,8 +57,8 @@ def held(kind: str, rank: int, ranks: int, stages: int) -> list[int]:
 
 def scheduled(kind: str, stages: list[PipelineStage], micro: int = MICRO, **options: Any) -> Any:
     options = {"loss_fn": loss_of, **options}
-    made = schedules.get_schedule_class(kind)
-    return made(stages[0] if kind in ("GPipe", "1F1B") else stages, n_microbatches=micro, **options)
+    generator = schedules.get_schedule_class(kind)
+    return generator(stages[0] if kind in ("GPipe", "1F1B") else stages, n_microbatches=micro, **options)
 
 
 def build(

@@ -74,10 +74,10 @@ def test_the_largest_floats_stay_finite_and_the_smallest_become_zero():
 
 
 @pytest.mark.parametrize(("width", "block"), [(1, 32), (9, 32), (4, 8), (4, 33), (4, 8192)])
-def test_what_there_is_not_is_refused(width, block):
+def test_invalid_settings_are_refused(width, block):
     with pytest.raises(PolicyError, match=r"bits|block"):
         BlockFloat(width, block)
 
 
-def test_its_word_says_bits_and_block():
+def test_its_spec_says_bits_and_block():
     assert BlockFloat(4).spec == "block4:32" and BlockFloat(8, 16).spec == "block8:16"

@@ -103,12 +103,12 @@ def test_signs_keep_a_constant_from_becoming_an_outlier():
 
 
 @pytest.mark.parametrize(("block", "above"), [(32, None), (0, None), (64, -1.0), (64, torch.inf), (64, torch.nan)])
-def test_what_there_is_not_is_refused(block, above):
+def test_invalid_settings_are_refused(block, above):
     with pytest.raises(PolicyError, match=r"block|outlier_threshold"):
         Hadamard(NormalFloat(3), block, above)
 
 
-def test_its_word_says_block_limit_and_compressor():
+def test_its_spec_says_block_limit_and_compressor():
     assert Hadamard(Uniform(4, 64)).spec == "h64(q4:64)"
     assert Hadamard(Uniform(4, 64), 256, outlier_threshold=5).spec == "h256>5(q4:64)"
     assert Hadamard(NormalFloat(3), outlier_threshold=0.1).spec == "h64>0.1(n3:64)"

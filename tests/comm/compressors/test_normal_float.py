@@ -130,10 +130,10 @@ def test_zeros_that_fill_the_last_group_up_do_not_change_its_scale():
 
 
 @pytest.mark.parametrize(("of", "group"), [(0, 64), (5, 64), (2, 8), (2, 48), (2, 8192)])
-def test_what_there_is_not_is_refused(of, group):
+def test_invalid_settings_are_refused(of, group):
     with pytest.raises(PolicyError, match=r"bits|group"):
         NormalFloat(of, group)
 
 
-def test_its_word_says_bits_and_group():
+def test_its_spec_says_bits_and_group():
     assert NormalFloat(3).spec == "n3:64" and NormalFloat(2, 256).spec == "n2:256"

@@ -49,14 +49,14 @@ def decoded(compressor: RandomK, x: Tensor, key: int = 0) -> Tensor:
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(2, 6000), st.floats(0, 1), st.integers(0, (1 << 32) - 1))
-def test_places_are_as_many_as_wanted_ascending_and_the_same_by_both_ways_of_computing(n, part, start):
+def test_indices_are_as_many_as_wanted_ascending_and_the_same_by_both_ways_of_computing(n, part, start):
     k = max(1, min(n - 1, int(n * part)))
     places = sparse.random_indices(n, k, start, CPU)
     assert torch.equal(places, sparse._random_indices_torch(n, k, start, CPU))
     assert places.numel() == k and (places[1:] > places[:-1]).all() and places[0] >= 0 and places[-1] < n
 
 
-def test_the_places_are_those_that_crossed():
+def test_the_indices_are_those_that_crossed():
     x, compressor, context = noise((30, 40)), RandomK(0.1), CompressorContext(key=5)
     places = compressor.indices(compressor.encode(x, context), x.shape, context)
     out = decoded(compressor, x, key=5).view(-1)
@@ -64,7 +64,7 @@ def test_the_places_are_those_that_crossed():
     assert bits(out[places]) == bits(x.view(-1)[places])
 
 
-def test_every_key_and_every_seed_has_its_own_places():
+def test_every_key_and_every_seed_has_its_own_indices():
     x = torch.ones(1000)
     seen = [decoded(RandomK(0.1, seed=seed), x, key) for seed in range(4) for key in range(50)]
     shared = torch.stack(seen) @ torch.stack(seen).T - 100 * torch.eye(200)
@@ -72,7 +72,7 @@ def test_every_key_and_every_seed_has_its_own_places():
     assert shared.max() < 28 and abs(shared.sum() / (200 * 199) - 10) < 0.2
 
 
-def test_every_place_is_as_likely_as_any_other():
+def test_every_index_is_as_likely_as_any_other():
     count = sum(decoded(RandomK(0.1), torch.ones(300), key) for key in range(2000))
     # 200 on average, with a standard deviation of 13.4.
     assert count.sum() == 2000 * 30 and count.min() > 140 and count.max() < 260 and 11 < count.std() < 16

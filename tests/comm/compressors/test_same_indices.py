@@ -47,7 +47,7 @@ def test_the_gradient_crosses_where_the_activation_did(forward):
     assert torch.equal(SameIndices().indices(message, x.shape, back), back.indices)
 
 
-def test_a_value_that_is_not_finite_and_has_no_place_makes_the_first_one_nan():
+def test_a_value_that_is_not_finite_and_has_no_index_makes_the_first_one_nan():
     places = torch.tensor([2, 5, 7])
     for bad in (math.nan, math.inf, -math.inf):
         for place, first_is_nan in ((5, False), (6, True)):
@@ -59,7 +59,7 @@ def test_a_value_that_is_not_finite_and_has_no_place_makes_the_first_one_nan():
             assert bits(out[[5, 7]]) == bits(x[[5, 7]]) and (out[[0, 1, 3, 4, 6, 8, 9]] == 0).all()
 
 
-def test_without_places_it_says_what_it_needs():
+def test_without_indices_it_says_what_it_needs():
     x = noise((10,))
     for call in (
         lambda: SameIndices().encode(x),
@@ -72,7 +72,7 @@ def test_without_places_it_says_what_it_needs():
 
 
 @pytest.mark.parametrize("places", [[0, 10], [-1, 3], [3, 99]])
-def test_places_of_a_tensor_of_another_size_are_refused(places):
+def test_indices_of_a_tensor_of_another_size_are_refused(places):
     context, out = CompressorContext(indices=torch.tensor(places)), torch.full((10,), 7.0)
     with pytest.raises(MismatchError, match=r"expected positions below 10, for \(10,\)"):
         SameIndices().encode(noise((10,)), context)
@@ -81,7 +81,7 @@ def test_places_of_a_tensor_of_another_size_are_refused(places):
     assert (out == 7).all()
 
 
-def test_no_places_are_no_bytes():
+def test_no_indices_are_no_bytes():
     context = CompressorContext(indices=torch.empty(0, dtype=torch.int64))
     out = torch.full((3, 4), 7.0)
     assert SameIndices().encode(noise((3, 4)), context).numel() == 0

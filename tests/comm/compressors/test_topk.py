@@ -124,7 +124,7 @@ def test_values_that_are_not_finite_count_as_largest():
     assert out[3].isnan() and out[50] == -math.inf and out[99] == math.inf
 
 
-def test_values_are_as_short_as_was_said_and_never_longer_than_the_tensor_s():
+def test_values_are_as_short_as_specified_and_never_longer_than_the_tensor_s():
     head = TopK(0.1).wire_bytes((4, 100), torch.float32) - 40 * 4
     sizes = {
         ("fp32", torch.float32): 4,
@@ -170,7 +170,7 @@ def test_a_compressor_for_the_values_is_given_all_of_them_in_a_row_and_the_conte
     assert bits(compressor.decode(wire, torch.empty_like(x), context).view(-1)[places]) == bits(expected)
 
 
-def test_places_that_cannot_be_are_refused_and_the_output_stays():
+def test_indices_that_cannot_be_are_refused_and_the_output_stays():
     x = noise((8, 128))
     for compressor in (TopK(0.1), TopK(0.5), TopK(0.001)):
         wire, out = compressor.encode(x), torch.full_like(x, 7.0)

@@ -9,12 +9,12 @@ from helpers.comm_links import batches, cross, ends, same
 from shrinkpoint.comm import Link, MessageContext, parse
 
 
-@pytest.mark.parametrize("how", ["top10", "q2:16", "bf16"])
+@pytest.mark.parametrize("spec", ["top10", "q2:16", "bf16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_the_published_recursion(how, dtype):
+def test_it_is_the_published_recursion(spec, dtype):
     """c = C(x + e), e <- x + e - c, computed here by hand."""
-    sender, receiver = ends(f"ef({how})")
-    compressor, residual = parse(how), torch.zeros(6, 23)
+    sender, receiver = ends(f"ef({spec})")
+    compressor, residual = parse(spec), torch.zeros(6, 23)
     for x, _ in batches(20, dtype=dtype):
         rows = len(x)
         total = (residual[:rows] + x).to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
@@ -24,9 +24,9 @@ def test_it_is_the_published_recursion(how, dtype):
     assert same(sender.state_dict()["feedback"]["residual"]["0.0"], residual)
 
 
-@pytest.mark.parametrize("how", ["ef(top10)", "ef(q1:23)", "efmixed(top20)", "ef(bf16)"])
-def test_what_was_sent_adds_up_to_what_was_given(how):
-    sender, receiver = ends(how)
+@pytest.mark.parametrize("spec", ["ef(top10)", "ef(q1:23)", "efmixed(top20)", "ef(bf16)"])
+def test_what_was_sent_adds_up_to_what_was_given(spec):
+    sender, receiver = ends(spec)
     given, sent = torch.zeros(6, 23), torch.zeros(6, 23)
     for seed in range(60):
         x = torch.randn(6, 23, generator=torch.Generator().manual_seed(seed))

@@ -35,7 +35,7 @@ def test_a_message_costs_about_what_a_plain_one_does():
     assert plain <= mixed < 1.1 * plain
 
 
-def test_the_halves_of_random_places_differ():
+def test_the_halves_of_random_indices_differ():
     sender, receiver = ends("efmixed(rand20)")
     cross(sender, receiver, torch.ones(1, 200))
     places = receiver.indices()

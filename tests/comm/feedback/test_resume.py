@@ -17,20 +17,20 @@ HOWS = [*STATEFUL, "q2:16:dither", "rand10"]
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("how", HOWS)
-def test_a_run_that_was_interrupted_equals_one_that_was_not(tmp_path: Path, how: str, background: bool) -> None:
-    steps, (sender, receiver) = list(batches(24)), ends(how)
+@pytest.mark.parametrize("spec", HOWS)
+def test_a_run_that_was_interrupted_equals_one_that_was_not(tmp_path: Path, spec: str, background: bool) -> None:
+    steps, (sender, receiver) = list(batches(24)), ends(spec)
     expected = []
     with sp.CheckpointManager(tmp_path, background=background) as manager:
-        for number, (x, at) in enumerate(steps):
+        for number, (x, context) in enumerate(steps):
             if number in (5, 11):
                 manager.save(number, links=[sender, receiver])
-            expected.append(cross(sender, receiver, x, at))
-    again, other = ends(how)
+            expected.append(cross(sender, receiver, x, context))
+    again, other = ends(spec)
     at_step = sp.CheckpointManager(tmp_path).restore(links=[again, other])
     assert at_step is not None and at_step.step == 11
-    for (x, at), out in zip(steps[11:], expected[11:], strict=True):
-        assert same(cross(again, other, x, at), out)
+    for (x, context), out in zip(steps[11:], expected[11:], strict=True):
+        assert same(cross(again, other, x, context), out)
     assert again.fingerprint() == other.fingerprint() == sender.fingerprint() == receiver.fingerprint()
 
 
@@ -39,21 +39,21 @@ def test_samples_in_a_file_are_saved_too(tmp_path: Path) -> None:
         return ends(f"aq(q2:64, most_bytes=400, folder={tmp_path / str(number)})")
 
     steps, (sender, receiver) = list(batches(30)), made(0)
-    for x, at in steps[:20]:
-        cross(sender, receiver, x, at)
+    for x, context in steps[:20]:
+        cross(sender, receiver, x, context)
     sp.CheckpointManager(tmp_path / "run").save(20, sender=sender, receiver=receiver)
     again, other = made(1)
     sp.CheckpointManager(tmp_path / "run").restore(sender=again, receiver=other)
-    for x, at in steps[20:]:
-        assert same(cross(again, other, x, at), cross(sender, receiver, x, at))
+    for x, context in steps[20:]:
+        assert same(cross(again, other, x, context), cross(sender, receiver, x, context))
 
 
-@pytest.mark.parametrize("how", [one for one in HOWS if not one.startswith("aq")])
-def test_a_restore_of_one_end_alone_is_found(how: str) -> None:
-    sender, receiver = ends(how)
-    for x, at in batches(5):
-        cross(sender, receiver, x, at)
-    fresh = Link(how)
+@pytest.mark.parametrize("spec", [spec for spec in HOWS if not spec.startswith("aq")])
+def test_a_restore_of_one_end_alone_is_found(spec: str) -> None:
+    sender, receiver = ends(spec)
+    for x, context in batches(5):
+        cross(sender, receiver, x, context)
+    fresh = Link(spec)
     assert fresh.fingerprint() != sender.fingerprint()
     fresh.load_state_dict(receiver.state_dict())
     assert fresh.fingerprint() == sender.fingerprint()

@@ -99,14 +99,14 @@ def deep(tmp_path_factory):
 
 @pytest.mark.parametrize("case", [*SCHEDULES, *(f"{forward} {backward}" for forward, backward in HOWS)])
 def test_weights_losses_and_outputs_are_those_of_the_points_in_one_process(reports, case):
-    assert [(one[case]["weights"], one[case]["losses"], one[case]["output"]) for one in reports] == [
+    assert [(report[case]["weights"], report[case]["losses"], report[case]["output"]) for report in reports] == [
         ([], True, True)
     ] * 2
 
 
 @pytest.mark.parametrize("kind", ["GPipe", "1F1B"])
 def test_each_boundary_of_four_stages_has_its_own_compressors(deep, kind):
-    assert [(one[kind]["weights"], one[kind]["losses"]) for one in deep] == [([], True)] * 4
+    assert [(report[kind]["weights"], report[kind]["losses"]) for report in deep] == [([], True)] * 4
     raw, wire = deep[1][kind]["bytes"]["1 forward"]
     messages = 3 * 4  # two steps and an evaluation
     assert (raw, wire) == (messages * 32 * 4, messages * (64 + 8))  # whole tiles of 64 values, and two numbers
@@ -116,19 +116,19 @@ def test_each_boundary_of_four_stages_has_its_own_compressors(deep, kind):
 @pytest.mark.parametrize("kind", SHARED)
 def test_messages_of_two_boundaries_between_the_same_ranks_are_not_mixed_up(reports, kind):
     """They are told apart by their order alone."""
-    assert [(one[f"between {kind}"]["weights"], one[f"between {kind}"]["losses"]) for one in reports] == [
+    assert [(report[f"between {kind}"]["weights"], report[f"between {kind}"]["losses"]) for report in reports] == [
         ([], True)
     ] * 2
 
 
 def test_receives_of_gloo_are_posted_before_the_sends_that_torch_fuses_them_with(reports):
-    assert [one["with q4:64"]["fused"] for one in reports] == [0, 0]
-    assert all(one["with None"]["fused"] for one in reports)
+    assert [report["with q4:64"]["fused"] for report in reports] == [0, 0]
+    assert all(report["with None"]["fused"] for report in reports)
 
 
 def test_both_ends_count_the_same_bytes(reports):
     for case in reports[0]:
-        lower, upper = (one[case]["bytes"] for one in reports)
+        lower, upper = (report[case]["bytes"] for report in reports)
         assert lower == upper and lower
 
 

@@ -138,7 +138,7 @@ def test_the_others_of_a_dead_rank_get_an_error(tmp_path):
         ranks(DEAD, 3, tmp_path)
     reports = {rank: json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 2)}
     assert not (tmp_path / "1.json").exists()
-    assert all(one is not None for one in reports.values())
+    assert all(report is not None for report in reports.values())
 
 
 def test_micro_batches_of_different_sizes_are_refused_before_they_are_sent(tmp_path):

@@ -222,13 +222,13 @@ def reports(tmp_path_factory):
 
 
 def test_stages_with_given_shapes_are_compressed_alike(reports):
-    assert [one["given"][0] for one in reports] == [[], []]
-    assert all("shapes that they were built with" in one["given"][1][1] for one in reports)
+    assert [report["given"][0] for report in reports] == [[], []]
+    assert all("shapes that they were built with" in report["given"][1][1] for report in reports)
 
 
 def test_several_tensors_cross_and_integers_as_they_are(reports):
     for case in ("tensors", "fused", "same"):
-        assert [one[case][0] for one in reports] == [[], []]
+        assert [report[case][0] for report in reports] == [[], []]
         assert reports[0][case][1] == reports[1][case][1]
     messages = {name: count for name, (count, _) in reports[0]["tensors"][1].items()}
     assert messages == {"0 forward": 3 * 4 * 3, "0 backward": 3 * 4 * 2}  # integers have no gradient
@@ -236,38 +236,38 @@ def test_several_tensors_cross_and_integers_as_they_are(reports):
 
 def test_statistics_of_batch_norm_are_those_without_a_pipeline(reports):
     """torch runs the module on uninitialised memory to find shapes; its running mean must not keep that."""
-    assert [one["norm"][0] for one in reports] == [[], []]
+    assert [report["norm"][0] for report in reports] == [[], []]
 
 
 def test_traced_stages_are_compressed_alike(reports):
-    assert [one["traced"] for one in reports] == [[], []]
+    assert [report["traced"] for report in reports] == [[], []]
 
 
 def test_evaluation_is_that_of_one_process_and_changes_no_state(reports):
-    assert [one["evaluated"] for one in reports] == [[[], [], True], [[], [True, True], True]]
+    assert [report["evaluated"] for report in reports] == [[[], [], True], [[], [True, True], True]]
 
 
 def test_evaluation_without_the_topk_it_was_trained_with_is_warned_of_once(reports):
-    assert [one["warned"] for one in reports] == [["LossWarning"]] * 2
+    assert [report["warned"] for report in reports] == [["LossWarning"]] * 2
 
 
-def test_a_batch_of_another_size_crosses_after_new_shapes(reports):
-    assert [one["resized"] for one in reports] == [[[], []], [[], []]]
+def test_a_batch_of_another_size_crosses_after_reset_shapes(reports):
+    assert [report["resized"] for report in reports] == [[[], []], [[], []]]
 
 
 def test_a_detached_pipeline_is_what_it_was(reports):
-    assert [one["detached"][0] for one in reports] == [[], []]
-    assert all("PolicyError" in one["detached"][1][0] for one in reports)
+    assert [report["detached"][0] for report in reports] == [[], []]
+    assert all("PolicyError" in report["detached"][1][0] for report in reports)
 
 
 def test_values_that_are_not_finite_are_refused_at_both_ends(reports):
-    sender, receiver = (one["refused"] for one in reports)
+    sender, receiver = (report["refused"] for report in reports)
     assert sender[0] == receiver[0]
     assert receiver[0] == ["PolicyError", "PolicyError", None, None]
     assert sender[1]["0 forward"] > 0 and receiver[1]["0 forward"] > 0
 
 
 def test_what_cannot_be_is_refused_when_it_is_asked_for(reports):
-    for one in reports:
-        assert [name for name, _ in one["wrong"]] == ["PolicyError"] * 6
-        assert "torch 2" in one["wrong"][0][1] and "_retrieve_recv_grads" in one["wrong"][0][1]
+    for report in reports:
+        assert [name for name, _ in report["wrong"]] == ["PolicyError"] * 6
+        assert "torch 2" in report["wrong"][0][1] and "_retrieve_recv_grads" in report["wrong"][0][1]

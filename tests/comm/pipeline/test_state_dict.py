@@ -115,30 +115,30 @@ def reports(tmp_path_factory):
 
 @pytest.mark.parametrize("case", ["everywhere", "gradients", "last", "through"])
 def test_sample_ids_of_the_first_stage_reach_all_that_need_them(reports, case):
-    assert [one[case][:2] for one in reports] == [[[], True]] * 3
+    assert [report[case][:2] for report in reports] == [[[], True]] * 3
 
 
 def test_ids_pass_the_turn_of_a_v_schedule(reports):
-    assert [one["turn"] for one in reports[:2]] == [[], []]
+    assert [report["turn"] for report in reports[:2]] == [[], []]
 
 
 @pytest.mark.parametrize(
     "kind", ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 )
 def test_a_sample_that_comes_first_or_again_after_it_was_forgotten_is_exact_in_every_schedule(reports, kind):
-    for one in reports[:2]:
-        unlike, sizes = one["schedules"][kind]
+    for report in reports[:2]:
+        unlike, sizes = report["schedules"][kind]
         assert unlike == []
         assert sizes == reports[0]["schedules"][kind][1]
         for wire, raw in sizes.values():  # 12 steps of 8 samples: 8 bytes for each id, 64 for an exact row
             assert 24 * 64 < wire - 12 * 8 * 8 < raw * 0.9
 
 
-def test_where_nobody_says_which_samples_every_rank_ends_with_an_error(reports):
-    for one in reports[:2]:
-        kind, text = one["untold"]
+def test_without_sample_ids_every_rank_ends_with_an_error(reports):
+    for report in reports[:2]:
+        kind, text = report["untold"]
         assert kind == "PolicyError" and "no sample ids" in text
 
 
 def test_a_run_restored_through_the_manager_is_the_uninterrupted_one(reports):
-    assert [one[case][2] for case in ("everywhere", "through") for one in reports] == [[]] * 6
+    assert [report[case][2] for case in ("everywhere", "through") for report in reports] == [[]] * 6

@@ -75,7 +75,7 @@ PROGRAM = """
 """
 
 
-def test_the_kernel_counts_the_bytes_that_the_ledgers_count(tmp_path):
+def test_the_kernel_counts_the_bytes_that_link_stats_count(tmp_path):
     reports = ranks(PROGRAM, 2, tmp_path)[0]
     if reports is None:
         pytest.skip("this process may not make a network of its own (unshare)")

@@ -55,7 +55,7 @@ def test_the_messages_are_as_small_as_was_asked() -> None:
     assert risen == pytest.approx(found.predicted_increase, rel=1e-5)  # this loss is a sum over boundaries
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_the_model_is_left_unchanged() -> None:
     net = Net()
     allocate_bits(net, AFTER, loss, ratio=4.0, candidates=SPECS)
     assert loss(net) == 0.0 and not any(part._forward_hooks for part in net.parts)

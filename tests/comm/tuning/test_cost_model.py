@@ -37,12 +37,12 @@ def test_the_measured_pipeline_at_10_mbit_is_predicted_within_5_percent() -> Non
 
 
 def test_a_step_waits_for_computing_and_sending_or_for_the_slower_one() -> None:
-    one = both("x", 4, encode=0.01, decode=0.02)  # 10 ms a message at 800 Mbit/s
+    candidate = both("x", 4, encode=0.01, decode=0.02)  # 10 ms a message at 800 Mbit/s
     load = Workload("pipeline", 800, compute=0.2)
-    assert load.step_seconds(one) == pytest.approx(0.2 + 0.06 + 0.02)
+    assert load.step_seconds(candidate) == pytest.approx(0.2 + 0.06 + 0.02)
     assert load.uncompressed_seconds(*PLAIN) == pytest.approx(0.2 + 0.08)
     overlapped = replace(load, overlap=True)
-    assert overlapped.step_seconds(one) == pytest.approx(0.26)
+    assert overlapped.step_seconds(candidate) == pytest.approx(0.26)
     assert overlapped.uncompressed_seconds(*PLAIN) == pytest.approx(0.2)
     assert replace(overlapped, mbps=80).uncompressed_seconds(*PLAIN) == pytest.approx(0.8)
 
@@ -56,8 +56,8 @@ def test_micro_batches_follow_each_other_at_the_interval_of_an_exchange() -> Non
 
 def test_what_is_encoded_crosses_in_both_directions_at_the_same_time() -> None:
     load = Workload("pipeline", 8, micro_batches=5)
-    one = CandidateCost("x", MessageCost(4 * MB, 2 * MB), MessageCost(4 * MB, 3 * MB))
-    assert load.step_seconds(one) == pytest.approx(2 + 3 + 4 * 3)
+    candidate = CandidateCost("x", MessageCost(4 * MB, 2 * MB), MessageCost(4 * MB, 3 * MB))
+    assert load.step_seconds(candidate) == pytest.approx(2 + 3 + 4 * 3)
     assert load.uncompressed_seconds(2 * MB, 3 * MB) == pytest.approx(5 * (2 + 3))
     assert replace(load, duplex=True).uncompressed_seconds(2 * MB, 3 * MB) == pytest.approx(2 + 3 + 4 * 3)
 
@@ -97,43 +97,43 @@ def test_what_torch_averages_itself_is_hidden_by_computing_and_what_is_encoded_i
     assert load.step_seconds(both("x", 4, encode=0, decode=0)) == pytest.approx(0.5 + 0.1)
 
 
-def test_a_rank_encodes_and_decodes_what_its_place_asks_for() -> None:
-    one = CandidateCost("x", MessageCost(8, 4, encode=1, decode=2), MessageCost(8, 4, encode=4, decode=8))
-    assert Workload("pipeline", 1).codec_seconds(one) == 15  # one after another
+def test_a_rank_encodes_and_decodes_what_its_index_asks_for() -> None:
+    candidate = CandidateCost("x", MessageCost(8, 4, encode=1, decode=2), MessageCost(8, 4, encode=4, decode=8))
+    assert Workload("pipeline", 1).codec_seconds(candidate) == 15  # one after another
     # then at the interval of the busier stage: the first one encodes 1 and decodes 8, the last one 2 and 4
-    assert Workload("pipeline", 1, micro_batches=3).codec_seconds(one) == 15 + 2 * 9
-    assert Workload("pipeline", 1, world_size=3, micro_batches=3).codec_seconds(one) == 2 * 15 + 2 * 15
-    assert Workload("ddp", 1, world_size=2).codec_seconds(one) == 1 + 1.5 * 2
+    assert Workload("pipeline", 1, micro_batches=3).codec_seconds(candidate) == 15 + 2 * 9
+    assert Workload("pipeline", 1, world_size=3, micro_batches=3).codec_seconds(candidate) == 2 * 15 + 2 * 15
+    assert Workload("ddp", 1, world_size=2).codec_seconds(candidate) == 1 + 1.5 * 2
 
 
 def test_the_break_even_is_the_rate_at_which_a_message_takes_as_long_either_way() -> None:
-    one = both("x", 4, encode=0.002, decode=0.004)
-    rate = Workload("pipeline", 1).break_even(one)
+    candidate = both("x", 4, encode=0.002, decode=0.004)
+    rate = Workload("pipeline", 1).break_even(candidate)
     enc, dec = 4 * MB / 0.002, 4 * MB / 0.004
     assert rate == pytest.approx(8e-6 * (1 - 1 / 4) / (1 / enc + 1 / dec))
-    encoded = 0.006 + 8 * one.forward.wire / (rate * 1e6)
-    assert encoded == pytest.approx(8 * one.forward.raw / (rate * 1e6))
+    encoded = 0.006 + 8 * candidate.forward.wire / (rate * 1e6)
+    assert encoded == pytest.approx(8 * candidate.forward.raw / (rate * 1e6))
 
 
 @given(st.floats(1.01, 100), st.floats(1e-6, 1), st.integers(2, 9))
 def test_below_its_break_even_a_candidate_is_faster_and_above_it_slower(
     ratio: float, seconds: float, world: int
 ) -> None:
-    one = both("x", ratio, encode=seconds, decode=seconds / 3)
+    candidate = both("x", ratio, encode=seconds, decode=seconds / 3)
     load = Workload("pipeline", 1, world_size=world)
-    rate = load.break_even(one)
+    rate = load.break_even(candidate)
     slower, faster = replace(load, mbps=rate * 0.99), replace(load, mbps=rate * 1.01)
-    assert slower.step_seconds(one) < slower.uncompressed_seconds(*PLAIN)
-    assert faster.step_seconds(one) > faster.uncompressed_seconds(*PLAIN)
+    assert slower.step_seconds(candidate) < slower.uncompressed_seconds(*PLAIN)
+    assert faster.step_seconds(candidate) > faster.uncompressed_seconds(*PLAIN)
 
 
 @given(st.floats(1.01, 100), st.floats(1e-6, 1), st.integers(2, 9))
 def test_the_same_of_gradients_that_are_averaged(ratio: float, seconds: float, world: int) -> None:
-    one = both("x", ratio, encode=seconds, decode=seconds / 3)
-    rate = Workload("ddp", 1, world_size=world).break_even(one)
+    candidate = both("x", ratio, encode=seconds, decode=seconds / 3)
+    rate = Workload("ddp", 1, world_size=world).break_even(candidate)
     slower, faster = (Workload("ddp", rate * part, world_size=world) for part in (0.99, 1.01))
-    assert slower.step_seconds(one) < slower.uncompressed_seconds(*PLAIN)
-    assert faster.step_seconds(one) > faster.uncompressed_seconds(*PLAIN)
+    assert slower.step_seconds(candidate) < slower.uncompressed_seconds(*PLAIN)
+    assert faster.step_seconds(candidate) > faster.uncompressed_seconds(*PLAIN)
 
 
 def test_what_saves_nothing_breaks_even_nowhere_and_what_costs_nothing_everywhere() -> None:
@@ -214,6 +214,6 @@ def test_an_empty_tensor_needs_no_compressor() -> None:
         {"schedule": "x"},
     ],
 )
-def test_a_load_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
+def test_an_invalid_workload_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(PolicyError):
         Workload(**{"parallelism": "pipeline", "mbps": 100.0, **wrong})  # type: ignore[arg-type]

@@ -71,7 +71,7 @@ def test_each_direction_may_have_its_own_tensor_and_compressor() -> None:
     )
 
 
-def test_gradients_at_the_places_of_their_activations_are_measured_with_them() -> None:
+def test_gradients_at_the_indices_of_their_activations_are_measured_with_them() -> None:
     advice = recommend(SHAPE, mbps=SLOW, candidates=[("top10", "same"), ("top10", "top10")], repeats=1)
     assert advice.estimate("top10 / same").nbytes < advice.estimate("top10").nbytes
 
@@ -96,7 +96,7 @@ def test_what_the_user_passes_is_not_changed_nor_asked_for_gradients() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0, 4), (3, 5, 7)])
-def test_odd_shapes_are_advised_on(shape: tuple[int, ...]) -> None:
+def test_odd_shapes_get_a_recommendation(shape: tuple[int, ...]) -> None:
     advice = recommend(shape, mbps=SLOW, repeats=1)
     assert {row.name for row in advice.estimates} == {NO_COMPRESSION, "bf16", "q8:64", "q4:64"}
     assert "best:" in str(advice)
@@ -114,6 +114,6 @@ def test_a_value_that_is_not_finite_is_seen_in_the_error() -> None:
     "wrong",
     [{"shape": None}, {"dtype": "int8"}, {"dtype": torch.int32}, {"repeats": 0}, {"mbps": 0}, {"candidates": ["q99"]}],
 )
-def test_what_cannot_be_advised_on_is_refused(wrong: dict[str, object]) -> None:
+def test_invalid_arguments_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(PolicyError):
         recommend(**{"shape": SHAPE, "mbps": 100.0, **wrong})  # type: ignore[arg-type]
