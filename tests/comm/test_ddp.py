@@ -180,7 +180,7 @@ def test_ranks_set_up_otherwise_are_an_error_on_all(short):
     assert "q8:64" in short[0]["differ"][0][1]
     kind, text = short[0]["absent"]
     assert kind == "MismatchError"
-    assert "rank 1 reports nothing" in text
+    assert "rank 1 published no configuration" in text
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks_or_is_an_error_on_all(short):

@@ -50,5 +50,5 @@ def test_missing_ids_are_an_error_on_all_ranks_and_the_next_step_works(monkeypat
 
 
 def test_a_silent_first_stage_is_an_error_after_the_timeout(monkeypatch):
-    with pytest.raises(MismatchError, match="did not say which samples"):
+    with pytest.raises(MismatchError, match="published no sample ids"):
         _pair(monkeypatch, 0.1)[1].broadcast(None)

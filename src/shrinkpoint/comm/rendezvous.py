@@ -187,7 +187,7 @@ class ReplicaConfigCheck(ConfigCheck):
             raise MismatchError(self._topic, found=problem, expected="the same on all ranks", do=advice)
 
     def _missing_error(self, participant: int, reason: str) -> MismatchError:
-        problem = f"rank {participant} said nothing of its compression {reason}"
+        problem = f"rank {participant} published no configuration {reason}"
         return MismatchError(self._topic, found=problem, do="call it on every rank of the group")
 
 
@@ -225,7 +225,7 @@ class StageConfigCheck(ConfigCheck):
             )
 
     def _missing_error(self, participant: int, reason: str) -> MismatchError:
-        problem = f"stage {participant} did not say what its links are {reason}"
+        problem = f"stage {participant} published no configuration {reason}"
         advice = "call compress_pipeline, load_state_dict, eval and step alike on every rank"
         return MismatchError("pipeline", found=problem, do=advice)
 
@@ -297,5 +297,5 @@ class SampleIdBroadcast:
         try:
             return self._channel.read(0, timeout, self._step)
         except OSError as error:
-            problem = f"the first stage did not say which samples step {self._step} has within {timeout:g} s"
+            problem = f"the first stage published no sample ids of step {self._step} within {timeout:g} s"
             raise MismatchError("pipeline", found=problem, do="begin the same steps on every rank") from error

@@ -77,7 +77,7 @@ def test_exact_rows_are_their_own_bytes_and_no_other_row_pays_for_them(dtype):
     assert same(out[2:], x[2:]) and not same(out[:2], x[:2])
     known = sender.wire_bytes(x.shape, dtype, context)
     assert known == ids + 3 * rest == ids + sender.compressor.wire_bytes(x.shape, dtype)
-    assert Link("aq(q4:16)").wire_bytes(x.shape, dtype) == known  # nobody reports which samples: those that are known
+    assert Link("aq(q4:16)").wire_bytes(x.shape, dtype) == known  # without ids: the size for cached samples
 
 
 @pytest.mark.parametrize("spec", ["aq(q2:16, dtype=bf16, most_bytes=600)", "aq(top10, warmup=2)", "aq(q4, warmup=0)"])

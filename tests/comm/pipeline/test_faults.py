@@ -130,7 +130,7 @@ def test_a_rank_that_never_compressed_is_named(reports):
     assert reports["alone"][0] is None
     for name, text in reports["alone"][1:]:
         assert name == "MismatchError"
-        assert "stage 0 did not say" in text and "within 2 s" in text
+        assert "stage 0 published no configuration" in text and "within 2 s" in text
 
 
 def test_the_others_of_a_dead_rank_get_an_error(tmp_path):
