@@ -4,14 +4,15 @@
     point
     python benchmarks/crash_points.py --only lightning --points 10     # a part
 
-ckpt-chaos runs `chaos_train.py` once to see its file events (a file opened for writing, renamed or removed, a directory
-made), then once for each of them and kills it there; where a file is written by torch.save, safetensors or Python's
-`open`, a second time with the file cut in half. It starts the same command again and compares with the run that was
-never killed: HARD_FAIL, the resume raised; SILENT_DIVERGENCE, the last weights differ; LOST_WORK, it went on from
-an older checkpoint than the newest whole one; PASS.
+ckpt-chaos runs `crash_points_train.py` once to see its file events (a file opened for writing, renamed or removed, a
+directory made), then once for each of them and kills it there; where a file is written by torch.save, safetensors or
+Python's `open`, a second time with the file cut in half. It starts the same command again and compares with the run
+that was never killed: HARD_FAIL, the resume raised; SILENT_DIVERGENCE, the last weights differ; LOST_WORK, it went on
+from an older checkpoint than the newest whole one; PASS.
 
 ckpt-chaos does not see files that are opened without Python's `open`, as ours are: of these it kills the rename, not
-the writing; `kill.py` kills at any moment. The stock runs resume as their documentation says, and as most programs do:
+the writing; `crash_recovery.py` kills at any moment. The stock runs resume as their documentation says,
+and as most programs do:
 from the newest by name.
 """
 

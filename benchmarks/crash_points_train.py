@@ -2,8 +2,8 @@
 
     python benchmarks/crash_points_train.py lightning ours runs/net
 
-It is what `chaos.py` has killed. Every run of one framework trains the same model on the same batches; a step is a
-function of the state and of the step's number, so that a repeated step repeats its bits. It prints the step that it
+It is what `crash_points.py` has killed. Every run of one framework trains the same model on the same batches; a step is
+a function of the state and of the step's number, so that a repeated step repeats its bits. It prints the step that it
 resumed from, if any, and writes the last weights beside the directory, not into it: only saves are to be killed.
 """
 

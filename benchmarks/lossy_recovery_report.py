@@ -1,4 +1,4 @@
-"""Tables, JSON and a plot out of the runs of `recovery.py`."""
+"""Tables, JSON and a plot out of the runs of `lossy_recovery.py`."""
 
 from __future__ import annotations
 

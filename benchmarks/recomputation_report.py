@@ -1,4 +1,4 @@
-"""Tables, JSON and a plot out of the courses of `rework.py`."""
+"""Tables, JSON and a plot out of the courses of `recomputation.py`."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     python benchmarks/save_overhead.py --millions 25
 
 saves a GPT of about that size a few times, some steps of training apart, on one core: with its optimizer and without.
-The small models of `recovery.py` have fixed costs (files, headers, searches of many small tensors) that a large one
-hardly has. The quality here is made up, so that it costs next to nothing: it falls with the weights' squared error.
+The small models of `lossy_recovery.py` have fixed costs (files, headers, searches of many small tensors) that a large
+one hardly has. The quality here is made up, so that it costs next to nothing: it falls with the weights' squared error.
 """
 
 from __future__ import annotations

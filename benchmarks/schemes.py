@@ -3,10 +3,10 @@
     python benchmarks/schemes.py             # a GPT and a ResNet-20 that are trained now, and a published series
     python benchmarks/schemes.py --quick     # a toy of the first
 
-The same harness as `shrinkpoint bench`, on workloads of ours and with two points of reference (`references.py`): the
-checkpoints are recorded without loss from the middle of a training on, and every scheme gets the same ones, each as the
-one after the one before it. What restarts from its checkpoints cost a scheme is in `recovery.py`, which knows the same
-names. Writes results/schemes.json, and a picture for each subject.
+The same harness as `shrinkpoint bench`, on workloads of ours and with two points of reference (`torch_baselines.py`):
+the checkpoints are recorded without loss from the middle of a training on, and every scheme gets the same ones, each as
+the one after the one before it. What restarts from its checkpoints cost a scheme is in `lossy_recovery.py`, which knows
+the same names. Writes results/schemes.json, and a picture for each subject.
 """
 
 from __future__ import annotations

@@ -23,6 +23,25 @@ from typing import Any
 from workloads import REPO
 
 RESULTS = REPO / "benchmarks" / "results"
+SCRIPTS = {
+    "allot": "bit_allocation",
+    "bins": "codebook_size",
+    "chaos": "crash_points",
+    "codes": "code_streams",
+    "kill": "crash_recovery",
+    "lattice": "lattice_speed",
+    "overhead": "save_overhead",
+    "quantile": "quantile_speed",
+    "quantizers": "quantizer_speed",
+    "recovery": "lossy_recovery",
+    "replicas": "gradient_compression",
+    "restores": "repeated_restores",
+    "rework": "recomputation",
+    "search": "search_trials",
+    "stall": "save_latency",
+    "transfer": "transfer_learning",
+}
+"""The script that writes a result, where their names differ."""
 MAX_BYTES = 128 << 10
 """Of one committed file: it is read in a diff."""
 COPIED = ("quality", "ratio weights", "ratio full", "overhead", "on", "off", "bits", "bits of the last epoch", "start")
@@ -30,7 +49,7 @@ COPIED = ("quality", "ratio weights", "ratio full", "overhead", "on", "off", "bi
 
 
 def row(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What documents may quote of one run of a ledger."""
+    """The fields of one run of a ledger that documents may quote."""
     out = {"settings": record["settings"], "date": record.get("at"), "code": record["version"]}
     out |= {key: rounded(record[key]) for key in COPIED if record.get(key) is not None}
     retentions = [save["retention"] for save in record.get("saves", ()) if save["retention"] is not None]
@@ -38,17 +57,17 @@ def row(record: Mapping[str, Any]) -> dict[str, Any]:
         out["retention"] = {"least": rounded(min(retentions)), "median": rounded(statistics.median(retentions))}
     restores = record.get("restores", ())
     if restores:
-        out["change of the evaluation at each restore, %"] = [rounded(change(one)) for one in restores]
+        out["change of the evaluation at each restore, %"] = [rounded(change(restore)) for restore in restores]
     return out
 
 
 def change(restore: Mapping[str, float]) -> float:
-    """By how much the evaluation changed right after loading, in per cent of what it was before."""
+    """Change of the evaluation right after loading, in per cent of its value before."""
     return 100 * (restore["after"] - restore["before"]) / abs(restore["before"])
 
 
 def rounded(value: Any) -> Any:
-    """Numbers with five digits, which is more than any document quotes."""
+    """Rounds every number of a nest to five digits, more than any document quotes."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, Mapping):
@@ -58,17 +77,18 @@ def rounded(value: Any) -> Any:
 
 def summary(source: Path, earlier: Mapping[str, Any], code: str) -> dict[str, Any]:
     """The committed form of one result of the commit `code`."""
-    head = {"command": f"python benchmarks/{source.stem}.py", "commit": code}
+    script = SCRIPTS.get(source.stem, source.stem)
+    head = {"command": f"python benchmarks/{script}.py", "commit": code}
     if source.suffix == ".json":
         return {**head, "result": rounded(json.loads(source.read_text()))}
     records = [json.loads(line) for line in source.read_text().splitlines() if line]
-    rows = {json.dumps(one["settings"], sort_keys=True): one for one in earlier.get("runs", ())}
-    rows |= {json.dumps(one["settings"], sort_keys=True): row(one) for one in records}
+    rows = {json.dumps(run["settings"], sort_keys=True): run for run in earlier.get("runs", ())}
+    rows |= {json.dumps(record["settings"], sort_keys=True): row(record) for record in records}
     return {**head, "machine": records[-1]["machine"], "runs": list(rows.values())}
 
 
 def commit() -> str:
-    """Of the tree that this script stands in."""
+    """The commit of the tree that this script is in."""
     answer = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=REPO, capture_output=True, text=True)
     return answer.stdout.strip()
 

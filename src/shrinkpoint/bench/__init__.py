@@ -1,7 +1,7 @@
-"""ALL SCHEMES, THE SAME CHECKPOINTS: what each takes, what it loses, how long it takes.
+"""The benchmark behind `shrinkpoint bench`: every scheme on the same checkpoints.
 
-`series` gives checkpoints, a `System` turns each into bytes and back, `measure` holds what came back against what was
-given, `table` and `plot` show it.
+`series` reads checkpoints, a `System` turns each into bytes and back, `measure` compares what came back with the
+original, `result` and `plot` show it.
 """
 
 from shrinkpoint.bench.distortion import Distortion

@@ -1,4 +1,4 @@
-"""Relative errors between a state and what came back of it."""
+"""Relative errors between a state and its decoded copy."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from shrinkpoint.tensors.dtypes import tensor_bytes
+from shrinkpoint.tensors.compare import same_bits
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role
 
@@ -19,20 +18,21 @@ ROLE_GROUPS: Mapping[str, tuple[Role, ...]] = {
     "m": (Role.MOMENT1,),
     "v": (Role.MOMENT2,),
 }
-"""Weights and moments, by the letters of the tables."""
+"""Roles of the weights (W), the first moments (m) and the second moments (v)."""
 DEFAULT_EPS = 1e-8
-"""Adam's, where a state does not say."""
+"""The epsilon of Adam where a state does not record it."""
 
 
 @dataclass(frozen=True)
 class Distortion:
-    """Relative errors: the length of the error over the length of what was given, all tensors of a kind together.
+    """Relative errors of a decoded state: L2 norm of the error over that of the original, over all tensors of a group.
 
     Attributes:
-        weights, moment1, moment2: of W, m and v; None: there is none.
-        update: of Adam's direction `m / (sqrt(v) + eps)`, which is what a coarse moment does to the next step; None
-            where there are no such moments.
-        exact: every tensor of the state came back bit by bit.
+        weights: error of the weights; None if the state has none.
+        moment1: error of the first moments; None if the state has none.
+        moment2: error of the second moments; None if the state has none.
+        update: error of Adam's direction `m / (sqrt(v) + eps)`, which decides the next step; None without moments.
+        exact: every tensor of the state came back bit for bit.
     """
 
     weights: float | None
@@ -44,26 +44,33 @@ class Distortion:
     @classmethod
     @torch.no_grad()
     def measure(cls, original: FlatState, decoded: Mapping[str, Tensor]) -> Distortion:
-        """Of one state."""
-        kinds = {
-            kind: [name for name, info in original.infos.items() if info.role in ROLE_GROUPS[kind]]
-            for kind in ROLE_GROUPS
+        """Compares the decoded tensors of a state with the original."""
+        pairs = {
+            group: [
+                (original.tensors[name], decoded[name]) for name, info in original.infos.items() if info.role in roles
+            ]
+            for group, roles in ROLE_GROUPS.items()
         }
-        pairs = {kind: [(original.tensors[name], decoded[name]) for name in names] for kind, names in kinds.items()}
-        exact = all(_equal_bits(tensor, decoded[name]) for name, tensor in original.tensors.items())
-        errors = {kind: _relative_error(both) for kind, both in pairs.items()}
-        return cls(errors["W"], errors["m"], errors["v"], _relative_error(_adam_updates(original, decoded)), exact)
+        errors = {group: _relative_error(tensors) for group, tensors in pairs.items()}
+        return cls(
+            weights=errors["W"],
+            moment1=errors["m"],
+            moment2=errors["v"],
+            update=_relative_error(_adam_updates(original, decoded)),
+            exact=all(_equal_bits(tensor, decoded[name]) for name, tensor in original.tensors.items()),
+        )
 
 
 def _adam_updates(original: FlatState, decoded: Mapping[str, Tensor]) -> Iterable[tuple[Tensor, Tensor]]:
-    for facts in original.optimizer_info.values():
-        if facts.moment1 is None or facts.moment2 is None:
+    """Pairs of Adam's direction of each parameter, from the original and from the decoded moments."""
+    for info in original.optimizer_info.values():
+        if info.moment1 is None or info.moment2 is None:
             continue
-        eps = facts.eps or DEFAULT_EPS
-        states: tuple[Mapping[str, Tensor], ...] = (original.tensors, decoded)
-        before, after = (_adam_update(state[facts.moment1], state[facts.moment2], eps) for state in states)
-        if before.shape == after.shape:
-            yield before, after
+        eps = info.eps or DEFAULT_EPS
+        original_update = _adam_update(original.tensors[info.moment1], original.tensors[info.moment2], eps)
+        decoded_update = _adam_update(decoded[info.moment1], decoded[info.moment2], eps)
+        if original_update.shape == decoded_update.shape:
+            yield original_update, decoded_update
 
 
 def _adam_update(moment1: Tensor, moment2: Tensor, eps: float) -> Tensor:
@@ -71,21 +78,22 @@ def _adam_update(moment1: Tensor, moment2: Tensor, eps: float) -> Tensor:
 
 
 def _relative_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float | None:
-    error = length = 0.0
-    known = False
-    for before, after in pairs:
-        if not before.is_floating_point():
+    """L2 norm of the error over that of the original, over pairs (original, decoded); None without a float tensor."""
+    squared_error = squared_norm = 0.0
+    has_floats = False
+    for original, decoded in pairs:
+        if not original.is_floating_point():
             continue
-        wide = before.detach().to("cpu", torch.float64)
-        error += float((wide - after.detach().to("cpu", torch.float64)).square().sum())
-        length += float(wide.square().sum())
-        known = True
-    if not known:
+        has_floats = True
+        wide = original.detach().to("cpu", torch.float64)
+        squared_error += float((wide - decoded.detach().to("cpu", torch.float64)).square().sum())
+        squared_norm += float(wide.square().sum())
+    if not has_floats:
         return None
-    return math.sqrt(error / length) if length > 0 else (0.0 if error == 0 else math.inf)
+    if squared_norm > 0:
+        return math.sqrt(squared_error / squared_norm)
+    return 0.0 if squared_error == 0 else math.inf
 
 
 def _equal_bits(original: Tensor, decoded: Tensor) -> bool:
-    if original.shape != decoded.shape or original.dtype != decoded.dtype:
-        return False
-    return np.array_equal(tensor_bytes(original), tensor_bytes(decoded))
+    return original.shape == decoded.shape and original.dtype == decoded.dtype and same_bits(original, decoded)

@@ -1,4 +1,4 @@
-"""Measures one system on one series, against the states that it was given and the user's quality function."""
+"""Measures one system on one series: sizes, errors, seconds, and the quality before and after the round trip."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from shrinkpoint.tensors.flatten import flatten
 
 @dataclass
 class QualityFunction:
-    """What a state is worth: a function of it, and the answers for the states of a series, which are asked for once.
+    """A user's quality function, and its values for the states of a series, each computed once.
 
-    Args:
-        evaluate: of a state, as it was saved; returns a loss or a score, the same for the same state.
-        higher_is_better: it is a score.
+    Attributes:
+        evaluate: maps a state, as it was saved, to a loss or a score; it returns the same for the same state.
+        higher_is_better: `evaluate` returns a score, not a loss.
     """
 
     evaluate: Callable[[Any], Any] = field(repr=False)
@@ -33,23 +33,27 @@ class QualityFunction:
     _values: dict[int, float] = field(default_factory=dict, repr=False)
 
     def value_of(self, state: Any) -> float:
-        """Raises `PolicyError` where `evaluate` raises, or returns no number."""
+        """Evaluates a state.
+
+        Raises:
+            PolicyError: `evaluate` raises, or returns no number.
+        """
         with torch.no_grad():
             return call_evaluate(self.evaluate, state).value
 
     def value_at_step(self, step: int, state: Any) -> float:
-        """Of a state of the series."""
+        """The value of the state of a step; evaluated once."""
         if step not in self._values:
             self._values[step] = self.value_of(state)
         return self._values[step]
 
-    def rise(self, before: float, after: float) -> float:
-        """By how much `after` is worse, relative to `before`."""
-        return relative_degradation(after, before, higher_is_better=self.higher_is_better)
+    def rise(self, original: float, decoded: float) -> float:
+        """By how much the decoded state's value is worse, relative to the original's."""
+        return relative_degradation(decoded, original, higher_is_better=self.higher_is_better)
 
 
 def measure(system: System, series: Series, quality: QualityFunction | None = None) -> BenchResult:
-    """Run a system; an error of ours becomes the outcome's `failure`, so that the others still run."""
+    """Runs a system on a series; an error of this library becomes the result's `failure`."""
     try:
         return BenchResult(system.name, list(_rows(system, series, quality)))
     except ShrinkpointError as error:
@@ -57,23 +61,29 @@ def measure(system: System, series: Series, quality: QualityFunction | None = No
 
 
 def _rows(system: System, series: Series, quality: QualityFunction | None) -> Iterator[ResultRow]:
-    given = iter(series)
-    for returned in system.run(series):
-        one = next(given)
-        assert one.step == returned.step
-        yield _result_row(flatten(one.state), one.state, returned, quality)
+    entries = iter(series)
+    for round_trip in system.run(series):
+        entry = next(entries)
+        assert entry.step == round_trip.step
+        yield _result_row(flatten(entry.state), entry.state, round_trip, quality)
 
 
 def _result_row(flat_state: FlatState, state: Any, round_trip: RoundTrip, quality: QualityFunction | None) -> ResultRow:
-    found = Distortion.measure(flat_state, round_trip.tensors)
-    errors = {"W": found.weights, "m": found.moment1, "v": found.moment2, "update": found.update}
+    distortion = Distortion.measure(flat_state, round_trip.tensors)
+    errors = {
+        "W": distortion.weights,
+        "m": distortion.moment1,
+        "v": distortion.moment2,
+        "update": distortion.update,
+    }
     values = {
         kind: sum(flat_state.infos[name].numel for name in names) for kind, names in _names_by_group(flat_state).items()
     }
-    before = after = rise = None
+    original_value = decoded_value = rise = None
     if quality is not None:
-        before, after = quality.value_at_step(round_trip.step, state), quality.value_of(round_trip.state)
-        rise = quality.rise(before, after) if math.isfinite(before) else None
+        original_value = quality.value_at_step(round_trip.step, state)
+        decoded_value = quality.value_of(round_trip.state)
+        rise = quality.rise(original_value, decoded_value) if math.isfinite(original_value) else None
     return ResultRow(
         step=round_trip.step,
         keyframe=round_trip.keyframe,
@@ -82,12 +92,12 @@ def _result_row(flat_state: FlatState, state: Any, round_trip: RoundTrip, qualit
         values=values,
         bits=_bits_per_value(round_trip, values),
         errors={kind: error for kind, error in errors.items() if error is not None},
-        exact=found.exact,
+        exact=distortion.exact,
         encode=round_trip.encode_seconds,
         decode=round_trip.decode_seconds,
         searched=round_trip.evaluate_seconds,
-        quality=before,
-        returned=after,
+        quality=original_value,
+        returned=decoded_value,
         rise=rise,
         peak=round_trip.peak,
         retention=round_trip.retention,

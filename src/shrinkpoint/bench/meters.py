@@ -1,4 +1,4 @@
-"""Counts the calls and seconds of a function, and measures by how much memory rises at most."""
+"""Measures the largest rise of resident memory, and the calls and seconds of a function."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STATUS_FILE, _CLEAR_REFS_FILE = Path("/proc/self/status"), Path("/proc/self/cle
 
 
 class PeakMemory:
-    """From its making on. The rise is above what was resident then, of which some may have been free for reuse."""
+    """Measures the rise of resident memory since this object was made; reused memory is not counted."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -25,12 +25,12 @@ class PeakMemory:
 
     @property
     def rise(self) -> int | None:
-        """Bytes; None where it cannot be known."""
+        """The largest rise so far in bytes; None if it cannot be measured."""
         return None if self._baseline is None else max(0, resident_bytes("VmHWM") - self._baseline)
 
 
 def resident_bytes(field: str) -> int:
-    """Bytes of `field` (VmRSS, VmHWM) of this process; raises `OSError` where nobody tells."""
+    """Bytes of a field (VmRSS, VmHWM) of the status of this process; raises `OSError` if there is none."""
     for line in _STATUS_FILE.read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -38,7 +38,12 @@ def resident_bytes(field: str) -> int:
 
 
 class CallTimer:
-    """A quality function that knows how often it was called and how long it took, since `lap` was last called."""
+    """Wraps a quality function and measures its calls since the last `lap`.
+
+    Attributes:
+        calls: number of calls.
+        seconds: time spent in them.
+    """
 
     def __init__(self, evaluate: Evaluate) -> None:
         self._evaluate = evaluate
@@ -53,6 +58,7 @@ class CallTimer:
             self.seconds += time.perf_counter() - began
 
     def lap(self) -> dict[str, float]:
+        """Returns calls and seconds, and sets both to 0."""
         out = {"calls": self.calls, "seconds": self.seconds}
         self.calls, self.seconds = 0, 0.0
         return out

@@ -1,4 +1,4 @@
-"""Rate against distortion and against rise, all schemes in one picture."""
+"""Plots rate against distortion and against the rise of the loss, all schemes in one picture."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ERROR, _RISE = "relative error of the weights", "worst relative rise of the los
 
 @dataclass(frozen=True)
 class _Panel:
-    """What is drawn against what; `y` on a logarithmic axis, where nothing and less than nothing lie at its foot."""
+    """Two quantities of a result and the titles of their axes; on the y axis, values <= 0 lie at the foot."""
 
     x_title: str
     x: Callable[[BenchResult], float | None]
@@ -40,7 +40,7 @@ class _Panel:
 
 
 def write_plot(results: Sequence[BenchResult], path: Path, title: str) -> list[Path]:
-    """`path`.html, and `path`.png where kaleido is there.
+    """Writes `path`.html, and `path`.png if kaleido is installed; returns the files written.
 
     Raises:
         PolicyError: plotly is not installed.
@@ -48,31 +48,31 @@ def write_plot(results: Sequence[BenchResult], path: Path, title: str) -> list[P
     if find_spec("plotly") is None:
         expected, do = "plotly", "pip install 'shrinkpoint[plot]'"
         raise PolicyError("plot", found="no plotly", expected=expected, do=do)
-    figure = _figure([one for one in results if one.rows], title)
+    figure = _figure([result for result in results if result.rows], title)
     path.parent.mkdir(parents=True, exist_ok=True)
     written = [path.with_suffix(".html")]
     figure.write_html(written[0], include_plotlyjs=True)
     if find_spec("kaleido") is not None:
         written.append(path.with_suffix(".png"))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # kaleido's own, about the Python it was written for
+            warnings.simplefilter("ignore")  # kaleido warns about the version of Python
             figure.write_image(written[1], scale=2, width=1500, height=560)
     return written
 
 
 def _panels(results: Sequence[BenchResult]) -> list[_Panel]:
-    def bits(one: BenchResult) -> float | None:
-        return one.median(lambda row: row.bits.get("W"))
+    def bits(result: BenchResult) -> float | None:
+        return result.median(lambda row: row.bits.get("W"))
 
-    def error(one: BenchResult) -> float | None:
-        return one.median(lambda row: row.errors.get("W"))
+    def error(result: BenchResult) -> float | None:
+        return result.median(lambda row: row.errors.get("W"))
 
-    def rise(one: BenchResult) -> float | None:
-        return one.worst(lambda row: row.rise)
+    def rise(result: BenchResult) -> float | None:
+        return result.worst(lambda row: row.rise)
 
     panels = [_Panel(_RATE, bits, _ERROR, error)]
-    if any(rise(one) is not None for one in results):
-        panels += [_Panel(_RATE, bits, _RISE, rise), _Panel(_RATIO, lambda one: one.delta_ratio, _RISE, rise)]
+    if any(rise(result) is not None for result in results):
+        panels += [_Panel(_RATE, bits, _RISE, rise), _Panel(_RATIO, lambda result: result.delta_ratio, _RISE, rise)]
     return panels
 
 
@@ -92,10 +92,10 @@ def _figure(results: Sequence[BenchResult], title: str) -> Any:
 def _draw(figure: Any, column: int, panel: _Panel, results: Sequence[BenchResult], legend_names: set[str]) -> None:
     from plotly import graph_objects
 
-    found = [panel.y(one) for one in results]
-    foot = min((y for y in found if y is not None and y > 0), default=1.0) / 3
-    for index, (one, y) in enumerate(zip(results, found, strict=True)):
-        x = panel.x(one)
+    values = [panel.y(result) for result in results]
+    foot = min((y for y in values if y is not None and y > 0), default=1.0) / 3
+    for index, (result, y) in enumerate(zip(results, values, strict=True)):
+        x = panel.x(result)
         if x is None or y is None:
             continue
         marker = {"size": 11, "color": _COLOURS[index % len(_COLOURS)], "symbol": _MARKERS[index // len(_COLOURS)]}
@@ -103,12 +103,12 @@ def _draw(figure: Any, column: int, panel: _Panel, results: Sequence[BenchResult
             x=[x],
             y=[max(y, foot)],
             mode="markers",
-            name=one.name,
-            legendgroup=one.name,
+            name=result.name,
+            legendgroup=result.name,
             marker=marker,
-            showlegend=one.name not in legend_names,
-            hovertext=[f"{one.name}<br>{x:.3g}, {y:.3g}"],
+            showlegend=result.name not in legend_names,
+            hovertext=[f"{result.name}<br>{x:.3g}, {y:.3g}"],
             hoverinfo="text",
         )
         figure.add_trace(point, row=1, col=column)
-        legend_names.add(one.name)
+        legend_names.add(result.name)

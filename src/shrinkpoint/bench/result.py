@@ -1,4 +1,4 @@
-"""What was measured of one system on one series, as plain data and as cells of a table."""
+"""Results of one system on one series, as plain data and as cells of a table."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ from shrinkpoint.tensors.info import JSON
 
 @dataclass(frozen=True)
 class ResultRow:
-    """One checkpoint.
+    """Measurements of one checkpoint.
 
     Attributes:
-        raw, stored: bytes of all of the state's tensors, and of what was written.
-        values: how many numbers there are of W, m and v.
-        bits: stored bits for each of them; what a system does not tell apart is missing.
+        step: its step in the series.
+        keyframe: it needs no other checkpoint.
+        raw: bytes of all tensors of the state.
+        stored: bytes that were written.
+        values: number of values of W, m and v.
+        bits: stored bits for each value of W, m and v; groups that the system does not tell apart are missing.
         errors: relative errors of W, m, v and of Adam's "update".
-        exact: everything came back bit by bit.
-        quality, returned: of the state as it was given, and as it came back; None: not evaluated.
-        rise: by how much the second is worse, relative to the first.
-        encode, decode, searched: seconds; those of the user's evaluation apart.
-        peak: bytes by which memory rose while it was encoded.
-        retention: of the weights' progress since the checkpoint before.
-        choice: what a search chose.
+        exact: every tensor came back bit for bit.
+        encode: seconds, without the user's evaluation.
+        decode: seconds.
+        searched: seconds in the user's evaluation.
+        quality: value of the original state; None: not evaluated.
+        returned: value of the decoded state; None: not evaluated.
+        rise: by how much `returned` is worse than `quality`, relative to it.
+        peak: bytes by which memory rose while it was encoded; None: unknown.
+        retention: share of the weights' progress since the previous checkpoint that was written; None: not measured.
+        choice: the settings that a search chose.
     """
 
     step: int
@@ -49,7 +55,13 @@ class ResultRow:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """All checkpoints of a series through one system; `failure` says why there are none."""
+    """Results of one system on a series.
+
+    Attributes:
+        name: of the system.
+        rows: one for each checkpoint.
+        failure: why there are no rows; "" if there are.
+    """
 
     name: str
     rows: Sequence[ResultRow] = field(repr=False, default=())
@@ -57,46 +69,48 @@ class BenchResult:
 
     @property
     def deltas(self) -> Sequence[ResultRow]:
-        """Those that are no keyframes; of a system that has only these, all."""
+        """The rows of deltas; all rows if every checkpoint is a keyframe."""
         return [row for row in self.rows if not row.keyframe] or self.rows
 
     @property
     def ratio(self) -> float:
-        """Over the whole run: raw bytes for each stored byte, keyframes included."""
+        """Raw bytes for each stored byte over the whole series, keyframes included."""
         return _ratio(sum(row.raw for row in self.rows), sum(row.stored for row in self.rows))
 
     @property
     def delta_ratio(self) -> float:
+        """Raw bytes for each stored byte over the deltas."""
         return _ratio(sum(row.raw for row in self.deltas), sum(row.stored for row in self.deltas))
 
     @property
     def encode_speed(self) -> float:
-        """GB of raw bytes a second, without the user's evaluation."""
+        """GB of raw bytes a second, the user's evaluation not counted."""
         return _ratio(sum(row.raw for row in self.rows), 1e9 * sum(row.encode for row in self.rows))
 
     @property
     def decode_speed(self) -> float:
+        """GB of raw bytes a second."""
         return _ratio(sum(row.raw for row in self.rows), 1e9 * sum(row.decode for row in self.rows))
 
     @property
     def peak(self) -> float | None:
         """The largest rise of memory, in sizes of the state."""
-        known = [row.peak / row.raw for row in self.rows if row.peak is not None and row.raw]
-        return max(known, default=None)
+        rises = [row.peak / row.raw for row in self.rows if row.peak is not None and row.raw]
+        return max(rises, default=None)
 
     def median(self, key: Callable[[ResultRow], float | None]) -> float | None:
-        """Over the deltas for which it is known."""
-        known = [value for value in map(key, self.deltas) if value is not None]
-        return statistics.median(known) if known else None
+        """The median of a quantity over the deltas that have it."""
+        values = [value for value in map(key, self.deltas) if value is not None]
+        return statistics.median(values) if values else None
 
     def worst(self, key: Callable[[ResultRow], float | None], *, smallest: bool = False) -> float | None:
-        """The largest, or the least, over all rows."""
-        known = [value for value in map(key, self.rows) if value is not None]
-        return (min if smallest else max)(known, default=None)
+        """The largest value of a quantity over all rows, or the smallest."""
+        values = [value for value in map(key, self.rows) if value is not None]
+        return (min if smallest else max)(values, default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """Rows in full, and what tables show of them."""
-        shown = {
+        """The result as a JSON object: the figures of the table, and the rows."""
+        summary = {
             "ratio": self.ratio,
             "delta_ratio": self.delta_ratio,
             "encode_gb_s": self.encode_speed,
@@ -108,10 +122,11 @@ class BenchResult:
         }
         if self.failure:
             return {"name": self.name, "failure": self.failure}
-        return {"name": self.name, **shown, "rows": [asdict(row) for row in self.rows]}
+        return {"name": self.name, **summary, "rows": [asdict(row) for row in self.rows]}
 
     @property
     def min_retention(self) -> float | None:
+        """The smallest retention over all rows."""
         return self.worst(lambda row: row.retention, smallest=True)
 
 
@@ -140,8 +155,8 @@ a save, in sizes of the state."""
 
 
 def table_rows(results: Sequence[BenchResult]) -> list[list[str]]:
-    """One row for each outcome that has any."""
-    return [_table_row(one) for one in results if one.rows]
+    """Cells of one table row for each result that did not fail."""
+    return [_table_row(result) for result in results if result.rows]
 
 
 def _table_row(result: BenchResult) -> list[str]:

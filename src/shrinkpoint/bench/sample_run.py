@@ -23,14 +23,16 @@ MODEL_CONFIG = GPTConfig(layers=4, width=192, heads=6, context=64, dropout=0.0)
 
 @dataclass(frozen=True)
 class SampleRunOptions:
-    """How long to train, and what to keep: 1.8 M parameters, AdamW, betas .9 and .95.
+    """Options of the sample run, by default 1.8 M parameters trained with AdamW (betas .9 and .95).
 
     Attributes:
-        steps: in all.
+        steps: steps of the training.
         save_every: steps between two checkpoints.
-        first_save: before the first checkpoint.
-        batch: windows in a step.
-        held_out: windows in the evaluation.
+        first_save: step of the first checkpoint.
+        batch: sequences in a batch.
+        held_out: sequences in the evaluation.
+        config: sizes of the model.
+        seed: seed of every random generator.
     """
 
     steps: int = 200
@@ -45,18 +47,20 @@ class SampleRunOptions:
 def record_sample_run(
     directory: Path, options: SampleRunOptions, on_step: Callable[[int, float], None] | None = None
 ) -> tuple[StoreSeries, QualityFunction]:
-    """Train, save without loss, and return the series and the loss on text that was not trained on.
+    """Trains a model, saves its checkpoints losslessly, and returns them with the loss on held-out text.
 
-    The random generators are as they were, afterwards.
+    The state of the random generators is restored afterwards.
 
     Args:
-        on_step: called with the step and its loss.
+        directory: the store of the checkpoints.
+        options: how to train.
+        on_step: called with each step and its loss.
     """
-    before = get_rng_state()
+    rng_state = get_rng_state()
     try:
         return _train_and_save(directory, options, on_step)
     finally:
-        set_rng_state(before)
+        set_rng_state(rng_state)
 
 
 def _train_and_save(
@@ -84,7 +88,7 @@ def _train_and_save(
 
 
 class _HeldOutLoss:
-    """Mean cross-entropy of a state on fixed windows."""
+    """Computes the mean cross-entropy of a state on fixed sequences of held-out text."""
 
     def __init__(self, options: SampleRunOptions, text: bytes) -> None:
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()

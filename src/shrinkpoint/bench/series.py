@@ -1,4 +1,4 @@
-"""Series of checkpoints that can be read once for each scheme."""
+"""Series of checkpoints that can be read repeatedly, once for each system."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shrinkpoint.store.single_file import load
 
 @dataclass(frozen=True)
 class SeriesEntry:
-    """One state of a run.
+    """One checkpoint of a series.
 
     Attributes:
-        step: rises along a series.
+        step: its training step; steps rise along a series.
         state: any nest of tensors and plain values, as it was saved.
     """
 
@@ -26,7 +26,7 @@ class SeriesEntry:
 
 
 class Series(Protocol):
-    """Checkpoints in their order; one at a time in memory."""
+    """Checkpoints in order, of which one at a time is in memory."""
 
     @property
     def name(self) -> str: ...
@@ -38,7 +38,7 @@ class Series(Protocol):
 
 @dataclass(frozen=True)
 class StoreSeries:
-    """The checkpoints of a store that keeps them lossless."""
+    """The checkpoints of a store, which should be lossless."""
 
     store: Store
     name: str = "store"
@@ -53,7 +53,7 @@ class StoreSeries:
 
 @dataclass(frozen=True)
 class FileSeries:
-    """Files in the order in which they are given: shrinkpoint's own, or any safetensors."""
+    """Checkpoint files in the given order: those of this library, or any safetensors files."""
 
     paths: tuple[Path, ...]
 
@@ -70,16 +70,16 @@ class FileSeries:
 
 
 def open_series(paths: Sequence[Path]) -> Series:
-    """What a user points at: one store, or files.
+    """Opens one store, or several files, as a series.
 
     Raises:
-        NotFoundError: there is nothing, or a store without checkpoints.
+        NotFoundError: a path does not exist, or the store has no checkpoints.
     """
     if len(paths) == 1 and paths[0].is_dir():
-        recorded = StoreSeries(Store(paths[0]), paths[0].name)
-        if not len(recorded):
+        series = StoreSeries(Store(paths[0]), paths[0].name)
+        if not len(series):
             raise NotFoundError(str(paths[0]), found="no checkpoint", expected="a store with some", do="save one first")
-        return recorded
+        return series
     for path in paths:
         if not path.is_file():
             found = "a directory" if path.is_dir() else "nothing"
