@@ -32,56 +32,56 @@ def command(
     json: JsonOption = False,
 ) -> None:
     """Show a checkpoint (of a store, or a framework's) or a file: its chain, what each role costs, its plain values."""
-    where = parse_location(place, step)
-    if where.is_run:
-        _show_directory(where.newest_directory, tensors, values, json)
+    location = parse_location(place, step)
+    if location.is_run:
+        _show_directory(location.newest_directory, tensors, values, json)
         return
-    if where.is_file:
-        with closing(open_file(where.path)) as source:
-            summary: CheckpointReport | None = None
-            files = [file_report(FileReader(source, str(where.path)), str(where.path))]
+    if location.is_file:
+        with closing(open_file(location.path)) as source:
+            report: CheckpointReport | None = None
+            files = [file_report(FileReader(source, str(location.path)), str(location.path))]
     else:
-        storage, listing = open_store(str(where.path))
-        manifest = find_manifest(listing, where)
-        summary = checkpoint_report(manifest, forgotten=manifest.step in listing.forgotten)
+        storage, listing = open_store(str(location.path))
+        manifest = find_manifest(listing, location)
+        report = checkpoint_report(manifest, forgotten=manifest.step in listing.forgotten)
         files = []
         for key in (manifest.key(payload.name) for payload in manifest.payloads):
             with closing(storage.open(key)) as source:
                 files.append(file_report(FileReader(source, storage.describe(key)), storage.describe(key)))
     if json:
-        print_json(_to_json(summary, files, tensors))
+        print_json(_to_json(report, files, tensors))
         return
-    _print_header(str(where.path), summary, files[0])
+    _print_header(str(location.path), report, files[0])
     for file in files:
         _print_file(file, tensors, values)
 
 
-def _to_json(summary: CheckpointReport | None, files: Sequence[FileReport], tensors: bool) -> object:
-    if summary is None:
+def _to_json(report: CheckpointReport | None, files: Sequence[FileReport], tensors: bool) -> object:
+    if report is None:
         return files[0].to_json(tensors=tensors)
-    return {**summary.to_json(), "files": [file.to_json(tensors=tensors) for file in files]}
+    return {**report.to_json(), "files": [file.to_json(tensors=tensors) for file in files]}
 
 
-def _print_header(place: str, summary: CheckpointReport | None, file: FileReport) -> None:
-    if summary is None:
+def _print_header(place: str, report: CheckpointReport | None, file: FileReport) -> None:
+    if report is None:
         print_line(place, "bold")
         ratio = humanize.ratio(file.raw_bytes, file.size)
         sizes = f"{humanize.size(file.raw_bytes)} of state in {humanize.size(file.size)} ({ratio})"
         print_pairs([("kind", _parent_text(file)), ("scheme", file.scheme), ("size", sizes), ("digest", file.digest)])
     else:
-        print_line(f"{place}, step {summary.step}", "bold")
-        print_pairs(list(_checkpoint_rows(summary, file)))
+        print_line(f"{place}, step {report.step}", "bold")
+        print_pairs(list(_checkpoint_rows(report, file)))
 
 
 def _show_directory(directory: Path, tensors: bool, values: bool, json: bool) -> None:
-    """A framework's checkpoint: of a run, its newest."""
-    one = directory_report(read_directory_manifest(directory), str(directory))
-    files = [_file_report_at(directory / name) for name, _, _ in one.files]
+    """Prints a framework's checkpoint."""
+    report = directory_report(read_directory_manifest(directory), str(directory))
+    files = [_file_report_at(directory / name) for name, _, _ in report.files]
     if json:
-        print_json({**one.to_json(), "files": [file.to_json(tensors=tensors) for file in files]})
+        print_json({**report.to_json(), "files": [file.to_json(tensors=tensors) for file in files]})
         return
     print_line(str(directory), "bold")
-    print_pairs(list(_directory_rows(one)))
+    print_pairs(list(_directory_rows(report)))
     for file in files:
         _print_file(file, tensors, values)
 
@@ -102,18 +102,18 @@ def _directory_rows(report: CheckpointReport) -> Iterator[tuple[str, str]]:
     yield from _manifest_rows(report)
 
 
-def _checkpoint_rows(summary: CheckpointReport, file: FileReport) -> Iterator[tuple[str, str]]:
-    yield "made", f"{summary.created[:19].replace('T', ' ')} UTC, {_format_age(humanize.age(summary.created))}"
-    yield "kind", _chain_text(summary)
-    yield from _manifest_rows(summary)
-    yield "forgotten", "deleted by the next `prune` unless something stands on it" if summary.forgotten else ""
+def _checkpoint_rows(report: CheckpointReport, file: FileReport) -> Iterator[tuple[str, str]]:
+    yield "made", f"{report.created[:19].replace('T', ' ')} UTC, {_format_age(humanize.age(report.created))}"
+    yield "kind", _chain_text(report)
+    yield from _manifest_rows(report)
+    yield "forgotten", "deleted by the next `prune` unless a checkpoint depends on it" if report.forgotten else ""
     yield "file", file.where
     yield "digest", file.digest
-    yield "id", summary.id
+    yield "id", report.id
 
 
 def _manifest_rows(report: CheckpointReport) -> Iterator[tuple[str, str]]:
-    """What every manifest tells, a store's or a folder's."""
+    """The rows that checkpoints of stores and of frameworks share."""
     yield "scheme", report.scheme
     ratio = humanize.ratio(report.raw_bytes, report.stored_bytes)
     yield "size", f"{humanize.size(report.raw_bytes)} of state in {humanize.size(report.stored_bytes)} ({ratio})"
@@ -126,7 +126,7 @@ def _manifest_rows(report: CheckpointReport) -> Iterator[tuple[str, str]]:
 
 
 def _loss_settings(loss: JSON) -> str:
-    """What a scheme says that it lost; whatever else stands there is shown by --json."""
+    """What a scheme recorded of its loss, in short; --json shows all of it."""
     chosen = loss.get("chosen") if isinstance(loss, dict) else None
     if not isinstance(loss, dict) or not isinstance(chosen, dict):
         return f"nothing{_exact_reason(loss)}" if loss else ""
@@ -136,12 +136,12 @@ def _loss_settings(loss: JSON) -> str:
 
 
 def _unquantized_text(loss: JSON) -> str:
-    """What a lossy scheme left as it was, by reason."""
-    found = loss.get("stayed_exact") if isinstance(loss, dict) else None
+    """The tensors that a lossy scheme left unquantized, by reason."""
+    reasons = loss.get("stayed_exact") if isinstance(loss, dict) else None
     parts = []
-    for reason, one in found.items() if isinstance(found, dict) else ():
-        if isinstance(one, dict) and all(_is_count(one.get(key)) for key in ("tensors", "bytes")):
-            parts.append(f"{reason}: {one['tensors']} ({humanize.size(one['bytes'])})")
+    for reason, counts in reasons.items() if isinstance(reasons, dict) else ():
+        if isinstance(counts, dict) and all(_is_count(counts.get(key)) for key in ("tensors", "bytes")):
+            parts.append(f"{reason}: {counts['tensors']} ({humanize.size(counts['bytes'])})")
     return "; ".join(parts)
 
 
@@ -150,15 +150,15 @@ def _is_count(value: JSON) -> bool:
 
 
 def _exact_reason(loss: JSON) -> str:
-    """Why nothing was lost, where a scheme says it."""
+    """Why nothing was lost, if the scheme recorded it."""
     exact = loss.get("exact") if isinstance(loss, dict) else None
     return f": {exact}" if isinstance(exact, str) else ""
 
 
-def _chain_text(summary: CheckpointReport) -> str:
-    if summary.keyframe:
+def _chain_text(report: CheckpointReport) -> str:
+    if report.keyframe:
         return "keyframe"
-    return f"delta; chain {' > '.join(_shorten(summary.chain))}"
+    return f"delta; chain {' > '.join(_shorten(report.chain))}"
 
 
 def _shorten(steps: Sequence[int]) -> list[str]:
@@ -184,12 +184,12 @@ def _print_file(file: FileReport, tensors: bool, values: bool) -> None:
     print_table(_role_columns(file), totals=True)
     if file.values:
         print_line("")
-        shown = file.values if values else sorted(file.values, key=lambda pair: pair[0].count("/"))[:_MAX_VALUES]
+        rows = file.values if values else sorted(file.values, key=lambda pair: pair[0].count("/"))[:_MAX_VALUES]
         print_table(
-            [Column("plain value", [p for p, _ in shown], wrap=True), Column("", [v for _, v in shown], wrap=True)]
+            [Column("plain value", [p for p, _ in rows], wrap=True), Column("", [v for _, v in rows], wrap=True)]
         )
-        if len(shown) < len(file.values):
-            print_line(f"and {len(file.values) - len(shown)} more (--values)", "dim")
+        if len(rows) < len(file.values):
+            print_line(f"and {len(file.values) - len(rows)} more (--values)", "dim")
 
 
 def _role_columns(file: FileReport) -> list[Column]:

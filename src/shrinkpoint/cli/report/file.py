@@ -1,4 +1,4 @@
-"""One file as plain data: what its header says about every tensor."""
+"""Reports what the header of one file says about every tensor, as plain data."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ class TensorRow:
     """One tensor of a file.
 
     Attributes:
-        name, dtype, shape, role: what it is.
+        name: its name in the state.
+        dtype: its dtype, as text.
+        shape: its shape.
+        role: its role ("parameter", "moment1", ...).
         raw_bytes: bytes of its values.
-        stored_bytes: what it cost; of a record with several tensors, a share by raw bytes.
+        stored_bytes: bytes in the file; in a record of several tensors, a share in proportion to raw bytes.
         how: the kind of its recipe ("plain", "same", ...).
-        record: the name of its record.
-        shared: the record holds other tensors too, so that `stored_bytes` is a share.
+        record: name of its record.
+        shared: the record holds other tensors too.
         needs_base: decoding needs the parent.
     """
 
@@ -40,7 +43,7 @@ class TensorRow:
 
 @dataclass(frozen=True)
 class RoleRow:
-    """All tensors of one role."""
+    """Totals of all tensors of one role."""
 
     role: str
     tensors: int
@@ -55,9 +58,9 @@ class FileReport:
     Attributes:
         where: its path.
         size: bytes of the whole file.
-        digest: of its header, which vouches for every other byte.
+        digest: digest of its header, which has the digests of all other bytes.
         scheme: which scheme wrote it.
-        parent: how it names the file it needs; None when it stands alone.
+        parent: how it names the file it depends on; None for a keyframe.
         tensors: in the order of the file.
         values: (path, text) of the plain values of the state.
     """
@@ -76,7 +79,7 @@ class FileReport:
 
     @property
     def overhead_bytes(self) -> int:
-        """The header: names, shapes, digests, plain values."""
+        """Bytes of the header: names, shapes, digests, plain values."""
         return self.size - sum(row.stored_bytes for row in self.tensors)
 
     @property
@@ -85,10 +88,10 @@ class FileReport:
         return tuple(_role_row(name, [row for row in self.tensors if row.role == name]) for name in names)
 
     def to_json(self, *, tensors: bool) -> dict[str, Any]:
-        """As a JSON object.
+        """The report as a JSON object.
 
         Args:
-            tensors: with one entry a tensor.
+            tensors: include one entry for each tensor.
         """
         return {
             "where": self.where,
@@ -107,7 +110,7 @@ class FileReport:
 
 
 def file_report(reader: FileReader, where: str) -> FileReport:
-    """What the header of an open file says; no payload is read."""
+    """Reports what the header of an open file says, without reading its payload."""
     rows = tuple(row for head in reader.records for row in _tensor_rows(head))
     return FileReport(
         where, reader.size, reader.digest, reader.scheme, reader.parent, rows, list_plain_values(reader.tree)
@@ -132,12 +135,12 @@ def _tensor_rows(head: RecordHead) -> Iterator[TensorRow]:
 
 
 def _split_bytes(weights: list[int], total: int) -> list[int]:
-    """`total` split in proportion, to the byte: the shares add up to it."""
-    whole = sum(weights)
-    if not whole:
+    """Splits `total` in proportion to the weights, so that the shares add up to it."""
+    total_weight = sum(weights)
+    if not total_weight:
         return [total, *[0] * (len(weights) - 1)] if weights else []
-    ends = [total * upto // whole for upto in accumulate(weights)]
-    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+    ends = [total * cumulative // total_weight for cumulative in accumulate(weights)]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _role_row(name: str, rows: Iterable[TensorRow]) -> RoleRow:

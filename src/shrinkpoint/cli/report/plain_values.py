@@ -1,7 +1,7 @@
-"""The plain values of a state, read from its tree without torch.
+"""Lists the plain values of a state as text, from its tree and without torch.
 
-For display only: values are shown as text, and a tree that makes no sense is shown unchanged. `unflatten` is what
-loads."""
+This is for display only, and shows a malformed tree unchanged; `unflatten` is what decodes a tree.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_DEPTH = 128
 
 
 def list_plain_values(tree: JSON) -> tuple[tuple[str, str], ...]:
-    """(path, text) of every plain value, in the order of the state; tensors and arrays are left out.
+    """Lists (path, text) of every plain value, in the order of the state; tensors and arrays are left out.
 
     >>> extra = {"epoch": 3, "betas": {"$u": [0.9, 0.95]}, "tags": []}
     >>> list_plain_values({"model": {"w": {"$t": ["model/w"]}}, "extra": extra})
@@ -38,7 +38,7 @@ def _iter_values(tree: JSON, path: str, depth: int) -> Iterator[tuple[str, str]]
 
 
 def _split_tag(tree: JSON) -> tuple[str, JSON]:
-    """("$x", content) of a marked value, else ("", None)."""
+    """("$x", content) of a tagged value, else ("", None)."""
     if isinstance(tree, dict) and len(tree) == 1:
         ((key, inner),) = tree.items()
         if key.startswith("$"):
@@ -56,7 +56,7 @@ def _child_items(tag: str, inner: JSON) -> Iterator[tuple[str, JSON]]:
     elif isinstance(inner, dict):
         yield from inner.items()
     elif isinstance(inner, list):
-        yield from ((str(at), item) for at, item in enumerate(inner))
+        yield from ((str(index), item) for index, item in enumerate(inner))
 
 
 def _has_tensor(tree: JSON, depth: int) -> bool:
@@ -68,7 +68,7 @@ def _has_tensor(tree: JSON, depth: int) -> bool:
 
 
 def _is_small(tree: JSON) -> bool:
-    """Shown on one line: a scalar, or a sequence of a few; dicts are opened so that each value has its path."""
+    """Whether a value is shown on one line: a scalar, or a sequence of at most 8; a dict gets a line for each value."""
     kind, inner = _split_tag(tree)
     content = inner if kind in ("$u", "$z") else tree
     if isinstance(content, list):
@@ -87,8 +87,8 @@ def _format(tree: JSON, depth: int) -> str:
     if kind == "$g":
         return _format_numpy_scalar(inner)
     if kind in ("$u", "$z") and isinstance(inner, list) and depth < _MAX_DEPTH:
-        inside = ", ".join(_format(item, depth + 1) for item in inner)
-        return f"({inside},)" if len(inner) == 1 else f"({inside})"
+        items = ", ".join(_format(item, depth + 1) for item in inner)
+        return f"({items},)" if len(inner) == 1 else f"({items})"
     if isinstance(tree, list) and depth < _MAX_DEPTH:
         return "[" + ", ".join(_format(item, depth + 1) for item in tree) + "]"
     return repr(tree)
@@ -111,7 +111,7 @@ _STRUCT_CODES = {
 
 
 def _format_numpy_scalar(inner: Any) -> str:
-    """A numpy scalar: its little-endian bytes in hex, and what they mean where the struct module has the type."""
+    """Formats a numpy scalar, given as dtype and little-endian bytes in hex, by its value if `struct` has the type."""
     dtype, digits = inner if isinstance(inner, list) and len(inner) == 2 else ("?", inner)
     try:
         (value,) = struct.unpack("<" + _STRUCT_CODES[str(dtype)[1:]], bytes.fromhex(str(digits)))
@@ -121,6 +121,6 @@ def _format_numpy_scalar(inner: Any) -> str:
 
 
 def _format_nonfinite(inner: Any) -> str:
-    """nan or an infinity, from the bits of its double."""
+    """Formats nan or an infinity, given as the bits of a double in hex."""
     bits = str(inner)
     return {"7ff0000000000000": "inf", "fff0000000000000": "-inf"}.get(bits, "nan")
