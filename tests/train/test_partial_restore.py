@@ -226,7 +226,7 @@ def test_the_shards_of_all_ranks_are_the_parameters_split_as_torch_does(trained,
 @pytest.mark.parametrize(
     ("only", "message"),
     [
-        ({NAME: slice(0, 97)}, "within 96"), ({NAME: slice(5, 5)}, "nothing of 96"), ({NAME: slice(9, 0, -1)}, "step"),
+        ({NAME: slice(0, 97)}, "within 96"), ({NAME: slice(5, 5)}, "empty within 96"), ({NAME: slice(9, 0, -1)}, "step"),
         ({NAME: (slice(0, 2), slice(0, 65))}, "axis 1"), ({NAME: (slice(0, 2),) * 3}, "3 axes"),
         ({NAME: [96]}, "rows from 0 to 95"), ({NAME: [-1]}, "rows from 0"), ({NAME: []}, "shape"),
         ({NAME: torch.ones(96, dtype=torch.bool)}, "bool"), ({NAME: torch.ones(SHAPE)}, "float32"),

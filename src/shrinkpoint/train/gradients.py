@@ -1,4 +1,4 @@
-"""What the gradients of the last batches were like, kept on the host for the sensitivity of weights."""
+"""Moving averages of gradients on the host, from which schemes estimate the sensitivity of weights."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from shrinkpoint.errors import PolicyError
 
 
 class GradientRecorder:
-    """Records a moving average of the gradients that training computes anyway.
+    """Records a moving average of the gradients that training computes.
 
-    The recorder of arXiv 2306.11800, sections on quantization and implementation. Two calls in the loop, or `attach`:
+    The recorder of arXiv 2306.11800, sections on quantization and implementation. It takes two calls in the loop, or
+    `attach`:
 
         loss.backward()
         recorder.after_backward()
@@ -24,30 +25,29 @@ class GradientRecorder:
         recorder.before_zero_grad()
         optimizer.zero_grad()
 
-    Each is called once per optimizer step: where gradients are accumulated, after the last backward pass. What changes
-    gradients in place, such as clipping, belongs before `after_backward`. A loss scale that is still in them changes
-    nothing, as only relative sizes matter. A gradient with a value that is not finite is skipped, for that parameter
+    Each is called once per optimizer step: where gradients are accumulated, after the last backward pass. Clipping,
+    and other changes of gradients in place, belong before `after_backward`. A loss scale in the gradients has no
+    effect, as only relative sizes matter. A gradient with a value that is not finite is skipped, for that parameter
     and batch.
 
     The average starts as the first gradient and becomes `beta * average + (1 - beta) * gradient`. The paper prints the
     two factors the other way round and still records 50 batches, of which its literal form would remember little more
     than one; `paper=True` is that form, which `Inshrinkerator(paper=True)` switches on in the recorder it is given.
 
-    Of a parameter that is in parts (FSDP2, tensor parallelism) each rank records its own part, and what is not finite
-    in one part is skipped there; a scheme that is decided by all ranks puts them together (docs/dcp.md).
+    If a parameter is sharded (FSDP2, tensor parallelism), each rank records its own shard, and skips it if a value in
+    it is not finite; a scheme that decides over all ranks combines the shards (docs/dcp.md).
 
-    While recording, the host holds gradients once in float32 (twice with `squares`), and of parameters on a GPU once
-    more, pinned and in their own dtype; `clear` frees all. All calls belong to the thread that trains.
+    While recording, the host holds the gradients once in float32 (twice with `squares`), and those of parameters on a
+    GPU once more, pinned and in their own dtype; `clear` frees all. All calls must come from the thread that trains.
 
     Args:
-        model: whose parameters are recorded: tied ones once, under their first name; frozen ones not at all.
-        save_interval: a save is planned at each multiple of so many optimizer steps, and only the last `batches`
-            steps before
-            it are recorded, afresh each time; None: every step is, without an end.
-        batches: how many steps.
-        beta: how much of the average is kept, at least 0 and below 1.
-        paper: the paper's literal form; None: not, unless a scheme asks for it.
-        squares: average the squares of the gradients, too: for `Fisher`, where the optimizer has no second moments.
+        model: the model whose parameters are recorded: tied ones once, under their first name; frozen ones not at all.
+        save_interval: optimizer steps between two saves: only the last `batches` steps before each multiple of it are
+            recorded, and the average starts anew each time; None: every step is recorded.
+        batches: number of steps that are recorded before a save.
+        beta: weight of the previous average, at least 0 and below 1.
+        paper: the paper's literal form; None: no, unless a scheme asks for it.
+        squares: average the squares of the gradients, too: for `Fisher`, if the optimizer has no second moments.
 
     Raises:
         PolicyError: an argument out of range.
@@ -89,42 +89,42 @@ class GradientRecorder:
 
     @property
     def step(self) -> int:
-        """How many optimizer steps were counted."""
+        """Number of optimizer steps so far."""
         return self._step
 
     def set_step(self, step: int) -> None:
-        """Go on from a step, as after a restore; what was recorded belongs to other weights and is dropped."""
+        """Set the number of steps, as after a restore; the averages are dropped, as they belong to other weights."""
         self.clear()
         self._step = step
 
     @property
     def is_recording(self) -> bool:
-        """Whether the gradients of the step that comes next are recorded."""
+        """Whether the gradients of the next step are recorded."""
         return self._save_interval is None or -(self._step + 1) % self._save_interval < self._batches
 
     @property
     def ready(self) -> bool:
-        """Whether there is anything in `mean`."""
+        """Whether `mean` has any average."""
         self._drain_copies()
         return bool(self._mean)
 
     @property
     def mean(self) -> Mapping[str, Tensor]:
-        """The averages by parameter name, float32 on the host, of all parameters with a gradient in the last window.
+        """Averages by parameter name, float32 on the host, of all parameters with a gradient in the last window.
 
-        A copy: what reads it, in whichever thread, is not disturbed by the recording that goes on.
+        They are copies: any thread may read them while recording continues.
         """
         self._drain_copies()
         return {name: mean.clone() for name, mean in self._mean.items()}
 
     @property
     def square(self) -> Mapping[str, Tensor]:
-        """The averages of squares, as `mean`; empty where they were not asked for."""
+        """Averages of the squared gradients, otherwise as `mean`; empty unless `squares=True`."""
         self._drain_copies()
         return {name: square.clone() for name, square in (self._square or {}).items()}
 
     def after_backward(self) -> None:
-        """Record the gradients as they are now: on a GPU, start to copy them; else, average them at once."""
+        """Record the current gradients: those on a GPU are copied asynchronously, others are averaged at once."""
         self._drain_copies()
         if not self.is_recording:
             return
@@ -139,17 +139,17 @@ class GradientRecorder:
                 self._add_gradient(name, gradient)
 
     def before_zero_grad(self) -> None:
-        """Count a step, and let nothing clear the gradients before they are copied.
+        """Count a step, and make the GPU finish copying the gradients before it clears them.
 
-        It is the GPU that waits, not the host: a copy is averaged when the next one starts, or when `mean` is read.
+        The host does not wait: a copy is averaged when the next one starts, or when `mean` is read.
         """
         self._host_copies.hold()
         self._step += 1
 
     def attach(self, optimizer: torch.optim.Optimizer) -> GradientRecorder:
-        """Do both at every step of an optimizer, instead of by hand; of several, the one that steps first.
+        """Make both calls at every step of an optimizer; with several optimizers, attach to the one that steps first.
 
-        Gradients are recorded as `optimizer.step` finds them, so not those that it lets a closure compute.
+        Gradients are recorded when `optimizer.step` is called, so not those that it computes by a closure.
         """
         self.detach()
 
@@ -163,16 +163,16 @@ class GradientRecorder:
         return self
 
     def detach(self) -> None:
-        """Undo `attach`; what was recorded stays."""
+        """Undo `attach`; the averages are kept."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def use_printed_average(self) -> None:
-        """Average from now on as the paper prints it.
+        """Use the paper's literal form of the average from now on.
 
         Raises:
-            PolicyError: `paper=False` was asked for.
+            PolicyError: the recorder was created with `paper=False`.
         """
         if self._paper is False:
             do = "leave `paper` out of one of the two"
@@ -181,7 +181,7 @@ class GradientRecorder:
             self._paper, self._decay, self._gain = True, self._gain, self._decay
 
     def clear(self) -> None:
-        """Forget what was recorded, and free its memory."""
+        """Drop the averages, and free their memory."""
         self._host_copies = _AsyncHostCopies()
         self._reset_averages()
 
@@ -190,7 +190,7 @@ class GradientRecorder:
 
     @property
     def _has_gaps(self) -> bool:
-        """Windows that touch are one: then nothing is ever stale."""
+        """Whether steps between two windows are not recorded; else the average never starts anew."""
         return self._save_interval is not None and self._batches < self._save_interval
 
     def _iter_gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -208,25 +208,25 @@ class GradientRecorder:
             self._add_gradient(name, gradient)
 
     def _add_gradient(self, name: str, gradient: Tensor) -> None:
-        fresh = gradient.to(device="cpu", dtype=torch.float32)
-        if not all(bool(x.isfinite()) for x in torch.aminmax(fresh)):  # nan is both where there is one
+        value = gradient.to(device="cpu", dtype=torch.float32)
+        if not all(bool(extreme.isfinite()) for extreme in torch.aminmax(value)):  # both are nan if any value is
             return
-        self._update_average(self._mean, name, fresh)
+        self._update_average(self._mean, name, value)
         if self._square is not None:
-            self._update_average(self._square, name, fresh.square())
+            self._update_average(self._square, name, value.square())
 
     def _update_average(self, averages: dict[str, Tensor], name: str, value: Tensor) -> None:
         mean = averages.get(name)
         if mean is None or mean.shape != value.shape:
             averages[name] = value.clone()
-        else:  # two roundings, as in the formula, and not the fused one that `add_(fresh, alpha=...)` may be
+        else:  # rounded twice, as in the formula, and not once as `add_(value, alpha=...)` may do
             mean.mul_(self._decay).add_(value * self._gain)
 
 
 def _local_shard(gradient: Tensor) -> Tensor:
-    """This rank's part of a gradient in parts, as FSDP2 and tensor parallelism leave them; else all of it.
+    """This rank's shard of a gradient that FSDP2 or tensor parallelism has sharded; else all of it.
 
-    No rank waits for another, but where the ranks' parts are still to be summed.
+    Ranks communicate only if the gradient is still to be summed over them.
     """
     placements = getattr(gradient, "placements", None)
     if placements is None:
@@ -234,13 +234,14 @@ def _local_shard(gradient: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
     assert isinstance(gradient, DTensor)
-    if any(one.is_partial() for one in placements):
-        gradient = gradient.redistribute(placements=[Replicate() if one.is_partial() else one for one in placements])
+    if any(placement.is_partial() for placement in placements):
+        summed = [Replicate() if placement.is_partial() else placement for placement in placements]
+        gradient = gradient.redistribute(placements=summed)
     return gradient.to_local()
 
 
 class _AsyncHostCopies:
-    """Copies of tensors on GPUs on their way to pinned host memory, on a stream of their own."""
+    """Copies tensors from GPUs to pinned host memory, on a stream of its own for each GPU."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -249,7 +250,7 @@ class _AsyncHostCopies:
         self._events: dict[torch.device, torch.cuda.Event] = {}
 
     def start(self, name: str, tensor: Tensor) -> None:
-        """Copy as soon as the work enqueued so far is done. `finish` must have been called since `hold`."""
+        """Copy a tensor when the work enqueued so far is done. `finish` must have been called since `hold`."""
         device = tensor.device
         with torch.cuda.device(device):
             stream, buffer = self._stream(device), self._buffer(name, tensor)
@@ -257,16 +258,16 @@ class _AsyncHostCopies:
             with torch.cuda.stream(stream):
                 buffer.copy_(tensor, non_blocking=True)
                 self._events[device] = stream.record_event()
-            tensor.record_stream(stream)  # or its memory may be handed out again while it is read
+            tensor.record_stream(stream)  # otherwise its memory may be reused while it is read
         self._pending.append(name)
 
     def hold(self) -> None:
-        """Let what is enqueued on the GPUs from now on wait for the copies."""
+        """Make work that is enqueued on the GPUs from now on wait for the copies."""
         for device, event in self._events.items():
             torch.cuda.current_stream(device).wait_event(event)
 
     def finish(self) -> Iterator[tuple[str, Tensor]]:
-        """What was copied, once it has arrived; a buffer is good until the next `start`."""
+        """Names and copies, once these have arrived; a copy is valid until the next `start`."""
         for event in self._events.values():
             event.synchronize()
         names, self._pending, self._events = self._pending, [], {}
@@ -278,8 +279,8 @@ class _AsyncHostCopies:
         return self._streams[device]
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
-        held = self._buffers.get(name)
-        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-            held = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            self._buffers[name] = held
-        return held
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._buffers[name] = buffer
+        return buffer

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: small checkpoints of many ranks, one line away. docs/dcp.md.
+"""Storage reader and writer for torch.distributed.checkpoint: compressed checkpoints of many ranks. See docs/dcp.md.
 
 import torch.distributed.checkpoint as dcp
 from shrinkpoint.train.dcp import Reader, Writer

@@ -1,7 +1,8 @@
-"""The ends of this process's chains. They outlive every writer, of which each save may have a new one.
+"""This process's checkpoint chains: the state of each, and the checkpoints that were restored.
 
-Torch makes a writer for each save where it is given a path only, and sends a copy of one to another process for
-`async_save` in a process. So what the next delta stands on is kept here, by the name of the chain.
+Torch creates a writer for each save where only a path is given, and sends a copy of one to another process for
+`async_save` in a process. So the reference of the next delta is kept here, by the name of the chain, and outlives
+every writer.
 """
 
 from __future__ import annotations
@@ -19,30 +20,32 @@ from shrinkpoint.container import FileReader
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.schemes.base import Resumable, Scheme
 from shrinkpoint.storage import LocalStorage
-from shrinkpoint.store import directory as folders
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.delta_writer import DeltaWriter
+from shrinkpoint.store.directory import read_directory_manifest
 from shrinkpoint.store.manifest import DirectoryManifest, Payload
 from shrinkpoint.tensors.dtypes import dtype_name
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON
 
 MAX_CHAINS = 8
-"""Chains whose last state a process holds, each one copy of what this rank writes; the longest unused goes first."""
+"""Chains whose state a process keeps, each one copy of what this rank writes; the least recently used goes first."""
 _MAX_ORIGINS = 64
 _log = logging.getLogger("shrinkpoint")
 TensorSignature = tuple[str, tuple[int, ...], str]
+"""Name, shape and dtype of a global tensor."""
 
 
 @dataclass(frozen=True)
 class RestoreOrigin:
-    """A checkpoint that was read, and from which training may go on.
+    """A checkpoint that was restored, and from which training may resume.
 
     Attributes:
-        directory: where it lies.
-        lossy_restores: lossy restores behind the state from now on.
+        directory: absolute path of the checkpoint.
+        id: of its manifest.
+        lossy_restores: number of restores from lossy checkpoints behind the restored state, this one included.
         loss: of its manifest.
-        signatures: name, shape and dtype of every whole tensor in it.
+        signatures: of every global tensor in it.
     """
 
     directory: str
@@ -54,17 +57,18 @@ class RestoreOrigin:
 
 @dataclass
 class ChainState:
-    """One rank's end of a chain.
+    """The state of one chain on one rank.
 
     Attributes:
-        delta_writer: what the last write left. It is promoted when it is written, before anybody can know of the
-            commit:
-            `confirm_last_write` finds out at the next save.
-        writer_options: what the tip was made with.
-        scheme, given: of the last save, and how it was set up.
-        unconfirmed: the folder and digest of the last write.
+        delta_writer: holds the tensors of the last write. They become the reference as soon as they are written,
+            before the rank can know whether the save was committed: `confirm_last_write` finds out at the next save.
+        writer_options: keyframe_every and threads of the delta writer.
+        scheme: the scheme of the last save.
+        scheme_config: its settings when it was passed, before it learned anything.
+        lock: held by the thread that saves.
+        unconfirmed: directory and payload digest of the last write, until it is confirmed.
         origin: the checkpoint that was restored last.
-        superseded_origin: the same, once something has been saved after it: nothing more stands on it alone.
+        superseded_origin: the same, once a later save is committed: it is not the parent of the next save any more.
     """
 
     delta_writer: DeltaWriter
@@ -76,8 +80,13 @@ class ChainState:
     origin: RestoreOrigin | None = None
     superseded_origin: RestoreOrigin | None = None
 
+    @property
+    def lossy_restores(self) -> int:
+        """Number of restores from lossy checkpoints behind the state that is saved."""
+        return 0 if self.origin is None else self.origin.lossy_restores
+
     def confirm_last_write(self) -> None:
-        """Where the last write has not become a checkpoint, or is one no longer, nothing may stand on it."""
+        """Drop the reference if the last write did not become a checkpoint, or its checkpoint was deleted since."""
         if self.unconfirmed is not None:
             if _is_committed(*self.unconfirmed):
                 self.superseded_origin = self.origin
@@ -86,27 +95,23 @@ class ChainState:
         self.unconfirmed = None
 
     def record_write(self, directory: Path) -> Payload:
-        """The next delta stands on what was just written, should it be committed."""
+        """Make the payload that was just written the base of the next delta, to be confirmed at the next save."""
         payload = self.delta_writer.payload
         self.unconfirmed = (str(directory), payload.digest)
         self.delta_writer.commit_reference()
         return payload
 
-    @property
-    def lossy_restores(self) -> int:
-        """Lossy restores behind the state that is saved."""
-        return 0 if self.origin is None else self.origin.lossy_restores
-
     def scheme_for(self, scheme: Scheme, origin: RestoreOrigin | None) -> Scheme:
-        """The scheme to go on with: the one of the last save where it was set up alike, for it may have learned since.
+        """The scheme of the next save: that of the last save if its settings are equal, as it may have learned since.
 
         Args:
-            origin: the checkpoint that was restored last.
+            scheme: the scheme of the writer.
+            origin: the checkpoint from which training resumed; None if there is none.
         """
         if scheme is not self.scheme:
-            given = _scheme_config(scheme)
-            if self.scheme is None or given != self.scheme_config:
-                self.scheme, self.scheme_config = scheme, given
+            config = _scheme_config(scheme)
+            if self.scheme is None or config != self.scheme_config:
+                self.scheme, self.scheme_config = scheme, config
         if origin is not None and origin != self.origin:
             self.origin = origin
             if isinstance(self.scheme, Resumable):
@@ -114,32 +119,38 @@ class ChainState:
         return self.scheme
 
     def load_parent(self, origin: RestoreOrigin | None, state: FlatState, rank: int, threads: int | None) -> None:
-        """With nothing to stand on, decode what was restored: the first save after a restart is a delta as well.
+        """Decode the restored checkpoint as the reference, so that the first save after a restart is a delta, too.
 
-        Only that one: where a chain is as long as it may be, a keyframe is what begins the next.
+        Only the first: later, a missing reference means that the chain has its maximum length.
+
+        Args:
+            origin: the checkpoint that was restored; None: nothing is loaded.
+            state: what this rank saves now; a checkpoint with other shards is not loaded.
+            rank: the number of this rank.
         """
         if origin is None or origin == self.superseded_origin or self.delta_writer.reference is not None:
             return
         try:
-            manifest = folders.read_directory_manifest(origin.directory)
-            at = payload_index(manifest, rank)
+            manifest = read_directory_manifest(origin.directory)
+            index = payload_index(manifest, rank)
             if (
-                at is not None
+                index is not None
                 and manifest.id == origin.id
-                and _shares_most_tensors(origin.directory, manifest.payloads[at], state)
+                and _shares_most_tensors(origin.directory, manifest.payloads[index], state)
             ):
-                self.delta_writer.adopt(origin.directory, decode_directory(origin.directory, at, threads=threads), at)
+                decoded = decode_directory(origin.directory, index, threads=threads)
+                self.delta_writer.adopt(origin.directory, decoded, index)
         except ShrinkpointError as error:  # deleted since, or damaged
-            _log.warning("the next checkpoint is a keyframe, as what was loaded is not there as it was: %s", error)
+            _log.warning("the next checkpoint is a keyframe, as the one that was loaded has changed since: %s", error)
 
 
-_REGISTRY_LOCK = threading.Lock()
+_REGISTRY_LOCK = threading.RLock()
 _CHAINS: OrderedDict[tuple[str, int], ChainState] = OrderedDict()
 _ORIGINS: OrderedDict[str, RestoreOrigin] = OrderedDict()
 
 
 def default_name(directory: str | Path) -> str:
-    """The chain of a folder, unless a name is given: its path with every number in it left open.
+    """The default name of a directory's chain: its absolute path with a placeholder for every number.
 
     >>> default_name("/runs/7/step-0100/model"), default_name("/runs/7/step-0200/model")
     ('/runs/#/step-#/model', '/runs/#/step-#/model')
@@ -149,38 +160,37 @@ def default_name(directory: str | Path) -> str:
 
 @contextmanager
 def acquire_chain(name: str, rank: int, *, keyframe_every: int | None, threads: int | None) -> Iterator[ChainState]:
-    """This rank's end of a chain, ours alone meanwhile."""
-    settings, key = (keyframe_every, threads), (name, rank)
+    """The state of a chain on this rank, locked for the calling thread; a new one if its options have changed."""
+    options, key = (keyframe_every, threads), (name, rank)
     with _REGISTRY_LOCK:
-        one = _CHAINS.pop(key, None)
-        if one is None or one.writer_options != settings:
-            one = ChainState(DeltaWriter(keyframe_every=keyframe_every, threads=threads), settings)
-        _CHAINS[key] = one
+        chain = _CHAINS.pop(key, None)
+        if chain is None or chain.writer_options != options:
+            chain = ChainState(DeltaWriter(keyframe_every=keyframe_every, threads=threads), options)
+        _CHAINS[key] = chain
         while len(_CHAINS) > MAX_CHAINS:
             _CHAINS.popitem(last=False)
-    with one.lock:
-        yield one
+    with chain.lock:
+        yield chain
 
 
 def record_restore(directory: Path, manifest: DirectoryManifest, signatures: Iterable[TensorSignature] = ()) -> None:
-    """A checkpoint was restored.
+    """Remember that a checkpoint was restored.
 
     Args:
-        signatures: of all that is in it.
+        signatures: of all global tensors in it.
     """
-    generation = manifest.lossy_restores + manifest.is_lossy
+    lossy_restores = manifest.lossy_restores + manifest.is_lossy
+    path = str(Path(directory).absolute())
     with _REGISTRY_LOCK:
         name = default_name(directory)
         _ORIGINS.pop(name, None)
-        _ORIGINS[name] = RestoreOrigin(
-            str(Path(directory).absolute()), manifest.id, generation, manifest.loss, frozenset(signatures)
-        )
+        _ORIGINS[name] = RestoreOrigin(path, manifest.id, lossy_restores, manifest.loss, frozenset(signatures))
         while len(_ORIGINS) > _MAX_ORIGINS:
             _ORIGINS.popitem(last=False)
 
 
 def restored_origins() -> dict[str, RestoreOrigin]:
-    """The last checkpoint that was restored, by the default name of its chain."""
+    """The last checkpoint that was restored, by the default name of its chain, in the order of the restores."""
     with _REGISTRY_LOCK:
         return dict(_ORIGINS)
 
@@ -188,52 +198,53 @@ def restored_origins() -> dict[str, RestoreOrigin]:
 def find_origin(
     origins: Mapping[str, RestoreOrigin], name: str, signatures: Collection[TensorSignature]
 ) -> RestoreOrigin | None:
-    """Which checkpoint training goes on from: the last that was restored of this chain, else of all these tensors.
+    """The checkpoint from which training resumed: the last one of this chain, else the last with all these tensors.
 
     Args:
-        origins: by default name, the last one last.
-        name: the default name of where it is saved now.
+        origins: what `restored_origins` returned.
+        name: the default name of the directory that is saved now.
         signatures: of what is saved now.
     """
     if name in origins or not signatures:
         return origins.get(name)
-    return next((one for one in reversed([*origins.values()]) if one.signatures.issuperset(signatures)), None)
+    newest_first = reversed([*origins.values()])
+    return next((origin for origin in newest_first if origin.signatures.issuperset(signatures)), None)
 
 
 def reset_chains() -> None:
-    """Let all chains go and free their memory: the next save of each is a keyframe."""
+    """Forget all chains and free their memory: the next save of each is a keyframe."""
     with _REGISTRY_LOCK:
         _CHAINS.clear()
         _ORIGINS.clear()
 
 
 def payload_index(manifest: DirectoryManifest, rank: int) -> int | None:
-    """Which of the payloads a rank has written; None: none."""
-    mine = (at for at, one in enumerate(manifest.payloads) if one.name.startswith(f"rank-{rank:05d}."))
-    return next(mine, None)
+    """The index of the payload that a rank wrote; None if it wrote none."""
+    prefix = f"rank-{rank:05d}."
+    return next((index for index, payload in enumerate(manifest.payloads) if payload.name.startswith(prefix)), None)
 
 
 def _scheme_config(scheme: Scheme) -> str:
-    """How a scheme is set up, before it has learned anything."""
+    """The settings of a scheme that has not learned anything yet."""
     return f"{type(scheme).__qualname__} {sorted(vars(scheme).items())!r}"
 
 
 def _is_committed(directory: str, digest: str) -> bool:
     try:
-        return any(one.digest == digest for one in folders.read_directory_manifest(directory).payloads)
+        return any(payload.digest == digest for payload in read_directory_manifest(directory).payloads)
     except ShrinkpointError:
         return False
 
 
 def _shares_most_tensors(directory: str, payload: Payload, state: FlatState) -> bool:
-    """Whether most of a state is there in the same boxes; on another number of ranks it is not."""
+    """Whether most bytes of a state are in a payload as the same shards; with another number of ranks they are not."""
     storage = LocalStorage(directory)
     with storage.open(payload.name) as source:
-        infos = [info for head in FileReader(source, storage.describe(payload.name)).records for info in head.infos]
-    saved = {(info.name, info.shape, info.dtype) for info in infos}
+        records = FileReader(source, storage.describe(payload.name)).records
+    saved = {(info.name, info.shape, info.dtype) for record in records for info in record.infos}
     common = sum(
-        x.numel() * x.element_size()
-        for name, x in state.tensors.items()
-        if (name, tuple(x.shape), dtype_name(x.dtype)) in saved
+        tensor.numel() * tensor.element_size()
+        for name, tensor in state.tensors.items()
+        if (name, tuple(tensor.shape), dtype_name(tensor.dtype)) in saved
     )
     return 2 * common >= state.nbytes > 0

@@ -1,4 +1,4 @@
-"""Where a checkpoint goes, and how much of the machine is this rank's."""
+"""The directory of a checkpoint, and the number of threads of a rank."""
 
 from __future__ import annotations
 
@@ -12,10 +12,19 @@ from shrinkpoint.storage import is_url, local_path
 
 
 class CheckpointId:
-    """What torch calls a `checkpoint_id`. Nothing is raised before it is needed: not all ranks might hear of it.
+    """The directory that torch calls a `checkpoint_id`.
+
+    An invalid value raises no error before `directory` is read: torch may not report an earlier one to all ranks.
 
     Args:
-        strict: all ranks hear of it: raise PolicyError at once where it is no path.
+        value: a path; None if it is not known yet.
+        strict: raise at once if the value is not a path, because this is called on all ranks.
+
+    Attributes:
+        path: the absolute path; None if there is none.
+
+    Raises:
+        PolicyError: with `strict`, the value is not a path.
     """
 
     def __init__(self, value: Any = None, *, strict: bool = False) -> None:
@@ -24,11 +33,11 @@ class CheckpointId:
         self._value = value
         self.path: Path | None = None
         if is_path(value):
-            self.path = Path(value).absolute()  # now: the process may change its directory later
+            self.path = Path(value).absolute()  # resolved now: the process may change its working directory later
 
     @property
     def directory(self) -> Path:
-        """The directory.
+        """The absolute path.
 
         Raises:
             PolicyError: there is none.
@@ -41,15 +50,20 @@ class CheckpointId:
 
 
 def is_path(value: Any) -> bool:
-    """Whether something can be a directory: any path but a URL."""
+    """Whether a value is a path, and no URL."""
     return isinstance(value, str | os.PathLike) and not is_url(value) and bool(os.fspath(value))
 
 
 def threads_per_rank(threads: int | None) -> int | None:
-    """Native threads of this rank; where torchrun has started several on this machine, they share its cores.
+    """The number of native threads of this rank; None: every core.
+
+    Ranks that torchrun has started on one machine share its cores.
+
+    Args:
+        threads: the number that was asked for; None: choose one.
 
     Raises:
-        PolicyError: it is no number of threads.
+        PolicyError: `threads` is not a number of threads.
     """
     threads = validate.check_threads(threads)
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")

@@ -1,7 +1,7 @@
-"""Collects the items of a rank's save plan as one flat state, and infers what each shard is for from its qualified
-name.
+"""Collects the items of a rank's save plan as one flat state, and infers the role of each shard from its name.
 
-Nothing but the size of the file depends on the inferred roles."""
+The inferred roles affect only the size of the file.
+"""
 
 from __future__ import annotations
 
@@ -29,91 +29,15 @@ from shrinkpoint.train.dcp.objects import unpickle_plain
 _FLAT_NAME = re.compile(r"(?:(?P<head>.+)\.)?(?P<kind>state|param_groups)\.(?P<name>.+)\.(?P<slot>[^.]+)")
 
 
-def infer_shard_roles(
-    tensors: Mapping[str, Sequence[tuple[str, torch.Tensor]]], planner: SavePlanner
-) -> tuple[dict[str, Role], dict[str, OptimizerInfo]]:
-    """Roles by stored name, and the optimizer's facts by stored name of a parameter.
-
-    Args:
-        tensors: by fully qualified name, the stored name and the values of each of its boxes on this rank.
-        planner: of this save; one that keeps no paths and no state dict is asked for less.
-    """
-    paths = getattr(planner, "mappings", None)
-    paths = paths if isinstance(paths, Mapping) else {}
-    places = {fqn: nest_path(fqn, paths) for fqn in tensors}
-    leaves = [Leaf(places[fqn], boxes[0][1], name=boxes[0][0]) for fqn, boxes in tensors.items()]
-    roles, facts = infer_roles(leaves, _collect_optimizers(places, tensors, planner, paths))
-    for boxes in tensors.values():  # several boxes of one tensor on one rank are rare; moments stay with the first
-        for name, _ in boxes[1:]:
-            roles[name] = roles.get(boxes[0][0], Role.OTHER)
-    return roles, facts
-
-
-def nest_path(fqn: str, paths: Mapping[str, Any]) -> StatePath:
-    """Where an entry stands in the nest, with the slots of an optimizer as levels of their own."""
-    path = tuple(paths.get(fqn, (fqn,)))
-    match = _FLAT_NAME.fullmatch(str(path[-1])) if path else None
-    if match is None:
-        return path
-    head = (match["head"],) if match["head"] else ()
-    return (*path[:-1], *head, match["kind"], match["name"], match["slot"])
-
-
-class _OptimizerState:
-    """The `state_dict` of one optimizer, as far as this rank knows it."""
-
-    def __init__(self) -> None:
-        self.state: dict[str, dict[str, Any]] = {}
-        self.groups: dict[int, dict[str, Any]] = {}  # as the optimizer has them
-        self.parameter_settings: dict[
-            str, dict[str, Any]
-        ] = {}  # one for each parameter, as `get_state_dict` flattens them
-
-    def state_dict(self) -> dict[str, Any]:
-        groups = [self.groups[index] for index in sorted(self.groups)]
-        listed = [{**group, "params": [str(key) for key in group.get("params", ())]} for group in groups]
-        if not any(group["params"] for group in listed):
-            settings = listed[0] if len(listed) == 1 else {}
-            listed = [{**settings, **self.parameter_settings.get(name, {}), "params": [name]} for name in self.state]
-        return {"state": self.state, "param_groups": listed}
-
-
-def _collect_optimizers(
-    nest_paths: Mapping[str, StatePath],
-    tensors: Mapping[str, Sequence[tuple[str, torch.Tensor]]],
-    planner: SavePlanner,
-    paths: Mapping[str, Any],
-) -> list[tuple[StatePath, dict[Any, Any]]]:
-    found: dict[StatePath, _OptimizerState] = {}
-    for fqn, place in nest_paths.items():
-        if len(place) >= 3 and place[-3] == "state":
-            slots = found.setdefault(place[:-3], _OptimizerState()).state.setdefault(str(place[-2]), {})
-            slots[str(place[-1])] = tensors[fqn][0][1]
-    known = getattr(planner, "state_dict", None)
-    for fqn, value in known.items() if isinstance(known, Mapping) else ():
-        _add_hyperparameter(found, nest_path(fqn, paths), value)
-    return [(path, one.state_dict()) for path, one in found.items()]
-
-
-def _add_hyperparameter(optimizers: Mapping[StatePath, _OptimizerState], path: StatePath, value: Any) -> None:
-    """Note a hyperparameter, or how far an optimizer has come with a parameter, whichever rank it is that stores it."""
-    if len(path) < 3 or (isinstance(value, torch.Tensor) and (value.numel() != 1 or type(value) is not torch.Tensor)):
-        return
-    head, kind, key, slot = path[:-3], path[-3], path[-2], str(path[-1])
-    one = optimizers.get(head)
-    if one is None:
-        return
-    if kind == "state" and str(key) in one.state:
-        one.state[str(key)].setdefault(slot, value)
-    elif kind == "param_groups" and isinstance(key, int):
-        one.groups.setdefault(key, {})[slot] = value
-    elif kind == "param_groups":
-        one.parameter_settings.setdefault(str(key), {})[slot] = value
-
-
 @dataclass(frozen=True)
 class ShardInfo:
-    """Which part of which tensor a stored one is."""
+    """The global tensor of a shard, and where in it the shard lies.
+
+    Attributes:
+        fqn: fully qualified name of the global tensor.
+        size: shape of the global tensor.
+        offsets: of the shard's first value, one for each axis.
+    """
 
     fqn: str
     size: Offsets
@@ -125,53 +49,53 @@ class CollectedState:
     """What this rank writes.
 
     Attributes:
-        state: a tensor for each box, named after its entry and where it begins; objects are in the tree.
-        shards: by stored name; without the tensors inside of objects.
-        item_nbytes: every item, with its bytes.
+        state: a tensor for each shard, named after its entry and its offsets; objects are in the tree.
+        shards: by name in the state; without the tensors inside of objects.
+        item_nbytes: the size of every item in bytes.
     """
 
     state: FlatState
     shards: Mapping[str, ShardInfo] = field(repr=False)
     item_nbytes: Mapping[MetadataIndex, int] = field(repr=False)
 
-    @property
-    def is_on_cpu(self) -> bool:
-        return all(x.device.type == "cpu" for x in self.state.tensors.values())
-
 
 def collect_plan_items(plan: SavePlan, planner: SavePlanner) -> CollectedState:
-    """Everything that the plan says is this rank's, in the caller's memory, on whatever device that is.
+    """All that the plan assigns to this rank, in the caller's memory, on whatever device that is.
 
     Raises:
         StateError: something cannot be stored; `where` names its entry.
     """
     nest: dict[str, Any] = {}
-    boxes: dict[str, ShardInfo] = {}
+    shards: dict[str, ShardInfo] = {}
     tensors: dict[str, list[tuple[str, torch.Tensor]]] = {}
-    written: dict[MetadataIndex, int] = {}
+    item_nbytes: dict[MetadataIndex, int] = {}
     for item in plan.items:
         fqn, data = item.index.fqn, planner.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:
-            written[item.index] = _add_object(nest, fqn, data)
+            item_nbytes[item.index] = _add_object(nest, fqn, data)
             continue
-        box, name, x = _shard_info(item, data)
+        shard, name, tensor = _shard_info(item, data)
         if name == tensor_name((fqn,)):
-            nest[fqn] = x
+            nest[fqn] = tensor
         else:
-            nest.setdefault(fqn, {})[offsets_key(box.offsets)] = x
-        boxes[name] = box
-        tensors.setdefault(fqn, []).append((name, x))
-        written[item.index] = x.numel() * x.element_size()
-    return CollectedState(_flat_state(nest, boxes, tensors, planner), boxes, written)
+            nest.setdefault(fqn, {})[offsets_key(shard.offsets)] = tensor
+        shards[name] = shard
+        tensors.setdefault(fqn, []).append((name, tensor))
+        item_nbytes[item.index] = tensor.numel() * tensor.element_size()
+    return CollectedState(_flat_state(nest, shards, tensors, planner), shards, item_nbytes)
 
 
 def plan_signatures(plan: SavePlan) -> set[tuple[str, Offsets, str]]:
-    """Name, shape and dtype of every whole tensor of which the plan has a box; "" for a dtype that is not stored."""
-    found = ((item.index.fqn, item.tensor_data) for item in plan.items)
-    return {(fqn, tuple(x.size), DTYPE_NAMES.get(x.properties.dtype, "")) for fqn, x in found if x is not None}
+    """Name, shape and dtype of every global tensor with a shard in the plan; "" for a dtype that is not stored."""
+    return {
+        (item.index.fqn, tuple(item.tensor_data.size), DTYPE_NAMES.get(item.tensor_data.properties.dtype, ""))
+        for item in plan.items
+        if item.tensor_data is not None
+    }
 
 
 def _add_object(nest: dict[str, Any], fqn: str, data: Any) -> int:
+    """Add an object to the nest; its size in bytes."""
     if not isinstance(data, io.BytesIO):
         found = f"a {type(data).__name__} where the planner promised bytes"
         raise StateError(f"state[{fqn!r}]", found=found, expected="a BytesIO", do="look at the planner")
@@ -180,13 +104,14 @@ def _add_object(nest: dict[str, Any], fqn: str, data: Any) -> int:
 
 
 def _shard_info(item: WriteItem, data: Any) -> tuple[ShardInfo, str, torch.Tensor]:
-    fqn, about = item.index.fqn, item.tensor_data
-    if not isinstance(data, torch.Tensor) or about is None or data.shape != about.chunk.sizes:
+    """A shard, its name in the state, and its tensor."""
+    fqn, planned = item.index.fqn, item.tensor_data
+    if not isinstance(data, torch.Tensor) or planned is None or data.shape != planned.chunk.sizes:
         shape = tuple(data.shape) if isinstance(data, torch.Tensor) else type(data).__name__
-        expected = None if about is None else tuple(about.chunk.sizes)
+        expected = None if planned is None else tuple(planned.chunk.sizes)
         raise StateError(f"state[{fqn!r}]", found=f"{shape}", expected=f"the planned shape {expected}")
-    box = ShardInfo(fqn, tuple(about.size), tuple(about.chunk.offsets))
-    return box, chunk_name(fqn, box.offsets, about.chunk.sizes, box.size), data.detach()
+    shard = ShardInfo(fqn, tuple(planned.size), tuple(planned.chunk.offsets))
+    return shard, chunk_name(fqn, shard.offsets, planned.chunk.sizes, shard.size), data.detach()
 
 
 def _flat_state(
@@ -195,21 +120,115 @@ def _flat_state(
     tensors: Mapping[str, list[tuple[str, torch.Tensor]]],
     planner: SavePlanner,
 ) -> FlatState:
-    """Every box is a tensor of its own, whatever shares memory: its name must not depend on others."""
-    planter = TreeEncoder()
-    tree = planter.encode(nest)
+    """The nest as a flat state. Tensors that share memory are stored separately: no name may depend on others."""
+    encoder = TreeEncoder()
+    tree = encoder.encode(nest)
     names, stored = UniqueNames(), dict[str, torch.Tensor]()
-    for leaf in planter.leaves:
-        leaf.name = names.unique(wanted := tensor_name(leaf.path))
-        leaf.reference[:] = [] if leaf.name == wanted else [leaf.name]
+    for leaf in encoder.leaves:
+        default = tensor_name(leaf.path)
+        leaf.name = names.unique(default)
+        leaf.reference[:] = [] if leaf.name == default else [leaf.name]
         stored[leaf.name] = leaf.tensor
-    roles, optim = infer_shard_roles(tensors, planner)
-    infos = {name: _tensor_info(name, x, shards.get(name), roles.get(name, Role.OTHER)) for name, x in stored.items()}
-    return FlatState(tree, stored, infos, optim)
+    roles, optimizer_info = infer_shard_roles(tensors, planner)
+    infos = {
+        name: _tensor_info(name, tensor, shards.get(name), roles.get(name, Role.OTHER))
+        for name, tensor in stored.items()
+    }
+    return FlatState(tree, stored, infos, optimizer_info)
 
 
 def _tensor_info(name: str, tensor: torch.Tensor, shard: ShardInfo | None, role: Role) -> TensorInfo:
-    whole = shard is None or shard.size == tuple(tensor.shape)
-    return TensorInfo(
-        name, tuple(tensor.shape), dtype_name(tensor.dtype), role, None if whole or shard is None else shard.offsets
-    )
+    shape = tuple(tensor.shape)
+    offsets = None if shard is None or shard.size == shape else shard.offsets
+    return TensorInfo(name, shape, dtype_name(tensor.dtype), role, offsets)
+
+
+def infer_shard_roles(
+    tensors: Mapping[str, Sequence[tuple[str, torch.Tensor]]], planner: SavePlanner
+) -> tuple[dict[str, Role], dict[str, OptimizerInfo]]:
+    """The role of each shard, and what the optimizer knows about each parameter, both by name in the state.
+
+    Args:
+        tensors: by fully qualified name, the name in the state and the values of each of its shards on this rank.
+        planner: the planner of this save; less is inferred if it keeps no paths or no state dict.
+    """
+    mappings = getattr(planner, "mappings", None)
+    mappings = mappings if isinstance(mappings, Mapping) else {}
+    paths = {fqn: nest_path(fqn, mappings) for fqn in tensors}
+    leaves = [Leaf(paths[fqn], shards[0][1], name=shards[0][0]) for fqn, shards in tensors.items()]
+    roles, optimizer_info = infer_roles(leaves, _collect_optimizers(paths, tensors, planner, mappings))
+    for shards in tensors.values():  # several shards of one tensor on one rank are rare; moments go with the first
+        for name, _ in shards[1:]:
+            roles[name] = roles.get(shards[0][0], Role.OTHER)
+    return roles, optimizer_info
+
+
+def nest_path(fqn: str, mappings: Mapping[str, Any]) -> StatePath:
+    """The path of an entry in the nest, with the slots of an optimizer as levels of their own.
+
+    Args:
+        mappings: the planner's paths by fully qualified name.
+    """
+    path = tuple(mappings.get(fqn, (fqn,)))
+    match = _FLAT_NAME.fullmatch(str(path[-1])) if path else None
+    if match is None:
+        return path
+    head = (match["head"],) if match["head"] else ()
+    return (*path[:-1], *head, match["kind"], match["name"], match["slot"])
+
+
+class _OptimizerState:
+    """The `state_dict` of one optimizer, as far as this rank knows it.
+
+    Attributes:
+        state: slots by parameter and name.
+        groups: settings by index of the group, as the optimizer has them.
+        parameter_settings: settings by parameter, as `get_state_dict` flattens them.
+    """
+
+    def __init__(self) -> None:
+        self.state: dict[str, dict[str, Any]] = {}
+        self.groups: dict[int, dict[str, Any]] = {}
+        self.parameter_settings: dict[str, dict[str, Any]] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        groups = [self.groups[index] for index in sorted(self.groups)]
+        named = [{**group, "params": [str(key) for key in group.get("params", ())]} for group in groups]
+        if not any(group["params"] for group in named):
+            settings = named[0] if len(named) == 1 else {}
+            named = [{**settings, **self.parameter_settings.get(name, {}), "params": [name]} for name in self.state]
+        return {"state": self.state, "param_groups": named}
+
+
+def _collect_optimizers(
+    paths: Mapping[str, StatePath],
+    tensors: Mapping[str, Sequence[tuple[str, torch.Tensor]]],
+    planner: SavePlanner,
+    mappings: Mapping[str, Any],
+) -> list[tuple[StatePath, dict[Any, Any]]]:
+    """The path and the state dict of each optimizer."""
+    optimizers: dict[StatePath, _OptimizerState] = {}
+    for fqn, path in paths.items():
+        if len(path) >= 3 and path[-3] == "state":
+            slots = optimizers.setdefault(path[:-3], _OptimizerState()).state.setdefault(str(path[-2]), {})
+            slots[str(path[-1])] = tensors[fqn][0][1]
+    state_dict = getattr(planner, "state_dict", None)
+    for fqn, value in state_dict.items() if isinstance(state_dict, Mapping) else ():
+        _add_hyperparameter(optimizers, nest_path(fqn, mappings), value)
+    return [(path, optimizer.state_dict()) for path, optimizer in optimizers.items()]
+
+
+def _add_hyperparameter(optimizers: Mapping[StatePath, _OptimizerState], path: StatePath, value: Any) -> None:
+    """Add a hyperparameter or a step count to its optimizer, whichever rank stores it."""
+    if len(path) < 3 or (isinstance(value, torch.Tensor) and (value.numel() != 1 or type(value) is not torch.Tensor)):
+        return
+    head, kind, key, slot = path[:-3], path[-3], path[-2], str(path[-1])
+    optimizer = optimizers.get(head)
+    if optimizer is None:
+        return
+    if kind == "state" and str(key) in optimizer.state:
+        optimizer.state[str(key)].setdefault(slot, value)
+    elif kind == "param_groups" and isinstance(key, int):
+        optimizer.groups.setdefault(key, {})[slot] = value
+    elif kind == "param_groups":
+        optimizer.parameter_settings.setdefault(str(key), {})[slot] = value

@@ -1,4 +1,4 @@
-"""A switch for the whole process: who only passes a path to `dcp.save` and `dcp.load` gets our writer and reader."""
+"""Patches torch.distributed.checkpoint so that callers that pass only a path get our writer and reader."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PATCHED_MODULES = (
 _SUBCLASS_MODULES = ("_fsspec_filesystem", "hf_storage")
 _EXECUTORS = ("_ProcessBasedAsyncCheckpointExecutor", "_ThreadBasedAsyncCheckpointExecutor")
 _originals: list[tuple[Any, str, Any]] = []
-"""What was there: (module, name, object)."""
+"""The patched attributes: (module, name, original object)."""
 
 
 def install(
@@ -46,13 +46,13 @@ def install(
     metrics: Mapping[str, Any] | None = None,
     note: str = "",
 ) -> None:
-    """From now on, whoever gives torch.distributed.checkpoint a path saves with `Writer` and loads with `Reader`.
+    """Make torch.distributed.checkpoint use `Writer` and `Reader` wherever it is given only a path.
 
-    Directories that torch's own writer wrote are read as ever, by torch's own reader, which unpickles. Installing
-    again changes the settings. URLs stay with whatever reads them.
+    Directories that torch's own writer wrote are still read by torch's own reader, which unpickles. Calling this again
+    changes the settings. URLs are handled as before.
 
     Args:
-        scheme, keyframe_every, chain, threads, group, model, step, metrics, note: of `Writer`.
+        scheme, keyframe_every, chain, threads, group, model, step, metrics, note: as for `Writer`.
 
     Raises:
         PolicyError: settings that `Writer` refuses.
@@ -75,20 +75,20 @@ def install(
     for name in _SUBCLASS_MODULES:  # these derive from torch's own classes, and must go on doing so
         with suppress(ImportError):
             importlib.import_module(f"torch.distributed.checkpoint.{name}")
-    for place in map(importlib.import_module, _PATCHED_MODULES):
-        for name, ours in (("FileSystemWriter", _PatchedWriter), ("FileSystemReader", _PatchedReader)):
-            if hasattr(place, name):
-                _patch(place, name, ours)
+    for module in map(importlib.import_module, _PATCHED_MODULES):
+        for name, replacement in (("FileSystemWriter", _PatchedWriter), ("FileSystemReader", _PatchedReader)):
+            if hasattr(module, name):
+                _patch(module, name, replacement)
     for name in _EXECUTORS:
         if hasattr(saver, name):
             _patch(saver, name, _make_executor(getattr(saver, name)))
 
 
 def uninstall() -> None:
-    """Put back what was there before `install`; nothing happens where nothing is installed."""
+    """Undo `install`; without effect if nothing is installed."""
     while _originals:
-        place, name, stock = _originals.pop()
-        setattr(place, name, stock)
+        module, name, original = _originals.pop()
+        setattr(module, name, original)
 
 
 def _patch(module: Any, name: str, replacement: Any) -> None:
@@ -97,7 +97,7 @@ def _patch(module: Any, name: str, replacement: Any) -> None:
 
 
 class _PatchedWriter(Writer):
-    """Ours, made as torch's own is."""
+    """`Writer` with the constructor of torch's FileSystemWriter."""
 
     settings: ClassVar[dict[str, Any]] = {}
 
@@ -111,7 +111,7 @@ class _PatchedWriter(Writer):
 
 
 class _PatchedReader(Reader):
-    """Ours, made as torch's own is, which reads what ours does not know."""
+    """`Reader` with the constructor of torch's FileSystemReader, which it uses for torch's own checkpoints."""
 
     def __init__(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         self._stock: StorageReader | None = None
@@ -122,10 +122,9 @@ class _PatchedReader(Reader):
         self._stock = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if not is_checkpoint(self._checkpoint_id.directory) or checkpoint_metadata.is_overwritten_by_torch(
-            self._checkpoint_id.directory
-        ):
-            self._stock = FileSystemReader(self._checkpoint_id.directory)
+        directory = self._checkpoint_id.directory
+        if not is_checkpoint(directory) or checkpoint_metadata.is_overwritten_by_torch(directory):
+            self._stock = FileSystemReader(directory)
             return self._stock.read_metadata(*args, **kwargs)
         return super().read_metadata(*args, **kwargs)
 
@@ -139,7 +138,7 @@ class _PatchedReader(Reader):
 
 
 def _make_executor(stock: type[Any]) -> type[Any]:
-    """`async_save` saves later, or in a process where nothing is installed: the writer comes from here and now."""
+    """Wrap an executor of `async_save`, which saves later or in an unpatched process: create the writer at the call."""
 
     class Executor(stock):  # type: ignore[misc]
         def execute_save(self, *args: Any, **kwargs: Any) -> Any:

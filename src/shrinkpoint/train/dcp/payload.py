@@ -1,4 +1,4 @@
-"""What one payload holds: decoded as a whole, or box by box."""
+"""Reads a payload of a checkpoint: all of it at once, or one box after the other."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from shrinkpoint.errors import CorruptError
 from shrinkpoint.storage import LocalStorage
-from shrinkpoint.store import directory as folders
 from shrinkpoint.store.chain import directory_chain
 from shrinkpoint.store.decode import decode_directory
+from shrinkpoint.store.directory import chain_paths
 from shrinkpoint.store.manifest import DirectoryManifest
 from shrinkpoint.store.partial_reader import PartialReader
 from shrinkpoint.tensors.dtypes import dtype_name
@@ -28,10 +28,15 @@ _ADVICE = "restore another checkpoint"
 def check_stored_tensor(
     where: str, name: str, shape_and_dtype: tuple[Offsets, str] | None, entry: EntryMetadata, chunk: ChunkMetadata
 ) -> None:
-    """Raises CorruptError where a stored tensor is not the box that a manifest says it is.
+    """Raise if a stored tensor is not the chunk that the manifest declares.
 
     Args:
-        shape_and_dtype: shape and dtype of what is stored; None: nothing is.
+        where: the payload's file, for messages.
+        name: the tensor's name in the payload.
+        shape_and_dtype: of the stored tensor; None if there is none.
+
+    Raises:
+        CorruptError: it is missing, or has another shape or dtype.
     """
     if shape_and_dtype != (chunk.sizes, entry.dtype):
         found = "no such tensor" if shape_and_dtype is None else f"{shape_and_dtype[1]} of shape {shape_and_dtype[0]}"
@@ -46,26 +51,32 @@ def check_stored_tensors(
     payload_index: int,
     chunks: Iterable[tuple[EntryMetadata, ChunkMetadata]],
 ) -> None:
-    """As `check_stored_tensor`, of all boxes in a payload, of which only the header is read.
+    """Raise if one of several chunks is not in a payload; reads the header of the payload only.
 
     Raises:
-        ChainError, FormatError, StorageError: as `folder.check`.
+        ChainError, FormatError, StorageError: as `verify_directory`.
     """
     payload = manifest.payloads[payload_index]
     where = str(directory / payload.name)
     with LocalStorage(directory).open(payload.name) as source:
-        head = directory_chain(directory, payload)[-1].verify(source, where)
-    kinds = {info.name: (info.shape, info.dtype) for record in head.records for info in record.infos}
-    for item, chunk in chunks:
-        name = chunk_name(item.fqn, chunk.offsets, chunk.sizes, item.size)
-        check_stored_tensor(where, name, kinds.get(name), item, chunk)
+        header = directory_chain(directory, payload)[-1].verify(source, where)
+    stored = {info.name: (info.shape, info.dtype) for record in header.records for info in record.infos}
+    for entry, chunk in chunks:
+        name = chunk_name(entry.fqn, chunk.offsets, chunk.sizes, entry.size)
+        check_stored_tensor(where, name, stored.get(name), entry, chunk)
 
 
 class PayloadReader(ABC):
-    """One payload, open.
+    """An open payload.
+
+    Args:
+        directory: the checkpoint.
+        manifest: its manifest.
+        payload_index: index of the payload in the manifest.
+        threads: native threads for decoding; None: every core.
 
     Raises:
-        ChainError, FormatError, StorageError: as `folder.check`.
+        ChainError, FormatError, StorageError: as `verify_directory`.
     """
 
     def __init__(self, directory: Path, manifest: DirectoryManifest, payload_index: int, threads: int | None) -> None:
@@ -80,27 +91,34 @@ class PayloadReader(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free what was decoded."""
+        """Free the decoded tensors."""
 
     @abstractmethod
-    def _get_tensor(self, name: str) -> Tensor | None: ...
+    def _get_tensor(self, name: str) -> Tensor | None:
+        """A stored tensor; None if there is none of this name."""
 
     @abstractmethod
-    def _read_unchecked(self, name: str, starts: Offsets, sizes: Offsets) -> Tensor: ...
+    def _read_unchecked(self, name: str, starts: Offsets, sizes: Offsets) -> Tensor:
+        """A box of a stored tensor."""
 
     @property
     @abstractmethod
-    def _tree(self) -> JSON: ...
+    def _tree(self) -> JSON:
+        """The tree of the payload, in which objects are stored."""
 
     @abstractmethod
     def _shape_and_dtype(self, name: str) -> tuple[Offsets, str] | None:
-        """Shape and dtype of a stored tensor."""
+        """Shape and dtype of a stored tensor; None if there is none of this name."""
 
     def read_box(self, entry: EntryMetadata, chunk: ChunkMetadata, starts: Offsets, sizes: Offsets) -> Tensor:
-        """A part of what this payload has of a tensor.
+        """The values of a box within a chunk of this payload.
 
         Args:
-            starts: where it begins, in `chunk`.
+            starts: offsets of the box in the chunk, one for each axis.
+            sizes: of the box.
+
+        Raises:
+            CorruptError: the chunk is not stored as the manifest declares, or the box is not within it.
         """
         name = chunk_name(entry.fqn, chunk.offsets, chunk.sizes, entry.size)
         check_stored_tensor(self._where, name, self._shape_and_dtype(name), entry, chunk)
@@ -109,13 +127,13 @@ class PayloadReader(ABC):
         return self._read_unchecked(name, starts, sizes)
 
     def load_object(self, fqn: str) -> Any:
-        """What is no tensor, as it was saved."""
-        grower = TreeDecoder(_LazyPayloadTensors(self), tie=True, where=self._where)
-        return decode_buffers(grower.decode(_subtree(self._tree, fqn, self._where), (fqn,)))
+        """An entry that is not a tensor."""
+        decoder = TreeDecoder(_LazyPayloadTensors(self), tie=True, where=self._where)
+        return decode_buffers(decoder.decode(_subtree(self._tree, fqn, self._where), (fqn,)))
 
 
 class FullPayload(PayloadReader):
-    """All of it in memory."""
+    """A payload that is decoded at once and held in memory."""
 
     def __init__(self, directory: Path, manifest: DirectoryManifest, payload_index: int, threads: int | None) -> None:
         super().__init__(directory, manifest, payload_index, threads)
@@ -134,23 +152,22 @@ class FullPayload(PayloadReader):
         return self._tensors.get(name)
 
     def _shape_and_dtype(self, name: str) -> tuple[Offsets, str] | None:
-        x = self._tensors.get(name)
-        return None if x is None else (tuple(x.shape), dtype_name(x.dtype))
+        tensor = self._tensors.get(name)
+        return None if tensor is None else (tuple(tensor.shape), dtype_name(tensor.dtype))
 
     def _read_unchecked(self, name: str, starts: Offsets, sizes: Offsets) -> Tensor:
-        return self._tensors[name][tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))]
+        return self._tensors[name][tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
 
 
 class LazyPayload(PayloadReader):
-    """What is asked for alone."""
+    """A payload of which only the requested boxes are decoded."""
 
     def __init__(self, directory: Path, manifest: DirectoryManifest, payload_index: int, threads: int | None) -> None:
         super().__init__(directory, manifest, payload_index, threads)
-        with LocalStorage(directory).open(
-            self._payload.name
-        ) as source:  # each file below is vouched for by the next one
+        # The digest of each base is verified through the file that depends on it.
+        with LocalStorage(directory).open(self._payload.name) as source:
             self._header = directory_chain(directory, self._payload)[-1].verify(source, self._where)
-        self._reader = PartialReader(folders.chain_paths(directory, self._payload), threads)
+        self._reader = PartialReader(chain_paths(directory, self._payload), threads)
 
     def close(self) -> None:
         self._reader.close()
@@ -172,18 +189,18 @@ class LazyPayload(PayloadReader):
 
 
 class _LazyPayloadTensors(Mapping[str, Tensor]):
-    """Tensors by name, each read when it is asked for."""
+    """The tensors of a payload by name, each read when it is requested; they cannot be listed."""
 
     def __init__(self, payload: PayloadReader) -> None:
         self._payload = payload
 
     def __getitem__(self, name: str) -> Tensor:
-        x = self._payload._get_tensor(name)
-        if x is None:
+        tensor = self._payload._get_tensor(name)
+        if tensor is None:
             raise KeyError(name)
-        return x
+        return tensor
 
-    def __iter__(self) -> Iterator[str]:  # nobody asks
+    def __iter__(self) -> Iterator[str]:
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -191,13 +208,13 @@ class _LazyPayloadTensors(Mapping[str, Tensor]):
 
 
 def _subtree(tree: JSON, fqn: str, where: str) -> JSON:
-    """The part of a payload's tree that an entry has."""
+    """The subtree of an entry in the tree of a payload."""
     pairs = tree.get("$d") if isinstance(tree, dict) and len(tree) == 1 else None
     if isinstance(pairs, list):  # a name that begins with "$", or with lone surrogates
-        spelled = (fqn, {"$s": fqn.encode("utf-8", "surrogatepass").hex()})
-        found = [pair[1] for pair in pairs if isinstance(pair, list) and len(pair) == 2 and pair[0] in spelled]
+        keys = (fqn, {"$s": fqn.encode("utf-8", "surrogatepass").hex()})
+        matches = [pair[1] for pair in pairs if isinstance(pair, list) and len(pair) == 2 and pair[0] in keys]
     else:
-        found = [tree[fqn]] if isinstance(tree, dict) and fqn in tree else []
-    if not found:
+        matches = [tree[fqn]] if isinstance(tree, dict) and fqn in tree else []
+    if not matches:
         raise CorruptError(f"{where}: {fqn!r}", found="no such entry", expected="what its manifest names", do=_ADVICE)
-    return found[0]
+    return matches[0]

@@ -1,4 +1,4 @@
-"""Lossy schemes over the ranks that save together: each tensor gets one recipe, whoever has which part of it."""
+"""Plans for lossy schemes over all ranks that save together: every shard of a tensor gets the same recipe."""
 
 from __future__ import annotations
 
@@ -28,40 +28,44 @@ def plan_across_ranks(
     model: Any,
     is_sent: bool,
 ) -> tuple[Scheme, CollectedState]:
-    """The scheme as it was decided for what this rank writes, and that.
+    """The plan for what this rank writes, and the collected state.
 
     Args:
-        collect: what may fail on one rank.
-        world_size: ranks that save together.
-        group: over which they do.
-        model: whose state is saved; None: nothing can be measured.
-        is_sent: the state has been sent to another process than the model is in.
+        scheme: decides; the same on all ranks.
+        collect: collects the state of this rank; may raise on one rank alone.
+        chain: the state of this rank's chain.
+        world_size: number of ranks that save together.
+        group: the process group of these ranks.
+        model: the model whose state is saved; None if there is none to evaluate.
+        is_sent: whether the state was sent to another process than the model's.
 
     Raises:
         PolicyError: a scheme that cannot be used here.
         whatever any rank raised, on all of them.
     """
     gather = _make_all_gather(group, world_size)
-    try:  # whatever is wrong on this rank alone, the others are waiting
-        beside = is_sent or threading.current_thread().name.startswith("AsyncCheckpointExecutor")
-        evaluate = _check_evaluate(scheme, is_concurrent=beside)
+    try:  # an error on this rank is sent to the others, which wait for it
+        is_concurrent = is_sent or threading.current_thread().name.startswith("AsyncCheckpointExecutor")
+        evaluate = _check_evaluate(scheme, is_concurrent=is_concurrent)
         check(scheme, measures=model is not None or is_sent)
         collected = collect()
-        places = {name: ShardSpec(box.fqn, box.size, box.offsets) for name, box in collected.shards.items()}
-        target = None if beside or model is None else ShardTarget(collected.state, evaluate, model)
+        specs = {name: ShardSpec(shard.fqn, shard.size, shard.offsets) for name, shard in collected.shards.items()}
+        target = None if is_concurrent or model is None else ShardTarget(collected.state, evaluate, model)
     except Exception as error:
         with suppress(ShrinkpointError):  # of another rank
             gather(error)
         raise
     gather(None)
-    # What is decided for a keyframe looks at the checkpoint before, too; but differences to it are none of that.
-    known = chain.delta_writer.last_reference if isinstance(scheme, PlanningScheme) else chain.delta_writer.reference
-    return settle(scheme, collected.state, known, ShardLayout(places, gather), target), collected
+    # A planning scheme uses the last checkpoint even if this one is a keyframe; others only code differences to it.
+    reference = (
+        chain.delta_writer.last_reference if isinstance(scheme, PlanningScheme) else chain.delta_writer.reference
+    )
+    return settle(scheme, collected.state, reference, ShardLayout(specs, gather), target), collected
 
 
 def _check_evaluate(scheme: Scheme, *, is_concurrent: bool) -> Any:
     evaluate = getattr(scheme, "evaluate", None)
-    if is_concurrent and evaluate is not None:  # the model trains on, or is not there
+    if is_concurrent and evaluate is not None:  # the model is being trained meanwhile, or is in another process
         found, do = "async_save with a scheme that evaluates the model", "use dcp.save, or a scheme without evaluate="
         raise PolicyError("Writer", found=found, expected="a model that waits", do=do)
     return evaluate

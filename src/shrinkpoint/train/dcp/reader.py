@@ -1,4 +1,4 @@
-"""Reads checkpoints of many ranks: as torch's `StorageReader`, or as one state dict without other processes."""
+"""Reads checkpoints of many ranks: as torch's `StorageReader`, or as one state dict in a single process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from shrinkpoint.errors import CorruptError, MismatchError, PolicyError
 from shrinkpoint.storage import local_path
-from shrinkpoint.store import directory as folders
+from shrinkpoint.store.directory import MANIFEST, read_directory_manifest
 from shrinkpoint.store.manifest import DirectoryManifest
 from shrinkpoint.tensors.dtypes import as_bits, empty, torch_dtype
 from shrinkpoint.train.dcp import chain_registry
@@ -38,19 +38,22 @@ _log = logging.getLogger("shrinkpoint")
 
 
 class Reader(StorageReader):
-    """Reads what `Writer` wrote, on any number of ranks, in any layout; nothing on the disk is ever unpickled.
+    """Reads what `Writer` wrote, on any number of ranks, in any layout; no file is ever unpickled.
 
-    `dcp.load(state, storage_reader=Reader(path))`, in place. Only what a rank wants is decoded; where that is most of
-    a payload, all of that payload at once. One payload is read after the other.
+    `dcp.load(state, storage_reader=Reader(path))` loads in place. Only what a rank requests is decoded; if that is
+    most of a payload, all of that payload at once. Payloads are read one after the other.
 
-    Memory: twice the largest payload that is read as a whole, at most.
+    Memory: at most twice the largest payload that is decoded at once.
 
     Args:
-        path: directory of the checkpoint; None: `dcp.load` says it.
+        path: directory of the checkpoint; None: it is passed to `dcp.load`.
         threads: native threads for decoding; None: every core, shared with the other ranks on this machine.
 
     Attributes:
-        load_id: of the load that goes on, or was last.
+        load_id: id of the current load, or of the last one.
+
+    Raises:
+        PolicyError: a URL, or a number out of range.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, threads: int | None = None) -> None:
@@ -72,25 +75,25 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it can be a directory: any path but a URL."""
+        """Whether it is a path, and no URL."""
         return is_path(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a load. Nothing is raised here: torch calls this where other ranks would not hear of it."""
+        """Begin a load. Raises nothing, as torch would not report an error here to the other ranks."""
         self._manifest, self._metadata = None, CheckpointMetadata({})
         self.load_id = secrets.token_hex(8)
         if checkpoint_id is not None:
             self._checkpoint_id = CheckpointId(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint holds.
+        """The metadata of the checkpoint.
 
         Raises:
             NotFoundError: there is no checkpoint of ours.
-            FormatError: its manifest is not to be trusted.
-            PolicyError: asked for the metadata of one rank, which no checkpoint of ours has.
+            FormatError: its manifest is damaged.
+            PolicyError: the metadata of one rank is requested, which no checkpoint of ours has.
         """
-        if kwargs.get("rank") is not None:  # torch does so where the first time failed, on one rank alone perhaps
+        if kwargs.get("rank") is not None:  # torch retries so after an error, which may concern one rank only
             do = "look at why the checkpoint as a whole does not load"
             raise PolicyError("Reader", found=f"metadata of rank {kwargs['rank']}", expected="of all", do=do)
         self._manifest, self._metadata = open_checkpoint(self._checkpoint_id.directory)
@@ -99,7 +102,7 @@ class Reader(StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: `read_metadata` has opened the checkpoint."""
+        """Do nothing: `read_metadata` has opened the checkpoint."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -109,22 +112,21 @@ class Reader(StorageReader):
 
     @torch.no_grad()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what is planned for this rank into place.
+        """Read what is planned for this rank into its tensors.
 
         Raises:
-            ChainError, FormatError: bytes are at fault; what was read before stays read.
-            MismatchError: the checkpoint has not what is planned, or not in this shape.
+            ChainError, FormatError: bytes are damaged or missing; tensors that were read before the error are changed.
+            MismatchError: the checkpoint does not have what is planned, or in another shape.
             StorageError: reading failed.
         """
         manifest = self._open_manifest()
-        for at, items in sorted(self._items_by_payload(plan).items()):
-            with self._open_payload(manifest, at, items) as contents:
+        for index, items in sorted(self._items_by_payload(plan).items()):
+            with self._open_payload(manifest, index, items) as payload:
                 for item in items:
-                    self._read_item(item, contents, planner)
+                    self._read_item(item, payload, planner)
         entries = self._metadata.entries.values()
-        chain_registry.record_restore(
-            self._checkpoint_id.directory, manifest, ((x.fqn, x.size, x.dtype) for x in entries if x.is_tensor)
-        )
+        signatures = ((entry.fqn, entry.size, entry.dtype) for entry in entries if entry.is_tensor)
+        chain_registry.record_restore(self._checkpoint_id.directory, manifest, signatures)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -135,18 +137,18 @@ class Reader(StorageReader):
         return self._manifest
 
     def _items_by_payload(self, plan: LoadPlan) -> Mapping[int, list[ReadItem]]:
-        found: dict[int, list[ReadItem]] = {}
+        items: dict[int, list[ReadItem]] = {}
         for item in plan.items:
             index = item.storage_index
             chunk = self._metadata.find_chunk(index.fqn, index.offset or (), str(self._checkpoint_id.path))
-            found.setdefault(chunk.payload, []).append(item)
-        return found
+            items.setdefault(chunk.payload, []).append(item)
+        return items
 
     def _open_payload(self, manifest: DirectoryManifest, payload_index: int, items: list[ReadItem]) -> PayloadReader:
-        """All of a payload where most of it is wanted: that is quicker than one box after the other."""
-        wanted = sum(self._item_nbytes(item) for item in items)
-        kind = FullPayload if 2 * wanted >= manifest.payloads[payload_index].raw_bytes else LazyPayload
-        return kind(self._checkpoint_id.directory, manifest, payload_index, self._threads)
+        """Open a payload; it is decoded at once if most of it is requested, which is faster than box after box."""
+        requested = sum(self._item_nbytes(item) for item in items)
+        payload_class = FullPayload if 2 * requested >= manifest.payloads[payload_index].raw_bytes else LazyPayload
+        return payload_class(self._checkpoint_id.directory, manifest, payload_index, self._threads)
 
     def _item_nbytes(self, item: ReadItem) -> int:
         if item.type == LoadItemType.BYTE_IO:
@@ -169,20 +171,19 @@ class Reader(StorageReader):
 
 
 def open_checkpoint(directory: Path) -> tuple[DirectoryManifest, CheckpointMetadata]:
-    """A checkpoint's manifest, and what it says of the state dict.
+    """The manifest of a checkpoint, and the metadata of its state dict.
 
     Raises:
         NotFoundError: there is no checkpoint of ours.
-        MismatchError: it is another framework's to read.
-        FormatError: its manifest is not to be trusted.
+        MismatchError: another framework wrote it.
+        FormatError: its manifest is damaged.
     """
-    manifest = folders.read_directory_manifest(directory)
+    manifest = read_directory_manifest(directory)
     if not isinstance(manifest.extra, dict) or DCP_KEY not in manifest.extra:
         found, do = "a checkpoint that `dcp.save` did not write", "read it with what wrote it"
         raise MismatchError(str(directory), found=found, expected="one of torch.distributed.checkpoint", do=do)
-    return manifest, metadata_from_json(
-        manifest.extra[DCP_KEY], len(manifest.payloads), str(directory / folders.MANIFEST)
-    )
+    where = str(directory / MANIFEST)
+    return manifest, metadata_from_json(manifest.extra[DCP_KEY], len(manifest.payloads), where)
 
 
 def _copy_values(target: Tensor, values: Tensor) -> None:
@@ -196,48 +197,51 @@ def _copy_values(target: Tensor, values: Tensor) -> None:
 
 @torch.no_grad()
 def load(directory: str | Path, *, nested: bool = True, threads: int | None = None) -> dict[str, Any]:
-    """The state dict that was saved, every tensor whole, on the CPU.
+    """The state dict that was saved, with every global tensor on the CPU.
 
-    Memory: the state, and one payload with what it stands on.
+    Memory: the state, and one payload with its reference.
 
     Args:
-        nested: False: by fully qualified name, as torch stores it.
+        nested: False: values by fully qualified name, as torch stores them.
         threads: native threads for decoding; None: every core.
 
     Raises:
         NotFoundError: there is no checkpoint of ours.
-        MismatchError: it is another framework's to read.
-        ChainError, FormatError: bytes are at fault.
+        MismatchError: another framework wrote it.
+        ChainError, FormatError: bytes are damaged or missing.
         StorageError: reading failed.
     """
-    root = local_path(directory, "folder").absolute()
-    manifest, description = open_checkpoint(root)
-    flat: dict[str, Any] = {}
-    owned: dict[int, list[tuple[EntryMetadata, ChunkMetadata]]] = {}
-    for item in description.entries.values():
-        for chunk in item.chunks:
-            owned.setdefault(chunk.payload, []).append((item, chunk))
-    for at, mine in sorted(owned.items()):  # before there is memory for what a manifest claims
-        check_stored_tensors(root, manifest, at, [(item, chunk) for item, chunk in mine if item.is_tensor])
-    for item in description.entries.values():
-        flat[item.fqn] = _allocate(item, root) if item.is_tensor else None
-    for at, mine in sorted(owned.items()):
-        with FullPayload(root, manifest, at, threads) as contents:
-            for item, chunk in mine:
-                if not item.is_tensor:
-                    flat[item.fqn] = contents.load_object(item.fqn)
-                else:
-                    _copy_chunk(
-                        flat[item.fqn], chunk, contents.read_box(item, chunk, (0,) * len(chunk.sizes), chunk.sizes)
-                    )
-    return _unflatten(flat, description.entries) if nested else flat
+    root = local_path(directory, "directory").absolute()
+    manifest, metadata = open_checkpoint(root)
+    chunks_by_payload: dict[int, list[tuple[EntryMetadata, ChunkMetadata]]] = {}
+    for entry in metadata.entries.values():
+        for chunk in entry.chunks:
+            chunks_by_payload.setdefault(chunk.payload, []).append((entry, chunk))
+    for index, chunks in sorted(chunks_by_payload.items()):  # before memory for what the manifest declares is allocated
+        check_stored_tensors(root, manifest, index, [(entry, chunk) for entry, chunk in chunks if entry.is_tensor])
+    state: dict[str, Any] = {
+        entry.fqn: _allocate(entry, root) if entry.is_tensor else None for entry in metadata.entries.values()
+    }
+    for index, chunks in sorted(chunks_by_payload.items()):
+        with FullPayload(root, manifest, index, threads) as payload:
+            for entry, chunk in chunks:
+                if not entry.is_tensor:
+                    state[entry.fqn] = payload.load_object(entry.fqn)
+                    continue
+                values = payload.read_box(entry, chunk, (0,) * len(chunk.sizes), chunk.sizes)
+                _copy_chunk(state[entry.fqn], chunk, values)
+    return _unflatten(state, metadata.entries) if nested else state
 
 
 def _allocate(entry: EntryMetadata, root: Path) -> Tensor:
-    """Memory for a tensor, once it is sure that its boxes fill it."""
-    filled = sum(entry.nbytes(chunk.sizes) for chunk in entry.chunks)
-    if filled != entry.nbytes(entry.size):
-        found, expected = f"boxes of {filled} bytes", f"{entry.nbytes(entry.size)}, all of the tensor"
+    """Uninitialized memory for a global tensor.
+
+    Raises:
+        CorruptError: its chunks do not fill it.
+    """
+    chunk_bytes = sum(entry.nbytes(chunk.sizes) for chunk in entry.chunks)
+    if chunk_bytes != entry.nbytes(entry.size):
+        found, expected = f"boxes of {chunk_bytes} bytes", f"{entry.nbytes(entry.size)}, all of the tensor"
         raise CorruptError(f"{root}: {entry.fqn!r}", found=found, expected=expected, do="restore another checkpoint")
     return empty(entry.size, torch_dtype(entry.dtype))
 
@@ -247,20 +251,21 @@ def _copy_chunk(tensor: Tensor, chunk: ChunkMetadata, values: Tensor) -> None:
     as_bits(tensor)[box].copy_(as_bits(values))
 
 
-def _unflatten(flat: dict[str, Any], entries: Any) -> dict[str, Any]:
+def _unflatten(state: Mapping[str, Any], entries: Mapping[str, EntryMetadata]) -> dict[str, Any]:
+    """The nested state dict of values by fully qualified name."""
     nest: dict[str, Any] = {}
-    for fqn, value in flat.items():
+    for fqn, value in state.items():
         path = entries[fqn].path or (fqn,)
         level: Any = nest
-        for key, below in pairwise(path):
-            level = _child(level, key, [] if isinstance(below, int) else {})
+        for key, next_key in pairwise(path):
+            level = _child(level, key, [] if isinstance(next_key, int) else {})
         _child(level, path[-1], None)
         level[path[-1]] = value
     return nest
 
 
 def _child(level: Any, key: str | int, default: Any) -> Any:
-    """What stands there already, else `default`."""
+    """The value of a key in a list or dict, which is set to `default` if it is missing."""
     if isinstance(level, list) and isinstance(key, int):
         level.extend([None] * (key + 1 - len(level)))
         level[key] = default if level[key] is None else level[key]

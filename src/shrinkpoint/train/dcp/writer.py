@@ -1,4 +1,4 @@
-"""The writing half of `torch.distributed.checkpoint`."""
+"""Writes checkpoints of many ranks as torch's `StorageWriter`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.storage import LocalStorage
-from shrinkpoint.store import directory as folders
+from shrinkpoint.store.directory import commit, is_checkpoint
 from shrinkpoint.store.manifest import Payload
 from shrinkpoint.tensors.flat_state import snapshot
 from shrinkpoint.tensors.info import JSON
+from shrinkpoint.train.checkpointer import SaveOptions
 from shrinkpoint.train.dcp import chain_registry, checkpoint_metadata, planning
 from shrinkpoint.train.dcp.chain_registry import ChainState, RestoreOrigin
 from shrinkpoint.train.dcp.checkpoint_id import CheckpointId, is_path, threads_per_rank
@@ -40,7 +41,7 @@ _log = logging.getLogger("shrinkpoint")
 
 @dataclass(frozen=True)
 class _RankInfo:
-    """What the coordinator tells a rank: facts that are the same for every save, for torch may replay its plans."""
+    """What the coordinator sends to a rank; it must be the same for every save, as torch may replay its plans."""
 
     rank: int
     world_size: int
@@ -48,7 +49,7 @@ class _RankInfo:
 
 @dataclass(frozen=True)
 class _WriteInfo:
-    """What a rank tells the coordinator."""
+    """What a rank that has written a payload sends to the coordinator."""
 
     payload: Payload
     scheme: str
@@ -57,34 +58,35 @@ class _WriteInfo:
 
 
 class CheckpointExistsError(PolicyError, RuntimeError):
-    """There is a checkpoint already, and `overwrite=False`; torch's own writer raises a RuntimeError."""
+    """There is a checkpoint already, and `overwrite=False`; a RuntimeError, as torch's own writer raises."""
 
 
 class Writer(StorageWriter):
-    """Writes one payload a rank, each a delta against what this rank wrote before, and a manifest at the end.
+    """Writes a payload for each rank, a delta against the payload that the rank wrote last, and then a manifest.
 
     `dcp.save(state, storage_writer=Writer(path))`, or a path for each save with `checkpoint_id=`. The checkpoint is
-    self-contained: every older directory may be deleted. What the next delta stands on is held by the process, so that
-    a new writer for each save is as good as one for all.
+    self-contained: every older directory may be deleted. The reference of the next delta is kept by the process, so
+    that a new writer for each save has the same effect as one writer for all.
 
-    Memory on each rank: a copy of what it writes, for each of the last `chains.MOST` chains.
+    Memory on each rank: a copy of what it writes, for each of the last `chain_registry.MAX_CHAINS` chains.
 
     Args:
-        path: directory of the next checkpoint; None: `dcp.save` says it.
-        scheme: "lossless", or a scheme of one's own settings, which decides for whole tensors over all ranks.
-        keyframe_every: each chain has at most this many checkpoints, its keyframe included; None: no bound.
-        chain: what belongs together; None: paths that differ in their numbers only.
+        path: directory of the next checkpoint; None: it is passed to `dcp.save`.
+        scheme: "lossless", or a scheme with settings, which decides for global tensors over all ranks.
+        keyframe_every: maximum number of checkpoints in a chain, its keyframe included; None: no maximum.
+        chain: name of the chain; None: paths that differ only in numbers are one chain.
         threads: native threads for coding; None: every core, shared with the other ranks on this machine.
         group: what is passed to `dcp.save` as `process_group`; only a lossy scheme needs it.
-        model: whose state is saved; only a scheme that measures needs it.
-        step, metrics, note: for the manifest: what is saved, for people.
-        overwrite: False: a directory that has a checkpoint already is refused.
+        model: the model whose state is saved; only a scheme that evaluates it needs it.
+        step, metrics, note: stored in the manifest, for people.
+        overwrite: False: raise if the directory has a checkpoint already.
 
     Attributes:
-        save_id: of the save that goes on, or was last; the `id` of the manifest is that of the coordinator's writer.
+        overwrite: as passed.
+        save_id: id of the current save, or of the last one; the manifest has that of the coordinator's writer.
 
     Raises:
-        PolicyError: a scheme nobody knows, a number out of range, a URL.
+        PolicyError: an unknown scheme, a number out of range, a URL.
     """
 
     def __init__(
@@ -108,16 +110,16 @@ class Writer(StorageWriter):
             validate.check_int("step", step, minimum=0, do="leave it out")
         validate.check_str("note", note)
         if chain is not None:
-            validate.check_str("chain", chain, do="leave it out: paths that differ in their numbers belong together")
+            validate.check_str("chain", chain, do="leave it out: paths that differ only in numbers are one chain")
         self._scheme, self._keyframe_every, self._chain = get_scheme(scheme), keyframe_every, chain
         self._threads, self._group, self._model = threads_per_rank(threads), group, model
-        self._manifest_fields: dict[str, Any] = {"step": step, "metrics": as_floats(metrics), "note": note}
+        self._save_options = SaveOptions(step, as_floats(metrics), note)
         self._checkpoint_id, self._is_coordinator = CheckpointId(path, strict=True), True
         self.overwrite, self.save_id = overwrite, _new_id()
-        self._restored: dict[str, RestoreOrigin] | None = None  # in the process that this writer was sent from
+        self._restored: dict[str, RestoreOrigin] | None = None  # by the process that sent this writer
 
     def __getstate__(self) -> dict[str, Any]:
-        """For `async_save` in a process, which gets neither group nor model, but is told what was restored here."""
+        """What `async_save` sends to another process: no group and no model, but what was restored here."""
         return {
             **self.__dict__,
             "_group": None,
@@ -132,59 +134,57 @@ class Writer(StorageWriter):
 
     @property
     def path(self) -> Path | None:
-        """The same, as torch's own writer calls it."""
+        """The same, by the name that torch's own writer uses."""
         return self._checkpoint_id.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it can be a directory: any path but a URL."""
+        """Whether it is a path, and no URL."""
         return is_path(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a save. Nothing is raised here: torch calls this where other ranks would not hear of it."""
+        """Begin a save. Raises nothing, as torch would not report an error here to the other ranks."""
         self.save_id = _new_id()
         if checkpoint_id is not None:
             self._checkpoint_id = CheckpointId(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take a role.
+        """Note whether this rank is the coordinator, and check the directory.
 
         Raises:
-            PolicyError: no path, or none of a directory; a save in which ranks do not speak to each other.
-            CheckpointExistsError: there is one already, and it must not be overwritten.
+            PolicyError: no path of a directory; a save without collectives.
+            CheckpointExistsError: there is a checkpoint already, and it must not be overwritten.
         """
-        self._is_coordinator, folder = is_coordinator, self._checkpoint_id.directory
-        if not self.overwrite and (
-            folders.is_checkpoint(folder) or (folder / checkpoint_metadata.METADATA_FILE).exists()
-        ):
+        self._is_coordinator, directory = is_coordinator, self._checkpoint_id.directory
+        metadata_file = directory / checkpoint_metadata.METADATA_FILE
+        if not self.overwrite and (is_checkpoint(directory) or metadata_file.exists()):
             found, do = f"Checkpoint already exists and {self.overwrite=}", "save elsewhere, or with overwrite=True"
-            raise CheckpointExistsError(str(folder), found=found, do=do)
+            raise CheckpointExistsError(str(directory), found=found, do=do)
         if not kwargs.get("use_collectives", True):
-            found = "use_collectives=False, which makes checkpoints that no rank can vouch for"
+            found = "use_collectives=False, with which no rank knows whether all of the checkpoint was written"
             raise PolicyError("Writer", found=found, expected="collectives", do="leave it out")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Add which entries this rank has, before torch shares out what several have: see `together`."""
+        """Add what this rank has to its plan, before torch divides among the ranks what several have."""
         return replace(plan, storage_data=rank_slots(plan, type(self._scheme).__name__)) if plan.usable else plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Bring moments to their weights, and tell every rank its number.
+        """Move moments to the ranks of their weights, and add to every plan the number of its rank.
 
         Raises:
-            PolicyError: a planner that replays plans in a way of its own.
+            PolicyError: a planner that replays plans in another way than torch's.
         """
-        return [
-            replace(plan, storage_data=_RankInfo(rank, len(plans))) for rank, plan in enumerate(colocate_moments(plans))
-        ]
+        colocated = colocate_moments(plans)
+        return [replace(plan, storage_data=_RankInfo(rank, len(plans))) for rank, plan in enumerate(colocated)]
 
     @torch.no_grad()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's payload, durably; there is no checkpoint before `finish`.
+        """Write this rank's payload durably; the checkpoint exists only after `finish`.
 
         Raises:
             StateError: something cannot be stored.
             PolicyError: a scheme that cannot be used here.
-            StorageError: writing failed; nothing of it is left.
+            StorageError: writing failed; no part of the payload is left.
         """
         results = self._write(plan, planner)
         done: Future[list[WriteResult]] = Future()
@@ -192,94 +192,95 @@ class Writer(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make the checkpoint exist, once every rank has written all that was planned.
+        """Write the manifest, once every rank has written all that was planned.
 
         Raises:
-            StorageError: something is missing, or writing failed; the checkpoint before stands.
+            StorageError: something is missing, or writing failed; a previous checkpoint there is still valid.
         """
-        folder = self._checkpoint_id.directory
-        wrote, owners = _merge_results(results)
+        directory = self._checkpoint_id.directory
+        writes, owners = _merge_results(results)
         missing = [index for index in expected_indices(metadata) if index not in owners]
-        if missing or not wrote:
-            found = f"{len(missing)} entries that nobody wrote, such as {missing[0].fqn!r}" if missing else "no payload"
-            raise StorageError(str(folder), found=found, expected="all that was planned", do="report this")
-        loss = next((one.loss for one in wrote if one.loss is not None), None)
-        manifest = folders.commit(
-            folder,
-            [one.payload for one in wrote],
-            scheme=wrote[0].scheme,
-            lossy_restores=max(one.lossy_restores for one in wrote),
-            loss=loss,
-            extra={DCP_KEY: metadata_to_json(metadata, owners)},
+        if missing or not writes:
+            found = (
+                f"{len(missing)} entries that no rank wrote, such as {missing[0].fqn!r}" if missing else "no payload"
+            )
+            raise StorageError(str(directory), found=found, expected="all that was planned", do="report this")
+        options = replace(self._save_options, extra={DCP_KEY: metadata_to_json(metadata, owners)})
+        manifest = commit(
+            directory,
+            [write.payload for write in writes],
+            scheme=writes[0].scheme,
+            lossy_restores=max(write.lossy_restores for write in writes),
+            loss=next((write.loss for write in writes if write.loss is not None), None),
             id=self.save_id,
-            **self._manifest_fields,
+            **options.manifest_fields(),
         )
         try:
-            LocalStorage(folder).put(
-                checkpoint_metadata.METADATA_FILE, checkpoint_metadata.metadata_file_bytes(manifest.id)
-            )
-        except ShrinkpointError as error:  # the checkpoint stands; this is for other people's tools
+            content = checkpoint_metadata.metadata_file_bytes(manifest.id)
+            LocalStorage(directory).put(checkpoint_metadata.METADATA_FILE, content)
+        except ShrinkpointError as error:  # the checkpoint is valid; this file is for other tools
             _log.warning("%s", error)
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self._checkpoint_id.path, save_id=self.save_id)
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        mine = plan.storage_data
-        assert isinstance(mine, _RankInfo)
-        folder = self._checkpoint_id.directory
-        default = chain_registry.default_name(folder)
-        name = self._chain or default
-        restored = chain_registry.restored_origins() if self._restored is None else self._restored
+        rank_info = plan.storage_data
+        assert isinstance(rank_info, _RankInfo)
+        directory = self._checkpoint_id.directory
+        default_name = chain_registry.default_name(directory)
+        origins = chain_registry.restored_origins() if self._restored is None else self._restored
+        parent = origins.get(default_name)
         with chain_registry.acquire_chain(
-            name, mine.rank, keyframe_every=self._keyframe_every, threads=self._threads
+            self._chain or default_name, rank_info.rank, keyframe_every=self._keyframe_every, threads=self._threads
         ) as chain:
             chain.confirm_last_write()
-            loaded = restored.get(default)
-            scheme = chain.scheme_for(
-                self._scheme, chain_registry.find_origin(restored, default, plan_signatures(plan))
-            )
+            origin = chain_registry.find_origin(origins, default_name, plan_signatures(plan))
+            scheme = chain.scheme_for(self._scheme, origin)
             if isinstance(scheme, Lossless):
-                collected = self._collect(plan, planner, chain, loaded, mine.rank)
+                collected = self._collect(plan, planner, chain, parent, rank_info.rank)
             else:
                 scheme, collected = planning.plan_across_ranks(
                     scheme,
-                    lambda: self._collect(plan, planner, chain, loaded, mine.rank),
+                    lambda: self._collect(plan, planner, chain, parent, rank_info.rank),
                     chain,
-                    world_size=mine.world_size,
+                    world_size=rank_info.world_size,
                     group=self._group,
                     model=self._model,
                     is_sent=self._restored is not None,
                 )
             if not collected.item_nbytes and not self._is_coordinator:
                 return []
-            copy = None if collected.is_on_cpu else snapshot(collected.state)
+            copy = None if collected.state.is_on_cpu else snapshot(collected.state)
             report = chain.delta_writer.write(
-                folder, copy or collected.state, scheme=scheme, rank=mine.rank, adopt=copy is not None
+                directory, copy or collected.state, scheme=scheme, rank=rank_info.rank, adopt=copy is not None
             )
-            wrote = _WriteInfo(chain.record_write(folder), report.scheme, report.loss_report, chain.lossy_restores)
+            payload = chain.record_write(directory)
+            write = _WriteInfo(payload, report.scheme, report.loss_report, chain.lossy_restores)
         results = [WriteResult(index, nbytes, None) for index, nbytes in collected.item_nbytes.items()]
-        return [*results, WriteResult(MetadataIndex("~payload"), wrote.payload.size, wrote)]
+        return [*results, WriteResult(MetadataIndex("~payload"), payload.size, write)]
 
     def _collect(
-        self, plan: SavePlan, planner: SavePlanner, chain: ChainState, origin: RestoreOrigin | None, rank: int
+        self, plan: SavePlan, planner: SavePlanner, chain: ChainState, parent: RestoreOrigin | None, rank: int
     ) -> CollectedState:
         collected = collect_plan_items(plan, planner)
-        chain.load_parent(origin, collected.state, rank, self._threads)
+        chain.load_parent(parent, collected.state, rank, self._threads)
         return collected
 
 
 def _new_id() -> str:
-    """Of a checkpoint that is going to be written."""
+    """A random id for a checkpoint that is going to be written."""
     return secrets.token_hex(8)
 
 
 def _merge_results(results: list[list[WriteResult]]) -> tuple[list[_WriteInfo], dict[MetadataIndex, int]]:
-    """What the ranks that wrote say, and which of their payloads has what."""
-    wrote: list[_WriteInfo] = []
+    """The reports of the ranks that wrote a payload, and the index of the payload with each entry."""
+    writes: list[_WriteInfo] = []
     owners: dict[MetadataIndex, int] = {}
-    for rank in results:
-        said = [one.storage_data for one in rank if isinstance(one.storage_data, _WriteInfo)]
-        owners.update({one.index: len(wrote) for one in rank if not isinstance(one.storage_data, _WriteInfo) and said})
-        wrote += said[:1]
-    return wrote, owners
+    for rank_results in results:
+        reports = [result.storage_data for result in rank_results if isinstance(result.storage_data, _WriteInfo)]
+        entries = [result.index for result in rank_results if not isinstance(result.storage_data, _WriteInfo)]
+        if reports:
+            owners.update(dict.fromkeys(entries, len(writes)))
+            writes.append(reports[0])
+    return writes, owners
