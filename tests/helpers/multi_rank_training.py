@@ -86,9 +86,12 @@ class Run:
         state = self.state()
         dcp.load(state, **how)
         set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"],
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
             options=StateDictOptions(strict=True),
-        )  # fmt: skip
+        )
         return state
 
 

@@ -76,9 +76,11 @@ def read_dcp(folder: Path) -> None:
 
 
 KINDS = {
-    "transformers": (of_transformers, read_transformers), "accelerate": (of_accelerate, read_accelerate),
-    "lightning": (of_lightning, read_lightning), "dcp": (of_dcp, read_dcp),
-}  # fmt: skip
+    "transformers": (of_transformers, read_transformers),
+    "accelerate": (of_accelerate, read_accelerate),
+    "lightning": (of_lightning, read_lightning),
+    "dcp": (of_dcp, read_dcp),
+}
 
 
 def run(*arguments: str) -> str:

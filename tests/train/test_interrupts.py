@@ -159,10 +159,13 @@ def test_interrupt_at_any_line_of_a_save_leaves_all_of_it_working(tmp_path, kind
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as path:
         code = f"import test_interrupts as t; t.sweep({path!r}, {kind!r}, {background}, {first}, {every})"
         done = subprocess.run(  # tracing and interrupts confuse who watches over tests
-            [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False,
+            [sys.executable, "-W", "ignore", "-c", code],
+            capture_output=True,
+            text=True,
+            check=False,
             timeout=PATIENCE if every > 1 else 2 * PATIENCE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(TESTS)])},
-        )  # fmt: skip
+        )
     assert done.returncode == 0, done.stderr[-2000:]
     faults, hits, lines = json.loads(done.stdout)
     assert faults == []
@@ -275,8 +278,12 @@ LIMITED = """
 def test_process_that_may_start_no_threads_saves_and_loads_with_the_one_it_has():
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(LIMITED)],
-        capture_output=True, text=True, timeout=200, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
     assert lines[0].startswith("refused:")

@@ -223,8 +223,12 @@ def test_a_run_that_has_diverged_is_saved_as_it_is(tmp_path):
 def test_a_threshold_that_nothing_meets(tmp_path):
     run = Run(steps=40)
     for fallback in ("safest", "lossless"):
-        scheme = sp.Inshrinkerator(threshold=0.0, evaluate=lambda model: float(model.body[0].weight.unique().numel()),
-                                   higher_is_better=True, fallback=fallback)  # fmt: skip
+        scheme = sp.Inshrinkerator(
+            threshold=0.0,
+            evaluate=lambda model: float(model.body[0].weight.unique().numel()),
+            higher_is_better=True,
+            fallback=fallback,
+        )
         with pytest.warns(LossWarning, match="no setting keeps the degradation within"):
             report, other = saved(tmp_path / fallback, run, scheme)
         exact = difference(run.model.state_dict(), other.model.state_dict()) is None

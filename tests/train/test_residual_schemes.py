@@ -15,11 +15,15 @@ import shrinkpoint as sp
 from shrinkpoint.errors import LossWarning
 
 SCHEMES = {
-    "lc": lambda: sp.LCCheckpoint(), "lc paper": lambda: sp.LCCheckpoint(paper=True),
-    "lc fine": lambda: sp.LCCheckpoint(bits=8, optimizer="lossy"), "scar": lambda: sp.SCAR(), "topn": lambda: sp.TOPN(),
-    "scar in turn": lambda: sp.SCAR(order="round robin"), "excp": lambda: sp.ExCP(),
+    "lc": lambda: sp.LCCheckpoint(),
+    "lc paper": lambda: sp.LCCheckpoint(paper=True),
+    "lc fine": lambda: sp.LCCheckpoint(bits=8, optimizer="lossy"),
+    "scar": lambda: sp.SCAR(),
+    "topn": lambda: sp.TOPN(),
+    "scar in turn": lambda: sp.SCAR(order="round robin"),
+    "excp": lambda: sp.ExCP(),
     "excp released": lambda: sp.ExCP(rule="released", paper=True, paper_fp16=True),
-}  # fmt: skip
+}
 WEIGHTS = ("body.0.weight", "body.3.weight")
 
 

@@ -45,13 +45,25 @@ class Plus(torch.optim.Adam):
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     name: getattr(torch.optim, name)
     for name in (
-        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
+        "ASGD",
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
     )
 } | {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     "SGD plain": lambda params: torch.optim.SGD(params, lr=0.1),
-    "LBFGS": torch.optim.LBFGS, "Lion": Lion, "Plus": Plus,
-}  # fmt: skip
+    "LBFGS": torch.optim.LBFGS,
+    "Lion": Lion,
+    "Plus": Plus,
+}
 ALIKE = ({"Adam", "AdamW", "RAdam"}, {"SGD", "SGD plain"})
 """What keeps the same state of a parameter, under the same names."""
 
@@ -134,12 +146,14 @@ def test_other_settings_of_one_kind_are_no_other_kind(tmp_path: Path) -> None:
     """Neither is what schedulers and releases of torch add to groups, on either side."""
     model = network()
     made = [
-        torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9),
         torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, nesterov=True),
-        torch.optim.Adam(model.parameters(), amsgrad=True), torch.optim.Adam(model.parameters()),
+        torch.optim.Adam(model.parameters(), amsgrad=True),
+        torch.optim.Adam(model.parameters()),
         torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3), capturable=True),
         torch.optim.AdamW([{"params": [x], "name": str(i)} for i, x in enumerate(model.parameters())][:1]),
-    ]  # fmt: skip
+    ]
     for number, optimizer in enumerate(made):
         model(torch.randn(8, 6)).square().mean().backward()
         if number not in (1, 5):
@@ -205,10 +219,13 @@ def test_a_scheduler_of_another_release_of_torch_is_the_same_kind(tmp_path: Path
 @pytest.mark.parametrize(
     ("found", "ours"),
     [
-        (torch.float64, torch.float32), (torch.float32, torch.float16), (torch.float32, torch.bfloat16),
-        (torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16),
+        (torch.float64, torch.float32),
+        (torch.float32, torch.float16),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.bfloat16),
+        (torch.bfloat16, torch.float16),
     ],
-)  # fmt: skip
+)
 def test_values_that_a_model_cannot_hold_are_refused(tmp_path: Path, found: torch.dtype, ours: torch.dtype) -> None:
     model, optimizer = stepped("AdamW", network(found))
     with CheckpointManager(tmp_path) as manager:
@@ -243,9 +260,12 @@ def test_a_wider_dtype_holds_every_value(tmp_path: Path, found: torch.dtype, our
 def test_whole_numbers_are_no_fractions() -> None:
     assert can_represent(torch.int64, torch.int32) and can_represent(torch.complex128, torch.complex64)
     for wide, narrow in (
-        (torch.int32, torch.int64), (torch.float64, torch.int32), (torch.int64, torch.float32),
-        (torch.complex64, torch.float32), (torch.float32, torch.float8_e4m3fn),
-    ):  # fmt: skip
+        (torch.int32, torch.int64),
+        (torch.float64, torch.int32),
+        (torch.int64, torch.float32),
+        (torch.complex64, torch.float32),
+        (torch.float32, torch.float8_e4m3fn),
+    ):
         assert not can_represent(wide, narrow)
 
 

@@ -59,9 +59,15 @@ def _fit(place, **settings):
     model = BoringModel()
     model.training_step = lambda *_: pytest.fail("trained before the error")
     LightningTrainer(
-        max_epochs=1, plugins=[ours.ShrinkIO()], logger=False, enable_progress_bar=False, enable_model_summary=False,
-        accelerator="cpu", callbacks=[ours.ShrinkIOCallback(), ModelCheckpoint(**settings)], default_root_dir=place,
-    ).fit(model)  # fmt: skip
+        max_epochs=1,
+        plugins=[ours.ShrinkIO()],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+        callbacks=[ours.ShrinkIOCallback(), ModelCheckpoint(**settings)],
+        default_root_dir=place,
+    ).fit(model)
 
 
 ENTRIES = {
@@ -243,6 +249,7 @@ def test_every_path_of_every_command_is_checked(tmp_path):
 def test_trainers_are_refused_when_they_are_made(tmp_path):
     with pytest.raises(PolicyError, match="file system"):
         Trainer(
-            torch.nn.Linear(2, 2), TrainingArguments("s3://b/x", report_to=[], use_cpu=True),
+            torch.nn.Linear(2, 2),
+            TrainingArguments("s3://b/x", report_to=[], use_cpu=True),
             callbacks=[hugging.ShrinkCallback()],
-        )  # fmt: skip
+        )

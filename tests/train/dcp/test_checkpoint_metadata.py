@@ -33,7 +33,10 @@ DESCRIPTION = {"items": [["x", ["x"], "F32", 0], ["y", None, None, 0]], "layouts
 @pytest.mark.parametrize(
     "forged",
     [
-        None, [], {}, {"items": [], "layouts": 3},
+        None,
+        [],
+        {},
+        {"items": [], "layouts": 3},
         {"items": [["x", ["x"], "F32", 1]], "layouts": DESCRIPTION["layouts"]},
         {"items": [["x", ["x"], "F33", 0]], "layouts": DESCRIPTION["layouts"]},
         {"items": [["x", [1.5], "F32", 0]], "layouts": DESCRIPTION["layouts"]},
@@ -52,7 +55,7 @@ DESCRIPTION = {"items": [["x", ["x"], "F32", 0], ["y", None, None, 0]], "layouts
         {"items": [["x", ["x"], "F32", 0]], "layouts": [[[], [[[], [], 0], [[], [], 0]]]]},
         {"items": [[f"x{n}", [f"x{n}", 99], None, 0] for n in range(100)], "layouts": []},
     ],
-)  # fmt: skip
+)
 def test_a_forged_description_is_refused(forged: Any) -> None:
     assert list(metadata_from_json(DESCRIPTION, 1, "here").entries) == ["x", "y"]
     with pytest.raises(errors.CorruptError):

@@ -33,11 +33,20 @@ def anew() -> None:
 
 
 VALUES = {
-    "none": None, "flag": True, "count": 2**70, "ratio": float("nan"), "text": "ä/%$", "data": b"\0" * 400,
-    "pair": (1, "two", [3.0, None]), "shape": torch.Size([2, 3]), "array": np.arange(5, dtype="f4"),
-    "number": np.float64(0.1), "tensors": (torch.arange(3), torch.ones(2, dtype=torch.bfloat16)),
-    "ordered": OrderedDict(b=1, a=2), "rng": np.random.RandomState(3).get_state()[1],
-}  # fmt: skip
+    "none": None,
+    "flag": True,
+    "count": 2**70,
+    "ratio": float("nan"),
+    "text": "ä/%$",
+    "data": b"\0" * 400,
+    "pair": (1, "two", [3.0, None]),
+    "shape": torch.Size([2, 3]),
+    "array": np.arange(5, dtype="f4"),
+    "number": np.float64(0.1),
+    "tensors": (torch.arange(3), torch.ones(2, dtype=torch.bfloat16)),
+    "ordered": OrderedDict(b=1, a=2),
+    "rng": np.random.RandomState(3).get_state()[1],
+}
 
 
 @pytest.mark.parametrize("name", VALUES)

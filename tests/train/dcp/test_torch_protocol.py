@@ -37,10 +37,14 @@ def buffer(data: bytes, position: int = 0) -> io.BytesIO:
 
 def state() -> dict[str, Any]:
     return {
-        "x": torch.ones(2), "short": buffer(b"abc", 2), "empty": buffer(b""), "beyond": buffer(b"abc", 9),
-        "model": {"long": [buffer(b"x" * 5000, 7), 1]}, "pair": (buffer(b"\x80\xff"), {"shrinkpoint:buffer": [1, b""]}),
+        "x": torch.ones(2),
+        "short": buffer(b"abc", 2),
+        "empty": buffer(b""),
+        "beyond": buffer(b"abc", 9),
+        "model": {"long": [buffer(b"x" * 5000, 7), 1]},
+        "pair": (buffer(b"\x80\xff"), {"shrinkpoint:buffer": [1, b""]}),
         "nothing": b"",
-    }  # fmt: skip
+    }
 
 
 def plain(value: Any) -> Any:
@@ -70,11 +74,13 @@ KEYS = st.sampled_from(["a", "shrinkpoint:buffer", "shrinkpoint:buffer:", "shrin
 VALUES = st.recursive(
     st.one_of(st.integers(0, 3), st.binary(max_size=3), st.builds(buffer, st.binary(max_size=300), st.integers(0, 9))),
     lambda inner: st.one_of(
-        st.lists(inner, max_size=2), st.tuples(inner), st.dictionaries(KEYS, inner, max_size=2),
+        st.lists(inner, max_size=2),
+        st.tuples(inner),
+        st.dictionaries(KEYS, inner, max_size=2),
         st.dictionaries(KEYS, inner, max_size=2).map(OrderedDict),
     ),
     max_leaves=6,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=100, deadline=None)
