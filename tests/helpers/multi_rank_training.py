@@ -35,9 +35,9 @@ def start(rank: int, width: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=width)
 
 
-def done(rank: int, folder: str, said: Any) -> None:
+def done(rank: int, folder: str, results: Any) -> None:
     """Tell the test something, and leave together."""
-    Path(folder, f"{rank}.json").write_text(json.dumps(said))
+    Path(folder, f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 

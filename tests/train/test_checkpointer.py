@@ -57,11 +57,11 @@ def copied(state):
 @pytest.mark.parametrize("background", [False, True])
 def test_the_newest_survives_the_deletion_of_every_older_one(tmp_path, background):
     loop = Loop()
-    with Checkpointer(background=background) as trail:
+    with Checkpointer(background=background) as checkpointer:
         for step in range(4):
             loop.train()
-            trail.save(tmp_path / f"c{step}", loop.state, objects=loop.parts, step=step)
-            trail.wait()
+            checkpointer.save(tmp_path / f"c{step}", loop.state, objects=loop.parts, step=step)
+            checkpointer.wait()
             shutil.rmtree(tmp_path / f"c{step - 1}", ignore_errors=True)
     loaded = Checkpointer().load(tmp_path / "c3")
     assert difference(loaded.state, loop.state) is None
@@ -71,14 +71,14 @@ def test_the_newest_survives_the_deletion_of_every_older_one(tmp_path, backgroun
 def test_what_is_saved_in_the_background_is_the_state_of_the_call(tmp_path):
     loop = Loop()
     loop.train()
-    with Checkpointer(background=True) as trail:
+    with Checkpointer(background=True) as checkpointer:
         for step in range(3):
             before = copied(loop.state)
-            trail.save(tmp_path / f"c{step}", loop.state, objects=loop.parts)
+            checkpointer.save(tmp_path / f"c{step}", loop.state, objects=loop.parts)
             with torch.no_grad():
                 for parameter in loop.model.parameters():
                     parameter.zero_()
-            trail.wait()
+            checkpointer.wait()
             assert difference(Checkpointer().load(tmp_path / f"c{step}").state, before) is None
             loop.train()
 
@@ -86,15 +86,15 @@ def test_what_is_saved_in_the_background_is_the_state_of_the_call(tmp_path):
 def test_a_run_that_goes_on_writes_deltas_against_what_it_loaded(tmp_path):
     loop, again = Loop(), Loop()
     loop.train()
-    with Checkpointer() as trail:
-        trail.save(tmp_path / "c1", loop.state, objects=loop.parts)
-    with Checkpointer() as trail:
-        state = trail.load(tmp_path / "c1").state
+    with Checkpointer() as checkpointer:
+        checkpointer.save(tmp_path / "c1", loop.state, objects=loop.parts)
+    with Checkpointer() as checkpointer:
+        state = checkpointer.load(tmp_path / "c1").state
         again.model.load_state_dict(state["model"])
         again.optimizer.load_state_dict(state["optimizer"])
         again.step = state["step"]
         again.train()
-        report = trail.save(tmp_path / "c2", again.state, objects=again.parts)
+        report = checkpointer.save(tmp_path / "c2", again.state, objects=again.parts)
     loop.train()
     assert report is not None
     assert not report.keyframe
@@ -103,16 +103,16 @@ def test_a_run_that_goes_on_writes_deltas_against_what_it_loaded(tmp_path):
 
 def test_a_folder_that_is_discarded_while_it_is_written_is_gone_and_the_next_is_still_a_delta(tmp_path):
     loop = Loop()
-    with Checkpointer(background=True) as trail:
+    with Checkpointer(background=True) as checkpointer:
         for step in range(3):
             loop.train()
-            trail.save(tmp_path / f"c{step}", loop.state)
-        trail.discard(tmp_path / "c2")
-        trail.discard(tmp_path / "never")
+            checkpointer.save(tmp_path / f"c{step}", loop.state)
+        checkpointer.discard(tmp_path / "c2")
+        checkpointer.discard(tmp_path / "never")
         assert not (tmp_path / "c2").exists()
         shutil.rmtree(tmp_path / "c1")
-        trail.save(tmp_path / "c3", loop.state)
-        report = trail.wait()
+        checkpointer.save(tmp_path / "c3", loop.state)
+        report = checkpointer.wait()
         assert report is not None
         assert not report.keyframe
         assert difference(Checkpointer().load(tmp_path / "c3").state, loop.state) is None
@@ -122,12 +122,12 @@ def test_a_folder_that_is_discarded_while_it_is_written_is_gone_and_the_next_is_
 def test_an_error_of_the_background_is_told_at_the_next_call_and_once(tmp_path):
     loop = Loop()
     (tmp_path / "c0").write_text("a file in the way")
-    trail = Checkpointer(background=True)
-    trail.save(tmp_path / "c0", loop.state)
+    checkpointer = Checkpointer(background=True)
+    checkpointer.save(tmp_path / "c0", loop.state)
     with pytest.raises(StorageError):
-        trail.save(tmp_path / "c1", loop.state)
-    trail.save(tmp_path / "c1", loop.state)
-    trail.close()
+        checkpointer.save(tmp_path / "c1", loop.state)
+    checkpointer.save(tmp_path / "c1", loop.state)
+    checkpointer.close()
     assert difference(Checkpointer().load(tmp_path / "c1").state, loop.state) is None
 
 
@@ -137,30 +137,30 @@ def test_a_checkpoint_that_stands_after_an_error_keeps_its_payload(tmp_path, mon
             raise OSError(errno.EIO, "a bad disk")
 
     loop = Loop()
-    with Checkpointer() as trail:
-        trail.save(tmp_path / "a", loop.state)
+    with Checkpointer() as checkpointer:
+        checkpointer.save(tmp_path / "a", loop.state)
         loop.train()
         with monkeypatch.context() as patch:
             patch.setattr(local, "_fsync_dir", failing)
             with pytest.raises(StorageError):
-                trail.save(tmp_path / "b", loop.state)
+                checkpointer.save(tmp_path / "b", loop.state)
         expected = copied(loop.state)
         loop.train()
-        assert not trail.save(tmp_path / "c", loop.state).keyframe
+        assert not checkpointer.save(tmp_path / "c", loop.state).keyframe
     directory.verify_directory(tmp_path / "b", deep=True)
     assert difference(Checkpointer().load(tmp_path / "b").state, expected) is None
 
 
 def test_a_save_that_a_warning_ends_leaves_nothing(tmp_path):
     loop = Loop()
-    trail = Checkpointer(scheme=sp.Fisher(relative_error=0.5))
-    trail.save(tmp_path / "a", loop.state, objects=loop.parts)
+    checkpointer = Checkpointer(scheme=sp.Fisher(relative_error=0.5))
+    checkpointer.save(tmp_path / "a", loop.state, objects=loop.parts)
     loop.optimizer.param_groups[0]["lr"] = 1e-7
     loop.train()
     with warnings.catch_warnings():
         warnings.simplefilter("error", LossWarning)
         with pytest.raises(LossWarning):
-            trail.save(tmp_path / "b", loop.state, objects=loop.parts)
+            checkpointer.save(tmp_path / "b", loop.state, objects=loop.parts)
     assert not [path for path in (tmp_path / "b").rglob("*") if path.is_file()]
 
 
@@ -168,13 +168,13 @@ def test_a_lossy_run_counts_its_restores_and_its_scheme_goes_on(tmp_path):
     loop = Loop()
     loop.train(3)
     scheme = sp.Fisher(relative_error=0.01)
-    with Checkpointer(scheme=scheme) as trail:
-        trail.save(tmp_path / "c1", loop.state, objects=loop.parts)
+    with Checkpointer(scheme=scheme) as checkpointer:
+        checkpointer.save(tmp_path / "c1", loop.state, objects=loop.parts)
     assert directory.read_directory_manifest(tmp_path / "c1").is_lossy
-    with Checkpointer(scheme=sp.Fisher(relative_error=0.01)) as trail:
-        loop.model.load_state_dict(trail.load(tmp_path / "c1").state["model"])
+    with Checkpointer(scheme=sp.Fisher(relative_error=0.01)) as checkpointer:
+        loop.model.load_state_dict(checkpointer.load(tmp_path / "c1").state["model"])
         loop.train()
-        trail.save(tmp_path / "c2", loop.state, objects=loop.parts)
+        checkpointer.save(tmp_path / "c2", loop.state, objects=loop.parts)
     manifest = directory.read_directory_manifest(tmp_path / "c2")
     assert (manifest.lossy_restores, manifest.loss["scheme"], manifest.depth) == (1, "fisher", 1)
 
@@ -190,21 +190,21 @@ def test_a_scheme_that_measures_gets_the_live_model(tmp_path):
             return float(model(normal(8, 64, seed=1)).square().mean())
 
     scheme = sp.Fisher(budget="1%", evaluate=evaluate)
-    with Checkpointer(scheme=scheme) as trail:
+    with Checkpointer(scheme=scheme) as checkpointer:
         before = copied(loop.state)
-        trail.save(tmp_path / "c1", loop.state, objects=loop.parts)
+        checkpointer.save(tmp_path / "c1", loop.state, objects=loop.parts)
         assert seen
         assert all(seen)
         assert difference(loop.state, before) is None
         with pytest.raises(PolicyError, match="Pass model="):
-            trail.save(tmp_path / "c2", loop.state)
+            checkpointer.save(tmp_path / "c2", loop.state)
 
 
 def test_the_first_whole_is_found_and_the_others_are_said_aloud(tmp_path, caplog):
     loop = Loop()
-    with Checkpointer() as trail:
+    with Checkpointer() as checkpointer:
         for step in range(4):
-            trail.save(tmp_path / f"c{step}", loop.state)
+            checkpointer.save(tmp_path / f"c{step}", loop.state)
             loop.train()
     payload = tmp_path / "c3" / "rank-00000.safetensors"
     data = bytearray(payload.read_bytes())
@@ -221,21 +221,21 @@ def test_the_first_whole_is_found_and_the_others_are_said_aloud(tmp_path, caplog
 
 def test_bad_requests_are_told_and_leave_nothing(tmp_path):
     loop = Loop()
-    trail = Checkpointer()
+    checkpointer = Checkpointer()
     with pytest.raises(StateError, match="odd"):
-        trail.save(tmp_path / "c", {"odd": object()})
+        checkpointer.save(tmp_path / "c", {"odd": object()})
     with pytest.raises(PolicyError, match="metrics"):
-        trail.save(tmp_path / "c", loop.state, metrics={"loss": "low"})
+        checkpointer.save(tmp_path / "c", loop.state, metrics={"loss": "low"})
     with pytest.raises(PolicyError, match="step"):
-        trail.save(tmp_path / "c", loop.state, step=-1)
+        checkpointer.save(tmp_path / "c", loop.state, step=-1)
     assert not directory.is_checkpoint(tmp_path / "c")
     with pytest.raises(NotFoundError):
-        trail.load(tmp_path / "nowhere")
+        checkpointer.load(tmp_path / "nowhere")
 
 
 def test_what_several_ranks_wrote_is_not_taken_for_one_state(tmp_path):
-    with Checkpointer() as trail:
-        trail.save(tmp_path / "a", {"w": torch.ones(3)})
+    with Checkpointer() as checkpointer:
+        checkpointer.save(tmp_path / "a", {"w": torch.ones(3)})
     made = directory.read_directory_manifest(tmp_path / "a")
     shutil.copy(tmp_path / "a/rank-00000.safetensors", tmp_path / "a/rank-00001.safetensors")
     second = type(made.payloads[0])("rank-00001.safetensors", made.payloads[0].size, made.payloads[0].digest, 12)
@@ -249,12 +249,12 @@ KILLED = """
     from pathlib import Path
     from shrinkpoint.train import Checkpointer
 
-    trail, root = Checkpointer(background=True), Path(sys.argv[1])
+    checkpointer, root = Checkpointer(background=True), Path(sys.argv[1])
     for step in range(10_000):
         state = {"step": step, "w": torch.full((200_000,), float(step)), "noise": torch.randn(100_000)}
-        trail.save(root / f"c{step:05d}", state, step=step)
+        checkpointer.save(root / f"c{step:05d}", state, step=step)
         if step > 2:
-            trail.discard(root / f"c{step - 3:05d}")
+            checkpointer.discard(root / f"c{step - 3:05d}")
         print(step, flush=True)
 """
 

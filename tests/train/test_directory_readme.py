@@ -110,10 +110,10 @@ def test_every_folder_says_what_reads_it_and_what_it_says_works(tmp_path: Path, 
 def test_the_readme_is_one_text_and_nobodys_own_is_touched(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / directories.README).write_text("mine")
-    trail = sp.train.Checkpointer()
+    checkpointer = sp.train.Checkpointer()
     for name in ("a", "b", "c"):
-        trail.save(tmp_path / name, {"x": torch.ones(2)})
-    trail.save(tmp_path / "a", {"x": torch.zeros(2)})
+        checkpointer.save(tmp_path / name, {"x": torch.ones(2)})
+    checkpointer.save(tmp_path / "a", {"x": torch.zeros(2)})
     texts = [(tmp_path / name / directories.README).read_text() for name in ("a", "b", "c")]
     assert texts[0] == texts[2] and texts[1] == "mine"
     assert tmp_path / "a" / directories.README in directories.own_files(tmp_path / "a")

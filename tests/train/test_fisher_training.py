@@ -65,7 +65,7 @@ def start(lr: float) -> float:
 @pytest.mark.parametrize(("steps", "rounds"), [(5, 12), (20, 6)])
 def test_a_run_that_is_restored_after_every_save_gets_where_it_would_have_got(steps, rounds):
     run, reports = relay(fixed, rounds, steps, 3e-3)
-    assert all(0.9 < one.retention < 1.1 for one in reports[1:]), [one.retention for one in reports]
+    assert all(0.9 < report.retention < 1.1 for report in reports[1:]), [report.retention for report in reports]
     assert run.loss() < 1.15 * whole(steps * rounds, 3e-3)
 
 
@@ -74,7 +74,7 @@ def test_without_dither_progress_is_lost():
     losses = {}
     for name, scheme in (("dithered", sp.Fisher), ("nearest", Nearest)):
         run, reports = relay(lambda run, scheme=scheme: scheme(relative_error=0.1), 10, 5, 1e-3)
-        kept = sum(one.retention for one in reports[1:]) / 9
+        kept = sum(report.retention for report in reports[1:]) / 9
         assert 0.9 < kept < 1.1 if name == "dithered" else kept < 0.2
         losses[name] = run.loss()
     progress = {name: (start(1e-3) - loss) / (start(1e-3) - whole(50, 1e-3)) for name, loss in losses.items()}
@@ -86,9 +86,9 @@ def test_a_chain_without_restores_keeps_the_progress_of_every_save(lr, steps):
     run, reports = Run(steps=WARM, lr=lr), []
     with sp.CheckpointManager(MemoryStorage(), scheme=sp.Fisher(relative_error=0.1)) as manager:
         reports = [manager.save(count, **run.steps(steps).parts) for count in range(10)]
-    holds = [one.loss_report["tried"][-1]["hold"] for one in reports]
-    assert all(0.85 < one.retention < 1.15 for one in reports[1:])
-    held = [one.retention for one, hold in zip(reports, holds, strict=True) if hold > 0.51]
+    holds = [report.loss_report["tried"][-1]["hold"] for report in reports]
+    assert all(0.85 < report.retention < 1.15 for report in reports[1:])
+    held = [report.retention for report, hold in zip(reports, holds, strict=True) if hold > 0.51]
     assert held and all(0.9 < one < 1.0 for one in held)  # .93 were asked for
 
 
@@ -112,12 +112,12 @@ def test_every_save_is_within_the_budget_or_its_weights_are_exact():
             assert exact is (report.loss_report["chosen"]["step_in_deviations"] is None)
             assert exact or any(line["rise"] <= budget for line in tried)
             assert report.loss_report["rise"] is None if exact else report.loss_report["rise"] <= budget
-    assert sum(one.loss["size"] is not None for one in sp.Store(storage).list()) > 6
+    assert sum(manifest.loss["size"] is not None for manifest in sp.Store(storage).list()) > 6
 
 
 def test_a_budget_that_nothing_keeps_is_said_and_the_weights_are_exact():
     run = Run(steps=20)
-    plain = [one.detach().clone() for one in run.model.parameters()]
+    plain = [parameter.detach().clone() for parameter in run.model.parameters()]
 
     def evaluate(model: Any) -> float:
         return float(any(not torch.equal(a, b) for a, b in zip(model.parameters(), plain, strict=True)))
@@ -135,9 +135,9 @@ def test_a_budget_that_nothing_keeps_is_said_and_the_weights_are_exact():
 def test_a_run_whose_budget_is_measured_gets_where_it_would_have_got():
     run, reports = relay(lambda run: sp.Fisher(nats=0.01, evaluate=run.evaluate), 6, 10, 3e-3)
     assert run.loss() < 1.15 * whole(60, 3e-3)
-    for one in reports:
-        accepted = [line for line in one.loss_report["tried"] if line["rise"] <= 0.01]
-        assert accepted or one.loss_report["chosen"]["step_in_deviations"] is None
+    for report in reports:
+        accepted = [line for line in report.loss_report["tried"] if line["rise"] <= 0.01]
+        assert accepted or report.loss_report["chosen"]["step_in_deviations"] is None
 
 
 # a run does not notice
@@ -219,12 +219,12 @@ def test_a_run_that_goes_on_in_another_process_keeps_its_steps():
                 found = manager.store.reference.quantized
                 lattices.append({name: one.lattice for name, one in found.items() if name.startswith("model")})
                 assert report.keyframe is (count == i == 0)
-    sizes = [one.loss["size"] for one in sp.Store(storage).list()]
+    sizes = [manifest.loss["size"] for manifest in sp.Store(storage).list()]
     assert len({*sizes}) == 1
     for name, first in lattices[0].items():
-        others = [one[name] for one in lattices[1:]]
+        others = [value[name] for value in lattices[1:]]
         assert all(torch.equal(one.rows, first.rows) and torch.equal(one.columns, first.columns) for one in others)
-        seeds = [one[name].seed for one in lattices]
+        seeds = [value[name].seed for value in lattices]
         assert seeds[0] == 0 and seeds[::2] == seeds[1::2] and len({*seeds}) == 3
     assert [all(linear(storage, step)) for step in range(6)] == [False, True, True, True, True, True]
 
@@ -233,8 +233,10 @@ def test_manifests_count_the_restores_behind_a_state():
     storage = MemoryStorage()
     _, reports = relay(fixed, 4, 2, 3e-3, storage)
     manifests = sp.Store(storage).list()
-    assert [one.lossy_restores for one in manifests] == [0, 1, 2, 3] and all(one.is_lossy for one in manifests)
-    assert [one.loss for one in manifests] == [one.loss_report for one in reports]
+    assert [manifest.lossy_restores for manifest in manifests] == [0, 1, 2, 3] and all(
+        manifest.is_lossy for manifest in manifests
+    )
+    assert [manifest.loss for manifest in manifests] == [report.loss_report for report in reports]
 
 
 @pytest.mark.parametrize("moments", ["coded", "exact", "drop"])
@@ -245,7 +247,7 @@ def test_chains_are_read_back_one_by_one(moments):
         for step in range(5):
             manager.save(step, **run.steps(5).parts)
             seen[step] = {name: x.clone() for name, x in manager.store.reference.tensors.items()}
-    assert [one.depth for one in sp.Store(storage).list()] == [0, 1, 2, 0, 1]
+    assert [manifest.depth for manifest in sp.Store(storage).list()] == [0, 1, 2, 0, 1]
     for step, tensors in seen.items():
         other = Run()
         sp.CheckpointManager(storage).restore(step, **other.parts)

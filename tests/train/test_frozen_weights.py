@@ -55,7 +55,7 @@ class Frozen(nn.Module):
 class FrozenRun(Run):
     def __init__(self) -> None:
         super().__init__(Frozen)
-        trained = [one for one in self.model.parameters() if one.requires_grad]
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=3e-3)
 
 
@@ -88,16 +88,18 @@ def test_the_error_of_a_frozen_backbone_does_not_grow_with_restores(tmp_path, na
 def through_a_trail(path: Path, make: Callable[[], Any]) -> list[dict[str, bytes]]:
     """The same in folders of a framework's own, where a keyframe has nothing below it."""
     out, run = [], FrozenRun()
-    with Checkpointer(scheme=make(), keyframe_every=2) as trail:
-        trail.save(path / "0", {name: one.state_dict() for name, one in run.steps(3).parts.items()}, objects=run.parts)
+    with Checkpointer(scheme=make(), keyframe_every=2) as checkpointer:
+        checkpointer.save(
+            path / "0", {name: one.state_dict() for name, one in run.steps(3).parts.items()}, objects=run.parts
+        )
     for step in range(1, RESTORES + 1):
         run = FrozenRun()
-        with Checkpointer(scheme=make(), keyframe_every=2) as trail:
-            state = trail.load(path / str(step - 1)).state
+        with Checkpointer(scheme=make(), keyframe_every=2) as checkpointer:
+            state = checkpointer.load(path / str(step - 1)).state
             run.model.load_state_dict(state["model"]), run.optimizer.load_state_dict(state["optimizer"])
             out.append(backbone(run.model))
             now = {name: one.state_dict() for name, one in run.steps(2).parts.items()}
-            trail.save(path / str(step), now, objects=run.parts, keyframe=step == 5)
+            checkpointer.save(path / str(step), now, objects=run.parts, keyframe=step == 5)
     return out
 
 
@@ -207,8 +209,8 @@ def test_a_weight_that_is_trained_again_after_a_restore_is_coded_again(tmp_path)
             manager.restore(**run.parts)
             before = copy.deepcopy(run.model.state_dict())
             with torch.no_grad():
-                for one in run.model.backbone.parameters():
-                    one.add_(torch.randn_like(one) * one.std())
+                for parameter in run.model.backbone.parameters():
+                    parameter.add_(torch.randn_like(parameter) * parameter.std())
             manager.save(99, **run.parts)
             now = copy.deepcopy(run.model.state_dict())
             manager.restore(**run.parts)

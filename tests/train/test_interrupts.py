@@ -27,7 +27,7 @@ MAX_STACK = 1 << 46
 """Bytes of a stack for which no system has room: a thread that asks for it is refused."""
 
 
-class Manager:
+class StoreRun:
     """A run in a store."""
 
     def __init__(self, path, background):
@@ -53,8 +53,8 @@ class Manager:
         return not sp.Store(self.path).verify()
 
 
-class Folders:
-    """A run in folders."""
+class DirectoryRun:
+    """A run in directories."""
 
     def __init__(self, path, background):
         self.path, self.checkpointer = path / "run", Checkpointer(background=background)
@@ -75,7 +75,7 @@ class Folders:
         return True
 
 
-RUNS = {"manager": Manager, "checkpointer": Folders}
+RUNS = {"manager": StoreRun, "checkpointer": DirectoryRun}
 
 
 @contextmanager

@@ -74,7 +74,7 @@ class Mixed(Run):
         self.model = Digits().to(dtype)
         self.model.body[1].float()
         self.dtype = dtype
-        self.masters = nn.ParameterList([one.detach().float().clone() for one in self.model.parameters()])
+        self.masters = nn.ParameterList([parameter.detach().float().clone() for parameter in self.model.parameters()])
         self.optimizer = torch.optim.AdamW(self.masters.parameters(), lr=3e-3)
 
     def forward(self, model, x):
@@ -86,12 +86,12 @@ class Mixed(Run):
         for _ in range(count):
             batch = torch.randint(0, 1200, (128,))
             F.cross_entropy(self.forward(self.model, self.data()[0][batch]), self.data()[1][batch]).backward()
-            for one, master in zip(self.model.parameters(), self.masters, strict=True):
-                master.grad, one.grad = one.grad.float(), None
+            for parameter, master in zip(self.model.parameters(), self.masters, strict=True):
+                master.grad, parameter.grad = parameter.grad.float(), None
             self.optimizer.step()
             with torch.no_grad():
-                for one, master in zip(self.model.parameters(), self.masters, strict=True):
-                    one.copy_(master)
+                for parameter, master in zip(self.model.parameters(), self.masters, strict=True):
+                    parameter.copy_(master)
         return self
 
     def evaluate(self, model):
@@ -113,8 +113,8 @@ def test_a_narrow_model_follows_its_masters(tmp_path, dtype):
     report, other = saved(tmp_path, run)
     assert unchanged(run, before) and same(masters, run.masters.state_dict())
     assert not same(masters, other.masters.state_dict())
-    for one, master in zip(other.model.parameters(), other.masters, strict=True):
-        assert torch.equal(one, master.to(one.dtype))
+    for parameter, master in zip(other.model.parameters(), other.masters, strict=True):
+        assert torch.equal(parameter, master.to(parameter.dtype))
     assert report.loss_report["degradation"] <= 0.05 and run.loss(other.model) <= 1.05 * run.loss() * (1 + 1e-4)
     other.steps(5)
 
@@ -212,8 +212,8 @@ def test_weights_that_are_not_finite_are_kept_and_the_rest_measured(tmp_path, va
 def test_a_run_that_has_diverged_is_saved_as_it_is(tmp_path):
     run = Run(steps=5)
     with torch.no_grad():
-        for one in run.model.parameters():
-            one.fill_(math.nan)
+        for parameter in run.model.parameters():
+            parameter.fill_(math.nan)
     with pytest.warns(LossWarning) as caught:
         report, other = saved(tmp_path, run)
     assert "not finite" in str(caught[0].message)

@@ -45,15 +45,15 @@ def test_restores_are_counted_and_every_save_says_what_it_kept(tmp_path):
     with Silent():
         _, reports = relay(tmp_path, fixed(FINE), 5, 5)
     manifests = sp.Store(tmp_path).list()
-    assert [one.lossy_restores for one in manifests] == [0, 1, 2, 3, 4]
-    assert all(one.is_lossy for one in manifests)
-    assert reports[0].retention is None and all(0.2 < one.retention < 1.5 for one in reports[1:])
+    assert [manifest.lossy_restores for manifest in manifests] == [0, 1, 2, 3, 4]
+    assert all(manifest.is_lossy for manifest in manifests)
+    assert reports[0].retention is None and all(0.2 < report.retention < 1.5 for report in reports[1:])
 
 
 def test_with_few_bins_and_tiny_steps_the_loss_of_progress_is_said(tmp_path):
     with pytest.warns(LossWarning, match="progress since the one before"):
         _, reports = relay(tmp_path, fixed(COARSE, dither=False), 3, 1, lr=1e-5)
-    assert all(one.retention < 0.7 for one in reports[1:])
+    assert all(report.retention < 0.7 for report in reports[1:])
 
 
 @pytest.mark.parametrize(("config", "lr"), [(COARSE, 1e-4), (FINE, 1e-4), (FINE, 1e-5)])
@@ -63,7 +63,7 @@ def test_rounding_at_random_keeps_what_rounding_to_the_nearest_loses(tmp_path, c
     for dither in (False, True):
         with Silent():
             _, reports = relay(tmp_path / str(dither), fixed(config, dither=dither), 5, 2, lr=lr)
-        kept[dither] = sum(one.retention for one in reports[1:]) / 4
+        kept[dither] = sum(report.retention for report in reports[1:]) / 4
     assert kept[False] < 0.7 < kept[True] < 1.3
 
 
@@ -72,7 +72,7 @@ def test_with_large_steps_there_is_nothing_to_say(tmp_path):
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", UnmeasuredLossWarning)
         _, reports = relay(tmp_path, fixed(FINE), 4, 40, lr=1e-2)
-    assert all(0.7 < one.retention < 1.3 for one in reports[1:])
+    assert all(0.7 < report.retention < 1.3 for report in reports[1:])
 
 
 def test_a_save_without_a_restore_is_compared_with_the_one_before(tmp_path):
@@ -80,14 +80,14 @@ def test_a_save_without_a_restore_is_compared_with_the_one_before(tmp_path):
     with sp.CheckpointManager(tmp_path, scheme=sp.Inshrinkerator(config=FINE)) as manager:
         retentions = [manager.save(step, **run.steps(20).parts).retention for step in range(4)]
         assert manager.save(4, **run.parts).retention is None  # nothing has moved
-    assert retentions[0] is None and all(0.7 < one < 1.5 for one in retentions[1:])
+    assert retentions[0] is None and all(0.7 < retention < 1.5 for retention in retentions[1:])
 
 
 def test_lossless_saves_have_nothing_to_compare(tmp_path):
     run = Run(steps=5)
     with sp.CheckpointManager(tmp_path) as manager:
         reports = [manager.save(step, **run.steps(2).parts) for step in range(2)]
-    assert [one.retention for one in reports] == [None, None] and reports[0].loss_report is None
+    assert [report.retention for report in reports] == [None, None] and reports[0].loss_report is None
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -110,7 +110,7 @@ def test_a_run_that_is_restored_after_every_save_gets_where_it_would_have_got(tm
         run, reports = relay(tmp_path, fixed(FINE), 20, 10)
     plain, start = whole(30 + 200), Run(steps=30).loss()
     assert run.loss() < 1.1 * plain < 0.8 * start, (run.loss(), plain, start)
-    assert sum(one.retention for one in reports[1:]) / 19 > 0.7
+    assert sum(report.retention for report in reports[1:]) / 19 > 0.7
 
 
 def test_so_does_one_whose_settings_are_searched_for(tmp_path):
@@ -122,7 +122,7 @@ def test_so_does_one_whose_settings_are_searched_for(tmp_path):
         run, reports = relay(tmp_path, searched, 10, 20)
     plain = whole(30 + 200)
     assert run.loss() < 1.1 * plain, (run.loss(), plain)
-    assert all(one.loss_report["degradation"] <= 0.01 or "fallback" in one.loss_report for one in reports)
+    assert all(report.loss_report["degradation"] <= 0.01 or "fallback" in report.loss_report for report in reports)
 
 
 def test_saving_what_was_just_restored_changes_nothing(tmp_path):
@@ -147,7 +147,7 @@ def test_chains_of_lossy_checkpoints_are_read_back_one_by_one(tmp_path, keyframe
         for step in range(5):
             manager.save(step, **run.steps(5).parts)
             seen[step] = {name: x.clone() for name, x in manager.store.reference.tensors.items()}
-    assert [one.depth for one in sp.Store(tmp_path).list()] == [step % keyframe_every for step in range(5)]
+    assert [manifest.depth for manifest in sp.Store(tmp_path).list()] == [step % keyframe_every for step in range(5)]
     for step, tensors in seen.items():
         other = Run()
         sp.CheckpointManager(tmp_path).restore(step, **other.parts)

@@ -112,7 +112,7 @@ def test_an_error_in_evaluate_saves_nothing_and_training_goes_on(tmp_path):
 
 
 def methods(report) -> list[str]:
-    return [one["method"] for one in report.loss_report["searches"]]
+    return [trial["method"] for trial in report.loss_report["searches"]]
 
 
 def test_after_a_restart_the_search_goes_on_near_what_was_chosen(tmp_path):
@@ -129,7 +129,7 @@ def test_after_a_restart_the_search_goes_on_near_what_was_chosen(tmp_path):
         again.steps(10)
         report = manager.save(3, **again.parts)
         assert methods(report)[0] == "neighbourhood" and not report.keyframe
-    near = [SPACE.point(one.loss["chosen"]) for one in sp.Store(tmp_path).list()]
+    near = [SPACE.point(manifest.loss["chosen"]) for manifest in sp.Store(tmp_path).list()]
     if methods(report) == ["neighbourhood"]:
         assert all(abs(i - j) <= 1 for i, j in zip(near[1].index, near[2].index, strict=True))
 
@@ -198,7 +198,7 @@ def test_a_better_metric_is_switched_to(tmp_path):
         scheme._recorder = Recorder()
         report = manager.save(2, model=model)
     trials = report.loss_report["searches"][0]["trials"]
-    assert [one["settings"]["metric"] for one in trials[:2]] == ["magnitude", "sensitivity"]
+    assert [trial["settings"]["metric"] for trial in trials[:2]] == ["magnitude", "sensitivity"]
     assert trials[0]["degradation"] - trials[1]["degradation"] > 0.02
     assert report.loss_report["chosen"]["metric"] == "sensitivity"
 

@@ -20,16 +20,16 @@ RANKS = """
 
     def of_rank(rank, width, folder):
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=width)
-        run, said = Run(steps=20), {"chosen": [], "errors": {}}
+        run, results = Run(steps=20), {"chosen": [], "errors": {}}
         scheme = sp.Inshrinkerator(threshold=0.05, evaluate=run.evaluate, group=dist.group.WORLD)
         with sp.CheckpointManager(f"{folder}/store", scheme=scheme) as manager:
             for step in (1, 2):
                 before = run.photo()
                 report = manager.save(step, **run.parts)
                 chosen = None if report is None else report.loss_report["chosen"]
-                said["chosen"].append([chosen, str(scheme._last_choice)])
+                results["chosen"].append([chosen, str(scheme._last_choice)])
                 run.steps(10)
-            said["calls"] = run.calls
+            results["calls"] = run.calls
 
             def failing(model):
                 model.train()
@@ -41,10 +41,11 @@ RANKS = """
             try:
                 manager.save(3, **run.parts)
             except ShrinkpointError as error:
-                said["errors"]["evaluate"] = [type(error).__name__, str(error)]
+                results["errors"]["evaluate"] = [type(error).__name__, str(error)]
             after = run.photo()
-            said["untouched"] = all(torch.equal(before["model"][key], after["model"][key]) for key in before["model"])
-            said["untouched"] &= before["training"] == after["training"]
+            weights, weights_after = before["model"], after["model"]
+            results["untouched"] = all(torch.equal(weights[key], weights_after[key]) for key in weights)
+            results["untouched"] &= before["training"] == after["training"]
             scheme._evaluate = run.evaluate
             manager.save(4, **run.parts)
         dist.barrier()
@@ -57,17 +58,17 @@ RANKS = """
         try:
             other.save(5, **run.parts)
         except ShrinkpointError as error:
-            said["errors"]["locked"] = [type(error).__name__, str(error)]
+            results["errors"]["locked"] = [type(error).__name__, str(error)]
         dist.barrier()
         if holder is not None:
             holder.close()
         dist.barrier()
         at = other.restore(**run.parts)
-        said["restored"] = [at.step, run.loss(), str(other._scheme._last_choice)]
+        results["restored"] = [at.step, run.loss(), str(other._scheme._last_choice)]
         other.save(6, **run.steps(5).parts)
         other.close()
         with open(f"{folder}/{rank}.json", "w") as file:
-            json.dump(said, file)
+            json.dump(results, file)
         dist.barrier()
         dist.destroy_process_group()
 """
@@ -93,9 +94,9 @@ def alone(tmp_path_factory):
 
 
 def test_only_the_first_rank_writes_and_all_agree(group):
-    said, folder = group
+    results, folder = group
     for step in range(2):
-        first, *others = [one["chosen"][step] for one in said]
+        first, *others = [result["chosen"][step] for result in results]
         assert first[0] is not None and all(report is None for report, _ in others)
         assert {last for _, last in others} == {first[1]}
     store = sp.Store(folder / "store")
@@ -105,7 +106,7 @@ def test_only_the_first_rank_writes_and_all_agree(group):
 def measured(loss):
     """What the first search found, by what was tried."""
     trials = loss["searches"][0]["trials"]
-    return {json.dumps(one["settings"], sort_keys=True): (one["size"], one["degradation"]) for one in trials}
+    return {json.dumps(trial["settings"], sort_keys=True): (trial["size"], trial["degradation"]) for trial in trials}
 
 
 def test_replicas_measure_what_one_process_alone_does(group, alone):
@@ -120,25 +121,25 @@ def test_replicas_measure_what_one_process_alone_does(group, alone):
 
 
 def test_trials_are_shared(group, alone):
-    said, _ = group
-    assert max(one["calls"] for one in said) < alone[1]
+    results, _ = group
+    assert max(result["calls"] for result in results) < alone[1]
 
 
 def test_an_error_of_one_rank_is_an_error_of_all_and_leaves_nothing_changed(group):
-    said, _ = group
-    last = len(said) - 1
-    for one in said:
-        kind, text = one["errors"]["evaluate"]
+    results, _ = group
+    last = len(results) - 1
+    for result in results:
+        kind, text = result["errors"]["evaluate"]
         assert kind == "PolicyError" and f"rank {last}: evaluate" in text and "ValueError: boom" in text
-        assert one["untouched"]
+        assert result["untouched"]
 
 
 def test_a_leader_that_may_not_write_does_not_leave_the_others_waiting(group):
-    said, _ = group
-    assert all(one["errors"]["locked"][0] == "LockedError" for one in said)
+    results, _ = group
+    assert all(result["errors"]["locked"][0] == "LockedError" for result in results)
 
 
 def test_all_ranks_restore_the_same_and_go_on_near_it(group):
-    said, _ = group
-    assert all(one["restored"] == said[0]["restored"] for one in said)
-    assert said[0]["restored"][0] == 4 and said[0]["restored"][2] != "None"
+    results, _ = group
+    assert all(result["restored"] == results[0]["restored"] for result in results)
+    assert results[0]["restored"][0] == 4 and results[0]["restored"][2] != "None"

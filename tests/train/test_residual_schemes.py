@@ -59,7 +59,7 @@ def test_what_was_held_is_what_is_restored_and_what_is_left_when_deltas_are_merg
             states[step] = weights_of(run.model)
             run.steps(4)
     store = sp.Store(tmp_path)
-    assert [one.depth for one in store.list()] == [0, 1, 2, 3, 0, 1]
+    assert [manifest.depth for manifest in store.list()] == [0, 1, 2, 3, 0, 1]
     for step in seen:
         model = restored(tmp_path, step).model.state_dict()
         assert difference({key: seen[step][f"model/{key}"] for key in model}, dict(model)) is None
@@ -68,7 +68,7 @@ def test_what_was_held_is_what_is_restored_and_what_is_left_when_deltas_are_merg
     whole = {step: store.load(step, keep=False) for step in seen}
     store.forget(2)
     assert len(store.compact()) == 1 and len(store.compact(5)) == 1
-    assert [one.depth for one in store.list()] == [0, 1, 2, 0, 0]
+    assert [manifest.depth for manifest in store.list()] == [0, 1, 2, 0, 0]
     assert all(difference(store.load(step, keep=False), whole[step]) is None for step in (0, 1, 3, 4, 5))
     assert store.verify(deep=True) == []
 

@@ -117,12 +117,12 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(
 ) -> None:
     model, optimizer = stepped(ours, steps=steps)
     before = photo(model, optimizer)
-    for theirs in (one for one in OPTIMIZERS if not _is_alike(ours, one, steps)):
+    for theirs in (kind for kind in OPTIMIZERS if not _is_alike(ours, kind, steps)):
         with pytest.raises(MismatchError, match=r"another kind of optimizer|no ") as caught:
             saved[theirs].restore(model=model, optimizer=optimizer)
         assert "strict=False" in str(caught.value) and "optimizer" in str(caught.value), (ours, theirs)
     assert same(photo(model, optimizer), before)
-    for theirs in (one for one in OPTIMIZERS if _is_alike(ours, one, steps)):
+    for theirs in (kind for kind in OPTIMIZERS if _is_alike(ours, kind, steps)):
         model, optimizer = stepped(ours, steps=steps)
         saved[theirs].restore(model=model, optimizer=optimizer)
 

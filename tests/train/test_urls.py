@@ -213,16 +213,18 @@ def _parameters(name, function):
 
 
 def test_no_public_name_that_takes_a_path_is_left_out_above():
-    assert {one for one in _public() if one not in ENTRIES} - ELSEWHERE == set()
+    assert {entry for entry in _public() if entry not in ENTRIES} - ELSEWHERE == set()
 
 
 def _arguments(command):
     """Names of a command's parameters that are paths: all its arguments, and options that say so."""
     hints = get_type_hints(command, include_extras=True)
     for name, hint in hints.items():
-        said = getattr(hint, "__metadata__", ())
-        if any(type(one).__name__ == "ArgumentInfo" for one in said) or "Path" in str(getattr(hint, "__origin__", "")):
-            yield name, said[0]
+        results = getattr(hint, "__metadata__", ())
+        if any(type(result).__name__ == "ArgumentInfo" for result in results) or "Path" in str(
+            getattr(hint, "__origin__", "")
+        ):
+            yield name, results[0]
 
 
 def test_every_path_of_every_command_is_checked(tmp_path):

@@ -18,7 +18,7 @@ from shrinkpoint.train.dcp import Reader, Writer, install, uninstall
 def of_rank(rank, width, folder):
     training.start(rank, width, folder)
     mesh, group = training.mesh_of(range(width)), dist.new_group()  # the loop talks over the default one meanwhile
-    said = {}
+    results = {}
     for kind in KINDS:
         run, want = training.Run(mesh), []
         for step in range(3):
@@ -37,7 +37,7 @@ def of_rank(rank, width, folder):
         for step in range(3):
             got.append(training.digest(other.restore(storage_reader=Reader(f"{folder}/{kind}/step-{step}"))))
         depth = [directories.verify_directory(f"{folder}/{kind}/step-{step}", deep=True).depth for step in range(3)]
-        said[kind] = [want == got and len(set(want)) == 3, depth]
+        results[kind] = [want == got and len(set(want)) == 3, depth]
         if "process" in kind:  # a restore here is known there
             run = training.Run(mesh, seed=3)
             run.train(1)
@@ -45,14 +45,14 @@ def of_rank(rank, width, folder):
             writer = Writer(f"{folder}/{kind}/step-9", keyframe_every=9)
             dcp.async_save(run.state(), storage_writer=writer,
                            async_checkpointer_type=AsyncCheckpointerType.PROCESS).result()
-            said[kind].append(directories.read_directory_manifest(f"{folder}/{kind}/step-9").depth)
+            results[kind].append(directories.read_directory_manifest(f"{folder}/{kind}/step-9").depth)
             broken = run.state() | {"odd": {1, 2}}
             try:
                 dcp.async_save(broken, storage_writer=Writer(f"{folder}/{kind}/step-10"),
                                async_checkpointer_type=AsyncCheckpointerType.PROCESS).result()
             except BaseException as error:
-                said[kind].append("odd" in str(error) and not directories.is_checkpoint(f"{folder}/{kind}/step-10"))
-    training.done(rank, folder, said)
+                results[kind].append("odd" in str(error) and not directories.is_checkpoint(f"{folder}/{kind}/step-10"))
+    training.done(rank, folder, results)
 """
 
 

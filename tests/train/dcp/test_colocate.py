@@ -33,7 +33,7 @@ def owners(folder):
 def of_rank(rank, width, folder):
     training.start(rank, width, folder)
     mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicate", "shard"))
-    said = {}
+    results = {}
     for kind in ("shards", "cached", "numbers"):
         run, apart, wrong, bytes = training.Run(None if kind == "numbers" else mesh), [], [], []
         for step in range(5):
@@ -55,28 +55,28 @@ def of_rank(rank, width, folder):
                     weight = head.replace("optim.state", "model")
                     beside = [head + ".exp_avg", *([weight] if weight in found else [])]
                     apart += [(step, one) for one in beside if found[one] != found[name]]
-            bytes.append([one.raw_bytes for one in directories.verify_directory(place, deep=True).payloads])
+            bytes.append([payload.raw_bytes for payload in directories.verify_directory(place, deep=True).payloads])
             if rank == 1:
                 state = {key: {**one} for key, one in state.items() if key != "note"}
                 got = {key: one for key, one in load(place).items() if key in state}
                 wrong += [step] if training.digest(got) != training.digest(state) else []
         reset_chains()
-        said[kind] = [apart, wrong, bytes]
-    training.done(rank, folder, said)
+        results[kind] = [apart, wrong, bytes]
+    training.done(rank, folder, results)
 """
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return ranks(REPLICAS, 2, tmp_path_factory.mktemp("replicas"))
 
 
 @pytest.mark.parametrize("kind", ["shards", "cached", "numbers"])
 def test_a_weight_and_its_moments_are_in_one_file_whichever_replica_writes_it(
-    kind: str, said: list[dict[str, Any]]
+    kind: str, results: list[dict[str, Any]]
 ) -> None:
-    for one in said:
-        apart, wrong, nbytes = one[kind]
+    for result in results:
+        apart, wrong, nbytes = result[kind]
         assert apart == []
         assert wrong == []
         for shares in nbytes:
@@ -89,7 +89,7 @@ def _plans(states: list[dict[str, Any]], owners: Mapping[str, int]) -> list[Save
     for rank, state in enumerate(states):
         plan = create_default_local_save_plan(state, rank == 0)
         plan = replace(plan, storage_data=rank_slots(plan))
-        plans.append(replace(plan, items=[one for one in plan.items if owners.get(one.index.fqn, rank) == rank]))
+        plans.append(replace(plan, items=[item for item in plan.items if owners.get(item.index.fqn, rank) == rank]))
     return plans
 
 

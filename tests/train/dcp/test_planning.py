@@ -36,7 +36,7 @@ def of_rank(rank, width, folder):
     training.start(rank, width, folder)
     warnings.simplefilter("ignore", LossWarning)
     mesh, one, group = training.mesh_of(range(width)), dist.new_group([0]), dist.new_group()
-    x, said = torch.randn(64, 48, generator=torch.Generator().manual_seed(5)), {}
+    x, results = torch.randn(64, 48, generator=torch.Generator().manual_seed(5)), {}
 
     run = training.Run(mesh)
     for step in range(3):
@@ -46,21 +46,21 @@ def of_rank(rank, width, folder):
         exact = f"{folder}/exact/step-{step}"
         dcp.save(run.state(), storage_writer=Writer(exact))
     made, plain = (directories.verify_directory(one, deep=True) for one in (place, exact))
-    said["manifest"] = [made.scheme, made.is_lossy, made.lossy_restores, made.depth]
-    said["far"], said["exact"] = far(place, run), far(exact, run)
-    said["bytes"] = [made.stored_bytes, plain.stored_bytes]
+    results["manifest"] = [made.scheme, made.is_lossy, made.lossy_restores, made.depth]
+    results["far"], results["exact"] = far(place, run), far(exact, run)
+    results["bytes"] = [made.stored_bytes, plain.stored_bytes]
 
     other = training.Run(mesh, seed=3)
     other.train(1)
     other.restore(storage_reader=Reader(place))
     other.train(1)
     dcp.save(other.state(), storage_writer=Writer(f"{folder}/fisher/step-3", scheme=fisher()))
-    said["restores"] = directories.read_directory_manifest(f"{folder}/fisher/step-3").lossy_restores
+    results["restores"] = directories.read_directory_manifest(f"{folder}/fisher/step-3").lossy_restores
 
     future = dcp.async_save(run.state(), process_group=group,
                             storage_writer=Writer(f"{folder}/beside", scheme=fisher(), group=group))
     future.result()
-    said["beside"] = directories.read_directory_manifest(f"{folder}/beside").is_lossy
+    results["beside"] = directories.read_directory_manifest(f"{folder}/beside").is_lossy
 
     def loss(model):
         with torch.no_grad():
@@ -68,70 +68,70 @@ def of_rank(rank, width, folder):
     measuring = lambda: Fisher(budget="2%", evaluate=loss)
     before = training.digest(run.state())
     dcp.save(run.state(), storage_writer=Writer(f"{folder}/measured", scheme=measuring(), model=run.model))
-    said["untouched"] = training.digest(run.state()) == before
+    results["untouched"] = training.digest(run.state()) == before
     base = loss(run.model)
     run.restore(storage_reader=Reader(f"{folder}/measured"))
-    said["rise"] = loss(run.model) / base - 1
-    said["no model"] = error_of(lambda: dcp.save(run.state(), storage_writer=Writer(
+    results["rise"] = loss(run.model) / base - 1
+    results["no model"] = error_of(lambda: dcp.save(run.state(), storage_writer=Writer(
         f"{folder}/a", scheme=measuring())))
-    said["trains on"] = error_of(lambda: dcp.async_save(run.state(), process_group=group, storage_writer=Writer(
+    results["trains on"] = error_of(lambda: dcp.async_save(run.state(), process_group=group, storage_writer=Writer(
         f"{folder}/b", scheme=measuring(), group=group, model=run.model)).result())
 
     odd = run.state() | ({"odd": {1, 2}} if rank == 1 else {"even": 1})
-    said["odd"] = error_of(lambda: dcp.save(odd, storage_writer=Writer(f"{folder}/odd", scheme=fisher())))
-    said["alone"] = error_of(lambda: dcp.save({f"x{rank}": torch.ones(9)}, no_dist=True,
+    results["odd"] = error_of(lambda: dcp.save(odd, storage_writer=Writer(f"{folder}/odd", scheme=fisher())))
+    results["alone"] = error_of(lambda: dcp.save({f"x{rank}": torch.ones(9)}, no_dist=True,
                              storage_writer=Writer(f"{folder}/alone-{rank}", scheme=fisher())))
-    said["wrong"] = error_of(lambda: dcp.save(run.state(), storage_writer=Writer(
+    results["wrong"] = error_of(lambda: dcp.save(run.state(), storage_writer=Writer(
         f"{folder}/wrong", scheme=fisher(), group=one)))
-    training.done(rank, folder, said)
+    training.done(rank, folder, results)
 """
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return ranks(LOSSY, 2, tmp_path_factory.mktemp("lossy"))
 
 
-def test_shards_are_written_lossily_and_the_manifest_says_so(said: list[dict[str, Any]]) -> None:
-    scheme, is_lossy, restores, depth = said[0]["manifest"]
+def test_shards_are_written_lossily_and_the_manifest_says_so(results: list[dict[str, Any]]) -> None:
+    scheme, is_lossy, restores, depth = results[0]["manifest"]
     assert (is_lossy, restores, depth) == (True, 0, 2)
     assert scheme == "fisher"
-    assert max(said[0]["exact"].values()) == 0
-    assert 0 < max(said[0]["far"].values()) < 0.2
-    lossy, exact = said[0]["bytes"]
+    assert max(results[0]["exact"].values()) == 0
+    assert 0 < max(results[0]["far"].values()) < 0.2
+    lossy, exact = results[0]["bytes"]
     assert lossy < exact / 2
 
 
-def test_a_lossy_restore_is_counted(said: list[dict[str, Any]]) -> None:
-    assert [one["restores"] for one in said] == [1, 1]
+def test_a_lossy_restore_is_counted(results: list[dict[str, Any]]) -> None:
+    assert [result["restores"] for result in results] == [1, 1]
 
 
-def test_a_lossy_save_can_run_beside_the_loop(said: list[dict[str, Any]]) -> None:
-    assert said[0]["beside"]
+def test_a_lossy_save_can_run_beside_the_loop(results: list[dict[str, Any]]) -> None:
+    assert results[0]["beside"]
 
 
-def test_a_model_in_shards_is_measured_and_left_as_it_was(said: list[dict[str, Any]]) -> None:
-    for one in said:
-        assert one["untouched"]
-        assert abs(one["rise"]) < 0.025
+def test_a_model_in_shards_is_measured_and_left_as_it_was(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["untouched"]
+        assert abs(result["rise"]) < 0.025
 
 
-def test_a_model_that_is_not_there_or_trains_on_is_not_measured(said: list[dict[str, Any]]) -> None:
-    for one in said:
-        assert "PolicyError: evaluate" in one["no model"][0]
-        assert "async_save with a scheme that evaluates" in one["trains on"][0]
+def test_a_model_that_is_not_there_or_trains_on_is_not_measured(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert "PolicyError: evaluate" in result["no model"][0]
+        assert "async_save with a scheme that evaluates" in result["trains on"][0]
 
 
-def test_a_rank_that_fails_before_ranks_decide_lets_nobody_wait(said: list[dict[str, Any]]) -> None:
-    for one in said:
-        assert all("extra" in text or "odd" in text for text in one["odd"])
-        assert any(text.startswith("StateError") for text in one["odd"])
+def test_a_rank_that_fails_before_ranks_decide_lets_nobody_wait(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert all("extra" in text or "odd" in text for text in result["odd"])
+        assert any(text.startswith("StateError") for text in result["odd"])
 
 
-def test_ranks_that_save_alone_decide_alone(said: list[dict[str, Any]]) -> None:
-    assert [one["alone"] for one in said] == ["nothing"] * 2
+def test_ranks_that_save_alone_decide_alone(results: list[dict[str, Any]]) -> None:
+    assert [result["alone"] for result in results] == ["nothing"] * 2
 
 
-def test_another_group_than_the_one_that_saves_is_refused(said: list[dict[str, Any]]) -> None:
-    for one in said:
-        assert all("pass group=" in text.lower() for text in one["wrong"])
+def test_another_group_than_the_one_that_saves_is_refused(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert all("pass group=" in text.lower() for text in result["wrong"])

@@ -97,8 +97,8 @@ TRAINING = """
             run.train()
             run.generator.manual_seed(int(run.model.count))
             dcp.save(run.state(), storage_writer=Writer(f"{folder}/step-{int(run.model.count)}"))
-        said = training.digest(run.state())
-        open(f"{folder}/{int(run.model.count)}-{dist.get_rank()}.txt", "w").write(said)
+        results = training.digest(run.state())
+        open(f"{folder}/{int(run.model.count)}-{dist.get_rank()}.txt", "w").write(results)
         dist.barrier()
         os._exit(0)  # gloo's end of a group aborts now and then
 

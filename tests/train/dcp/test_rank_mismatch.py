@@ -27,12 +27,12 @@ def error_of(save):
 def of_rank(rank, width, folder):
     training.start(rank, width, folder)
     warnings.simplefilter("ignore", LossWarning)
-    run, said = training.Run(training.mesh_of(range(width))), {}
+    run, results = training.Run(training.mesh_of(range(width))), {}
     run.train(2)
     fisher = lambda **further: Fisher(budget="2%", evaluate=lambda model: 1.0, **further)
 
     def save(name, **settings):
-        said[name] = error_of(lambda: dcp.save(run.state(), storage_writer=Writer(f"{folder}/{name}", **settings)))
+        results[name] = error_of(lambda: dcp.save(run.state(), storage_writer=Writer(f"{folder}/{name}", **settings)))
 
     save("one loses nothing", scheme="lossless" if rank else Fisher(relative_error=0.1))
     save("one has no model", scheme=fisher(), model=None if rank else run.model)
@@ -42,36 +42,36 @@ def of_rank(rank, width, folder):
     if rank == 1:
         dcp.load(run.state(), storage_reader=Reader(f"{folder}/alike"), no_dist=True)
     dcp.save(run.state(), storage_writer=Writer(f"{folder}/alike", scheme=Fisher(relative_error=0.1)))
-    said["restores"] = directories.read_directory_manifest(f"{folder}/alike").lossy_restores
+    results["restores"] = directories.read_directory_manifest(f"{folder}/alike").lossy_restores
 
     # and all of them from elsewhere
     for name in ("step-1", "step-2"):
         dcp.load(run.state(), storage_reader=Reader(f"{folder}/alike"))
         dcp.save(run.state(), storage_writer=Writer(f"{folder}/other/{name}", scheme=Fisher(relative_error=0.1)))
         reset_chains()
-    said["elsewhere"] = directories.read_directory_manifest(f"{folder}/other/step-2").lossy_restores
+    results["elsewhere"] = directories.read_directory_manifest(f"{folder}/other/step-2").lossy_restores
 
     mesh = training.mesh_of(range(width))
     summands = {"x": DTensor.from_local(torch.ones(3), mesh, [Partial()])}
-    said["summands"] = error_of(lambda: dcp.save(summands, storage_writer=Writer(f"{folder}/summands")))
+    results["summands"] = error_of(lambda: dcp.save(summands, storage_writer=Writer(f"{folder}/summands")))
 
     for number, name in enumerate(("step-1", "step-01", "step-001", "step-0001")):
         dcp.save({"x": torch.full((3,), number)}, storage_writer=Writer(f"{folder}/many/{name}"))
-    said["newest"] = latest_valid(f"{folder}/many").name
+    results["newest"] = latest_valid(f"{folder}/many").name
     dcp.save({"x": torch.ones(3)}, storage_writer=Writer(f"{folder}/many/2\\u00b2"))
-    said["newer"] = latest_valid(f"{folder}/many").name
-    training.done(rank, folder, said)
+    results["newer"] = latest_valid(f"{folder}/many").name
+    training.done(rank, folder, results)
 """
 
 
 def test_nobody_waits_for_a_rank_that_is_set_up_differently(tmp_path: Path) -> None:
-    said = ranks(UNLIKE, 2, tmp_path)
-    for one in said:
-        assert one["one loses nothing"] == ["PolicyError"]
-        assert one["one has no model"] == ["PolicyError"]
-        assert one["alike"] == []
-        assert one["restores"] == 1
-        assert one["elsewhere"] == 2
-        assert one["summands"] == ["ValueError"]  # torch says so
-        assert one["newest"] == said[0]["newest"]
-        assert one["newer"] == one["newest"]
+    results = ranks(UNLIKE, 2, tmp_path)
+    for result in results:
+        assert result["one loses nothing"] == ["PolicyError"]
+        assert result["one has no model"] == ["PolicyError"]
+        assert result["alike"] == []
+        assert result["restores"] == 1
+        assert result["elsewhere"] == 2
+        assert result["summands"] == ["ValueError"]  # torch says so
+        assert result["newest"] == results[0]["newest"]
+        assert result["newer"] == result["newest"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers.processes import ranks
 
-MESHES = """
+SAVES_AND_LOADS = """
 import logging, os, shutil
 import torch
 from helpers import multi_rank_training as training
@@ -22,8 +22,8 @@ from shrinkpoint.train.dcp import Reader, Writer, latest_valid, load, reset_chai
 
 def of_rank(rank, width, folder):
     training.start(rank, width, folder)
-    said = {kind.__name__: kind(rank, folder) for kind in (world, hybrid, parallel, boxes, agreed)}
-    training.done(rank, folder, said)
+    results = {kind.__name__: kind(rank, folder) for kind in (world, hybrid, parallel, boxes, agreed)}
+    training.done(rank, folder, results)
 
 def world(rank, folder):
     "Saved on two ranks, thrice; loaded on one to four; saved on by three."
@@ -124,8 +124,8 @@ def boxes(rank, folder):
 
 def agreed(rank, folder):
     "As if each rank had a disk of its own."
-    mine, said, handler = f"{folder}/disk-{rank}", [], logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    mine, results, handler = f"{folder}/disk-{rank}", [], logging.Handler()
+    handler.emit = lambda record: results.append(record.getMessage())
     logging.getLogger("shrinkpoint").addHandler(handler)
     for step in (8, 9, 10, 11):
         dcp.save({"x": torch.full((4,), step)}, storage_writer=Writer(f"{mine}/step-{step}"), no_dist=True)
@@ -133,20 +133,20 @@ def agreed(rank, folder):
         os.remove(f"{mine}/step-11/shrinkpoint.json")
     if rank == 0:
         os.remove(f"{mine}/step-10/rank-00000.safetensors")
-    return latest_valid(mine).name, sorted(set(said))
+    return latest_valid(mine).name, sorted(set(results))
 """
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return ranks(MESHES, 4, tmp_path_factory.mktemp("meshes"))
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return ranks(SAVES_AND_LOADS, 4, tmp_path_factory.mktemp("layouts"))
 
 
-def test_any_number_of_ranks_loads_what_two_have_saved(said: list[dict[str, Any]]) -> None:
-    (want, _, alone, depths, _) = said[0]["world"]
+def test_any_number_of_ranks_loads_what_two_have_saved(results: list[dict[str, Any]]) -> None:
+    (want, _, alone, depths, _) = results[0]["world"]
     assert len(set(want)) == 3
     for rank in range(4):
-        got = said[rank]["world"][1]
+        got = results[rank]["world"][1]
         assert set(got) == {f"{n} at {step}" for n in range(1, 5) if rank < n for step in (1, 2)}
         for where, digest in got.items():
             assert digest == want[int(where[-1])], where
@@ -154,32 +154,32 @@ def test_any_number_of_ranks_loads_what_two_have_saved(said: list[dict[str, Any]
     assert depths == [1, 2]
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(said: list[dict[str, Any]]) -> None:
+def test_a_run_goes_on_with_another_number_of_ranks(results: list[dict[str, Any]]) -> None:
     for rank in range(3):
-        saved, loaded = said[rank]["world"][4]
+        saved, loaded = results[rank]["world"][4]
         assert saved == loaded
 
 
-def test_replicas_are_stored_once_and_load_as_shards(said: list[dict[str, Any]]) -> None:
+def test_replicas_are_stored_once_and_load_as_shards(results: list[dict[str, Any]]) -> None:
     for rank in range(4):
-        want, got, depth = said[rank]["hybrid"]
+        want, got, depth = results[rank]["hybrid"]
         assert got == [want[1]] * 2
         assert depth == 1
 
 
-def test_tensor_parallel_shards_load_as_they_were_and_as_plain_ones(said: list[dict[str, Any]]) -> None:
-    for one in said:
-        want, got = one["parallel"]
+def test_tensor_parallel_shards_load_as_they_were_and_as_plain_ones(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        want, got = result["parallel"]
         assert got == [want] * 2
 
 
-def test_every_layout_loads_as_every_other(said: list[dict[str, Any]]) -> None:
-    assert [one["boxes"] for one in said] == [[]] * 4
+def test_every_layout_loads_as_every_other(results: list[dict[str, Any]]) -> None:
+    assert [result["boxes"] for result in results] == [[]] * 4
 
 
-def test_all_ranks_go_on_from_the_newest_that_is_whole_for_all_of_them(said: list[dict[str, Any]]) -> None:
-    for one in said:
-        name, aloud = one["agreed"]
+def test_all_ranks_go_on_from_the_newest_that_is_whole_for_all_of_them(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        name, aloud = result["agreed"]
         assert name == "step-9"
         assert len(aloud) == 2
         assert "step-10 is passed over: rank 0" in aloud[0]
@@ -265,9 +265,9 @@ def of_rank(rank, width, folder):
 
 @pytest.mark.filterwarnings("error")
 def test_a_failure_of_any_rank_in_any_step_is_an_error_of_all_and_costs_no_checkpoint(tmp_path: Path) -> None:
-    said = ranks(FAULTS, 2, tmp_path)
-    assert said[0] == said[1]
-    raised, loaded = said[0]
+    results = ranks(FAULTS, 2, tmp_path)
+    assert results[0] == results[1]
+    raised, loaded = results[0]
     assert all(loaded)
     assert len(raised) == 8 + 9
     for what, found in raised.items():

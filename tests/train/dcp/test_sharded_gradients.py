@@ -26,7 +26,7 @@ def loss(model):
 def of_rank(rank, width, folder):
     training.start(rank, width, folder)
     warnings.simplefilter("ignore", LossWarning)
-    said, means = {}, {}
+    results, means = {}, {}
     mesh = training.mesh_of(range(width))
     for kind in ("whole", "parts"):
         run = training.Run(mesh if kind == "parts" else None)
@@ -40,7 +40,7 @@ def of_rank(rank, width, folder):
         for name, scheme in schemes.items():
             place = f"{folder}/{kind}-{name}"
             dcp.save(run.state(), storage_writer=Writer(place, scheme=scheme, model=run.model))
-            said[f"{kind} {name}"] = directories.read_directory_manifest(place).loss
+            results[f"{kind} {name}"] = directories.read_directory_manifest(place).loss
     wrong = []
     for name, parameter in run.model.named_parameters():
         if parameter.to_local().numel():
@@ -48,31 +48,31 @@ def of_rank(rank, width, folder):
             part = whole.tensor_split(1)[0].split(-(-whole.shape[0] // width))[rank]
             if type(mine) is not torch.Tensor or not torch.allclose(mine, part, rtol=1e-4):
                 wrong.append(name)
-    said["wrong"], said["recorded"] = wrong, len(means["parts"])
+    results["wrong"], results["recorded"] = wrong, len(means["parts"])
 
     layer = torch.nn.Linear(2, 2, bias=False)  # its gradient is not summed yet
     layer.weight = torch.nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh))
     layer.weight.grad = DTensor.from_local(torch.full((2, 2), 1.0 + rank), mesh, [Partial()])
     recorder = GradientRecorder(layer)
     recorder.after_backward()
-    said["summed"] = recorder.mean["weight"].tolist()
-    training.done(rank, folder, said)
+    results["summed"] = recorder.mean["weight"].tolist()
+    training.done(rank, folder, results)
 """
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return ranks(RECORDED, 2, tmp_path_factory.mktemp("recorded"))
 
 
-def test_each_rank_records_its_part_of_what_one_process_would(said: list[dict]) -> None:
-    assert [one["wrong"] for one in said] == [[], []]
-    assert [one["recorded"] for one in said] == [6, 4]  # one row is on the first rank
-    assert [one["summed"] for one in said] == [[[3.0, 3.0], [3.0, 3.0]]] * 2
+def test_each_rank_records_its_part_of_what_one_process_would(results: list[dict]) -> None:
+    assert [result["wrong"] for result in results] == [[], []]
+    assert [result["recorded"] for result in results] == [6, 4]  # one row is on the first rank
+    assert [result["summed"] for result in results] == [[[3.0, 3.0], [3.0, 3.0]]] * 2
 
 
-def test_a_scheme_knows_of_parts_what_it_knows_of_the_whole(said: list[dict]) -> None:
-    whole, parts = said[0]["whole fisher"], said[0]["parts fisher"]
+def test_a_scheme_knows_of_parts_what_it_knows_of_the_whole(results: list[dict]) -> None:
+    whole, parts = results[0]["whole fisher"], results[0]["parts fisher"]
     assert parts["size"] == whole["size"]
     assert parts["tried"][0]["curvature"] == pytest.approx(whole["tried"][0]["curvature"], rel=1e-4)
-    assert said[0]["parts inshrinkerator"]["degradation"] <= 0.5
+    assert results[0]["parts inshrinkerator"]["degradation"] <= 0.5

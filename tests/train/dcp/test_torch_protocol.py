@@ -106,11 +106,11 @@ def test_what_cannot_be_stored_is_said_in_our_words(tmp_path: Path, value: Any) 
     with pytest.raises(dcp.api.CheckpointException) as caught:
         dcp.save({"x": torch.ones(2), "odd": value}, storage_writer=Writer(tmp_path))
     ((error, _),) = caught.value.failures.values()
-    said = str(error) + "".join(traceback.format_exception(error)) + str(caught.value)
+    results = str(error) + "".join(traceback.format_exception(error)) + str(caught.value)
     assert isinstance(error, errors.StateError) and "odd" in error.where
     name = type(value[0] if isinstance(value, tuple) else value).__name__ if value is not print else "print"
     assert name.removeprefix("Posix") in str(error)
-    assert not any(words in said for words in ("weights_only", "torch.load", "\x1b", "trust"))
+    assert not any(words in results for words in ("weights_only", "torch.load", "\x1b", "trust"))
 
 
 def test_a_save_has_an_id_which_its_checkpoint_keeps(tmp_path: Path) -> None:
