@@ -1,4 +1,4 @@
-"""Training on several ranks, for tests that save and load it; imported by the programs that `ranks` runs."""
+"""A small training run on several ranks, for the programs that tests start with `helpers.processes.ranks`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shrinkpoint.train.dcp import Writer
 
 
 def start(rank: int, width: int, folder: str) -> None:
-    """Join the group; `done` must be called at the end."""
+    """Join a gloo group; `done` must be called at the end."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": str(rank), "WORLD_SIZE": str(width), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
     warnings.simplefilter("error")
@@ -36,14 +36,14 @@ def start(rank: int, width: int, folder: str) -> None:
 
 
 def done(rank: int, folder: str, results: Any) -> None:
-    """Tell the test something, and leave together."""
+    """Write the results of this rank for the test, and leave the group together with the others."""
     Path(folder, f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
 
 class Net(nn.Module):
-    """Sides that no number of ranks divides, and one that is shorter than there are ranks."""
+    """A network with sizes that no number of ranks divides, one of them smaller than the number of ranks."""
 
     def __init__(self, seed: int = 0, inner: int = 131) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 
 class Run:
-    """A model with AdamW, on a mesh; None: unsharded; or as a function makes it of the model."""
+    """A model with AdamW, sharded on a mesh or by a function of the model; None: not sharded."""
 
     def __init__(self, mesh: DeviceMesh | Callable[[nn.Module], None] | None, seed: int = 0, inner: int = 131) -> None:
         self.model = Net(seed, inner)
@@ -81,10 +81,10 @@ class Run:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optim": optimizer, "note": {"steps": int(self.model.count), "name": "run"}}
 
-    def restore(self, **how: Any) -> dict[str, Any]:
-        """Load in place; `how` is for `dcp.load`."""
+    def restore(self, **options: Any) -> dict[str, Any]:
+        """Load in place, with these options of `dcp.load`."""
         state = self.state()
-        dcp.load(state, **how)
+        dcp.load(state, **options)
         set_state_dict(
             self.model,
             self.optimizer,
@@ -96,7 +96,7 @@ class Run:
 
 
 def digest(state: Any) -> str:
-    """Of all values, each tensor whole; a collective where there are shards."""
+    """A digest of all values, with global tensors; a collective call if there are shards."""
     parts: list[str] = []
 
     def visit(path: str, value: Any) -> None:
@@ -104,12 +104,12 @@ def digest(state: Any) -> str:
             for key in sorted(value, key=str):
                 visit(f"{path}/{key}", value[key])
         elif isinstance(value, list | tuple):
-            for index, one in enumerate(value):
-                visit(f"{path}/{index}", one)
+            for index, member in enumerate(value):
+                visit(f"{path}/{index}", member)
         elif isinstance(value, torch.Tensor):
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            data = whole.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            parts.append(f"{path} {whole.dtype} {tuple(whole.shape)} {hashlib.sha256(data).hexdigest()}")
+            tensor = value.full_tensor() if isinstance(value, DTensor) else value
+            data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            parts.append(f"{path} {tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(data).hexdigest()}")
         else:
             parts.append(f"{path} {value!r}")
 
@@ -118,11 +118,11 @@ def digest(state: Any) -> str:
 
 
 def save(state: Any, folder: Path, **settings: Any) -> DirectoryManifest:
-    """Save with a writer of these settings; what the manifest says."""
+    """Save with a writer of these settings; the manifest."""
     dcp.save(state, storage_writer=Writer(folder, **settings))
     return read_directory_manifest(folder)
 
 
 def mesh_of(ranks: Sequence[int]) -> DeviceMesh:
-    """A mesh of these ranks; all ranks there are must ask for it."""
+    """A mesh of these ranks; all ranks must call this."""
     return DeviceMesh("cpu", list(ranks))

@@ -1,4 +1,4 @@
-"""Where the tests and the repository are, for tests that start programs of either."""
+"""Paths of the tests and of the repository, for tests that start programs of either."""
 
 from __future__ import annotations
 

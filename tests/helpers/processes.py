@@ -1,4 +1,4 @@
-"""Real processes in a real gloo group: what each of them says."""
+"""Runs a program on several processes and returns the results of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import os, sys, traceback
 
 width, folder = int(sys.argv[1]), sys.argv[2]
 children = []
-for rank in range(width):  # forked, for importing torch takes longer than all the rest
+for rank in range(width):  # forked, as importing torch takes longer than all the rest
     children.append(os.fork())
     if children[-1] == 0:
         try:
@@ -33,7 +33,7 @@ sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 
 
 def ranks(program: str, width: int, folder: Path, *, timeout: float = PATIENCE) -> list[dict]:
-    """What each of `width` processes wrote to `{folder}/{rank}.json`.
+    """The results that each of `width` processes wrote to `{folder}/{rank}.json`.
 
     Args:
         program: defines `of_rank(rank, width, folder)`.

@@ -73,15 +73,15 @@ def run() -> tuple[FlatState, FlatState]:
     return out[0], out[1]
 
 
-def assert_agreed(found: Sequence[Saved]) -> None:
-    """All ranks say the same of what was lost, and boxes of one tensor have the same centers, or the same columns."""
-    for one in found:
-        assert all(loss == one.loss[0] for loss in one.loss)
-        for name in one.tensors:
-            origins = [kept.quantized.get(name) for kept in one.kept if name in kept.state.tensors]
-            full = [x for x in origins if x is not None and x.codes.numel()]
-            assert len({type(x) for x in full}) <= 1
-            if full and isinstance(full[0], CodebookTensor):
-                assert all(torch.equal(x.centers, full[0].centers) for x in full)
-            elif full and isinstance(full[0], LatticeTensor):
-                assert len({(x.lattice.spacing, x.lattice.step) for x in full}) == 1
+def assert_agreed(ranks: Sequence[Saved]) -> None:
+    """Assert that all ranks report the same loss, and that shards of one tensor have the same codebook or lattice."""
+    for saved in ranks:
+        assert all(loss == saved.loss[0] for loss in saved.loss)
+        for name in saved.tensors:
+            shards = [state.quantized.get(name) for state in saved.kept if name in state.state.tensors]
+            nonempty = [shard for shard in shards if shard is not None and shard.codes.numel()]
+            assert len({type(shard) for shard in nonempty}) <= 1
+            if nonempty and isinstance(nonempty[0], CodebookTensor):
+                assert all(torch.equal(shard.centers, nonempty[0].centers) for shard in nonempty)
+            elif nonempty and isinstance(nonempty[0], LatticeTensor):
+                assert len({(shard.lattice.spacing, shard.lattice.step) for shard in nonempty}) == 1

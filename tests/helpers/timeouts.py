@@ -1,5 +1,5 @@
-"""How long a test waits for what comes by itself."""
+"""The timeout of tests that wait for threads and processes."""
 
 PATIENCE = 600.0
-"""Seconds after which something is taken to hang. It ends a hang and measures nothing: a process that imports torch in
-three seconds takes a minute where ten others want the same core."""
+"""Seconds after which a thread or process counts as hanging. It measures nothing: a process that imports torch in three
+seconds takes a minute if ten others use the same core."""
