@@ -105,7 +105,7 @@ def test_an_error_surfaces_once_at_the_next_call(tmp_path: Path, tell: str) -> N
     assert manager.restore().extra["weight"].sum() == 4000
 
 
-def test_every_failure_in_the_background_is_told_and_none_lasts(tmp_path: Path) -> None:
+def test_every_background_failure_is_raised_and_none_persists(tmp_path: Path) -> None:
     storage = FaultyStorage(LocalStorage(tmp_path))
     with CheckpointManager(storage, background=True) as manager:
         for step in range(0, 40, 2):

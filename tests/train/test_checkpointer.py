@@ -83,7 +83,7 @@ def test_what_is_saved_in_the_background_is_the_state_of_the_call(tmp_path):
             loop.train()
 
 
-def test_a_run_that_goes_on_writes_deltas_against_what_it_loaded(tmp_path):
+def test_a_resumed_run_writes_deltas_against_what_it_loaded(tmp_path):
     loop, again = Loop(), Loop()
     loop.train()
     with Checkpointer() as checkpointer:
@@ -119,7 +119,7 @@ def test_a_folder_that_is_discarded_while_it_is_written_is_gone_and_the_next_is_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c0", "c3"]
 
 
-def test_an_error_of_the_background_is_told_at_the_next_call_and_once(tmp_path):
+def test_a_background_error_is_raised_once_at_the_next_call(tmp_path):
     loop = Loop()
     (tmp_path / "c0").write_text("a file in the way")
     checkpointer = Checkpointer(background=True)
@@ -131,7 +131,7 @@ def test_an_error_of_the_background_is_told_at_the_next_call_and_once(tmp_path):
     assert difference(Checkpointer().load(tmp_path / "c1").state, loop.state) is None
 
 
-def test_a_checkpoint_that_stands_after_an_error_keeps_its_payload(tmp_path, monkeypatch):
+def test_a_checkpoint_that_is_valid_after_an_error_keeps_its_payload(tmp_path, monkeypatch):
     def failing(path):
         if (path / directory.MANIFEST).exists():
             raise OSError(errno.EIO, "a bad disk")
@@ -164,7 +164,7 @@ def test_a_save_that_a_warning_ends_leaves_nothing(tmp_path):
     assert not [path for path in (tmp_path / "b").rglob("*") if path.is_file()]
 
 
-def test_a_lossy_run_counts_its_restores_and_its_scheme_goes_on(tmp_path):
+def test_a_lossy_run_counts_its_restores_and_its_scheme_resumes(tmp_path):
     loop = Loop()
     loop.train(3)
     scheme = sp.Fisher(relative_error=0.01)
@@ -200,7 +200,7 @@ def test_a_scheme_that_measures_gets_the_live_model(tmp_path):
             checkpointer.save(tmp_path / "c2", loop.state)
 
 
-def test_the_first_whole_is_found_and_the_others_are_said_aloud(tmp_path, caplog):
+def test_the_first_valid_is_found_and_a_warning_is_logged_for_others(tmp_path, caplog):
     loop = Loop()
     with Checkpointer() as checkpointer:
         for step in range(4):
@@ -219,7 +219,7 @@ def test_the_first_whole_is_found_and_the_others_are_said_aloud(tmp_path, caplog
     assert latest_valid([]) == (None, ())
 
 
-def test_bad_requests_are_told_and_leave_nothing(tmp_path):
+def test_bad_requests_raise_errors_and_leave_no_files(tmp_path):
     loop = Loop()
     checkpointer = Checkpointer()
     with pytest.raises(StateError, match="odd"):

@@ -107,7 +107,7 @@ def test_every_folder_says_what_reads_it_and_what_it_says_works(tmp_path: Path, 
     reads(out)
 
 
-def test_the_readme_is_one_text_and_nobodys_own_is_touched(tmp_path: Path) -> None:
+def test_the_readme_is_one_text_and_a_users_own_is_not_changed(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / directories.README).write_text("mine")
     checkpointer = sp.train.Checkpointer()

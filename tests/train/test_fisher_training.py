@@ -115,7 +115,7 @@ def test_every_save_is_within_the_budget_or_its_weights_are_exact():
     assert sum(manifest.loss["size"] is not None for manifest in sp.Store(storage).list()) > 6
 
 
-def test_a_budget_that_nothing_keeps_is_said_and_the_weights_are_exact():
+def test_a_budget_that_no_steps_meet_gives_a_warning_and_exact_weights():
     run = Run(steps=20)
     plain = [parameter.detach().clone() for parameter in run.model.parameters()]
 
@@ -161,7 +161,7 @@ def test_a_run_does_not_notice_that_it_was_saved(make, background):
     assert same(run.optimizer.state_dict(), other.optimizer.state_dict()) and run.calls >= 6
 
 
-def test_an_error_in_evaluate_saves_nothing_and_training_goes_on():
+def test_an_error_in_evaluate_saves_nothing_and_training_continues():
     run, broken = Run(steps=20), [True]
 
     def evaluate(model: nn.Module) -> float:
@@ -208,7 +208,7 @@ def linear(storage: Storage, step: int) -> list[bool]:
     return [recipe.get("inherited", False) for recipe in recipes if recipe.get("law") == "linear"]
 
 
-def test_a_run_that_goes_on_in_another_process_keeps_its_steps():
+def test_a_run_that_resumes_in_another_process_keeps_its_steps():
     storage, lattices = MemoryStorage(), []
     for count in range(3):
         run = Run(steps=0 if count else WARM)

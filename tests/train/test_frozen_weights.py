@@ -162,7 +162,7 @@ def looked_up(model: Lookup, optimizer: torch.optim.Optimizer, steps: int, used:
 
 @pytest.mark.parametrize("used", [30, 100])
 @pytest.mark.parametrize("budget", [{"relative_error": 0.3}, {"relative_error": 0.05}, {"terms": 1000}])
-def test_rows_that_nobody_looks_up_keep_their_values_and_the_others_their_progress(tmp_path, used, budget):
+def test_rows_without_lookups_keep_their_values_and_the_others_their_progress(tmp_path, used, budget):
     """By element: of one tensor, some values move and some do not."""
     rows, kept = [], []
     for step in range(RESTORES + 1):

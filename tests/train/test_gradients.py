@@ -104,7 +104,7 @@ def test_only_the_last_steps_before_a_planned_save_are_recorded_each_time_afresh
     assert [i + 1 for i, on in enumerate(recorded) if on] == [7, 8, 9, 10, 17, 18, 19, 20, 27, 28, 29, 30]
 
 
-def test_between_windows_the_last_one_stands_and_a_new_one_starts_from_nothing():
+def test_between_windows_the_last_average_is_kept_and_a_new_one_starts_empty():
     loop = Loop(save_interval=10, batches=4).steps(10)
     at_the_save = loop.recorder.mean
     loop.steps(6)
@@ -127,7 +127,7 @@ def test_nothing_is_ready_before_the_first_window():
     assert loop.steps(1).recorder.ready
 
 
-def test_a_run_that_goes_on_from_a_step_records_before_the_same_saves():
+def test_a_run_that_resumes_at_a_step_records_before_the_same_saves():
     loop = Loop(save_interval=10, batches=4)
     loop.steps(2)
     loop.recorder.set_step(28)
@@ -243,7 +243,7 @@ def test_gradients_on_a_gpu_arrive_on_the_host_before_they_are_cleared(attached,
     assert all(not x.is_cuda for x in loop.recorder.mean.values())
 
 
-def test_squares_are_averaged_beside_the_gradients_where_they_are_asked_for() -> None:
+def test_squares_are_averaged_with_the_gradients_on_request() -> None:
     torch.manual_seed(0)
     model = nn.Linear(8, 4)
     recorder, plain = GradientRecorder(model, beta=0.5, squares=True), GradientRecorder(model, beta=0.5)

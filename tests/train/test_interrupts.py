@@ -102,7 +102,7 @@ def test_refused_thread_is_one_error_of_ours_and_the_next_save_works(tmp_path, k
     assert run.is_free()
 
 
-def test_worker_goes_on_after_a_refused_thread_and_runs_nothing_twice():
+def test_worker_continues_after_a_refused_thread_and_runs_nothing_twice():
     worker, ran = BackgroundWorker(), []
     with refusing_threads(), pytest.raises(StorageError, match="no thread"):
         worker.start("saving", lambda: ran.append("refused"))

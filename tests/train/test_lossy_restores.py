@@ -50,7 +50,7 @@ def test_restores_are_counted_and_every_save_says_what_it_kept(tmp_path):
     assert reports[0].retention is None and all(0.2 < report.retention < 1.5 for report in reports[1:])
 
 
-def test_with_few_bins_and_tiny_steps_the_loss_of_progress_is_said(tmp_path):
+def test_with_few_bins_and_tiny_steps_lost_progress_gives_a_warning(tmp_path):
     with pytest.warns(LossWarning, match="progress since the one before"):
         _, reports = relay(tmp_path, fixed(COARSE, dither=False), 3, 1, lr=1e-5)
     assert all(report.retention < 0.7 for report in reports[1:])

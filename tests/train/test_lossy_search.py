@@ -88,7 +88,7 @@ def test_an_interrupted_search_leaves_no_trace_and_saves_nothing(tmp_path):
     assert sp.Store(tmp_path).steps() == [2]
 
 
-def test_an_error_in_evaluate_saves_nothing_and_training_goes_on(tmp_path):
+def test_an_error_in_evaluate_saves_nothing_and_training_continues(tmp_path):
     run, broken = Run(steps=20), [True]
 
     def evaluate(model):
@@ -115,7 +115,7 @@ def methods(report) -> list[str]:
     return [trial["method"] for trial in report.loss_report["searches"]]
 
 
-def test_after_a_restart_the_search_goes_on_near_what_was_chosen(tmp_path):
+def test_after_a_restart_the_search_resumes_near_what_was_chosen(tmp_path):
     run = Run(steps=60)
     with sp.CheckpointManager(tmp_path, scheme=sp.Inshrinkerator(threshold=0.05, evaluate=run.evaluate)) as manager:
         first = manager.save(1, **run.parts)
@@ -221,7 +221,7 @@ def test_under_ten_lines(tmp_path):
     manager.close()
 
 
-def test_noise_between_two_measurements_is_said(tmp_path):
+def test_noise_between_two_measurements_gives_a_warning(tmp_path):
     run = Run(steps=30)
 
     def noisy(model):

@@ -182,7 +182,7 @@ def test_what_was_saved_before_the_first_step_brings_back_moments_of_zero(tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adafactor", "rmsprop"])
-def test_any_optimizer_of_torch_goes_on(tmp_path, kind):
+def test_any_optimizer_of_torch_resumes(tmp_path, kind):
     run = Run()
     run.optimizer = {
         "sgd": lambda: torch.optim.SGD(run.model.parameters(), lr=0.01, momentum=0.9),

@@ -139,7 +139,7 @@ def test_a_leader_that_may_not_write_does_not_leave_the_others_waiting(group):
     assert all(result["errors"]["locked"][0] == "LockedError" for result in results)
 
 
-def test_all_ranks_restore_the_same_and_go_on_near_it(group):
+def test_all_ranks_restore_the_same_and_search_near_it(group):
     results, _ = group
     assert all(result["restored"] == results[0]["restored"] for result in results)
     assert results[0]["restored"][0] == 4 and results[0]["restored"][2] != "None"

@@ -119,7 +119,7 @@ def test_a_report_says_what_was_lost_and_what_it_gained(tmp_path, name, least):
         assert (report.ratio > 4) is (name == "excp")  # of the others two thirds of the state are moments, exact
 
 
-def test_little_written_is_little_kept_and_is_said(tmp_path):
+def test_little_written_is_little_kept_and_gives_a_warning(tmp_path):
     run = Run(steps=30)
     with sp.CheckpointManager(tmp_path, scheme=sp.TOPN(fraction=0.001)) as manager:
         manager.save(1, **run.parts)

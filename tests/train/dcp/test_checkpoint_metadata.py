@@ -98,7 +98,7 @@ def test_many_entries_cut_alike_take_the_memory_of_one() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(cuts=st.lists(st.lists(st.integers(1, 9), max_size=3, unique=True), min_size=1, max_size=3), data=st.data())
-def test_boxes_of_any_grid_are_apart_and_overlap_when_one_grows(cuts: list[list[int]], data: st.DataObject) -> None:
+def test_boxes_of_any_grid_are_disjoint_and_overlap_when_one_grows(cuts: list[list[int]], data: st.DataObject) -> None:
     sides = [[*zip([0, *sorted(one)], [*sorted(one), 10], strict=True)] for one in cuts]
     boxes = [*itertools.product(*sides)]
     offsets, sizes = ([[pick(*one) for one in box] for box in boxes] for pick in (lambda a, _: a, lambda a, b: b - a))
@@ -113,7 +113,7 @@ def test_boxes_of_any_grid_are_apart_and_overlap_when_one_grows(cuts: list[list[
         check_disjoint(offsets, grown)
 
 
-def test_boxes_that_no_plane_separates_may_still_be_apart() -> None:
+def test_boxes_that_no_plane_separates_may_still_be_disjoint() -> None:
     wheel = [(0, 0, 2, 1), (0, 1, 1, 2), (1, 2, 2, 1), (2, 0, 1, 2), (1, 1, 1, 1)]
     check_disjoint([box[:2] for box in wheel], [box[2:] for box in wheel])
     with pytest.raises(ValueError, match="overlap"):

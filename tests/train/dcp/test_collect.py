@@ -74,7 +74,7 @@ def test_what_cannot_be_stored_is_an_error_that_names_it(value: Any, tmp_path: P
     assert not directories.is_checkpoint(tmp_path)
 
 
-def test_moments_are_known_by_their_names_whoever_flattened_the_state(tmp_path: Path) -> None:
+def test_moments_are_found_by_name_in_every_flattening(tmp_path: Path) -> None:
     run = Run(None)
     run.train()
     kinds = {}

@@ -76,7 +76,7 @@ def test_installing_again_changes_the_settings(tmp_path: Path) -> None:
         install(scheme="nonsense")
 
 
-def test_what_derives_from_torchs_own_goes_on_doing_so() -> None:
+def test_subclasses_of_torchs_own_classes_are_not_changed() -> None:
     install()
     from torch.distributed.checkpoint import hf_storage
 

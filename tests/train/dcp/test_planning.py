@@ -106,7 +106,7 @@ def test_a_lossy_restore_is_counted(results: list[dict[str, Any]]) -> None:
     assert [result["restores"] for result in results] == [1, 1]
 
 
-def test_a_lossy_save_can_run_beside_the_loop(results: list[dict[str, Any]]) -> None:
+def test_a_lossy_save_can_be_asynchronous(results: list[dict[str, Any]]) -> None:
     assert results[0]["beside"]
 
 
@@ -122,7 +122,7 @@ def test_a_model_that_is_not_there_or_trains_on_is_not_measured(results: list[di
         assert "async_save with a scheme that evaluates" in result["trains on"][0]
 
 
-def test_a_rank_that_fails_before_ranks_decide_lets_nobody_wait(results: list[dict[str, Any]]) -> None:
+def test_a_rank_that_fails_before_planning_does_not_block_the_others(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert all("extra" in text or "odd" in text for text in result["odd"])
         assert any(text.startswith("StateError") for text in result["odd"])

@@ -70,7 +70,7 @@ def of_rank(rank, width, folder):
 """
 
 
-def test_a_full_disk_is_told_to_all_ranks_and_the_save_after_it_succeeds(tiny: Path) -> None:
+def test_a_full_disk_is_an_error_on_all_ranks_and_the_next_save_succeeds(tiny: Path) -> None:
     for raised, found, same, step, left in ranks(FULL, 2, tiny.parent):
         assert set(raised) == {"NoSpaceError"}
         assert (found, same, step) == ("step-0", True, 0.6)
@@ -120,7 +120,7 @@ def torchrun(script: Path, width: int, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_torchrun_starts_saves_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_processes_of_torchrun_save_and_resume(tmp_path: Path) -> None:
     script = tmp_path / "training.py"
     script.write_text(textwrap.dedent(TRAINING))
     torchrun(script, 2, str(tmp_path), "2")

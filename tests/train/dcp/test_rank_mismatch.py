@@ -64,7 +64,7 @@ def of_rank(rank, width, folder):
 """
 
 
-def test_nobody_waits_for_a_rank_that_is_set_up_differently(tmp_path: Path) -> None:
+def test_no_rank_waits_for_one_with_another_configuration(tmp_path: Path) -> None:
     results = ranks(UNLIKE, 2, tmp_path)
     for result in results:
         assert result["one loses nothing"] == ["PolicyError"]

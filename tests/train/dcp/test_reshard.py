@@ -154,7 +154,7 @@ def test_any_number_of_ranks_loads_what_two_have_saved(results: list[dict[str, A
     assert depths == [1, 2]
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(results: list[dict[str, Any]]) -> None:
+def test_a_run_resumes_with_another_number_of_ranks(results: list[dict[str, Any]]) -> None:
     for rank in range(3):
         saved, loaded = results[rank]["world"][4]
         assert saved == loaded
@@ -177,7 +177,7 @@ def test_every_layout_loads_as_every_other(results: list[dict[str, Any]]) -> Non
     assert [result["boxes"] for result in results] == [[]] * 4
 
 
-def test_all_ranks_go_on_from_the_newest_that_is_whole_for_all_of_them(results: list[dict[str, Any]]) -> None:
+def test_all_ranks_resume_from_the_newest_checkpoint_that_is_valid_on_all(results: list[dict[str, Any]]) -> None:
     for result in results:
         name, aloud = result["agreed"]
         assert name == "step-9"

@@ -71,7 +71,7 @@ def test_each_rank_records_its_part_of_what_one_process_would(results: list[dict
     assert [result["summed"] for result in results] == [[[3.0, 3.0], [3.0, 3.0]]] * 2
 
 
-def test_a_scheme_knows_of_parts_what_it_knows_of_the_whole(results: list[dict]) -> None:
+def test_a_scheme_gets_the_same_statistics_from_shards_as_from_the_global_tensor(results: list[dict]) -> None:
     whole, parts = results[0]["whole fisher"], results[0]["parts fisher"]
     assert parts["size"] == whole["size"]
     assert parts["tried"][0]["curvature"] == pytest.approx(whole["tried"][0]["curvature"], rel=1e-4)

@@ -49,7 +49,7 @@ def test_what_is_saved_comes_back_bit_by_bit(tmp_path: Path) -> None:
     assert [restored(tmp_path / f"step-{step}") for step in range(3)] == digests
 
 
-def test_a_delta_is_smaller_than_its_keyframe_and_says_what_it_stands_on(tmp_path: Path) -> None:
+def test_a_delta_is_smaller_than_its_keyframe_and_names_its_base(tmp_path: Path) -> None:
     trained(tmp_path, 3)
     first, _, last = (directories.verify_directory(tmp_path / f"step-{step}", deep=True) for step in range(3))
     assert first.depth == 0
@@ -64,7 +64,7 @@ def test_the_newest_survives_the_deletion_of_every_older_one(tmp_path: Path) -> 
     assert restored(tmp_path / "step-3") == digests[-1]
 
 
-def test_a_save_after_its_base_was_deleted_stands_alone(tmp_path: Path) -> None:
+def test_a_save_after_its_base_was_deleted_is_a_keyframe(tmp_path: Path) -> None:
     run = Run(None)
     for step in range(2):
         run.train()
@@ -214,7 +214,7 @@ def test_a_crash_while_a_directory_is_overwritten_leaves_the_old_checkpoint(at: 
     directories.verify_directory(folder, deep=True)
 
 
-def test_nothing_stands_on_a_save_that_failed(tmp_path: Path) -> None:
+def test_no_delta_depends_on_a_save_that_failed(tmp_path: Path) -> None:
     class Failing(Writer):
         def finish(self, metadata: Any, results: Any) -> None:
             raise Dies
@@ -285,7 +285,7 @@ def test_what_is_missing_or_of_another_shape_is_an_error(tmp_path: Path) -> None
         dcp.load({"x": torch.zeros(3)}, storage_reader=Reader(tmp_path))
 
 
-def test_a_cast_on_the_way_is_said_aloud(tmp_path: Path, caplog: Any) -> None:
+def test_a_cast_while_loading_gives_a_warning(tmp_path: Path, caplog: Any) -> None:
     save({"x": torch.ones(2)}, tmp_path)
     target = {"x": torch.zeros(2, dtype=torch.float64)}
     dcp.load(target, storage_reader=Reader(tmp_path))

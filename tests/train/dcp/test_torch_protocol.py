@@ -102,7 +102,7 @@ class Thing:
 
 
 @pytest.mark.parametrize("value", [Thing(), (Thing(),), print, {1, 2}, bytearray(b"x"), 1j, Path("x")])
-def test_what_cannot_be_stored_is_said_in_our_words(tmp_path: Path, value: Any) -> None:
+def test_what_cannot_be_stored_raises_our_own_error(tmp_path: Path, value: Any) -> None:
     with pytest.raises(dcp.api.CheckpointException) as caught:
         dcp.save({"x": torch.ones(2), "odd": value}, storage_writer=Writer(tmp_path))
     ((error, _),) = caught.value.failures.values()
