@@ -72,7 +72,7 @@ def install(
     _PatchedWriter.settings = settings
     if _originals:
         return
-    for name in _SUBCLASS_MODULES:  # these derive from torch's own classes, and must go on doing so
+    for name in _SUBCLASS_MODULES:  # these must still derive from torch's own classes
         with suppress(ImportError):
             importlib.import_module(f"torch.distributed.checkpoint.{name}")
     for module in map(importlib.import_module, _PATCHED_MODULES):
