@@ -66,7 +66,7 @@ def test_only_is_of_a_model_and_its_optimizer(saved):
     with pytest.raises(PolicyError, match="one optimizer"):
         manager.restore(model=run.model, optimizer=[run.optimizer], only=["head.*"])
     other = torch.optim.AdamW([nn.Parameter(x.detach().clone()) for x in run.model.parameters()])
-    with pytest.raises(PolicyError, match="none of what"):
+    with pytest.raises(PolicyError, match="none of the selected"):
         manager.restore(model=run.model, optimizer=other, only=["head.*"])
     with pytest.raises(PolicyError, match="model= alone"):
         manager.restore(only=["head.*"])
