@@ -46,7 +46,7 @@ def test_what_a_killed_save_left_is_told_and_is_no_finding(run, store, payload):
     shutil.copy(payload(40), store / "step-000000050" / "rank-00000.safetensors")
     done = run("verify", store)
     assert done.code == 0
-    assert "litter" in done.stdout
+    assert "orphan" in done.stdout
 
 
 @pytest.mark.parametrize("deep", [[], ["--deep"]])

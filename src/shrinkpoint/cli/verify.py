@@ -123,7 +123,7 @@ def _print(location: Location, count: int, findings: Sequence[Finding], deep: bo
 
 def _label(finding: Finding) -> tuple[str, str]:
     if is_orphan(finding):
-        return "litter", "dim"
+        return "orphan", "dim"
     return ("warning", "yellow") if finding.loads else ("BROKEN", "bold red")
 
 
