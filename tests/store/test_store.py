@@ -268,7 +268,7 @@ def test_one_checkpoint_is_in_the_making_at_a_time(storage: Storage) -> None:
     pending = store.begin(3)
     pending.add(flatten(state(3)), scheme=_lossless())
     for other in (lambda: store.save(3, state(3)), lambda: store.prune(dry_run=False), store.compact):
-        with pytest.raises(PolicyError, match="step 3 is in the making"):
+        with pytest.raises(PolicyError, match="step 3 is not committed yet"):
             other()
     pending.commit()
     store.prune(dry_run=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from rich.text import Text
 
 from shrinkpoint.cli.exit_codes import ExitCode
 from shrinkpoint.cli.humanize import printable
+from shrinkpoint.store.digest_json import json_safe
 
 _UNBOUNDED_WIDTH = 100_000
 
@@ -53,18 +53,8 @@ def print_note(line: str, label: str = "note", style: str = "yellow") -> None:
 
 def print_json(document: Any) -> None:
     """Prints a document as JSON to stdout; floats that JSON does not have become "nan", "inf" and "-inf"."""
-    sys.stdout.write(json.dumps(_json_safe(document), indent=2, allow_nan=False) + "\n")
+    sys.stdout.write(json.dumps(json_safe(document), indent=2, allow_nan=False) + "\n")
     sys.stdout.flush()
-
-
-def _json_safe(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {str(key): _json_safe(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_safe(item) for item in value]
-    return value
 
 
 @contextlib.contextmanager

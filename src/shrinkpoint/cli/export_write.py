@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from shrinkpoint.cli.location import Location
 from shrinkpoint.container.header import SAFETENSORS_DTYPES
 from shrinkpoint.convert.safetensors_file import copy_if_shared
 from shrinkpoint.errors import NotFoundError, PolicyError, StorageError
-from shrinkpoint.storage import storage_error
+from shrinkpoint.storage import atomic_replace
 from shrinkpoint.tensors.dtypes import dtype_name
 from shrinkpoint.tensors.flatten import unflatten
 from shrinkpoint.tensors.leaves import TensorOrArray, as_tensor, child_items, is_array, named_leaves
@@ -74,10 +72,10 @@ def write_export(location: Location, out: Path, *, as_torch: bool, patterns: Seq
     tensors = {name: leaf for name, leaf in leaves.items() if is_array(leaf)}
     if as_torch:
         plain = _numpy_to_torch(state)
-        _atomic_write(out, lambda path: torch.save(plain, path))
+        _write(out, lambda path: torch.save(plain, path))
         return ExportResult(len(tensors), out.stat().st_size, 0, arrays)
     rows = _to_unshared(tensors)
-    _atomic_write(out, lambda path: save_file(rows, path, {"format": "pt"}))
+    _write(out, lambda path: save_file(rows, path, {"format": "pt"}))
     return ExportResult(len(tensors), out.stat().st_size, len(leaves) - len(tensors), 0)
 
 
@@ -131,19 +129,12 @@ def _to_unshared(tensors: dict[str, TensorOrArray]) -> dict[str, Tensor]:
     return rows
 
 
-def _atomic_write(out: Path, save: Callable[[Path], None]) -> None:
-    """Write under a temporary name, flush, rename: `out` is whole or as it was."""
-    temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        save(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(out)
-    except OSError as error:
-        raise storage_error(str(out), "writing", error) from error
-    except (SafetensorError, RuntimeError) as error:  # what safetensors and torch make of a failing disk
-        raise StorageError(
-            str(out), found=f"writing failed ({error})", do="look at the disk and at the permissions"
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+def _write(out: Path, save: Callable[[Path], None]) -> None:
+    """Call `save` with a temporary path, which then takes the place of `out`."""
+    with atomic_replace(out) as temporary:
+        try:
+            save(temporary)
+        except (SafetensorError, RuntimeError) as error:  # what safetensors and torch make of a failing disk
+            raise StorageError(
+                str(out), found=f"writing failed ({error})", do="look at the disk and at the permissions"
+            ) from error

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import shutil
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +12,7 @@ from shrinkpoint.convert import dcp, directory, safetensors_file, torch_file
 from shrinkpoint.convert.part import TENSOR_SUFFIXES
 from shrinkpoint.convert.source import STATE_KEY, origin_info
 from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError
-from shrinkpoint.storage import storage_error
+from shrinkpoint.storage import atomic_replace
 from shrinkpoint.tensors.leaves import as_tensor, is_array, named_leaves
 
 _SUFFIXES = {"torch": ".pt", "safetensors": ".safetensors"}
@@ -97,7 +93,10 @@ def _write_form(out: Path, state: Any, description: Mapping[str, Any]) -> int:
     if form == "safetensors" and (origin_info(state) or {}).get("form") != "safetensors":
         content, left_out = tensors_of(content)
         info["metadata"] = {"format": "pt"}
-    with _atomic_replace(out) as temporary:
+    if out.name in ("", ".."):
+        raise PolicyError(str(out), found="a directory that is in use", expected="a new name", do="name a new one")
+    with atomic_replace(out) as temporary:
+        out.parent.mkdir(parents=True, exist_ok=True)
         if form in ("folder", "dcp"):
             temporary.mkdir()
         if form == "folder":
@@ -111,6 +110,7 @@ def _write_form(out: Path, state: Any, description: Mapping[str, Any]) -> int:
         else:
             do = "use a newer release, or say --to torch"
             raise CorruptError(str(out), found=f"the form {form!r:.40}", expected="a known one", do=do)
+        _check_no_loss(out, temporary)
     return left_out
 
 
@@ -132,35 +132,6 @@ def tensors_of(content: Any) -> tuple[dict[str, torch.Tensor], int]:
     return tensors, len(leaves) - len(tensors)
 
 
-@contextmanager
-def _atomic_replace(out: Path) -> Iterator[Path]:
-    """A temporary name beside `out`, renamed when the block ends well."""
-    if out.name in ("", ".."):
-        raise PolicyError(str(out), found="a directory that is in use", expected="a new name", do="name a new one")
-    temporary, old = (out.with_name(f".{out.name}.{secrets.token_hex(4)}.{end}") for end in ("tmp", "old"))
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        _check_no_loss(out, temporary)
-        for path in [*temporary.rglob("*"), temporary] if temporary.is_dir() else [temporary]:
-            _fsync(path)
-        if out.is_dir():
-            out.rename(old)
-        temporary.replace(out)
-        _fsync(out.parent)
-    except OSError as error:
-        if isinstance(error, ShrinkpointError):
-            raise
-        raise storage_error(str(out), "writing", error) from error
-    finally:
-        if old.is_dir():
-            shutil.rmtree(old, ignore_errors=True) if out.exists() else old.rename(out)
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
-
-
 def _check_no_loss(out: Path, replacement: Path) -> None:
     """Raises `PolicyError` where files would go that nothing replaces: a directory is easily named by mistake."""
     if not out.is_dir():
@@ -174,11 +145,3 @@ def _check_no_loss(out: Path, replacement: Path) -> None:
         if not path.is_dir() and not (replacement / path.relative_to(out)).is_file():
             expected, do = "no file that would be lost", "choose a new name, or remove it first"
             raise PolicyError(str(out), found=f"another file there, {path.name}", expected=expected, do=do)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 
 from shrinkpoint.convert.part import Part, read_error
 from shrinkpoint.errors import CorruptError, FormatError, PolicyError, TruncatedError
-from shrinkpoint.storage import storage_error
-from shrinkpoint.store.directory import natural_key
+from shrinkpoint.storage import natural_key, storage_error
 
 _OWN_KEY = "shrinkpoint"
 _OS_ERROR_PATTERN = re.compile(r"\(os error (\d{1,5})\)")

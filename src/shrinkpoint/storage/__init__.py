@@ -1,9 +1,9 @@
 """Keys to bytes: where checkpoints live. Nothing here knows what the bytes mean."""
 
 from shrinkpoint.storage.base import Sink, Source, Storage, check_key, storage_error
-from shrinkpoint.storage.local import LocalStorage
+from shrinkpoint.storage.local import LocalStorage, atomic_replace
 from shrinkpoint.storage.memory import MemoryStorage
-from shrinkpoint.storage.paths import is_url, local_path, what_is_at
+from shrinkpoint.storage.paths import is_url, local_path, natural_key, what_is_at
 
 __all__ = [
     "LocalStorage",
@@ -11,9 +11,11 @@ __all__ = [
     "Sink",
     "Source",
     "Storage",
+    "atomic_replace",
     "check_key",
     "is_url",
     "local_path",
+    "natural_key",
     "storage_error",
     "what_is_at",
 ]

@@ -10,12 +10,13 @@ import errno
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
-from shrinkpoint.errors import NotFoundError, StorageError, TruncatedError
+from shrinkpoint.errors import NotFoundError, ShrinkpointError, StorageError, TruncatedError
 from shrinkpoint.storage.base import RESERVED, Buffer, Keys, Sink, Source, check_key, storage_error
 from shrinkpoint.storage.lockfile import hold_lock, try_lock
 from shrinkpoint.storage.paths import is_regular, local_path, open_regular, what_is_at
@@ -149,8 +150,7 @@ class LocalStorage:
                 yield sink
                 sink.sync()
                 with _os_errors(where, "renaming into place"):
-                    temporary.replace(path)
-                    _fsync_dir(path.parent)
+                    _replace_durably(temporary, path)
             finally:
                 sink.close()
 
@@ -194,8 +194,7 @@ class LocalStorage:
                 if error.errno in _LINK_ERRNOS:
                     return False
                 raise
-            temporary.replace(new)
-            _fsync_dir(new.parent)
+            _replace_durably(temporary, new)
         return True
 
     @contextmanager
@@ -266,11 +265,59 @@ class LocalStorage:
         return directory
 
 
+@contextmanager
+def atomic_replace(target: Path) -> Iterator[Path]:
+    """Yields a free name beside `target`; the file or directory written there replaces `target` if the block ends well.
+
+    It is flushed to the disk first; if anything fails, `target` stays what it was.
+
+    Raises:
+        StorageError: the system refused something, in the block too.
+    """
+    temporary, old = (target.with_name(f".{target.name}.{secrets.token_hex(4)}.{suffix}") for suffix in ("tmp", "old"))
+    try:
+        yield temporary
+        for path in [*temporary.rglob("*"), temporary] if temporary.is_dir() else [temporary]:
+            _fsync(path)
+        if target.is_dir() and temporary.is_dir():
+            target.rename(old)
+        _replace_durably(temporary, target)
+    except OSError as error:
+        if isinstance(error, ShrinkpointError):
+            raise
+        raise storage_error(str(target), "writing", error) from error
+    finally:
+        if old.is_dir():
+            shutil.rmtree(old, ignore_errors=True) if target.exists() else old.rename(target)
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
+
+
+def _replace_durably(temporary: Path, target: Path) -> None:
+    """Rename what is flushed already; the new name survives a power cut when this returns."""
+    temporary.replace(target)
+    _fsync_dir(target.parent)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _check_free(path: Path, where: str) -> None:
     """Raises StorageError where a file would take the place of something else: of a device, all programs had it."""
     if path.exists() and not path.is_file():
-        found, do = f"{what_is_at(path)} under this name", "remove it, or name another file"
-        raise StorageError(where, found=found, expected="a file, or nothing", do=do)
+        raise StorageError(
+            where,
+            found=f"{what_is_at(path)} under this name",
+            expected="a file, or nothing",
+            do="remove it, or name another file",
+        )
 
 
 def _make_dirs(directory: Path) -> None:

@@ -102,8 +102,11 @@ class MemoryStorage:
         try:
             is_mine = self._lock.acquire(blocking=False)
             if not is_mine:
-                found, do = f"process {os.getpid()} is saving here already", "wait until it has finished"
-                raise LockedError(self.describe(), found=found, do=do)
+                raise LockedError(
+                    self.describe(),
+                    found=f"process {os.getpid()} is saving here already",
+                    do="wait until it has finished",
+                )
             yield
         finally:
             if is_mine:

@@ -112,3 +112,12 @@ def local_path(value: object, argument: str = "path", *, directory: bool = False
             argument, found=f"{text!r}, which is no directory", expected="a directory", do="name another one"
         )
     return path
+
+
+def natural_key(name: str) -> list[tuple[int, str]]:
+    """A key for sorting names with numbers in them: checkpoint-1000 comes after checkpoint-200.
+
+    >>> sorted(["step-10", "step-9", "step-best"], key=natural_key)
+    ['step-9', 'step-10', 'step-best']
+    """
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]

@@ -1,7 +1,7 @@
-"""FILES <-> A CHAIN: a place with many checkpoints, some of which stand on others.
+"""Many checkpoints in one place, some of which are deltas against others.
 
-A checkpoint exists when its manifest does. What the manifests say (`manifest`, `chain`, `retention`, `listing`) needs
-no torch, so it is imported here only when a name that decodes is asked for.
+A checkpoint exists when its manifest does. The modules that only read manifests (`manifest`, `chain`, `retention`,
+`listing`) do not import torch; a module that decodes is imported when one of its names is used first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How much memory a file may ask for: what it says of itself is checked before anything is allocated.
+"""Limits on the memory that a file may ask for, checked before anything is allocated.
 
-A few bytes can stand for many: zeros, copies, values that have not changed. What our own writers make of real states is
-far below these factors; a state that is nothing but a constant may be above, and its reader says so.
+A few bytes can decode to many: zeros, copies, values that have not changed. Files of real states are far below these
+limits; a state of nothing but constants may exceed them, and the error names the argument that raises the limit.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ from shrinkpoint.errors import CorruptError, PolicyError
 MIN_LIMIT = 1 << 30
 """Bytes of tensors that any file may hold, however small it is."""
 MAX_EXPANSION = 1000
-"""Bytes of tensors that each stored byte of a chain may stand for, beyond that."""
+"""Bytes of tensors that each stored byte of a chain may decode to, beyond that."""
 ENV_VARIABLE = "SHRINKPOINT_MAX_BYTES"
-"""The environment's word where a caller has none, for frameworks and the command line."""
+"""The environment variable that is used where a caller gives no limit, for frameworks and the command line."""
 
 _DO = "if you trust it, pass max_bytes=, or set " + ENV_VARIABLE
 
 
 class Allowance:
-    """Counts what the files of a chain ask for, keyframe first.
+    """Limits what the files of one chain may allocate, keyframe first.
 
     Args:
-        max_bytes: of tensors, in any one file and in what its tree copies of them; None: what the environment variable
-            `SHRINKPOINT_MAX_BYTES` says, else 1 GiB, or 1000 times the bytes of the files so far if that is more.
+        max_bytes: limit on the bytes of tensors in any one file, copies in its tree included; None: the value of the
+            environment variable `SHRINKPOINT_MAX_BYTES`, else 1 GiB, or 1000 times the bytes of the files so far if
+            that is more.
 
     Attributes:
-        max_copy_bytes: bytes of the limit that the last file's tensors do not take, which copies in its tree may.
+        max_copy_bytes: bytes of the limit that the last file's tensors leave for copies in its tree.
 
     Raises:
-        PolicyError: a limit that is no whole number above 0.
+        PolicyError: the limit is not a whole number above 0.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
@@ -40,21 +41,25 @@ class Allowance:
         self.max_copy_bytes = self._limit or MIN_LIMIT
 
     def admit(self, where: str, stored: int, raw: int) -> None:
-        """Let a file be decoded.
+        """Count a file that is about to be decoded.
 
         Args:
-            where: the file, for messages.
-            stored: its bytes.
-            raw: bytes of the tensors that it says it holds.
+            where: its name in messages.
+            stored: its size in bytes.
+            raw: bytes of the tensors that its header announces.
 
         Raises:
-            CorruptError: it asks for too much.
+            CorruptError: the tensors exceed the limit.
         """
         self._stored += stored
         limit = self._limit or max(MIN_LIMIT, MAX_EXPANSION * self._stored)
         if raw > limit:
-            found = f"{raw} bytes of tensors in a chain of {self._stored} bytes"
-            raise CorruptError(where, found=found, expected=f"at most {limit}", do=_DO)
+            raise CorruptError(
+                where,
+                found=f"{raw} bytes of tensors in a chain of {self._stored} bytes",
+                expected=f"at most {limit}",
+                do=_DO,
+            )
         self.max_copy_bytes = limit - raw
 
 

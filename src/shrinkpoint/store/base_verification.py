@@ -1,7 +1,8 @@
-"""Verifies the files that the next delta would depend on, from what this process has written, loaded or read again.
+"""Verifies, before each save, the files that the next delta would depend on.
 
-A delta is worth nothing where a byte below it has changed. What was written or loaded here is known by its digest.
-Later on, a file that looks touched is read again as a whole, and of all others a share at every save. No torch."""
+A delta cannot be decoded once a byte of one of its bases has changed. Files that this process wrote or loaded are known
+to be right. A file whose size, time or inode has changed since is read again completely, and of all others a share is
+read again at every save. No torch."""
 
 from __future__ import annotations
 
@@ -17,23 +18,23 @@ from shrinkpoint.errors import ChainError, CorruptError, ShrinkpointError
 from shrinkpoint.storage import LocalStorage, Source, Storage
 
 MAX_SAVES_PER_PASS = 8
-"""Saves within which every byte that a delta stands on has been read again and compared with its digest."""
+"""Number of saves within which every byte of a chain has been read again and compared with its digest."""
 MIN_BYTES = 8 << 20
-"""Read again at every save, where there is as much."""
+"""Bytes that are read again at every save, if the chain has as many."""
 MISSING = "gone"
 _WINDOW = 8 << 20
-_DO = "the next checkpoint stands alone; `shrinkpoint verify --deep` says which others are hit"
+_DO = "the next checkpoint is a keyframe; `shrinkpoint verify --deep` says which others are damaged"
 _log = logging.getLogger("shrinkpoint")
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """One file of a chain.
+    """One file of a chain under one key.
 
     Attributes:
-        digest: of its header; vouches for every other byte.
+        digest: of its header, which authenticates every other byte.
         size: in bytes.
-        storage, key: where it lies.
+        storage, key: where it is stored.
     """
 
     digest: str
@@ -48,13 +49,14 @@ class StoredFile:
 
     @property
     def is_readable(self) -> bool:
-        """Whether its bytes can be read again; a storage that only counts them has none that could go wrong."""
+        """Whether its bytes can be read again; a storage that only counts bytes keeps none."""
         return getattr(self.storage, "keeps_payloads", True)
 
     def stamp(self) -> object:
-        """What changes when somebody writes to a file, or puts another one in its place; None where nothing tells.
+        """A value that changes when the file is written to or replaced; None if the storage has none.
 
-        Not the time of the inode's own change: a hard link made or removed elsewhere changes that, too.
+        Device, inode, size and time of modification. The time of the inode's change is left out: a hard link made or
+        removed elsewhere changes it, too.
         """
         if not isinstance(self.storage, LocalStorage):
             return None
@@ -65,77 +67,76 @@ class StoredFile:
 
 
 class BaseVerifier:
-    """Says before a save whether the chain below it is still as it was written, or as it was when it was loaded.
+    """Finds damage in a chain before another delta is written against it.
 
     Memory: one row for each part of the file that is being read again.
     """
 
     def __init__(self) -> None:
         self._stamps: dict[str, object] = {}
-        self._queue: list[str] = []  # digests of the files that this round has not come to
-        self._scan: _FileScan | None = None  # the one that it has begun
+        self._queue: list[str] = []  # digests of the files still to be read in this pass
+        self._scan: _FileScan | None = None  # the file that is being read
 
     def mark_verified(self, stamps: Mapping[str, object]) -> None:
-        """This process has written these files just now, or read all of them.
+        """Record files that this process has just written, or has read completely.
 
         Args:
-            stamps: by digest; as they were before reading.
+            stamps: `StoredFile.stamp` by digest, taken before reading.
         """
         self._stamps.update(stamps)
 
     def find_damage(self, files: Sequence[StoredFile]) -> ShrinkpointError | None:
-        """Why nothing more should stand on these files; None: all is well, as far as is known by now.
+        """The first damage found in a chain; None if none is known so far.
 
-        Reads what is not known or looks touched, and beside that an eighth of all. What is wrong is logged.
+        Reads files that are unknown or have changed, and an eighth of all bytes besides. Damage is logged.
 
         Args:
             files: the chain, keyframe first.
         """
-        files = [link for link in files if link.is_readable]
-        stamps = {link.digest: self._stamps[link.digest] for link in files if link.digest in self._stamps}
+        files = [file for file in files if file.is_readable]
+        stamps = {file.digest: self._stamps[file.digest] for file in files if file.digest in self._stamps}
         self._stamps = stamps
         try:
-            for link in files:
-                stamp = link.stamp()
-                if link.digest not in stamps or stamps[link.digest] != stamp:
-                    _FileScan(link).read(link, link.size)
-                    stamps[link.digest] = stamp  # as it was before reading
-            self._read_share({link.digest: link for link in files})
+            for file in files:
+                stamp = file.stamp()
+                if file.digest not in stamps or stamps[file.digest] != stamp:
+                    _FileScan(file).read(file, file.size)
+                    stamps[file.digest] = stamp  # taken before reading
+            self._read_share({file.digest: file for file in files})
         except ShrinkpointError as error:
             self._scan, self._queue = None, []
             stamps.clear()
-            _log.warning("nothing more is made to stand on this, the next checkpoint is a keyframe: %s", error)
+            _log.warning("no delta is written against this, the next checkpoint is a keyframe: %s", error)
             return error
         return None
 
     def _read_share(self, files: dict[str, StoredFile]) -> None:
         """Read the next share of the chain."""
-        total = sum(link.size for link in files.values())
-        left = budget = min(total, max(-(-total // MAX_SAVES_PER_PASS), MIN_BYTES))
-        begun = 0
-        while left > 0:
+        total = sum(file.size for file in files.values())
+        budget = min(total, max(-(-total // MAX_SAVES_PER_PASS), MIN_BYTES))
+        passes = 0
+        while budget > 0:
             if self._scan is None:
-                if not self._queue and begun == 2:  # the end of one round and the beginning of the next
+                if not self._queue and passes == 2:  # the end of one pass and the beginning of the next
                     return
                 if not self._queue:
-                    self._queue, begun = [*files], begun + 1
-                link = files.get(self._queue.pop(0))
-                if link is None:  # of a chain before
+                    self._queue, passes = [*files], passes + 1
+                file = files.get(self._queue.pop(0))
+                if file is None:  # of an earlier chain
                     continue
-                self._scan = _FileScan(link)
-                left -= self._scan.header_bytes
-            file = self._scan
-            if file.digest not in files:
+                self._scan = _FileScan(file)
+                budget -= self._scan.header_bytes
+            scan = self._scan
+            if scan.digest not in files:
                 self._scan = None
                 continue
-            left -= file.read(files[file.digest], max(left, 1))
-            if file.is_done:
+            budget -= scan.read(files[scan.digest], max(budget, 1))
+            if scan.is_done:
                 self._scan = None
-        assert left <= budget
 
 
 class _FileScan:
-    """One file on its way through being read.
+    """Reads one file part by part and compares each with its digest.
 
     Raises:
         ChainError: it is another file.
@@ -149,22 +150,26 @@ class _FileScan:
             _drop_page_cache(source)
             reader, size = FileReader(source, file.where), source.size
         if reader.digest != file.digest or size != file.size:
-            found = f"{size} bytes with header digest {reader.digest}"
-            raise ChainError(file.where, found=found, expected=f"{file.size} bytes with {file.digest}", do=_DO)
+            raise ChainError(
+                file.where,
+                found=f"{size} bytes with header digest {reader.digest}",
+                expected=f"{file.size} bytes with {file.digest}",
+                do=_DO,
+            )
         entries = [entry for record in reader.records for entry in record.parts.values()]
         self._parts = [(entry.offset, entry.size, entry.pad, entry.digest) for entry in entries]
         self.header_bytes = min((offset - pad for offset, _, pad, _ in self._parts), default=file.size)
-        """Bytes of the header, which has been read."""
-        self._part_index = self._part_offset = 0  # the part, and how much of it has been read
+        """Bytes of the header, which is read when the scan begins."""
+        self._part_index = self._part_offset = 0  # the current part, and the bytes of it read so far
         self._hasher = Hasher()
 
     @property
     def is_done(self) -> bool:
-        """Whether all of it has been compared."""
+        """Whether all parts have been compared."""
         return self._part_index == len(self._parts)
 
     def read(self, file: StoredFile, max_bytes: int) -> int:
-        """Read on from where it was left, `max_bytes` bytes or a little more; how many that were."""
+        """Read on by `max_bytes` bytes or a little more, and return how many were read."""
         read = 0
         with file.storage.open(file.key) as source:
             _drop_page_cache(source)
@@ -189,7 +194,7 @@ class _FileScan:
 
 
 def _drop_page_cache(source: Source) -> None:
-    """What the disk has is asked for, not what memory remembers of it."""
-    forget: Callable[[], None] | None = getattr(source, "forget_pages", None)
-    if forget is not None:
-        forget()
+    """Make the next read go to the disk, where the storage can do that."""
+    forget_pages: Callable[[], None] | None = getattr(source, "forget_pages", None)
+    if forget_pages is not None:
+        forget_pages()

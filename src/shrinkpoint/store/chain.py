@@ -92,11 +92,16 @@ class ChainFile:
         if reader.digest == self.digest and self.size in (None, source.size):
             return reader
         if self.size is not None:
-            found = f"{source.size} bytes with header digest {reader.digest}"
-            raise ChainError(where, found=found, expected=f"{self.size} bytes with {self.digest}", do=_DO)
+            raise ChainError(
+                where,
+                found=f"{source.size} bytes with header digest {reader.digest}",
+                expected=f"{self.size} bytes with {self.digest}",
+                do=_DO,
+            )
         error_class = CorruptError if self.is_payload else ChainError
-        found, expected = f"header digest {reader.digest}", f"{self.digest}, {self.expected}"
-        raise error_class(where, found=found, expected=expected, do=_DO)
+        raise error_class(
+            where, found=f"header digest {reader.digest}", expected=f"{self.digest}, {self.expected}", do=_DO
+        )
 
     def _missing_error(self) -> ShrinkpointError:
         where = ", ".join(self.storage.describe(key) for key in self.keys)
@@ -262,8 +267,12 @@ def read_header(path: Path) -> FileReader:
     with _identified_errors(path), LocalStorage(path.parent).open(path.name) as source:
         reader = FileReader(source, str(path))
     if reader.parent is not None and not all(type(reader.parent.get(key)) is str for key in ("name", "digest")):
-        found, do = f"a parent {reader.parent!a:.60}", "restore another checkpoint"
-        raise CorruptError(str(path), found=found, expected="an object with a name and a digest", do=do)
+        raise CorruptError(
+            str(path),
+            found=f"a parent {reader.parent!a:.60}",
+            expected="an object with a name and a digest",
+            do="restore another checkpoint",
+        )
     return reader
 
 
@@ -287,9 +296,15 @@ def _identified_errors(path: Path) -> Iterator[None]:
 
 def _single_file(path: Path, header: FileReader, *, is_payload: bool = False) -> ChainFile:
     # Only a keyframe's header is kept: what has been read of it need not be read again, and the others are verified.
-    kept = header if header.parent is None else None
     storage = LocalStorage(path.parent)
-    return ChainFile(header.digest, storage, (path.name,), "as it was a moment ago", header=kept, is_payload=is_payload)
+    return ChainFile(
+        header.digest,
+        storage,
+        (path.name,),
+        "as it was a moment ago",
+        header=header if header.parent is None else None,
+        is_payload=is_payload,
+    )
 
 
 def _candidate_paths(child: Path, name: str) -> list[Path]:

@@ -1,4 +1,4 @@
-"""One container file <-> one flat state. The seam where codec, scheme and container meet."""
+"""Writes a quantized state to one container file, and decodes such a file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,13 @@ from shrinkpoint.tensors.info import JSON, EncodedRecord, Role
 
 @dataclass(frozen=True)
 class RoleBytes:
-    """What the tensors of one role cost."""
+    """Sizes of the tensors of one role.
+
+    Attributes:
+        raw: bytes of the tensors.
+        stored: bytes of their records.
+        tensors: how many there are.
+    """
 
     raw: int = 0
     stored: int = 0
@@ -40,7 +46,7 @@ class RoleBytes:
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What a save did.
+    """The result of a save.
 
     Attributes:
         path: where the checkpoint went.
@@ -50,11 +56,11 @@ class SaveReport:
         stored_bytes: bytes of the whole file, header included.
         seconds: from the first tensor to the durable file.
         roles: bytes by role name.
-        digest: the file's header digest, which vouches for every other byte.
-        retention: of the weights' progress since the checkpoint before, how much this one has (see `progress`); None:
-            nothing was lost, or there is none before.
-        exact: why tensors of floats stayed exact, by name, where the scheme is a lossy one; of shards nothing is said.
-        loss_report: what a scheme that searches tried, measured and chose; None: nothing was searched.
+        digest: the file's header digest, which authenticates every other byte.
+        retention: fraction of the weights' progress since the previous checkpoint that this one holds (see
+            `store.reference`); None: nothing was lost, or there is no previous one.
+        loss_report: what a searched scheme tried, measured and chose; None: nothing was searched.
+        exact: why floating-point tensors stayed exact under a lossy scheme, by name; empty for sharded tensors.
     """
 
     path: str
@@ -71,12 +77,12 @@ class SaveReport:
 
     @property
     def loss_increase(self) -> float | None:
-        """Of the loss where this checkpoint is restored, as measured: relative to it, so that .01 is one per cent.
+        """Relative increase of the loss, or fall of a score, measured for a restore: .01 is one per cent.
 
-        Of a score: its fall. 0 where nothing was lost, of the weights at least; None: not measured.
+        0 where no weight lost anything; None: not measured.
         """
-        known = LossIncrease.from_loss(self.loss_report)
-        return known.value if known.is_lossy else 0.0
+        increase = LossIncrease.from_loss(self.loss_report)
+        return increase.value if increase.is_lossy else 0.0
 
     @property
     def is_measured(self) -> bool:
@@ -86,12 +92,12 @@ class SaveReport:
     def __str__(self) -> str:
         """One line: what was written, how small, and what that costs.
 
-        >>> str(SaveReport("a", "fisher", True, 2200, 100, 1.0, search={"chosen": {}, "measured": False}))
+        >>> str(SaveReport("a", "fisher", True, 2200, 100, 1.0, loss_report={"chosen": {}, "measured": False}))
         'a: fisher, keyframe, 100 bytes of 2,200 (22x), loss not measured'
         """
         kind = "keyframe" if self.keyframe else "delta"
-        known = str(LossIncrease.from_loss(self.loss_report))
-        lost = f"loss {known}" if known else "nothing lost"
+        increase = str(LossIncrease.from_loss(self.loss_report))
+        lost = f"loss {increase}" if increase else "nothing lost"
         sizes = f"{self.stored_bytes:,} bytes of {self.raw_bytes:,} ({self.ratio:.3g}x)"
         return f"{self.path}: {self.scheme}, {kind}, {sizes}, {lost}"
 
@@ -102,18 +108,23 @@ class SaveReport:
 
     @property
     def weights_ratio(self) -> float:
-        """Raw bytes for each stored byte, of the weights alone, the file's header left out.
+        """Raw bytes for each stored byte of the weights, the file's header left out.
 
-        Master copies are weights: what is a cast of them costs nothing by itself. Infinite where all are references.
+        Master copies count as weights; a cast of them takes no bytes of its own. Infinite if no weight takes any.
         """
         weights = [self.roles[role.value] for role in (Role.PARAMETER, Role.MASTER) if role.value in self.roles]
-        raw, stored = sum(one.raw for one in weights), sum(one.stored for one in weights)
+        raw, stored = sum(role.raw for role in weights), sum(role.stored for role in weights)
         return raw / stored if stored else float("inf") if raw else 1.0
 
 
 @dataclass(frozen=True)
 class WriteResult:
-    """A file that has been written: what the save did, and what a reader of it holds."""
+    """A file that has been written.
+
+    Attributes:
+        report: of the save.
+        reference: what a reader of the file decodes.
+    """
 
     report: SaveReport
     reference: Reference
@@ -121,10 +132,12 @@ class WriteResult:
 
 @dataclass(frozen=True)
 class DecodedFile:
-    """A file's content: the tree, and the tensors it refers to.
+    """The decoded content of a file.
 
     Attributes:
-        max_copy_bytes: bytes that copies in the tree may take; None: nobody counted.
+        tree: the state's structure; its leaves name tensors.
+        reference: the decoded tensors.
+        max_copy_bytes: limit on the bytes of copies in the tree; None: no limit was computed.
     """
 
     tree: JSON
@@ -142,24 +155,25 @@ def write_file(
     parent: JSON,
     threads: int | None = None,
 ) -> WriteResult:
-    """Write what a scheme kept of a state under `key`, durably and all or nothing.
+    """Write a quantized state under `key`, durably and atomically.
 
     Args:
+        quantized: the state as the scheme quantized it.
         reference: the parent's decoded tensors; None writes a keyframe.
-        parent: how a reader finds the parent (name, digest, ...); stored as given, None for a keyframe.
+        parent: how a reader finds the parent (name, digest, ...), stored unchanged; None for a keyframe.
 
     Raises:
-        StorageError: writing failed; nothing is left under `key`.
+        StorageError: writing failed; nothing is stored under `key`.
     """
     began = time.perf_counter()
-    flat = quantized.state
+    state = quantized.state
     roles: dict[str, RoleBytes] = {}
-    symbols: dict[str, QuantizedTensor] = {}
+    codes: dict[str, QuantizedTensor] = {}
     with storage.create(key) as sink:
-        writer = FileWriter(sink, scheme=scheme.id, parent=parent, tree=flat.tree, expected=list(flat.infos.values()))
-        for encoded in scheme.encode(flat, reference, quantized=quantized.quantized, threads=threads):
+        writer = FileWriter(sink, scheme=scheme.id, parent=parent, tree=state.tree, expected=list(state.infos.values()))
+        for encoded in scheme.encode(state, reference, quantized=quantized.quantized, threads=threads):
             _count_roles(roles, encoded, writer.add(encoded))
-            symbols.update(_record_symbols(encoded, quantized, reference))
+            codes.update(_record_codes(encoded, quantized, reference))
         summary = writer.finish({name: [r.raw, r.stored, r.tensors] for name, r in roles.items()})
     report = SaveReport(
         path=storage.describe(key),
@@ -173,33 +187,35 @@ def write_file(
         loss_report=_loss_report(quantized),
         exact=quantized.exact,
     )
-    return WriteResult(report, Reference(flat.tensors, symbols))
+    return WriteResult(report, Reference(state.tensors, codes))
 
 
 def _loss_report(quantized: QuantizedState) -> JSON:
-    """What was lost, and what stayed exact for which reason."""
+    """The scheme's report, with the reasons for which tensors stayed exact."""
     if not isinstance(quantized.loss, dict) or not quantized.exact:
         return quantized.loss
     return quantized.loss | {"stayed_exact": summarize_reasons(quantized.exact, quantized.state.infos)}
 
 
 def _count_roles(roles: dict[str, RoleBytes], encoded: EncodedRecord, stored: int) -> None:
-    """A record of several roles (references to other tensors) has next to no bytes of its own."""
+    """Add a record to the sizes by role; one with several roles has few bytes, and they count for the first."""
     raw: dict[Role, int] = {}
     for info in encoded.infos:
         raw[info.role] = raw.get(info.role, 0) + info.nbytes
     tensors = Counter([info.role for info in encoded.infos])
     for role, nbytes in raw.items():
-        held = roles.get(role.value, RoleBytes())
-        roles[role.value] = held.plus(nbytes, stored if role is encoded.infos[0].role else 0, tensors[role])
+        total = roles.get(role.value, RoleBytes())
+        roles[role.value] = total.plus(nbytes, stored if role is encoded.infos[0].role else 0, tensors[role])
 
 
-def _record_symbols(
+def _record_codes(
     encoded: EncodedRecord, quantized: QuantizedState, reference: Reference | None
 ) -> Mapping[str, QuantizedTensor]:
-    """The symbols that a reader of this record goes on with."""
-    held = reference.quantized if encoded.recipe == {"kind": "same"} and reference is not None else quantized.quantized
-    return {info.name: held[info.name] for info in encoded.infos if info.name in held}
+    """The quantized tensors that a reader of this record has for the next delta."""
+    tensors = (
+        reference.quantized if encoded.recipe == {"kind": "same"} and reference is not None else quantized.quantized
+    )
+    return {info.name: tensors[info.name] for info in encoded.infos if info.name in tensors}
 
 
 def read_file(
@@ -210,10 +226,12 @@ def read_file(
     threads: int | None = None,
     allowance: Allowance | None = None,
 ) -> DecodedFile:
-    """Decode a file; `reference` must be the parent's tensors where the file is a delta.
+    """Decode one file.
 
     Args:
-        allowance: counts the files of the chain so far; None: this one alone.
+        reference: the parent's decoded tensors, if the file is a delta.
+        threads: native threads; None: every core.
+        allowance: counts the files of the chain so far; None: only this file.
 
     Raises:
         FormatError: the bytes are at fault, or ask for more memory than they may.
@@ -225,7 +243,7 @@ def read_file(
 def decode_records(
     reader: FileReader, reference: Reference | None, *, threads: int | None = None, allowance: Allowance | None = None
 ) -> DecodedFile:
-    """As `read_file`, of a file whose header has been read."""
+    """Decode a file whose header has been read; raises as `read_file` does."""
     allowance = allowance or Allowance()
     workers = default_threads(threads)
     with read_guard(reader.where):
@@ -233,8 +251,8 @@ def decode_records(
         recipes = [(head.recipe, len(head.infos), sum(info.nbytes for info in head.infos)) for head in heads]
         allowance.admit(reader.where, reader.size, sum(nbytes for _, _, nbytes in recipes))
         read = partial(_read, reader)
-        found = decode_all(recipes, read, reference, where=reader.where, threads=workers)
-        return DecodedFile(reader.tree, found, allowance.max_copy_bytes)
+        decoded = decode_all(recipes, read, reference, where=reader.where, threads=workers)
+        return DecodedFile(reader.tree, decoded, allowance.max_copy_bytes)
 
 
 def _read(reader: FileReader, index: int) -> EncodedRecord:
@@ -242,10 +260,14 @@ def _read(reader: FileReader, index: int) -> EncodedRecord:
 
 
 def build_state(decoded: DecodedFile, where: str, *, tie: bool = True) -> Any:
-    """The state that a file's content stands for.
+    """Build the state from a file's content.
+
+    Args:
+        where: the file, for messages.
+        tie: tensors that shared memory share it again.
 
     Raises:
-        CorruptError: no release writes such a tree, or it asks for more memory than it may.
+        CorruptError: the tree is invalid, or exceeds the limit on memory.
     """
     return unflatten(decoded.tree, decoded.reference.tensors, tie=tie, where=where, max_bytes=decoded.max_copy_bytes)
 
@@ -254,10 +276,14 @@ Device: TypeAlias = str | torch.device | None
 
 
 def to_device(tensors: Mapping[str, torch.Tensor], device: Device, *, copy: bool) -> dict[str, torch.Tensor]:
-    """Tensors on a device, the CPU where none is named.
+    """Move tensors to a device.
+
+    Args:
+        device: None: the CPU.
+        copy: copy also those that are there already.
 
     Raises:
-        PolicyError: the device is not there, or is full.
+        PolicyError: the device does not exist, or its memory is full.
     """
     try:
         return {name: tensor.to(device or "cpu", copy=copy) for name, tensor in tensors.items()}

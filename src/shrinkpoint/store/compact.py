@@ -1,4 +1,4 @@
-"""Writing checkpoints again, in place, so that fewer files stand below them."""
+"""Rewrites checkpoints in place, so that they depend on fewer files."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.flatten import flatten, unflatten
 
 Rewrite = tuple[Manifest, Manifest, SaveReport]
-"""A checkpoint before, after, and what writing it again did."""
+"""The manifests of a checkpoint before and after it was rewritten, and the report of that save."""
 
 
 def rewrite_as_keyframe(storage: Storage, manifest: Manifest, *, threads: int | None = None) -> Rewrite:
-    """Write a delta again as a keyframe; what was made against the delta keeps standing on its old file.
+    """Rewrite a delta as a keyframe; deltas that were made against it keep its old file.
 
     Raises:
         ChainError, FormatError: it does not load; nothing is changed.
-        StorageError: reading or writing failed; the checkpoint is whole, as it was or as a keyframe.
+        StorageError: reading or writing failed; the checkpoint loads, unchanged or as a keyframe.
     """
     return _rewrite(storage, manifest, None, threads)
 
 
 def merge_orphaned_deltas(storage: Storage, *, threads: int | None = None) -> Iterator[Rewrite]:
-    """Write again each delta that stands on a file which no checkpoint shows any more.
+    """Rewrite each delta that depends on a file of a checkpoint which is forgotten, deleted or saved again.
 
-    It becomes a delta against the nearest checkpoint of its chain that is still shown, or a keyframe where none is. So
-    a run of deltas whose middle is forgotten merges into one. Memory: three states.
+    It becomes a delta against its nearest ancestor that is still visible, or a keyframe if there is none. So a sequence
+    of deltas whose middle is forgotten merges into one. Memory: three states.
     """
     for step in scan(storage).visible:
         listing = scan(storage)
@@ -45,7 +45,7 @@ def merge_orphaned_deltas(storage: Storage, *, threads: int | None = None) -> It
 
 
 def _nearest_visible(listing: Listing, manifest: Manifest) -> Manifest | None:
-    """The closest ancestor that is shown and holds the values it held when the delta was made (so says its id)."""
+    """The closest ancestor that is visible and, by its id, holds the values it held when the delta was made."""
     for base in reversed(manifest.bases):
         other = listing.visible.get(base.step)
         if other is not None and other.id == base.id:
@@ -54,17 +54,17 @@ def _nearest_visible(listing: Listing, manifest: Manifest) -> Manifest | None:
 
 
 def _rewrite(storage: Storage, manifest: Manifest, parent: Manifest | None, threads: int | None) -> Rewrite:
-    """Lossless whatever the scheme was: what is stored now is already what a reader gets."""
-    below = decode_chain(chain.store_chain(storage, parent), threads=threads).reference if parent else None
+    """Rewrite without further loss, whatever the scheme was: the decoded values are encoded exactly."""
+    reference = decode_chain(chain.store_chain(storage, parent), threads=threads).reference if parent else None
     decoded = decode_chain(chain.store_chain(storage, manifest), threads=threads)
-    with CheckpointTransaction(storage, scan(storage), manifest.step, parent, below) as pending:
+    with CheckpointTransaction(storage, scan(storage), manifest.step, parent, reference) as transaction:
         scheme = Recode(decoded.reference.quantized, manifest.loss, manifest.scheme)
-        report = pending.add(_to_flat_state(decoded, manifest), scheme=scheme, threads=threads)
-        return manifest, pending.commit(metadata_from=manifest), report
+        report = transaction.add(_to_flat_state(decoded, manifest), scheme=scheme, threads=threads)
+        return manifest, transaction.commit(metadata_from=manifest), report
 
 
 def _to_flat_state(decoded: DecodedFile, manifest: Manifest) -> FlatState:
-    """The state again as a save sees it, with roles and optimizer facts found anew; shares the decoded memory."""
+    """The state as a save sees it, with roles and optimizer facts derived anew; shares the decoded memory."""
     return flatten(
         unflatten(
             decoded.tree, decoded.reference.tensors, where=f"step {manifest.step}", max_bytes=decoded.max_copy_bytes

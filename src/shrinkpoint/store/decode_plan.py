@@ -1,8 +1,9 @@
-"""What must be decoded of a chain for some bytes of one tensor, and the cache of what was decoded before.
+"""Plans and runs the decoding of a range of bytes of one tensor in a chain, with a cache of decoded chunks.
 
-The plan is made from the last file down and carried out from the first up. A node is a record of a file. It is decoded
-in ranges where it can be, and everything that it needs lies in earlier nodes. So when the plan comes to a node, all
-that is needed of it is known, and each range is decoded once."""
+The plan is made from the last file to the keyframe and run in the opposite order. A node is a record of a file. It is
+decoded in ranges where its recipe allows that, and everything it depends on is in earlier nodes. So all requests to a
+node are known before it is decoded, and each range is decoded once.
+"""
 
 from __future__ import annotations
 
@@ -40,18 +41,19 @@ from shrinkpoint.tensors.dtypes import tensor_bytes, tensor_from_bytes
 from shrinkpoint.tensors.info import ITEMSIZE, TensorInfo
 
 Node: TypeAlias = tuple[int, int]
-"""A file of the chain, and a record of it, by their places."""
+"""Index of a file in the chain, and index of a record in that file."""
 Key: TypeAlias = tuple[Node, int]
 
 WHOLE = -1
-"""In place of a piece's number."""
+"""Stands for the whole record in place of a chunk's index."""
 
 
 class Cache:
-    """What was decoded last, within a bound of bytes.
+    """Least-recently-used cache of decoded chunks and records.
 
     Attributes:
-        opened, pieces, origins: of the records that were met, what is little and does not change.
+        limit: in bytes.
+        views, decoders, quantizers: what is small and constant of each record that was opened; not counted.
     """
 
     def __init__(self, limit: int) -> None:
@@ -63,10 +65,10 @@ class Cache:
         self._bytes = 0
 
     def get(self, node: Node, chunk: int) -> DecodedRange | Reference | None:
-        found = self._entries.get((node, chunk))
-        if found is not None:
+        entry = self._entries.get((node, chunk))
+        if entry is not None:
             self._entries.move_to_end((node, chunk))
-        return found
+        return entry
 
     def put(self, node: Node, chunk: int, value: DecodedRange | Reference) -> None:
         size = entry_bytes(value)
@@ -78,16 +80,17 @@ class Cache:
             self._bytes -= entry_bytes(self._entries.popitem(last=False)[1])
 
     def clear(self) -> None:
-        for one in (self._entries, self.views, self.decoders, self.quantizers):
-            one.clear()
+        for table in (self._entries, self.views, self.decoders, self.quantizers):
+            table.clear()
         self._bytes = 0
 
 
 def entry_bytes(value: DecodedRange | Reference) -> int:
+    """Memory that a cache entry takes, in bytes."""
     if isinstance(value, DecodedRange):
         return value.nbytes
-    origins = [one.codes for one in value.quantized.values()]
-    return sum(tensor.nbytes for tensor in (*value.tensors.values(), *origins))
+    codes = [tensor.codes for tensor in value.quantized.values()]
+    return sum(tensor.nbytes for tensor in (*value.tensors.values(), *codes))
 
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -95,17 +98,18 @@ Ints: TypeAlias = NDArray[np.int64]
 
 @dataclass
 class DecodeNode:
-    """What a plan knows of a node.
+    """The state of one record in a plan.
 
     Attributes:
-        requested: where the bytes of its stream begin and end that others need.
-        strict: everything about it is to be checked, as when it is decoded as a whole.
-        needs_quantizers: what its tensors were made from is needed.
-        decoder: how it is decoded in part; None: as a whole.
-        undecoded: ranges to decode.
-        ranges: (first unit, what the stream is from there on), what was decoded.
-        full_record: the same, of a record that was decoded as a whole.
-        dependencies: the nodes it needs.
+        view: the record.
+        requested: begin and end of the requested bytes of its stream, an array of each per request.
+        strict: check everything, as when the record is decoded as a whole.
+        needs_quantizers: the quantizer parameters of its tensors are requested.
+        decoder: decodes a part of it; None: it is decoded as a whole.
+        undecoded: (begin, end) of the ranges to decode, in units of the decoder.
+        ranges: (first unit, decoded values from there on), by rising unit.
+        full_record: the content of a record that was decoded as a whole.
+        dependencies: the nodes it depends on.
     """
 
     view: RecordView
@@ -120,10 +124,15 @@ class DecodeNode:
 
 
 class DecodePlan:
-    """Some bytes of one tensor of the last file.
+    """Decodes ranges of bytes of one tensor of the last file.
+
+    Args:
+        chain: the files, keyframe first.
+        cache: shared by successive plans for the same chain.
+        threads: native threads.
 
     Attributes:
-        numbers_decoded: numbers that were decoded for it.
+        numbers_decoded: numbers decoded so far, in all files.
     """
 
     def __init__(self, chain: Sequence[PartialFile], cache: Cache, threads: int) -> None:
@@ -133,17 +142,17 @@ class DecodePlan:
         self.numbers_decoded = 0
 
     def values(self, name: str, starts: Ints, size: int, *, strict: bool) -> list[tuple[int, Bytes]]:
-        """Bytes of a tensor that cover the ranges of `size` bytes from each of `starts`, which ascend.
+        """Decode the ranges of `size` bytes of a tensor from each of `starts`, which ascend.
 
         Args:
-            strict: of a whole tensor: all digests on the way are compared.
+            strict: compare all digests on the way; for a whole tensor.
 
         Returns:
-            (byte of the tensor, bytes from there on); each range lies in one of them.
+            (offset in the tensor, bytes from there on); each requested range is inside one of them.
         """
         node, _ = self._require(len(self._chain) - 1, name, starts, starts + size, strict=strict)
-        for one in self._order(node):
-            self._decode(one)
+        for dependency in self._order(node):
+            self._decode(dependency)
         step = self._nodes[node]
         if step.full_record is not None:
             return [(0, tensor_bytes(step.full_record.tensors[name]))]
@@ -156,31 +165,31 @@ class DecodePlan:
             out.append((start, self._bytes(node, name, start, stop)))
         return out
 
-    # what is needed, from the last file down
+    # planning, from the last file to the keyframe
 
     def _order(self, last: Node) -> Iterator[Node]:
-        """The nodes to decode, in their order; what nobody needs any more is dropped in between."""
+        """Yields the nodes in the order of decoding; frees the content of a node after its last use."""
         order = []
         while self._heap:
-            node = heapq.heappop(self._heap)
-            at = (-node[0], -node[1])
-            order.append(at)
-            with decode_errors(self._where(at)):
-                self._plan(at)
-        users = Counter(need for at in order for need in self._nodes[at].dependencies)
-        users[last] += 1
-        for at in reversed(order):
-            yield at
-            for need in self._nodes[at].dependencies:
-                users[need] -= 1
-                if users[need] == 0:
-                    self._nodes[need].ranges, self._nodes[need].full_record = [], None
+            file, record = heapq.heappop(self._heap)
+            node = (-file, -record)
+            order.append(node)
+            with decode_errors(self._where(node)):
+                self._plan(node)
+        uses = Counter(dependency for node in order for dependency in self._nodes[node].dependencies)
+        uses[last] += 1
+        for node in reversed(order):
+            yield node
+            for dependency in self._nodes[node].dependencies:
+                uses[dependency] -= 1
+                if uses[dependency] == 0:
+                    self._nodes[dependency].ranges, self._nodes[dependency].full_record = [], None
 
     def _where(self, node: Node) -> str:
         return self._chain[node[0]].describe(node[1])
 
     def _resolve(self, file: int, name: str) -> Node:
-        """The record that has a tensor's values: those that have not changed are the parent's."""
+        """The record that holds a tensor's values: that of an ancestor, where they have not changed since."""
         info = self._chain[file].infos[name]
         while self._chain[file].is_same(self._chain[file].records[name]):
             where, file = self._where((file, self._chain[file].records[name])), file - 1
@@ -191,10 +200,10 @@ class DecodePlan:
         do = "give the checkpoint this one was made against"
         if file < 0:
             raise ChainError(where, found="a delta without its parent", do=do)
-        found = self._chain[file].infos.get(info.name)
-        if found is None or (found.shape, found.dtype) != (info.shape, info.dtype):
-            what = f"a parent without tensor {info.name!r} of shape {list(info.shape)} and {info.dtype}"
-            raise ChainError(where, found=what, do=do)
+        parent = self._chain[file].infos.get(info.name)
+        if parent is None or (parent.shape, parent.dtype) != (info.shape, info.dtype):
+            message = f"a parent without tensor {info.name!r} of shape {list(info.shape)} and {info.dtype}"
+            raise ChainError(where, found=message, do=do)
 
     def _node(self, node: Node) -> DecodeNode:
         if node not in self._nodes:
@@ -203,21 +212,21 @@ class DecodePlan:
         return self._nodes[node]
 
     def _view(self, node: Node) -> RecordView:
-        held = self._cache.views.get(node)
-        if held is None:
-            held = self._chain[node[0]].record_view(node[1], self._chain[node[0] - 1] if node[0] else None)
-            self._cache.views[node] = held
-        return held
+        view = self._cache.views.get(node)
+        if view is None:
+            view = self._chain[node[0]].record_view(node[1], self._chain[node[0] - 1] if node[0] else None)
+            self._cache.views[node] = view
+        return view
 
-    def _decoder(self, node: Node, opened: RecordView) -> PartialDecoder | None:
+    def _decoder(self, node: Node, view: RecordView) -> PartialDecoder | None:
         if node not in self._cache.decoders:
-            self._cache.decoders[node] = partial_decoder(opened)
+            self._cache.decoders[node] = partial_decoder(view)
         return self._cache.decoders[node]
 
     def _require(
         self, file: int, name: str, starts: Ints, stops: Ints, *, strict: bool = False, codes: bool = False
     ) -> tuple[Node, DecodeNode]:
-        """Note that bytes of a tensor's values (or of its codes) are needed."""
+        """Request bytes of a tensor's values, or of its codes."""
         node = self._resolve(file, name)
         step = self._node(node)
         scale = ITEMSIZE[self._chain[node[0]].infos[name].dtype] if codes else 1
@@ -236,9 +245,9 @@ class DecodePlan:
 
     def _plan(self, node: Node) -> None:
         step = self._nodes[node]
-        held = self._cache.get(node, WHOLE)
-        if isinstance(held, Reference):
-            step.full_record = held
+        entry = self._cache.get(node, WHOLE)
+        if isinstance(entry, Reference):
+            step.full_record = entry
             return
         copied = isinstance(step.view.recipe, dict) and step.view.recipe.get("kind") == "copy"
         step.decoder = self._decoder(node, step.view) if copied or not step.strict else None
@@ -271,15 +280,15 @@ class DecodePlan:
     def _uncached(
         self, node: Node, step: DecodeNode, decoder: PartialDecoder, lo: int, hi: int
     ) -> list[tuple[int, int]]:
-        """The parts of a range that are to be decoded; what the cache has of it is taken."""
+        """The parts of a range that must be decoded; chunks in the cache are used."""
         if not decoder.cacheable:
             return [(lo, hi)]
         out: list[tuple[int, int]] = []
         for start in range(lo, hi, decoder.chunk):
             stop = min(start + decoder.chunk, hi)
-            held = self._cache.get(node, start // decoder.chunk)
-            if isinstance(held, DecodedRange):
-                step.ranges.append((start, held))
+            entry = self._cache.get(node, start // decoder.chunk)
+            if isinstance(entry, DecodedRange):
+                step.ranges.append((start, entry))
             elif out and out[-1][1] == start:
                 out[-1] = (out[-1][0], stop)
             else:
@@ -287,24 +296,24 @@ class DecodePlan:
         return out
 
     def _cover(self, step: DecodeNode, requested: Sequence[tuple[Ints, Ints]]) -> list[tuple[int, int]]:
-        """Ranges of units, apart from each other, that whole chunks have and that cover bytes of the stream."""
+        """Disjoint ranges of units that consist of whole chunks and cover the requested bytes of the stream."""
         assert step.decoder is not None
         size = step.decoder.unit * step.decoder.chunk
-        starts = np.concatenate([one[0] for one in requested]) if requested else np.empty(0, np.int64)
-        stops = np.concatenate([one[1] for one in requested]) if requested else np.empty(0, np.int64)
-        some = stops > starts
-        lows, highs = starts[some] // size, -(-stops[some] // size)
+        starts = np.concatenate([begin for begin, _ in requested]) if requested else np.empty(0, np.int64)
+        stops = np.concatenate([end for _, end in requested]) if requested else np.empty(0, np.int64)
+        is_nonempty = stops > starts
+        lows, highs = starts[is_nonempty] // size, -(-stops[is_nonempty] // size)
         order = np.argsort(lows, kind="stable")
         lows, highs = lows[order], np.maximum.accumulate(highs[order]) if order.size else highs
-        apart = np.flatnonzero(lows[1:] > highs[:-1] + step.decoder.merge_gap) + 1
+        gaps = np.flatnonzero(lows[1:] > highs[:-1] + step.decoder.merge_gap) + 1
         chunk, count = step.decoder.chunk, step.decoder.count
         return [
-            (int(part[0][0]) * chunk, min(int(part[1][-1]) * chunk, count))
-            for part in zip(np.split(lows, apart), np.split(highs, apart), strict=True)
-            if part[0].size
+            (int(low[0]) * chunk, min(int(high[-1]) * chunk, count))
+            for low, high in zip(np.split(lows, gaps), np.split(highs, gaps), strict=True)
+            if low.size
         ]
 
-    # and done, from the first file up
+    # decoding, from the keyframe on
 
     def _decode(self, node: Node) -> None:
         step = self._nodes[node]
@@ -330,11 +339,11 @@ class DecodePlan:
             if decoder.cacheable:
                 self.numbers_decoded += sum(num_numbers(info) for info in step.view.infos) * (hi - lo) // decoder.count
                 self._cache_chunks(node, decoder, lo, hi, block)
-        step.ranges.sort(key=lambda one: one[0])
+        step.ranges.sort(key=lambda decoded: decoded[0])
 
     def _cache_chunks(self, node: Node, decoder: PartialDecoder, lo: int, hi: int, block: DecodedRange) -> None:
         each = max(1, block.nbytes // max(1, (hi - lo)))
-        first = max(lo, hi - self._cache.limit // each // decoder.chunk * decoder.chunk)  # no more than it can hold
+        first = max(lo, hi - self._cache.limit // each // decoder.chunk * decoder.chunk)  # what the cache can hold
         for start in range(lo, hi, decoder.chunk):
             if start >= first:
                 part = slice(start - lo, min(start + decoder.chunk, hi) - lo)
@@ -345,9 +354,9 @@ class DecodePlan:
     def _decode_full_record(self, node: Node, step: DecodeNode) -> None:
         file = self._chain[node[0]]
         encoded = file.reader.read(file.head(node[1]))
-        needed = required_tensors(step.view)
-        own = self._reference(node[0], [name for mine, name in needed if mine])
-        parent = self._reference(node[0] - 1, [name for mine, name in needed if not mine]) if node[0] else None
+        required = required_tensors(step.view)
+        own = self._reference(node[0], [name for is_own, name in required if is_own])
+        parent = self._reference(node[0] - 1, [name for is_own, name in required if not is_own]) if node[0] else None
         decoded = LazyTensors(file.tensors_before(node[1]), own.tensors)
         where = file.reader.where
         step.full_record = decode(encoded, decoded, parent, quantized=own.quantized, where=where, threads=self._threads)
@@ -355,30 +364,30 @@ class DecodePlan:
         self._cache.put(node, WHOLE, step.full_record)
 
     def _reference(self, file: int, names: Sequence[str]) -> Reference:
-        """Whole tensors of a file, and what they were made from."""
-        tensors, symbols = {}, {}
+        """Complete tensors of a file, with their codes where these were quantized."""
+        tensors, quantized = {}, {}
         for name in names:
             node = self._resolve(file, name)
-            whole = self._nodes[node].full_record
-            if whole is None:
+            record = self._nodes[node].full_record
+            if record is None:
                 info = self._chain[file].infos[name]
                 tensors[name] = tensor_from_bytes(self._bytes(node, name, 0, info.nbytes), info)
                 continue
-            tensors[name] = whole.tensors[name]
-            if name in whole.quantized:
-                symbols[name] = whole.quantized[name]
-        return Reference(tensors, symbols)
+            tensors[name] = record.tensors[name]
+            if name in record.quantized:
+                quantized[name] = record.quantized[name]
+        return Reference(tensors, quantized)
 
     def _quantizer(self, file: int, name: str) -> QuantizerParams:
         node = self._resolve(file, name)
-        whole = self._nodes[node].full_record
-        held = self._cache.quantizers[node].get(name) if whole is None else whole.quantized.get(name)
-        if held is None:
-            raise ChainError(self._chain[file].reader.where, found=f"tensor {name!r}, which no quantizer made")
-        return held.lattice if isinstance(held, LatticeTensor) else held
+        record = self._nodes[node].full_record
+        params = self._cache.quantizers[node].get(name) if record is None else record.quantized.get(name)
+        if params is None:
+            raise ChainError(self._chain[file].reader.where, found=f"tensor {name!r}, which is not quantized")
+        return params.lattice if isinstance(params, LatticeTensor) else params
 
     def _bytes(self, node: Node, name: str, start: int, stop: int, *, codes: bool = False) -> Bytes:
-        """Bytes of a tensor's values, or of its codes, that have been decoded."""
+        """Decoded bytes of a tensor's values, or of its codes."""
         step = self._nodes[node]
         if step.full_record is not None:
             origin = step.full_record.quantized.get(name)
@@ -391,8 +400,8 @@ class DecodePlan:
         unit, offset = 1 if codes else step.decoder.unit, step.view.offsets[name]
         offset = offset // step.decoder.unit if codes else offset
         parts, last = [], -(-(offset + stop) // unit)
-        at = bisect_right(step.ranges, (offset + start) // unit, key=lambda one: one[0]) - 1
-        for first, block in islice(step.ranges, max(at, 0), None):
+        index = bisect_right(step.ranges, (offset + start) // unit, key=lambda decoded: decoded[0]) - 1
+        for first, block in islice(step.ranges, max(index, 0), None):
             if first >= last:
                 break
             array = block.codes if codes else block.values
@@ -406,7 +415,7 @@ class DecodePlan:
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """The tensors of all earlier records by name, of which only those at hand can be had."""
+    """The tensors of all earlier records by name; only those that were decoded can be read."""
 
     def __init__(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
         self._names, self._tensors = names, tensors

@@ -1,4 +1,4 @@
-"""One writer's end of a chain whose checkpoints lie in folders of a framework's own."""
+"""Writes a chain of checkpoints, each into a directory that a framework names."""
 
 from __future__ import annotations
 
@@ -25,44 +25,43 @@ from shrinkpoint.store.reference import ReferenceCache, as_delta_base, warn_low_
 from shrinkpoint.tensors.flat_state import FlatState
 
 _BASE_DIR_PREFIX = ".shrinkpoint.base-"
-"""How the directory is called that keeps, beside a deleted folder, what the next delta stands on; then a process id."""
+"""Prefix of the hidden directory that keeps the bases of the next delta when theirs is deleted; then a process id."""
 
 
 class DeltaWriter:
-    """What one writer holds of the last checkpoint of its chain: its values, and where its files lie.
+    """Writes payloads, each a delta against the one before, and holds the reference for the next.
 
-    Expects: `write`, then, once the checkpoint is committed, `commit_reference`; or `rollback`. Until
-        `commit_reference`, the next delta
-    would stand on what it stood on before.
+    Call `write`, then `commit_reference` once the checkpoint is committed, or `rollback`. The reference for the next
+    delta changes with `commit_reference` only.
 
-    Memory: one state on the CPU; of what a lossy scheme quantizes also the values before that, and a byte for each.
+    Memory: one state on the CPU; for tensors that a lossy scheme quantizes also the original values, and a byte each.
 
     Args:
         keyframe_every: a chain has at most this many files, its keyframe included; None: no bound.
         threads: native threads for coding; None: every core.
 
     Raises:
-        PolicyError: one of them is no such number.
+        PolicyError: one of them is out of range.
     """
 
     def __init__(self, *, keyframe_every: int | None = 20, threads: int | None = None) -> None:
         keyframe_every, threads = validate.check_keyframe_every(keyframe_every), validate.check_threads(threads)
         self._max_files, self._threads = keyframe_every, threads
-        self._can_link = True  # as far as is known
+        self._can_link = True  # until a link fails
         self._reference_cache: ReferenceCache[Payload] = ReferenceCache()
         self._base_verifier = BaseVerifier()
-        self._base_dir: Path | None = None  # the directory with the files of what is held
-        self._own_base_dir: Path | None = None  # that directory, where it is one of ours
+        self._base_dir: Path | None = None  # the directory with the files of the reference
+        self._own_base_dir: Path | None = None  # the same, if it is a hidden one of ours
         self._uncommitted: _UncommittedPayload | None = None
 
     @property
     def reference(self) -> Reference | None:
-        """What a reader gets of the last checkpoint; None: the next one is a keyframe, as far as can be told."""
+        """The decoded tensors of the last checkpoint; None if the next one will be a keyframe."""
         return self._reference_cache.reference if self._usable_base() is not None else None
 
     @property
     def last_reference(self) -> Reference | None:
-        """What a reader gets of the last checkpoint, whether or not the next one can be a delta; None: not known."""
+        """The decoded tensors of the last checkpoint, even if the next one will be a keyframe; None if unknown."""
         return (
             None
             if self._reference_cache.manifest is None
@@ -71,9 +70,9 @@ class DeltaWriter:
 
     @property
     def payload(self) -> Payload:
-        """What `write` wrote."""
+        """The payload that `write` wrote."""
         if self._uncommitted is None:
-            raise PolicyError("Tip", found="nothing that was written", expected="`write` first")
+            raise PolicyError("DeltaWriter", found="no payload", expected="`write` first")
         return self._uncommitted.payload
 
     def write(
@@ -86,63 +85,69 @@ class DeltaWriter:
         keyframe: bool = False,
         adopt: bool = False,
     ) -> SaveReport:
-        """Write a payload and the links it needs, durably; no checkpoint before `folder.commit`.
+        """Write a payload and hard links to its bases, durably; the checkpoint exists after `directory.commit`.
 
         Args:
-            keyframe: True: do not make a delta.
-            adopt: the tensors of `state` become the tip's own; else they must stay as they are until `promote`, which
-                copies them, or `rollback`.
+            keyframe: do not write a delta.
+            adopt: take over the tensors of `state`; else they must not change until `commit_reference`, which copies
+                them, or `rollback`.
 
         Raises:
-            StorageError: writing failed; nothing of it is left.
+            StorageError: writing failed; what was written is removed.
         """
         self.rollback()
         storage = LocalStorage(local_path(directory).absolute())
-        made: list[str] = []
+        written_keys: list[str] = []
         try:
-            base = None if keyframe else self._link_base(storage, made)
+            base = None if keyframe else self._link_base(storage, written_keys)
             reference = None if base is None else self._reference_cache.reference
             key = layout.payload_name(own_keys(storage.path), rank)
-            kept = scheme.quantize(state, reference) if base is not None else self._keyframe_of(scheme, state)
-            if kept.keyframe:
-                _remove(storage, made)
-                made.clear()
+            quantized = scheme.quantize(state, reference) if base is not None else self._keyframe_of(scheme, state)
+            if quantized.keyframe:
+                _remove(storage, written_keys)
+                written_keys.clear()
                 base = reference = None
-            made.append(key)
+            written_keys.append(key)
             written = write_file(
-                storage, key, kept, scheme=scheme, reference=reference, parent=_parent_json(base), threads=self._threads
+                storage,
+                key,
+                quantized,
+                scheme=scheme,
+                reference=reference,
+                parent=_parent_json(base),
+                threads=self._threads,
             )
             report = replace(
                 written.report, retention=self._reference_cache.retained_progress(state, written.reference)
             )
             warn_low_retention(report.retention)
         except BaseException:
-            _remove(storage, made)
+            _remove(storage, written_keys)
             raise
         payload = Payload(key, report.stored_bytes, report.digest, report.raw_bytes, _base_digests(base))
         stamp = StoredFile(payload.digest, payload.size, storage, key).stamp()
-        self._uncommitted = _UncommittedPayload(storage, made, payload, written.reference, state, adopt, stamp)
+        self._uncommitted = _UncommittedPayload(storage, written_keys, payload, written.reference, state, adopt, stamp)
         return report
 
     def commit_reference(self) -> None:
-        """The checkpoint is committed: the next delta stands on it. Nothing happens where nothing was written."""
+        """Make the committed checkpoint the reference for the next delta; nothing happens if nothing was written."""
         written, self._uncommitted = self._uncommitted, None
         if written is None:
             return
-        take = self._reference_cache.adopt if written.adopt else self._reference_cache.copy
-        take(written.payload, written.reference, written.state.tensors)
+        store_reference = self._reference_cache.adopt if written.adopt else self._reference_cache.copy
+        store_reference(written.payload, written.reference, written.state.tensors)
         self._base_verifier.mark_verified({written.payload.digest: written.stamp})
         self._base_dir = written.storage.path
         self._remove_own_base_dir()
 
     def rollback(self) -> None:
-        """The checkpoint is not to be: remove what was written of it. The base stays."""
+        """Remove the uncommitted payload; the reference for the next delta is unchanged."""
         written, self._uncommitted = self._uncommitted, None
         if written is not None:
             _remove(written.storage, written.written_keys)
 
     def adopt(self, directory: str | Path, decoded: DecodedFile, rank: int = 0) -> None:
-        """What was loaded is what the next delta stands on; its tensors become the tip's own."""
+        """Make a loaded checkpoint the reference for the next delta, and take over its tensors."""
         self.rollback()
         payload, storage = read_directory_manifest(directory).payloads[rank], LocalStorage(Path(directory).absolute())
         self._reference_cache.adopt(payload, decoded.reference)
@@ -156,29 +161,29 @@ class DeltaWriter:
         self._remove_own_base_dir()
 
     def keep_base(self, directory: str | Path) -> None:
-        """The caller is about to delete this folder: keep what the next delta stands on, until it is written.
+        """Keep the files that the next delta depends on; to be called before this directory is deleted.
 
-        It goes into a hidden directory beside the folder. Where that is impossible, the next checkpoint is a keyframe.
+        They are linked into a hidden directory beside it. If that is impossible, the next checkpoint is a keyframe.
         """
         root, payload = Path(directory).absolute(), self._reference_cache.manifest
         if payload is None or self._base_dir != root:
             return
-        kept = root.parent / f"{_BASE_DIR_PREFIX}{os.getpid()}"
-        storage = LocalStorage(kept)
+        base_dir = root.parent / f"{_BASE_DIR_PREFIX}{os.getpid()}"
+        storage = LocalStorage(base_dir)
         with suppress(ShrinkpointError, OSError):
             _remove_stale_base_dirs(root.parent)
             if all(storage.link_file(path, layout.base_name(digest)) for path, digest in _base_files(root, payload)):
-                self._base_dir = self._own_base_dir = kept
+                self._base_dir = self._own_base_dir = base_dir
 
     def drop(self) -> None:
-        """Hold nothing, and free the memory: the next checkpoint is a keyframe."""
+        """Free the reference: the next checkpoint is a keyframe."""
         self.rollback()
         self._reference_cache.drop()
         self._base_dir = None
         self._remove_own_base_dir()
 
     def _usable_base(self) -> Payload | None:
-        """What the next delta would stand on; None: nothing can."""
+        """The payload that the next delta can be made against; None if there is none."""
         payload = self._reference_cache.manifest
         if payload is None or self._base_dir is None or not self._can_link:
             return None
@@ -187,7 +192,7 @@ class DeltaWriter:
         return payload if all(path.is_file() for path, _ in _base_files(self._base_dir, payload)) else None
 
     def _link_base(self, storage: LocalStorage, written_keys: list[str]) -> Payload | None:
-        """Link the chain into a folder; None, and no links, where that cannot be done."""
+        """Hard-link the chain into a directory; None, and no links, if that is impossible."""
         payload = self._usable_base()
         if payload is None or self._base_dir is None:
             return None
@@ -205,17 +210,21 @@ class DeltaWriter:
         return None
 
     def _keyframe_of(self, scheme: Scheme, state: FlatState) -> QuantizedState:
-        """What a scheme keeps for a keyframe, even if it has decided for a delta, before that turned out impossible."""
+        """Quantize for a keyframe, even if the scheme has planned a delta, which then turned out to be impossible."""
         if not isinstance(scheme, QuantizationPlan):
             return scheme.quantize(state, None)
-        kept = scheme.quantize(state, self._reference_cache.reference)
-        differences = {name for name, one in kept.quantized.items() if isinstance(one, CodebookTensor) and one.residual}
-        return replace(kept, quantized={name: one for name, one in kept.quantized.items() if name not in differences})
+        quantized = scheme.quantize(state, self._reference_cache.reference)
+        tensors = {
+            name: tensor
+            for name, tensor in quantized.quantized.items()
+            if not (isinstance(tensor, CodebookTensor) and tensor.residual)
+        }
+        return replace(quantized, quantized=tensors)
 
     def _remove_own_base_dir(self) -> None:
-        kept, self._own_base_dir = self._own_base_dir, None
-        if kept is not None and kept != self._base_dir:
-            shutil.rmtree(kept, ignore_errors=True)
+        base_dir, self._own_base_dir = self._own_base_dir, None
+        if base_dir is not None and base_dir != self._base_dir:
+            shutil.rmtree(base_dir, ignore_errors=True)
 
 
 class _UncommittedPayload:
@@ -237,14 +246,14 @@ class _UncommittedPayload:
 
 
 def _base_files(directory: Path, payload: Payload) -> list[tuple[Path, str]]:
-    """The files of a chain and their digests, keyframe first."""
+    """The paths of a chain's files and their digests, keyframe first."""
     bases = [(directory / layout.base_name(digest), digest) for digest, _ in payload.bases]
-    own = directory / layout.base_name(payload.digest)  # where the folder itself is gone
+    own = directory / layout.base_name(payload.digest)  # if the directory itself was deleted
     return [*bases, (own if own.is_file() else directory / payload.name, payload.digest)]
 
 
 def _linked_files(storage: LocalStorage, payload: Payload) -> list[StoredFile]:
-    """A chain's files as they are linked into the folder of the next checkpoint."""
+    """A chain's files as they are linked into the directory of the next checkpoint."""
     chain = [*payload.bases, (payload.digest, payload.size)]
     return [StoredFile(digest, size, storage, layout.base_name(digest)) for digest, size in chain]
 
@@ -254,7 +263,7 @@ def _base_digests(base: Payload | None) -> tuple[tuple[str, int], ...]:
 
 
 def _parent_json(base: Payload | None) -> dict[str, str] | None:
-    """How a reader of the payload alone finds its base."""
+    """The header entry by which a reader of the payload finds its base."""
     return None if base is None else {"name": layout.base_name(base.digest), "digest": base.digest}
 
 
@@ -272,7 +281,7 @@ def _remove(storage: LocalStorage, keys: list[str]) -> None:
 
 
 def _remove_stale_base_dirs(parent: Path) -> None:
-    """Remove what processes kept that are no more; one on another machine then writes a keyframe."""
+    """Remove the hidden directories of processes that no longer run; one on another machine then writes a keyframe."""
     for path in parent.glob(f"{_BASE_DIR_PREFIX}*"):
         pid = path.name.removeprefix(_BASE_DIR_PREFIX)
         if pid.isdecimal() and not _is_alive(int(pid)):

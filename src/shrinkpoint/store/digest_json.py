@@ -1,4 +1,4 @@
-"""Small JSON documents with one spelling each and their digest inside, which a reader can trust or refuse."""
+"""JSON documents in a canonical encoding with their own digest inside, so that a reader finds any damage."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ MAX_MANIFEST_BYTES = 16 << 20
 
 
 def utc_timestamp() -> str:
-    """This moment, as manifests spell it."""
+    """The current time in UTC, ISO 8601 with milliseconds."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
 def dump_with_digest(document: Mapping[str, JSON]) -> bytes:
-    """Canonical bytes of a document, with their digest in it."""
+    """Encode a document canonically, with the digest of its other fields in it."""
     return _canonical({**document, "digest": xxh3_128(_canonical(document))})
 
 
 def load_with_digest(data: bytes, where: str) -> dict[str, JSON]:
-    """The document, once its digest is right and its spelling is the canonical one.
+    """Decode a document and verify its digest and its canonical encoding.
 
     Raises:
         TruncatedError: the bytes end before the closing brace.
@@ -41,13 +41,13 @@ def load_with_digest(data: bytes, where: str) -> dict[str, JSON]:
     check_nests(data, where, "a manifest")
     try:
         document = json.loads(data)
-        found = document.pop("digest")
+        digest = document.pop("digest")
         canonical = dump_with_digest(document)
         expected = json.loads(canonical)["digest"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise manifest_error(where, f"no manifest ({type(error).__name__})", "a JSON object with its digest") from error
-    if found != expected:
-        raise manifest_error(where, f"digest {str(found)[:40]}", expected)
+    if digest != expected:
+        raise manifest_error(where, f"digest {str(digest)[:40]}", expected)
     if canonical != data:
         raise manifest_error(where, "another spelling of this manifest", "canonical JSON")
     if json_depth(document) > MAX_JSON_DEPTH:
@@ -56,7 +56,7 @@ def load_with_digest(data: bytes, where: str) -> dict[str, JSON]:
 
 
 def check_format(document: Mapping[str, JSON], where: str, supported: int) -> None:
-    """Refuse what another release spells.
+    """Refuse the format of another release.
 
     Raises:
         VersionError: a newer release wrote it.
@@ -71,18 +71,18 @@ def check_format(document: Mapping[str, JSON], where: str, supported: int) -> No
 
 
 def manifest_error(where: str, found: str, expected: str = "") -> CorruptError:
-    """What to raise of a document that cannot be trusted."""
+    """The error for a document that cannot be trusted."""
     do = "this checkpoint cannot be trusted: restore another, then `forget` and `prune` it"
     return CorruptError(where, found=found, expected=expected, do=do)
 
 
 def json_number(value: float) -> float | str:
-    """JSON has no nan and no infinities; a loss of a diverged run must not stop its checkpoint."""
+    """A float for JSON: nan and infinities, which a diverged run may report, become texts."""
     return float(value) if math.isfinite(value) else str(float(value))
 
 
 def json_safe(value: JSON) -> JSON:
-    """As `number`, of whatever a scheme measured."""
+    """A copy of nested values in which every float is a `json_number`."""
     if isinstance(value, dict):
         return {str(name): json_safe(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -91,21 +91,21 @@ def json_safe(value: JSON) -> JSON:
 
 
 def expect_json_type(value: JSON, kind: type) -> Any:
-    """`value`, which is of this very type; else a TypeError."""
+    """Return `value` if its type is exactly `kind`; else raise a TypeError."""
     if type(value) is not kind:
         raise TypeError(f"{value!r} where {kind.__name__} should be")
     return value
 
 
 def expect_count(value: JSON) -> int:
-    """A whole number from 0 to 2^63 - 1; else a TypeError or ValueError."""
+    """Return a whole number from 0 to 2^63 - 1; else raise a TypeError or ValueError."""
     if not 0 <= expect_json_type(value, int) < 1 << 63:
         raise ValueError(f"a count of {value}"[:60])
     return int(value)
 
 
 def check_time(text: str) -> None:
-    """Raise a ValueError or OverflowError of what is no moment with a zone, or none that every zone can name."""
+    """Raise a ValueError or OverflowError unless `text` is a time with a zone that every zone can represent."""
     moment = datetime.fromisoformat(text)
     if moment.tzinfo is None:
         raise ValueError("a time without a zone")
@@ -114,14 +114,14 @@ def check_time(text: str) -> None:
 
 
 def expect_payload_name(value: JSON) -> str:
-    """The name of a payload, which stays inside its directory: `..` and `/` match no pattern of ours."""
+    """Return the name of a payload, which cannot leave its directory: the pattern has no `..` and no `/`."""
     if not layout.PAYLOAD.fullmatch(expect_json_type(value, str)):
         raise ValueError(f"a file named {value!r}")
     return str(value)
 
 
 def expect_digest(value: JSON) -> str:
-    """A header digest in hex; else a TypeError or ValueError."""
+    """Return a header digest in hex; else raise a TypeError or ValueError."""
     if not layout.BASE.fullmatch(layout.base_name(expect_json_type(value, str))):
         raise ValueError(f"a digest {value!r}")
     return str(value)

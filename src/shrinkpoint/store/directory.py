@@ -1,15 +1,14 @@
-"""A checkpoint in a directory that somebody else names, lists and deletes: a framework's, with its own retention.
+"""A checkpoint in a directory that a framework names, lists and deletes, with its own retention.
 
 ::
 
     rank-00000.safetensors       the payload, one a rank (rank-00000.2.safetensors where it is saved into again)
     bases/<digest>.safetensors   a hard link to each file of the chains below
     shrinkpoint.json             the manifest, written last: the checkpoint exists when this does
-    README.txt                   for people, and of no consequence: what reads this, where nothing else has that name
+    README.txt                   for people: what reads this directory; not written over a file of that name
 
-Such a folder needs no other one: where what a delta would stand on is gone, or cannot be linked, it is a keyframe. It
-may be copied and moved. Files that are not ours may lie beside these: nothing happens to them. No torch here: `unfold`
-decodes.
+Such a directory needs no other one and may be copied and moved: if the bases of a delta are gone or cannot be linked, a
+keyframe is written instead. Other files in it are left alone. No torch here: `decode.decode_directory` decodes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pathlib import Path
 
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import CorruptError, NotFoundError, StorageError
-from shrinkpoint.storage import LocalStorage, local_path
+from shrinkpoint.storage import LocalStorage, local_path, natural_key
 from shrinkpoint.storage.base import RESERVED
 from shrinkpoint.store import layout
 from shrinkpoint.store.chain import ChainFile, directory_chain
@@ -61,7 +60,7 @@ _DO = "restore another checkpoint"
 
 
 def is_checkpoint(directory: str | Path) -> bool:
-    """Whether a directory has a manifest of ours; not whether it is whole."""
+    """Whether a directory has a manifest of ours; its files are not looked at."""
     return (local_path(directory) / MANIFEST).is_file()
 
 
@@ -71,17 +70,17 @@ def find_checkpoints(root: str | Path) -> list[Path]:
     path = local_path(root)
     if is_checkpoint(path):
         return [path]
-    folders = [one.parent for pattern in ("*", "*/*") for one in path.glob(f"{pattern}/{MANIFEST}")]
-    shown = [one for one in folders if not any(part.startswith(".") for part in one.relative_to(path).parts)]
-    return sorted(shown, key=lambda one: natural_key(one.relative_to(path).as_posix()))
+    names = [file.parent.relative_to(path) for pattern in ("*", "*/*") for file in path.glob(f"{pattern}/{MANIFEST}")]
+    visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    return [path / name for name in sorted(visible, key=lambda name: natural_key(name.as_posix()))]
 
 
 def read_directory_manifest(directory: str | Path) -> DirectoryManifest:
-    """What a checkpoint says of itself.
+    """Read the manifest of a checkpoint.
 
     Raises:
         NotFoundError: there is no manifest.
-        FormatError: it is not to be trusted.
+        FormatError: it is damaged, or too large.
         StorageError: it cannot be read.
     """
     storage = LocalStorage(directory)
@@ -100,10 +99,10 @@ def chain_paths(directory: str | Path, payload: Payload) -> list[Path]:
 
 
 def verify_directory(directory: str | Path, *, deep: bool = False) -> DirectoryManifest:
-    """Make sure that a checkpoint is whole: every file is there, of the right size, and its header is the right one.
+    """Verify that every file of a checkpoint exists and has the right size and header.
 
     Args:
-        deep: compare every stored byte with its digest, too.
+        deep: also compare every stored byte with its digest.
 
     Raises:
         NotFoundError: there is no manifest.
@@ -131,13 +130,14 @@ def commit(
     extra: JSON = None,
     id: str | None = None,
 ) -> DirectoryManifest:
-    """Make the checkpoint exist, in the place of the one that was in this folder before; then remove what that had.
+    """Write the manifest, by which the checkpoint exists, and remove files of an earlier checkpoint in this directory.
 
     Args:
-        id: random hex, of this save alone; None: a new one.
+        payloads: one for each rank, written already.
+        id: random hex, unique to this save; None: a new one.
 
     Raises:
-        StorageError: a payload is not there as it was written, or writing failed; the checkpoint before stands.
+        StorageError: a payload is missing or has another size, or writing failed; an earlier checkpoint still exists.
     """
     storage = LocalStorage(directory)
     files = [file for payload in payloads for file in directory_chain(directory, payload)]
@@ -162,20 +162,20 @@ def commit(
         storage.remove_stale(lambda name: name == "bases")
         for key in own_keys(directory) - needed:
             storage.delete(key)
-    except StorageError as error:  # the checkpoint stands; what is left over costs space and nothing else
+    except StorageError as error:  # the checkpoint exists; what is left over only takes space
         _log.warning("%s", error)
     return manifest
 
 
 def own_keys(directory: str | Path) -> set[str]:
-    """Keys of the payloads and links in a folder, needed or not."""
+    """Keys of all payloads and links in a directory, also those that the manifest does not name."""
     root = Path(directory)
-    found = (path.relative_to(root).as_posix() for place in (root, root / "bases") for path in place.glob("*"))
-    return {key for key in found if _OWN_KEY.fullmatch(key)}
+    keys = (path.relative_to(root).as_posix() for parent in (root, root / "bases") for path in parent.glob("*"))
+    return {key for key in keys if _OWN_KEY.fullmatch(key)}
 
 
 def own_files(directory: str | Path) -> set[Path]:
-    """Every file in a folder that belongs to its checkpoint, and to nothing else."""
+    """Every file in a directory that was written for its checkpoint."""
     root = Path(directory)
     readme = {root / README} if _is_own_readme(root / README) else set()
     return {root / MANIFEST, *(root / key for key in own_keys(directory)), *readme}
@@ -187,16 +187,11 @@ def _check_stored_bytes(reader: FileReader) -> None:
 
 
 def _ignore(reader: FileReader) -> None:
-    """The header is verified by now."""
-
-
-def natural_key(name: str) -> list[tuple[int, str]]:
-    """A key by which checkpoint-1000 comes after checkpoint-200."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
+    """Do nothing more: the header has been verified."""
 
 
 def _write_readme(root: Path) -> None:
-    """Say to people what this is, unless something of that name is there. Not flushed: nothing depends on it."""
+    """Write the README, unless a file of that name exists. It is not flushed: nothing depends on it."""
     path, temporary = root / README, root / f"{RESERVED}tmp-{secrets.token_hex(8)}"
     with suppress(OSError):
         if not os.path.lexists(path):
@@ -207,9 +202,9 @@ def _write_readme(root: Path) -> None:
 
 
 def _is_own_readme(path: Path) -> bool:
-    """Whether it begins as ours does, whatever release wrote it."""
+    """Whether a README was written by this package, in any release."""
     first = _README.partition("\n")[0].encode()
-    if not path.is_file():  # a pipe would be waited for
+    if not path.is_file():  # reading a pipe would wait
         return False
     with path.open("rb") as file:
         return file.read(len(first)) == first
@@ -219,10 +214,10 @@ def _check_size(storage: LocalStorage, file: ChainFile) -> None:
     (key,) = file.keys
     try:
         with storage.open(key) as source:
-            found = f"{source.size} bytes"
+            message = f"{source.size} bytes"
             if source.size == file.size:
                 return
     except NotFoundError:
-        found = "no such file"
+        message = "no such file"
     do = "let all ranks write to one file system"
-    raise StorageError(storage.describe(key), found=found, expected=f"the {file.size} bytes that a rank wrote", do=do)
+    raise StorageError(storage.describe(key), found=message, expected=f"the {file.size} bytes that a rank wrote", do=do)

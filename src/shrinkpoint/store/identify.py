@@ -1,4 +1,4 @@
-"""What a path holds that was taken for something else, told from names and first bytes. No unpickling; no torch."""
+"""Identifies a path that is no file of ours, from names and first bytes, for messages. No unpickling; no torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from shrinkpoint.store.directory import find_checkpoints, is_checkpoint
 
 EMPTY_DIRECTORY = "an empty directory"
 MAX_ENTRIES = 1000
-"""Names of a directory that are looked at."""
+"""Number of names of a directory that are looked at."""
 _HEAD_BYTES = 512
 _MARK = 8 + PREFIX.index(b"shrinkpoint")
-"""Where a file says that it is ours; what stands before it, other programs write too."""
+"""Offset of the name by which a file is ours; what is before it, other programs write too."""
 _STEP = re.compile(r"step-[0-9]{9,15}")
 _RUN = re.compile(r"(checkpoint|step|epoch|global_step|version|iter)[-_=]?[0-9].*|checkpoints|lightning_logs")
 _MAGIC = (
@@ -34,12 +34,12 @@ _TENSOR_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True)
 class Identification:
-    """What something is, and what reads it.
+    """What a path is, and what reads it.
 
     Attributes:
         description: in words, "a file of torch.save".
         do: what to do with it.
-        is_foreign: something else wrote it, which has nothing of ours; False where that is not certain.
+        is_foreign: another program wrote it; False if that is not certain.
     """
 
     description: str
@@ -48,9 +48,9 @@ class Identification:
 
 
 def identify(path: Path) -> Identification | None:
-    """What a file or a directory is; None for a file of ours, whole or damaged, and for what cannot be told.
+    """Identify a file or a directory; None for a file of ours, intact or damaged, and if unknown.
 
-    An error of reading is no answer: whoever opens it next says what is wrong.
+    None also where reading fails: the caller's own attempt reports that error.
     """
     try:
         return _identify_directory(path) if path.is_dir() else _identify_file(path) if path.is_file() else None
@@ -82,9 +82,9 @@ def _identify_file(path: Path) -> Identification | None:
 
 
 def _is_ours(head: bytes) -> bool:
-    """Whether a header begins with our mark, of which bits may have turned."""
-    found = head[_MARK:][: len(PREFIX) - _MARK + 8]
-    return sum(a == b for a, b in zip(found, PREFIX[_MARK - 8 :], strict=False)) > (len(PREFIX) - _MARK + 8) // 2
+    """Whether a header begins with our name, some bits of which may be damaged."""
+    name = head[_MARK:][: len(PREFIX) - _MARK + 8]
+    return sum(a == b for a, b in zip(name, PREFIX[_MARK - 8 :], strict=False)) > (len(PREFIX) - _MARK + 8) // 2
 
 
 def _is_safetensors(head: bytes, size: int) -> bool:
@@ -104,23 +104,23 @@ def _identify_directory(path: Path) -> Identification:
         do = "load it with the framework that saved it, or `shrinkpoint export` it"
         return Identification("a framework's checkpoint", do, is_foreign=False)
     if any(_STEP.fullmatch(name) for name in names):
-        do = f"load it with shrinkpoint.Store({str(path)!r}).restore(), or with a Manager"
+        do = f"load it with shrinkpoint.Store({str(path)!r}).restore(), or with a CheckpointManager"
         return Identification("a store", do, is_foreign=False)
     if _STEP.fullmatch(path.name) and any(layout.step_of(f"{path.name}/{name}") is not None for name in names):
         do = f"load it with shrinkpoint.Store({str(path.parent)!r}).load({int(path.name[5:])})"
         return Identification("the directory of a store's checkpoint", do, is_foreign=False)
-    if found := find_checkpoints(path):
-        do = f"name one checkpoint, such as {found[-1]}, and load it with the framework that saved it"
+    if checkpoints := find_checkpoints(path):
+        do = f"name one checkpoint, such as {checkpoints[-1]}, and load it with the framework that saved it"
         return Identification("a framework's run", do, is_foreign=False)
-    what = _identify_foreign_dir(path, {*names})
-    if what is None:
-        shown = [name for name in names if not name.startswith(".")]
-        return Identification("a directory without a checkpoint" if shown else EMPTY_DIRECTORY, "check the path")
-    return Identification(what, f"`shrinkpoint convert {path} --dry-run` tells what it holds, and reads it")
+    description = _identify_foreign_dir(path, {*names})
+    if description is None:
+        visible = [name for name in names if not name.startswith(".")]
+        return Identification("a directory without a checkpoint" if visible else EMPTY_DIRECTORY, "check the path")
+    return Identification(description, f"`shrinkpoint convert {path} --dry-run` tells what it holds, and reads it")
 
 
 def _identify_foreign_dir(path: Path, names: set[str]) -> str | None:
-    """What another framework left there."""
+    """What another framework wrote there, in words; None if unknown."""
     if ".metadata" in names:
         return "a checkpoint of torch.distributed.checkpoint"
     tensors = sorted(name for name in names if name.endswith(_TENSOR_SUFFIXES))

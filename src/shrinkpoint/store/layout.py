@@ -1,11 +1,11 @@
-"""The names of everything in a store, and nothing else.
+"""The names of all files in a store.
 
 ::
 
     step-000001000/rank-00000.safetensors      the payload (rank-00000.2.safetensors after the step was saved again)
     step-000001000/bases/<digest>.safetensors  a hard link to each file of the chain below
     step-000001000/manifest.json               written last: the checkpoint exists when this does
-    step-000001000/forgotten                   hides the checkpoint whose manifest has the id that stands inside
+    step-000001000/forgotten                   hides the checkpoint whose manifest has the id in this file
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ def base_name(digest: str) -> str:
 
 def payload_name(used_names: Collection[str], rank: int = 0) -> str:
     """A name for a payload that is not among `used_names`: a committed file is never written into."""
-    name, again = f"rank-{rank:05d}.safetensors", 2
+    name, count = f"rank-{rank:05d}.safetensors", 2
     while name in used_names:
-        name, again = f"rank-{rank:05d}.{again}.safetensors", again + 1
+        name, count = f"rank-{rank:05d}.{count}.safetensors", count + 1
     return name
 
 
 def step_of(key: str) -> int | None:
-    """The step whose directory holds `key`; None for a key that no store wrote, which is left alone."""
+    """The step whose directory holds `key`; None for a key that no store writes."""
     head, _, name = key.partition("/")
     match = _STEP.fullmatch(head)
     if not match or step_dir(int(match[1])) != head:
         return None
-    ours = name in ("manifest.json", "forgotten") or PAYLOAD.fullmatch(name) or BASE.fullmatch(name)
-    return int(match[1]) if ours else None
+    is_own = name in ("manifest.json", "forgotten") or PAYLOAD.fullmatch(name) or BASE.fullmatch(name)
+    return int(match[1]) if is_own else None
 
 
 def is_step_dir(name: str) -> bool:
-    """Whether a store makes directories of this name, so that an empty one is its litter."""
+    """Whether a store makes directories of this name, so that an empty one may be removed."""
     head, _, rest = name.partition("/")
     match = _STEP.fullmatch(head)
     return match is not None and step_dir(int(match[1])) == head and rest in ("", "bases")

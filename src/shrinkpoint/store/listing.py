@@ -1,4 +1,4 @@
-"""What stands in a store, found by listing it: there is no index that could be wrong."""
+"""Finds the checkpoints of a store by listing its keys: there is no index that could be wrong."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Listing:
     """A store at one moment.
 
     Attributes:
-        manifests: every checkpoint whose manifest is readable, by step, rising; the forgotten too.
-        forgotten: the steps that are hidden.
-        broken: why a manifest that exists cannot be read, by step.
+        manifests: every readable manifest by step, rising, forgotten checkpoints included.
+        forgotten: steps of checkpoints that are hidden until `prune` deletes them.
+        broken: by step, why a manifest that exists cannot be read.
         keys: every key in every step's directory.
     """
 
@@ -50,10 +50,10 @@ class Listing:
     @property
     def visible(self) -> dict[int, Manifest]:
         """The checkpoints that are not forgotten."""
-        return {step: one for step, one in self.manifests.items() if step not in self.forgotten}
+        return {step: manifest for step, manifest in self.manifests.items() if step not in self.forgotten}
 
     def raise_unreadable(self) -> None:
-        """Refuse to go on where nobody can say what stands on what.
+        """Raise if an unreadable manifest hides which files other checkpoints depend on.
 
         Raises:
             StorageError: a manifest cannot be read now.
@@ -69,7 +69,7 @@ class Listing:
         return frozenset(key[len(head) :] for key in self.keys if key.startswith(head))
 
     def referenced_keys(self, steps: Collection[int]) -> frozenset[str]:
-        """The keys of the checkpoints in `steps`, and of what they stand on where they have no link of their own."""
+        """The keys of the checkpoints in `steps`, and of their bases where they have no link of their own."""
         return frozenset(key for step in steps for key in self._keys_of(self.manifests[step]))
 
     def _keys_of(self, manifest: Manifest) -> Iterator[str]:
@@ -81,10 +81,10 @@ class Listing:
             yield own if own in self.keys else (siblings or [own])[0]
 
     def orphans(self) -> list[str]:
-        """Keys that no checkpoint needs: what interrupted saves left, and payloads that were replaced.
+        """Keys of orphaned files: those of interrupted saves, and payloads that were replaced.
 
-        A directory with a broken manifest is left as it is. Where links are impossible, or a newer release has
-        written, a broken manifest might be all that tells which old payloads are still needed: then nothing is litter.
+        Files beside a broken manifest are not orphaned. In a storage without links, or where a newer release has
+        written, a manifest that cannot be read may name any payload: then there are no orphans.
         """
         newer = any(isinstance(error, VersionError) for error in self.broken.values())
         if newer or (self.broken and not any("/bases/" in key for key in self.keys)):
@@ -94,7 +94,7 @@ class Listing:
 
 
 def scan(storage: Storage) -> Listing:
-    """List a store and read its manifests; no payload is opened.
+    """List a store and read its manifests; payloads are not opened.
 
     Raises:
         StorageError: the store cannot be listed. (A manifest that cannot be read is in `broken` instead.)
@@ -108,17 +108,17 @@ def scan(storage: Storage) -> Listing:
             continue
         try:
             manifests[step] = read_manifest(storage, step)
-            marked = layout.forgotten_key(step) in keys and _is_hidden(storage, manifests[step])
+            is_hidden = layout.forgotten_key(step) in keys and _is_hidden(storage, manifests[step])
         except NotFoundError as error:
             if layout.manifest_key(step) not in storage.list(layout.manifest_key(step)):
-                continue  # deleted since the list was made
-            # A pipe, or a link to nothing: whoever put it there, the payload beside it may be needed.
+                continue  # deleted since the keys were listed
+            # A pipe, or a link to nothing: the payload beside it may still be needed.
             manifests.pop(step, None)
-            broken[step], marked = error, layout.forgotten_key(step) in keys
+            broken[step], is_hidden = error, layout.forgotten_key(step) in keys
         except ShrinkpointError as error:
             manifests.pop(step, None)
-            broken[step], marked = error, layout.forgotten_key(step) in keys
-        if marked:
+            broken[step], is_hidden = error, layout.forgotten_key(step) in keys
+        if is_hidden:
             forgotten.add(step)
     return Listing(manifests, frozenset(forgotten), broken, keys)
 
@@ -128,24 +128,32 @@ def read_manifest(storage: Storage, step: int) -> Manifest:
 
     Raises:
         NotFoundError: there is none.
-        FormatError: it is not to be trusted, or stands in another step's directory.
+        FormatError: it is damaged, or is in another step's directory.
         StorageError: it cannot be read.
     """
     key = layout.manifest_key(step)
     where = storage.describe(key)
     with storage.open(key) as source:
         if source.size > MAX_MANIFEST_BYTES:
-            found, expected = f"{source.size} bytes", f"at most {MAX_MANIFEST_BYTES}"
-            raise CorruptError(where, found=found, expected=expected, do="restore another checkpoint")
+            raise CorruptError(
+                where,
+                found=f"{source.size} bytes",
+                expected=f"at most {MAX_MANIFEST_BYTES}",
+                do="restore another checkpoint",
+            )
         manifest = decode_store_manifest(bytes(source.read(0, source.size)), where)
     if manifest.step != step:
-        found, expected = f"the manifest of step {manifest.step}", f"that of step {step}"
-        raise CorruptError(where, found=found, expected=expected, do="give a copied directory its own step's name back")
+        raise CorruptError(
+            where,
+            found=f"the manifest of step {manifest.step}",
+            expected=f"that of step {step}",
+            do="give a copied directory its own step's name back",
+        )
     return manifest
 
 
 def _is_hidden(storage: Storage, manifest: Manifest) -> bool:
-    """Whether the marker hides this very checkpoint, and not one that had its step before."""
+    """Whether the marker hides this checkpoint, and not an earlier one of the same step."""
     try:
         with storage.open(layout.forgotten_key(manifest.step)) as source:
             id = manifest.id.encode("utf-8", "surrogatepass")
@@ -155,9 +163,9 @@ def _is_hidden(storage: Storage, manifest: Manifest) -> bool:
 
 
 def forget(storage: Storage, listing: Listing, step: int) -> None:
-    """Mark a step of `listing` as forgotten. Only the holder of the store's lock may.
+    """Mark a step as forgotten; the caller holds the store's lock.
 
-    The mark names the checkpoint it hides, so that the step, saved again, shows again.
+    The mark names the checkpoint by its id, so that the step is visible again once it is saved again.
 
     Raises:
         StorageError: writing failed.

@@ -1,4 +1,4 @@
-"""The right to write to a store: its lock, and the removal of what interrupted saves left behind."""
+"""The lock of a store, and the removal of orphaned files by its holder."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from shrinkpoint.store.listing import scan
 
 
 class StoreLock:
-    """A store's lock, and whether what interrupted saves left behind has been swept since it was taken.
+    """A store's lock; the files of interrupted saves are removed once after it is taken.
 
     Args:
-        mutex: what threads of this process hold while they write.
+        storage: the store's.
+        mutex: held by threads of this process while they write.
     """
 
     def __init__(self, storage: Storage, mutex: AbstractContextManager[object]) -> None:
@@ -24,16 +25,15 @@ class StoreLock:
         self._is_clean = False
 
     def acquire(self) -> None:
-        """Take the lock, to hold it until `release`, and sweep.
+        """Take the lock until `release`, and remove the files of interrupted saves.
 
         Raises:
             LockedError: another process holds it.
-            StorageError: sweeping failed; the lock is held all the same.
+            StorageError: removing failed; the lock is held nevertheless.
         """
         if self._storage_lock is None:
-            self._storage_lock = lock = (
-                self._hold_storage_lock()
-            )  # before it is taken: an interrupt may come at any line
+            # Stored before it is taken: an interrupt may come at any line.
+            self._storage_lock = lock = self._hold_storage_lock()
             try:
                 next(lock)
             except BaseException:
@@ -46,7 +46,7 @@ class StoreLock:
             self._is_clean = True
 
     def _hold_storage_lock(self) -> Generator[None, None, None]:
-        """Holds the storage's lock from its first step until it is closed."""
+        """Holds the storage's lock from the first `next` until it is closed."""
         with self._storage.lock():
             yield
 
@@ -59,7 +59,7 @@ class StoreLock:
 
     @contextmanager
     def for_writing(self) -> Iterator[None]:
-        """Hold the lock for this block; it stays held after it if it was before."""
+        """Hold the lock for this block; keep it afterwards if it was held before."""
         with self._mutex, self.cleanup_on_error():
             if self._storage_lock is not None:
                 yield
@@ -69,7 +69,7 @@ class StoreLock:
 
     @contextmanager
     def cleanup_on_error(self) -> Iterator[None]:
-        """A block that may leave litter when it fails: then the next `hold` sweeps."""
+        """If the block fails, let the next `acquire` remove orphaned files."""
         try:
             yield
         except BaseException:
@@ -77,7 +77,7 @@ class StoreLock:
             raise
 
     def remove_orphans(self) -> None:
-        """Remove what a commit replaced. That commit stands, so failing here is no failure: the next `hold` sweeps."""
+        """Remove the files that a commit replaced; if that fails, the next `acquire` does it."""
         try:
             self._delete_orphans()
         except StorageError:

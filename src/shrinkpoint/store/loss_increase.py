@@ -1,4 +1,4 @@
-"""By how much what a checkpoint lost makes the loss worse, as its manifest says it."""
+"""Reads from a manifest by how much a lossy checkpoint increases the loss."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True)
 class LossIncrease:
-    """Of the loss, or the fall of a score, where a checkpoint is restored.
+    """The increase of the loss, or the fall of a score, where a checkpoint is restored.
 
     Attributes:
         is_lossy: a restore gives other values than were saved.
-        is_measured: whether a measurement stands behind what was lost; True where nothing was.
-        value: relative to the loss before: .01 is one per cent; 0 where no weight has changed. None: not known.
-        interval: in which it lies on other examples of the kind, with 95 % confidence; None: not known.
+        is_measured: whether the increase was measured; True where nothing was lost.
+        value: relative to the loss before the save: .01 is one per cent; 0 if no weight changed; None if unknown.
+        interval: 95 % confidence interval of `value` on other examples of the same kind; None if unknown.
     """
 
     is_lossy: bool = False
@@ -28,7 +28,7 @@ class LossIncrease:
 
     @classmethod
     def from_loss(cls, loss: JSON) -> LossIncrease:
-        """Of the `loss` of a manifest, which may be any JSON; also of those from before it said `measured`."""
+        """Parse the `loss` of a manifest, which may be any JSON, also one of a release without the key `measured`."""
         if not isinstance(loss, dict) or loss.get("chosen") is None:
             return cls()
         relative = "degradation" in loss
@@ -67,7 +67,7 @@ def _percent(share: float) -> str:
 
 
 def _keeps_weights(chosen: JSON) -> bool:
-    """Whether weights are exact, and only moments are not."""
+    """Whether all weights are exact, and only optimizer moments are quantized."""
     return isinstance(chosen, dict) and "step_in_deviations" in chosen and chosen["step_in_deviations"] is None
 
 

@@ -1,4 +1,4 @@
-"""A file of a chain, open for reading in part: which record has which tensor, and what that stands on."""
+"""The files of a chain, open for reading in part: which record holds which tensor, and what that depends on."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _DO = "restore another checkpoint; `verify` says which are whole"
 
 
 class PartialFile:
-    """One file, and its place in the chain.
+    """One file of a chain, open for reading in part.
 
     Attributes:
-        reader: of the file.
+        reader: its header.
         infos: its tensors by name, in their order.
-        records: the index of the record that has a tensor, by name.
+        records: by name of a tensor, the index of the record that holds it.
     """
 
     def __init__(self, source: Source, where: str) -> None:
@@ -40,11 +40,11 @@ class PartialFile:
         return self.reader.records[index]
 
     def describe(self, index: int) -> str:
-        """A record, as messages name it."""
+        """The name of a record in messages."""
         return f"{self.reader.where}: record {self.head(index).name!r}"
 
     def is_same(self, index: int) -> bool:
-        """Whether a record says only that nothing has changed."""
+        """Whether a record only states that its tensors have not changed since the parent."""
         return bool(self.head(index).recipe == {"kind": "same"})
 
     def tensors_before(self, index: int) -> list[str]:
@@ -52,10 +52,10 @@ class PartialFile:
         return [info.name for info in self._infos[: self._first_tensor[index]]]
 
     def record_view(self, index: int, parent: PartialFile | None) -> RecordView:
-        """A record, to be decoded in part."""
+        """A record for partial decoding; `parent` is the file before in the chain."""
         head = self.head(index)
 
-        def earlier(ordinal: int) -> TensorInfo:
+        def earlier_tensor(ordinal: int) -> TensorInfo:
             if not 0 <= ordinal < self._first_tensor[index]:
                 raise LookupError(f"tensor {ordinal} is not one of an earlier record")
             return self._infos[ordinal]
@@ -64,40 +64,42 @@ class PartialFile:
             return self.reader.read_part(head, part, begin, end)
 
         sizes = {part: entry.size for part, entry in head.parts.items()}
-        return RecordView(head.infos, head.recipe, sizes, read, earlier, None if parent is None else parent.infos)
+        return RecordView(
+            head.infos, head.recipe, sizes, read, earlier_tensor, None if parent is None else parent.infos
+        )
 
     def close(self) -> None:
         self._source.close()
 
 
 def open_chain(paths: Sequence[Path]) -> list[PartialFile]:
-    """The files of a chain, keyframe first, each checked against what its child says of it.
+    """Open the files of a chain, keyframe first, and verify that each was made against the one before.
 
     Raises:
-        PolicyError: no file at all.
-        NotFoundError: the last file is not there.
-        ChainError: another one is not, or is not the one its child was made against.
+        PolicyError: `paths` is empty.
+        NotFoundError: the last file does not exist.
+        ChainError: another one does not, or is not the one its child was made against.
         FormatError: a header is damaged.
         StorageError: reading failed.
     """
     if not paths:
         raise PolicyError("chain", found="no file", expected="at least one", do="name the payload, its bases before it")
-    out: list[PartialFile] = []
+    files: list[PartialFile] = []
     allowance = Allowance()
     try:
         for path in paths:
-            out.append(_open_file(path.absolute(), out[-1] if out else None, last=path is paths[-1]))
-            reader = out[-1].reader
-            allowance.admit(reader.where, reader.size, sum(info.nbytes for info in out[-1].infos.values()))
+            files.append(_open_file(path.absolute(), files[-1] if files else None, last=path is paths[-1]))
+            reader = files[-1].reader
+            allowance.admit(reader.where, reader.size, sum(info.nbytes for info in files[-1].infos.values()))
     except BaseException:
-        close_chain(out)
+        close_chain(files)
         raise
-    return out
+    return files
 
 
 def close_chain(files: Sequence[PartialFile]) -> None:
-    for one in files:
-        one.close()
+    for file in files:
+        file.close()
 
 
 def _open_file(path: Path, base: PartialFile | None, *, last: bool) -> PartialFile:
@@ -106,7 +108,7 @@ def _open_file(path: Path, base: PartialFile | None, *, last: bool) -> PartialFi
     except NotFoundError as error:
         if last:
             raise
-        expected = "a file that a later one of its chain stands on"
+        expected = "a file that a later one of its chain depends on"
         raise ChainError(str(path), found="no such file", expected=expected, do=_DO) from error
     try:
         file = PartialFile(source, str(path))

@@ -1,4 +1,4 @@
-"""Boxes of tensors out of a chain of files: what one rank needs of what other ranks saved."""
+"""Reads boxes of tensors from a chain of files without decoding the rest: what a rank needs of another rank's file."""
 
 from __future__ import annotations
 
@@ -20,35 +20,36 @@ from shrinkpoint.tensors.dtypes import tensor_from_bytes
 from shrinkpoint.tensors.info import ITEMSIZE, TensorInfo
 
 CACHE_BYTES = 1 << 27
-"""Bytes of what was decoded that are kept for the next box: small tensors share chunks."""
+"""Default size of the cache of decoded chunks: small tensors share chunks."""
 
 
 class PartialReader:
-    """A chain of files, open to be read in part; usable in a `with` statement.
+    """Reads boxes of the tensors in a chain of files; usable in a `with` statement.
 
-    Several threads may read at once; they take turns, and each read uses all threads it may.
+    Several threads may call it; reads run one after another, each with `threads` native threads.
 
-    A box that is a whole tensor is decoded with everything it shares a record with, and every digest is compared, as
-    when the file is loaded. For a smaller box only the chunks are decoded that it covers, in the last file and in all
-    it stands on: the digests of the stored bytes are compared, and those of the headers when the chain is opened. So
-    damage is found all the same; what is not found is a writer that coded other values than it was given.
+    A box that is a complete tensor is decoded with everything it shares a record with, and every digest is compared, as
+    when the file is loaded. For a smaller box only the chunks that it covers are decoded, in the last file and in all
+    files it depends on: the digests of the stored bytes are compared, and those of the headers when the chain is
+    opened. So damage is found in both cases; only a writer that encoded wrong values is not noticed.
 
-    Quantized records with exact values, and points with escapes, are decoded as a whole where a box touches them: how
-    many of these come before a chunk is known only when all before it is decoded. So are codes that are one stream.
+    Codebook records with exact values, and lattice records with escapes, are decoded completely where a box touches
+    them: how many of these come before a chunk is known only after everything before it is decoded. The same holds for
+    codes that form one stream.
 
     Args:
         chain: the files, keyframe first, the payload last.
         threads: native threads; None: every core.
-        cache: bytes that are kept of what was decoded.
+        cache: bytes of decoded chunks to keep.
 
     Attributes:
         infos: the tensors of the last file by name, in their order.
-        numbers_decoded: numbers decoded so far, in all files; what is stored as it is does not count.
+        numbers_decoded: numbers decoded so far, in all files; uncompressed values do not count.
 
     Raises:
-        PolicyError: an empty chain.
-        NotFoundError: the payload is not there.
-        ChainError: a base is not there, or is not the one a delta was made against.
+        PolicyError: the chain is empty.
+        NotFoundError: the payload does not exist.
+        ChainError: a base is missing, or is not the one a delta was made against.
         FormatError: a header is damaged.
         StorageError: reading failed.
     """
@@ -62,16 +63,16 @@ class PartialReader:
         self.numbers_decoded = 0
 
     def read(self, name: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-        """A box of a tensor: contiguous, of the shape `sizes`, private to the caller.
+        """Read a box of a tensor into new, contiguous memory of the shape `sizes`.
 
         Args:
-            starts, sizes: for each axis; () for a tensor without axes.
+            starts, sizes: first index and length on each axis; () for a tensor without axes.
 
         Raises:
             NotFoundError: there is no such tensor.
             MismatchError: the box is not inside it.
             FormatError: bytes are at fault.
-            ChainError: a base lacks what was made against it.
+            ChainError: a base lacks a tensor that was encoded against it.
             PolicyError: the chain was closed.
             StorageError: reading failed.
         """
@@ -81,21 +82,21 @@ class PartialReader:
         box = TensorInfo(name, sizes, info.dtype)
         out = np.empty(box.nbytes, np.uint8)
         if box.nbytes:
-            places, size = contiguous_ranges(info, starts, sizes)
+            offsets, size = contiguous_ranges(info, starts, sizes)
             with self._lock:
                 self._check_open()
                 plan = DecodePlan(self._chain, self._cache, self._threads)
                 try:
                     with read_guard(self._chain[-1].reader.where):
-                        found = plan.values(name, places, size, strict=sizes == info.shape)
+                        decoded = plan.values(name, offsets, size, strict=sizes == info.shape)
                 finally:
                     self.numbers_decoded += plan.numbers_decoded
-            for start, data in found:
-                _copy(places, size, start, data, out)
+            for start, data in decoded:
+                _copy(offsets, size, start, data, out)
         return tensor_from_bytes(out, box)
 
     def close(self) -> None:
-        """Give back files and memory; nothing can be read any more."""
+        """Close the files and free the cache; later reads raise a PolicyError."""
         with self._lock:
             self._is_open = False
             self._cache.clear()
@@ -127,40 +128,44 @@ class PartialReader:
             for start, size, length in zip(starts, sizes, info.shape, strict=True)
         ):
             where = f"{self._chain[-1].reader.where}: tensor {info.name!r}"
-            found, expected = f"a box of {list(sizes)} at {list(starts)}", f"one inside of {list(info.shape)}"
-            raise MismatchError(where, found=found, expected=expected, do="ask for a part of the tensor")
+            raise MismatchError(
+                where,
+                found=f"a box of {list(sizes)} at {list(starts)}",
+                expected=f"one inside of {list(info.shape)}",
+                do="ask for a part of the tensor",
+            )
 
 
 def contiguous_ranges(
     info: TensorInfo, starts: tuple[int, ...], sizes: tuple[int, ...]
 ) -> tuple[NDArray[np.int64], int]:
-    """Where the contiguous stretches of a box begin in its tensor, ascending, and how long each is; in bytes."""
+    """Offsets of the contiguous ranges of a box in its tensor, ascending, and the length of each, in bytes."""
     item = ITEMSIZE[info.dtype]
     steps = [item]
     for length in reversed(info.shape[1:]):
         steps.insert(0, steps[0] * length)
     inner = len(info.shape)
     size = item
-    while inner and size == steps[inner - 1]:  # axes from here on are whole
+    while inner and size == steps[inner - 1]:  # the box is complete on the axes from here on
         inner -= 1
         size *= sizes[inner]
-    places = np.zeros(1, np.int64)
+    offsets = np.zeros(1, np.int64)
     for axis, step in enumerate(steps[: len(info.shape)]):
         count = sizes[axis] if axis < inner else 1
-        places = (places[:, None] + (starts[axis] + np.arange(count, dtype=np.int64)) * step).reshape(-1)
-    return places, size
+        offsets = (offsets[:, None] + (starts[axis] + np.arange(count, dtype=np.int64)) * step).reshape(-1)
+    return offsets, size
 
 
 def _copy(offsets: NDArray[np.int64], size: int, start: int, data: Bytes, out: Bytes) -> None:
-    """Fill in the stretches that lie in `data`, which has the tensor's bytes from `start` on."""
+    """Copy the ranges that are inside `data`, the tensor's bytes from `start` on, to `out`."""
     first, last = np.searchsorted(offsets, [start, start + data.nbytes - size + 1])
     rows = out.reshape(-1, size)
-    here = offsets[first:last] - start
-    apart = np.diff(here)
-    if apart.size and bool((apart == apart[0]).all()):
-        step = int(apart[0])
-        view = np.lib.stride_tricks.as_strided(data[here[0] :], (here.size, size), (step, 1), writeable=False)
+    begins = offsets[first:last] - start
+    distances = np.diff(begins)
+    if distances.size and bool((distances == distances[0]).all()):
+        stride = int(distances[0])
+        view = np.lib.stride_tricks.as_strided(data[begins[0] :], (begins.size, size), (stride, 1), writeable=False)
         rows[first:last] = view
         return
-    for row, place in zip(range(first, last), here, strict=True):
-        rows[row] = data[place : place + size]
+    for row, begin in zip(range(first, last), begins, strict=True):
+        rows[row] = data[begin : begin + size]

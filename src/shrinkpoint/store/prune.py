@@ -1,4 +1,4 @@
-"""Deleting what nothing kept stands on: plan, show, execute are three things."""
+"""Deletes checkpoints that nothing kept depends on: first a plan, which can be shown, then its execution."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class PrunePlan:
 
     Attributes:
         delete, keep: steps, rising.
-        bytes: what the store shrinks by; a file with a hard link elsewhere frees nothing.
-        reasons: for each step the sentences that say why.
+        bytes: what the deletion frees; a file with a hard link elsewhere frees nothing.
+        reasons: by step, sentences that say why it is kept or deleted.
         keys: what is deleted, in this order: manifests first, so that no crash leaves one without its payload.
     """
 
@@ -34,11 +34,11 @@ class PrunePlan:
 
 
 def plan(storage: Storage, listing: Listing, keep: Keep, now: datetime) -> PrunePlan:
-    """Decide; nothing is deleted.
+    """Decide what to delete; nothing is deleted.
 
     Raises:
-        PolicyError: the best are to be kept of a metric that no checkpoint has.
-        StorageError: a manifest cannot be read now, so nobody knows what it stands on.
+        PolicyError: the best are to be kept by a metric that no checkpoint has.
+        StorageError: a manifest cannot be read now, so its bases are unknown.
         VersionError: a newer release wrote one.
     """
     listing.raise_unreadable()
@@ -54,7 +54,7 @@ def plan(storage: Storage, listing: Listing, keep: Keep, now: datetime) -> Prune
 
 
 def execute(storage: Storage, plan: PrunePlan) -> None:
-    """Delete. A crash on the way leaves whole checkpoints, and litter that the next save sweeps.
+    """Delete the keys of a plan. A crash leaves intact checkpoints, and orphaned files that the next save removes.
 
     Raises:
         StorageError: deleting failed.
@@ -64,20 +64,20 @@ def execute(storage: Storage, plan: PrunePlan) -> None:
 
 
 def _keys(listing: Listing, keep: Iterable[int], drop: list[int]) -> tuple[str, ...]:
-    manifests = [layout.manifest_key(step) for step in reversed(drop)]  # a delta goes before what it stands on
-    stay = listing.referenced_keys(tuple(keep))
-    left = {step for step in listing.broken if step not in drop}
-    rest = sorted(key for key in listing.keys - stay - set(manifests) if layout.step_of(key) not in left)
-    return (*manifests, *rest)
+    manifests = [layout.manifest_key(step) for step in reversed(drop)]  # a delta goes before its bases
+    needed = listing.referenced_keys(tuple(keep))
+    unreadable = {step for step in listing.broken if step not in drop}
+    others = sorted(key for key in listing.keys - needed - set(manifests) if layout.step_of(key) not in unreadable)
+    return (*manifests, *others)
 
 
 def reclaimable_bytes(storage: Storage, listing: Listing, keys: Iterable[str]) -> int:
-    """The bytes that deleting `keys` frees: of a file with several names, only when every name goes."""
-    gone = set(keys)
+    """The bytes that deleting `keys` frees; a file with several names counts if all of them are deleted."""
+    deleted = set(keys)
     names: dict[object, int] = {}
     total: dict[object, tuple[int, int]] = {}
     digests = dict(_digests(listing))
-    for key in gone:
+    for key in deleted:
         with suppress(NotFoundError, FileNotFoundError):
             file, links, size = _file_identity(storage, key, digests)
             links = links or sum(digests.get(other) == file for other in listing.keys)
@@ -96,7 +96,7 @@ def inode_key(storage: Storage, key: str) -> object:
 
 
 def _file_identity(storage: Storage, key: str, digests: dict[str, str]) -> tuple[object, int, int]:
-    """(which file, how many names it has or 0 if only the listing knows, bytes)."""
+    """(identity of the file, number of its names or 0 if only the listing knows that, size in bytes)."""
     if isinstance(storage, LocalStorage):
         status = Path(storage.describe(key)).stat()
         return (status.st_dev, status.st_ino), status.st_nlink, status.st_size
@@ -105,7 +105,7 @@ def _file_identity(storage: Storage, key: str, digests: dict[str, str]) -> tuple
 
 
 def _digests(listing: Listing) -> Iterable[tuple[str, str]]:
-    """The header digest of every payload and link a manifest names: where links are, equal digests share bytes."""
+    """(key, header digest) of every payload and link that a manifest names; equal digests share bytes."""
     for manifest in listing.manifests.values():
         yield from ((manifest.key(payload.name), payload.digest) for payload in manifest.payloads)
         yield from ((manifest.key(base.name), base.digest) for base in manifest.bases if base.name)

@@ -1,8 +1,9 @@
 """The reference of a writer: what the next delta is made against, and how much of the weights' progress it holds.
 
-Right after a restore the weights lie exactly on the values a quantizer chose. A save that follows soon may find most of
-them still nearest to the same values, and write down that nothing has changed: restored again and again, training then
-goes nowhere although every single checkpoint is within its threshold (docs/schemes.md measures it)."""
+Right after a restore the weights are exactly the values that a quantizer chose. In a save that follows soon, most of
+them may still round to the same values, so that nothing is stored: with repeated restores training makes no progress
+although every single checkpoint is within its threshold (docs/schemes.md measures it).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role
 
 MIN_RETENTION = 0.7
-"""Below this, a checkpoint is worth a warning."""
+"""A checkpoint with a lower fraction raises a warning."""
 
 
 @torch.no_grad()
@@ -32,33 +33,34 @@ def retained_fraction(
     weights: Mapping[str, Tensor],
     stored: Mapping[str, Tensor],
 ) -> float | None:
-    """`<w'_t - w'_(t-1), w_t - w_(t-1)> / |w_t - w_(t-1)|^2` over all tensors that were quantized at both times.
+    """Fraction of the weights' progress since the previous checkpoint that this checkpoint holds.
 
-    1 where all of the progress is kept, 0 where nothing is; above 1 where a checkpoint catches up with what the one
-    before had missed.
+    `<w'_t - w'_(t-1), w_t - w_(t-1)> / |w_t - w_(t-1)|^2` over all tensors that were quantized at both times: 1 if all
+    of the progress is stored, 0 if none is, above 1 if a checkpoint catches up with what the previous one missed.
 
-    Where weights have gone more than ten times as far as they are large (a spike that was rolled back), the step counts
-    as one from zero: what matters is how much of the present weights is there.
+    Where the step of the weights is more than ten times their own norm (a spike that was rolled back), it counts from
+    zero: what matters then is how much of the present weights is stored.
 
     Args:
-        before, now: the weights w as they were in training, by name.
-        before_kept, now_kept: the same as the checkpoints have them (w').
+        parent_weights, weights: the weights w in training, by name, at the previous save and now.
+        parent_stored, stored: the same as the checkpoints decode (w').
 
     Returns:
-        None where nothing can be compared or nothing has moved.
+        None if nothing can be compared or nothing has changed.
     """
-    kept = moved = 0.0
-    for name, after in weights.items():
-        if name not in parent_weights or parent_weights[name].shape != after.shape:
+    stored_progress = progress = 0.0
+    for name, tensor in weights.items():
+        if name not in parent_weights or parent_weights[name].shape != tensor.shape:
             continue
-        weight = after.to("cpu", torch.float32)
+        weight = tensor.to("cpu", torch.float32)
         step = weight - parent_weights[name].to(torch.float32)
-        written = stored[name].to("cpu", torch.float32) - parent_stored[name].to(torch.float32)
+        stored_step = stored[name].to("cpu", torch.float32) - parent_stored[name].to(torch.float32)
         if _dot(step, step) > 100 * _dot(weight, weight) > 0:
-            step, written = weight, stored[name].to("cpu", torch.float32)
-        kept += _dot(written, step)
-        moved += _dot(step, step)
-    return kept / moved if moved > 0 and math.isfinite(kept) and math.isfinite(moved) else None
+            step, stored_step = weight, stored[name].to("cpu", torch.float32)
+        stored_progress += _dot(stored_step, step)
+        progress += _dot(step, step)
+    is_finite = math.isfinite(stored_progress) and math.isfinite(progress)
+    return stored_progress / progress if progress > 0 and is_finite else None
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
@@ -69,14 +71,14 @@ M = TypeVar("M")
 
 
 class ReferenceCache(Generic[M]):
-    """What a reader gets of the last checkpoint that was committed or loaded, and which one that was.
+    """Holds the decoded tensors of the last checkpoint that was committed or loaded.
 
-    What a scheme did not touch decodes to what it was given, so what was given can be held. The tensors are private:
-    nothing that a caller can reach shares their memory.
+    A tensor that a scheme leaves exact decodes to the value it was given, so that value is held. No caller can reach
+    the memory of these tensors.
 
     Attributes:
-        manifest: the checkpoint; None: nothing is held.
-        originals: of the tensors that were quantized, the values before that; after a load, what was loaded.
+        manifest: the checkpoint; None if nothing is held.
+        originals: values before quantization, by name, of the quantized tensors; after a load, the loaded values.
     """
 
     def __init__(self) -> None:
@@ -90,70 +92,69 @@ class ReferenceCache(Generic[M]):
         return Reference(self._tensors, self._symbols, self.originals)
 
     def drop(self) -> None:
-        """Hold nothing: the next save is a keyframe."""
+        """Free the tensors: the next save is a keyframe."""
         self.manifest, self._tensors, self._symbols, self.originals = None, {}, {}, {}
 
     def adopt(self, manifest: M, reference: Reference, originals: Mapping[str, Tensor] | None = None) -> None:
-        """Hold these tensors themselves, which nobody else will write to."""
-        self.manifest = None  # until all of it is here: an interrupt may come at any line
+        """Hold these tensors themselves; the caller no longer writes to them."""
+        self.manifest = None  # until all is assigned: an interrupt may come at any line
         self._tensors, self._symbols = dict(reference.tensors), dict(reference.quantized)
-        given = reference.tensors if originals is None else originals
-        self.originals = {name: given[name] for name in reference.quantized if name in given}
+        values = reference.tensors if originals is None else originals
+        self.originals = {name: values[name] for name in reference.quantized if name in values}
         self.manifest = manifest
 
     def copy(self, manifest: M, reference: Reference, originals: Mapping[str, Tensor]) -> None:
-        """Hold a copy of these tensors, in the buffers at hand where they fit; hold nothing if memory runs out.
+        """Hold a copy of these tensors, in the present buffers where they fit; hold nothing if memory runs out.
 
-        A checkpoint that is committed stays so: failing to remember it only makes the next one a keyframe. What a
-        scheme put in the place of an original is nobody else's and needs no copy; its original does.
+        The checkpoint is committed already: without a reference the next one is a keyframe. Values that a scheme
+        created are not shared with the caller and need no copy; their originals do.
         """
         buffers, old = self._tensors, self.originals
         self.drop()
         quantized = reference.quantized
         try:
-            kept = {name: _copy_into(old.pop(name, None), originals[name]) for name in quantized if name in originals}
-            made = {name for name in kept if _has_own_memory(reference.tensors[name], originals[name])}
+            copies = {name: _copy_into(old.pop(name, None), originals[name]) for name in quantized if name in originals}
+            private = {name for name in copies if _has_own_memory(reference.tensors[name], originals[name])}
             tensors = {
-                name: tensor if name in made else _copy_into(buffers.pop(name, None), tensor)
+                name: tensor if name in private else _copy_into(buffers.pop(name, None), tensor)
                 for name, tensor in reference.tensors.items()
             }
         except (MemoryError, RuntimeError):  # torch reports an allocation that failed as a RuntimeError
             return
-        self.adopt(manifest, Reference(tensors, quantized), kept)
+        self.adopt(manifest, Reference(tensors, quantized), copies)
 
     def retained_progress(self, state: FlatState, stored: Reference) -> float | None:
-        """How much of the progress since what is held was written; see `progress.retention`.
+        """The `retained_fraction` of the weights' progress since the checkpoint that is held.
 
         Args:
-            state: the state as it was in training.
-            stored: as a reader gets it.
+            state: the state in training.
+            stored: the same as a reader decodes it.
         """
         if self.manifest is None:
             return None
         names = [name for name in stored.quantized if state.infos[name].role not in (Role.MOMENT1, Role.MOMENT2)]
-        now, kept = {name: state.tensors[name] for name in names}, self._tensors
-        before = {**kept, **self.originals}  # what was exact has no original beside it
-        return retained_fraction(before, kept, now, stored.tensors)
+        weights = {name: state.tensors[name] for name in names}
+        parent_weights = {**self._tensors, **self.originals}  # exact tensors have no separate original
+        return retained_fraction(parent_weights, self._tensors, weights, stored.tensors)
 
 
 def as_delta_base(reference: Reference | None, *, base: bool) -> Reference | None:
-    """The same, as what a delta can be made against, or not."""
+    """A copy that is marked as the base of a delta, or as values to compare with only."""
     return None if reference is None else replace(reference, is_base=base)
 
 
 def warn_low_retention(retention: float | None) -> None:
-    """Warn where a checkpoint holds too little of the progress since the one before."""
+    """Warn if a checkpoint holds too little of the progress since the previous one."""
     if retention is not None and retention < MIN_RETENTION:
         text = (
-            f"this checkpoint holds {retention:.0%} of the progress since the one before: the rest "
-            f"was rounded away, and "
-            "is lost if training is restored from it. Save less often, or lose less"
+            f"this checkpoint holds {retention:.0%} of the progress since the one before: the rest was rounded away, "
+            "and is lost if training is restored from it. Save less often, or lose less"
         )
         warnings.warn(text, LossWarning, stacklevel=3)
 
 
 def _has_own_memory(tensor: Tensor, original: Tensor) -> bool:
-    """Not so where nothing was lost any more: the state lies on the values of the checkpoint before."""
+    """Whether a scheme created `tensor`; it is the original where nothing more was lost than in the previous save."""
     return tensor.data_ptr() != original.data_ptr()
 
 

@@ -1,4 +1,4 @@
-"""What to keep. Pure: a rule and manifests go in, a decision with its reasons comes out."""
+"""Retention rules: which checkpoints to keep, decided from manifests alone."""
 
 from __future__ import annotations
 
@@ -15,30 +15,29 @@ from shrinkpoint.store import chain
 from shrinkpoint.store.manifest import Manifest
 
 NO_METRIC = "Keep(metric=)"
-"""Where an error is when "the best" means nothing."""
+"""The `where` of an error about a metric that no checkpoint has."""
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _SPAN = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([smhdw])")
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints to keep; each rule that is given adds to what is kept.
+    """Which checkpoints to keep: those that any of the given rules selects.
 
-    The newest checkpoint is always kept, for a run resumes from it, and so is every base of something kept.
+    The newest checkpoint is always kept, since a run resumes from it, and so is every base of a kept one.
     A `Keep()` without a rule keeps everything.
 
     Attributes:
-        last: this many of the newest.
-        every: those whose step is a multiple of this.
-        best: this many with the best `metric`; checkpoints without it, or with nan, do not compete, and go unless
-            another rule keeps them. Where no checkpoint has it, nothing is deleted: pruning is an error, and a manager
-            warns, once.
+        last: number of the newest to keep.
+        every: keep those whose step is a multiple of this.
+        best: number of those with the best `metric` to keep. Checkpoints without it, or with nan, are not selected by
+            this rule. If no checkpoint has it, nothing is deleted: pruning raises, and a manager warns once.
         metric: the name under which the loop reported it.
         mode: "min" or "max".
-        within: those younger than this, a timedelta or a text such as "90s", "12h", "7d", "2w".
+        within: keep those younger than this, a timedelta or a text such as "90s", "12h", "7d", "2w".
 
     Raises:
-        PolicyError: a number below 1, a mode or a span that means nothing.
+        PolicyError: a number below 1, an unknown mode, or an invalid span.
     """
 
     last: int | None = None
@@ -75,10 +74,10 @@ class Keep:
 
 
 def check_keep(keep: object) -> Keep | None:
-    """A rule, or None for none.
+    """Return a `Keep` or None.
 
     Raises:
-        PolicyError: it is something else.
+        PolicyError: `keep` is something else.
     """
     if keep is None or isinstance(keep, Keep):
         return keep
@@ -88,7 +87,12 @@ def check_keep(keep: object) -> Keep | None:
 
 @dataclass(frozen=True)
 class RetentionDecision:
-    """Steps to keep, steps to drop, both rising, and for each step the sentences that say why."""
+    """Which checkpoints to keep and to drop.
+
+    Attributes:
+        keep, drop: steps, rising.
+        reasons: by step, sentences that say why.
+    """
 
     keep: tuple[int, ...]
     drop: tuple[int, ...]
@@ -96,20 +100,20 @@ class RetentionDecision:
 
 
 def check_metric(manifests: Iterable[Manifest], keep: Keep) -> None:
-    """Make sure that "the best" means something.
+    """Check that the metric of a rule `best` exists.
 
     Args:
         manifests: of the checkpoints that are not forgotten.
 
     Raises:
-        PolicyError: there are checkpoints, and none has a number for the metric; `where` is `NO_METRIC`.
+        PolicyError: there are checkpoints, and none has a number for the metric; its `where` is `NO_METRIC`.
     """
-    shown = [*manifests]
-    if keep.best is None or not shown or any(_has_metric(one, keep) for one in shown):
+    visible = [*manifests]
+    if keep.best is None or not visible or any(_has_metric(manifest, keep) for manifest in visible):
         return
-    names = sorted({name for one in shown for name, value in one.metrics.items() if not math.isnan(value)})
+    names = sorted({name for manifest in visible for name, value in manifest.metrics.items() if not math.isnan(value)})
     found = f"{keep.metric!r}, which no checkpoint has" + (
-        " but as nan" if any(keep.metric in one.metrics for one in shown) else ""
+        " but as nan" if any(keep.metric in manifest.metrics for manifest in visible) else ""
     )
     expected = "one of " + ", ".join(map(repr, names[:8])) if names else "checkpoints that were saved with metrics="
     do = "name the metric that the loop saves, or leave best out; nothing was deleted"
@@ -119,12 +123,12 @@ def check_metric(manifests: Iterable[Manifest], keep: Keep) -> None:
 def apply_policy(
     manifests: Iterable[Manifest], keep: Keep, now: datetime, *, forgotten: Collection[int] = frozenset()
 ) -> RetentionDecision:
-    """Apply `keep`.
+    """Decide which checkpoints to keep.
 
     Args:
-        manifests: every checkpoint of the store, the forgotten too.
-        now: aware; what `within` counts back from.
-        forgotten: steps that are hidden: no rule keeps them, but they may be bases of something kept.
+        manifests: of every checkpoint of the store, the forgotten ones included.
+        now: with a time zone; `within` counts back from here.
+        forgotten: hidden steps: no rule keeps them, but they may be bases of a kept checkpoint.
 
     Raises:
         PolicyError: `now` has no time zone.
@@ -133,47 +137,55 @@ def apply_policy(
         raise PolicyError(
             "now", found="a time without a zone", expected="an aware datetime", do="use datetime.now(timezone.utc)"
         )
-    known = {manifest.step: manifest for manifest in manifests}
-    reasons: dict[int, list[str]] = {step: [] for step in sorted(known)}
-    shown = [known[step] for step in reasons if step not in forgotten]
-    for step, reason in _rule_matches(shown, keep, now):
+    by_step = {manifest.step: manifest for manifest in manifests}
+    reasons: dict[int, list[str]] = {step: [] for step in sorted(by_step)}
+    visible = [by_step[step] for step in reasons if step not in forgotten]
+    for step, reason in _rule_matches(visible, keep, now):
         reasons[step].append(reason)
     for step in [step for step, why in reasons.items() if why]:
-        for base in chain.ancestors(known, step):
+        for base in chain.ancestors(by_step, step):
             reasons[base].append(f"base of step {step}")
-    kept = tuple(step for step, why in reasons.items() if why)
+    keep_steps = tuple(step for step, why in reasons.items() if why)
     for step, why in reasons.items():
         if not why:
             why.append("forgotten, and no base of anything kept" if step in forgotten else "no rule keeps it")
     return RetentionDecision(
-        kept, tuple(step for step in reasons if step not in kept), {step: tuple(why) for step, why in reasons.items()}
+        keep_steps,
+        tuple(step for step in reasons if step not in keep_steps),
+        {step: tuple(why) for step, why in reasons.items()},
     )
 
 
-def _rule_matches(shown: list[Manifest], keep: Keep, now: datetime) -> Iterable[tuple[int, str]]:
-    """(step, reason) for each rule that wants a step; `shown` rises by step."""
+def _rule_matches(visible: list[Manifest], keep: Keep, now: datetime) -> Iterable[tuple[int, str]]:
+    """(step, reason) for each rule that selects a step; `visible` rises by step."""
     if keep.keeps_all:
-        yield from ((one.step, "no rule is given, so everything is kept") for one in shown)
+        yield from ((manifest.step, "no rule is given, so everything is kept") for manifest in visible)
         return
-    if shown:
-        yield shown[-1].step, "newest: a run resumes from it"
+    if visible:
+        yield visible[-1].step, "newest: a run resumes from it"
     if keep.last is not None:
-        yield from ((one.step, f"one of the last {keep.last}") for one in shown[-keep.last :])
+        yield from ((manifest.step, f"one of the last {keep.last}") for manifest in visible[-keep.last :])
     if keep.every is not None:
-        yield from ((one.step, f"a multiple of {keep.every}") for one in shown if one.step % keep.every == 0)
+        yield from (
+            (manifest.step, f"a multiple of {keep.every}") for manifest in visible if manifest.step % keep.every == 0
+        )
     if keep.best is not None:
-        yield from _best_matches(shown, keep, keep.best)
+        yield from _best_matches(visible, keep, keep.best)
     if keep.span is not None:
-        yield from ((one.step, f"younger than {keep.within}") for one in shown if now - one.created_at <= keep.span)
+        yield from (
+            (manifest.step, f"younger than {keep.within}")
+            for manifest in visible
+            if now - manifest.created_at <= keep.span
+        )
 
 
 def _has_metric(manifest: Manifest, keep: Keep) -> bool:
     return not math.isnan(manifest.metrics.get(keep.metric, math.nan))
 
 
-def _best_matches(shown: list[Manifest], keep: Keep, count: int) -> Iterable[tuple[int, str]]:
+def _best_matches(visible: list[Manifest], keep: Keep, count: int) -> Iterable[tuple[int, str]]:
     sign = 1.0 if keep.mode == "min" else -1.0
-    rated = [one for one in shown if _has_metric(one, keep)]
-    rated.sort(key=lambda one: (sign * one.metrics[keep.metric], -one.step))  # of equals the newer one
-    for place, one in enumerate(rated[:count], 1):
-        yield one.step, f"{keep.metric} {one.metrics[keep.metric]:.6g} is number {place} of the best {count}"
+    rated = [manifest for manifest in visible if _has_metric(manifest, keep)]
+    rated.sort(key=lambda manifest: (sign * manifest.metrics[keep.metric], -manifest.step))  # of equals the newer one
+    for rank, manifest in enumerate(rated[:count], 1):
+        yield manifest.step, f"{keep.metric} {manifest.metrics[keep.metric]:.6g} is number {rank} of the best {count}"

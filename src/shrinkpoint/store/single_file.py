@@ -1,4 +1,4 @@
-"""One file outside of any store: `save`, `load`, `inspect`."""
+"""Saves a state to one file, and loads and inspects such files: `save`, `load`, `inspect`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from shrinkpoint.tensors.info import TensorInfo
 
 @dataclass(frozen=True)
 class FileInfo:
-    """What a file says of itself; nothing has been decoded.
+    """The header of a file.
 
     Attributes:
         path: of the file.
         scheme: which scheme wrote it.
-        parent: name of the file it is a delta against; None: it stands alone.
+        parent: name of the file it is a delta against; None for a keyframe.
         raw_bytes: bytes of its tensors.
         stored_bytes: bytes of the file.
         tensors: its tensors, in the order in which they are decoded.
@@ -63,35 +63,36 @@ def save(
         state: any nest of dicts, lists, tuples, tensors and plain values; it is not changed. Of a `Parameter`
             `requires_grad` comes back; another tensor comes back without it.
         scheme: a scheme, or its text, such as "fisher(relative_error=.3)".
-        base: a file saved earlier: write a delta against it. It must stay; `load` needs it.
+        base: a file saved earlier: write a delta against it. It must be kept; `load` needs it.
         threads: native threads; None: every core.
 
     Raises:
         StateError: the state holds something that cannot be stored.
         PolicyError: a wrong argument, a URL; a file that is its own base, or its base's.
         FormatError, ChainError, NotFoundError: the base does not load.
-        StorageError: writing failed; what was there is still there.
+        StorageError: writing failed; a file that was there is unchanged.
     """
-    chosen, threads = get_scheme(scheme), validate.check_threads(threads)
+    scheme, threads = get_scheme(scheme), validate.check_threads(threads)
     target = local_path(path).absolute()
-    flat = flatten(state)
+    flat_state = flatten(state)
     reference = parent = None
     if base is not None:
         root = local_path(base, "base").absolute()
         if any(_is_same(Path(file.storage.describe(*file.keys)), target) for file in file_chain(root)):
-            found = "a base that is this file, or needs it"
-            raise PolicyError(str(path), found=found, do="save the delta under another name")
+            raise PolicyError(
+                str(path), found="a base that is this file, or needs it", do="save the delta under another name"
+            )
         decoded, digest = decode_file(root, threads=threads)
         reference = decoded.reference
         parent = {"name": _base_name(root, target), "digest": digest}
-    kept = chosen.quantize(flat, reference)
-    if kept.keyframe:
+    quantized = scheme.quantize(flat_state, reference)
+    if quantized.keyframe:
         reference = parent = None
     return write_file(
         LocalStorage(target.parent),
         target.name,
-        kept,
-        scheme=chosen,
+        quantized,
+        scheme=scheme,
         reference=reference,
         parent=parent,
         threads=threads,
@@ -107,11 +108,11 @@ def load(
     threads: int | None = None,
     max_bytes: int | None = None,
 ) -> Any:
-    """The state of a file that `save` wrote, or that lies in a store.
+    """Load the state of a file that `save` wrote, or of a payload in a store.
 
     Args:
-        base: where the file's base lies now; None: beside it, under the name it was saved with.
-        device: where its tensors go; None: the CPU.
+        base: where the file's base is now; None: beside it, under the name it was saved with.
+        device: of its tensors; None: the CPU.
         tie: tensors that shared memory share it again.
         threads: native threads; None: every core.
         max_bytes: how much memory the tensors of one file may take; None: 1 GiB, or 1000 times the bytes of the file
@@ -125,8 +126,8 @@ def load(
         PolicyError: the device is not there, or is full; a limit that is none.
     """
     threads, tie = validate.check_threads(threads), validate.check_bool("tie", tie)
-    below = None if base is None else local_path(base, "base").absolute()
-    decoded, _ = decode_file(local_path(path).absolute(), below, threads=threads, max_bytes=max_bytes)
+    base_path = None if base is None else local_path(base, "base").absolute()
+    decoded, _ = decode_file(local_path(path).absolute(), base_path, threads=threads, max_bytes=max_bytes)
     tensors: Mapping[str, Tensor] = decoded.reference.tensors
     if device is not None:
         tensors = to_device(tensors, device, copy=False)
@@ -134,7 +135,7 @@ def load(
 
 
 def inspect(path: str | Path) -> FileInfo:
-    """What a file holds, from its header alone.
+    """Read the header of a file; nothing is decoded.
 
     Raises:
         NotFoundError: there is no such file.
@@ -167,5 +168,5 @@ def _is_same(a: Path, b: Path) -> bool:
 
 
 def _base_name(base: Path, target: Path) -> str:
-    """The base's name as the delta records it: relative where they share a directory, so that both can be moved."""
+    """The base's name that the delta records: relative if they share a directory, so that both can be moved."""
     return base.name if base.parent == target.parent else str(base)

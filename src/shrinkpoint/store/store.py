@@ -1,4 +1,4 @@
-"""A place with many checkpoints."""
+"""`Store`: many checkpoints in a directory, saved as chains of deltas."""
 
 from __future__ import annotations
 
@@ -35,7 +35,14 @@ from shrinkpoint.tensors.flatten import flatten, unflatten
 
 @dataclass(frozen=True)
 class StoreRestore:
-    """What a walk back found: the newest checkpoint that loads, and those newer ones that do not, newest first."""
+    """The newest checkpoint of a store that loads.
+
+    Attributes:
+        step: of the checkpoint.
+        state: as it was saved.
+        manifest: of the checkpoint.
+        skipped: newer checkpoints that do not load, newest first.
+    """
 
     step: int
     state: Any
@@ -46,19 +53,22 @@ class StoreRestore:
 class Store:
     """Checkpoints in a directory, or in any `Storage`.
 
-    Reading never locks. The first save takes the store's lock, sweeps what interrupted saves left behind, and keeps the
-    lock until `close`; a second process that saves is refused. One store may be used by several threads of a process.
+    Reading never locks. The first save takes the store's lock, removes the files of interrupted saves, and keeps the
+    lock until `close`; a second process that saves gets an error. Several threads of a process may share one store.
 
     Memory: after a save or a load, one state on the CPU, the reference of the next delta; `load` needs two at a time.
-    Of what a lossy scheme quantizes also the values before that, and a byte for each.
+    For tensors that a lossy scheme quantizes also the original values, and a byte for each.
 
     Args:
         where: a directory, which need not exist yet, or a storage.
-        keyframe_every: each chain has at most this many checkpoints, its keyframe included; None: no bound.
+        keyframe_every: maximum number of checkpoints in a chain, its keyframe included; None: no limit.
         threads: native threads for coding; None: every core.
 
+    Attributes:
+        storage: what holds the files.
+
     Raises:
-        PolicyError: an argument that makes no sense; a URL, or a file, where a directory should be.
+        PolicyError: an invalid argument; a URL or a file instead of a directory.
     """
 
     def __init__(
@@ -90,22 +100,22 @@ class Store:
             self._reference_cache.drop()
             self._store_lock.release()
 
-    # looking
+    # reading manifests
 
     def scan(self) -> Listing:
-        """Everything there is: the checkpoints, those forgotten, those whose manifest is broken and why."""
+        """All checkpoints: the visible, the forgotten, and those whose manifest is broken, with the reason."""
         return scan(self.storage)
 
     def list(self) -> Sequence[Manifest]:
-        """The committed checkpoints that are not forgotten, by rising step."""
+        """The manifests of the committed checkpoints that are not forgotten, by rising step."""
         return [*self.scan().visible.values()]
 
     def steps(self) -> Sequence[int]:
-        """The steps of `list`."""
+        """The steps of the committed checkpoints that are not forgotten, rising."""
         return [*self.scan().visible]
 
     def manifest(self, step: int | None = None) -> Manifest:
-        """One checkpoint; None: the newest.
+        """The manifest of one checkpoint; without a step, of the newest.
 
         Raises:
             NotFoundError: there is none, or it is forgotten.
@@ -114,37 +124,44 @@ class Store:
         return self._visible_manifest(self.scan(), step)
 
     def verify(self, *, deep: bool = False) -> Sequence[Finding]:
-        """What is not as it should be; see `verify.verify`. An empty list: every checkpoint is whole."""
+        """Find damage; an empty list means that every checkpoint is intact.
+
+        Args:
+            deep: also decode every checkpoint; else headers and digests of the stored bytes are compared.
+
+        Raises:
+            StorageError: the store cannot be listed.
+        """
         return verify(self.storage, deep=deep, threads=self._threads)
 
     # saving
 
     def begin(self, step: int, *, keyframe: bool = False) -> CheckpointTransaction:
-        """Start a checkpoint that is added and committed by hand. `save` does all of it, and remembers the state.
+        """Begin a checkpoint that the caller adds and commits; `save` does both and holds the reference as well.
 
         Raises:
             LockedError: another process saves here.
-            PolicyError: `step` is not a whole number from 0, or another checkpoint is in the making.
-            StorageError: the store cannot be read or swept.
+            PolicyError: `step` is not a whole number from 0, or another transaction is open.
+            StorageError: the store cannot be read, or orphaned files cannot be removed.
         """
-        pending = self._begin(step, keyframe)
-        self._transaction = weakref.ref(pending)
-        return pending
+        transaction = self._begin(step, keyframe)
+        self._transaction = weakref.ref(transaction)
+        return transaction
 
     def lock(self) -> None:
-        """Take the store's lock, and sweep, now instead of at the first save.
+        """Take the store's lock and remove orphaned files now, instead of at the first save.
 
         Raises:
             LockedError: another process saves here.
-            PolicyError: a checkpoint is in the making.
-            StorageError: the store cannot be swept.
+            PolicyError: a transaction is open.
+            StorageError: orphaned files cannot be removed.
         """
         with self._mutex:
             self._check_idle()
             self._store_lock.acquire()
 
     def _begin(self, step: int, keyframe: bool) -> CheckpointTransaction:
-        """As `begin`; nobody else waits for its end, which may come by an interrupt at any line."""
+        """As `begin`, for `save`, which ends the transaction itself even if it is interrupted."""
         step = layout.check_step(step)
         with self._mutex:
             self.lock()
@@ -155,11 +172,15 @@ class Store:
             )
 
     def _check_idle(self) -> None:
-        """To whoever tidies, the payload of a checkpoint in the making is litter."""
-        pending = self._transaction() if self._transaction else None
-        if pending is not None and pending.is_open:
-            found, do = f"step {pending.step} is in the making", "commit or abort it first"
-            raise PolicyError(self.storage.describe(), found=found, expected="one checkpoint at a time", do=do)
+        """Raise if a transaction is open: removing orphaned files would delete its payload."""
+        transaction = self._transaction() if self._transaction else None
+        if transaction is not None and transaction.is_open:
+            raise PolicyError(
+                self.storage.describe(),
+                found=f"step {transaction.step} is not committed yet",
+                expected="one checkpoint at a time",
+                do="commit or abort it first",
+            )
 
     def save(
         self,
@@ -179,46 +200,52 @@ class Store:
             state: any nest of dicts, lists, tuples, tensors and plain values, or a flattened one; it is not changed. Of
                 a `Parameter` `requires_grad` comes back; another tensor comes back without it.
             scheme: a scheme, or its text, such as "fisher(relative_error=.3)".
-            metrics: what `Keep(best=)` and people look at.
-            keyframe: True: do not make a delta.
-            adopt: `state` came from `snapshot`: its tensors become the store's own instead of being copied.
+            metrics: by name, for `Keep(best=)` and for people.
+            keyframe: do not write a delta.
+            adopt: take over the tensors of `state`, which came from `snapshot`, instead of copying them.
+            lossy_restores: number of restores from lossy checkpoints behind this state.
+            note: free text.
 
         Raises:
             StateError: the state holds something that cannot be stored.
             LockedError: another process saves here.
-            PolicyError: a step, or a metric, that is no number.
-            StorageError: writing failed; every checkpoint that was there still loads.
+            PolicyError: a step or a metric that is not a number.
+            StorageError: writing failed; every earlier checkpoint still loads.
         """
-        chosen, measured = get_scheme(scheme), _check_metrics(metrics)
-        flat = state if isinstance(state, FlatState) else flatten(state)
+        scheme, metrics = get_scheme(scheme), _check_metrics(metrics)
+        flat_state = state if isinstance(state, FlatState) else flatten(state)
         with self._mutex, self._store_lock.cleanup_on_error():
-            with self._begin(step, keyframe) as pending:
-                if isinstance(chosen, PlanningScheme):  # a keyframe, too, looks at the checkpoint before
-                    chosen = chosen.plan(flat, as_delta_base(self.reference, base=pending.parent is not None))
-                report = pending.add(flat, scheme=chosen, threads=self._threads)
-                made = pending.commit(metrics=measured, lossy_restores=lossy_restores, note=note)
-            assert pending.reference is not None
-            report = replace(report, retention=self._reference_cache.retained_progress(flat, pending.reference))
+            with self._begin(step, keyframe) as transaction:
+                if isinstance(scheme, PlanningScheme):  # a plan for a keyframe uses the previous checkpoint, too
+                    is_delta = transaction.parent is not None
+                    scheme = scheme.plan(flat_state, as_delta_base(self.reference, base=is_delta))
+                report = transaction.add(flat_state, scheme=scheme, threads=self._threads)
+                manifest = transaction.commit(metrics=metrics, lossy_restores=lossy_restores, note=note)
+            assert transaction.reference is not None
+            retention = self._reference_cache.retained_progress(flat_state, transaction.reference)
+            report = replace(report, retention=retention)
             (self._reference_cache.adopt if adopt else self._reference_cache.copy)(
-                made, pending.reference, flat.tensors
+                manifest, transaction.reference, flat_state.tensors
             )
-            written = StoredFile(made.digest, report.stored_bytes, self.storage, made.key(made.payloads[0].name))
-            self._base_verifier.mark_verified({made.digest: written.stamp()})
-            if pending.replaces:
+            written = StoredFile(
+                manifest.digest, report.stored_bytes, self.storage, manifest.key(manifest.payloads[0].name)
+            )
+            self._base_verifier.mark_verified({manifest.digest: written.stamp()})
+            if transaction.replaces:
                 self._store_lock.remove_orphans()
             warn_low_retention(report.retention)
             return report
 
     @property
     def reference(self) -> Reference | None:
-        """What a reader gets of the last checkpoint that was saved or loaded here; None: nothing is held."""
+        """The decoded tensors of the last checkpoint that was saved or loaded here; None if nothing is held."""
         return None if self._reference_cache.manifest is None else self._reference_cache.reference
 
     def _delta_parent(self, listing: Listing, step: int) -> Manifest | None:
-        """The checkpoint to write a delta against: the one that is held, if it still stands as it was."""
-        held = self._reference_cache.manifest
-        parent = listing.manifests.get(held.step) if held is not None else None
-        if held is None or parent is None or parent.id != held.id or parent.step >= step:
+        """The checkpoint to write a delta against: that of the reference, if its files are unchanged."""
+        reference = self._reference_cache.manifest
+        parent = listing.manifests.get(reference.step) if reference is not None else None
+        if reference is None or parent is None or parent.id != reference.id or parent.step >= step:
             return None
         if self._keyframe_every is not None and parent.depth + 1 >= self._keyframe_every:
             return None
@@ -227,13 +254,13 @@ class Store:
         return parent if self._base_verifier.find_damage(self._stored_files(parent, listing.keys)) is None else None
 
     def _stored_files(self, manifest: Manifest, keys: Collection[str]) -> Sequence[StoredFile]:
-        """The files of a chain, each at the first of its places that is there."""
-        found = []
-        for base in chain.chain_links(manifest):
-            at = chain.candidate_keys(manifest, base)
-            key = next((key for key in at if key in keys), at[0])
-            found.append(StoredFile(base.digest, base.size, self.storage, key))
-        return found
+        """The files of a chain, each under the first of its keys that exists."""
+        files = []
+        for link in chain.chain_links(manifest):
+            candidates = chain.candidate_keys(manifest, link)
+            key = next((key for key in candidates if key in keys), candidates[0])
+            files.append(StoredFile(link.digest, link.size, self.storage, key))
+        return files
 
     # loading
 
@@ -246,13 +273,13 @@ class Store:
         keep: bool = True,
         max_bytes: int | None = None,
     ) -> Any:
-        """A state as it was saved.
+        """Load a checkpoint.
 
         Args:
             step: None: the newest.
-            device: where its tensors go; None: the CPU.
+            device: of its tensors; None: the CPU.
             tie: tensors that shared memory share it again.
-            keep: hold what was loaded as the reference of the next delta. False needs less memory, for mere reading.
+            keep: hold the loaded tensors as the reference of the next delta; False takes less memory.
             max_bytes: how much memory the tensors of one checkpoint may take; None: 1 GiB, or 1000 times the bytes of
                 its chain if that is more (`SHRINKPOINT_MAX_BYTES` in the environment says otherwise).
 
@@ -268,7 +295,7 @@ class Store:
     def restore(
         self, *, device: Device = None, tie: bool = True, keep: bool = True, max_bytes: int | None = None
     ) -> StoreRestore:
-        """The newest checkpoint that loads; those that do not are skipped, and named with the reason.
+        """Load the newest checkpoint that loads; those skipped are in the result, each with the reason.
 
         Raises:
             NotFoundError: none loads, or there is none.
@@ -300,22 +327,22 @@ class Store:
             return state
 
     def _stamps(self, manifest: Manifest) -> dict[str, object]:
-        """By digest, of the files that decoding reads; not where two that differ might be meant."""
+        """`StoredFile.stamp` by digest of the files that decoding reads; not of a digest with two different files."""
         stamps = {
-            base.digest: {
-                StoredFile(base.digest, base.size, self.storage, key).stamp()
-                for key in chain.candidate_keys(manifest, base)
+            link.digest: {
+                StoredFile(link.digest, link.size, self.storage, key).stamp()
+                for key in chain.candidate_keys(manifest, link)
             }
-            for base in chain.chain_links(manifest)
+            for link in chain.chain_links(manifest)
         }
         return {
-            digest: next(iter(found - {MISSING})) for digest, found in stamps.items() if len(found - {MISSING}) == 1
+            digest: next(iter(values - {MISSING})) for digest, values in stamps.items() if len(values - {MISSING}) == 1
         }
 
-    # tidying
+    # removing and rewriting
 
     def forget(self, step: int) -> None:
-        """Hide a checkpoint; `prune` deletes it once nothing kept stands on it. Saving the step again shows it again.
+        """Hide a checkpoint; `prune` deletes it once nothing kept depends on it. Saving the step again shows it again.
 
         Raises:
             NotFoundError: there is no such checkpoint.
@@ -328,17 +355,17 @@ class Store:
             forget(self.storage, listing, step)
 
     def prune(self, keep: Keep | None = None, *, dry_run: bool = True, now: datetime | None = None) -> prune.PrunePlan:
-        """Delete what `keep` does not ask for and nothing kept stands on, and whatever is forgotten.
+        """Delete the forgotten checkpoints and those that `keep` does not select, unless a kept one depends on them.
 
         Args:
-            keep: None: everything but the forgotten.
-            dry_run: only say what would be deleted; the store is not locked for it.
-            now: what `Keep(within=)` counts back from; None: this moment.
+            keep: None: keep everything but the forgotten.
+            dry_run: only return what would be deleted; the store is not locked.
+            now: the time from which `Keep(within=)` counts back; None: the current time.
 
         Raises:
-            PolicyError: the best are to be kept of a metric that no checkpoint has; nothing was deleted.
+            PolicyError: the best are to be kept by a metric that no checkpoint has; nothing was deleted.
             LockedError: another process saves here.
-            VersionError: a newer release has written here; only it knows what it stands on.
+            VersionError: a newer release has written here, and its manifests cannot be read.
             StorageError: reading or deleting failed.
         """
         check_keep(keep)
@@ -352,25 +379,25 @@ class Store:
             return plan
 
     def compact(self, step: int | None = None) -> Sequence[SaveReport]:
-        """Make a delta a keyframe; without a step, merge deltas so that none stands on what is forgotten or gone.
+        """Rewrite a delta as a keyframe; without a step, merge deltas that depend on forgotten or deleted checkpoints.
 
-        Each checkpoint is replaced in place, atomically; what others stand on stays until they are compacted too.
+        Each checkpoint is replaced atomically; files that others depend on are kept until these are compacted, too.
 
         Returns:
-            One report for each checkpoint that was written again.
+            One report for each checkpoint that was rewritten.
 
         Raises:
             NotFoundError: there is no such checkpoint.
-            ChainError, FormatError: one does not load; it stays as it is, and so do those after it.
-            VersionError: a newer release has written here; only it knows what it stands on.
+            ChainError, FormatError: one does not load; it is unchanged, and so are those after it.
+            VersionError: a newer release has written here, and its manifests cannot be read.
             LockedError: another process saves here.
             StorageError: reading or writing failed; every checkpoint still loads.
         """
         with self._store_lock.for_writing():
             self._check_idle()
-            done = [report for _, _, report in self._rewrite(step)]
+            reports = [report for _, _, report in self._rewrite(step)]
             self._store_lock.remove_orphans()
-            return done
+            return reports
 
     def _rewrite(self, step: int | None) -> Iterator[Rewrite]:
         if step is None:
@@ -381,11 +408,11 @@ class Store:
             yield rewrite_as_keyframe(self.storage, manifest, threads=self._threads)
 
     def _visible_manifest(self, listing: Listing, step: int | None) -> Manifest:
-        shown = listing.visible
-        if step is None and shown:
-            return max(shown.values(), key=lambda manifest: manifest.step)
-        if step in shown:
-            return shown[step]
+        visible = listing.visible
+        if step is None and visible:
+            return visible[max(visible)]
+        if step in visible:
+            return visible[step]
         if step in listing.broken and step not in listing.forgotten:
             raise listing.broken[step]
         raise _unknown_step_error(self.storage.describe(), listing, step)
@@ -393,7 +420,7 @@ class Store:
     def _no_checkpoint_error(self, skipped: Sequence[SkippedCheckpoint]) -> NotFoundError:
         if not skipped:
             return NotFoundError(self.storage.describe(), found="no checkpoint", do="save one first")
-        reasons = "; ".join(f"step {one.step}: {one.reason}" for one in skipped)
+        reasons = "; ".join(f"step {checkpoint.step}: {checkpoint.reason}" for checkpoint in skipped)
         return NotFoundError(self.storage.describe(), found=f"no checkpoint that loads ({reasons})", do="run `verify`")
 
 
@@ -406,8 +433,12 @@ def _as_storage(where: str | Path | Storage) -> Storage:
 def _unknown_step_error(where: str, listing: Listing, step: int | None) -> NotFoundError:
     if step is None:
         return NotFoundError(where, found="no checkpoint", do="save one first")
-    found = f"step {step} is forgotten" if step in listing.forgotten else f"no checkpoint of step {step}"
-    return NotFoundError(where, found=found, expected=chain.describe_steps(listing.visible), do="list the store")
+    return NotFoundError(
+        where,
+        found=f"step {step} is forgotten" if step in listing.forgotten else f"no checkpoint of step {step}",
+        expected=chain.describe_steps(listing.visible),
+        do="list the store",
+    )
 
 
 def _check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:

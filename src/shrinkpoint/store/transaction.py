@@ -1,4 +1,4 @@
-"""A checkpoint in the making: payload first, durably; manifest last, atomically."""
+"""Writes one checkpoint of a store: payload first, durably; manifest last, atomically."""
 
 from __future__ import annotations
 
@@ -23,13 +23,21 @@ from shrinkpoint.tensors.info import JSON
 
 
 class CheckpointTransaction:
-    """One checkpoint between `begin` and `commit`; without a `commit` it never was.
+    """One checkpoint that is being written; it exists once `commit` returns.
 
-    Expects: `add` once, then `commit`; or `abort` at any time before. As a context manager it aborts what was not
-    committed when the block ends. Only the holder of the store's lock may make one.
+    Call `add` once, then `commit`; or `abort` at any time before. As a context manager it aborts at the end of the
+    block unless it was committed. The caller holds the store's lock.
 
     Args:
-        parent: the checkpoint to write a delta against, and its decoded tensors in `reference`; None: a keyframe.
+        storage: the store's.
+        listing: its content.
+        step: of the new checkpoint.
+        parent: the checkpoint to write a delta against; None for a keyframe.
+        reference: the parent's decoded tensors.
+
+    Attributes:
+        replaces: there are files of an earlier checkpoint of this step.
+        reference: the decoded tensors of the new checkpoint, after `add`.
     """
 
     def __init__(
@@ -40,7 +48,6 @@ class CheckpointTransaction:
         self._storage, self._listing, self._reference = storage, listing, reference
         self._written_keys: list[str] = []
         self.reference: Reference | None = None
-        """What a reader will get, once there is a payload."""
         self._report: SaveReport | None = None
         self._loss: JSON = None
         self._payload_name = ""
@@ -49,7 +56,7 @@ class CheckpointTransaction:
 
     @property
     def is_open(self) -> bool:
-        """Whether it may still be committed."""
+        """Whether it can still be committed."""
         return self._state == "open"
 
     def __enter__(self) -> CheckpointTransaction:
@@ -64,13 +71,13 @@ class CheckpointTransaction:
         """Write the payload.
 
         Raises:
-            PolicyError: it was written already.
+            PolicyError: it has been written already, or the transaction is closed.
             StorageError: writing failed.
         """
         if self._state != "open" or self._report is not None:
             raise self._misuse_error("a second payload" if self._report else "closed")
-        kept = scheme.quantize(state, self._reference)
-        if kept.keyframe:
+        quantized = scheme.quantize(state, self._reference)
+        if quantized.keyframe:
             self.parent = self._reference = None
         if self.parent is not None:
             self._bases = self._link_chain(self.parent)
@@ -80,7 +87,7 @@ class CheckpointTransaction:
         written = write_file(
             self._storage,
             key,
-            kept,
+            quantized,
             scheme=scheme,
             reference=self._reference,
             parent=self._parent_json(),
@@ -97,19 +104,19 @@ class CheckpointTransaction:
         note: str = "",
         metadata_from: Manifest | None = None,
     ) -> Manifest:
-        """Make the checkpoint exist.
+        """Write the manifest, by which the checkpoint exists.
 
         Args:
-            metadata_from: the checkpoint that this one is, written again: keep all of it but its files.
+            metadata_from: the checkpoint that is rewritten: take everything but the files from it.
 
         Raises:
             PolicyError: there is no payload yet.
-            StorageError: writing failed; the checkpoint may exist or not, and is whole if it does.
+            StorageError: writing failed; the checkpoint may exist or not, and is complete if it does.
         """
         if self._state != "open" or self._report is None:
             raise self._misuse_error("no payload" if self._state == "open" else "closed")
         report = self._report
-        made = Manifest(
+        manifest = Manifest(
             id=secrets.token_hex(8),
             step=self.step,
             created=utc_timestamp(),
@@ -122,8 +129,8 @@ class CheckpointTransaction:
             note=note,
         )
         if metadata_from is not None:
-            made = replace(
-                made,
+            manifest = replace(
+                manifest,
                 id=metadata_from.id,
                 created=metadata_from.created,
                 scheme=metadata_from.scheme,
@@ -132,14 +139,14 @@ class CheckpointTransaction:
                 loss=metadata_from.loss,
                 note=metadata_from.note,
             )
-        # Once this call has begun, nobody but a reader can say whether the manifest stands: nothing may be removed.
+        # From here on the manifest may exist even if this call fails: nothing may be removed.
         self._state = "committing"
-        self._storage.put(layout.manifest_key(self.step), encode_store_manifest(made))
+        self._storage.put(layout.manifest_key(self.step), encode_store_manifest(manifest))
         self._state = "closed"
-        return made
+        return manifest
 
     def abort(self) -> None:
-        """Give up: remove what was written so far. What cannot be removed now, the next save sweeps."""
+        """Remove what was written so far; what cannot be removed now, the next save removes."""
         if self._state != "open":
             return
         self._state = "closed"
@@ -148,7 +155,7 @@ class CheckpointTransaction:
                 self._storage.delete(key)
 
     def _link_chain(self, parent: Manifest) -> tuple[ChainLink, ...]:
-        """The chain below, each file hard-linked into this step's directory so that it needs no other."""
+        """Hard-link each file of the parent's chain into this step's directory, which then needs no other."""
         return tuple(self._link_file(parent, base) for base in chain.chain_links(parent))
 
     def _link_file(self, parent: Manifest, base: ChainLink) -> ChainLink:
@@ -165,7 +172,7 @@ class CheckpointTransaction:
         return replace(base, name="")
 
     def _parent_json(self) -> JSON:
-        """How a reader of the payload alone finds its base: relative to the payload's directory."""
+        """The header entry by which a reader of the payload finds its base, relative to the payload's directory."""
         if not self._bases:
             return None
         base = self._bases[-1]

@@ -1,4 +1,4 @@
-"""Is everything still there, and is it what was written? Answers are plain data."""
+"""Verifies a store: every file exists and holds what was written. Findings are plain data."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shrinkpoint.store.prune import inode_key
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not as it should be.
+    """One problem of a store.
 
     Attributes:
-        step: the checkpoint it concerns; None when it is none.
+        step: of the checkpoint; None if it concerns none.
         where: a file or a directory.
-        problem: what was found.
+        problem: in words.
         do: what to do about it.
-        loads: True when every checkpoint that is shown loads all the same.
+        loads: every visible checkpoint loads nevertheless.
     """
 
     step: int | None
@@ -34,28 +34,31 @@ class Finding:
 
 
 def verify(storage: Storage, *, deep: bool = False, threads: int | None = None) -> list[Finding]:
-    """Check every checkpoint that is shown: manifest, headers and the digests of the stored bytes.
+    """Check manifest, headers and the digests of the stored bytes of every visible checkpoint.
 
     Args:
-        deep: decode everything too, check the digests of what was decoded, and make the states of it: what is not found
-            here, loads.
+        deep: also decode everything, compare the digests of the decoded values, and build the states: a checkpoint
+            without a finding loads.
+        threads: native threads for decoding; None: every core.
 
     Raises:
         StorageError: the store cannot be listed.
     """
     listing = scan(storage)
     findings = list(_broken_manifests(storage, listing))
-    check = _FileChecker(storage)
+    checker = _FileChecker(storage)
     for manifest in listing.visible.values():
-        findings += check.findings_of(manifest)
+        findings += checker.findings_of(manifest)
     findings += _missing_bases(storage, listing)
     if deep:
-        findings += _decode_failures(storage, listing, {one.step for one in findings if not one.loads}, threads)
+        findings += _decode_failures(
+            storage, listing, {finding.step for finding in findings if not finding.loads}, threads
+        )
     return findings + list(_orphan_findings(storage, listing))
 
 
 class _FileChecker:
-    """Looks at each file once, under however many names it is met."""
+    """Checks each file once, even if it has several names."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -68,7 +71,7 @@ class _FileChecker:
             for key, error in errors.items():
                 missing = isinstance(error, NotFoundError)
                 other_steps = missing and key == base.sibling_key and base.step != manifest.step
-                if error is not None and not (loads and other_steps):  # `_missing_bases` tells of those, once
+                if error is not None and not (loads and other_steps):  # `_missing_bases` reports those once
                     yield self._finding(manifest, base, key, error, loads)
 
     def _finding(self, manifest: Manifest, base: ChainLink, key: str, error: ShrinkpointError, loads: bool) -> Finding:
@@ -97,25 +100,25 @@ def _broken_manifests(storage: Storage, listing: Listing) -> Iterator[Finding]:
 
 
 def _missing_bases(storage: Storage, listing: Listing) -> Iterator[Finding]:
-    """Steps that are gone, or were saved again, under deltas that carry a link to what was there."""
-    above: dict[ChainLink, list[int]] = {}
+    """Steps that were deleted or saved again, while deltas still have a link to the old file."""
+    dependents: dict[ChainLink, list[int]] = {}
     for manifest in listing.visible.values():
         for base in manifest.bases:
             if base.step not in listing.manifests and base.step not in listing.broken and base.name:
-                above.setdefault(ChainLink(base.step, base.id, base.digest, base.size, base.file), []).append(
+                dependents.setdefault(ChainLink(base.step, base.id, base.digest, base.size, base.file), []).append(
                     manifest.step
                 )
-    for base, steps in above.items():
-        standing = ", ".join(map(str, steps))
-        problem = f"step {base.step} is gone; deltas were made against it (steps {standing})"
-        do = "nothing is lost while their own links stand; `compact` frees them of it"
+    for base, steps in dependents.items():
+        numbers = ", ".join(map(str, steps))
+        problem = f"step {base.step} is gone; deltas were made against it (steps {numbers})"
+        do = "nothing is lost while they have their own links; `compact` makes them independent of it"
         yield Finding(base.step, storage.describe(layout.step_dir(base.step)), problem, do, loads=True)
 
 
 def _decode_failures(
     storage: Storage, listing: Listing, failed_steps: set[int | None], threads: int | None
 ) -> Iterator[Finding]:
-    """Decode from the newest down; what lay on the way of a chain need not be decoded again."""
+    """Decode from the newest checkpoint backwards; what was decoded on the way is not decoded again."""
     from shrinkpoint.store.checkpoint_file import build_state  # these need torch, and nothing else here
     from shrinkpoint.store.decode import iter_chain
 
@@ -134,4 +137,6 @@ def _decode_failures(
 
 def _orphan_findings(storage: Storage, listing: Listing) -> Iterator[Finding]:
     for key in listing.orphans():
-        yield Finding(None, storage.describe(key), "left by an interrupted save", "the next save sweeps it", loads=True)
+        yield Finding(
+            None, storage.describe(key), "left by an interrupted save", "the next save removes it", loads=True
+        )
