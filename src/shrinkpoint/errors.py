@@ -1,9 +1,9 @@
-"""Everything this library raises, as one tree.
+"""The exceptions of this library, as one tree.
 
 ::
 
     ShrinkpointError
-    ├── FormatError                       the bytes are at fault
+    ├── FormatError                       the bytes of a file are wrong
     │   ├── CorruptError                  they contradict themselves or a digest
     │   ├── TruncatedError                they end too early
     │   └── VersionError                  a newer release wrote them
@@ -29,9 +29,9 @@ class ShrinkpointError(Exception):
 
     Args:
         where: the file, key or path inside a state that is at fault.
-        found: what was there.
-        expected: what should have been there.
-        do: what the reader of this message can do next.
+        found: what was found there.
+        expected: what was expected instead.
+        do: what the user can do next.
     """
 
     def __init__(self, where: str, *, found: str, expected: str = "", do: str = "") -> None:
@@ -56,7 +56,7 @@ def _rebuild(kind: type[ShrinkpointError], where: str, found: str, expected: str
 
 
 class FormatError(ShrinkpointError):
-    """The bytes of a file are at fault."""
+    """The bytes of a file are wrong."""
 
 
 class CorruptError(FormatError):
@@ -64,11 +64,11 @@ class CorruptError(FormatError):
 
 
 class TruncatedError(FormatError):
-    """Bytes end before what they announce."""
+    """A file ends before what its header announces."""
 
 
 class VersionError(FormatError):
-    """A newer release wrote this; this one must not guess."""
+    """A newer release wrote this, in a format that this one does not know."""
 
 
 class ChainError(ShrinkpointError):
@@ -76,7 +76,7 @@ class ChainError(ShrinkpointError):
 
 
 class NotFoundError(ShrinkpointError, KeyError, FileNotFoundError):
-    """No such checkpoint, no such tensor. Who loads a file that is not there expects a FileNotFoundError."""
+    """No such checkpoint, file or tensor."""
 
 
 class StateError(ShrinkpointError, TypeError):
@@ -96,7 +96,7 @@ class StorageError(ShrinkpointError, OSError):
 
 
 class NoSpaceError(StorageError):
-    """The place where a checkpoint was to be written is full."""
+    """No space is left for a checkpoint."""
 
 
 class LockedError(ShrinkpointError):
@@ -108,11 +108,11 @@ class MissingExtraError(ShrinkpointError, ModuleNotFoundError):
 
 
 class LossWarning(UserWarning):
-    """A lossy checkpoint was written, and something about what it lost should be known."""
+    """A lossy checkpoint was written that may have lost too much."""
 
 
 class UnmeasuredLossWarning(LossWarning):
-    """A checkpoint lost values, and nothing has measured what that costs; said once in a run."""
+    """A lossy checkpoint was written without measuring its effect on the loss; raised once in a run."""
 
 
 EXTRAS = {
@@ -122,19 +122,19 @@ EXTRAS = {
     "plot": ("plotly",),
     "transformers": ("transformers", "accelerate"),
 }
-"""The packages that each extra brings and that may be absent without it."""
+"""Packages that each extra installs and that may be missing without it."""
 
 
 def missing_extra(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
-    """What to raise where an import failed: with the command that helps, if `extra` brings the package; else `error`.
+    """The error to raise for a failed import: with the command that helps if `extra` brings the package, else `error`.
 
-    >>> missing(ModuleNotFoundError("...", name="transformers.utils"), "transformers").do
+    >>> missing_extra(ModuleNotFoundError("...", name="transformers.utils"), "transformers").do
     'run pip install "shrinkpoint[transformers]"'
     """
     package = (error.name or "").partition(".")[0]
     if isinstance(error, MissingExtraError) or package not in EXTRAS[extra]:
         return error
     do = f'run pip install "shrinkpoint[{extra}]"'
-    found = MissingExtraError(package, found="not installed", expected=f"what the extra {extra!r} brings", do=do)
-    found.name = error.name
-    return found
+    missing = MissingExtraError(package, found="not installed", expected=f"what the extra {extra!r} brings", do=do)
+    missing.name = error.name
+    return missing

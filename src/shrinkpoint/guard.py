@@ -1,5 +1,6 @@
-"""Context managers around reading and building: what strange bytes raise becomes an error of our tree, and
-the garbage collector waits while many objects are made that all stay."""
+"""Context managers for reading: `read_guard` turns any error about invalid bytes into one of `shrinkpoint.errors`, and
+`no_gc` pauses the garbage collector while many objects are created.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +11,19 @@ from contextlib import contextmanager
 from shrinkpoint.errors import CorruptError, ShrinkpointError, StorageError
 
 _DO = "restore another checkpoint, or fetch an intact copy of this file"
-MAX_MESSAGE_CHARS = 200  # letters of another's message
+MAX_MESSAGE_CHARS = 200
+"""Characters of another error's message that are repeated."""
 
 
 @contextmanager
 def read_guard(where: str) -> Iterator[None]:
-    """Read inside of it: bytes, and nothing that a caller may have got wrong.
+    """Guards code that depends only on the bytes of a file, not on arguments of a caller.
+
+    Args:
+        where: the file, for messages.
 
     Raises:
-        CorruptError: anything went wrong that has no name of its own; the cause is chained.
+        CorruptError: any error that is not one of this library; the cause is chained.
         StorageError: the system could not read.
     """
     try:
@@ -40,10 +45,9 @@ def _error_text(error: Exception) -> str:
 
 @contextmanager
 def no_gc() -> Iterator[None]:
-    """Python's search for cycles waits until the end, as each one would go through all that has been made so far.
+    """Pauses Python's search for reference cycles, each of which would visit all objects created so far.
 
-    For what takes seconds at most, and has no cycles of its own. Of several threads in here, the first to leave ends
-    it for all.
+    For code that takes seconds at most and creates no cycles. The first of several threads to leave ends it for all.
     """
     if not gc.isenabled():
         yield

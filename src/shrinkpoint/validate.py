@@ -1,4 +1,4 @@
-"""Checks of arguments: a wrong one is refused where it is given, in the same words everywhere. No torch."""
+"""Checks of arguments, with the same messages everywhere. No torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _TEXT = TypeVar("_TEXT", bound=str)
 def check_int(
     where: str, value: Any, *, minimum: int = 1, maximum: int | None = None, do: str = "take the default"
 ) -> int:
-    """A whole number within bounds, such as numpy's too; neither a bool nor a float is one.
+    """Return a whole number within bounds as an int; bools and floats are refused.
 
     Raises:
-        PolicyError: it is none, or out of bounds.
+        PolicyError: it is not a whole number, or out of bounds.
     """
     if isinstance(value, Integral) and not isinstance(value, bool):
         number = operator.index(value)
@@ -36,10 +36,13 @@ def check_int(
 def check_optional_int(
     where: str, value: Any, *, minimum: int = 1, maximum: int | None = None, none_meaning: str = "for no bound"
 ) -> int | None:
-    """The same, or None.
+    """Return a whole number within bounds as an int, or None.
 
     Args:
-        none_meaning: what None stands for.
+        none_meaning: what None means, for messages.
+
+    Raises:
+        PolicyError: it is neither.
     """
     if value is None:
         return None
@@ -52,7 +55,7 @@ def check_optional_int(
 
 
 def check_threads(value: Any) -> int | None:
-    """Native threads: a whole number from 1, or None.
+    """Return a number of native threads: a whole number from 1, or None.
 
     Raises:
         PolicyError: it is something else.
@@ -61,7 +64,7 @@ def check_threads(value: Any) -> int | None:
 
 
 def check_keyframe_every(value: Any) -> int | None:
-    """How many checkpoints a chain has at most: a whole number from 1, or None.
+    """Return the maximum number of checkpoints in a chain: a whole number from 1, or None.
 
     Raises:
         PolicyError: it is something else.
@@ -78,27 +81,30 @@ def check_float(
     exclusive: bool = True,
     do: str = "take the default",
 ) -> float:
-    """A finite number from `minimum`, or above it, to `maximum`.
+    """Return a finite number within bounds as a float.
+
+    Args:
+        exclusive: `minimum` itself is out of bounds.
 
     Raises:
-        PolicyError: it is none, or out of bounds.
+        PolicyError: it is not a finite number, or out of bounds.
     """
-    found = _float_or_nan(value)
-    if math.isfinite(found) and minimum <= found <= maximum and not (exclusive and found == minimum):
-        return found
+    number = _float_or_nan(value)
+    if math.isfinite(number) and minimum <= number <= maximum and not (exclusive and number == minimum):
+        return number
     bound = "" if maximum == math.inf else f", at most {maximum:g}"
     raise argument_error(where, value, f"a number {'above' if exclusive else 'from'} {minimum:g}{bound}", do)
 
 
 def check_fraction(where: str, value: Any, *, allow_zero: bool = False, maximum: float = 1.0) -> float:
-    """A share of something, as a fraction: 0.01 of 0.01, and of the text "1%".
+    """Return a fraction: 0.01 for 0.01, and for the text "1%".
 
     Args:
-        allow_zero: whether nothing is a share, too.
-        maximum: the largest.
+        allow_zero: accept 0.
+        maximum: the largest value.
 
     Raises:
-        PolicyError: it is none, negative, or more than `maximum`.
+        PolicyError: it is not a fraction, is negative, or more than `maximum`.
     """
     expected = f'a share {"from 0" if allow_zero else "above 0"}, at most {maximum:.4g} or "{100 * maximum:.4g}%"'
     fraction = _float_or_nan(parse_percent(value) if isinstance(value, str) else value)
@@ -112,9 +118,9 @@ def check_fraction(where: str, value: Any, *, allow_zero: bool = False, maximum:
 
 
 def parse_percent(text: str) -> float | None:
-    """What "1%" stands for, 0.01; None where a text is no such thing.
+    """The value of a text such as "1%", 0.01; None for any other text.
 
-    >>> percent("1%"), percent(" .5 %"), percent("1"), percent("nan%")
+    >>> parse_percent("1%"), parse_percent(" .5 %"), parse_percent("1"), parse_percent("nan%")
     (0.01, 0.005, None, None)
     """
     match = _PERCENT.fullmatch(text) if len(text) <= MAX_VALUE_CHARS else None
@@ -125,7 +131,7 @@ def parse_percent(text: str) -> float | None:
 
 
 def check_bool(where: str, value: Any) -> bool:
-    """True or False.
+    """Return True or False.
 
     Raises:
         PolicyError: it is something else.
@@ -136,19 +142,19 @@ def check_bool(where: str, value: Any) -> bool:
 
 
 def check_choice(where: str, value: Any, choices: Collection[_TEXT]) -> _TEXT:
-    """One of a few texts.
+    """Return `value` if it is one of `choices`.
 
     Raises:
         PolicyError: it is none of them.
     """
-    for known in choices:
-        if isinstance(value, str) and value == known:
-            return known
+    for choice in choices:
+        if isinstance(value, str) and value == choice:
+            return choice
     raise argument_error(where, value, " or ".join(map(repr, choices)), "choose one of them")
 
 
 def check_str(where: str, value: Any, *, do: str = "pass a text") -> str:
-    """A text.
+    """Return a text.
 
     Raises:
         PolicyError: it is something else.
@@ -159,7 +165,7 @@ def check_str(where: str, value: Any, *, do: str = "pass a text") -> str:
 
 
 def check_optional_callable(where: str, value: Any, *, expected: str = "a function of what is saved") -> Any:
-    """Something that can be called, or None.
+    """Return something that can be called, or None.
 
     Raises:
         PolicyError: it cannot be.
@@ -172,13 +178,13 @@ def check_optional_callable(where: str, value: Any, *, expected: str = "a functi
 def check_instance(
     where: str, value: Any, classes: type | tuple[type, ...], *, expected: str, do: str, allow_none: bool = False
 ) -> Any:
-    """An instance of one of some classes.
+    """Return an instance of one of some classes.
 
     Args:
-        allow_none: whether None is allowed, too.
+        allow_none: accept None, too.
 
     Raises:
-        PolicyError: it is none.
+        PolicyError: it is not an instance of them.
     """
     if (allow_none and value is None) or isinstance(value, classes):
         return value
@@ -186,15 +192,15 @@ def check_instance(
 
 
 def argument_error(where: str, value: Any, expected: str, do: str) -> PolicyError:
-    """The error that says what was found in place of what was expected."""
+    """The error for a wrong argument, with its description."""
     return PolicyError(where, found=describe_value(value), expected=expected, do=do)
 
 
 def describe_value(value: Any) -> str:
-    """A wrong argument in a message: plain values as they are, of everything else what it is."""
+    """Describe a wrong argument for a message: the value if it is a plain one, else its type."""
     if value is None or isinstance(value, str | bool | int | float):
-        said = repr(value[:MAX_VALUE_CHARS] if isinstance(value, str) else _bounded_int(value))
-        return said if not isinstance(value, str) or len(value) <= MAX_VALUE_CHARS else f"{said}..."
+        text = repr(value[:MAX_VALUE_CHARS] if isinstance(value, str) else _bounded_int(value))
+        return text if not isinstance(value, str) or len(value) <= MAX_VALUE_CHARS else f"{text}..."
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if callable(value) and hasattr(value, "__name__"):
@@ -204,7 +210,7 @@ def describe_value(value: Any) -> str:
 
 
 def _float_or_nan(value: Any) -> float:
-    """Of a number; nan of anything else, and of a number that no float is near."""
+    """A number as a float; nan for anything else, and for a number that is too large."""
     try:
         return float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     except OverflowError:
@@ -212,7 +218,7 @@ def _float_or_nan(value: Any) -> float:
 
 
 def _bounded_int(value: Any) -> Any:
-    """Python refuses to write out an integer of thousands of digits."""
+    """An integer that Python can print; infinity for a huge one."""
     huge = isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256
     return math.copysign(math.inf, 1 if value > 0 else -1) if huge else value
 

@@ -1,4 +1,4 @@
-"""Keys to bytes: where checkpoints live. Nothing here knows what the bytes mean."""
+"""Maps keys to bytes, in a directory or in memory, with atomic and durable writes."""
 
 from shrinkpoint.storage.base import Sink, Source, Storage, check_key, storage_error
 from shrinkpoint.storage.local import LocalStorage, atomic_replace

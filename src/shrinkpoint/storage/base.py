@@ -1,7 +1,7 @@
-"""What a place for bytes must be able to do.
+"""The interface of a storage for checkpoints.
 
-A key is a relative path of non-empty parts joined by "/". An object exists under its key from one instant on, whole
-and durable, or it does not exist: no reader ever sees half of one. Every method raises only errors of our tree.
+A key is a relative path of non-empty parts joined by "/". An object exists completely and durably or not at all: no
+reader ever sees a part of one. Every method raises only errors of `shrinkpoint.errors`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 Keys: TypeAlias = list[str]
 
 RESERVED = ".shrinkpoint-"
-"""How the names begin that a storage keeps for itself (temporaries, its lock); no part of a key may."""
+"""Prefix of the names that a storage uses itself (temporary files, its lock); no part of a key begins with it."""
 
 
 class Source(Protocol):
@@ -26,13 +26,13 @@ class Source(Protocol):
 
     @property
     def size(self) -> int:
-        """Bytes of the whole object, as they were when it was opened."""
+        """Size of the object in bytes when it was opened."""
 
     def read(self, offset: int, length: int) -> bytes | memoryview:
-        """Exactly `length` bytes from `offset`.
+        """Read exactly `length` bytes from `offset`.
 
         Raises:
-            TruncatedError: the object ends before.
+            TruncatedError: the object ends earlier.
             StorageError: reading failed.
         """
 
@@ -48,7 +48,7 @@ class Source(Protocol):
 
 
 class Sink(Protocol):
-    """An object being written; a file in all but name, and nobody's to read before it is committed."""
+    """An object that is being written; readers see it once it is committed."""
 
     def write(self, data: Buffer) -> None: ...
 
@@ -57,21 +57,21 @@ class Sink(Protocol):
     def tell(self) -> int: ...
 
     def read(self, length: int) -> bytes:
-        """Up to `length` of the bytes already written, from the current offset."""
+        """Read up to `length` of the bytes already written, from the current offset."""
 
 
 class Storage(Protocol):
-    """A place with objects. Several threads may call it at once; only the holder of its lock should write."""
+    """A set of objects under keys. Several threads may call it at once; only the holder of its lock should write."""
 
     def put(self, key: str, data: Buffer) -> None:
-        """Make a small object, or replace it, atomically and durably.
+        """Create or replace a small object, atomically and durably.
 
         Raises:
-            StorageError: writing failed (`NoSpaceError`: the place is full); what was there before is still there.
+            StorageError: writing failed (`NoSpaceError`: no space is left); an earlier object is unchanged.
         """
 
     def create(self, key: str) -> AbstractContextManager[Sink]:
-        """Write an object piece by piece; leaving the block commits it atomically and durably, an exception drops it.
+        """Write an object in parts; leaving the block commits it atomically and durably, an exception drops it.
 
         Raises:
             StorageError: writing or committing failed.
@@ -81,14 +81,14 @@ class Storage(Protocol):
         """Open an object for reading.
 
         Raises:
-            NotFoundError: there is none of this key.
+            NotFoundError: there is no such object.
         """
 
     def get(self, key: str) -> bytes:
-        """The whole of a small object.
+        """Read a small object completely.
 
         Raises:
-            NotFoundError: there is none of this key.
+            NotFoundError: there is no such object.
         """
 
     def list(self, prefix: str = "") -> Keys:
@@ -98,37 +98,36 @@ class Storage(Protocol):
         """Remove an object; nothing happens when there is none."""
 
     def link(self, source: str, target: str) -> bool:
-        """Give the bytes of `source` a second key without copying them; each then outlives the other's deletion.
+        """Give the bytes of `source` a second key without copying them; deleting one key keeps the other.
 
         Returns:
-            False where this place cannot do it; nothing has happened then.
+            False if this storage has no links; then nothing has changed.
 
         Raises:
             NotFoundError: there is no `source`.
         """
 
     def lock(self) -> AbstractContextManager[None]:
-        """Keep every other writer out; released at the end of the block, or by the death of this process.
+        """Hold the writer's lock for the block; it is also released when this process dies.
 
         Raises:
-            LockedError: another holds it, at once and naming it when it is known.
+            LockedError: another writer holds it; raised at once, with its name if known.
         """
 
     def remove_stale(self, is_own_dir: Callable[[str], bool] = lambda name: False) -> Keys:
-        """Remove what interrupted writers left behind, and nothing else; returns the names removed, sorted.
+        """Remove temporary files of interrupted writers, and nothing else; returns the removed names, sorted.
 
         Args:
-            is_own_dir: says of an empty directory, by its name, whether it is the caller's and can go. (A process may
-                die
+            is_own_dir: whether an empty directory of this name is the caller's and can be removed. (A process may die
                 between emptying a directory and removing it.)
         """
 
     def describe(self, key: str = "") -> str:
-        """How a message names an object, or the whole place: a path or a URL."""
+        """The name of an object, or of the storage, in messages: a path or a URL."""
 
 
 def check_key(key: str) -> str:
-    """Return `key` when it is one.
+    """Return `key` if it is valid.
 
     Raises:
         PolicyError: it is empty or absolute, or a part of it is empty, ".", ".." or begins with `RESERVED`.
@@ -145,7 +144,7 @@ def check_key(key: str) -> str:
 
 
 def storage_error(where: str, operation: str, error: OSError) -> StorageError:
-    """What to raise (`from error`) when the operating system refused; keeps its `errno`."""
+    """The error to raise from an `OSError`, with its `errno`."""
     reason = error.strerror or str(error) or type(error).__name__
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         raised: StorageError = NoSpaceError(

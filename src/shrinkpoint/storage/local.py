@@ -23,7 +23,7 @@ from shrinkpoint.storage.paths import is_regular, local_path, open_regular, what
 
 LOCK = RESERVED + "lock"
 _TEMPORARY = re.compile(re.escape(RESERVED) + "tmp-[0-9a-f]{16}")
-_MAX_READ_BYTES = 1 << 30  # bytes of one read call; systems move less than 2 GiB at once
+_MAX_READ_BYTES = 1 << 30  # of one read call; systems move less than 2 GiB at once
 _LINK_ERRNOS = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
@@ -49,7 +49,7 @@ class LocalSource(Source):
         return self._size
 
     def read(self, offset: int, length: int) -> bytes | memoryview:
-        if offset + length > self._size:  # before memory is taken: a length may come from a damaged file
+        if offset + length > self._size:  # before memory is allocated: the length may come from a damaged file
             raise self._truncated(self._size, offset, length)
         first = self._read_once(offset, length)
         if len(first) == length:
@@ -57,15 +57,15 @@ class LocalSource(Source):
         data, done = memoryview(bytearray(length)), len(first)
         data[:done] = first
         while done < length:
-            piece = self._read_once(offset + done, length - done)
-            if not piece:  # someone has cut the file since it was opened
+            part = self._read_once(offset + done, length - done)
+            if not part:  # the file was truncated after it was opened
                 raise self._truncated(offset + done, offset, length)
-            data[done : done + len(piece)] = piece
-            done += len(piece)
+            data[done : done + len(part)] = part
+            done += len(part)
         return data
 
     def forget_pages(self) -> None:
-        """Let the next read ask the disk, where the kernel obliges: pages that it has in memory hide a bad sector."""
+        """Ask the kernel to drop cached pages, which hide a bad sector: the next read goes to the disk."""
         with suppress(OSError, AttributeError):  # not every system has it
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -86,7 +86,7 @@ class LocalSource(Source):
 
 
 class LocalSink(Sink):
-    """A temporary file that may become an object. Unbuffered, so that a forked child has nothing of it to flush."""
+    """A temporary file that may become an object. Unbuffered, so that a forked child has nothing to flush."""
 
     def __init__(self, path: Path, where: str) -> None:
         self._where = where
@@ -119,17 +119,20 @@ class LocalSink(Sink):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        with suppress(OSError):  # `sync` has told whatever there was to tell
+        with suppress(OSError):  # `sync` has reported any error
             self._file.close()
 
 
 class LocalStorage:
     """The files below a directory, which need not exist yet.
 
-    Files that are not ours may lie beside them: they are listed, and nothing else happens to them.
+    Other files in it are listed and otherwise left alone.
+
+    Attributes:
+        path: of the directory.
 
     Raises:
-        PolicyError: a URL, or no path.
+        PolicyError: a URL, or not a path.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -162,10 +165,10 @@ class LocalStorage:
             return bytes(source.read(0, source.size))
 
     def list(self, prefix: str = "") -> Keys:
-        folder = prefix.rpartition("/")[0]  # no key outside it can match
-        if folder:
-            check_key(folder)
-        files = (path for path in self._walk(self._root / folder) if not path.name.startswith(RESERVED))
+        directory = prefix.rpartition("/")[0]  # no key outside it can match
+        if directory:
+            check_key(directory)
+        files = (path for path in self._walk(self._root / directory) if not path.name.startswith(RESERVED))
         keys = (path.relative_to(self._root).as_posix() for path in files)
         return sorted(key for key in keys if key.startswith(prefix))
 
@@ -176,20 +179,23 @@ class LocalStorage:
                 path.unlink()
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):  # no object, then
                 return
-            _fsync_dir(
-                self._remove_empty_dirs(path.parent)
-            )  # a power cut must not bring it back when its base has gone
+            # A power cut must not bring the file back once its base is deleted.
+            _fsync_dir(self._remove_empty_dirs(path.parent))
 
     def link(self, source: str, target: str) -> bool:
         return self.link_file(self._existing_path(source), target)
 
     def link_file(self, old: Path, target: str) -> bool:
-        """As `link`, of a file that may lie outside of this directory; of a symbolic link, the file behind it."""
+        """Hard-link a file, also one outside of this directory, as `target`; a symbolic link is resolved.
+
+        Returns:
+            False if the file system has no hard links between these places.
+        """
         new, where = self._path_of(target), self.describe(target)
         _check_free(new, where)
         with self._temporary_path(new.parent, where) as temporary, _os_errors(where, "linking"):
             try:
-                os.link(old.resolve(), temporary)  # of a symbolic link itself, nothing would outlive its file
+                os.link(old.resolve(), temporary)  # a link to a symbolic link would not keep the file
             except OSError as error:
                 if error.errno in _LINK_ERRNOS:
                     return False
@@ -212,11 +218,11 @@ class LocalStorage:
                     path.unlink(missing_ok=True)
                     self._remove_empty_dirs(path.parent)
                 swept.append(path.relative_to(self._root).as_posix())
-        for folder, _, _ in os.walk(self._root, topdown=False):
-            name = Path(folder).relative_to(self._root).as_posix()
+        for directory, _, _ in os.walk(self._root, topdown=False):
+            name = Path(directory).relative_to(self._root).as_posix()
             if is_own_dir(name):
                 with suppress(OSError):  # not empty
-                    Path(folder).rmdir()
+                    Path(directory).rmdir()
                     swept.append(name)
         return sorted(swept)
 
@@ -229,26 +235,26 @@ class LocalStorage:
     def _existing_path(self, key: str) -> Path:
         path = self._path_of(key)
         with _os_errors(self.describe(key), "opening"):
-            if path.is_file():  # not a directory, and not a pipe, on which reading would wait
+            if path.is_file():  # not a directory, and not a pipe, where reading would wait
                 return path
         raise NotFoundError(self.describe(key), found=what_is_at(path), do="look at what lies beside it")
 
     @contextmanager
     def _temporary_path(self, directory: Path, where: str) -> Iterator[Path]:
-        """A free name in `directory`, which is made for it. Whatever has this name at the end is removed."""
+        """Yields a free name in `directory`, which is created; a file of this name is removed at the end."""
         with _os_errors(where, "creating the directory"):
             _make_dirs(directory)
         path = directory / f"{RESERVED}tmp-{secrets.token_hex(8)}"
         try:
             yield path
         finally:
-            with suppress(OSError):  # an error on its way out is the one to tell; `sweep` comes by later
+            with suppress(OSError):  # the error of the block is the one to raise; `remove_stale` removes the file later
                 path.unlink(missing_ok=True)
                 self._remove_empty_dirs(directory)
 
     def _walk(self, directory: Path) -> Iterator[Path]:
         def refuse(error: OSError) -> None:
-            if not isinstance(error, FileNotFoundError | NotADirectoryError):  # it may vanish while we walk
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):  # it may be deleted meanwhile
                 raise storage_error(str(error.filename or directory), "listing", error) from error
 
         for parent, _, names in os.walk(directory, onerror=refuse):
@@ -310,7 +316,7 @@ def _fsync(path: Path) -> None:
 
 
 def _check_free(path: Path, where: str) -> None:
-    """Raises StorageError where a file would take the place of something else: of a device, all programs had it."""
+    """Raises StorageError if `path` is something other than a file, such as a device, which a rename would replace."""
     if path.exists() and not path.is_file():
         raise StorageError(
             where,
@@ -324,7 +330,7 @@ def _make_dirs(directory: Path) -> None:
     """Create a directory and its parents, each durably."""
     if not directory.is_dir():
         _make_dirs(directory.parent)
-        with suppress(FileExistsError):  # someone was faster; a file in the way will be told by whoever opens it
+        with suppress(FileExistsError):  # created meanwhile; opening reports a file of this name
             directory.mkdir()
         _fsync_dir(directory.parent)
 

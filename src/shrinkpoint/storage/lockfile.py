@@ -39,7 +39,7 @@ def hold_lock(path: Path, where: str) -> Iterator[None]:
         StorageError: the file cannot be opened or locked.
     """
     fd = -1
-    try:  # an interrupt may come at any line, and a descriptor that nobody closes is a lock for good
+    try:  # an interrupt may come at any line, and a descriptor that is never closed keeps the lock
         fd = _acquire(path, where)
         yield
     finally:
@@ -65,7 +65,7 @@ def _acquire(path: Path, where: str) -> int:
                 expected="one writer at a time",
                 do="wait until it has finished, or stop it: a lock dies with its process",
             )
-        with suppress(OSError):  # whoever frees space on a full disk needs the lock, not the note
+        with suppress(OSError):  # on a full disk the lock is needed to free space, the note is not
             os.ftruncate(fd, 0)
             os.write(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
         return fd

@@ -1,4 +1,4 @@
-"""A storage in this process's memory: for tests, and for a store that need not outlive its process."""
+"""A storage in memory: for tests, and for a store that lives as long as its process."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class MemorySource(Source):
         return self._data.nbytes
 
     def read(self, offset: int, length: int) -> memoryview:
-        piece = self._data[offset : offset + length]
-        if piece.nbytes != length:
+        part = self._data[offset : offset + length]
+        if part.nbytes != length:
             raise TruncatedError(
                 self._where,
                 found=f"{self.size} bytes",
                 expected=f"{length} bytes from byte {offset} on",
                 do="restore another checkpoint",
             )
-        return piece
+        return part
 
     def close(self) -> None:
         pass
@@ -61,7 +61,7 @@ class MemorySink(Sink):
 
 
 class MemoryStorage:
-    """A dict of bytes with a `Storage`'s manners."""
+    """A `Storage` that keeps its objects in a dict."""
 
     def __init__(self) -> None:
         self._objects: dict[str, bytes] = {}

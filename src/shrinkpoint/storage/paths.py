@@ -1,7 +1,7 @@
-"""A user's path as one of a file system of this machine, and what stands at it.
+"""Checks of paths that a caller gives, and opening of regular files.
 
-What is somewhere else is refused before anything happens; only regular files are opened: the reader of a pipe, a
-socket or a device would wait."""
+URLs are refused. Only regular files are opened: reading a pipe, a socket or a device would wait.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FILE_TYPES = {
 
 
 def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
-    """A descriptor of a regular file; serves as an `opener`. It never waits for whoever else has the file.
+    """Open a regular file and return its descriptor; an `opener` for `open`. It never waits.
 
     Raises:
         OSError: there is no such file, or it is something else.
@@ -38,7 +38,7 @@ def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o666) ->
 
 
 def is_regular(path: Path) -> bool:
-    """Whether a regular file has this very name; a symbolic link to one is none."""
+    """Whether a path is a regular file itself; a symbolic link to one is not."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
@@ -46,7 +46,7 @@ def is_regular(path: Path) -> bool:
 
 
 def what_is_at(path: Path) -> str:
-    """What a path names, for a message; of a symbolic link, what it leads to."""
+    """What is at a path, for messages; symbolic links are followed."""
     for status in (path.stat, path.lstat):
         try:
             return _FILE_TYPES.get(stat.S_IFMT(status().st_mode), "no regular file")
@@ -56,12 +56,13 @@ def what_is_at(path: Path) -> str:
 
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:[:/]")
-"""How URLs begin, also once pathlib has taken one of the slashes, and chains of fsspec; a drive has one letter."""
+"""The beginning of URLs, also after pathlib has removed one of the slashes, and of chained fsspec URLs; a drive has
+one letter."""
 _URL_SCHEMES = re.compile(
     r"(^|/)(abfss?|adl|az|cos|dbfs|file|ftp|gcs|gdrive|gs|hdfs|hf|https?|memory|oci|oss|s3[an]?|scp|sftp|smb|ssh|wasbs?"
     r"|webdav|webhdfs):/"
 )
-"""What no directory is called that somebody means, also below others: what was joined to a URL is one."""
+"""Names of URL schemes, which are not names of directories, also below others: paths may be joined to a URL."""
 _DO = (
     "save to a local or mounted directory, and copy what is to be kept elsewhere from there, such as with "
     "`aws s3 sync` or `rclone`"
@@ -69,12 +70,11 @@ _DO = (
 
 
 class PathTypeError(PolicyError, TypeError):
-    """What is no path at all."""
+    """An argument that is not a path."""
 
 
 def is_url(value: object) -> bool:
-    """Whether a path names something on another machine, or in memory: in that case pathlib would make a directory
-    that is called `s3:`.
+    """Whether a path is a URL, of which pathlib would make a directory called `s3:`.
 
     >>> [is_url(text) for text in ("s3://bucket/run", "s3:/bucket/run", "gs::x", "C:/run", "runs/a:b", "./http/x")]
     [True, True, True, False, False, False]
@@ -86,14 +86,14 @@ def is_url(value: object) -> bool:
 
 
 def local_path(value: object, argument: str = "path", *, directory: bool = False) -> Path:
-    """A path as it was given, once it is known to be one of a file system of this machine.
+    """Return `value` as a path, if it is one in a file system of this machine.
 
     Args:
-        argument: the argument, for messages.
-        directory: what stands there must be a directory, or nothing.
+        argument: its name, for messages.
+        directory: a file at this path is refused.
 
     Raises:
-        PolicyError: a URL, an empty string, a file where a directory should be; also a TypeError where it is no path.
+        PolicyError: a URL, an empty string, a file instead of a directory; also a TypeError if it is not a path.
     """
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str):

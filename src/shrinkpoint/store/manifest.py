@@ -110,6 +110,8 @@ class Manifest(Generic[StepT]):
         note: free text.
         bases: the files that a store's delta depends on, keyframe first, by rising step; empty for a keyframe.
         extra: what a framework's own reader needs; None in a store.
+        stored_bytes: bytes of the payloads, without the files they depend on; computed unless given, as a store's
+            manifest records it.
     """
 
     id: str
@@ -123,16 +125,16 @@ class Manifest(Generic[StepT]):
     note: str = ""
     bases: tuple[ChainLink, ...] = ()
     extra: JSON = None
+    stored_bytes: int = -1
+
+    def __post_init__(self) -> None:
+        if self.stored_bytes < 0:
+            object.__setattr__(self, "stored_bytes", sum(payload.size for payload in self.payloads))
 
     @property
     def raw_bytes(self) -> int:
         """Bytes of the state's tensors."""
         return sum(payload.raw_bytes for payload in self.payloads)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of the payloads, without the files they depend on."""
-        return sum(payload.size for payload in self.payloads)
 
     @property
     def depth(self) -> int:
@@ -254,10 +256,9 @@ def _store_manifest_from_json(document: Mapping[str, JSON]) -> Manifest:
         **_shared_from_json(document),
         payloads=payloads,
         bases=tuple(_chain_link_from_json(row) for row in expect_json_type(document["bases"], list)),
+        stored_bytes=expect_count(document["stored_bytes"]),
     )
     _check_payload_names(payloads)
-    if manifest.stored_bytes != expect_count(document["stored_bytes"]):
-        raise ValueError("stored_bytes that is not the size of its files")
     steps = [*(base.step for base in manifest.bases), layout.check_step(expect_json_type(manifest.step, int))]
     if any(low >= high for low, high in pairwise(steps)):  # so no chain can be a circle
         raise ValueError("a chain whose steps do not rise")
