@@ -51,13 +51,16 @@ class Loop:
         self, folder: Path | None = None, *, limit: int | None = None, seed: int = 0, sharded: bool = False
     ) -> None:
         naming = ProjectConfiguration(
-            project_dir=None if folder is None else str(folder), automatic_checkpoint_naming=folder is not None,
+            project_dir=None if folder is None else str(folder),
+            automatic_checkpoint_naming=folder is not None,
             total_limit=limit,
-        )  # fmt: skip
+        )
         self.accelerator = Accelerator(
-            cpu=True, gradient_accumulation_steps=2, project_config=naming,
+            cpu=True,
+            gradient_accumulation_steps=2,
+            project_config=naming,
             dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=7),
-        )  # fmt: skip
+        )
         if sharded:
             _spread(self.accelerator)
         set_seed(seed)
@@ -117,9 +120,12 @@ def _mine(x: torch.Tensor) -> torch.Tensor:
 def _spread(accelerator: Accelerator) -> None:
     """FSDP2 on the CPU: torch can, Accelerate can, but it does not offer it."""
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", reshard_after_forward=True,
-        auto_wrap_policy="size_based_wrap", min_num_params=1,
-    )  # fmt: skip
+        fsdp_version=2,
+        state_dict_type="SHARDED_STATE_DICT",
+        reshard_after_forward=True,
+        auto_wrap_policy="size_based_wrap",
+        min_num_params=1,
+    )
     accelerator.state.fsdp_plugin = plugin
     for state in (accelerator.state._shared_state, PartialState._shared_state):
         state["distributed_type"] = DistributedType.FSDP

@@ -58,10 +58,20 @@ def gpt2(width: int = 32, layers: int = 1) -> GPT2LMHeadModel:
 
 def arguments(folder: Path, **further: Any) -> TrainingArguments:
     usual = {
-        "max_steps": 8, "save_steps": 2, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8,
-        "learning_rate": 1e-2, "warmup_steps": 2, "seed": 7, "logging_steps": 100, "disable_tqdm": True,
-        "report_to": "none", "use_cpu": True, "dataloader_pin_memory": False, "log_level": "error",
-    }  # fmt: skip
+        "max_steps": 8,
+        "save_steps": 2,
+        "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 8,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "seed": 7,
+        "logging_steps": 100,
+        "disable_tqdm": True,
+        "report_to": "none",
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "log_level": "error",
+    }
     return TrainingArguments(output_dir=str(folder), **(usual | further))
 
 
@@ -75,10 +85,13 @@ def made(kind: type[Trainer], folder: Path, *, count: int = 64, **further: Any) 
 def everything(trainer: Trainer) -> dict[str, Any]:
     """All that a run which goes on exactly has in common, now, with one that was not interrupted."""
     return {
-        "model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict(),
-        "scheduler": trainer.lr_scheduler.state_dict(), "generators": get_rng_state(),
-        "step": trainer.state.global_step, "epoch": trainer.state.epoch,
-    }  # fmt: skip
+        "model": trainer.model.state_dict(),
+        "optimizer": trainer.optimizer.state_dict(),
+        "scheduler": trainer.lr_scheduler.state_dict(),
+        "generators": get_rng_state(),
+        "step": trainer.state.global_step,
+        "epoch": trainer.state.epoch,
+    }
 
 
 def ended(trainer: Trainer, resume: str | Path | bool | None = None) -> dict[str, Any]:

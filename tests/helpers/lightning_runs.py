@@ -70,10 +70,16 @@ def trainer(root: Path, *plugins: Any, epochs: int = 3, callbacks: Any = (), **o
     if not any(isinstance(one, ModelCheckpoint) for one in callbacks):
         options.setdefault("enable_checkpointing", False)
     return pl.Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=root, max_epochs=epochs, plugins=list(plugins), callbacks=list(callbacks),
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=root,
+        max_epochs=epochs,
+        plugins=list(plugins),
+        callbacks=list(callbacks),
         **{"devices": 1, **options},
-    )  # fmt: skip
+    )
 
 
 def every(root: Path, **options: Any) -> ModelCheckpoint:

@@ -12,20 +12,41 @@ from helpers.round_trip import Loop, Written, write
 from helpers.strategies import difference
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "AdamW": {}, "no decay": {"weight_decay": 0.0}, "much decay": {"weight_decay": 0.3}, "amsgrad": {"amsgrad": True},
-    "betas": {"betas": (0.8, 0.95)}, "maximize": {"maximize": True}, "foreach": {"foreach": True},
+    "AdamW": {},
+    "no decay": {"weight_decay": 0.0},
+    "much decay": {"weight_decay": 0.3},
+    "amsgrad": {"amsgrad": True},
+    "betas": {"betas": (0.8, 0.95)},
+    "maximize": {"maximize": True},
+    "foreach": {"foreach": True},
     "loop": {"foreach": False},
-    "large steps": {"lr": 0.1}, "large eps": {"eps": 1e-3}, "no eps": {"eps": 0.0},
-    "fused": {"fused": True}, "tensor lr": {"lr": torch.tensor(1e-3), "foreach": False},
-    "Adam": {"optimizer": torch.optim.Adam}, "Adam with decay": {"optimizer": torch.optim.Adam, "weight_decay": 0.1},
-    "NAdam": {"optimizer": torch.optim.NAdam}, "RAdam": {"optimizer": torch.optim.RAdam},
-    "Adagrad": {"optimizer": torch.optim.Adagrad}, "RMSprop": {"optimizer": torch.optim.RMSprop, "momentum": 0.9},
-    "SGD": {"optimizer": torch.optim.SGD, "momentum": 0.9}, "Adamax": {"optimizer": torch.optim.Adamax},
-}  # fmt: skip
+    "large steps": {"lr": 0.1},
+    "large eps": {"eps": 1e-3},
+    "no eps": {"eps": 0.0},
+    "fused": {"fused": True},
+    "tensor lr": {"lr": torch.tensor(1e-3), "foreach": False},
+    "Adam": {"optimizer": torch.optim.Adam},
+    "Adam with decay": {"optimizer": torch.optim.Adam, "weight_decay": 0.1},
+    "NAdam": {"optimizer": torch.optim.NAdam},
+    "RAdam": {"optimizer": torch.optim.RAdam},
+    "Adagrad": {"optimizer": torch.optim.Adagrad},
+    "RMSprop": {"optimizer": torch.optim.RMSprop, "momentum": 0.9},
+    "SGD": {"optimizer": torch.optim.SGD, "momentum": 0.9},
+    "Adamax": {"optimizer": torch.optim.Adamax},
+}
 EXACT = [
-    "AdamW", "no decay", "much decay", "betas", "maximize", "foreach", "loop", "large steps", "large eps", "Adam",
+    "AdamW",
+    "no decay",
+    "much decay",
+    "betas",
+    "maximize",
+    "foreach",
+    "loop",
+    "large steps",
+    "large eps",
+    "Adam",
     "Adam with decay",
-]  # fmt: skip
+]
 """Those whose arithmetic is predicted to the last bit or nearly."""
 
 
@@ -96,10 +117,12 @@ def test_a_schedule_that_moves_the_rate_between_saves_only_costs_bytes():
 
 
 WRONG = {
-    "lr": [1.0, 0.0, -1.0, 1e30, 1e300, float("nan")], "eps": [0.0, 1.0, 1e300, -1.0], "weight_decay": [5.0, -1e9],
+    "lr": [1.0, 0.0, -1.0, 1e30, 1e300, float("nan")],
+    "eps": [0.0, 1.0, 1e300, -1.0],
+    "weight_decay": [5.0, -1e9],
     "betas": [(0.0, 0.0), (0.5, 1.0), (1.5, -2.0), (0.9, 0.9999999999999999), (float("nan"), 0.5)],
     "step": [0, 1, -5, 10**9, 10**18],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("key", WRONG)

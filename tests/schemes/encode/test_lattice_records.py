@@ -145,8 +145,12 @@ def test_small_tensors_with_lattices_of_one_kind_share_a_record_and_others_do_no
     file = put(state, settled(points))
     records = sorted(sorted(info.name for info in record.infos) for record in file.records())
     assert records == [
-        ["0.weight", "1.weight", "2.weight"], ["big.weight"], ["half.weight"], ["l0.weight", "l1.weight"], ["s.weight"],
-    ]  # fmt: skip
+        ["0.weight", "1.weight", "2.weight"],
+        ["big.weight"],
+        ["half.weight"],
+        ["l0.weight", "l1.weight"],
+        ["s.weight"],
+    ]
 
 
 def test_new_tensors_do_not_keep_those_that_have_a_parent_from_it():
@@ -224,9 +228,11 @@ def test_again_loses_nothing_more_and_keeps_the_points():
 
 CONFIG = {"bins": 8, "embedding_bins": 32, "prune": 0.2, "protect": 0.005}
 OTHERS = {
-    "lossless": Lossless, "codes": Rounding, "inshrinkerator": lambda: sp.Inshrinkerator(config=CONFIG),
+    "lossless": Lossless,
+    "codes": Rounding,
+    "inshrinkerator": lambda: sp.Inshrinkerator(config=CONFIG),
     "lc-checkpoint": lambda: sp.LCCheckpoint(bits=3),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("other", OTHERS)

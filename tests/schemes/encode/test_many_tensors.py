@@ -55,8 +55,10 @@ def adam(count: int) -> dict[str, Any]:
     rows = randn(count, 4)
     third = count // 3
     model = {str(i): {"weight": rows[i].clone()} for i in range(third)}  # each in a nest of its own
-    state = {i: {"step": torch.tensor(3.0), "exp_avg": rows[third + i].clone(), "exp_avg_sq": rows[2 * third + i] ** 2}
-             for i in range(third)}  # fmt: skip
+    state = {
+        i: {"step": torch.tensor(3.0), "exp_avg": rows[third + i].clone(), "exp_avg_sq": rows[2 * third + i] ** 2}
+        for i in range(third)
+    }
     return {"model": model, "optimizer": {"state": state, "param_groups": [{"lr": 1.0, "params": [*range(third)]}]}}
 
 

@@ -92,9 +92,13 @@ def test_a_first_tap_that_is_unlike_the_others_decides_nothing_for_them(first):
     weight = torch.randn(64, 64, 3, 3, generator=torch.Generator().manual_seed(0)) * 0.02
     tap = weight[..., 0, 0]
     change = {
-        "narrow": tap.bfloat16().float(), "positive": tap.abs(), "zero": tap * 0, "tiny": tap * 1e-36,
-        "huge": tap * 1e36, "nan": tap * float("nan"),
-    }  # fmt: skip
+        "narrow": tap.bfloat16().float(),
+        "positive": tap.abs(),
+        "zero": tap * 0,
+        "tiny": tap * 1e-36,
+        "huge": tap * 1e36,
+        "nan": tap * float("nan"),
+    }
     weight[..., 0, 0] = change[first]
     before = write({"w.weight": weight})
     assert difference({"w.weight": weight}, before.read()) is None
@@ -136,10 +140,14 @@ def test_saving_changes_no_tensor():
     random = torch.Generator().manual_seed(0)
     base = torch.randn(200, 50, generator=random)
     state = {
-        "dense.weight": base, "turned.weight": base.t(), "sliced": base[3::2, ::3],
+        "dense.weight": base,
+        "turned.weight": base.t(),
+        "sliced": base[3::2, ::3],
         "same": torch.randn(3, 1).expand(3, 999),
-        "nan": base * float("nan"), "complex": torch.complex(base, base).conj(), "one": base[:1, 7:8],
-    }  # fmt: skip
+        "nan": base * float("nan"),
+        "complex": torch.complex(base, base).conj(),
+        "one": base[:1, 7:8],
+    }
     memory = base.clone(), state["complex"].conj().clone()
     strides = {key: x.stride() for key, x in state.items()}
     later = {key: x * 1.0001 for key, x in state.items()}

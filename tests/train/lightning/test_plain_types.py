@@ -56,16 +56,25 @@ class Counting(Callback):
 
 
 LEAVES = st.one_of(
-    st.none(), st.integers(), st.text(max_size=3), st.sampled_from([*Color, *Word]), st.builds(Path, st.just("a/b")),
-    st.sampled_from([torch.float16, torch.int8]), st.just(torch.device("cuda", 1)), st.timedeltas(),
-    st.complex_numbers(allow_nan=False), st.builds(range, st.integers(0, 9)), st.just(slice(1, None)),
+    st.none(),
+    st.integers(),
+    st.text(max_size=3),
+    st.sampled_from([*Color, *Word]),
+    st.builds(Path, st.just("a/b")),
+    st.sampled_from([torch.float16, torch.int8]),
+    st.just(torch.device("cuda", 1)),
+    st.timedeltas(),
+    st.complex_numbers(allow_nan=False),
+    st.builds(range, st.integers(0, 9)),
+    st.just(slice(1, None)),
     st.frozensets(st.integers(0, 9), max_size=3),
-)  # fmt: skip
+)
 KEYS = st.one_of(
-    st.text(max_size=3), st.integers(0, 3),
+    st.text(max_size=3),
+    st.integers(0, 3),
     st.sampled_from([Counting, EarlyStopping, *Word, Path("k"), (Color.RED, 1)]),
     st.sampled_from(["shrinkpoint:path", "shrinkpoint::set", "shrinkpoint:?", "shrinkpoint:dict"]),
-)  # fmt: skip
+)
 TEXTS = KEYS.filter(lambda key: type(key) is str)
 NESTS = st.recursive(
     LEAVES,
@@ -159,12 +168,27 @@ def test_only_callbacks_are_looked_up_and_one_that_is_gone_is_said_by_its_name(t
 @pytest.mark.parametrize(
     "form",
     [
-        {"enum": ["a", "b"]}, {"enum": 3}, {"callback": [1, 2]}, {"callback": None}, {"dict": 1}, {"dict": [[1]]},
-        {"dict": [[[], 1]]}, {"dict": [["a", 1], ["a", 2]]}, {"ordered": [[{}, 1]]}, {"timedelta": [10**30]},
-        {"namespace": [1]}, {"device": "nowhere:x"}, {"range": [0, 1, 0]}, {"complex": ["a", "b"]}, {"set": [[]]},
-        {"path": 1}, {"attributes": 7}, {"dtype": 5}, {"slice": []},
+        {"enum": ["a", "b"]},
+        {"enum": 3},
+        {"callback": [1, 2]},
+        {"callback": None},
+        {"dict": 1},
+        {"dict": [[1]]},
+        {"dict": [[[], 1]]},
+        {"dict": [["a", 1], ["a", 2]]},
+        {"ordered": [[{}, 1]]},
+        {"timedelta": [10**30]},
+        {"namespace": [1]},
+        {"device": "nowhere:x"},
+        {"range": [0, 1, 0]},
+        {"complex": ["a", "b"]},
+        {"set": [[]]},
+        {"path": 1},
+        {"attributes": 7},
+        {"dtype": 5},
+        {"slice": []},
     ],
-)  # fmt: skip
+)
 def test_a_forged_form_is_an_error_of_ours(form):
     ((name, body),) = form.items()
     with pytest.raises(FormatError):

@@ -142,7 +142,11 @@ def test_a_run_that_is_killed_again_and_again_ends_as_the_one_that_was_not(tmp_p
     more = {"save_only_model": True} if kind == "callback" else {}
     callbacks = [Until(last), *([ShrinkCallback()] if kind == "callback" else [])]
     final = made(
-        Trainer if kind == "callback" else ShrinkTrainer, run, max_steps=400, save_steps=1, trainer_callbacks=callbacks,
+        Trainer if kind == "callback" else ShrinkTrainer,
+        run,
+        max_steps=400,
+        save_steps=1,
+        trainer_callbacks=callbacks,
         **more,
-    )  # fmt: skip
+    )
     assert same(ended(final, resume), plain) and is_checkpoint(run / f"checkpoint-{last}")

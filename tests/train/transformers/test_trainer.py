@@ -265,9 +265,15 @@ def test_the_best_model_is_loaded_at_the_end_and_kept(tmp_path, limit):
 
     seen: list[dict] = []
     trainer = made(
-        Falling, tmp_path, save_total_limit=limit, load_best_model_at_end=True, metric_for_best_model="score",
-        greater_is_better=True, eval_strategy="steps", eval_steps=2,
-    )  # fmt: skip
+        Falling,
+        tmp_path,
+        save_total_limit=limit,
+        load_best_model_at_end=True,
+        metric_for_best_model="score",
+        greater_is_better=True,
+        eval_strategy="steps",
+        eval_steps=2,
+    )
     trainer.train()
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-4")
     assert steps(tmp_path) == ([4] if limit == 1 else [4, 8])
