@@ -106,7 +106,9 @@ class Loop:
     def state(self) -> list[Any]:
         """All that must come back, as bytes and plain values."""
         weights = [_mine(x) for x in self.model.state_dict().values()]
-        moments = [_mine(x) for one in self.optimizer.state_dict()["state"].values() for x in one.values()]
+        moments = [
+            _mine(x) for moment_state in self.optimizer.state_dict()["state"].values() for x in moment_state.values()
+        ]
         words = [tensor.numpy().tobytes() for tensor in [*weights, *moments, torch.get_rng_state()]]
         rng = [random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tobytes()]
         plain = [self.scheduler.state_dict(), self.counter.seen, self.accelerator.step, self.loader.iteration]

@@ -57,7 +57,7 @@ def gpt2(width: int = 32, layers: int = 1) -> GPT2LMHeadModel:
 
 
 def arguments(folder: Path, **further: Any) -> TrainingArguments:
-    usual = {
+    defaults = {
         "max_steps": 8,
         "save_steps": 2,
         "per_device_train_batch_size": 8,
@@ -72,7 +72,7 @@ def arguments(folder: Path, **further: Any) -> TrainingArguments:
         "dataloader_pin_memory": False,
         "log_level": "error",
     }
-    return TrainingArguments(output_dir=str(folder), **(usual | further))
+    return TrainingArguments(output_dir=str(folder), **(defaults | further))
 
 
 def made(kind: type[Trainer], folder: Path, *, count: int = 64, **further: Any) -> Trainer:
@@ -120,8 +120,8 @@ def lay(folder: Path, kind: type[Trainer]) -> Path:
 def _files(kind: type[Trainer]) -> dict[str, bytes]:
     with TemporaryDirectory() as folder:
         made(kind, Path(folder), max_steps=4 if kind is Trainer else 8).train()
-        found = [path for path in Path(folder).rglob("*") if path.is_file()]
-        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+        paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 def steps(folder: Path) -> list[int]:

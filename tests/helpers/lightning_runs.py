@@ -67,7 +67,7 @@ def small(seed: int = 0, **options: Any) -> Small:
 
 def trainer(root: Path, *plugins: Any, epochs: int = 3, callbacks: Any = (), **options: Any) -> pl.Trainer:
     """On one CPU, and silent; it saves as a ModelCheckpoint among the callbacks says."""
-    if not any(isinstance(one, ModelCheckpoint) for one in callbacks):
+    if not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
         options.setdefault("enable_checkpointing", False)
     return pl.Trainer(
         accelerator="cpu",

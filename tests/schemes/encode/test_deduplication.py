@@ -58,8 +58,8 @@ def test_tied_tensors_are_stored_once_and_tied_again():
 def test_equal_tensors_are_stored_once_and_stay_apart():
     x = randn(50, 100)
     written = write({"model.weight": x, "teacher.weight": x.clone(), "third": x.reshape(100, 50).clone()})
-    one = write({"model.weight": x, "third": x.reshape(100, 50).clone()})
-    assert written.report.stored_bytes < one.report.stored_bytes + 600
+    first = write({"model.weight": x, "third": x.reshape(100, 50).clone()})
+    assert written.report.stored_bytes < first.report.stored_bytes + 600
     back = written.read()
     back["model.weight"].zero_()
     assert torch.equal(back["teacher.weight"], x)

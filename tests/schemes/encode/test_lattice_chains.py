@@ -54,19 +54,19 @@ def test_every_checkpoint_of_a_chain_is_what_its_writer_held(tmp_path):
 
 
 def test_a_chain_goes_on_from_what_another_process_loaded(tmp_path):
-    one = chain(tmp_path)
+    tensor = chain(tmp_path)
     loop, scheme = Loop(), fisher()
     with Silent(), sp.Store(tmp_path, keyframe_every=9) as store:
-        assert difference(one.expected[5], store.load(5)) is None
+        assert difference(tensor.expected[5], store.load(5)) is None
         scheme.resume(store.manifest(5).loss, 1)
         store.save(6, loop.steps(12), scheme=scheme, lossy_restores=1)
         assert store.reference is not None
-        held = {name: x.clone() for name, x in store.reference.tensors.items()}
+        tensors = {name: x.clone() for name, x in store.reference.tensors.items()}
         symbols = dict(store.reference.quantized)
     reader = sp.Store(tmp_path)
-    assert difference(unflatten(flatten(loop.state()).tree, held), reader.load(6)) is None
+    assert difference(unflatten(flatten(loop.state()).tree, tensors), reader.load(6)) is None
     assert reader.reference is not None and reader.reference.quantized.keys() == symbols.keys()
-    assert all(same_origin(one, symbols[name]) for name, one in reader.reference.quantized.items())
+    assert all(same_origin(tensor, symbols[name]) for name, tensor in reader.reference.quantized.items())
 
 
 @pytest.mark.parametrize("forgotten", [(1,), (2, 3), (1, 2, 3, 4), (4,)])

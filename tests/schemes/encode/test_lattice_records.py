@@ -31,7 +31,7 @@ def same_reference(a: Reference, b: Reference) -> bool:
     tensors = all(
         bits(x) == bits(b.tensors[name]) and x.dtype == b.tensors[name].dtype for name, x in a.tensors.items()
     )
-    return tensors and all(same_origin(one, b.quantized[name]) for name, one in a.quantized.items())
+    return tensors and all(same_origin(tensor, b.quantized[name]) for name, tensor in a.quantized.items())
 
 
 FIRST, SECOND = "optimizer/state/2/exp_avg", "optimizer/state/2/exp_avg_sq"
@@ -65,12 +65,16 @@ def put(state: Any, scheme: Any, parent: File | None = None, *, threads: int = 2
     before = {name: bits(x) for name, x in flat.tensors.items()}
     storage, where = MemoryStorage(), None if parent is None else {"name": "parent", "digest": "0" * 32}
     with Silent():
-        kept = scheme.quantize(flat, reference)
-        written = write_file(storage, "file", kept, scheme=scheme, reference=reference, parent=where, threads=threads)
+        quantized_state = scheme.quantize(flat, reference)
+        written = write_file(
+            storage, "file", quantized_state, scheme=scheme, reference=reference, parent=where, threads=threads
+        )
     file = File(storage.get("file"), reference)
-    found = file.read()
-    assert same_reference(found, written.reference)
-    assert {name: bits(x) for name, x in found.tensors.items()} == {n: bits(x) for n, x in kept.state.tensors.items()}
+    decoded = file.read()
+    assert same_reference(decoded, written.reference)
+    assert {name: bits(x) for name, x in decoded.tensors.items()} == {
+        n: bits(x) for n, x in quantized_state.state.tensors.items()
+    }
     assert {name: bits(x) for name, x in flat.tensors.items()} == before
     return file
 
@@ -84,7 +88,7 @@ def settled(symbols: dict[str, LatticeTensor], **options: Any) -> QuantizationPl
 
 
 def zeros(symbols: dict[str, LatticeTensor], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(one.codes.shape, dtype=dtype) for name, one in symbols.items()}
+    return {name: torch.zeros(lattice_tensor.codes.shape, dtype=dtype) for name, lattice_tensor in symbols.items()}
 
 
 # what stands where
@@ -182,28 +186,28 @@ def test_what_has_not_changed_is_not_written_again_and_its_points_live_on():
     first = put(zeros(points), settled(points))
     second = put(zeros(points), settled({**points, "b": replace(points["b"], codes=points["b"].codes + 1)}), first)
     assert second.kinds() == {"a": "same", "b": "gridded"}
-    held = second.read().quantized["a"]
-    assert isinstance(held, LatticeTensor) and alike(held, points["a"])
+    reread = second.read().quantized["a"]
+    assert isinstance(reread, LatticeTensor) and alike(reread, points["a"])
     third = put(zeros(points), settled({**points, "a": replace(points["a"], codes=points["a"].codes - 1)}), second)
     assert third.recipes()["a"]["inherited"] is True
 
 
 def test_equal_values_on_another_lattice_are_not_the_same():
     """Else a reader would go on with a lattice that the writer does not have, and the next delta would not decode."""
-    one = points_of("linear", (20, 30), "none")
-    first = put(zeros({"w": one}), settled({"w": one}))
-    other = replace(one, lattice=lattice_of("linear", (20, 30), at=8))
-    second = put(zeros({"w": one}), settled({"w": other}), first)
+    lattice_tensor = points_of("linear", (20, 30), "none")
+    first = put(zeros({"w": lattice_tensor}), settled({"w": lattice_tensor}))
+    other = replace(lattice_tensor, lattice=lattice_of("linear", (20, 30), at=8))
+    second = put(zeros({"w": lattice_tensor}), settled({"w": other}), first)
     assert second.kinds() == {"w": "gridded"}
-    for third in (one, other, replace(other, codes=other.codes + 1)):
-        put(zeros({"w": one}), settled({"w": third}), second)
+    for third in (lattice_tensor, other, replace(other, codes=other.codes + 1)):
+        put(zeros({"w": lattice_tensor}), settled({"w": third}), second)
 
 
 def test_a_lossless_file_of_what_a_lossy_one_holds_carries_its_points_on():
     loop = Loop()
     first = put(loop.steps(2), fisher())
-    again = unflatten(flatten(loop.state()).tree, first.read().tensors)
-    second = put(again, Lossless(), first)
+    restored = unflatten(flatten(loop.state()).tree, first.read().tensors)
+    second = put(restored, Lossless(), first)
     assert {*second.kinds().values()} == {"same"}
     assert second.read().quantized.keys() == first.read().quantized.keys()
     scheme = fisher()
@@ -215,12 +219,12 @@ def test_again_loses_nothing_more_and_keeps_the_points():
     loop, scheme = Loop(), fisher()
     first = put(loop.steps(2), scheme)
     second = put(loop.steps(2), scheme, first)
-    held = second.read()
-    state = unflatten(flatten(loop.state()).tree, held.tensors)
+    reread = second.read()
+    state = unflatten(flatten(loop.state()).tree, reread.tensors)
     for parent in (None, first, second):
-        again = put(state, Recode(held.quantized, {"chosen": {}}), parent)
-        assert same_reference(again.read(), held)
-    assert len(put(state, Recode(held.quantized), first).data) < 1.1 * len(second.data)
+        again = put(state, Recode(reread.quantized, {"chosen": {}}), parent)
+        assert same_reference(again.read(), reread)
+    assert len(put(state, Recode(reread.quantized), first).data) < 1.1 * len(second.data)
 
 
 # on parents of other schemes, and below them
@@ -327,29 +331,29 @@ def test_one_thread_and_many_write_the_same_file():
 def test_a_file_that_ends_early_or_has_a_byte_turned_does_not_load():
     loop = Loop()
     whole = put(loop.steps(1), fisher())
-    for at in range(0, len(whole.data), 997):
+    for offset in range(0, len(whole.data), 997):
         turned = bytearray(whole.data)
-        turned[at] ^= 16
-        for data in (whole.data[:at], bytes(turned)):
+        turned[offset] ^= 16
+        for data in (whole.data[:offset], bytes(turned)):
             with pytest.raises(sp.errors.ShrinkpointError):
                 File(data, None).read()
 
 
 def test_a_scheme_that_keeps_other_values_than_its_points_does_not_become_a_file():
-    one = points_of("linear", (20, 30))
+    lattice_tensor = points_of("linear", (20, 30))
 
     class Liar(QuantizationPlan):
         def quantize(self, flat: Any, reference: Any) -> Any:
-            kept = super().quantize(flat, reference)
-            return replace(kept, state=flat)
+            quantized_state = super().quantize(flat, reference)
+            return replace(quantized_state, state=flat)
 
     with pytest.raises(ValueError, match="other values"):
-        put({"w": torch.ones(20, 30)}, Liar("liar", {"w": one}))
+        put({"w": torch.ones(20, 30)}, Liar("liar", {"w": lattice_tensor}))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_points_of_a_state_on_a_gpu_are_those_of_one_on_the_cpu():
     points = {"w": points_of("linear", (20, 30), seed=3), "p": points_of("log", (20, 30), step=24)}
-    there = {name: x.cuda() for name, x in zeros(points).items()}
-    assert put(there, settled(points)).data == put(zeros(points), settled(points)).data
+    on_gpu = {name: x.cuda() for name, x in zeros(points).items()}
+    assert put(on_gpu, settled(points)).data == put(zeros(points), settled(points)).data

@@ -62,7 +62,9 @@ def adam(count: int) -> dict[str, Any]:
     return {"model": model, "optimizer": {"state": state, "param_groups": [{"lr": 1.0, "params": [*range(third)]}]}}
 
 
-STATES = {one.__name__: one for one in (floats, noise, mixed, unrelated, zero_headed, adam)}
+STATES = {
+    state_factory.__name__: state_factory for state_factory in (floats, noise, mixed, unrelated, zero_headed, adam)
+}
 
 
 def calls(work: Callable[[], object]) -> int:
@@ -116,6 +118,6 @@ def test_many_tensors_of_noise_share_a_record_and_few_do_not(tmp_path: Path) -> 
 def test_tensors_of_one_record_have_memory_of_their_own(tmp_path: Path) -> None:
     for make in (floats, noise):
         sp.save(make(2000), tmp_path / "a")
-        found = [*sp.load(tmp_path / "a").values()]
-        assert {x.untyped_storage().nbytes() for x in found} == {found[0].nbytes}
-        assert len({x.untyped_storage().data_ptr() for x in found}) == 2000
+        loaded = [*sp.load(tmp_path / "a").values()]
+        assert {x.untyped_storage().nbytes() for x in loaded} == {loaded[0].nbytes}
+        assert len({x.untyped_storage().data_ptr() for x in loaded}) == 2000

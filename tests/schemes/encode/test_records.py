@@ -45,13 +45,16 @@ class File:
 def put(state: Any, scheme: Any, parent: File | None = None) -> File:
     """Write a file, and hold the law that writer and reader go on with the same."""
     storage, reference = MemoryStorage(), None if parent is None else parent.read()
-    kept = scheme.quantize(flatten(state), reference)
+    quantized_state = scheme.quantize(flatten(state), reference)
     where = None if parent is None else {"name": "parent", "digest": "0" * 32}
-    written = write_file(storage, "file", kept, scheme=scheme, reference=reference, parent=where, threads=2)
+    written = write_file(storage, "file", quantized_state, scheme=scheme, reference=reference, parent=where, threads=2)
     file = File(storage.get("file"), written.reference, reference)
     assert same_reference(file.read(), written.reference)
     assert (
-        difference(unflatten(kept.state.tree, kept.state.tensors), unflatten(kept.state.tree, file.read().tensors))
+        difference(
+            unflatten(quantized_state.state.tree, quantized_state.state.tensors),
+            unflatten(quantized_state.state.tree, file.read().tensors),
+        )
         is None
     )
     return file
@@ -66,7 +69,7 @@ def kinds(file: File) -> dict[str, str]:
 
 
 def zeros(symbols: dict[str, CodebookTensor], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(one.codes.shape, dtype=dtype) for name, one in symbols.items()}
+    return {name: torch.zeros(tensor.codes.shape, dtype=dtype) for name, tensor in symbols.items()}
 
 
 @pytest.mark.parametrize("coder", [*CODERS, "all"])
@@ -104,7 +107,7 @@ def test_small_tensors_with_equally_many_centers_share_a_record_and_others_do_no
     symbols |= {"z.weight": symbols_of((MAX_SHARED_NUMEL,), 4), "f.weight": symbols_of((20, 30), 4, first=1)}
     symbols |= {"e.weight": symbols_of((20, 30), 4, exact=torch.float32)}
     file = put(zeros(symbols), settled(symbols))
-    records = [{info.name for info in one.infos} for one in Written(file.data, None, None).records()]  # type: ignore[arg-type]
+    records = [{info.name for info in record.infos} for record in Written(file.data, None, None).records()]  # type: ignore[arg-type]
     assert sorted(map(len, records)) == [1, 1, 1, 2, 3]
     assert {"0.weight", "1.weight", "2.weight"} in records
 
@@ -208,11 +211,11 @@ def test_again_loses_nothing_more_and_keeps_the_symbols():
     loop = Loop()
     first = put(loop.steps(1), Rounding())
     second = put(loop.steps(1), Rounding(), first)
-    held = second.read()
-    state = unflatten(flatten(loop.state()).tree, held.tensors)
+    reread = second.read()
+    state = unflatten(flatten(loop.state()).tree, reread.tensors)
     for parent in (None, first):
-        again = put(state, Recode(held.quantized, {"chosen": {}}), parent)
-        assert same_reference(again.read(), held)
+        again = put(state, Recode(reread.quantized, {"chosen": {}}), parent)
+        assert same_reference(again.read(), reread)
 
 
 def test_the_state_that_is_saved_stays_as_it_is():
@@ -245,13 +248,13 @@ def test_a_scheme_that_keeps_other_values_than_its_symbols_does_not_become_a_fil
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_state_on_a_gpu_gives_the_same_file():
     state = Loop().steps(2)
-    there = unflatten(flatten(state).tree, {name: x.cuda() for name, x in flatten(state).tensors.items()})
+    on_gpu = unflatten(flatten(state).tree, {name: x.cuda() for name, x in flatten(state).tensors.items()})
     for optimizer in ("exact", "lossy", "reset"):
         symbols = {
             name: Rounding().symbols(x) for name, x in flatten(state).tensors.items() if name.startswith("model/")
         }
         scheme = settled(symbols, optimizer=optimizer)
-        here, over = put(state, scheme), put(there, scheme)
+        here, over = put(state, scheme), put(on_gpu, scheme)
         assert same_reference(here.read(), over.read())
         assert all(one.codes.device.type == "cpu" for one in over.reference.quantized.values())
 

@@ -162,10 +162,10 @@ def test_a_parent_is_not_changed_by_what_stands_on_it():
     loop = Loop()
     before = write(loop.steps(2))
     reference = before.reference()
-    kept = {name: bits(x) for name, x in reference.tensors.items()}
+    original_bits = {name: bits(x) for name, x in reference.tensors.items()}
     after = write(loop.steps(1), before)
     after.read(reference)
-    assert {name: bits(x) for name, x in reference.tensors.items()} == kept
+    assert {name: bits(x) for name, x in reference.tensors.items()} == original_bits
 
 
 def test_nan_and_infinities_in_weights_moments_and_parent_come_back():
@@ -201,8 +201,8 @@ def test_denormals_flushed_on_either_side_change_nothing(writing, reading):
         before = write(first)
         after = write(second, before)
         torch.set_flush_denormal(reading)
-        found = [before.read(), after.read()]
+        decoded = [before.read(), after.read()]
     finally:
         torch.set_flush_denormal(False)
-    assert [before.data, after.data] == [one.data for one in expected]
-    assert difference(first, found[0]) is None and difference(second, found[1]) is None
+    assert [before.data, after.data] == [file.data for file in expected]
+    assert difference(first, decoded[0]) is None and difference(second, decoded[1]) is None

@@ -66,9 +66,9 @@ def test_checkpoints_are_deltas_and_the_newest_needs_no_other(tmp_path: Path) ->
     resumed = load_state(loop(tmp_path, seed=3).accelerator)
     assert resumed.directory.name == "checkpoint_2" and resumed.skipped == ()
     assert (resumed.manifest.step, resumed.manifest.metrics, resumed.manifest.depth) == (6, {"loss": 2.0}, 2)
-    again = loop(tmp_path, seed=4)
-    load_state(again.accelerator)
-    assert again.state() == saved
+    resumed_loop = loop(tmp_path, seed=4)
+    load_state(resumed_loop.accelerator)
+    assert resumed_loop.state() == saved
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -100,14 +100,14 @@ def test_a_save_that_fails_leaves_every_checkpoint_that_was_there(
         with pytest.raises(NoSpaceError):
             shrink.save_state()
     monkeypatch.undo()
-    again = loop(tmp_path, limit=1, seed=2)
-    resumed = load_state(again.accelerator)
-    assert (resumed.directory.name, [one.directory.name for one in resumed.skipped]) == (
+    resumed_loop = loop(tmp_path, limit=1, seed=2)
+    resumed = load_state(resumed_loop.accelerator)
+    assert (resumed.directory.name, [entry.directory.name for entry in resumed.skipped]) == (
         "checkpoint_0",
         ["checkpoint_1"],
     )
-    assert again.state() == saved
-    save_state(again.accelerator)  # into the place of the one that failed
+    assert resumed_loop.state() == saved
+    save_state(resumed_loop.accelerator)  # into the place of the one that failed
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_1"]
 
 
@@ -137,25 +137,25 @@ def test_a_damaged_newest_is_said_aloud_and_the_one_before_is_taken(
     else:
         shutil.rmtree(newest)
         newest.mkdir()
-    again = loop(tmp_path, seed=2)
-    resumed = load_state(again.accelerator)
-    assert resumed.directory.name == "checkpoint_0" and [one.directory for one in resumed.skipped] == [newest]
+    resumed_loop = loop(tmp_path, seed=2)
+    resumed = load_state(resumed_loop.accelerator)
+    assert resumed.directory.name == "checkpoint_0" and [entry.directory for entry in resumed.skipped] == [newest]
     assert "checkpoint_1 is passed over" in caplog.text
-    assert again.state() == saved
+    assert resumed_loop.state() == saved
     with pytest.raises(ShrinkpointError):
-        load_state(again.accelerator, newest)
+        load_state(resumed_loop.accelerator, newest)
 
 
 def test_numbers_go_on_behind_the_newest_after_a_load(tmp_path: Path) -> None:
     run = loop(tmp_path)
     for _ in range(3):
         save_state(run.accelerator)
-    again = loop(tmp_path)
+    resumed_loop = loop(tmp_path)
     with pytest.raises(PolicyError, match=r"checkpoint_0.*is there"):
-        save_state(again.accelerator)
-    load_state(again.accelerator, tmp_path / "checkpoints/checkpoint_1")
-    save_state(again.accelerator)
-    assert load_state(again.accelerator).directory.name == "checkpoint_3"
+        save_state(resumed_loop.accelerator)
+    load_state(resumed_loop.accelerator, tmp_path / "checkpoints/checkpoint_1")
+    save_state(resumed_loop.accelerator)
+    assert load_state(resumed_loop.accelerator).directory.name == "checkpoint_3"
 
 
 def test_a_directory_may_be_saved_into_again(tmp_path: Path) -> None:
@@ -165,12 +165,12 @@ def test_a_directory_may_be_saved_into_again(tmp_path: Path) -> None:
             shrink.save_state(tmp_path / "last")
             saved = run.state()
             run.steps(1)
-    again = loop(seed=2)
-    load_state(again.accelerator, tmp_path / "last")
-    assert again.state() == saved
+    resumed_loop = loop(seed=2)
+    load_state(resumed_loop.accelerator, tmp_path / "last")
+    assert resumed_loop.state() == saved
     for call in (save_state, load_state):
         with pytest.raises(PolicyError, match="no directory"):
-            call(again.accelerator)
+            call(resumed_loop.accelerator)
 
 
 def test_what_accelerate_itself_has_saved_is_loaded_as_well(tmp_path: Path) -> None:
@@ -179,13 +179,13 @@ def test_what_accelerate_itself_has_saved_is_loaded_as_well(tmp_path: Path) -> N
         run.accelerator.save_state()
     run.steps(1).accelerator.save_state()
     saved = run.state()
-    again = loop(tmp_path, limit=2, seed=2)
-    resumed = load_state(again.accelerator)
+    resumed_loop = loop(tmp_path, limit=2, seed=2)
+    resumed = load_state(resumed_loop.accelerator)
     assert resumed.directory.name == "checkpoint_2" and resumed.manifest is None
-    assert again.state()[:-1] == saved[:-1]
-    save_state(again.accelerator)
-    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert left == ["checkpoint_2", "checkpoint_3"]
+    assert resumed_loop.state()[:-1] == saved[:-1]
+    save_state(resumed_loop.accelerator)
+    remaining = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert remaining == ["checkpoint_2", "checkpoint_3"]
 
 
 def test_hooks_are_called_and_may_take_models_out(tmp_path: Path) -> None:
@@ -247,17 +247,17 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 def test_another_kind_of_optimizer_or_scheduler_is_refused_unless_asked_leniently(tmp_path: Path) -> None:
     run = loop()
     save_state(run.accelerator, tmp_path / "a")
-    before = run.state()
+    state = run.state()
     for name, other in (
         ("_optimizers", torch.optim.SGD(run.accelerator._models[0].parameters(), lr=0.1)),
         ("_schedulers", torch.optim.lr_scheduler.ReduceLROnPlateau(run.accelerator._optimizers[0].optimizer)),
     ):
-        kept = list(getattr(run.accelerator, name))
+        objects = list(getattr(run.accelerator, name))
         setattr(run.accelerator, name, [run.accelerator.prepare(other)])
         with pytest.raises(MismatchError, match="another kind"):
             load_state(run.accelerator, tmp_path / "a")
-        setattr(run.accelerator, name, kept)
-    assert run.state() == before
+        setattr(run.accelerator, name, objects)
+    assert run.state() == state
 
 
 def test_several_models_a_scaler_and_what_is_tied_come_back(tmp_path: Path) -> None:
@@ -298,13 +298,13 @@ def test_loss_is_asked_for_and_measured_on_the_bare_model(tmp_path: Path) -> Non
     report = save_state(run.accelerator, scheme=Fisher(nats=0.05, evaluate=evaluate, gradients=recorder))
     assert run.state() == before and set(seen) == {nn.Sequential} and run.model.training
     assert report.stored_bytes < report.raw_bytes / 4
-    again = loop(tmp_path, seed=3)
-    manifest = load_state(again.accelerator).manifest
+    resumed_loop = loop(tmp_path, seed=3)
+    manifest = load_state(resumed_loop.accelerator).manifest
     assert manifest.is_lossy and manifest.scheme == "fisher"
-    assert abs(float(evaluate(again.model) - evaluate(run.model))) < 0.2
-    report = save_state(again.accelerator, scheme="lossless")  # settings may come after a load
+    assert abs(float(evaluate(resumed_loop.model) - evaluate(run.model))) < 0.2
+    report = save_state(resumed_loop.accelerator, scheme="lossless")  # settings may come after a load
     assert not report.keyframe
-    assert load_state(again.accelerator).manifest.lossy_restores == 1
+    assert load_state(resumed_loop.accelerator).manifest.lossy_restores == 1
 
 
 def test_settings_do_not_change_between_saves(tmp_path: Path) -> None:

@@ -190,11 +190,11 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], Path]:
 
 
 def test_every_process_goes_on_bit_for_bit_with_its_own_random_numbers(of_two: tuple[list[dict], Path]) -> None:
-    said, _ = of_two
-    for one in said:
-        assert one["numbers"][1] is False
-        assert one["restored"] and one["continued"]
-    assert said[0]["numbers"] != said[1]["numbers"]
+    reports, _ = of_two
+    for report in reports:
+        assert report["numbers"][1] is False
+        assert report["restored"] and report["continued"]
+    assert reports[0]["numbers"] != reports[1]["numbers"]
 
 
 def test_one_process_writes(of_two: tuple[list[dict], Path]) -> None:
@@ -204,26 +204,26 @@ def test_one_process_writes(of_two: tuple[list[dict], Path]) -> None:
 
 
 def test_what_one_process_cannot_save_is_an_error_on_all(of_two: tuple[list[dict], Path]) -> None:
-    said, _ = of_two
-    assert said[0]["refused"] == said[1]["refused"]
-    kind, text = said[0]["refused"]
+    reports, _ = of_two
+    assert reports[0]["refused"] == reports[1]["refused"]
+    kind, text = reports[0]["refused"]
     assert kind == "StateError" and "rank 1" in text and "Stubborn" in text
 
 
 def test_all_processes_pass_over_what_does_not_load(of_two: tuple[list[dict], Path]) -> None:
-    said, _ = of_two
-    assert [one["folder"] for one in said] == ["checkpoint_1"] * 2
-    assert [one["older"] for one in said] == [["checkpoint_1", ["checkpoint_2"], True]] * 2
+    reports, _ = of_two
+    assert [report["folder"] for report in reports] == ["checkpoint_1"] * 2
+    assert [report["older"] for report in reports] == [["checkpoint_1", ["checkpoint_2"], True]] * 2
 
 
 def test_replicas_search_together_and_one_writes(of_two: tuple[list[dict], Path]) -> None:
-    said, _ = of_two
-    (none, chosen, same), (other_none, other, other_same) = (one["searched"] for one in said)
+    reports, _ = of_two
+    (none, chosen, same), (other_none, other, other_same) = (report["searched"] for report in reports)
     assert (none, other_none) == (False, True) and chosen == other != "None" and same and other_same
-    for one in said:
-        kind, text, same = one["boom"]
+    for report in reports:
+        kind, text, same = report["boom"]
         assert kind == "PolicyError" and "boom" in text and same
-        assert one["lossy"] == ["inshrinkerator", True]
+        assert report["lossy"] == ["inshrinkerator", True]
 
 
 @pytest.fixture(scope="module")
@@ -233,35 +233,35 @@ def of_shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], Pat
 
 
 def test_shards_go_on_bit_for_bit_when_older_checkpoints_are_gone(of_shards: tuple[list[dict], Path]) -> None:
-    said, _ = of_shards
-    for one in said:
-        assert one["left"] == ["checkpoint_2", "checkpoint_3"]
-        assert (one["folder"], one["restored"], one["continued"]) == ("checkpoint_3", True, True)
-        assert one["deltas"] == [4, 4]
-        assert one["passed"] == ["checkpoint_4", ["checkpoint_5"], True]
-        assert one["lossy"] == ["fisher", True, 6, {"loss": 1.5}, "checkpoint_6"] and 0 < one["near"] < 0.2
+    reports, _ = of_shards
+    for report in reports:
+        assert report["left"] == ["checkpoint_2", "checkpoint_3"]
+        assert (report["folder"], report["restored"], report["continued"]) == ("checkpoint_3", True, True)
+        assert report["deltas"] == [4, 4]
+        assert report["passed"] == ["checkpoint_4", ["checkpoint_5"], True]
+        assert report["lossy"] == ["fisher", True, 6, {"loss": 1.5}, "checkpoint_6"] and 0 < report["near"] < 0.2
 
 
 def test_what_accelerate_itself_shards_is_ours_once_installed(of_shards: tuple[list[dict], Path]) -> None:
-    said, _ = of_shards
-    assert [one["installed"] for one in said] == [[[True, True], "checkpoint_5", True]] * 2
+    reports, _ = of_shards
+    assert [report["installed"] for report in reports] == [[[True, True], "checkpoint_5", True]] * 2
 
 
 def test_an_error_on_one_process_with_shards_is_one_on_all(of_shards: tuple[list[dict], Path]) -> None:
-    said, _ = of_shards
+    reports, _ = of_shards
     for name, kind in (("refused", "StateError"), ("others", "MismatchError")):
-        assert said[0][name] == said[1][name] and said[0][name][0] == kind
+        assert reports[0][name] == reports[1][name] and reports[0][name][0] == kind
 
 
 def test_one_process_reads_what_two_have_sharded(
     of_shards: tuple[list[dict], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    said, folder = of_shards
+    reports, folder = of_shards
     accelerate_runs.forget()
     alone = Loop(seed=5)
     load_state(alone.accelerator, folder / "runs/checkpoints/checkpoint_3")
     assert "saved by 2 processes and is loaded by 1" in caplog.text
-    assert [x.double().sum().item() for x in alone.model.state_dict().values()] == said[0]["weights"]
+    assert [x.double().sum().item() for x in alone.model.state_dict().values()] == reports[0]["weights"]
     moments = [x["exp_avg"].double().sum().item() for x in alone.optimizer.state.values()]
-    assert moments == said[0]["moments"] and alone.counter.seen["count"] == 28
+    assert moments == reports[0]["moments"] and alone.counter.seen["count"] == 28
     accelerate_runs.forget()

@@ -50,11 +50,11 @@ def test_a_killed_run_goes_on_from_a_whole_checkpoint(tmp_path, background):
             child.send_signal(signal.SIGKILL)
         assert child.returncode == -signal.SIGKILL
         cut_off += any(not is_checkpoint(path) for path in (root / "all").glob("*.ckpt"))
-        found = latest_valid(root / "all")
-        assert found is not None
-        step = verify_directory(found, deep=True).step
+        latest = latest_valid(root / "all")
+        assert latest is not None
+        step = verify_directory(latest, deep=True).step
         run = trainer(root, ShrinkIO(), epochs=step + 1, callbacks=[every(root / "all", save_top_k=1)])
-        run.fit(small(width=40_000), points(1), ckpt_path=found)
+        run.fit(small(width=40_000), points(1), ckpt_path=latest)
         assert run.global_step == step + 1
     assert cut_off  # 9 of 12, when this was written
 

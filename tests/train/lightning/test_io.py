@@ -269,9 +269,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pl.Trainer]:
 @pytest.mark.parametrize("name", ["epoch=0.ckpt", "stock.ckpt"])
 def test_a_module_is_made_from_a_checkpoint(saved, name):
     root, run = saved
-    made = load_from_checkpoint(Small, root / name)
-    assert same(made.state_dict(), run.lightning_module.state_dict())
-    assert made.hparams == run.lightning_module.hparams and made.hparams.width == 16
+    module = load_from_checkpoint(Small, root / name)
+    assert same(module.state_dict(), run.lightning_module.state_dict())
+    assert module.hparams == run.lightning_module.hparams and module.hparams.width == 16
     assert load_from_checkpoint(Small, str(root / name), map_location="cpu", lr=0.5).hparams.lr == 0.5
 
 
@@ -297,11 +297,11 @@ def test_places_are_chosen_as_with_torch_load(saved):
     ours = ShrinkIO()
     nowhere = torch.empty(0, device="meta").untyped_storage()
     for place in ("meta", torch.device("meta"), {"cpu": "meta"}, lambda storage, _: nowhere):
-        found = ours.load_checkpoint(saved[0] / "epoch=0.ckpt", map_location=place)
-        assert {x.device.type for x in found["state_dict"].values()} == {"meta"}
+        loaded = ours.load_checkpoint(saved[0] / "epoch=0.ckpt", map_location=place)
+        assert {x.device.type for x in loaded["state_dict"].values()} == {"meta"}
     for place in ("cpu", {"cuda:0": "cuda:1"}, lambda storage, _: None):
-        found = ours.load_checkpoint(saved[0] / "epoch=0.ckpt", map_location=place)
-        assert {x.device.type for x in found["state_dict"].values()} == {"cpu"}
+        loaded = ours.load_checkpoint(saved[0] / "epoch=0.ckpt", map_location=place)
+        assert {x.device.type for x in loaded["state_dict"].values()} == {"cpu"}
 
 
 def test_nothing_is_unpickled(saved, tmp_path):

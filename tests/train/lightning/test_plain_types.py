@@ -93,17 +93,17 @@ NESTS = st.recursive(
 def typed(value: Any) -> Any:
     """With the types of containers, which == passes over."""
     if isinstance(value, dict):
-        return type(value), [(key, typed(one)) for key, one in value.items()]
+        return type(value), [(key, typed(item)) for key, item in value.items()]
     if isinstance(value, list | tuple):
-        return type(value), [typed(one) for one in value]
+        return type(value), [typed(item) for item in value]
     return (type(value), typed(vars(value))) if isinstance(value, Namespace) else (type(value), value)
 
 
 @given(NESTS)
 def test_values_of_lightnings_kinds_come_back_as_they_were(value):
     flat = flatten({"it": to_plain(value)})
-    found = from_plain(unflatten(flat.tree, flat.tensors, where="test"))["it"]
-    assert typed(found) == typed(value)
+    restored = from_plain(unflatten(flat.tree, flat.tensors, where="test"))["it"]
+    assert typed(restored) == typed(value)
 
 
 def test_what_needs_no_form_is_the_same_object():
@@ -115,9 +115,12 @@ def test_what_needs_no_form_is_the_same_object():
 
 
 def test_a_metadata_of_versions_survives_a_form_beside_it():
-    found = nn.BatchNorm1d(2).state_dict()
-    found["_extra_state"] = Path("x")
-    assert from_plain(to_plain(found))._metadata == found._metadata and from_plain(to_plain(found)) == found
+    restored_state = nn.BatchNorm1d(2).state_dict()
+    restored_state["_extra_state"] = Path("x")
+    assert (
+        from_plain(to_plain(restored_state))._metadata == restored_state._metadata
+        and from_plain(to_plain(restored_state)) == restored_state
+    )
 
 
 def test_enums_are_looked_up_and_nothing_is_imported():
@@ -155,14 +158,14 @@ def test_a_callback_whose_state_key_is_its_type_is_saved_and_loaded(tmp_path, lo
 
 
 def test_only_callbacks_are_looked_up_and_one_that_is_gone_is_said_by_its_name(tmp_path):
-    found = from_plain({"shrinkpoint:dict": [[{"shrinkpoint:callback": ["gone.module", "Lost"]}, {"n": 1}]]})
-    assert found == {"gone.module.Lost": {"n": 1}}
+    restored = from_plain({"shrinkpoint:dict": [[{"shrinkpoint:callback": ["gone.module", "Lost"]}, {"n": 1}]]})
+    assert restored == {"gone.module.Lost": {"n": 1}}
     assert from_plain({"shrinkpoint:callback": ["subprocess", "Popen"]}) == "subprocess.Popen"
     assert to_plain(Small) is Small  # a state refuses it
     trainer(tmp_path, ShrinkIO(), epochs=1, callbacks=[Counting(), every(tmp_path)]).fit(small(), points())
-    again = trainer(tmp_path, ShrinkIO(), epochs=2)
+    resumed = trainer(tmp_path, ShrinkIO(), epochs=2)
     with pytest.warns(UserWarning, match=r"add the following callbacks: .*Counting"):
-        again.fit(small(), points(), ckpt_path=tmp_path / "epoch=0.ckpt")
+        resumed.fit(small(), points(), ckpt_path=tmp_path / "epoch=0.ckpt")
 
 
 @pytest.mark.parametrize(

@@ -95,11 +95,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple:
 
 
 def test_a_sharded_run_goes_on_from_a_delta_as_if_nothing_had_been(found):
-    for one in found[1]:
-        assert one["resumed"]["sums"] == one["stock"]["sums"]
+    for report in found[1]:
+        assert report["resumed"]["sums"] == report["stock"]["sums"]
         assert (
-            one["resumed"]["losses"] == one["stock"]["losses"][8:]
-            and one["ours"]["losses"] == one["stock"]["losses"][:8]
+            report["resumed"]["losses"] == report["stock"]["losses"][8:]
+            and report["ours"]["losses"] == report["stock"]["losses"][:8]
         )
 
 
@@ -112,14 +112,14 @@ def test_what_lightning_keeps_is_whole_without_what_it_deleted(found):
 
 
 def test_a_sharded_run_of_the_stock_plugin_goes_on(found):
-    for one in found[1]:
-        assert one["from stock"]["sums"] == one["stock"]["sums"]
+    for report in found[1]:
+        assert report["from stock"]["sums"] == report["stock"]["sums"]
 
 
 def test_replicas_go_on_from_what_the_first_of_them_wrote(found):
     folder, results = found
-    for one in results:
-        assert one["replicas resumed"]["sums"] == one["replicas"]["sums"] == results[0]["replicas"]["sums"]
-        assert one["replicas resumed"]["losses"] == one["replicas"]["losses"][8:]
+    for report in results:
+        assert report["replicas resumed"]["sums"] == report["replicas"]["sums"] == results[0]["replicas"]["sums"]
+        assert report["replicas resumed"]["losses"] == report["replicas"]["losses"][8:]
     assert results[0]["replicas"]["losses"] != results[1]["replicas"]["losses"]
     assert verify_directory(folder / "replicas/epoch=2.ckpt", deep=True).depth == 2

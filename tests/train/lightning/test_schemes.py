@@ -59,7 +59,7 @@ def test_training_does_not_notice_that_it_is_evaluated(tmp_path, background):
     stock = (tmp_path / "plain/all/epoch=0.ckpt").stat().st_size
     assert all(2 * size < stock for size in sizes)
     manifests = [read_directory_manifest(tmp_path / "ours/all" / name) for name in names(tmp_path / "ours/all")]
-    assert all(one.is_lossy and one.loss["rise"] <= 0.05 for one in manifests)
+    assert all(manifest.is_lossy and manifest.loss["rise"] <= 0.05 for manifest in manifests)
 
 
 class Collecting(Small):
@@ -95,9 +95,9 @@ def test_what_a_module_collects_in_validation_is_not_what_a_scheme_measured(tmp_
     assert watched.seen == plain.seen and len(plain.seen) == 4
     losses = [read_directory_manifest(tmp_path / "all" / name).loss for name in names(tmp_path / "all")]
     assert losses and all(
-        one["interval"][0] <= one["rise"] <= one["interval"][1] for one in losses if "interval" in one
+        loss["interval"][0] <= loss["rise"] <= loss["interval"][1] for loss in losses if "interval" in loss
     )
-    assert any("interval" in one for one in losses)
+    assert any("interval" in loss for loss in losses)
 
 
 def test_a_module_of_another_run_is_not_taken_for_the_one_that_is_saved(tmp_path):
@@ -125,10 +125,10 @@ def test_averaged_weights_are_quantized_and_not_taken_for_the_module(tmp_path):
 def test_what_a_tuner_saves_and_restores_loses_nothing(tmp_path):
     module = small(width=WIDTH)
     module.lr = 0.01
-    before = {name: value.clone() for name, value in module.state_dict().items()}
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
     plugin = ShrinkIO(sp.Fisher(relative_error=0.3), background=True)
     Tuner(trainer(tmp_path, plugin)).lr_find(module, points(40), num_training=8, update_attr=False)
-    assert same(dict(module.state_dict()), before) and not [*tmp_path.iterdir()]
+    assert same(dict(module.state_dict()), weights) and not [*tmp_path.iterdir()]
 
 
 def test_a_group_of_replicas_is_refused_and_not_waited_for(tmp_path):
@@ -145,11 +145,11 @@ def test_a_run_goes_on_from_a_lossy_checkpoint_and_says_so(tmp_path):
         )
         run.fit(small(width=WIDTH), points(), ckpt_path=path if path.exists() else None)
     assert [read_directory_manifest(tmp_path / f"all/epoch={i}.ckpt").lossy_restores for i in (0, 1)] == [0, 1]
-    found = ShrinkIO().load_checkpoint(tmp_path / "all/epoch=1.ckpt")["state_dict"]
+    loaded = ShrinkIO().load_checkpoint(tmp_path / "all/epoch=1.ckpt")["state_dict"]
     ours = run.lightning_module.state_dict()
     weight = "net.0.weight"
-    assert 0 < (found[weight] - ours[weight]).std() < 0.3 * ours[weight].std()
-    assert same({k: v for k, v in found.items() if "running" in k}, {k: v for k, v in ours.items() if "running" in k})
+    assert 0 < (loaded[weight] - ours[weight]).std() < 0.3 * ours[weight].std()
+    assert same({k: v for k, v in loaded.items() if "running" in k}, {k: v for k, v in ours.items() if "running" in k})
 
 
 def test_a_scheme_that_evaluates_wants_the_callback(tmp_path):
@@ -172,17 +172,17 @@ def test_validation_says_what_it_lacks(tmp_path):
 def test_validation_is_the_validation_loop_on_its_first_batches(tmp_path, batches):
     run = trainer(tmp_path, epochs=1, limit_val_batches=batches)
     model = small()
-    found: list[float] = []
+    norms: list[float] = []
 
     class Asks(pl.Callback):
         def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             modes = [module.training for module in pl_module.modules()]
-            found.append(Validation(batches)(pl_module))
+            norms.append(Validation(batches)(pl_module))
             pl_module.train(modes[0])
 
     run.callbacks.append(Asks())
     run.fit(model, points(), points(6, seed=1))
-    assert found == [pytest.approx(run.callback_metrics["val_loss"].item())] and "log" not in vars(model)
+    assert norms == [pytest.approx(run.callback_metrics["val_loss"].item())] and "log" not in vars(model)
 
 
 class ByHand(pl.Callback):

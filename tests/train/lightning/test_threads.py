@@ -55,11 +55,11 @@ def test_asynccheckpointio_trains_to_the_end_and_leaves_what_was_asked_for(tmp_p
     run.fit(small(width=128), points())
     assert names(tmp_path / "all") == [f"step={step}.ckpt" for step in range(17 - top, 17)]
     assert latest_valid(tmp_path / "all") == tmp_path / "all/step=16.ckpt"
-    made = load_from_checkpoint(Small, tmp_path / "all/step=16.ckpt")
-    assert same(made.state_dict(), run.lightning_module.state_dict())
-    again = trainer(tmp_path, AsyncCheckpointIO(ShrinkIO()), epochs=5, callbacks=[every(tmp_path / "all")])
-    again.fit(small(width=128), points(), ckpt_path=tmp_path / "all/step=16.ckpt")
-    assert again.global_step == 20
+    module = load_from_checkpoint(Small, tmp_path / "all/step=16.ckpt")
+    assert same(module.state_dict(), run.lightning_module.state_dict())
+    resumed = trainer(tmp_path, AsyncCheckpointIO(ShrinkIO()), epochs=5, callbacks=[every(tmp_path / "all")])
+    resumed.fit(small(width=128), points(), ckpt_path=tmp_path / "all/step=16.ckpt")
+    assert resumed.global_step == 20
 
 
 def test_nothing_is_removed_by_another_thread_before_its_successor_is_whole(tmp_path):
@@ -149,7 +149,7 @@ def test_a_save_within_a_training_is_not_waited_for(tmp_path):
 @pytest.mark.parametrize("link", [False, True])
 @pytest.mark.parametrize("reads", [ShrinkIO().load_checkpoint, lambda path: load_from_checkpoint(Small, path)])
 def test_who_reads_what_another_plugin_is_writing_waits_for_it(tmp_path, reads, link):
-    gate, model, found = Gate(), small(), []
+    gate, model, reports = Gate(), small(), []
     ours = ShrinkIO(gate, background=True)
     run = trainer(tmp_path)
     run.strategy.connect(model)
@@ -160,12 +160,12 @@ def test_who_reads_what_another_plugin_is_writing_waits_for_it(tmp_path, reads, 
     if link:
         path = tmp_path / "last.ckpt"
         path.symlink_to("1.ckpt")
-    reader = threading.Thread(target=lambda: found.append(reads(path)))
+    reader = threading.Thread(target=lambda: reports.append(reads(path)))
     assert gate.entered.wait(60)
     reader.start()
     reader.join(0.2)
     assert reader.is_alive()
     gate.open.set()
     reader.join()
-    assert len(found) == 1
+    assert len(reports) == 1
     ours.teardown()

@@ -92,13 +92,13 @@ def test_the_best_one_is_found_and_tested(tmp_path):
     run = fit(tmp_path, ShrinkIO(background=True), monitor="val_loss", save_top_k=2)
     best = run.checkpoint_callback
     assert len(names(tmp_path / "all")) == 2 and Path(best.best_model_path).is_dir()
-    (found,) = run.test(ckpt_path="best", dataloaders=points(2, seed=1), verbose=False)
-    assert found["test_loss"] == pytest.approx(best.best_model_score.item())
+    (metrics,) = run.test(ckpt_path="best", dataloaders=points(2, seed=1), verbose=False)
+    assert metrics["test_loss"] == pytest.approx(best.best_model_score.item())
     manifests = [read_directory_manifest(tmp_path / "all" / name) for name in names(tmp_path / "all")]
-    scores = {one.metrics["val_loss"] for one in manifests}
+    scores = {manifest.metrics["val_loss"] for manifest in manifests}
     assert scores == {value.item() for value in best.best_k_models.values()}
-    assert {one.step for one in manifests} <= {4, 8, 12} and all(
-        one.extra == {"lightning": pl.__version__} for one in manifests
+    assert {manifest.step for manifest in manifests} <= {4, 8, 12} and all(
+        manifest.extra == {"lightning": pl.__version__} for manifest in manifests
     )
 
 
@@ -125,9 +125,9 @@ def test_only_what_is_to_be_kept_is_there_and_it_needs_no_other(tmp_path, backgr
     assert verify_directory(tmp_path / "all/epoch=3.ckpt", deep=True).depth == 3
     shutil.copytree(tmp_path / "all/epoch=3.ckpt", tmp_path / "elsewhere")
     shutil.rmtree(tmp_path / "all")
-    again = ShrinkIO().load_checkpoint(tmp_path / "elsewhere")
-    assert same(again["state_dict"], run.lightning_module.state_dict())
-    assert same(again["optimizer_states"], [run.optimizers[0].state_dict()])
+    loaded = ShrinkIO().load_checkpoint(tmp_path / "elsewhere")
+    assert same(loaded["state_dict"], run.lightning_module.state_dict())
+    assert same(loaded["optimizer_states"], [run.optimizers[0].state_dict()])
 
 
 def test_a_run_that_goes_on_adds_a_delta_to_what_it_loaded(tmp_path):

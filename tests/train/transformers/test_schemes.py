@@ -54,15 +54,17 @@ def test_a_lossy_scheme_is_an_argument_and_its_generations_are_counted(tmp_path)
     trained(ShrinkTrainer, tmp_path, max_steps=4, trainer_shrink=settings)
     manifest = read_directory_manifest(tmp_path / "checkpoint-4")
     assert manifest.is_lossy and manifest.lossy_restores == 0 and manifest.raw_bytes > 8 * manifest.stored_bytes
-    again = made(ShrinkTrainer, tmp_path, trainer_model=WIDE(), trainer_shrink=ShrinkConfig(scheme=sp.Fisher(ratio=10)))
+    resumed_trainer = made(
+        ShrinkTrainer, tmp_path, trainer_model=WIDE(), trainer_shrink=ShrinkConfig(scheme=sp.Fisher(ratio=10))
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LossWarning)
-        again.train(resume_from_checkpoint=True)
+        resumed_trainer.train(resume_from_checkpoint=True)
     assert read_directory_manifest(tmp_path / "checkpoint-8").lossy_restores == 1
     best = made(ShrinkTrainer, tmp_path, trainer_model=WIDE(), max_steps=8)
     best.train(resume_from_checkpoint=True)
-    assert not same(best.model.state_dict(), again.model.state_dict())
-    assert best.evaluate()["eval_loss"] < 1.1 * again.evaluate()["eval_loss"]
+    assert not same(best.model.state_dict(), resumed_trainer.model.state_dict())
+    assert best.evaluate()["eval_loss"] < 1.1 * resumed_trainer.evaluate()["eval_loss"]
 
 
 @pytest.mark.parametrize(
@@ -114,11 +116,11 @@ def test_what_a_trainer_collects_in_evaluation_is_not_what_a_scheme_measured(tmp
             super().__init__(*args, **kwargs)
 
         def compute_loss(self, model, *args, **kwargs):
-            found = super().compute_loss(model, *args, **kwargs)
+            outputs = super().compute_loss(model, *args, **kwargs)
             self._losses["train" if model.training else "eval"].append(
-                (found[0] if type(found) is tuple else found).item()
+                (outputs[0] if type(outputs) is tuple else outputs).item()
             )
-            return found
+            return outputs
 
         def log(self, logs, *args, **kwargs):
             seen.append({name: self._losses.pop(name) for name in [*self._losses]})
@@ -141,11 +143,11 @@ def test_of_several_datasets_or_an_endless_one_the_first_batches_are_taken(tmp_p
             while True:
                 yield from Text(24, 64)
 
-    one = made(ShrinkTrainer, tmp_path, trainer_eval_dataset=Endless())
+    trainer_of_stream = made(ShrinkTrainer, tmp_path, trainer_eval_dataset=Endless())
     two = made(ShrinkTrainer, tmp_path, trainer_eval_dataset={"a": Text(8), "a_b": Text(24, 64)})
-    wanted = made(ShrinkTrainer, tmp_path, trainer_eval_dataset=Text(16, 64)).evaluate()["eval_loss"]
-    assert Evaluation(one, "eval_loss", 2)() == pytest.approx(wanted, rel=1e-6)
-    assert Evaluation(two, "eval_a_b_loss", 2)() == pytest.approx(wanted, rel=1e-6)
+    expected_loss = made(ShrinkTrainer, tmp_path, trainer_eval_dataset=Text(16, 64)).evaluate()["eval_loss"]
+    assert Evaluation(trainer_of_stream, "eval_loss", 2)() == pytest.approx(expected_loss, rel=1e-6)
+    assert Evaluation(two, "eval_a_b_loss", 2)() == pytest.approx(expected_loss, rel=1e-6)
     with pytest.raises(PolicyError, match="eval_a_loss"):
         Evaluation(two, "eval_loss", 2)
 
@@ -171,11 +173,11 @@ def test_gradients_are_those_of_whole_steps(tmp_path):
     recorder = trainer._recorder
     assert isinstance(recorder, GradientRecorder) and recorder.step == len(gradients) == 4
     for name, mean in recorder.mean.items():
-        wanted, square = gradients[0][name], gradients[0][name].square()
-        for one in gradients[1:]:
-            fresh = one[name]
-            wanted, square = wanted * 0.9 + fresh * (1 - 0.9), square * 0.9 + fresh.square() * (1 - 0.9)
-        assert torch.allclose(mean, wanted) and torch.allclose(recorder.square[name], square)
+        expected, square = gradients[0][name], gradients[0][name].square()
+        for gradient in gradients[1:]:
+            fresh = gradient[name]
+            expected, square = expected * 0.9 + fresh * (1 - 0.9), square * 0.9 + fresh.square() * (1 - 0.9)
+        assert torch.allclose(mean, expected) and torch.allclose(recorder.square[name], square)
     assert recorder.mean.keys() == {name for name, _ in trainer.model.named_parameters()}
 
 
@@ -195,10 +197,11 @@ def test_the_moments_of_a_callback_may_be_lossy(tmp_path):
     made(Trainer, tmp_path, trainer_callbacks=[callback], **settings).train()
     manifest = read_directory_manifest(tmp_path / "checkpoint-4")
     assert manifest.is_lossy and manifest.raw_bytes > 5 * manifest.stored_bytes
-    again = made(Trainer, tmp_path, trainer_callbacks=[ShrinkCallback()], **settings | {"max_steps": 6})
-    again.train(resume_from_checkpoint=True)
+    resumed_trainer = made(Trainer, tmp_path, trainer_callbacks=[ShrinkCallback()], **settings | {"max_steps": 6})
+    resumed_trainer.train(resume_from_checkpoint=True)
     assert (
-        np.isfinite(again.evaluate()["eval_loss"]) and not read_directory_manifest(tmp_path / "checkpoint-6").is_lossy
+        np.isfinite(resumed_trainer.evaluate()["eval_loss"])
+        and not read_directory_manifest(tmp_path / "checkpoint-6").is_lossy
     )
     assert read_directory_manifest(tmp_path / "checkpoint-6").lossy_restores == 1
 

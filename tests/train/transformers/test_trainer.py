@@ -44,9 +44,9 @@ def test_checkpoints_hold_one_payload_and_the_small_files_of_the_trainer(run):
         folder = run / f"checkpoint-{step}"
         manifest = verify_directory(folder, deep=True)
         assert manifest.step == step and manifest.scheme == "lossless" and manifest.depth == step // 2 - 1
-        there = {path.name for path in folder.iterdir()}
-        assert not there & {*WEIGHTS}
-        assert there >= {"config.json", "generation_config.json", "training_args.bin", "trainer_state.json"}
+        names = {path.name for path in folder.iterdir()}
+        assert not names & {*WEIGHTS}
+        assert names >= {"config.json", "generation_config.json", "training_args.bin", "trainer_state.json"}
 
 
 def test_the_final_save_model_is_that_of_the_stock_trainer(run):
@@ -56,8 +56,8 @@ def test_the_final_save_model_is_that_of_the_stock_trainer(run):
     trainer.save_model(str(run / "checkpoint-mine"))
     for folder in (run, run / "checkpoint-mine"):
         assert not is_checkpoint(folder)
-        again = GPT2LMHeadModel.from_pretrained(folder)
-        assert same(again.state_dict(), trainer.model.state_dict())
+        loaded = GPT2LMHeadModel.from_pretrained(folder)
+        assert same(loaded.state_dict(), trainer.model.state_dict())
 
 
 def test_arguments_are_saved_as_the_user_passed_them(tmp_path):
@@ -103,8 +103,8 @@ def test_another_kind_of_optimizer_or_scheduler_is_refused(run, settings, part):
 
 def test_stock_checkpoints_are_resumed_from(tmp_path):
     stock = lay(tmp_path, Trainer)
-    wanted = ended(made(Trainer, lay(tmp_path / "stock", Trainer)), True)
-    assert same(ended(made(ShrinkTrainer, stock), True), wanted)
+    expected = ended(made(Trainer, lay(tmp_path / "stock", Trainer)), True)
+    assert same(ended(made(ShrinkTrainer, stock), True), expected)
     assert not is_checkpoint(stock / "checkpoint-4") and is_checkpoint(stock / "checkpoint-8")
 
 
@@ -153,7 +153,7 @@ def test_a_resume_that_begins_again_with_smaller_batches_has_its_optimizer(run, 
 def test_only_the_model_is_saved_and_resumed_from_where_that_is_asked(tmp_path, caplog):
     first = ended(made(ShrinkTrainer, tmp_path, max_steps=4, save_only_model=True))
     large = lay(tmp_path / "large", ShrinkTrainer)
-    small, large = (read_directory_manifest(one / "checkpoint-4").raw_bytes for one in (tmp_path, large))
+    small, large = (read_directory_manifest(directory / "checkpoint-4").raw_bytes for directory in (tmp_path, large))
     assert small < 0.4 * large
     trainer = made(ShrinkTrainer, tmp_path, max_steps=4, save_only_model=True)
     with caplog.at_level(logging.WARNING, "shrinkpoint"):
@@ -193,9 +193,9 @@ def test_the_scale_of_the_loss_is_resumed(tmp_path, kind):
         trainer = made(Scaled, folder, **more)
         return ended(trainer, resume), trainer.accelerator.scaler.state_dict()
 
-    wanted, scale = run(tmp_path)
+    expected, scale = run(tmp_path)
     assert scale["scale"] == 8.0 * 2**2 and scale["_growth_tracker"] == 2
-    assert same(run(tmp_path, tmp_path / "checkpoint-4"), (wanted, scale))
+    assert same(run(tmp_path, tmp_path / "checkpoint-4"), (expected, scale))
 
 
 def test_a_checkpoint_just_in_time_is_one_like_all_others(tmp_path):
