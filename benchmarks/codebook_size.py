@@ -170,9 +170,13 @@ class GOBO(Quantizer):
 
 
 QUANTIZERS = {
-    "cnr": CNR, "qd": QD, "gobo": GOBO,
-    "inshrinkerator": Inshrinkerator, "density": Density, "unprotected": Unprotected,
-}  # fmt: skip
+    "cnr": CNR,
+    "qd": QD,
+    "gobo": GOBO,
+    "inshrinkerator": Inshrinkerator,
+    "density": Density,
+    "unprotected": Unprotected,
+}
 
 
 class Search:

@@ -34,8 +34,11 @@ from crash_points_train import RUNS
 
 PROGRAM = Path(__file__).with_name("crash_points_train.py")
 CHECKPOINTS = {
-    "loop": "{out}/step-*", "transformers": "{out}/checkpoint-*", "lightning": "{out}/step=*", "dcp": "{out}/step-*"
-}  # fmt: skip
+    "loop": "{out}/step-*",
+    "transformers": "{out}/checkpoint-*",
+    "lightning": "{out}/step=*",
+    "dcp": "{out}/step-*",
+}
 TORN = ("transformers",)
 """Where files beside ours are written by what ckpt-chaos can cut in half; it shares the kills out among both kinds."""
 EVERY_POINT = 10_000
@@ -78,19 +81,28 @@ def trial(framework: str, saves: str, work: Path, *, points: int = EVERY_POINT, 
 
     began = time.perf_counter()
     rows = run_byo(
-        [sys.executable, str(PROGRAM), framework, saves, "{out}"], None, work, jobs=jobs, max_points=points,
-        result_file="{out}/../final.txt", step_regex=r"resumed from step (\d+)",
+        [sys.executable, str(PROGRAM), framework, saves, "{out}"],
+        None,
+        work,
+        jobs=jobs,
+        max_points=points,
+        result_file="{out}/../final.txt",
+        step_regex=r"resumed from step (\d+)",
         checkpoint_glob=CHECKPOINTS[framework],
         modes=("before",) if saves != "stock" and framework not in TORN else ("before", "torn"),
         ignore_size=saves != "stock",  # numbers in a manifest differ in length; what is there is whole
-    )  # fmt: skip
+    )
     control, kills = rows[0], rows[1:]
     return Trial(
-        framework, saves, events=len((work / "reference" / "events.log.rank0").read_text().splitlines()),
-        kills=len(kills), verdicts=dict(Counter(row.verdict for row in kills)), control=control.verdict,
+        framework,
+        saves,
+        events=len((work / "reference" / "events.log.rank0").read_text().splitlines()),
+        kills=len(kills),
+        verdicts=dict(Counter(row.verdict for row in kills)),
+        control=control.verdict,
         failures=[f"{row.label}: {row.verdict}" for row in kills if row.verdict != "PASS"],
         seconds=round(time.perf_counter() - began, 1),
-    )  # fmt: skip
+    )
 
 
 def table(trials: list[Trial]) -> str:

@@ -116,14 +116,24 @@ def transformers_of(kind: type, out: Path, checkpoint: str | None) -> nn.Module:
             resumed(state.global_step)
 
     settings = {
-        "max_steps": STEPS, "save_steps": EVERY, "per_device_train_batch_size": 8, "learning_rate": 1e-2,
-        "use_cpu": True, "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False,
-        "log_level": "error", "remove_unused_columns": False, "seed": 0,
-    }  # fmt: skip
+        "max_steps": STEPS,
+        "save_steps": EVERY,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-2,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "log_level": "error",
+        "remove_unused_columns": False,
+        "seed": 0,
+    }
     trainer = kind(
-        model=started()[0], args=TrainingArguments(str(out), **settings), train_dataset=Points(8 * STEPS),
+        model=started()[0],
+        args=TrainingArguments(str(out), **settings),
+        train_dataset=Points(8 * STEPS),
         callbacks=[Tell()],
-    )  # fmt: skip
+    )
     trainer.train(resume_from_checkpoint=checkpoint)
     model: nn.Module = trainer.model
     return model
@@ -162,9 +172,16 @@ def lightning_of(out: Path, plugins: list[Any], find: Callable[[], Any]) -> nn.M
 
     keep = ModelCheckpoint(out, filename="{step}", every_n_epochs=1, save_top_k=-1, save_last=True)
     trainer = pl.Trainer(
-        max_epochs=STEPS // EVERY, accelerator="cpu", devices=1, plugins=plugins, callbacks=[keep], logger=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=out,
-    )  # fmt: skip
+        max_epochs=STEPS // EVERY,
+        accelerator="cpu",
+        devices=1,
+        plugins=plugins,
+        callbacks=[keep],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=out,
+    )
     model = Lit()
     trainer.fit(model, torch.utils.data.DataLoader(Points(8 * EVERY), batch_size=8), ckpt_path=find())
     return model.net
@@ -214,11 +231,16 @@ def dcp_ours(out: Path) -> nn.Module:
 
 
 RUNS: dict[tuple[str, str], Callable[[Path], nn.Module]] = {
-    ("loop", "stock"): loop_stock, ("loop", "ours"): loop_ours, ("loop", "background"): loop_background,
-    ("transformers", "stock"): transformers_stock, ("transformers", "ours"): transformers_ours,
-    ("lightning", "stock"): lightning_stock, ("lightning", "ours"): lightning_ours,
-    ("dcp", "stock"): dcp_stock, ("dcp", "ours"): dcp_ours,
-}  # fmt: skip
+    ("loop", "stock"): loop_stock,
+    ("loop", "ours"): loop_ours,
+    ("loop", "background"): loop_background,
+    ("transformers", "stock"): transformers_stock,
+    ("transformers", "ours"): transformers_ours,
+    ("lightning", "stock"): lightning_stock,
+    ("lightning", "ours"): lightning_ours,
+    ("dcp", "stock"): dcp_stock,
+    ("dcp", "ours"): dcp_ours,
+}
 """Framework and who saves -> the training."""
 
 

@@ -272,10 +272,16 @@ def summary(name: str, saves: list[Saved]) -> list[str]:
     kept = [one.retention for one in deltas if one.retention is not None]
     chain_ratio = 32 * 20 / (float(key) + 19 * float(mean("parameter"))) if key != "-" else float("nan")
     return [
-        name, key, *map(mean, ROLES), f"{statistics.mean(one.ratio for one in deltas):.1f}", f"{chain_ratio:.1f}",
-        f"{statistics.mean(one.rise for one in deltas):+.4f}", f"{max(one.rise for one in saves):+.4f}",
-        f"{min(kept):.2f}", f"{max(kept):.2f}",
-    ]  # fmt: skip
+        name,
+        key,
+        *map(mean, ROLES),
+        f"{statistics.mean(one.ratio for one in deltas):.1f}",
+        f"{chain_ratio:.1f}",
+        f"{statistics.mean(one.rise for one in deltas):+.4f}",
+        f"{max(one.rise for one in saves):+.4f}",
+        f"{min(kept):.2f}",
+        f"{max(kept):.2f}",
+    ]
 
 
 STUDIES = ("parts", "sizes", "budgets", "alone", "restores", "moments")
@@ -290,9 +296,12 @@ def kept(name: str, budget: float, saves: list[Saved]) -> list[str]:
     within = sum(rise <= budget for rise in rises) / len(rises)
     spent = sum(rise >= budget / 10 for rise in rises) / len(rises)
     return [
-        name, f"{100 * within:.0f}", f"{100 * spent:.0f}", f"{statistics.mean(len(one.tried) for one in saves):.2f}",
+        name,
+        f"{100 * within:.0f}",
+        f"{100 * spent:.0f}",
+        f"{statistics.mean(len(one.tried) for one in saves):.2f}",
         " ".join(f"{ratio:.1f}" for ratio in ratios) or "-",
-    ]  # fmt: skip
+    ]
 
 
 def main() -> None:

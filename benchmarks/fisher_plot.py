@@ -61,18 +61,33 @@ def figure(found: dict[str, Point]) -> Any:
     others = [found[name] for name in OTHERS if name in found]
     groups = (
         ([one for one in others if one.retention >= KEPT], "published", "#555555", "circle", "markers+text"),
-        ([one for one in others if one.retention < KEPT], f"published, retention below {KEPT:g}", "#555555",
-         "circle-open", "markers+text"),
-        ([found[name] for name in OURS if name in found], "fisher, by what is asked", "#d62728", "circle",
-         "lines+markers+text"),
-    )  # fmt: skip
+        (
+            [one for one in others if one.retention < KEPT],
+            f"published, retention below {KEPT:g}",
+            "#555555",
+            "circle-open",
+            "markers+text",
+        ),
+        (
+            [found[name] for name in OURS if name in found],
+            "fisher, by what is asked",
+            "#d62728",
+            "circle",
+            "lines+markers+text",
+        ),
+    )
     for group, name, colour, symbol, mode in groups:
         labels = [OURS.get(one.name, one.name) for one in group]
         made.add_scatter(
-            x=[one.bits for one in group], y=[one.rise for one in group], mode=mode, name=name, text=labels,
-            textposition="top center", marker={"size": 10, "color": colour, "symbol": symbol, "line": {"width": 2}},
+            x=[one.bits for one in group],
+            y=[one.rise for one in group],
+            mode=mode,
+            name=name,
+            text=labels,
+            textposition="top center",
+            marker={"size": 10, "color": colour, "symbol": symbol, "line": {"width": 2}},
             textfont={"size": 12, "color": colour},
-        )  # fmt: skip
+        )
     ticks = [0.2, 0.5, 1, 2, 4]
     made.update_xaxes(title="bits a weight and save, 16 steps apart", type="log", tickvals=ticks, ticktext=ticks)
     made.update_yaxes(title="rise of the loss at once, %")

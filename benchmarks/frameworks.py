@@ -169,9 +169,16 @@ def of_transformers(root: Path, saves: int, steps: int) -> dict[str, Any]:
 
     def arguments(name: str) -> TrainingArguments:
         return TrainingArguments(
-            output_dir=str(root / name), max_steps=saves * steps, per_device_train_batch_size=8, learning_rate=1e-3,
-            save_strategy="no", report_to=[], logging_strategy="no", disable_tqdm=True, use_cpu=True,
-        )  # fmt: skip
+            output_dir=str(root / name),
+            max_steps=saves * steps,
+            per_device_train_batch_size=8,
+            learning_rate=1e-3,
+            save_strategy="no",
+            report_to=[],
+            logging_strategy="no",
+            disable_tqdm=True,
+            use_cpu=True,
+        )
 
     driver = Trainer(model=model, args=arguments("driver"), train_dataset=Windows())
 
@@ -197,12 +204,16 @@ def of_transformers(root: Path, saves: int, steps: int) -> dict[str, Any]:
             if isinstance(one, ShrinkTrainer):
                 one.wait_for_checkpoint()
 
-    rounds = Round(root, {
-        "stock": (beside(Trainer, "stock"), nothing),
-        "shrinkpoint": (beside(Ours, "shrinkpoint"), wait),
-        "background": (beside(Ours, "background", shrink=ShrinkConfig(background=True)), wait),
-        LOSSY: (beside(Ours, "fisher", shrink=ShrinkConfig(scheme=fisher(held_out))), wait),
-    }, lambda folder: held_out.rise(model, dict(decode_directory(folder).reference.tensors)))  # fmt: skip
+    rounds = Round(
+        root,
+        {
+            "stock": (beside(Trainer, "stock"), nothing),
+            "shrinkpoint": (beside(Ours, "shrinkpoint"), wait),
+            "background": (beside(Ours, "background", shrink=ShrinkConfig(background=True)), wait),
+            LOSSY: (beside(Ours, "fisher", shrink=ShrinkConfig(scheme=fisher(held_out))), wait),
+        },
+        lambda folder: held_out.rise(model, dict(decode_directory(folder).reference.tensors)),
+    )
 
     class Points(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -228,12 +239,16 @@ def of_accelerate(root: Path, saves: int, steps: int) -> dict[str, Any]:
     sync, background = AcceleratorCheckpointer(accelerator), AcceleratorCheckpointer(accelerator, background=True)
     held_out = HeldOut(gpt_loss)
     lossy = AcceleratorCheckpointer(accelerator, scheme=fisher(held_out))
-    rounds = Round(root, {
-        "stock": (lambda folder: accelerator.save_state(str(folder)), nothing),
-        "shrinkpoint": (sync.save_state, nothing),
-        "background": (background.save_state, background.wait),
-        LOSSY: (lossy.save_state, nothing),
-    }, lambda folder: held_out.rise(model, dict(decode_directory(folder).reference.tensors)))  # fmt: skip
+    rounds = Round(
+        root,
+        {
+            "stock": (lambda folder: accelerator.save_state(str(folder)), nothing),
+            "shrinkpoint": (sync.save_state, nothing),
+            "background": (background.save_state, background.wait),
+            LOSSY: (lossy.save_state, nothing),
+        },
+        lambda folder: held_out.rise(model, dict(decode_directory(folder).reference.tensors)),
+    )
     for step, batch in zip(range(1, saves * steps + 1), loader, strict=False):
         accelerator.backward(model(batch["input_ids"][:, :-1], batch["input_ids"][:, 1:].contiguous()))
         optimizer.step()
@@ -277,12 +292,16 @@ def of_lightning(root: Path, saves: int, steps: int) -> dict[str, Any]:
 
         return save
 
-    rounds = Round(root, {
-        "stock": (through(stock), nothing),
-        "shrinkpoint": (through(sync), nothing),
-        "background": (through(background), background.wait),
-        LOSSY: (through(lossy), nothing),
-    }, lambda folder: held_out.rise(module.model, dict(decode_directory(folder).reference.tensors)))  # fmt: skip
+    rounds = Round(
+        root,
+        {
+            "stock": (through(stock), nothing),
+            "shrinkpoint": (through(sync), nothing),
+            "background": (through(background), background.wait),
+            LOSSY: (through(lossy), nothing),
+        },
+        lambda folder: held_out.rise(module.model, dict(decode_directory(folder).reference.tensors)),
+    )
 
     class Points(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
@@ -291,10 +310,15 @@ def of_lightning(root: Path, saves: int, steps: int) -> dict[str, Any]:
 
     trainer.append(
         L.Trainer(
-            max_steps=saves * steps, accelerator="cpu", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, callbacks=[Points()],
+            max_steps=saves * steps,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[Points()],
         )
-    )  # fmt: skip
+    )
     trainer[0].fit(module, torch.utils.data.DataLoader(Windows(), batch_size=8))
     for io in (sync, background, lossy):
         io.teardown()
@@ -341,9 +365,10 @@ def of_dcp(root: Path, saves: int, steps: int) -> dict[str, Any]:
         "stock async": (lambda folder: later(checkpoint_id=folder), wait),
         "shrinkpoint async": (lambda folder: later(storage_writer=Writer(folder)), wait),
         LOSSY: (
-            lambda folder: dcp.save(state(), storage_writer=Writer(folder, scheme=lossy, model=model)), dist.barrier
+            lambda folder: dcp.save(state(), storage_writer=Writer(folder, scheme=lossy, model=model)),
+            dist.barrier,
         ),
-    }  # fmt: skip
+    }
 
     def rise(folder: Path) -> float:
         """All ranks measure the model in parts, and each a whole one with the weights that were read back."""

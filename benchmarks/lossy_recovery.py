@@ -133,9 +133,14 @@ class Play:
         if job.system == "none":
             return
         scheme = systems.scheme(
-            job.system, threshold=job.threshold, evaluate=self.watch, higher_is_better=self.workload.higher_is_better,
-            optimizer=job.optimizer, gradients=self.recorder, paper=job.paper,
-        )  # fmt: skip
+            job.system,
+            threshold=job.threshold,
+            evaluate=self.watch,
+            higher_is_better=self.workload.higher_is_better,
+            optimizer=job.optimizer,
+            gradients=self.recorder,
+            paper=job.paper,
+        )
         self.manager = sp.CheckpointManager(
             self.folder, scheme=scheme, keyframe_every=job.keyframe_every, threads=torch.get_num_threads()
         )
@@ -165,9 +170,12 @@ class Play:
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             report = self.manager.save(
-                step, model=course.model, optimizer=course.optimizer, scheduler=course.scheduler,
+                step,
+                model=course.model,
+                optimizer=course.optimizer,
+                scheduler=course.scheduler,
                 extra={"stream": course.stream.state_dict()},
-            )  # fmt: skip
+            )
         seconds = time.perf_counter() - began
         assert report is not None
         weights = report.roles["parameter"]

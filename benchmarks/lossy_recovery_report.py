@@ -95,21 +95,44 @@ def _number(value: float | None, digits: int = 1) -> str:
 
 def measured_table(found: Sequence[Mapping[str, Any]]) -> str:
     head = [
-        "workload, system", "threshold", "restores", "seeds", "quality", "worse % (seed)", "worse % (mean)",
-        "weights x", "best x", "full x", "overhead %", "of it eval %", "trials", "retention", "run s",
-    ]  # fmt: skip
+        "workload, system",
+        "threshold",
+        "restores",
+        "seeds",
+        "quality",
+        "worse % (seed)",
+        "worse % (mean)",
+        "weights x",
+        "best x",
+        "full x",
+        "overhead %",
+        "of it eval %",
+        "trials",
+        "retention",
+        "run s",
+    ]
     order = sorted(found, key=lambda row: (row["workload"], _name(row), -row["threshold"], row["restores"]))
     return table(head, [_cells(row) for row in order])
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
     return [
-        f"{row['workload']}, {_name(row)}", f"{row['threshold']:g}", str(row["restores"]), str(row["seeds"]),
-        f"{row['quality']:.4f}", _percent(row["against the same seed"]), _percent(row["against the mean"]),
-        _number(row["ratio weights"]), _number(row["best"]), _number(row["ratio full"], 2),
-        f"{100 * row['overhead']:.1f}", f"{100 * row['evaluating']:.1f}", _number(row["trials"]),
-        _number(row["least retention"], 2), _number(row["seconds"], 0),
-    ]  # fmt: skip
+        f"{row['workload']}, {_name(row)}",
+        f"{row['threshold']:g}",
+        str(row["restores"]),
+        str(row["seeds"]),
+        f"{row['quality']:.4f}",
+        _percent(row["against the same seed"]),
+        _percent(row["against the mean"]),
+        _number(row["ratio weights"]),
+        _number(row["best"]),
+        _number(row["ratio full"], 2),
+        f"{100 * row['overhead']:.1f}",
+        f"{100 * row['evaluating']:.1f}",
+        _number(row["trials"]),
+        _number(row["least retention"], 2),
+        _number(row["seconds"], 0),
+    ]
 
 
 def paper_table() -> str:
@@ -154,10 +177,12 @@ def _degradations(workload: str, mine: Sequence[Mapping[str, Any]], known: Mappi
             lines.setdefault(name, []).append((row["restores"], 100 * row["against the same seed"]))
     spread = noise(known)["deviation"] if known else None
     return plot.Panel(
-        f"{workload}: how much worse (grey: deviation over seeds)", "restores", "%",
+        f"{workload}: how much worse (grey: deviation over seeds)",
+        "restores",
+        "%",
         [plot.Line(name, *zip(*points, strict=True)) for name, points in lines.items()],
         band=(-100 * spread, 100 * spread) if spread else None,
-    )  # fmt: skip
+    )
 
 
 def _shown(workload: str, records: Sequence[Record]) -> list[tuple[str, Record]]:

@@ -65,8 +65,15 @@ def measured(method: str, count: int, repeats: int) -> dict[str, Any]:
         assert all(torch.equal(found[name], value) for name, value in state.items())
         size = path.stat().st_size
     raw = 4 * NUMBERS * count
-    return {"method": method, "tensors": count, "raw_bytes": raw, "bytes": size, "bytes_a_tensor": (size - raw) / count,
-            "save_seconds": min(saves), "load_seconds": min(loads)}  # fmt: skip
+    return {
+        "method": method,
+        "tensors": count,
+        "raw_bytes": raw,
+        "bytes": size,
+        "bytes_a_tensor": (size - raw) / count,
+        "save_seconds": min(saves),
+        "load_seconds": min(loads),
+    }
 
 
 def line(row: dict[str, Any]) -> str:

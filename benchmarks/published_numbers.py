@@ -20,9 +20,12 @@ TRANSFER = {
     "BERT-L, SST-2 %": {"none": (None, 93.2), "cnr": (4.57, 92.9), "qd": (4.00, 93.0), "inshrinkerator": (11.32, 93.3)},
     "BERT-L, MNLI %": {"none": (None, 85.9), "cnr": (4.57, 86.0), "qd": (4.00, 86.0), "inshrinkerator": (11.32, 85.9)},
     "Pythia 1B, Alpaca loss": {
-        "none": (None, 0.894), "cnr": (5.33, 0.910), "qd": (4.57, 0.906), "inshrinkerator": (9.99, 0.919),
+        "none": (None, 0.894),
+        "cnr": (5.33, 0.910),
+        "qd": (4.57, 0.906),
+        "inshrinkerator": (9.99, 0.919),
     },
-}  # fmt: skip
+}
 """Threshold .05, no delta: ratio, and quality after fine-tuning."""
 
 BINS = {

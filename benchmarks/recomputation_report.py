@@ -21,9 +21,16 @@ PAPER = {
     "with prioritized checkpoints 78-95 %",
 }
 SYSTEMS = (
-    "lossless", "lc paper x=2", "lc paper x=3", "lc x=2", "lc x=3", "scar largest", "scar round robin", "scar random",
+    "lossless",
+    "lc paper x=2",
+    "lc paper x=3",
+    "lc x=2",
+    "lc x=3",
+    "scar largest",
+    "scar round robin",
+    "scar random",
     "topn",
-)  # fmt: skip
+)
 LCS, RIVAL = SYSTEMS[1:5], "scar largest"
 TRADITIONAL = "full checkpoints"
 ARMS = {"partial": (TRADITIONAL, "partial recovery"), "scar": ("scar 1/8", "SCAR"), "lc": ("lc x=3", "LC x=3")}
@@ -110,12 +117,15 @@ def facts(records: Sequence[Record]) -> list[Row]:
         waits = [wait for record in found for wait in record["waits"] if wait is not None]
         out.append(
             {
-                "course": course, "seeds": len(found), **found[0]["facts"],
-                "age": fmean(failure["age"] for failure in plain), "wait": fmean(waits) if waits else None,
+                "course": course,
+                "seeds": len(found),
+                **found[0]["facts"],
+                "age": fmean(failure["age"] for failure in plain),
+                "wait": fmean(waits) if waits else None,
                 "level": fmean(record["target"]["level"] for record in found),
                 "versions": sorted({record["version"] for record in found}),
             }
-        )  # fmt: skip
+        )
     return out
 
 
@@ -177,12 +187,19 @@ def facts_table(found: Sequence[Row]) -> str:
     head = ["course", "seeds", "parameters", "exact %", "iterations", "interval", "rate", "lowest loss", "age", "noise"]
     lines = [
         [
-            row["course"], str(row["seeds"]), f"{row['parameters']:,}", f"{100 * row['exact share']:.1f}",
-            str(row["steps"]), str(row["interval"]), f"{row['rate']:g}", f"{row['level']:.3f}", f"{row['age']:.1f}",
+            row["course"],
+            str(row["seeds"]),
+            f"{row['parameters']:,}",
+            f"{100 * row['exact share']:.1f}",
+            str(row["steps"]),
+            str(row["interval"]),
+            f"{row['rate']:g}",
+            f"{row['level']:.3f}",
+            f"{row['age']:.1f}",
             "-" if row["wait"] is None else f"{row['wait']:.1f}",
         ]
         for row in found
-    ]  # fmt: skip
+    ]
     return table(head, lines)
 
 

@@ -149,11 +149,16 @@ class Chain:
                 weights = report.roles["parameter"]
                 self.saves.append(
                     {
-                        "step": step, "keyframe": report.keyframe, "weights raw": weights.raw,
-                        "weights stored": weights.stored, "raw": report.raw_bytes, "stored": report.stored_bytes,
-                        "seconds": spent[0], "cpu": spent[1],
+                        "step": step,
+                        "keyframe": report.keyframe,
+                        "weights raw": weights.raw,
+                        "weights stored": weights.stored,
+                        "raw": report.raw_bytes,
+                        "stored": report.stored_bytes,
+                        "seconds": spent[0],
+                        "cpu": spent[1],
                     }
-                )  # fmt: skip
+                )
 
     @property
     def bytes(self) -> int:
@@ -326,8 +331,13 @@ def play(small: Small, optimizer: str, seed: int) -> dict[str, Any]:
         "waits": [recorded.wait(failure) for failure in recorded.failures],
         "iteration": {"seconds": recorded.seconds / small.steps, "cpu": recorded.cpu / small.steps},
         "facts": {
-            **small.facts, **exact_share(recorded.states[0]), "steps": small.steps, "interval": small.interval,
-            "every": small.every, "rate": small.rates[optimizer], "patience": PATIENCE * small.interval,
+            **small.facts,
+            **exact_share(recorded.states[0]),
+            "steps": small.steps,
+            "interval": small.interval,
+            "every": small.every,
+            "rate": small.rates[optimizer],
+            "patience": PATIENCE * small.interval,
         },
         "seconds": time.perf_counter() - began,
-    }  # fmt: skip
+    }

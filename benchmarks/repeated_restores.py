@@ -96,9 +96,7 @@ def run(workload: Workload, seed: int, start: Path, case: Case, steps: int) -> R
 
 def _save(manager: sp.CheckpointManager, course: Course, step: int) -> Any:
     stream = {"stream": course.stream.state_dict()}
-    return manager.save(
-        step, model=course.model, optimizer=course.optimizer, scheduler=course.scheduler, extra=stream
-    )  # fmt: skip
+    return manager.save(step, model=course.model, optimizer=course.optimizer, scheduler=course.scheduler, extra=stream)
 
 
 def _restore(manager: sp.CheckpointManager, course: Course) -> None:

@@ -59,16 +59,24 @@ class Spacing:
 
 PAPER = (
     Spacing(
-        "GPT-2 M", 335.0, 4.8, 1000, 8,
+        "GPT-2 M",
+        335.0,
+        4.8,
+        1000,
+        8,
         "650 GPU-hours on 8 GPUs for 30 B tokens, 0.49 M tokens a step (nanoGPT): 61,000 steps in 81 h; "
         "a checkpoint every 1000 steps is assumed",
     ),
     Spacing(
-        "ResNet-152", 60.2, 0.5, 2500, 8,
+        "ResNet-152",
+        60.2,
+        0.5,
+        2500,
+        8,
         "ten failures 3 h apart at least, nine epochs apart: 20 min an epoch, 2500 steps of 512 images; "
         "a checkpoint every epoch is assumed",
     ),
-)  # fmt: skip
+)
 CORES = (1, 16)
 
 
@@ -123,10 +131,18 @@ def computed(cost: Cost, spacing: Spacing, cores: int) -> dict[str, Any]:
     evaluations = looks * spacing.evaluation
     percent = 100 * (coding + trials + evaluations) / spacing.seconds
     return {
-        "spacing": asdict(spacing), "cost": asdict(cost), "cores": cores, "perfect scaling over cores": cores > 1,
-        "rounds": rounds, "evaluations": looks, "coding seconds": coding, "trial seconds": trials,
-        "evaluation seconds": evaluations, "seconds between": spacing.seconds, "percent": percent,
-    }  # fmt: skip
+        "spacing": asdict(spacing),
+        "cost": asdict(cost),
+        "cores": cores,
+        "perfect scaling over cores": cores > 1,
+        "rounds": rounds,
+        "evaluations": looks,
+        "coding seconds": coding,
+        "trial seconds": trials,
+        "evaluation seconds": evaluations,
+        "seconds between": spacing.seconds,
+        "percent": percent,
+    }
 
 
 def sentence(found: Mapping[str, Any]) -> str:

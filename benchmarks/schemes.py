@@ -92,11 +92,14 @@ def outcomes(subject: Subject, options: argparse.Namespace) -> list[BenchResult]
     names = [name for name in SYSTEMS if quality is not None or not needs_evaluation(name)]
     systems: list[Any] = [
         make_system(
-            name, evaluate=None if quality is None else quality.evaluate, threshold=options.threshold,
-            higher_is_better=quality is not None and quality.higher_is_better, threads=options.threads,
+            name,
+            evaluate=None if quality is None else quality.evaluate,
+            threshold=options.threshold,
+            higher_is_better=quality is not None and quality.higher_is_better,
+            threads=options.threads,
         )
         for name in names
-    ]  # fmt: skip
+    ]
     for one in [*systems, DCP(), EightBit()]:
         if options.only and not any(part in one.name for part in options.only):
             continue

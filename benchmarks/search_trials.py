@@ -150,10 +150,14 @@ def study(lands: Sequence[Landscape], width: int) -> dict[str, dict[str, float]]
         excess = [size / best - 1 for size, best in pairs if best is not None]
         trials, rounds = [len(o.trials) for o in outcomes], [o.rounds for o in outcomes]
         out[name] = {
-            "trials": statistics.mean(trials), "most trials": max(trials),
-            "rounds": statistics.mean(rounds), "most rounds": max(rounds),
-            "missed": sum(x > 0 for x in excess), "excess": statistics.mean(excess), "most excess": max(excess),
-        }  # fmt: skip
+            "trials": statistics.mean(trials),
+            "most trials": max(trials),
+            "rounds": statistics.mean(rounds),
+            "most rounds": max(rounds),
+            "missed": sum(x > 0 for x in excess),
+            "excess": statistics.mean(excess),
+            "most excess": max(excess),
+        }
     return out
 
 

@@ -85,8 +85,14 @@ class EightBit:
 
 
 def _returned(
-    step: int, flat: FlatState, tensors: Mapping[str, Tensor], stored: int, roles: Mapping[str, int], encode: float,
-    decode: float, peak: int | None,
-) -> RoundTrip:  # fmt: skip
+    step: int,
+    flat: FlatState,
+    tensors: Mapping[str, Tensor],
+    stored: int,
+    roles: Mapping[str, int],
+    encode: float,
+    decode: float,
+    peak: int | None,
+) -> RoundTrip:
     state = unflatten(flat.tree, dict(tensors), where=f"step {step}")
     return RoundTrip(step, True, stored, roles, tensors, state, encode, decode, peak=peak)

@@ -103,11 +103,16 @@ def resnet_to_fashion(depth: int, data: Path, *, quick: bool) -> Task:
         return Stream(draw, seed)
 
     return Task(
-        f"resnet{depth}", _copied(model), source, True, start, stream,
+        f"resnet{depth}",
+        _copied(model),
+        source,
+        True,
+        start,
+        stream,
         lambda net: workload_image.accuracy(net, (test, right)),
         lambda net: torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4),
         3 if quick else {20: 300, 56: 110}[depth],
-    )  # fmt: skip
+    )
 
 
 def reader_to_sst2(data: Path, cache: Path, *, quick: bool) -> Task:
@@ -124,10 +129,16 @@ def reader_to_sst2(data: Path, cache: Path, *, quick: bool) -> Task:
         return workload_sentence.Classifier(fresh)
 
     return Task(
-        "reader", _copied(reader), source, False, start, lambda seed: workload_sentence.stream(data, seed, 32),
+        "reader",
+        _copied(reader),
+        source,
+        False,
+        start,
+        lambda seed: workload_sentence.stream(data, seed, 32),
         lambda model: workload_sentence.accuracy(model, data),
-        lambda model: torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.01), 3 if quick else 700,
-    )  # fmt: skip
+        lambda model: torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.01),
+        3 if quick else 700,
+    )
 
 
 def _copied(model: nn.Module) -> State:
@@ -237,11 +248,14 @@ def _row(work: str, system: str, found: list[dict[str, Any]]) -> dict[str, Any]:
     targets = [record["target"] for record in found]
     first = found[0]
     return {
-        "task": work, "system": system, "seeds": len(found), "target": fmean(targets),
+        "task": work,
+        "system": system,
+        "seeds": len(found),
+        "target": fmean(targets),
         "deviation": stdev(targets) if len(targets) > 1 else None,
         **{key: first.get(key) for key in ("ratio weights", "ratio full", "source", "source base", "save seconds")},
         "trials": first.get("evaluations", {}).get("calls"),
-    }  # fmt: skip
+    }
 
 
 def show(rows: list[dict[str, Any]], path: Path) -> None:

@@ -157,6 +157,14 @@ def resnet(data: Path, *, wide: bool = False, quick: bool = False) -> Workload:
 
     facts = {"parameters": sum(p.numel() for p in model().parameters()), "batch": size, "images": len(classes)}
     return Workload(
-        "wide" if wide else "resnet", "top-1 %", True, steps, interval, build, classify,
-        lambda net: accuracy(net, seen), lambda net: accuracy(net, unseen), facts=facts,
-    )  # fmt: skip
+        "wide" if wide else "resnet",
+        "top-1 %",
+        True,
+        steps,
+        interval,
+        build,
+        classify,
+        lambda net: accuracy(net, seen),
+        lambda net: accuracy(net, unseen),
+        facts=facts,
+    )

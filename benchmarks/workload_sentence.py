@@ -86,9 +86,13 @@ def corpus(data: Path) -> Corpus:
     known = {word: 3 + place for place, (word, _) in enumerate(counts.most_common(WORDS - 3))}
     stream = wiki + [word for sentence in train for word in (*sentence, "<end>")]
     return Corpus(
-        _windows(stream, known), _windows(held, known), _padded(train, known), torch.tensor(labels),
-        _padded(dev, known), torch.tensor(dev_labels),
-    )  # fmt: skip
+        _windows(stream, known),
+        _windows(held, known),
+        _padded(train, known),
+        torch.tensor(labels),
+        _padded(dev, known),
+        torch.tensor(dev_labels),
+    )
 
 
 def _words(path: Path) -> list[str]:

@@ -49,9 +49,18 @@ def gpt(data: Path, *, quick: bool = False) -> Workload:
     parameters = sum(p.numel() for p in GPT(shape).parameters())
     facts = {"text": name, "parameters": parameters, "batch": size, "context": shape.context}
     return Workload(
-        "gpt", "loss", False, steps, interval, build, lambda model, batch: model(*batch),
-        lambda model: loss_of(model, seen), lambda model: loss_of(model, unseen), clip=1.0, facts=facts,
-    )  # fmt: skip
+        "gpt",
+        "loss",
+        False,
+        steps,
+        interval,
+        build,
+        lambda model, batch: model(*batch),
+        lambda model: loss_of(model, seen),
+        lambda model: loss_of(model, unseen),
+        clip=1.0,
+        facts=facts,
+    )
 
 
 def loss_of(model: nn.Module, windows: Batch, size: int = 64) -> float:

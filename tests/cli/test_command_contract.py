@@ -97,9 +97,14 @@ def test_looking_and_tidying_never_import_torch(child, store, command):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["list"], ["show", "--tensors"], ["verify"], ["prune"], ["compact", "--dry-run"], ["forget", "10"],
+        ["list"],
+        ["show", "--tensors"],
+        ["verify"],
+        ["prune"],
+        ["compact", "--dry-run"],
+        ["forget", "10"],
     ],
-)  # fmt: skip
+)
 def test_json_is_plain_whatever_the_terminal(child, store, arguments):
     name, *rest = arguments
     done = child(name, store, *rest, "--json", COLUMNS="20", FORCE_COLOR="1")

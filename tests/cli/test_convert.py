@@ -180,12 +180,14 @@ def test_a_stored_name_that_leads_outside_is_refused(run, tmp_path):
 @pytest.mark.parametrize(
     "said",
     [
-        {"form": "folder", "name": "x"}, {"form": "folder", "name": "x", "parts": {"a": {}}},
+        {"form": "folder", "name": "x"},
+        {"form": "folder", "name": "x", "parts": {"a": {}}},
         {"form": "orbax", "name": "x"},
-        {"form": "sharded", "name": "x"}, {"form": "folder", "name": "x", "parts": {"a": {"form": "bytes"}}},
+        {"form": "sharded", "name": "x"},
+        {"form": "folder", "name": "x", "parts": {"a": {"form": "bytes"}}},
         {"form": "safetensors", "name": "x", "metadata": 3},
     ],
-)  # fmt: skip
+)
 def test_a_forged_source_is_an_error_of_ours_and_writes_nothing(run, tmp_path, said):
     with Store(tmp_path / "store") as store:
         store.save(1, {"source": said, "state": {"a": 3}})

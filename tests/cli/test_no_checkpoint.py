@@ -54,8 +54,9 @@ def plain_safetensors(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-@pytest.mark.parametrize("make", [hugging_face, lambda path: hugging_face(path) / "checkpoint-500", lightning,
-                                  torch_file, plain_safetensors])  # fmt: skip
+@pytest.mark.parametrize(
+    "make", [hugging_face, lambda path: hugging_face(path) / "checkpoint-500", lightning, torch_file, plain_safetensors]
+)
 def test_what_others_wrote_is_not_found_and_convert_is_named(run, tmp_path, make, command):
     path = make(tmp_path)
     done = run(*arguments(command, path, tmp_path))
@@ -65,8 +66,9 @@ def test_what_others_wrote_is_not_found_and_convert_is_named(run, tmp_path, make
     assert not (tmp_path / "new.pt").exists()
 
 
-@pytest.mark.parametrize("command", [["verify"], ["verify", "--deep"], ["show"], ["export"], ["diff"], ["forget"]],
-                         ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "command", [["verify"], ["verify", "--deep"], ["show"], ["export"], ["diff"], ["forget"]], ids=" ".join
+)
 def test_an_empty_directory_is_nothing_that_could_be_well(run, tmp_path, command):
     (tmp_path / "empty").mkdir()
     done = run(*arguments(command, tmp_path / "empty", tmp_path))

@@ -25,9 +25,13 @@ def state() -> dict:
     return {
         "model": {"weight": torch.randn(5, 3, generator=generator), "half": torch.randn(4, generator=generator).half()},
         "optimizer": {"state": {"weight": {"step": torch.tensor(3.0)}}, "groups": [{"lr": 0.1, "names": ["weight"]}]},
-        "step": 7, "pair": (1, 2), "list": [1, {"deep": torch.ones(2)}], "point": torch.tensor(2.5),
-        "nothing": torch.zeros(0, 3), "text": "a",
-    }  # fmt: skip
+        "step": 7,
+        "pair": (1, 2),
+        "list": [1, {"deep": torch.ones(2)}],
+        "point": torch.tensor(2.5),
+        "nothing": torch.zeros(0, 3),
+        "text": "a",
+    }
 
 
 @pytest.fixture
@@ -146,10 +150,20 @@ def _deep(metadata) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        _huge, _gap, _outside, _twice, _missing, _collision, _inside_a_leaf, _other_dtype, _compressed, _large_number,
-        _endless_when_printed, _deep,
+        _huge,
+        _gap,
+        _outside,
+        _twice,
+        _missing,
+        _collision,
+        _inside_a_leaf,
+        _other_dtype,
+        _compressed,
+        _large_number,
+        _endless_when_printed,
+        _deep,
     ],
-)  # fmt: skip
+)
 def test_a_metadata_that_contradicts_itself_is_refused(saved, change):
     _forged(saved, change)
     with pytest.raises(CorruptError):

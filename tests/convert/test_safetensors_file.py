@@ -16,9 +16,13 @@ from shrinkpoint.errors import CorruptError, FormatError, PolicyError, Truncated
 
 def test_tensors_and_metadata_come_through_and_go_back_byte_for_byte(tmp_path):
     tensors = {
-        "h.2.w": torch.randn(3, 4).bfloat16(), "h.10.w": torch.arange(5), "truth": torch.tensor([True]),
-        "point": torch.tensor(2.5), "none": torch.zeros(0, 3), "small": torch.randn(4).to(torch.float8_e4m3fn),
-    }  # fmt: skip
+        "h.2.w": torch.randn(3, 4).bfloat16(),
+        "h.10.w": torch.arange(5),
+        "truth": torch.tensor([True]),
+        "point": torch.tensor(2.5),
+        "none": torch.zeros(0, 3),
+        "small": torch.randn(4).to(torch.float8_e4m3fn),
+    }
     save_file(tensors, tmp_path / "a.safetensors", {"format": "pt", "step": "3"})
     part = safetensors_file.read(tmp_path / "a.safetensors")
     assert same(dict(sorted(part.content.items())), dict(sorted(tensors.items())))

@@ -25,10 +25,15 @@ def test_a_state_comes_through_as_torch_saved_it_numpy_and_all(tmp_path, zipped)
 
 def test_arrays_of_every_order_and_byte_order_come_through(tmp_path):
     state = {
-        "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)), "big": np.arange(3, dtype=">i4"),
-        "point": np.array(5), "none": np.zeros((0, 3)), "truth": np.array([True]), "number": np.float64(3),
-        "complex": np.complex64(1 + 2j), "deep": [(np.ones(2, np.float16), {"x": np.uint8(3)})],
-    }  # fmt: skip
+        "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "big": np.arange(3, dtype=">i4"),
+        "point": np.array(5),
+        "none": np.zeros((0, 3)),
+        "truth": np.array([True]),
+        "number": np.float64(3),
+        "complex": np.complex64(1 + 2j),
+        "deep": [(np.ones(2, np.float16), {"x": np.uint8(3)})],
+    }
     torch.save(state, tmp_path / "a.pt")
     found = torch_file.read(tmp_path / "a.pt").content
     assert same(found, state)
