@@ -39,16 +39,14 @@ def quantize_adaptive(
     ratio: float = 0.5,
     limits: tuple[float, float] | None = None,
 ) -> CodebookTensor:
-    """The nearest point of a uniform grid over the range that `best_range` finds; values outside get its ends.
+    """Round to a uniform grid over the range that `best_range` finds; values outside get its ends.
 
     Args:
         tensor: bfloat16, float16 or float32; finite; any shape and strides.
         bins: 1 to 256.
-        values, counts: a histogram of `tensor`, as fine as the loss is to be judged; values ascending. What it leaves
-        out,
-            zeros for one, has no say in the range.
-        steps, ratio: see `best_range`.
-        limits: the least and the largest value of all; None: those of `tensor`.
+        values, counts: a histogram of `tensor` by which the squared error is estimated; values ascending.
+        steps, ratio: as of `best_range`.
+        limits: the least and the largest value of the global tensor; None: those of `tensor`.
 
     Raises:
         PolicyError: `bins`, `steps` or `ratio` out of range.
@@ -61,7 +59,7 @@ def quantize_adaptive(
 def best_range(
     values: HistogramArray, counts: HistogramArray, limits: tuple[float, float], bins: int, *, steps: int, ratio: float
 ) -> tuple[float, float]:
-    """The range with the least squared error of those a greedy search meets.
+    """Find the range with the least squared error among those that a greedy search meets.
 
     Step by step one end moves in by `width / steps`, the one after whose move the error is less, until the range has
     fallen to `1 - ratio` of its width. torch keeps the best range at which the error had a local minimum; this keeps
@@ -71,8 +69,8 @@ def best_range(
         values, counts: a histogram.
         limits: where to start: the least and the largest value.
         bins: points of the grid.
-        steps: into so many the width is cut (the paper's step bins: 10, 25, 50, 100).
-        ratio: by how much the range may shrink at most (the paper's range: 0.1 to 0.5).
+        steps: the number of steps that the width is divided into (the paper's step bins: 10, 25, 50, 100).
+        ratio: the share by which the range may shrink at most (the paper's range: 0.1 to 0.5).
 
     Raises:
         PolicyError: `steps` below 1, or `ratio` not from 0 to 1.
@@ -80,21 +78,21 @@ def best_range(
     if steps < 1 or not 0 <= ratio <= 1:
         found, expected = f"{steps} steps, ratio {ratio}", "at least one step and a ratio from 0 to 1"
         raise PolicyError("range search", found=found, expected=expected, do="take 100 steps and a ratio of 0.5")
-    points, held = to_float64(values).numpy(), to_float64(counts).numpy()
+    points, weights = to_float64(values).numpy(), to_float64(counts).numpy()
     low, high = limits
     step, moves = high / steps - low / steps, round(steps * ratio)
-    best, least = limits, _range_error(points, held, low, high, bins)
+    best, min_error = limits, _range_error(points, weights, low, high, bins)
     for _ in range(min(moves, steps - 1) if step > 0 else 0):
-        left = _range_error(points, held, low + step, high, bins)
-        right = _range_error(points, held, low, high - step, bins)
-        low, high = (low + step, high) if left < right else (low, high - step)
-        if min(left, right) < least:
-            best, least = (low, high), min(left, right)
+        raised_low = _range_error(points, weights, low + step, high, bins)
+        lowered_high = _range_error(points, weights, low, high - step, bins)
+        low, high = (low + step, high) if raised_low < lowered_high else (low, high - step)
+        if min(raised_low, lowered_high) < min_error:
+            best, min_error = (low, high), min(raised_low, lowered_high)
     return best
 
 
 def _range_error(values: FloatArray, counts: FloatArray, low: float, high: float, bins: int) -> float:
-    """The squared error of all values at their nearest points of the grid."""
+    """The sum of squared distances of all values to the nearest points of a uniform grid."""
     step = (high - low) / max(1, bins - 1)
     if step > 0 and bins > 1:
         errors = np.clip(np.rint((values - low) / step), 0, bins - 1) * step + low - values
@@ -110,14 +108,14 @@ CNR_SPACE = Space(
         Axis("range", (0.1, 0.2, 0.3, 0.4, 0.5)),
     )
 )
-"""Bins; steps into which the range is divided when its ends are moved; how much of it may be given up."""
+"""Bins; steps that the range is divided into when its ends are moved; the share by which it may shrink."""
 
 
 class CNR(SearchScheme):
-    """CNR+: the quantizer of Check-N-Run with a searched setting. Its own delta is for embedding tables, and left out.
+    """CNR+: the quantizer of Check-N-Run with searched settings, without its delta, which is for embedding tables.
 
     Args:
-        as of `SearchScheme`.
+        The same as of `SearchScheme`.
     """
 
     id: ClassVar[str] = "cnr"
@@ -131,7 +129,6 @@ class CNR(SearchScheme):
         evaluator: TrialEvaluator,
         stats: GlobalStats,
     ) -> candidates.CandidateSet:
-        """All points for these weights; see `SearchScheme`."""
         return _CNRCandidates(weights, stats)
 
 
@@ -146,30 +143,29 @@ class _CNRCandidates:
         self._histograms = {name: _sketch_histogram(sketches[stats.global_name(name)]) for name in weights}
 
     def quantize(self, point: Point) -> dict[str, CodebookTensor]:
-        at = CNR_SPACE.settings(point)
+        settings = CNR_SPACE.settings(point)
         return {
             name: quantize_adaptive(
                 x,
-                int(at["bins"]),
+                int(settings["bins"]),
                 *self._histograms[name],
-                steps=int(at["steps"]),
-                ratio=float(at["range"]),
+                steps=int(settings["steps"]),
+                ratio=float(settings["range"]),
                 limits=self._min_max[name],
             )
             for name, x in self._weights.items()
         }
 
     def size(self, point: Point) -> float:
-        """Codes of a fixed width; how the range is found costs no bytes."""
+        """Predicted bytes: codes of a fixed width, and centers."""
         bins = int(CNR_SPACE.settings(point)["bins"])
         bits = (bins - 1).bit_length()
         return sum(x.numel() * bits / 8 + 4 * bins for x in self._weights.values())
 
 
 def _sketch_histogram(sketch: LogHistogram) -> tuple[Tensor, Tensor]:
-    """Values and counts, zero among them."""
+    """(values, counts) of a sketch, with zero in its place among the values."""
     values, counts = sketch.buckets()
-    at = int((values < 0).sum())
-    zero = values.new_zeros(1), counts.new_tensor([sketch.zeros])
-    joined = [torch.cat([part[:at], middle, part[at:]]) for part, middle in zip((values, counts), zero, strict=True)]
-    return joined[0], joined[1]
+    index, zeros = int((values < 0).sum()), counts.new_tensor([sketch.zeros])
+    values = torch.cat([values[:index], values.new_zeros(1), values[index:]])
+    return values, torch.cat([counts[:index], zeros, counts[index:]])

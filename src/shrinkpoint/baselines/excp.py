@@ -1,4 +1,4 @@
-"""ExCP (arXiv 2406.11257): residual, joint pruning of weights and moments, k-means; the whole Adam state."""
+"""ExCP (arXiv 2406.11257): residuals, joint pruning of weights and moments, and k-means, for a whole Adam state."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from shrinkpoint.tensors.info import JSON
 
 Rule = Literal["paper", "released"]
 MAX_RELEASED_FACTOR = 2.5
-"""Most that the released code multiplies the median with."""
+"""The largest factor by which the released code multiplies the median."""
 
 
 class ExCP(ResidualScheme):
-    """Residuals and both of Adam's moments on 2^n - 1 centers and zero, pruned by what the moments say.
+    """Quantizes residuals and both of Adam's moments to 2^n - 1 centers and zero, pruned by the moments.
 
-    A residual is kept where it is larger than a threshold that falls with the second moment; moments are kept where the
+    A residual is kept if it is larger than a threshold that falls with the second moment; moments are kept if the
     first one is large and the residual is kept. Moments are not deltas: they are written anew with every checkpoint.
 
-    Where something is missing: a weight without Adam's moments, or with some that are not finite, loses nothing to
-    pruning; moments that are not finite stay exact. Where a weight is exact (a keyframe; it has not moved), nothing of
-    it is pruned, and its moments are kept wherever the first one is large.
+    A weight without Adam's moments, or with moments that are not finite, is not pruned; moments that are not finite
+    stay exact. Of an exact weight (in a keyframe, or unchanged), nothing is pruned, and its moments are kept wherever
+    the first one is large.
 
     Args:
-        alpha: of the residuals' threshold, `alpha / sqrt(v) * median|residual|`.
-        beta: of the moments' threshold, `beta * mean|m|`.
+        alpha: residuals are kept above `alpha / sqrt(v) * median|residual|`.
+        beta: moments are kept above `beta * mean|m|`.
         bits: n; 2 to 8. With 8 there are 254 centers, not 255.
         rule: with a threshold for each value, as the "paper" has it, or one for each tensor from the mean of v and
             capped at 2.5 medians, as the "released" code has it.
@@ -50,7 +50,7 @@ class ExCP(ResidualScheme):
         seed: of the random starts, from 0.
 
     Raises:
-        PolicyError: an argument that makes no sense.
+        PolicyError: an invalid argument.
     """
 
     id: ClassVar[str] = "excp"
@@ -80,7 +80,6 @@ class ExCP(ResidualScheme):
 
     @property
     def arguments(self) -> dict[str, object]:
-        """See `SpecMixin`."""
         return dict(self.settings)
 
     @property
@@ -102,7 +101,6 @@ class ExCP(ResidualScheme):
         state: FlatState,
         stats: GlobalStats,
     ) -> dict[str, CodebookTensor]:
-        """See `ResidualScheme`."""
         moments = _adam_moments(state, stats)
         medians = stats.median_magnitudes(differences)
         means = stats.mean({name: adam.v for name, adam in moments.items() if name in differences})
@@ -122,7 +120,7 @@ class ExCP(ResidualScheme):
     def quantize_optimizer(
         self, state: FlatState, quantized: Mapping[str, CodebookTensor], stats: GlobalStats
     ) -> dict[str, CodebookTensor]:
-        """Both moments of every weight that has them, where they are large enough for codes."""
+        """Quantize both moments of every weight that has them, if they are large enough."""
         moments = _adam_moments(state, stats)
         codable = stats.tensors_where_all(
             {name: adam.is_codable_at(stats.global_numel(name)) for name, adam in moments.items()}
@@ -145,12 +143,14 @@ class ExCP(ResidualScheme):
         }
 
     def threshold(self, median: Tensor, v: Tensor, mean: Tensor) -> Tensor:
-        """Of residuals, of the one shape or the other; zeros of `v` raise it beyond all, unless `alpha` is zero.
+        """The threshold of residuals: of the shape of `v`, or a scalar for the "released" rule.
+
+        It is infinite where `v` is zero, unless `alpha` is zero.
 
         Args:
-            median: of the magnitudes of all residuals.
+            median: of the magnitudes of all residuals of the tensor, a scalar.
             v: second moments.
-            mean: of all second moments.
+            mean: of all second moments of the tensor, a scalar.
         """
         if self._alpha == 0:
             return torch.zeros_like(median)
@@ -158,21 +158,21 @@ class ExCP(ResidualScheme):
         return median * (factor.clamp(max=MAX_RELEASED_FACTOR) if self._rule == "released" else factor)
 
     def keep_mask(self, m: Tensor, mean: Tensor, residual: CodebookTensor | None) -> Tensor:
-        """Which moments are; bool.
+        """Which moments are kept; bool, of the shape of `m`.
 
         Args:
-            mean: of the magnitudes of all first moments.
-            residual: of the weight; None: it is exact.
+            mean: of the magnitudes of all first moments of the tensor, a scalar.
+            residual: of the weight; None if that is exact.
         """
         keep = m.abs() > self._beta * mean
         return keep if residual is None else keep & (residual.codes.to(keep.device) != 0)
 
     def sketch_of_kept(self, x: Tensor, keep: Tensor) -> LogHistogram:
-        """Of what is kept; zero has a code already."""
+        """A sketch of the kept values without zeros, which have a code of their own."""
         return LogHistogram.from_tensor(x, mask=keep & (x != 0))
 
     def find_centers(self, name: str, sketch: LogHistogram) -> Tensor:
-        """Of a whole tensor of this name."""
+        """Centers for the global tensor of this name, from a sketch of its kept values; float32, ascending."""
         bins = min(2**self._bits - 1, MAX_CODES - RESERVED_CODES)
         return kmeans_codebook(*sketch.buckets(), bins, sigma=1.0, seed=self._seed ^ zlib.crc32(name.encode()))
 
@@ -189,14 +189,14 @@ class ExCP(ResidualScheme):
     def quantize_tensor(
         self, x: Tensor, keep: Tensor, centers: Tensor, *, residual: bool = False, context_name: str = ""
     ) -> CodebookTensor:
-        """Symbols of a tensor, or of a box of it; zero where it is not kept."""
+        """Quantize a tensor to the nearest centers, and to zero where it is not kept."""
         keep = keep & (x != 0)
         codes = assign(x, centers, RESERVED_CODES).masked_fill_(~keep, 0)
         if self._float16_centers:
-            most = torch.finfo(torch.float16).max
-            centers = centers.clamp(-most, most).half().float()
-        nothing = torch.empty(0, dtype=torch.bfloat16, device=x.device)
-        return CodebookTensor(codes, centers.to(x.device), nothing, RESERVED_CODES, residual, context_name)
+            limit = torch.finfo(torch.float16).max
+            centers = centers.clamp(-limit, limit).half().float()
+        exact = torch.empty(0, dtype=torch.bfloat16, device=x.device)
+        return CodebookTensor(codes, centers.to(x.device), exact, RESERVED_CODES, residual, context_name)
 
 
 @dataclass(frozen=True)
@@ -204,9 +204,9 @@ class AdamMoments:
     """Adam's moments of one weight: finite, of its shape.
 
     Attributes:
-        first, second: their names.
+        first_name, second_name: their names in the state.
         m, v: their values, float32.
-        is_supported: they have two axes, and dtypes that codes stand for.
+        is_supported: they have at least two axes, and dtypes that can be quantized.
     """
 
     first_name: str
@@ -221,14 +221,16 @@ class AdamMoments:
 
     @classmethod
     def from_state(cls, name: str, state: FlatState) -> AdamMoments | None:
-        facts = state.optimizer_info.get(name)
-        if facts is None or facts.moment1 not in state.tensors or facts.moment2 not in state.tensors:
+        """The moments of a weight; None if it has none of its shape, or they are not finite."""
+        info = state.optimizer_info.get(name)
+        if info is None or info.moment1 not in state.tensors or info.moment2 not in state.tensors:
             return None
-        found = [state.tensors[one] for one in (facts.moment1, facts.moment2)]
-        if any(one.shape != state.tensors[name].shape or not math.isfinite(max_abs(one)) for one in found):
+        moments = [state.tensors[info.moment1], state.tensors[info.moment2]]
+        shape = state.tensors[name].shape
+        if any(moment.shape != shape or not math.isfinite(max_abs(moment)) for moment in moments):
             return None
-        m, v = (one.to(torch.float32) for one in found)
-        return cls(facts.moment1, facts.moment2, m, v, all(map(_is_supported, found)))
+        m, v = (moment.to(torch.float32) for moment in moments)
+        return cls(info.moment1, info.moment2, m, v, all(map(_is_supported, moments)))
 
 
 def _adam_moments(state: FlatState, stats: GlobalStats) -> dict[str, AdamMoments]:

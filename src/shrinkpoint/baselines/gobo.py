@@ -30,44 +30,47 @@ from shrinkpoint.schemes.search.space import Axis, Point, Space
 from shrinkpoint.sharding.global_stats import GlobalStats
 
 OUTLIER_THRESHOLD = -4.0
-"""Of the log-density; GOBO's, and fixed in the paper's search space."""
+"""The threshold of the log-density: GOBO's, fixed in the paper's search space."""
 L1_TOLERANCE = 1e-4
-"""The iteration stops when L1 falls by less: the soft termination of the paper's GOBO+, which prints no number."""
+"""The relative fall of L1 below which the iteration stops: the soft termination of the paper, which gives no number."""
 
 
 def quantize_with_outliers(
     tensor: Tensor, bins: int, *, threshold: float = OUTLIER_THRESHOLD, iterations: int = 1000
 ) -> CodebookTensor:
-    """The nearest centroid for every value but the outliers, which are exact.
+    """Quantize every value to the nearest centroid, but keep outliers exactly.
 
-    One code is the outliers', so 256 bins are 255 centroids. The density is one per unit of `tensor`, as in GOBO: the
-    smaller the values' spread, the further out is the same threshold; where the spread is beyond 22, all values are
-    outliers.
+    One code is reserved for outliers, so 256 bins are 255 centroids. The density is per unit of `tensor`, as in GOBO:
+    the smaller the standard deviation, the further out is the same threshold; above a standard deviation of 22, all
+    values are outliers.
 
     Args:
         tensor: bfloat16, float16 or float32; finite; any shape and strides.
         bins: 1 to 256.
         threshold: of the natural logarithm of the density.
-        iterations: at most so many.
+        iterations: the largest number of iterations.
 
     Raises:
         PolicyError: `bins` out of range.
     """
     check_bins(bins, 0)
     bins = min(bins, MAX_CODES - 1)
-    apart = is_outlier(tensor, threshold)
-    return quantize_inliers(tensor, apart, find_centroids(tensor.detach()[~apart].float(), bins, iterations=iterations))
+    outliers = is_outlier(tensor, threshold)
+    centers = find_centroids(tensor.detach()[~outliers].float(), bins, iterations=iterations)
+    return quantize_inliers(tensor, outliers, centers)
 
 
 def quantize_inliers(tensor: Tensor, outlier_mask: Tensor, centers: Tensor) -> CodebookTensor:
-    """The nearest centroid for every value, but what is `outlier_mask` (bool) as it is."""
+    """Quantize every value to the nearest center, but keep those of `outlier_mask` (bool) exactly."""
     codes = assign(tensor, centers, 1).masked_fill_(outlier_mask, 0)
     return CodebookTensor(codes, centers, tensor.detach()[outlier_mask].float(), 1)
 
 
 def is_outlier(tensor: Tensor, threshold: float = OUTLIER_THRESHOLD) -> Tensor:
-    """Where the log-density of the Gaussian with the mean and deviation of `tensor` is below `threshold`: bool, like
-    `tensor`.
+    """Where the log-density of a Gaussian with the mean and standard deviation of `tensor` is below `threshold`.
+
+    Returns:
+        bool, of the shape of `tensor`.
     """
     wide = tensor.detach().double()
     deviation, mean = torch.std_mean(wide, correction=0) if tensor.numel() else (wide.sum(), wide.sum())
@@ -75,26 +78,26 @@ def is_outlier(tensor: Tensor, threshold: float = OUTLIER_THRESHOLD) -> Tensor:
 
 
 def is_gaussian_outlier(tensor: Tensor, mean: float, std: float, threshold: float = OUTLIER_THRESHOLD) -> Tensor:
-    """As `is_outlier`, of a Gaussian that is known."""
+    """Where the log-density of a Gaussian with this mean and standard deviation is below `threshold`; bool."""
     if not std > 0:
         return torch.zeros_like(tensor, dtype=torch.bool)
-    room = -threshold - math.log(std * math.sqrt(2 * math.pi))
-    if room < 0:
+    exponent = -threshold - math.log(std * math.sqrt(2 * math.pi))
+    if exponent < 0:
         return torch.ones_like(tensor, dtype=torch.bool)
-    return (tensor.detach().double() - mean).abs_() > std * math.sqrt(2 * room)
+    return (tensor.detach().double() - mean).abs_() > std * math.sqrt(2 * exponent)
 
 
 def find_centroids(values: Tensor, bins: int, *, iterations: int = 1000, tolerance: float = L1_TOLERANCE) -> Tensor:
-    """k-means from cells of equal population, judged by L1.
+    """Find centroids by k-means from cells of equal population, stopping by the L1 error.
 
     Args:
         values: float32, 1-d.
-        bins: how many centroids.
-        iterations: at most so many moves.
-        tolerance: stop when L1 falls by less than this share.
+        bins: the number of centroids.
+        iterations: the largest number of iterations.
+        tolerance: the iteration stops if L1 falls by less than this share.
 
     Returns:
-        float32 of shape (bins,), ascending, on the CPU: those with the least L1 that were met. Without values, zeros.
+        float32 of shape (bins,), ascending, on the CPU: the centroids with the least L1. Without values, zeros.
 
     Raises:
         PolicyError: `iterations` is negative.
@@ -105,25 +108,25 @@ def find_centroids(values: Tensor, bins: int, *, iterations: int = 1000, toleran
         return torch.zeros(bins)
     cells = SortedValues.from_values(values)
     best = cells.initial_centers(bins)
-    least = cells.l1_error(best)
+    min_error = cells.l1_error(best)
     for _ in range(iterations):
-        found = cells.cell_means(cells.cell_bounds(best), best)
-        error = cells.l1_error(found)
-        enough = error >= least * (1 - tolerance)
-        if error < least:
-            best, least = found, error
-        if enough:
+        centers = cells.cell_means(cells.cell_bounds(best), best)
+        error = cells.l1_error(centers)
+        is_converged = error >= min_error * (1 - tolerance)
+        if error < min_error:
+            best, min_error = centers, error
+        if is_converged:
             break
     return best.float()
 
 
 @dataclass(frozen=True)
 class SortedValues:
-    """Values in ascending order, with the sums of all their beginnings; on the CPU.
+    """Values in ascending order with their prefix sums, on the CPU.
 
     Attributes:
-        values: float32, ascending.
-        sums: float64, one more than values.
+        values: float32 [n], ascending.
+        sums: float64 [n + 1], the sums of the first 0 to n values.
     """
 
     values: Tensor
@@ -137,19 +140,19 @@ class SortedValues:
         return cls(ordered, sums)
 
     def initial_centers(self, bins: int) -> Tensor:
-        """The means of `bins` cells of equal population; of one without any, the value that follows."""
+        """The means of `bins` cells of equal population; for an empty one, the value that follows."""
         bounds = torch.arange(bins + 1) * self.values.numel() // bins
         return self.cell_means(bounds, self.values[bounds[:-1]].double())
 
     def cell_bounds(self, centers: Tensor) -> Tensor:
-        """Where the cells of the nearest centers begin and end."""
+        """The bounds of the cells of values nearest to each center, int64 [bins + 1]."""
         middles = (centers[1:] + centers[:-1]) / 2
         inner = torch.searchsorted(self.values, middles.float(), right=True)
         ends = inner.new_tensor([0, self.values.numel()])
         return torch.cat([ends[:1], inner, ends[1:]])
 
     def cell_means(self, bounds: Tensor, old: Tensor) -> Tensor:
-        """Of every cell; an empty one keeps its old center."""
+        """The mean of every cell, float64 [bins]; an empty one keeps its old center."""
         counts = bounds.diff()
         means = self.sums[bounds].diff() / counts.clamp(min=1)
         low = self.values[bounds[:-1].clamp(max=self.values.numel() - 1)]
@@ -168,14 +171,14 @@ class SortedValues:
 
 
 GOBO_SPACE = Space((Axis("bins", (8, 16, 32, 64, 128, 256)), Axis("embedding_bins", (16, 32))))
-"""256 bins are 255, for one code is that of the outliers."""
+"""256 bins are 255, because one code is reserved for outliers."""
 
 
 class GOBO(SearchScheme):
-    """GOBO+: GOBO's quantizer with a searched setting and its soft termination. Codes are entropy-coded where it gains.
+    """GOBO+: GOBO's quantizer with searched settings and soft termination; codes are entropy-coded if that is smaller.
 
     Args:
-        as of `SearchScheme`.
+        The same as of `SearchScheme`.
     """
 
     id: ClassVar[str] = "gobo"
@@ -189,7 +192,6 @@ class GOBO(SearchScheme):
         evaluator: TrialEvaluator,
         stats: GlobalStats,
     ) -> candidates.CandidateSet:
-        """All points for these weights; see `SearchScheme`."""
         return _GOBOCandidates(weights, evaluator.layer_types, stats)
 
 
@@ -226,7 +228,7 @@ class _GOBOCandidates:
         return {name: self._quantize_weight(name, self._bins(name, point)) for name in self._weights}
 
     def size(self, point: Point) -> float:
-        """From a sample, quantized by itself; infinite for a point that only says again what another one says."""
+        """Predicted bytes, from a sample quantized by itself; infinite for a point that is the same as another one."""
         at = GOBO_SPACE.settings(point)
         if not self._has_embeddings and at["embedding_bins"] != GOBO_SPACE.axes[1].values[-1]:
             return math.inf
@@ -262,7 +264,7 @@ class _GOBOCandidates:
 
 
 def _sample_from_sketch(sketch: LogHistogram) -> Tensor:
-    """So many values as a sketch counts, or a part of them with the same shares; float32."""
+    """Values with the counts of a sketch, at most about `_MAX_SAMPLES` in the same proportions; float32, 1-d."""
     values, counts = sketch.buckets()
     values, counts = torch.cat([values, values.new_zeros(1)]), torch.cat([counts, counts.new_tensor([sketch.zeros])])
     scale = min(1.0, _MAX_SAMPLES / max(1, int(counts.sum())))

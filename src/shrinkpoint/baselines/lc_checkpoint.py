@@ -1,4 +1,4 @@
-"""LC-Checkpoint (arXiv 2009.13003): differences by exponent and sign, the largest few of which are written."""
+"""LC-Checkpoint (arXiv 2009.13003): quantizes differences by exponent and sign, and writes only the largest."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Scope = Literal["tensor", "model"]
 
 
 class LCCheckpoint(ResidualScheme):
-    """Exponent-based quantization and priority promotion of what has moved; nothing is searched or measured.
+    """Exponent-based quantization and priority promotion of differences; nothing is searched or measured.
 
     Args:
-        bits: x: the `2^x - 1` buckets of one sign and exponent with the largest exponents are kept, 1 to 8.
-        scope: over which the largest are chosen: each "tensor" by itself, or the whole "model", as in the paper, where
+        bits: x, 1 to 8: the `2^x - 1` buckets of one sign and exponent with the largest exponents are written.
+        scope: over which these are chosen: each "tensor" by itself, or the whole "model", as in the paper, where
             layers whose weights move less than others are never written (docs/schemes.md).
         representative: what a bucket's values become, its "mean" or, as in the paper, its "middle".
-        paper: scope "model", representative "middle", Huffman codes; each can still be said otherwise.
-        optimizer: of `ResidualScheme`.
+        paper: the defaults of the paper: scope "model", representative "middle", and Huffman codes.
+        optimizer: as of `ResidualScheme`.
 
     Raises:
-        PolicyError: an argument that makes no sense.
+        PolicyError: an invalid argument.
     """
 
     id: ClassVar[str] = "lc-checkpoint"
@@ -47,18 +47,17 @@ class LCCheckpoint(ResidualScheme):
         optimizer: optimizer_state.Mode = "exact",
     ) -> None:
         super().__init__(optimizer=optimizer)
-        usual: tuple[Scope, Representative] = ("model", "middle") if paper else ("tensor", "mean")
+        defaults: tuple[Scope, Representative] = ("model", "middle") if paper else ("tensor", "mean")
         self._bits, self._paper = validate.check_int("bits", bits, maximum=8), validate.check_bool("paper", paper)
-        self._scope: Scope = validate.check_choice("scope", usual[0] if scope is None else scope, get_args(Scope))
+        self._scope: Scope = validate.check_choice("scope", defaults[0] if scope is None else scope, get_args(Scope))
         self._representative: Representative = validate.check_choice(
-            "representative", usual[1] if representative is None else representative, get_args(Representative)
+            "representative", defaults[1] if representative is None else representative, get_args(Representative)
         )
         self._explicit = scope, representative
         self.coders: Sequence[str] = ("huffman",) if paper else CODERS
 
     @property
     def arguments(self) -> dict[str, object]:
-        """See `SpecMixin`; what was left to `paper` is left to it again."""
         scope, representative = self._explicit
         return {**super().arguments, "scope": scope, "representative": representative}
 
@@ -78,7 +77,6 @@ class LCCheckpoint(ResidualScheme):
         state: FlatState,
         stats: GlobalStats,
     ) -> dict[str, CodebookTensor]:
-        """See `ResidualScheme`."""
         buckets = stats.exponent_buckets(differences, shared=self._scope == "model")
         return {
             name: promote(difference, buckets[stats.global_name(name)], self._bits, self._representative)

@@ -1,4 +1,4 @@
-"""QD+, a baseline of arXiv 2306.11800: uniform quantization of as many bits as the entropy asks for, Huffman deltas."""
+"""QD+, a baseline of arXiv 2306.11800: uniform quantization with bits chosen by entropy, and Huffman-coded deltas."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shrinkpoint.sharding.global_stats import GlobalStats
 
 
 class QD(SearchScheme):
-    """QD+: QD-Compressor (ICCD 2021) with a searched setting, and bins that may change between checkpoints.
+    """QD+: QD-Compressor (ICCD 2021) with searched settings, and bins that may change between checkpoints.
 
     Args:
-        as of `SearchScheme`.
+        The same as of `SearchScheme`.
     """
 
     id: ClassVar[str] = "qd"
@@ -33,5 +33,4 @@ class QD(SearchScheme):
         evaluator: TrialEvaluator,
         stats: GlobalStats,
     ) -> candidates.CandidateSet:
-        """All points for these weights; see `SearchScheme`."""
         return UniformCandidates(weights, previous, stats)

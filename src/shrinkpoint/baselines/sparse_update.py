@@ -1,6 +1,4 @@
-"""Sparse updates, a share of the values written exactly: SCAR (arXiv 1810.07354) and TOPN, baselines of arXiv
-2009.13003.
-"""
+"""Sparse updates, which write a share of the values exactly: SCAR (arXiv 1810.07354) and TOPN (arXiv 2009.13003)."""
 
 from __future__ import annotations
 
@@ -25,14 +23,14 @@ Order = Literal["largest", "round robin", "random"]
 
 
 class SparseUpdate(ResidualScheme):
-    """A share of all values is written as it is now; of the others a reader has what was written last.
+    """Writes a share of all values exactly; the others keep the value that was written last.
 
-    So a checkpoint holds values of several ages. Which values are written is coded as the gaps between them, or under
+    So a checkpoint holds values of several ages. The written indices are coded as the gaps between them, or given
     whatever context makes that smaller. A value that a reader has already is not written again.
 
     Args:
         fraction: of the values of all quantized weights together: .125, or "12.5%"; above 0, at most 1; rounded up.
-        optimizer: of `ResidualScheme`.
+        optimizer: as of `ResidualScheme`.
     """
 
     def __init__(self, *, fraction: float | str, optimizer: optimizer_state.Mode = "exact") -> None:
@@ -55,7 +53,6 @@ class SparseUpdate(ResidualScheme):
         state: FlatState,
         stats: GlobalStats,
     ) -> dict[str, CodebookTensor]:
-        """See `ResidualScheme`."""
         is_primary = stats.global_tensors.is_primary
         distances = {name: diff.abs().reshape(-1) for name, diff in differences.items() if is_primary(name)}
         totals = stats.global_tensors.all_gather(sum(distance.numel() for distance in distances.values()))
@@ -104,10 +101,10 @@ class SparseUpdate(ResidualScheme):
 
 
 class SCAR(SparseUpdate):
-    """Prioritized checkpoints: what has moved farthest since it was last written comes first.
+    """Prioritized checkpoints: writes the values that moved farthest since they were last written.
 
     Save `1 / fraction` times as often as you would save everything, for the same bytes. After a partial failure restore
-    only what was lost: `Manager.restore(only=...)`.
+    only what was lost: `CheckpointManager.restore(only=...)`.
 
     Args:
         fraction: 1/8 is the authors' strong setting.
@@ -117,7 +114,7 @@ class SCAR(SparseUpdate):
         optimizer: of `ResidualScheme`.
 
     Raises:
-        PolicyError: an argument that makes no sense.
+        PolicyError: an invalid argument.
     """
 
     id: ClassVar[str] = "scar"
@@ -140,11 +137,11 @@ class SCAR(SparseUpdate):
         return {"fraction": self._fraction, "order": self._order, **seed}
 
     def manifest_extra(self) -> dict[str, JSON]:
-        """How many saves lie behind, since the last keyframe."""
+        """The number of saves since the last keyframe, as "turn"."""
         return {"turn": self._round}
 
     def resume(self, loss: JSON, lossy_restores: int = 0) -> None:
-        """Go on where a checkpoint left off, so that "round robin" does not begin again; see `schemes.Resumable`."""
+        """Continue from a checkpoint, so that "round robin" does not begin again."""
         turn = loss.get("turn") if isinstance(loss, dict) and loss.get("scheme") == self.id else None
         self._round = turn if type(turn) is int and 0 <= turn < 1 << 31 else 0
 
@@ -155,7 +152,6 @@ class SCAR(SparseUpdate):
         state: FlatState,
         stats: GlobalStats,
     ) -> dict[str, CodebookTensor]:
-        """See `ResidualScheme`."""
         quantized = super().quantize_weights(weights, differences, state, stats)
         is_delta = any(stats.global_tensors.all_gather(bool(quantized)))
         self._round = self._round + 1 if is_delta else 0
@@ -178,7 +174,6 @@ class SCAR(SparseUpdate):
         }
 
     def select_indices(self, distances: Tensor, count: int) -> Tensor:
-        """See `SparseUpdate`."""
         total = distances.numel()
         if self._order == "largest":
             return distances.topk(count, sorted=False).indices
@@ -189,14 +184,14 @@ class SCAR(SparseUpdate):
 
 
 class TOPN(SparseUpdate):
-    """The largest entries of the difference to the checkpoint before, exact.
+    """Writes the values with the largest differences to the parent checkpoint, exactly.
 
     Args:
         fraction: N, as a share of all values.
-        optimizer: of `ResidualScheme`.
+        optimizer: as of `ResidualScheme`.
 
     Raises:
-        PolicyError: an argument that makes no sense.
+        PolicyError: an invalid argument.
     """
 
     id: ClassVar[str] = "topn"
@@ -209,17 +204,16 @@ class TOPN(SparseUpdate):
         return {"fraction": self._fraction}
 
     def select_indices(self, distances: Tensor, count: int) -> Tensor:
-        """See `SparseUpdate`."""
         return distances.topk(count, sorted=False).indices
 
 
 def _sparse_codes(x: Tensor, stale: Tensor) -> CodebookTensor:
-    """Code 0: the value itself; code 1: no difference to what a reader has."""
+    """Codes of one weight: 0 is the exact value, 1 no difference to the parent."""
     dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     zero = torch.zeros(1, device=x.device)
     return CodebookTensor(stale, zero, x[stale == 0].to(dtype), first_code=1, residual=True)
 
 
 def _device_of(x: Tensor) -> torch.device:
-    """Where a tensor is; the CPU of one that is nowhere."""
+    """The device of a tensor; the CPU for a meta tensor."""
     return torch.device("cpu") if x.is_meta else x.device

@@ -1,4 +1,4 @@
-"""The scheme."""
+"""The scheme "inshrinkerator": adaptive quantization under a quality threshold."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ SPACE = Space(
     ),
     (MAGNITUDE, SENSITIVITY),
 )
-"""The paper's table of the search space."""
+"""The search space of the paper."""
 
 
 class GradientSource(Protocol):
-    """What gradients come from: `train.GradientRecorder`, or anything like it."""
+    """A recorder of gradients, such as `train.GradientRecorder`."""
 
     @property
     def mean(self) -> Mapping[str, Tensor]:
@@ -59,24 +59,24 @@ class Inshrinkerator(SearchScheme):
     """Adaptive quantization under a quality threshold (arXiv 2306.11800).
 
     The values of every weight are pruned, protected in bfloat16, or quantized to centers found by weighted k-means on a
-    sketch; codes are coded against those of the checkpoint before; and the setting of all that is searched for, so that
-    `evaluate` becomes worse by no more than `threshold`. Where no setting holds, the uniform grids of `QD` are tried.
-    docs/schemes.md says what is quantized and what is decided.
+    sketch; codes are coded given those of the parent checkpoint; and the settings are searched, so that the result of
+    `evaluate` becomes worse by no more than `threshold`. If no setting holds, the uniform grids of `QD` are tried.
+    docs/schemes.md describes what is quantized and how.
 
     Args:
-        gradients: a recorder, without which values are ranked by size alone.
-        paper: as it is printed: the recorder's average, shares up to the quantile and not below it, fresh centers at
-            every checkpoint, a start drawn by distance, the diagonal search, and cyclic deltas rearranged by the
-            previous code, run-length and Huffman coded. What it leaves is in docs/schemes.md.
+        gradients: a recorder, without which values are ranked by magnitude alone.
+        paper: the algorithms as printed: the recorder's average, shares that include the quantile's bucket, new
+            centers at every checkpoint, initial centers drawn by distance, the diagonal search, and cyclic deltas
+            rearranged by the previous code, run-length and Huffman coded. docs/schemes.md has the differences.
         space: another search space; its axes must have the names of `SPACE`.
         sigma: weight of density against magnitude in the clustering.
-        dither: after a restore, round at thresholds of chance instead of to the nearest, so that what little training
-            has done since then is not rounded away (docs/schemes.md); never where `paper` is.
-        threshold, evaluate, higher_is_better, config, optimizer, fallback, coarser, group, progress, seed: of
+        dither: after a restore, round by random thresholds instead of to the nearest, so that what little training
+            has done since then is not rounded away (docs/schemes.md); never with `paper`.
+        threshold, evaluate, higher_is_better, config, optimizer, fallback, coarser, group, progress, seed: as of
             `SearchScheme`.
 
     Raises:
-        PolicyError: an argument that makes no sense.
+        PolicyError: an invalid argument.
     """
 
     id: ClassVar[str] = "inshrinkerator"
@@ -123,7 +123,6 @@ class Inshrinkerator(SearchScheme):
 
     @property
     def arguments(self) -> dict[str, object]:
-        """See `SpecMixin`."""
         return {
             **super().arguments,
             "gradients": self._recorder,
@@ -146,7 +145,6 @@ class Inshrinkerator(SearchScheme):
         evaluator: TrialEvaluator,
         stats: GlobalStats,
     ) -> InshrinkeratorCandidates:
-        """All points for these weights; see `SearchScheme`."""
         global_types = stats.layer_types(weights, evaluator.layer_types)
         layer_types = {name: global_types[stats.global_name(name)] for name in weights}
         scored = score_weights(weights, layer_types, self._gradients(evaluator))
@@ -158,7 +156,7 @@ class Inshrinkerator(SearchScheme):
     def alternative(
         self, weights: Mapping[str, Tensor], previous: PreviousCodes, stats: GlobalStats
     ) -> tuple[str, Space, CandidateSet] | None:
-        """Uniform grids of up to 256 levels, where 32 centers are too few; not on paper."""
+        """Uniform grids of up to 256 levels, for when 32 centers are too few; None with `paper`."""
         return None if self._paper else ("qd", UNIFORM_SPACE, UniformCandidates(weights, previous, stats))
 
     def _full_search(
@@ -169,7 +167,7 @@ class Inshrinkerator(SearchScheme):
         return diagonal(self.space, sizes, trials, allowed, variants=variants, progress=progress)
 
     def _gradients(self, evaluator: TrialEvaluator) -> dict[str, Tensor]:
-        """What was recorded, by the names of the state."""
+        """Recorded gradients by name in the state."""
         if self._recorder is not None and isinstance(evaluator, ShardTarget):
             return evaluator.recorded(self._recorder.mean)
         if self._recorder is None or not isinstance(evaluator, ModelEvaluator):
@@ -184,10 +182,9 @@ class Clustering:
 
     Attributes:
         sigma, seed, paper: as of `Inshrinkerator`.
-        noise_generation: of the noise by which values are rounded; 0: none, to the nearest. The same from one restore
-            to the
-            next, so that a value changes its code only where it moves; another one after, since what was rounded by it
-            lies on levels now.
+        noise_generation: selects the noise by which values are rounded; 0: none, to the nearest. It is the same from
+            one restore to the next, so that a value changes its code only where it moves, and another one after a
+            restore, because what was rounded by it lies on levels then.
     """
 
     sigma: float
@@ -250,7 +247,7 @@ class InshrinkeratorCandidates:
         return float(torch.where(self._embedding_mask, embedded, plain).sum())
 
     def _is_redundant(self, point: Point) -> bool:
-        """A knob for tensors that there are none of counts in one position alone."""
+        """Whether a setting of tensors that do not exist has any but its safest value."""
         idle = {"bins": all(self._all_embedding_flags), "embedding_bins": not any(self._all_embedding_flags)}
         axes = zip(self._space.axes, point.index, strict=True)
         return any(idle.get(axis.name, False) and i < len(axis.values) - 1 for axis, i in axes)
@@ -336,6 +333,6 @@ def _merge_weights(
 
 
 def _noise(like: Tensor, seed: int) -> Tensor:
-    """The same for the same seed, so that a trial is what is saved, and every replica tries the same."""
+    """Uniform noise in [0, 1) like a tensor, the same for the same seed, so that what is saved is what was tried."""
     generator = torch.Generator(like.device).manual_seed(seed)
     return torch.rand(like.shape, generator=generator, device=like.device)
