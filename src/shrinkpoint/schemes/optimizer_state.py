@@ -1,7 +1,7 @@
-"""What a lossy scheme does with an optimizer's state.
+"""Modes of lossy schemes for the optimizer's state: exact, reset or quantized moments.
 
-Of an Adam state two thirds are moments, so a scheme that shrinks weights alone ends near 1.5x whatever it does to them
-(arXiv 2406.11257 makes the point). What else is done is therefore a mode of its own, and every report has two ratios.
+Two thirds of an Adam state are moments, so that a scheme for weights alone cannot reach more than about 1.5x
+(arXiv 2406.11257).
 """
 
 from __future__ import annotations
@@ -27,25 +27,29 @@ from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role
 
 Mode = Literal["exact", "reset", "lossy"]
-"""exact: bit for bit. reset: a restore begins with fresh moments. lossy: moments on 254 logarithmic levels."""
+"""exact: bit-exact moments. reset: moments of zero. lossy: moments on 254 logarithmic levels."""
 
 _MOMENTS = (Role.MOMENT1, Role.MOMENT2)
 
 
 def check_mode(mode: str) -> Mode:
-    """Raises `PolicyError` for a mode nobody knows."""
-    known: Mode = validate.check_choice("optimizer", mode, get_args(Mode))
-    return known
+    """Return the mode if it is valid.
+
+    Raises:
+        PolicyError: it is not.
+    """
+    checked: Mode = validate.check_choice("optimizer", mode, get_args(Mode))
+    return checked
 
 
 def zeroed_moments(state: FlatState) -> Iterator[tuple[str, Tensor]]:
-    """Every moment, and the step counters beside them, as they are before the first step: zero.
+    """Yield name and zeros of every moment, and of the step counters next to them.
 
-    With the counter goes Adam's bias correction, without which zero moments would make the first steps too long.
+    Counters are reset for Adam's bias correction, without which zero moments would make the first steps too long.
     """
     moments = [name for name, info in state.infos.items() if info.role in _MOMENTS]
-    homes = {name.rpartition("/")[0] for name in moments}
-    counters = [f"{home}/step" for home in homes if f"{home}/step" in state.tensors]
+    parents = {name.rpartition("/")[0] for name in moments}
+    counters = [f"{parent}/step" for parent in parents if f"{parent}/step" in state.tensors]
     for name in (*moments, *counters):
         yield name, torch.zeros_like(state.tensors[name], device="cpu", memory_format=torch.contiguous_format)
 

@@ -32,7 +32,7 @@ from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON
 
 MAX_RESIDUAL_ERROR = 0.01
-"""Of the weights, where a reader's values are farther from them than zero is; nearer ones are what a scheme tracks."""
+"""Largest relative error of weights whose residual is larger than they are; beyond it, a keyframe is written."""
 
 
 def diverged_errors(
@@ -42,13 +42,13 @@ def diverged_errors(
     reference: Reference | None,
     stats: GlobalStats,
 ) -> dict[str, float]:
-    """The relative errors that a reader would get of the weights for which a difference is worth nothing.
+    """Return the relative errors of diverged weights, which a keyframe codes without error; a collective.
 
-    Those are the weights whose difference is larger than they are, and whose error, as it would be decoded, is above
-    `MAX_RESIDUAL_ERROR` of them; in a keyframe they have none. A collective.
+    A weight has diverged if the norm of its difference is larger than its own, and its decoded error is above
+    `MAX_RESIDUAL_ERROR` of its norm.
 
     Returns:
-        By global name.
+        Global name -> relative error.
     """
     norms = stats.sum_over_shards(
         {name: (_squared_norm(differences[name]), _squared_norm(weights[name])) for name in quantized}
@@ -68,7 +68,7 @@ def diverged_errors(
 
 
 def _squared_error(quantized_tensor: CodebookTensor, x: Tensor, parent: Tensor) -> float:
-    """The sum of squares of what a reader's values differ by."""
+    """The squared norm of the error of the decoded values."""
     return _squared_norm(quantized_tensor.dequantize(x.dtype, parent).to(x.device, torch.float32) - x.to(torch.float32))
 
 
@@ -81,21 +81,20 @@ def _relative_error(squared_error: float, squared_norm: float) -> float:
 
 
 class ResidualScheme(SpecMixin, RecordEncodingMixin):
-    """What these schemes have in common.
+    """Base class of schemes that quantize the difference between weights and the decoded parent checkpoint.
 
-    The first checkpoint, and every later keyframe, holds the weights exactly. A delta moves what a reader has towards
-    the weights: the difference is taken to the *reconstructed* checkpoint before, so that an error is seen, and can be
-    made good, by the next save, and does not grow with the chain (arXiv 2009.13003, algorithm 1).
+    The first checkpoint, and every later keyframe, holds the weights exactly. Differences are taken to the
+    *reconstructed* parent, so that the next save corrects an error, and errors do not grow with the chain
+    (arXiv 2009.13003, algorithm 1).
 
-    What is quantized are the weights with two axes and 4096 values at least. The rest stays exact, and so does, for as
-    long as it lasts, a weight that is new, has another shape, has not moved, is not finite, or is so large that a sum
-    might not be.
+    Weights with at least two axes and 4096 values are quantized. All other tensors stay exact, and so do weights that
+    are new, have another shape, are equal to the parent's or not finite, or are so large that a sum might overflow.
 
     Args:
-        optimizer: "exact" keeps the optimizer's moments bit for bit; "reset" and "lossy" do not (see `moments`).
+        optimizer: "exact" keeps the optimizer's moments bit-exact; "reset" stores zeros, "lossy" logarithmic levels.
 
     Raises:
-        PolicyError: an argument that makes no sense.
+        PolicyError: an argument is out of range.
     """
 
     id: ClassVar[str]
@@ -105,7 +104,7 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
         self._optimizer = optimizer_state.check_mode(optimizer)
         self._unmeasured_notice = UnmeasuredLossNotice()
 
-    # what a scheme of this kind says of itself
+    # implemented by subclasses
 
     @abstractmethod
     def quantize_weights(
@@ -115,38 +114,37 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
         state: FlatState,
         stats: GlobalStats,
     ) -> dict[str, CodebookTensor]:
-        """Residual symbols by name of a weight.
+        """Return the residual codes of weights, by name; a collective.
 
         Args:
-            weights: finite, float32 or narrower, of any strides; none where the checkpoint is a keyframe.
-            differences: of the same names and shapes, on the same devices: the weights less what a reader has of them
-                at the checkpoint before; float32, finite.
-            state: the state of which the weights are.
-            stats: statistics of the weights of all ranks; this is a collective.
+            weights: name -> weight; finite, float32 or narrower, of any strides. Empty for a keyframe.
+            differences: name -> weight minus its decoded parent, of equal shape and device; float32, finite.
+            state: the state that the weights belong to.
+            stats: statistics of the weights of all ranks.
         """
         raise NotImplementedError
 
     @property
     @abstractmethod
     def settings(self) -> dict[str, JSON]:
-        """What was asked for, for the manifest."""
+        """Settings of the scheme, for the manifest."""
         raise NotImplementedError
 
     def quantize_optimizer(
         self, state: FlatState, quantized: Mapping[str, CodebookTensor], stats: GlobalStats
     ) -> dict[str, CodebookTensor]:
-        """Symbols of tensors that are no weights, but of the optimizer; `quantized` are those of the weights."""
+        """Return codes of tensors of the optimizer, by name; `quantized` holds those of the weights."""
         return {}
 
     def manifest_extra(self) -> dict[str, JSON]:
-        """What else a manifest should say, of this checkpoint and for the next one."""
+        """Return further entries of the manifest's `loss`."""
         return {}
 
-    # what a store calls
+    # called by a store
 
     @torch.no_grad()
     def quantize(self, state: FlatState, reference: Reference | None) -> QuantizedState:
-        """Lose what the scheme loses; see `schemes.Scheme`."""
+        """Return the state with quantized residuals, as `plan` decides."""
         return self.plan(state, reference).quantize(state, reference)
 
     @torch.no_grad()
@@ -193,13 +191,13 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
             self.coders,
             loss,
             keyframe=bool(diverged),
-            # which of its shards stay exact, and why, no rank can say alone
+            # a single rank cannot tell why a shard stays exact
             min_size=(MIN_WEIGHT_NUMEL, 2) if tensors.is_unsharded else None,
         )
 
     @property
     def arguments(self) -> dict[str, object]:
-        """See `SpecMixin`."""
+        """Arguments of the constructor, by name."""
         return {**self.settings, "optimizer": self._optimizer}
 
     def _usable_residuals(
@@ -209,10 +207,7 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
         reference: Reference | None,
         stats: GlobalStats,
     ) -> tuple[dict[str, CodebookTensor], dict[str, float]]:
-        """Residual codes, on the CPU; and the errors of the weights for which a difference is worth nothing.
-
-        The former are by local name, the latter by global name. A collective.
-        """
+        """Residual codes by local name, on the CPU, and errors of diverged weights by global name; a collective."""
         differences = _differences(selected, reference)
         complete = stats.tensors_where_all({name: name in differences for name in selected})
         differences = {name: diff for name, diff in differences.items() if stats.global_name(name) in complete}
@@ -233,15 +228,15 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
 
 
 def _differences(weights: Mapping[str, Tensor], reference: Reference | None) -> dict[str, Tensor]:
-    """To what a reader has of each, where that can be a base."""
-    out: dict[str, Tensor] = {}
-    for name, x in weights.items():
-        held = None if reference is None else reference.get_like(name, tuple(x.shape), x.dtype)
-        if held is not None:
-            difference = x.to(torch.float32) - held.to(x.device, torch.float32)
-            if math.isfinite(max_abs(difference)):  # else the base is not finite, or too far away
-                out[name] = difference
-    return out
+    """Differences between weights and the decoded parent, of those that have one and a finite difference."""
+    differences: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        parent = None if reference is None else reference.get_like(name, tuple(weight.shape), weight.dtype)
+        if parent is not None:
+            difference = weight.to(torch.float32) - parent.to(weight.device, torch.float32)
+            if math.isfinite(max_abs(difference)):
+                differences[name] = difference
+    return differences
 
 
 def _warn_diverged(errors: Mapping[str, float]) -> None:
@@ -255,17 +250,17 @@ def _warn_diverged(errors: Mapping[str, float]) -> None:
 
 
 def _json_errors(errors: Mapping[str, float]) -> dict[str, JSON]:
-    """As a manifest can say it."""
+    """Errors rounded to 4 digits; JSON has no infinity, so that it becomes text."""
     return {name: float(f"{error:.4g}") if math.isfinite(error) else str(error) for name, error in errors.items()}
 
 
 def _magnitude_bounds(x: Tensor, difference: Tensor) -> tuple[float, float]:
-    """How far a weight has moved at most, and how large a base of it may be."""
+    """Largest magnitude of the difference, and an upper bound of the parent's values."""
     moved = max_abs(difference)
     return moved, max_abs(x) + moved
 
 
 def _fits_dtype(quantized_tensor: CodebookTensor, bounds: tuple[float, ...], dtype: torch.dtype) -> bool:
-    """Whether something has moved, and no sum of base and center can be too large for the dtype."""
+    """Whether there is a difference, and no sum of parent and center can overflow the dtype."""
     moved, base = bounds
     return moved > 0 and base + max_abs(quantized_tensor.centers) <= torch.finfo(dtype).max
