@@ -81,8 +81,8 @@ class Case:
 class Subjects:
     """The four, for one case."""
 
-    def __init__(self, case: Case, twin: Any) -> None:
-        self.case, self.twin, self.material = case, twin, case.record()
+    def __init__(self, case: Case, reference: Any) -> None:
+        self.case, self.reference, self.material = case, reference, case.record()
         self.shape = case.values.shape[0], case.values.shape[1]
         self.lattice = case.points.lattice.to_native(self.shape)
         self.contexts, self.tokens, self.escapes = self.encode()
@@ -135,19 +135,19 @@ class Subjects:
         return codes, values
 
     def _guess(self) -> tuple[Tensor, Tensor]:
-        return self.twin.guess(self.case.points.lattice, self.shape, self.case.parent, self.case.other)
+        return self.reference.guess(self.case.points.lattice, self.shape, self.case.parent, self.case.other)
 
     def encode_slowly(self) -> Any:
         guesses, contexts = self._guess()
-        found = self.twin.tokens(self.case.points.codes, guesses, contexts)
-        made = self.twin.values(self.case.points.lattice, self.case.points.codes, self.case.other)
+        found = self.reference.tokens(self.case.points.codes, guesses, contexts)
+        made = self.reference.values(self.case.points.lattice, self.case.points.codes, self.case.other)
         assert torch.equal(made, self.case.values)
         return found
 
     def decode_slowly(self, coded: Any) -> Any:
         guesses, contexts = self._guess()
-        codes = self.twin.points(coded[0], contexts, guesses, coded[1])
-        return codes, self.twin.values(self.case.points.lattice, codes, self.case.other)
+        codes = self.reference.points(coded[0], contexts, guesses, coded[1])
+        return codes, self.reference.values(self.case.points.lattice, codes, self.case.other)
 
 
 CASES = {
@@ -182,11 +182,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     sys.path.append(str(REPO / "tests"))
-    twin = importlib.import_module("twins.lattice")
+    reference = importlib.import_module("reference.lattice")
     found = {}
     for name, (law, seed, alone) in CASES.items():
         case = Case.of(law, (options.rows, options.columns), seed, alone)
-        measured = lossless_speed.measure([*Subjects(case, twin)], options.repeats)
+        measured = lossless_speed.measure([*Subjects(case, reference)], options.repeats)
         found[name] = {who: {way: asdict(one) for way, one in ways.items()} for who, ways in measured.items()}
     print(report(found))
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -29,9 +29,15 @@ EXACT = (torch.bfloat16, torch.float32)
 
 
 def made(
-    named: Mapping[str, CodebookTensor], dtype: str, parent: Reference | None = None, *, under: Sequence[Tensor] = (),
-    ordinals: Sequence[int] = (), moments: Mapping[str, Tensor] | None = None, coders: Sequence[str] = ALL_CODERS,
-) -> tuple[EncodedRecord, dict[str, Tensor]]:  # fmt: skip
+    named: Mapping[str, CodebookTensor],
+    dtype: str,
+    parent: Reference | None = None,
+    *,
+    under: Sequence[Tensor] = (),
+    ordinals: Sequence[int] = (),
+    moments: Mapping[str, Tensor] | None = None,
+    coders: Sequence[str] = ALL_CODERS,
+) -> tuple[EncodedRecord, dict[str, Tensor]]:
     """A record of these symbols as a reader meets it, and the tensors that it must give."""
     infos = tuple(TensorInfo(name, tuple(one.codes.shape), dtype) for name, one in named.items())
     held = {} if parent is None else parent.tensors
@@ -39,9 +45,16 @@ def made(
     pairs = [("m", "v")] * len(infos) if moments else []
     known = coding_context(infos, 1, None, pairs, moments or {})
     material = CodebookInput(
-        "record", infos, tuple(values.values()), tuple(named.values()), known, ((0, 1),) * len(pairs), parent,
-        tuple(under), tuple(ordinals),
-    )  # fmt: skip
+        "record",
+        infos,
+        tuple(values.values()),
+        tuple(named.values()),
+        known,
+        ((0, 1),) * len(pairs),
+        parent,
+        tuple(under),
+        tuple(ordinals),
+    )
     encoded = encode_codebook_record(material, coders=coders, threads=1)
     return replace(encoded, recipe=json.loads(json.dumps(encoded.recipe))), values
 
@@ -323,9 +336,11 @@ def test_codes_under_what_is_not_there_or_does_not_fit_are_refused():
         "wrong": other.dequantize(torch.float32),
     }
     symbols = {
-        "good": other, "flat": replace(other, codes=other.codes.flatten()),
-        "turned": replace(other, codes=other.codes.reshape(50, 40)), "wrong": replace(other, codes=other.codes.flip(0)),
-    }  # fmt: skip
+        "good": other,
+        "flat": replace(other, codes=other.codes.flatten()),
+        "turned": replace(other, codes=other.codes.reshape(50, 40)),
+        "wrong": replace(other, codes=other.codes.flip(0)),
+    }
     comes_back(decode(encoded, decoded, None, quantized=symbols), named, values)
 
     def refused(under: object, decoded: dict[str, Tensor] = decoded, **options: object) -> None:

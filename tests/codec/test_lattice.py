@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.lattice_records import (  # fmt: skip
+from helpers.lattice_records import (
     DTYPES,
     MOST_CODE,
     NOTHING,
@@ -24,7 +24,7 @@ from helpers.lattice_records import (  # fmt: skip
 from helpers.strategies import bits, shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import gridded as twin
+from reference import lattice_record as reference
 
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor
 from shrinkpoint.tensors.dtypes import torch_dtype
@@ -64,7 +64,7 @@ def test_powers_of_two_are_what_the_document_says(points, dtype):
 def test_the_eight_powers_have_the_bits_that_the_document_prints():
     lattice = Lattice("log", torch.zeros(1, dtype=torch.int16), torch.zeros(1, dtype=torch.int16))
     found = LatticeTensor(torch.arange(8, dtype=torch.int16), lattice).dequantize(torch.float32)
-    assert tuple(found.view(torch.int32).tolist()) == twin.EIGHTHS
+    assert tuple(found.view(torch.int32).tolist()) == reference.EIGHTHS
     exact = np.array([np.float32(2.0 ** (k / 8)) for k in range(8)])
     assert bits(found) == exact.tobytes()
 
@@ -84,7 +84,7 @@ def test_the_dither_is_the_hash_that_the_document_gives(seed):
     lattice = lattice_of("linear", (20, 30), seed=seed)
     found = lattice.dither((20, 30))
     assert isinstance(found, torch.Tensor)
-    assert bits(found) == twin.dither(seed, (20, 30)).tobytes()
+    assert bits(found) == reference.dither(seed, (20, 30)).tobytes()
     halves = found * 512
     assert bool((halves % 2 == 1).all()) and float(halves.abs().max()) <= 255
 
@@ -99,7 +99,7 @@ def test_what_is_added_to_the_largest_codes_is_not_lost():
     codes = torch.tensor([-MOST_CODE, MOST_CODE] * 50, dtype=torch.int16)
     one = Lattice("linear", torch.zeros(1, dtype=torch.int16), torch.zeros(1, dtype=torch.int16), seed=5)
     moved = LatticeTensor(codes, one).dequantize(torch.float32).double() - codes.double()
-    assert torch.equal(moved, torch.from_numpy(twin.dither(5, (100,))).double())
+    assert torch.equal(moved, torch.from_numpy(reference.dither(5, (100,))).double())
 
 
 # errors
@@ -107,15 +107,18 @@ def test_what_is_added_to_the_largest_codes_is_not_lost():
 
 @settings(deadline=None, max_examples=40)
 @given(
-    st.sampled_from([shape for shape in SHAPES if 0 not in shape]), st.sampled_from(["linear", "relative"]),
-    st.integers(0, 2**32 - 1), st.sampled_from([1e-3, 1.0, 30.0]), st.integers(0, 99),
-)  # fmt: skip
+    st.sampled_from([shape for shape in SHAPES if 0 not in shape]),
+    st.sampled_from(["linear", "relative"]),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([1e-3, 1.0, 30.0]),
+    st.integers(0, 99),
+)
 def test_the_error_of_the_nearest_points_is_at_most_half_a_step(shape, law, seed, spread, random):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(random)) * spread
     other = torch.rand(shape, generator=torch.Generator().manual_seed(5)) + 0.5 if law == "relative" else None
     lattice = lattice_of(law, shape, seed=seed, random=random)
     found = nearest(x, lattice, other).dequantize(torch.float32, other)
-    matrix = twin.sides(shape)
+    matrix = reference.sides(shape)
     steps = lattice.scales(None if other is None else other.reshape(matrix)).expand(matrix).reshape(shape)
     assert bool(((found - x).abs() <= 0.5 * steps * (1 + 1e-5) + 1e-6 * x.abs()).all())
 
@@ -130,7 +133,8 @@ VALUES = {
     "far above a step": lambda place: torch.randn(SIDE, SIDE, generator=place) * 1e3,
     "as wide as a step": lambda place: torch.randn(SIDE, SIDE, generator=place),
     "on another dither's points": lambda place: (
-        torch.randint(-9, 9, (SIDE, SIDE), generator=place).float() + torch.from_numpy(twin.dither(9, (SIDE, SIDE)))
+        torch.randint(-9, 9, (SIDE, SIDE), generator=place).float()
+        + torch.from_numpy(reference.dither(9, (SIDE, SIDE)))
     ),
 }
 
@@ -231,9 +235,13 @@ def test_lattices_are_equal_if_all_of_them_is():
     one = lattice_of("log", (5, 6), step=3, seed=4)
     assert one == lattice_of("log", (5, 6), step=3, seed=4)
     others = [
-        replace(one, seed=5), replace(one, step=4), replace(one, rows=one.rows + 1), replace(one, columns=one.rows),
-        replace(one, spacing="linear", step=1), replace(one, columns=one.columns[:-1]),
-    ]  # fmt: skip
+        replace(one, seed=5),
+        replace(one, step=4),
+        replace(one, rows=one.rows + 1),
+        replace(one, columns=one.rows),
+        replace(one, spacing="linear", step=1),
+        replace(one, columns=one.columns[:-1]),
+    ]
     assert all(one != other for other in others) and one != "a lattice"
 
 

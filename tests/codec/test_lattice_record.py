@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.lattice_records import (  # fmt: skip
+from helpers.lattice_records import (
     DTYPES,
     LAWS,
     MOST_CODE,
@@ -25,7 +25,7 @@ from helpers.lattice_records import (  # fmt: skip
 )
 from helpers.strategies import bits
 from hypothesis import given, settings
-from reference import gridded as twin
+from reference import lattice_record as reference
 
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.codec.coder import MAX_CHUNK
@@ -221,17 +221,21 @@ def test_another_parent_is_a_chain_error():
     before = {"a": points_of("linear", (4, 5)), "b": points_of("linear", (7,), random=3)}
     parent = held(before)
     wrong = [
-        None, Reference({}), Reference({"a": parent.tensors["a"]}, before), held(before, "BF16"),
+        None,
+        Reference({}),
+        Reference({"a": parent.tensors["a"]}, before),
+        held(before, "BF16"),
         Reference({**parent.tensors, "b": parent.tensors["b"] + 1e-6}, before),
         Reference({**parent.tensors, "b": parent.tensors["b"].negative()}, before),
         Reference({**parent.tensors, "b": torch.full((7,), torch.nan)}, before),
         Reference({**parent.tensors, "a": parent.tensors["a"].reshape(5, 4)}, before),
-    ]  # fmt: skip
+    ]
     finer = replace(before["a"], lattice=replace(before["a"].lattice, rows=before["a"].lattice.rows + 1))
     sharing = [
-        Reference(parent.tensors), Reference(parent.tensors, {"a": before["a"]}),
+        Reference(parent.tensors),
+        Reference(parent.tensors, {"a": before["a"]}),
         Reference(parent.tensors, {**before, "a": finer}),
-    ]  # fmt: skip
+    ]
     inherits = made({name: replace(one, codes=one.codes + 1) for name, one in before.items()}, parent=parent)
     brings = made({"a": finer, "b": replace(before["b"], lattice=lattice_of("linear", (7,), at=9))}, parent=parent)
     for record, parents in ((inherits, wrong + sharing), (brings, wrong)):
@@ -288,9 +292,14 @@ def test_what_points_are_relative_to_must_be_there_and_fit():
     v = squares((40, 50))
     one = made({"m": points_of("relative", (40, 50), seed=1)}, others=[v])
     decoded = {
-        "half": v.half(), "good": v, "double": v.double(), "flat": v.flatten(), "turned": v.reshape(50, 40),
-        "whole": torch.ones(40, 50, dtype=torch.int32), "wrong": v * 2,
-    }  # fmt: skip
+        "half": v.half(),
+        "good": v,
+        "double": v.double(),
+        "flat": v.flatten(),
+        "turned": v.reshape(50, 40),
+        "whole": torch.ones(40, 50, dtype=torch.int32),
+        "wrong": v * 2,
+    }
     good = replace(one.encoded, recipe={**one.encoded.recipe, "others": [[1, 0, 1]]})
     assert bits(decode(good, decoded, None).tensors["m"]) == bits(one.values["m"])
     for others in ([[n, 0, 1]] for n in (0, 2, 3, 4, 5, 6, 7, 1 << 40)):
@@ -322,15 +331,19 @@ def test_what_no_reader_would_take_is_not_written():
     encode_lattice_record(pointed(good, x))
     row = torch.zeros(20, dtype=torch.int16)
     wrong = [
-        replace(good, codes=good.codes.reshape(30, 20)), replace(good, codes=good.codes[:19]),
+        replace(good, codes=good.codes.reshape(30, 20)),
+        replace(good, codes=good.codes[:19]),
         replace(good, codes=torch.full((20, 30), MOST_CODE + 1, dtype=torch.int16)),
         replace(good, codes=torch.full((20, 30), -(2**15), dtype=torch.int16)),
-        replace(good, codes=good.codes + 1), replace(good, lattice=replace(lattice, rows=lattice.rows[1:])),
+        replace(good, codes=good.codes + 1),
+        replace(good, lattice=replace(lattice, rows=lattice.rows[1:])),
         replace(good, lattice=replace(lattice, columns=lattice.columns[:1])),
-        replace(good, lattice=replace(lattice, seed=1)), replace(good, lattice=replace(lattice, rows=row + 961)),
-        replace(good, lattice=replace(lattice, rows=row - 950)), replace(good, lattice=replace(lattice, spacing="log")),
+        replace(good, lattice=replace(lattice, seed=1)),
+        replace(good, lattice=replace(lattice, rows=row + 961)),
+        replace(good, lattice=replace(lattice, rows=row - 950)),
+        replace(good, lattice=replace(lattice, spacing="log")),
         replace(good, lattice=replace(lattice, spacing="relative", columns=lattice.columns[:1])),
-    ]  # fmt: skip
+    ]
     for one in wrong:
         with pytest.raises(ValueError, match="lattice tensor"):
             encode_lattice_record(pointed(one, x))
@@ -352,12 +365,14 @@ def test_points_of_several_kinds_are_not_written_as_one_record():
 def test_every_shape_has_the_steps_that_the_document_says():
     for law in LAWS:
         for shape in SHAPES:
-            rows, columns = twin.spans(law, shape)
+            rows, columns = reference.spans(law, shape)
             lattice = Lattice(law, torch.zeros(rows).short(), torch.zeros(columns).short())  # type: ignore[arg-type]
             others = [torch.ones(shape)] if law == "relative" else []
             made({"w": LatticeTensor(torch.zeros(shape).short(), lattice)}, others=others)
-            for wrong in (replace(lattice, rows=torch.zeros(rows + 1).short()),
-                          replace(lattice, columns=torch.zeros(columns + 1).short())):  # fmt: skip
+            for wrong in (
+                replace(lattice, rows=torch.zeros(rows + 1).short()),
+                replace(lattice, columns=torch.zeros(columns + 1).short()),
+            ):
                 with pytest.raises((ValueError, RuntimeError)):
                     made({"w": LatticeTensor(torch.zeros(shape).short(), wrong)}, others=others)
 

@@ -24,13 +24,72 @@ from shrinkpoint.tensors.info import TensorInfo
 SIZES = struct.Struct("<IQII")
 """Bytes of the lattices, of the codes and of their side, and how many escapes; a part begins with them."""
 JUNK: list[Any] = [
-    None, True, False, -1, 0, 1, 2, 7, 8, 24, 127, 128, 135, 136, 255, 256, 1024, 1025, 4095, 4096, 2**31, 2**32, 2**64,
-    0.0, 1.5, float("inf"), "", "linear", "relative", "log", "LOG", "codes", "level", "delta", "planes", "none", "base",
-    "tap", "adam", [], [[]], [0], [[0, 0, 1]], [[0, 1, 3]], [[0, 0, 1 << 20]], [[5, -1, 6]], [1.0] * 4, {},
-    {"tokens": "codes"}, {"tokens": "codes", "predictor": "base"},
-]  # fmt: skip
-RUN_FIELDS = ["tokens", "predictor", "companion", "moments", "factors", "fine", "shift", "sign", "bias", "top",
-              "parameters", "chunk", "more"]  # fmt: skip
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    2,
+    7,
+    8,
+    24,
+    127,
+    128,
+    135,
+    136,
+    255,
+    256,
+    1024,
+    1025,
+    4095,
+    4096,
+    2**31,
+    2**32,
+    2**64,
+    0.0,
+    1.5,
+    float("inf"),
+    "",
+    "linear",
+    "relative",
+    "log",
+    "LOG",
+    "codes",
+    "level",
+    "delta",
+    "planes",
+    "none",
+    "base",
+    "tap",
+    "adam",
+    [],
+    [[]],
+    [0],
+    [[0, 0, 1]],
+    [[0, 1, 3]],
+    [[0, 0, 1 << 20]],
+    [[5, -1, 6]],
+    [1.0] * 4,
+    {},
+    {"tokens": "codes"},
+    {"tokens": "codes", "predictor": "base"},
+]
+RUN_FIELDS = [
+    "tokens",
+    "predictor",
+    "companion",
+    "moments",
+    "factors",
+    "fine",
+    "shift",
+    "sign",
+    "bias",
+    "top",
+    "parameters",
+    "chunk",
+    "more",
+]
 
 
 @cache
@@ -56,8 +115,16 @@ def records() -> dict[str, Made]:
     return out
 
 
-NAMES = ["linear alone", "linear on others", "linear inherited", "log alone", "log on others", "log inherited",
-         "relative", "escapes"]  # fmt: skip
+NAMES = [
+    "linear alone",
+    "linear on others",
+    "linear inherited",
+    "log alone",
+    "log on others",
+    "log inherited",
+    "relative",
+    "escapes",
+]
 each = pytest.mark.parametrize("name", NAMES)
 
 
@@ -88,11 +155,15 @@ def test_the_records_under_test_are_of_every_kind():
     recipes = {name: one.encoded.recipe for name, one in records().items()}
     said = {name: (one["law"], one.get("base", False), one.get("inherited", False)) for name, one in recipes.items()}
     assert said == {
-        "linear alone": ("linear", False, False), "linear on others": ("linear", True, False),
-        "linear inherited": ("linear", True, True), "log alone": ("log", False, False),
-        "log on others": ("log", True, False), "log inherited": ("log", True, True),
-        "relative": ("relative", False, False), "escapes": ("linear", False, False),
-    }  # fmt: skip
+        "linear alone": ("linear", False, False),
+        "linear on others": ("linear", True, False),
+        "linear inherited": ("linear", True, True),
+        "log alone": ("log", False, False),
+        "log on others": ("log", True, False),
+        "log inherited": ("log", True, True),
+        "relative": ("relative", False, False),
+        "escapes": ("linear", False, False),
+    }
     assert all(hold(one) is None for one in records().values())
     assert SIZES.unpack(part(records()["escapes"])[:20])[3] > 30
 
@@ -314,8 +385,11 @@ def test_steps_out_of_range_are_refused():
         assert refusal(one, forged) is CorruptError
     both = torch.tensor([0, 480, 0], dtype=torch.int16), torch.tensor([0, 480, 480, 0], dtype=torch.int16)
     one = made({"w": LatticeTensor(codes_of("linear", (3, 4)), Lattice("linear", *both))})
-    data = part(one).replace(struct.pack("<i", 480), struct.pack("<i", 481)).replace(
-        struct.pack("<i", -480), struct.pack("<i", -481))  # fmt: skip
+    data = (
+        part(one)
+        .replace(struct.pack("<i", 480), struct.pack("<i", 481))
+        .replace(struct.pack("<i", -480), struct.pack("<i", -481))
+    )
     assert refusal(one, data) is CorruptError  # each in range, and not their sum
 
 
@@ -328,11 +402,13 @@ def test_a_missing_or_wrong_parent_is_a_chain_error(name):
     assert one.parent is not None
     tensors, symbols = one.parent.tensors, one.parent.quantized
     for wrong in (
-        None, Reference({}), Reference({name: x + 1 for name, x in tensors.items()}, symbols),
+        None,
+        Reference({}),
+        Reference({name: x + 1 for name, x in tensors.items()}, symbols),
         Reference({f"{name}!": x for name, x in tensors.items()}, symbols),
         Reference({name: x.reshape(-1, 1) for name, x in tensors.items()}, symbols),
         Reference({name: x.half() for name, x in tensors.items()}, symbols),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ChainError) as caught:
             decode(one.encoded, {}, wrong)
         assert str(one.encoded.base) in caught.value.message

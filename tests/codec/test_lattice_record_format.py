@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.lattice_records import (  # fmt: skip
+from helpers.lattice_records import (
     LAWS,
     cases,
     codes_of,
@@ -19,7 +19,7 @@ from helpers.lattice_records import (  # fmt: skip
     told_by_contexts,
 )
 from hypothesis import given, settings
-from reference import gridded as twin
+from reference import lattice_record as reference
 
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.record import decode
@@ -29,7 +29,7 @@ from shrinkpoint.codec.reference import Reference
 @settings(deadline=None, max_examples=60)
 @given(cases())
 def test_a_reader_written_from_the_document_finds_the_same_points(one):
-    found = twin.decode(one.encoded.recipe, one.encoded.parts["points"], members(one))
+    found = reference.decode(one.encoded.recipe, one.encoded.parts["points"], members(one))
     for (lattice, codes), points in zip(found, one.points.values(), strict=True):
         assert lattice == grid(points.lattice)
         assert codes.reshape(-1).tolist() == points.codes.reshape(-1).tolist()
@@ -53,7 +53,7 @@ def test_every_context_is_the_one_that_the_document_says(law, kind):
         values = at + away * steps * (torch.rand(shape, generator=random) - 0.5)
     parent = None if kind == "alone" else Reference({"w": values})
     one = told_by_contexts(made({"w": points}, "F32", parent, others=others))
-    ((found, codes),) = twin.decode(one.encoded.recipe, one.encoded.parts["points"], members(one))
+    ((found, codes),) = reference.decode(one.encoded.recipe, one.encoded.parts["points"], members(one))
     assert found == grid(one.points["w"].lattice)
     assert codes.reshape(-1).tolist() == one.points["w"].codes.reshape(-1).tolist()
     assert one.nbytes < 3000  # a fifth of what they would cost without contexts

@@ -52,14 +52,29 @@ def test_copies_of_any_earlier_tensor_decode_whatever_the_threads(plan):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
-@pytest.mark.parametrize("recipe", [
-    None, 3, [], {}, {"kind": "copy"}, {"kind": "copy", "of": None}, {"kind": "copy", "of": [[0, 0, -1]]},
-    {"kind": "copy", "of": [[1, 0, 1]]}, {"kind": "copy", "of": [[2, 0, 1]]}, {"kind": "copy", "of": [[10**30, 0, 1]]},
-    {"kind": "copy", "of": []}, {"kind": "coded"}, {"kind": "coded", "runs": [{}]},
-    {"kind": "coded", "runs": [{"tokens": "planes"}], "moments": 5},
-    {"kind": "coded", "runs": [{"tokens": "planes"}], "moments": [[[0, 0, 1]], [[9, 0, 1]]]},
-    {"kind": "coded", "runs": [{"tokens": "planes"}]}, {"kind": "unknown"},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        None,
+        3,
+        [],
+        {},
+        {"kind": "copy"},
+        {"kind": "copy", "of": None},
+        {"kind": "copy", "of": [[0, 0, -1]]},
+        {"kind": "copy", "of": [[1, 0, 1]]},
+        {"kind": "copy", "of": [[2, 0, 1]]},
+        {"kind": "copy", "of": [[10**30, 0, 1]]},
+        {"kind": "copy", "of": []},
+        {"kind": "coded"},
+        {"kind": "coded", "runs": [{}]},
+        {"kind": "coded", "runs": [{"tokens": "planes"}], "moments": 5},
+        {"kind": "coded", "runs": [{"tokens": "planes"}], "moments": [[[0, 0, 1]], [[9, 0, 1]]]},
+        {"kind": "coded", "runs": [{"tokens": "planes"}]},
+        {"kind": "unknown"},
+    ],
+    ids=str,
+)
 def test_forged_recipes_are_refused_whatever_the_threads(recipe, threads):
     good = [record({"kind": "plain"}, [name], 1) for name in "ab"]
     with pytest.raises(FormatError):
@@ -73,7 +88,8 @@ def test_no_records_are_no_tensors():
 def test_the_first_damaged_record_is_the_one_that_is_named():
     bad = [
         EncodedRecord(f"r{i}", (TensorInfo(f"r{i}", (3,), "F32"),), {"kind": "plain"}, {"values": bytes(12)}, "0" * 32)
-           for i in range(9)]  # fmt: skip
+        for i in range(9)
+    ]
     for threads in (1, 2):
         with pytest.raises(CorruptError, match="r0"):
             decoded(bad, threads)

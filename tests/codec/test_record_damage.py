@@ -26,17 +26,80 @@ from shrinkpoint.errors import ChainError, CorruptError, FormatError, TruncatedE
 from shrinkpoint.tensors.info import EncodedRecord, Role, TensorInfo
 
 JUNK: list[Any] = [
-    None, True, False, -1, 0, 1, 2, 3, 9, 23, 31, 63, 64, 255, 256, 4095, 4096, 2**31, 2**32, 2**64, 10**30, -(2**63),
-    0.0, 1.5, 1e300, float("inf"), "", "level", "delta", "planes", "none", "base", "tap", "adam", "square", "moment1",
-    "__class__", "LEVEL", [], [[]], [0], [[0, 0, 1]], [[0, 1, 3]], [[0, 0, 1 << 20]], [[5, -1, 6]], [1.0] * 4,
-    [float("inf")] * 4, {}, {"tokens": "delta"}, {"tokens": "codes"}, {"run": {"tokens": "codes"}}, {"packed": 5},
-    {"packed": 0}, {"lzma": 6}, {"cyclic": [9, True, True]}, {"cyclic": [256, False, True]},
-    {"cyclic": [1, False, False]}, "F32",
-]  # fmt: skip
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    2,
+    3,
+    9,
+    23,
+    31,
+    63,
+    64,
+    255,
+    256,
+    4095,
+    4096,
+    2**31,
+    2**32,
+    2**64,
+    10**30,
+    -(2**63),
+    0.0,
+    1.5,
+    1e300,
+    float("inf"),
+    "",
+    "level",
+    "delta",
+    "planes",
+    "none",
+    "base",
+    "tap",
+    "adam",
+    "square",
+    "moment1",
+    "__class__",
+    "LEVEL",
+    [],
+    [[]],
+    [0],
+    [[0, 0, 1]],
+    [[0, 1, 3]],
+    [[0, 0, 1 << 20]],
+    [[5, -1, 6]],
+    [1.0] * 4,
+    [float("inf")] * 4,
+    {},
+    {"tokens": "delta"},
+    {"tokens": "codes"},
+    {"run": {"tokens": "codes"}},
+    {"packed": 5},
+    {"packed": 0},
+    {"lzma": 6},
+    {"cyclic": [9, True, True]},
+    {"cyclic": [256, False, True]},
+    {"cyclic": [1, False, False]},
+    "F32",
+]
 RUN_FIELDS = [
-    "tokens", "predictor", "companion", "moments", "factors", "fine", "shift", "sign", "bias", "top", "parameters",
-    "chunk", "more",
-]  # fmt: skip
+    "tokens",
+    "predictor",
+    "companion",
+    "moments",
+    "factors",
+    "fine",
+    "shift",
+    "sign",
+    "bias",
+    "top",
+    "parameters",
+    "chunk",
+    "more",
+]
 
 
 @cache
@@ -69,9 +132,14 @@ def lossy() -> tuple[dict[str, CodebookTensor], list[tuple[EncodedRecord, dict[s
     steps = (before["pushed"].codes.int() - now["pushed"].codes.int()).float()
     decoded = {"m": steps - 0.1, "v": torch.ones(50, 60)}
     material = CodebookInput(
-        "pushed", (pushed,), (values["pushed"],), (now["pushed"],),
-        coding_context((pushed,), 1, None, [("m", "v")], decoded), ((0, 1),), held,
-    )  # fmt: skip
+        "pushed",
+        (pushed,),
+        (values["pushed"],),
+        (now["pushed"],),
+        coding_context((pushed,), 1, None, [("m", "v")], decoded),
+        ((0, 1),),
+        held,
+    )
     out = [(encode_codebook_record(material, threads=1), decoded)]
     several = [info.name for info in infos]
     for reference in (None, held):
@@ -82,9 +150,14 @@ def lossy() -> tuple[dict[str, CodebookTensor], list[tuple[EncodedRecord, dict[s
     for residual, coder in ((False, "context"), (True, "rearranged"), (True, "lzma")):
         one, base = replace(now["pushed"], residual=residual), held.tensors["pushed"]
         material = CodebookInput(
-            "under", (pushed,), (one.dequantize(torch.float32, base),), (one,), reference=held if residual else None,
-            context_codes=(before["pushed"].codes,), context_ordinals=(1,),
-        )  # fmt: skip
+            "under",
+            (pushed,),
+            (one.dequantize(torch.float32, base),),
+            (one,),
+            reference=held if residual else None,
+            context_codes=(before["pushed"].codes,),
+            context_ordinals=(1,),
+        )
         tensors = {"m": steps, UNDER: base} if coder != "lzma" else {}
         out += [(encode_codebook_record(material, coders=(coder,), threads=1), tensors)]
     return before, out
@@ -271,7 +344,7 @@ def test_padding_of_cyclic_codes_that_is_not_zero_is_refused():
     data = bytearray(record.parts["symbols"])
     assert struct.unpack("<IQQ", data[:20])[:2] == (0, 28) and not any(data[44:48])
     data[47] = 1
-    with pytest.raises(CorruptError, match="filled up"):
+    with pytest.raises(CorruptError, match="padding is not zero"):
         decode(replace(record, parts={"symbols": bytes(data)}), {}, None)
 
 

@@ -98,21 +98,35 @@ def plain_values() -> dict[Any, Any]:
     versioned._metadata = {"bn": {"version": 2}}  # type: ignore[attr-defined]
     storage = torch.arange(10.0)
     return {
-        "none": None, "bools": [True, False], "ints": [0, -1, 2**63 - 1, -(2**63), 2**63, -(3**99)],
+        "none": None,
+        "bools": [True, False],
+        "ints": [0, -1, 2**63 - 1, -(2**63), 2**63, -(3**99)],
         "floats": [0.0, -0.0, 1e-323, 0.1, float("inf"), -float("inf"), float("nan")],
         "texts": ["", "\u00e4\u2603\U0001f600", "\ud800", "\0", "$t"],
-        "bytes": [b"", b"\x00\xff", bytes(range(256)) * 2], "tuples": ((), (1, (2, [3]))), "size": torch.Size([2, 3]),
-        "ordered": ordered, "counter": Counter("abracadabra"), "versioned": versioned,
-        1: "int", -(2**70): "long", False: "bool", 2.5: "float", None: "none", (1, "a"): "tuple",
-        "keys": {"$t": 1, "a/b": 2, "100%": 3, "": 4}, "numpy": np.arange(6, dtype=">i4").reshape(2, 3),
+        "bytes": [b"", b"\x00\xff", bytes(range(256)) * 2],
+        "tuples": ((), (1, (2, [3]))),
+        "size": torch.Size([2, 3]),
+        "ordered": ordered,
+        "counter": Counter("abracadabra"),
+        "versioned": versioned,
+        1: "int",
+        -(2**70): "long",
+        False: "bool",
+        2.5: "float",
+        None: "none",
+        (1, "a"): "tuple",
+        "keys": {"$t": 1, "a/b": 2, "100%": 3, "": 4},
+        "numpy": np.arange(6, dtype=">i4").reshape(2, 3),
         "numpy scalars": [np.float32(0.1), np.bool_(True), np.int64(-5), np.complex128(1 + 2j)],
         "parameter": torch.nn.Parameter(torch.ones(2)),
         "frozen": torch.nn.Parameter(torch.ones(2), requires_grad=False),
         "tied": [storage, storage, storage[2:5], storage.view(2, 5).t(), storage[::3]],
-        "expanded": torch.ones(1).expand(3, 2), "0-d": torch.tensor(7), "empty": torch.empty(0, 3),
+        "expanded": torch.ones(1).expand(3, 2),
+        "0-d": torch.tensor(7),
+        "empty": torch.empty(0, 3),
         "conj": torch.tensor([1 + 2j]).conj(),
         "same names": {1: torch.zeros(1), "1": torch.ones(1)},
-    }  # fmt: skip
+    }
 
 
 def half_state(step: int) -> dict[str, Any]:
@@ -188,10 +202,19 @@ def whole_numbers() -> Iterator[tuple[str, Golden]]:
         Golden({"master": masters, "model": casts, "half": halves, "ema": copy.deepcopy(masters)}, ("copy",)),
     )
     ints = torch.arange(1500).square()
-    yield "planes_ints", Golden({
-        "u8": (ints % 11).to(torch.uint8), "i16": (ints % 301).to(torch.int16), "i64": ints, "mask": ints % 7 == 0,
-        "fp8": (randn(1500) * 0.1).to(torch.float8_e4m3fn),
-    }, ("planes",))  # fmt: skip
+    yield (
+        "planes_ints",
+        Golden(
+            {
+                "u8": (ints % 11).to(torch.uint8),
+                "i16": (ints % 301).to(torch.int16),
+                "i64": ints,
+                "mask": ints % 7 == 0,
+                "fp8": (randn(1500) * 0.1).to(torch.float8_e4m3fn),
+            },
+            ("planes",),
+        ),
+    )
     bits = np.array(
         [0, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC01234, 0x7F800001, 1, 0x807FFFFF, 0x7F7FFFFF], "u4"
     )
@@ -223,9 +246,13 @@ def codebooks() -> Iterator[tuple[str, Golden]]:
     before = {name: symbols_of(shape, 12, seed=1) for name, shape in shapes.items()}
     after = {name: moved(one, share=0.2) for name, one in before.items()}
     how = {
-        "context": ('"predictor": "base"',), "alone": ('"run": {"tokens": "codes"}',), "packed": ('"packed": 4',),
-        "rearranged": ('[14, true, true]',), "runs": ('[14, false, true]',), "huffman": ('[14, false, false]',),
-    }  # fmt: skip
+        "context": ('"predictor": "base"',),
+        "alone": ('"run": {"tokens": "codes"}',),
+        "packed": ('"packed": 4',),
+        "rearranged": ("[14, true, true]",),
+        "runs": ("[14, false, true]",),
+        "huffman": ("[14, false, false]",),
+    }
     yield "quantized_base", Golden(**planned(before), shows=('"quantized", "bins": 12, "first": 2',))
     for coder, shows in how.items():
         base = None if coder in ("alone", "packed") else "quantized_base"
@@ -261,9 +288,11 @@ def residuals() -> Iterator[tuple[str, Golden]]:
     values = {name: randn(*shape, seed=7) * 0.1 for name, shape in shapes.items()}
     now = {name: replace(symbols_of(shape, 12, seed=2), residual=True) for name, shape in shapes.items()}
     how = {
-        "alone": '"codes": {"run": {"tokens": "codes"}}', "packed": '"packed": 4', "lzma": '"lzma": 4',
+        "alone": '"codes": {"run": {"tokens": "codes"}}',
+        "packed": '"packed": 4',
+        "lzma": '"lzma": 4',
         "huffman": '"cyclic": [14, false, false]',
-    }  # fmt: skip
+    }
     yield "residual_base", Golden(values)
     for coder, shows in how.items():
         golden = Golden(**planned(now, coders=(coder,)), shows=(shows, '"residual": true'), base="residual_base")
@@ -407,8 +436,9 @@ def _on_any_values() -> Iterator[tuple[str, Golden]]:
     for kind, dtype in TYPES.items():
         yield f"points_{kind}_base", Golden({"w.weight": values.to(dtype), "v.weight": values.to(dtype)})
         both = {
-            "w.weight": points_of("linear", (13, 12), seed=4), "v.weight": points_of("log", (13, 12), step=8, random=5),
-        }  # fmt: skip
+            "w.weight": points_of("linear", (13, 12), seed=4),
+            "v.weight": points_of("log", (13, 12), step=8, random=5),
+        }
         shows = ('"law": "linear"', '"law": "log"', '"base": true')
         yield f"points_{kind}", Golden(**planned(both, dtype), shows=shows, base=f"points_{kind}_base")
     shapes = {"a.weight": (40, 50), "b.weight": (300,)}
@@ -424,8 +454,10 @@ def fisher() -> Iterator[tuple[str, Golden]]:
     loop, scheme = Loop(width=24), sp.Fisher(relative_error=0.1)
     held, chosen = None, None
     for name, base, generation in (
-        ("fisher_base", None, 0), ("fisher_delta", "fisher_base", 0), ("fisher_restored", "fisher_delta", 1),
-    ):  # fmt: skip
+        ("fisher_base", None, 0),
+        ("fisher_delta", "fisher_base", 0),
+        ("fisher_restored", "fisher_delta", 1),
+    ):
         state = _state_of(loop)
         flat = flatten(state)
         if chosen is not None and generation:

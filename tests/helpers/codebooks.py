@@ -21,9 +21,15 @@ from shrinkpoint.tensors.info import JSON, EncodedRecord, Role
 
 
 def symbols_of(
-    shape: tuple[int, ...], bins: int, first: int = 2, *, seed: int = 0, exact: torch.dtype = torch.bfloat16,
-    special: float = 0.1, spread: float = 1.0,
-) -> CodebookTensor:  # fmt: skip
+    shape: tuple[int, ...],
+    bins: int,
+    first: int = 2,
+    *,
+    seed: int = 0,
+    exact: torch.dtype = torch.bfloat16,
+    special: float = 0.1,
+    spread: float = 1.0,
+) -> CodebookTensor:
     """Random symbols.
 
     Args:
@@ -46,9 +52,14 @@ def symbols_of(
 def symbols(draw: st.DrawFn, shape: tuple[int, ...], bins: int, first: int, exact: torch.dtype) -> CodebookTensor:
     """Symbols of any content: nothing special, everything, one code alone."""
     return symbols_of(
-        shape, bins, first, seed=draw(st.integers(0, 999)), exact=exact,
-        special=draw(st.sampled_from([0.0, 0.1, 1.0])), spread=draw(st.sampled_from([0.0, 0.3, 1.0])),
-    )  # fmt: skip
+        shape,
+        bins,
+        first,
+        seed=draw(st.integers(0, 999)),
+        exact=exact,
+        special=draw(st.sampled_from([0.0, 0.1, 1.0])),
+        spread=draw(st.sampled_from([0.0, 0.3, 1.0])),
+    )
 
 
 def moved(one: CodebookTensor, *, seed: int = 1, share: float = 0.1, bins: int | None = None) -> CodebookTensor:

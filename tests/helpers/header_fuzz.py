@@ -197,8 +197,14 @@ def _boxes(path: Path, mutator: Mutator) -> None:
     with PartialReader(chain, 1) as boxes:
         for name, info in list(boxes.infos.items())[:6]:
             sizes = tuple(min(side, mutator.random.choice([1, 2, 5])) for side in info.shape)
-            boxes.read(name, tuple(mutator.random.randrange(side - size + 1) if side else 0
-                                   for side, size in zip(info.shape, sizes, strict=True)), sizes)  # fmt: skip
+            boxes.read(
+                name,
+                tuple(
+                    mutator.random.randrange(side - size + 1) if side else 0
+                    for side, size in zip(info.shape, sizes, strict=True)
+                ),
+                sizes,
+            )
 
 
 STORES = ["0.1.0_store", "0.1.0_lossy_store", "0.1.0_tracked_store", "0.1.0_fisher_store"]

@@ -1,4 +1,4 @@
-"""Lattices and points for tests, what they are in the twin's words, and their way into a record and back."""
+"""Lattices and points for tests, what they are in the reference's words, and their way into a record and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from helpers import codebooks
 from helpers.strategies import bits, shapes, tensors
 from hypothesis import strategies as st
-from reference.gridded import Floats, Grid, Member, guess, sides, spans
+from reference.lattice_record import Floats, Grid, Member, guess, sides, spans
 from torch import Tensor
 
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
@@ -40,9 +40,7 @@ def lattice_of(
     return Lattice(law, rows // 2 + at, columns // 2, step if log else 1, 0 if log else seed)  # type: ignore[arg-type]
 
 
-def codes_of(
-    law: str, shape: tuple[int, ...], kind: str = "near", *, random: int = 0, nothing: float = 0.1
-) -> Tensor:  # fmt: skip
+def codes_of(law: str, shape: tuple[int, ...], kind: str = "near", *, random: int = 0, nothing: float = 0.1) -> Tensor:
     """Codes: "none" but 0, "near" 0, or "far", where a byte does not reach; of the law "log", some are zeros."""
     generator = torch.Generator().manual_seed(random)
     most = {"none": 0, "near": 3, "far": MOST_CODE}[kind]
@@ -117,16 +115,20 @@ class Made:
 
 
 def made(
-    named: Mapping[str, LatticeTensor], dtype: str = "F32", parent: Reference | None = None, *,
-    others: Sequence[Tensor] = (), threads: int = 1,
-) -> Made:  # fmt: skip
+    named: Mapping[str, LatticeTensor],
+    dtype: str = "F32",
+    parent: Reference | None = None,
+    *,
+    others: Sequence[Tensor] = (),
+    threads: int = 1,
+) -> Made:
     """A record of these points; `others` are tensors of the same file, one for each, which come first."""
     infos = tuple(TensorInfo(name, tuple(one.codes.shape), dtype) for name, one in named.items())
     beside = others or [None] * len(infos)
     values = {
         name: one.dequantize(torch_dtype(dtype), other)
         for (name, one), other in zip(named.items(), beside, strict=True)
-    }  # fmt: skip
+    }
     decoded = {("v" if len(others) == 1 else f"v{i}"): one for i, one in enumerate(others)}
     points = {
         name: replace(one, relative_to=other)
@@ -155,7 +157,7 @@ def comes_back(found: Reference, one: Made) -> None:
         assert found.tensors[name].dtype == one.values[name].dtype
 
 
-# in the twin's words
+# in the reference's words
 
 
 def grid(one: Lattice) -> Grid:

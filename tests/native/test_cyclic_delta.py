@@ -1,4 +1,4 @@
-"""Cyclic deltas: native and twin agree, everything comes back, and damage is an error or other codes."""
+"""Cyclic deltas: native core and reference agree, everything comes back, and damage is an error or other codes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def cases(draw: st.DrawFn, most: int = 120) -> tuple[Cyclic, Codes, Codes | None
 
 @several
 @given(cases())
-def test_the_twin_decodes_what_native_encoded(case: tuple[Cyclic, Codes, Codes | None]) -> None:
+def test_the_reference_decodes_what_native_encoded(case: tuple[Cyclic, Codes, Codes | None]) -> None:
     form, codes, previous = case
     data = round_trip(form, codes, previous)
     before = None if previous is None else previous.tolist()
@@ -72,7 +72,7 @@ def test_the_twin_decodes_what_native_encoded(case: tuple[Cyclic, Codes, Codes |
 
 @several
 @given(cases())
-def test_native_decodes_what_the_twin_encoded(case: tuple[Cyclic, Codes, Codes | None]) -> None:
+def test_native_decodes_what_the_reference_encoded(case: tuple[Cyclic, Codes, Codes | None]) -> None:
     form, codes, previous = case
     data = cyclic.encode(form, codes.tolist(), None if previous is None else previous.tolist())
     np.testing.assert_array_equal(decode(form, data, previous, codes.size), codes)

@@ -1,4 +1,4 @@
-"""Weighted k-means in one dimension: native and twin agree, and whatever the numbers, the centers are in order."""
+"""Weighted k-means in one dimension: native core and reference agree, and centers are always in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from reference import kmeans as twin
+from reference import kmeans as reference
 
 from shrinkpoint import _native
 
@@ -42,21 +42,21 @@ def points(draw: st.DrawFn, most: int = 60) -> tuple[Floats, Floats]:
 
 @several
 @given(points(), st.integers(1, 20), st.integers(0, 2**64 - 1), st.integers(0, 8))
-def test_native_moves_centers_as_the_twin_does(some: tuple[Floats, Floats], k: int, seed: int, n: int) -> None:
+def test_native_moves_centers_as_the_reference_does(some: tuple[Floats, Floats], k: int, seed: int, n: int) -> None:
     values, weights = some
     start = _native.kmeans_plus_plus(values, weights, k, seed=seed, squared=True)
     # From places in between, since a value in the middle of two others may fall to either by a rounding.
     start = np.sort(start + np.random.default_rng(seed).standard_normal(k) * 1e-3 * np.abs(values).max())
-    expected = twin.kmeans(values.tolist(), weights.tolist(), start.tolist(), n)
+    expected = reference.kmeans(values.tolist(), weights.tolist(), start.tolist(), n)
     np.testing.assert_allclose(run(values, weights, start, n), expected, rtol=1e-9, atol=1e-9 * np.abs(values).max())
 
 
 @several
 @given(points(), st.integers(1, 40), st.integers(0, 2**64 - 1), st.booleans())
-def test_native_starts_where_the_twin_does(some: tuple[Floats, Floats], k: int, seed: int, squared: bool) -> None:
+def test_native_starts_where_the_reference_does(some: tuple[Floats, Floats], k: int, seed: int, squared: bool) -> None:
     values, weights = some
     start = _native.kmeans_plus_plus(values, weights, k, seed=seed, squared=squared)
-    assert start.tolist() == twin.start(values.tolist(), weights.tolist(), k, seed, squared)
+    assert start.tolist() == reference.start(values.tolist(), weights.tolist(), k, seed, squared)
 
 
 @several
@@ -71,7 +71,7 @@ def test_there_are_always_k_centers_in_order_and_they_only_improve(
     for iterations in (0, 1, 2, 50):
         centers = run(values, weights, start, iterations)
         assert centers.shape == (k,) and bool((np.diff(centers) >= 0).all()) and bool(np.isfinite(centers).all())
-        costs.append(twin.cost(values.tolist(), weights.tolist(), centers.tolist()))
+        costs.append(reference.cost(values.tolist(), weights.tolist(), centers.tolist()))
     scale = float((weights * values**2).sum())
     assert all(later <= before + 1e-12 * scale for before, later in pairwise(costs))
 
@@ -107,7 +107,7 @@ def test_iterations_end_when_the_cost_falls_by_less_than_the_tolerance() -> None
     one, many = run(values, weights, start, 1), run(values, weights, start, 2000)
     assert run(values, weights, start, 50, tolerance=2.0).tolist() == one.tolist()
     ended = run(values, weights, start, 2000, tolerance=1e-3)
-    costs = [twin.cost(values.tolist(), weights.tolist(), c.tolist()) for c in (one, ended, many)]
+    costs = [reference.cost(values.tolist(), weights.tolist(), c.tolist()) for c in (one, ended, many)]
     assert costs[0] > costs[1] > costs[2]
     np.testing.assert_array_equal(run(values, weights, many, 1), many)  # it stands still at the end
 
@@ -125,7 +125,7 @@ def test_clusters_far_apart_are_found() -> None:
 def test_values_far_from_zero_keep_their_digits() -> None:
     values = 1e9 + np.arange(64.0)
     centers = run(values, np.ones(64), 1e9 + np.arange(8) * 8.0, 100)
-    expected = twin.kmeans(values.tolist(), [1.0] * 64, (1e9 + np.arange(8) * 8.0).tolist(), 100)
+    expected = reference.kmeans(values.tolist(), [1.0] * 64, (1e9 + np.arange(8) * 8.0).tolist(), 100)
     np.testing.assert_allclose(centers - 1e9, np.array(expected) - 1e9, atol=1e-6)
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from reference import lattice as twin
+from reference import lattice as reference
 from torch import Tensor
 
 from shrinkpoint import _native
@@ -91,15 +91,13 @@ def numbers(random: np.random.Generator, shape: tuple[int, int]) -> Tensor:
 
 def lattice(
     random: np.random.Generator, law: str, shape: tuple[int, int], *, seed: int = 0, step: int = 1, spread: int = 20
-) -> Lattice:  # fmt: skip
+) -> Lattice:
     counts = shape[0], 1 if shape[0] == 1 or law == "relative" else shape[1]
     rows, columns = (torch.from_numpy(random.integers(-spread, spread + 1, n).astype(np.int16)) for n in counts)
     return Lattice(law, rows - 40, columns, step if law == "log" else 1, seed)  # type: ignore[arg-type]
 
 
-def make(
-    law: str, shape: tuple[int, int], random: int, *, parent: str = "near", most: int = 3, **options: int
-) -> Case:  # fmt: skip
+def make(law: str, shape: tuple[int, int], random: int, *, parent: str = "near", most: int = 3, **options: int) -> Case:
     generator = np.random.default_rng(random)
     made = lattice(generator, law, shape, **options)
     codes = torch.from_numpy(generator.integers(-most, most + 1, shape).astype(np.int16))
@@ -112,7 +110,7 @@ def make(
     known = None
     if parent == "near":
         moved = torch.from_numpy((codes.numpy() + (generator.random(shape) < 0.2)).astype(np.int16))
-        known = twin.values(replace(made, seed=0), moved.clamp(-MAX_LATTICE_CODE, MAX_LATTICE_CODE), squares)
+        known = reference.values(replace(made, seed=0), moved.clamp(-MAX_LATTICE_CODE, MAX_LATTICE_CODE), squares)
     elif parent != "none":
         known = numbers(generator, shape)
         known = known.to(torch.bfloat16) if parent == "narrow" else known
@@ -122,21 +120,25 @@ def make(
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     return make(
-        draw(st.sampled_from(["linear", "relative", "log"])), draw(st.sampled_from(SHAPES)),
-        draw(st.integers(0, 1 << 32)), parent=draw(st.sampled_from(["none", "near", "any", "narrow"])),
-        most=draw(st.sampled_from([0, 3, 200, MAX_LATTICE_CODE])), step=draw(st.integers(1, 1024) | st.just(24)),
-        seed=draw(st.just(0) | st.integers(0, 2**32 - 1)), spread=draw(st.sampled_from([0, 20, 900])),
-    )  # fmt: skip
+        draw(st.sampled_from(["linear", "relative", "log"])),
+        draw(st.sampled_from(SHAPES)),
+        draw(st.integers(0, 1 << 32)),
+        parent=draw(st.sampled_from(["none", "near", "any", "narrow"])),
+        most=draw(st.sampled_from([0, 3, 200, MAX_LATTICE_CODE])),
+        step=draw(st.integers(1, 1024) | st.just(24)),
+        seed=draw(st.just(0) | st.integers(0, 2**32 - 1)),
+        spread=draw(st.sampled_from([0, 20, 900])),
+    )
 
 
 def agree(case: Case) -> None:
-    expected, under = twin.guess(case.lattice, case.shape, case.parent, case.squares)
+    expected, under = reference.guess(case.lattice, case.shape, case.parent, case.squares)
     guesses, contexts = case.guess()
     same(guesses, expected, torch.int16)
     same(contexts, under, torch.uint8)
-    made = twin.values(case.lattice, case.codes, case.squares)
+    made = reference.values(case.lattice, case.codes, case.squares)
     same(case.values(), made, torch.float32)
-    symbols, large = twin.tokens(case.codes, expected, under)
+    symbols, large = reference.tokens(case.codes, expected, under)
     told, tokens, escapes, in_range, kept = case.tokens(made)
     np.testing.assert_array_equal(told, contexts)
     same(tokens, symbols, torch.uint8)
@@ -144,7 +146,7 @@ def agree(case: Case) -> None:
     assert in_range and kept
     codes, values, used = case.points(tokens, contexts, guesses, escapes)
     assert used == large.numel()
-    same(codes, twin.points(symbols, under, expected, large), torch.int16)
+    same(codes, reference.points(symbols, under, expected, large), torch.int16)
     same(codes, case.codes, torch.int16)
     same(values, made, torch.float32)
 
@@ -179,11 +181,11 @@ def test_the_nearest_point_is_torch_s_and_an_old_one_is_held(law: str, width: in
         case = make(law, shape, 3, seed=9 * (shape[0] > 3))
         held = torch.tensor([1.0]) if case.squares is None else case.squares + 0.1
         squares = None if law == "linear" else held
-        values = twin.values(case.lattice, case.codes, squares) * 1.07
+        values = reference.values(case.lattice, case.codes, squares) * 1.07
         values = values.to(torch.bfloat16) if width == 16 else values
         before = (case.codes + torch.randint(-1, 2, case.shape, generator=torch.Generator().manual_seed(1))).short()
         for old, hold in ((None, 0.5), (before, 0.5), (before, 0.7), (before, 1.5)):
-            expected, fits = twin.nearest(case.lattice, values, squares, old, hold)
+            expected, fits = reference.nearest(case.lattice, values, squares, old, hold)
             codes = room(case, 2)
             given = {"before": None if old is None else tensor_bytes(old), "hold": hold}
             given |= {"squares": None if squares is None else tensor_bytes(squares)}
@@ -205,7 +207,7 @@ def test_a_value_that_no_code_reaches_is_told(far: float) -> None:
 def test_codes_that_stand_for_other_values_are_told() -> None:
     for law in ("linear", "relative", "log"):
         case = make(law, (3, 1500), 1, seed=3)
-        made = twin.values(case.lattice, case.codes, case.squares)
+        made = reference.values(case.lattice, case.codes, case.squares)
         for dtype in (torch.float32, torch.bfloat16):
             expected = made.to(dtype)
             assert case.tokens(expected)[3:] == (True, True)

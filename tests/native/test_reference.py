@@ -26,31 +26,31 @@ def agree(case: Case) -> None:
 
 @several
 @given(cases)
-def test_the_twin_decodes_what_native_encoded(case: Case) -> None:
+def test_the_reference_decodes_what_native_encoded(case: Case) -> None:
     agree(case)
 
 
 @several
 @given(deltas())
-def test_the_twin_decodes_deltas(case: Case) -> None:
+def test_the_reference_decodes_deltas(case: Case) -> None:
     agree(case)
 
 
 @several
 @given(levels())
-def test_the_twin_decodes_levels(case: Case) -> None:
+def test_the_reference_decodes_levels(case: Case) -> None:
     agree(case)
 
 
 @several
 @given(codes())
-def test_the_twin_decodes_codes(case: Case) -> None:
+def test_the_reference_decodes_codes(case: Case) -> None:
     agree(case)
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_twin_decodes_every_kind_of_number(run: Run, kind: str) -> None:
+def test_the_reference_decodes_every_kind_of_number(run: Run, kind: str) -> None:
     with_moments = run.tokens == "codes" or (run.tokens == "delta" and run.mantissa > 0)
     for moments in (False, True) if with_moments else (False,):
         agree(make(9, replace(run, chunk=200), 500, kind, moments=moments))
@@ -65,23 +65,23 @@ WIDE = [
 
 
 @pytest.mark.parametrize("case", WIDE, ids=lambda case: case.run.tokens)
-def test_the_twin_decodes_32_lanes(case: Case) -> None:
+def test_the_reference_decodes_32_lanes(case: Case) -> None:
     agree(case)
 
 
 @several
 @given(cases, seeds)
-def test_native_decodes_what_the_twin_encoded(case: Case, seed: int) -> None:
+def test_native_decodes_what_the_reference_encoded(case: Case, seed: int) -> None:
     case = replace(case, shapes=None)
-    check_native_reads_the_twin(case, seed)
+    check_native_reads_the_reference(case, seed)
 
 
 @pytest.mark.parametrize("case", WIDE, ids=lambda case: case.run.tokens)
-def test_native_decodes_32_lanes_of_the_twin(case: Case) -> None:
-    check_native_reads_the_twin(case, 4)
+def test_native_decodes_32_lanes_of_the_reference(case: Case) -> None:
+    check_native_reads_the_reference(case, 4)
 
 
-def check_native_reads_the_twin(case: Case, seed: int) -> None:
+def check_native_reads_the_reference(case: Case, seed: int) -> None:
     random = np.random.default_rng(seed)
     all_tables = [(random.multinomial(4096 - 256, random.dirichlet(np.ones(256))) + 1).tolist() for _ in range(3)]
     context_map = random.integers(0, 3, case.run.contexts(case.known)).tolist()
@@ -101,7 +101,7 @@ def test_a_table_of_one_symbol_costs_nothing() -> None:
 
 @several
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=70), st.integers(1, 32))
-def test_packed_bits_equal_the_twin(fields: list[int], width: int) -> None:
+def test_packed_bits_equal_the_reference(fields: list[int], width: int) -> None:
     packed = _native.pack_bits(np.array(fields, np.uint32), width)
     assert packed.tobytes() == bits.pack(fields, width)
     unpacked = bits.unpack(packed.tobytes(), len(fields), width)
@@ -110,7 +110,7 @@ def test_packed_bits_equal_the_twin(fields: list[int], width: int) -> None:
 
 @several
 @given(st.binary(max_size=600), st.integers(1, 8))
-def test_planes_equal_the_twin(data: bytes, width: int) -> None:
+def test_planes_equal_the_reference(data: bytes, width: int) -> None:
     data = data[: len(data) // width * width]
     split = _native.split_planes(data, width).tobytes()
     assert split == planes.split(data, width)
@@ -119,7 +119,7 @@ def test_planes_equal_the_twin(data: bytes, width: int) -> None:
 
 @several
 @given(deltas())
-def test_hints_equal_the_twin(case: Case) -> None:
+def test_hints_equal_the_reference(case: Case) -> None:
     case = replace(case, run=replace(case.run, shift=0))
     others = np.roll(case.values, 1)
     pairs = zip(case.values.tolist(), others.tolist(), strict=True)

@@ -19,15 +19,24 @@ from shrinkpoint.quantize.layer_types import (
 @pytest.mark.parametrize(
     ("name", "dims", "kind"),
     [
-        ("transformer.wte.weight", 2, EMBEDDING), ("bert.embeddings.word_embeddings.weight", 2, EMBEDDING),
-        ("model/embed_tokens.weight", 2, EMBEDDING), ("wpe.weight", 2, EMBEDDING),
-        ("h.0.attn.c_attn.weight", 2, ATTENTION), ("layers.3.self_attn.q_proj.weight", 2, ATTENTION),
-        ("encoder.layer.0.attention.self.query.weight", 2, ATTENTION), ("blocks.1.wq.weight", 2, ATTENTION),
-        ("h.0.mlp.c_fc.weight", 2, LINEAR), ("fc1.weight", 2, LINEAR), ("keyboard.weight", 2, LINEAR),
-        ("lm_head.weight", 2, HEAD), ("classifier.weight", 2, HEAD), ("ahead.weight", 2, LINEAR),
-        ("layer1.0.conv1.weight", 4, CONVOLUTION), ("attn.conv.weight", 3, CONVOLUTION),
+        ("transformer.wte.weight", 2, EMBEDDING),
+        ("bert.embeddings.word_embeddings.weight", 2, EMBEDDING),
+        ("model/embed_tokens.weight", 2, EMBEDDING),
+        ("wpe.weight", 2, EMBEDDING),
+        ("h.0.attn.c_attn.weight", 2, ATTENTION),
+        ("layers.3.self_attn.q_proj.weight", 2, ATTENTION),
+        ("encoder.layer.0.attention.self.query.weight", 2, ATTENTION),
+        ("blocks.1.wq.weight", 2, ATTENTION),
+        ("h.0.mlp.c_fc.weight", 2, LINEAR),
+        ("fc1.weight", 2, LINEAR),
+        ("keyboard.weight", 2, LINEAR),
+        ("lm_head.weight", 2, HEAD),
+        ("classifier.weight", 2, HEAD),
+        ("ahead.weight", 2, LINEAR),
+        ("layer1.0.conv1.weight", 4, CONVOLUTION),
+        ("attn.conv.weight", 3, CONVOLUTION),
     ],
-)  # fmt: skip
+)
 def test_a_name_tells_the_kind(name, dims, kind):
     assert layer_type_from_name(name, dims) == kind
 

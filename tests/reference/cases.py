@@ -75,9 +75,15 @@ class Case:
     def decode(self, side: bytes, codes: bytes, threads: int = 1) -> NDArray[Any]:
         out = np.zeros_like(self.values)
         _native.decode(
-            self.model(), side, codes, out, **self.arrays(),
-            shapes=self.shapes, chunk=self.run.chunk, threads=threads,
-        )  # fmt: skip
+            self.model(),
+            side,
+            codes,
+            out,
+            **self.arrays(),
+            shapes=self.shapes,
+            chunk=self.run.chunk,
+            threads=threads,
+        )
         return out
 
 
@@ -127,10 +133,13 @@ def make(seed: int, run: Run, count: int, kind: str = "normal", *, hint: bool = 
         base=near(random, values).tolist() if run.predictor != "none" or run.companion == "base" else None,
         moment1=first if moments or run.companion == "moment1" else None,
         moment2=second * second if moments and kind != "wild" else second if moments else None,
-        moment1_base=first + np.float32(1e-4) * second if run.predictor == "square" and kind != "wild"
-        else second if run.predictor == "square" else None,
+        moment1_base=first + np.float32(1e-4) * second
+        if run.predictor == "square" and kind != "wild"
+        else second
+        if run.predictor == "square"
+        else None,
         hint=random.integers(0, 32, count).tolist() if hint else None,
-    )  # fmt: skip
+    )
     return Case(run, values, known)
 
 
@@ -150,14 +159,16 @@ def levels(draw: st.DrawFn, most: int = 300) -> Case:
     fine = draw(st.integers(0, 4) | st.sampled_from((mantissa // 2, mantissa - 1, mantissa)))
     companions = ["none", "base"] + ["moment1"] * (width - mantissa == 9)
     run = Run(
-        "level", width, mantissa,
+        "level",
+        width,
+        mantissa,
         companion=draw(st.sampled_from(companions)),
         fine=fine,
         shift=draw(st.sampled_from((0, 1, mantissa - fine))),
         sign=draw(st.booleans()),
         bias=draw(st.sampled_from((0, min(120 << fine, (1 << 20) - 1), -1000, 1 << 19))),
         chunk=draw(chunks),
-    )  # fmt: skip
+    )
     run = replace(run, shift=min(run.shift, mantissa - fine))
     case = make(draw(seeds), run, draw(st.integers(1, most)), draw(st.sampled_from(KINDS)))
     with_factors = width <= 32 and mantissa > fine and draw(st.booleans())
@@ -183,29 +194,35 @@ def deltas(draw: st.DrawFn, most: int = 300) -> Case:
     predictors = ["none", "base"] + ["adam", "square"] * (mantissa == 23)
     predictor = draw(st.sampled_from(predictors))
     run = Run(
-        "delta", width, mantissa,
+        "delta",
+        width,
+        mantissa,
         predictor=predictor,
         shift=draw(st.sampled_from((0, 0, 1, width // 2, width - 1))),
         top=draw(st.sampled_from((0, 125, 1020))),
         parameters={"adam": (0.99, -1e-3, 0.5, 1e-8), "square": (0.9, 0.95, 0.1, 0.05)}.get(predictor, ()),
         chunk=draw(chunks),
-    )  # fmt: skip
+    )
     context = draw(st.sampled_from(("plain", "hint", "moments")))
     return make(
-        draw(seeds), run, draw(st.integers(1, most)), draw(st.sampled_from(KINDS)),
+        draw(seeds),
+        run,
+        draw(st.integers(1, most)),
+        draw(st.sampled_from(KINDS)),
         hint=context == "hint" and predictor in ("none", "base"),
         moments=context == "moments",
-    )  # fmt: skip
+    )
 
 
 @st.composite
 def codes(draw: st.DrawFn, most: int = 300) -> Case:
     run = Run(
-        "codes", 8,
+        "codes",
+        8,
         predictor=draw(st.sampled_from(("none", "base"))),
         top=draw(st.sampled_from((0, 1, 15, 16, 31, 32, 63, 64, 255))),
         chunk=draw(chunks),
-    )  # fmt: skip
+    )
     count, kind = draw(st.integers(1, most)), draw(st.sampled_from(KINDS))
     return make(draw(seeds), run, count, kind, hint=draw(st.booleans()), moments=draw(st.booleans()))
 

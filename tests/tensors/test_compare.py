@@ -28,11 +28,13 @@ def test_every_dtype_is_compared_whatever_its_strides(dtype):
 @pytest.mark.parametrize(
     ("other", "what"),
     [
-        ({"w": torch.ones(3), "n": 2}, "plain values"), ({"w": torch.ones(3), "n": 1, "m": torch.ones(1)}, "nest"),
-        ({"w": torch.ones(4), "n": 1}, "shape"), ({"w": torch.ones(3).int(), "n": 1}, "int32"),
+        ({"w": torch.ones(3), "n": 2}, "plain values"),
+        ({"w": torch.ones(3), "n": 1, "m": torch.ones(1)}, "nest"),
+        ({"w": torch.ones(4), "n": 1}, "shape"),
+        ({"w": torch.ones(3).int(), "n": 1}, "int32"),
         ({"w": torch.zeros(3), "n": 1}, "other values"),
     ],
-)  # fmt: skip
+)
 def test_the_first_difference_is_named(tmp_path, other, what):
     save(other, tmp_path / "a.safetensors")
     decoded, _ = decode_file(tmp_path / "a.safetensors")

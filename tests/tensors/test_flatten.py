@@ -203,5 +203,7 @@ def test_of_parameters_alone_it_comes_back_whether_they_require_a_gradient():
     state = {"p": torch.nn.Parameter(torch.ones(2)), "q": torch.nn.Parameter(torch.ones(2), requires_grad=False)}
     found = there_and_back(state | {"t": torch.ones(2, requires_grad=True)})
     assert {name: (type(x), x.requires_grad) for name, x in found.items()} == {
-        "p": (torch.nn.Parameter, True), "q": (torch.nn.Parameter, False), "t": (torch.Tensor, False),
-    }  # fmt: skip
+        "p": (torch.nn.Parameter, True),
+        "q": (torch.nn.Parameter, False),
+        "t": (torch.Tensor, False),
+    }

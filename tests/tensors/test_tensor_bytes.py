@@ -25,11 +25,17 @@ def test_bits_are_those_of_the_values_in_row_major_order_and_come_back(tensor):
     assert back.dtype == tensor.dtype and back.shape == tensor.shape and bits(back) == bits(tensor)
 
 
-@pytest.mark.parametrize("x", [
-    torch.arange(10.0)[::3][:1], torch.arange(12.0).reshape(3, 4)[1:2, ::3][:, :1],
-    torch.arange(4.0).expand(1, 4)[:, 2:3],
-    torch.tensor(2.0).expand(3, 2), torch.tensor(7.0).as_strided((1, 1), (5, 9)), torch.empty(3, 0, 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.arange(10.0)[::3][:1],
+        torch.arange(12.0).reshape(3, 4)[1:2, ::3][:, :1],
+        torch.arange(4.0).expand(1, 4)[:, 2:3],
+        torch.tensor(2.0).expand(3, 2),
+        torch.tensor(7.0).as_strided((1, 1), (5, 9)),
+        torch.empty(3, 0, 2),
+    ],
+)
 def test_strides_without_a_meaning_have_none(x):
     assert tensor_bytes(x).tobytes() == x.numpy().tobytes()
 

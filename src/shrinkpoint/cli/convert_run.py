@@ -238,7 +238,7 @@ def _equal_leaves(left: Any, right: Any) -> bool:
     if not is_array(right):
         return False
     a, b = as_tensor(left), as_tensor(right)
-    return a.dtype == b.dtype and a.shape == b.shape and same_bits(a, b)
+    return same_bits(a, b)
 
 
 def _open_store(source: Path, out: Path) -> Storage:

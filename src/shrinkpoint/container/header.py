@@ -1,7 +1,7 @@
-"""The outer half of a file, which any safetensors reader understands: a length, a JSON header, and its slots.
+"""The safetensors layer of a file: the header's length, a JSON header, and its entries (slots).
 
-The header is sealed: a digest at a fixed place guards every byte of it, and the digests in the document it carries
-guard every byte of the payload.
+A digest at a fixed offset covers every byte of the header, and the digests in the metadata inside the header cover
+every byte of the payload.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shrinkpoint.tensors.info import ITEMSIZE, JSON
 
 ALIGN = 8
 MAX_HEADER_BYTES = 100_000_000
-"""Bytes of the longest header; safetensors refuses longer ones too."""
+"""Largest header in bytes; safetensors refuses longer ones, too."""
 
 SAFETENSORS_DTYPES = frozenset(
     {
@@ -42,20 +42,20 @@ SAFETENSORS_DTYPES = frozenset(
         "C64",
     }
 )
-"""The dtypes an entry of a file may have; each names the same thing to safetensors."""
+"""The dtypes that an entry may have; each means the same to safetensors."""
 
 PREFIX = b'{"__metadata__":{"format":"pt","shrinkpoint.digest":"'
-"""How every header begins, in this and in all later versions of the format."""
+"""The first bytes of every header, in this and all later versions of the format."""
 
 _BLANK_DIGEST = b"0" * 32
 _DIGEST_SLICE = slice(8 + len(PREFIX), 8 + len(PREFIX) + 32)
 _DIGEST_PATTERN = re.compile("[0-9a-f]{32}")
 SIZE_LIMIT = 1 << 63
-"""No size, dimension or offset of a file is as large as this."""
+"""Exclusive upper bound of every size, dimension and offset of a file."""
 
 
 class Readable(Protocol):
-    """What a file must be able to do to be read; every `storage.Source` can."""
+    """A file that can be read at any offset, such as `storage.Source`."""
 
     @property
     def size(self) -> int: ...
@@ -65,7 +65,7 @@ class Readable(Protocol):
 
 @dataclass(frozen=True)
 class Slot:
-    """An entry as safetensors sees it; `begin` and `end` count bytes from the start of the payload."""
+    """A safetensors entry; `begin` and `end` are bytes from the start of the payload."""
 
     name: str
     dtype: str
@@ -80,13 +80,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Header:
-    """A header that has been read.
+    """A decoded header.
 
     Attributes:
-        digest: the seal, in hex.
+        digest: digest of the header, in hex.
         metadata_json: the text in `__metadata__["shrinkpoint"]`.
-        slots: in the order of the payload, which they fill.
-        start: where the payload begins in the file.
+        slots: the entries in the order of the payload, which they fill completely.
+        start: offset of the payload in the file.
     """
 
     digest: str
@@ -96,22 +96,22 @@ class Header:
 
 
 def nbytes_of(shape: Sequence[int], itemsize: int) -> int | None:
-    """Bytes of a tensor; None when they are more than a file can have, or torch can count on its way to a 0."""
+    """Return the bytes of a tensor; None if a product of its dimensions on the way exceeds `SIZE_LIMIT`."""
     size = itemsize
     for dim in shape:
         size *= dim
         if not size:
             return 0
-        if size >= SIZE_LIMIT:  # at once, lest many dims grow a number of megabytes
+        if size >= SIZE_LIMIT:  # early, since many dims could make a number of megabytes
             return None
     return size
 
 
 def encode_header(metadata_json: str, slots: Sequence[Slot], length: int = 0) -> tuple[bytes, str]:
-    """Length bytes and sealed header, with spaces up to `length` header bytes or to the next multiple of 8.
+    """Encode the header's length and the header, padded with spaces to `length` bytes or a multiple of 8.
 
     Returns:
-        the bytes, and the digest in them.
+        The bytes, and the digest in them.
     """
     metadata = {"format": "pt", "shrinkpoint.digest": _BLANK_DIGEST.decode(), "shrinkpoint": metadata_json}
     entries = {s.name: {"dtype": s.dtype, "shape": s.shape, "data_offsets": (s.begin, s.end)} for s in slots}
@@ -123,11 +123,11 @@ def encode_header(metadata_json: str, slots: Sequence[Slot], length: int = 0) ->
 
 
 def decode_header(source: Readable, where: str) -> Header:
-    """Read and check a header; nothing is read, and no memory taken, beyond what the file has.
+    """Read and validate a header; never reads or allocates more than the size of the file.
 
     Raises:
-        TruncatedError: the file ends before what it announces.
-        CorruptError: anything else about these bytes is wrong.
+        TruncatedError: the file is shorter than its header announces.
+        CorruptError: the header is malformed in any other way.
     """
     data = _read_bytes(source, where)
     digest = _check_digest(data, where)
@@ -142,7 +142,11 @@ def decode_header(source: Readable, where: str) -> Header:
 
 
 def read_digest(source: Readable, where: str) -> str:
-    """The digest of a header, which is right; raises as `unpack` does."""
+    """Read and verify the digest of a header.
+
+    Raises:
+        TruncatedError, CorruptError: as `decode_header`.
+    """
     return _check_digest(_read_bytes(source, where), where)
 
 
@@ -167,10 +171,10 @@ def _check_digest(data: bytes, where: str) -> str:
             "the beginning of a shrinkpoint header",
             "open it with safetensors, if it is another program's",
         )
-    found = data[_DIGEST_SLICE].decode("latin-1")
+    stored = data[_DIGEST_SLICE].decode("latin-1")
     digest = xxh3_128(data[: _DIGEST_SLICE.start] + _BLANK_DIGEST + data[_DIGEST_SLICE.stop :])
-    if found != digest:
-        raise corrupt_error(where, f"header digest {found!r}", f"{digest!r}, which these bytes have")
+    if stored != digest:
+        raise corrupt_error(where, f"header digest {stored!r}", f"{digest!r}, which these bytes have")
     return digest
 
 
@@ -179,7 +183,7 @@ def _parse_slots(entries: dict[str, JSON], where: str) -> tuple[tuple[Slot, ...]
     for name, value in entries.items():
         slot = _parse_slot(name, value, where)
         if slot.begin != cursor:
-            fault = "overlaps its forerunner" if slot.begin < cursor else "leaves a hole before it"
+            fault = "overlaps the previous one" if slot.begin < cursor else "leaves a hole before it"
             raise corrupt_error(
                 where, f"entry {name!r}, which begins at {slot.begin} and {fault}", f"a beginning at {cursor}"
             )
@@ -205,20 +209,28 @@ def _parse_slot(name: str, value: JSON, where: str) -> Slot:
 
 
 def shape_from_json(value: JSON, where: str, what: str) -> tuple[int, ...]:
-    """`value` as a tuple, when it is a list of whole numbers from 0 to 2^63 - 1."""
-    found = expect_type(value, list, where, what)
-    for number in found:
+    """Return `value` as a tuple if it is a list of whole numbers from 0 to 2^63 - 1.
+
+    Raises:
+        CorruptError: it is not.
+    """
+    numbers = expect_type(value, list, where, what)
+    for number in numbers:
         if not 0 <= expect_type(number, int, where, what) < SIZE_LIMIT:
             raise corrupt_error(where, f"{number} in {what}", "a number from 0 to 2^63 - 1")
-    return tuple(found)
+    return tuple(numbers)
 
 
 def check_hexdigest(value: JSON, where: str, what: str) -> str:
-    """`value`, when it is a digest as this format writes it."""
-    found = expect_type(value, str, where, what)
-    if not _DIGEST_PATTERN.fullmatch(found):
-        raise corrupt_error(where, f"{found[:40]!r} for {what}", "32 hex digits")
-    return found
+    """Return `value` if it is a digest in hex.
+
+    Raises:
+        CorruptError: it is not.
+    """
+    digest = expect_type(value, str, where, what)
+    if not _DIGEST_PATTERN.fullmatch(digest):
+        raise corrupt_error(where, f"{digest[:40]!r} for {what}", "32 hex digits")
+    return digest
 
 
 def _check_size(size: int, announced: int, where: str) -> None:
@@ -229,5 +241,5 @@ def _check_size(size: int, announced: int, where: str) -> None:
 
 
 def _truncated_error(where: str, found: str, expected: str) -> TruncatedError:
-    do = "restore another checkpoint, or fetch an intact copy of this file"
-    return TruncatedError(where, found=f"only {found}", expected=expected, do=do)
+    advice = "restore another checkpoint, or fetch an intact copy of this file"
+    return TruncatedError(where, found=f"only {found}", expected=expected, do=advice)

@@ -1,4 +1,4 @@
-"""The inner half of a header: the document that says what the slots of a file mean."""
+"""The metadata of a file: the JSON document in the header that maps records to safetensors entries."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from shrinkpoint.tensors.info import ITEMSIZE, JSON, EncodedRecord, Role, Tensor
 
 FORMAT_VERSION = 1
 FILLER_PREFIX = "~pad/"
-"""Entries of this prefix align the one that follows."""
+"""Prefix of filler entries, which align the next entry."""
 RENAMED_PREFIX = "~entry/"
-"""Entries of this prefix could not have the name they should have had: it is taken, or means something else."""
+"""Prefix of entries whose own name is taken or reserved."""
 
 _KEYS = {"format", "writer", "scheme", "parent", "recipes", "records", "tree", "report"}
 _ROLES = {role.value: role for role in Role}
@@ -32,14 +32,14 @@ _ROLES = {role.value: role for role in Role}
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one part of a record lies in the file.
+    """The location of one part of a record in the file.
 
     Attributes:
-        name: of the safetensors entry.
-        offset: in bytes from the start of the file.
-        size: in bytes, as stored.
+        name: name of the safetensors entry.
+        offset: bytes from the start of the file.
+        size: stored bytes.
         digest: xxh3-128 of the stored bytes, in hex.
-        pad: filler bytes directly before, all zero.
+        pad: filler bytes directly before it, all zero.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class RecordHead:
-    """A record without its bytes; the fields of `record.EncodedRecord`, with places instead of parts."""
+    """A record without its bytes: the fields of `tensors.info.EncodedRecord`, with entries as parts."""
 
     name: str
     infos: tuple[TensorInfo, ...]
@@ -62,13 +62,13 @@ class RecordHead:
 
     @property
     def stored(self) -> int:
-        """Bytes of its parts and their fillers."""
+        """Stored bytes of its parts and their fillers."""
         return sum(entry.pad + entry.size for entry in self.parts.values())
 
 
 @dataclass(frozen=True)
 class FileMetadata:
-    """A document that has been read and agrees with its slots; see docs/format.md."""
+    """Parsed metadata that agrees with the entries of the file (docs/format.md)."""
 
     writer: str
     scheme: str
@@ -79,26 +79,26 @@ class FileMetadata:
 
 
 def is_plain(recipe: JSON) -> bool:
-    """Whether a record has one part, the bytes of its tensors as they are."""
+    """Whether a record has one part, the uncompressed bytes of its tensors."""
     return isinstance(recipe, dict) and recipe.get("kind") == "plain"
 
 
 def is_standard_entry(recipe: JSON, infos: Sequence[TensorInfo]) -> bool:
-    """Whether a record is stored as an ordinary entry, from which any safetensors reader reads its tensor."""
+    """Whether a record is stored as an ordinary entry, whose tensor any safetensors reader can read."""
     return is_plain(recipe) and len(infos) == 1 and infos[0].dtype in SAFETENSORS_DTYPES
 
 
 def filler_size(dtype: str, size: int, begin: int) -> int:
-    """Bytes to skip before an entry, so that elements wider than a byte are aligned in a mapped file."""
+    """Return the filler bytes before an entry, which align multi-byte elements in a mapped file."""
     return -begin % ALIGN if size and ITEMSIZE[dtype] > 1 else 0
 
 
 def record_to_json(record: EncodedRecord, recipe: int, digests: Mapping[str, str]) -> list[JSON]:
-    """A record as it stands in the document; what a reader can tell from the rest is null.
+    """Return the JSON of a record; values that a reader can infer are null.
 
     Args:
-        recipe: where the record's recipe stands in the document's list.
-        digests: of the stored bytes of each part.
+        recipe: index of the record's recipe in the list of recipes.
+        digests: digest of the stored bytes of each part.
     """
     return [
         None if record.name == record.infos[0].name else record.name,
@@ -116,11 +116,11 @@ def _info_to_json(info: TensorInfo) -> list[JSON]:
 
 
 def parse(header: Header, where: str) -> FileMetadata:
-    """Check a document against its slots: each slot is claimed by one record, in their order, and says the same.
+    """Parse the metadata and validate it against the entries: each belongs to one record, in order.
 
     Raises:
-        VersionError: a newer release wrote it.
-        CorruptError: it is not a document, or does not agree with the slots or with itself.
+        VersionError: a newer release wrote the file.
+        CorruptError: the metadata is malformed, or contradicts the entries or itself.
     """
     fields = expect_type(load_json(header.metadata_json, where, "the document"), dict, where, "the document")
     version = expect_type(fields.get("format"), int, where, "the format version")
@@ -158,14 +158,14 @@ def _records_from_json(header: Header, fields: Mapping[str, JSON], where: str) -
         _add_unique(names, [record.name], where, "records")
         _add_unique(tensors, [info.name for info in record.infos], where, "tensors")
         records.append(record)
-    left = next(claims, None)
-    if left is not None:
-        raise corrupt_error(where, f"entry {left[0].name!r}, which no record claims", "none left")
+    unclaimed = next(claims, None)
+    if unclaimed is not None:
+        raise corrupt_error(where, f"entry {unclaimed[0].name!r}, which no record claims", "a record for every entry")
     return tuple(records)
 
 
 def _add_unique(seen: set[str], names: Sequence[str], where: str, what: str) -> None:
-    """Add names that must be new."""
+    """Add names to `seen`; raise CorruptError if one is there already."""
     new = set(names)
     if len(new) < len(names) or not seen.isdisjoint(new):
         name = next(name for name, times in Counter(names).items() if times > 1 or name in seen)
@@ -174,7 +174,7 @@ def _add_unique(seen: set[str], names: Sequence[str], where: str, what: str) -> 
 
 
 def _unclaimed_entries(header: Header, where: str) -> Iterator[tuple[Slot, int, int]]:
-    """Each slot that is not a filler, with the filler bytes before it and its offset in the file."""
+    """Yield each entry that is not a filler, with the filler bytes before it and its offset in the file."""
     pad = 0
     for slot in header.slots:
         if slot.name.startswith(FILLER_PREFIX):
@@ -227,13 +227,13 @@ def _record_from_json(
 
 
 def _check_entry(slot: Slot, part: str, name: str, recipe: JSON, infos: Sequence[TensorInfo], where: str) -> None:
-    """The entry that a record claims says to other readers what the document says to us."""
+    """Raise CorruptError unless an entry has the name, dtype and shape that its record requires."""
     if is_standard_entry(recipe, infos):
         expected = (infos[0].name, infos[0].dtype, infos[0].shape)
     else:
         expected = (f"{name}/{part}", "U8", (slot.size,))
-    found = (expected[0] if slot.name.startswith(RENAMED_PREFIX) else slot.name, slot.dtype, slot.shape)
-    if found != expected:
+    actual = (expected[0] if slot.name.startswith(RENAMED_PREFIX) else slot.name, slot.dtype, slot.shape)
+    if actual != expected:
         raise corrupt_error(where, f"entry {slot.name!r} {slot.dtype} {list(slot.shape)}", f"entry {expected}")
 
 
@@ -242,12 +242,12 @@ def _is_size(value: JSON) -> bool:
 
 
 def _info_from_json(value: JSON, where: str, what: str) -> TensorInfo:
-    if type(value) is list and len(value) == 4:  # nearly all; what is wrong with one, the rest of this function says
+    if type(value) is list and len(value) == 4:  # the fast path of valid tensors; errors are found below
         name, dtype, shape, role = value
         if type(name) is type(dtype) is type(role) is str and type(shape) is list and role in _ROLES:
             sizes = tuple(shape)
-            known = dtype in ITEMSIZE and all(map(_is_size, sizes))
-            if known and nbytes_of(sizes, ITEMSIZE[dtype]) is not None:
+            valid = dtype in ITEMSIZE and all(map(_is_size, sizes))
+            if valid and nbytes_of(sizes, ITEMSIZE[dtype]) is not None:
                 return TensorInfo(name, sizes, dtype, _ROLES[role])
     fields = expect_type(value, list, where, what)
     if len(fields) not in (4, 5):
@@ -257,9 +257,7 @@ def _info_from_json(value: JSON, where: str, what: str) -> TensorInfo:
     dtype = expect_type(fields[1], str, where, f"the dtype of {what}")
     shape = shape_from_json(fields[2], where, f"the shape of {what}")
     if dtype not in ITEMSIZE or nbytes_of(shape, ITEMSIZE[dtype]) is None:
-        raise corrupt_error(
-            where, f"{what} of dtype {dtype!r} and shape {list(shape)[:16]}", "a dtype and a size we know"
-        )
+        raise corrupt_error(where, f"{what} of dtype {dtype!r} and shape {list(shape)[:16]}", "a known dtype and size")
     role = expect_type(fields[3], str, where, f"the role of {what}")
     if role not in _ROLES:
         raise corrupt_error(where, f"{what} with the role {role!r}", f"one of {sorted(_ROLES)}")

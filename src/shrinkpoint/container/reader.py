@@ -1,4 +1,4 @@
-"""Open a file: everything its header says is checked before anything else is read."""
+"""Reads files; the whole header is validated before anything else is read."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _WINDOW = 8 << 20
 
 @dataclass(frozen=True)
 class Damage:
-    """One damaged place of a file.
+    """A damaged record of a file.
 
     Attributes:
-        record: the record that is hit.
+        record: name of the record.
         tensors: the names of its tensors.
         error: what is wrong.
     """
@@ -34,63 +34,65 @@ class Damage:
 
 
 class FileReader:
-    """A file's header, and its records one by one. Several threads may use one reader at once.
+    """Reads the header of a file, and its records one by one; safe to use from several threads.
 
     Attributes:
-        where: the file, as messages name it.
-        digest: of the header, in hex; vouches for every byte of the file.
-        size: of the file in bytes.
-        writer, scheme, parent, tree, report: as given to the `Writer`.
-        records: in the order of the file, in which they must be decoded.
+        where: the file, for messages.
+        digest: digest of the header, in hex; it covers every byte of the file.
+        size: bytes of the file.
+        writer, scheme, parent, tree, report: as given to the `FileWriter`.
+        records: the records in the order of the file, in which they must be decoded.
 
     Raises:
-        TruncatedError: the file ends before what it announces.
+        TruncatedError: the file is shorter than its header announces.
         VersionError: a newer release wrote it.
-        CorruptError: anything else about its header is wrong.
+        CorruptError: the header is malformed in any other way.
         StorageError: it cannot be read.
     """
 
     def __init__(self, source: Readable, where: str) -> None:
         with read_guard(where), no_gc():
             head = header.decode_header(source, where)
-            said = metadata.parse(head, where)
+            parsed = metadata.parse(head, where)
         self._source = source
-        self._verified: set[tuple[str, str]] = set()  # records' parts whose bytes were compared with their digests
+        self._verified: set[tuple[str, str]] = set()  # (record, part) whose digest has been checked
         self.where, self.digest, self.size = where, head.digest, source.size
-        self.writer, self.scheme, self.parent = said.writer, said.scheme, said.parent
-        self.tree, self.report, self.records = said.tree, said.report, said.records
+        self.writer, self.scheme, self.parent = parsed.writer, parsed.scheme, parsed.parent
+        self.tree, self.report, self.records = parsed.tree, parsed.report, parsed.records
 
     def reopen(self, source: Readable) -> FileReader:
-        """This reader over the same file, opened again, without parsing its header again.
+        """Return this reader over the same file opened again, without parsing its header again.
 
         Raises:
-            CorruptError: it is another file by now.
-            TruncatedError, StorageError: as of a new reader.
+            CorruptError: the file has been replaced by another one.
+            TruncatedError, StorageError: as for a new reader.
         """
         with read_guard(self.where):
-            found = header.read_digest(source, self.where)
-        if (found, source.size) != (self.digest, self.size):
-            raise corrupt_error(self.where, f"header digest {found}", f"{self.digest}, which it had when it was opened")
+            digest = header.read_digest(source, self.where)
+        if (digest, source.size) != (self.digest, self.size):
+            raise corrupt_error(
+                self.where, f"header digest {digest}", f"{self.digest}, which it had when it was opened"
+            )
         out = copy(self)
         out._source, out._verified = source, set()
         return out
 
     def read(self, record: RecordHead) -> EncodedRecord:
-        """A record with its bytes, whose digests are right.
+        """Read a record, and verify the digests of its parts.
 
         Raises:
             CorruptError: a digest does not match.
-            TruncatedError: the file has been cut since it was opened.
+            TruncatedError: the file has been truncated since it was opened.
             StorageError: reading failed.
         """
         parts = {part: self._read_whole_part(record, part, entry) for part, entry in record.parts.items()}
         return EncodedRecord(record.name, record.infos, record.recipe, parts, record.digest, record.base)
 
     def read_part(self, record: RecordHead, part: str, begin: int, end: int) -> memoryview:
-        """Some bytes of a part, whose digest is compared when the first of it are asked for, and then no more.
+        """Read a range of a part; its digest is verified on the first read only.
 
         Raises:
-            CorruptError: the digest does not match, or the part does not have these bytes.
+            CorruptError: the digest does not match, or the range is not within the part.
             TruncatedError, StorageError: as `read`.
         """
         entry = record.parts[part]
@@ -103,7 +105,7 @@ class FileReader:
         return memoryview(self._source.read(entry.offset + begin, end - begin))
 
     def check(self) -> Iterator[Damage]:
-        """Compare all stored bytes with their digests, without decoding, in little memory; yields what is damaged."""
+        """Verify the digests of all stored bytes without decoding, in little memory; yields damaged records."""
         for record in self.records:
             for part, entry in record.parts.items():
                 try:
@@ -134,5 +136,5 @@ class FileReader:
 
     def _corrupt_error(self, record: RecordHead, part: str, found: str, expected: str) -> CorruptError:
         name = record.infos[0].name if len(record.infos) == 1 else record.name
-        do = "restore another checkpoint; `shrinkpoint verify` tells what else is hit"
-        return corrupt_error(f"{self.where}: tensor {name!r}, part {part!r}", found, expected, do)
+        advice = "restore another checkpoint; `shrinkpoint verify` lists all damage"
+        return corrupt_error(f"{self.where}: tensor {name!r}, part {part!r}", found, expected, advice)

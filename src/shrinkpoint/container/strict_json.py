@@ -1,4 +1,4 @@
-"""JSON from strangers: what is read is exactly what was meant, or an error of our tree."""
+"""Strict parsing of untrusted JSON: duplicate keys, NaN, wrong types and excessive nesting are errors."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from shrinkpoint.errors import CorruptError
 from shrinkpoint.tensors.info import JSON
 
 MAX_JSON_DEPTH = 256
-"""How deep lists and objects of a header may nest; CPython reads so deep from any reasonable depth of calls."""
+"""Largest nesting depth of lists and objects in a header; CPython parses it from any reasonable call depth."""
 
 MAX_NESTS = 1 << 20
-"""Lists and objects that a text may hold whatever its length; see `nests`."""
+"""Number of lists and objects that a text of any length may contain."""
 MIN_NEST_BYTES = 8
-"""Bytes that a text with more than `MAX_NESTS` lists and objects has for each of them at least."""
+"""Fewest bytes per list or object of a text with more than `MAX_NESTS` of them."""
 
 T = TypeVar("T")
 _NAMES: dict[type, str] = {dict: "object", list: "array", str: "string", int: "whole number"}
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 _NEST_TYPES = (dict, list, tuple)
-_MAX_MESSAGE = 400  # letters of a message that come from a file
+_MAX_MESSAGE = 400  # characters from a file in a message
 
 _brief = Repr()
 _brief.maxstring = _brief.maxother = 60
 
 
 def corrupt_error(where: str, found: str, expected: str, do: str = "") -> CorruptError:
-    """The error for bytes that are not what the format says."""
-    do = do or "restore another checkpoint, or fetch an intact copy of this file"
-    return CorruptError(where, found=shorten(found), expected=shorten(expected), do=do)
+    """Return the error for bytes that violate the format."""
+    advice = do or "restore another checkpoint, or fetch an intact copy of this file"
+    return CorruptError(where, found=shorten(found), expected=shorten(expected), do=advice)
 
 
 def shorten(text: str) -> str:
-    """`text`, or as much of it as a message should hold."""
+    """Return the text, cut to the length that a message should have."""
     return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
 
 
 def expect_type(value: JSON, kind: type[T], where: str, what: str) -> T:
-    """`value`, when its type is `kind` and no subtype: true is not 1.
+    """Return `value` if its type is exactly `kind`, not a subtype: true is not 1.
 
     Raises:
         CorruptError: it is of another type.
@@ -53,7 +53,7 @@ def expect_type(value: JSON, kind: type[T], where: str, what: str) -> T:
 
 
 def load_json(data: str | bytes, where: str, what: str) -> JSON:
-    """Parse JSON, in UTF-8, without duplicate keys, NaN or infinities, and not too deep.
+    """Parse JSON in UTF-8 without duplicate keys, NaN, infinities or excessive nesting.
 
     Raises:
         CorruptError: it is anything else.
@@ -71,44 +71,44 @@ def load_json(data: str | bytes, where: str, what: str) -> JSON:
 
 
 def check_nests(data: str | bytes, where: str, what: str) -> None:
-    """An empty list takes three bytes of JSON and sixty of memory: refuse a text of many, before it is parsed.
+    """Refuse a text with too many lists and objects before it is parsed: an empty list takes 3 bytes but 60 of memory.
 
     Raises:
-        CorruptError: it holds more lists and objects than `max_nests` says.
+        CorruptError: it has more lists and objects than `max_nests` allows.
     """
     if (count := count_nests(data)) > max_nests(len(data)):
         raise corrupt_error(where, f"{what} of {count} lists and objects", f"at most {max_nests(len(data))}")
 
 
 def count_nests(data: str | bytes) -> int:
-    """How many lists and objects a JSON text holds."""
+    """Count the lists and objects of a JSON text."""
     text = data.encode("utf-8", "replace") if isinstance(data, str) else data
     if (count := text.count(b"[") + text.count(b"{")) <= max_nests(len(text)):
-        return count  # perhaps some of them stand in strings; it does not matter
+        return count  # brackets in strings are counted too, which does no harm here
     bare = _STRING.sub(b"", text)
     return bare.count(b"[") + bare.count(b"{")
 
 
 def max_nests(length: int) -> int:
-    """How many of them a text of this length may hold."""
+    """Return how many lists and objects a text of `length` bytes may have."""
     return max(MAX_NESTS, length // MIN_NEST_BYTES)
 
 
 def json_depth(value: JSON) -> int:
-    """How many lists and objects stand inside one another; without recursion."""
+    """Return the nesting depth of lists and objects, without recursion."""
     level, levels = [value], 0
-    while level := [one for one in level if isinstance(one, _NEST_TYPES)]:
-        level = [*chain.from_iterable([one.values() if isinstance(one, dict) else one for one in level])]
+    while level := [item for item in level if isinstance(item, _NEST_TYPES)]:
+        level = [*chain.from_iterable([nest.values() if isinstance(nest, dict) else nest for nest in level])]
         levels += 1
     return levels
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"duplicate key {name[:60]!r}")
-    return found
+    return result
 
 
 def _reject_constant(name: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Write records, one after the other, into one file."""
+"""Writes records one after the other into one file."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from shrinkpoint.errors import PolicyError, StateError
 from shrinkpoint.tensors.info import JSON, EncodedRecord, TensorInfo
 
 _BLOCK = 8 << 20
-_MAX_VALUE_DEPTH = MAX_JSON_DEPTH - 8  # what stands around a value in the header is nested, too
+_MAX_VALUE_DEPTH = MAX_JSON_DEPTH - 8  # the header nests its values further
 _ZEROS = bytes(header.ALIGN)
 
 
 class Writable(Protocol):
-    """What a file must be able to do to be written; every `storage.Sink` can."""
+    """A file that can be written and read back, such as `storage.Sink`."""
 
     def write(self, data: bytes | memoryview) -> None: ...
 
@@ -43,7 +43,7 @@ class Writable(Protocol):
 
 @dataclass(frozen=True)
 class WriteSummary:
-    """A file that has been written: its bytes, and its header digest, which vouches for every one of them."""
+    """A written file: its size in bytes, and the digest of its header, which covers all of its bytes."""
 
     size: int
     digest: str
@@ -52,16 +52,16 @@ class WriteSummary:
 class FileWriter:
     """Streams records into a file.
 
-    The header comes first in the file and is known last. Up to `spool` bytes of payload are held back in memory, so
-    that a small file gets a header of just its size; in a larger file room for one is reserved, by what the expected
-    tensors and the records so far suggest, and filled at the end. Should the room not do, the payload is moved.
+    The header comes first in the file but is complete last. Up to `spool` bytes of payload are buffered in memory, so
+    that a small file gets a header without padding. In a larger file, space for the header is reserved by an estimate
+    from the expected tensors and the records so far; if it does not suffice, the payload is shifted.
 
     Args:
-        sink: empty, at offset 0.
-        scheme: the id of the scheme that encodes.
-        parent: how a reader finds the file this is a delta to; None for one that stands alone.
+        sink: an empty file at offset 0.
+        scheme: id of the scheme that encodes.
+        parent: how a reader finds the file that this one is a delta to; None for none.
         tree: the state without its tensors.
-        expected: the tensors that will come, as far as known; it decides nothing but the room for the header.
+        expected: the tensors that will follow, as far as known; used only to estimate the size of the header.
 
     Raises:
         StateError: `tree` or `parent` is not JSON, or nests too deeply.
@@ -85,18 +85,18 @@ class FileWriter:
         self._entries: set[str] = set()
         self._records: set[str] = set()
         self._tensors: set[str] = set()
-        self._payload_size = 0  # of the payload so far, in bytes
+        self._payload_size = 0  # bytes of payload so far
         self._spooled: BytesIO | None = BytesIO()
-        self._reserved = 0  # bytes reserved for the header, its length included; 0 while the payload is held back
+        self._reserved = 0  # bytes reserved for length and header; 0 while the payload is buffered
 
     def add(self, encoded: EncodedRecord) -> int:
         """Append one record; its parts are copied or written before this returns.
 
         Returns:
-            the bytes it takes in the payload.
+            The bytes that it takes in the payload.
 
         Raises:
-            PolicyError: it contradicts itself, or repeats a name.
+            PolicyError: the record contradicts itself, or repeats a name.
             StorageError: writing failed.
         """
         self._check(encoded)
@@ -109,13 +109,13 @@ class FileWriter:
         return self._payload_size - begin
 
     def finish(self, report: JSON = None) -> WriteSummary:
-        """Write the header. The file is whole afterwards, and as durable as its sink makes it.
+        """Write the header, which completes the file; its durability is up to the sink.
 
         Args:
-            report: for whoever inspects the file; JSON.
+            report: JSON for tools that inspect the file.
 
         Raises:
-            PolicyError: a header would be longer than safetensors allows, or holds more than readers take.
+            PolicyError: the header would be longer than safetensors allows, or have more items than readers accept.
             StateError: `report` is not JSON.
             StorageError: writing failed.
         """
@@ -138,10 +138,14 @@ class FileWriter:
         return WriteSummary(len(data) + self._payload_size, digest)
 
     def _check_nests(self, metadata_json: str) -> None:
-        if (count := count_nests(metadata_json)) > (most := max_nests(len(metadata_json))):
-            found, expected = f"a header of {count} lists and objects", f"at most {most}"
-            do = "save many small values as one tensor or text, or the state in several files"
-            raise PolicyError("container", found=found, expected=expected, do=do)
+        count, limit = count_nests(metadata_json), max_nests(len(metadata_json))
+        if count > limit:
+            raise PolicyError(
+                "container",
+                found=f"a header of {count} lists and objects",
+                expected=f"at most {limit}",
+                do="save many small values as one tensor or text, or the state in several files",
+            )
 
     def _metadata_json(self, report: JSON) -> str:
         recipes, rows = ",".join(self._recipes), ",".join(self._rows)
@@ -161,7 +165,7 @@ class FileWriter:
         raise PolicyError(f"record {encoded.name!r}", found=fault, do="report this: the scheme is at fault")
 
     def _write_part(self, encoded: EncodedRecord, part: str) -> str:
-        """Place one part behind what there is; returns its digest."""
+        """Append one part to the payload; returns its digest."""
         view = memoryview(encoded.parts[part])
         data = view.cast("B") if view.nbytes else memoryview(b"")
         if is_standard_entry(encoded.recipe, encoded.infos):
@@ -176,7 +180,7 @@ class FileWriter:
         return xxh3_128(data)
 
     def _is_free(self, name: str) -> bool:
-        """Whether an entry may have this name: not taken, not reserved, and Unicode, as safetensors wants it."""
+        """Whether an entry may have this name: unused, not reserved, and valid Unicode, as safetensors requires."""
         reserved = name == "__metadata__" or name.startswith((FILLER_PREFIX, RENAMED_PREFIX))
         return not reserved and name not in self._entries and not any("\ud800" <= c <= "\udfff" for c in name)
 
@@ -192,12 +196,12 @@ class FileWriter:
         self._payload_size += len(data)
 
     def _start_streaming(self, spooled: BytesIO) -> None:
-        """Give up on an exact header: reserve room for one, and let the payload go."""
-        known, _ = header.encode_header(self._metadata_json(None), self._slots)
+        """Reserve space for the header, and write the buffered payload."""
+        header_so_far, _ = header.encode_header(self._metadata_json(None), self._slots)
         coming = sum(
             4 * len(name) + 400 for name in self._expected_names - self._tensors
-        )  # an entry or two, and a row, each
-        self._reserved = len(known) + 4096 + coming
+        )  # one or two entries and a row each
+        self._reserved = len(header_so_far) + 4096 + coming
         self._reserved += -self._reserved % header.ALIGN
         self._sink.write(b" " * self._reserved)
         self._sink.write(spooled.getbuffer())
@@ -214,10 +218,10 @@ class FileWriter:
 
 
 def _to_json(value: JSON, where: str) -> str:
-    """`value` as compact JSON that `strict.load` reads.
+    """Return `value` as compact JSON that `load_json` accepts.
 
     Raises:
-        StateError: there is no such text.
+        StateError: the value is not JSON, or nested too deeply.
     """
     try:
         text = json.dumps(value, separators=(",", ":"), allow_nan=False)

@@ -1,4 +1,4 @@
-"""States as tensors: nests of tensors and plain values to a JSON tree and named tensors, and back.
+"""Converts states, nests of tensors and plain values, to a JSON tree with named tensors, and back.
 
-`info` needs no torch: it is imported by what only lists, verifies or copies.
+`info` does not import torch, so listing, verifying and copying checkpoints do not need it.
 """

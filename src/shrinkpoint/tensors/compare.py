@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from shrinkpoint.tensors.dtypes import dtype_name
+from shrinkpoint.tensors.dtypes import dtype_name, tensor_bytes
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.flatten import unflatten
 from shrinkpoint.tensors.info import JSON
@@ -25,12 +26,12 @@ if TYPE_CHECKING:
 
 
 def describe_difference(source: FlatState, decoded: DecodedFile) -> str:
-    """The first thing in which a decoded checkpoint differs from its source; "" where nothing does."""
-    what = describe_structure_difference(
+    """Return the first difference between a decoded checkpoint and its source; "" if there is none."""
+    difference = describe_structure_difference(
         source, decoded.tree, {name: t.shape for name, t in decoded.reference.tensors.items()}
     )
-    if what:
-        return what
+    if difference:
+        return difference
     for name, tensor in source.tensors.items():
         other = decoded.reference.tensors[name]
         if other.dtype != tensor.dtype:
@@ -43,7 +44,7 @@ def describe_difference(source: FlatState, decoded: DecodedFile) -> str:
 def describe_structure_difference(
     source: FlatState, tree: JSON, shapes: dict[str, torch.Size] | dict[str, tuple[int, ...]]
 ) -> str:
-    """The same for all but the values of the tensors."""
+    """Return the first difference in plain values, names or shapes; "" if there is none."""
     if json.loads(json.dumps(source.tree)) != tree:
         return "other plain values or another nest"
     if source.tensors.keys() != shapes.keys():
@@ -56,21 +57,20 @@ def describe_structure_difference(
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Of tensors of one dtype and shape; nan equals itself, and 0.0 differs from -0.0."""
-    if a.numel() == 0:
-        return True
-    rows = [one.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for one in (a, b)]
-    return torch.equal(*rows)
+    """Whether two tensors have the same dtype, shape and bits; nan equals itself, and 0.0 differs from -0.0."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return np.array_equal(tensor_bytes(a), tensor_bytes(b))
 
 
 @dataclass(frozen=True)
 class SectionComparison:
-    """What one part of two states has in common.
+    """The comparison of one section, a top-level key, of two states.
 
     Attributes:
-        name: its key at the top of the state.
-        tensors, values: how many were compared.
-        nbytes: of the tensors.
+        name: the key.
+        tensors, values: numbers of compared tensors and plain values.
+        nbytes: bytes of the tensors.
         differences: paths at which they differ; empty when every bit is equal.
     """
 
@@ -108,7 +108,7 @@ def _iter_paths(nest: Any, path: str) -> Iterator[tuple[str, Any]]:
 def differing_paths(left: Any, right: Any, path: str = "") -> Iterator[str]:
     """Paths at which two nests differ in type, key (2 is not "2"), shape, dtype or any bit of a value.
 
-    >>> list(differences({"a": [1, 0.0]}, {"a": [1, -0.0]}))
+    >>> list(differing_paths({"a": [1, 0.0]}, {"a": [1, -0.0]}))
     ['/a/1']
     """
     if _container_type(left) is not _container_type(right):
@@ -120,8 +120,8 @@ def differing_paths(left: Any, right: Any, path: str = "") -> Iterator[str]:
     elif isinstance(left, (list, tuple)):
         if len(left) != len(right):
             yield path
-        for index, (one, other) in enumerate(zip(left, right, strict=False)):
-            yield from differing_paths(one, other, f"{path}/{index}")
+        for index, (left_item, right_item) in enumerate(zip(left, right, strict=False)):
+            yield from differing_paths(left_item, right_item, f"{path}/{index}")
     elif not _equal_leaves(left, right):
         yield path
 
@@ -133,16 +133,10 @@ def _container_type(value: Any) -> type:
 
 def _equal_leaves(left: Any, right: Any) -> bool:
     if isinstance(left, Tensor):
-        return (
-            left.dtype == right.dtype and left.shape == right.shape and torch.equal(_to_bytes(left), _to_bytes(right))
-        )
+        return same_bits(left, right)
     if isinstance(left, float):
         return struct.pack("d", left) == struct.pack("d", right)
     return bool(left == right)
-
-
-def _to_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 _MISSING = object()
@@ -151,14 +145,15 @@ _CHUNK_VALUES = 1 << 22  # values compared at a time: 32 MiB of doubles a side
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Two tensors of one name.
+    """The comparison of two tensors of one name.
 
     Attributes:
-        equal: bit for bit, dtype and shape included.
-        change: what dtypes or shapes differ, in words; "" when they agree.
-        different: how many values are not bit-identical; None when dtype or shape differ.
-        max_abs: largest |a - b|; nan where a nan or an infinity meets a number; None when it cannot be said.
-        relative: |a - b| / |a| in L2; None when it cannot be said.
+        name: the name.
+        equal: whether dtype, shape and all bits are equal.
+        change: description of different dtypes or shapes; "" if they agree.
+        different: number of values that are not bit-identical; None if dtype or shape differ.
+        max_abs: largest |a - b|; nan if a nan or an infinity meets a number; None if undefined.
+        relative: L2 norm of a - b over that of a; None if undefined.
     """
 
     name: str
@@ -171,13 +166,13 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class CheckpointDifference:
-    """Two checkpoints.
+    """The comparison of two checkpoints.
 
     Attributes:
-        tensors: those of both, in the first one's order.
-        added, missing: names of tensors only in the second, only in the first.
-        values: path -> (first, second) of plain values that differ; None where there is none.
-        structure: the nests differ although no tensor and no plain value does (ties, parameters, kinds of containers).
+        tensors: comparisons of the tensors that both have, in the order of the first.
+        added, missing: names of tensors that only the second or only the first has.
+        values: (first, second) text of plain values that differ, by path; None for a missing one.
+        structure: whether the nests differ otherwise (shared memory, parameters, types of containers).
     """
 
     tensors: tuple[TensorDifference, ...]
@@ -189,11 +184,11 @@ class CheckpointDifference:
     @property
     def equal(self) -> bool:
         quiet = not (self.added or self.missing or self.values or self.structure)
-        return quiet and all(one.equal for one in self.tensors)
+        return quiet and all(tensor.equal for tensor in self.tensors)
 
 
 def compare_checkpoints(first: DecodedFile, second: DecodedFile) -> CheckpointDifference:
-    """Compare bit for bit, leaf by leaf; sums are taken in double precision."""
+    """Compare two decoded checkpoints bitwise, leaf by leaf; sums are computed in float64."""
     a, b = (
         named_leaves(unflatten(one.tree, one.reference.tensors, max_bytes=one.max_copy_bytes))
         for one in (first, second)

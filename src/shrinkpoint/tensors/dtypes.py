@@ -1,4 +1,4 @@
-"""Names of dtypes in our files, the dtypes of torch and numpy they stand for, and tensors as raw bytes."""
+"""Maps dtype names in files to dtypes of torch and numpy, and tensors to their bytes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _TORCH_NAMES = {
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, attribute) for name, attribute in _TORCH_NAMES.items() if hasattr(torch, attribute)
 }
-"""The dtypes this torch has; the newest float8 and float4 may be missing."""
+"""The dtypes of the installed torch by name; the newest float8 and float4 may be missing."""
 
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -62,10 +62,10 @@ _TORCH_OF_NUMPY = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a torch dtype, a key of `record.ITEMSIZE`.
+    """Return the name of a torch dtype, a key of `tensors.info.ITEMSIZE`.
 
     Raises:
-        StateError: for quantized, sub-byte and untyped bit dtypes.
+        StateError: the dtype is quantized, sub-byte or an untyped bit dtype.
     """
     name = DTYPE_NAMES.get(dtype)
     if name is None:
@@ -76,30 +76,29 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype a name stands for.
+    """Return the torch dtype of a name.
 
     Raises:
-        CorruptError: when no release writes that name, or this torch lacks the dtype.
+        CorruptError: no release writes that name, or this torch lacks the dtype.
     """
     dtype = TORCH_DTYPES.get(name)
     if dtype is None:
-        known = name in ITEMSIZE
-        do = "install a newer torch" if known else ""
-        raise CorruptError("dtype", found=repr(name), expected="a dtype this torch has", do=do)
+        advice = "install a newer torch" if name in ITEMSIZE else ""
+        raise CorruptError("dtype", found=repr(name), expected="a dtype this torch has", do=advice)
     return dtype
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers, so that copies and comparisons are bit by bit whatever the values mean.
+    """View a tensor as integers, so that copies and comparisons are bitwise.
 
-    Complex128 comes back as it is: there is no integer as wide, and its copy is bit by bit anyway.
+    complex128 is returned unchanged: no integer is as wide, and copying it is bitwise anyway.
     """
     integer = _INTEGER_DTYPES.get(tensor.element_size())
     return tensor if integer is None else tensor.view(integer)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, *, pin: bool = False) -> torch.Tensor:
-    """Fresh contiguous CPU memory; by way of an integer dtype, as torch warns about new complex32 tensors."""
+    """Allocate a contiguous CPU tensor; as an integer dtype first, because torch warns about new complex32 tensors."""
     integer = _INTEGER_DTYPES.get(dtype.itemsize)
     if integer is None:
         return torch.empty(shape, dtype=dtype, pin_memory=pin)
@@ -107,7 +106,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, *, pin: bool = False) -> t
 
 
 def materialize(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without lazy conjugation or negation; itself when it has none."""
+    """Return the tensor without lazy conjugation or negation; itself if it has none."""
     if tensor.dtype == torch.complex32 and tensor.is_conj():  # torch warns about new complex32 tensors
         bits = tensor.conj().view(torch.int32).contiguous().clone().unsqueeze(-1).view(torch.int16)
         bits[..., 1] ^= -0x8000
@@ -116,12 +115,12 @@ def materialize(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def numpy_to_torch_dtype(dtype: np.dtype[np.generic]) -> torch.dtype | None:
-    """The torch dtype that holds a numpy dtype of either byte order; None for dates, strings, objects, longdouble."""
+    """Return the torch dtype of a numpy dtype of either byte order; None for dates, strings, objects, longdouble."""
     return _TORCH_OF_NUMPY.get(dtype.str[1:])
 
 
 def numpy_dtype(text: str) -> np.dtype[np.generic] | None:
-    """The numpy dtype of a stored `dtype.str` such as ``"<f4"`` or ``">i8"``; None when no release writes it."""
+    """Return the numpy dtype of a stored `dtype.str` such as ``"<f4"``; None if no release writes it."""
     if text[:1] not in ("<", ">", "|") or text[1:] not in _TORCH_OF_NUMPY:
         return None
     dtype: np.dtype[np.generic] = np.dtype(text)
@@ -136,18 +135,18 @@ _NUMPY_DTYPES = {
     torch.float16: np.float16,
     torch.uint8: np.uint8,
 }
-"""The dtypes that numpy has as well."""
+"""Common dtypes that numpy has as well."""
 
 
 def tensor_bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """The values of `tensor` in row-major order as bytes; shares memory when `tensor` is contiguous and on the CPU."""
+    """Return the row-major values as uint8, 1-d; shares memory if the tensor is contiguous and on the CPU."""
     if (
         tensor.dtype in _NUMPY_DTYPES
         and tensor.is_cpu
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()
-    ):  # nearly all
+    ):  # the fast path
         return tensor.detach().numpy().reshape(-1).view(np.uint8)
     flat = as_bits(materialize(tensor.detach())).to("cpu").contiguous().reshape(-1)
     if flat.numel() == 0:
@@ -158,7 +157,7 @@ def tensor_bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def tensor_from_bytes(data: np.ndarray[tuple[int], np.dtype[np.uint8]], info: TensorInfo) -> Tensor:
-    """The tensor whose `bits_of` is `data`; shares memory with them.
+    """Invert `tensor_bytes`: return the tensor of these bytes, with which it shares memory.
 
     Raises:
         CorruptError: the number of bytes is not that of `info`.
@@ -173,6 +172,6 @@ def tensor_from_bytes(data: np.ndarray[tuple[int], np.dtype[np.uint8]], info: Te
     dtype = torch_dtype(info.dtype)
     if info.numel == 0:
         return empty(info.shape, dtype)
-    if (native := _NUMPY_DTYPES.get(dtype)) is not None:  # one step less, which counts where tensors are many
+    if (native := _NUMPY_DTYPES.get(dtype)) is not None:  # faster for many small tensors
         return torch.from_numpy(data.view(native).reshape(info.shape))
     return torch.from_numpy(data).view(dtype).reshape(info.shape)

@@ -1,4 +1,4 @@
-"""A state whose tensors are taken out of the nest, and a copy of it in host memory."""
+"""The flattened form of a state, and snapshots of it in CPU memory."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from shrinkpoint.tensors.info import JSON, TensorInfo
 
 @dataclass(frozen=True)
 class OptimizerInfo:
-    """What an optimizer knows about one parameter; a hint for coders, never needed to decode.
+    """Optimizer settings and moments of one parameter; a hint for coders, never needed to decode.
 
     Attributes:
         moment1: name of the first moment (Adam's exp_avg, SGD's momentum_buffer) in the same `FlatState`.
         moment2: name of the second moment (exp_avg_sq).
-        step: how many updates the optimizer has made to it.
+        step: number of updates so far.
         lr: learning rate at the moment of the save.
         beta1: decay of the first moment per step.
         beta2: decay of the second moment per step.
         eps: the optimizer's epsilon.
-        weight_decay: its coefficient, per step and lr when decoupled.
-        decoupled: weight decay acts on the weights (AdamW) and not through the gradient (Adam).
-        factors: names of the means of squared gradients by row and by column, over the last two axes (Adafactor).
-        blocks: names of the second moments in 8 bits: codes, what these stand for, and the largest value of each block
-            (bitsandbytes).
+        weight_decay: the coefficient; per step and lr if decoupled.
+        decoupled: whether weight decay acts on the weights (AdamW) or through the gradient (Adam).
+        factors: names of the row and column means of squared gradients, over the last two axes (Adafactor).
+        blocks: names of the 8-bit second moment: codes, codebook, and the maximum of each block (bitsandbytes).
     """
 
     moment1: str | None
@@ -44,13 +43,13 @@ class OptimizerInfo:
 
 @dataclass(frozen=True)
 class FlatState:
-    """A nest without its tensors, and the tensors by name, every storage once.
+    """A state as a JSON tree without tensors, and the tensors by name, every storage once.
 
     Attributes:
         tree: the nest as JSON, tensors replaced by references (`docs/format.md`).
-        tensors: detached views of the caller's memory (or, after `snapshot`, copies), on any device, of any stride.
-        infos: name, shape, dtype and role; the same keys in the same order.
-        optimizer_info: by name of a parameter tensor; empty where no optimizer was found.
+        tensors: by name, detached views of the caller's memory (after `snapshot`, copies); any device and strides.
+        infos: name, shape, dtype and role of each tensor; the same keys in the same order.
+        optimizer_info: by name of a parameter; empty if the state has no optimizer.
     """
 
     tree: JSON
@@ -70,12 +69,12 @@ class FlatState:
 
 
 def snapshot(state: FlatState, *, reuse: FlatState | None = None) -> FlatState:
-    """The same state with every tensor in contiguous CPU memory of its own.
+    """Copy a state: every tensor gets contiguous CPU memory of its own.
 
     Args:
         state: tensors on any device.
-        reuse: an earlier snapshot that nobody needs any more; its memory is overwritten where name, shape and dtype
-            agree, which saves the page faults of fresh memory.
+        reuse: an earlier snapshot that is no longer needed; its memory is overwritten where name, shape and dtype
+            agree, which saves the page faults of new memory.
     """
     old = {} if reuse is None else reuse.tensors
     copies: dict[str, torch.Tensor] = {}

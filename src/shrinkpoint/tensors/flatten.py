@@ -1,4 +1,4 @@
-"""The two verbs: a state to what is stored of it, and back."""
+"""Flattens states to a tree and tensors, and unflattens them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from shrinkpoint.tensors.tree_encode import TreeEncoder
 
 
 def flatten(state: Any) -> FlatState:
-    """Take a nest apart. Nothing is copied, the caller's tensors are not changed.
+    """Split a state into a JSON tree and named tensors. Nothing is copied; the caller's tensors do not change.
 
     Raises:
-        StateError: when something in it cannot be stored; `where` is its path.
+        StateError: something in it cannot be stored; `where` is its path.
     """
     with no_gc():
-        planter = TreeEncoder()
-        tree = planter.encode(state)
-        tensors = deduplicate(planter.leaves)
-        roles, optim = infer_roles(planter.leaves, planter.optimizers)
+        encoder = TreeEncoder()
+        tree = encoder.encode(state)
+        tensors = deduplicate(encoder.leaves)
+        roles, optimizer_info = infer_roles(encoder.leaves, encoder.optimizers)
         infos = {
             name: TensorInfo(name, tuple(tensor.shape), dtype_name(tensor.dtype), roles.get(name, Role.OTHER))
             for name, tensor in tensors.items()
         }
-        return FlatState(tree, tensors, infos, optim)
+        return FlatState(tree, tensors, infos, optimizer_info)
 
 
 def unflatten(
@@ -43,20 +43,19 @@ def unflatten(
     where: str = "state",
     max_bytes: int | None = None,
 ) -> Any:
-    """Put a nest together again.
+    """Rebuild a state from its tree and tensors.
 
-    The tensors of the result *are* those of `tensors`, or views of them; numpy arrays and bytes are copies.
+    The tensors of the result are those of `tensors`, or views of them; numpy arrays and bytes are copies.
 
     Args:
-        tree: as `flatten` made it, or as anybody forged it.
-        tensors: contiguous, by name; on any device.
-        tie: what shared memory shares it again. Otherwise every tensor has its own (an expanded tensor still meets
-            itself).
+        tree: the tree; need not be trusted.
+        tensors: by name, contiguous; on any device.
+        tie: whether tensors that shared memory share it again; otherwise each gets its own (expanded dimensions stay).
         where: the file, for messages.
-        max_bytes: how much memory the copies may take; None: 1 GiB, or 8 times what the tensors do if that is more.
+        max_bytes: memory limit of the copies; None: 1 GiB, or 8 times the bytes of the tensors if that is more.
 
     Raises:
-        CorruptError: when no release writes such a tree, the tensors do not fit it, or copies would take too much.
+        CorruptError: no release writes such a tree, the tensors do not fit it, or copies would exceed `max_bytes`.
     """
     if max_bytes is None:
         max_bytes = max(MAX_COPY_BYTES, 8 * sum(tensor.nbytes for tensor in tensors.values()))

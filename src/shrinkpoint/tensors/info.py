@@ -1,4 +1,4 @@
-"""Plain data about tensors: what one *is* (`TensorInfo`) and what it became (`EncodedRecord`). No torch here."""
+"""Descriptions of tensors and encoded records; does not import torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ safetensors' own; `F4_X2` is two 4-bit floats in a byte (torch.float4_e2m1fn_x2)
 
 
 class Role(str, Enum):
-    """What a tensor is for. It chooses how a tensor is coded and never what it decodes to."""
+    """The purpose of a tensor; it affects how the tensor is coded, never what it decodes to."""
 
     PARAMETER = "parameter"
     MOMENT1 = "moment1"
@@ -54,14 +54,14 @@ class Role(str, Enum):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a tensor is, without its values.
+    """Name, shape and dtype of a tensor.
 
     Attributes:
         name: unique in its file; the path inside the state, joined with "/".
         shape: of this tensor, or of this shard.
         dtype: a key of `ITEMSIZE`.
-        role: what it is for.
-        offsets: where a shard begins in the whole tensor; None when this is the whole.
+        role: its purpose.
+        offsets: offsets of a shard in its global tensor; None for a tensor that is not a shard.
     """
 
     name: str

@@ -16,30 +16,30 @@ TensorOrArray: TypeAlias = "Tensor | np.ndarray[Any, Any]"
 
 
 def named_leaves(state: Any) -> dict[str, Any]:
-    """Every tensor, array and plain value; where two paths give one name, the later gets a number, as in a file."""
+    """Return every tensor, array and plain value by name; equal names get a number, as in a file."""
     leaves: dict[str, Any] = {}
     for path, value in _iter_leaves(state, ()):
-        name, again = tensor_name(path), 2
+        name, number = tensor_name(path), 2
         while name in leaves:
-            name, again = f"{tensor_name(path)}%{again}", again + 1
+            name, number = f"{tensor_name(path)}%{number}", number + 1
         leaves[name] = value
     return leaves
 
 
 def child_items(value: Any) -> Iterator[tuple[Any, Any]] | None:
-    """(key, item) of a dict, list or tuple; None for a leaf."""
+    """Return the (key, item) pairs of a dict, list or tuple; None for a leaf."""
     if isinstance(value, dict):
         return iter(value.items())
     return enumerate(value) if isinstance(value, list | tuple) else None
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is a tensor or an array, and not a plain value."""
+    """Whether a leaf is a tensor or an array."""
     return isinstance(leaf, Tensor | np.ndarray)
 
 
 def as_tensor(leaf: TensorOrArray) -> Tensor:
-    """A tensor or an array as a tensor, without a gradient; shares memory where it can."""
+    """Convert a tensor or an array to a detached tensor; shares memory if possible."""
     if isinstance(leaf, Tensor):
         return leaf.detach()
     return torch.from_numpy(np.ascontiguousarray(leaf, leaf.dtype.newbyteorder("=")).reshape(leaf.shape))

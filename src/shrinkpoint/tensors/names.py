@@ -10,18 +10,18 @@ StatePath: TypeAlias = tuple[Any, ...]
 """Keys of dicts and indices of lists, outermost first."""
 
 _DECIMAL = 10**4300
-"""The first whole number that is not written in decimal."""
+"""Smallest whole number that is not written in decimal."""
 _DIGITS = 600
-"""How many digits Python writes out whatever its settings are, and a few less."""
+"""Digits per block; Python always converts at least 640, whatever its settings."""
 _ESCAPED = re.compile("[%\x00-\x1f\x7f\ud800-\udfff]")
 _UNSAFE = re.compile("[/%\x00-\x1f\x7f\ud800-\udfff]")
 
 
 def tensor_name(path: StatePath) -> str:
-    """The tensor name of a path: its keys joined with "/", "/" and "%" and unprintable characters %-escaped.
+    """Return the tensor name of a path: its keys joined with "/"; "/", "%" and unprintable characters are %-escaped.
 
-    Names never begin with "~" and are never "__metadata__": the container has other uses for both. Different paths
-    may give one name (keys 1 and "1"); the writer then picks another and writes it down.
+    Names never begin with "~" and are never "__metadata__", which the container uses otherwise. Different paths may
+    have the same name (keys 1 and "1"); the writer then chooses another and stores it.
 
     >>> tensor_name(("optimizer", "state", 0, "exp_avg"))
     'optimizer/state/0/exp_avg'
@@ -42,7 +42,7 @@ def _segment(text: str) -> str:
 
 
 def format_key(key: Any) -> str:
-    """As `str`, whatever Python's limit of digits is; whole numbers beyond 4300 of them are cut short, in hex."""
+    """Like `str`, without Python's limit of digits; whole numbers of more than 4300 digits are shortened, in hex."""
     if isinstance(key, str):
         return key
     if isinstance(key, int) and key.bit_length() > 64:
@@ -62,7 +62,7 @@ def _decimal(number: int) -> str:
 
 
 def format_path(path: StatePath) -> str:
-    """A path as it is shown to people in error messages.
+    """Return a path as error messages show it.
 
     >>> format_path(("optimizer", "state", 0, "exp_avg"))
     "state['optimizer']['state'][0]['exp_avg']"
@@ -71,7 +71,7 @@ def format_path(path: StatePath) -> str:
 
 
 def short_repr(value: Any, max_chars: int = 40) -> str:
-    """`repr(value)`, or the first letters of it; it never costs more than what it shows."""
+    """Return the first characters of `repr(value)`, at a cost bounded by what is shown."""
     return _bounded_repr.repr(value)[:max_chars]
 
 

@@ -1,7 +1,7 @@
-"""What each tensor is for, and which moments belong to which parameter.
+"""Infers the role of each tensor, and which moments belong to which parameter.
 
-Optimizers number their parameters and forget the names, so the link is found by order and shape. A wrong guess costs
-bytes, never correctness: roles and links only choose how tensors are coded.
+Optimizer states number their parameters without names, so they are matched by order and shape. A wrong guess costs
+bytes, never correctness: roles and matches only affect how tensors are coded.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _SLOT_ROLES = {
     "acc_delta": Role.MOMENT2,
 }
 _FACTORS = (("row_var", "col_var"), ("exp_avg_sq_row", "exp_avg_sq_col"))
-"""Adafactor's, as torch and as transformers name them."""
+"""Names of Adafactor's row and column means in torch and in transformers."""
 _BNB_STATE = "__bnb_optimizer_quant_state__"
 _BNB_MOMENT2 = ("state2", "qmap2", "absmax2")
-"""Where bitsandbytes keeps what it quantizes, and the names of the second moment there."""
+"""Key of the quantized state of bitsandbytes, and the names of the second moment there."""
 _MASTER = re.compile("master|fp32")
 _BUFFER = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|inv_freq|mask|\w+_(ids|mask|cached|cache))$")
 _CONSTANT = re.compile(r"(^|_)(freqs?|rope|rotary|sin|cos|anchors?|grid|mean|std|var|stats?|index|pe)($|_)")
-"""Names of buffers at the root of a module, as far as they are usual."""
+"""Common names of buffers at the root of a module."""
 _GRADIENT = re.compile("grads?|gradients?")
 _AVERAGE = re.compile("ema|swa|avg|average|teacher", re.IGNORECASE)
 
@@ -47,52 +47,52 @@ Optimizers = Sequence[tuple[StatePath, dict[Any, Any]]]
 
 
 def infer_roles(leaves: Sequence[Leaf], optimizers: Optimizers) -> tuple[dict[str, Role], dict[str, OptimizerInfo]]:
-    """Roles of stored tensors by name, and facts by parameter name.
+    """Return the roles of stored tensors by name, and optimizer info by parameter name.
 
     Args:
-        leaves: of the whole state, after `deduplicate`.
+        leaves: the leaves of the whole state, after `deduplicate`.
         optimizers: path and `state_dict` of each optimizer in it.
     """
-    at = {leaf.path: leaf for leaf in leaves}
+    leaves_by_path = {leaf.path: leaf for leaf in leaves}
     inside = [leaf for leaf in leaves if any(leaf.path[: len(path)] == path for path, _ in optimizers)]
-    taken = {id(leaf) for leaf in inside}
-    models = _parameter_sets([leaf for leaf in leaves if id(leaf) not in taken])
+    optimizer_ids = {id(leaf) for leaf in inside}
+    models = _parameter_sets([leaf for leaf in leaves if id(leaf) not in optimizer_ids])
     roles: dict[str, Role] = {}
-    optim: dict[str, OptimizerInfo] = {}
+    optimizer_info: dict[str, OptimizerInfo] = {}
     for path, state_dict in optimizers:
-        slots = _slots(path, state_dict, at)
+        slots = _slots(path, state_dict, leaves_by_path)
         for leaf, role in _slot_roles(slots):
             roles.setdefault(_stored_name(leaf), role)
         match = _best_match(slots, models)
         for slot, leaf in match.pairs:
-            optim.setdefault(leaf.name, _optimizer_info(slot))
+            optimizer_info.setdefault(leaf.name, _optimizer_info(slot))
         for leaf in _module_parameters(match, leaves):
             roles.setdefault(leaf.name, Role.PARAMETER)
-    homes = _state_dicts(leaf for leaf in leaves if id(leaf) not in taken)
+    state_dict_paths = _state_dicts(leaf for leaf in leaves if id(leaf) not in optimizer_ids)
     for leaf in leaves:
-        role = _optimizer_role(leaf) if id(leaf) in taken else _module_role(leaf, homes)
+        role = _optimizer_role(leaf) if id(leaf) in optimizer_ids else _module_role(leaf, state_dict_paths)
         roles.setdefault(_stored_name(leaf), role)
-    return roles, optim
+    return roles, optimizer_info
 
 
 def _module_parameters(match: SlotMatch, leaves: Sequence[Leaf]) -> Iterator[Leaf]:
-    """The weights that an optimizer knows, and those of the same modules that it does not (frozen ones).
+    """Yield the weights that an optimizer has, and frozen weights of the same modules.
 
-    A nest that has to be as large as to hold several modules holds other things, too: of its parts, those count in
-    which the optimizer knows something.
+    A nest that holds several modules may hold other tensors, too: only those of its children count that contain a
+    weight of the optimizer.
     """
     depth = len(match.model.path)
-    known = {id(leaf) for _, leaf in match.pairs}
+    matched = {id(leaf) for _, leaf in match.pairs}
     nested = any(len(leaf.path) > depth + 1 for leaf in leaves if leaf.path[:depth] == match.model.path)
     parts = {leaf.path[depth] for _, leaf in match.pairs if len(leaf.path) > depth + 1}
     for leaf in match.model.leaves:
         within = len(leaf.path) > depth + 1 and leaf.path[depth] in parts
-        if not nested or within or id(leaf) in known:
+        if not nested or within or id(leaf) in matched:
             yield leaf
 
 
 def _state_dicts(leaves: Iterable[Leaf]) -> set[StatePath]:
-    """Nests such as `Module.state_dict` gives: tensors, nothing below them, and names of submodules' weights."""
+    """Return the paths of nests that look like a `Module.state_dict`: flat, with dotted names of weights."""
     leaves = list(leaves)
     deep = {leaf.path[:depth] for leaf in leaves for depth in range(len(leaf.path) - 1)}
     named = (leaf for leaf in leaves if leaf.path and "." in format_key(leaf.path[-1]) and leaf.path[:-1] not in deep)
@@ -101,7 +101,7 @@ def _state_dicts(leaves: Iterable[Leaf]) -> set[StatePath]:
 
 @dataclass
 class OptimizerSlot:
-    """What one optimizer keeps for one parameter."""
+    """The state that one optimizer keeps for one parameter."""
 
     name: str | None  # of the parameter, where the optimizer knows it
     group: int
@@ -111,19 +111,19 @@ class OptimizerSlot:
 
     @property
     def factors(self) -> tuple[Leaf, Leaf] | None:
-        """Means by row and by column in place of a second moment."""
+        """Row and column means that replace a second moment; None if there are none."""
         pairs = ((self.leaves.get(row), self.leaves.get(column)) for row, column in _FACTORS)
-        found = [(row, column) for row, column in pairs if row is not None and column is not None]
-        return next((pair for pair in found if all(leaf.tensor.dim() for leaf in pair)), None)
+        present = [(row, column) for row, column in pairs if row is not None and column is not None]
+        return next((pair for pair in present if all(leaf.tensor.dim() for leaf in pair)), None)
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The parameter's shape, if something here has it."""
+        """The parameter's shape, if the slot determines it."""
         if self.factors is not None:
             row, column = self.factors
             rows = tuple(row.tensor.shape)
-            kept = rows[:-1] if row.tensor.dim() == column.tensor.dim() and rows[-1:] == (1,) else rows
-            return (*kept, column.tensor.shape[-1])
+            leading = rows[:-1] if row.tensor.dim() == column.tensor.dim() and rows[-1:] == (1,) else rows
+            return (*leading, column.tensor.shape[-1])
         for key in ("exp_avg", "momentum_buffer", "exp_avg_sq", "state1", *self.leaves):
             if key in self.leaves and key != "step":
                 return tuple(self.leaves[key].tensor.shape)
@@ -131,7 +131,7 @@ class OptimizerSlot:
 
 
 def _slots(path: StatePath, state_dict: dict[Any, Any], leaves_by_path: dict[StatePath, Leaf]) -> list[OptimizerSlot]:
-    """One slot a parameter, in the order of the groups."""
+    """Return one slot for each parameter, in the order of the groups."""
     slots = []
     for number, group in enumerate(state_dict["param_groups"]):
         if not isinstance(group, dict) or not isinstance(group.get("params"), list):
@@ -148,7 +148,9 @@ def _slots(path: StatePath, state_dict: dict[Any, Any], leaves_by_path: dict[Sta
             if isinstance(nested, dict):
                 paths |= {inner: (*path, "state", key, _BNB_STATE, inner) for inner in nested if isinstance(inner, str)}
             slot.leaves = {
-                slot_key: leaves_by_path[place] for slot_key, place in paths.items() if place in leaves_by_path
+                slot_key: leaves_by_path[leaf_path]
+                for slot_key, leaf_path in paths.items()
+                if leaf_path in leaves_by_path
             }
             slots.append(slot)
     return slots
@@ -162,22 +164,22 @@ def _slot_roles(slots: Sequence[OptimizerSlot]) -> Iterator[tuple[Leaf, Role]]:
 
 
 def _stored_name(leaf: Leaf) -> str:
-    """The name of the stored tensor this leaf lies in."""
+    """Return the name of the stored tensor that contains a leaf."""
     return leaf.name or str(leaf.reference[0])
 
 
 def _optimizer_role(leaf: Leaf) -> Role:
-    """Of a tensor in an optimizer that is no known slot."""
+    """Return the role of a tensor in an optimizer that is not a known slot."""
     named = any(isinstance(key, str) and _MASTER.search(key) for key in leaf.path)
     return Role.MASTER if named and _is_weight(leaf) else Role.OTHER
 
 
 def _module_role(leaf: Leaf, state_dicts: Collection[StatePath] = ()) -> Role:
-    """Of a tensor outside of all optimizers.
+    """Return the role of a tensor outside all optimizers.
 
     Args:
-        state_dicts: state dicts of modules: a tensor of two axes in one of them is a parameter, whatever it is called
-            (`pos_embed`, `cls_token`), unless it is called as buffers are.
+        state_dicts: paths of module state dicts: a tensor of two axes in one of them is a parameter whatever its name
+            (`pos_embed`, `cls_token`), unless it has a common name of buffers.
     """
     keys = [key for key in leaf.path if isinstance(key, str)]
     last = keys[-1] if keys else ""
@@ -199,7 +201,7 @@ def _is_weight(leaf: Leaf) -> bool:
 
 @dataclass
 class ParameterSet:
-    """A dict outside all optimizers and the tensors below it that may be parameters, each once, in order."""
+    """A dict outside all optimizers with the tensors below it that may be parameters, each once, in order."""
 
     path: StatePath
     leaves: list[Leaf] = field(default_factory=list)
@@ -208,14 +210,14 @@ class ParameterSet:
         self._names: dict[str, Leaf] | None = None
 
     def find(self, name: str) -> Leaf | None:
-        """The leaf of that name, dots and levels of the nest taken as the same."""
+        """Return the leaf of a name; dots and levels of the nest are equivalent."""
         if self._names is None:
             self._names = {".".join(map(format_key, leaf.path[len(self.path) :])): leaf for leaf in self.leaves}
         return next((self._names[p + name] for p in ("", "module.", "_orig_mod.") if p + name in self._names), None)
 
 
 def _parameter_sets(leaves: Sequence[Leaf]) -> list[ParameterSet]:
-    """Every nest that could be the model of an optimizer; averages last, then the shallow before the deep."""
+    """Return every nest that may be the model of an optimizer; moving averages last."""
     models: dict[StatePath, ParameterSet] = {}
     seen: set[tuple[StatePath, str]] = set()
     for leaf in leaves:
@@ -231,26 +233,26 @@ def _parameter_sets(leaves: Sequence[Leaf]) -> list[ParameterSet]:
 
 @dataclass
 class SlotMatch:
-    """A guess which leaves of a model an optimizer's slots belong to."""
+    """A matching of an optimizer's slots to the leaves of a model."""
 
     model: ParameterSet
     pairs: list[tuple[OptimizerSlot, Leaf]] = field(default_factory=list)
-    num_named: int = 0  # of the pairs, how many the optimizer vouches for by name
+    num_named: int = 0  # pairs whose names agree
 
     @property
     def score(self) -> tuple[int, int, int, int]:
-        """Many pairs, then few leaves besides, then the innermost nest."""
+        """Sort key: many pairs, many equal names, few other leaves, the innermost nest."""
         return (len(self.pairs), self.num_named, -len(self.model.leaves), len(self.model.path))
 
 
 def _best_match(slots: Sequence[OptimizerSlot], models: Sequence[ParameterSet]) -> SlotMatch:
-    known = [slot for slot in slots if slot.shape is not None]
+    shaped = [slot for slot in slots if slot.shape is not None]
     matches: dict[int, SlotMatch] = {}
     pairs = 0
-    for index in sorted(range(len(models)), key=lambda index: -len(models[index].leaves)) if known else ():
+    for index in sorted(range(len(models)), key=lambda index: -len(models[index].leaves)) if shaped else ():
         if len(models[index].leaves) < max(pairs, 1):
-            break  # there are as many nests as tensors, and each of those left has too few
-        matches[index] = _align(known, models[index])
+            break  # all remaining nests have too few leaves
+        matches[index] = _align(shaped, models[index])
         pairs = max(pairs, len(matches[index].pairs))
     best = max(
         (matches[index] for index in sorted(matches)),
@@ -261,7 +263,7 @@ def _best_match(slots: Sequence[OptimizerSlot], models: Sequence[ParameterSet]) 
 
 
 def _align(slots: Sequence[OptimizerSlot], model: ParameterSet) -> SlotMatch:
-    """Pairs of equal shape: by name where the optimizer has names, else in order within each group."""
+    """Pair slots and leaves of equal shape: by name if the optimizer has names, else in order within each group."""
     match = SlotMatch(model)
     free: dict[tuple[int, ...], deque[int]] = {}
     for position, leaf in enumerate(model.leaves):
@@ -274,12 +276,12 @@ def _align(slots: Sequence[OptimizerSlot], model: ParameterSet) -> SlotMatch:
             match.pairs.append((slot, named))
             match.num_named += 1
         elif positions := free.get(slot.shape or ()):
-            if positions[0] >= after:  # nearly all; a deque gives its first at once
+            if positions[0] >= after:  # the common case
                 position = after = positions.popleft()
             elif (index := bisect_left(positions, after)) < len(positions):
                 position = after = positions[index]
                 del positions[index]
-            else:  # out of order: take any, and keep the place
+            else:  # out of order: take any
                 position = positions.popleft()
             match.pairs.append((slot, model.leaves[position]))
     return match
@@ -330,7 +332,7 @@ def _moment(slot: OptimizerSlot, *keys: str) -> str | None:
 
 
 def _number(value: Any) -> float | None:
-    """A finite Python number out of a number or a tensor of one element, else None."""
+    """Return a finite number as float, also from a tensor of one element; else None."""
     if isinstance(value, torch.Tensor):
         value = value.item() if value.numel() == 1 and not value.is_complex() else None
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -1,11 +1,11 @@
-"""Tensors that share memory, stored once.
+"""Stores tensors that share memory once.
 
 A reference (the JSON that stands for a tensor in the tree) is one of::
 
-    []                                      the stored tensor named by the leaf's own path, whole
-    [name]                                  the stored tensor of that name, whole
-    [name, offset, shape, strides]          a view of it, in elements, the stored tensor taken as one contiguous row
-    [name, offset, shape, strides, dtype]   the same after reading its bytes as another dtype
+    []                                      the stored tensor named by the leaf's own path
+    [name]                                  the stored tensor of that name
+    [name, offset, shape, strides]          a view of the stored tensor as one contiguous row, in elements
+    [name, offset, shape, strides, dtype]   the same with the bytes viewed as another dtype
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.names import StatePath, format_path, tensor_name
 
 MAX_SHARING_OVERHEAD = 1024
-"""Bytes that a shared range may cost beyond its members stored one by one, before sharing is given up."""
+"""Bytes that a shared range may take beyond its members stored one by one."""
 
 
 @dataclass
 class Leaf:
-    """One tensor of the nest: where it is, its (detached, resolved) value, and the reference to be filled in."""
+    """One tensor of the nest: its path, its detached value, and the reference to be filled in."""
 
     path: StatePath
     tensor: torch.Tensor
@@ -36,7 +36,7 @@ class Leaf:
 
     @property
     def extent(self) -> int:
-        """Bytes from the first to behind the last element this tensor reaches."""
+        """Bytes from the first to the end of the last element of this tensor."""
         tensor = self.tensor
         if tensor.is_contiguous():
             return tensor.nbytes
@@ -52,6 +52,7 @@ class Leaf:
 
     @cached_property
     def view(self) -> tuple[object, ...]:
+        """Start, dtype, shape and strides; equal for leaves that are the same view of a storage."""
         tensor = self.tensor
         strides = tuple(st for size, st in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
         return (self.start, tensor.dtype, tuple(tensor.shape), strides)
@@ -64,6 +65,7 @@ class UniqueNames:
         self._used: set[str] = set()
 
     def unique(self, base: str) -> str:
+        """Return `base`, with a number appended if it is in use."""
         name, count = base, 1
         while name in self._used:
             count += 1
@@ -73,7 +75,7 @@ class UniqueNames:
 
 
 def deduplicate(leaves: Iterable[Leaf]) -> dict[str, torch.Tensor]:
-    """Choose what is stored, fill in every leaf's `reference` and `name`; the result is in the order of the leaves."""
+    """Return the tensors to store, in the order of the leaves, and fill in each leaf's `reference` and `name`."""
     ordered = list(leaves)
     groups = {id(group[0]): group for group in _overlap_groups(ordered)}  # every group under its earliest leaf
     names, stored = UniqueNames(), dict[str, torch.Tensor]()
@@ -84,7 +86,7 @@ def deduplicate(leaves: Iterable[Leaf]) -> dict[str, torch.Tensor]:
 
 
 def _overlap_groups(leaves: list[Leaf]) -> Iterator[list[Leaf]]:
-    """Leaves whose memory overlaps, each group in the order of the leaves."""
+    """Yield groups of leaves whose memory overlaps, each in the order of the leaves."""
     order = {id(leaf): index for index, leaf in enumerate(leaves)}
     storages: dict[tuple[object, ...], list[Leaf]] = {}
     for leaf in leaves:
@@ -94,9 +96,11 @@ def _overlap_groups(leaves: list[Leaf]) -> Iterator[list[Leaf]]:
         storage = leaf.tensor.untyped_storage()
         size, used = storage.nbytes(), leaf.start + leaf.extent
         if used > size:
-            found, expected = f"a tensor whose storage has {size} bytes", f"its {leaf.extent} from {leaf.start} on"
             raise StateError(
-                format_path(leaf.path), found=found, expected=expected, do="save it before its memory is freed"
+                format_path(leaf.path),
+                found=f"a tensor whose storage has {size} bytes",
+                expected=f"its {leaf.extent} from {leaf.start} on",
+                do="save it before its memory is freed",
             )
         storages.setdefault((leaf.tensor.device, storage.data_ptr(), size), []).append(leaf)
     for members in storages.values():
@@ -123,17 +127,17 @@ def _overlapping_runs(members: list[Leaf]) -> Iterator[list[Leaf]]:
 
 
 def _worth_sharing(run: list[Leaf]) -> Iterator[list[Leaf]]:
-    """The run as one group, unless one row over it is much larger than its members: then only equal views share."""
+    """Yield the run as one group if one row over it is not much larger than its members; else groups of equal views."""
     start, end = _byte_range(run)
-    alike: dict[tuple[object, ...], list[Leaf]] = {}
+    by_view: dict[tuple[object, ...], list[Leaf]] = {}
     for leaf in run:
-        alike.setdefault(leaf.view, []).append(leaf)
-    apart = sum(_own_bytes(group[0]) for group in alike.values())
+        by_view.setdefault(leaf.view, []).append(leaf)
+    separate_bytes = sum(_own_bytes(group[0]) for group in by_view.values())
     aligned = all((leaf.start - start) % leaf.tensor.element_size() == 0 for leaf in run)
-    if aligned and end - start <= apart + MAX_SHARING_OVERHEAD:
+    if aligned and end - start <= separate_bytes + MAX_SHARING_OVERHEAD:
         yield run
     else:
-        yield from alike.values()
+        yield from by_view.values()
 
 
 def _byte_range(run: list[Leaf]) -> tuple[int, int]:
@@ -145,10 +149,11 @@ def _own_bytes(leaf: Leaf) -> int:
 
 
 def _store_group(group: list[Leaf], names: UniqueNames, stored: dict[str, torch.Tensor]) -> None:
-    if len(group) == 1 and group[0].tensor.is_contiguous():  # nearly all
+    if len(group) == 1 and group[0].tensor.is_contiguous():  # the common case
         leaf = group[0]
-        leaf.name = names.unique(wanted := tensor_name(leaf.path))
-        leaf.reference[:] = [] if leaf.name == wanted else [leaf.name]
+        own_name = tensor_name(leaf.path)
+        leaf.name = names.unique(own_name)
+        leaf.reference[:] = [] if leaf.name == own_name else [leaf.name]
         stored[leaf.name] = _standard_strides(leaf.tensor)
         return
     start, end = _byte_range(group)
@@ -167,14 +172,14 @@ def _store_group(group: list[Leaf], names: UniqueNames, stored: dict[str, torch.
 
 
 def _is_single_view(group: list[Leaf]) -> bool:
-    """All leaves are the same view, and it does not meet itself (as expanded tensors do)."""
+    """Whether all leaves are the same view, without overlapping elements (as expanded tensors have)."""
     first = group[0]
     numel_bytes = first.tensor.numel() * first.tensor.element_size()
     return all(leaf.view == first.view for leaf in group) and (first.extent >= numel_bytes or numel_bytes == 0)
 
 
 def _storage_row(group: list[Leaf], start: int, end: int) -> torch.Tensor:
-    """The covered range as one contiguous row; as bytes where the members disagree about the dtype."""
+    """Return the covered range as one contiguous row; as bytes if the dtypes of the members differ."""
     first = group[0].tensor
     if len({leaf.tensor.dtype for leaf in group}) > 1:
         whole = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
@@ -184,7 +189,7 @@ def _storage_row(group: list[Leaf], start: int, end: int) -> torch.Tensor:
 
 
 def _standard_strides(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor with the usual strides: where a size is 1, torch accepts any."""
+    """Give a contiguous tensor its standard strides; dimensions of size 1 may have others."""
     if not tensor.is_contiguous():
         return tensor
     if 1 not in tensor.shape:

@@ -1,6 +1,6 @@
-"""A tree and tensors back into the nest; the inverse of `tree.py`, which has the table of tags.
+"""Decodes a JSON tree and tensors to a state; the inverse of `tree_encode`, which lists the tags.
 
-The tree may come from anybody: nothing in it is believed, and what its tags copy is counted before it is made.
+The tree is not trusted: everything in it is validated, and the memory of copies is counted before they are made.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from shrinkpoint.tensors.names import StatePath, format_path, short_repr, tensor
 from shrinkpoint.tensors.tree_encode import MAX_DEPTH
 
 MAX_COPY_BYTES = 1 << 30
-"""Bytes that copies in a tree may take where nobody says how many."""
+"""Default limit of the bytes that copies in a tree may take."""
 MAX_SAME_HASH = 64
-"""Keys of one dict that may share a hash: with more of them, each costs a comparison with all before it."""
+"""Largest number of keys of one dict with equal hashes; each is compared with all others."""
 
 
 class TreeDecoder:
     """Turns a tree into a nest.
 
     Args:
-        tensors: the stored tensors by name, contiguous. The nest holds them, not copies.
-        tie: leaves that shared memory share it again; otherwise each gets its own.
+        tensors: the stored tensors by name, contiguous; the nest refers to them without copying.
+        tie: whether leaves that shared memory share it again; otherwise each gets its own.
         where: the file, for messages.
-        max_bytes: how much memory copies of the tensors may take: numpy arrays, bytes, tensors of their own.
+        max_bytes: memory limit of copies: numpy arrays, bytes, tensors that are no longer shared.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class TreeDecoder:
         }
 
     def decode(self, tree: JSON, path: StatePath = ()) -> Any:
-        """The value that `tree`, at `path`, stands for.
+        """Return the value of `tree`, which is at `path` of the state.
 
         Raises:
-            CorruptError: when no release writes such a tree, or a tensor it names is missing or does not fit.
+            CorruptError: no release writes such a tree, or a tensor that it names is missing or does not fit.
         """
         if len(path) > MAX_DEPTH:
             self._raise_corrupt(path[:3], "a nest that is too deep", f"at most {MAX_DEPTH} levels")

@@ -1,6 +1,6 @@
-"""A state as a JSON tree and tensors, and back.
+"""Encodes a state as a JSON tree and a list of tensor leaves.
 
-Plain values stand for themselves; what JSON lacks is an object with one key that begins with "$"::
+Plain values are stored unchanged; types that JSON lacks are an object with one key that begins with "$"::
 
     {"$t": ref}              tensor                        {"$i": "-1f.."}     integer beyond 64 bit, in hex
     {"$p": ref}              nn.Parameter                  {"$f": "7ff8.."}    nan or infinity, 8 bytes in hex
@@ -11,7 +11,7 @@ Plain values stand for themselves; what JSON lacks is an object with one key tha
     {"$z": [..]}             torch.Size                    {"$o": dict}        OrderedDict
     {"$c": dict}             Counter                       {"$m": [dict, meta]}  OrderedDict with `_metadata`
 
-`ref` is described in `ties.py`. The order of the keys of a dict is that of its JSON object.
+`ref` is described in `shared_storage.py`. The order of the keys of a dict is that of its JSON object.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from shrinkpoint.tensors.names import StatePath, format_path
 from shrinkpoint.tensors.shared_storage import Leaf
 
 MAX_DEPTH = 48
-"""How deep dicts, lists and tuples may nest. The JSON of one level is at most five levels deep, and a container takes
-no more than 248."""
+"""Largest nesting depth of dicts, lists and tuples. The JSON of one level has at most five levels, and the container
+allows 248."""
 
 MAX_INLINE_BYTES = 256
-"""Bytes values up to this length are kept in the tree; longer ones become U8 tensors."""
+"""Longest bytes value stored in the tree; longer ones become U8 tensors."""
 
 _STORABLE = "tensors, numpy values, None, bool, int, float, str, bytes, or dicts, lists and tuples of these"
 _DEFAULT_META = {"version": 1}
@@ -76,10 +76,10 @@ class TreeEncoder:
         }
 
     def encode(self, value: Any, path: StatePath = ()) -> JSON:
-        """The tree of `value`, which stands at `path` of the state.
+        """Return the tree of `value`, which is at `path` of the state.
 
         Raises:
-            StateError: at the first thing that cannot be stored; `where` is its path.
+            StateError: a value cannot be stored; `where` is its path.
         """
         plain = self._value_encoders.get(type(value))
         if plain is not None:
@@ -114,7 +114,7 @@ class TreeEncoder:
 
     def _ordered(self, value: OrderedDict[Any, Any], path: StatePath) -> JSON:
         tree = self._dict(value, path)
-        meta = getattr(value, "_metadata", None)  # versions of the modules, which load_state_dict looks at
+        meta = getattr(value, "_metadata", None)  # versions of the modules, which load_state_dict uses
         if not isinstance(meta, dict):
             return {"$o": tree}
         unusual = {key: item for key, item in meta.items() if item != _DEFAULT_META}
@@ -127,8 +127,11 @@ class TreeEncoder:
             return {"$u": [self._key(part, path, depth + 1) for part in key]}
         if type(key) in (type(None), bool, int, float, str):
             return self._value_encoders[type(key)](key, path)
-        found = f"a dict with a key of type {_type_name(key)}"
-        raise StateError(format_path(path), found=found, expected="str, int, float, bool, None or tuples of these")
+        raise StateError(
+            format_path(path),
+            found=f"a dict with a key of type {_type_name(key)}",
+            expected="str, int, float, bool, None or tuples of these",
+        )
 
     def _bytes(self, value: bytes, path: StatePath) -> JSON:
         if len(value) <= MAX_INLINE_BYTES:
@@ -147,8 +150,8 @@ class TreeEncoder:
         native = value.astype(value.dtype.newbyteorder("="), copy=False)
         flags, size = native.flags, native.itemsize
         ordered = flags.c_contiguous or flags.f_contiguous
-        usual = all(stride >= 0 and stride % size == 0 for stride in native.strides)  # of a side of 1 it may be any
-        if not (ordered and usual and flags.writeable):  # else torch refuses or warns
+        standard = all(stride >= 0 and stride % size == 0 for stride in native.strides)  # sizes of 1 may have any
+        if not (ordered and standard and flags.writeable):  # torch would raise or warn
             native = native.copy(order="C")
         return {"$n": [value.dtype.str, self._add_leaf(torch.from_numpy(native), path)]}
 
@@ -191,11 +194,11 @@ def _numpy_scalar(value: np.generic, path: StatePath) -> JSON:
 
 
 def _plain_tensor(value: torch.Tensor, path: StatePath) -> torch.Tensor:
-    """The tensor's values as a plain strided tensor on its device, detached; no copy unless it is lazily conjugated."""
+    """Return the detached strided tensor; copies only if it is lazily conjugated or negated."""
     plain = value.layout is torch.strided and value.dtype in DTYPE_NAMES and not value.is_meta
     if not plain or value.is_nested or value.is_quantized:
-        what = next(what for what, wrong in _unsupported_features(value) if wrong)
-        raise StateError(format_path(path), found=what, expected="a dense tensor with values", do="convert it first")
+        feature = next(feature for feature, present in _unsupported_features(value) if present)
+        raise StateError(format_path(path), found=feature, expected="a dense tensor with values", do="convert it first")
     value = value.detach()
     if not value.is_conj() and not value.is_neg():
         return value
@@ -218,17 +221,21 @@ def _numpy_error(found: str, path: StatePath) -> StateError:
 
 
 def _type_error(value: Any, path: StatePath) -> StateError:
-    do = "convert it to one of these before saving"
+    advice = "convert it to one of these before saving"
     if isinstance(value, torch.Tensor):
-        do = "save what it holds as plain tensors (a DTensor: its local shard)"
+        advice = "save its values as plain tensors (a DTensor: its local shard)"
     elif isinstance(value, dict | list | tuple):
-        do = "convert it to a plain dict, list or tuple"
-    return StateError(format_path(path), found=f"a value of type {_type_name(value)}", expected=_STORABLE, do=do)
+        advice = "convert it to a plain dict, list or tuple"
+    return StateError(format_path(path), found=f"a value of type {_type_name(value)}", expected=_STORABLE, do=advice)
 
 
 def _depth_error(path: StatePath) -> StateError:
-    found, expected = f"a nest more than {MAX_DEPTH} levels deep", "a flatter one"
-    return StateError(format_path(path[:3]) + "...", found=found, expected=expected, do="flatten it before saving")
+    return StateError(
+        format_path(path[:3]) + "...",
+        found=f"a nest more than {MAX_DEPTH} levels deep",
+        expected="a flatter one",
+        do="flatten it before saving",
+    )
 
 
 def _type_name(value: Any) -> str:

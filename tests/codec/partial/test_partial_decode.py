@@ -56,9 +56,13 @@ def quantized(
     values = {name: one.dequantize(dtype, held.get(name)) for name, one in named.items()}
     coders = options.pop("coders", ALL_CODERS)
     material = CodebookInput(
-        "record", tuple(infos_of(values).values()), tuple(values.values()), tuple(named.values()), reference=parent,
+        "record",
+        tuple(infos_of(values).values()),
+        tuple(values.values()),
+        tuple(named.values()),
+        reference=parent,
         **options,
-    )  # fmt: skip
+    )
     return encode_codebook_record(material, coders=coders, threads=1)
 
 
