@@ -15,7 +15,8 @@ from torch import Tensor
 
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.schemes.base import QuantizedState, Scheme
-from shrinkpoint.schemes.sharded import ShardTarget, settle
+from shrinkpoint.schemes.plan_shards import plan_shards
+from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
 from shrinkpoint.sharding.shard_spec import AllGather, ShardLayout, ShardSpec, pack_error, raise_remote
 from shrinkpoint.tensors.flat_state import FlatState, OptimizerInfo
 from shrinkpoint.tensors.info import JSON
@@ -171,7 +172,7 @@ def after(kept: QuantizedState, flat: FlatState) -> Reference:
 def saved(
     make: Callable[[], Scheme], flats: Sequence[FlatState], width: int, cutter: Cutter = rows, *,
     lone: Mapping[str, int] | None = None, ranks: Ranks | None = None,
-    target: Callable[[Part], ShardTarget] | None = None,
+    target: Callable[[Part], ShardedModelEvaluator] | None = None,
 ) -> list[Saved]:  # fmt: skip
     """A chain of checkpoints of states, by ranks that each have a part."""
     parts = [cut(flat, width, cutter, lone) for flat in flats]
@@ -180,7 +181,7 @@ def saved(
         scheme, reference, out = make(), None, []
         for mine in (one[rank] for one in parts):
             shards = ShardLayout(mine.places, gather)
-            made = settle(scheme, mine.flat, reference, shards, None if target is None else target(mine))
+            made = plan_shards(scheme, mine.flat, reference, shards, None if target is None else target(mine))
             kept = made.quantize(mine.flat, reference)
             reference = after(kept, mine.flat)
             out.append((kept, timeless(kept.loss)))

@@ -20,7 +20,8 @@ import shrinkpoint as sp
 from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.schemes.calibration import REPEAT_INTERVAL, Calibration
 from shrinkpoint.schemes.evaluate import DegradationMetric, Reading
-from shrinkpoint.schemes.sharded import ShardTarget, settle
+from shrinkpoint.schemes.plan_shards import plan_shards
+from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.storage import MemoryStorage
 
@@ -282,9 +283,9 @@ def test_ranks_that_have_parts_agree_that_nothing_is_lost(name, answer):
     def work(rank: int, gather: Any) -> Any:
         mine = parts[rank]
         weights = {name: x for name, x in mine.flat.tensors.items() if name.startswith("model/")}
-        target = ShardTarget(mine.flat, lambda model: answer, Held(weights))
+        target = ShardedModelEvaluator(mine.flat, lambda model: answer, Held(weights))
         scheme = SCHEMES[name](evaluate=lambda model: answer)
-        return settle(scheme, mine.flat, None, ShardLayout(mine.places, gather), target).quantize(mine.flat, None)
+        return plan_shards(scheme, mine.flat, None, ShardLayout(mine.places, gather), target).quantize(mine.flat, None)
 
     with Silent():
         found = Ranks(3).all(work)

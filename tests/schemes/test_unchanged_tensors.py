@@ -15,8 +15,8 @@ from torch import Tensor
 
 import shrinkpoint as sp
 from shrinkpoint.codec.reference import Reference
+from shrinkpoint.schemes.plan_shards import plan_shards
 from shrinkpoint.schemes.select import is_bitwise_equal, unchanged_tensors
-from shrinkpoint.schemes.sharded import settle
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.sharding.shard_spec import AllGather, ShardLayout
 from shrinkpoint.storage import MemoryStorage
@@ -54,7 +54,7 @@ def test_on_several_ranks_what_does_not_move_keeps_its_values_through_restores(n
             parts, before, loss, generation = now
             scheme, mine = SCHEMES[name](), parts[rank]
             scheme.resume(loss, generation)
-            settled = settle(scheme, mine.flat, before[rank], ShardLayout(mine.places, gather))
+            settled = plan_shards(scheme, mine.flat, before[rank], ShardLayout(mine.places, gather))
             kept = settled.quantize(mine.flat, before[rank])
             return kept, after(kept, mine.flat)
 

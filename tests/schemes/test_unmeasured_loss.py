@@ -17,7 +17,7 @@ from helpers.small_training import Run, Silent
 import shrinkpoint as sp
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import LossWarning, UnmeasuredLossWarning
-from shrinkpoint.schemes.sharded import settle
+from shrinkpoint.schemes.plan_shards import plan_shards
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.train.checkpointer import Checkpointer
@@ -129,7 +129,7 @@ def test_of_several_ranks_one_says_it(name):
         scheme, reference = UNMEASURED[name](), None
         for parts in cuts:
             mine = parts[rank]
-            made = settle(scheme, mine.flat, reference, ShardLayout(mine.places, gather))
+            made = plan_shards(scheme, mine.flat, reference, ShardLayout(mine.places, gather))
             reference = Reference(made.quantize(mine.flat, reference).state.tensors, {})
         return made.quantize(mine.flat, None if name != "excp" else reference).loss
 

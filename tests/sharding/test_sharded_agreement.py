@@ -19,7 +19,8 @@ from shrinkpoint.errors import MismatchError, PolicyError, StateError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.fisher.curvature import Curvature
 from shrinkpoint.schemes.fisher.step_candidates import StepCandidates
-from shrinkpoint.schemes.sharded import ShardTarget, check, settle
+from shrinkpoint.schemes.plan_shards import check_shardable, plan_shards
+from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
 from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.flatten import flatten
@@ -53,9 +54,9 @@ def measured(make: Any, width: int) -> tuple[list[Saved], list[Any]]:
     flats = [copy.deepcopy(flat) for flat in run()]
     models: list[Parts] = []
 
-    def target(part: Part) -> ShardTarget:
+    def target(part: Part) -> ShardedModelEvaluator:
         models.append(Parts(part.flat))
-        return ShardTarget(part.flat, lambda model: 1 + width * (bowl(model) - 1), models[-1])
+        return ShardedModelEvaluator(part.flat, lambda model: 1 + width * (bowl(model) - 1), models[-1])
 
     found = saved(make, flats, width, target=target)
     for model in models:
@@ -95,8 +96,8 @@ def test_where_nothing_is_known_of_weights_all_ranks_ask_for_it_together():
         return sp.Fisher(nats=0.05, evaluate=bowl)
 
     def chain(width: int) -> Saved:
-        def target(part: Part) -> ShardTarget:
-            return ShardTarget(part.flat, lambda model: 1 + width * (bowl(model) - 1), Parts(part.flat))
+        def target(part: Part) -> ShardedModelEvaluator:
+            return ShardedModelEvaluator(part.flat, lambda model: 1 + width * (bowl(model) - 1), Parts(part.flat))
 
         return saved(make, copy.deepcopy(plain), width, target=target)[0]
 
@@ -133,7 +134,7 @@ def test_squares_that_were_recorded_are_those_of_the_boxes(by_box):
         if by_box:
             given = {name: box_of(x, *rows(tuple(x.shape), 3, rank)) if x.dim() else x for name, x in squares.items()}
         scheme = sp.Fisher(terms=64, gradients=Recorder(given))
-        return settle(scheme, mine.flat, None, ShardLayout(mine.places, gather)).quantize(mine.flat, None)
+        return plan_shards(scheme, mine.flat, None, ShardLayout(mine.places, gather)).quantize(mine.flat, None)
 
     found = Ranks(3).all(settled)
     made = joined([(kept.state.tensors, parts[rank].places) for rank, kept in enumerate(found)])
@@ -179,22 +180,22 @@ class Strange:
 def test_what_cannot_be_sharded_is_refused_before_any_rank_waits(make, match):
     part = cut(run()[0], 2)[0]
     with pytest.raises(PolicyError, match=match):
-        settle(make(), part.flat, None, ShardLayout(part.places, silent))
+        plan_shards(make(), part.flat, None, ShardLayout(part.places, silent))
     with pytest.raises(PolicyError, match=match):
-        check(make())
+        check_shardable(make())
 
 
 def test_lossless_waits_for_nobody():
     part, scheme = cut(run()[0], 2)[0], sp.Lossless()
-    check(scheme)
-    assert settle(scheme, part.flat, None, ShardLayout(part.places, silent)) is scheme
+    check_shardable(scheme)
+    assert plan_shards(scheme, part.flat, None, ShardLayout(part.places, silent)) is scheme
 
 
 def test_ranks_with_different_schemes_are_told_so():
     parts = cut(run()[0], 2)
 
     def work(rank, gather):
-        return settle(sp.Fisher(ratio=10 + rank), parts[rank].flat, None, ShardLayout(parts[rank].places, gather))
+        return plan_shards(sp.Fisher(ratio=10 + rank), parts[rank].flat, None, ShardLayout(parts[rank].places, gather))
 
     errors = Ranks(2).run(work)
     assert all(isinstance(one, MismatchError) and "ratio=10.0" in str(one) for one in errors)
@@ -205,8 +206,8 @@ def test_a_model_that_shares_no_memory_with_what_is_saved_is_refused_on_all_rank
 
     def work(rank, gather):
         mine = parts[rank]
-        target = ShardTarget(mine.flat, bowl, Parts(copy.deepcopy(mine.flat)))
-        return settle(sp.Fisher(evaluate=bowl), mine.flat, None, ShardLayout(mine.places, gather), target)
+        target = ShardedModelEvaluator(mine.flat, bowl, Parts(copy.deepcopy(mine.flat)))
+        return plan_shards(sp.Fisher(evaluate=bowl), mine.flat, None, ShardLayout(mine.places, gather), target)
 
     assert all(isinstance(one, PolicyError) and "share memory" in str(one) for one in Ranks(2).run(work))
 
@@ -222,9 +223,11 @@ def test_a_tied_weight_is_measured_and_written_once_though_it_has_two_names():
 
     def work(rank, gather):
         mine = parts[rank]
-        target = ShardTarget(mine.flat, bowl, Parts(mine.flat))
+        target = ShardedModelEvaluator(mine.flat, bowl, Parts(mine.flat))
         assert {"model/wte.weight", "model/tied.weight"} <= target.quantizable
-        made = settle(sp.Fisher(nats=0.05, evaluate=bowl), mine.flat, None, ShardLayout(mine.places, gather), target)
+        made = plan_shards(
+            sp.Fisher(nats=0.05, evaluate=bowl), mine.flat, None, ShardLayout(mine.places, gather), target
+        )
         return made.quantize(mine.flat, None)
 
     for kept in Ranks(2).all(work):
@@ -243,12 +246,12 @@ def test_replicas_of_which_each_saves_a_part_are_not_measured():
         replica = nn.ModuleDict({name[6]: nn.Linear(64, 64, bias=False) for name in names})
         for name, x in names.items():
             replica[name[6]].weight = nn.Parameter(x, requires_grad=False)
-        return settle(
+        return plan_shards(
             sp.Fisher(evaluate=bowl),
             mine.flat,
             None,
             ShardLayout(mine.places, gather),
-            ShardTarget(mine.flat, bowl, replica),
+            ShardedModelEvaluator(mine.flat, bowl, replica),
         )
 
     first, second = Ranks(2).run(work)
@@ -264,7 +267,7 @@ def test_what_goes_wrong_on_one_rank_is_raised_by_all(name):
 
     def work(rank, gather):
         mine = parts[rank]
-        return settle(SCHEMES[name](), mine.flat, None, ShardLayout(mine.places, gather))
+        return plan_shards(SCHEMES[name](), mine.flat, None, ShardLayout(mine.places, gather))
 
     assert all(isinstance(one, StateError) and "up.weight" in str(one) for one in Ranks(3).run(work))
 
@@ -279,8 +282,8 @@ def test_an_evaluate_that_raises_on_one_rank_is_raised_by_all():
             return bowl(model)
 
         mine = parts[rank]
-        target = ShardTarget(mine.flat, evaluate, Parts(mine.flat))
-        return settle(sp.Fisher(evaluate=bowl), mine.flat, None, ShardLayout(mine.places, gather), target)
+        target = ShardedModelEvaluator(mine.flat, evaluate, Parts(mine.flat))
+        return plan_shards(sp.Fisher(evaluate=bowl), mine.flat, None, ShardLayout(mine.places, gather), target)
 
     first, second = Ranks(2).run(work)
     assert isinstance(first, PolicyError) and isinstance(second, PolicyError)
@@ -325,6 +328,6 @@ def test_a_box_beyond_its_tensor_is_refused_on_all_ranks():
     parts[1].places["model/up.weight"] = replace(place, offsets=(90, 0))
 
     def work(rank, gather):
-        return settle(sp.LCCheckpoint(), parts[rank].flat, None, ShardLayout(parts[rank].places, gather))
+        return plan_shards(sp.LCCheckpoint(), parts[rank].flat, None, ShardLayout(parts[rank].places, gather))
 
     assert all(isinstance(one, StateError) and "up.weight" in str(one) for one in Ranks(2).run(work))

@@ -19,7 +19,8 @@ SETUP = """
     from helpers.replica_search import digest, join, leave
     import shrinkpoint as sp
     from shrinkpoint.tensors.info import Role, TensorInfo
-    from shrinkpoint.schemes.sharded import ShardTarget, settle
+    from shrinkpoint.schemes.plan_shards import plan_shards
+    from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
     from shrinkpoint.sharding.shard_spec import ShardSpec, ShardLayout, make_all_gather
     from shrinkpoint.tensors.flat_state import FlatState, OptimizerInfo
 
@@ -82,8 +83,8 @@ FSDP = (
         }
         for name, scheme in schemes.items():
             evaluates = getattr(scheme, "evaluate", None)
-            target = ShardTarget(flat, evaluates, model) if evaluates else None
-            made = settle(scheme, flat, None, ShardLayout(places, make_all_gather()), target)
+            target = ShardedModelEvaluator(flat, evaluates, model) if evaluates else None
+            made = plan_shards(scheme, flat, None, ShardLayout(places, make_all_gather()), target)
             said[f"{name} is put back"] = model.training and all(
                 torch.equal(x, before[name]) for name, x in flat.tensors.items()
             )
@@ -121,7 +122,7 @@ ERRORS = (
             name = next(iter(mine))
             places[name] = ShardSpec(name, tuple(mine[name].shape), (7,) * mine[name].dim())
         try:
-            settle(sp.Fisher(ratio=8), flat, None, ShardLayout(places, make_all_gather()))
+            plan_shards(sp.Fisher(ratio=8), flat, None, ShardLayout(places, make_all_gather()))
         except ShrinkpointError as error:
             said |= {"class": type(error).__name__, "text": str(error)}
         leave(said, rank, folder)

@@ -45,7 +45,7 @@ from shrinkpoint.schemes.fisher.probe import MeasureLossIncrease, curvatures_fro
 from shrinkpoint.schemes.fisher.step_candidates import StepCandidates, from_log_step, reference_curvature
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.select import TensorSelection, select_tensors, unchanged_tensors
-from shrinkpoint.schemes.shardedtarget import ShardTarget
+from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON, Role
@@ -434,14 +434,14 @@ class Fisher(SpecMixin, RecordEncodingMixin):
 
     def _recorder_values(self, evaluator: TrialEvaluator | None, selection: TensorSelection) -> dict[str, Tensor]:
         """The recorder's mean squared gradients by name in the state, of masters as of their casts."""
-        if self._recorder is None or not isinstance(evaluator, ModelEvaluator | ShardTarget):
+        if self._recorder is None or not isinstance(evaluator, ModelEvaluator | ShardedModelEvaluator):
             return {}
         squares = self._recorder.square  # a copy, made by every access
         if not squares and self._recorder.ready:
             do = "make the recorder with squares=True"
             raise PolicyError("gradients", found="a recorder without squares", expected="one with squares", do=do)
-        if isinstance(evaluator, ShardTarget):
-            recorded = evaluator.recorded(squares)
+        if isinstance(evaluator, ShardedModelEvaluator):
+            recorded = evaluator.recorder_values(squares)
         else:
             parameters = {strip_wrapper_prefix(name): square for name, square in squares.items()}
             names = evaluator.state_names

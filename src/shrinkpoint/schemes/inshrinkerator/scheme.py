@@ -31,7 +31,7 @@ from shrinkpoint.schemes.search.scheme import Fallback, SearchScheme
 from shrinkpoint.schemes.search.space import METRIC, Axis, Point, Space
 from shrinkpoint.schemes.search.trials import SearchResult, Trials
 from shrinkpoint.schemes.search.uniform_candidates import UNIFORM_SPACE, UniformCandidates
-from shrinkpoint.schemes.shardedtarget import ShardTarget
+from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
 from shrinkpoint.sharding.global_stats import GlobalStats
 
 SPACE = Space(
@@ -168,8 +168,8 @@ class Inshrinkerator(SearchScheme):
 
     def _gradients(self, evaluator: TrialEvaluator) -> dict[str, Tensor]:
         """Recorded gradients by name in the state."""
-        if self._recorder is not None and isinstance(evaluator, ShardTarget):
-            return evaluator.recorded(self._recorder.mean)
+        if self._recorder is not None and isinstance(evaluator, ShardedModelEvaluator):
+            return evaluator.recorder_values(self._recorder.mean)
         if self._recorder is None or not isinstance(evaluator, ModelEvaluator):
             return {}
         recorded = {strip_wrapper_prefix(name): mean for name, mean in self._recorder.mean.items()}

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
-from shrinkpoint.schemes.sharded import check, settle
-from shrinkpoint.schemes.shardedtarget import ShardTarget
+from shrinkpoint.schemes.plan_shards import check_shardable, plan_shards
+from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
 from shrinkpoint.sharding.shard_spec import AllGather, ShardLayout, ShardSpec, gather_single, make_all_gather
 from shrinkpoint.train.dcp.chain_registry import ChainState
 from shrinkpoint.train.dcp.collect import CollectedState
@@ -47,10 +47,10 @@ def plan_across_ranks(
     try:  # an error on this rank is sent to the others, which wait for it
         is_concurrent = is_sent or threading.current_thread().name.startswith("AsyncCheckpointExecutor")
         evaluate = _check_evaluate(scheme, is_concurrent=is_concurrent)
-        check(scheme, measures=model is not None or is_sent)
+        check_shardable(scheme, measures=model is not None or is_sent)
         collected = collect()
         specs = {name: ShardSpec(shard.fqn, shard.size, shard.offsets) for name, shard in collected.shards.items()}
-        target = None if is_concurrent or model is None else ShardTarget(collected.state, evaluate, model)
+        evaluator = None if is_concurrent or model is None else ShardedModelEvaluator(collected.state, evaluate, model)
     except Exception as error:
         with suppress(ShrinkpointError):  # of another rank
             gather(error)
@@ -60,7 +60,7 @@ def plan_across_ranks(
     reference = (
         chain.delta_writer.last_reference if isinstance(scheme, PlanningScheme) else chain.delta_writer.reference
     )
-    return settle(scheme, collected.state, reference, ShardLayout(specs, gather), target), collected
+    return plan_shards(scheme, collected.state, reference, ShardLayout(specs, gather), evaluator), collected
 
 
 def _check_evaluate(scheme: Scheme, *, is_concurrent: bool) -> Any:

@@ -1,4 +1,4 @@
-"""What a search measures on where every rank has a part of the model: all ranks evaluate it together."""
+"""Evaluates trial values of a model whose parameters are sharded over ranks: all ranks evaluate it together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shrinkpoint.sharding.global_tensors import GlobalTensors, matches_parameter
 from shrinkpoint.tensors.flat_state import FlatState
 
 
-class ShardTarget(TrialEvaluator):
+class ShardedModelEvaluator(TrialEvaluator):
     """A model whose parameters are on several ranks (FSDP2, tensor parallelism), or copied on all of them.
 
     `evaluate` is called on all ranks at the same time, so it may use collectives, as a forward pass of such a model
@@ -32,7 +32,7 @@ class ShardTarget(TrialEvaluator):
     leaves the others in whatever collective they have begun.
 
     Args:
-        flat: this rank's tensors, which share memory with its part of the model.
+        state: this rank's tensors, which share memory with its part of the model.
         evaluate: None: nothing will be measured.
         model: a module, or a dict or list of modules; None: it is not known.
 
@@ -40,16 +40,16 @@ class ShardTarget(TrialEvaluator):
         quantizable: names of the tensors that are parameters; None where there is no model: all of them.
     """
 
-    def __init__(self, flat: FlatState, evaluate: Evaluate | None = None, model: Any = None) -> None:
-        super().__init__(flat, evaluate or _unasked)
+    def __init__(self, state: FlatState, evaluate: Evaluate | None = None, model: Any = None) -> None:
+        super().__init__(state, evaluate or _never_called)
         self._model, self._modules = model, [*iter_modules(model)]
-        self._wholes: GlobalTensors | None = None
+        self._global_tensors: GlobalTensors | None = None
         self._measures = evaluate is not None
         self._places: dict[int, list[str]] = {}
         if model is None:
             return
-        self._let_go()  # so that a module's parameters are the parts
-        for name, x in flat.tensors.items():
+        self._reshard()  # so that a module's parameters are the parts
+        for name, x in state.tensors.items():
             if x.numel():
                 self._places.setdefault(x.data_ptr(), []).append(name)  # a tied one has several
         for parameter, kind in self._parameters():
@@ -58,66 +58,69 @@ class ShardTarget(TrialEvaluator):
         ours = {_local(parameter).data_ptr() for parameter, _ in self._parameters()}
         self.quantizable = frozenset(name for place, names in self._places.items() if place in ours for name in names)
 
-    def join(self, wholes: GlobalTensors) -> None:
+    def join(self, global_tensors: GlobalTensors) -> None:
         """Take part in what all ranks do together.
 
         Raises:
             PolicyError: something is to be measured, and what is saved shares no memory with a model, or a rank has a
                 parameter that only another one saves, so that it would not have the trial's values; on every rank.
         """
-        self._wholes = wholes
+        self._global_tensors = global_tensors
         if not self._measures:
             return
-        told = wholes.all_gather((bool(self.quantizable), self._copied(wholes)))
-        if not any(alive for alive, _ in told):
+        reports = global_tensors.all_gather((bool(self.quantizable), self._find_remote_copy(global_tensors)))
+        if not any(has_parameters for has_parameters, _ in reports):
             found, do = "no weight that is a parameter of the model in memory", "say which model is saved"
             raise PolicyError("evaluate", found=found, expected="tensors that share memory with it", do=do)
-        copied = next((one for _, one in told if one is not None), None)
+        copied = next((name for _, name in reports if name is not None), None)
         if copied is not None:
             found, do = "copies of it on ranks that do not save it", "say how much may be lost without measuring"
             raise PolicyError(copied, found=found, expected="a model in parts, each on one rank", do=do)
 
-    def _copied(self, wholes: GlobalTensors) -> str | None:
-        """A parameter that this rank has, and another one saves."""
+    def _find_remote_copy(self, global_tensors: GlobalTensors) -> str | None:
+        """The global name of a parameter that this rank has and only another rank saves; None if there is none."""
         for module in self._modules:
             for name, parameter in module.named_parameters():
                 local = _local(parameter)
                 if local.numel() and local.data_ptr() not in self._places:
-                    found = (title for title in wholes.shapes if matches_parameter(title, strip_wrapper_prefix(name)))
+                    found = (
+                        title for title in global_tensors.shapes if matches_parameter(title, strip_wrapper_prefix(name))
+                    )
                     title = next(found, None)
                     if title is not None:
                         return title
         return None
 
-    def recorded(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What a recorder has of this rank's tensors, by their names."""
-        assert self._wholes is not None
-        return recorder_values(self._wholes, {strip_wrapper_prefix(name): x for name, x in found.items()}, self._state)
+    def recorder_values(self, recordings: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a gradient recorder has of this rank's tensors, by their local names."""
+        assert self._global_tensors is not None
+        plain_names = {strip_wrapper_prefix(name): value for name, value in recordings.items()}
+        return recorder_values(self._global_tensors, plain_names, self._state)
 
     def evaluate(self, values: Mapping[str, Tensor]) -> Reading:
-        """See `Target`; a collective: the mean of what all ranks measure."""
-        assert self._wholes is not None
-        before = self._guard or self._make_guard()
+        """Evaluate the model with these values, as `TrialEvaluator.evaluate`; a collective that averages over ranks."""
+        assert self._global_tensors is not None
+        guard = self._guard or self._make_guard()
         with torch.no_grad():
             try:
-                before.clear_gradients()
+                guard.clear_gradients()
                 for name, value in values.items():
                     if self.quantizable is not None and name in self.quantizable:
                         self._state.tensors[name].copy_(value)
-                self._let_go()
-                found = call_evaluate(self._evaluate, self._model)
+                self._reshard()
+                reading = call_evaluate(self._evaluate, self._model)
             finally:
-                self._let_go()
-                before.restore()
-        return _mean(self._wholes.all_gather(found))
+                self._reshard()
+                guard.restore()
+        return _mean(self._global_tensors.all_gather(reading))
 
     def _make_guard(self) -> ModelStateGuard:
         buffers = {x.data_ptr(): x for module in self._modules for x in map(_local, module.buffers())}
         ours = {self._state.tensors[name].data_ptr(): self._state.tensors[name] for name in self.quantizable or ()}
-        return _Before((buffers | ours).values(), self._modules)
+        return _ShardedModelGuard((buffers | ours).values(), self._modules)
 
-    def _let_go(self) -> None:
-        """Whole weights that a forward pass has put together: they would be used again as they are."""
+    def _reshard(self) -> None:
+        """Drop gathered weights of a forward pass, which the next one would use again instead of the shards."""
         for module in self._modules:
             for part in module.modules():
                 reshard = getattr(part, "reshard", None)
@@ -131,24 +134,23 @@ class ShardTarget(TrialEvaluator):
                 yield parameter, kinds.get(name)
 
 
-class _Before(ModelStateGuard):
+class _ShardedModelGuard(ModelStateGuard):
     """The same without the memory that parameters lie in: those that are in parts have none of their own."""
 
     def __init__(self, tensors: Any, modules: list[nn.Module]) -> None:
         super().__init__(tensors, ())
         self._modes = [(part, part.training) for module in modules for part in module.modules()]
-        self._held = [(one, one.grad) for module in modules for one in module.parameters()]
+        self._gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
 
     def clear_gradients(self) -> None:
-        """See `Before`."""
-        for parameter, _ in self._held:
+        """Set all gradients to None."""
+        for parameter, _ in self._gradients:
             parameter.grad = None
 
     def restore(self) -> None:
-        """See `Before`."""
         for part, training in self._modes:
             part.training = training
-        for parameter, gradient in self._held:
+        for parameter, gradient in self._gradients:
             parameter.grad = gradient
         super().restore()
 
@@ -159,18 +161,19 @@ def _local(x: Any) -> Tensor:
     return local
 
 
-def _mean(found: list[Reading]) -> Reading:
-    """Of what ranks measured; what all of them found, exactly, where they agree.
+def _mean(readings: list[Reading]) -> Reading:
+    """The mean of the readings of all ranks; the reading itself if they agree.
 
-    Examples are those of all ranks, where each has as many: only then their mean is the mean of the ranks'.
+    Examples of all ranks are joined if each rank has as many, for only then their mean is the mean of the ranks.
     """
-    first, *others = found
-    if all(one.equals(first) for one in others):
+    first, *others = readings
+    if all(reading.equals(first) for reading in others):
         return first
-    each = [one.examples for one in found if one.examples is not None]
-    alike = len(each) == len(found) and len({one.numel() for one in each}) == 1
-    return Reading(math.fsum(one.value for one in found) / len(found), torch.cat(each) if alike else None)
+    examples = [reading.examples for reading in readings if reading.examples is not None]
+    are_equal = len(examples) == len(readings) and len({example.numel() for example in examples}) == 1
+    mean = math.fsum(reading.value for reading in readings) / len(readings)
+    return Reading(mean, torch.cat(examples) if are_equal else None)
 
 
-def _unasked(_: Any) -> float:
+def _never_called(_: Any) -> float:
     raise AssertionError("nothing is to be measured")
