@@ -119,7 +119,8 @@ ELSEWHERE = {
     "lightning.ShrinkIO.remove_checkpoint path",
     "lightning.load_from_checkpoint checkpoint_path",
     "lightning.load_from_checkpoint hparams_file",
-    "latest_valid candidates",  # passed over, with the reason
+    "latest_valid candidates",  # skipped, with the reason
+    "latest_valid check",  # a function of a candidate
     "dcp.Writer.reset checkpoint_id",  # torch calls these where other ranks hear of no error
     "dcp.Reader.reset checkpoint_id",
     "dcp.Writer.validate_checkpoint_id checkpoint_id",
