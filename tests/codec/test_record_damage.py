@@ -353,7 +353,7 @@ def test_only_floats_of_16_bits_or_more_are_quantized():
     values = one.dequantize(torch.float32)
     record = encode_codebook_record(CodebookInput("w", (TensorInfo("w", (300,), "F32"),), (values,), (one,)), threads=1)
     for dtype in ("I32", "U8", "F8_E4M3", "C64", "F4_X2", "BOOL"):
-        with pytest.raises(CorruptError, match="no floats"):
+        with pytest.raises(CorruptError, match="not floats"):
             decode(replace(record, infos=(TensorInfo("w", (300,), dtype),)), {}, None)
 
 
