@@ -18,7 +18,7 @@ NIGHTLY_SECONDS = float(os.environ.get("SHRINKPOINT_FUZZ_SECONDS", "600"))
 
 def run(seconds: float, seed: int) -> None:
     """Without room for arenas of malloc's own, the limit of address space is one of memory."""
-    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
     command = [sys.executable, PROGRAM, str(seconds), str(seed)]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=seconds + PATIENCE, check=False
