@@ -226,7 +226,7 @@ def test_differences_without_a_parent_are_not_written():
     one = replace(symbols_of((20, 30), 7), residual=True)
     infos = (TensorInfo("w", (20, 30), "F32"),)
     for parent in (None, Reference({}), Reference({"w": base.half()}), Reference({"w": base[:19]})):
-        with pytest.raises(ValueError, match="parent that is not there"):
+        with pytest.raises(ValueError, match="a parent that is missing"):
             encode_codebook_record(
                 CodebookInput("w", infos, (one.dequantize(torch.float32, base),), (one,), reference=parent)
             )
