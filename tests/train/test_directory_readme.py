@@ -160,7 +160,7 @@ def test_lightnings_missing_checkpoint_is_a_filenotfounderror(tmp_path: Path, pl
     with pytest.raises(FileNotFoundError):
         plugin().load_checkpoint(tmp_path / "missing.ckpt")
     if plugin is ShrinkIO:
-        with pytest.raises(FileNotFoundError, match="newest"):
+        with pytest.raises(FileNotFoundError, match="latest_valid"):
             plugin().load_checkpoint(tmp_path / "empty.ckpt")
 
 
