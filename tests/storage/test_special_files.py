@@ -147,9 +147,9 @@ FOREIGN = """
             folder.mkdir(parents=True)
             torch.save(state(1), folder / "weights.pt")
         put(at / name)
-        attempt(f"find with {name}", lambda: [one.read() for one in discover.find(at).checkpoints])
+        attempt(f"find with {name}", lambda: [one.read() for one in discover.discover(at).checkpoints])
         attempt(f"newest with {name}", lambda: latest_valid(at, deep=True))
-        attempt(f"find {name}", lambda: [one.read() for one in discover.find(at / name).checkpoints])
+        attempt(f"find {name}", lambda: [one.read() for one in discover.discover(at / name).checkpoints])
     commands = [["list"], ["show"], ["verify", "--deep"], ["convert", "--dry-run"], ["export", "--out", "e"]]
     for command in commands:
         for place in (at, at / name, at / "checkpoint-6"):

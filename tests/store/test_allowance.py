@@ -298,5 +298,5 @@ def test_a_shape_that_torch_cannot_count_is_refused_in_a_record():
         document["records"][0][4][0][2] = [2**62, 2**62, 0]
 
     data = file([plain("w", "F32", (0,))])
-    with pytest.raises(CorruptError, match="a size we know"):
+    with pytest.raises(CorruptError, match="a known dtype and size"):
         reader(changed(data, change))

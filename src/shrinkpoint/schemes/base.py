@@ -134,7 +134,7 @@ class SpecMixin:
 def format_value(value: object) -> str:
     """A setting as it is read again, or what it is between < and >.
 
-    >>> written("1%"), written({"bins": 8}), written(len), written(object())
+    >>> format_value("1%"), format_value({"bins": 8}), format_value(len), format_value(object())
     ('"1%"', '{"bins": 8}', '<len>', '<object>')
     """
     if isinstance(value, str):
