@@ -160,7 +160,7 @@ class SCAR(SparseUpdate):
     def select_in_shards(
         self, distances: Mapping[str, Tensor], count: int, totals: Sequence[int], stats: GlobalStats
     ) -> dict[str, Tensor]:
-        """See `SparseUpdate`; values are numbered by rank."""
+        """Indices of the values to write; values are numbered by rank."""
         if self._order == "largest" or len(totals) == 1:
             return super().select_in_shards(distances, count, totals, stats)
         selected = torch.zeros(sum(totals), dtype=torch.bool)

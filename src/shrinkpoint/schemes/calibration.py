@@ -51,7 +51,7 @@ ComputeOnAll = Callable[[Callable[[], Any]], list[Any]]
 REPEAT_INTERVAL = 16
 """Saves after which an `evaluate` that has always repeated itself is asked twice again."""
 NOISE_WARNING_SHARE = 0.25
-"""Of what may be lost: noise above it is said aloud."""
+"""Share of what may be lost: for noise above it, a warning is logged."""
 NOISE_ADVICE = "fix its batches and its seed, and call model.eval()"
 """What to do about noise."""
 _MIN_NOISE_RATIO = 2.0
@@ -119,7 +119,7 @@ class Calibration:
         Args:
             perturbations: each makes such weights.
             max_rise: by how much an answer may become worse, relative to its `scale`, of which this is a function;
-                None: nobody said.
+                None if unknown.
             compute_on_all: replicas each measure, and all decide from what all of them found.
 
         Returns:

@@ -58,7 +58,7 @@ class ModelStateGuard:
             parameter.grad = gradient
         with torch.no_grad():
             for tensor, before in self._copies:
-                if not torch.equal(tensor, before):  # a write counts as a change for whoever watches the version
+                if not torch.equal(tensor, before):  # a write counts as a change for code that watches the version
                     tensor.copy_(before)
         set_rng_state(self._rng_state)
 

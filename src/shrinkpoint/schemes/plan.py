@@ -48,7 +48,7 @@ class QuantizationPlan(RecordEncodingMixin):
 
     @torch.no_grad()
     def quantize(self, state: FlatState, reference: Reference | None) -> QuantizedState:
-        """Put the chosen values in place; `state` is the state that was settled, or a copy. See `schemes.Scheme`."""
+        """Put the chosen values in place; `state` is the state that was planned for, or a copy of it."""
         symbols = dict(self.quantized)
         changed: dict[str, Tensor] = {}
         if self.optimizer == "reset":

@@ -156,7 +156,7 @@ class ErrorGather:
         """
         try:
             out = compute()
-            self(None)  # nobody goes on before all are done
+            self(None)  # no rank continues before all are done
         except Exception as error:
             if not self._is_reported:  # the others will learn of it where they gather next
                 with contextlib.suppress(ShrinkpointError):

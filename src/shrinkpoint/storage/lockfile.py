@@ -52,7 +52,7 @@ def hold_lock(path: Path, where: str) -> Iterator[None]:
 
 def _acquire(path: Path, where: str) -> int:
     if os.path.lexists(path) and not is_regular(path):
-        do = f"remove {path.name!r} if nobody needs it"
+        do = f"remove {path.name!r} if no process needs it"
         raise StorageError(where, found=f"{what_is_at(path)} named {path.name!r}", expected="a lock file", do=do)
     fd = -1
     try:

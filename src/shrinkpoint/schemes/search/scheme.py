@@ -103,7 +103,6 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
 
     @property
     def arguments(self) -> dict[str, object]:
-        """See `SpecMixin`."""
         return {
             "threshold": self._threshold,
             "evaluate": self._evaluate,
