@@ -22,7 +22,7 @@ pytestmark = pytest.mark.nightly
 @pytest.fixture
 def chaos(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARK.parent))
-    return importlib.import_module("chaos")
+    return importlib.import_module("crash_points")
 
 
 @pytest.mark.parametrize(
