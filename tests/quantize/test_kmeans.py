@@ -151,7 +151,7 @@ def test_well_separated_values_get_their_cluster_from_the_values_and_from_a_coar
     coarse = x.sign() * torch.exp2((x.abs().log2() * 50).round() / 50)
     labels = torch.arange(len(places))[:, None].expand_as(x)
     for histogram in (counted(x), counted(coarse)):
-        # Random starts end in a worse optimum now and then: all of 3 did in 6 of 1,000 draws of (1, 2, 18), all of 8 in none.
+        # A random start may end in a worse optimum: all of 3 did in 6 of 1,000 draws of (1, 2, 18), all of 8 in none.
         found = [assign(x, kmeans_codebook(*histogram, len(places), seed=seed + i), 0) for i in range(8)]
         assert any(torch.equal(one, labels.to(torch.uint8)) for one in found)
 
