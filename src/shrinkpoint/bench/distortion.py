@@ -57,7 +57,7 @@ class Distortion:
             moment1=errors["m"],
             moment2=errors["v"],
             update=_relative_error(_adam_updates(original, decoded)),
-            exact=all(_equal_bits(tensor, decoded[name]) for name, tensor in original.tensors.items()),
+            exact=all(same_bits(tensor, decoded[name]) for name, tensor in original.tensors.items()),
         )
 
 
@@ -93,7 +93,3 @@ def _relative_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float | None:
     if squared_norm > 0:
         return math.sqrt(squared_error / squared_norm)
     return 0.0 if squared_error == 0 else math.inf
-
-
-def _equal_bits(original: Tensor, decoded: Tensor) -> bool:
-    return original.shape == decoded.shape and original.dtype == decoded.dtype and same_bits(original, decoded)

@@ -237,8 +237,7 @@ def _equal_leaves(left: Any, right: Any) -> bool:
         return repr(left) == repr(right)
     if not is_array(right):
         return False
-    a, b = as_tensor(left), as_tensor(right)
-    return same_bits(a, b)
+    return same_bits(as_tensor(left), as_tensor(right))
 
 
 def _open_store(source: Path, out: Path) -> Storage:

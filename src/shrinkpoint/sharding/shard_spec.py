@@ -130,6 +130,39 @@ def make_all_gather(group: ProcessGroup | None = None) -> AllGather:
     return gather
 
 
+def gather_or_raise(
+    compute: Callable[[], T],
+    group: ProcessGroup | None = None,
+    *,
+    describe_error: Callable[[Exception], Exception] = lambda error: error,
+) -> list[T]:
+    """What each process computed, by rank; if one fails, all raise what the first of them by rank raised.
+
+    Args:
+        compute: its result is small and can be pickled.
+        group: None: the default one, or this process alone if there is none or it has no other process.
+        describe_error: makes of what `compute` raised what other ranks are told.
+
+    Raises:
+        ShrinkpointError: of the class that was raised; PolicyError if that was not one of this library's.
+        whatever `compute` raises, if this process is alone.
+    """
+    import torch.distributed as dist
+
+    if group is None and (not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1):
+        return [compute()]
+    result: Any
+    cause: Exception | None = None
+    try:
+        result = compute()
+    except Exception as error:
+        result, cause = describe_error(error), error
+    try:
+        return make_all_gather(group)(result)
+    except ShrinkpointError as remote_error:
+        raise remote_error from cause
+
+
 def gather_single(obj: Any) -> list[Any]:
     """The all-gather of a single process: its own object; an exception is raised as on several ranks."""
     return raise_remote([pack_error(obj)])

@@ -87,6 +87,16 @@ def recommend(
     """
     compute = 0.0 if step_seconds is None else step_seconds
     workload = Workload(parallelism, mbps, compute, world_size, micro_batches, overlap, schedule, duplex)
+    _check_measuring(candidates, max_error, repeats)
+    tensors = like if isinstance(like, tuple) else (_noise_tensor(shape, dtype, device) if like is None else like,) * 2
+    costs = [_measure_candidate(candidate, tensors, parallelism, repeats) for candidate in candidates]
+    description = " and ".join(dict.fromkeys(_describe_tensor(x) for x in tensors))
+    sizes = tensors[0].nbytes, tensors[1].nbytes
+    return rank_candidates(workload, costs, uncompressed=sizes, max_error=max_error, description=description)
+
+
+def _check_measuring(candidates: Sequence[CandidateLike], max_error: float | None, repeats: int) -> None:
+    """Raise a PolicyError if an argument of `recommend` about measuring is out of range."""
     validate.check_int("recommend(repeats=...)", repeats)
     if max_error is not None:
         validate.check_float("recommend(max_error=...)", max_error, exclusive=False, do="leave it out")
@@ -94,16 +104,6 @@ def recommend(
         raise validate.argument_error(
             "recommend(candidates=...)", candidates, "a list of compressors", f"write [{candidates!r}]"
         )
-    tensors = like if isinstance(like, tuple) else (_noise_tensor(shape, dtype, device) if like is None else like,) * 2
-    costs = [_measure_candidate(candidate, tensors, parallelism, repeats) for candidate in candidates]
-    description = " and ".join(dict.fromkeys(_describe_tensor(x) for x in tensors))
-    return rank_candidates(
-        workload,
-        costs,
-        uncompressed=(tensors[0].nbytes, tensors[1].nbytes),
-        max_error=max_error,
-        description=description,
-    )
 
 
 def measure_cost(

@@ -17,6 +17,7 @@ from shrinkpoint.codec.pack import num_numbers, num_taps
 from shrinkpoint.codec.recipe import MAX_TAPS
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.schemes.encode.contexts import ContextMap
+from shrinkpoint.tensors.compare import same_bits
 from shrinkpoint.tensors.dtypes import as_bits, materialize, tensor_bytes, torch_dtype
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role, TensorInfo
@@ -103,7 +104,7 @@ def _is_unchanged(
     info: TensorInfo, state: FlatState, reference: Reference | None, quantized_tensor: QuantizedTensor | None
 ) -> bool:
     parent = _parent_tensor(info, state, reference)
-    if parent is None or reference is None or not _bits_equal(state.tensors[info.name], parent):
+    if parent is None or reference is None or not same_bits(state.tensors[info.name], parent):
         return False
     if quantized_tensor is None or (isinstance(quantized_tensor, CodebookTensor) and quantized_tensor.residual):
         return True
@@ -120,22 +121,12 @@ def _parent_tensor(info: TensorInfo, state: FlatState, reference: Reference | No
 
 def _have_equal_codes(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     if isinstance(a, LatticeTensor) and isinstance(b, LatticeTensor):
-        return a.lattice == b.lattice and _bits_equal(a.codes, b.codes)
+        return a.lattice == b.lattice and same_bits(a.codes, b.codes)
     if isinstance(a, LatticeTensor) or isinstance(b, LatticeTensor):
         return False
     if (a.first_code, a.bins, a.exact.dtype, a.exact.shape) != (b.first_code, b.bins, b.exact.dtype, b.exact.shape):
         return False
-    return all(_bits_equal(x, y) for x, y in ((a.codes, b.codes), (a.centers, b.centers), (a.exact, b.exact)))
-
-
-def _bits_equal(x: Tensor, y: Tensor) -> bool:
-    """Whether tensors of one shape and dtype are bit-identical: NaN equals itself, and -0 differs from 0.
-
-    The first bytes are compared first, since they usually differ if anything does.
-    """
-    a, b = tensor_bytes(x), tensor_bytes(y)
-    head = slice(0, 4096)
-    return bool((a[head] == b[head]).all()) and torch.equal(torch.from_numpy(a), torch.from_numpy(b))
+    return all(same_bits(x, y) for x, y in ((a.codes, b.codes), (a.centers, b.centers), (a.exact, b.exact)))
 
 
 # copies
@@ -157,7 +148,7 @@ def _find_copies(
         if info.nbytes == 0:
             continue
         candidates = names_by_content.setdefault(_content_key(info, tensor), [])
-        source = next((name for name in candidates if _bits_equal(state.tensors[name], tensor)), None)
+        source = next((name for name in candidates if same_bits(state.tensors[name], tensor)), None)
         if source is None:
             wide = casts.sources(info, tensor)
             source = next((name for name in wide if _is_exact_cast(tensor, state.tensors[name])), None)
@@ -215,9 +206,9 @@ class _CastIndex:
 def _is_exact_cast(tensor: Tensor, source: Tensor) -> bool:
     flat, flat_source = tensor.reshape(-1), source.reshape(-1)
     head = slice(0, 1024)
-    if not _bits_equal(flat[head], flat_source[head].to(tensor.dtype)):
+    if not same_bits(flat[head], flat_source[head].to(tensor.dtype)):
         return False
-    if not _bits_equal(tensor, source.to(tensor.dtype)):
+    if not same_bits(tensor, source.to(tensor.dtype)):
         return False
     return not bool(source.isnan().any())  # casts of NaN differ between machines
 

@@ -216,9 +216,8 @@ class Fisher(SpecMixin, RecordEncodingMixin):
                 weights = GlobalWeights(tensors, selection.tensors, names)
                 choice = self._quantize_weights(weights, state, selection, base, evaluator, unchanged | moments, metric)
         if choice.left_out:
-            _warn_loss(
-                f"weights that no points of these steps reach are kept as they are: {', '.join(choice.left_out)}"
-            )
+            left_out = ", ".join(choice.left_out)
+            _warn_loss(f"weights that no points of these steps reach are kept as they are: {left_out}")
         points: dict[str, QuantizedTensor] = {} if choice.weights is None else dict(choice.weights.points)
         points |= unchanged | moments
         self._num_saves += 1

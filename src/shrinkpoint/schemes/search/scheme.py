@@ -29,7 +29,7 @@ from shrinkpoint.schemes.search.candidates import CachedCandidates, CandidateSet
 from shrinkpoint.schemes.search.neighbourhood import neighbourhood
 from shrinkpoint.schemes.search.progress import Progress, progress_printer
 from shrinkpoint.schemes.search.space import METRIC, Point, Space, is_dominated
-from shrinkpoint.schemes.search.trials import SearchResult, Trial, Trials
+from shrinkpoint.schemes.search.trials import SearchResult, Trial, Trials, finite_or_text
 from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL, TensorSelection, select_tensors, unchanged_tensors
 from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.sharding.global_tensors import GlobalTensors
@@ -294,7 +294,7 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
             )
             record: dict[str, Any] = {
                 "measured": True,
-                "quality": _json_number(quality.baseline.value),
+                "quality": finite_or_text(quality.baseline.value),
                 "noise": self._calibration.noise,
                 "searches": [],
             }
@@ -471,7 +471,7 @@ class _SpaceEvaluation:
         )  # of the rank that measured it
         interval = next((one for one in intervals if one is not None), None)
         if interval is not None:
-            record["interval"] = [_json_number(end) for end in interval]
+            record["interval"] = [finite_or_text(end) for end in interval]
         return _Choice(self.candidates.quantize(chosen.point), record, interval=interval)
 
     def _degradation_at(self, point: Point) -> float:
@@ -481,11 +481,6 @@ class _SpaceEvaluation:
         if change.interval is not None:
             self._intervals[point] = change.interval[0] / scale, change.interval[1] / scale
         return change.rise / scale
-
-
-def _json_number(number: float) -> float | str:
-    """As a manifest can say it."""
-    return number if math.isfinite(number) else str(number)
 
 
 def _to_cpu(quantized_tensor: CodebookTensor) -> CodebookTensor:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shrinkpoint import errors
 from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.schemes.search.space import Point, Space
+from shrinkpoint.sharding.shard_spec import gather_or_raise
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -66,14 +66,15 @@ class SearchResult:
 
 def _trial_json(trial: Trial, space: Space) -> dict[str, Any]:
     return {
-        "settings": {name: _setting_to_json(value) for name, value in space.settings(trial.point).items()},
-        "size": _setting_to_json(trial.size),
-        "degradation": _setting_to_json(trial.degradation),
+        "settings": {name: finite_or_text(value) for name, value in space.settings(trial.point).items()},
+        "size": finite_or_text(trial.size),
+        "degradation": finite_or_text(trial.degradation),
         "seconds": round(trial.seconds, 3),
     }
 
 
-def _setting_to_json(value: float | int | str) -> float | int | str:
+def finite_or_text(value: float | int | str) -> float | int | str:
+    """A value for JSON: nan and infinities become texts."""
     return value if isinstance(value, (int, str)) or math.isfinite(value) else str(value)
 
 
@@ -147,24 +148,13 @@ class Trials:
         """What each rank computed, by rank; an error of one is raised by all, for the others would wait for ever."""
         if self._group is None:
             return [compute()]
-        import torch.distributed as dist
+        return gather_or_raise(compute, self._group, describe_error=self._describe_error)
 
-        mine: tuple[T | None, _ErrorText | None]
-        cause: Exception | None = None
-        try:
-            mine = (compute(), None)
-        except Exception as error:
-            mine, cause = (None, _error_to_text(self._rank, error)), error
-        answers: list[tuple[T, _ErrorText | None]] = [None] * self.width  # type: ignore[list-item]
-        dist.all_gather_object(answers, mine, group=self._group)
-        told = next((told for _, told in answers if told is not None), None)
-        if told is not None:
-            raise _text_to_error(told) from cause
-        return [value for value, _ in answers]
-
-
-_ErrorText = tuple[str, str, str, str, str]
-"""An error as text: the name of its class, and its four parts. Not every exception survives pickling."""
+    def _describe_error(self, error: Exception) -> ShrinkpointError:
+        if isinstance(error, ShrinkpointError):
+            return error
+        found, do = f"{type(error).__name__}: {error}", f"see the traceback of rank {self._rank}"
+        return PolicyError("evaluate", found=found, expected="a number", do=do)
 
 
 def _rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
@@ -177,18 +167,3 @@ def _rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
     if rank < 0:
         raise PolicyError("group", found="a group without this process", do="search only on the group's ranks")
     return rank, dist.get_world_size(group)
-
-
-def _error_to_text(rank: int, error: Exception) -> _ErrorText:
-    if isinstance(error, ShrinkpointError):
-        return type(error).__name__, f"rank {rank}: {error.where}", error.found, error.expected, error.do
-    found = f"{type(error).__name__}: {error}"
-    return PolicyError.__name__, f"rank {rank}: evaluate", found, "a number", f"see the traceback of rank {rank}"
-
-
-def _text_to_error(text: _ErrorText) -> ShrinkpointError:
-    name, where, found, expected, do = text
-    kind: type[ShrinkpointError] = getattr(
-        errors, name, PolicyError
-    )  # PolicyError stands in for a class that this module does not have
-    return kind(where, found=found, expected=expected, do=do)

@@ -14,13 +14,13 @@ from accelerate import Accelerator
 from shrinkpoint import validate
 from shrinkpoint.errors import ChainError, FormatError, MismatchError, NotFoundError, ShrinkpointError, StorageError
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
+from shrinkpoint.sharding.shard_spec import gather_or_raise
 from shrinkpoint.store import SaveReport, SkippedCheckpoint
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.directory import read_directory_manifest, verify_directory
 from shrinkpoint.store.manifest import DirectoryManifest
 from shrinkpoint.tensors.flatten import unflatten
 from shrinkpoint.train.accelerate import checkpoint_dirs, prepared_state
-from shrinkpoint.train.accelerate.everyone import gather_or_raise
 from shrinkpoint.train.accelerate.sharded_checkpointer import ShardedCheckpointer, is_sharded_checkpoint
 from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
 from shrinkpoint.train.restore_result import RestoreReport, RestoreResult
