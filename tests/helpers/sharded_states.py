@@ -17,7 +17,8 @@ from shrinkpoint.codec.reference import Reference
 from shrinkpoint.schemes.base import QuantizedState, Scheme
 from shrinkpoint.schemes.plan_shards import plan_shards
 from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
-from shrinkpoint.sharding.shard_spec import AllGather, ShardLayout, ShardSpec, pack_error, raise_remote
+from shrinkpoint.sharding.collectives import AllGather, pack_error, raise_remote
+from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
 from shrinkpoint.tensors.flat_state import FlatState, OptimizerInfo
 from shrinkpoint.tensors.info import JSON
 

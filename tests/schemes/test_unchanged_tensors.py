@@ -17,8 +17,9 @@ import shrinkpoint as sp
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.schemes.plan_shards import plan_shards
 from shrinkpoint.schemes.select import is_bitwise_equal, unchanged_tensors
+from shrinkpoint.sharding.collectives import AllGather
 from shrinkpoint.sharding.global_tensors import GlobalTensors
-from shrinkpoint.sharding.shard_spec import AllGather, ShardLayout
+from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.flatten import flatten

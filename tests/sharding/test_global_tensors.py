@@ -12,9 +12,10 @@ from torch import Tensor
 
 from shrinkpoint.codec.lattice import Lattice, as_matrix, matrix_shape, scale_counts
 from shrinkpoint.errors import MismatchError, PolicyError, StateError
+from shrinkpoint.sharding.collectives import ErrorGather, make_all_gather
 from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.sharding.global_tensors import GlobalTensors
-from shrinkpoint.sharding.shard_spec import ErrorGather, ShardLayout, ShardSpec, make_all_gather
+from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.flatten import flatten
 

@@ -21,7 +21,8 @@ SETUP = """
     from shrinkpoint.tensors.info import Role, TensorInfo
     from shrinkpoint.schemes.plan_shards import plan_shards
     from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
-    from shrinkpoint.sharding.shard_spec import ShardSpec, ShardLayout, make_all_gather
+    from shrinkpoint.sharding.collectives import make_all_gather
+    from shrinkpoint.sharding.shard_spec import ShardSpec, ShardLayout
     from shrinkpoint.tensors.flat_state import FlatState, OptimizerInfo
 
     X = torch.arange(150)

@@ -13,8 +13,9 @@ from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.residual import ResidualScheme
 from shrinkpoint.schemes.search.scheme import SearchScheme
 from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
+from shrinkpoint.sharding.collectives import ErrorGather
 from shrinkpoint.sharding.global_tensors import GlobalTensors
-from shrinkpoint.sharding.shard_spec import ErrorGather, ShardLayout
+from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.tensors.flat_state import FlatState
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from shrinkpoint.codec.lattice import matrix_shape
 from shrinkpoint.errors import MismatchError
-from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec, gather_single
+from shrinkpoint.sharding.collectives import gather_single
+from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from shrinkpoint.errors import ShrinkpointError
-from shrinkpoint.sharding.shard_spec import AllGather
+from shrinkpoint.sharding.collectives import AllGather
 from shrinkpoint.store import SkippedCheckpoint
 from shrinkpoint.store.directory import verify_directory
 

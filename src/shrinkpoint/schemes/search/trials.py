@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.schemes.search.space import Point, Space
-from shrinkpoint.sharding.shard_spec import gather_or_raise
+from shrinkpoint.sharding.collectives import gather_or_raise
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

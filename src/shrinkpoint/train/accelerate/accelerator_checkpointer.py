@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from shrinkpoint import validate
 from shrinkpoint.errors import ChainError, FormatError, MismatchError, NotFoundError, ShrinkpointError, StorageError
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
-from shrinkpoint.sharding.shard_spec import gather_or_raise
+from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.store import SaveReport, SkippedCheckpoint
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.directory import read_directory_manifest, verify_directory

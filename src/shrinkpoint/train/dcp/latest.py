@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shrinkpoint.sharding.shard_spec import make_all_gather
+from shrinkpoint.sharding.collectives import make_all_gather
 from shrinkpoint.storage import local_path, natural_key
 from shrinkpoint.store.directory import is_checkpoint
 from shrinkpoint.train import latest

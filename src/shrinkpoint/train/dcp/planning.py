@@ -13,7 +13,8 @@ from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
 from shrinkpoint.schemes.plan_shards import check_shardable, plan_shards
 from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
-from shrinkpoint.sharding.shard_spec import AllGather, ShardLayout, ShardSpec, gather_single, make_all_gather
+from shrinkpoint.sharding.collectives import AllGather, gather_single, make_all_gather
+from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
 from shrinkpoint.train.dcp.chain_registry import ChainState
 from shrinkpoint.train.dcp.collect import CollectedState
 
