@@ -37,8 +37,7 @@ from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.schemes.base import QuantizedState
 from shrinkpoint.schemes.encode.records import encode_records
-from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import FlatState, flatten
 
 FORMS = {"fixed": "packed", "Huffman": "huffman", "+ run lengths": "runs", "+ rearranged": "rearranged"}
 """Name here to name of a coder."""

@@ -18,8 +18,7 @@ from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store.checkpoint_file import read_file, write_file
 from shrinkpoint.tensors.dtypes import tensor_bytes
-from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import EncodedRecord
 
 ROLES = {"W": "parameter", "m": "moment1", "v": "moment2"}

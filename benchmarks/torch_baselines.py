@@ -16,8 +16,7 @@ from torch import Tensor
 from shrinkpoint.bench.meters import PeakMemory
 from shrinkpoint.bench.series import Series
 from shrinkpoint.bench.systems import RoundTrip
-from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.flatten import flatten, unflatten
+from shrinkpoint.tensors.flat_state import FlatState, flatten, unflatten
 from shrinkpoint.tensors.info import Role
 
 BLOCK = 256

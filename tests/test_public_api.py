@@ -16,7 +16,7 @@ from helpers.strategies import difference
 
 import shrinkpoint as sp
 from shrinkpoint.container import FileWriter
-from shrinkpoint.errors import (  # fmt: skip
+from shrinkpoint.errors import (
     ChainError,
     CorruptError,
     FormatError,

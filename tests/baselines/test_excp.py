@@ -18,7 +18,7 @@ import shrinkpoint as sp
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.base import QuantizedState
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import flatten
 
 WEIGHTS = {"model/body.0.weight": 0, "model/body.3.weight": 4}
 """Those that are large enough, and what the optimizer calls them."""

@@ -15,7 +15,7 @@ from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.quantize.exponent_buckets import quantize_exponents
 from shrinkpoint.schemes.base import QuantizedState
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import flatten
 
 RANDOM = torch.Generator()
 

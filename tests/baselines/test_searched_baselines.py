@@ -18,7 +18,7 @@ from shrinkpoint.schemes.search.scheme import SearchScheme
 from shrinkpoint.schemes.select import select_tensors
 from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.sharding.global_tensors import GlobalTensors
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import flatten
 
 SCHEMES: dict[str, type[SearchScheme]] = {
     "inshrinkerator": sp.Inshrinkerator,

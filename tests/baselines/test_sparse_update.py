@@ -17,7 +17,7 @@ import shrinkpoint as sp
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.base import QuantizedState, Resumable
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import flatten
 
 RANDOM = torch.Generator()
 

@@ -16,7 +16,7 @@ from shrinkpoint.bench.series import open_series
 from shrinkpoint.bench.systems import SYSTEMS, make_system
 from shrinkpoint.cli.options import import_function
 from shrinkpoint.errors import NotFoundError, PolicyError
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import flatten
 
 STEPS = (1, 2, 3)
 EXACT_AT_FIRST = (

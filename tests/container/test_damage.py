@@ -7,7 +7,7 @@ from helpers.malformed import coded, contents, file, plain, reader, some, split
 
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import CorruptError, FormatError, ShrinkpointError, TruncatedError
-from shrinkpoint.storage.memory import MemorySource
+from shrinkpoint.storage.base import MemorySource
 
 DATA = file(some(), tree={"a": [1, "two"]}, report={"r": 1})
 SPILLED = file(some(), spool=0)

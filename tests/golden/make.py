@@ -37,7 +37,7 @@ from shrinkpoint.container import FileReader, FileWriter  # noqa: E402
 from shrinkpoint.errors import LossWarning  # noqa: E402
 from shrinkpoint.schemes.plan import QuantizationPlan  # noqa: E402
 from shrinkpoint.storage import LocalStorage  # noqa: E402
-from shrinkpoint.tensors.flatten import flatten, unflatten  # noqa: E402
+from shrinkpoint.tensors.flat_state import flatten, unflatten  # noqa: E402
 from shrinkpoint.train import Checkpointer  # noqa: E402
 from shrinkpoint.train.dcp import Writer, load  # noqa: E402
 

@@ -17,7 +17,7 @@ from shrinkpoint.errors import NotFoundError
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.directory import verify_directory
-from shrinkpoint.tensors.flatten import unflatten
+from shrinkpoint.tensors.flat_state import unflatten
 from shrinkpoint.train.dcp import load
 
 ROOT = Path(__file__).parent / "v1"

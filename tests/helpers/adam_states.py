@@ -13,8 +13,7 @@ from shrinkpoint.schemes.fisher.curvature import Curvature
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.dtypes import DTYPE_NAMES
-from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import Role, TensorInfo
 
 

@@ -147,7 +147,7 @@ class Rounding:
 
     def expected(self, state: Any) -> Any:
         """What a reader gets of a state whose tensors this quantizes."""
-        from shrinkpoint.tensors.flatten import flatten, unflatten
+        from shrinkpoint.tensors.flat_state import flatten, unflatten
 
         flat = flatten(state)
         return unflatten(flat.tree, self.quantize(flat, None).state.tensors)

@@ -8,7 +8,7 @@ import struct
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.container import FileReader, FileWriter
 from shrinkpoint.container.header import PREFIX
-from shrinkpoint.storage.memory import MemorySink, MemorySource
+from shrinkpoint.storage.base import MemorySink, MemorySource
 from shrinkpoint.tensors.info import EncodedRecord, Role, TensorInfo
 
 SEAL = slice(8 + len(PREFIX), 8 + len(PREFIX) + 32)

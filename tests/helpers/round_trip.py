@@ -18,7 +18,7 @@ from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store.checkpoint_file import SaveReport, read_file, write_file
 from shrinkpoint.tensors.dtypes import dtype_name
-from shrinkpoint.tensors.flatten import flatten, unflatten
+from shrinkpoint.tensors.flat_state import flatten, unflatten
 from shrinkpoint.tensors.info import EncodedRecord
 
 SCHEME = Lossless()

@@ -19,8 +19,8 @@ from shrinkpoint.schemes.plan_shards import plan_shards
 from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
 from shrinkpoint.sharding.collectives import AllGather, pack_error, raise_remote
 from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
-from shrinkpoint.tensors.flat_state import FlatState, OptimizerInfo
-from shrinkpoint.tensors.info import JSON
+from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.info import JSON, OptimizerInfo
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 import shrinkpoint as sp
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.lattice import LatticeTensor
-from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import FlatState, flatten
 
 BINS = {"bins": 16, "embedding_bins": 16}
 SLOTS = ("exp_avg", "exp_avg_sq")

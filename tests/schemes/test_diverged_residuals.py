@@ -16,8 +16,8 @@ import shrinkpoint as sp
 from shrinkpoint.errors import LossWarning
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store import SaveReport
-from shrinkpoint.store.reference import retained_fraction
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.store.delta_base import retained_fraction
+from shrinkpoint.tensors.flat_state import flatten
 from shrinkpoint.train.checkpointer import Checkpointer
 
 BINS = {"bins": 16, "embedding_bins": 16}

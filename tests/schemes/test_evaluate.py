@@ -13,7 +13,7 @@ from torch import nn
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.quantize.layer_types import EMBEDDING
 from shrinkpoint.schemes.evaluate import ModelEvaluator, TrialEvaluator, strip_wrapper_prefix
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import flatten
 
 
 def flat_of(model: nn.Module):

@@ -15,7 +15,7 @@ from torch import nn
 import shrinkpoint as sp
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store import SaveReport
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import flatten
 from shrinkpoint.tensors.info import Role
 
 

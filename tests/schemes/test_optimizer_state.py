@@ -12,7 +12,7 @@ from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.optimizer_state import quantize_moments, zeroed_moments
 from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.store import SaveReport
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import flatten
 
 CONFIG = {"bins": 16, "embedding_bins": 32, "prune": 0.1, "protect": 0.005}
 

@@ -19,7 +19,7 @@ from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import LossWarning, PolicyError, UnmeasuredLossWarning
 from shrinkpoint.schemes.base import QuantizedState
 from shrinkpoint.schemes.registry import get_scheme
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import flatten
 
 SCHEMES = {
     "lc": lambda: sp.LCCheckpoint(), "lc paper": lambda: sp.LCCheckpoint(bits=2, paper=True),

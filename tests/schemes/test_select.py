@@ -9,8 +9,7 @@ from torch import nn
 
 from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL, TensorSelection, select_tensors
 from shrinkpoint.sharding.global_tensors import GlobalTensors
-from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import FlatState, flatten
 
 LARGE = (64, 64)
 

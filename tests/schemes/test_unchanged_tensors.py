@@ -21,8 +21,7 @@ from shrinkpoint.sharding.collectives import AllGather
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.storage import MemoryStorage
-from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import FlatState, flatten
 
 SCHEMES = {
     "fisher": lambda: sp.Fisher(relative_error=0.2),

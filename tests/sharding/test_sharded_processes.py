@@ -23,7 +23,8 @@ SETUP = """
     from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
     from shrinkpoint.sharding.collectives import make_all_gather
     from shrinkpoint.sharding.shard_spec import ShardSpec, ShardLayout
-    from shrinkpoint.tensors.flat_state import FlatState, OptimizerInfo
+    from shrinkpoint.tensors.flat_state import FlatState
+    from shrinkpoint.tensors.info import OptimizerInfo
 
     X = torch.arange(150)
 

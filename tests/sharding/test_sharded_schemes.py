@@ -17,8 +17,7 @@ from shrinkpoint.errors import LossWarning
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.plan_shards import plan_shards
 from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
-from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import Role
 
 

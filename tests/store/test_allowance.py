@@ -20,7 +20,7 @@ from shrinkpoint._native import xxh3_128
 from shrinkpoint.container import strict_json
 from shrinkpoint.container.header import PREFIX
 from shrinkpoint.errors import CorruptError, PolicyError, StateError
-from shrinkpoint.store.allowance import ENV_VARIABLE, MAX_EXPANSION, MIN_LIMIT
+from shrinkpoint.store.checkpoint_file import ENV_VARIABLE, MAX_EXPANSION, MIN_LIMIT
 from shrinkpoint.store.partial_reader import PartialReader
 
 
@@ -191,10 +191,10 @@ def test_copies_of_one_tensor_are_bounded_by_the_size_of_the_file(tmp_path):
 
 
 def test_the_default_limit_follows_the_bytes_of_the_whole_chain(tmp_path, monkeypatch):
-    from shrinkpoint.store import allowance
+    from shrinkpoint.store import checkpoint_file
 
-    monkeypatch.setattr(allowance, "MIN_LIMIT", 1)
-    monkeypatch.setattr(allowance, "MAX_EXPANSION", 3)
+    monkeypatch.setattr(checkpoint_file, "MIN_LIMIT", 1)
+    monkeypatch.setattr(checkpoint_file, "MAX_EXPANSION", 3)
     state = {"w": torch.randn(20_000)}
     sp.save(state, tmp_path / "a")
     sp.save({**state, "step": 1}, tmp_path / "b", base=tmp_path / "a")

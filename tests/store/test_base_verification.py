@@ -16,9 +16,9 @@ import shrinkpoint as sp
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.storage.local import LocalSource
-from shrinkpoint.store import base_verification
+from shrinkpoint.store import delta_base
 from shrinkpoint.store import directory as folders
-from shrinkpoint.store.base_verification import MAX_SAVES_PER_PASS
+from shrinkpoint.store.delta_base import MAX_SAVES_PER_PASS
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.dcp import Reader, Writer, reset_chains
 
@@ -182,8 +182,8 @@ def test_touched_file_below_a_chain_costs_no_save(tmp_path, kind, resumed, caplo
 @pytest.mark.parametrize("where", [0, 20, -1])
 @pytest.mark.parametrize("kind", RUNS)
 def test_bad_sector_below_a_chain_costs_at_most_a_round_of_saves(tmp_path, kind, where, monkeypatch):
-    monkeypatch.setattr(base_verification, "MIN_BYTES", 1)  # as if the files were large
-    monkeypatch.setattr(base_verification, "_WINDOW", 512)
+    monkeypatch.setattr(delta_base, "MIN_BYTES", 1)  # as if the files were large
+    monkeypatch.setattr(delta_base, "_WINDOW", 512)
     for number in range(LENGTH):
         run = RUNS[kind](tmp_path / f"{number}")
         for step in range(1, LENGTH + 1):
@@ -232,13 +232,13 @@ def test_whole_chain_is_gone_on_with_whoever_links_touches_or_copies_it(tmp_path
 
 
 def test_every_byte_is_read_once_in_a_round_and_little_more_than_a_share_a_save(tmp_path, monkeypatch):
-    monkeypatch.setattr(base_verification, "MIN_BYTES", 1)
-    monkeypatch.setattr(base_verification, "_WINDOW", 256)
+    monkeypatch.setattr(delta_base, "MIN_BYTES", 1)
+    monkeypatch.setattr(delta_base, "_WINDOW", 256)
     read = []
     with sp.Store(tmp_path, keyframe_every=None) as store:
         store.save(1, {f"w{n}": torch.randn(2000) for n in range(20)})
         links = store._stored_files(store.manifest(1), store.scan().keys)
-        seen = base_verification.BaseVerifier()
+        seen = delta_base.BaseVerifier()
         seen.mark_verified({link.digest: link.stamp() for link in links})
 
         class Counting(LocalSource):

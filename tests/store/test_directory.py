@@ -34,8 +34,7 @@ from shrinkpoint.store.manifest import (
     decode_directory_manifest,
     encode_directory_manifest,
 )
-from shrinkpoint.tensors.flat_state import FlatState, snapshot
-from shrinkpoint.tensors.flatten import flatten, unflatten
+from shrinkpoint.tensors.flat_state import FlatState, flatten, snapshot, unflatten
 
 
 def save(tip: DeltaWriter, path: Path, seed: int, **options: object) -> DirectoryManifest:
@@ -300,7 +299,7 @@ def test_a_manifest_with_any_flipped_bit_is_refused(manifest, data):
     ],
 )
 def test_a_manifest_that_no_release_writes_is_refused(key, value):
-    from shrinkpoint.store.digest_json import dump_with_digest
+    from shrinkpoint.store.manifest import dump_with_digest
 
     payload = Payload("rank-00000.safetensors", 1, "0" * 32, 1)
     manifest = Manifest("i", "2026-11-22T00:00:00+00:00", "lossless", (payload,), step=None)

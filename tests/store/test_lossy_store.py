@@ -21,8 +21,7 @@ from shrinkpoint.errors import ChainError, FormatError
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.storage import MemoryStorage, Storage
 from shrinkpoint.store import Keep, Store
-from shrinkpoint.tensors.flat_state import snapshot
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import flatten, snapshot
 
 SCHEME = Rounding()
 

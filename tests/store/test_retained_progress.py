@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shrinkpoint.errors import LossWarning
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store import Store
-from shrinkpoint.store.reference import MIN_RETENTION, retained_fraction
+from shrinkpoint.store.delta_base import MIN_RETENTION, retained_fraction
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:

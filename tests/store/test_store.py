@@ -16,8 +16,7 @@ from shrinkpoint.container import FileReader
 from shrinkpoint.errors import ChainError, LockedError, NotFoundError, PolicyError, StateError
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import Store, decode
-from shrinkpoint.tensors.flat_state import snapshot
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import flatten, snapshot
 
 
 @pytest.fixture(params=PLACES)

@@ -15,8 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from shrinkpoint.errors import ChainError, FormatError, NotFoundError
 from shrinkpoint.store import Keep, Store
 from shrinkpoint.store.retention import apply_policy
-from shrinkpoint.tensors.flat_state import snapshot
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import flatten, snapshot
 
 steps = st.integers(1, 12)
 

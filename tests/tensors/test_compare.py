@@ -7,7 +7,7 @@ import torch
 
 from shrinkpoint.store.single_file import decode_file, save
 from shrinkpoint.tensors.compare import describe_difference, describe_structure_difference, same_bits
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import flatten
 
 
 def test_a_nan_equals_itself_and_zeros_of_two_signs_differ():

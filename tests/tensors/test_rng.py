@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shrinkpoint.storage import MemoryStorage
-from shrinkpoint.tensors.flatten import flatten, unflatten
+from shrinkpoint.tensors.flat_state import flatten, unflatten
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train import CheckpointManager
 

@@ -10,8 +10,7 @@ from helpers import strategies
 from hypothesis import given, settings
 from torch import nn
 
-from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import Role
 
 

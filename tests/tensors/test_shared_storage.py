@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shrinkpoint.tensors.flat_state import snapshot
-from shrinkpoint.tensors.flatten import flatten, unflatten
+from shrinkpoint.tensors.flat_state import flatten, snapshot, unflatten
 
 
 def test_tied_weights_are_stored_once_and_tied_again() -> None:

@@ -15,8 +15,7 @@ from shrinkpoint.bench.series import Series
 from shrinkpoint.bench.systems import RoundTrip, System
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.schemes.evaluate import call_evaluate, relative_degradation
-from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import FlatState, flatten
 
 
 @dataclass

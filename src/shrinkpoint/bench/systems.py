@@ -22,7 +22,7 @@ from shrinkpoint.store.chain import store_chain
 from shrinkpoint.store.checkpoint_file import DecodedFile, SaveReport
 from shrinkpoint.store.decode import iter_chain
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.tensors.flatten import unflatten
+from shrinkpoint.tensors.flat_state import unflatten
 from shrinkpoint.tensors.info import JSON
 
 

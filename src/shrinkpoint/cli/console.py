@@ -15,7 +15,7 @@ from rich.text import Text
 
 from shrinkpoint.cli.exit_codes import ExitCode
 from shrinkpoint.cli.humanize import printable
-from shrinkpoint.store.digest_json import json_safe
+from shrinkpoint.store.manifest import json_safe
 
 _UNBOUNDED_WIDTH = 100_000
 

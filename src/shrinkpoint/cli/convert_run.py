@@ -27,8 +27,8 @@ from shrinkpoint.storage import LocalStorage, Storage
 from shrinkpoint.store.checkpoint_file import write_file
 from shrinkpoint.store.single_file import decode_file
 from shrinkpoint.tensors.compare import describe_difference, same_bits
-from shrinkpoint.tensors.flatten import flatten
-from shrinkpoint.tensors.leaves import as_tensor, is_array, named_leaves
+from shrinkpoint.tensors.flat_state import flatten
+from shrinkpoint.tensors.names import as_tensor, is_array, named_leaves
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,16 @@ from shrinkpoint.convert.safetensors_file import copy_if_shared
 from shrinkpoint.errors import NotFoundError, PolicyError, StorageError
 from shrinkpoint.storage import atomic_replace
 from shrinkpoint.tensors.dtypes import dtype_name
-from shrinkpoint.tensors.flatten import unflatten
-from shrinkpoint.tensors.leaves import TensorOrArray, as_tensor, child_items, is_array, named_leaves
-from shrinkpoint.tensors.names import StatePath, tensor_name
+from shrinkpoint.tensors.flat_state import unflatten
+from shrinkpoint.tensors.names import (
+    StatePath,
+    TensorOrArray,
+    as_tensor,
+    child_items,
+    is_array,
+    named_leaves,
+    tensor_name,
+)
 
 _ABSENT = object()
 

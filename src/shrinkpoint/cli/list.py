@@ -16,7 +16,7 @@ from shrinkpoint.cli.options import JsonOption
 from shrinkpoint.cli.report.store import CheckpointReport, StoreReport, run_report, store_report
 from shrinkpoint.cli.table import Column, print_table
 from shrinkpoint.store.directory import find_checkpoints
-from shrinkpoint.store.loss_increase import LossIncrease
+from shrinkpoint.store.manifest import LossIncrease
 
 
 def command(

@@ -12,7 +12,7 @@ from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.store.decode import decode_directory as decode_folder
 from shrinkpoint.store.directory import read_directory_manifest
 from shrinkpoint.store.single_file import decode_file
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import flatten
 from shrinkpoint.train.dcp import load
 from shrinkpoint.train.dcp.checkpoint_metadata import DCP_KEY
 

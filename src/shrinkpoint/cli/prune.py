@@ -16,9 +16,8 @@ from shrinkpoint.cli.console import print_json, print_line
 from shrinkpoint.cli.location import StoreArgument, open_store, preview
 from shrinkpoint.cli.options import JsonOption
 from shrinkpoint.cli.table import Column, print_table
-from shrinkpoint.store import prune
 from shrinkpoint.store.listing import Listing, scan
-from shrinkpoint.store.retention import Keep
+from shrinkpoint.store.retention import Keep, PrunePlan, execute_prune, plan_prune
 
 _BASE_REASON = re.compile(r"base of step ([0-9]+)")
 
@@ -60,10 +59,10 @@ def command(
     if apply:
         with storage.lock():
             listing = scan(storage)
-            plan = prune.plan(storage, listing, keep, now)
-            prune.execute(storage, plan)
+            plan = plan_prune(storage, listing, keep, now)
+            execute_prune(storage, plan)
     else:
-        plan = prune.plan(storage, listing, keep, now)
+        plan = plan_prune(storage, listing, keep, now)
     if json:
         reasons = {str(step): list(why) for step, why in plan.reasons.items()}
         print_json({"applied": apply, **asdict(plan), "reasons": reasons})
@@ -71,7 +70,7 @@ def command(
         _print(store, listing, plan, apply)
 
 
-def _print(store: str, listing: Listing, plan: prune.PrunePlan, is_applied: bool) -> None:
+def _print(store: str, listing: Listing, plan: PrunePlan, is_applied: bool) -> None:
     steps = sorted(plan.reasons)
     if steps:
         print_table(
@@ -113,7 +112,7 @@ def _format_stored(listing: Listing, step: int) -> str:
     return humanize.size(listing.manifests[step].stored_bytes) if step in listing.manifests else "?"
 
 
-def _verdict(store: str, plan: prune.PrunePlan, is_applied: bool) -> str:
+def _verdict(store: str, plan: PrunePlan, is_applied: bool) -> str:
     what = f"{humanize.count(len(plan.delete), 'checkpoint')} and {humanize.size(plan.bytes)}"
     if not plan.keys:
         return f"{store}: nothing to delete, {humanize.count(len(plan.keep), 'checkpoint')} kept"

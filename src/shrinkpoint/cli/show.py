@@ -18,7 +18,7 @@ from shrinkpoint.cli.report.store import CheckpointReport, checkpoint_report, di
 from shrinkpoint.cli.table import Column, print_pairs, print_table
 from shrinkpoint.container import FileReader
 from shrinkpoint.store.directory import read_directory_manifest
-from shrinkpoint.store.loss_increase import LossIncrease
+from shrinkpoint.store.manifest import LossIncrease
 from shrinkpoint.tensors.info import JSON
 
 _MAX_VALUES = 12

@@ -7,9 +7,8 @@ from copy import copy
 from dataclasses import dataclass
 
 from shrinkpoint._native import Hasher, xxh3_128
-from shrinkpoint.container import header, metadata
-from shrinkpoint.container.header import Readable
-from shrinkpoint.container.metadata import Entry, RecordHead
+from shrinkpoint.container import header
+from shrinkpoint.container.header import Entry, Readable, RecordHead
 from shrinkpoint.container.strict_json import corrupt_error
 from shrinkpoint.errors import CorruptError, FormatError, StorageError
 from shrinkpoint.guard import no_gc, read_guard
@@ -53,7 +52,7 @@ class FileReader:
     def __init__(self, source: Readable, where: str) -> None:
         with read_guard(where), no_gc():
             head = header.decode_header(source, where)
-            parsed = metadata.parse(head, where)
+            parsed = header.parse(head, where)
         self._source = source
         self._verified: set[tuple[str, str]] = set()  # (record, part) whose digest has been checked
         self.where, self.digest, self.size = where, head.digest, source.size

@@ -12,11 +12,11 @@ from typing import Protocol
 
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.container import header
-from shrinkpoint.container.header import Slot
-from shrinkpoint.container.metadata import (
+from shrinkpoint.container.header import (
     FILLER_PREFIX,
     FORMAT_VERSION,
     RENAMED_PREFIX,
+    Slot,
     filler_size,
     is_plain,
     is_standard_entry,

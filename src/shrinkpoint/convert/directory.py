@@ -14,7 +14,7 @@ from shrinkpoint.convert import dcp, safetensors_file, sharded_index, torch_file
 from shrinkpoint.convert.part import Part, read_bytes, safe_join
 from shrinkpoint.errors import CorruptError, NotFoundError, StateError
 from shrinkpoint.store.directory import is_checkpoint, own_files
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import flatten
 
 MAX_OPAQUE_BYTES = 1 << 20
 """Bytes up to which a file that cannot be read without running it is kept as its bytes without `opaque`."""

@@ -13,7 +13,7 @@ from shrinkpoint.convert.part import TENSOR_SUFFIXES
 from shrinkpoint.convert.source import STATE_KEY, origin_info
 from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError
 from shrinkpoint.storage import atomic_replace
-from shrinkpoint.tensors.leaves import as_tensor, is_array, named_leaves
+from shrinkpoint.tensors.names import as_tensor, is_array, named_leaves
 
 _SUFFIXES = {"torch": ".pt", "safetensors": ".safetensors"}
 FORMS = ("original", "torch", "safetensors", "dcp")

@@ -18,8 +18,7 @@ from shrinkpoint.store.checkpoint_file import DecodedFile
 from shrinkpoint.store.decode import iter_chain
 from shrinkpoint.store.manifest import ChainLink, Manifest
 from shrinkpoint.tensors.compare import describe_difference, describe_structure_difference
-from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import JSON
 
 

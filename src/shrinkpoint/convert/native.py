@@ -23,7 +23,7 @@ from shrinkpoint.storage.base import RESERVED
 from shrinkpoint.store import Store, directory
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.single_file import load
-from shrinkpoint.tensors.flatten import unflatten
+from shrinkpoint.tensors.flat_state import unflatten
 
 _STEP_DIR_PATTERN = re.compile("step-[0-9]{9,15}")
 _PAYLOAD_PATTERN = re.compile(r"rank-[0-9]{5}(\.[0-9]+)?\.safetensors")

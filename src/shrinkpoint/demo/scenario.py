@@ -26,8 +26,7 @@ from shrinkpoint.store import Store
 from shrinkpoint.store.checkpoint_file import SaveReport, read_file, write_file
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.tensors.compare import SectionComparison, compare_sections
-from shrinkpoint.tensors.flat_state import FlatState, snapshot
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import FlatState, flatten, snapshot
 
 MAX_ATTEMPTS = 10
 STORE_SECTIONS = ("model", "optimizer", "scheduler")

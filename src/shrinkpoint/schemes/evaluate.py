@@ -15,8 +15,7 @@ from shrinkpoint.errors import PolicyError
 from shrinkpoint.quantize.layer_types import layer_types_of_model
 from shrinkpoint.schemes.confidence_interval import paired_mean_interval
 from shrinkpoint.tensors.dtypes import as_bits
-from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.flatten import unflatten
+from shrinkpoint.tensors.flat_state import FlatState, unflatten
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 
 

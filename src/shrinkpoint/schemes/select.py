@@ -19,8 +19,8 @@ from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.errors import LossWarning
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.dtypes import as_bits
-from shrinkpoint.tensors.flat_state import FlatState, OptimizerInfo
-from shrinkpoint.tensors.info import JSON, Role, TensorInfo
+from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.info import JSON, OptimizerInfo, Role, TensorInfo
 
 MIN_WEIGHT_NUMEL = 4096
 """Weights with fewer values stay exact: little is to be gained, and they are the likelier to matter."""

@@ -1,8 +1,7 @@
 """Maps keys to bytes, in a directory or in memory, with atomic and durable writes."""
 
-from shrinkpoint.storage.base import Sink, Source, Storage, check_key, storage_error
+from shrinkpoint.storage.base import MemoryStorage, Sink, Source, Storage, check_key, storage_error
 from shrinkpoint.storage.local import LocalStorage, atomic_replace
-from shrinkpoint.storage.memory import MemoryStorage
 from shrinkpoint.storage.paths import is_url, local_path, natural_key, what_is_at
 
 __all__ = [

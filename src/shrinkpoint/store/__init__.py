@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from shrinkpoint.store.listing import SkippedCheckpoint as SkippedCheckpoint
     from shrinkpoint.store.listing import scan as scan
     from shrinkpoint.store.manifest import Manifest as Manifest
-    from shrinkpoint.store.prune import PrunePlan as PrunePlan
     from shrinkpoint.store.retention import Keep as Keep
+    from shrinkpoint.store.retention import PrunePlan as PrunePlan
     from shrinkpoint.store.retention import RetentionDecision as RetentionDecision
     from shrinkpoint.store.retention import apply_policy as apply_policy
     from shrinkpoint.store.store import Store as Store
@@ -34,7 +34,7 @@ _MODULES = {
     "Keep": "retention",
     "Listing": "listing",
     "Manifest": "manifest",
-    "PrunePlan": "prune",
+    "PrunePlan": "retention",
     "RetentionDecision": "retention",
     "RoleBytes": "checkpoint_file",
     "SaveReport": "checkpoint_file",

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import NotFoundError
-from shrinkpoint.store.allowance import Allowance
 from shrinkpoint.store.chain import ChainFile, directory_chain
-from shrinkpoint.store.checkpoint_file import DecodedFile, decode_records
+from shrinkpoint.store.checkpoint_file import Allowance, DecodedFile, decode_records
 from shrinkpoint.store.directory import read_directory_manifest
 
 

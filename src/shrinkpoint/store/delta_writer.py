@@ -16,12 +16,11 @@ from shrinkpoint.schemes.base import QuantizedState, Scheme
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.storage import LocalStorage, local_path
 from shrinkpoint.store import layout
-from shrinkpoint.store.base_verification import BaseVerifier, StoredFile
 from shrinkpoint.store.chain import directory_chain
 from shrinkpoint.store.checkpoint_file import DecodedFile, SaveReport, write_file
+from shrinkpoint.store.delta_base import BaseVerifier, ReferenceCache, StoredFile, as_delta_base, warn_low_retention
 from shrinkpoint.store.directory import own_keys, read_directory_manifest
 from shrinkpoint.store.manifest import Payload
-from shrinkpoint.store.reference import ReferenceCache, as_delta_base, warn_low_retention
 from shrinkpoint.tensors.flat_state import FlatState
 
 _BASE_DIR_PREFIX = ".shrinkpoint.base-"

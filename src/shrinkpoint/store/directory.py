@@ -27,7 +27,6 @@ from shrinkpoint.storage import LocalStorage, local_path, natural_key
 from shrinkpoint.storage.base import RESERVED
 from shrinkpoint.store import layout
 from shrinkpoint.store.chain import ChainFile, directory_chain
-from shrinkpoint.store.digest_json import utc_timestamp
 from shrinkpoint.store.manifest import (
     MAX_DIRECTORY_MANIFEST_BYTES,
     DirectoryManifest,
@@ -35,6 +34,7 @@ from shrinkpoint.store.manifest import (
     Payload,
     decode_directory_manifest,
     encode_directory_manifest,
+    utc_timestamp,
 )
 from shrinkpoint.tensors.info import JSON
 

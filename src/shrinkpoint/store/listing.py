@@ -10,8 +10,7 @@ from shrinkpoint.errors import CorruptError, FormatError, NotFoundError, Shrinkp
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import layout
 from shrinkpoint.store.chain import candidate_keys
-from shrinkpoint.store.digest_json import MAX_MANIFEST_BYTES
-from shrinkpoint.store.manifest import Manifest, decode_store_manifest
+from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, Manifest, decode_store_manifest
 
 
 @dataclass(frozen=True)

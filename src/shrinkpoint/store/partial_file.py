@@ -8,11 +8,11 @@ from pathlib import Path
 
 from shrinkpoint.codec.partial.interface import RecordView
 from shrinkpoint.container import FileReader
-from shrinkpoint.container.metadata import RecordHead
+from shrinkpoint.container.header import RecordHead
 from shrinkpoint.errors import ChainError, NotFoundError, PolicyError
 from shrinkpoint.storage import LocalStorage, Source
-from shrinkpoint.store.allowance import Allowance
 from shrinkpoint.store.chain import check_parent
+from shrinkpoint.store.checkpoint_file import Allowance
 from shrinkpoint.tensors.info import TensorInfo
 
 _DO = "restore another checkpoint; `verify` says which are whole"

@@ -19,7 +19,7 @@ from shrinkpoint.storage import LocalStorage, local_path
 from shrinkpoint.store.chain import file_chain, read_header
 from shrinkpoint.store.checkpoint_file import DecodedFile, SaveReport, to_device, write_file
 from shrinkpoint.store.decode import decode_chain
-from shrinkpoint.tensors.flatten import flatten, unflatten
+from shrinkpoint.tensors.flat_state import flatten, unflatten
 from shrinkpoint.tensors.info import TensorInfo
 
 

@@ -17,20 +17,29 @@ from shrinkpoint.errors import ChainError, FormatError, NotFoundError, PolicyErr
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.storage import LocalStorage, Storage, local_path
-from shrinkpoint.store import chain, layout, prune
-from shrinkpoint.store.base_verification import MISSING, BaseVerifier, StoredFile
+from shrinkpoint.store import chain, layout
 from shrinkpoint.store.checkpoint_file import Device, SaveReport, to_device
-from shrinkpoint.store.compact import Rewrite, merge_orphaned_deltas, rewrite_as_keyframe
 from shrinkpoint.store.decode import decode_chain
+from shrinkpoint.store.delta_base import (
+    MISSING,
+    BaseVerifier,
+    ReferenceCache,
+    StoredFile,
+    as_delta_base,
+    warn_low_retention,
+)
 from shrinkpoint.store.listing import Listing, SkippedCheckpoint, forget, scan
-from shrinkpoint.store.lock import StoreLock
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.reference import ReferenceCache, as_delta_base, warn_low_retention
-from shrinkpoint.store.retention import Keep, check_keep
-from shrinkpoint.store.transaction import CheckpointTransaction
+from shrinkpoint.store.retention import Keep, PrunePlan, check_keep, execute_prune, plan_prune
+from shrinkpoint.store.transaction import (
+    CheckpointTransaction,
+    Rewrite,
+    StoreLock,
+    merge_orphaned_deltas,
+    rewrite_as_keyframe,
+)
 from shrinkpoint.store.verify import Finding, verify
-from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.flatten import flatten, unflatten
+from shrinkpoint.tensors.flat_state import FlatState, flatten, unflatten
 
 
 @dataclass(frozen=True)
@@ -354,7 +363,7 @@ class Store:
                 raise _unknown_step_error(self.storage.describe(), listing, step)
             forget(self.storage, listing, step)
 
-    def prune(self, keep: Keep | None = None, *, dry_run: bool = True, now: datetime | None = None) -> prune.PrunePlan:
+    def prune(self, keep: Keep | None = None, *, dry_run: bool = True, now: datetime | None = None) -> PrunePlan:
         """Delete the forgotten checkpoints and those that `keep` does not select, unless a kept one depends on them.
 
         Args:
@@ -371,11 +380,11 @@ class Store:
         check_keep(keep)
         now = now or datetime.now(timezone.utc)
         if dry_run:
-            return prune.plan(self.storage, self.scan(), keep or Keep(), now)
+            return plan_prune(self.storage, self.scan(), keep or Keep(), now)
         with self._store_lock.for_writing():
             self._check_idle()
-            plan = prune.plan(self.storage, self.scan(), keep or Keep(), now)
-            prune.execute(self.storage, plan)
+            plan = plan_prune(self.storage, self.scan(), keep or Keep(), now)
+            execute_prune(self.storage, plan)
             return plan
 
     def compact(self, step: int | None = None) -> Sequence[SaveReport]:

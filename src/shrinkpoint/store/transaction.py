@@ -1,25 +1,103 @@
-"""Writes one checkpoint of a store: payload first, durably; manifest last, atomically."""
+"""The lock of a store, and the removal of orphaned files by its holder."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Literal
 
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.errors import PolicyError, ShrinkpointError
+from shrinkpoint.errors import PolicyError, ShrinkpointError, StorageError
 from shrinkpoint.schemes.base import Scheme
+from shrinkpoint.schemes.recode import Recode
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import chain, layout
-from shrinkpoint.store.checkpoint_file import SaveReport, write_file
-from shrinkpoint.store.digest_json import utc_timestamp
-from shrinkpoint.store.listing import Listing
-from shrinkpoint.store.manifest import ChainLink, Manifest, Payload, encode_store_manifest
-from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.store.checkpoint_file import DecodedFile, SaveReport, write_file
+from shrinkpoint.store.decode import decode_chain
+from shrinkpoint.store.listing import Listing, scan
+from shrinkpoint.store.manifest import ChainLink, Manifest, Payload, encode_store_manifest, utc_timestamp
+from shrinkpoint.tensors.flat_state import FlatState, flatten, unflatten
 from shrinkpoint.tensors.info import JSON
+
+
+class StoreLock:
+    """A store's lock; the files of interrupted saves are removed once after it is taken.
+
+    Args:
+        storage: the store's.
+        mutex: held by threads of this process while they write.
+    """
+
+    def __init__(self, storage: Storage, mutex: AbstractContextManager[object]) -> None:
+        self._storage, self._mutex = storage, mutex
+        self._storage_lock: Generator[None, None, None] | None = None
+        self._is_clean = False
+
+    def acquire(self) -> None:
+        """Take the lock until `release`, and remove the files of interrupted saves.
+
+        Raises:
+            LockedError: another process holds it.
+            StorageError: removing failed; the lock is held nevertheless.
+        """
+        if self._storage_lock is None:
+            # Stored before it is taken: an interrupt may come at any line.
+            self._storage_lock = lock = self._hold_storage_lock()
+            try:
+                next(lock)
+            except BaseException:
+                self._storage_lock = None
+                lock.close()
+                raise
+        if not self._is_clean:
+            self._storage.remove_stale(layout.is_step_dir)
+            self._delete_orphans()
+            self._is_clean = True
+
+    def _hold_storage_lock(self) -> Generator[None, None, None]:
+        """Holds the storage's lock from the first `next` until it is closed."""
+        with self._storage.lock():
+            yield
+
+    def release(self) -> None:
+        try:
+            if self._storage_lock is not None:
+                self._storage_lock.close()
+        finally:
+            self._storage_lock, self._is_clean = None, False
+
+    @contextmanager
+    def for_writing(self) -> Iterator[None]:
+        """Hold the lock for this block; keep it afterwards if it was held before."""
+        with self._mutex, self.cleanup_on_error():
+            if self._storage_lock is not None:
+                yield
+                return
+            with self._storage.lock():
+                yield
+
+    @contextmanager
+    def cleanup_on_error(self) -> Iterator[None]:
+        """If the block fails, let the next `acquire` remove orphaned files."""
+        try:
+            yield
+        except BaseException:
+            self._is_clean = False
+            raise
+
+    def remove_orphans(self) -> None:
+        """Remove the files that a commit replaced; if that fails, the next `acquire` does it."""
+        try:
+            self._delete_orphans()
+        except StorageError:
+            self._is_clean = False
+
+    def _delete_orphans(self) -> None:
+        for key in scan(self._storage).orphans():
+            self._storage.delete(key)
 
 
 class CheckpointTransaction:
@@ -184,3 +262,60 @@ class CheckpointTransaction:
     def _misuse_error(self, found: str) -> PolicyError:
         do = "begin another checkpoint"
         return PolicyError(f"step {self.step}", found=found, expected="add once, then commit once", do=do)
+
+
+Rewrite = tuple[Manifest, Manifest, SaveReport]
+"""The manifests of a checkpoint before and after it was rewritten, and the report of that save."""
+
+
+def rewrite_as_keyframe(storage: Storage, manifest: Manifest, *, threads: int | None = None) -> Rewrite:
+    """Rewrite a delta as a keyframe; deltas that were made against it keep its old file.
+
+    Raises:
+        ChainError, FormatError: it does not load; nothing is changed.
+        StorageError: reading or writing failed; the checkpoint loads, unchanged or as a keyframe.
+    """
+    return _rewrite(storage, manifest, None, threads)
+
+
+def merge_orphaned_deltas(storage: Storage, *, threads: int | None = None) -> Iterator[Rewrite]:
+    """Rewrite each delta that depends on a file of a checkpoint which is forgotten, deleted or saved again.
+
+    It becomes a delta against its nearest ancestor that is still visible, or a keyframe if there is none. So a sequence
+    of deltas whose middle is forgotten merges into one. Memory: three states.
+    """
+    for step in scan(storage).visible:
+        listing = scan(storage)
+        listing.raise_unreadable()
+        manifest = listing.visible[step]
+        if all(chain.is_current(listing.visible, base) for base in manifest.bases):
+            continue
+        yield _rewrite(storage, manifest, _nearest_visible(listing, manifest), threads)
+
+
+def _nearest_visible(listing: Listing, manifest: Manifest) -> Manifest | None:
+    """The closest ancestor that is visible and, by its id, holds the values it held when the delta was made."""
+    for base in reversed(manifest.bases):
+        other = listing.visible.get(base.step)
+        if other is not None and other.id == base.id:
+            return other
+    return None
+
+
+def _rewrite(storage: Storage, manifest: Manifest, parent: Manifest | None, threads: int | None) -> Rewrite:
+    """Rewrite without further loss, whatever the scheme was: the decoded values are encoded exactly."""
+    reference = decode_chain(chain.store_chain(storage, parent), threads=threads).reference if parent else None
+    decoded = decode_chain(chain.store_chain(storage, manifest), threads=threads)
+    with CheckpointTransaction(storage, scan(storage), manifest.step, parent, reference) as transaction:
+        scheme = Recode(decoded.reference.quantized, manifest.loss, manifest.scheme)
+        report = transaction.add(_to_flat_state(decoded, manifest), scheme=scheme, threads=threads)
+        return manifest, transaction.commit(metadata_from=manifest), report
+
+
+def _to_flat_state(decoded: DecodedFile, manifest: Manifest) -> FlatState:
+    """The state as a save sees it, with roles and optimizer facts derived anew; shares the decoded memory."""
+    return flatten(
+        unflatten(
+            decoded.tree, decoded.reference.tensors, where=f"step {manifest.step}", max_bytes=decoded.max_copy_bytes
+        )
+    )

@@ -11,7 +11,7 @@ from shrinkpoint.store import chain, layout
 from shrinkpoint.store.chain import ChainFile
 from shrinkpoint.store.listing import Listing, scan
 from shrinkpoint.store.manifest import ChainLink, Manifest
-from shrinkpoint.store.prune import inode_key
+from shrinkpoint.store.retention import inode_key
 
 
 @dataclass(frozen=True)

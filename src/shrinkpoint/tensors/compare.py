@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.tensors.dtypes import dtype_name, tensor_bytes
-from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.flatten import unflatten
+from shrinkpoint.tensors.flat_state import FlatState, unflatten
 from shrinkpoint.tensors.info import JSON
-from shrinkpoint.tensors.leaves import as_tensor, is_array, named_leaves
+from shrinkpoint.tensors.names import as_tensor, is_array, named_leaves
 
 if TYPE_CHECKING:
     from shrinkpoint.store.checkpoint_file import DecodedFile

@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
-from shrinkpoint.tensors.dtypes import as_bits, empty
-from shrinkpoint.tensors.info import JSON, TensorInfo
-
-
-@dataclass(frozen=True)
-class OptimizerInfo:
-    """Optimizer settings and moments of one parameter; a hint for coders, never needed to decode.
-
-    Attributes:
-        moment1: name of the first moment (Adam's exp_avg, SGD's momentum_buffer) in the same `FlatState`.
-        moment2: name of the second moment (exp_avg_sq).
-        step: number of updates so far.
-        lr: learning rate at the moment of the save.
-        beta1: decay of the first moment per step.
-        beta2: decay of the second moment per step.
-        eps: the optimizer's epsilon.
-        weight_decay: the coefficient; per step and lr if decoupled.
-        decoupled: whether weight decay acts on the weights (AdamW) or through the gradient (Adam).
-        factors: names of the row and column means of squared gradients, over the last two axes (Adafactor).
-        blocks: names of the 8-bit second moment: codes, codebook, and the maximum of each block (bitsandbytes).
-    """
-
-    moment1: str | None
-    moment2: str | None
-    step: int | None
-    lr: float | None
-    beta1: float | None
-    beta2: float | None
-    eps: float | None
-    weight_decay: float | None
-    decoupled: bool
-    factors: tuple[str, str] | None = None
-    blocks: tuple[str, str, str] | None = None
+from shrinkpoint.guard import no_gc, read_guard
+from shrinkpoint.tensors.dtypes import as_bits, dtype_name, empty
+from shrinkpoint.tensors.info import JSON, OptimizerInfo, Role, TensorInfo
+from shrinkpoint.tensors.roles import infer_roles
+from shrinkpoint.tensors.shared_storage import deduplicate
+from shrinkpoint.tensors.tree import MAX_COPY_BYTES, TreeDecoder, TreeEncoder
 
 
 @dataclass(frozen=True)
@@ -92,3 +67,49 @@ def _copy(tensor: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
         target = empty(shape, tensor.dtype, pin=tensor.is_cuda)
     as_bits(target).copy_(as_bits(tensor), non_blocking=tensor.is_cuda)
     return target
+
+
+def flatten(state: Any) -> FlatState:
+    """Split a state into a JSON tree and named tensors. Nothing is copied; the caller's tensors do not change.
+
+    Raises:
+        StateError: something in it cannot be stored; `where` is its path.
+    """
+    with no_gc():
+        encoder = TreeEncoder()
+        tree = encoder.encode(state)
+        tensors = deduplicate(encoder.leaves)
+        roles, optimizer_info = infer_roles(encoder.leaves, encoder.optimizers)
+        infos = {
+            name: TensorInfo(name, tuple(tensor.shape), dtype_name(tensor.dtype), roles.get(name, Role.OTHER))
+            for name, tensor in tensors.items()
+        }
+        return FlatState(tree, tensors, infos, optimizer_info)
+
+
+def unflatten(
+    tree: JSON,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    tie: bool = True,
+    where: str = "state",
+    max_bytes: int | None = None,
+) -> Any:
+    """Rebuild a state from its tree and tensors.
+
+    The tensors of the result are those of `tensors`, or views of them; numpy arrays and bytes are copies.
+
+    Args:
+        tree: the tree; need not be trusted.
+        tensors: by name, contiguous; on any device.
+        tie: whether tensors that shared memory share it again; otherwise each gets its own (expanded dimensions stay).
+        where: the file, for messages.
+        max_bytes: memory limit of the copies; None: 1 GiB, or 8 times the bytes of the tensors if that is more.
+
+    Raises:
+        CorruptError: no release writes such a tree, the tensors do not fit it, or copies would exceed `max_bytes`.
+    """
+    if max_bytes is None:
+        max_bytes = max(MAX_COPY_BYTES, 8 * sum(tensor.nbytes for tensor in tensors.values()))
+    with read_guard(where), no_gc():
+        return TreeDecoder(tensors, tie=tie, where=where, max_bytes=max_bytes).decode(tree)

@@ -80,6 +80,37 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
+class OptimizerInfo:
+    """Optimizer settings and moments of one parameter; a hint for coders, never needed to decode.
+
+    Attributes:
+        moment1: name of the first moment (Adam's exp_avg, SGD's momentum_buffer) in the same `FlatState`.
+        moment2: name of the second moment (exp_avg_sq).
+        step: number of updates so far.
+        lr: learning rate at the moment of the save.
+        beta1: decay of the first moment per step.
+        beta2: decay of the second moment per step.
+        eps: the optimizer's epsilon.
+        weight_decay: the coefficient; per step and lr if decoupled.
+        decoupled: whether weight decay acts on the weights (AdamW) or through the gradient (Adam).
+        factors: names of the row and column means of squared gradients, over the last two axes (Adafactor).
+        blocks: names of the 8-bit second moment: codes, codebook, and the maximum of each block (bitsandbytes).
+    """
+
+    moment1: str | None
+    moment2: str | None
+    step: int | None
+    lr: float | None
+    beta1: float | None
+    beta2: float | None
+    eps: float | None
+    weight_decay: float | None
+    decoupled: bool
+    factors: tuple[str, str] | None = None
+    blocks: tuple[str, str, str] | None = None
+
+
+@dataclass(frozen=True)
 class EncodedRecord:
     """One record of a file: one large tensor, or several small ones that share their statistics.
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from reprlib import Repr
 from typing import Any, TypeAlias
 
+import numpy as np
+import torch
+from torch import Tensor
+
 StatePath: TypeAlias = tuple[Any, ...]
-"""Keys of dicts and indices of lists, outermost first."""
+"""StatePath of dicts and indices of lists, outermost first."""
 
 _DECIMAL = 10**4300
 """Smallest whole number that is not written in decimal."""
@@ -86,3 +91,45 @@ class _BoundedRepr(Repr):
 
 _bounded_repr = _BoundedRepr()
 _bounded_repr.maxstring = _bounded_repr.maxother = _bounded_repr.maxlong = 80
+
+
+TensorOrArray: TypeAlias = "Tensor | np.ndarray[Any, Any]"
+
+
+def named_leaves(state: Any) -> dict[str, Any]:
+    """Return every tensor, array and plain value by name; equal names get a number, as in a file."""
+    leaves: dict[str, Any] = {}
+    for path, value in _iter_leaves(state, ()):
+        name, number = tensor_name(path), 2
+        while name in leaves:
+            name, number = f"{tensor_name(path)}%{number}", number + 1
+        leaves[name] = value
+    return leaves
+
+
+def child_items(value: Any) -> Iterator[tuple[Any, Any]] | None:
+    """Return the (key, item) pairs of a dict, list or tuple; None for a leaf."""
+    if isinstance(value, dict):
+        return iter(value.items())
+    return enumerate(value) if isinstance(value, list | tuple) else None
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is a tensor or an array."""
+    return isinstance(leaf, Tensor | np.ndarray)
+
+
+def as_tensor(leaf: TensorOrArray) -> Tensor:
+    """Convert a tensor or an array to a detached tensor; shares memory if possible."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach()
+    return torch.from_numpy(np.ascontiguousarray(leaf, leaf.dtype.newbyteorder("=")).reshape(leaf.shape))
+
+
+def _iter_leaves(value: Any, path: StatePath) -> Iterator[tuple[StatePath, Any]]:
+    inside = child_items(value)
+    if inside is None:
+        yield path, value
+        return
+    for key, item in inside:
+        yield from _iter_leaves(item, (*path, key))

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from shrinkpoint.tensors.flat_state import OptimizerInfo
-from shrinkpoint.tensors.info import Role
+from shrinkpoint.tensors.info import OptimizerInfo, Role
 from shrinkpoint.tensors.names import StatePath, format_key
 from shrinkpoint.tensors.shared_storage import Leaf
 

@@ -16,8 +16,7 @@ from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import Keep, SaveReport, Store, StoreRestore, layout
 from shrinkpoint.store.retention import NO_METRIC, check_keep
-from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train import partial_restore, state_dicts
 from shrinkpoint.train.background import BackgroundSaver

@@ -23,8 +23,7 @@ from shrinkpoint.store import directory as directories
 from shrinkpoint.store.checkpoint_file import Device, to_device
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.delta_writer import DeltaWriter
-from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.flatten import flatten, unflatten
+from shrinkpoint.tensors.flat_state import FlatState, flatten, unflatten
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.train.background import BackgroundSaver
 from shrinkpoint.train.planning import make_plan

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import shrinkpoint as sp
 from shrinkpoint.cli.app import app
-from shrinkpoint.tensors.flatten import flatten, unflatten
+from shrinkpoint.tensors.flat_state import flatten, unflatten
 
 SECOND = "optimizer/state/2/exp_avg_sq"
 

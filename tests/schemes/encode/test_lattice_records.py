@@ -22,7 +22,7 @@ from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.recode import Recode
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store.checkpoint_file import read_file, write_file
-from shrinkpoint.tensors.flatten import flatten, unflatten
+from shrinkpoint.tensors.flat_state import flatten, unflatten
 
 
 def same_reference(a: Reference, b: Reference) -> bool:

@@ -21,7 +21,7 @@ from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.recode import Recode
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store.checkpoint_file import read_file, write_file
-from shrinkpoint.tensors.flatten import flatten, unflatten
+from shrinkpoint.tensors.flat_state import flatten, unflatten
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import shrinkpoint as sp
 from shrinkpoint.codec.lattice import as_matrix
 from shrinkpoint.schemes.fisher.curvature import Curvature, estimate_curvatures
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import flatten
 
 SHAPES = [(40,), (6, 9), (4, 3, 2, 2)]
 

@@ -25,7 +25,7 @@ from shrinkpoint.schemes.fisher.moments import (
     quantize_second,
 )
 from shrinkpoint.sharding.global_tensors import GlobalTensors
-from shrinkpoint.tensors.flatten import flatten, unflatten
+from shrinkpoint.tensors.flat_state import flatten, unflatten
 from shrinkpoint.tensors.info import Role
 
 STEPS = MomentPrecision()

@@ -27,7 +27,7 @@ from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.storage import MemoryStorage, Storage
 from shrinkpoint.store import SaveReport
 from shrinkpoint.tensors.dtypes import TORCH_DTYPES
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import flatten
 
 WEIGHTS = {"a.weight": normal(48, 64, scale=0.05), "b.weight": normal(64, 48, seed=1), "b.bias": normal(64, seed=2)}
 

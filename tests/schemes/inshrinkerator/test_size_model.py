@@ -20,7 +20,7 @@ from shrinkpoint.schemes.search.space import Point
 from shrinkpoint.schemes.select import select_tensors
 from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.sharding.global_tensors import GlobalTensors
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import flatten
 
 BEFORE = {"bins": 8, "embedding_bins": 32, "prune": 0.2, "protect": 0.005}
 

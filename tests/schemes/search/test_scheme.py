@@ -18,7 +18,7 @@ from shrinkpoint.schemes.inshrinkerator.scheme import SPACE
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.schemes.search.scheme import SearchScheme
 from shrinkpoint.schemes.search.space import is_dominated
-from shrinkpoint.tensors.flatten import flatten
+from shrinkpoint.tensors.flat_state import flatten
 
 CONFIG = {"bins": 8, "embedding_bins": 32, "prune": 0.2, "protect": 0.005}
 SAFEST = {"bins": 32, "embedding_bins": 32, "prune": 0.0, "protect": 0.01, "metric": "magnitude"}

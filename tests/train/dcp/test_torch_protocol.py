@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from shrinkpoint import errors
 from shrinkpoint.store import directory as directories
-from shrinkpoint.tensors.flatten import flatten, unflatten
+from shrinkpoint.tensors.flat_state import flatten, unflatten
 from shrinkpoint.train.dcp import Reader, Writer, load, reset_chains
 from shrinkpoint.train.dcp.objects import decode_buffers, encode_buffers
 

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping
 from torch import nn
 
 from shrinkpoint.errors import FormatError, MismatchError
-from shrinkpoint.tensors.flatten import flatten, unflatten
+from shrinkpoint.tensors.flat_state import flatten, unflatten
 from shrinkpoint.train.lightning import ShrinkIO
 from shrinkpoint.train.lightning.plain_types import from_plain, to_plain
 

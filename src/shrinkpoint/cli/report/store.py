@@ -9,8 +9,7 @@ from typing import Any
 
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.store.directory import find_checkpoints, read_directory_manifest
-from shrinkpoint.store.loss_increase import LossIncrease
-from shrinkpoint.store.manifest import DirectoryManifest, Manifest
+from shrinkpoint.store.manifest import DirectoryManifest, LossIncrease, Manifest
 from shrinkpoint.tensors.info import JSON
 
 _STORE_ONLY = ("id", "chain", "forgotten", "keyframe")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from shrinkpoint.codec.coder import CoderConfig
-from shrinkpoint.tensors.flat_state import OptimizerInfo
+from shrinkpoint.tensors.info import OptimizerInfo
 
 
 def step_config(info: OptimizerInfo, top: int) -> CoderConfig | None:

@@ -9,8 +9,7 @@ import numpy as np
 from shrinkpoint.codec.coder import NUMBER_FORMATS, Bytes, CoderConfig, CodingContext, NumberFormat
 from shrinkpoint.codec.record import RecordInput
 from shrinkpoint.schemes.encode.adam_predictor import square_config, step_config
-from shrinkpoint.tensors.flat_state import OptimizerInfo
-from shrinkpoint.tensors.info import Role
+from shrinkpoint.tensors.info import OptimizerInfo, Role
 
 _SAMPLE_SIZE = 1 << 15
 """Number of values in the sample on which configurations are compared."""

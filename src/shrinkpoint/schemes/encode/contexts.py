@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from shrinkpoint.codec.pack import is_codable_float
-from shrinkpoint.tensors.flat_state import FlatState, OptimizerInfo
-from shrinkpoint.tensors.info import Role, TensorInfo
+from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.info import OptimizerInfo, Role, TensorInfo
 
 
 class ContextMap:

@@ -25,7 +25,8 @@ from shrinkpoint.schemes.fisher import remote_moments
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights
 from shrinkpoint.schemes.fisher.optimizer_moments import adafactor_moment, bnb_moment, correct_bias, moment_matrix
 from shrinkpoint.sharding.global_tensors import Marginals
-from shrinkpoint.tensors.flat_state import FlatState, OptimizerInfo
+from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.info import OptimizerInfo
 
 
 class SquaredGradientSource(Protocol):

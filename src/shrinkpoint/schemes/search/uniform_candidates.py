@@ -10,12 +10,7 @@ from torch import Tensor
 
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.quantize.entropy import code_entropy, entropy_per_value
-from shrinkpoint.quantize.uniform import (
-    grid_histogram,
-    quantize_to_grid,
-    uniform_grid,
-    variable_bins,
-)
+from shrinkpoint.quantize.uniform import grid_histogram, quantize_to_grid, uniform_grid, variable_bins
 from shrinkpoint.schemes.search.candidates import PreviousCodes, subsample
 from shrinkpoint.schemes.search.space import Axis, Point, Space
 from shrinkpoint.sharding.global_stats import GlobalStats

@@ -19,7 +19,7 @@ from shrinkpoint.store import SaveReport, SkippedCheckpoint
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.directory import read_directory_manifest, verify_directory
 from shrinkpoint.store.manifest import DirectoryManifest
-from shrinkpoint.tensors.flatten import unflatten
+from shrinkpoint.tensors.flat_state import unflatten
 from shrinkpoint.train.accelerate import checkpoint_dirs, prepared_state
 from shrinkpoint.train.accelerate.sharded_checkpointer import ShardedCheckpointer, is_sharded_checkpoint
 from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes

@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from shrinkpoint.errors import MismatchError, PolicyError, ShrinkpointError
 from shrinkpoint.schemes.lossless import Lossless
-from shrinkpoint.storage.memory import MemorySource, MemoryStorage
+from shrinkpoint.storage.base import MemorySource, MemoryStorage
 from shrinkpoint.store.checkpoint_file import read_file, write_file
 from shrinkpoint.store.manifest import DirectoryManifest
-from shrinkpoint.tensors.flatten import flatten, unflatten
+from shrinkpoint.tensors.flat_state import flatten, unflatten
 from shrinkpoint.train.accelerate import prepared_state
 from shrinkpoint.train.dcp import Reader, Writer
 from shrinkpoint.train.dcp.checkpoint_metadata import DCP_KEY

@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from shrinkpoint.errors import StateError
 from shrinkpoint.tensors.dtypes import DTYPE_NAMES, dtype_name
-from shrinkpoint.tensors.flat_state import FlatState, OptimizerInfo
-from shrinkpoint.tensors.info import Role, TensorInfo
+from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.info import OptimizerInfo, Role, TensorInfo
 from shrinkpoint.tensors.names import StatePath, tensor_name
 from shrinkpoint.tensors.roles import infer_roles
 from shrinkpoint.tensors.shared_storage import Leaf, UniqueNames
-from shrinkpoint.tensors.tree_encode import TreeEncoder
+from shrinkpoint.tensors.tree import TreeEncoder
 from shrinkpoint.train.dcp.checkpoint_metadata import Offsets, chunk_name, offsets_key
 from shrinkpoint.train.dcp.objects import unpickle_plain
 

@@ -18,7 +18,7 @@ from shrinkpoint.store.manifest import DirectoryManifest
 from shrinkpoint.store.partial_reader import PartialReader
 from shrinkpoint.tensors.dtypes import dtype_name
 from shrinkpoint.tensors.info import JSON
-from shrinkpoint.tensors.tree_decode import TreeDecoder
+from shrinkpoint.tensors.tree import TreeDecoder
 from shrinkpoint.train.dcp.checkpoint_metadata import ChunkMetadata, EntryMetadata, Offsets, chunk_name
 from shrinkpoint.train.dcp.objects import decode_buffers
 

@@ -16,10 +16,9 @@ from hypothesis import given, settings
 from shrinkpoint.container.strict_json import MAX_JSON_DEPTH, json_depth
 from shrinkpoint.errors import StateError
 from shrinkpoint.tensors.dtypes import dtype_name, torch_dtype
-from shrinkpoint.tensors.flat_state import snapshot
-from shrinkpoint.tensors.flatten import flatten, unflatten
+from shrinkpoint.tensors.flat_state import flatten, snapshot, unflatten
 from shrinkpoint.tensors.info import ITEMSIZE
-from shrinkpoint.tensors.tree_encode import MAX_DEPTH
+from shrinkpoint.tensors.tree import MAX_DEPTH
 
 relaxed = settings(deadline=None, max_examples=60)
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shrinkpoint.errors import CorruptError
-from shrinkpoint.tensors.flatten import flatten, unflatten
+from shrinkpoint.tensors.flat_state import flatten, unflatten
 
 TENSORS = {"w": torch.zeros(4), "i": torch.zeros(2, dtype=torch.int32), "m": torch.zeros(2, 2)}
 
