@@ -11,9 +11,9 @@ from torch import Tensor
 
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coder import Bytes
+from shrinkpoint.codec.decoder import ByteRange, PartialDecoder, QuantizerParams, RecordView
 from shrinkpoint.codec.lattice import LatticeTensor
-from shrinkpoint.codec.partial.dispatch import partial_decoder
-from shrinkpoint.codec.partial.interface import ByteRange, PartialDecoder, QuantizerParams, RecordView
+from shrinkpoint.codec.record import partial_decoder
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.tensors.dtypes import dtype_name
 from shrinkpoint.tensors.info import EncodedRecord, TensorInfo

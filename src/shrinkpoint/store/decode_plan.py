@@ -21,19 +21,18 @@ from torch import Tensor
 
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coder import Bytes
-from shrinkpoint.codec.errors import decode_errors
-from shrinkpoint.codec.lattice import LatticeTensor
-from shrinkpoint.codec.pack import num_numbers
-from shrinkpoint.codec.partial.dispatch import partial_decoder, required_tensors
-from shrinkpoint.codec.partial.interface import (
+from shrinkpoint.codec.decoder import (
     ByteRange,
     DecodedRange,
     PartialDecoder,
     QuantizerParams,
     RecordView,
     concat,
+    decode_errors,
 )
-from shrinkpoint.codec.record import decode
+from shrinkpoint.codec.lattice import LatticeTensor
+from shrinkpoint.codec.pack import num_numbers
+from shrinkpoint.codec.record import decode, partial_decoder, required_tensors
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import ChainError
 from shrinkpoint.store.partial_file import PartialFile

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 
-from shrinkpoint.codec.partial.interface import RecordView
+from shrinkpoint.codec.decoder import RecordView
 from shrinkpoint.container import FileReader
 from shrinkpoint.container.header import RecordHead
 from shrinkpoint.errors import ChainError, NotFoundError, PolicyError

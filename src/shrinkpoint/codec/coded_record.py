@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from shrinkpoint import _native
 from shrinkpoint.codec.coder import MIN_CHUNK_BYTES, NUMBER_FORMATS, Bytes, CoderConfig, CodingContext, NumberFormat
-from shrinkpoint.codec.pack import TAP_SIZES, matrix_shapes, num_numbers, tap, tap_context
-from shrinkpoint.codec.partial.interface import (
+from shrinkpoint.codec.decoder import (
     ByteRange,
     DecodedRange,
     FetchParams,
@@ -26,6 +25,7 @@ from shrinkpoint.codec.partial.interface import (
     moment_pairs,
     moment_ranges,
 )
+from shrinkpoint.codec.pack import TAP_SIZES, matrix_shapes, num_numbers, tap, tap_context
 from shrinkpoint.codec.recipe import CodedRecipe
 from shrinkpoint.tensors.info import TensorInfo
 

@@ -1,18 +1,15 @@
-"""The interface of partial decoders, and the decoders of plain and copied records.
+"""The interface of record decoders: what they read and return, and the ranges of other tensors that they need.
 
-The *stream* of a record is the row-major bytes of its tensors one after the other. A partial decoder decodes ranges of
-the stream that begin and end at chunks; a range needs the same ranges of the parent's values and of the moments, and
-nothing else. Plain, same, copied and coded records can always be decoded in part; codebook and lattice records unless
-`codebook_decoder` or `lattice_decoder` returns None.
-
-The digest of a record's values cannot be checked on a part of them. Callers check the digests of the stored bytes and
-of the headers of the chain instead, which guard the same values unless a writer was wrong.
-"""
+The *stream* of a record is the row-major bytes of its tensors one after the other. A decoder decodes ranges of the
+stream that begin and end at chunks; a range needs the same ranges of the parent's values and of the moments, and
+nothing else."""
 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -20,12 +17,39 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from shrinkpoint import _native
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coder import Bytes
 from shrinkpoint.codec.lattice import Lattice
 from shrinkpoint.codec.pack import num_numbers
+from shrinkpoint.errors import CorruptError, ShrinkpointError, TruncatedError
+from shrinkpoint.guard import read_guard
 from shrinkpoint.tensors.dtypes import tensor_bytes, tensor_from_bytes
 from shrinkpoint.tensors.info import ITEMSIZE, JSON, TensorInfo
+
+_ADVICE = "restore an older checkpoint; `shrinkpoint verify` names what else is hit"
+
+
+@contextmanager
+def decode_errors(where: str) -> Iterator[None]:
+    """Translate the exceptions of decoders that run inside this context.
+
+    Args:
+        where: the file and record that are decoded, for messages.
+
+    Raises:
+        CorruptError, TruncatedError: the bytes are damaged.
+    """
+    with read_guard(where):
+        try:
+            yield
+        except ShrinkpointError:
+            raise
+        except _native.Truncated as error:
+            raise TruncatedError(where, found=str(error), do=_ADVICE) from error
+        except (_native.Corrupt, ValueError, LookupError, struct.error) as error:
+            raise CorruptError(where, found=str(error), do=_ADVICE) from error
+
 
 QuantizerParams: TypeAlias = CodebookTensor | Lattice
 """A quantized tensor without its codes: a `CodebookTensor` whose codes are empty, or a lattice."""

@@ -1,1 +1,0 @@
-"""Decodes ranges of records: only the chunks that hold the requested values are read and decoded."""
