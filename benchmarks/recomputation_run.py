@@ -23,7 +23,7 @@ from workload_small import Small, Training
 from workloads import fingerprint
 
 import shrinkpoint as sp
-from shrinkpoint.cli.report.file import TensorRow, file_report
+from shrinkpoint.cli.report import TensorRow, file_report
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import LossWarning
 from shrinkpoint.schemes.lossless import Lossless

@@ -30,9 +30,8 @@ from lossless_speed import machine
 from torch_baselines import DCP, EightBit
 
 import shrinkpoint as sp
-from shrinkpoint.bench import plot
 from shrinkpoint.bench.measure import QualityFunction, measure
-from shrinkpoint.bench.result import TABLE_HEADER, BenchResult, table_rows
+from shrinkpoint.bench.result import TABLE_HEADER, BenchResult, table_rows, write_plot
 from shrinkpoint.bench.series import Series, StoreSeries
 from shrinkpoint.bench.systems import SYSTEMS, make_system
 from shrinkpoint.schemes.registry import needs_evaluation
@@ -142,7 +141,7 @@ def main() -> None:
             document["subjects"][subject.name] = [one.to_json() for one in found]
             options.out.parent.mkdir(parents=True, exist_ok=True)
             place = options.out.with_name(f"{options.out.stem}_{name}")
-            print("plot:", *plot.write_plot(found, place, f"{subject.name}, {len(subject.series)} checkpoints"))
+            print("plot:", *write_plot(found, place, f"{subject.name}, {len(subject.series)} checkpoints"))
     options.out.write_text(json.dumps(document, indent=1))
     print("written:", options.out)
 

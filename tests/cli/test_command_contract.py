@@ -11,7 +11,7 @@ import pytest
 from helpers.timeouts import PATIENCE
 
 from shrinkpoint import errors
-from shrinkpoint.cli.exit_codes import ExitCode, exit_code_of
+from shrinkpoint.cli.console import ExitCode, exit_code_of
 
 COMMANDS = ("list", "show", "verify", "diff", "export", "forget", "prune", "compact", "demo")
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from shrinkpoint.cli.app import app
-from shrinkpoint.cli.exit_codes import ExitCode
+from shrinkpoint.cli.console import ExitCode
 
 TEXT = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
 SECTIONS = {match[1]: match[2] for match in re.finditer(r"^## (\w+)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL)}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shrinkpoint.container import FileWriter
-from shrinkpoint.convert.dry_run import SizingStorage
+from shrinkpoint.convert.import_ import SizingStorage
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store import Store

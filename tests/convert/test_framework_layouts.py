@@ -6,9 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shrinkpoint.convert.discover import discover
+from shrinkpoint.convert.discover import discover, origin_info
 from shrinkpoint.convert.export import target_form
-from shrinkpoint.convert.source import origin_info
 from shrinkpoint.errors import PolicyError, StateError
 from shrinkpoint.train.checkpointer import Checkpointer
 

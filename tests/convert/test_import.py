@@ -12,8 +12,7 @@ from helpers.foreign_files import run_of_files, same, training
 
 from shrinkpoint import schemes
 from shrinkpoint.convert.discover import discover
-from shrinkpoint.convert.dry_run import SizingStorage
-from shrinkpoint.convert.import_ import Importer, verify_import
+from shrinkpoint.convert.import_ import Importer, SizingStorage, verify_import
 from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError, StateError
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store import Store

@@ -10,9 +10,15 @@ import pytest
 from rich.console import Console
 
 from shrinkpoint.demo import scenario
-from shrinkpoint.demo.child import TrainingProcess, kill_during_save
 from shrinkpoint.demo.run import remove_previous_store, run_demo
-from shrinkpoint.demo.scenario import DemoOptions, DemoResult, KillResult, TrainingLog
+from shrinkpoint.demo.scenario import (
+    DemoOptions,
+    DemoResult,
+    KillResult,
+    TrainingLog,
+    TrainingProcess,
+    kill_during_save,
+)
 from shrinkpoint.errors import PolicyError
 
 

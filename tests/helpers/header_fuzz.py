@@ -31,8 +31,7 @@ from helpers.paths import TESTS
 
 import shrinkpoint as sp
 from shrinkpoint._native import xxh3_128
-from shrinkpoint.cli.report.file import file_report
-from shrinkpoint.cli.report.plain_values import list_plain_values
+from shrinkpoint.cli.report import file_report, list_plain_values
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.storage import LocalStorage

@@ -4,8 +4,7 @@
 original, `result` and `plot` show it.
 """
 
-from shrinkpoint.bench.distortion import Distortion
-from shrinkpoint.bench.measure import QualityFunction, measure
+from shrinkpoint.bench.measure import Distortion, QualityFunction, measure
 from shrinkpoint.bench.result import BenchResult, ResultRow
 from shrinkpoint.bench.series import FileSeries, Series, SeriesEntry, StoreSeries, open_series
 from shrinkpoint.bench.systems import SYSTEMS, RoundTrip, StoreSystem, System, make_system

@@ -14,8 +14,7 @@ from typer.core import TyperGroup
 
 from shrinkpoint import __version__
 from shrinkpoint.cli import bench, compact, convert, demo, diff, export, forget, list, prune, show, verify
-from shrinkpoint.cli.console import close_pipe, print_note
-from shrinkpoint.cli.exit_codes import ExitCode, exit_code_of
+from shrinkpoint.cli.console import ExitCode, close_pipe, exit_code_of, print_note
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.storage import local_path
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shrinkpoint.cli.console import print_json, print_line, print_note, spinner
-from shrinkpoint.cli.options import HigherIsBetterOption, JsonOption, ThresholdOption, import_function, parse_share
-from shrinkpoint.cli.table import Column, print_table
+from shrinkpoint.cli.arguments import HigherIsBetterOption, JsonOption, ThresholdOption, import_function, parse_share
+from shrinkpoint.cli.console import Column, print_json, print_line, print_note, print_table, spinner
 
 if TYPE_CHECKING:
     from shrinkpoint.bench.measure import QualityFunction
@@ -158,7 +157,7 @@ def _print_results(
 def _write_results(document: dict[str, Any], results: Sequence[BenchResult], out: Path) -> list[Path]:
     from importlib.util import find_spec
 
-    from shrinkpoint.bench import plot
+    from shrinkpoint.bench.result import write_plot
 
     out.parent.mkdir(parents=True, exist_ok=True)
     written = [out.with_suffix(".json")]
@@ -166,5 +165,5 @@ def _write_results(document: dict[str, Any], results: Sequence[BenchResult], out
     if find_spec("plotly") is None:
         print_note("plotly is not installed: no picture (pip install 'shrinkpoint[plot]')")
     else:
-        written += plot.write_plot(results, out, f"{document['series']}: {document['checkpoints']} checkpoints")
+        written += write_plot(results, out, f"{document['series']}: {document['checkpoints']} checkpoints")
     return written

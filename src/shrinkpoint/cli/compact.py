@@ -8,11 +8,9 @@ from typing import Annotated
 import typer
 
 from shrinkpoint.cli import humanize
-from shrinkpoint.cli.console import print_json, print_line, spinner
-from shrinkpoint.cli.location import Location, StoreArgument, find_manifest, open_store
-from shrinkpoint.cli.options import JsonOption
-from shrinkpoint.cli.report.store import CheckpointReport, checkpoint_report
-from shrinkpoint.cli.table import Column, print_table
+from shrinkpoint.cli.arguments import JsonOption, Location, StoreArgument, find_manifest, open_store
+from shrinkpoint.cli.console import Column, print_json, print_line, print_table, spinner
+from shrinkpoint.cli.report import CheckpointReport, checkpoint_report
 from shrinkpoint.store import chain
 from shrinkpoint.store.listing import Listing
 

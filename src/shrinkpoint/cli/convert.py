@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from shrinkpoint.cli.options import HigherIsBetterOption, JsonOption, ThresholdOption, parse_share
+from shrinkpoint.cli.arguments import HigherIsBetterOption, JsonOption, ThresholdOption, parse_share
 from shrinkpoint.errors import PolicyError
 
 

@@ -11,15 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from shrinkpoint.cli import humanize
-from shrinkpoint.cli.console import print_json, print_line, print_note, spinner
-from shrinkpoint.cli.options import import_function
-from shrinkpoint.cli.table import Column, print_table
-from shrinkpoint.convert import export, native
-from shrinkpoint.convert.discover import CheckpointSeries
-from shrinkpoint.convert.dry_run import SizingStorage
-from shrinkpoint.convert.import_ import Importer, ImportRow, read_flat_with_opaque, verify_import
+from shrinkpoint.cli.arguments import import_function
+from shrinkpoint.cli.console import Column, print_json, print_line, print_note, print_table, spinner
+from shrinkpoint.convert import discover, export
+from shrinkpoint.convert.discover import CheckpointSeries, SourceCheckpoint
+from shrinkpoint.convert.import_ import Importer, ImportRow, SizingStorage, read_flat_with_opaque, verify_import
 from shrinkpoint.convert.part import safe_join
-from shrinkpoint.convert.source import SourceCheckpoint
 from shrinkpoint.errors import CorruptError, LossWarning, PolicyError, ShrinkpointError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.registry import make_scheme
@@ -183,7 +180,7 @@ def _export_checkpoint(
             target = safe_join(out, info["name"] or f"step-{checkpoint.step}", str(checkpoint.path))
             target = target.with_name(export.unique_name(target.name, checkpoint.step, form, used_names))
             used_names.add(target.name.casefold())
-        exact = info["form"] == "torch" or (form == "original" and not isinstance(checkpoint, native.NativeDirectory))
+        exact = info["form"] == "torch" or (form == "original" and not isinstance(checkpoint, discover.NativeDirectory))
         done = target.exists() and not options.force and _is_exported(target, state, info, exact)
         left_out = 0
         if not done:
@@ -244,7 +241,7 @@ def _open_store(source: Path, out: Path) -> Storage:
     _check_separate(source, out)
     if out.is_file():
         raise PolicyError(str(out), found="a file", expected="the directory of a store", do="choose another name")
-    if out.is_dir() and not native.is_store(out) and not native.is_new_store(out):
+    if out.is_dir() and not discover.is_store(out) and not discover.is_new_store(out):
         found = "a directory with other things in it"
         raise PolicyError(str(out), found=found, expected="a store, or a new directory", do="choose another name")
     return LocalStorage(out)

@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from shrinkpoint.cli.console import print_json
-from shrinkpoint.cli.exit_codes import ExitCode
-from shrinkpoint.cli.options import JsonOption
+from shrinkpoint.cli.arguments import JsonOption
+from shrinkpoint.cli.console import ExitCode, print_json
 
 
 def command(

@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shrinkpoint.cli import humanize
-from shrinkpoint.cli.console import print_json, print_line, spinner
-from shrinkpoint.cli.exit_codes import ExitCode
-from shrinkpoint.cli.location import parse_location
-from shrinkpoint.cli.options import JsonOption
-from shrinkpoint.cli.table import Column, print_table
+from shrinkpoint.cli.arguments import JsonOption, parse_location
+from shrinkpoint.cli.console import Column, ExitCode, print_json, print_line, print_table, spinner
 
 if TYPE_CHECKING:
     from shrinkpoint.tensors.compare import CheckpointDifference, TensorDifference
@@ -32,7 +29,7 @@ def command(
     Per tensor: values that differ, the largest absolute difference, and the difference relative to A in L2.
     """
     a, b = parse_location(first), parse_location(second)
-    from shrinkpoint.cli.load_state import decode_location
+    from shrinkpoint.cli.arguments import decode_location
     from shrinkpoint.tensors.compare import compare_checkpoints
 
     with spinner(f"comparing {a} with {b}"):

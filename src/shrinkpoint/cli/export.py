@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 
 from shrinkpoint.cli import humanize
+from shrinkpoint.cli.arguments import JsonOption, LocationArgument, StepOption, parse_location
 from shrinkpoint.cli.console import print_json, print_line, print_note, spinner
-from shrinkpoint.cli.location import LocationArgument, parse_location
-from shrinkpoint.cli.options import JsonOption, StepOption
 from shrinkpoint.errors import PolicyError
 
 

@@ -15,8 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from shrinkpoint.cli.load_state import decode_location
-from shrinkpoint.cli.location import Location
+from shrinkpoint.cli.arguments import Location, decode_location
 from shrinkpoint.container.header import SAFETENSORS_DTYPES
 from shrinkpoint.convert.safetensors_file import copy_if_shared
 from shrinkpoint.errors import NotFoundError, PolicyError, StorageError

@@ -12,10 +12,8 @@ from typing import Annotated
 import typer
 
 from shrinkpoint.cli import humanize
-from shrinkpoint.cli.console import print_json, print_line
-from shrinkpoint.cli.location import StoreArgument, open_store, preview
-from shrinkpoint.cli.options import JsonOption
-from shrinkpoint.cli.table import Column, print_table
+from shrinkpoint.cli.arguments import JsonOption, StoreArgument, open_store, preview
+from shrinkpoint.cli.console import Column, print_json, print_line, print_table
 from shrinkpoint.store.listing import Listing, scan
 from shrinkpoint.store.retention import Keep, PrunePlan, execute_prune, plan_prune
 

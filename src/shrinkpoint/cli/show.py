@@ -10,12 +10,24 @@ from typing import Annotated
 import typer
 
 from shrinkpoint.cli import humanize
-from shrinkpoint.cli.console import print_json, print_line
-from shrinkpoint.cli.location import LocationArgument, find_manifest, open_file, open_store, parse_location
-from shrinkpoint.cli.options import JsonOption, StepOption
-from shrinkpoint.cli.report.file import FileReport, TensorRow, file_report
-from shrinkpoint.cli.report.store import CheckpointReport, checkpoint_report, directory_report
-from shrinkpoint.cli.table import Column, print_pairs, print_table
+from shrinkpoint.cli.arguments import (
+    JsonOption,
+    LocationArgument,
+    StepOption,
+    find_manifest,
+    open_file,
+    open_store,
+    parse_location,
+)
+from shrinkpoint.cli.console import Column, print_json, print_line, print_pairs, print_table
+from shrinkpoint.cli.report import (
+    CheckpointReport,
+    FileReport,
+    TensorRow,
+    checkpoint_report,
+    directory_report,
+    file_report,
+)
 from shrinkpoint.container import FileReader
 from shrinkpoint.store.directory import read_directory_manifest
 from shrinkpoint.store.manifest import LossIncrease

@@ -11,10 +11,17 @@ from typing import Annotated
 import typer
 
 from shrinkpoint.cli import humanize
-from shrinkpoint.cli.console import print_json, print_line, spinner
-from shrinkpoint.cli.exit_codes import ExitCode
-from shrinkpoint.cli.location import OWN_CHECKPOINT, Location, LocationArgument, open_file, open_store, parse_location
-from shrinkpoint.cli.options import JsonOption
+from shrinkpoint.cli.arguments import (
+    OWN_CHECKPOINT,
+    JsonOption,
+    Location,
+    LocationArgument,
+    decode_location,
+    open_file,
+    open_store,
+    parse_location,
+)
+from shrinkpoint.cli.console import ExitCode, print_json, print_line, spinner
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import NotFoundError, PolicyError, ShrinkpointError
 from shrinkpoint.store.directory import find_checkpoints, verify_directory
@@ -93,10 +100,9 @@ def _verify_file(location: Location, deep: bool) -> list[Finding]:
             for head in (reader := FileReader(source, str(location.path))).records:
                 reader.read(head)
         if deep:
-            from shrinkpoint.cli import load_state
             from shrinkpoint.store.checkpoint_file import build_state
 
-            build_state(load_state.decode_location(location), str(location))
+            build_state(decode_location(location), str(location))
     except ShrinkpointError as error:
         return [_finding_from_error(error)]
     return []

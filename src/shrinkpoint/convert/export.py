@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from shrinkpoint.convert import dcp, directory, safetensors_file, torch_file
+from shrinkpoint.convert.discover import STATE_KEY, origin_info
 from shrinkpoint.convert.part import TENSOR_SUFFIXES
-from shrinkpoint.convert.source import STATE_KEY, origin_info
 from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError
 from shrinkpoint.storage import atomic_replace
 from shrinkpoint.tensors.names import as_tensor, is_array, named_leaves

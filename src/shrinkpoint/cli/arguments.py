@@ -1,20 +1,78 @@
-"""The location that a command is given: a store, one of its checkpoints, or a single file."""
+"""Arguments and options that several commands share, and what they name: a store, a checkpoint, a file, a function."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shrinkpoint import validate
 from shrinkpoint.errors import NotFoundError, PolicyError
 from shrinkpoint.storage import LocalStorage, Source, Storage
-from shrinkpoint.store.directory import find_checkpoints
+from shrinkpoint.store.directory import find_checkpoints, read_directory_manifest
 from shrinkpoint.store.identify import EMPTY_DIRECTORY, identify
 from shrinkpoint.store.listing import Listing, scan
 from shrinkpoint.store.manifest import Manifest
+
+if TYPE_CHECKING:
+    from shrinkpoint.store.checkpoint_file import DecodedFile
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout and nothing else.")]
+StepOption = Annotated[
+    int | None, typer.Option("--step", min=0, metavar="N", help="Which checkpoint of a store; the newest if not given.")
+]
+ThresholdOption = Annotated[
+    str,
+    typer.Option(
+        "--threshold", metavar="SHARE", help="How much worse a checkpoint may be, for schemes that measure: 1%, or .01."
+    ),
+]
+HigherIsBetterOption = Annotated[
+    bool, typer.Option("--higher-is-better", help="--evaluate returns a score, not a loss.")
+]
+
+
+def parse_share(text: str) -> float:
+    """Reads what `--threshold` says: "1%" and ".01" alike.
+
+    Raises:
+        PolicyError: the text is no share.
+    """
+    try:
+        value: float | str = float(text)
+    except ValueError:
+        value = text
+    return validate.check_fraction("--threshold", value, allow_zero=True)
+
+
+def import_function(text: str) -> Callable[[Any], Any]:
+    """Imports the function that `module:function` names; modules of the current directory are found too.
+
+    Raises:
+        PolicyError: there is no such module or function.
+    """
+    module, colon, name = text.partition(":")
+    do = "write module:function, for example quality:evaluate for evaluate() in quality.py"
+    if not (module and colon and name):
+        raise PolicyError("evaluate", found=repr(text), expected="module:function", do=do)
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        function: Any = importlib.import_module(module)
+        for part in name.split("."):
+            function = getattr(function, part)
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        raise PolicyError("evaluate", found=message, expected=f"{text} to be there", do=do) from error
+    if not callable(function):
+        raise PolicyError("evaluate", found=f"a {type(function).__name__}", expected="a function of a state", do=do)
+    return function  # type: ignore[no-any-return]
+
 
 OWN_CHECKPOINT = "a checkpoint of shrinkpoint"
 StoreArgument = Annotated[str, typer.Argument(metavar="STORE", help="Directory of a store.", show_default=False)]
@@ -165,3 +223,39 @@ def preview(steps: Sequence[int]) -> str:
     """
     texts = [str(step) for step in steps]
     return ", ".join(texts if len(texts) < 8 else [*texts[:3], "...", *texts[-3:]])
+
+
+def decode_location(location: Location) -> DecodedFile:
+    """Decodes a checkpoint of a store or a framework, or a file with the bases that it names.
+
+    Raises:
+        NotFoundError: there is no such checkpoint.
+        ChainError: a base is missing, or has another digest.
+        FormatError: a file is damaged.
+    """
+    from shrinkpoint.store.chain import store_chain
+    from shrinkpoint.store.decode import decode_chain
+    from shrinkpoint.store.single_file import decode_file
+
+    if location.is_file:
+        return decode_file(location.path.absolute())[0]
+    if location.is_run:
+        return _decode_directory(location.newest_directory)
+    storage, listing = open_store(str(location.path))
+    return decode_chain(store_chain(storage, find_manifest(listing, location)))
+
+
+def _decode_directory(directory: Path) -> DecodedFile:
+    """Decodes what one process wrote, or the state of all ranks of torch.distributed.checkpoint."""
+    from shrinkpoint.codec.reference import Reference
+    from shrinkpoint.store.checkpoint_file import DecodedFile
+    from shrinkpoint.store.decode import decode_directory
+    from shrinkpoint.tensors.flat_state import flatten
+    from shrinkpoint.train.dcp import load
+    from shrinkpoint.train.dcp.checkpoint_metadata import DCP_KEY
+
+    extra = read_directory_manifest(directory).extra
+    if not isinstance(extra, dict) or DCP_KEY not in extra:
+        return decode_directory(directory)
+    state = flatten(load(directory))
+    return DecodedFile(state.tree, Reference(state.tensors))
