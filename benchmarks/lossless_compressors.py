@@ -300,7 +300,7 @@ class TorchDCP(Rival):
             payload = [file.read_bytes() for file in sorted(Path(folder).glob("*.distcp"))]
             assert len(payload) == 1
             self._metadata = (Path(folder) / ".metadata").read_bytes()
-            self._inherited_lattice = {name: torch.empty_like(t) for name, t in prepared.items()}
+            self._empty_tensors = {name: torch.empty_like(t) for name, t in prepared.items()}
             return payload[0]
 
     def unpack(self, packed: bytes) -> Any:
@@ -309,8 +309,8 @@ class TorchDCP(Rival):
         with tempfile.TemporaryDirectory(dir=_memory()) as folder, _quiet():
             (Path(folder) / "__0_0.distcp").write_bytes(packed)
             (Path(folder) / ".metadata").write_bytes(self._metadata)
-            dcp.load(self._inherited_lattice, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
-        return self._inherited_lattice["values"]
+            dcp.load(self._empty_tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+        return self._empty_tensors["values"]
 
     def finish(self, unpacked: Any, dtype: np.dtype[Any]) -> Array:
         return unpacked.view(torch.int32 if dtype.itemsize == 4 else torch.int16).numpy().view(dtype)

@@ -87,4 +87,4 @@ def _trace(line: Line, color: str, *, legend: bool) -> Any:
     if line.kind == "bars":
         return go.Bar(**common, marker_color=color)
     mode = "markers" if line.kind == "markers" else "lines+markers" if len(line.x) <= 12 else "lines"
-    return go.CompressedReduceScatter(**common, mode=mode, line_color=color, marker_color=color)
+    return go.Scatter(**common, mode=mode, line_color=color, marker_color=color)

@@ -17,7 +17,7 @@ from typing import Any
 
 from workloads import REPO
 
-CORE = ("codec", "container", "schemes", "state", "statistics", "store", "train")
+CORE = ("baselines", "codec", "container", "quantize", "schemes", "sharding", "store", "tensors", "train")
 """What decides which bytes a save writes, under src/shrinkpoint; native/ as well."""
 
 
