@@ -29,12 +29,12 @@ from lossless_report import table
 from run_log import Ledger, version
 from torch import Tensor, nn
 
-from shrinkpoint.baselines.cnr import quantize_adaptive
 from shrinkpoint.baselines.gobo import quantize_with_outliers
+from shrinkpoint.baselines.uniform import quantize_adaptive
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.quantize.kmeans import kmeans_codebook, quantize_to_codebook
-from shrinkpoint.quantize.sketch import LogHistogram
-from shrinkpoint.quantize.uniform import histogram_entropy, quantize_uniform, variable_bins
+from shrinkpoint.quantize.codebook import kmeans_codebook, quantize_to_codebook
+from shrinkpoint.quantize.levels import histogram_entropy, quantize_uniform, variable_bins
+from shrinkpoint.quantize.statistics import LogHistogram
 
 THRESHOLDS = (0.001, 0.01, 0.05)
 LEAST_VALUES = 4096

@@ -32,7 +32,7 @@ from workloads import Course, Workload
 
 import shrinkpoint as sp
 from shrinkpoint.schemes.fisher import moments as coded
-from shrinkpoint.schemes.fisher import scheme, step_candidates, steps
+from shrinkpoint.schemes.fisher import scheme, steps
 
 ROLES = ("parameter", "moment1", "moment2")
 
@@ -83,9 +83,9 @@ PARTS = (
     Variant("steps alike in all rows and columns", PLAIN, ((steps, "ROW_COL_EXPONENT", 0.0),)),
     Variant("steps alike in all tensors", PLAIN, ((steps, "TENSOR_EXPONENT", 0.0),)),
     Variant("neither", PLAIN, ((steps, "ROW_COL_EXPONENT", 0.0), (steps, "TENSOR_EXPONENT", 0.0))),
-    Variant("steps without a cap", PLAIN, ((step_candidates, "MAX_STEP_STD", 1e9),)),
-    Variant("to the nearest, nothing held", PLAIN, ((step_candidates, "MAX_HYSTERESIS", 0.5),)),
-    Variant("held to a retention of .8", PLAIN, ((step_candidates, "MIN_RETAINED", 0.8),)),
+    Variant("steps without a cap", PLAIN, ((steps, "MAX_STEP_STD", 1e9),)),
+    Variant("to the nearest, nothing held", PLAIN, ((steps, "MAX_HYSTERESIS", 0.5),)),
+    Variant("held to a retention of .8", PLAIN, ((steps, "MIN_RETAINED", 0.8),)),
 )
 SIZES = tuple(Variant(f"error {error}", {"relative_error": error}) for error in (0.1, 0.15, 0.3, 0.45, 0.6, 0.8, 1.1))
 RESTORED = (
@@ -94,7 +94,7 @@ RESTORED = (
     Variant(
         "error .3, weights to the nearest",
         {"relative_error": 0.3},
-        ((step_candidates, "weight_dither_seed", _undithered),),
+        ((steps, "weight_dither_seed", _undithered),),
     ),
     Variant("error .3, first moments to the nearest", {"relative_error": 0.3}, ((coded, "zlib", _Nearest),)),
     Variant("error .3, moments exact", {"relative_error": 0.3, "moments": "exact"}),

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shrinkpoint.quantize.sketch import LogHistogram
+from shrinkpoint.quantize.statistics import LogHistogram
 
 AT = (0.1, 0.3, 0.995)
 """Two pruning thresholds and one of protection."""

@@ -32,12 +32,11 @@ from sklearn.cluster import KMeans, MiniBatchKMeans
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from shrinkpoint.baselines.cnr import quantize_adaptive
 from shrinkpoint.baselines.gobo import is_outlier, quantize_with_outliers
-from shrinkpoint.quantize.kmeans import kmeans_codebook, quantize_to_codebook
-from shrinkpoint.quantize.log_levels import quantize_log
-from shrinkpoint.quantize.sketch import LogHistogram
-from shrinkpoint.quantize.uniform import quantize_uniform
+from shrinkpoint.baselines.uniform import quantize_adaptive
+from shrinkpoint.quantize.codebook import kmeans_codebook, quantize_to_codebook
+from shrinkpoint.quantize.levels import quantize_log, quantize_uniform
+from shrinkpoint.quantize.statistics import LogHistogram
 
 REACH = 1.5  # seconds for 10 million values in 16 bins
 ALPHA = 0.01

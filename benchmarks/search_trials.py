@@ -28,9 +28,8 @@ from typing import Any
 import lossless_report
 import numpy as np
 
-from shrinkpoint.schemes.search.branch_and_bound import branch_and_bound
-from shrinkpoint.schemes.search.diagonal import diagonal
 from shrinkpoint.schemes.search.space import Axis, Point, Space
+from shrinkpoint.schemes.search.strategies import branch_and_bound, diagonal
 from shrinkpoint.schemes.search.trials import SearchResult, Trial, Trials
 
 Array = np.ndarray[Any, np.dtype[Any]]

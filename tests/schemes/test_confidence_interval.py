@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from shrinkpoint.schemes.confidence_interval import paired_mean_interval, student_t_quantile
+from shrinkpoint.schemes.evaluate import paired_mean_interval, student_t_quantile
 
 
 @pytest.mark.parametrize(("degrees", "value"), [(1, 12.706), (2, 4.303), (9, 2.262), (10, 2.228), (30, 2.042),

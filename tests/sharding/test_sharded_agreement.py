@@ -18,7 +18,7 @@ from shrinkpoint.codec.lattice import as_matrix
 from shrinkpoint.errors import MismatchError, PolicyError, StateError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.fisher.curvature import Curvature
-from shrinkpoint.schemes.fisher.step_candidates import StepCandidates
+from shrinkpoint.schemes.fisher.steps import StepCandidates
 from shrinkpoint.schemes.plan_shards import check_shardable, plan_shards
 from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
 from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec

@@ -14,9 +14,8 @@ from torch import Tensor
 from shrinkpoint import validate
 from shrinkpoint.codec.code_streams import CODERS
 from shrinkpoint.codec.codebook_tensor import MAX_CODES, RESERVED_CODES, CodebookTensor
-from shrinkpoint.quantize.assign import assign
-from shrinkpoint.quantize.kmeans import kmeans_codebook
-from shrinkpoint.quantize.sketch import LogHistogram
+from shrinkpoint.quantize.codebook import assign, kmeans_codebook
+from shrinkpoint.quantize.statistics import LogHistogram
 from shrinkpoint.schemes.base import check_seed
 from shrinkpoint.schemes.residual import ResidualScheme
 from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL, max_abs

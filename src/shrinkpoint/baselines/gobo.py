@@ -18,10 +18,9 @@ from torch import Tensor
 
 from shrinkpoint.codec.codebook_tensor import MAX_CODES, CodebookTensor
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.quantize.assign import assign, check_bins
-from shrinkpoint.quantize.entropy import code_entropy
+from shrinkpoint.quantize.codebook import assign, check_bins
 from shrinkpoint.quantize.layer_types import EMBEDDING
-from shrinkpoint.quantize.sketch import LogHistogram
+from shrinkpoint.quantize.statistics import LogHistogram, code_entropy
 from shrinkpoint.schemes.evaluate import TrialEvaluator
 from shrinkpoint.schemes.search import candidates
 from shrinkpoint.schemes.search.candidates import PreviousCodes, subsample

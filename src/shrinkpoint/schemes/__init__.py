@@ -6,13 +6,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shrinkpoint.baselines.cnr import CNR as CNR
     from shrinkpoint.baselines.excp import ExCP as ExCP
     from shrinkpoint.baselines.gobo import GOBO as GOBO
-    from shrinkpoint.baselines.lc_checkpoint import LCCheckpoint as LCCheckpoint
-    from shrinkpoint.baselines.qd import QD as QD
     from shrinkpoint.baselines.sparse_update import SCAR as SCAR
     from shrinkpoint.baselines.sparse_update import TOPN as TOPN
+    from shrinkpoint.baselines.sparse_update import LCCheckpoint as LCCheckpoint
+    from shrinkpoint.baselines.uniform import CNR as CNR
+    from shrinkpoint.baselines.uniform import QD as QD
     from shrinkpoint.schemes.base import PlanningScheme as PlanningScheme
     from shrinkpoint.schemes.base import QuantizedState as QuantizedState
     from shrinkpoint.schemes.base import Resumable as Resumable
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from shrinkpoint.schemes.fisher.scheme import Fisher as Fisher
     from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator as Inshrinkerator
     from shrinkpoint.schemes.lossless import Lossless as Lossless
+    from shrinkpoint.schemes.lossless import Recode as Recode
     from shrinkpoint.schemes.plan import QuantizationPlan as QuantizationPlan
-    from shrinkpoint.schemes.recode import Recode as Recode
     from shrinkpoint.schemes.registry import get_scheme as get_scheme
     from shrinkpoint.schemes.registry import scheme_factory as scheme_factory
     from shrinkpoint.schemes.search.scheme import SearchScheme as SearchScheme
 
 _MODULES = {
-    "CNR": "baselines.cnr",
+    "CNR": "baselines.uniform",
     "ExCP": "baselines.excp",
     "Fisher": "schemes.fisher.scheme",
     "GOBO": "baselines.gobo",
     "Inshrinkerator": "schemes.inshrinkerator.scheme",
-    "LCCheckpoint": "baselines.lc_checkpoint",
+    "LCCheckpoint": "baselines.sparse_update",
     "Lossless": "schemes.lossless",
     "ModelEvaluator": "schemes.evaluate",
     "PlanningScheme": "schemes.base",
-    "QD": "baselines.qd",
+    "QD": "baselines.uniform",
     "QuantizationPlan": "schemes.plan",
     "QuantizedState": "schemes.base",
-    "Recode": "schemes.recode",
+    "Recode": "schemes.lossless",
     "Resumable": "schemes.base",
     "SCAR": "baselines.sparse_update",
     "Scheme": "schemes.base",

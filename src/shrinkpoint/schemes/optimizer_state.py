@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shrinkpoint import validate
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.quantize.log_levels import (
+from shrinkpoint.quantize.levels import (
     CELL_SHIFT,
     MAX_SHARE_BELOW,
     log_range_from_counts,

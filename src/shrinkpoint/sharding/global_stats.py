@@ -16,8 +16,8 @@ from torch import Tensor
 
 from shrinkpoint.quantize.exponent_buckets import ExponentBuckets
 from shrinkpoint.quantize.layer_types import layer_type_from_name
-from shrinkpoint.quantize.sketch import LogHistogram
-from shrinkpoint.quantize.uniform import min_max
+from shrinkpoint.quantize.levels import min_max
+from shrinkpoint.quantize.statistics import LogHistogram
 from shrinkpoint.sharding.global_tensors import GlobalTensors, count_mean_m2, merge_mean_std
 from shrinkpoint.tensors.flat_state import FlatState
 

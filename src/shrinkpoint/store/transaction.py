@@ -12,7 +12,7 @@ from typing import Literal
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError, ShrinkpointError, StorageError
 from shrinkpoint.schemes.base import Scheme
-from shrinkpoint.schemes.recode import Recode
+from shrinkpoint.schemes.lossless import Recode
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import chain, layout
 from shrinkpoint.store.checkpoint_file import DecodedFile, SaveReport, write_file

@@ -17,9 +17,8 @@ import shrinkpoint as sp
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.schemes.encode.record_groups import MAX_SHARED_NUMEL
-from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.schemes.lossless import Lossless, Recode
 from shrinkpoint.schemes.plan import QuantizationPlan
-from shrinkpoint.schemes.recode import Recode
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store.checkpoint_file import read_file, write_file
 from shrinkpoint.tensors.flat_state import flatten, unflatten

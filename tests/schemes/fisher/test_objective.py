@@ -16,7 +16,7 @@ from helpers.small_training import Silent
 import shrinkpoint as sp
 from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.schemes.fisher.objective import MAX_LOG_STEP, MAX_TRIALS, TARGET_SHARE, RunMemory
-from shrinkpoint.schemes.fisher.step_candidates import QuantizedWeights, from_log_step
+from shrinkpoint.schemes.fisher.steps import QuantizedWeights, from_log_step
 from shrinkpoint.storage import MemoryStorage
 
 # a budget that is measured

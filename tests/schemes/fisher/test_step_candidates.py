@@ -13,15 +13,9 @@ from torch import Tensor
 import shrinkpoint as sp
 from shrinkpoint.codec.lattice import STEPS_PER_OCTAVE
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.quantize.entropy import entropy_bits
+from shrinkpoint.quantize.statistics import entropy_bits
 from shrinkpoint.schemes.fisher.curvature import Curvature
-from shrinkpoint.schemes.fisher.step_candidates import (
-    MAX_HYSTERESIS,
-    MIN_RETAINED,
-    StepCandidates,
-    from_log_step,
-    to_log_step,
-)
+from shrinkpoint.schemes.fisher.steps import MAX_HYSTERESIS, MIN_RETAINED, StepCandidates, from_log_step, to_log_step
 
 WEIGHTS = {"a": normal(64, 96, scale=0.02), "b": normal(96, 64, seed=1), "bias": normal(96, seed=2)}
 

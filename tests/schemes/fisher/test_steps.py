@@ -14,10 +14,9 @@ from torch import Tensor
 
 from shrinkpoint.codec.lattice import STEPS_PER_OCTAVE, Lattice, LatticeTensor, as_matrix
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.quantize.entropy import weight_std
+from shrinkpoint.quantize.statistics import weight_std
 from shrinkpoint.schemes.fisher.curvature import Curvature
-from shrinkpoint.schemes.fisher.hysteresis import fit_hysteresis
-from shrinkpoint.schemes.fisher.step_candidates import StepCandidates, to_log_step
+from shrinkpoint.schemes.fisher.rounding import fit_hysteresis
 from shrinkpoint.schemes.fisher.steps import (
     MAX_STEP_STD,
     MIN_RELATIVE_CURVATURE,
@@ -25,9 +24,11 @@ from shrinkpoint.schemes.fisher.steps import (
     SENSITIVE_STEP,
     TENSOR_EXPONENT,
     PreviousPoints,
+    StepCandidates,
     make_lattice,
     quantize_weight,
     rescale,
+    to_log_step,
     weight_dither_seed,
 )
 

@@ -8,8 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shrinkpoint.quantize.layer_types import ATTENTION, LINEAR
-from shrinkpoint.schemes.inshrinkerator.partition import PrunePartition
-from shrinkpoint.schemes.inshrinkerator.scores import MAGNITUDE, SENSITIVITY, ScoredWeight, score_weights
+from shrinkpoint.schemes.inshrinkerator.partition import (
+    MAGNITUDE,
+    SENSITIVITY,
+    PrunePartition,
+    ScoredWeight,
+    score_weights,
+)
 
 SHARES = st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
 PROTECTED = st.sampled_from([0.0005, 0.005, 0.01])

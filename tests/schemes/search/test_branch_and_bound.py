@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.schemes.search.branch_and_bound import branch_and_bound
 from shrinkpoint.schemes.search.space import Point
+from shrinkpoint.schemes.search.strategies import branch_and_bound
 from shrinkpoint.schemes.search.trials import Trials
 
 

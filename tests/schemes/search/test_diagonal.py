@@ -9,9 +9,8 @@ from helpers.search_spaces import Landscape, Wide, landscapes, random_landscape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shrinkpoint.schemes.search.branch_and_bound import branch_and_bound
-from shrinkpoint.schemes.search.diagonal import diagonal
 from shrinkpoint.schemes.search.space import Point
+from shrinkpoint.schemes.search.strategies import branch_and_bound, diagonal
 
 
 def search(land: Landscape, width: int = 1, **more):

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.schemes.search.neighbourhood import neighbourhood
 from shrinkpoint.schemes.search.space import Point, is_dominated
+from shrinkpoint.schemes.search.strategies import neighbourhood
 
 CENTER = (2, 2)
 

@@ -7,10 +7,8 @@ from helpers.processes import ranks
 from helpers.search_spaces import random_landscape
 
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.schemes.search.branch_and_bound import branch_and_bound
-from shrinkpoint.schemes.search.diagonal import diagonal
-from shrinkpoint.schemes.search.neighbourhood import neighbourhood
 from shrinkpoint.schemes.search.space import Point
+from shrinkpoint.schemes.search.strategies import branch_and_bound, diagonal, neighbourhood
 from shrinkpoint.schemes.search.trials import Trials
 
 SEEDS = range(6)
@@ -19,9 +17,9 @@ RANKS = """
     import torch.distributed as dist
     from helpers.search_spaces import random_landscape
     from shrinkpoint.errors import CorruptError, ShrinkpointError
-    from shrinkpoint.schemes.search.branch_and_bound import branch_and_bound
-    from shrinkpoint.schemes.search.diagonal import diagonal
-    from shrinkpoint.schemes.search.neighbourhood import neighbourhood
+    from shrinkpoint.schemes.search.strategies import branch_and_bound
+    from shrinkpoint.schemes.search.strategies import diagonal
+    from shrinkpoint.schemes.search.strategies import neighbourhood
     from shrinkpoint.schemes.search.space import Point
     from shrinkpoint.schemes.search.trials import Trials
 

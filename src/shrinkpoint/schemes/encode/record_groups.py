@@ -1,8 +1,8 @@
-"""Plans which tensors of a state share a record, and the order of the records."""
+"""Plans which tensors share a record, the moments that are their coding context, and the order of the records."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,14 +13,13 @@ from shrinkpoint._native import xxh3_128
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coder import NUMBER_FORMATS
 from shrinkpoint.codec.lattice import LatticeTensor
-from shrinkpoint.codec.pack import num_numbers, num_taps
+from shrinkpoint.codec.pack import is_codable_float, num_numbers, num_taps
 from shrinkpoint.codec.recipe import MAX_TAPS
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
-from shrinkpoint.schemes.encode.contexts import ContextMap
 from shrinkpoint.tensors.compare import same_bits
 from shrinkpoint.tensors.dtypes import as_bits, materialize, tensor_bytes, torch_dtype
 from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.info import Role, TensorInfo
+from shrinkpoint.tensors.info import OptimizerInfo, Role, TensorInfo
 
 MAX_SHARED_NUMEL = 1 << 16
 """Number of values below which a tensor shares a record: its own entropy-coding tables would cost more."""
@@ -370,3 +369,48 @@ def _required_tensor(quantized_tensor: QuantizedTensor) -> str:
 def _are_independent(moments: tuple[str, str] | None, quantized: Mapping[str, QuantizedTensor]) -> bool:
     """Whether there are moments, and neither of them depends on other codes."""
     return moments is not None and not any(name in quantized and _required_tensor(quantized[name]) for name in moments)
+
+
+class ContextMap:
+    """Maps each tensor to its moments and to what is known about its optimizer.
+
+    Args:
+        state: the state to be encoded.
+        excluded: names of tensors that are decoded after all coded ones, so that they cannot be context.
+    """
+
+    def __init__(self, state: FlatState, excluded: Collection[str]) -> None:
+        self._state = state
+        self._excluded = excluded
+        self._info_by_moment2 = {
+            optimizer.moment2: optimizer for optimizer in state.optimizer_info.values() if optimizer.moment2 is not None
+        }
+
+    def optimizer_info(self, info: TensorInfo) -> OptimizerInfo | None:
+        """Return what is known about the optimizer of a parameter, or of the parameter of a second moment."""
+        if info.role is Role.MOMENT2:
+            return self._info_by_moment2.get(info.name)
+        return self._state.optimizer_info.get(info.name)
+
+    def moments(self, info: TensorInfo) -> tuple[str, str] | None:
+        """Return the names of the two moments that are context for a tensor, or None.
+
+        For a parameter these are its first and second moment; for a second moment, the first moment twice.
+        """
+        optimizer = self.optimizer_info(info)
+        if optimizer is None or optimizer.moment1 is None:
+            return None
+        second = optimizer.moment1 if info.role is Role.MOMENT2 else optimizer.moment2
+        if second is None or not all(self._is_valid_context(name, info) for name in (optimizer.moment1, second)):
+            return None
+        return optimizer.moment1, second
+
+    def _is_valid_context(self, name: str, info: TensorInfo) -> bool:
+        """Whether a tensor can be context for another one: a moment of equal shape that is decoded first."""
+        moment = self._state.infos.get(name)
+        if moment is None or name in self._excluded or name == info.name or moment.shape != info.shape:
+            return False
+        is_earlier = moment.role in (Role.MOMENT1, Role.MOMENT2) and moment.role is not info.role
+        # Only 32-bit floats are predicted, from 32-bit moments: rounding 64-bit ones depends on the machine's settings.
+        is_exact = moment.dtype != "F64" or info.dtype == "F64"
+        return is_earlier and is_exact and is_codable_float(self._state.tensors[name])

@@ -24,8 +24,7 @@ from shrinkpoint.codec.parallel import MIN_PARALLEL_BYTES, submit_or_run
 from shrinkpoint.codec.record import RecordInput, coding_context, encode, encode_copies, encode_plain, encode_same
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.schemes.encode.choose_coder import choose_smallest, coder_configs, sample_stride
-from shrinkpoint.schemes.encode.contexts import ContextMap
-from shrinkpoint.schemes.encode.record_groups import RecordGroup, plan_records
+from shrinkpoint.schemes.encode.record_groups import ContextMap, RecordGroup, plan_records
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import EncodedRecord
 

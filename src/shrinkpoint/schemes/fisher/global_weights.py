@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shrinkpoint.quantize.entropy import CODE_LIMIT, count_codes, entropy_bits, entropy_bits_of_counts, weight_std
+from shrinkpoint.quantize.statistics import CODE_LIMIT, count_codes, entropy_bits, entropy_bits_of_counts, weight_std
 from shrinkpoint.sharding.global_tensors import GlobalTensors, count_mean_m2, merge_mean_std
 
 

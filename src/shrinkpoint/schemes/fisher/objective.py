@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.schemes.evaluate import Degradation
-from shrinkpoint.schemes.fisher.step_candidates import QuantizedWeights, StepCandidates, from_log_step, to_log_step
+from shrinkpoint.schemes.fisher.steps import QuantizedWeights, StepCandidates, from_log_step, to_log_step
 from shrinkpoint.tensors.info import JSON
 
 MAX_LOG_STEP, MIN_LOG_STEP = to_log_step(4.0), to_log_step(1 / 64)

@@ -42,7 +42,7 @@ from shrinkpoint.schemes.fisher.objective import (
     rise_to_json,
 )
 from shrinkpoint.schemes.fisher.probe import MeasureLossIncrease, curvatures_from_probe, probe
-from shrinkpoint.schemes.fisher.step_candidates import StepCandidates, from_log_step, reference_curvature
+from shrinkpoint.schemes.fisher.steps import StepCandidates, from_log_step, reference_curvature
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.select import TensorSelection, select_tensors, unchanged_tensors
 from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator

@@ -1,4 +1,4 @@
-"""Step sizes of the lattices of weights, and the point that each weight gets."""
+"""Step sizes of the lattices of weights, and the weights of one state quantized with any step size."""
 
 from __future__ import annotations
 
@@ -10,11 +10,25 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from shrinkpoint.codec.lattice import MAX_SCALE_EXPONENT, STEPS_PER_OCTAVE, Lattice, LatticeTensor, scale_counts
+from shrinkpoint.codec.lattice import (
+    MAX_SCALE_EXPONENT,
+    STEPS_PER_OCTAVE,
+    Lattice,
+    LatticeTensor,
+    as_matrix,
+    scale_counts,
+)
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.quantize.lattice import quantize_to_lattice
 from shrinkpoint.quantize.layer_types import EMBEDDING, HEAD, layer_type_from_name
 from shrinkpoint.schemes.fisher.curvature import Curvature
+from shrinkpoint.schemes.fisher.global_weights import GlobalWeights, total_entropy_bits
+from shrinkpoint.schemes.fisher.rounding import (
+    PreviousPoints,
+    choose_stochastic_rounding,
+    fit_hysteresis,
+    points_in_range,
+    quantize_weight,
+)
 
 ROW_COL_EXPONENT = 0.25
 """The power of the squared gradients by which steps fall between rows and columns. 1/2 would be right if a step cost
@@ -112,66 +126,6 @@ def _log_step_profile(means: Tensor | None, count: int) -> Tensor:
     return logs - logs.mean()
 
 
-@dataclass(frozen=True)
-class PreviousPoints:
-    """The points of a weight in the parent checkpoint, on the lattice that it has now.
-
-    Attributes:
-        codes: integers, of the weight's shape.
-        values: what a reader decoded, of the weight's shape and dtype.
-        original: the weight in training at that save, before it was quantized; None if unknown.
-    """
-
-    codes: Tensor = field(repr=False)
-    values: Tensor = field(repr=False)
-    original: Tensor | None = field(repr=False)
-
-    @classmethod
-    def from_reference(
-        cls, name: str, weight: Tensor, lattice: Lattice, reference: Reference | None
-    ) -> PreviousPoints | None:
-        """The points that `reference` has of a weight; None if there are none on this lattice."""
-        points = None if reference is None else reference.quantized.get(name)
-        if (
-            reference is None
-            or not isinstance(points, LatticeTensor)
-            or points.lattice != lattice
-            or points.codes.shape != weight.shape
-        ):
-            return None
-        original = reference.originals.get(name)
-        if original is not None and original.shape != weight.shape:
-            original = None
-        return cls(points.codes, reference.tensors[name], original)
-
-
-def quantize_weight(
-    weight: Tensor, lattice: Lattice, previous: PreviousPoints | None, hysteresis: float
-) -> LatticeTensor | None:
-    """The nearest point of each value, or its previous one if that is at most `hysteresis` steps away.
-
-    Args:
-        hysteresis: in steps, at least 1/2 (the nearest). Weights that only fluctuate then keep their points, and a
-            checkpoint is more of an average over time.
-
-    Returns:
-        None if codes do not reach as far as the weight, or its dtype not as far as the points.
-    """
-    return points_in_range(
-        quantize_to_lattice(
-            weight, lattice, previous_codes=None if previous is None else previous.codes, hysteresis=hysteresis
-        ),
-        weight.dtype,
-    )
-
-
-def points_in_range(points: LatticeTensor | None, dtype: torch.dtype) -> LatticeTensor | None:
-    """The same points; None if some of them are not finite in this dtype."""
-    if points is not None and dtype == torch.float16 and not bool(points.dequantize(dtype).isfinite().all()):
-        return None
-    return points
-
-
 def weight_dither_seed(global_name: str, lossy_restores: int, seed: int) -> int:
     """The dither seed of a weight: 0 (no dither) before the first restore, and another one after each."""
     if lossy_restores == 0:
@@ -185,3 +139,247 @@ def rescale(lattice: Lattice, log_step: int, max_step: float = math.inf) -> Latt
     if 0 < max_step < math.inf:
         rows = rows.clamp(max=math.floor(math.log2(max_step) * STEPS_PER_OCTAVE))
     return replace(lattice, rows=rows)
+
+
+MIN_RETAINED = 0.93
+"""The share of the weights' progress since the parent checkpoint that hysteresis must retain."""
+MAX_HYSTERESIS = 0.75
+"""The largest hysteresis, in steps."""
+MAX_STEP_EXCESS = STEPS_PER_OCTAVE
+"""By how many eighths of an octave inherited steps may exceed those that a weight would get now. They exceed them more
+if it has shrunk since, or was saved while it was far too large; then they would round it away."""
+_BITS_SAMPLE = 1 << 14
+"""Values of each weight from which bits are estimated, about."""
+
+
+@dataclass(frozen=True)
+class QuantizedWeights:
+    """The weights of one state, quantized with one step size.
+
+    Attributes:
+        log_step: the step size in eighths of an octave: 0 is one standard deviation, in the geometric mean over all
+            weights.
+        points: this rank's points, by local name.
+        slope_term, curvature_term: the two terms of the predicted rise; the second one for a single loss term.
+        hysteresis: in steps; see `steps.quantize_weight`.
+        left_out: global names of weights that stay exact, because points do not reach as far as they do.
+        values: the decoded points, in the weights' dtypes and on their devices.
+    """
+
+    log_step: int
+    points: Mapping[str, LatticeTensor] = field(repr=False)
+    slope_term: float
+    curvature_term: float
+    hysteresis: float
+    left_out: tuple[str, ...] = ()
+    values: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+
+
+def reference_curvature(weights: GlobalWeights, curvatures: Mapping[str, Curvature]) -> float:
+    """The geometric mean of the curvature over all weights of all ranks, 0 if none is known; a collective."""
+    reports = weights.tensors.gather_by_tensor({n: c.mean for n, c in curvatures.items() if weights.is_primary(n)})
+    means = {name: reports[name][0] for name in weights.templates if name in reports}
+    return geometric_mean_curvature(means, {name: weights.templates[name].numel() for name in means})
+
+
+class StepCandidates:
+    """The weights of one state, to be quantized with any step size. All methods are collectives.
+
+    Args:
+        weights: finite.
+        curvatures: of each local weight, by name.
+        reference: what a reader decoded of the parent checkpoint; None: nothing.
+        parent_log_step: the step size of that checkpoint; None if unknown, or not to be kept.
+        lossy_restores: how often the weights were restored with a loss.
+        seed: of the dither.
+        layer_types: types of layers by name of a weight; missing ones are guessed from the name.
+
+    Attributes:
+        weights: local weights that have a lattice, by name.
+        unit_lattices: their lattices at `log_step` 0, by name.
+        curvatures: as given; if nothing is known of any weight, assumed ones.
+        no_curvature: nothing is known of any weight, so that a predicted rise has no unit.
+    """
+
+    def __init__(
+        self,
+        weights: GlobalWeights,
+        curvatures: Mapping[str, Curvature],
+        reference: Reference | None,
+        parent_log_step: int | None,
+        lossy_restores: int,
+        seed: int,
+        layer_types: Mapping[str, str] | None = None,
+    ) -> None:
+        self._global, self._reference, self._parent_log_step = weights, reference, parent_log_step
+        typical = reference_curvature(weights, curvatures)
+        types = {weights.global_name(name): layer_type for name, layer_type in (layer_types or {}).items()}
+        scales, seeds, fresh = dict[str, float](), dict[str, int](), dict[str, Lattice | None]()
+        for name, weight in weights.local.items():
+            title = weights.global_name(name)
+            scales[name] = step_scale(title, weight, curvatures[name], typical, types)
+            seeds[name] = weights.local_seed(name, weight_dither_seed(title, lossy_restores, seed))
+            fresh[name] = self._fresh_lattice(name, curvatures[name], typical, seeds[name], scales[name])
+        inherited = self._inherited_lattices()
+        self._stochastic = choose_stochastic_rounding(weights, inherited.keys(), seeds, reference)
+        too_coarse = weights.tensors.union(
+            name
+            for name, lattice in inherited.items()
+            if name not in self._stochastic and _is_too_coarse(lattice, fresh[name])
+        )
+        self._inherited = {name for name in inherited if weights.global_name(name) not in too_coarse}
+        self.unit_lattices: dict[str, Lattice] = {}
+        for name in weights.local:
+            lattice = fresh[name]
+            if name in self._inherited:
+                lattice = inherited[name]
+                lattice = lattice if name in self._stochastic else replace(lattice, seed=seeds[name])
+            if lattice is not None:
+                self.unit_lattices[name] = lattice
+        self.weights = {name: weights.local[name] for name in self.unit_lattices}
+        self.no_curvature = typical <= 0
+        self.curvatures = dict(curvatures)
+        if self.no_curvature:
+            self.curvatures = {name: self._assumed_curvature(name, weight) for name, weight in self.weights.items()}
+        self._max_steps = {name: MAX_STEP_STD * scales[name] * self._std(name) for name in self.weights}
+
+    def curvature_term(self, log_step: int) -> float:
+        """The rise, for a single loss term, that errors uniform in each cell would cause at this step size."""
+        total = 0.0
+        for name in self.unit_lattices:
+            squares = self.curvatures[name].squares if self._global.is_primary(name) else None
+            if squares is not None:
+                steps = self._lattice_at(name, log_step).scales(device=squares.device)
+                total += float((squares * steps.square()).sum(dtype=torch.float64)) / 24
+        return self._global.tensors.sum_over_ranks(total)[0]
+
+    def quantize(self, log_step: int) -> QuantizedWeights:
+        """Quantize with steps of this size; weights that codes do not reach as far as are left out."""
+        tensors = self._global.tensors
+        lattices = {name: self._lattice_at(name, log_step) for name in self.unit_lattices}
+        previous = {name: self._previous_points(name, lattice) for name, lattice in lattices.items()}
+        comparable = {name: points for name, points in previous.items() if points is not None}
+        hysteresis = fit_hysteresis(self._global, lattices, comparable, MIN_RETAINED, MAX_HYSTERESIS)
+        results = {
+            name: self._quantize_weight(name, lattice, previous[name], hysteresis) for name, lattice in lattices.items()
+        }
+        left_out = tensors.union(name for name, points in results.items() if points is None)
+        points = {
+            name: points
+            for name, points in results.items()
+            if points is not None and self._global.global_name(name) not in left_out
+        }
+        values = {name: one.dequantize(self.weights[name].dtype) for name, one in points.items()}
+        slope, curvature = tensors.sum_over_ranks(*self._rise_terms(values))
+        names = dict.fromkeys((*map(self._global.global_name, self.unit_lattices), *sorted(left_out)))
+        ordered = tuple(name for name in names if name in left_out)
+        return QuantizedWeights(log_step, points, slope, curvature, hysteresis, ordered, values)
+
+    def bits(self, log_step: int) -> float:
+        """The estimated size of the points in bits: the entropy of their differences to the parent's, on a sample."""
+        codes = {name: self._sample_codes(name, self._lattice_at(name, log_step)) for name in self.unit_lattices}
+        return total_entropy_bits(self._global.tensors, codes, are_sampled=True)
+
+    def _std(self, name: str) -> float:
+        """The standard deviation of the global tensor of a local weight."""
+        return self._global.std[self._global.global_name(name)]
+
+    def _rise_terms(self, values: Mapping[str, Tensor]) -> tuple[float, float]:
+        """This rank's part of the slope term and the curvature term of the predicted rise."""
+        slope = curvature = 0.0
+        for name, decoded in values.items():
+            if self._global.is_primary(name):
+                error = as_matrix(decoded).to(torch.float32) - as_matrix(self.weights[name]).to(torch.float32)
+                first, second = self.curvatures[name].rise_terms(error)
+                slope, curvature = slope + first, curvature + second
+        return slope, curvature
+
+    def _fresh_lattice(
+        self, name: str, curvature: Curvature, typical: float, seed: int, scale: float
+    ) -> Lattice | None:
+        """This rank's part of the lattice that a weight gets if it inherits none."""
+        shard = self._global.tensors.local_shards[name]
+        lattice = make_lattice(shard.spec.global_shape, curvature, typical, 0, self._std(name) * scale)
+        return None if lattice is None else replace(shard.spec.slice_lattice(lattice, shard.sizes), seed=seed)
+
+    def _quantize_weight(
+        self, name: str, lattice: Lattice, previous: PreviousPoints | None, hysteresis: float
+    ) -> LatticeTensor | None:
+        weight = self.weights[name]
+        if name in self._stochastic:
+            return points_in_range(self._stochastic[name].quantize(weight, lattice), weight.dtype)
+        return quantize_weight(weight, lattice, previous, hysteresis)
+
+    def _previous_points(self, name: str, lattice: Lattice) -> PreviousPoints | None:
+        """The parent's points on this lattice; None for weights with stochastic rounding, which have no hysteresis."""
+        if name in self._stochastic:
+            return None
+        return PreviousPoints.from_reference(name, self.weights[name], lattice, self._reference)
+
+    def _lattice_at(self, name: str, log_step: int) -> Lattice:
+        """The lattice at a step size. Inherited steps are not capped again: a slightly new std would change them."""
+        is_inherited = name in self._inherited and self._parent_log_step is not None
+        is_uncapped = is_inherited and log_step <= (self._parent_log_step or 0)
+        lattice = rescale(self.unit_lattices[name], log_step, math.inf if is_uncapped else self._max_steps[name])
+        return self._stochastic[name].keep_steps(lattice) if name in self._stochastic else lattice
+
+    def _sample_codes(self, name: str, lattice: Lattice) -> Tensor:
+        """Differences between codes and the parent's values on the same lattice, in a sample of the rows."""
+        weight, rows = self.weights[name], self._global.sampled_rows(name, _BITS_SAMPLE)
+        steps = replace(lattice, rows=lattice.rows[rows]).scales(device=weight.device)
+        codes = (as_matrix(weight)[rows].to(torch.float32) / steps).round()
+        parent = None if self._reference is None else self._reference.get_like(name, tuple(weight.shape), weight.dtype)
+        if parent is not None:
+            codes = codes - (as_matrix(parent)[rows].to(weight.device, torch.float32) / steps).round()
+        return codes
+
+    def _assumed_curvature(self, name: str, weight: Tensor) -> Curvature:
+        """A curvature if none is known: the rise is the share of the weights' variances that is lost.
+
+        In the loss's own unit, that is known only from a measurement; `num_terms` is then the factor between the two.
+        """
+        count = len(self._global.templates)
+        share = 1.0 / (self._std(name) ** 2 * self._global.global_numel(name) * count)
+        return Curvature(torch.full((1, 1), share, device=weight.device).expand(as_matrix(weight).shape))
+
+    def _inherited_lattices(self) -> dict[str, Lattice]:
+        """The parent's lattices, rescaled to `log_step` 0, of weights that have such in all their shards; by name."""
+        quantized = {} if self._reference is None else self._reference.quantized
+        points = {
+            name: parent
+            for name, weight in self._global.local.items()
+            if isinstance(parent := quantized.get(name), LatticeTensor) and is_linear(parent, weight)
+        }
+        inheriting = self._global.tensors.tensors_where_all({name: name in points for name in self._global.local})
+        if self._parent_log_step is None:
+            return {}
+        return {
+            name: rescale(parent.lattice, -self._parent_log_step)
+            for name, parent in points.items()
+            if self._global.global_name(name) in inheriting
+        }
+
+
+def to_log_step(multiplier: float) -> int:
+    """A number of standard deviations as a step size in eighths of an octave."""
+    return round(math.log2(multiplier) * STEPS_PER_OCTAVE)
+
+
+def from_log_step(log_step: int) -> float:
+    """A step size in standard deviations."""
+    return float(2.0 ** (log_step / STEPS_PER_OCTAVE))
+
+
+def is_linear(points: LatticeTensor, weight: Tensor) -> bool:
+    """Whether the next points of `weight` can lie on the same lattice."""
+    return points.codes.shape == weight.shape and points.lattice.spacing == "linear"
+
+
+def _is_too_coarse(lattice: Lattice, fresh: Lattice | None) -> bool:
+    """Whether the geometric mean of a lattice's steps exceeds that of a fresh one by more than `MAX_STEP_EXCESS`."""
+    if fresh is None:
+        return False
+    log_steps, fresh_log_steps = (
+        sum(float(exponents.float().mean()) for exponents in (one.rows, one.columns)) for one in (lattice, fresh)
+    )
+    return log_steps > fresh_log_steps + MAX_STEP_EXCESS

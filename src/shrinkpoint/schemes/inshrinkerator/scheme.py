@@ -15,22 +15,26 @@ from torch import Tensor
 from shrinkpoint import validate
 from shrinkpoint.codec.code_streams import CODERS
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.quantize import kmeans
+from shrinkpoint.quantize import codebook
 from shrinkpoint.quantize.layer_types import EMBEDDING
-from shrinkpoint.quantize.sketch import LogHistogram
+from shrinkpoint.quantize.statistics import LogHistogram
 from shrinkpoint.schemes import optimizer_state
 from shrinkpoint.schemes.base import check_recorder
 from shrinkpoint.schemes.evaluate import Evaluate, ModelEvaluator, TrialEvaluator, strip_wrapper_prefix
-from shrinkpoint.schemes.inshrinkerator.partition import PrunePartition
-from shrinkpoint.schemes.inshrinkerator.scores import MAGNITUDE, SENSITIVITY, SKETCH_ALPHA, ScoredWeight, score_weights
+from shrinkpoint.schemes.inshrinkerator.partition import (
+    MAGNITUDE,
+    SENSITIVITY,
+    SKETCH_ALPHA,
+    PrunePartition,
+    ScoredWeight,
+    score_weights,
+)
 from shrinkpoint.schemes.inshrinkerator.size_model import SizeModel
-from shrinkpoint.schemes.search.candidates import CandidateSet, PreviousCodes
-from shrinkpoint.schemes.search.diagonal import diagonal
-from shrinkpoint.schemes.search.progress import Progress
+from shrinkpoint.schemes.search.candidates import UNIFORM_SPACE, CandidateSet, PreviousCodes, UniformCandidates
 from shrinkpoint.schemes.search.scheme import Fallback, SearchScheme
 from shrinkpoint.schemes.search.space import METRIC, Axis, Point, Space
-from shrinkpoint.schemes.search.trials import SearchResult, Trials
-from shrinkpoint.schemes.search.uniform_candidates import UNIFORM_SPACE, UniformCandidates
+from shrinkpoint.schemes.search.strategies import diagonal
+from shrinkpoint.schemes.search.trials import Progress, SearchResult, Trials
 from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
 from shrinkpoint.sharding.global_stats import GlobalStats
 
@@ -97,7 +101,7 @@ class Inshrinkerator(SearchScheme):
         gradients: GradientSource | None = None,
         paper: bool = False,
         space: Space = SPACE,
-        sigma: float = kmeans.SIGMA,
+        sigma: float = codebook.SIGMA,
         dither: bool = True,
     ) -> None:
         expected, do = "a Space", "leave it out for the paper's"
@@ -270,7 +274,7 @@ class InshrinkeratorCandidates:
             global_name, shape = self._stats.global_name(name), self._shapes[name]
             pruned, protected = (mask.reshape(shape) for mask in masks.pop(name))
             bins = int(settings["embedding_bins" if weight.layer_type == EMBEDDING else "bins"])
-            out[name] = kmeans.quantize_to_codebook(
+            out[name] = codebook.quantize_to_codebook(
                 weight.values.reshape(shape),
                 self._find_centers(name, sketches[global_name], bins),
                 pruned=pruned,
@@ -285,7 +289,7 @@ class InshrinkeratorCandidates:
         values, counts = sketch.buckets()
         clustering = self._clustering
         previous = None if clustering.paper else self._previous.centers.get(name)
-        return kmeans.kmeans_codebook(
+        return codebook.kmeans_codebook(
             values,
             counts,
             bins,

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec.codebook_tensor import RESERVED_CODES
-from shrinkpoint.schemes.inshrinkerator.partition import PrunePartition
-from shrinkpoint.schemes.inshrinkerator.scores import ScoredWeight
+from shrinkpoint.schemes.inshrinkerator.partition import PrunePartition, ScoredWeight
 from shrinkpoint.schemes.search.candidates import SIZE_SAMPLE, PreviousCodes, subsample
 
 _QUANTIZED = RESERVED_CODES

@@ -4,24 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from shrinkpoint.schemes.search.space import METRIC, Space
-from shrinkpoint.schemes.search.trials import Trial
-
-
-class Progress(Protocol):
-    """A callback for every trial of a search."""
-
-    def __call__(self, trial: Trial, best: Trial | None, remaining: int) -> None:
-        """Report one trial.
-
-        Args:
-            trial: the latest one.
-            best: the smallest trial so far that meets the threshold; None if there is none.
-            remaining: the estimated number of trials to come; 0 only after the last one.
-        """
-        ...
+from shrinkpoint.schemes.search.trials import Progress, Trial
 
 
 def progress_printer(space: Space, threshold: float, raw_bytes: int, stream: TextIO | None = None) -> Progress:

@@ -24,12 +24,11 @@ from shrinkpoint.schemes.calibration import Calibration, UnmeasuredLossNotice, m
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
 from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, TrialEvaluator
 from shrinkpoint.schemes.plan import QuantizationPlan
-from shrinkpoint.schemes.search.branch_and_bound import branch_and_bound
 from shrinkpoint.schemes.search.candidates import CachedCandidates, CandidateSet, PreviousCodes, common_previous_codes
-from shrinkpoint.schemes.search.neighbourhood import neighbourhood
-from shrinkpoint.schemes.search.progress import Progress, progress_printer
+from shrinkpoint.schemes.search.progress import progress_printer
 from shrinkpoint.schemes.search.space import METRIC, Point, Space, is_dominated
-from shrinkpoint.schemes.search.trials import SearchResult, Trial, Trials, finite_or_text
+from shrinkpoint.schemes.search.strategies import branch_and_bound, neighbourhood
+from shrinkpoint.schemes.search.trials import Progress, SearchResult, Trial, Trials, finite_or_text
 from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL, TensorSelection, select_tensors, unchanged_tensors
 from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.sharding.global_tensors import GlobalTensors

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.quantize.assign import assign
-from shrinkpoint.quantize.kmeans import kmeans_codebook, quantize_to_codebook, sample_weights
+from shrinkpoint.quantize.codebook import assign, kmeans_codebook, quantize_to_codebook, sample_weights
 
 
 def counted(x: Tensor) -> tuple[Tensor, Tensor]:

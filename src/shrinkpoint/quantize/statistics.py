@@ -1,8 +1,4 @@
-"""Quantile sketches with a bounded relative error, which are merged by adding their counts.
-
-The simplified parallel DDSketch of arXiv 2306.11800: a value x falls into bucket `ceil(log_gamma |x|)`, and buckets
-never collapse. Here the range of buckets is fixed, from 1e-30 to the largest float32, so a sketch is one dense vector
-of counts of the same length for every tensor, and one all-reduce merges the sketches of all ranks."""
+"""Statistics of values and codes: quantile sketches, entropy, standard deviation."""
 
 from __future__ import annotations
 
@@ -14,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, distributed
 
+from shrinkpoint.codec.lattice import as_matrix
 from shrinkpoint.errors import PolicyError, StateError
 
 HistogramArray: TypeAlias = Tensor | npt.NDArray[Any]
@@ -247,3 +244,42 @@ def _check_finite(values: Tensor, where: str) -> None:
     if not -_MAX_FLOAT32 <= low <= high <= _MAX_FLOAT32:
         found = "nan" if math.isnan(low) else f"{low if low < -_MAX_FLOAT32 else high}"
         raise StateError(where, found=f"the value {found}", expected="values that are finite in float32")
+
+
+CODE_LIMIT = 4096
+"""Codes from -4096 to 4095 are counted separately; codes beyond are counted as the nearest of these."""
+
+
+def weight_std(weight: Tensor) -> float:
+    """Return the population standard deviation of a weight, computed in float32."""
+    return float(as_matrix(weight).to(torch.float32).std(correction=0))
+
+
+def count_codes(codes: Tensor) -> Tensor:
+    """Return how often each code from `-CODE_LIMIT` to `CODE_LIMIT - 1` occurs: int64, 1-d."""
+    indices = codes.reshape(-1).to(torch.int64).clamp(-CODE_LIMIT, CODE_LIMIT - 1) + CODE_LIMIT
+    return torch.bincount(indices, minlength=2 * CODE_LIMIT)
+
+
+def entropy_bits(codes: Tensor) -> float:
+    """Return the bits of all codes, integers of either sign, each coded by how often it occurs."""
+    return entropy_bits_of_counts(count_codes(codes))
+
+
+def entropy_bits_of_counts(counts: Tensor) -> float:
+    """Return the bits of all values of a histogram, each coded by how often it occurs."""
+    counts = counts.double()
+    counts = counts[counts > 0]
+    return float((counts * (counts.sum() / counts).log2()).sum())
+
+
+def code_entropy(codes: Tensor) -> float:
+    """Return the bits per code of codes from zero on, each coded by how often it occurs; 0 without codes."""
+    return entropy_per_value(torch.bincount(codes.reshape(-1)))
+
+
+def entropy_per_value(counts: Tensor) -> float:
+    """Return the bits per value of a histogram; 0 for an empty one."""
+    counts = counts.double()
+    shares = counts[counts > 0] / counts.sum()
+    return max(0.0, -float((shares * shares.log2()).sum()))

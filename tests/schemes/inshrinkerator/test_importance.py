@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shrinkpoint.quantize.importance import magnitude, sensitivity
+from shrinkpoint.schemes.inshrinkerator.partition import magnitude, sensitivity
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 

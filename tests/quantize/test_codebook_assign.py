@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.quantize import assign as assign_module
-from shrinkpoint.quantize.assign import MAX_LINEAR_CENTERS, assign
+from shrinkpoint.quantize import codebook as assign_module
+from shrinkpoint.quantize.codebook import MAX_LINEAR_CENTERS, assign
 
 
 def slow(x: torch.Tensor, centers: torch.Tensor, first: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.quantize.uniform import histogram_entropy, quantize_uniform, variable_bins
+from shrinkpoint.quantize.levels import histogram_entropy, quantize_uniform, variable_bins
 
 
 class TestUniform(StableQuantizerSuite):

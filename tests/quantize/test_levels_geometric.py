@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.quantize.log_levels import MIN_LEVEL, quantize_log
+from shrinkpoint.quantize.levels import MIN_LEVEL, quantize_log
 
 
 def bound(x: Tensor, levels: Tensor, signed: bool) -> Tensor:

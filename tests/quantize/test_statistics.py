@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shrinkpoint.errors import PolicyError, StateError
-from shrinkpoint.quantize.sketch import MIN_MAGNITUDE, LogHistogram, max_bucket
+from shrinkpoint.quantize.statistics import MIN_MAGNITUDE, LogHistogram, max_bucket
 
 MOST = float(torch.finfo(torch.float32).max)
 ALPHAS = [1e-1, 1e-2, 1e-3]
@@ -215,7 +215,7 @@ def test_requests_out_of_range_are_refused():
 RANK = """
     import sys, torch
     from torch import distributed
-    from shrinkpoint.quantize.sketch import LogHistogram
+    from shrinkpoint.quantize.statistics import LogHistogram
     rank, meeting, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     shard = LogHistogram.from_tensor(torch.randn(5000, generator=torch.Generator().manual_seed(rank)) * 10.0**rank)

@@ -5,9 +5,9 @@ import torch
 from contracts.quantizer import QuantizerSuite
 from torch import Tensor
 
-from shrinkpoint.baselines.cnr import best_range, quantize_adaptive
+from shrinkpoint.baselines.uniform import best_range, quantize_adaptive
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.quantize.uniform import quantize_uniform
+from shrinkpoint.quantize.levels import quantize_uniform
 
 
 def counted(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,4 @@
-"""CNR+, a baseline of arXiv 2306.11800: uniform quantization of a searched range (Check-N-Run, NSDI 2022), no delta.
-
-Check-N-Run shrinks the range from one end or the other, whichever costs less, and keeps the best; torch has the same
-algorithm for rows of embedding tables as `torch.choose_qparams_optimized`. There the loss of a range is a pass over all
-values. Here it is one over a histogram, a few thousand cells however large the tensor."""
+"""QD+ and CNR+, the baselines of arXiv 2306.11800 with uniform grids."""
 
 from __future__ import annotations
 
@@ -16,15 +12,37 @@ from torch import Tensor
 
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.quantize.assign import check_bins
-from shrinkpoint.quantize.sketch import HistogramArray, LogHistogram, to_float64
-from shrinkpoint.quantize.uniform import min_max, quantize_to_grid, uniform_grid
+from shrinkpoint.quantize.codebook import check_bins
+from shrinkpoint.quantize.levels import min_max, quantize_to_grid, uniform_grid
+from shrinkpoint.quantize.statistics import HistogramArray, LogHistogram, to_float64
 from shrinkpoint.schemes.evaluate import TrialEvaluator
 from shrinkpoint.schemes.search import candidates
-from shrinkpoint.schemes.search.candidates import PreviousCodes
+from shrinkpoint.schemes.search.candidates import UNIFORM_SPACE, PreviousCodes, UniformCandidates
 from shrinkpoint.schemes.search.scheme import SearchScheme
 from shrinkpoint.schemes.search.space import Axis, Point, Space
 from shrinkpoint.sharding.global_stats import GlobalStats
+
+
+class QD(SearchScheme):
+    """QD+: QD-Compressor (ICCD 2021) with searched settings, and bins that may change between checkpoints.
+
+    Args:
+        The same as of `SearchScheme`.
+    """
+
+    id: ClassVar[str] = "qd"
+    coders = ("huffman",)
+    space = UNIFORM_SPACE
+
+    def candidates(
+        self,
+        weights: Mapping[str, Tensor],
+        previous: PreviousCodes,
+        evaluator: TrialEvaluator,
+        stats: GlobalStats,
+    ) -> candidates.CandidateSet:
+        return UniformCandidates(weights, previous, stats)
+
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 
