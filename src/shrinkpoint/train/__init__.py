@@ -12,9 +12,8 @@ from shrinkpoint.store import SkippedCheckpoint
 from shrinkpoint.train.checkpoint_manager import CheckpointManager
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
-from shrinkpoint.train.latest import latest_valid
 from shrinkpoint.train.partial_restore import RankShard
-from shrinkpoint.train.restore_result import RestoreReport, RestoreResult
+from shrinkpoint.train.restore import RestoreReport, RestoreResult, latest_valid
 
 if TYPE_CHECKING:
     from shrinkpoint.train import accelerate as accelerate

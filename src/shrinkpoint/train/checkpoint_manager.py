@@ -21,7 +21,7 @@ from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train import partial_restore, state_dicts
 from shrinkpoint.train.background import BackgroundSaver
 from shrinkpoint.train.planning import make_plan
-from shrinkpoint.train.restore_result import RestoreResult
+from shrinkpoint.train.restore import RestoreResult
 from shrinkpoint.train.state_dicts import as_floats, mark_parameters
 
 

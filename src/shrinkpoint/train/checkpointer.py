@@ -27,7 +27,7 @@ from shrinkpoint.tensors.flat_state import FlatState, flatten, unflatten
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.train.background import BackgroundSaver
 from shrinkpoint.train.planning import make_plan
-from shrinkpoint.train.restore_result import RestoreResult
+from shrinkpoint.train.restore import RestoreResult
 from shrinkpoint.train.state_dicts import as_floats, mark_parameters
 
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.checkpoint.planner import SavePlan
 
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.train.dcp.colocate import colocate_moments, rank_slots
+from shrinkpoint.train.dcp.save_plan import colocate_moments, rank_slots
 
 REPLICAS = """
 import torch

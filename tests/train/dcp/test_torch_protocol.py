@@ -19,7 +19,7 @@ from shrinkpoint import errors
 from shrinkpoint.store import directory as directories
 from shrinkpoint.tensors.flat_state import flatten, unflatten
 from shrinkpoint.train.dcp import Reader, Writer, load, reset_chains
-from shrinkpoint.train.dcp.objects import decode_buffers, encode_buffers
+from shrinkpoint.train.dcp.payload import decode_buffers, encode_buffers
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

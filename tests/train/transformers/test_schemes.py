@@ -21,7 +21,7 @@ from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.store.directory import read_directory_manifest
 from shrinkpoint.train import GradientRecorder
 from shrinkpoint.train.transformers import ShrinkCallback, ShrinkConfig, ShrinkTrainer
-from shrinkpoint.train.transformers.evaluation import Evaluation
+from shrinkpoint.train.transformers.config import Evaluation
 
 WIDE = partial(gpt2, width=64)
 

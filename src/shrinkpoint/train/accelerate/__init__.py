@@ -3,9 +3,14 @@
 from shrinkpoint.errors import missing_extra
 
 try:
-    from shrinkpoint.train.accelerate.accelerator_checkpointer import AcceleratorCheckpointer
-    from shrinkpoint.train.accelerate.api import load_state, record_gradients, save_state, wait
-    from shrinkpoint.train.restore_result import RestoreResult
+    from shrinkpoint.train.accelerate.accelerator_checkpointer import (
+        AcceleratorCheckpointer,
+        load_state,
+        record_gradients,
+        save_state,
+        wait,
+    )
+    from shrinkpoint.train.restore import RestoreResult
 except ModuleNotFoundError as error:
     raise missing_extra(error, "accelerate") from None
 

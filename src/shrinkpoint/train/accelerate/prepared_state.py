@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from accelerate.data_loader import SeedableRandomSampler
 from accelerate.utils import DistributedType, extract_model_from_parallel
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -17,7 +19,6 @@ from shrinkpoint.errors import MismatchError, PolicyError, StateError
 from shrinkpoint.tensors.flat_state import flatten
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train import state_dicts
-from shrinkpoint.train.accelerate import dataloaders
 
 _log = logging.getLogger("shrinkpoint")
 _UNSUPPORTED_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
@@ -187,7 +188,7 @@ def _check_storable(state: Any, name: str) -> Any:
 def _per_rank_state(accelerator: Accelerator) -> dict[str, Any]:
     """Random generators and positions of dataloaders of this process."""
     loader_states = [
-        _check_storable(dataloaders.get_loader_state(loader), f"dataloader {index}")
+        _check_storable(get_loader_state(loader), f"dataloader {index}")
         for index, loader in enumerate(accelerator._dataloaders)
     ]
     return {"rng": get_rng_state(), "loaders": loader_states}
@@ -206,7 +207,7 @@ def _restore_per_rank(accelerator: Accelerator, rank_states: list[Any], where: s
     if rank >= len(rank_states) or rank_states[rank] is None:
         return
     for loader, state in zip(accelerator._dataloaders, rank_states[rank]["loaders"], strict=False):
-        dataloaders.set_loader_state(loader, state)
+        set_loader_state(loader, state)
     set_rng_state(rank_states[rank]["rng"])
 
 
@@ -261,3 +262,57 @@ def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
+
+
+def get_loader_state(loader: Any) -> dict[str, Any]:
+    """Return the state of a dataloader as a nest that can be stored.
+
+    The generator that shuffles is included between two epochs only: within an epoch it has advanced already, and the
+    epoch that starts again after a restore would have another order.
+    """
+    state: dict[str, Any] = {}
+    if isinstance(getattr(loader, "iteration", None), int):
+        state["iteration"] = loader.iteration
+    sampler = _sampler(loader)
+    if isinstance(sampler, SeedableRandomSampler):
+        state["sampler"] = {"seed": sampler.initial_seed, "epoch": sampler.epoch}
+    elif (generator := _generator(loader, sampler)) is not None and not _is_mid_epoch(generator, loader):
+        state["generator"] = generator.get_state()
+    if getattr(loader, "use_stateful_dataloader", False):
+        state["loader"] = loader.state_dict()
+    return state
+
+
+def set_loader_state(loader: Any, state: dict[str, Any]) -> None:
+    """Restore what `get_loader_state` returned, as far as the dataloader has these parts."""
+    if "iteration" in state and hasattr(loader, "iteration"):
+        loader.iteration = state["iteration"]
+    sampler = _sampler(loader)
+    if "sampler" in state and isinstance(sampler, SeedableRandomSampler):
+        sampler.initial_seed, sampler.epoch = state["sampler"]["seed"], state["sampler"]["epoch"]
+    generator = _generator(loader, sampler)
+    if "generator" in state and generator is not None:
+        generator.set_state(state["generator"])
+    if "loader" in state and getattr(loader, "use_stateful_dataloader", False):
+        loader.load_state_dict(state["loader"])
+
+
+def _sampler(loader: Any) -> Any:
+    return loader.get_sampler() if callable(getattr(loader, "get_sampler", None)) else None
+
+
+def _generator(loader: Any, sampler: Any) -> torch.Generator | None:
+    """The generator that shuffles, equal on all processes; None if there is none."""
+    for generator in (getattr(loader, "synchronized_generator", None), getattr(sampler, "generator", None)):
+        if isinstance(generator, torch.Generator):
+            return generator
+    return None
+
+
+def _is_mid_epoch(generator: torch.Generator, loader: Any) -> bool:
+    """Whether an epoch that the generator shuffled has begun and not ended.
+
+    A dataloader that skips batches (`skip_first_batches`) is another object with the same generator.
+    """
+    active_loaders = getattr(getattr(loader, "gradient_state", None), "dataloader_references", ())
+    return any(active is not None and _generator(active, _sampler(active)) is generator for active in active_loaders)

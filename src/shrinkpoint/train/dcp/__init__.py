@@ -8,7 +8,7 @@ dcp.load(state, storage_reader=Reader(f"runs/gpt/step-{step}"))
 """
 
 from shrinkpoint.train.dcp.chain_registry import reset_chains
-from shrinkpoint.train.dcp.latest import latest_valid
+from shrinkpoint.train.dcp.directory import latest_valid
 from shrinkpoint.train.dcp.patch import install, uninstall
 from shrinkpoint.train.dcp.reader import Reader, load
 from shrinkpoint.train.dcp.writer import Writer

@@ -20,7 +20,7 @@ from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.store.directory import is_checkpoint
 from shrinkpoint.train.dcp import checkpoint_metadata
-from shrinkpoint.train.dcp.checkpoint_id import is_path
+from shrinkpoint.train.dcp.directory import is_path
 from shrinkpoint.train.dcp.reader import Reader
 from shrinkpoint.train.dcp.writer import Writer
 

@@ -23,7 +23,6 @@ from shrinkpoint.store.directory import MANIFEST, read_directory_manifest
 from shrinkpoint.store.manifest import DirectoryManifest
 from shrinkpoint.tensors.dtypes import as_bits, empty, torch_dtype
 from shrinkpoint.train.dcp import chain_registry
-from shrinkpoint.train.dcp.checkpoint_id import CheckpointId, is_path, threads_per_rank
 from shrinkpoint.train.dcp.checkpoint_metadata import (
     DCP_KEY,
     CheckpointMetadata,
@@ -31,8 +30,8 @@ from shrinkpoint.train.dcp.checkpoint_metadata import (
     EntryMetadata,
     metadata_from_json,
 )
-from shrinkpoint.train.dcp.objects import pickle_plain
-from shrinkpoint.train.dcp.payload import FullPayload, LazyPayload, PayloadReader, check_stored_tensors
+from shrinkpoint.train.dcp.directory import CheckpointId, is_path, threads_per_rank
+from shrinkpoint.train.dcp.payload import FullPayload, LazyPayload, PayloadReader, check_stored_tensors, pickle_plain
 
 _log = logging.getLogger("shrinkpoint")
 

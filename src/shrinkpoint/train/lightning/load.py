@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.store.directory import is_checkpoint, read_directory_manifest
-from shrinkpoint.train import latest
+from shrinkpoint.train import restore
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.lightning.io import load_checkpoint_dict, local_path_or_none, require_local_path
 
@@ -84,7 +84,7 @@ def latest_valid(directory: _PATH) -> Path | None:
         return None
     paths = sorted(root.rglob("*"), key=Path.is_symlink, reverse=True)  # directories replace links that point to them
     candidates = {path.resolve(): path for path in paths if path.is_dir() and _is_candidate(path, root)}
-    return latest.latest_valid(sorted(candidates.values(), key=_creation_time, reverse=True))[0]
+    return restore.latest_valid(sorted(candidates.values(), key=_creation_time, reverse=True))[0]
 
 
 def _is_candidate(path: Path, root: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Checkpoint directories of a Trainer, ours and the stock ones: listing, validation, manifest data, rotation."""
+"""Checkpoint directories of a Trainer, ours and the stock ones: listing, validation, the Trainer's own files."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
+from transformers.utils import is_peft_available
 
 from shrinkpoint.errors import CorruptError, NotFoundError, ShrinkpointError, StorageError, TruncatedError
 from shrinkpoint.storage import local_path
 from shrinkpoint.store.directory import is_checkpoint, verify_directory
 from shrinkpoint.tensors.info import JSON
-from shrinkpoint.train import latest
+from shrinkpoint.train import restore
 
 STATE_FILE = "trainer_state.json"
 SENTINEL = "checkpoint-is-incomplete.txt"
@@ -83,7 +88,7 @@ def find_resume_checkpoint(output_dir: str | Path, *, optimizer: bool) -> str | 
 
 def _search_latest(output_dir: str | Path, *, deep: bool, optimizer: bool) -> tuple[str | None, list[Exception | None]]:
     """The newest valid checkpoint, and the errors of the newer ones."""
-    directory, skipped = latest.latest_valid(
+    directory, skipped = restore.latest_valid(
         list_checkpoint_dirs(output_dir), check=lambda path: validate_checkpoint(path, deep=deep, optimizer=optimizer)
     )
     return None if directory is None else str(directory), [checkpoint.error for checkpoint in skipped]
@@ -306,3 +311,60 @@ def _iter_weight_files(root: Path) -> Iterator[Path]:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+_SPEED_SUFFIXES = ("_runtime", "_per_second", "_preparation_time")
+
+
+def save_auxiliary_files(trainer: Any, model: Any, output_dir: str) -> None:
+    """Write configuration, tokenizer and training arguments, as `Trainer._save` does next to the weights."""
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    if isinstance(model, PreTrainedModel):
+        _save_config(model, output_dir)
+    processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    if processing is not None:
+        processing.save_pretrained(output_dir)
+    torch.save(trainer.args, Path(output_dir) / TRAINING_ARGS_NAME)
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether only adapters of a model are saved (PEFT)."""
+    if getattr(model, "_hf_peft_config_loaded", False):
+        return True
+    if not is_peft_available():
+        return False
+    from peft import PeftModel  # type: ignore[import-not-found,unused-ignore]
+
+    return isinstance(model, PeftModel)
+
+
+def save_interval(args: Any) -> int | None:
+    """Number of optimizer steps between two saves; None if it is not fixed."""
+    steps = args.save_steps if args.save_strategy == SaveStrategy.STEPS else 0
+    return int(steps) if steps >= 1 else None
+
+
+def eval_metrics(state: Any) -> dict[str, float]:
+    """Metrics that were evaluated at the current step, without timings.
+
+    Args:
+        state: the `TrainerState`.
+    """
+    entries = [entry for entry in state.log_history if entry.get("step") == state.global_step]
+    metrics = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and not name.endswith(_SPEED_SUFFIXES)
+    }
+
+
+def _save_config(model: Any, output_dir: str) -> None:
+    """Write what `save_pretrained` writes without the weights."""
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    if model.is_remote_code():
+        custom_object_save(model, output_dir, config=model.config)
+    model.config.save_pretrained(output_dir)
+    if model.can_generate():
+        model.generation_config.save_pretrained(output_dir)

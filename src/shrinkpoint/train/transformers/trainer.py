@@ -25,15 +25,14 @@ from shrinkpoint.train import state_dicts
 from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.transformers import checkpoint_dirs
-from shrinkpoint.train.transformers.auxiliary_files import (
+from shrinkpoint.train.transformers.callback import GradientCallback
+from shrinkpoint.train.transformers.checkpoint_dirs import (
     eval_metrics,
     has_adapters,
     save_auxiliary_files,
     save_interval,
 )
-from shrinkpoint.train.transformers.callback import GradientCallback
-from shrinkpoint.train.transformers.config import ShrinkConfig, check_config
-from shrinkpoint.train.transformers.evaluation import Evaluation
+from shrinkpoint.train.transformers.config import Evaluation, ShrinkConfig, check_config
 
 _log = logging.getLogger("shrinkpoint")
 _ALTERNATIVE = "or begin anew from its weights alone"

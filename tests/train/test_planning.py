@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 import pytest
 import torch
 
-from shrinkpoint.train.attribute_snapshot import AttributeSnapshot
+from shrinkpoint.train.planning import AttributeSnapshot
 
 
 class Thing:

@@ -1,0 +1,125 @@
+"""Where training resumes: what a restore returns, and the newest of several checkpoint directories that is valid."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic
+
+from shrinkpoint.errors import ShrinkpointError
+from shrinkpoint.sharding.collectives import AllGather
+from shrinkpoint.store import SkippedCheckpoint
+from shrinkpoint.store.directory import verify_directory
+from shrinkpoint.store.manifest import Manifest, StepT
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """Measurements of a restore.
+
+    Attributes:
+        seconds: to find, read, decode and load the checkpoint.
+        raw_bytes: of the state's tensors.
+        depth: deltas that were applied on top of the keyframe.
+        scheme: id of the scheme that wrote the checkpoint; empty if a framework wrote it itself.
+        lossy_restores: how many restores from lossy checkpoints lie behind this state.
+    """
+
+    seconds: float
+    raw_bytes: int = 0
+    depth: int = 0
+    scheme: str = ""
+    lossy_restores: int = 0
+
+
+@dataclass(frozen=True)
+class RestoreResult(Generic[StepT]):
+    """A checkpoint that was restored, and where training resumes.
+
+    Attributes:
+        report: measurements of the restore.
+        manifest: the checkpoint's manifest; None if a framework wrote the checkpoint itself.
+        step: the checkpoint's training step; None if it is not known.
+        metrics: the metrics that were passed to `save`.
+        extra: what was passed to `CheckpointManager.save` as `extra`.
+        state: the nested state that was loaded; None if it was loaded into the caller's objects only.
+        directory: the checkpoint's directory; None in a store.
+        skipped: newer checkpoints that do not load, newest first, with the reasons.
+    """
+
+    report: RestoreReport
+    manifest: Manifest[StepT] | None
+    step: StepT
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    extra: Any = None
+    state: Any = field(default=None, repr=False)
+    directory: Path | None = None
+    skipped: tuple[SkippedCheckpoint, ...] = ()
+
+    @classmethod
+    def from_manifest(cls, manifest: Manifest[StepT], seconds: float, **fields: Any) -> RestoreResult[StepT]:
+        """The result of restoring a checkpoint with this manifest.
+
+        Args:
+            seconds: how long the restore took.
+            fields: the attributes that no manifest has: extra, state, directory, skipped.
+        """
+        report = RestoreReport(
+            seconds, manifest.raw_bytes, manifest.depth, manifest.scheme, manifest.lossy_restores + manifest.is_lossy
+        )
+        return cls(report, manifest, manifest.step, manifest.metrics, **fields)
+
+
+_log = logging.getLogger("shrinkpoint")
+
+
+def latest_valid(
+    candidates: Iterable[Path],
+    *,
+    deep: bool = True,
+    check: Callable[[Path], object] | None = None,
+    gather: AllGather | None = None,
+) -> tuple[Path | None, tuple[SkippedCheckpoint, ...]]:
+    """The first valid checkpoint of several, and those before it that are not; a warning is logged for each of these.
+
+    Args:
+        candidates: checkpoint directories, the newest first.
+        deep: compare every stored byte with its digest; False: read headers and manifests only.
+        check: raises a ShrinkpointError if a candidate is not valid; None: verify it as a directory of ours.
+        gather: gathers a value from all ranks that call this together with the same candidates: a checkpoint is valid
+            if it is so on every rank. None: this process decides alone.
+
+    Returns:
+        The directory, None if no candidate is valid; and the candidates that were skipped.
+    """
+    skipped: list[SkippedCheckpoint] = []
+    for directory in candidates:
+        error = _find_error(
+            directory, check or (lambda path: verify_directory(path, deep=deep)), is_alone=gather is None
+        )
+        if gather is None:
+            reasons = [] if error is None else [str(error)]
+        else:
+            texts = gather("" if error is None else str(error) or type(error).__name__)
+            reasons, error = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text], None
+        if not reasons:
+            return directory, tuple(skipped)
+        for reason in reasons:
+            _log.warning("%s is passed over: %s", directory, reason)
+        skipped.append(SkippedCheckpoint("; ".join(reasons), directory=directory, error=error))
+    return None, tuple(skipped)
+
+
+def _find_error(directory: Path, check: Callable[[Path], object], *, is_alone: bool) -> Exception | None:
+    """The error of a candidate. Where other ranks wait for this one, any exception counts as an invalid checkpoint."""
+    try:
+        check(directory)
+    except ShrinkpointError as error:
+        return error
+    except Exception as error:
+        if is_alone:
+            raise
+        return error
+    return None
