@@ -23,8 +23,7 @@ import link_speed
 import link_tables
 import torch
 
-from shrinkpoint.comm.tuning.cost_model import CandidateCost, MessageCost, Schedule, Workload
-from shrinkpoint.comm.tuning.recommend import measure_cost
+from shrinkpoint.comm.recommendation import CandidateCost, MessageCost, Schedule, Workload, measure_cost
 
 RATES = (0, 10000, 1000, 100)
 """Mbit/s; 0 is without a limit, and goes first: its uncompressed step is what predictions start from."""

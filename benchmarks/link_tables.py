@@ -6,8 +6,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from shrinkpoint.comm.tuning.cost_model import NO_COMPRESSION, CandidateCost, Workload, rank_candidates
-from shrinkpoint.comm.tuning.recommend import DEFAULT_CANDIDATES
+from shrinkpoint.comm.recommendation import DEFAULT_CANDIDATES, NO_COMPRESSION, CandidateCost, Workload, rank_candidates
 
 NONE = "none"
 OURS = ("q8:64", "q4:64 / q8:64", "q4:64", "n3:64")

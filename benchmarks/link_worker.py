@@ -28,7 +28,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint.comm.ddp import compress_ddp
-from shrinkpoint.comm.pipeline.api import compress_pipeline
+from shrinkpoint.comm.pipeline import compress_pipeline
 
 SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 Job = tuple[Callable[[], float | None], Callable[[], dict[str, float]]]

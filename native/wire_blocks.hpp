@@ -1,5 +1,5 @@
 // Groups of values on the levels of a normal distribution, blocks of small floats, and rotations: what
-// comm/compressors/normal_float.py, blockfloat.py and rotated.py do, and the same bits.
+// comm/compressors/quantizers.py and hadamard.py do, and the same bits.
 #pragma once
 #include <cstddef>
 #include <cstdint>

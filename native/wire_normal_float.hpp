@@ -1,4 +1,4 @@
-// Groups of values on the levels of comm/compressors/normal_float.py, each with a scale. For kernels.
+// Groups of values on the levels of comm/compressors/quantizers.py, each with a scale. For kernels.
 #pragma once
 #include <cmath>
 #include <limits>

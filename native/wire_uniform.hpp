@@ -1,5 +1,5 @@
 // Values on uniform grids, one for each run of them, and codes as planes of bits: messages of
-// comm/compressors/uniform.py and planes.py.
+// comm/compressors/quantizers.py and layout.py.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainingArguments
 import shrinkpoint as sp
 from shrinkpoint.cli.app import app
 from shrinkpoint.comm import parse
-from shrinkpoint.comm.feedback.aqsgd import AQSGD
+from shrinkpoint.comm.aqsgd import AQSGD
 from shrinkpoint.errors import PolicyError, StorageError
 from shrinkpoint.storage import LocalStorage, is_url, local_path
 from shrinkpoint.store import directory as directories

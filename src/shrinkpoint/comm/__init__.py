@@ -15,67 +15,67 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shrinkpoint.comm.accordion import Accordion as Accordion
+    from shrinkpoint.comm.aqsgd import AQSGD as AQSGD
+    from shrinkpoint.comm.bit_allocation import BitAllocation as BitAllocation
+    from shrinkpoint.comm.bit_allocation import allocate_bits as allocate_bits
+    from shrinkpoint.comm.compressors.base import Cast as Cast
     from shrinkpoint.comm.compressors.base import Compressor as Compressor
     from shrinkpoint.comm.compressors.base import CompressorContext as CompressorContext
     from shrinkpoint.comm.compressors.base import Identity as Identity
-    from shrinkpoint.comm.compressors.block_float import BlockFloat as BlockFloat
-    from shrinkpoint.comm.compressors.cast import Cast as Cast
     from shrinkpoint.comm.compressors.hadamard import Hadamard as Hadamard
-    from shrinkpoint.comm.compressors.normal_float import NormalFloat as NormalFloat
+    from shrinkpoint.comm.compressors.quantizers import BlockFloat as BlockFloat
+    from shrinkpoint.comm.compressors.quantizers import NormalFloat as NormalFloat
+    from shrinkpoint.comm.compressors.quantizers import Uniform as Uniform
     from shrinkpoint.comm.compressors.sparse import RandomK as RandomK
     from shrinkpoint.comm.compressors.sparse import SameIndices as SameIndices
     from shrinkpoint.comm.compressors.sparse import TopK as TopK
-    from shrinkpoint.comm.compressors.uniform import Uniform as Uniform
     from shrinkpoint.comm.ddp import compress_ddp as compress_ddp
-    from shrinkpoint.comm.feedback.aqsgd import AQSGD as AQSGD
-    from shrinkpoint.comm.feedback.base import ErrorFeedback as ErrorFeedback
-    from shrinkpoint.comm.feedback.error_feedback import EF as EF
-    from shrinkpoint.comm.feedback.error_feedback import EF21 as EF21
-    from shrinkpoint.comm.feedback.error_feedback import EFMixed as EFMixed
+    from shrinkpoint.comm.error_feedback import EF as EF
+    from shrinkpoint.comm.error_feedback import EF21 as EF21
+    from shrinkpoint.comm.error_feedback import EFMixed as EFMixed
+    from shrinkpoint.comm.error_feedback import ErrorFeedback as ErrorFeedback
     from shrinkpoint.comm.fsdp import compress_fsdp as compress_fsdp
     from shrinkpoint.comm.link import Link as Link
     from shrinkpoint.comm.link import MessageContext as MessageContext
-    from shrinkpoint.comm.pipeline.api import CompressedPipeline as CompressedPipeline
-    from shrinkpoint.comm.pipeline.api import compress_pipeline as compress_pipeline
+    from shrinkpoint.comm.pipeline import CompressedPipeline as CompressedPipeline
+    from shrinkpoint.comm.pipeline import compress_pipeline as compress_pipeline
+    from shrinkpoint.comm.recommendation import recommend as recommend
     from shrinkpoint.comm.simulate import CompressionPoints as CompressionPoints
     from shrinkpoint.comm.simulate import insert_compression as insert_compression
     from shrinkpoint.comm.spec import parse as parse
     from shrinkpoint.comm.stats import LinkStats as LinkStats
-    from shrinkpoint.comm.tuning.bit_allocation import BitAllocation as BitAllocation
-    from shrinkpoint.comm.tuning.bit_allocation import allocate_bits as allocate_bits
-    from shrinkpoint.comm.tuning.recommend import recommend as recommend
 
 _MODULES = {
     "Accordion": "accordion",
-    "allocate_bits": "tuning.bit_allocation",
-    "AQSGD": "feedback.aqsgd",
-    "BitAllocation": "tuning.bit_allocation",
-    "BlockFloat": "compressors.block_float",
-    "Cast": "compressors.cast",
+    "allocate_bits": "bit_allocation",
+    "AQSGD": "aqsgd",
+    "BitAllocation": "bit_allocation",
+    "BlockFloat": "compressors.quantizers",
+    "Cast": "compressors.base",
     "compress_ddp": "ddp",
     "compress_fsdp": "fsdp",
-    "compress_pipeline": "pipeline.api",
-    "CompressedPipeline": "pipeline.api",
+    "compress_pipeline": "pipeline",
+    "CompressedPipeline": "pipeline",
     "CompressionPoints": "simulate",
     "Compressor": "compressors.base",
     "CompressorContext": "compressors.base",
-    "EF": "feedback.error_feedback",
-    "EF21": "feedback.error_feedback",
-    "EFMixed": "feedback.error_feedback",
-    "ErrorFeedback": "feedback.base",
+    "EF": "error_feedback",
+    "EF21": "error_feedback",
+    "EFMixed": "error_feedback",
+    "ErrorFeedback": "error_feedback",
     "Hadamard": "compressors.hadamard",
     "Identity": "compressors.base",
     "insert_compression": "simulate",
     "Link": "link",
     "LinkStats": "stats",
     "MessageContext": "link",
-    "NormalFloat": "compressors.normal_float",
+    "NormalFloat": "compressors.quantizers",
     "parse": "spec",
     "RandomK": "compressors.sparse",
-    "recommend": "tuning.recommend",
+    "recommend": "recommendation",
     "SameIndices": "compressors.sparse",
     "TopK": "compressors.sparse",
-    "Uniform": "compressors.uniform",
+    "Uniform": "compressors.quantizers",
 }
 
 __all__ = list(_MODULES)

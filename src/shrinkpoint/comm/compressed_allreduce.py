@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shrinkpoint.comm.compressors.base import Compressor, CompressorContext, Identity
-from shrinkpoint.comm.feedback.base import ErrorFeedback, FeedbackState, MessageInfo, NoFeedback, PackedMessage
-from shrinkpoint.comm.gloo import P2PExchange, is_gloo
+from shrinkpoint.comm.error_feedback import ErrorFeedback, FeedbackState, MessageInfo, NoFeedback, PackedMessage
 from shrinkpoint.comm.link import CompressorLike
 from shrinkpoint.comm.spec import as_compressor
 from shrinkpoint.comm.stats import LinkStats
@@ -358,3 +357,42 @@ def make_all_reduce_sum(group: dist.ProcessGroup, device: torch.device) -> Calla
         return result
 
     return all_reduce_sum
+
+
+TAG = 0x7370
+"""The tag of these messages, which tells them from others in the same group."""
+
+
+def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group sends tensors of this device by gloo, without a copy to another device."""
+    return device.type == "cpu" and bool(group._get_backend(device).name() == "gloo")
+
+
+class P2PExchange:
+    """Starts sends to and receives from all other ranks of a group; receives are posted first.
+
+    All ranks must make their exchanges in the same order.
+
+    Args:
+        send_tensors, recv_tensors: a contiguous tensor for each rank of the group; this rank's own are not used.
+    """
+
+    def __init__(
+        self, send_tensors: Sequence[Tensor], recv_tensors: Sequence[Tensor], group: dist.ProcessGroup
+    ) -> None:
+        other_ranks = [rank for rank in range(group.size()) if rank != group.rank()]
+        peers = {rank: dist.get_global_rank(group, rank) for rank in other_ranks}
+        self._tensors = send_tensors, recv_tensors
+        works = [dist.irecv(recv_tensors[rank], peers[rank], group, TAG) for rank in other_ranks]
+        works += [dist.isend(send_tensors[rank], peers[rank], group, TAG) for rank in other_ranks]
+        self._works = [work for work in works if work is not None]
+
+    def wait(self, *timeout: Any) -> None:
+        """Wait until all messages are sent and received.
+
+        Args:
+            timeout: for each message, a `timedelta`; without it, the timeout of the group.
+        """
+        for work in self._works:
+            work.wait(*timeout)
+        self._works.clear()

@@ -21,7 +21,7 @@ from shrinkpoint.comm.compressed_allreduce import (
     make_all_reduce_sum,
 )
 from shrinkpoint.comm.compressors.base import Identity
-from shrinkpoint.comm.feedback.base import ErrorFeedback, NoFeedback
+from shrinkpoint.comm.error_feedback import ErrorFeedback, NoFeedback
 from shrinkpoint.comm.link import CompressorLike
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ReplicaConfigCheck
 from shrinkpoint.comm.stats import LinkStats

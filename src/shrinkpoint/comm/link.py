@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shrinkpoint import _native, validate
 from shrinkpoint.comm.compressors.base import Compressor, CompressorContext
-from shrinkpoint.comm.feedback.base import ErrorFeedback, MessageInfo, NoFeedback
+from shrinkpoint.comm.error_feedback import ErrorFeedback, MessageInfo, NoFeedback
 from shrinkpoint.comm.spec import as_compressor
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError

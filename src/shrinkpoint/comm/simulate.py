@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shrinkpoint import validate
 from shrinkpoint.comm.compressors.base import Compressor
-from shrinkpoint.comm.feedback.base import ErrorFeedback
+from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.link import CompressorLike, Link, MessageContext, NonfinitePolicy
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import LossWarning, MismatchError, PolicyError

@@ -12,7 +12,7 @@ from shrinkpoint.errors import PolicyError
 
 if TYPE_CHECKING:
     from shrinkpoint.comm.compressors.base import Compressor
-    from shrinkpoint.comm.feedback.base import ErrorFeedback
+    from shrinkpoint.comm.error_feedback import ErrorFeedback
 
 _NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
 _SPEC_EXAMPLES = """exact | bf16 | fp16 | q4 | q4:64 | q4:row | q4:channel | q4:64:dither | n3:64 | block4:32 | \
@@ -59,7 +59,7 @@ def as_compressor(compressor: Compressor | ErrorFeedback | str) -> Compressor | 
     if isinstance(compressor, str):
         return parse(compressor)
     from shrinkpoint.comm.compressors.base import Compressor
-    from shrinkpoint.comm.feedback.base import ErrorFeedback
+    from shrinkpoint.comm.error_feedback import ErrorFeedback
 
     expected = 'a compressor, a feedback, or the spec of one, such as "q4:64"'
     advice = (
@@ -92,7 +92,7 @@ def _lazy_class(module: str, name: str) -> Any:
 
 
 def _uniform(match: re.Match[str]) -> Any:
-    group, kind = match["group"], _lazy_class("compressors.uniform", "Uniform")
+    group, kind = match["group"], _lazy_class("compressors.quantizers", "Uniform")
     size = int(group) if group and group.isdigit() else group
     return kind(int(match["bits"]), **_without_none(group=size, dither=bool(match["dither"]) or None))
 
@@ -106,13 +106,13 @@ def _hadamard(match: re.Match[str]) -> Any:
 
 
 def _normal_float(match: re.Match[str]) -> Any:
-    return _lazy_class("compressors.normal_float", "NormalFloat")(
+    return _lazy_class("compressors.quantizers", "NormalFloat")(
         int(match["bits"]), **_without_none(group=_integer(match["group"]))
     )
 
 
 def _block_float(match: re.Match[str]) -> Any:
-    return _lazy_class("compressors.block_float", "BlockFloat")(
+    return _lazy_class("compressors.quantizers", "BlockFloat")(
         int(match["bits"]), **_without_none(block=_integer(match["block"]))
     )
 
@@ -156,9 +156,7 @@ def _without_none(**options: Any) -> dict[str, Any]:
 
 def _ef_mixed(match: re.Match[str]) -> Any:
     share = None if match["part"] is None else float(match["part"])
-    return _lazy_class("feedback.error_feedback", "EFMixed")(
-        parse_compressor(match["inner"]), **_without_none(share=share)
-    )
+    return _lazy_class("error_feedback", "EFMixed")(parse_compressor(match["inner"]), **_without_none(share=share))
 
 
 def _aqsgd(match: re.Match[str]) -> Any:
@@ -170,16 +168,14 @@ def _aqsgd(match: re.Match[str]) -> Any:
         expected = "warmup=, dtype=, most_bytes= and folder= after the compressor, in that order"
         raise PolicyError(f"spec {match[0]!r}", found=", ".join(options), expected=expected)
     typed = {name: value if name == "dtype" else int(value) for name, value in named.items()}
-    return _lazy_class("feedback.aqsgd", "AQSGD")(
-        parse_compressor(inner), **typed, **_without_none(folder=match["folder"])
-    )
+    return _lazy_class("aqsgd", "AQSGD")(parse_compressor(inner), **typed, **_without_none(folder=match["folder"]))
 
 
 _SpecRule = tuple[str, Callable[[re.Match[str]], Any]]
 _VALUES = r"(?::(?P<values>.+))?"
 _COMPRESSORS: tuple[_SpecRule, ...] = (
     ("exact", lambda found: _lazy_class("compressors.base", "Identity")()),
-    ("bf16|fp16", lambda found: _lazy_class("compressors.cast", "Cast")(found[0])),
+    ("bf16|fp16", lambda found: _lazy_class("compressors.base", "Cast")(found[0])),
     (r"q(?P<bits>\d+)(?::(?P<group>\d+|row|channel))?(?P<dither>:dither)?", _uniform),
     (r"n(?P<bits>\d+)(?::(?P<group>\d+))?", _normal_float),
     (r"block(?P<bits>\d+)(?::(?P<block>\d+))?", _block_float),
@@ -191,11 +187,11 @@ _COMPRESSORS: tuple[_SpecRule, ...] = (
 _FEEDBACKS: tuple[_SpecRule, ...] = (
     (
         r"ef\((?P<inner>.*)\)",
-        lambda found: _lazy_class("feedback.error_feedback", "EF")(parse_compressor(found["inner"])),
+        lambda found: _lazy_class("error_feedback", "EF")(parse_compressor(found["inner"])),
     ),
     (
         r"ef21\((?P<inner>.*)\)",
-        lambda found: _lazy_class("feedback.error_feedback", "EF21")(parse_compressor(found["inner"])),
+        lambda found: _lazy_class("error_feedback", "EF21")(parse_compressor(found["inner"])),
     ),
     (rf"efmixed\((?P<inner>.*?)(?:, share=(?P<part>{_NUMBER}))?\)", _ef_mixed),
     (r"aq\((?P<inner>.*?)(?:, folder=(?P<folder>.*))?\)", _aqsgd),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shrinkpoint.comm.compressors.block_float import BlockFloat
+from shrinkpoint.comm.compressors.quantizers import BlockFloat
 from shrinkpoint.errors import PolicyError
 
 WIDTHS = tuple(range(2, 9))

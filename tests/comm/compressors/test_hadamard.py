@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shrinkpoint.comm.compressors.base import Compressor, Identity
-from shrinkpoint.comm.compressors.block_float import BlockFloat
 from shrinkpoint.comm.compressors.hadamard import BLOCK_SIZES, Hadamard, hadamard_transform
-from shrinkpoint.comm.compressors.normal_float import NormalFloat
+from shrinkpoint.comm.compressors.quantizers import BlockFloat, NormalFloat, Uniform
 from shrinkpoint.comm.compressors.sparse import TopK
-from shrinkpoint.comm.compressors.uniform import Uniform
 from shrinkpoint.errors import PolicyError
 
 OUTLIERS = 0.05

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shrinkpoint.comm.compressors.normal_float import CENTERS, MIN_SCALE, NormalFloat
-from shrinkpoint.comm.compressors.uniform import Uniform
+from shrinkpoint.comm.compressors.quantizers import CENTERS, MIN_SCALE, NormalFloat, Uniform
 from shrinkpoint.errors import PolicyError
 
 GROUPS = 200

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from shrinkpoint.comm.compressors import sparse
 from shrinkpoint.comm.compressors.base import Compressor, CompressorContext
+from shrinkpoint.comm.compressors.quantizers import Uniform
 from shrinkpoint.comm.compressors.sparse import RandomK
-from shrinkpoint.comm.compressors.uniform import Uniform
 from shrinkpoint.comm.spec import parse
 from shrinkpoint.errors import PolicyError
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from shrinkpoint import _native
 from shrinkpoint.comm.compressors.base import NO_CONTEXT, CompressorContext
-from shrinkpoint.comm.compressors.bit_planes import unpack_planes
-from shrinkpoint.comm.compressors.uniform import Uniform
+from shrinkpoint.comm.compressors.layout import unpack_planes
+from shrinkpoint.comm.compressors.quantizers import Uniform
 from shrinkpoint.errors import PolicyError
 
 

@@ -13,14 +13,16 @@ from torch import Tensor
 
 from shrinkpoint import _native, validate
 from shrinkpoint.comm.compressors.base import NO_CONTEXT, Compressor, CompressorContext, check_compressor
-from shrinkpoint.comm.compressors.bit_planes import pack_planes, packed_bytes, unpack_planes
 from shrinkpoint.comm.compressors.layout import (
     fill_native,
     fill_tensor,
     flat_float32,
     native_threads,
+    pack_planes,
+    packed_bytes,
     pairwise_sum,
     to_groups,
+    unpack_planes,
 )
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.tensors.dtypes import tensor_bytes

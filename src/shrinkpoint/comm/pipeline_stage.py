@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shrinkpoint.comm.compressed_allreduce import is_gloo
 from shrinkpoint.comm.compressors.sparse import SameIndices
-from shrinkpoint.comm.gloo import is_gloo
 from shrinkpoint.comm.link import FINITE_VALUES, Link, MessageContext
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError

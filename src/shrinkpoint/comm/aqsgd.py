@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shrinkpoint import validate
 from shrinkpoint.comm.compressors.base import Compressor, CompressorContext, Identity, check_compressor
-from shrinkpoint.comm.feedback.base import (
+from shrinkpoint.comm.error_feedback import (
     ErrorFeedback,
     FeedbackState,
     MessageInfo,
@@ -20,7 +20,7 @@ from shrinkpoint.comm.feedback.base import (
     decode_float32,
     work_dtype,
 )
-from shrinkpoint.comm.feedback.sample_cache import LRUIndex, SampleCache
+from shrinkpoint.comm.sample_cache import LRUIndex, SampleCache
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.storage import local_path
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shrinkpoint import _native
-from shrinkpoint.comm.compressors.bit_planes import (
+from shrinkpoint.comm.compressors.layout import (
     _pack_planes_torch,
     _unpack_planes_torch,
     pack_planes,

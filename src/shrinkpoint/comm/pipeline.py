@@ -10,9 +10,9 @@ from torch import Tensor
 
 from shrinkpoint import validate
 from shrinkpoint.comm.compressors.base import Compressor, Identity
-from shrinkpoint.comm.feedback.base import ErrorFeedback
+from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.link import CompressorLike, Link, NonfinitePolicy
-from shrinkpoint.comm.pipeline.stage import Boundary, CompressedStage, Direction, check_stage_api
+from shrinkpoint.comm.pipeline_stage import Boundary, CompressedStage, Direction, check_stage_api
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, SampleIdBroadcast, StageConfigCheck
 from shrinkpoint.comm.simulate import InferenceReminder, split_ids
 from shrinkpoint.comm.spec import as_compressor

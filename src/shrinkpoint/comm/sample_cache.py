@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shrinkpoint.comm.feedback.base import zero_nonfinite_
+from shrinkpoint.comm.error_feedback import zero_nonfinite_
 from shrinkpoint.errors import MismatchError, NoSpaceError, PolicyError, StorageError
 
 _MIN_ROWS = 64

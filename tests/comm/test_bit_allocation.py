@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from shrinkpoint.comm.bit_allocation import allocate_bits, greedy_allocate
 from shrinkpoint.comm.simulate import insert_compression
-from shrinkpoint.comm.tuning.bit_allocation import allocate_bits, greedy_allocate
 from shrinkpoint.errors import PolicyError
 
 SPECS = ("q2:64", "q4:64", "q8:64")

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from shrinkpoint.comm.recommendation import DEFAULT_CANDIDATES, NO_COMPRESSION, CandidateLike, measure_cost, recommend
 from shrinkpoint.comm.spec import parse
-from shrinkpoint.comm.tuning.cost_model import NO_COMPRESSION
-from shrinkpoint.comm.tuning.recommend import DEFAULT_CANDIDATES, CandidateLike, measure_cost, recommend
 from shrinkpoint.errors import PolicyError
 
 SHAPE = (4, 16, 64)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.comm.tuning.cost_model import NO_COMPRESSION, CandidateCost, MessageCost, Workload, rank_candidates
+from shrinkpoint.comm.recommendation import NO_COMPRESSION, CandidateCost, MessageCost, Workload, rank_candidates
 from shrinkpoint.errors import PolicyError
 
 MB = 1_000_000

@@ -1,0 +1,444 @@
+"""Quantization of groups of values to codes of a few bits: `Uniform`, `BlockFloat` and `NormalFloat`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, TypedDict
+
+import torch
+from torch import Tensor
+
+from shrinkpoint import _native, validate
+from shrinkpoint.codec.lattice import dither
+from shrinkpoint.comm.compressors.base import NO_CONTEXT, Compressor, CompressorContext
+from shrinkpoint.comm.compressors.layout import (
+    bf16_from_bytes,
+    bf16_to_bytes,
+    fill_native,
+    fill_tensor,
+    flat_float32,
+    is_native_writable,
+    is_power_of_two,
+    native_threads,
+    pack_planes,
+    packed_bytes,
+    pairwise_sum,
+    round_to_bf16,
+    to_groups,
+    unpack_planes,
+    view_dtype,
+)
+from shrinkpoint.errors import PolicyError
+from shrinkpoint.tensors.dtypes import tensor_bytes
+
+MAX_BITS = 8
+MIN_STEP = 2.0**-120
+"""A smaller step becomes 0: its reciprocal would exceed float32."""
+_LOW_HALF = 0xFFFF
+
+
+class _NativeOptions(TypedDict):
+    seed: int | None
+    brief: bool
+    threads: int
+
+
+@dataclass(frozen=True)
+class Uniform(Compressor):
+    """k-bit min-max quantization: one range as in arXiv 2401.07788, or one for each group of values.
+
+    A tensor is cut into groups in row-major order. With lo and step of its group, x is sent as the code
+    `q = floor((x - lo) / step + 1/2)`, which decodes to `lo + q step`. A single range is stored as float32; ranges of
+    groups as bfloat16, lo rounded down and step rounded up, so that all values lie between the first and the last code.
+    A group with a value that is not finite, or whose range exceeds float32, decodes to nan.
+
+    Attributes:
+        bits: of a code, 1 to 8.
+        group: the number of values of a group; None for all; "row" for the last axis; "channel" for all axes from the
+            third on, or as "row" for tensors with fewer axes.
+        dither: add noise before rounding that the receiver subtracts again (subtractive dither): the error is then
+            uniformly distributed whatever the values are, and 0 on average. The seed is the key of the message.
+
+    Raises:
+        PolicyError: `bits` or `group` is out of range.
+    """
+
+    bits: int
+    group: int | Literal["row", "channel"] | None = None
+    dither: bool = False
+
+    def __post_init__(self) -> None:
+        validate.check_int("bits", self.bits, maximum=MAX_BITS, do='for 16 bits, use "bf16"')
+        is_size = isinstance(self.group, int) and not isinstance(self.group, bool) and self.group >= 1
+        validate.check_bool("dither", self.dither)
+        if not is_size and self.group not in (None, "row", "channel"):
+            expected = 'a number of values, "row", "channel" or None'
+            raise PolicyError("group", found=repr(self.group), expected=expected, do="use 64")
+
+    @property
+    def spec(self) -> str:
+        parts = [f"q{self.bits}", *([str(self.group)] if self.group else []), *(["dither"] if self.dither else [])]
+        return ":".join(parts)
+
+    def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT) -> int:
+        count = math.prod(shape)
+        return self._range_bytes(-(-count // self._group_size(shape))) + packed_bytes(count, self.bits)
+
+    def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        if tensor.device.type != "cpu":
+            return self._encode_torch(tensor, context)
+        wire = torch.empty(self.wire_bytes(tensor.shape, tensor.dtype), dtype=torch.uint8, device="cpu")
+        if wire.numel():
+            size = self._group_size(tensor.shape)
+            _native.uniform_encode(
+                flat_float32(tensor).numpy(), size, self.bits, wire.numpy(), **self._native_options(tensor, context)
+            )
+        return wire
+
+    def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        if out.device.type != "cpu":
+            return self._decode_torch(wire, out, context)
+        wire, size = self.check_message(wire, out, context), self._group_size(out.shape)
+        if not wire.numel():
+            return out
+        target = (
+            out.detach() if is_native_writable(out) else torch.empty(out.numel(), dtype=torch.float32, device="cpu")
+        )
+        _native.uniform_decode(wire.numpy(), size, self.bits, target.numpy(), **self._native_options(out, context))
+        return out if is_native_writable(out) else fill_tensor(out, target)
+
+    def _native_options(self, tensor: Tensor, context: CompressorContext) -> _NativeOptions:
+        seed = context.key if self.dither else None
+        return {"seed": seed, "brief": self.group is not None, "threads": native_threads(tensor.numel())}
+
+    def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
+        values, size = flat_float32(tensor), self._group_size(tensor.shape)
+        if not values.numel():
+            return values.new_empty(0, dtype=torch.uint8)
+        groups = _split_groups(values, size)
+        lo, step = self._ranges(groups)
+        inverse = torch.where(step > 0, 1 / step, 0.0)
+        codes = (groups - lo[:, None]).mul_(inverse[:, None]).view(-1)[: values.numel()]
+        codes = codes.add_(self._noise(context, values) + 0.5).floor_().clamp_(0, 2**self.bits - 1)
+        # A value that is not finite has no code; its group decodes to nan whatever the codes are.
+        packed = pack_planes(codes.nan_to_num_(0.0, 0.0, 0.0).to(torch.uint8), self.bits)
+        return torch.cat([_ranges_to_bytes(lo, self.group is None), _ranges_to_bytes(step, self.group is None), packed])
+
+    def _decode_torch(self, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
+        wire, count, size = self.check_message(wire, out, context), out.numel(), self._group_size(out.shape)
+        if not count:
+            return out
+        num_groups = -(-count // size)
+        lo, step = (
+            _ranges_from_bytes(part, self.group is None) for part in wire[: self._range_bytes(num_groups)].chunk(2)
+        )
+        codes = unpack_planes(wire[self._range_bytes(num_groups) :], count, self.bits).to(torch.float32)
+        points = _split_groups(codes.sub_(self._noise(context, codes)), size)
+        return fill_tensor(out, (points * step[:, None]).add_(lo[:, None]).view(-1)[:count])
+
+    def _group_size(self, shape: Sequence[int]) -> int:
+        """The number of values of a group, at least 1."""
+        if self.group is None or isinstance(self.group, int):
+            count = max(1, math.prod(shape))
+            return count if self.group is None else min(count, self.group)
+        return max(1, math.prod(shape[2:] if self.group == "channel" and len(shape) > 2 else shape[-1:]))
+
+    def _range_bytes(self, num_groups: int) -> int:
+        """The size in bytes of the ranges of `num_groups` groups."""
+        return num_groups * (8 if self.group is None else 4)
+
+    def _noise(self, context: CompressorContext, values: Tensor) -> Tensor | float:
+        return dither(context.key, (1, values.numel()), values.device)[0] if self.dither else 0.0
+
+    def _ranges(self, groups: Tensor) -> tuple[Tensor, Tensor]:
+        """lo and step of each row, both of shape (groups,)."""
+        smallest, largest = groups.amin(1) + 0.0, groups.amax(1)  # -0 becomes 0: which one is less depends on the order
+        width, lo, levels = largest - smallest, smallest, 2**self.bits - 1
+        if self.group is not None:
+            lo = _round_down_bf16(smallest)
+        # Divided by a tensor: where it is a number, GPUs multiply by a reciprocal, which rounds otherwise.
+        step = (largest - lo) / torch.full_like(lo, levels)
+        if self.group is not None:
+            step = _round_up_bf16(step)
+        step = torch.where(step < MIN_STEP, 0.0, step)
+        spare = 0.5 if self.dither else 0.0
+        first, last = lo - step * spare, lo + step * (levels + spare)
+        fits = width.isfinite() & first.isfinite() & last.isfinite()
+        return torch.where(fits, lo, torch.nan), torch.where(fits, step, 0.0)
+
+
+def _split_groups(values: Tensor, size: int) -> Tensor:
+    """Rows of `size` values; the last row is padded with the last value, which changes no range."""
+    missing = -values.numel() % size
+    if missing:
+        values = torch.cat([values, values[-1:].expand(missing)])
+    return values.view(-1, size)
+
+
+def _round_down_bf16(values: Tensor) -> Tensor:
+    """Round float32 to bfloat16 towards minus infinity, as float32."""
+    bits = values.view(torch.int32)
+    away = (bits < 0) & (bits & _LOW_HALF != 0)
+    return ((bits & ~_LOW_HALF) + (away.to(torch.int32) << 16)).view(torch.float32)
+
+
+def _round_up_bf16(values: Tensor) -> Tensor:
+    """Round nonnegative float32 to bfloat16 away from zero, as float32."""
+    return ((values.view(torch.int32) + _LOW_HALF) & ~_LOW_HALF).view(torch.float32)
+
+
+def _ranges_to_bytes(values: Tensor, is_float32: bool) -> Tensor:
+    """The bytes of float32 values, or of their upper halves: a conversion to bfloat16 may change the bits of a nan."""
+    return (
+        values.view(torch.uint8) if is_float32 else (values.view(torch.int32) >> 16).to(torch.int16).view(torch.uint8)
+    )
+
+
+def _ranges_from_bytes(data: Tensor, is_float32: bool) -> Tensor:
+    return view_dtype(data, torch.float32) if is_float32 else view_dtype(data, torch.bfloat16).to(torch.float32)
+
+
+NAN_EXPONENT = 255
+"""The exponent of a block with a value that is not finite."""
+MIN_EXPONENT = 16
+"""A smaller exponent (a largest magnitude below 2^-111) is stored as 0, which decodes to a block of zeros."""
+ROUND_MAGIC = 1.5 * 2**23
+"""Added to a small float32 and subtracted again, it rounds to the nearest integer, halves to even."""
+
+
+@dataclass(frozen=True)
+class BlockFloat(Compressor):
+    """Integers times a power of two for each block: the layout of MXINT8 (OCP Microscaling Formats 1.0), of any width.
+
+    Values are `q 2^(E - 125 - bits)` with |q| < 2^(bits - 1), rounded to nearest, halves to even. E is the exponent of
+    the largest magnitude as a biased float32 exponent, or one less if that makes the sum of squared errors smaller: the
+    largest values are then clipped, and the step of all others is halved. Values that are on such a grid already are
+    sent exactly. A block with a value that is not finite decodes to nan.
+
+    Message: exponents, 1 byte each | bit planes of q, two's complement.
+
+    Attributes:
+        bits: of a mantissa with its sign, 2 to 8.
+        block: consecutive values in row-major order that share an exponent; a power of two, 16 to 4096.
+
+    Raises:
+        PolicyError: `bits` or `block` is out of range.
+    """
+
+    bits: int
+    block: int = 32
+
+    def __post_init__(self) -> None:
+        validate.check_int("bits", self.bits, minimum=2, maximum=8, do="use Normal for one bit")
+        if not is_power_of_two(self.block, 16, 4096):
+            raise PolicyError("block", found=repr(self.block), expected="a power of two, 16 to 4096", do="use 32")
+
+    @property
+    def spec(self) -> str:
+        return f"block{self.bits}:{self.block}"
+
+    def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT) -> int:
+        count = math.prod(shape)
+        return self._num_blocks(count) + packed_bytes(count, self.bits)
+
+    def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        return self._encode_native(tensor) if tensor.device.type == "cpu" else self._encode_torch(tensor, context)
+
+    def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        wire = self.check_message(wire, out, context)
+        return self._decode_native(wire, out) if out.device.type == "cpu" else self._decode_torch(wire, out, context)
+
+    def _num_blocks(self, count: int) -> int:
+        return -(-count // self.block)
+
+    def _encode_native(self, tensor: Tensor) -> Tensor:
+        wire, threads = (
+            torch.empty(self.wire_bytes(tensor.shape, tensor.dtype), dtype=torch.uint8),
+            native_threads(tensor.numel()),
+        )
+        values = tensor_bytes(flat_float32(tensor))
+        _native.blockfloat_encode(values, wire.numpy(), block=self.block, bits=self.bits, threads=threads)
+        return wire
+
+    def _decode_native(self, wire: Tensor, out: Tensor) -> Tensor:
+        layout, threads = {"block": self.block, "bits": self.bits}, native_threads(out.numel())
+        return fill_native(out, lambda to: _native.blockfloat_decode(wire.numpy(), to, **layout, threads=threads))
+
+    def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
+        values = to_groups(tensor, self.block)
+        exponents = _block_exponents(values)
+        is_coded = (exponents >= MIN_EXPONENT) & (exponents < NAN_EXPONENT)
+        scaled = torch.where(is_coded, values, 0.0) * torch.where(is_coded, 1 / self._steps(exponents), 0.0)
+        codes, error = self._round_codes(scaled)
+        fine_codes, fine_error = self._round_codes(scaled * 2)
+        use_fine = fine_error * 0.25 < error
+        exponents = torch.where(is_coded, exponents - use_fine.to(torch.int32), exponents)
+        codes = torch.where(use_fine, fine_codes, codes).to(torch.int32) & ((1 << self.bits) - 1)
+        packed = pack_planes(codes.to(torch.uint8).reshape(-1)[: tensor.numel()], self.bits)
+        return torch.cat([exponents.to(torch.uint8).reshape(-1), packed])
+
+    def _round_codes(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The nearest integer codes, as float32, and the sum of squared errors of each block, shape (blocks, 1)."""
+        max_code = (1 << (self.bits - 1)) - 1
+        codes = (values.clamp(-max_code, max_code) + ROUND_MAGIC) - ROUND_MAGIC
+        errors = values - codes
+        return codes, pairwise_sum(errors * errors)
+
+    def _steps(self, exponents: Tensor) -> Tensor:
+        """The step of each block: nan for a block that is not finite, 0 for a block of zeros."""
+        steps = ((exponents - (self.bits - 2)) << 23).view(torch.float32)
+        return torch.where(exponents == NAN_EXPONENT, torch.nan, torch.where(exponents == 0, 0.0, steps))
+
+    def _decode_torch(self, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
+        count, high = out.numel(), 1 << (self.bits - 1)
+        blocks = self._num_blocks(count)
+        codes = torch.nn.functional.pad(unpack_planes(wire[blocks:], count, self.bits), (0, -count % self.block))
+        signed = ((codes.to(torch.int32) ^ high) - high).reshape(blocks, self.block)
+        values = signed.to(torch.float32) * self._steps(wire[:blocks, None].to(torch.int32))
+        return fill_tensor(out, values.reshape(-1)[:count])
+
+
+def _block_exponents(values: Tensor) -> Tensor:
+    """The biased exponent of the largest magnitude of each block, 0 below `MIN_EXPONENT`: int32, shape (blocks, 1)."""
+    if not len(values):
+        return values.new_empty(0, 1, dtype=torch.int32)
+    exponents = (values.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True) >> 23
+    return torch.where(exponents < MIN_EXPONENT, 0, exponents)
+
+
+# Lloyd's fixed point for the positive half of the standard normal, iterated in float64 until no center moved, then
+# rounded to float32: a center is the mean between two thresholds, a threshold is halfway between two centers.
+CENTERS: dict[int, tuple[float, ...]] = {
+    1: (0.7978846,),
+    2: (0.45278004, 1.5104176),
+    3: (0.24509418, 0.7560053, 1.3439093, 2.1519456),
+    4: (0.12839504, 0.3880483, 0.65675914, 0.94234043, 1.2562312, 1.6180464, 2.0690172, 2.7325895),
+}
+"""Magnitudes that codes decode to, by the bits of a code; the sign is one of these bits."""
+MIN_SCALE = 2.0**-120
+"""A smaller scale is 0: its reciprocal would leave float32."""
+SCALE_FRACTIONS = (0.25, 0.5)
+"""Scales that are tried, as fractions of the way from the scale of the mean magnitude to that of the largest."""
+
+
+@dataclass(frozen=True)
+class NormalFloat(Compressor):
+    """Sign and magnitude on the levels that are optimal for a normal distribution, times a scale for each group.
+
+    The levels are those of Max (1960) and Lloyd (1982). The scale of a group is a bfloat16. Four are tried, and the one
+    with the least sum of squared errors is sent, the earlier of two equal ones: the mean magnitude times sqrt(pi / 2),
+    optimal for a normal distribution; two on the way to the next; and the largest magnitude over the largest level,
+    optimal for an outlier. With one bit the first is the best, and the only one.
+
+    The last group is padded with zeros. The first scale is a sum of magnitudes that were each multiplied by one float32
+    before, sqrt(pi / 2) over the number of values in the group without padding; sums add the halves of a group until
+    one number is left. A group with a value that is not finite, or whose scale exceeds float32, decodes to nan.
+
+    Message: scales, 2 bytes each | bit planes of codes. A code is the index of its level, with the sign in the top bit.
+
+    Attributes:
+        bits: of a code, 1 to 4.
+        group: consecutive values in row-major order that share a scale; a power of two, 16 to 4096.
+
+    Raises:
+        PolicyError: `bits` or `group` is out of range.
+    """
+
+    bits: int
+    group: int = 64
+
+    def __post_init__(self) -> None:
+        validate.check_int("bits", self.bits, maximum=max(CENTERS), do="use Uniform for more")
+        if not is_power_of_two(self.group, 16, 4096):
+            raise PolicyError("group", found=repr(self.group), expected="a power of two, 16 to 4096", do="use 64")
+
+    @property
+    def spec(self) -> str:
+        return f"n{self.bits}:{self.group}"
+
+    def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT) -> int:
+        count = math.prod(shape)
+        return 2 * self._num_groups(count) + packed_bytes(count, self.bits)
+
+    def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        return self._encode_native(tensor) if tensor.device.type == "cpu" else self._encode_torch(tensor, context)
+
+    def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        wire = self.check_message(wire, out, context)
+        return self._decode_native(wire, out) if out.device.type == "cpu" else self._decode_torch(wire, out, context)
+
+    def _num_groups(self, count: int) -> int:
+        return -(-count // self.group)
+
+    def _centers(self, device: torch.device) -> Tensor:
+        return torch.tensor(CENTERS[self.bits], dtype=torch.float32, device=device)
+
+    def _encode_native(self, tensor: Tensor) -> Tensor:
+        wire = torch.empty(self.wire_bytes(tensor.shape, tensor.dtype), dtype=torch.uint8)
+        values, centers = tensor_bytes(flat_float32(tensor)), tensor_bytes(self._centers(tensor.device))
+        _native.normal_encode(
+            values, centers, wire.numpy(), group=self.group, bits=self.bits, threads=native_threads(tensor.numel())
+        )
+        return wire
+
+    def _decode_native(self, wire: Tensor, out: Tensor) -> Tensor:
+        layout, centers = {"group": self.group, "bits": self.bits}, tensor_bytes(self._centers(out.device))
+        threads = native_threads(out.numel())
+        return fill_native(out, lambda to: _native.normal_decode(wire.numpy(), centers, to, **layout, threads=threads))
+
+    def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
+        values, centers = to_groups(tensor, self.group), self._centers(tensor.device)
+        scales, codes = _best_scale(values.abs(), _scale_candidates(values.abs(), tensor.numel(), centers), centers)
+        codes = codes | (values < 0).to(torch.uint8) << (self.bits - 1)
+        codes = codes.masked_fill_(~((scales >= MIN_SCALE) & scales.isfinite()), 0)
+        return torch.cat([bf16_to_bytes(scales), pack_planes(codes.reshape(-1)[: tensor.numel()], self.bits)])
+
+    def _decode_torch(self, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
+        count, centers = out.numel(), self._centers(out.device)
+        head = 2 * self._num_groups(count)
+        codes = torch.nn.functional.pad(unpack_planes(wire[head:], count, self.bits), (0, -count % self.group))
+        values = torch.cat([centers, -centers])[codes.reshape(-1, self.group).long()] * bf16_from_bytes(wire[:head])
+        return fill_tensor(out, values.reshape(-1)[:count])
+
+
+def _scale_candidates(magnitudes: Tensor, count: int, centers: Tensor) -> list[Tensor]:
+    """The scales to try, each of shape (groups, 1); all are 0, or not finite, where the first one is."""
+    root = math.sqrt(math.pi / 2)
+    factors = torch.full_like(magnitudes[:, :1], root / magnitudes.shape[1])
+    if count % magnitudes.shape[1]:
+        factors[-1] = root / (count % magnitudes.shape[1])
+    mean = pairwise_sum(magnitudes * factors)
+    if len(centers) == 1:
+        scales = [mean]
+    else:
+        max_scale = magnitudes.amax(1, keepdim=True) * (1 / centers[-1])
+        scales = [mean, *(mean + (max_scale - mean) * fraction for fraction in SCALE_FRACTIONS), max_scale]
+    too_small = round_to_bf16(mean) < MIN_SCALE
+    return [torch.where(too_small, 0.0, round_to_bf16(scale)) for scale in scales]
+
+
+def _best_scale(magnitudes: Tensor, candidates: list[Tensor], centers: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose the scale of each group with the least error; return it and the codes of the magnitudes."""
+    first = candidates[0]
+    inverse = 1 / first
+    best, codes, min_error = first, *_quantize_with_scale(magnitudes, first, inverse, centers)
+    for scale in candidates[1:]:
+        scale_codes, error = _quantize_with_scale(magnitudes, scale, inverse, centers)
+        better = error < min_error
+        best, min_error = torch.where(better, scale, best), torch.where(better, error, min_error)
+        codes = torch.where(better, scale_codes, codes)
+    return best, codes
+
+
+def _quantize_with_scale(magnitudes: Tensor, scale: Tensor, unit: Tensor, centers: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of magnitudes with one scale, and the sum of squared errors in a unit that all scales of a group share."""
+    scaled = magnitudes * (1 / scale)
+    codes, level = torch.zeros_like(scaled, dtype=torch.uint8), centers[0].expand_as(scaled)
+    for low, high in pairwise(centers):
+        above = scaled > (low + high) * 0.5
+        codes, level = codes + above.to(torch.uint8), torch.where(above, high, level)
+    ratio, errors = scale * unit, scaled - level
+    return codes, pairwise_sum(errors * errors) * (ratio * ratio)

@@ -1,1 +1,0 @@
-"""Compressed transfers between the stages of a torch pipeline."""

@@ -1,0 +1,141 @@
+"""Error feedback: nothing is lost for good with EF, both ends of EF21 know what was sent, EF-mixed sends both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.comm_links import batches, cross, ends, same
+
+from shrinkpoint.comm import Link, MessageContext, parse
+
+
+@pytest.mark.parametrize("spec", ["top10", "q2:16", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ef_is_the_published_recursion(spec, dtype):
+    """c = C(x + e), e <- x + e - c, computed here by hand."""
+    sender, receiver = ends(f"ef({spec})")
+    compressor, residual = parse(spec), torch.zeros(6, 23)
+    for x, _ in batches(20, dtype=dtype):
+        rows = len(x)
+        total = (residual[:rows] + x).to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+        c = compressor.decode(compressor.encode(total), torch.empty_like(total)).to(dtype)
+        residual[:rows] = residual[:rows] + x - c
+        assert same(cross(sender, receiver, x), c)
+    assert same(sender.state_dict()["feedback"]["residual"]["0.0"], residual)
+
+
+@pytest.mark.parametrize("spec", ["ef(top10)", "ef(q1:23)", "efmixed(top20)", "ef(bf16)"])
+def test_what_was_sent_adds_up_to_what_was_given(spec):
+    sender, receiver = ends(spec)
+    given, sent = torch.zeros(6, 23), torch.zeros(6, 23)
+    for seed in range(60):
+        x = torch.randn(6, 23, generator=torch.Generator().manual_seed(seed))
+        given, sent = given + x, sent + cross(sender, receiver, x)
+    rest = sender.state_dict()["feedback"]["residual"]["0.0"]
+    assert torch.allclose(given, sent + rest, atol=1e-4)
+    assert float(rest.norm()) < float(given.norm())
+
+
+def test_slots_and_tensors_have_their_own_residuals():
+    """What was lost of micro-batch 0 is not added to micro-batch 1."""
+    link, alone = Link("ef(top10)"), Link("ef(top10)")
+    rows = [torch.randn(4, 30, generator=torch.Generator().manual_seed(n)) for n in range(6)]
+    for n, x in enumerate(rows):
+        wire = link.pack(x, MessageContext(slot=n % 2, tensor=1))
+        if n % 2 == 0:
+            assert torch.equal(wire, alone.pack(x, MessageContext(tensor=1)))
+
+
+def test_a_short_batch_uses_the_first_rows_and_leaves_the_others():
+    link = Link("ef(top10)")
+    link.pack(torch.randn(6, 20, generator=torch.Generator().manual_seed(0)))
+    before = link.state_dict()["feedback"]["residual"]["0.0"].clone()
+    link.pack(torch.ones(4, 20))
+    after = link.state_dict()["feedback"]["residual"]["0.0"]
+    assert torch.equal(before[4:], after[4:]) and not torch.equal(before[:4], after[:4])
+    assert link.stats.restarts == 0
+
+
+def test_a_receiver_keeps_nothing():
+    sender, receiver = ends("ef(top10)")
+    cross(sender, receiver, torch.ones(4, 10))
+    assert receiver.state_dict()["feedback"] == {"residual": {}}
+
+
+def test_ef21_is_the_published_recursion():
+    """g <- g + C(x - g), computed here by hand."""
+    sender, receiver = ends("ef21(top10)")
+    compressor, g = parse("top10"), torch.zeros(6, 23)
+    for x, _ in batches(20):
+        change = x - g[: len(x)]
+        g[: len(x)] += compressor.decode(compressor.encode(change), torch.empty_like(x))
+        assert same(cross(sender, receiver, x), g[: len(x)])
+
+
+def test_what_stays_the_same_is_soon_known_exactly():
+    sender, receiver = ends("ef21(top10)")
+    x = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    for _ in range(9):
+        assert not torch.equal(cross(sender, receiver, x), x)
+    assert torch.equal(cross(sender, receiver, x), x)
+
+
+def test_an_end_that_missed_a_message_is_found_out():
+    sender, receiver = ends("ef21(q4:64)")
+    cross(sender, receiver, torch.ones(4, 8))
+    state = receiver.state_dict()
+    state = {**state, "feedback": {"reference": {"0.0": state["feedback"]["reference"]["0.0"].clone()}}}
+    for number in range(3):
+        cross(
+            sender,
+            receiver,
+            torch.randn(4, 8, generator=torch.Generator().manual_seed(number)),
+            MessageContext(slot=number),
+        )
+    receiver.load_state_dict(state)
+    assert sender.fingerprint() != receiver.fingerprint()
+    receiver.load_state_dict(sender.state_dict())
+    assert sender.fingerprint() == receiver.fingerprint()
+    receiver._state._buffers.get(receiver._message_info(MessageContext()), torch.empty(4, 8))[0, 0] += 1
+    assert sender.fingerprint() != receiver.fingerprint()
+
+
+def test_loading_copies():
+    sender, receiver = ends("ef21(top10)")
+    cross(sender, receiver, torch.ones(4, 8))
+    receiver.load_state_dict(sender.state_dict())
+    cross(sender, receiver, torch.full((4, 8), 2.0))
+    assert sender.fingerprint() == receiver.fingerprint()
+
+
+def test_ef_mixed_sends_half_of_the_tensor_and_half_of_what_was_lost():
+    sender, receiver = ends("efmixed(top10)")
+    half, residual = parse("top5"), torch.zeros(5, 40)
+    for seed in range(12):
+        x = torch.randn(5, 40, generator=torch.Generator().manual_seed(seed))
+        a, b = (half.decode(half.encode(one), torch.empty_like(one)) for one in (x, residual))
+        assert same(cross(sender, receiver, x), a + b)
+        residual = residual + x - (a + b)
+    assert same(sender.state_dict()["feedback"]["residual"]["0.0"], residual)
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.5, 10 + 10), (0.25, 5 + 15), (0.75, 15 + 5)])
+def test_the_budget_is_split(share, expected):
+    sender, receiver = ends(f"efmixed(top20, share={share})")
+    for seed in range(3):
+        out = cross(sender, receiver, torch.randn(1, 100, generator=torch.Generator().manual_seed(seed)))
+        places = receiver.indices()
+        assert places is not None and places.numel() <= expected
+        assert set(out.flatten().nonzero().flatten().tolist()) <= set(places.tolist())
+
+
+def test_a_message_costs_about_what_a_plain_one_does():
+    mixed, plain = (Link(how).wire_bytes((8, 1000), torch.float32) for how in ("efmixed(top10)", "top10"))
+    assert plain <= mixed < 1.1 * plain
+
+
+def test_the_halves_of_random_indices_differ():
+    sender, receiver = ends("efmixed(rand20)")
+    cross(sender, receiver, torch.ones(1, 200))
+    places = receiver.indices()
+    assert places is not None and 20 < places.numel() < 40
