@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import struct
 
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.container import FileReader, FileWriter
 from shrinkpoint.container.header import PREFIX
-from shrinkpoint.storage.base import MemorySink, MemorySource
+from shrinkpoint.storage.base import MemorySource
 from shrinkpoint.tensors.info import EncodedRecord, Role, TensorInfo
 
 SEAL = slice(8 + len(PREFIX), 8 + len(PREFIX) + 32)
@@ -47,7 +48,7 @@ def some():
 
 def file(records, *, spool=None, expected=None, tree=None, parent=None, report=None):
     """The bytes of a file."""
-    sink = MemorySink()
+    sink = io.BytesIO()
     infos = [info for record in records for info in record.infos] if expected is None else expected
     writer = FileWriter(sink, scheme="lossless", parent=parent, tree=tree, expected=infos)
     writer.spool = writer.spool if spool is None else spool

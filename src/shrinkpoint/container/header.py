@@ -23,26 +23,7 @@ ALIGN = 8
 MAX_HEADER_BYTES = 100_000_000
 """Largest header in bytes; safetensors refuses longer ones, too."""
 
-SAFETENSORS_DTYPES = frozenset(
-    {
-        "BOOL",
-        "U8",
-        "I8",
-        "U16",
-        "I16",
-        "U32",
-        "I32",
-        "U64",
-        "I64",
-        "F16",
-        "BF16",
-        "F32",
-        "F64",
-        "F8_E4M3",
-        "F8_E5M2",
-        "C64",
-    }
-)
+SAFETENSORS_DTYPES = ITEMSIZE.keys() - {"F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0", "F4_X2", "C32", "C128"}
 """The dtypes that an entry may have; each means the same to safetensors."""
 
 PREFIX = b'{"__metadata__":{"format":"pt","shrinkpoint.digest":"'
@@ -138,7 +119,11 @@ def decode_header(source: Readable, where: str) -> Header:
     if len(metadata) != 3:
         raise corrupt_error(where, f"metadata with the keys {sorted(metadata)}", "the three of our format")
     slots, end = _parse_slots(outer, where)
-    _check_size(source.size, len(data) + end, where)
+    size = len(data) + end
+    if source.size < size:
+        raise _truncated_error(where, f"{source.size} bytes", f"{size}, which its header announces")
+    if source.size > size:
+        raise corrupt_error(where, f"{source.size} bytes", f"{size}, which its header announces")
     return Header(digest, document, slots, len(data))
 
 
@@ -156,9 +141,8 @@ def _read_bytes(source: Readable, where: str) -> bytes:
         raise _truncated_error(where, f"{source.size} bytes", "at least the 8 of a length")
     (length,) = struct.unpack("<Q", source.read(0, 8))
     if length > MAX_HEADER_BYTES or length % ALIGN or length < len(PREFIX):
-        raise corrupt_error(
-            where, f"an announced header of {length} bytes", f"a multiple of 8 up to {MAX_HEADER_BYTES}"
-        )
+        expected = f"a multiple of 8 up to {MAX_HEADER_BYTES}"
+        raise corrupt_error(where, f"an announced header of {length} bytes", expected)
     if 8 + length > source.size:
         raise _truncated_error(where, f"{source.size} bytes", f"{8 + length} for the header alone")
     return bytes(source.read(0, 8 + length))
@@ -166,12 +150,8 @@ def _read_bytes(source: Readable, where: str) -> bytes:
 
 def _check_digest(data: bytes, where: str) -> str:
     if not data[8:].startswith(PREFIX):
-        raise corrupt_error(
-            where,
-            f"a header that begins with {data[8:40]!r}",
-            "the beginning of a shrinkpoint header",
-            "open it with safetensors, if it is another program's",
-        )
+        found, do = f"a header that begins with {data[8:40]!r}", "open it with safetensors, if it is another program's"
+        raise corrupt_error(where, found, "the beginning of a shrinkpoint header", do)
     stored = data[_DIGEST_SLICE].decode("latin-1")
     digest = xxh3_128(data[: _DIGEST_SLICE.start] + _BLANK_DIGEST + data[_DIGEST_SLICE.stop :])
     if stored != digest:
@@ -180,14 +160,14 @@ def _check_digest(data: bytes, where: str) -> str:
 
 
 def _parse_slots(entries: dict[str, JSON], where: str) -> tuple[tuple[Slot, ...], int]:
+    """The entries, and the bytes of the payload that they fill."""
     slots, cursor = [], 0
     for name, value in entries.items():
         slot = _parse_slot(name, value, where)
         if slot.begin != cursor:
             fault = "overlaps the previous one" if slot.begin < cursor else "leaves a hole before it"
-            raise corrupt_error(
-                where, f"entry {name!r}, which begins at {slot.begin} and {fault}", f"a beginning at {cursor}"
-            )
+            found = f"entry {name!r}, which begins at {slot.begin} and {fault}"
+            raise corrupt_error(where, found, f"a beginning at {cursor}")
         slots.append(slot)
         cursor = slot.end
     return tuple(slots), cursor
@@ -210,11 +190,7 @@ def _parse_slot(name: str, value: JSON, where: str) -> Slot:
 
 
 def shape_from_json(value: JSON, where: str, what: str) -> tuple[int, ...]:
-    """Return `value` as a tuple if it is a list of whole numbers from 0 to 2^63 - 1.
-
-    Raises:
-        CorruptError: it is not.
-    """
+    """Return `value` as a tuple if it is a list of whole numbers from 0 to 2^63 - 1; else raise a CorruptError."""
     numbers = expect_type(value, list, where, what)
     for number in numbers:
         if not 0 <= expect_type(number, int, where, what) < SIZE_LIMIT:
@@ -223,22 +199,11 @@ def shape_from_json(value: JSON, where: str, what: str) -> tuple[int, ...]:
 
 
 def check_hexdigest(value: JSON, where: str, what: str) -> str:
-    """Return `value` if it is a digest in hex.
-
-    Raises:
-        CorruptError: it is not.
-    """
+    """Return `value` if it is a digest in hex; else raise a CorruptError."""
     digest = expect_type(value, str, where, what)
     if not _DIGEST_PATTERN.fullmatch(digest):
         raise corrupt_error(where, f"{digest[:40]!r} for {what}", "32 hex digits")
     return digest
-
-
-def _check_size(size: int, announced: int, where: str) -> None:
-    if size < announced:
-        raise _truncated_error(where, f"{size} bytes", f"{announced}, which its header announces")
-    if size > announced:
-        raise corrupt_error(where, f"{size} bytes", f"{announced}, which its header announces")
 
 
 def _truncated_error(where: str, found: str, expected: str) -> TruncatedError:
@@ -320,7 +285,7 @@ def filler_size(dtype: str, size: int, begin: int) -> int:
 
 
 def record_to_json(record: EncodedRecord, recipe: int, digests: Mapping[str, str]) -> list[JSON]:
-    """Return the JSON of a record; values that a reader can infer are null.
+    """The JSON of a record; values that a reader can infer are null.
 
     Args:
         recipe: index of the record's recipe in the list of recipes.
@@ -341,7 +306,7 @@ def _info_to_json(info: TensorInfo) -> list[JSON]:
     return [info.name, info.dtype, list(info.shape), info.role.value, *offsets]
 
 
-def parse(header: Header, where: str) -> FileMetadata:
+def parse_metadata(header: Header, where: str) -> FileMetadata:
     """Parse the metadata and validate it against the entries: each belongs to one record, in order.
 
     Raises:
@@ -351,16 +316,12 @@ def parse(header: Header, where: str) -> FileMetadata:
     fields = expect_type(load_json(header.metadata_json, where, "the document"), dict, where, "the document")
     version = expect_type(fields.get("format"), int, where, "the format version")
     if version > FORMAT_VERSION:
-        raise VersionError(
-            where,
-            found=shorten(f"format version {version}, written by {fields.get('writer')!r}"),
-            expected=f"at most version {FORMAT_VERSION}",
-            do="install a newer shrinkpoint to read it",
-        )
+        found = shorten(f"format version {version}, written by {fields.get('writer')!r}")
+        expected, do = f"at most version {FORMAT_VERSION}", "install a newer shrinkpoint to read it"
+        raise VersionError(where, found=found, expected=expected, do=do)
     if version != FORMAT_VERSION or fields.keys() != _KEYS:
-        raise corrupt_error(
-            where, f"version {version} with the keys {sorted(fields)}", f"version 1 with {sorted(_KEYS)}"
-        )
+        found = f"version {version} with the keys {sorted(fields)}"
+        raise corrupt_error(where, found, f"version 1 with {sorted(_KEYS)}")
     if fields["parent"] is not None:
         expect_type(fields["parent"], dict, where, "the parent")
     return FileMetadata(
@@ -400,14 +361,13 @@ def _add_unique(seen: set[str], names: Sequence[str], where: str, what: str) -> 
 
 
 def _unclaimed_entries(header: Header, where: str) -> Iterator[tuple[Slot, int, int]]:
-    """Yield each entry that is not a filler, with the filler bytes before it and its offset in the file."""
+    """Each entry that is not a filler, with the filler bytes before it and its offset in the file."""
     pad = 0
     for slot in header.slots:
         if slot.name.startswith(FILLER_PREFIX):
             if pad or slot.dtype != "U8" or not 0 < slot.size < ALIGN:
-                raise corrupt_error(
-                    where, f"filler {slot.name!r} of {slot.size} bytes", "one of 1 to 7 bytes where needed"
-                )
+                found = f"filler {slot.name!r} of {slot.size} bytes"
+                raise corrupt_error(where, found, "one of 1 to 7 bytes where needed")
             pad = slot.size
             continue
         needed = filler_size(slot.dtype, slot.size, slot.begin - pad)

@@ -52,7 +52,7 @@ class FileReader:
     def __init__(self, source: Readable, where: str) -> None:
         with read_guard(where), no_gc():
             head = header.decode_header(source, where)
-            parsed = header.parse(head, where)
+            parsed = header.parse_metadata(head, where)
         self._source = source
         self._verified: set[tuple[str, str]] = set()  # (record, part) whose digest has been checked
         self.where, self.digest, self.size = where, head.digest, source.size
@@ -69,9 +69,8 @@ class FileReader:
         with read_guard(self.where):
             digest = header.read_digest(source, self.where)
         if (digest, source.size) != (self.digest, self.size):
-            raise corrupt_error(
-                self.where, f"header digest {digest}", f"{self.digest}, which it had when it was opened"
-            )
+            expected = f"{self.digest}, which it had when it was opened"
+            raise corrupt_error(self.where, f"header digest {digest}", expected)
         out = copy(self)
         out._source, out._verified = source, set()
         return out
@@ -84,7 +83,11 @@ class FileReader:
             TruncatedError: the file has been truncated since it was opened.
             StorageError: reading failed.
         """
-        parts = {part: self._read_whole_part(record, part, entry) for part, entry in record.parts.items()}
+        parts = {}
+        for part, entry in record.parts.items():
+            data = self._source.read(entry.offset, entry.size)
+            self._verify(record, part, xxh3_128(data))
+            parts[part] = memoryview(data)
         return EncodedRecord(record.name, record.infos, record.recipe, parts, record.digest, record.base)
 
     def read_part(self, record: RecordHead, part: str, begin: int, end: int) -> memoryview:
@@ -98,8 +101,7 @@ class FileReader:
         if not 0 <= begin <= end <= entry.size:
             raise self._corrupt_error(record, part, f"{entry.size} bytes", f"bytes {begin} to {end}")
         if (record.name, part) not in self._verified:
-            self._check_filler(record, part, entry)
-            self._check_digest(record, part, entry, self._digest(entry))
+            self._verify(record, part, self._digest(entry))
             self._verified.add((record.name, part))
         return memoryview(self._source.read(entry.offset + begin, end - begin))
 
@@ -108,16 +110,9 @@ class FileReader:
         for record in self.records:
             for part, entry in record.parts.items():
                 try:
-                    self._check_filler(record, part, entry)
-                    self._check_digest(record, part, entry, self._digest(entry))
+                    self._verify(record, part, self._digest(entry))
                 except (FormatError, StorageError) as error:
                     yield Damage(record.name, tuple(info.name for info in record.infos), error)
-
-    def _read_whole_part(self, record: RecordHead, part: str, entry: Entry) -> memoryview:
-        self._check_filler(record, part, entry)
-        data = self._source.read(entry.offset, entry.size)
-        self._check_digest(record, part, entry, xxh3_128(data))
-        return memoryview(data)
 
     def _digest(self, entry: Entry) -> str:
         hasher, end = Hasher(), entry.offset + entry.size
@@ -125,11 +120,11 @@ class FileReader:
             hasher.update(self._source.read(begin, min(_WINDOW, end - begin)))
         return hasher.hexdigest()
 
-    def _check_filler(self, record: RecordHead, part: str, entry: Entry) -> None:
+    def _verify(self, record: RecordHead, part: str, digest: str) -> None:
+        """Raise a CorruptError unless the filler before a part is zero and `digest` is that of its stored bytes."""
+        entry = record.parts[part]
         if entry.pad and any(self._source.read(entry.offset - entry.pad, entry.pad)):
             raise self._corrupt_error(record, part, "a filler that is not zero", "zeros")
-
-    def _check_digest(self, record: RecordHead, part: str, entry: Entry, digest: str) -> None:
         if digest != entry.digest:
             raise self._corrupt_error(record, part, f"stored digest {digest}", entry.digest)
 

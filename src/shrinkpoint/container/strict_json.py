@@ -76,8 +76,9 @@ def check_nests(data: str | bytes, where: str, what: str) -> None:
     Raises:
         CorruptError: it has more lists and objects than `max_nests` allows.
     """
-    if (count := count_nests(data)) > max_nests(len(data)):
-        raise corrupt_error(where, f"{what} of {count} lists and objects", f"at most {max_nests(len(data))}")
+    count, limit = count_nests(data), max_nests(len(data))
+    if count > limit:
+        raise corrupt_error(where, f"{what} of {count} lists and objects", f"at most {limit}")
 
 
 def count_nests(data: str | bytes) -> int:

@@ -34,11 +34,11 @@ _ZEROS = bytes(header.ALIGN)
 class Writable(Protocol):
     """A file that can be written and read back, such as `storage.Sink`."""
 
-    def write(self, data: bytes | memoryview) -> None: ...
+    def write(self, data: bytes | memoryview, /) -> object: ...
 
-    def seek(self, offset: int) -> None: ...
+    def seek(self, offset: int, /) -> object: ...
 
-    def read(self, length: int) -> bytes: ...
+    def read(self, length: int, /) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -120,15 +120,16 @@ class FileWriter:
             StorageError: writing failed.
         """
         document = self._metadata_json(report)
-        self._check_nests(document)
+        count, limit = count_nests(document), max_nests(len(document))
+        if count > limit:
+            found = f"a header of {count} lists and objects"
+            do = "save many small values as one tensor or text, or the state in several files"
+            raise PolicyError("container", found=found, expected=f"at most {limit}", do=do)
         data, digest = header.encode_header(document, self._slots, self._reserved - 8)
         if len(data) - 8 > header.MAX_HEADER_BYTES:
-            raise PolicyError(
-                "container",
-                found=f"a header of {len(data) - 8} bytes for {len(self._tensors)} tensors",
-                expected=f"at most {header.MAX_HEADER_BYTES}",
-                do="save the state in several files",
-            )
+            found = f"a header of {len(data) - 8} bytes for {len(self._tensors)} tensors"
+            expected, do = f"at most {header.MAX_HEADER_BYTES}", "save the state in several files"
+            raise PolicyError("container", found=found, expected=expected, do=do)
         if self._spooled is None:
             self._shift_payload(len(data) - self._reserved)
             self._sink.seek(0)
@@ -136,16 +137,6 @@ class FileWriter:
         if self._spooled is not None:
             self._sink.write(self._spooled.getbuffer())
         return WriteSummary(len(data) + self._payload_size, digest)
-
-    def _check_nests(self, metadata_json: str) -> None:
-        count, limit = count_nests(metadata_json), max_nests(len(metadata_json))
-        if count > limit:
-            raise PolicyError(
-                "container",
-                found=f"a header of {count} lists and objects",
-                expected=f"at most {limit}",
-                do="save many small values as one tensor or text, or the state in several files",
-            )
 
     def _metadata_json(self, report: JSON) -> str:
         recipes, rows = ",".join(self._recipes), ",".join(self._rows)
@@ -198,9 +189,8 @@ class FileWriter:
     def _start_streaming(self, spooled: BytesIO) -> None:
         """Reserve space for the header, and write the buffered payload."""
         header_so_far, _ = header.encode_header(self._metadata_json(None), self._slots)
-        coming = sum(
-            4 * len(name) + 400 for name in self._expected_names - self._tensors
-        )  # one or two entries and a row each
+        # Each tensor to come takes one or two entries and a row.
+        coming = sum(4 * len(name) + 400 for name in self._expected_names - self._tensors)
         self._reserved = len(header_so_far) + 4096 + coming
         self._reserved += -self._reserved % header.ALIGN
         self._sink.write(b" " * self._reserved)
@@ -229,9 +219,8 @@ def _to_json(value: JSON, where: str) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         reason = str(error)
     if reason:
-        raise StateError(
-            where, found=f"what JSON does not take ({reason})", expected=f"JSON of at most {_MAX_VALUE_DEPTH} levels"
-        )
+        expected = f"JSON of at most {_MAX_VALUE_DEPTH} levels"
+        raise StateError(where, found=f"what JSON does not take ({reason})", expected=expected)
     return text
 
 

@@ -1,4 +1,4 @@
-"""The interface of a storage for checkpoints.
+"""The interface of a storage for checkpoints, and its implementation in memory.
 
 A key is a relative path of non-empty parts joined by "/". An object exists completely and durably or not at all: no
 reader ever sees a part of one. Every method raises only errors of `shrinkpoint.errors`.
@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
 from typing import Protocol, TypeAlias
 
 from shrinkpoint.errors import LockedError, NoSpaceError, NotFoundError, PolicyError, StorageError, TruncatedError
@@ -44,22 +43,20 @@ class Source(Protocol):
     def __enter__(self) -> Source:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
 class Sink(Protocol):
     """An object that is being written; readers see it once it is committed."""
 
-    def write(self, data: Buffer) -> None: ...
+    def write(self, data: Buffer, /) -> object: ...
 
-    def seek(self, offset: int) -> None: ...
+    def seek(self, offset: int, /) -> object: ...
 
     def tell(self) -> int: ...
 
-    def read(self, length: int) -> bytes:
+    def read(self, length: int, /) -> bytes:
         """Read up to `length` of the bytes already written, from the current offset."""
 
 
@@ -135,32 +132,21 @@ def check_key(key: str) -> str:
     Raises:
         PolicyError: it is empty or absolute, or a part of it is empty, ".", ".." or begins with `RESERVED`.
     """
-    parts = key.split("/")
-    if "\0" in key or any(part in ("", ".", "..") or part.startswith(RESERVED) for part in parts):
-        raise PolicyError(
-            "storage",
-            found=f"the key {key!r}",
-            expected=f'a relative path without empty, "." or ".." parts, and no part that begins with "{RESERVED}"',
-            do="choose another name",
-        )
+    if "\0" in key or any(part in ("", ".", "..") or part.startswith(RESERVED) for part in key.split("/")):
+        expected = f'a relative path without empty, "." or ".." parts, and no part that begins with "{RESERVED}"'
+        raise PolicyError("storage", found=f"the key {key!r}", expected=expected, do="choose another name")
     return key
 
 
 def storage_error(where: str, operation: str, error: OSError) -> StorageError:
     """The error to raise from an `OSError`, with its `errno`."""
     reason = error.strerror or str(error) or type(error).__name__
+    result = StorageError(where, found=f"{operation} failed ({reason})", do="look at the disk and at the permissions")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        raised: StorageError = NoSpaceError(
-            where,
-            found=f"no space left while {operation} ({reason})",
-            do="free some space and save again; earlier checkpoints are untouched",
-        )
-    else:
-        raised = StorageError(
-            where, found=f"{operation} failed ({reason})", do="look at the disk and at the permissions"
-        )
-    raised.errno = error.errno
-    return raised
+        do = "free some space and save again; earlier checkpoints are untouched"
+        result = NoSpaceError(where, found=f"no space left while {operation} ({reason})", do=do)
+    result.errno = error.errno
+    return result
 
 
 class MemorySource(Source):
@@ -176,39 +162,14 @@ class MemorySource(Source):
     def read(self, offset: int, length: int) -> memoryview:
         part = self._data[offset : offset + length]
         if part.nbytes != length:
+            expected = f"{length} bytes from byte {offset} on"
             raise TruncatedError(
-                self._where,
-                found=f"{self.size} bytes",
-                expected=f"{length} bytes from byte {offset} on",
-                do="restore another checkpoint",
+                self._where, found=f"{self.size} bytes", expected=expected, do="restore another checkpoint"
             )
         return part
 
     def close(self) -> None:
         pass
-
-
-class MemorySink(Sink):
-    """A growing buffer as a sink."""
-
-    def __init__(self) -> None:
-        self._file = io.BytesIO()
-
-    def write(self, data: Buffer) -> None:
-        self._file.write(data)
-
-    def seek(self, offset: int) -> None:
-        self._file.seek(offset)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def read(self, length: int) -> bytes:
-        return self._file.read(length)
-
-    def getvalue(self) -> bytes:
-        """All bytes written."""
-        return self._file.getvalue()
 
 
 class MemoryStorage:
@@ -222,9 +183,9 @@ class MemoryStorage:
         self._objects[check_key(key)] = bytes(data)
 
     @contextmanager
-    def create(self, key: str) -> Iterator[MemorySink]:
+    def create(self, key: str) -> Iterator[io.BytesIO]:
         check_key(key)
-        sink = MemorySink()
+        sink = io.BytesIO()
         yield sink
         self._objects[key] = sink.getvalue()
 
@@ -253,11 +214,8 @@ class MemoryStorage:
         try:
             is_mine = self._lock.acquire(blocking=False)
             if not is_mine:
-                raise LockedError(
-                    self.describe(),
-                    found=f"process {os.getpid()} is saving here already",
-                    do="wait until it has finished",
-                )
+                found = f"process {os.getpid()} is saving here already"
+                raise LockedError(self.describe(), found=found, do="wait until it has finished")
             yield
         finally:
             if is_mine:

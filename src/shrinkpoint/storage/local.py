@@ -52,18 +52,17 @@ class LocalSource(Source):
 
     def read(self, offset: int, length: int) -> bytes | memoryview:
         if offset + length > self._size:  # before memory is allocated: the length may come from a damaged file
-            raise self._truncated(self._size, offset, length)
-        first = self._read_once(offset, length)
-        if len(first) == length:
-            return first
-        data, done = memoryview(bytearray(length)), len(first)
-        data[:done] = first
-        while done < length:
-            part = self._read_once(offset + done, length - done)
-            if not part:  # the file was truncated after it was opened
-                raise self._truncated(offset + done, offset, length)
+            raise self._truncated_error(self._size, offset, length)
+        part = self._read_once(offset, length)
+        if len(part) == length:
+            return part
+        data, done = memoryview(bytearray(length)), 0
+        while part:
             data[done : done + len(part)] = part
             done += len(part)
+            part = self._read_once(offset + done, length - done)
+        if done < length:  # the file was truncated after it was opened
+            raise self._truncated_error(offset + done, offset, length)
         return data
 
     def forget_pages(self) -> None:
@@ -75,13 +74,10 @@ class LocalSource(Source):
         with _os_errors(self._where, "reading"):
             return os.pread(self._file.fileno(), min(length, _MAX_READ_BYTES), offset)
 
-    def _truncated(self, size: int, offset: int, length: int) -> TruncatedError:
-        return TruncatedError(
-            self._where,
-            found=f"a file that ends at byte {size}",
-            expected=f"{length} bytes from byte {offset} on",
-            do="restore another checkpoint, or fetch an intact copy of this file",
-        )
+    def _truncated_error(self, size: int, offset: int, length: int) -> TruncatedError:
+        found, expected = f"a file that ends at byte {size}", f"{length} bytes from byte {offset} on"
+        do = "restore another checkpoint, or fetch an intact copy of this file"
+        return TruncatedError(self._where, found=found, expected=expected, do=do)
 
     def close(self) -> None:
         self._file.close()
@@ -99,7 +95,7 @@ class LocalSink(Sink):
 
     def write(self, data: Buffer) -> None:
         rest = memoryview(data)
-        rest = rest.cast("B") if rest.nbytes else memoryview(b"")
+        rest = rest.cast("B") if rest.nbytes else memoryview(b"")  # an empty shape cannot be cast
         while rest:
             with _os_errors(self._where, "writing"):
                 rest = rest[self._file.write(rest) :]
@@ -285,7 +281,7 @@ def atomic_replace(target: Path) -> Iterator[Path]:
     temporary, old = (target.with_name(f".{target.name}.{secrets.token_hex(4)}.{suffix}") for suffix in ("tmp", "old"))
     try:
         yield temporary
-        for path in [*temporary.rglob("*"), temporary] if temporary.is_dir() else [temporary]:
+        for path in (*temporary.rglob("*"), temporary):  # a file has nothing below it
             _fsync(path)
         if target.is_dir() and temporary.is_dir():
             target.rename(old)
@@ -309,8 +305,8 @@ def _replace_durably(temporary: Path, target: Path) -> None:
     _fsync_dir(target.parent)
 
 
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _fsync(path: Path, flags: int = 0) -> None:
+    descriptor = os.open(path, os.O_RDONLY | flags)
     try:
         os.fsync(descriptor)
     finally:
@@ -320,12 +316,8 @@ def _fsync(path: Path) -> None:
 def _check_free(path: Path, where: str) -> None:
     """Raises StorageError if `path` is something other than a file, such as a device, which a rename would replace."""
     if path.exists() and not path.is_file():
-        raise StorageError(
-            where,
-            found=f"{what_is_at(path)} under this name",
-            expected="a file, or nothing",
-            do="remove it, or name another file",
-        )
+        found, do = f"{what_is_at(path)} under this name", "remove it, or name another file"
+        raise StorageError(where, found=found, expected="a file, or nothing", do=do)
 
 
 def _make_dirs(directory: Path) -> None:
@@ -338,14 +330,11 @@ def _make_dirs(directory: Path) -> None:
 
 
 def _fsync_dir(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(fd)
+        _fsync(directory, os.O_DIRECTORY)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems do not flush directories
             raise
-    finally:
-        os.close(fd)
 
 
 def _is_being_written(path: Path) -> bool:
@@ -402,12 +391,9 @@ def _acquire(path: Path, where: str) -> int:
         fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         _locked_fds.add(fd)
         if not try_lock(fd):
-            raise LockedError(
-                where,
-                found=f"{_lock_owner(fd)} is saving here already",
-                expected="one writer at a time",
-                do="wait until it has finished, or stop it: a lock dies with its process",
-            )
+            found = f"{_lock_owner(fd)} is saving here already"
+            do = "wait until it has finished, or stop it: a lock dies with its process"
+            raise LockedError(where, found=found, expected="one writer at a time", do=do)
         with suppress(OSError):  # on a full disk the lock is needed to free space, the note is not
             os.ftruncate(fd, 0)
             os.write(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())

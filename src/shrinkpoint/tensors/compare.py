@@ -17,21 +17,23 @@ from torch import Tensor
 from shrinkpoint.tensors.dtypes import dtype_name, tensor_bytes
 from shrinkpoint.tensors.flat_state import FlatState, unflatten
 from shrinkpoint.tensors.info import JSON
-from shrinkpoint.tensors.names import as_tensor, is_array, named_leaves
+from shrinkpoint.tensors.names import as_tensor, child_items, is_array, named_leaves
 
 if TYPE_CHECKING:
     from shrinkpoint.store.checkpoint_file import DecodedFile
 
+_MISSING = object()
+_CHUNK_VALUES = 1 << 22  # values compared at a time: 32 MiB of doubles a side
+
 
 def describe_difference(source: FlatState, decoded: DecodedFile) -> str:
     """Return the first difference between a decoded checkpoint and its source; "" if there is none."""
-    difference = describe_structure_difference(
-        source, decoded.tree, {name: t.shape for name, t in decoded.reference.tensors.items()}
-    )
+    tensors = decoded.reference.tensors
+    difference = describe_structure_difference(source, decoded.tree, {name: x.shape for name, x in tensors.items()})
     if difference:
         return difference
     for name, tensor in source.tensors.items():
-        other = decoded.reference.tensors[name]
+        other = tensors[name]
         if other.dtype != tensor.dtype:
             return f"{name} is {other.dtype} and was {tensor.dtype}"
         if not same_bits(tensor, other):
@@ -86,26 +88,23 @@ class SectionComparison:
 
 def compare_sections(left: dict[str, Any], right: dict[str, Any]) -> list[SectionComparison]:
     """Compare two states section by section; a key that only one of them has is a difference of its section."""
-    names = list(left) + [name for name in right if name not in left]
-    return [_compare_section(name, left.get(name), right.get(name)) for name in names]
+    return [_compare_section(name, left.get(name), right.get(name)) for name in {**left, **right}]
 
 
 def _compare_section(name: str, left: Any, right: Any) -> SectionComparison:
-    tensors = [leaf for _, leaf in _iter_paths(left, name) if isinstance(leaf, Tensor)]
-    values = sum(1 for _ in _iter_paths(left, name)) - len(tensors)
+    leaves = [*_iter_leaves(left)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     nbytes = sum(tensor.nbytes for tensor in tensors)
-    return SectionComparison(name, len(tensors), values, nbytes, tuple(differing_paths(left, right, name)))
+    differences = tuple(differing_paths(left, right, name))
+    return SectionComparison(name, len(tensors), len(leaves) - len(tensors), nbytes, differences)
 
 
-def _iter_paths(nest: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(nest, dict):
-        for key, value in nest.items():
-            yield from _iter_paths(value, f"{path}/{key}")
-    elif isinstance(nest, (list, tuple)):
-        for index, value in enumerate(nest):
-            yield from _iter_paths(value, f"{path}/{index}")
-    else:
-        yield path, nest
+def _iter_leaves(nest: Any) -> Iterator[Any]:
+    children = child_items(nest)
+    if children is None:
+        yield nest
+    for _, child in children or ():
+        yield from _iter_leaves(child)
 
 
 def differing_paths(left: Any, right: Any, path: str = "") -> Iterator[str]:
@@ -140,10 +139,6 @@ def _equal_leaves(left: Any, right: Any) -> bool:
     if isinstance(left, float):
         return struct.pack("d", left) == struct.pack("d", right)
     return bool(left == right)
-
-
-_MISSING = object()
-_CHUNK_VALUES = 1 << 22  # values compared at a time: 32 MiB of doubles a side
 
 
 @dataclass(frozen=True)
@@ -193,27 +188,25 @@ class CheckpointDifference:
 def compare_checkpoints(first: DecodedFile, second: DecodedFile) -> CheckpointDifference:
     """Compare two decoded checkpoints bitwise, leaf by leaf; sums are computed in float64."""
     a, b = (
-        named_leaves(unflatten(one.tree, one.reference.tensors, max_bytes=one.max_copy_bytes))
-        for one in (first, second)
+        named_leaves(unflatten(file.tree, file.reference.tensors, max_bytes=file.max_copy_bytes))
+        for file in (first, second)
     )
     pairs = {name: (a.get(name, _MISSING), b.get(name, _MISSING)) for name in {**a, **b}}
     both = {name: pair for name, pair in pairs.items() if all(map(is_array, pair))}
-    found = CheckpointDifference(
+    difference = CheckpointDifference(
         tensors=tuple(compare_tensors(name, as_tensor(x), as_tensor(y)) for name, (x, y) in both.items()),
         added=tuple(name for name, (_, y) in pairs.items() if is_array(y) and name not in both),
         missing=tuple(name for name, (x, _) in pairs.items() if is_array(x) and name not in both),
         values={name: texts for name, pair in pairs.items() if (texts := _plain_texts(*pair)) is not None},
         structure=False,
     )
-    return replace(found, structure=found.equal and first.tree != second.tree)
+    return replace(difference, structure=difference.equal and first.tree != second.tree)
 
 
 def _plain_texts(x: Any, y: Any) -> tuple[str | None, str | None] | None:
-    """Two plain values as text where they differ; None where they do not, or where neither is one."""
-    plain = [None if one is _MISSING or is_array(one) else repr(one) for one in (x, y)]
-    if plain[0] == plain[1]:
-        return None
-    return _truncate(plain[0]), _truncate(plain[1])
+    """Two plain values as text where they differ; None where they do not, or where neither is plain."""
+    left, right = (None if value is _MISSING or is_array(value) else repr(value) for value in (x, y))
+    return None if left == right else (_truncate(left), _truncate(right))
 
 
 def _truncate(text: str | None) -> str | None:
@@ -222,26 +215,23 @@ def _truncate(text: str | None) -> str | None:
 
 def compare_tensors(name: str, a: Tensor, b: Tensor) -> TensorDifference:
     """Compare two tensors on the CPU."""
-    changes = []
-    if a.dtype != b.dtype:
-        changes.append(f"{dtype_name(a.dtype)} -> {dtype_name(b.dtype)}")
-    if a.shape != b.shape:
-        changes.append(f"{_format_shape(a)} -> {_format_shape(b)}")
+    dtypes, shapes = [dtype_name(x.dtype) for x in (a, b)], [_format_shape(x) for x in (a, b)]
+    changes = [" -> ".join(pair) for pair in (dtypes, shapes) if pair[0] != pair[1]]
     if changes:
         return TensorDifference(name, False, ", ".join(changes), None, None, None)
-    left, right = (x.contiguous().reshape(-1) for x in (a, b))
+    chunks = (torch.split(x.contiguous().reshape(-1), _CHUNK_VALUES) for x in (a, b))
     different, largest, squares, norm = 0, 0.0, 0.0, 0.0
     numeric = True
-    for x, y in zip(torch.split(left, _CHUNK_VALUES), torch.split(right, _CHUNK_VALUES), strict=True):
+    for x, y in zip(*chunks, strict=True):
         count = _count_unequal(x, y)
         different += count
-        pair = _to_float64(x), _to_float64(y)
-        if pair[0] is None or pair[1] is None:
+        left, right = _to_float64(x), _to_float64(y)
+        if left is None or right is None:
             numeric = False
             continue
-        norm += float(pair[0].abs().square().sum())
+        norm += float(left.abs().square().sum())
         if count:
-            gap = torch.where(pair[0] == pair[1], 0.0, (pair[0] - pair[1]).abs())
+            gap = torch.where(left == right, 0.0, (left - right).abs())
             largest, squares = _nan_max(largest, float(gap.max())), squares + float(gap.square().sum())
     if not different:
         return TensorDifference(name, True)
@@ -257,7 +247,6 @@ def _nan_max(a: float, b: float) -> float:
 
 
 def _count_unequal(x: Tensor, y: Tensor) -> int:
-    """How many values are not bit-identical."""
     if not x.numel():
         return 0
     bytes_x, bytes_y = (t.contiguous().view(torch.uint8).reshape(x.numel(), -1) for t in (x, y))

@@ -9,33 +9,16 @@ from torch import Tensor
 from shrinkpoint.errors import CorruptError, StateError
 from shrinkpoint.tensors.info import ITEMSIZE, TensorInfo
 
-_TORCH_NAMES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F4_X2": "float4_e2m1fn_x2",
-    "C32": "complex32",
-    "C64": "complex64",
-    "C128": "complex128",
-}
-
+_TORCH_NAMES = (
+    "BOOL bool, U8 uint8, I8 int8, U16 uint16, I16 int16, U32 uint32, I32 int32, U64 uint64, I64 int64, F16 float16, "
+    "BF16 bfloat16, F32 float32, F64 float64, F8_E4M3 float8_e4m3fn, F8_E5M2 float8_e5m2, F8_E4M3FNUZ float8_e4m3fnuz, "
+    "F8_E5M2FNUZ float8_e5m2fnuz, F8_E8M0 float8_e8m0fnu, F4_X2 float4_e2m1fn_x2, C32 complex32, C64 complex64, "
+    "C128 complex128"
+)
 TORCH_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, attribute) for name, attribute in _TORCH_NAMES.items() if hasattr(torch, attribute)
+    name: getattr(torch, attribute)
+    for name, attribute in (pair.split(" ") for pair in _TORCH_NAMES.split(", "))
+    if hasattr(torch, attribute)
 }
 """The dtypes of the installed torch by name; the newest float8 and float4 may be missing."""
 
@@ -43,49 +26,36 @@ DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYP
 
 _INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_TORCH_OF_NUMPY = {
-    "b1": torch.bool,
-    "i1": torch.int8,
-    "u1": torch.uint8,
-    "i2": torch.int16,
-    "u2": torch.uint16,
-    "i4": torch.int32,
-    "u4": torch.uint32,
-    "i8": torch.int64,
-    "u8": torch.uint64,
-    "f2": torch.float16,
-    "f4": torch.float32,
-    "f8": torch.float64,
-    "c8": torch.complex64,
-    "c16": torch.complex128,
+_NUMPY_CODES = "b1 i1 u1 i2 u2 i4 u4 i8 u8 f2 f4 f8 c8 c16"
+_TORCH_OF_NUMPY = {code: torch.from_numpy(np.empty(0, code)).dtype for code in _NUMPY_CODES.split()}
+_NUMPY_DTYPES = {
+    getattr(torch, name): np.dtype(name) for name in ("float32", "float64", "int64", "int32", "float16", "uint8")
 }
+"""Common dtypes that numpy has as well."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a torch dtype, a key of `tensors.info.ITEMSIZE`.
+    """The name of a torch dtype, a key of `tensors.info.ITEMSIZE`.
 
     Raises:
         StateError: the dtype is quantized, sub-byte or an untyped bit dtype.
     """
-    name = DTYPE_NAMES.get(dtype)
-    if name is None:
-        raise StateError(
-            "dtype", found=f"{dtype}", expected="one of " + ", ".join(map(str, DTYPE_NAMES)), do="convert it"
-        )
-    return name
+    if dtype not in DTYPE_NAMES:
+        expected = "one of " + ", ".join(map(str, DTYPE_NAMES))
+        raise StateError("dtype", found=f"{dtype}", expected=expected, do="convert it")
+    return DTYPE_NAMES[dtype]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a name.
+    """The torch dtype of a name.
 
     Raises:
         CorruptError: no release writes that name, or this torch lacks the dtype.
     """
-    dtype = TORCH_DTYPES.get(name)
-    if dtype is None:
-        advice = "install a newer torch" if name in ITEMSIZE else ""
-        raise CorruptError("dtype", found=repr(name), expected="a dtype this torch has", do=advice)
-    return dtype
+    if name not in TORCH_DTYPES:
+        do = "install a newer torch" if name in ITEMSIZE else ""
+        raise CorruptError("dtype", found=repr(name), expected="a dtype this torch has", do=do)
+    return TORCH_DTYPES[name]
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,30 +93,13 @@ def numpy_dtype(text: str) -> np.dtype[np.generic] | None:
     """Return the numpy dtype of a stored `dtype.str` such as ``"<f4"``; None if no release writes it."""
     if text[:1] not in ("<", ">", "|") or text[1:] not in _TORCH_OF_NUMPY:
         return None
-    dtype: np.dtype[np.generic] = np.dtype(text)
-    return dtype
-
-
-_NUMPY_DTYPES = {
-    torch.float32: np.float32,
-    torch.float64: np.float64,
-    torch.int64: np.int64,
-    torch.int32: np.int32,
-    torch.float16: np.float16,
-    torch.uint8: np.uint8,
-}
-"""Common dtypes that numpy has as well."""
+    return np.dtype(text)
 
 
 def tensor_bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """Return the row-major values as uint8, 1-d; shares memory if the tensor is contiguous and on the CPU."""
-    if (
-        tensor.dtype in _NUMPY_DTYPES
-        and tensor.is_cpu
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    ):  # the fast path
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    if tensor.dtype in _NUMPY_DTYPES and tensor.is_cpu and tensor.is_contiguous() and not is_lazy:  # the fast path
         return tensor.detach().numpy().reshape(-1).view(np.uint8)
     flat = as_bits(materialize(tensor.detach())).to("cpu").contiguous().reshape(-1)
     if flat.numel() == 0:
@@ -163,12 +116,8 @@ def tensor_from_bytes(data: np.ndarray[tuple[int], np.dtype[np.uint8]], info: Te
         CorruptError: the number of bytes is not that of `info`.
     """
     if data.nbytes != info.nbytes:
-        raise CorruptError(
-            f"tensor {info.name!r}",
-            found=f"{data.nbytes} bytes",
-            expected=f"{info.nbytes} for shape {list(info.shape)} of {info.dtype}",
-            do="restore an older checkpoint",
-        )
+        expected, do = f"{info.nbytes} for shape {list(info.shape)} of {info.dtype}", "restore an older checkpoint"
+        raise CorruptError(f"tensor {info.name!r}", found=f"{data.nbytes} bytes", expected=expected, do=do)
     dtype = torch_dtype(info.dtype)
     if info.numel == 0:
         return empty(info.shape, dtype)

@@ -11,30 +11,14 @@ from typing import Any, TypeAlias
 JSON: TypeAlias = Any
 """Anything that `json.dumps` writes: None, bool, int, float, str, and lists and string-keyed dicts of these."""
 
-ITEMSIZE: dict[str, int] = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "U16": 2,
-    "I16": 2,
-    "U32": 4,
-    "I32": 4,
-    "U64": 8,
-    "I64": 8,
-    "F16": 2,
-    "BF16": 2,
-    "F32": 4,
-    "F64": 8,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E4M3FNUZ": 1,
-    "F8_E5M2FNUZ": 1,
-    "F8_E8M0": 1,
-    "F4_X2": 1,
-    "C32": 4,
-    "C64": 8,
-    "C128": 16,
+_NAMES_BY_ITEMSIZE = {
+    1: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E4M3FNUZ F8_E5M2FNUZ F8_E8M0 F4_X2",
+    2: "U16 I16 F16 BF16",
+    4: "U32 I32 F32 C32",
+    8: "U64 I64 F64 C64",
+    16: "C128",
 }
+ITEMSIZE = {name: itemsize for itemsize, names in _NAMES_BY_ITEMSIZE.items() for name in names.split()}
 """Bytes per element of every dtype a checkpoint may hold, by its name in our files. The names safetensors knows are
 safetensors' own; `F4_X2` is two 4-bit floats in a byte (torch.float4_e2m1fn_x2), C32 a complex of two F16."""
 

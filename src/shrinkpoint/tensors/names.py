@@ -1,4 +1,4 @@
-"""Paths inside a state, and the tensor names made from them."""
+"""Paths inside a state, the tensor names made from them, and the leaves under these names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 StatePath: TypeAlias = tuple[Any, ...]
-"""StatePath of dicts and indices of lists, outermost first."""
+"""Keys of dicts and indices of lists, outermost first."""
 
 _DECIMAL = 10**4300
 """Smallest whole number that is not written in decimal."""
@@ -36,14 +36,30 @@ def tensor_name(path: StatePath) -> str:
     parts = [key if type(key) is str else format_key(key) for key in path]
     name = "/".join(parts)
     if _ESCAPED.search(name) or name.count("/") >= len(parts) or not all(parts):
-        name = "/".join([_segment(part) for part in parts]) or "state"
+        name = "/".join([_UNSAFE.sub(_escape, part) or "%" for part in parts]) or "state"
     if name.startswith("~") or name == "__metadata__":
         name = f"%{ord(name[0]):02X}{name[1:]}"
     return name
 
 
-def _segment(text: str) -> str:
-    return _UNSAFE.sub(lambda match: f"%{ord(match[0]):02X}", text) or "%"
+def _escape(match: re.Match[str]) -> str:
+    return f"%{ord(match[0]):02X}"
+
+
+class UniqueNames:
+    """Hands out unique tensor names; "%2", "%3" are appended where two paths give one name."""
+
+    def __init__(self) -> None:
+        self._used: set[str] = set()
+
+    def unique(self, base: str) -> str:
+        """Return `base`, with a number appended if it is in use."""
+        name, count = base, 1
+        while name in self._used:
+            count += 1
+            name = f"{base}%{count}"
+        self._used.add(name)
+        return name
 
 
 def format_key(key: Any) -> str:
@@ -51,9 +67,8 @@ def format_key(key: Any) -> str:
     if isinstance(key, str):
         return key
     if isinstance(key, int) and key.bit_length() > 64:
-        return (
-            _decimal(key) if -_DECIMAL < key < _DECIMAL else f"{hex(key >> (key.bit_length() - 64))}~{key.bit_length()}"
-        )
+        bits = key.bit_length()
+        return _decimal(key) if -_DECIMAL < key < _DECIMAL else f"{hex(key >> (bits - 64))}~{bits}"
     if isinstance(key, tuple) and any(isinstance(part, int | tuple) for part in key):
         inner = ", ".join(format_key(part) if isinstance(part, int | tuple) else repr(part) for part in key)
         return f"({inner},)" if len(key) == 1 else f"({inner})"
@@ -72,16 +87,12 @@ def format_path(path: StatePath) -> str:
     >>> format_path(("optimizer", "state", 0, "exp_avg"))
     "state['optimizer']['state'][0]['exp_avg']"
     """
-    return "state" + "".join(f"[{_key_repr(key)}]" for key in path)
+    return "state" + "".join(f"[{repr(key) if isinstance(key, str) else format_key(key)}]" for key in path)
 
 
 def short_repr(value: Any, max_chars: int = 40) -> str:
     """Return the first characters of `repr(value)`, at a cost bounded by what is shown."""
     return _bounded_repr.repr(value)[:max_chars]
-
-
-def _key_repr(key: Any) -> str:
-    return repr(key) if isinstance(key, str) else format_key(key)
 
 
 class _BoundedRepr(Repr):
@@ -98,13 +109,8 @@ TensorOrArray: TypeAlias = "Tensor | np.ndarray[Any, Any]"
 
 def named_leaves(state: Any) -> dict[str, Any]:
     """Return every tensor, array and plain value by name; equal names get a number, as in a file."""
-    leaves: dict[str, Any] = {}
-    for path, value in _iter_leaves(state, ()):
-        name, number = tensor_name(path), 2
-        while name in leaves:
-            name, number = f"{tensor_name(path)}%{number}", number + 1
-        leaves[name] = value
-    return leaves
+    names = UniqueNames()
+    return {names.unique(tensor_name(path)): value for path, value in _iter_leaves(state, ())}
 
 
 def child_items(value: Any) -> Iterator[tuple[Any, Any]] | None:
@@ -112,6 +118,14 @@ def child_items(value: Any) -> Iterator[tuple[Any, Any]] | None:
     if isinstance(value, dict):
         return iter(value.items())
     return enumerate(value) if isinstance(value, list | tuple) else None
+
+
+def _iter_leaves(value: Any, path: StatePath) -> Iterator[tuple[StatePath, Any]]:
+    children = child_items(value)
+    if children is None:
+        yield path, value
+    for key, item in children or ():
+        yield from _iter_leaves(item, (*path, key))
 
 
 def is_array(leaf: Any) -> bool:
@@ -124,12 +138,3 @@ def as_tensor(leaf: TensorOrArray) -> Tensor:
     if isinstance(leaf, Tensor):
         return leaf.detach()
     return torch.from_numpy(np.ascontiguousarray(leaf, leaf.dtype.newbyteorder("=")).reshape(leaf.shape))
-
-
-def _iter_leaves(value: Any, path: StatePath) -> Iterator[tuple[StatePath, Any]]:
-    inside = child_items(value)
-    if inside is None:
-        yield path, value
-        return
-    for key, item in inside:
-        yield from _iter_leaves(item, (*path, key))

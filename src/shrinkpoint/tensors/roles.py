@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,15 +21,8 @@ from shrinkpoint.tensors.names import StatePath, format_key
 from shrinkpoint.tensors.shared_storage import Leaf
 
 _SLOT_ROLES = {
-    "exp_avg": Role.MOMENT1,
-    "momentum_buffer": Role.MOMENT1,
-    "grad_avg": Role.MOMENT1,
-    "exp_avg_sq": Role.MOMENT2,
-    "max_exp_avg_sq": Role.MOMENT2,
-    "square_avg": Role.MOMENT2,
-    "exp_inf": Role.MOMENT2,
-    "sum": Role.MOMENT2,
-    "acc_delta": Role.MOMENT2,
+    **dict.fromkeys(("exp_avg", "momentum_buffer", "grad_avg"), Role.MOMENT1),
+    **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf", "sum", "acc_delta"), Role.MOMENT2),
 }
 _FACTORS = (("row_var", "col_var"), ("exp_avg_sq_row", "exp_avg_sq_col"))
 """Names of Adafactor's row and column means in torch and in transformers."""
@@ -53,21 +47,22 @@ def infer_roles(leaves: Sequence[Leaf], optimizers: Optimizers) -> tuple[dict[st
         optimizers: path and `state_dict` of each optimizer in it.
     """
     leaves_by_path = {leaf.path: leaf for leaf in leaves}
-    inside = [leaf for leaf in leaves if any(leaf.path[: len(path)] == path for path, _ in optimizers)]
-    optimizer_ids = {id(leaf) for leaf in inside}
-    models = _parameter_sets([leaf for leaf in leaves if id(leaf) not in optimizer_ids])
+    optimizer_ids = {id(leaf) for leaf in leaves if any(leaf.path[: len(path)] == path for path, _ in optimizers)}
+    module_leaves = [leaf for leaf in leaves if id(leaf) not in optimizer_ids]
+    models = _parameter_sets(module_leaves)
     roles: dict[str, Role] = {}
     optimizer_info: dict[str, OptimizerInfo] = {}
     for path, state_dict in optimizers:
         slots = _slots(path, state_dict, leaves_by_path)
-        for leaf, role in _slot_roles(slots):
-            roles.setdefault(_stored_name(leaf), role)
+        for key, leaf in (item for slot in slots for item in slot.leaves.items()):
+            if key in _SLOT_ROLES and leaf.tensor.is_floating_point():
+                roles.setdefault(_stored_name(leaf), _SLOT_ROLES[key])
         match = _best_match(slots, models)
         for slot, leaf in match.pairs:
             optimizer_info.setdefault(leaf.name, _optimizer_info(slot))
         for leaf in _module_parameters(match, leaves):
             roles.setdefault(leaf.name, Role.PARAMETER)
-    state_dict_paths = _state_dicts(leaf for leaf in leaves if id(leaf) not in optimizer_ids)
+    state_dict_paths = _state_dicts(module_leaves)
     for leaf in leaves:
         role = _optimizer_role(leaf) if id(leaf) in optimizer_ids else _module_role(leaf, state_dict_paths)
         roles.setdefault(_stored_name(leaf), role)
@@ -75,10 +70,10 @@ def infer_roles(leaves: Sequence[Leaf], optimizers: Optimizers) -> tuple[dict[st
 
 
 def _module_parameters(match: SlotMatch, leaves: Sequence[Leaf]) -> Iterator[Leaf]:
-    """Yield the weights that an optimizer has, and frozen weights of the same modules.
+    """The weights that an optimizer has, and frozen weights of the same modules.
 
-    A nest that holds several modules may hold other tensors, too: only those of its children count that contain a
-    weight of the optimizer.
+    A nest of several modules may hold other tensors, too: only those of its children count that contain a weight of the
+    optimizer.
     """
     depth = len(match.model.path)
     matched = {id(leaf) for _, leaf in match.pairs}
@@ -90,9 +85,8 @@ def _module_parameters(match: SlotMatch, leaves: Sequence[Leaf]) -> Iterator[Lea
             yield leaf
 
 
-def _state_dicts(leaves: Iterable[Leaf]) -> set[StatePath]:
-    """Return the paths of nests that look like a `Module.state_dict`: flat, with dotted names of weights."""
-    leaves = list(leaves)
+def _state_dicts(leaves: Sequence[Leaf]) -> set[StatePath]:
+    """The paths of nests that look like a `Module.state_dict`: flat, with dotted names of weights."""
     deep = {leaf.path[:depth] for leaf in leaves for depth in range(len(leaf.path) - 1)}
     named = (leaf for leaf in leaves if leaf.path and "." in format_key(leaf.path[-1]) and leaf.path[:-1] not in deep)
     return {leaf.path[:-1] for leaf in named if _module_role(leaf) is Role.PARAMETER}
@@ -111,9 +105,8 @@ class OptimizerSlot:
     @property
     def factors(self) -> tuple[Leaf, Leaf] | None:
         """Row and column means that replace a second moment; None if there are none."""
-        pairs = ((self.leaves.get(row), self.leaves.get(column)) for row, column in _FACTORS)
-        present = [(row, column) for row, column in pairs if row is not None and column is not None]
-        return next((pair for pair in present if all(leaf.tensor.dim() for leaf in pair)), None)
+        pairs = ((self.leaves[row], self.leaves[col]) for row, col in _FACTORS if {row, col} <= self.leaves.keys())
+        return next((pair for pair in pairs if all(leaf.tensor.dim() for leaf in pair)), None)
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -130,7 +123,7 @@ class OptimizerSlot:
 
 
 def _slots(path: StatePath, state_dict: dict[Any, Any], leaves_by_path: dict[StatePath, Leaf]) -> list[OptimizerSlot]:
-    """Return one slot for each parameter, in the order of the groups."""
+    """One slot for each parameter, in the order of the groups."""
     slots = []
     for number, group in enumerate(state_dict["param_groups"]):
         if not isinstance(group, dict) or not isinstance(group.get("params"), list):
@@ -155,30 +148,22 @@ def _slots(path: StatePath, state_dict: dict[Any, Any], leaves_by_path: dict[Sta
     return slots
 
 
-def _slot_roles(slots: Sequence[OptimizerSlot]) -> Iterator[tuple[Leaf, Role]]:
-    for slot in slots:
-        for key, leaf in slot.leaves.items():
-            if key in _SLOT_ROLES and leaf.tensor.is_floating_point():
-                yield leaf, _SLOT_ROLES[key]
-
-
 def _stored_name(leaf: Leaf) -> str:
-    """Return the name of the stored tensor that contains a leaf."""
+    """The name of the stored tensor that contains a leaf."""
     return leaf.name or str(leaf.reference[0])
 
 
 def _optimizer_role(leaf: Leaf) -> Role:
-    """Return the role of a tensor in an optimizer that is not a known slot."""
+    """The role of a tensor of an optimizer that is in no slot of `_SLOT_ROLES`."""
     named = any(isinstance(key, str) and _MASTER.search(key) for key in leaf.path)
     return Role.MASTER if named and _is_weight(leaf) else Role.OTHER
 
 
 def _module_role(leaf: Leaf, state_dicts: Collection[StatePath] = ()) -> Role:
-    """Return the role of a tensor outside all optimizers.
+    """The role of a tensor outside all optimizers.
 
-    Args:
-        state_dicts: paths of module state dicts: a tensor of two axes in one of them is a parameter whatever its name
-            (`pos_embed`, `cls_token`), unless it has a common name of buffers.
+    In a module's state dict a tensor of two axes is a parameter whatever its name (`pos_embed`, `cls_token`), unless
+    that is a common name of buffers.
     """
     keys = [key for key in leaf.path if isinstance(key, str)]
     last = keys[-1] if keys else ""
@@ -205,18 +190,18 @@ class ParameterSet:
     path: StatePath
     leaves: list[Leaf] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self._names: dict[str, Leaf] | None = None
+    @cached_property
+    def _leaves_by_name(self) -> dict[str, Leaf]:
+        return {".".join(map(format_key, leaf.path[len(self.path) :])): leaf for leaf in self.leaves}
 
     def find(self, name: str) -> Leaf | None:
-        """Return the leaf of a name; dots and levels of the nest are equivalent."""
-        if self._names is None:
-            self._names = {".".join(map(format_key, leaf.path[len(self.path) :])): leaf for leaf in self.leaves}
-        return next((self._names[p + name] for p in ("", "module.", "_orig_mod.") if p + name in self._names), None)
+        """The leaf of a name; dots and levels of the nest are equivalent."""
+        names = (prefix + name for prefix in ("", "module.", "_orig_mod."))
+        return next((self._leaves_by_name[name] for name in names if name in self._leaves_by_name), None)
 
 
 def _parameter_sets(leaves: Sequence[Leaf]) -> list[ParameterSet]:
-    """Return every nest that may be the model of an optimizer; moving averages last."""
+    """Every nest that may be the model of an optimizer; moving averages last."""
     models: dict[StatePath, ParameterSet] = {}
     seen: set[tuple[StatePath, str]] = set()
     for leaf in leaves:
@@ -253,12 +238,9 @@ def _best_match(slots: Sequence[OptimizerSlot], models: Sequence[ParameterSet]) 
             break  # all remaining nests have too few leaves
         matches[index] = _align(shaped, models[index])
         pairs = max(pairs, len(matches[index].pairs))
-    best = max(
-        (matches[index] for index in sorted(matches)),
-        key=lambda match: match.score,
-        default=SlotMatch(ParameterSet(())),
-    )
-    return best if best.pairs else SlotMatch(ParameterSet(()))
+    no_match = SlotMatch(ParameterSet(()))
+    best = max((matches[index] for index in sorted(matches)), key=lambda match: match.score, default=no_match)
+    return best if best.pairs else no_match
 
 
 def _align(slots: Sequence[OptimizerSlot], model: ParameterSet) -> SlotMatch:
@@ -307,31 +289,26 @@ def _optimizer_info(slot: OptimizerSlot) -> OptimizerInfo:
 
 
 def _factors(slot: OptimizerSlot) -> tuple[str, str] | None:
-    names = [leaf.name for leaf in slot.factors or ()]
-    return (names[0], names[1]) if len(names) == 2 and all(names) else None
+    if slot.factors is None or not all(leaf.name for leaf in slot.factors):
+        return None
+    row, column = slot.factors
+    return row.name, column.name
 
 
 def _blocks(slot: OptimizerSlot) -> tuple[str, str, str] | None:
-    leaves = [slot.leaves[key] for key in _BNB_MOMENT2 if key in slot.leaves]
-    if (
-        len(leaves) < len(_BNB_MOMENT2)
-        or not all(leaf.name for leaf in leaves)
-        or leaves[0].tensor.dtype != torch.uint8
-    ):
+    leaves = [slot.leaves[key] for key in _BNB_MOMENT2 if key in slot.leaves and slot.leaves[key].name]
+    if len(leaves) < len(_BNB_MOMENT2) or leaves[0].tensor.dtype != torch.uint8:
         return None
-    codes, values, largest = (leaf.name for leaf in leaves)
-    return codes, values, largest
+    codes, codebook, maxima = leaves
+    return codes.name, codebook.name, maxima.name
 
 
 def _moment(slot: OptimizerSlot, *keys: str) -> str | None:
-    for key in keys:
-        if key in slot.leaves and slot.leaves[key].name:
-            return slot.leaves[key].name
-    return None
+    return next((slot.leaves[key].name for key in keys if key in slot.leaves and slot.leaves[key].name), None)
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number as float, also from a tensor of one element; else None."""
+    """A finite number as float, also from a tensor of one element; else None."""
     if isinstance(value, torch.Tensor):
         value = value.item() if value.numel() == 1 and not value.is_complex() else None
     if isinstance(value, bool) or not isinstance(value, int | float):

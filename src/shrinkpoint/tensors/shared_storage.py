@@ -19,7 +19,7 @@ import torch
 from shrinkpoint.errors import StateError
 from shrinkpoint.tensors.dtypes import dtype_name
 from shrinkpoint.tensors.info import JSON
-from shrinkpoint.tensors.names import StatePath, format_path, tensor_name
+from shrinkpoint.tensors.names import StatePath, UniqueNames, format_path, tensor_name
 
 MAX_SHARING_OVERHEAD = 1024
 """Bytes that a shared range may take beyond its members stored one by one."""
@@ -42,8 +42,7 @@ class Leaf:
             return tensor.nbytes
         if tensor.numel() == 0:
             return 0
-        last: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        return (last + 1) * tensor.element_size()
+        return num_reached(tensor) * tensor.element_size()
 
     @property
     def start(self) -> int:
@@ -58,20 +57,10 @@ class Leaf:
         return (self.start, tensor.dtype, tuple(tensor.shape), strides)
 
 
-class UniqueNames:
-    """Hands out unique tensor names; "%2", "%3" are appended where two paths give one name."""
-
-    def __init__(self) -> None:
-        self._used: set[str] = set()
-
-    def unique(self, base: str) -> str:
-        """Return `base`, with a number appended if it is in use."""
-        name, count = base, 1
-        while name in self._used:
-            count += 1
-            name = f"{base}%{count}"
-        self._used.add(name)
-        return name
+def num_reached(tensor: torch.Tensor) -> int:
+    """Elements of memory from the first to behind the last of a tensor, however often it meets each of them."""
+    last: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return max(last + 1, 0)
 
 
 def deduplicate(leaves: Iterable[Leaf]) -> dict[str, torch.Tensor]:
@@ -86,7 +75,7 @@ def deduplicate(leaves: Iterable[Leaf]) -> dict[str, torch.Tensor]:
 
 
 def _overlap_groups(leaves: list[Leaf]) -> Iterator[list[Leaf]]:
-    """Yield groups of leaves whose memory overlaps, each in the order of the leaves."""
+    """Groups of leaves whose memory overlaps, each in the order of the leaves."""
     order = {id(leaf): index for index, leaf in enumerate(leaves)}
     storages: dict[tuple[object, ...], list[Leaf]] = {}
     for leaf in leaves:
@@ -96,12 +85,9 @@ def _overlap_groups(leaves: list[Leaf]) -> Iterator[list[Leaf]]:
         storage = leaf.tensor.untyped_storage()
         size, used = storage.nbytes(), leaf.start + leaf.extent
         if used > size:
-            raise StateError(
-                format_path(leaf.path),
-                found=f"a tensor whose storage has {size} bytes",
-                expected=f"its {leaf.extent} from {leaf.start} on",
-                do="save it before its memory is freed",
-            )
+            found, expected = f"a tensor whose storage has {size} bytes", f"its {leaf.extent} from {leaf.start} on"
+            do = "save it before its memory is freed"
+            raise StateError(format_path(leaf.path), found=found, expected=expected, do=do)
         storages.setdefault((leaf.tensor.device, storage.data_ptr(), size), []).append(leaf)
     for members in storages.values():
         if len(members) == 1:
@@ -121,18 +107,17 @@ def _overlapping_runs(members: list[Leaf]) -> Iterator[list[Leaf]]:
             yield run
             run = []
         run.append(leaf)
-        end = max(end, leaf.start + leaf.extent) if len(run) > 1 else leaf.start + leaf.extent
-    if run:
-        yield run
+        end = max(end, leaf.start + leaf.extent)  # earlier runs end before this leaf
+    yield run
 
 
 def _worth_sharing(run: list[Leaf]) -> Iterator[list[Leaf]]:
-    """Yield the run as one group if one row over it is not much larger than its members; else groups of equal views."""
+    """The run as one group if one row over it is not much larger than its members; else groups of equal views."""
     start, end = _byte_range(run)
     by_view: dict[tuple[object, ...], list[Leaf]] = {}
     for leaf in run:
         by_view.setdefault(leaf.view, []).append(leaf)
-    separate_bytes = sum(_own_bytes(group[0]) for group in by_view.values())
+    separate_bytes = sum(min(group[0].extent, group[0].tensor.nbytes) for group in by_view.values())
     aligned = all((leaf.start - start) % leaf.tensor.element_size() == 0 for leaf in run)
     if aligned and end - start <= separate_bytes + MAX_SHARING_OVERHEAD:
         yield run
@@ -142,10 +127,6 @@ def _worth_sharing(run: list[Leaf]) -> Iterator[list[Leaf]]:
 
 def _byte_range(run: list[Leaf]) -> tuple[int, int]:
     return min(leaf.start for leaf in run), max(leaf.start + leaf.extent for leaf in run)
-
-
-def _own_bytes(leaf: Leaf) -> int:
-    return min(leaf.extent, leaf.tensor.numel() * leaf.tensor.element_size())
 
 
 def _store_group(group: list[Leaf], names: UniqueNames, stored: dict[str, torch.Tensor]) -> None:
@@ -161,38 +142,32 @@ def _store_group(group: list[Leaf], names: UniqueNames, stored: dict[str, torch.
     if owner is None and _is_single_view(group):
         owner = group[0]
     if owner is None:
-        first = group[0]
-        name = names.unique(f"{tensor_name(first.path)}/%storage")
-        row = _storage_row(group, start, end)
+        name, row = names.unique(f"{tensor_name(group[0].path)}/%storage"), _storage_row(group, start, end)
     else:
         name, row = names.unique(tensor_name(owner.path)), _standard_strides(owner.tensor)
     stored[name] = row
     for leaf in group:
-        _write_reference(leaf, name, row, None if owner is None else owner, start)
+        _write_reference(leaf, name, row, owner, start)
 
 
 def _is_single_view(group: list[Leaf]) -> bool:
     """Whether all leaves are the same view, without overlapping elements (as expanded tensors have)."""
     first = group[0]
-    numel_bytes = first.tensor.numel() * first.tensor.element_size()
-    return all(leaf.view == first.view for leaf in group) and (first.extent >= numel_bytes or numel_bytes == 0)
+    return all(leaf.view == first.view for leaf in group) and first.extent >= first.tensor.nbytes
 
 
 def _storage_row(group: list[Leaf], start: int, end: int) -> torch.Tensor:
-    """Return the covered range as one contiguous row; as bytes if the dtypes of the members differ."""
+    """The covered range as one contiguous row; as bytes if the dtypes of the members differ."""
     first = group[0].tensor
     if len({leaf.tensor.dtype for leaf in group}) > 1:
-        whole = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
-        return whole[start:end]
+        return torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())[start:end]
     size = first.element_size()
     return first.as_strided(((end - start) // size,), (1,), start // size)
 
 
 def _standard_strides(tensor: torch.Tensor) -> torch.Tensor:
     """Give a contiguous tensor its standard strides; dimensions of size 1 may have others."""
-    if not tensor.is_contiguous():
-        return tensor
-    if 1 not in tensor.shape:
+    if not tensor.is_contiguous() or 1 not in tensor.shape:
         return tensor
     strides = torch.empty(tuple(tensor.shape), device="meta").stride()
     return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)

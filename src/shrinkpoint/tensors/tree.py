@@ -1,4 +1,4 @@
-"""Encodes a state as a JSON tree and a list of tensor leaves.
+"""Encodes a state as a JSON tree and a list of tensor leaves, and decodes such a tree, which is not trusted.
 
 Plain values are stored unchanged; types that JSON lacks are an object with one key that begins with "$"::
 
@@ -21,7 +21,7 @@ import binascii
 import math
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -39,7 +39,7 @@ from shrinkpoint.tensors.dtypes import (
 )
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.names import StatePath, format_path, short_repr, tensor_name
-from shrinkpoint.tensors.shared_storage import Leaf
+from shrinkpoint.tensors.shared_storage import Leaf, num_reached
 
 MAX_DEPTH = 48
 """Largest nesting depth of dicts, lists and tuples. The JSON of one level has at most five levels, and the container
@@ -90,24 +90,19 @@ class TreeEncoder:
         Raises:
             StateError: a value cannot be stored; `where` is its path.
         """
-        plain = self._value_encoders.get(type(value))
-        if plain is not None:
-            return plain(value, path)
-        nest = self._nest_encoders.get(type(value))
-        if nest is not None:
-            return self._encode_nest(nest, value, path)
+        if type(value) in self._value_encoders:
+            return self._value_encoders[type(value)](value, path)
         if isinstance(value, np.generic):
             return _numpy_scalar(value, path)
-        raise _type_error(value, path)
-
-    def _encode_nest(self, nest: Callable[[Any, StatePath], JSON], value: Any, path: StatePath) -> JSON:
+        if type(value) not in self._nest_encoders:
+            raise _type_error(value, path)
         if id(value) in self._open_ids:
             raise StateError(format_path(path), found="a nest that contains itself", expected=_STORABLE)
         if len(path) >= MAX_DEPTH:
             raise _depth_error(path)
         self._open_ids.add(id(value))
         try:
-            return nest(value, path)
+            return self._nest_encoders[type(value)](value, path)
         finally:
             self._open_ids.remove(id(value))
 
@@ -136,11 +131,8 @@ class TreeEncoder:
             return {"$u": [self._key(part, path, depth + 1) for part in key]}
         if type(key) in (type(None), bool, int, float, str):
             return self._value_encoders[type(key)](key, path)
-        raise StateError(
-            format_path(path),
-            found=f"a dict with a key of type {_type_name(key)}",
-            expected="str, int, float, bool, None or tuples of these",
-        )
+        expected = "str, int, float, bool, None or tuples of these"
+        raise StateError(format_path(path), found=f"a dict with a key of type {_type_name(key)}", expected=expected)
 
     def _bytes(self, value: bytes, path: StatePath) -> JSON:
         if len(value) <= MAX_INLINE_BYTES:
@@ -154,8 +146,7 @@ class TreeEncoder:
         return {"$p" if value.requires_grad else "$q": self._add_leaf(_plain_tensor(value, path), path)}
 
     def _array(self, value: np.ndarray[Any, Any], path: StatePath) -> JSON:
-        if numpy_to_torch_dtype(value.dtype) is None:
-            raise _numpy_error(f"a numpy array of dtype {value.dtype}", path)
+        _check_numpy_dtype("array", value.dtype, path)
         native = value.astype(value.dtype.newbyteorder("="), copy=False)
         flags, size = native.flags, native.itemsize
         ordered = flags.c_contiguous or flags.f_contiguous
@@ -196,17 +187,15 @@ def _is_unicode(value: str) -> bool:
 
 
 def _numpy_scalar(value: np.generic, path: StatePath) -> JSON:
-    if numpy_to_torch_dtype(value.dtype) is None:
-        raise _numpy_error(f"a numpy scalar of dtype {value.dtype}", path)
+    _check_numpy_dtype("scalar", value.dtype, path)
     little = value.dtype.newbyteorder("<")
     return {"$g": [little.str, np.asarray(value).astype(little).tobytes().hex()]}
 
 
 def _plain_tensor(value: torch.Tensor, path: StatePath) -> torch.Tensor:
     """Return the detached strided tensor; copies only if it is lazily conjugated or negated."""
-    plain = value.layout is torch.strided and value.dtype in DTYPE_NAMES and not value.is_meta
-    if not plain or value.is_nested or value.is_quantized:
-        feature = next(feature for feature, present in _unsupported_features(value) if present)
+    feature = _unsupported_feature(value)
+    if feature:
         raise StateError(format_path(path), found=feature, expected="a dense tensor with values", do="convert it first")
     value = value.detach()
     if not value.is_conj() and not value.is_neg():
@@ -215,18 +204,22 @@ def _plain_tensor(value: torch.Tensor, path: StatePath) -> torch.Tensor:
         return materialize(value)
 
 
-def _unsupported_features(value: torch.Tensor) -> Iterator[tuple[str, bool]]:
-    yield "a quantized tensor", value.is_quantized
-    yield f"a tensor of layout {value.layout}", value.layout is not torch.strided
-    yield "a tensor on the meta device, which has no values", value.is_meta
-    yield "a nested tensor", value.is_nested
-    yield f"a tensor of dtype {value.dtype}", value.dtype not in DTYPE_NAMES
+def _unsupported_feature(value: torch.Tensor) -> str:
+    if value.is_quantized:
+        return "a quantized tensor"
+    if value.layout is not torch.strided:
+        return f"a tensor of layout {value.layout}"
+    if value.is_meta:
+        return "a tensor on the meta device, which has no values"
+    if value.is_nested:
+        return "a nested tensor"
+    return "" if value.dtype in DTYPE_NAMES else f"a tensor of dtype {value.dtype}"
 
 
-def _numpy_error(found: str, path: StatePath) -> StateError:
-    return StateError(
-        format_path(path), found=found, expected="a bool, integer, float or complex dtype of up to 64 bit"
-    )
+def _check_numpy_dtype(kind: str, dtype: np.dtype[Any], path: StatePath) -> None:
+    if numpy_to_torch_dtype(dtype) is None:
+        expected = "a bool, integer, float or complex dtype of up to 64 bit"
+        raise StateError(format_path(path), found=f"a numpy {kind} of dtype {dtype}", expected=expected)
 
 
 def _type_error(value: Any, path: StatePath) -> StateError:
@@ -239,12 +232,8 @@ def _type_error(value: Any, path: StatePath) -> StateError:
 
 
 def _depth_error(path: StatePath) -> StateError:
-    return StateError(
-        format_path(path[:3]) + "...",
-        found=f"a nest more than {MAX_DEPTH} levels deep",
-        expected="a flatter one",
-        do="flatten it before saving",
-    )
+    found, do = f"a nest more than {MAX_DEPTH} levels deep", "flatten it before saving"
+    return StateError(format_path(path[:3]) + "...", found=found, expected="a flatter one", do=do)
 
 
 def _type_name(value: Any) -> str:
@@ -300,9 +289,7 @@ class TreeDecoder:
         """
         if len(path) > MAX_DEPTH:
             self._raise_corrupt(path[:3], "a nest that is too deep", f"at most {MAX_DEPTH} levels")
-        if tree is None or type(tree) in (bool, str, int):
-            return tree
-        if type(tree) is float and math.isfinite(tree):
+        if tree is None or type(tree) in (bool, str, int) or (type(tree) is float and math.isfinite(tree)):
             return tree
         if type(tree) is list:
             return self._items(tree, path)
@@ -320,7 +307,7 @@ class TreeDecoder:
 
     def _items(self, body: JSON, path: StatePath) -> list[Any]:
         if type(body) is not list:
-            self._raise_corrupt(path, f"{short_repr(body)}", "a list")
+            self._raise_corrupt(path, short_repr(body), "a list")
         return [self.decode(item, (*path, index)) for index, item in enumerate(body)]
 
     def _dict(self, tree: JSON, path: StatePath) -> dict[Any, Any]:
@@ -370,8 +357,7 @@ class TreeDecoder:
             self._raise_corrupt(path, f"the integer {short_repr(body)}", "hex digits")
 
     def _float(self, body: JSON, path: StatePath) -> float:
-        value: float = struct.unpack(">d", self._hex(body, path, 8))[0]
-        return value
+        return float(struct.unpack(">d", self._hex(body, path, 8))[0])
 
     def _text(self, body: JSON, path: StatePath) -> str:
         try:
@@ -400,18 +386,16 @@ class TreeDecoder:
     def _array(self, body: JSON, path: StatePath) -> np.ndarray[Any, Any]:
         dtype, reference = self._numpy_pair(body, path)
         tensor = self._stored_tensor(reference, path)
-        if tensor.dtype != numpy_to_torch_dtype(dtype):
-            self._raise_corrupt(
-                path, f"a numpy array of {dtype.str} kept as {tensor.dtype}", f"{numpy_to_torch_dtype(dtype)}"
-            )
+        expected = numpy_to_torch_dtype(dtype)
+        if tensor.dtype != expected:
+            self._raise_corrupt(path, f"a numpy array of {dtype.str} kept as {tensor.dtype}", f"{expected}")
         self._spend(tensor.nbytes, path)
         native: np.ndarray[Any, Any] = tensor.cpu().contiguous().numpy()
         return native.astype(dtype)  # a copy: an array's memory is its own
 
     def _numpy_pair(self, body: JSON, path: StatePath) -> tuple[np.dtype[np.generic], JSON]:
-        dtype = None
-        if type(body) is list and len(body) == 2 and type(body[0]) is str:
-            dtype = numpy_dtype(body[0])
+        is_pair = type(body) is list and len(body) == 2 and type(body[0]) is str
+        dtype = numpy_dtype(body[0]) if is_pair else None
         if dtype is None:
             self._raise_corrupt(path, f"the numpy value {short_repr(body)}", "a known dtype and a value")
         return dtype, body[1]
@@ -430,25 +414,22 @@ class TreeDecoder:
         if name not in self._used_names and len(body) < 4:
             self._used_names.add(name)
             return tensor
-        self._spend(min(tensor.nbytes, _num_reached(tensor) * tensor.element_size()), path)
+        self._spend(min(tensor.nbytes, num_reached(tensor) * tensor.element_size()), path)
         return _clone(tensor)
 
     def _spend(self, nbytes: int, path: StatePath) -> None:
         """Count memory that is about to be taken."""
         self._remaining -= nbytes
         if self._remaining < 0:
-            found, do = (
-                f"copies of tensors that take {-self._remaining} bytes too many",
-                "pass max_bytes= if you trust it",
-            )
+            found = f"copies of tensors that take {-self._remaining} bytes too many"
+            do = "pass max_bytes= if you trust it"
             raise CorruptError(f"{self._where}: {format_path(path)}", found=found, expected="fewer", do=do)
 
     def _stored_tensor(self, reference: JSON, path: StatePath) -> torch.Tensor:
         """The tensor a reference stands for, as a view of the stored one."""
         if type(reference) is not list or len(reference) not in (0, 1, 4, 5):
-            self._raise_corrupt(
-                path, f"the reference {short_repr(reference, 60)}", "[], [name] or [name, offset, shape, strides]"
-            )
+            expected = "[], [name] or [name, offset, shape, strides]"
+            self._raise_corrupt(path, f"the reference {short_repr(reference, 60)}", expected)
         name = reference[0] if reference else tensor_name(path)
         stored = self._tensors.get(name) if type(name) is str else None
         if stored is None:
@@ -460,17 +441,14 @@ class TreeDecoder:
         row = stored.as_strided((stored.numel(),), (1,)) if stored.is_contiguous() else stored.reshape(-1)
         if rest:
             row = self._as_dtype(row, rest[0], path)
-        if not (
-            _are_counts([offset]) and _are_counts(shape) and _are_counts(strides) and len(shape) == len(strides) <= 64
-        ):
+        if not all(map(_are_counts, ([offset], shape, strides))) or not len(shape) == len(strides) <= 64:
             self._raise_corrupt(path, f"a view {short_repr(reference, 80)}", "counts, as many strides as sizes")
         if math.prod(size for size in shape if size) >= 2**60:  # of an empty one, too: torch counts on its way to the 0
             self._raise_corrupt(path, f"a view of shape {short_repr(shape, 80)}", "fewer than 2^60 elements")
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         if last >= row.numel() if math.prod(shape) else offset > row.numel():
-            self._raise_corrupt(
-                path, f"a view up to element {last}", f"at most {row.numel() - 1} of {short_repr(reference[0], 80)}"
-            )
+            expected = f"at most {row.numel() - 1} of {short_repr(reference[0], 80)}"
+            self._raise_corrupt(path, f"a view up to element {last}", expected)
         return row.as_strided(shape, strides, row.storage_offset() + offset)
 
     def _as_dtype(self, row: torch.Tensor, name: JSON, path: StatePath) -> torch.Tensor:
@@ -503,19 +481,13 @@ def _are_counts(values: JSON) -> bool:
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor in memory of its own: dense, or with its strides where it meets itself (expanded tensors)."""
-    reach = _num_reached(tensor)
+    """A copy in memory of its own: dense, or with its strides where it meets itself (expanded tensors)."""
+    reach = num_reached(tensor)
     if tensor.numel() > reach:
         row = tensor.as_strided((reach,), (1,), tensor.storage_offset())
         return _clone(row).as_strided(tensor.shape, tensor.stride(), 0)
     if tensor.device.type != "cpu":
-        return tensor.contiguous() if not tensor.is_contiguous() else tensor.clone()
+        return tensor.clone(memory_format=torch.contiguous_format)
     fresh = empty(tuple(tensor.shape), tensor.dtype)
     as_bits(fresh).copy_(as_bits(tensor))
     return fresh
-
-
-def _num_reached(tensor: torch.Tensor) -> int:
-    """Elements from its first to behind its last, however often it meets each of them."""
-    last: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return max(last + 1, 0)

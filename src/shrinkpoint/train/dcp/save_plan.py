@@ -18,9 +18,9 @@ from shrinkpoint.errors import PolicyError, StateError
 from shrinkpoint.tensors.dtypes import DTYPE_NAMES, dtype_name
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import OptimizerInfo, Role, TensorInfo
-from shrinkpoint.tensors.names import StatePath, tensor_name
+from shrinkpoint.tensors.names import StatePath, UniqueNames, tensor_name
 from shrinkpoint.tensors.roles import infer_roles
-from shrinkpoint.tensors.shared_storage import Leaf, UniqueNames
+from shrinkpoint.tensors.shared_storage import Leaf
 from shrinkpoint.tensors.tree import TreeEncoder
 from shrinkpoint.train.dcp.checkpoint_metadata import Offsets, chunk_name, offsets_key
 from shrinkpoint.train.dcp.payload import unpickle_plain
