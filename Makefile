@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
 
+# Compiled modules are stored even where the environment forbids it: hundreds of processes of the tests read them.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test nightly check bench studies golden fuzz libfuzzer clean
 
 demo: $(VENV)/.installed

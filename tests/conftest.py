@@ -1,10 +1,14 @@
-"""Temporary directories of the tests lie in memory where there is room: thousands of saves wait for no disk."""
+"""Set up before any test: one thread for torch, and temporary directories in memory if it has enough space."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Before torch is imported, here and in every process a test starts: two workers with two threads each on two cores spend
+most of their time waiting for each other."""
 
 MEMORY = Path("/dev/shm")
 MIN_FREE = 4 << 30
