@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-"""Before torch is imported, here and in every process a test starts: two workers with two threads each on two cores spend
-most of their time waiting for each other."""
+"""Set before torch is imported, here and in every process a test starts: on two cores, two workers of two threads each
+mostly wait for each other."""
 
 MEMORY = Path("/dev/shm")
 MIN_FREE = 4 << 30

@@ -2,34 +2,81 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
+from functools import cache
 from pathlib import Path
 
 from helpers.paths import TESTS
 from helpers.timeouts import PATIENCE
 
-_FORKED = """
+_SERVER = """
+import gc, json, os, sys, traceback
+import torch.distributed.checkpoint.state_dict, torch.distributed.fsdp, torch.distributed.pipelining
+import shrinkpoint.train.dcp, shrinkpoint.comm.ddp, shrinkpoint.schemes.fisher
+from shrinkpoint.comm import compress_pipeline
 
-import os, sys, traceback
+def of_program(request):
+    program, width, folder, directory, environment, log = request
+    os.setsid()
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environment)
+    output = os.open(log, os.O_WRONLY)
+    os.dup2(output, 1), os.dup2(output, 2), os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.argv = ["-c", str(width), folder]
+    exec(compile(program, "<string>", "exec"), globals())
+    children = []
+    for rank in range(width):
+        children.append(os.fork())
+        if children[-1] == 0:
+            finish(lambda: of_rank(rank, width, folder))
+    if any([os.waitpid(child, 0)[1] for child in children]):
+        os._exit(1)
 
-width, folder = int(sys.argv[1]), sys.argv[2]
-children = []
-for rank in range(width):  # forked, as importing torch takes longer than all the rest
-    children.append(os.fork())
-    if children[-1] == 0:
-        try:
-            of_rank(rank, width, folder)
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+def finish(work):
+    try:
+        work()
+        sys.stdout.flush()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+gc.collect()
+gc.freeze()
+for line in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        finish(lambda: of_program(json.loads(line)))
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
+
+
+@cache
+def _server() -> subprocess.Popen[bytes]:
+    """A process that imports torch and the package once and forks every program: importing takes the longest."""
+    environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(
+        [sys.executable, "-c", _SERVER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    )
+    atexit.register(_stop, server)
+    return server
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    with server:
+        assert server.stdin is not None
+        server.stdin.close()
 
 
 def ranks(program: str, width: int, folder: Path, *, timeout: float = PATIENCE) -> list[dict]:
@@ -39,15 +86,20 @@ def ranks(program: str, width: int, folder: Path, *, timeout: float = PATIENCE) 
         program: defines `of_rank(rank, width, folder)`.
         timeout: seconds for all of them.
     """
-    command = [sys.executable, "-c", textwrap.dedent(program) + _FORKED, str(width), str(folder)]
     environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True
-    ) as parent:
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    with tempfile.NamedTemporaryFile("r") as log:
+        request = [textwrap.dedent(program), width, str(folder), str(Path.cwd()), environment, log.name]
+        server.stdin.write(json.dumps(request).encode() + b"\n")
+        pid = int(server.stdout.readline())
         try:
-            _, text = parent.communicate(timeout=timeout)
+            ended, _, _ = select.select([server.stdout], [], [], timeout)
+            assert ended, f"{width} processes did not end within {timeout} s\n{log.read()}"
         except BaseException:
-            os.killpg(parent.pid, signal.SIGKILL)  # ranks that wait for each other would outlive the test
+            os.killpg(pid, signal.SIGKILL)  # ranks that wait for each other would outlive the test
+            server.stdout.readline()
             raise
-    assert parent.returncode == 0, text
+        code = int(server.stdout.readline())
+        assert code == 0, log.read()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(width)]

@@ -10,11 +10,12 @@ from helpers.processes import ranks
 from shrinkpoint.store.directory import verify_directory
 
 PROGRAM = """
-import json, os, socket, warnings
+import json, os, warnings
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from helpers.lightning_runs import Small, every, names, points, trainer
 from torch.distributed.fsdp import fully_shard
@@ -22,9 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from shrinkpoint.train import dcp
 from shrinkpoint.train.lightning import ShrinkIO
 
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    PORT = free.getsockname()[1]
+STORE = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that is free
 
 
 class ShardedSmall(Small):
@@ -70,8 +69,9 @@ def of_rank(rank, width, folder):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(PORT), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(width),
-        LOCAL_WORLD_SIZE=str(width), GROUP_RANK="0", TORCHELASTIC_RUN_ID="test",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(STORE.port), RANK=str(rank), LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(width), LOCAL_WORLD_SIZE=str(width), GROUP_RANK="0", TORCHELASTIC_RUN_ID="test",
+        TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0",
     )
     folder = Path(folder)
     found = {"stock": fit(folder / "stock", 3)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -35,6 +34,8 @@ from transformers import Trainer, TrainerCallback
 import shrinkpoint as sp
 from shrinkpoint.train.transformers import ShrinkConfig, ShrinkCallback, ShrinkTrainer
 
+STORE = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that is free
+
 
 class Apart(TrainerCallback):
     # each rank draws numbers of its own
@@ -52,7 +53,8 @@ def run(kind, folder, resume=None, callbacks=(), **settings):
 def of_rank(rank, width, folder):
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(width), "LOCAL_WORLD_SIZE": str(width),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "PORT",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(STORE.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
     }
     folder = Path(folder)
     plain = run(Trainer, folder / "plain", save_strategy="no")
@@ -85,10 +87,7 @@ def of_rank(rank, width, folder):
 
 
 def test_replicas_agree_on_what_to_resume_and_end_as_without_interruption(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    one, two = ranks(DDP.replace("PORT", str(port)), 2, tmp_path)
+    one, two = ranks(DDP, 2, tmp_path)
     assert one["found"] == [one["plain"]] * 4 and two["found"] == [two["plain"]] * 4
     assert one["plain"] != two["plain"]  # their generators differ
     assert (
