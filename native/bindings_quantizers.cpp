@@ -8,6 +8,7 @@
 #include "cyclic_delta.hpp"
 #include "kmeans.hpp"
 #include "lattice_codec.hpp"
+#include "progress.hpp"
 #include "python.hpp"
 
 using namespace nanobind::literals;
@@ -236,9 +237,29 @@ void bind_lattice(nb::module_& m) {
         "before"_a.none() = nb::none(), "hold"_a = 0.5f, "threads"_a = 1);
 }
 
+void bind_progress(nb::module_& m) {
+    m.def(
+        "progress_sums",
+        [](nb::handle weight, nb::handle parent_weight, nb::handle stored, nb::handle parent_stored, uint64_t count,
+           unsigned threads) {
+            const Bytes now(weight), before(parent_weight), decoded(stored), decoded_before(parent_stored);
+            const Floats arrays[] = {floats_of(count, now, "weight"), floats_of(count, before, "parent_weight"),
+                                     floats_of(count, decoded, "stored"),
+                                     floats_of(count, decoded_before, "parent_stored")};
+            ProgressSums sums;
+            {
+                nb::gil_scoped_release release;
+                sums = progress_sums(arrays[0], arrays[1], arrays[2], arrays[3], count, threads);
+            }
+            return nb::make_tuple(sums.movement, sums.stored_movement, sums.weight, sums.stored_weight);
+        },
+        "weight"_a, "parent_weight"_a, "stored"_a, "parent_stored"_a, "count"_a, nb::kw_only(), "threads"_a = 1);
+}
+
 }  // namespace
 
 void bind_quantizers(nb::module_& m) {
+    bind_progress(m);
     bind_cyclic(m);
     bind_kmeans(m);
     bind_lattice(m);

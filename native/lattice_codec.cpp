@@ -69,10 +69,6 @@ SHRINKPOINT_KERNEL(void, multiply, (const float* squares, size_t count, float* o
     for (size_t i = 0; i < count; ++i) out[i] *= std::sqrt(squares[i]);
 }
 
-SHRINKPOINT_KERNEL(void, widen, (const uint16_t* values, size_t count, float* out), (values, count, out)) {
-    for (size_t i = 0; i < count; ++i) out[i] = float_of(static_cast<uint32_t>(values[i]) << 16);
-}
-
 SHRINKPOINT_KERNEL(bool, same_when_narrow, (const float* values, const uint16_t* expected, size_t count),
                    (values, expected, count)) {
     uint32_t apart = 0;
@@ -213,12 +209,6 @@ Floats from(Floats all, uint64_t start) {
     return all.data == nullptr ? all : Floats{all.data + start * all.bytes, all.bytes};
 }
 
-const float* floats(Floats all, uint64_t start, size_t count, float* room) {
-    if (all.bytes == 4) return reinterpret_cast<const float*>(all.data) + start;
-    widen(reinterpret_cast<const uint16_t*>(all.data) + start, count, room);
-    return room;
-}
-
 // `parent` is theirs, too.
 void guess(const Lattice& lattice, Floats parent, uint64_t start, size_t count, Cells& cells, int16_t* guesses,
            uint8_t* contexts) {
@@ -228,12 +218,12 @@ void guess(const Lattice& lattice, Floats parent, uint64_t start, size_t count, 
         return;
     }
     if (lattice.powers) {
-        const float* values = floats(parent, 0, count, cells.parent);
+        const float* values = read_floats(parent, 0, count, cells.parent);
         return guess_powers(values, cells.exponents, lattice.step, count, guesses, contexts);
     }
     fill_step_classes(lattice, start, count, cells.classes);
     if (parent.data != nullptr) {
-        const float* values = floats(parent, 0, count, cells.parent);
+        const float* values = read_floats(parent, 0, count, cells.parent);
         return guess_multiples(values, cells.steps, cells.dithers, cells.classes, count, guesses, contexts);
     }
     std::fill_n(cells.parent, count, 0.0f);
@@ -361,7 +351,7 @@ bool lattice_quantize(const Lattice& lattice, Floats values, const float* square
     std::atomic<bool> fits{true};
     by_tiles(lattice.count(), threads, [&](size_t, uint64_t start, size_t count, Cells& cells) {
         find(lattice, from(squares, start), start, count, cells);
-        const float* here = floats(values, start, count, cells.parent);
+        const float* here = read_floats(values, start, count, cells.parent);
         if (!round_all(here, cells.steps, cells.dithers, count, codes + start)) fits = false;
         if (before != nullptr && hold > 0.5f)
             hold_back(here, cells.steps, cells.dithers, before + start, hold, count, codes + start);

@@ -4,15 +4,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "floats.hpp"
 #include "lattice_grid.hpp"
 
 namespace shrinkpoint {
-
-// Floats of 32 bits or, with two bytes each, bfloat16; null for none.
-struct Floats {
-    const uint8_t* data = nullptr;
-    unsigned bytes = 4;
-};
 
 // Positions of a lattice's tensor, row by row.
 struct Positions {

@@ -19,12 +19,12 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from shrinkpoint._native import Hasher
+from shrinkpoint._native import Hasher, progress_sums
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import ChainError, CorruptError, LossWarning, ShrinkpointError
 from shrinkpoint.storage import LocalStorage, Source, Storage
-from shrinkpoint.tensors.dtypes import empty
+from shrinkpoint.tensors.dtypes import empty, tensor_bytes
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role
 
@@ -55,22 +55,26 @@ def retained_fraction(
         None if nothing can be compared or nothing has changed.
     """
     stored_progress = progress = 0.0
-    for name, tensor in weights.items():
-        if name not in parent_weights or parent_weights[name].shape != tensor.shape:
+    for name, weight in weights.items():
+        parent_weight = parent_weights.get(name)
+        if parent_weight is None or parent_weight.shape != weight.shape:
             continue
-        weight = tensor.to("cpu", torch.float32)
-        step = weight - parent_weights[name].to(torch.float32)
-        stored_step = stored[name].to("cpu", torch.float32) - parent_stored[name].to(torch.float32)
-        if _dot(step, step) > 100 * _dot(weight, weight) > 0:
-            step, stored_step = weight, stored[name].to("cpu", torch.float32)
-        stored_progress += _dot(stored_step, step)
-        progress += _dot(step, step)
+        tensors = weight, parent_weight, stored[name], parent_stored[name]
+        arrays = [tensor_bytes(_as_native_float(tensor)) for tensor in tensors]
+        sums = progress_sums(*arrays, weight.numel(), threads=torch.get_num_threads())
+        movement, stored_movement, squared_weight, stored_weight = sums
+        if movement > 100 * squared_weight > 0:
+            movement, stored_movement = squared_weight, stored_weight
+        progress += movement
+        stored_progress += stored_movement
     is_finite = math.isfinite(stored_progress) and math.isfinite(progress)
     return stored_progress / progress if progress > 0 and is_finite else None
 
 
-def _dot(a: Tensor, b: Tensor) -> float:
-    return float((a * b).sum(dtype=torch.float64))
+def _as_native_float(tensor: Tensor) -> Tensor:
+    """In host memory, as float32 unless the native core reads the dtype."""
+    dtype = tensor.dtype if tensor.dtype in (torch.float32, torch.bfloat16) else torch.float32
+    return tensor.detach().to("cpu", dtype)
 
 
 M = TypeVar("M")
