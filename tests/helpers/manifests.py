@@ -26,7 +26,7 @@ def manifest(
         if parent is None
         else tuple(
             ChainLink(b.step, b.id, b.digest, b.size, b.file, f"bases/{b.digest}.safetensors")
-            for b in (*parent.bases, chain.chain_link(parent))
+            for b in chain.chain_links(parent)
         )
     )
     return Manifest(

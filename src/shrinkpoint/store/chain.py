@@ -1,5 +1,5 @@
-"""The chain of files that a checkpoint is decoded from: which there are, where each is found, and that it is the right
-one. No torch: `decode.decode_chain` decodes what is found here.
+"""The chain of files that a checkpoint is decoded from: which files, where each may be, and that each is the right one.
+No torch: `decode.decode_chain` decodes a chain.
 
 A chain is a sequence of `ChainFile`, keyframe first, the checkpoint's own payload last. It comes from a store's
 manifest (`store_chain`), from a directory's (`directory_chain`), or from the names that single files have of their
@@ -30,9 +30,6 @@ from shrinkpoint.store.manifest import ChainLink, Manifest, Payload
 
 T = TypeVar("T")
 _DO = "restore another checkpoint; `verify` says which are whole"
-
-
-# one file
 
 
 @dataclass(frozen=True)
@@ -69,6 +66,7 @@ class ChainFile:
             ChainError, FormatError, StorageError: no key leads to the file; the error of the first that has one.
         """
         error: ShrinkpointError | None = None
+        error_class: type[ShrinkpointError]
         for key in self.keys:
             try:
                 with self.storage.open(key) as source:
@@ -77,7 +75,13 @@ class ChainFile:
                 continue
             except (ChainError, FormatError, StorageError) as other:
                 error = error or other
-        raise error or self._missing_error()
+        if error is not None:
+            raise error
+        where = ", ".join(self.storage.describe(key) for key in self.keys)
+        error_class, expected = ChainError, f"{self.expected}, with header digest {self.digest}"
+        if self.is_payload:
+            error_class, expected = CorruptError, "the payload its manifest names"
+        raise error_class(where, found="no such file", expected=expected, do=_DO)
 
     def verify(self, source: Source, where: str) -> FileReader:
         """The header of an open file, once it is known to be the one of this chain.
@@ -92,23 +96,11 @@ class ChainFile:
         if reader.digest == self.digest and self.size in (None, source.size):
             return reader
         if self.size is not None:
-            raise ChainError(
-                where,
-                found=f"{source.size} bytes with header digest {reader.digest}",
-                expected=f"{self.size} bytes with {self.digest}",
-                do=_DO,
-            )
+            found = f"{source.size} bytes with header digest {reader.digest}"
+            raise ChainError(where, found=found, expected=f"{self.size} bytes with {self.digest}", do=_DO)
         error_class = CorruptError if self.is_payload else ChainError
-        raise error_class(
-            where, found=f"header digest {reader.digest}", expected=f"{self.digest}, {self.expected}", do=_DO
-        )
-
-    def _missing_error(self) -> ShrinkpointError:
-        where = ", ".join(self.storage.describe(key) for key in self.keys)
-        if self.is_payload:
-            return CorruptError(where, found="no such file", expected="the payload its manifest names", do=_DO)
-        expected = f"{self.expected}, with header digest {self.digest}"
-        return ChainError(where, found="no such file", expected=expected, do=_DO)
+        found = f"header digest {reader.digest}"
+        raise error_class(where, found=found, expected=f"{self.digest}, {self.expected}", do=_DO)
 
 
 def check_parent(file: FileReader, base: FileReader | None) -> None:
@@ -117,27 +109,19 @@ def check_parent(file: FileReader, base: FileReader | None) -> None:
     Raises:
         ChainError: it was made against another file.
     """
-    digest = None if file.parent is None else file.parent.get("digest")
     if file.parent is None and base is None:
         return
+    digest = None if file.parent is None else file.parent.get("digest")
     if base is None or file.parent is None or digest != base.digest:
         found = "no base" if base is None else f"a base with header digest {base.digest}"
         expected = "none: it is a keyframe" if file.parent is None else f"the file with header digest {digest!a:.60}"
         raise ChainError(file.where, found=found, expected=expected, do=_DO)
 
 
-# the chains of a store
-
-
-def chain_link(manifest: Manifest, name: str = "") -> ChainLink:
-    """How the manifest of a delta names this checkpoint; `name` is the hard link in the delta's directory."""
-    payload = manifest.payloads[0]
-    return ChainLink(manifest.step, manifest.id, payload.digest, payload.size, payload.name, name)
-
-
 def chain_links(manifest: Manifest) -> tuple[ChainLink, ...]:
-    """Every file that decoding needs, keyframe first, the checkpoint's own payload last."""
-    return (*manifest.bases, chain_link(manifest, manifest.payloads[0].name))
+    """Every file that decoding a checkpoint of a store needs, keyframe first, its own payload last."""
+    own = manifest.payloads[0]
+    return (*manifest.bases, ChainLink(manifest.step, manifest.id, own.digest, own.size, own.name, own.name))
 
 
 def candidate_keys(manifest: Manifest, link: ChainLink) -> tuple[str, ...]:
@@ -175,34 +159,6 @@ def ancestors(manifests: Mapping[int, Manifest], step: int) -> tuple[int, ...]:
     return tuple(base.step for base in manifests[step].bases if is_current(manifests, base))
 
 
-def descendants(manifests: Mapping[int, Manifest], step: int) -> tuple[int, ...]:
-    """The steps that depend on `step`, in order."""
-    return tuple(sorted(other for other in manifests if step in ancestors(manifests, other)))
-
-
-def chain_manifests(manifests: Mapping[int, Manifest], step: int) -> tuple[Manifest, ...]:
-    """The checkpoints from the keyframe to `step`.
-
-    Raises:
-        NotFoundError: there is no such step.
-        ChainError: a step on the way is gone or was saved again. (It may still load, from links of its own.)
-    """
-    if step not in manifests:
-        raise NotFoundError(
-            f"step {step}", found="no such checkpoint", expected=describe_steps(manifests), do="list the store"
-        )
-    for base in manifests[step].bases:
-        if not is_current(manifests, base):
-            other = manifests.get(base.step)
-            raise ChainError(
-                f"step {step}, base step {base.step}",
-                found=f"a file with digest {other.digest}" if other else "no such checkpoint",
-                expected=f"the file with digest {base.digest}",
-                do=f"`compact` step {step} while it loads, or restore another checkpoint",
-            )
-    return tuple(manifests[base.step] for base in chain_links(manifests[step]))
-
-
 def describe_steps(manifests: Mapping[int, Manifest]) -> str:
     """The steps there are, for a message."""
     steps = sorted(manifests)
@@ -211,23 +167,12 @@ def describe_steps(manifests: Mapping[int, Manifest]) -> str:
     return "one of " + ", ".join(map(str, steps if len(steps) < 8 else [*steps[:3], "...", *steps[-3:]]))
 
 
-# the chain of one rank in a framework's directory
-
-
 def directory_chain(directory: str | Path, payload: Payload) -> tuple[ChainFile, ...]:
     """The files that one payload of a framework's directory is decoded from; all of them lie in that directory."""
-    storage = LocalStorage(directory)
-    bases = [
-        ChainFile(digest, storage, (layout.base_name(digest),), "a file its manifest names", size)
-        for digest, size in payload.bases
-    ]
-    own = ChainFile(
-        payload.digest, storage, (payload.name,), "a file its manifest names", payload.size, is_payload=True
-    )
+    storage, expected = LocalStorage(directory), "a file its manifest names"
+    own = ChainFile(payload.digest, storage, (payload.name,), expected, payload.size, is_payload=True)
+    bases = (ChainFile(base, storage, (layout.base_name(base),), expected, size) for base, size in payload.bases)
     return (*bases, own)
-
-
-# the chain of a single file
 
 
 def file_chain(path: Path, base: Path | None = None) -> tuple[ChainFile, ...]:
@@ -267,12 +212,8 @@ def read_header(path: Path) -> FileReader:
     with _identified_errors(path), LocalStorage(path.parent).open(path.name) as source:
         reader = FileReader(source, str(path))
     if reader.parent is not None and not all(type(reader.parent.get(key)) is str for key in ("name", "digest")):
-        raise CorruptError(
-            str(path),
-            found=f"a parent {reader.parent!a:.60}",
-            expected="an object with a name and a digest",
-            do="restore another checkpoint",
-        )
+        found, expected = f"a parent {reader.parent!a:.60}", "an object with a name and a digest"
+        raise CorruptError(str(path), found=found, expected=expected, do="restore another checkpoint")
     return reader
 
 
@@ -287,24 +228,16 @@ def _identified_errors(path: Path) -> Iterator[None]:
         result = identify(path)
         if result is None:
             raise
-        is_foreign = result.is_foreign and isinstance(error, FormatError)
-        error_class = FormatError if is_foreign else type(error)
-        raise error_class(
-            str(path), found=result.description, expected="a file that shrinkpoint saved", do=result.do
-        ) from error
+        error_class = FormatError if result.is_foreign and isinstance(error, FormatError) else type(error)
+        expected = "a file that shrinkpoint saved"
+        raise error_class(str(path), found=result.description, expected=expected, do=result.do) from error
 
 
 def _single_file(path: Path, header: FileReader, *, is_payload: bool = False) -> ChainFile:
     # Only a keyframe's header is kept: what has been read of it need not be read again, and the others are verified.
-    storage = LocalStorage(path.parent)
-    return ChainFile(
-        header.digest,
-        storage,
-        (path.name,),
-        "as it was a moment ago",
-        header=header if header.parent is None else None,
-        is_payload=is_payload,
-    )
+    storage, expected = LocalStorage(path.parent), "as it was a moment ago"
+    keyframe_header = header if header.parent is None else None
+    return ChainFile(header.digest, storage, (path.name,), expected, header=keyframe_header, is_payload=is_payload)
 
 
 def _candidate_paths(child: Path, name: str) -> list[Path]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +24,18 @@ from shrinkpoint.store.manifest import LossIncrease
 from shrinkpoint.tensors.flat_state import unflatten
 from shrinkpoint.tensors.info import JSON, EncodedRecord, Role
 
+MIN_LIMIT = 1 << 30
+"""Bytes of tensors that any file may hold, however small it is."""
+MAX_EXPANSION = 1000
+"""Bytes of tensors that each stored byte of a chain may decode to, beyond that."""
+ENV_VARIABLE = "SHRINKPOINT_MAX_BYTES"
+"""The environment variable that is used where a caller gives no limit, for frameworks and the command line."""
+
+_DO = "if you trust it, pass max_bytes=, or set " + ENV_VARIABLE
+
+
+Device: TypeAlias = str | torch.device | None
+
 
 @dataclass(frozen=True)
 class RoleBytes:
@@ -39,9 +50,6 @@ class RoleBytes:
     raw: int = 0
     stored: int = 0
     tensors: int = 0
-
-    def plus(self, raw: int, stored: int, tensors: int) -> RoleBytes:
-        return RoleBytes(self.raw + raw, self.stored + stored, self.tensors + tensors)
 
 
 @dataclass(frozen=True)
@@ -175,6 +183,9 @@ def write_file(
             _count_roles(roles, encoded, writer.add(encoded))
             codes.update(_record_codes(encoded, quantized, reference))
         summary = writer.finish({name: [r.raw, r.stored, r.tensors] for name, r in roles.items()})
+    loss = quantized.loss
+    if isinstance(loss, dict) and quantized.exact:
+        loss = loss | {"stayed_exact": summarize_reasons(quantized.exact, state.infos)}
     report = SaveReport(
         path=storage.describe(key),
         scheme=scheme.id,
@@ -184,38 +195,81 @@ def write_file(
         seconds=time.perf_counter() - began,
         roles=roles,
         digest=summary.digest,
-        loss_report=_loss_report(quantized),
+        loss_report=loss,
         exact=quantized.exact,
     )
     return WriteResult(report, Reference(state.tensors, codes))
 
 
-def _loss_report(quantized: QuantizedState) -> JSON:
-    """The scheme's report, with the reasons for which tensors stayed exact."""
-    if not isinstance(quantized.loss, dict) or not quantized.exact:
-        return quantized.loss
-    return quantized.loss | {"stayed_exact": summarize_reasons(quantized.exact, quantized.state.infos)}
-
-
 def _count_roles(roles: dict[str, RoleBytes], encoded: EncodedRecord, stored: int) -> None:
     """Add a record to the sizes by role; one with several roles has few bytes, and they count for the first."""
-    raw: dict[Role, int] = {}
-    for info in encoded.infos:
-        raw[info.role] = raw.get(info.role, 0) + info.nbytes
-    tensors = Counter([info.role for info in encoded.infos])
-    for role, nbytes in raw.items():
-        total = roles.get(role.value, RoleBytes())
-        roles[role.value] = total.plus(nbytes, stored if role is encoded.infos[0].role else 0, tensors[role])
+    for index, info in enumerate(encoded.infos):
+        total = roles.get(info.role.value, RoleBytes())
+        own = 0 if index else stored
+        roles[info.role.value] = RoleBytes(total.raw + info.nbytes, total.stored + own, total.tensors + 1)
 
 
 def _record_codes(
     encoded: EncodedRecord, quantized: QuantizedState, reference: Reference | None
 ) -> Mapping[str, QuantizedTensor]:
     """The quantized tensors that a reader of this record has for the next delta."""
-    tensors = (
-        reference.quantized if encoded.recipe == {"kind": "same"} and reference is not None else quantized.quantized
-    )
+    tensors = quantized.quantized
+    if encoded.recipe == {"kind": "same"} and reference is not None:
+        tensors = reference.quantized
     return {info.name: tensors[info.name] for info in encoded.infos if info.name in tensors}
+
+
+class Allowance:
+    """Limits what the files of one chain may allocate, keyframe first.
+
+    Args:
+        max_bytes: limit on the bytes of tensors in any one file, copies in its tree included; None: the value of the
+            environment variable `SHRINKPOINT_MAX_BYTES`, else 1 GiB, or 1000 times the bytes of the files so far if
+            that is more.
+
+    Attributes:
+        max_copy_bytes: bytes of the limit that the last file's tensors leave for copies in its tree.
+
+    Raises:
+        PolicyError: the limit is not a whole number above 0.
+    """
+
+    def __init__(self, max_bytes: int | None = None) -> None:
+        self._limit = _resolve_limit(max_bytes)
+        self._stored = 0
+        self.max_copy_bytes = self._limit or MIN_LIMIT
+
+    def admit(self, where: str, stored: int, raw: int) -> None:
+        """Count a file that is about to be decoded.
+
+        Args:
+            where: its name in messages.
+            stored: its size in bytes.
+            raw: bytes of the tensors that its header announces.
+
+        Raises:
+            CorruptError: the tensors exceed the limit.
+        """
+        self._stored += stored
+        limit = self._limit or max(MIN_LIMIT, MAX_EXPANSION * self._stored)
+        if raw > limit:
+            found = f"{raw} bytes of tensors in a chain of {self._stored} bytes"
+            raise CorruptError(where, found=found, expected=f"at most {limit}", do=_DO)
+        self.max_copy_bytes = limit - raw
+
+
+def _resolve_limit(max_bytes: int | None) -> int | None:
+    text = os.environ.get(ENV_VARIABLE, "")
+    if max_bytes is not None:
+        if type(max_bytes) is int and max_bytes >= 1:
+            return max_bytes
+        expected, do = "a whole number of bytes, or None", "say how much memory the tensors of one file may take"
+        raise PolicyError("max_bytes", found=repr(max_bytes)[:40], expected=expected, do=do)
+    if not text:
+        return None
+    if text.isascii() and text.isdecimal() and len(text) < 20 and int(text):
+        return int(text)
+    raise PolicyError(ENV_VARIABLE, found=repr(text[:40]), expected="a whole number of bytes", do="mend or unset it")
 
 
 def read_file(
@@ -259,109 +313,30 @@ def _read(reader: FileReader, index: int) -> EncodedRecord:
     return reader.read(reader.records[index])
 
 
-def build_state(decoded: DecodedFile, where: str, *, tie: bool = True) -> Any:
+def build_state(
+    decoded: DecodedFile, where: str, *, tie: bool = True, device: Device = None, copy: bool = False
+) -> Any:
     """Build the state from a file's content.
 
     Args:
         where: the file, for messages.
         tie: tensors that shared memory share it again.
+        device: of its tensors; None: the CPU.
+        copy: the state gets tensors of its own, also where `decoded` has them on that device.
 
     Raises:
         CorruptError: the tree is invalid, or exceeds the limit on memory.
-    """
-    return unflatten(decoded.tree, decoded.reference.tensors, tie=tie, where=where, max_bytes=decoded.max_copy_bytes)
-
-
-Device: TypeAlias = str | torch.device | None
-
-
-def to_device(tensors: Mapping[str, torch.Tensor], device: Device, *, copy: bool) -> dict[str, torch.Tensor]:
-    """Move tensors to a device.
-
-    Args:
-        device: None: the CPU.
-        copy: copy also those that are there already.
-
-    Raises:
         PolicyError: the device does not exist, or its memory is full.
     """
+    tensors: Mapping[str, torch.Tensor] = decoded.reference.tensors
+    if device is not None or copy:
+        tensors = _to_device(tensors, device, copy)
+    return unflatten(decoded.tree, tensors, tie=tie, where=where, max_bytes=decoded.max_copy_bytes)
+
+
+def _to_device(tensors: Mapping[str, torch.Tensor], device: Device, copy: bool) -> dict[str, torch.Tensor]:
     try:
         return {name: tensor.to(device or "cpu", copy=copy) for name, tensor in tensors.items()}
     except (AssertionError, RuntimeError, TypeError) as error:  # torch has no error of its own for "no such device"
-        do = "name a device that is here, or make room on it"
-        raise PolicyError(
-            f"device {device!r}", found=str(error)[:200], expected="a place for the state", do=do
-        ) from error
-
-
-MIN_LIMIT = 1 << 30
-"""Bytes of tensors that any file may hold, however small it is."""
-MAX_EXPANSION = 1000
-"""Bytes of tensors that each stored byte of a chain may decode to, beyond that."""
-ENV_VARIABLE = "SHRINKPOINT_MAX_BYTES"
-"""The environment variable that is used where a caller gives no limit, for frameworks and the command line."""
-
-_DO = "if you trust it, pass max_bytes=, or set " + ENV_VARIABLE
-
-
-class Allowance:
-    """Limits what the files of one chain may allocate, keyframe first.
-
-    Args:
-        max_bytes: limit on the bytes of tensors in any one file, copies in its tree included; None: the value of the
-            environment variable `SHRINKPOINT_MAX_BYTES`, else 1 GiB, or 1000 times the bytes of the files so far if
-            that is more.
-
-    Attributes:
-        max_copy_bytes: bytes of the limit that the last file's tensors leave for copies in its tree.
-
-    Raises:
-        PolicyError: the limit is not a whole number above 0.
-    """
-
-    def __init__(self, max_bytes: int | None = None) -> None:
-        self._limit = _resolve_limit(max_bytes)
-        self._stored = 0
-        self.max_copy_bytes = self._limit or MIN_LIMIT
-
-    def admit(self, where: str, stored: int, raw: int) -> None:
-        """Count a file that is about to be decoded.
-
-        Args:
-            where: its name in messages.
-            stored: its size in bytes.
-            raw: bytes of the tensors that its header announces.
-
-        Raises:
-            CorruptError: the tensors exceed the limit.
-        """
-        self._stored += stored
-        limit = self._limit or max(MIN_LIMIT, MAX_EXPANSION * self._stored)
-        if raw > limit:
-            raise CorruptError(
-                where,
-                found=f"{raw} bytes of tensors in a chain of {self._stored} bytes",
-                expected=f"at most {limit}",
-                do=_DO,
-            )
-        self.max_copy_bytes = limit - raw
-
-
-def _resolve_limit(max_bytes: int | None) -> int | None:
-    if max_bytes is None:
-        text = os.environ.get(ENV_VARIABLE, "")
-        if not text:
-            return None
-        if not text.isascii() or not text.isdecimal() or not 0 < len(text) < 20 or not int(text):
-            raise PolicyError(
-                ENV_VARIABLE, found=repr(text[:40]), expected="a whole number of bytes", do="mend or unset it"
-            )
-        return int(text)
-    if type(max_bytes) is not int or max_bytes < 1:
-        raise PolicyError(
-            "max_bytes",
-            found=repr(max_bytes)[:40],
-            expected="a whole number of bytes, or None",
-            do="say how much memory the tensors of one file may take",
-        )
-    return max_bytes
+        expected, do = "a place for the state", "name a device that is here, or make room on it"
+        raise PolicyError(f"device {device!r}", found=str(error)[:200], expected=expected, do=do) from error

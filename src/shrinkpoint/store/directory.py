@@ -19,10 +19,11 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from shrinkpoint.container import FileReader
-from shrinkpoint.errors import CorruptError, NotFoundError, StorageError
+from shrinkpoint.errors import NotFoundError, StorageError
 from shrinkpoint.storage import LocalStorage, local_path, natural_key
 from shrinkpoint.storage.base import RESERVED
 from shrinkpoint.store import layout
@@ -34,6 +35,7 @@ from shrinkpoint.store.manifest import (
     Payload,
     decode_directory_manifest,
     encode_directory_manifest,
+    read_limited,
     utc_timestamp,
 )
 from shrinkpoint.tensors.info import JSON
@@ -56,7 +58,6 @@ shrinkpoint.train.accelerate, ShrinkIO of shrinkpoint.train.lightning, or Reader
 """
 _log = logging.getLogger("shrinkpoint")
 _OWN_KEY = re.compile(f"{layout.PAYLOAD.pattern}|{layout.BASE.pattern}")
-_DO = "restore another checkpoint"
 
 
 def is_checkpoint(directory: str | Path) -> bool:
@@ -84,13 +85,8 @@ def read_directory_manifest(directory: str | Path) -> DirectoryManifest:
         StorageError: it cannot be read.
     """
     storage = LocalStorage(directory)
-    where = storage.describe(MANIFEST)
-    with storage.open(MANIFEST) as source:
-        if source.size > MAX_DIRECTORY_MANIFEST_BYTES:
-            raise CorruptError(
-                where, found=f"{source.size} bytes", expected=f"at most {MAX_DIRECTORY_MANIFEST_BYTES}", do=_DO
-            )
-        return decode_directory_manifest(bytes(source.read(0, source.size)), where)
+    data = read_limited(storage, MANIFEST, MAX_DIRECTORY_MANIFEST_BYTES)
+    return decode_directory_manifest(data, storage.describe(MANIFEST))
 
 
 def chain_paths(directory: str | Path, payload: Payload) -> list[Path]:
@@ -113,7 +109,7 @@ def verify_directory(directory: str | Path, *, deep: bool = False) -> DirectoryM
     manifest = read_directory_manifest(directory)
     files = {file.digest: file for payload in manifest.payloads for file in directory_chain(directory, payload)}
     for file in files.values():
-        file.read(_check_stored_bytes if deep else _ignore)
+        file.read(partial(_check_file, deep=deep))
     return manifest
 
 
@@ -181,13 +177,10 @@ def own_files(directory: str | Path) -> set[Path]:
     return {root / MANIFEST, *(root / key for key in own_keys(directory)), *readme}
 
 
-def _check_stored_bytes(reader: FileReader) -> None:
-    for damage in reader.check():
+def _check_file(reader: FileReader, *, deep: bool) -> None:
+    """Raise the first damage; the header has been verified already."""
+    for damage in reader.check() if deep else ():
         raise damage.error
-
-
-def _ignore(reader: FileReader) -> None:
-    """Do nothing more: the header has been verified."""
 
 
 def _write_readme(root: Path) -> None:

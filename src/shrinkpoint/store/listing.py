@@ -10,7 +10,7 @@ from shrinkpoint.errors import CorruptError, FormatError, NotFoundError, Shrinkp
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import layout
 from shrinkpoint.store.chain import candidate_keys
-from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, Manifest, decode_store_manifest
+from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, Manifest, decode_store_manifest, read_limited
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,10 @@ def scan(storage: Storage) -> Listing:
         try:
             manifests[step] = read_manifest(storage, step)
             is_hidden = layout.forgotten_key(step) in keys and _is_hidden(storage, manifests[step])
-        except NotFoundError as error:
-            if layout.manifest_key(step) not in storage.list(layout.manifest_key(step)):
-                continue  # deleted since the keys were listed
-            # A pipe, or a link to nothing: the payload beside it may still be needed.
-            manifests.pop(step, None)
-            broken[step], is_hidden = error, layout.forgotten_key(step) in keys
         except ShrinkpointError as error:
+            key = layout.manifest_key(step)
+            if isinstance(error, NotFoundError) and key not in storage.list(key):
+                continue  # deleted since the keys were listed; not a pipe, or a link to nothing
             manifests.pop(step, None)
             broken[step], is_hidden = error, layout.forgotten_key(step) in keys
         if is_hidden:
@@ -132,22 +129,10 @@ def read_manifest(storage: Storage, step: int) -> Manifest:
     """
     key = layout.manifest_key(step)
     where = storage.describe(key)
-    with storage.open(key) as source:
-        if source.size > MAX_MANIFEST_BYTES:
-            raise CorruptError(
-                where,
-                found=f"{source.size} bytes",
-                expected=f"at most {MAX_MANIFEST_BYTES}",
-                do="restore another checkpoint",
-            )
-        manifest = decode_store_manifest(bytes(source.read(0, source.size)), where)
+    manifest = decode_store_manifest(read_limited(storage, key, MAX_MANIFEST_BYTES), where)
     if manifest.step != step:
-        raise CorruptError(
-            where,
-            found=f"the manifest of step {manifest.step}",
-            expected=f"that of step {step}",
-            do="give a copied directory its own step's name back",
-        )
+        found, do = f"the manifest of step {manifest.step}", "give a copied directory its own step's name back"
+        raise CorruptError(where, found=found, expected=f"that of step {step}", do=do)
     return manifest
 
 

@@ -18,6 +18,7 @@ from shrinkpoint._native import xxh3_128
 from shrinkpoint.container.strict_json import MAX_JSON_DEPTH, check_nests, json_depth, shorten
 from shrinkpoint.errors import CorruptError, TruncatedError, VersionError
 from shrinkpoint.guard import read_guard
+from shrinkpoint.storage import Storage
 from shrinkpoint.store import layout
 from shrinkpoint.tensors.info import JSON
 
@@ -33,6 +34,8 @@ else:
 T = TypeVar("T")
 FORMAT = 1
 DIRECTORY_FORMAT = 1
+MAX_MANIFEST_BYTES = 16 << 20
+"""A reader refuses a larger manifest of a store before it allocates; each file of the chain takes below 300 bytes."""
 MAX_DIRECTORY_MANIFEST_BYTES = 256 << 20
 """A reader refuses a larger manifest before it allocates; `extra` of a run on thousands of ranks takes megabytes."""
 MAX_LOSSY_RESTORES = (1 << 31) - 1
@@ -195,24 +198,36 @@ def decode_directory_manifest(data: bytes, where: str) -> DirectoryManifest:
     return _decode(data, where, DIRECTORY_FORMAT, _directory_manifest_from_json)
 
 
+def read_limited(storage: Storage, key: str, max_bytes: int) -> bytes:
+    """Read a manifest, unless it is larger than `max_bytes`; then raise a CorruptError, and allocate nothing."""
+    with storage.open(key) as source:
+        if source.size > max_bytes:
+            found, expected, do = f"{source.size} bytes", f"at most {max_bytes}", "restore another checkpoint"
+            raise CorruptError(storage.describe(key), found=found, expected=expected, do=do)
+        return bytes(source.read(0, source.size))
+
+
 def _decode(data: bytes, where: str, supported: int, from_json: Callable[[Mapping[str, JSON]], T]) -> T:
     with read_guard(where):
         document = load_with_digest(data, where)
-        check_format(document, where, supported)
+        if document.get("format") != supported:
+            found, expected = f"manifest format {document.get('format')!r}", f"at most {supported}"
+            do = "read it with the release that wrote it, or a newer one"
+            raise VersionError(where, found=found, expected=expected, do=do)
         try:
             return from_json(document)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise manifest_error(where, f"a manifest that contradicts itself ({shorten(str(error))})") from error
+            raise _manifest_error(where, f"a manifest that contradicts itself ({shorten(str(error))})") from error
 
 
 def _shared_to_json(manifest: DirectoryManifest) -> dict[str, JSON]:
-    """The fields that both encodings have under the same keys."""
+    """The fields that both encodings have, under the same keys."""
     return {
         "id": manifest.id,
         "created": manifest.created,
         "scheme": manifest.scheme,
         "step": manifest.step,
-        "metrics": {name: json_number(value) for name, value in manifest.metrics.items()},
+        "metrics": {name: _json_number(value) for name, value in manifest.metrics.items()},
         "lossy_restores": manifest.lossy_restores,
         "loss": json_safe(manifest.loss),
         "note": manifest.note,
@@ -221,48 +236,52 @@ def _shared_to_json(manifest: DirectoryManifest) -> dict[str, JSON]:
 
 def _shared_from_json(document: Mapping[str, JSON]) -> dict[str, Any]:
     """The arguments of `Manifest` that both encodings have; `step` and `loss` are checked by the caller."""
-    created = expect_json_type(document["created"], str)
-    check_time(created)
+    created = _expect(document["created"], str)
+    time = datetime.fromisoformat(created)
+    if time.tzinfo is None:
+        raise ValueError("a time without a zone")
+    for hours in (-24, 24):  # every time zone can represent it
+        time.astimezone(timezone.utc) + timedelta(hours=hours)
     return {
-        "id": expect_json_type(document["id"], str),
+        "id": _expect(document["id"], str),
         "created": created,
-        "scheme": expect_json_type(document["scheme"], str),
+        "scheme": _expect(document["scheme"], str),
         "step": document["step"],
-        "metrics": {name: float(value) for name, value in expect_json_type(document["metrics"], dict).items()},
-        "lossy_restores": expect_count(document["lossy_restores"]),
+        "metrics": {name: float(value) for name, value in _expect(document["metrics"], dict).items()},
+        "lossy_restores": _count(document["lossy_restores"]),
         "loss": document.get("loss"),
-        "note": expect_json_type(document["note"], str),
+        "note": _expect(document["note"], str),
     }
 
 
 def _store_manifest_from_json(document: Mapping[str, JSON]) -> Manifest:
     if "loss" in document and document["loss"] is None:
         raise ValueError("a loss of nothing, which has another spelling")
-    raw_bytes = expect_count(document["raw_bytes"])
+    raw_bytes = _count(document["raw_bytes"])  # of all payloads; counted for the first
     payloads = tuple(
         _store_payload_from_json(row, 0 if index else raw_bytes)
-        for index, row in enumerate(expect_json_type(document["files"], list))
+        for index, row in enumerate(_expect(document["files"], list))
     )
     manifest: Manifest = Manifest(
         **_shared_from_json(document),
         payloads=payloads,
-        bases=tuple(_chain_link_from_json(row) for row in expect_json_type(document["bases"], list)),
-        stored_bytes=expect_count(document["stored_bytes"]),
+        bases=tuple(_chain_link_from_json(row) for row in _expect(document["bases"], list)),
+        stored_bytes=_count(document["stored_bytes"]),
     )
     _check_payload_names(payloads)
-    steps = [*(base.step for base in manifest.bases), layout.check_step(expect_json_type(manifest.step, int))]
+    steps = [*(base.step for base in manifest.bases), layout.check_step(_expect(manifest.step, int))]
     if any(low >= high for low, high in pairwise(steps)):  # so no chain can be a circle
         raise ValueError("a chain whose steps do not rise")
     return manifest
 
 
 def _directory_manifest_from_json(document: Mapping[str, JSON]) -> DirectoryManifest:
-    payloads = tuple(_payload_from_json(row) for row in expect_json_type(document["payloads"], list))
+    payloads = tuple(_payload_from_json(row) for row in _expect(document["payloads"], list))
     manifest: DirectoryManifest = Manifest(**_shared_from_json(document), payloads=payloads, extra=document["extra"])
     _check_payload_names(payloads)
     if "loss" not in document:
         raise KeyError("loss")
-    if manifest.step is not None and not 0 <= expect_json_type(manifest.step, int) < layout.MAX_STEP:
+    if manifest.step is not None and not 0 <= _expect(manifest.step, int) < layout.MAX_STEP:
         raise ValueError(f"step {manifest.step}")
     if manifest.lossy_restores > MAX_LOSSY_RESTORES:
         raise ValueError(f"{manifest.lossy_restores} restores")
@@ -275,35 +294,29 @@ def _check_payload_names(payloads: tuple[Payload, ...]) -> None:
 
 
 def _store_payload_from_json(row: JSON, raw_bytes: int) -> Payload:
-    name, size, digest = expect_json_type(row, list)
-    return Payload(expect_payload_name(name), expect_count(size), expect_digest(digest), raw_bytes)
+    name, size, digest = _expect(row, list)
+    return Payload(_payload_name(name), _count(size), _digest(digest), raw_bytes)
 
 
 def _chain_link_from_json(row: JSON) -> ChainLink:
-    step, id, digest, size, file, name = expect_json_type(row, list)
+    step, id, digest, size, file, name = _expect(row, list)
     if name and name != layout.base_name(digest):
         raise ValueError(f"a base named {name!r}")
-    step, file = layout.check_step(expect_json_type(step, int)), expect_payload_name(file)
-    return ChainLink(
-        step, expect_json_type(id, str), expect_digest(digest), expect_count(size), file, expect_json_type(name, str)
-    )
+    step, file = layout.check_step(_expect(step, int)), _payload_name(file)
+    return ChainLink(step, _expect(id, str), _digest(digest), _count(size), file, _expect(name, str))
 
 
 def _payload_from_json(row: JSON) -> Payload:
-    name, size, digest, raw_bytes, bases = expect_json_type(row, list)
-    pairs = tuple(_base_from_json(base) for base in expect_json_type(bases, list))
+    name, size, digest, raw_bytes, bases = _expect(row, list)
+    pairs = tuple(_base_from_json(base) for base in _expect(bases, list))
     if len({digest, *(base for base, _ in pairs)}) < len(pairs) + 1:
         raise ValueError("a chain that leads back to itself")
-    return Payload(expect_payload_name(name), expect_count(size), expect_digest(digest), expect_count(raw_bytes), pairs)
+    return Payload(_payload_name(name), _count(size), _digest(digest), _count(raw_bytes), pairs)
 
 
 def _base_from_json(row: JSON) -> tuple[str, int]:
-    digest, size = expect_json_type(row, list)
-    return expect_digest(digest), expect_count(size)
-
-
-MAX_MANIFEST_BYTES = 16 << 20
-"""A reader refuses a larger document before it allocates; a manifest has below 300 bytes per file of the chain."""
+    digest, size = _expect(row, list)
+    return _digest(digest), _count(size)
 
 
 def utc_timestamp() -> str:
@@ -333,84 +346,62 @@ def load_with_digest(data: bytes, where: str) -> dict[str, JSON]:
         canonical = dump_with_digest(document)
         expected = json.loads(canonical)["digest"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise manifest_error(where, f"no manifest ({type(error).__name__})", "a JSON object with its digest") from error
+        raise _manifest_error(
+            where, f"no manifest ({type(error).__name__})", "a JSON object with its digest"
+        ) from error
     if digest != expected:
-        raise manifest_error(where, f"digest {str(digest)[:40]}", expected)
+        raise _manifest_error(where, f"digest {str(digest)[:40]}", expected)
     if canonical != data:
-        raise manifest_error(where, "another spelling of this manifest", "canonical JSON")
+        raise _manifest_error(where, "another spelling of this manifest", "canonical JSON")
     if json_depth(document) > MAX_JSON_DEPTH:
-        raise manifest_error(where, "a manifest that is nested too deeply", f"at most {MAX_JSON_DEPTH} levels")
+        raise _manifest_error(where, "a manifest that is nested too deeply", f"at most {MAX_JSON_DEPTH} levels")
     return dict(document)
 
 
-def check_format(document: Mapping[str, JSON], where: str, supported: int) -> None:
-    """Refuse the format of another release.
-
-    Raises:
-        VersionError: a newer release wrote it.
-    """
-    if document.get("format") != supported:
-        raise VersionError(
-            where,
-            found=f"manifest format {document.get('format')!r}",
-            expected=f"at most {supported}",
-            do="read it with the release that wrote it, or a newer one",
-        )
-
-
-def manifest_error(where: str, found: str, expected: str = "") -> CorruptError:
+def _manifest_error(where: str, found: str, expected: str = "") -> CorruptError:
     """The error for a document that cannot be trusted."""
     do = "this checkpoint cannot be trusted: restore another, then `forget` and `prune` it"
     return CorruptError(where, found=found, expected=expected, do=do)
 
 
-def json_number(value: float) -> float | str:
+def _json_number(value: float) -> float | str:
     """A float for JSON: nan and infinities, which a diverged run may report, become texts."""
     return float(value) if math.isfinite(value) else str(float(value))
 
 
 def json_safe(value: JSON) -> JSON:
-    """A copy of nested values in which every float is a `json_number`."""
+    """A copy of nested values in which every float is a `_json_number`."""
     if isinstance(value, dict):
         return {str(name): json_safe(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [json_safe(item) for item in value]
-    return json_number(value) if isinstance(value, float) else value
+    return _json_number(value) if isinstance(value, float) else value
 
 
-def expect_json_type(value: JSON, kind: type) -> Any:
-    """Return `value` if its type is exactly `kind`; else raise a TypeError."""
+def _expect(value: JSON, kind: type) -> Any:
+    """Return `value` if its type is exactly `kind`: true is not 1."""
     if type(value) is not kind:
         raise TypeError(f"{value!r} where {kind.__name__} should be")
     return value
 
 
-def expect_count(value: JSON) -> int:
-    """Return a whole number from 0 to 2^63 - 1; else raise a TypeError or ValueError."""
-    if not 0 <= expect_json_type(value, int) < 1 << 63:
+def _count(value: JSON) -> int:
+    """Return a whole number from 0 to 2^63 - 1."""
+    if not 0 <= _expect(value, int) < 1 << 63:
         raise ValueError(f"a count of {value}"[:60])
     return int(value)
 
 
-def check_time(text: str) -> None:
-    """Raise a ValueError or OverflowError unless `text` is a time with a zone that every zone can represent."""
-    moment = datetime.fromisoformat(text)
-    if moment.tzinfo is None:
-        raise ValueError("a time without a zone")
-    for hours in (-24, 24):
-        moment.astimezone(timezone.utc) + timedelta(hours=hours)
-
-
-def expect_payload_name(value: JSON) -> str:
+def _payload_name(value: JSON) -> str:
     """Return the name of a payload, which cannot leave its directory: the pattern has no `..` and no `/`."""
-    if not layout.PAYLOAD.fullmatch(expect_json_type(value, str)):
+    if not layout.PAYLOAD.fullmatch(_expect(value, str)):
         raise ValueError(f"a file named {value!r}")
     return str(value)
 
 
-def expect_digest(value: JSON) -> str:
-    """Return a header digest in hex; else raise a TypeError or ValueError."""
-    if not layout.BASE.fullmatch(layout.base_name(expect_json_type(value, str))):
+def _digest(value: JSON) -> str:
+    """Return a header digest in hex."""
+    if not layout.BASE.fullmatch(layout.base_name(_expect(value, str))):
         raise ValueError(f"a digest {value!r}")
     return str(value)
 
@@ -443,21 +434,17 @@ class LossIncrease:
         """Parse the `loss` of a manifest, which may be any JSON, also one of a release without the key `measured`."""
         if not isinstance(loss, dict) or loss.get("chosen") is None:
             return cls()
-        relative = "degradation" in loss
-        value, scale = _number(loss.get("degradation" if relative else "rise")), 1.0
-        if not relative:
-            quality = _number(loss.get("quality"))
-            scale = math.nan if quality is None else abs(quality) or 1.0
-        scale = 1.0 if value == 0 else scale
+        value, scale = _relative_increase(loss)
         measured = loss.get("measured", value is not None) is True
         if measured and value is None and _keeps_weights(loss["chosen"]):
             value, scale = 0.0, 1.0
+        if scale is None:
+            return cls(True, measured)
         ends = loss.get("interval")
-        pair = [_number(end) for end in ends] if isinstance(ends, list) and len(ends) == 2 else [None, None]
-        low, high = pair
+        low, high = (_number(end) for end in ends) if isinstance(ends, list) and len(ends) == 2 else (None, None)
         interval = None if low is None or high is None else (low / scale, high / scale)
-        share = None if value is None or math.isnan(scale) or not measured else _number(value / scale)
-        return cls(True, measured, share, None if math.isnan(scale) else interval)
+        share = None if value is None or not measured else _number(value / scale)
+        return cls(True, measured, share, interval)
 
     def __str__(self) -> str:
         if not self.is_lossy:
@@ -466,6 +453,16 @@ class LossIncrease:
             return "measured" if self.is_measured else NOT_MEASURED
         text = _percent(self.value)
         return text if self.interval is None else f"{text} ({' to '.join(map(_percent, self.interval))})"
+
+
+def _relative_increase(loss: Mapping[str, JSON]) -> tuple[float | None, float | None]:
+    """The increase that a scheme reported, and the loss that it is relative to; None for what is unknown."""
+    if "degradation" in loss:
+        return _number(loss["degradation"]), 1.0
+    value, quality = _number(loss.get("rise")), _number(loss.get("quality"))
+    if value == 0:
+        return value, 1.0
+    return value, None if quality is None else abs(quality) or 1.0
 
 
 def _percent(share: float) -> str:

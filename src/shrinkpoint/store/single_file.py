@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError
@@ -17,9 +13,9 @@ from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.storage import LocalStorage, local_path
 from shrinkpoint.store.chain import file_chain, read_header
-from shrinkpoint.store.checkpoint_file import DecodedFile, SaveReport, to_device, write_file
+from shrinkpoint.store.checkpoint_file import DecodedFile, Device, SaveReport, build_state, write_file
 from shrinkpoint.store.decode import decode_chain
-from shrinkpoint.tensors.flat_state import flatten, unflatten
+from shrinkpoint.tensors.flat_state import flatten
 from shrinkpoint.tensors.info import TensorInfo
 
 
@@ -79,31 +75,27 @@ def save(
     if base is not None:
         root = local_path(base, "base").absolute()
         if any(_is_same(Path(file.storage.describe(*file.keys)), target) for file in file_chain(root)):
-            raise PolicyError(
-                str(path), found="a base that is this file, or needs it", do="save the delta under another name"
-            )
+            found, do = "a base that is this file, or needs it", "save the delta under another name"
+            raise PolicyError(str(path), found=found, do=do)
         decoded, digest = decode_file(root, threads=threads)
         reference = decoded.reference
-        parent = {"name": _base_name(root, target), "digest": digest}
+        # Relative if they share a directory, so that both can be moved.
+        parent = {"name": root.name if root.parent == target.parent else str(root), "digest": digest}
     quantized = scheme.quantize(flat_state, reference)
     if quantized.keyframe:
         reference = parent = None
-    return write_file(
-        LocalStorage(target.parent),
-        target.name,
-        quantized,
-        scheme=scheme,
-        reference=reference,
-        parent=parent,
-        threads=threads,
-    ).report
+    storage = LocalStorage(target.parent)
+    written = write_file(
+        storage, target.name, quantized, scheme=scheme, reference=reference, parent=parent, threads=threads
+    )
+    return written.report
 
 
 def load(
     path: str | Path,
     *,
     base: str | Path | None = None,
-    device: str | torch.device | None = None,
+    device: Device = None,
     tie: bool = True,
     threads: int | None = None,
     max_bytes: int | None = None,
@@ -128,10 +120,7 @@ def load(
     threads, tie = validate.check_threads(threads), validate.check_bool("tie", tie)
     base_path = None if base is None else local_path(base, "base").absolute()
     decoded, _ = decode_file(local_path(path).absolute(), base_path, threads=threads, max_bytes=max_bytes)
-    tensors: Mapping[str, Tensor] = decoded.reference.tensors
-    if device is not None:
-        tensors = to_device(tensors, device, copy=False)
-    return unflatten(decoded.tree, tensors, tie=tie, where=str(path), max_bytes=decoded.max_copy_bytes)
+    return build_state(decoded, str(path), tie=tie, device=device)
 
 
 def inspect(path: str | Path) -> FileInfo:
@@ -143,14 +132,9 @@ def inspect(path: str | Path) -> FileInfo:
     """
     reader = read_header(local_path(path).absolute())
     tensors = tuple(info for head in reader.records for info in head.infos)
-    return FileInfo(
-        str(path),
-        reader.scheme,
-        None if reader.parent is None else reader.parent["name"],
-        sum(info.nbytes for info in tensors),
-        reader.size,
-        tensors,
-    )
+    parent = None if reader.parent is None else reader.parent["name"]
+    raw_bytes = sum(info.nbytes for info in tensors)
+    return FileInfo(str(path), reader.scheme, parent, raw_bytes, reader.size, tensors)
 
 
 def decode_file(
@@ -165,8 +149,3 @@ def _is_same(a: Path, b: Path) -> bool:
     with suppress(OSError):
         return a.samefile(b)
     return False
-
-
-def _base_name(base: Path, target: Path) -> str:
-    """The base's name that the delta records: relative if they share a directory, so that both can be moved."""
-    return base.name if base.parent == target.parent else str(base)

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from shrinkpoint import validate
@@ -18,7 +17,7 @@ from shrinkpoint.schemes.base import PlanningScheme, Scheme
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.storage import LocalStorage, Storage, local_path
 from shrinkpoint.store import chain, layout
-from shrinkpoint.store.checkpoint_file import Device, SaveReport, to_device
+from shrinkpoint.store.checkpoint_file import Device, SaveReport, build_state
 from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.store.delta_base import (
     MISSING,
@@ -39,7 +38,7 @@ from shrinkpoint.store.transaction import (
     rewrite_as_keyframe,
 )
 from shrinkpoint.store.verify import Finding, verify
-from shrinkpoint.tensors.flat_state import FlatState, flatten, unflatten
+from shrinkpoint.tensors.flat_state import FlatState, flatten
 
 
 @dataclass(frozen=True)
@@ -98,9 +97,7 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -325,11 +322,9 @@ class Store:
             if keep:
                 self._reference_cache.drop()  # else there would be three states in memory
             stamps = self._stamps(manifest) if keep else {}
-            decoded = decode_chain(
-                chain.store_chain(self.storage, manifest), threads=self._threads, max_bytes=max_bytes
-            )
-            tensors, where = to_device(decoded.reference.tensors, device, copy=keep), f"step {manifest.step}"
-            state = unflatten(decoded.tree, tensors, tie=tie, where=where, max_bytes=decoded.max_copy_bytes)
+            files = chain.store_chain(self.storage, manifest)
+            decoded = decode_chain(files, threads=self._threads, max_bytes=max_bytes)
+            state = build_state(decoded, f"step {manifest.step}", tie=tie, device=device, copy=keep)
             if keep:
                 self._reference_cache.adopt(manifest, decoded.reference)
                 self._base_verifier.mark_verified(stamps)

@@ -1,12 +1,11 @@
-"""The lock of a store, and the removal of orphaned files by its holder."""
+"""Everything that writes checkpoints to a store: its lock, the transaction that writes one, and compaction."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import Literal
 
 from shrinkpoint.codec.reference import Reference
@@ -15,11 +14,11 @@ from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.lossless import Recode
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import chain, layout
-from shrinkpoint.store.checkpoint_file import DecodedFile, SaveReport, write_file
+from shrinkpoint.store.checkpoint_file import SaveReport, build_state, write_file
 from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.store.listing import Listing, scan
 from shrinkpoint.store.manifest import ChainLink, Manifest, Payload, encode_store_manifest, utc_timestamp
-from shrinkpoint.tensors.flat_state import FlatState, flatten, unflatten
+from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import JSON
 
 
@@ -72,12 +71,12 @@ class StoreLock:
     @contextmanager
     def for_writing(self) -> Iterator[None]:
         """Hold the lock for this block; keep it afterwards if it was held before."""
-        with self._mutex, self.cleanup_on_error():
-            if self._storage_lock is not None:
-                yield
-                return
-            with self._storage.lock():
-                yield
+        with (
+            self._mutex,
+            self.cleanup_on_error(),
+            nullcontext() if self._storage_lock is not None else self._storage.lock(),
+        ):
+            yield
 
     @contextmanager
     def cleanup_on_error(self) -> Iterator[None]:
@@ -127,7 +126,6 @@ class CheckpointTransaction:
         self._written_keys: list[str] = []
         self.reference: Reference | None = None
         self._report: SaveReport | None = None
-        self._loss: JSON = None
         self._payload_name = ""
         self._bases: tuple[ChainLink, ...] = ()
         self._state: Literal["open", "committing", "closed"] = "open"
@@ -140,9 +138,7 @@ class CheckpointTransaction:
     def __enter__(self) -> CheckpointTransaction:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.abort()
 
     def add(self, state: FlatState, *, scheme: Scheme, threads: int | None = None) -> SaveReport:
@@ -162,16 +158,11 @@ class CheckpointTransaction:
         self._payload_name = layout.payload_name(self._listing.file_names(self.step))
         key = self._key(self._payload_name)
         self._written_keys.append(key)
+        reference, parent = self._reference, self._parent_json()
         written = write_file(
-            self._storage,
-            key,
-            quantized,
-            scheme=scheme,
-            reference=self._reference,
-            parent=self._parent_json(),
-            threads=threads,
+            self._storage, key, quantized, scheme=scheme, reference=reference, parent=parent, threads=threads
         )
-        self._report, self.reference, self._loss = written.report, written.reference, written.report.loss_report
+        self._report, self.reference = written.report, written.reference
         return self._report
 
     def commit(
@@ -203,20 +194,12 @@ class CheckpointTransaction:
             bases=self._bases,
             metrics=dict(metrics or {}),
             lossy_restores=lossy_restores,
-            loss=self._loss,
+            loss=report.loss_report,
             note=note,
         )
         if metadata_from is not None:
-            manifest = replace(
-                manifest,
-                id=metadata_from.id,
-                created=metadata_from.created,
-                scheme=metadata_from.scheme,
-                metrics=metadata_from.metrics,
-                lossy_restores=metadata_from.lossy_restores,
-                loss=metadata_from.loss,
-                note=metadata_from.note,
-            )
+            payloads, bases = manifest.payloads, manifest.bases
+            manifest = replace(metadata_from, payloads=payloads, bases=bases, stored_bytes=report.stored_bytes)
         # From here on the manifest may exist even if this call fails: nothing may be removed.
         self._state = "committing"
         self._storage.put(layout.manifest_key(self.step), encode_store_manifest(manifest))
@@ -234,20 +217,22 @@ class CheckpointTransaction:
 
     def _link_chain(self, parent: Manifest) -> tuple[ChainLink, ...]:
         """Hard-link each file of the parent's chain into this step's directory, which then needs no other."""
-        return tuple(self._link_file(parent, base) for base in chain.chain_links(parent))
+        return tuple(
+            replace(base, name=layout.base_name(base.digest) if self._link_file(parent, base) else "")
+            for base in chain.chain_links(parent)
+        )
 
-    def _link_file(self, parent: Manifest, base: ChainLink) -> ChainLink:
-        name = layout.base_name(base.digest)
-        key = self._key(name)
+    def _link_file(self, parent: Manifest, base: ChainLink) -> bool:
+        key = self._key(layout.base_name(base.digest))
         if key in self._listing.keys:
-            return replace(base, name=name)
+            return True
         for source in dict.fromkeys((parent.key(base.name), base.sibling_key)):
             if source in self._listing.keys:
                 self._written_keys.append(key)
                 if self._storage.link(source, key):
-                    return replace(base, name=name)
+                    return True
                 self._written_keys.pop()
-        return replace(base, name="")
+        return False
 
     def _parent_json(self) -> JSON:
         """The header entry by which a reader of the payload finds its base, relative to the payload's directory."""
@@ -295,11 +280,8 @@ def merge_orphaned_deltas(storage: Storage, *, threads: int | None = None) -> It
 
 def _nearest_visible(listing: Listing, manifest: Manifest) -> Manifest | None:
     """The closest ancestor that is visible and, by its id, holds the values it held when the delta was made."""
-    for base in reversed(manifest.bases):
-        other = listing.visible.get(base.step)
-        if other is not None and other.id == base.id:
-            return other
-    return None
+    ancestors = ((listing.visible.get(base.step), base.id) for base in reversed(manifest.bases))
+    return next((ancestor for ancestor, id in ancestors if ancestor is not None and ancestor.id == id), None)
 
 
 def _rewrite(storage: Storage, manifest: Manifest, parent: Manifest | None, threads: int | None) -> Rewrite:
@@ -308,14 +290,8 @@ def _rewrite(storage: Storage, manifest: Manifest, parent: Manifest | None, thre
     decoded = decode_chain(chain.store_chain(storage, manifest), threads=threads)
     with CheckpointTransaction(storage, scan(storage), manifest.step, parent, reference) as transaction:
         scheme = Recode(decoded.reference.quantized, manifest.loss, manifest.scheme)
-        report = transaction.add(_to_flat_state(decoded, manifest), scheme=scheme, threads=threads)
+        state = flatten(
+            build_state(decoded, f"step {manifest.step}")
+        )  # which infers roles and optimizer settings again
+        report = transaction.add(state, scheme=scheme, threads=threads)
         return manifest, transaction.commit(metadata_from=manifest), report
-
-
-def _to_flat_state(decoded: DecodedFile, manifest: Manifest) -> FlatState:
-    """The state as a save sees it, with roles and optimizer facts derived anew; shares the decoded memory."""
-    return flatten(
-        unflatten(
-            decoded.tree, decoded.reference.tensors, where=f"step {manifest.step}", max_bytes=decoded.max_copy_bytes
-        )
-    )

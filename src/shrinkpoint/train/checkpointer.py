@@ -20,10 +20,10 @@ from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.storage import local_path, storage_error
 from shrinkpoint.store import SaveReport
 from shrinkpoint.store import directory as directories
-from shrinkpoint.store.checkpoint_file import Device, to_device
+from shrinkpoint.store.checkpoint_file import Device, build_state
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.delta_writer import DeltaWriter
-from shrinkpoint.tensors.flat_state import FlatState, flatten, unflatten
+from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.train.background import BackgroundSaver
 from shrinkpoint.train.planning import make_plan
@@ -186,8 +186,7 @@ class Checkpointer:
             raise MismatchError(str(directory), found=found, expected="the payload of one process", do=do)
         self._delta_writer.drop()  # otherwise three states would be in memory
         decoded = decode_directory(directory, threads=self._threads)
-        tensors = to_device(decoded.reference.tensors, device, copy=True)
-        state = unflatten(decoded.tree, tensors, tie=tie, where=str(directory), max_bytes=decoded.max_copy_bytes)
+        state = build_state(decoded, str(directory), tie=tie, device=device, copy=True)
         self._delta_writer.adopt(directory, decoded)
         self._saver.drop_snapshots()
         self._lossy_restores = manifest.lossy_restores + manifest.is_lossy
