@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shrinkpoint.convert.discover import discover, origin_info
+from shrinkpoint.convert.discover import discover
 from shrinkpoint.convert.export import target_form
+from shrinkpoint.convert.part import origin_info
 from shrinkpoint.errors import PolicyError, StateError
 from shrinkpoint.train.checkpointer import Checkpointer
 

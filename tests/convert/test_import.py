@@ -11,10 +11,11 @@ from helpers.faulty_storage import FaultyStorage
 from helpers.foreign_files import run_of_files, same, training
 
 from shrinkpoint import schemes
+from shrinkpoint.container import FileWriter
 from shrinkpoint.convert.discover import discover
 from shrinkpoint.convert.import_ import Importer, SizingStorage, verify_import
 from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError, StateError
-from shrinkpoint.storage import LocalStorage
+from shrinkpoint.storage import LocalStorage, MemoryStorage
 from shrinkpoint.store import Store
 
 
@@ -105,3 +106,25 @@ def test_what_cannot_be_stored_is_named_with_its_file(tmp_path):
     torch.save({"a": [torch.device("cpu")]}, tmp_path / "a.pt")
     with pytest.raises(StateError, match=r"a\.pt: state\['state'\]\['a'\]\[0\]"):
         _converted(SizingStorage(), discover(tmp_path / "a.pt").checkpoints)
+
+
+def _stored(storage) -> list[int]:
+    with Store(storage, keyframe_every=2) as store:
+        for step in range(4):
+            values = torch.randn(3, 5000, generator=torch.Generator().manual_seed(step))
+            store.save(step, {f"layer {i}": row for i, row in enumerate(values)})
+        return [one.stored_bytes for one in store.list()]
+
+
+@pytest.mark.parametrize("spool", [0, 1 << 24])
+def test_it_weighs_what_a_storage_would_hold(monkeypatch, spool):
+    """With and without room reserved for the header, which may have to be moved."""
+    monkeypatch.setattr(FileWriter, "spool", spool)
+    assert _stored(SizingStorage()) == _stored(MemoryStorage())
+
+
+def test_a_payload_cannot_be_read_again():
+    scale = SizingStorage()
+    _stored(scale)
+    with Store(scale) as store, pytest.raises(ShrinkpointError):
+        store.load()

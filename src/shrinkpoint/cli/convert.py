@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shrinkpoint.cli.arguments import HigherIsBetterOption, JsonOption, ThresholdOption, parse_share
-from shrinkpoint.errors import PolicyError
+from shrinkpoint.cli import humanize
+from shrinkpoint.cli.arguments import (
+    HigherIsBetterOption,
+    JsonOption,
+    ThresholdOption,
+    import_function,
+    parse_share,
+)
+from shrinkpoint.cli.console import Column, print_json, print_line, print_note, print_table, spinner
+from shrinkpoint.errors import CorruptError, LossWarning, PolicyError, ShrinkpointError
+from shrinkpoint.storage import LocalStorage, Storage
+
+if TYPE_CHECKING:
+    from shrinkpoint.convert.discover import CheckpointSeries, SourceCheckpoint
+    from shrinkpoint.convert.import_ import ImportRow
+    from shrinkpoint.schemes.base import Scheme
 
 
 class ConvertForm(str, Enum):
@@ -22,62 +41,46 @@ class ConvertForm(str, Enum):
     DCP = "dcp"
 
 
-SourceArgument = Annotated[
-    Path, typer.Argument(metavar="SRC", help="A file, a directory, a whole run, a store.", show_default=False)
-]
+_TO_HELP = "What to write; else a store from what is not ours, and what it was from what is."
+_ONLY_HELP = 'Only checkpoints of a run that are named so, e.g. "*.ckpt"; may be given again.'
+_EVALUATE_HELP = "Gets a converted state, returns a loss; for schemes that search."
+_OPAQUE_HELP = "Take files of a directory that cannot be read without running them along as they are, however large."
+SourceArgument = Annotated[Path, typer.Argument(metavar="SRC", help="A file, a directory, a whole run, a store.")]
 TargetArgument = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="DST", help="A store, a .safetensors file of ours, or where to restore to.", show_default=False
-    ),
+    Path | None, typer.Argument(metavar="DST", help="A store, a .safetensors file of ours, or where to restore to.")
 ]
-FormOption = Annotated[
-    ConvertForm | None,
-    typer.Option(
-        "--to",
-        help="What to write; else a store from what is not ours, and what it was from what is.",
-        show_default=False,
-    ),
-]
+FormOption = Annotated[ConvertForm | None, typer.Option("--to", help=_TO_HELP)]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Write nothing; tell how much it would save.")]
 OneStepOption = Annotated[
     int | None, typer.Option("--step", min=0, metavar="N", help="Only the checkpoint of this step.")
 ]
-OnlyOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--only",
-        metavar="GLOB",
-        help='Only checkpoints of a run that are named so, e.g. "*.ckpt"; may be given again.',
-        show_default=False,
-    ),
-]
+OnlyOption = Annotated[list[str] | None, typer.Option("--only", metavar="GLOB", help=_ONLY_HELP)]
 SchemeOption = Annotated[
     str, typer.Option("--scheme", metavar="SCHEME", help='How to compress, such as "fisher(relative_error=.3)".')
 ]
-EvaluateOption = Annotated[
-    str | None,
-    typer.Option(
-        "--evaluate",
-        metavar="MODULE:FUNCTION",
-        help="Gets a converted state, returns a loss; for schemes that search.",
-        show_default=False,
-    ),
-]
+EvaluateOption = Annotated[str | None, typer.Option("--evaluate", metavar="MODULE:FUNCTION", help=_EVALUATE_HELP)]
 KeyframeOption = Annotated[
     int, typer.Option("--keyframe-every", min=1, help="Checkpoints in a chain, its keyframe included.")
 ]
 NoVerifyOption = Annotated[
     bool, typer.Option("--no-verify", help="Do not decode what was written to compare it with SRC.")
 ]
-OpaqueOption = Annotated[
-    bool,
-    typer.Option(
-        "--opaque",
-        help="Take files of a directory that cannot be read without running them along as they are, however large.",
-    ),
-]
+OpaqueOption = Annotated[bool, typer.Option("--opaque", help=_OPAQUE_HELP)]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace what is at DST and differs.")]
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What the command line asks for; `out` is None for a dry run."""
+
+    source: Path
+    out: Path | None
+    scheme: str
+    keyframe_every: int
+    verify: bool
+    opaque: bool
+    force: bool
+    json: bool
 
 
 def command(
@@ -104,28 +107,194 @@ def command(
     """
     if out is None and not dry_run:
         raise PolicyError("convert", found="no DST", expected="where to write", do="name it, or add --dry-run")
-    from shrinkpoint.cli.convert_run import ConvertOptions, export_run, import_run
     from shrinkpoint.convert.discover import discover
+    from shrinkpoint.schemes.registry import make_scheme
 
-    options = ConvertOptions(
-        source=source,
-        out=out,
-        scheme=scheme,
-        evaluate=evaluate,
-        threshold=parse_share(threshold),
-        higher_is_better=higher,
-        keyframe_every=keyframe_every,
-        verify=not no_verify,
-        opaque=opaque,
-        force=force,
-        json=json,
-    )
+    share, target = parse_share(threshold), None if dry_run else out
+    options = _Options(source, target, scheme, keyframe_every, not no_verify, opaque, force, json)
     series = discover(source, only=only or [], step=step)
     form = to or (ConvertForm.ORIGINAL if series.checkpoints[0].is_ours else ConvertForm.SHRINKPOINT)
-    if form is ConvertForm.SHRINKPOINT:
-        import_run(series, options, dry_run=dry_run)
-        return
-    if dry_run or out is None:
+    if target is None and form is not ConvertForm.SHRINKPOINT:
         found, expected = f"--dry-run with --to {form.value}", "a conversion into ours"
         raise PolicyError("convert", found=found, expected=expected, do="say --to shrinkpoint")
-    export_run(series, out, options, form.value)
+    for path in series.ignored_paths:
+        print_note(f"{path}: left out, its name says no step or it is no checkpoint of this run")
+    if target is not None and form is not ConvertForm.SHRINKPOINT:
+        _export(series, target, options, form.value)
+        return
+    function = None if evaluate is None else import_function(evaluate)
+    _import(series, options, make_scheme(scheme, evaluate=function, threshold=share, higher_is_better=higher))
+
+
+def _import(series: CheckpointSeries, options: _Options, scheme: Scheme) -> None:
+    """Converts a series into a store or a single file of ours; a dry run only measures what it would take."""
+    from shrinkpoint.convert.import_ import Importer, SizingStorage, import_to_file, verify_import
+
+    checkpoints, out, exact = series.checkpoints, options.out, None
+    if out is not None and out.suffix == ".safetensors" and not out.is_dir():
+        if len(checkpoints) > 1:
+            found, do = f"{len(checkpoints)} checkpoints", "name a directory, or choose one with --step"
+            raise PolicyError(str(out), found=found, expected="one for a single file", do=do)
+        _check_separate(options.source, out)
+        _check_overwrite(out, options)
+        with spinner(f"writing {out}"), _print_loss_warnings():
+            rows = [import_to_file(checkpoints[0], out, scheme, opaque=options.opaque, verify=options.verify)]
+        seconds = rows[0].seconds
+        if options.verify:
+            exact = [scheme.id == "lossless"]
+    else:
+        storage: Storage = SizingStorage() if out is None else _open_store(options.source, out)
+        began, rows = time.perf_counter(), []
+        importer = Importer(storage, scheme, options.keyframe_every, force=options.force, opaque=options.opaque)
+        with importer, _print_loss_warnings():
+            for number, checkpoint in enumerate(checkpoints, 1):
+                with spinner(f"{number}/{len(checkpoints)} {checkpoint.name}"):
+                    rows.append(importer.import_checkpoint(checkpoint))
+        seconds = time.perf_counter() - began
+        if out is not None and options.verify:
+            with spinner("comparing what was written with its source"):
+                exact = [is_exact for _, is_exact in verify_import(storage, checkpoints, opaque=options.opaque)]
+    _print_report(rows, options, seconds, exact)
+    for name in dict.fromkeys(name for row in rows for name in row.opaque):
+        print_note(f"{name}: taken along as it is, for it cannot be read without running code that it names")
+
+
+def _export(series: CheckpointSeries, out: Path, options: _Options, form: str) -> None:
+    """Writes a series in a form that others read: one checkpoint to `out`, several of a run into it."""
+    _check_separate(options.source, out)
+    used_names: set[str] | None = set() if series.is_run_dir and len(series.checkpoints) > 1 else None
+    rows = [_export_checkpoint(checkpoint, out, options, form, used_names) for checkpoint in series.checkpoints]
+    if options.json:
+        print_json({"from": str(options.source), "to": str(out), "verified": options.verify, "written": rows})
+        return
+    for row in rows:
+        size = "there already" if row["done"] else humanize.size(row["bytes"])
+        print_line(f"{row['out']}: {row['form']}, {size}, from {row['name']}")
+        if row["left_out"]:
+            values = humanize.count(row["left_out"], "plain value")
+            print_note(f"{row['out']}: {values} left out: safetensors holds tensors only (--to torch has all)")
+    if options.verify:
+        _print_verified(len(rows), options)
+
+
+def _export_checkpoint(
+    checkpoint: SourceCheckpoint, out: Path, options: _Options, form: str, used_names: set[str] | None
+) -> dict[str, Any]:
+    """Writes a checkpoint to `out`, or into it under a name that is not used yet; returns its row of the report."""
+    from shrinkpoint.convert import export
+    from shrinkpoint.convert.discover import NativeDirectory
+    from shrinkpoint.convert.part import safe_join
+
+    with spinner(checkpoint.name):
+        state = checkpoint.read(opaque=options.opaque)
+        info = export.target_form(state, form, str(checkpoint.path))
+        target, num_omitted = out, 0
+        if used_names is not None:
+            target = safe_join(out, info["name"] or f"step-{checkpoint.step}", str(checkpoint.path))
+            target = target.with_name(export.unique_name(target.name, checkpoint.step, form, used_names))
+            used_names.add(target.name.casefold())
+        exact = info["form"] == "torch" or (form == "original" and not isinstance(checkpoint, NativeDirectory))
+
+        def difference() -> str:
+            return export.describe_written_difference(target, state, info, exact=exact)
+
+        done = False
+        if target.exists() and not options.force:
+            with suppress(ShrinkpointError, OSError):  # the target is something else altogether
+                done = not difference()
+        if not done:
+            _check_overwrite(target, options)
+            num_omitted = export.write_checkpoint(target, state, info)
+            if options.verify and (text := difference()):
+                raise CorruptError(str(target), found=text, expected=f"what {checkpoint.name} holds", do="report this")
+    files = [path for path in (target, *target.rglob("*")) if path.is_file()]
+    row = {"step": checkpoint.step, "name": checkpoint.name, "out": str(target), "form": info["form"]}
+    return {**row, "bytes": sum(path.stat().st_size for path in files), "left_out": num_omitted, "done": done}
+
+
+def _open_store(source: Path, out: Path) -> Storage:
+    from shrinkpoint.convert.discover import is_new_store, is_store
+
+    _check_separate(source, out)
+    if out.is_file():
+        raise PolicyError(str(out), found="a file", expected="the directory of a store", do="choose another name")
+    if out.is_dir() and not is_store(out) and not is_new_store(out):
+        found = "a directory with other things in it"
+        raise PolicyError(str(out), found=found, expected="a store, or a new directory", do="choose another name")
+    return LocalStorage(out)
+
+
+def _check_separate(source: Path, out: Path) -> None:
+    a, b = source.resolve(), out.resolve()
+    if a == b or a in b.parents or b in a.parents:
+        found, do = f"a place in, above or at {source}", "choose a place outside"
+        raise PolicyError(str(out), found=found, expected="another one", do=do)
+
+
+def _check_overwrite(out: Path, options: _Options) -> None:
+    if out.exists() and not options.force and (out.is_file() or any(out.iterdir())):
+        found, do = "something that exists", "add --force to replace it"
+        raise PolicyError(str(out), found=found, expected="a new name", do=do)
+
+
+@contextmanager
+def _print_loss_warnings() -> Iterator[None]:
+    """Prints every distinct warning of a scheme as a note when the block has ended."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for text in dict.fromkeys(str(item.message) for item in caught if issubclass(item.category, LossWarning)):
+        print_note(text)
+
+
+def _print_report(rows: Sequence[ImportRow], options: _Options, seconds: float, exact: list[bool] | None) -> None:
+    """Prints what an import took; `exact` says of each verified checkpoint whether it was compared bit for bit."""
+    out = options.out
+    raw, before, after = (sum(getattr(row, key) for row in rows) for key in ("raw", "before", "after"))
+    if options.json:
+        document = {
+            "from": str(options.source),
+            "to": None if out is None else str(out),
+            "dry_run": out is None,
+            "scheme": options.scheme,
+            "raw_bytes": raw,
+            "before_bytes": before,
+            "after_bytes": after,
+            "seconds": seconds,
+            "verified": None if exact is None else len(exact),
+            "exact": None if exact is None else sum(exact),
+        }
+        print_json({**document, "checkpoints": [asdict(row) for row in rows]})
+        return
+    kinds = ["there" if row.done else "keyframe" if row.keyframe else "delta" for row in rows]
+    cells = [
+        (str(row.step), row.name, kind, *_amounts(row.raw, row.before, row.after, row.seconds))
+        for row, kind in zip(rows, kinds, strict=True)
+    ]
+    columns = zip(*cells, ("all", "", "", *_amounts(raw, before, after, seconds)), strict=True)
+    titles = ("step", "from", "kind", "tensors", "now", "after", "ratio", "seconds")
+    drop_orders = (0, 3, 4, 2, 0, 0, 0, 1)
+    print_table(
+        [
+            Column(title, column, title not in ("from", "kind"), drop_order, wrap=title == "from")
+            for title, column, drop_order in zip(titles, columns, drop_orders, strict=True)
+        ],
+        totals=True,
+    )
+    gain = f"{before / after:.2f} times smaller" if after else "nothing"
+    place = "would take" if out is None else f"take, in {out},"
+    sizes = f"{humanize.size(before)} {place} {humanize.size(after)}"
+    saved = humanize.size(max(0, before - after))
+    print_line(f"{humanize.count(len(rows), 'checkpoint')} of {sizes}: {gain}, {saved} saved")
+    if exact is not None:
+        _print_verified(len(exact), options)
+        if not all(exact):
+            print_note("what a lossy scheme wrote was compared but for its values")
+
+
+def _amounts(raw: int, before: int, after: int, seconds: float) -> tuple[str, ...]:
+    return *map(humanize.size, (raw, before, after)), humanize.ratio(before, after), f"{seconds:.2f}"
+
+
+def _print_verified(count: int, options: _Options) -> None:
+    print_line(f"verified: {humanize.count(count, 'checkpoint')} decoded and compared with {options.source}")

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from shrinkpoint.cli import humanize
-from shrinkpoint.cli.arguments import JsonOption, LocationArgument, StepOption, parse_location
+from shrinkpoint.cli.arguments import JsonOption, LocationArgument, StepOption, decode_location, parse_location
 from shrinkpoint.cli.console import print_json, print_line, print_note, spinner
-from shrinkpoint.errors import PolicyError
+from shrinkpoint.errors import NotFoundError, PolicyError
 
 
 class ExportForm(str, Enum):
@@ -21,29 +21,23 @@ class ExportForm(str, Enum):
     TORCH = "torch"
 
 
-_FORM_OF_SUFFIX = {
-    ".safetensors": ExportForm.SAFETENSORS,
-    ".pt": ExportForm.TORCH,
-    ".pth": ExportForm.TORCH,
-    ".bin": ExportForm.TORCH,
-}
+_FORM_OF_SUFFIX = {".safetensors": ExportForm.SAFETENSORS} | dict.fromkeys((".pt", ".pth", ".bin"), ExportForm.TORCH)
+OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.")]
+FormOption = Annotated[ExportForm | None, typer.Option("--to", help="The format; if not given, OUT's suffix says it.")]
+OnlyOption = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="GLOB", help='Only these, e.g. "model/*"; may be given again.'),
+]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")]
 
 
 def command(
     place: LocationArgument,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.", show_default=False)],
+    out: OutArgument,
     step: StepOption = None,
-    to: Annotated[
-        ExportForm | None,
-        typer.Option("--to", help="The format; if not given, OUT's suffix says it.", show_default=False),
-    ] = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--only", metavar="GLOB", help='Only these, e.g. "model/*"; may be given again.', show_default=False
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+    to: FormOption = None,
+    only: OnlyOption = None,
+    force: ForceOption = False,
     json: JsonOption = False,
 ) -> None:
     """Write a checkpoint as plain safetensors or as a torch file.
@@ -54,38 +48,32 @@ def command(
     location, form = parse_location(place, step), to or _form_from_suffix(out)
     if out.exists() and not force:
         raise PolicyError(str(out), found="a file that exists", expected="a new name", do="add --force to replace it")
-    from shrinkpoint.cli.export_write import write_export
+    from shrinkpoint.convert.export import write_state
+    from shrinkpoint.store.checkpoint_file import build_state
 
     with spinner(f"writing {out}"):
-        result = write_export(location, out, as_torch=form is ExportForm.TORCH, patterns=only or [])
+        state = build_state(decode_location(location), str(location))
+        counts = write_state(state, out, as_torch=form is ExportForm.TORCH, patterns=only or ())
+    if counts is None:
+        found = f"nothing named like {' or '.join(only or ())}"
+        raise NotFoundError(str(location), found=found, do=f"see `shrinkpoint show {location.path} --tensors --values`")
     if json:
-        document = {
-            "from": str(location),
-            "out": str(out),
-            "to": form.value,
-            "tensors": result.tensors,
-            "bytes": result.nbytes,
-        }
-        print_json({**document, "left_out": result.num_omitted, "converted": result.num_converted})
+        document = {"from": str(location), "out": str(out), "to": form.value}
+        sizes = {"tensors": counts.tensors, "bytes": counts.nbytes}
+        print_json({**document, **sizes, "left_out": counts.num_omitted, "converted": counts.num_converted})
         return
-    size = f"{humanize.count(result.tensors, 'tensor')}, {humanize.size(result.nbytes)}"
+    size = f"{humanize.count(counts.tensors, 'tensor')}, {humanize.size(counts.nbytes)}"
     print_line(f"{out}: {size}, {form.value}, from {location}")
-    if result.num_omitted:
-        print_note(
-            f"{humanize.count(result.num_omitted, 'plain value')} left out: "
-            "safetensors holds tensors only (--to torch has all)"
-        )
-    if result.num_converted:
-        print_note(
-            f"{humanize.count(result.num_converted, 'numpy value')} became tensors and numbers, "
-            "which weights_only=True can open"
-        )
+    if counts.num_omitted:
+        values = humanize.count(counts.num_omitted, "plain value")
+        print_note(f"{values} left out: safetensors holds tensors only (--to torch has all)")
+    if counts.num_converted:
+        values = humanize.count(counts.num_converted, "numpy value")
+        print_note(f"{values} became tensors and numbers, which weights_only=True can open")
 
 
 def _form_from_suffix(out: Path) -> ExportForm:
     if out.suffix not in _FORM_OF_SUFFIX:
-        expected = ", ".join(_FORM_OF_SUFFIX)
-        raise PolicyError(
-            str(out), found=f"the suffix {out.suffix!r}", expected=expected, do="say --to torch or safetensors"
-        )
+        found, do = f"the suffix {out.suffix!r}", "say --to torch or safetensors"
+        raise PolicyError(str(out), found=found, expected=", ".join(_FORM_OF_SUFFIX), do=do)
     return _FORM_OF_SUFFIX[out.suffix]

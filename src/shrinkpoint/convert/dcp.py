@@ -21,8 +21,9 @@ from typing import Any, NoReturn
 import torch
 
 from shrinkpoint.convert import torch_file
-from shrinkpoint.convert.part import Part, read_bytes, read_error, safe_join, write_error
+from shrinkpoint.convert.part import Part, read_bytes, safe_join, write_error
 from shrinkpoint.errors import CorruptError, NotFoundError, PolicyError, ShrinkpointError, TruncatedError
+from shrinkpoint.storage import storage_error
 from shrinkpoint.tensors.dtypes import DTYPE_NAMES, empty
 
 METADATA_FILE = ".metadata"
@@ -418,7 +419,7 @@ def _map_file(path: Path) -> mmap.mmap:
     except ValueError as error:  # an empty file cannot be mapped
         raise TruncatedError(str(path), found="an empty file", expected="entries", do="fetch it again") from error
     except OSError as error:
-        raise read_error(path, error) from error
+        raise storage_error(str(path), "reading", error) from error
 
 
 def _entries(item: TensorEntry | StorageEntry) -> list[StorageEntry]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from shrinkpoint.convert import dcp, directory, framework_layouts, safetensors_file, torch_file
 from shrinkpoint.convert.part import TENSOR_SUFFIXES, Part
@@ -16,16 +16,21 @@ from shrinkpoint.errors import NotFoundError, PolicyError, ShrinkpointError
 from shrinkpoint.storage import what_is_at
 from shrinkpoint.storage.base import RESERVED
 from shrinkpoint.store import Store
+from shrinkpoint.store.checkpoint_file import build_state
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.directory import find_checkpoints, read_directory_manifest
 from shrinkpoint.store.single_file import load
-from shrinkpoint.tensors.flat_state import unflatten
 
 _STEP_PATTERN = re.compile(
     r"(?:^|[^a-z])(?:global[-_]?)?(step|checkpoint|ckpt|iteration|iter|it|update|epoch|ep)s?[-_=.]?0*(\d{1,15})(?!\d)",
     re.IGNORECASE,
 )
 _EPOCH_LABELS = ("epoch", "ep")
+_SHARD_PATTERN = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
+_STEP_DIR_PATTERN = re.compile("step-[0-9]{9,15}")
+_PAYLOAD_PATTERN = re.compile(r"rank-[0-9]{5}(\.[0-9]+)?\.safetensors")
+_CHECKPOINTS_DIR = "checkpoints"
+"""Directory in which Accelerate and Lightning keep the checkpoints of a project."""
 
 
 def step_from_name(name: str) -> int | None:
@@ -42,23 +47,20 @@ def step_from_name(name: str) -> int | None:
         return int(name) if len(name) <= 15 else None
     numbers = [(label.lower(), int(digits)) for label, digits in _STEP_PATTERN.findall(name)]
     steps = [number for label, number in numbers if label not in _EPOCH_LABELS]
-    epochs = [number for label, number in numbers if label in _EPOCH_LABELS]
-    return next(iter([*steps, *epochs]), None)
-
-
-SOURCE_KEY, STATE_KEY = "source", "state"
-"""The two keys of the state of a converted checkpoint: its origin, and its content."""
+    return next(iter([*steps, *(number for _, number in numbers)]), None)
 
 
 @dataclass(frozen=True)
 class SourceCheckpoint:
-    """A checkpoint that is a file or a directory which others wrote; nothing of it has been read yet.
+    """A checkpoint that can be converted; nothing of it has been read yet. This class: a file or directory of others.
 
     Attributes:
         step: the training step, by which the checkpoints of a run are ordered.
         path: the file or the directory.
+        is_ours: this library wrote it.
     """
 
+    is_ours: ClassVar[bool] = False
     step: int
     path: Path
 
@@ -67,16 +69,15 @@ class SourceCheckpoint:
         return self.path.name
 
     @property
-    def is_ours(self) -> bool:
-        return False
-
-    @property
     def nbytes(self) -> int:
-        """Bytes that it takes on the disk."""
-        return disk_bytes(directory.list_files(self.path) if self.path.is_dir() else [self.path])
+        """Bytes that it takes on the disk; a file with several names (hard links) counts once."""
+        return sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in map(os.stat, self._files())}.values())
 
-    def read(self, *, opaque: bool = False) -> dict[str, Any]:
-        """Reads the checkpoint as {"source": its origin, "state": its content}.
+    def _files(self) -> Iterable[Path]:
+        return directory.list_files(self.path) if self.path.is_dir() else [self.path]
+
+    def read(self, *, opaque: bool = False) -> Any:
+        """Reads the checkpoint as {"source": its origin, "state": its content}, or one of ours as it was saved.
 
         Tensors are views of mapped files where that is possible.
 
@@ -90,12 +91,12 @@ class SourceCheckpoint:
             StorageError: reading failed.
         """
         part = directory.read(self.path, opaque=opaque) if self.path.is_dir() else _read_file(self.path)
-        return {SOURCE_KEY: {"name": self.name, **part.description}, STATE_KEY: part.content}
+        return part.to_state(self.name)
 
 
 @dataclass(frozen=True)
 class BrokenCheckpoint(SourceCheckpoint):
-    """A checkpoint whose damage is known before it is read; reading it raises `error`, reading others of its run works.
+    """A checkpoint whose damage shows before it is read; reading it raises `error`, the others of its run can be read.
 
     Attributes:
         error: what is wrong with it.
@@ -107,44 +108,20 @@ class BrokenCheckpoint(SourceCheckpoint):
         raise self.error
 
 
-def origin_info(state: Any) -> dict[str, Any] | None:
-    """The origin of a converted state: its form, its name and what the form needs. None: it was not converted."""
-    if not isinstance(state, dict) or state.keys() != {SOURCE_KEY, STATE_KEY}:
-        return None
-    info = state[SOURCE_KEY]
-    return info if isinstance(info, dict) and {"form", "name"} <= info.keys() else None
+class BrokenNativeCheckpoint(BrokenCheckpoint):
+    """A checkpoint of a store or of a framework's run whose manifest cannot be read."""
+
+    is_ours = True
 
 
-def disk_bytes(files: Iterable[Path]) -> int:
-    """Bytes of files; a file with several names (hard links) counts once."""
-    sizes = {(stat.st_dev, stat.st_ino): stat.st_size for stat in map(os.stat, files)}
-    return sum(sizes.values())
-
-
-def _read_file(path: Path) -> Part:
-    if path.suffix == ".safetensors":
-        return safetensors_file.read(path)
-    if path.suffix in (".pt", ".pth", ".ckpt", ".bin") or torch_file.is_torch_file(path):
-        return torch_file.read(path)
-    expected = "a torch file (.pt, .pth, .bin, .ckpt) or a safetensors file"
-    raise PolicyError(str(path), found="a file of another kind", expected=expected, do="name a checkpoint")
-
-
-_STEP_DIR_PATTERN = re.compile("step-[0-9]{9,15}")
-_PAYLOAD_PATTERN = re.compile(r"rank-[0-9]{5}(\.[0-9]+)?\.safetensors")
-
-
-@dataclass(frozen=True)
 class StoreCheckpoint(SourceCheckpoint):
     """A checkpoint of a store; `path` is the store's."""
+
+    is_ours = True
 
     @property
     def name(self) -> str:
         return f"{self.path.name}@{self.step}"
-
-    @property
-    def is_ours(self) -> bool:
-        return True
 
     @property
     def nbytes(self) -> int:
@@ -154,38 +131,22 @@ class StoreCheckpoint(SourceCheckpoint):
         return Store(self.path).load(self.step, keep=False)
 
 
-@dataclass(frozen=True)
-class BrokenNativeCheckpoint(BrokenCheckpoint):
-    """A checkpoint of a store or of a framework's run whose manifest cannot be read."""
-
-    @property
-    def is_ours(self) -> bool:
-        return True
-
-
-@dataclass(frozen=True)
 class NativeFile(SourceCheckpoint):
     """A single file that `shrinkpoint.save` or `convert` wrote."""
 
-    @property
-    def is_ours(self) -> bool:
-        return True
+    is_ours = True
 
     def read(self, *, opaque: bool = False) -> Any:
         return load(self.path)
 
 
-@dataclass(frozen=True)
 class NativeDirectory(SourceCheckpoint):
     """A directory that a framework's integration wrote, with the files of its chain in it."""
 
-    @property
-    def is_ours(self) -> bool:
-        return True
+    is_ours = True
 
-    @property
-    def nbytes(self) -> int:
-        return disk_bytes(path for path in self.path.rglob("*") if path.is_file())
+    def _files(self) -> Iterable[Path]:
+        return (path for path in self.path.rglob("*") if path.is_file())
 
     def read(self, *, opaque: bool = False) -> Any:
         manifest = read_directory_manifest(self.path)
@@ -194,63 +155,9 @@ class NativeDirectory(SourceCheckpoint):
 
             state: Any = load_shards(self.path)
         else:
-            decoded = decode_directory(self.path)
-            state = unflatten(
-                decoded.tree, decoded.reference.tensors, where=str(self.path), max_bytes=decoded.max_copy_bytes
-            )
+            state = build_state(decode_directory(self.path), str(self.path))
         part = framework_layouts.to_framework_part(self.path, manifest, state, opaque=opaque)
-        return state if part is None else {SOURCE_KEY: {"name": self.name, **part.description}, STATE_KEY: part.content}
-
-
-def is_store(path: Path) -> bool:
-    """Whether a directory holds a checkpoint of a store."""
-    return any(
-        _STEP_DIR_PATTERN.fullmatch(child.name) and (child / "manifest.json").is_file() for child in path.iterdir()
-    )
-
-
-def is_new_store(path: Path) -> bool:
-    """Whether a directory is empty, or holds only what the first save of a store leaves when it is killed."""
-    steps = [child for child in path.iterdir() if not child.name.startswith(RESERVED)]
-    return all(_STEP_DIR_PATTERN.fullmatch(step.name) and step.is_dir() for step in steps) and all(
-        file.name.startswith(RESERVED) or _PAYLOAD_PATTERN.fullmatch(file.name)
-        for step in steps
-        for file in step.iterdir()
-    )
-
-
-def store_checkpoints(path: Path) -> Iterator[SourceCheckpoint]:
-    """Yields the checkpoints of a store, also those whose manifest cannot be read.
-
-    Raises:
-        NotFoundError: there is none, or all are forgotten.
-    """
-    listing = Store(path).scan()
-    if not listing.visible and not listing.broken:
-        raise NotFoundError(str(path), found="no checkpoint", expected="a store with some", do="save one first")
-    yield from (StoreCheckpoint(step, path) for step in listing.visible)
-    yield from (BrokenNativeCheckpoint(step, path, error) for step, error in listing.broken.items())
-
-
-def native_checkpoint_at(path: Path) -> SourceCheckpoint | None:
-    """The checkpoint that a file or a directory is, if this library wrote it; else None."""
-    if path.is_dir():
-        try:
-            return NativeDirectory(_directory_step(path), path) if directory.is_ours(path) else None
-        except ShrinkpointError as error:
-            return BrokenNativeCheckpoint(step_from_name(path.name) or 0, path, error)
-    is_native = path.suffix == ".safetensors" and safetensors_file.is_ours(path)
-    return NativeFile(step_from_name(path.name) or 0, path) if is_native else None
-
-
-def _directory_step(path: Path) -> int:
-    step = read_directory_manifest(path).step
-    return step if step is not None else step_from_name(path.name) or 0
-
-
-_SHARD_PATTERN = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
-_CHECKPOINTS_DIR = "checkpoints"
-"""Directory in which Accelerate and Lightning keep the checkpoints of a project."""
+        return state if part is None else part.to_state(self.name)
 
 
 @dataclass(frozen=True)
@@ -300,78 +207,6 @@ def discover(path: Path, *, only: Sequence[str] = (), step: int | None = None) -
     return CheckpointSeries(_sort_by_step(matches, path), series.ignored_paths, series.is_run_dir)
 
 
-def _discover_at(path: Path) -> CheckpointSeries:
-    native_checkpoint = native_checkpoint_at(path)
-    if native_checkpoint is not None:
-        return CheckpointSeries([native_checkpoint])
-    if path.is_file():
-        return CheckpointSeries([SourceCheckpoint(step_from_name(path.name) or 0, path)])
-    if is_store(path):
-        return CheckpointSeries([*store_checkpoints(path)], find_checkpoints(path), is_run_dir=True)
-    if (path / dcp.METADATA_FILE).is_file():
-        return CheckpointSeries([SourceCheckpoint(step_from_name(path.name) or 0, path)])
-    run = _series_in(path)
-    if run.checkpoints and not _is_engine_checkpoint(run, path):
-        return run
-    if not _has_tensor_files(path) and (path / _CHECKPOINTS_DIR).is_dir():
-        return _discover_at(path / _CHECKPOINTS_DIR)
-    if not directory.scan_directory(path).holds_tensors:
-        raise directory.no_checkpoint_error(path)
-    return CheckpointSeries([SourceCheckpoint(step_from_name(path.name) or 0, path)])
-
-
-def _series_in(path: Path) -> CheckpointSeries:
-    """The children of a directory that are checkpoints with a step in their names."""
-    checkpoints: list[SourceCheckpoint] = []
-    others: list[Path] = []
-    for child in sorted(path.iterdir()):
-        step = None if _SHARD_PATTERN.search(child.name) else step_from_name(child.name)
-        checkpoint = None if step is None else _child_checkpoint(child, step)
-        if checkpoint is None:
-            others.append(child)
-        else:
-            checkpoints.append(checkpoint)
-    ignored_paths = [other for other in others if not _is_alias(other, checkpoints)]
-    return CheckpointSeries(checkpoints, ignored_paths, is_run_dir=True)
-
-
-def _child_checkpoint(path: Path, step: int) -> SourceCheckpoint | None:
-    if path.is_file():
-        if path.suffix not in TENSOR_SUFFIXES and not torch_file.is_torch_file(path):
-            return None
-        return native_checkpoint_at(path) or SourceCheckpoint(step, path)
-    if not path.is_dir():
-        return None
-    native_checkpoint = native_checkpoint_at(path)
-    if native_checkpoint is not None:
-        return native_checkpoint
-    try:
-        return SourceCheckpoint(step, path) if directory.scan_directory(path).holds_tensors else None
-    except ShrinkpointError as error:
-        return BrokenCheckpoint(step, path, error)
-
-
-def _is_engine_checkpoint(series: CheckpointSeries, path: Path) -> bool:
-    """Whether a directory is one checkpoint with the directory of an engine in it, and not a run.
-
-    DeepSpeed's `checkpoint-500/global_step500` is such a one.
-    """
-    return (
-        len(series.checkpoints) == 1
-        and series.checkpoints[0].step == step_from_name(path.name)
-        and _has_tensor_files(path)
-    )
-
-
-def _has_tensor_files(path: Path) -> bool:
-    return any(child.suffix in TENSOR_SUFFIXES for child in path.iterdir())
-
-
-def _is_alias(path: Path, checkpoints: Iterable[SourceCheckpoint]) -> bool:
-    """Whether a file (`last.ckpt`) is another name of one of the checkpoints."""
-    return not path.exists() or any(path.samefile(checkpoint.path) for checkpoint in checkpoints)
-
-
 def _sort_by_step(checkpoints: Sequence[SourceCheckpoint], path: Path) -> Sequence[SourceCheckpoint]:
     steps: dict[int, SourceCheckpoint] = {}
     for checkpoint in checkpoints:
@@ -381,3 +216,111 @@ def _sort_by_step(checkpoints: Sequence[SourceCheckpoint], path: Path) -> Sequen
             raise PolicyError(str(path), found=found, expected=expected, do=do)
         steps[checkpoint.step] = checkpoint
     return [steps[step] for step in sorted(steps)]
+
+
+def _discover_at(path: Path) -> CheckpointSeries:
+    native = _native_checkpoint(path)
+    single = CheckpointSeries([native or SourceCheckpoint(step_from_name(path.name) or 0, path)])
+    if native is not None or path.is_file():
+        return single
+    if is_store(path):
+        return CheckpointSeries([*_store_checkpoints(path)], find_checkpoints(path), is_run_dir=True)
+    if (path / dcp.METADATA_FILE).is_file():
+        return single
+    run = _series_in(path)
+    has_tensor_files = any(child.suffix in TENSOR_SUFFIXES for child in path.iterdir())
+    # a directory with one of the same step in it is one checkpoint: DeepSpeed's `checkpoint-500/global_step500`
+    is_engine_checkpoint = has_tensor_files and [c.step for c in run.checkpoints] == [step_from_name(path.name)]
+    if run.checkpoints and not is_engine_checkpoint:
+        return run
+    if not has_tensor_files and (path / _CHECKPOINTS_DIR).is_dir():
+        return _discover_at(path / _CHECKPOINTS_DIR)
+    if not directory.scan_directory(path).holds_tensors:
+        raise directory.no_checkpoint_error(path)
+    return single
+
+
+def _series_in(path: Path) -> CheckpointSeries:
+    """The children of a directory that are checkpoints with a step in their names."""
+    checkpoints: list[SourceCheckpoint] = []
+    ignored_paths: list[Path] = []
+    for child in sorted(path.iterdir()):
+        step = None if _SHARD_PATTERN.search(child.name) else step_from_name(child.name)
+        checkpoint = None if step is None else _child_checkpoint(child, step)
+        if checkpoint is None:
+            ignored_paths.append(child)
+        else:
+            checkpoints.append(checkpoint)
+    ignored_paths = [child for child in ignored_paths if not _is_alias(child, checkpoints)]
+    return CheckpointSeries(checkpoints, ignored_paths, is_run_dir=True)
+
+
+def _child_checkpoint(path: Path, step: int) -> SourceCheckpoint | None:
+    if path.is_file():
+        if path.suffix not in TENSOR_SUFFIXES and not torch_file.is_torch_file(path):
+            return None
+        return _native_checkpoint(path) or SourceCheckpoint(step, path)
+    if not path.is_dir():
+        return None
+    try:
+        native = _native_checkpoint(path)
+        if native is not None:
+            return native
+        return SourceCheckpoint(step, path) if directory.scan_directory(path).holds_tensors else None
+    except ShrinkpointError as error:
+        return BrokenCheckpoint(step, path, error)
+
+
+def _is_alias(path: Path, checkpoints: Iterable[SourceCheckpoint]) -> bool:
+    """Whether a file (`last.ckpt`) is another name of one of the checkpoints."""
+    return not path.exists() or any(path.samefile(checkpoint.path) for checkpoint in checkpoints)
+
+
+def _native_checkpoint(path: Path) -> SourceCheckpoint | None:
+    """The checkpoint that a file or a directory is, if this library wrote it; else None."""
+    step = step_from_name(path.name) or 0
+    if not path.is_dir():
+        is_native = path.suffix == ".safetensors" and safetensors_file.is_ours(path)
+        return NativeFile(step, path) if is_native else None
+    try:
+        if not directory.is_ours(path):
+            return None
+        recorded_step = read_directory_manifest(path).step
+        return NativeDirectory(step if recorded_step is None else recorded_step, path)
+    except ShrinkpointError as error:
+        return BrokenNativeCheckpoint(step, path, error)
+
+
+def is_store(path: Path) -> bool:
+    """Whether a directory holds a checkpoint of a store."""
+    return any(
+        _STEP_DIR_PATTERN.fullmatch(child.name) and (child / "manifest.json").is_file() for child in path.iterdir()
+    )
+
+
+def is_new_store(path: Path) -> bool:
+    """Whether a directory is empty, or holds only what the first save of a store leaves when it is killed."""
+    steps = [child for child in path.iterdir() if not child.name.startswith(RESERVED)]
+    return all(_STEP_DIR_PATTERN.fullmatch(step.name) and step.is_dir() for step in steps) and all(
+        file.name.startswith(RESERVED) or _PAYLOAD_PATTERN.fullmatch(file.name)
+        for step in steps
+        for file in step.iterdir()
+    )
+
+
+def _store_checkpoints(path: Path) -> Iterator[SourceCheckpoint]:
+    """Yields the checkpoints of a store, also those whose manifest cannot be read; `NotFoundError` if there is none."""
+    listing = Store(path).scan()
+    if not listing.visible and not listing.broken:
+        raise NotFoundError(str(path), found="no checkpoint", expected="a store with some", do="save one first")
+    yield from (StoreCheckpoint(step, path) for step in listing.visible)
+    yield from (BrokenNativeCheckpoint(step, path, error) for step, error in listing.broken.items())
+
+
+def _read_file(path: Path) -> Part:
+    if path.suffix == ".safetensors":
+        return safetensors_file.read(path)
+    if path.suffix in (".pt", ".pth", ".ckpt", ".bin") or torch_file.is_torch_file(path):
+        return torch_file.read(path)
+    expected = "a torch file (.pt, .pth, .bin, .ckpt) or a safetensors file"
+    raise PolicyError(str(path), found="a file of another kind", expected=expected, do="name a checkpoint")

@@ -1,30 +1,124 @@
-"""Writes checkpoints of this library in the formats that others read."""
+"""Writes checkpoints of this library as files that others read, and compares these with what they should hold."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
+from shrinkpoint.container.header import SAFETENSORS_DTYPES
 from shrinkpoint.convert import dcp, directory, safetensors_file, torch_file
-from shrinkpoint.convert.discover import STATE_KEY, origin_info
-from shrinkpoint.convert.part import TENSOR_SUFFIXES
-from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError
+from shrinkpoint.convert.part import STATE_KEY, TENSOR_SUFFIXES, origin_info
+from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError, StorageError
 from shrinkpoint.storage import atomic_replace
-from shrinkpoint.tensors.names import as_tensor, is_array, named_leaves
+from shrinkpoint.tensors.compare import same_bits
+from shrinkpoint.tensors.dtypes import dtype_name
+from shrinkpoint.tensors.flat_state import flatten
+from shrinkpoint.tensors.names import StatePath, as_tensor, child_items, is_array, named_leaves, tensor_name
 
 _SUFFIXES = {"torch": ".pt", "safetensors": ".safetensors"}
-FORMS = ("original", "torch", "safetensors", "dcp")
-"""Forms that can be asked for; "original" is the form that a checkpoint had before it was converted."""
+_ABSENT = object()
+
+
+class ExportCounts(NamedTuple):
+    """What `write_state` wrote: how many tensors (each name counted), bytes, values left out, numpy values replaced."""
+
+    tensors: int
+    nbytes: int
+    num_omitted: int
+    num_converted: int
+
+
+def write_state(state: Any, out: Path, *, as_torch: bool, patterns: Sequence[str] = ()) -> ExportCounts | None:
+    """Writes a state atomically as a torch file, or its tensors as a safetensors file.
+
+    Args:
+        patterns: names to write, as of `fnmatch`; empty: all.
+
+    Returns:
+        the counts; None if no name matches, and nothing was written.
+
+    Raises:
+        PolicyError: safetensors has no such dtype.
+        StorageError: writing failed.
+    """
+    if patterns:
+        state = _select(state, patterns, ())
+        if state is _ABSENT:
+            return None
+    leaves = named_leaves(state)
+    tensors = {name: as_tensor(leaf) for name, leaf in leaves.items() if is_array(leaf)}
+    rows = {} if as_torch else _unshare(tensors)
+    try:
+        with atomic_replace(out) as temporary:
+            if as_torch:
+                torch.save(_numpy_to_torch(state), temporary)
+            else:
+                save_file(rows, temporary, {"format": "pt"})
+    except (SafetensorError, RuntimeError) as error:  # what safetensors and torch make of a failing disk
+        do = "look at the disk and at the permissions"
+        raise StorageError(str(out), found=f"writing failed ({error})", do=do) from error
+    num_numpy = sum(isinstance(leaf, np.ndarray | np.generic) for leaf in leaves.values())
+    num_omitted, num_converted = (0, num_numpy) if as_torch else (len(leaves) - len(tensors), 0)
+    return ExportCounts(len(tensors), out.stat().st_size, num_omitted, num_converted)
+
+
+def _select(value: Any, patterns: Sequence[str], path: StatePath) -> Any:
+    """Removes the leaves that no pattern matches, and containers that become empty."""
+    items = child_items(value)
+    if items is None:
+        return value if any(fnmatchcase(tensor_name(path), pattern) for pattern in patterns) else _ABSENT
+    pairs = [(key, _select(item, patterns, (*path, key))) for key, item in items]
+    selected = [(key, item) for key, item in pairs if item is not _ABSENT]
+    return _rebuild(value, selected) if selected else _ABSENT
+
+
+def _numpy_to_torch(value: Any) -> Any:
+    """Replaces numpy values by tensors and numbers, which `torch.load(weights_only=True)` accepts."""
+    if isinstance(value, np.ndarray):
+        return as_tensor(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    items = None if isinstance(value, torch.Size | Counter) else child_items(value)
+    if items is None:
+        return value
+    rebuilt = _rebuild(value, [(key, _numpy_to_torch(item)) for key, item in items])
+    if isinstance(value, OrderedDict):
+        vars(rebuilt).update(vars(value))  # `_metadata`, which load_state_dict reads
+    return rebuilt
+
+
+def _rebuild(container: Any, pairs: list[tuple[Any, Any]]) -> Any:
+    """A dict, list or tuple like `container` with other items."""
+    if isinstance(container, dict):
+        return OrderedDict(pairs) if isinstance(container, OrderedDict) else dict(pairs)
+    items = [item for _, item in pairs]
+    return tuple(items) if isinstance(container, tuple) else items
+
+
+def _unshare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Makes tensors contiguous and copies those that share memory, which safetensors cannot store."""
+    storage_pointers: set[int] = set()
+    for name, tensor in tensors.items():
+        if dtype_name(tensor.dtype) not in SAFETENSORS_DTYPES:
+            found, do = f"dtype {dtype_name(tensor.dtype)}", "export --to torch, or leave it out with --only"
+            raise PolicyError(name, found=found, expected="a dtype that safetensors has", do=do)
+    return {name: safetensors_file.copy_if_shared(tensor, storage_pointers) for name, tensor in tensors.items()}
 
 
 def target_form(state: Any, requested_form: str, where: str) -> dict[str, Any]:
     """Decides how a state is written: the form, the name, and what else the form needs.
 
     Args:
-        requested_form: one of `FORMS`.
+        requested_form: "torch", "safetensors", "dcp", or "original" for the form it had before it was converted.
 
     Raises:
         PolicyError: the original form is asked for, and the state was not converted.
@@ -62,11 +156,6 @@ def unique_name(name: str, step: int, form: str, used_names: Collection[str]) ->
     return f"{stem}{suffix}"
 
 
-def content_of(state: Any) -> Any:
-    """The content of a converted checkpoint without its origin; any other state unchanged."""
-    return state if origin_info(state) is None else state[STATE_KEY]
-
-
 def write_checkpoint(out: Path, state: Any, description: Mapping[str, Any]) -> int:
     """Writes a checkpoint to `out`, a file or a directory, atomically; existing files of the same names are replaced.
 
@@ -88,10 +177,10 @@ def write_checkpoint(out: Path, state: Any, description: Mapping[str, Any]) -> i
 
 
 def _write_form(out: Path, state: Any, description: Mapping[str, Any]) -> int:
-    form, content, left_out = description["form"], content_of(state), 0
+    form, content, num_omitted = description["form"], _content(state), 0
     info = dict(description)
     if form == "safetensors" and (origin_info(state) or {}).get("form") != "safetensors":
-        content, left_out = tensors_of(content)
+        content, num_omitted = _tensors_by_name(content)
         info["metadata"] = {"format": "pt"}
     if out.name in ("", ".."):
         raise PolicyError(str(out), found="a directory that is in use", expected="a new name", do="name a new one")
@@ -111,25 +200,7 @@ def _write_form(out: Path, state: Any, description: Mapping[str, Any]) -> int:
             do = "use a newer release, or say --to torch"
             raise CorruptError(str(out), found=f"the form {form!r:.40}", expected="a known one", do=do)
         _check_no_loss(out, temporary)
-    return left_out
-
-
-def reread(out: Path, description: Mapping[str, Any]) -> Any:
-    """Reads again what `write_checkpoint` wrote."""
-    if description["form"] == "torch":
-        return torch_file.read(out).content
-    if description["form"] == "safetensors":
-        return safetensors_file.read(out).content
-    return directory.read(out, opaque=True).content
-
-
-def tensors_of(content: Any) -> tuple[dict[str, torch.Tensor], int]:
-    """The tensors and arrays of a nest by name, and the number of its other leaves."""
-    if isinstance(content, dict) and all(isinstance(value, torch.Tensor) for value in content.values()):
-        return dict(content), 0
-    leaves = named_leaves(content)
-    tensors = {name: as_tensor(leaf) for name, leaf in leaves.items() if is_array(leaf)}
-    return tensors, len(leaves) - len(tensors)
+    return num_omitted
 
 
 def _check_no_loss(out: Path, replacement: Path) -> None:
@@ -145,3 +216,47 @@ def _check_no_loss(out: Path, replacement: Path) -> None:
         if not path.is_dir() and not (replacement / path.relative_to(out)).is_file():
             expected, do = "no file that would be lost", "choose a new name, or remove it first"
             raise PolicyError(str(out), found=f"another file there, {path.name}", expected=expected, do=do)
+
+
+def describe_written_difference(out: Path, state: Any, description: Mapping[str, Any], *, exact: bool) -> str:
+    """Reads what `write_checkpoint` wrote, and says in what it differs from the state; "" where it does not.
+
+    Args:
+        exact: also compare the types of the containers, and which tensors share memory.
+    """
+    content, form = _content(state), description["form"]
+    if form == "torch":
+        written = torch_file.read(out).content
+    else:
+        written = (safetensors_file.read(out) if form == "safetensors" else directory.read(out, opaque=True)).content
+    if exact:
+        flat, flat_written = flatten(content), flatten(written)
+        if flat.tree != flat_written.tree:
+            return "other plain values or another nest"
+        leaves, written_leaves = dict[str, Any](flat.tensors), dict[str, Any](flat_written.tensors)
+    elif form == "safetensors":
+        leaves, written_leaves = dict[str, Any](_tensors_by_name(content)[0]), written
+    else:
+        leaves, written_leaves = named_leaves(content), named_leaves(written)
+    different = (name for name, leaf in leaves.items() if not _equal_leaves(leaf, written_leaves.get(name)))
+    return next((f"{name} is different" for name in different), "")
+
+
+def _equal_leaves(left: Any, right: Any) -> bool:
+    if is_array(left):
+        return is_array(right) and same_bits(as_tensor(left), as_tensor(right))
+    return repr(left) == repr(right)
+
+
+def _content(state: Any) -> Any:
+    """The content of a converted checkpoint without its origin; any other state unchanged."""
+    return state if origin_info(state) is None else state[STATE_KEY]
+
+
+def _tensors_by_name(content: Any) -> tuple[dict[str, Tensor], int]:
+    """The tensors and arrays of a nest by name, and the number of its other leaves."""
+    if isinstance(content, dict) and all(isinstance(value, Tensor) for value in content.values()):
+        return dict(content), 0
+    leaves = named_leaves(content)
+    tensors = {name: as_tensor(leaf) for name, leaf in leaves.items() if is_array(leaf)}
+    return tensors, len(leaves) - len(tensors)

@@ -4,106 +4,26 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from shrinkpoint.container import FileReader
-from shrinkpoint.convert.discover import SourceCheckpoint, origin_info
+from shrinkpoint.convert.discover import SourceCheckpoint
+from shrinkpoint.convert.part import origin_info
 from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError, TruncatedError
 from shrinkpoint.schemes.base import Resumable, Scheme
 from shrinkpoint.schemes.lossless import Lossless
-from shrinkpoint.storage import MemoryStorage, Sink, Source, Storage, check_key
+from shrinkpoint.storage import LocalStorage, MemoryStorage, Sink, Source, Storage, check_key
 from shrinkpoint.storage.base import Buffer
 from shrinkpoint.store import Store, chain
-from shrinkpoint.store.checkpoint_file import DecodedFile
+from shrinkpoint.store.checkpoint_file import DecodedFile, write_file
 from shrinkpoint.store.decode import iter_chain
-from shrinkpoint.store.manifest import ChainLink, Manifest
+from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.single_file import decode_file
 from shrinkpoint.tensors.compare import describe_difference, describe_structure_difference
 from shrinkpoint.tensors.flat_state import FlatState, flatten
-from shrinkpoint.tensors.info import JSON
-
-
-class HeaderOnlySource(Source):
-    """Reads the header of a file whose payload was only counted.
-
-    Attributes:
-        size: bytes that the whole file would have.
-    """
-
-    def __init__(self, header: bytes, size: int, where: str) -> None:
-        self._header, self._size, self._where = header, size, where
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    def read(self, offset: int, length: int) -> bytes:
-        if offset + length > len(self._header):
-            expected = "to be asked for no more than the header"
-            raise TruncatedError(self._where, found="a file that was only measured", expected=expected)
-        return self._header[offset : offset + length]
-
-    def close(self) -> None:
-        pass
-
-
-class SizingSink(Sink):
-    """Counts the bytes written, and keeps the last data written at offset 0, which is the header of a finished file.
-
-    Attributes:
-        header: the bytes of the header.
-        size: bytes of the whole file.
-    """
-
-    def __init__(self) -> None:
-        self.header, self.size, self._position = b"", 0, 0
-
-    def write(self, data: Buffer) -> None:
-        length = memoryview(data).nbytes
-        if self._position == 0:
-            self.header = bytes(data)
-        self._position += length
-        self.size = max(self.size, self._position)
-
-    def seek(self, offset: int) -> None:
-        self._position = offset
-
-    def tell(self) -> int:
-        return self._position
-
-    def read(self, length: int) -> bytes:
-        """Returns zeros, as many as were written: a writer reads a payload back to move it behind a longer header."""
-        length = min(length, self.size - self._position)
-        self._position += length
-        return bytes(length)
-
-
-class SizingStorage(MemoryStorage):
-    """Counts what is written through sinks and keeps small objects; payloads cannot be read again."""
-
-    keeps_payloads = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._sinks: dict[str, SizingSink] = {}
-
-    @contextmanager
-    def create(self, key: str) -> Iterator[SizingSink]:  # type: ignore[override]
-        sink = SizingSink()
-        yield sink
-        self._sinks[check_key(key)] = sink
-        self.put(key, b"")
-
-    def open(self, key: str) -> HeaderOnlySource:  # type: ignore[override]
-        data = self.get(key)
-        sink = self._sinks.get(key)
-        return HeaderOnlySource(data, len(data), key) if sink is None else HeaderOnlySource(sink.header, sink.size, key)
-
-    def link(self, source: str, target: str) -> bool:
-        if source in self._sinks:
-            self._sinks[target] = self._sinks[source]
-        return super().link(source, target)
 
 
 @dataclass(frozen=True)
@@ -132,9 +52,6 @@ class ImportRow:
     done: bool = False
     opaque: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, JSON]:
-        return dict(vars(self))
-
 
 class Importer:
     """Imports checkpoints into a store; a context manager that closes the store at the end.
@@ -150,9 +67,9 @@ class Importer:
     def __init__(
         self,
         storage: Storage,
-        *,
         scheme: Scheme | None = None,
         keyframe_every: int | None = 20,
+        *,
         force: bool = False,
         opaque: bool = False,
     ) -> None:
@@ -174,7 +91,7 @@ class Importer:
             StateError, FormatError, NotFoundError, StorageError: the checkpoint cannot be read, or not be written.
         """
         began = time.perf_counter()
-        state, opaque = read_flat_with_opaque(checkpoint, self._opaque)
+        state, opaque = read_flat(checkpoint, self._opaque)
         manifest = self._store.scan().visible.get(checkpoint.step)
         done = manifest is not None and self._is_stored(checkpoint, state, manifest)
         if manifest is None or not done:
@@ -222,6 +139,38 @@ class Importer:
             self._scheme.resume(self._store.manifest(steps[-1]).loss)
 
 
+def import_to_file(checkpoint: SourceCheckpoint, out: Path, scheme: Scheme, *, opaque: bool, verify: bool) -> ImportRow:
+    """Writes a checkpoint as a single file of this library.
+
+    Args:
+        opaque: keep files that cannot be read without running them as their bytes, however large.
+        verify: decode the file and, if the scheme is lossless, compare it with the checkpoint.
+
+    Raises:
+        CorruptError: what was decoded differs from the checkpoint.
+        StateError, FormatError, NotFoundError, StorageError: the checkpoint cannot be read, or not be written.
+    """
+    began = time.perf_counter()
+    state, opaque_names = read_flat(checkpoint, opaque)
+    storage, quantized = LocalStorage(out.absolute().parent), scheme.quantize(state, None)
+    written = write_file(storage, out.name, quantized, scheme=scheme, reference=None, parent=None)
+    if verify:
+        decoded, _ = decode_file(out.absolute())
+        difference = describe_difference(state, decoded) if scheme.id == Lossless.id else ""
+        if difference:
+            raise CorruptError(str(out), found=difference, expected=f"what {checkpoint.name} holds", do="report this")
+    return ImportRow(
+        step=checkpoint.step,
+        name=checkpoint.name,
+        raw=state.nbytes,
+        before=checkpoint.nbytes,
+        after=written.report.stored_bytes,
+        keyframe=True,
+        seconds=time.perf_counter() - began,
+        opaque=opaque_names,
+    )
+
+
 def verify_import(
     storage: Storage, checkpoints: Sequence[SourceCheckpoint], *, opaque: bool = False
 ) -> Iterator[tuple[int, bool]]:
@@ -236,7 +185,7 @@ def verify_import(
     sources = {checkpoint.step: checkpoint for checkpoint in checkpoints}
     for manifest, decoded in _decode_steps(Store(storage), sources):
         source = sources[manifest.step]
-        state = read_flat(source, opaque=opaque)
+        state, _ = read_flat(source, opaque)
         is_exact = manifest.scheme == Lossless.id
         if is_exact:
             difference = describe_difference(state, decoded)
@@ -250,13 +199,29 @@ def verify_import(
         yield manifest.step, is_exact
 
 
-def read_flat(checkpoint: SourceCheckpoint, *, opaque: bool = False) -> FlatState:
-    """Reads and flattens a checkpoint; errors name the file of a value that cannot be stored."""
-    return read_flat_with_opaque(checkpoint, opaque)[0]
+def _decode_steps(store: Store, steps: Collection[int]) -> Iterator[tuple[Manifest, DecodedFile]]:
+    """Decodes every requested step, each chain once from its keyframe on."""
+    manifests = {manifest.id: manifest for manifest in store.list()}
+    base_ids = {base.id for manifest in manifests.values() for base in manifest.bases}
+    remaining = set(steps)
+    for last in sorted(manifests.values(), key=lambda manifest: manifest.step):
+        if last.id in base_ids:
+            continue
+        links = chain.chain_links(last)
+        if not any(link.id in manifests and link.step in steps for link in links):
+            continue
+        for file, decoded in iter_chain(chain.store_chain(store.storage, last)):
+            manifest = manifests.get(file.id)
+            if manifest is not None and manifest.step in remaining:
+                remaining.remove(manifest.step)
+                yield manifest, decoded
 
 
-def read_flat_with_opaque(checkpoint: SourceCheckpoint, opaque: bool) -> tuple[FlatState, tuple[str, ...]]:
-    """Reads and flattens a checkpoint; also returns the names of files that were kept as their bytes."""
+def read_flat(checkpoint: SourceCheckpoint, opaque: bool) -> tuple[FlatState, tuple[str, ...]]:
+    """Reads and flattens a checkpoint; also returns the names of files that were kept as their bytes.
+
+    Errors name the file of a value that cannot be stored.
+    """
     gc.collect()  # torch.load leaves its maps in reference cycles, those of the previous checkpoint among them
     try:
         state = checkpoint.read(opaque=opaque)
@@ -269,21 +234,78 @@ def read_flat_with_opaque(checkpoint: SourceCheckpoint, opaque: bool) -> tuple[F
         raise type(error)(where, found=error.found, expected=error.expected, do=error.do) from error
 
 
-def _decode_steps(store: Store, steps: Mapping[int, object]) -> Iterator[tuple[Manifest, DecodedFile]]:
-    """Decodes every requested step, each chain once from its keyframe on."""
-    manifests = {manifest.id: manifest for manifest in store.list()}
-    base_ids = {base.id for manifest in manifests.values() for base in manifest.bases}
-    newest = [manifest for manifest in manifests.values() if manifest.id not in base_ids]
-    yielded: set[int] = set()
-    for last in sorted(newest, key=lambda manifest: manifest.step):
-        if not any(_is_requested(base, manifests, steps) for base in chain.chain_links(last)):
-            continue
-        for file, decoded in iter_chain(chain.store_chain(store.storage, last)):
-            manifest = manifests.get(file.id)
-            if manifest is not None and manifest.step in steps and manifest.step not in yielded:
-                yielded.add(manifest.step)
-                yield manifest, decoded
+class SizingStorage(MemoryStorage):
+    """Measures what a conversion would take: counts what is written, and keeps small objects and headers of files."""
+
+    keeps_payloads = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sinks: dict[str, SizingSink] = {}
+
+    @contextmanager
+    def create(self, key: str) -> Iterator[SizingSink]:  # type: ignore[override]
+        sink = SizingSink()
+        yield sink
+        self._sinks[check_key(key)] = sink
+        self.put(key, b"")
+
+    def open(self, key: str) -> HeaderOnlySource:  # type: ignore[override]
+        data, sink = self.get(key), self._sinks.get(key)
+        return HeaderOnlySource(data, len(data), key) if sink is None else HeaderOnlySource(sink.header, sink.size, key)
+
+    def link(self, source: str, target: str) -> bool:
+        if source in self._sinks:
+            self._sinks[target] = self._sinks[source]
+        return super().link(source, target)
 
 
-def _is_requested(base: ChainLink, manifests: Mapping[str, Manifest], steps: Mapping[int, object]) -> bool:
-    return base.id in manifests and base.step in steps
+class SizingSink(Sink):
+    """Counts the bytes written, and keeps the last data written at offset 0, which is the header of a finished file.
+
+    Attributes:
+        header: the bytes of the header.
+        size: bytes of the whole file.
+    """
+
+    def __init__(self) -> None:
+        self.header, self.size, self._position = b"", 0, 0
+
+    def write(self, data: Buffer) -> None:
+        length = memoryview(data).nbytes
+        if self._position == 0:
+            self.header = bytes(data)
+        self._position += length
+        self.size = max(self.size, self._position)
+
+    def seek(self, offset: int) -> None:
+        self._position = offset
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, length: int) -> bytes:
+        """Returns zeros, as many as were written: a writer reads a payload back to move it behind a longer header."""
+        length = min(length, self.size - self._position)
+        self._position += length
+        return bytes(length)
+
+
+class HeaderOnlySource(Source):
+    """Reads the header of a file whose payload was only counted."""
+
+    def __init__(self, header: bytes, size: int, where: str) -> None:
+        self._header, self._size, self._where = header, size, where
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def read(self, offset: int, length: int) -> bytes:
+        if offset + length > len(self._header):
+            expected = "to be asked for no more than the header"
+            raise TruncatedError(self._where, found="a file that was only measured", expected=expected)
+        return self._header[offset : offset + length]
+
+    def close(self) -> None:
+        pass

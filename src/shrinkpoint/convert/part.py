@@ -12,6 +12,8 @@ from shrinkpoint.storage import storage_error
 
 TENSOR_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 """Suffixes of files of tensors."""
+SOURCE_KEY, STATE_KEY = "source", "state"
+"""The two keys of the state of a converted checkpoint: its origin, and its content."""
 _SEPARATORS = "\0\\:" if os.name == "nt" else "\0"
 
 
@@ -33,6 +35,18 @@ class Part:
     def description(self) -> dict[str, Any]:
         """The form and its info as one dict of plain data, as it is stored."""
         return {"form": self.form, **self.info}
+
+    def to_state(self, name: str) -> dict[str, Any]:
+        """The state of a converted checkpoint: the origin, with the checkpoint's name, and the content."""
+        return {SOURCE_KEY: {"name": name, **self.description}, STATE_KEY: self.content}
+
+
+def origin_info(state: Any) -> dict[str, Any] | None:
+    """The origin of a converted state: its form, its name and what the form needs. None: it was not converted."""
+    if not isinstance(state, dict) or state.keys() != {SOURCE_KEY, STATE_KEY}:
+        return None
+    info = state[SOURCE_KEY]
+    return info if isinstance(info, dict) and {"form", "name"} <= info.keys() else None
 
 
 def safe_join(directory: Path, name: object, where: str) -> Path:
@@ -58,20 +72,11 @@ def _is_file_name(name: str) -> bool:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Reads a whole file.
-
-    Raises:
-        StorageError: reading failed.
-    """
+    """Reads a whole file; raises `StorageError` if that fails."""
     try:
         return path.read_bytes()
     except OSError as error:
-        raise read_error(path, error) from error
-
-
-def read_error(path: Path, error: OSError) -> StorageError:
-    """The error to raise when reading a file failed."""
-    return storage_error(str(path), "reading", error)
+        raise storage_error(str(path), "reading", error) from error
 
 
 def write_error(path: Path, error: BaseException | None) -> StorageError | None:

@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from shrinkpoint.convert.part import Part, read_error
-from shrinkpoint.errors import CorruptError, FormatError, PolicyError, TruncatedError
+from shrinkpoint.convert.part import Part
+from shrinkpoint.errors import CorruptError, PolicyError, TruncatedError
 from shrinkpoint.storage import natural_key, storage_error
 
 _OWN_KEY = "shrinkpoint"
@@ -35,23 +35,23 @@ def read(path: Path) -> Part:
             names = sorted(file.keys(), key=natural_key)
             return Part("safetensors", {name: file.get_tensor(name) for name in names}, {"metadata": file.metadata()})
     except OSError as error:
-        raise read_error(path, error) from error
+        raise storage_error(str(path), "reading", error) from error
     except (SafetensorError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-        raise _format_error(path, error) from error
-
-
-def metadata(path: Path) -> Mapping[str, str]:
-    """The metadata of the header; empty where it cannot be read."""
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            return dict(file.metadata() or {})
-    except (OSError, SafetensorError, RuntimeError, ValueError):
-        return {}
+        where, text, do = str(path), str(error), "fetch it again"
+        if "incomplete" in text.lower() or path.stat().st_size < 8:
+            found = f"a safetensors file that is cut ({text:.80})"
+            raise TruncatedError(where, found=found, expected="all of it", do=do) from error
+        found = f"no safetensors file that can be read ({text:.160})"
+        raise CorruptError(where, found=found, expected="a safetensors file", do=do) from error
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a safetensors file is one that this library wrote."""
-    return _OWN_KEY in metadata(path)
+    """Whether a safetensors file is one that this library wrote; False where its header cannot be read."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return _OWN_KEY in (file.metadata() or {})
+    except (OSError, SafetensorError, RuntimeError, ValueError):
+        return False
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor], info: Mapping[str, Any]) -> None:
@@ -93,14 +93,3 @@ def copy_if_shared(tensor: torch.Tensor, storage_pointers: set[int]) -> torch.Te
     is_alone = fills_storage and storage.data_ptr() not in storage_pointers
     storage_pointers.add(storage.data_ptr())
     return tensor if is_alone else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _format_error(path: Path, error: Exception) -> FormatError:
-    text = str(error)
-    do = "fetch it again"
-    if "incomplete" in text.lower() or path.stat().st_size < 8:
-        return TruncatedError(
-            str(path), found=f"a safetensors file that is cut ({text:.80})", expected="all of it", do=do
-        )
-    found = f"no safetensors file that can be read ({text:.160})"
-    return CorruptError(str(path), found=found, expected="a safetensors file", do=do)

@@ -16,10 +16,7 @@ _MAX_INDEX_BYTES = 64 << 20
 
 def is_index(path: Path) -> bool:
     """Whether a file is an index by its name: `model.safetensors.index.json`, `pytorch_model.bin.index.json`."""
-    return path.name.endswith(INDEX_SUFFIX) and Path(path.name.removesuffix(INDEX_SUFFIX)).suffix in (
-        ".safetensors",
-        ".bin",
-    )
+    return path.name.endswith((".safetensors" + INDEX_SUFFIX, ".bin" + INDEX_SUFFIX))
 
 
 def shard_files(path: Path) -> list[Path]:
@@ -93,13 +90,10 @@ def _weight_map(path: Path) -> dict[str, str]:
     except (ValueError, RecursionError) as error:
         raise _index_error(path, f"no JSON ({error})", "an index") from error
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
-    if (
-        not isinstance(weight_map, dict)
-        or not weight_map
-        or not all(isinstance(name, str) for name in weight_map.values())
-    ):
+    is_map = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
+    if not weight_map or not is_map:
         raise _index_error(path, "no weight_map", "the file of each tensor, by its name")
-    return weight_map
+    return weight_map  # type: ignore[no-any-return]
 
 
 def _index_error(path: Path, found: str, expected: str) -> CorruptError:
