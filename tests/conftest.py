@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from pathlib import Path
@@ -19,3 +20,9 @@ def pytest_configure() -> None:
     """Where pytest makes `tmp_path`; PYTEST_DEBUG_TEMPROOT of the caller's, or --basetemp, goes before."""
     if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= MIN_FREE:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from walking over all that thousands of collected tests have imported."""
+    gc.collect()
+    gc.freeze()
