@@ -1,4 +1,5 @@
-"""The reference of a writer: what the next delta is made against, and how much of the weights' progress it holds.
+"""What the next delta is made against: the decoded tensors of the last checkpoint, how much of the weights' progress
+they hold, and whether the files that they were decoded from are still intact.
 
 Right after a restore the weights are exactly the values that a quantizer chose. In a save that follows soon, most of
 them may still round to the same values, so that nothing is stored: with repeated restores training makes no progress
@@ -30,6 +31,15 @@ from shrinkpoint.tensors.info import Role
 
 MIN_RETENTION = 0.7
 """A checkpoint with a lower fraction raises a warning."""
+MAX_SAVES_PER_PASS = 8
+"""Number of saves within which every byte of a chain has been read again and compared with its digest."""
+MIN_BYTES = 8 << 20
+"""Bytes that are read again at every save, if the chain has as many."""
+MISSING = "gone"
+_WINDOW = 8 << 20
+_DO = "the next checkpoint is a keyframe; `shrinkpoint verify --deep` says which others are damaged"
+_log = logging.getLogger("shrinkpoint")
+M = TypeVar("M")
 
 
 @torch.no_grad()
@@ -60,8 +70,8 @@ def retained_fraction(
         if parent_weight is None or parent_weight.shape != weight.shape:
             continue
         tensors = weight, parent_weight, stored[name], parent_stored[name]
-        arrays = [tensor_bytes(_as_native_float(tensor)) for tensor in tensors]
-        sums = progress_sums(*arrays, weight.numel(), threads=torch.get_num_threads())
+        a, b, c, d = (tensor_bytes(_as_native_float(tensor)) for tensor in tensors)
+        sums = progress_sums(a, b, c, d, weight.numel(), threads=torch.get_num_threads())
         movement, stored_movement, squared_weight, stored_weight = sums
         if movement > 100 * squared_weight > 0:
             movement, stored_movement = squared_weight, stored_weight
@@ -75,9 +85,6 @@ def _as_native_float(tensor: Tensor) -> Tensor:
     """In host memory, as float32 unless the native core reads the dtype."""
     dtype = tensor.dtype if tensor.dtype in (torch.float32, torch.bfloat16) else torch.float32
     return tensor.detach().to("cpu", dtype)
-
-
-M = TypeVar("M")
 
 
 class ReferenceCache(Generic[M]):
@@ -95,20 +102,20 @@ class ReferenceCache(Generic[M]):
         self.manifest: M | None = None
         self.originals: dict[str, Tensor] = {}
         self._tensors: dict[str, Tensor] = {}
-        self._symbols: dict[str, QuantizedTensor] = {}
+        self._quantized: dict[str, QuantizedTensor] = {}
 
     @property
     def reference(self) -> Reference:
-        return Reference(self._tensors, self._symbols, self.originals)
+        return Reference(self._tensors, self._quantized, self.originals)
 
     def drop(self) -> None:
         """Free the tensors: the next save is a keyframe."""
-        self.manifest, self._tensors, self._symbols, self.originals = None, {}, {}, {}
+        self.manifest, self._tensors, self._quantized, self.originals = None, {}, {}, {}
 
     def adopt(self, manifest: M, reference: Reference, originals: Mapping[str, Tensor] | None = None) -> None:
         """Hold these tensors themselves; the caller no longer writes to them."""
         self.manifest = None  # until all is assigned: an interrupt may come at any line
-        self._tensors, self._symbols = dict(reference.tensors), dict(reference.quantized)
+        self._tensors, self._quantized = dict(reference.tensors), dict(reference.quantized)
         values = reference.tensors if originals is None else originals
         self.originals = {name: values[name] for name in reference.quantized if name in values}
         self.manifest = manifest
@@ -124,11 +131,11 @@ class ReferenceCache(Generic[M]):
         quantized = reference.quantized
         try:
             copies = {name: _copy_into(old.pop(name, None), originals[name]) for name in quantized if name in originals}
-            private = {name for name in copies if _has_own_memory(reference.tensors[name], originals[name])}
-            tensors = {
-                name: tensor if name in private else _copy_into(buffers.pop(name, None), tensor)
-                for name, tensor in reference.tensors.items()
-            }
+            tensors = {}
+            for name, tensor in reference.tensors.items():
+                # It is the original itself where nothing more was lost than in the previous save.
+                is_private = name in copies and tensor.data_ptr() != originals[name].data_ptr()
+                tensors[name] = tensor if is_private else _copy_into(buffers.pop(name, None), tensor)
         except (MemoryError, RuntimeError):  # torch reports an allocation that failed as a RuntimeError
             return
         self.adopt(manifest, Reference(tensors, quantized), copies)
@@ -142,14 +149,14 @@ class ReferenceCache(Generic[M]):
         """
         if self.manifest is None:
             return None
-        names = [name for name in stored.quantized if state.infos[name].role not in (Role.MOMENT1, Role.MOMENT2)]
-        weights = {name: state.tensors[name] for name in names}
+        moments = Role.MOMENT1, Role.MOMENT2
+        weights = {name: state.tensors[name] for name in stored.quantized if state.infos[name].role not in moments}
         parent_weights = {**self._tensors, **self.originals}  # exact tensors have no separate original
         return retained_fraction(parent_weights, self._tensors, weights, stored.tensors)
 
 
 def as_delta_base(reference: Reference | None, *, base: bool) -> Reference | None:
-    """A copy that is marked as the base of a delta, or as values to compare with only."""
+    """A copy that is marked as the base of a delta, or else as values to compare with only."""
     return None if reference is None else replace(reference, is_base=base)
 
 
@@ -163,25 +170,10 @@ def warn_low_retention(retention: float | None) -> None:
         warnings.warn(text, LossWarning, stacklevel=3)
 
 
-def _has_own_memory(tensor: Tensor, original: Tensor) -> bool:
-    """Whether a scheme created `tensor`; it is the original where nothing more was lost than in the previous save."""
-    return tensor.data_ptr() != original.data_ptr()
-
-
 def _copy_into(buffer: Tensor | None, tensor: Tensor) -> Tensor:
     if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
         buffer = empty(tuple(tensor.shape), tensor.dtype)
     return buffer.copy_(tensor.detach())
-
-
-MAX_SAVES_PER_PASS = 8
-"""Number of saves within which every byte of a chain has been read again and compared with its digest."""
-MIN_BYTES = 8 << 20
-"""Bytes that are read again at every save, if the chain has as many."""
-MISSING = "gone"
-_WINDOW = 8 << 20
-_DO = "the next checkpoint is a keyframe; `shrinkpoint verify --deep` says which others are damaged"
-_log = logging.getLogger("shrinkpoint")
 
 
 @dataclass(frozen=True)
@@ -293,13 +285,7 @@ class BaseVerifier:
 
 
 class _FileScan:
-    """Reads one file part by part and compares each with its digest.
-
-    Raises:
-        ChainError: it is another file.
-        FormatError: bytes are at fault.
-        StorageError, NotFoundError: it cannot be read.
-    """
+    """Reads one file part by part, and compares each with its digest; raises an error for any damage."""
 
     def __init__(self, file: StoredFile) -> None:
         self.digest = file.digest
@@ -307,12 +293,8 @@ class _FileScan:
             _drop_page_cache(source)
             reader, size = FileReader(source, file.where), source.size
         if reader.digest != file.digest or size != file.size:
-            raise ChainError(
-                file.where,
-                found=f"{size} bytes with header digest {reader.digest}",
-                expected=f"{file.size} bytes with {file.digest}",
-                do=_DO,
-            )
+            found = f"{size} bytes with header digest {reader.digest}"
+            raise ChainError(file.where, found=found, expected=f"{file.size} bytes with {file.digest}", do=_DO)
         entries = [entry for record in reader.records for entry in record.parts.values()]
         self._parts = [(entry.offset, entry.size, entry.pad, entry.digest) for entry in entries]
         self.header_bytes = min((offset - pad for offset, _, pad, _ in self._parts), default=file.size)
@@ -342,9 +324,9 @@ class _FileScan:
         self._hasher.update(source.read(offset + self._part_offset, length))
         self._part_offset += length
         if self._part_offset == size:
-            found = self._hasher.hexdigest()
-            if found != digest:
-                found = f"bytes {offset} to {offset + size} with digest {found}"
+            actual = self._hasher.hexdigest()
+            if actual != digest:
+                found = f"bytes {offset} to {offset + size} with digest {actual}"
                 raise CorruptError(where, found=found, expected=digest, do=_DO)
             self._part_index, self._part_offset, self._hasher = self._part_index + 1, 0, Hasher()
         return length + pad

@@ -7,6 +7,7 @@ import shutil
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from shrinkpoint import validate
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
@@ -61,11 +62,9 @@ class DeltaWriter:
     @property
     def last_reference(self) -> Reference | None:
         """The decoded tensors of the last checkpoint, even if the next one will be a keyframe; None if unknown."""
-        return (
-            None
-            if self._reference_cache.manifest is None
-            else as_delta_base(self._reference_cache.reference, base=self._usable_base() is not None)
-        )
+        if self._reference_cache.manifest is None:
+            return None
+        return as_delta_base(self._reference_cache.reference, base=self._usable_base() is not None)
 
     @property
     def payload(self) -> Payload:
@@ -107,19 +106,14 @@ class DeltaWriter:
                 written_keys.clear()
                 base = reference = None
             written_keys.append(key)
+            # By this a reader of the payload finds its base.
+            parent = None if base is None else {"name": layout.base_name(base.digest), "digest": base.digest}
             written = write_file(
-                storage,
-                key,
-                quantized,
-                scheme=scheme,
-                reference=reference,
-                parent=_parent_json(base),
-                threads=self._threads,
+                storage, key, quantized, scheme=scheme, reference=reference, parent=parent, threads=self._threads
             )
-            report = replace(
-                written.report, retention=self._reference_cache.retained_progress(state, written.reference)
-            )
-            warn_low_retention(report.retention)
+            retention = self._reference_cache.retained_progress(state, written.reference)
+            report = replace(written.report, retention=retention)
+            warn_low_retention(retention)
         except BaseException:
             _remove(storage, written_keys)
             raise
@@ -151,12 +145,9 @@ class DeltaWriter:
         payload, storage = read_directory_manifest(directory).payloads[rank], LocalStorage(Path(directory).absolute())
         self._reference_cache.adopt(payload, decoded.reference)
         self._base_dir = storage.path
-        keys = [file.keys[0] for file in directory_chain(storage.path, payload)]
-        files = [
-            StoredFile(digest, size, storage, key)
-            for (digest, size), key in zip(_base_digests(payload), keys, strict=True)
-        ]
-        self._base_verifier.mark_verified({file.digest: file.stamp() for file in files})
+        files = directory_chain(storage.path, payload)
+        stamps = {file.digest: StoredFile(file.digest, file.size or 0, storage, *file.keys).stamp() for file in files}
+        self._base_verifier.mark_verified(stamps)
         self._remove_own_base_dir()
 
     def keep_base(self, directory: str | Path) -> None:
@@ -226,22 +217,16 @@ class DeltaWriter:
             shutil.rmtree(base_dir, ignore_errors=True)
 
 
-class _UncommittedPayload:
+class _UncommittedPayload(NamedTuple):
     """A payload that waits for its checkpoint to be committed."""
 
-    def __init__(
-        self,
-        storage: LocalStorage,
-        written_keys: list[str],
-        payload: Payload,
-        reference: Reference,
-        state: FlatState,
-        adopt: bool,
-        stamp: object,
-    ) -> None:
-        self.stamp = stamp
-        self.storage, self.written_keys, self.payload = storage, written_keys, payload
-        self.reference, self.state, self.adopt = reference, state, adopt
+    storage: LocalStorage
+    written_keys: list[str]
+    payload: Payload
+    reference: Reference
+    state: FlatState
+    adopt: bool
+    stamp: object
 
 
 def _base_files(directory: Path, payload: Payload) -> list[tuple[Path, str]]:
@@ -253,17 +238,11 @@ def _base_files(directory: Path, payload: Payload) -> list[tuple[Path, str]]:
 
 def _linked_files(storage: LocalStorage, payload: Payload) -> list[StoredFile]:
     """A chain's files as they are linked into the directory of the next checkpoint."""
-    chain = [*payload.bases, (payload.digest, payload.size)]
-    return [StoredFile(digest, size, storage, layout.base_name(digest)) for digest, size in chain]
+    return [StoredFile(digest, size, storage, layout.base_name(digest)) for digest, size in _base_digests(payload)]
 
 
 def _base_digests(base: Payload | None) -> tuple[tuple[str, int], ...]:
     return () if base is None else (*base.bases, (base.digest, base.size))
-
-
-def _parent_json(base: Payload | None) -> dict[str, str] | None:
-    """The header entry by which a reader of the payload finds its base."""
-    return None if base is None else {"name": layout.base_name(base.digest), "digest": base.digest}
 
 
 def _link_file(path: Path, storage: LocalStorage, key: str, written_keys: list[str]) -> bool:
@@ -292,6 +271,6 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):
-        return True
+    except (OSError, OverflowError):  # another user's, or not a process of this system
+        pass
     return True

@@ -73,9 +73,8 @@ def _identify_file(path: Path) -> Identification | None:
     if _PICKLE.match(head):
         return Identification("a pickle, such as torch.save wrote before 1.6", _reading_advice(path, "torch.load"))
     if _is_safetensors(head, size):
-        return Identification(
-            "a safetensors file of another program", _reading_advice(path, "safetensors.torch.load_file")
-        )
+        do = _reading_advice(path, "safetensors.torch.load_file")
+        return Identification("a safetensors file of another program", do)
     if all(32 <= byte < 127 or byte in b"\t\n\r" for byte in head):
         return Identification("a text file", "name the checkpoint beside it", is_foreign=False)
     return None

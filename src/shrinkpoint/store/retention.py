@@ -1,9 +1,10 @@
-"""Retention rules: which checkpoints to keep, decided from manifests alone."""
+"""Retention: which checkpoints to keep, decided from manifests alone, and the deletion of the others."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -116,9 +117,8 @@ def check_metric(manifests: Iterable[Manifest], keep: Keep) -> None:
     if keep.best is None or not visible or any(_has_metric(manifest, keep) for manifest in visible):
         return
     names = sorted({name for manifest in visible for name, value in manifest.metrics.items() if not math.isnan(value)})
-    found = f"{keep.metric!r}, which no checkpoint has" + (
-        " but as nan" if any(keep.metric in manifest.metrics for manifest in visible) else ""
-    )
+    is_nan = any(keep.metric in manifest.metrics for manifest in visible)
+    found = f"{keep.metric!r}, which no checkpoint has{' but as nan' if is_nan else ''}"
     expected = "one of " + ", ".join(map(repr, names[:8])) if names else "checkpoints that were saved with metrics="
     do = "name the metric that the loop saves, or leave best out; nothing was deleted"
     raise PolicyError(NO_METRIC, found=found, expected=expected, do=do)
@@ -138,9 +138,8 @@ def apply_policy(
         PolicyError: `now` has no time zone.
     """
     if now.tzinfo is None:
-        raise PolicyError(
-            "now", found="a time without a zone", expected="an aware datetime", do="use datetime.now(timezone.utc)"
-        )
+        found, do = "a time without a zone", "use datetime.now(timezone.utc)"
+        raise PolicyError("now", found=found, expected="an aware datetime", do=do)
     by_step = {manifest.step: manifest for manifest in manifests}
     reasons: dict[int, list[str]] = {step: [] for step in sorted(by_step)}
     visible = [by_step[step] for step in reasons if step not in forgotten]
@@ -150,14 +149,10 @@ def apply_policy(
         for base in chain.ancestors(by_step, step):
             reasons[base].append(f"base of step {step}")
     keep_steps = tuple(step for step, why in reasons.items() if why)
-    for step, why in reasons.items():
-        if not why:
-            why.append("forgotten, and no base of anything kept" if step in forgotten else "no rule keeps it")
-    return RetentionDecision(
-        keep_steps,
-        tuple(step for step in reasons if step not in keep_steps),
-        {step: tuple(why) for step, why in reasons.items()},
-    )
+    drop_steps = tuple(step for step, why in reasons.items() if not why)
+    for step in drop_steps:
+        reasons[step].append("forgotten, and no base of anything kept" if step in forgotten else "no rule keeps it")
+    return RetentionDecision(keep_steps, drop_steps, {step: tuple(why) for step, why in reasons.items()})
 
 
 def _rule_matches(visible: list[Manifest], keep: Keep, now: datetime) -> Iterable[tuple[int, str]]:
@@ -170,17 +165,13 @@ def _rule_matches(visible: list[Manifest], keep: Keep, now: datetime) -> Iterabl
     if keep.last is not None:
         yield from ((manifest.step, f"one of the last {keep.last}") for manifest in visible[-keep.last :])
     if keep.every is not None:
-        yield from (
-            (manifest.step, f"a multiple of {keep.every}") for manifest in visible if manifest.step % keep.every == 0
-        )
+        selected = (manifest for manifest in visible if manifest.step % keep.every == 0)
+        yield from ((manifest.step, f"a multiple of {keep.every}") for manifest in selected)
     if keep.best is not None:
         yield from _best_matches(visible, keep, keep.best)
     if keep.span is not None:
-        yield from (
-            (manifest.step, f"younger than {keep.within}")
-            for manifest in visible
-            if now - manifest.created_at <= keep.span
-        )
+        selected = (manifest for manifest in visible if now - manifest.created_at <= keep.span)
+        yield from ((manifest.step, f"younger than {keep.within}") for manifest in selected)
 
 
 def _has_metric(manifest: Manifest, keep: Keep) -> bool:
@@ -227,10 +218,13 @@ def plan_prune(storage: Storage, listing: Listing, keep: Keep, now: datetime) ->
     broken = {step for step in listing.broken if step in listing.forgotten}
     reasons = {**decision.reasons, **dict.fromkeys(broken, ("forgotten, and its manifest is broken",))}
     drop = sorted({*decision.drop, *broken})
-    keys = _keys(listing, decision.keep, drop)
-    return PrunePlan(
-        tuple(drop), decision.keep, reclaimable_bytes(storage, listing, keys), dict(sorted(reasons.items())), keys
-    )
+    manifests = [layout.manifest_key(step) for step in reversed(drop)]  # a delta goes before its bases
+    needed = listing.referenced_keys(decision.keep)
+    unreadable = {step for step in listing.broken if step not in drop}
+    others = sorted(key for key in listing.keys - needed - {*manifests} if layout.step_of(key) not in unreadable)
+    keys = (*manifests, *others)
+    freed = reclaimable_bytes(storage, listing, keys)
+    return PrunePlan(tuple(drop), decision.keep, freed, dict(sorted(reasons.items())), keys)
 
 
 def execute_prune(storage: Storage, plan: PrunePlan) -> None:
@@ -243,27 +237,24 @@ def execute_prune(storage: Storage, plan: PrunePlan) -> None:
         storage.delete(key)
 
 
-def _keys(listing: Listing, keep: Iterable[int], drop: list[int]) -> tuple[str, ...]:
-    manifests = [layout.manifest_key(step) for step in reversed(drop)]  # a delta goes before its bases
-    needed = listing.referenced_keys(tuple(keep))
-    unreadable = {step for step in listing.broken if step not in drop}
-    others = sorted(key for key in listing.keys - needed - set(manifests) if layout.step_of(key) not in unreadable)
-    return (*manifests, *others)
-
-
 def reclaimable_bytes(storage: Storage, listing: Listing, keys: Iterable[str]) -> int:
     """The bytes that deleting `keys` frees; a file with several names counts if all of them are deleted."""
-    deleted = set(keys)
-    names: dict[object, int] = {}
-    total: dict[object, tuple[int, int]] = {}
     digests = dict(_digests(listing))
-    for key in deleted:
+    keys_by_digest = Counter(digests[key] for key in listing.keys if key in digests)
+    deleted_names: Counter[object] = Counter()
+    files: dict[object, tuple[int, int]] = {}
+    for key in set(keys):
         with suppress(NotFoundError, FileNotFoundError):
-            file, links, size = _file_identity(storage, key, digests)
-            links = links or sum(digests.get(other) == file for other in listing.keys)
-            names[file] = names.get(file, 0) + 1
-            total[file] = (links, size)
-    return sum(size for file, (links, size) in total.items() if names[file] >= links)
+            if isinstance(storage, LocalStorage):
+                status = Path(storage.describe(key)).stat()
+                file: object = (status.st_dev, status.st_ino)
+                files[file] = status.st_nlink, status.st_size
+            else:
+                file = digests.get(key, key)
+                with storage.open(key) as source:
+                    files[file] = keys_by_digest.get(file, 1), source.size
+            deleted_names[file] += 1
+    return sum(size for file, (names, size) in files.items() if deleted_names[file] >= names)
 
 
 def inode_key(storage: Storage, key: str) -> object:
@@ -273,15 +264,6 @@ def inode_key(storage: Storage, key: str) -> object:
             status = Path(storage.describe(key)).stat()
             return status.st_dev, status.st_ino
     return key
-
-
-def _file_identity(storage: Storage, key: str, digests: dict[str, str]) -> tuple[object, int, int]:
-    """(identity of the file, number of its names or 0 if only the listing knows that, size in bytes)."""
-    if isinstance(storage, LocalStorage):
-        status = Path(storage.describe(key)).stat()
-        return (status.st_dev, status.st_ino), status.st_nlink, status.st_size
-    with storage.open(key) as source:
-        return (digests[key], 0, source.size) if key in digests else (key, 1, source.size)
 
 
 def _digests(listing: Listing) -> Iterable[tuple[str, str]]:

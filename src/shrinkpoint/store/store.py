@@ -173,20 +173,15 @@ class Store:
             self.lock()
             listing = self.scan()
             parent = None if keyframe else self._delta_parent(listing, step)
-            return CheckpointTransaction(
-                self.storage, listing, step, parent, self._reference_cache.reference if parent else None
-            )
+            reference = self._reference_cache.reference if parent else None
+            return CheckpointTransaction(self.storage, listing, step, parent, reference)
 
     def _check_idle(self) -> None:
         """Raise if a transaction is open: removing orphaned files would delete its payload."""
         transaction = self._transaction() if self._transaction else None
         if transaction is not None and transaction.is_open:
-            raise PolicyError(
-                self.storage.describe(),
-                found=f"step {transaction.step} is not committed yet",
-                expected="one checkpoint at a time",
-                do="commit or abort it first",
-            )
+            found, do = f"step {transaction.step} is not committed yet", "commit or abort it first"
+            raise PolicyError(self.storage.describe(), found=found, expected="one checkpoint at a time", do=do)
 
     def save(
         self,
@@ -230,12 +225,10 @@ class Store:
             assert transaction.reference is not None
             retention = self._reference_cache.retained_progress(flat_state, transaction.reference)
             report = replace(report, retention=retention)
-            (self._reference_cache.adopt if adopt else self._reference_cache.copy)(
-                manifest, transaction.reference, flat_state.tensors
-            )
-            written = StoredFile(
-                manifest.digest, report.stored_bytes, self.storage, manifest.key(manifest.payloads[0].name)
-            )
+            store_reference = self._reference_cache.adopt if adopt else self._reference_cache.copy
+            store_reference(manifest, transaction.reference, flat_state.tensors)
+            key = manifest.key(manifest.payloads[0].name)
+            written = StoredFile(manifest.digest, report.stored_bytes, self.storage, key)
             self._base_verifier.mark_verified({manifest.digest: written.stamp()})
             if transaction.replaces:
                 self._store_lock.remove_orphans()
@@ -315,7 +308,11 @@ class Store:
                 return StoreRestore(step, self._load(manifest, device, tie, keep, max_bytes), manifest, tuple(skipped))
             except (FormatError, ChainError, StorageError, NotFoundError) as error:
                 skipped.append(SkippedCheckpoint(str(error), step=step, error=error))
-        raise self._no_checkpoint_error(skipped)
+        found, do = "no checkpoint", "save one first"
+        if skipped:
+            reasons = "; ".join(f"step {checkpoint.step}: {checkpoint.reason}" for checkpoint in skipped)
+            found, do = f"no checkpoint that loads ({reasons})", "run `verify`"
+        raise NotFoundError(self.storage.describe(), found=found, do=do)
 
     def _load(self, manifest: Manifest, device: Device, tie: bool, keep: bool, max_bytes: int | None) -> Any:
         with self._mutex:
@@ -332,16 +329,15 @@ class Store:
 
     def _stamps(self, manifest: Manifest) -> dict[str, object]:
         """`StoredFile.stamp` by digest of the files that decoding reads; not of a digest with two different files."""
-        stamps = {
-            link.digest: {
-                StoredFile(link.digest, link.size, self.storage, key).stamp()
-                for key in chain.candidate_keys(manifest, link)
-            }
-            for link in chain.chain_links(manifest)
-        }
-        return {
-            digest: next(iter(values - {MISSING})) for digest, values in stamps.items() if len(values - {MISSING}) == 1
-        }
+        stamps = {}
+        for link in chain.chain_links(manifest):
+            files = (
+                StoredFile(link.digest, link.size, self.storage, key) for key in chain.candidate_keys(manifest, link)
+            )
+            different = {file.stamp() for file in files} - {MISSING}
+            if len(different) == 1:
+                (stamps[link.digest],) = different
+        return stamps
 
     # removing and rewriting
 
@@ -355,7 +351,7 @@ class Store:
         with self._store_lock.for_writing():
             listing = self.scan()
             if step not in listing.manifests and step not in listing.broken:
-                raise _unknown_step_error(self.storage.describe(), listing, step)
+                raise self._unknown_step_error(listing, step)
             forget(self.storage, listing, step)
 
     def prune(self, keep: Keep | None = None, *, dry_run: bool = True, now: datetime | None = None) -> PrunePlan:
@@ -419,13 +415,14 @@ class Store:
             return visible[step]
         if step in listing.broken and step not in listing.forgotten:
             raise listing.broken[step]
-        raise _unknown_step_error(self.storage.describe(), listing, step)
+        raise self._unknown_step_error(listing, step)
 
-    def _no_checkpoint_error(self, skipped: Sequence[SkippedCheckpoint]) -> NotFoundError:
-        if not skipped:
-            return NotFoundError(self.storage.describe(), found="no checkpoint", do="save one first")
-        reasons = "; ".join(f"step {checkpoint.step}: {checkpoint.reason}" for checkpoint in skipped)
-        return NotFoundError(self.storage.describe(), found=f"no checkpoint that loads ({reasons})", do="run `verify`")
+    def _unknown_step_error(self, listing: Listing, step: int | None) -> NotFoundError:
+        where = self.storage.describe()
+        if step is None:
+            return NotFoundError(where, found="no checkpoint", do="save one first")
+        found = f"step {step} is forgotten" if step in listing.forgotten else f"no checkpoint of step {step}"
+        return NotFoundError(where, found=found, expected=chain.describe_steps(listing.visible), do="list the store")
 
 
 def _as_storage(where: str | Path | Storage) -> Storage:
@@ -434,21 +431,9 @@ def _as_storage(where: str | Path | Storage) -> Storage:
     return where
 
 
-def _unknown_step_error(where: str, listing: Listing, step: int | None) -> NotFoundError:
-    if step is None:
-        return NotFoundError(where, found="no checkpoint", do="save one first")
-    return NotFoundError(
-        where,
-        found=f"step {step} is forgotten" if step in listing.forgotten else f"no checkpoint of step {step}",
-        expected=chain.describe_steps(listing.visible),
-        do="list the store",
-    )
-
-
 def _check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     try:
         return {str(name): float(value) for name, value in (metrics or {}).items()}
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise PolicyError(
-            "metrics", found=repr(metrics)[:200], expected="a number for each name", do="pass floats"
-        ) from error
+        expected = "a number for each name"
+        raise PolicyError("metrics", found=repr(metrics)[:200], expected=expected, do="pass floats") from error

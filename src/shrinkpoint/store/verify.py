@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shrinkpoint.errors import NotFoundError, ShrinkpointError
 from shrinkpoint.storage import Storage
@@ -45,16 +45,16 @@ def verify(storage: Storage, *, deep: bool = False, threads: int | None = None) 
         StorageError: the store cannot be listed.
     """
     listing = scan(storage)
-    findings = list(_broken_manifests(storage, listing))
+    findings = [*_broken_manifests(storage, listing)]
     checker = _FileChecker(storage)
     for manifest in listing.visible.values():
         findings += checker.findings_of(manifest)
     findings += _missing_bases(storage, listing)
     if deep:
-        findings += _decode_failures(
-            storage, listing, {finding.step for finding in findings if not finding.loads}, threads
-        )
-    return findings + list(_orphan_findings(storage, listing))
+        failed_steps = {finding.step for finding in findings if not finding.loads}
+        findings += _decode_failures(storage, listing, failed_steps, threads)
+    problem, do = "left by an interrupted save", "the next save removes it"
+    return findings + [Finding(None, storage.describe(key), problem, do, loads=True) for key in listing.orphans()]
 
 
 class _FileChecker:
@@ -105,9 +105,7 @@ def _missing_bases(storage: Storage, listing: Listing) -> Iterator[Finding]:
     for manifest in listing.visible.values():
         for base in manifest.bases:
             if base.step not in listing.manifests and base.step not in listing.broken and base.name:
-                dependents.setdefault(ChainLink(base.step, base.id, base.digest, base.size, base.file), []).append(
-                    manifest.step
-                )
+                dependents.setdefault(replace(base, name=""), []).append(manifest.step)
     for base, steps in dependents.items():
         numbers = ", ".join(map(str, steps))
         problem = f"step {base.step} is gone; deltas were made against it (steps {numbers})"
@@ -133,10 +131,3 @@ def _decode_failures(
         except ShrinkpointError as error:
             do = f"restore another checkpoint; `forget` and `prune` step {manifest.step}"
             yield Finding(manifest.step, error.where, str(error), do)
-
-
-def _orphan_findings(storage: Storage, listing: Listing) -> Iterator[Finding]:
-    for key in listing.orphans():
-        yield Finding(
-            None, storage.describe(key), "left by an interrupted save", "the next save removes it", loads=True
-        )
