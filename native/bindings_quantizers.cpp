@@ -39,14 +39,14 @@ void bind_cyclic(nb::module_& m) {
     m.def(
         "cyclic_encode",
         [](nb::handle codes, nb::handle previous, unsigned modulus, bool rearranged, bool runs) {
-            const Bytes values(codes), before(previous);
-            before.checked(values.size(), 1, "previous");
-            // An empty buffer may have no address: nothing is before it either way.
-            const uint8_t* first = previous.is_none() ? nullptr : before.data();
+            const Bytes values(codes), previous_codes(previous);
+            previous_codes.checked(values.size(), 1, "previous");
+            // An empty buffer may have no address: there is nothing previous either way.
+            const uint8_t* previous_data = previous.is_none() ? nullptr : previous_codes.data();
             Buffer out;
             {
                 nb::gil_scoped_release release;
-                out = cyclic_encode({modulus, rearranged, runs}, values.data(), first, values.size());
+                out = cyclic_encode({modulus, rearranged, runs}, values.data(), previous_data, values.size());
             }
             return array_of(std::move(out));
         },
@@ -54,13 +54,14 @@ void bind_cyclic(nb::module_& m) {
     m.def(
         "cyclic_decode",
         [](nb::handle data, nb::handle previous, unsigned modulus, bool rearranged, bool runs, nb::handle out) {
-            const Bytes coded(data), before(previous), values(out, PyBUF_WRITABLE);
-            before.checked(values.size(), 1, "previous");
-            if (overlap(values, coded) || overlap(values, before))
+            const Bytes coded(data), previous_codes(previous), values(out, PyBUF_WRITABLE);
+            previous_codes.checked(values.size(), 1, "previous");
+            if (overlap(values, coded) || overlap(values, previous_codes))
                 throw nb::value_error("out: shares memory with what is read");
-            const uint8_t* first = previous.is_none() ? nullptr : before.data();
+            const uint8_t* previous_data = previous.is_none() ? nullptr : previous_codes.data();
             nb::gil_scoped_release release;
-            cyclic_decode({modulus, rearranged, runs}, coded.data(), coded.size(), first, values.data(), values.size());
+            cyclic_decode({modulus, rearranged, runs}, coded.data(), coded.size(), previous_data, values.data(),
+                          values.size());
         },
         "data"_a, "previous"_a.none(), nb::kw_only(), "modulus"_a, "rearranged"_a, "runs"_a, "out"_a);
 }
@@ -99,23 +100,23 @@ std::vector<int16_t> exponents_of(nb::handle object, const char* name) {
     return {first, first + bytes.size() / 2};
 }
 
-// An array of so many elements, which may be missing where it is read.
+// An array of `count` elements; null if there is none.
 template <typename T>
-T* whole(uint64_t count, const Bytes& bytes, const char* name) {
+T* optional_array(uint64_t count, const Bytes& bytes, const char* name) {
     return reinterpret_cast<T*>(bytes.checked(count * sizeof(T), sizeof(T), name));
 }
 
 template <typename T>
-T* needed(uint64_t count, const Bytes& bytes, const char* name) {
+T* array_of_size(uint64_t count, const Bytes& bytes, const char* name) {
     if (bytes.size() != count * sizeof(T))
         throw nb::value_error((std::string(name) + ": wrong number of bytes").c_str());
-    return whole<T>(count, bytes, name);
+    return optional_array<T>(count, bytes, name);
 }
 
 Floats floats_of(uint64_t count, const Bytes& bytes, const char* name) {
     const bool narrow = bytes.size() == 2 * count;
-    if (narrow) return {reinterpret_cast<const uint8_t*>(whole<const uint16_t>(count, bytes, name)), 2};
-    return {reinterpret_cast<const uint8_t*>(whole<const float>(count, bytes, name)), 4};
+    if (narrow) return {reinterpret_cast<const uint8_t*>(optional_array<const uint16_t>(count, bytes, name)), 2};
+    return {reinterpret_cast<const uint8_t*>(optional_array<const float>(count, bytes, name)), 4};
 }
 
 // All positions of a lattice's tensor; or those from `first` on that an array of two bytes for each is made for.
@@ -127,50 +128,54 @@ Positions positions_of(const Lattice& lattice, std::optional<uint64_t> first, co
     return {*first, count};
 }
 
-// What is written shares nothing with what is read meanwhile.
-void apart(const Bytes& written, std::initializer_list<const Bytes*> read) {
-    for (const Bytes* one : read)
-        if (overlap(written, *one)) throw nb::value_error("an array that is written shares memory with another one");
+// Throws if an output shares memory with one of the other arrays of a call.
+void check_overlap(const Bytes& output, std::initializer_list<const Bytes*> arrays) {
+    for (const Bytes* array : arrays)
+        if (overlap(output, *array)) throw nb::value_error("an array that is written shares memory with another one");
 }
 
-nb::tuple encoded(const Lattice& lattice, nb::handle codes, nb::handle contexts, nb::handle tokens, nb::handle parent,
-                  nb::handle squares, nb::handle expected, unsigned threads) {
-    const Bytes points(codes), parents(parent), beside(squares), values(expected);
-    const Bytes told(contexts, PyBUF_WRITABLE), out(tokens, PyBUF_WRITABLE);
-    apart(told, {&points, &parents, &beside, &values, &out});
-    apart(out, {&points, &parents, &beside, &values});
-    const auto* before = whole<const float>(lattice.count(), beside, "squares");
-    const auto* from = needed<const int16_t>(lattice.count(), points, "codes");
-    auto* under = needed<uint8_t>(lattice.count(), told, "contexts");
-    auto* to = needed<uint8_t>(lattice.count(), out, "tokens");
-    const Floats known = floats_of(lattice.count(), parents, "parent"), wanted = floats_of(lattice.count(), values, "expected");
-    Differences found;
+nb::tuple encode_lattice(const Lattice& lattice, nb::handle codes, nb::handle contexts, nb::handle tokens,
+                         nb::handle parent, nb::handle squares, nb::handle expected, unsigned threads) {
+    const Bytes code_bytes(codes), parent_bytes(parent), square_bytes(squares), expected_bytes(expected);
+    const Bytes context_bytes(contexts, PyBUF_WRITABLE), token_bytes(tokens, PyBUF_WRITABLE);
+    check_overlap(context_bytes, {&code_bytes, &parent_bytes, &square_bytes, &expected_bytes, &token_bytes});
+    check_overlap(token_bytes, {&code_bytes, &parent_bytes, &square_bytes, &expected_bytes});
+    const auto* square_data = optional_array<const float>(lattice.count(), square_bytes, "squares");
+    const auto* code_data = array_of_size<const int16_t>(lattice.count(), code_bytes, "codes");
+    auto* context_data = array_of_size<uint8_t>(lattice.count(), context_bytes, "contexts");
+    auto* token_data = array_of_size<uint8_t>(lattice.count(), token_bytes, "tokens");
+    const Floats parent_floats = floats_of(lattice.count(), parent_bytes, "parent");
+    const Floats expected_floats = floats_of(lattice.count(), expected_bytes, "expected");
+    Differences differences;
     Buffer escapes;
     {
         nb::gil_scoped_release release;
-        found = lattice_encode(lattice, known, before, from, wanted, under, to, threads);
-        const auto* first = reinterpret_cast<const uint8_t*>(found.escapes.data());
-        escapes.assign(first, first + 4 * found.escapes.size());
+        differences = lattice_encode(lattice, parent_floats, square_data, code_data, expected_floats, context_data,
+                                     token_data, threads);
+        const auto* escape_data = reinterpret_cast<const uint8_t*>(differences.escapes.data());
+        escapes.assign(escape_data, escape_data + 4 * differences.escapes.size());
     }
-    return nb::make_tuple(array_of(std::move(escapes)), found.in_range, found.same);
+    return nb::make_tuple(array_of(std::move(escapes)), differences.in_range, differences.same);
 }
 
-size_t decoded(const Lattice& lattice, nb::handle tokens, nb::handle contexts, nb::handle escapes, nb::handle codes,
-               nb::handle values, nb::handle squares, std::optional<uint64_t> first, unsigned threads) {
-    const Bytes symbols(tokens), told(contexts), large(escapes), beside(squares);
-    const Bytes points(codes, PyBUF_WRITABLE), made(values, PyBUF_WRITABLE);
-    apart(points, {&symbols, &told, &large, &beside, &made});
-    apart(made, {&symbols, &told, &large, &beside});
-    const Positions positions = positions_of(lattice, first, points);
-    const auto* from = needed<const uint8_t>(positions.count, symbols, "tokens");
-    const auto* under = needed<const uint8_t>(positions.count, told, "contexts");
-    const size_t count = large.size() / 4;
-    const auto* beyond = reinterpret_cast<const int32_t*>(large.checked(4 * count, 4, "escapes"));
-    const auto* factor = whole<const float>(positions.count, beside, "squares");
-    auto* to = needed<int16_t>(positions.count, points, "codes");
-    auto* out = needed<float>(positions.count, made, "values");
+size_t decode_lattice(const Lattice& lattice, nb::handle tokens, nb::handle contexts, nb::handle escapes,
+                      nb::handle codes, nb::handle values, nb::handle squares, std::optional<uint64_t> first,
+                      unsigned threads) {
+    const Bytes token_bytes(tokens), context_bytes(contexts), escape_bytes(escapes), square_bytes(squares);
+    const Bytes code_bytes(codes, PyBUF_WRITABLE), value_bytes(values, PyBUF_WRITABLE);
+    check_overlap(code_bytes, {&token_bytes, &context_bytes, &escape_bytes, &square_bytes, &value_bytes});
+    check_overlap(value_bytes, {&token_bytes, &context_bytes, &escape_bytes, &square_bytes});
+    const Positions positions = positions_of(lattice, first, code_bytes);
+    const auto* token_data = array_of_size<const uint8_t>(positions.count, token_bytes, "tokens");
+    const auto* context_data = array_of_size<const uint8_t>(positions.count, context_bytes, "contexts");
+    const size_t count = escape_bytes.size() / 4;
+    const auto* escape_data = reinterpret_cast<const int32_t*>(escape_bytes.checked(4 * count, 4, "escapes"));
+    const auto* square_data = optional_array<const float>(positions.count, square_bytes, "squares");
+    auto* code_data = array_of_size<int16_t>(positions.count, code_bytes, "codes");
+    auto* value_data = array_of_size<float>(positions.count, value_bytes, "values");
     nb::gil_scoped_release release;
-    return lattice_decode(lattice, from, under, beyond, count, factor, to, out, positions, threads);
+    return lattice_decode(lattice, token_data, context_data, escape_data, count, square_data, code_data, value_data,
+                          positions, threads);
 }
 
 void bind_lattice(nb::module_& m) {
@@ -188,53 +193,54 @@ void bind_lattice(nb::module_& m) {
         "lattice_predict",
         [](const Lattice& lattice, nb::handle guesses, nb::handle contexts, nb::handle parent, nb::handle squares,
            std::optional<uint64_t> first, unsigned threads) {
-            const Bytes parents(parent), beside(squares);
-            const Bytes out(guesses, PyBUF_WRITABLE), told(contexts, PyBUF_WRITABLE);
-            apart(out, {&parents, &beside, &told});
-            apart(told, {&parents, &beside});
-            const Positions positions = positions_of(lattice, first, out);
-            const Floats known = floats_of(positions.count, parents, "parent");
-            const auto* factor = whole<const float>(positions.count, beside, "squares");
-            auto* to = needed<int16_t>(positions.count, out, "guesses");
-            auto* under = needed<uint8_t>(positions.count, told, "contexts");
+            const Bytes parent_bytes(parent), square_bytes(squares);
+            const Bytes guess_bytes(guesses, PyBUF_WRITABLE), context_bytes(contexts, PyBUF_WRITABLE);
+            check_overlap(guess_bytes, {&parent_bytes, &square_bytes, &context_bytes});
+            check_overlap(context_bytes, {&parent_bytes, &square_bytes});
+            const Positions positions = positions_of(lattice, first, guess_bytes);
+            const Floats parent_floats = floats_of(positions.count, parent_bytes, "parent");
+            const auto* square_data = optional_array<const float>(positions.count, square_bytes, "squares");
+            auto* guess_data = array_of_size<int16_t>(positions.count, guess_bytes, "guesses");
+            auto* context_data = array_of_size<uint8_t>(positions.count, context_bytes, "contexts");
             nb::gil_scoped_release release;
-            lattice_predict(lattice, known, factor, to, under, positions, threads);
+            lattice_predict(lattice, parent_floats, square_data, guess_data, context_data, positions, threads);
         },
         "lattice"_a, "guesses"_a, "contexts"_a, nb::kw_only(), "parent"_a.none() = nb::none(),
         "squares"_a.none() = nb::none(), "first"_a.none() = nb::none(), "threads"_a = 1);
-    m.def("lattice_encode", encoded, "lattice"_a, "codes"_a, "contexts"_a, "tokens"_a, nb::kw_only(),
+    m.def("lattice_encode", encode_lattice, "lattice"_a, "codes"_a, "contexts"_a, "tokens"_a, nb::kw_only(),
           "parent"_a.none() = nb::none(), "squares"_a.none() = nb::none(), "expected"_a.none() = nb::none(),
           "threads"_a = 1);
-    m.def("lattice_decode", decoded, "lattice"_a, "tokens"_a, "contexts"_a, "escapes"_a, "codes"_a, "values"_a,
+    m.def("lattice_decode", decode_lattice, "lattice"_a, "tokens"_a, "contexts"_a, "escapes"_a, "codes"_a, "values"_a,
           nb::kw_only(), "squares"_a.none() = nb::none(), "first"_a.none() = nb::none(), "threads"_a = 1);
     m.def(
         "lattice_values",
         [](const Lattice& lattice, nb::handle codes, nb::handle values, nb::handle squares, unsigned threads) {
-            const Bytes points(codes), beside(squares), made(values, PyBUF_WRITABLE);
-            apart(made, {&points, &beside});
-            const auto* from = needed<const int16_t>(lattice.count(), points, "codes");
-            const auto* factor = whole<const float>(lattice.count(), beside, "squares");
-            auto* to = needed<float>(lattice.count(), made, "values");
+            const Bytes code_bytes(codes), square_bytes(squares), value_bytes(values, PyBUF_WRITABLE);
+            check_overlap(value_bytes, {&code_bytes, &square_bytes});
+            const auto* code_data = array_of_size<const int16_t>(lattice.count(), code_bytes, "codes");
+            const auto* square_data = optional_array<const float>(lattice.count(), square_bytes, "squares");
+            auto* value_data = array_of_size<float>(lattice.count(), value_bytes, "values");
             nb::gil_scoped_release release;
-            lattice_values(lattice, from, factor, to, threads);
+            lattice_values(lattice, code_data, square_data, value_data, threads);
         },
         "lattice"_a, "codes"_a, "values"_a, nb::kw_only(), "squares"_a.none() = nb::none(), "threads"_a = 1);
     m.def(
         "lattice_quantize",
-        [](const Lattice& lattice, nb::handle values, nb::handle codes, nb::handle squares, nb::handle before,
-           float hold, unsigned threads) {
-            const Bytes wanted(values), beside(squares), old(before), points(codes, PyBUF_WRITABLE);
-            apart(points, {&wanted, &beside, &old});
-            const Floats from = floats_of(lattice.count(), wanted, "values");
-            if (from.data == nullptr && lattice.count() != 0) throw nb::value_error("values: none");
-            const auto* factor = whole<const float>(lattice.count(), beside, "squares");
-            const auto* held = whole<const int16_t>(lattice.count(), old, "before");
-            auto* to = needed<int16_t>(lattice.count(), points, "codes");
+        [](const Lattice& lattice, nb::handle values, nb::handle codes, nb::handle squares, nb::handle previous,
+           float hysteresis, unsigned threads) {
+            const Bytes input_bytes(values), square_bytes(squares), previous_bytes(previous),
+                code_bytes(codes, PyBUF_WRITABLE);
+            check_overlap(code_bytes, {&input_bytes, &square_bytes, &previous_bytes});
+            const Floats floats = floats_of(lattice.count(), input_bytes, "values");
+            if (floats.data == nullptr && lattice.count() != 0) throw nb::value_error("values: none");
+            const auto* square_data = optional_array<const float>(lattice.count(), square_bytes, "squares");
+            const auto* previous_data = optional_array<const int16_t>(lattice.count(), previous_bytes, "previous");
+            auto* code_data = array_of_size<int16_t>(lattice.count(), code_bytes, "codes");
             nb::gil_scoped_release release;
-            return lattice_quantize(lattice, from, factor, held, hold, to, threads);
+            return lattice_quantize(lattice, floats, square_data, previous_data, hysteresis, code_data, threads);
         },
         "lattice"_a, "values"_a, "codes"_a, nb::kw_only(), "squares"_a.none() = nb::none(),
-        "before"_a.none() = nb::none(), "hold"_a = 0.5f, "threads"_a = 1);
+        "previous"_a.none() = nb::none(), "hysteresis"_a = 0.5f, "threads"_a = 1);
 }
 
 void bind_progress(nb::module_& m) {
@@ -242,10 +248,11 @@ void bind_progress(nb::module_& m) {
         "progress_sums",
         [](nb::handle weight, nb::handle parent_weight, nb::handle stored, nb::handle parent_stored, uint64_t count,
            unsigned threads) {
-            const Bytes now(weight), before(parent_weight), decoded(stored), decoded_before(parent_stored);
-            const Floats arrays[] = {floats_of(count, now, "weight"), floats_of(count, before, "parent_weight"),
-                                     floats_of(count, decoded, "stored"),
-                                     floats_of(count, decoded_before, "parent_stored")};
+            const Bytes weight_bytes(weight), parent_weight_bytes(parent_weight);
+            const Bytes stored_bytes(stored), parent_stored_bytes(parent_stored);
+            const Floats arrays[] = {
+                floats_of(count, weight_bytes, "weight"), floats_of(count, parent_weight_bytes, "parent_weight"),
+                floats_of(count, stored_bytes, "stored"), floats_of(count, parent_stored_bytes, "parent_stored")};
             ProgressSums sums;
             {
                 nb::gil_scoped_release release;

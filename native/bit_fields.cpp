@@ -46,11 +46,11 @@ SHRINKPOINT_AVX2 size_t load_groups(const BitSpan& span, uint64_t position, unsi
     const Spread low(place, width), high(middle & 7, width);
     const __m256i shuffle = pair(low.bytes, high.bytes), shifts = pair(low.shifts, high.shifts);
     const __m256i mask = _mm256_set1_epi32(static_cast<int>((1u << width) - 1));
-    const uint8_t* at = span.data + (position >> 3);
+    const uint8_t* input = span.data + (position >> 3);
     const ptrdiff_t reach = static_cast<ptrdiff_t>(middle >> 3) + 16;
     size_t i = 0;
-    for (; i + kGroup <= count && span.end - at >= reach; i += kGroup, at += width) {
-        const __m256i bytes = _mm256_shuffle_epi8(pair(at, at + (middle >> 3)), shuffle);
+    for (; i + kGroup <= count && span.end - input >= reach; i += kGroup, input += width) {
+        const __m256i bytes = _mm256_shuffle_epi8(pair(input, input + (middle >> 3)), shuffle);
         const __m256i words = _mm256_and_si256(_mm256_srlv_epi32(bytes, shifts), mask);
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(fields + i), words);
     }
@@ -152,8 +152,8 @@ SHRINKPOINT_AVX2 void BitWriter::put_groups(const uint32_t* fields, size_t group
         const __m256i odd = _mm256_sll_epi64(_mm256_srli_epi64(eight, 32), width);
         const __m256i pairs = _mm256_or_si256(_mm256_and_si256(eight, even), odd);
         const __m256i turned = _mm256_permute4x64_epi64(pairs, 0x93);
-        const __m256i before = _mm256_blend_epi32(turned, last, 3);
-        const __m256i words = _mm256_or_si256(_mm256_sllv_epi64(pairs, shift), _mm256_srlv_epi64(before, back));
+        const __m256i previous = _mm256_blend_epi32(turned, last, 3);
+        const __m256i words = _mm256_or_si256(_mm256_sllv_epi64(pairs, shift), _mm256_srlv_epi64(previous, back));
         last = turned;
         const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
         const int64_t four[4] = {_mm_cvtsi128_si64(low), _mm_extract_epi64(low, 1), _mm_cvtsi128_si64(high),

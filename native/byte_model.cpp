@@ -18,8 +18,8 @@ struct Layout {
 };
 
 Layout layout_of(const Model& model, const Arrays& arrays) {
-    const unsigned told = model.top > 0 ? static_cast<unsigned>(model.top) : 255;
-    const unsigned largest = model.predictor == Predictor::Base ? told : 0;
+    const unsigned largest_code = model.top > 0 ? static_cast<unsigned>(model.top) : 255;
+    const unsigned largest = model.predictor == Predictor::Base ? largest_code : 0;
     if (!arrays.moments()) return {largest, 1};
     unsigned pushes = kMaxAdamRatios;
     while (pushes > kFewestPushes && (largest + 1) * pushes > kMaxContexts) pushes /= 2;

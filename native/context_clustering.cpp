@@ -100,19 +100,19 @@ std::vector<Histogram> seeds(const std::vector<Context>& contexts) {
     std::vector<double> excess(contexts.size(), std::numeric_limits<double>::infinity());
     const auto largest = std::max_element(contexts.begin(), contexts.end(),
                                           [](const Context& a, const Context& b) { return a.total < b.total; });
-    size_t next = static_cast<size_t>(largest - contexts.begin());
+    size_t farthest = static_cast<size_t>(largest - contexts.begin());
     std::vector<Histogram> centres;
     while (true) {
         Histogram centre{};
-        add(centre, contexts[next]);
+        add(centre, contexts[farthest]);
         const Prices costs = prices(centre);
         for (size_t i = 0; i < contexts.size(); ++i)
             excess[i] = std::min(excess[i], price(contexts[i], costs) - contexts[i].self_bits);
         centres.push_back(centre);
-        next = static_cast<size_t>(std::max_element(excess.begin(), excess.end()) - excess.begin());
+        farthest = static_cast<size_t>(std::max_element(excess.begin(), excess.end()) - excess.begin());
         Histogram candidate{};
-        add(candidate, contexts[next]);
-        if (centres.size() == kMaxTables || excess[next] < table_bits(candidate)) return centres;
+        add(candidate, contexts[farthest]);
+        if (centres.size() == kMaxTables || excess[farthest] < table_bits(candidate)) return centres;
     }
 }
 
@@ -169,9 +169,9 @@ ContextTables cluster_contexts(const ContextCounts& counts) {
     out.map.assign(counts.size() / 256, 0);
     const std::vector<Context> contexts = present(counts);
     if (contexts.empty()) {
-        Histogram one{};
-        one[0] = 1;
-        out.frequencies.push_back(normalise(one));
+        Histogram histogram{};
+        histogram[0] = 1;
+        out.frequencies.push_back(normalise(histogram));
         return out;
     }
     std::vector<Histogram> centres = seeds(contexts);
@@ -200,10 +200,10 @@ ContextTables cluster_contexts(const ContextCounts& counts) {
 double cost(const ContextCounts& counts, const ContextTables& tables) {
     std::vector<Prices> costs;
     for (const Frequencies& frequencies : tables.frequencies) {
-        Prices one;
+        Prices prices;
         for (unsigned s = 0; s < 256; ++s)
-            one[s] = frequencies[s] > 0 ? kProbabilityBits - std::log2(static_cast<float>(frequencies[s])) : 16;
-        costs.push_back(one);
+            prices[s] = frequencies[s] > 0 ? kProbabilityBits - std::log2(static_cast<float>(frequencies[s])) : 16;
+        costs.push_back(prices);
     }
     double bits = static_cast<double>(write_tables(tables).size()) * 8;
     for (size_t i = 0; i < counts.size(); ++i)

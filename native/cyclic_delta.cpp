@@ -140,9 +140,10 @@ class GroupEncoder {
 
    private:
     void count_values(std::vector<uint64_t>& counts) const {
-        std::array<std::array<uint64_t, kMaxCodes>, 4> apart{};
-        for (size_t i = 0; i < count_; ++i) ++apart[i & 3][values_[i]];
-        for (size_t s = 0; s < counts.size(); ++s) counts[s] = apart[0][s] + apart[1][s] + apart[2][s] + apart[3][s];
+        std::array<std::array<uint64_t, kMaxCodes>, 4> lane_counts{};
+        for (size_t i = 0; i < count_; ++i) ++lane_counts[i & 3][values_[i]];
+        for (size_t s = 0; s < counts.size(); ++s)
+            counts[s] = lane_counts[0][s] + lane_counts[1][s] + lane_counts[2][s] + lane_counts[3][s];
     }
 
     void count_runs(std::vector<uint64_t>& counts) {
@@ -192,9 +193,9 @@ Buffer differences(const CyclicDelta& form, const uint8_t* codes, const uint8_t*
     else if (!groups.several())
         subtract(previous, codes, count, form.modulus, out.data());
     else {
-        std::array<size_t, kMaxCodes> next = groups.cursors();
+        std::array<size_t, kMaxCodes> cursors = groups.cursors();
         for (size_t i = 0; i < count; ++i)
-            out[next[previous[i]]++] = cyclic_difference(previous[i], codes[i], form.modulus);
+            out[cursors[previous[i]]++] = cyclic_difference(previous[i], codes[i], form.modulus);
     }
     return out;
 }
@@ -279,15 +280,15 @@ void cyclic_decode(const CyclicDelta& form, const uint8_t* data, size_t size, co
     BitSource bits(data, size);
     if (count == 0) return bits.finish();
     const Groups groups(form, previous, count);
-    Buffer apart(groups.several() ? count : 0);
-    uint8_t* values = groups.several() ? apart.data() : out;
+    Buffer grouped(groups.several() ? count : 0);
+    uint8_t* values = groups.several() ? grouped.data() : out;
     groups.each([&](size_t start, size_t length) { read_group(form, bits, values + start, length); });
     bits.finish();
     if (previous == nullptr) return negate(out, count, form.modulus, out);
     if (!groups.several()) return subtract(previous, out, count, form.modulus, out);
-    std::array<size_t, kMaxCodes> next = groups.cursors();
+    std::array<size_t, kMaxCodes> cursors = groups.cursors();
     for (size_t i = 0; i < count; ++i)
-        out[i] = cyclic_difference(previous[i], apart[next[previous[i]]++], form.modulus);
+        out[i] = cyclic_difference(previous[i], grouped[cursors[previous[i]]++], form.modulus);
 }
 
 }  // namespace shrinkpoint

@@ -9,11 +9,11 @@ namespace shrinkpoint {
 using Eight = float __attribute__((vector_size(32)));
 using Words = int32_t __attribute__((vector_size(32)));
 
-template <int apart>
+template <int stride>
 ALWAYS_INLINE void near_step(float* x) {
-    constexpr auto low = [](int i) { return i & ~apart; };
-    constexpr auto high = [](int i) { return i | apart; };
-    constexpr auto sign = [](int i) { return i & apart ? INT32_MIN : 0; };
+    constexpr auto low = [](int i) { return i & ~stride; };
+    constexpr auto high = [](int i) { return i | stride; };
+    constexpr auto sign = [](int i) { return i & stride ? INT32_MIN : 0; };
     Eight all;
     std::memcpy(&all, x, sizeof all);
 #if defined(__clang__)
@@ -30,12 +30,12 @@ ALWAYS_INLINE void near_step(float* x) {
     std::memcpy(x, &all, sizeof all);
 }
 #else
-template <int apart>
+template <int stride>
 ALWAYS_INLINE void near_step(float* x) {
     for (int i = 0; i < 8; ++i) {
-        if (i & apart) continue;
-        const float a = x[i], b = x[i + apart];
-        x[i] = a + b, x[i + apart] = a - b;
+        if (i & stride) continue;
+        const float a = x[i], b = x[i + stride];
+        x[i] = a + b, x[i + stride] = a - b;
     }
 }
 #endif
@@ -47,14 +47,14 @@ ALWAYS_INLINE void hadamard_transform(float* x) {
     for (size_t i = 0; i < size; ++i) x[i] *= scale;  // first: sums are not beyond float32 then
     for (size_t i = 0; i < size; i += 8) near_step<1>(x + i), near_step<2>(x + i), near_step<4>(x + i);
 #pragma GCC unroll 8
-    for (size_t apart = 8; apart < size; apart *= 2)
-        for (size_t i = 0; i < size; i += 2 * apart)
-            for (size_t k = i; k < i + apart; k += 8) {
+    for (size_t stride = 8; stride < size; stride *= 2)
+        for (size_t i = 0; i < size; i += 2 * stride)
+            for (size_t k = i; k < i + stride; k += 8) {
                 float sums[8], differences[8];
-                for (size_t j = 0; j < 8; ++j) sums[j] = x[k + j] + x[k + apart + j];
-                for (size_t j = 0; j < 8; ++j) differences[j] = x[k + j] - x[k + apart + j];
+                for (size_t j = 0; j < 8; ++j) sums[j] = x[k + j] + x[k + stride + j];
+                for (size_t j = 0; j < 8; ++j) differences[j] = x[k + j] - x[k + stride + j];
                 std::memcpy(x + k, sums, sizeof sums);
-                std::memcpy(x + k + apart, differences, sizeof differences);
+                std::memcpy(x + k + stride, differences, sizeof differences);
             }
     for (size_t i = 0; i < size; ++i) x[i] = x[i] != x[i] ? bits_float(0x7FC00000) : x[i];
 }

@@ -114,21 +114,21 @@ uint64_t lengths_bits(const std::vector<uint8_t>& lengths) {
 
 std::vector<uint8_t> read_lengths(BitSource& bits, size_t alphabet) {
     std::vector<uint8_t> out(alphabet, 0);
-    uint32_t taken = 0;
-    for (size_t next = 0; taken < kWhole; ++next) {
+    uint32_t used = 0;
+    for (size_t symbol = 0; used < kWhole; ++symbol) {
         unsigned log = 0;
         while (bits.take(1) == 0) {
             bits.check();  // zeros behind the end would go on for ever
             if (++log > kMaxCodeBits) throw Corrupt("a Huffman code has a symbol beyond its alphabet");
         }
-        next += (size_t{1} << log | bits.take(log)) - 1;
+        symbol += (size_t{1} << log | bits.take(log)) - 1;
         const auto length = static_cast<unsigned>(bits.take(kLengthBits));
         bits.check();
-        if (next >= alphabet) throw Corrupt("a Huffman code has a symbol beyond its alphabet");
-        if (length == 0 && taken > 0) throw Corrupt("a Huffman code has a symbol that is alone, and others");
-        if (length > 0 && taken + room_of(length) > kWhole) throw Corrupt("a Huffman code has too many codes");
-        taken += length > 0 ? room_of(length) : kWhole;
-        out[next] = static_cast<uint8_t>(length > 0 ? length : 1);
+        if (symbol >= alphabet) throw Corrupt("a Huffman code has a symbol beyond its alphabet");
+        if (length == 0 && used > 0) throw Corrupt("a Huffman code has a symbol that is alone, and others");
+        if (length > 0 && used + room_of(length) > kWhole) throw Corrupt("a Huffman code has too many codes");
+        used += length > 0 ? room_of(length) : kWhole;
+        out[symbol] = static_cast<uint8_t>(length > 0 ? length : 1);
     }
     return out;
 }
@@ -143,7 +143,8 @@ HuffmanDecoder::HuffmanDecoder(const std::vector<uint8_t>& lengths) {
     for (size_t s = 0; s < codes.size(); ++s) {
         if (codes[s].length == 0 || codes[s].length > table_bits_) continue;
         const auto entry = static_cast<uint16_t>(s << 4 | codes[s].length);
-        for (size_t at = codes[s].bits; at < entries_.size(); at += size_t{1} << codes[s].length) entries_[at] = entry;
+        for (size_t slot = codes[s].bits; slot < entries_.size(); slot += size_t{1} << codes[s].length)
+            entries_[slot] = entry;
     }
     for (unsigned length = 1; length <= longest; ++length)
         for (size_t s = 0; s < lengths.size(); ++s)
@@ -152,14 +153,14 @@ HuffmanDecoder::HuffmanDecoder(const std::vector<uint8_t>& lengths) {
 
 unsigned HuffmanDecoder::next_long(BitSource& bits) const {
     const uint64_t ahead = bits.peek(kMaxCodeBits);
-    unsigned code = 0, first = 0, before = 0;  // the first code of a length, and how many codes are shorter
+    unsigned code = 0, first = 0, shorter = 0;  // the first code of a length, and how many codes are shorter
     for (unsigned length = 1; length <= kMaxCodeBits; ++length) {
         code = code << 1 | static_cast<unsigned>(ahead >> (length - 1) & 1);
         if (code - first < counts_[length]) {
             bits.skip(length);
-            return sorted_[before + code - first];
+            return sorted_[shorter + code - first];
         }
-        before += counts_[length];
+        shorter += counts_[length];
         first = (first + counts_[length]) << 1;
     }
     throw Corrupt("bits that are no Huffman code");

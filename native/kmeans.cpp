@@ -63,8 +63,8 @@ class Sums {
         const double weight = weights_[end] - weights_[begin];
         if (begin == end || weight <= 0) return 0;
         const double first = firsts_[end] - firsts_[begin], square = squares_[end] - squares_[begin];
-        const double here = center - middle_;
-        const double cost = square - 2 * here * first + here * here * weight;
+        const double offset = center - middle_;
+        const double cost = square - 2 * offset * first + offset * offset * weight;
         // Rounding must not carry a mean out of its cell: the centers would not ascend.
         center = std::clamp(first / weight + middle_, points_.values[begin], points_.values[end - 1]);
         return std::max(cost, 0.0);
@@ -110,14 +110,14 @@ size_t draw(const std::vector<double>& masses, Generator& generator) {
     double total = 0;
     for (const double mass : masses) total += mass;
     require(std::isfinite(total), "values or weights: their distances do not fit a float");
-    const double at = generator.next() * total;
+    const double target = generator.next() * total;
     double sum = 0;
     size_t last = masses.size();
     for (size_t i = 0; i < masses.size(); ++i) {
         if (masses[i] <= 0) continue;
         sum += masses[i];
         last = i;
-        if (sum > at) break;
+        if (sum > target) break;
     }
     return last;
 }
@@ -130,14 +130,14 @@ std::vector<double> kmeans(const WeightedSamples& points, std::vector<double> ce
     require(tolerance >= 0, "tolerance: expected a number, and none below 0");
     check(points);
     const Sums sums(points);
-    double before = std::numeric_limits<double>::infinity();
+    double previous_cost = std::numeric_limits<double>::infinity();
     for (unsigned i = 0; i < iterations; ++i) {
-        std::vector<double> next = centers;
-        const double cost = improve(sums, points.count, next);
-        if (i > 0 && before - cost < tolerance * before) break;
-        if (next == centers) break;
-        before = cost;
-        centers.swap(next);
+        std::vector<double> moved = centers;
+        const double cost = improve(sums, points.count, moved);
+        if (i > 0 && previous_cost - cost < tolerance * previous_cost) break;
+        if (moved == centers) break;
+        previous_cost = cost;
+        centers.swap(moved);
     }
     return centers;
 }

@@ -49,9 +49,9 @@ ALWAYS_INLINE int32_t chosen(bool first, int32_t a, int32_t b) {
 }
 
 // 0 for what is not finite; within the reach of codes.
-ALWAYS_INLINE float reachable(float at) {
-    at = std::fabs(at) <= std::numeric_limits<float>::max() ? at : 0.0f;
-    return std::min(std::max(at, static_cast<float>(-kMaxCode)), static_cast<float>(kMaxCode));
+ALWAYS_INLINE float reachable(float position) {
+    position = std::fabs(position) <= std::numeric_limits<float>::max() ? position : 0.0f;
+    return std::min(std::max(position, static_cast<float>(-kMaxCode)), static_cast<float>(kMaxCode));
 }
 
 // What is known of the positions of one tile, and room to work in.
@@ -71,13 +71,13 @@ SHRINKPOINT_KERNEL(void, multiply, (const float* squares, size_t count, float* o
 
 SHRINKPOINT_KERNEL(bool, same_when_narrow, (const float* values, const uint16_t* expected, size_t count),
                    (values, expected, count)) {
-    uint32_t apart = 0;
+    uint32_t differing_bits = 0;
     for (size_t i = 0; i < count; ++i) {
         const uint32_t bits = bits_of(values[i]);
         const uint32_t narrow = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-        apart |= (narrow ^ expected[i]) | ((bits & 0x7fffffff) > 0x7f800000);
+        differing_bits |= (narrow ^ expected[i]) | ((bits & 0x7fffffff) > 0x7f800000);
     }
-    return apart == 0;
+    return differing_bits == 0;
 }
 
 // The nearest point, and by how much it is missed and how large the step is.
@@ -86,11 +86,11 @@ SHRINKPOINT_KERNEL(void, guess_multiples,
                     size_t count, int16_t* guesses, uint8_t* contexts),
                    (parent, steps, dithers, classes, count, guesses, contexts)) {
     for (size_t i = 0; i < count; ++i) {
-        const float at = reachable(parent[i] / steps[i] - dithers[i]);
-        const int32_t code = rounded(at);
-        const float rest = at - static_cast<float>(code);
-        int32_t offset = std::min(static_cast<int32_t>((rest + 0.5f) * kOffsets), kOffsets - 1);
-        offset = chosen(std::fabs(rest) < kNear, kOffsets, offset);
+        const float position = reachable(parent[i] / steps[i] - dithers[i]);
+        const int32_t code = rounded(position);
+        const float remainder = position - static_cast<float>(code);
+        int32_t offset = std::min(static_cast<int32_t>((remainder + 0.5f) * kOffsets), kOffsets - 1);
+        offset = chosen(std::fabs(remainder) < kNear, kOffsets, offset);
         guesses[i] = static_cast<int16_t>(code);
         contexts[i] = static_cast<uint8_t>(offset * kStepClasses + classes[i]);
     }
@@ -106,9 +106,9 @@ SHRINKPOINT_KERNEL(void, guess_powers,
     const auto width = static_cast<float>(step);
     for (size_t i = 0; i < count; ++i) {
         const auto bits = static_cast<int32_t>(bits_of(parent[i]));
-        const int32_t beyond = (bits >> 20) - 127 * kStepsPerOctave - exponents[i];
+        const int32_t distance = (bits >> 20) - 127 * kStepsPerOctave - exponents[i];
         // Exact: both are below 2^24, and a quotient that is not whole is further from whole ones than it is rounded.
-        float quotient = static_cast<float>(4 * beyond) / width;
+        float quotient = static_cast<float>(4 * distance) / width;
         quotient = std::min(std::max(quotient, -kQuarters - 1.0f), kQuarters + 1.0f);
         int32_t quarters = static_cast<int32_t>(quotient);
         quarters -= static_cast<float>(quarters) > quotient;
@@ -138,30 +138,30 @@ SHRINKPOINT_KERNEL(uint32_t, subtract,
                    (const int16_t* codes, const int16_t* guesses, const uint8_t* contexts, size_t count,
                     uint8_t* tokens),
                    (codes, guesses, contexts, count, tokens)) {
-    uint32_t escapes = 0, far = 0;
+    uint32_t escapes = 0, out_of_range = 0;
     for (size_t i = 0; i < count; ++i) {
-        const int32_t code = codes[i], apart = code - guesses[i];
-        const bool large = apart > -kEscape - 1 || apart < kEscape + 1;
+        const int32_t code = codes[i], difference = code - guesses[i];
+        const bool large = difference > -kEscape - 1 || difference < kEscape + 1;
         escapes += large;
-        far |= code > kMaxCode || code < -kMaxCode;
-        tokens[i] = static_cast<uint8_t>(contexts[i] + (large ? kEscape : apart));
+        out_of_range |= code > kMaxCode || code < -kMaxCode;
+        tokens[i] = static_cast<uint8_t>(contexts[i] + (large ? kEscape : difference));
     }
-    return escapes | far << 31;
+    return escapes | out_of_range << 31;
 }
 
 // Returns the same; what escapes are is not added yet.
 SHRINKPOINT_KERNEL(uint32_t, add, (const uint8_t* tokens, const uint8_t* contexts, size_t count, int16_t* codes),
                    (tokens, contexts, count, codes)) {
-    uint32_t escapes = 0, far = 0;
+    uint32_t escapes = 0, out_of_range = 0;
     for (size_t i = 0; i < count; ++i) {
-        const int32_t apart = static_cast<int8_t>(tokens[i] - contexts[i]);
-        const bool large = apart == kEscape;
-        const int32_t code = codes[i] + (large ? 0 : apart);
+        const int32_t difference = static_cast<int8_t>(tokens[i] - contexts[i]);
+        const bool large = difference == kEscape;
+        const int32_t code = codes[i] + (large ? 0 : difference);
         escapes += large;
-        far |= code > kMaxCode || code < -kMaxCode;
+        out_of_range |= code > kMaxCode || code < -kMaxCode;
         codes[i] = static_cast<int16_t>(code);
     }
-    return escapes | far << 31;
+    return escapes | out_of_range << 31;
 }
 
 SHRINKPOINT_KERNEL(size_t, count_escapes, (const uint8_t* tokens, const uint8_t* contexts, size_t count),
@@ -175,23 +175,23 @@ SHRINKPOINT_KERNEL(size_t, count_escapes, (const uint8_t* tokens, const uint8_t*
 SHRINKPOINT_KERNEL(bool, round_all,
                    (const float* values, const float* steps, const float* dithers, size_t count, int16_t* codes),
                    (values, steps, dithers, count, codes)) {
-    uint32_t far = 0;
+    uint32_t out_of_range = 0;
     for (size_t i = 0; i < count; ++i) {
         const float quotient = values[i] / steps[i];
-        const float at = (steps[i] > 0.0f ? quotient : 0.0f) - dithers[i];  // no step: all points are zero
-        far |= !(std::fabs(at) < static_cast<float>(kMaxCode));
-        codes[i] = static_cast<int16_t>(rounded(reachable(at)));
+        const float position = (steps[i] > 0.0f ? quotient : 0.0f) - dithers[i];  // no step: all points are zero
+        out_of_range |= !(std::fabs(position) < static_cast<float>(kMaxCode));
+        codes[i] = static_cast<int16_t>(rounded(reachable(position)));
     }
-    return far == 0;
+    return out_of_range == 0;
 }
 
-SHRINKPOINT_KERNEL(void, hold_back,
-                   (const float* values, const float* steps, const float* dithers, const int16_t* before, float hold,
-                    size_t count, int16_t* codes),
-                   (values, steps, dithers, before, hold, count, codes)) {
+SHRINKPOINT_KERNEL(void, apply_hysteresis,
+                   (const float* values, const float* steps, const float* dithers, const int16_t* previous,
+                    float hysteresis, size_t count, int16_t* codes),
+                   (values, steps, dithers, previous, hysteresis, count, codes)) {
     for (size_t i = 0; i < count; ++i) {
-        const float at = values[i] / steps[i] - dithers[i];
-        codes[i] = std::fabs(at - static_cast<float>(before[i])) <= hold ? before[i] : codes[i];
+        const float position = values[i] / steps[i] - dithers[i];
+        codes[i] = std::fabs(position - static_cast<float>(previous[i])) <= hysteresis ? previous[i] : codes[i];
     }
 }
 
@@ -203,9 +203,9 @@ void find(const Lattice& lattice, const float* squares, uint64_t start, size_t c
     if (lattice.seed != 0) fill_dithers(lattice.seed, start, count, cells.dithers);
 }
 
-const float* from(const float* squares, uint64_t start) { return squares == nullptr ? nullptr : squares + start; }
+const float* offset_by(const float* squares, uint64_t start) { return squares == nullptr ? nullptr : squares + start; }
 
-Floats from(Floats all, uint64_t start) {
+Floats offset_by(Floats all, uint64_t start) {
     return all.data == nullptr ? all : Floats{all.data + start * all.bytes, all.bytes};
 }
 
@@ -239,9 +239,9 @@ void make(const Lattice& lattice, const int16_t* codes, size_t count, const Cell
 }
 
 bool is_same(const float* values, Floats expected, uint64_t start, size_t count) {
-    const uint8_t* there = expected.data + start * expected.bytes;
-    if (expected.bytes == 4) return std::memcmp(values, there, 4 * count) == 0;
-    return same_when_narrow(values, reinterpret_cast<const uint16_t*>(there), count);
+    const uint8_t* expected_values = expected.data + start * expected.bytes;
+    if (expected.bytes == 4) return std::memcmp(values, expected_values, 4 * count) == 0;
+    return same_when_narrow(values, reinterpret_cast<const uint16_t*>(expected_values), count);
 }
 
 // work(piece, start, count, cells) for every tile.
@@ -287,8 +287,8 @@ void lattice_predict(const Lattice& lattice, Floats parent, const float* squares
                    Positions positions, unsigned threads) {
     by_tiles(positions.count, threads, [&](size_t, uint64_t start, size_t count, Cells& cells) {
         const uint64_t place = positions.first + start;
-        find(lattice, from(squares, start), place, count, cells);
-        guess(lattice, from(parent, start), place, count, cells, guesses + start, contexts + start);
+        find(lattice, offset_by(squares, start), place, count, cells);
+        guess(lattice, offset_by(parent, start), place, count, cells, guesses + start, contexts + start);
     });
 }
 
@@ -297,13 +297,13 @@ Differences lattice_encode(const Lattice& lattice, Floats parent, const float* s
     std::vector<std::vector<int32_t>> escapes(chunk_count(lattice.count(), kPiece));
     std::atomic<bool> in_range{true}, same{true};
     by_tiles(lattice.count(), threads, [&](size_t piece, uint64_t start, size_t count, Cells& cells) {
-        find(lattice, from(squares, start), start, count, cells);
-        guess(lattice, from(parent, start), start, count, cells, cells.guesses, contexts + start);
-        const uint32_t found = subtract(codes + start, cells.guesses, contexts + start, count, tokens + start);
-        if (found >> 31 != 0) in_range = false;
-        for (size_t i = 0; (found & 0x7fffffff) != 0 && i < count; ++i) {
-            const int32_t apart = codes[start + i] - cells.guesses[i];
-            if (std::abs(apart) >= -kEscape) escapes[piece].push_back(apart);
+        find(lattice, offset_by(squares, start), start, count, cells);
+        guess(lattice, offset_by(parent, start), start, count, cells, cells.guesses, contexts + start);
+        const uint32_t report = subtract(codes + start, cells.guesses, contexts + start, count, tokens + start);
+        if (report >> 31 != 0) in_range = false;
+        for (size_t i = 0; (report & 0x7fffffff) != 0 && i < count; ++i) {
+            const int32_t difference = codes[start + i] - cells.guesses[i];
+            if (std::abs(difference) >= -kEscape) escapes[piece].push_back(difference);
         }
         if (expected.data == nullptr) return;
         make(lattice, codes + start, count, cells, cells.values);
@@ -318,20 +318,21 @@ Differences lattice_encode(const Lattice& lattice, Floats parent, const float* s
 size_t lattice_decode(const Lattice& lattice, const uint8_t* tokens, const uint8_t* contexts, const int32_t* escapes,
                       size_t escape_count, const float* squares, int16_t* codes, float* values, Positions positions,
                       unsigned threads) {
-    std::vector<size_t> next(chunk_count(positions.count, kPiece) + 1);
-    if (escape_count != 0) next = escapes_before(tokens, contexts, positions.count, threads);
-    const size_t used = next.back();
+    std::vector<size_t> first_escape(chunk_count(positions.count, kPiece) + 1);
+    if (escape_count != 0) first_escape = escapes_before(tokens, contexts, positions.count, threads);
+    const size_t used = first_escape.back();
     by_tiles(positions.count, threads, [&](size_t piece, uint64_t start, size_t count, Cells& cells) {
-        const uint32_t found = add(tokens + start, contexts + start, count, codes + start);
-        const size_t large = found & 0x7fffffff;
-        bool in_range = found >> 31 == 0;
-        if (large > escape_count - std::min(escape_count, next[piece]))
+        const uint32_t report = add(tokens + start, contexts + start, count, codes + start);
+        const size_t large = report & 0x7fffffff;
+        bool in_range = report >> 31 == 0;
+        if (large > escape_count - std::min(escape_count, first_escape[piece]))
             throw std::invalid_argument("more large differences than escapes");
         if (large != 0)
-            in_range &= add_escapes(tokens + start, contexts + start, count, escapes + next[piece], codes + start);
-        next[piece] += large;
+            in_range &=
+                add_escapes(tokens + start, contexts + start, count, escapes + first_escape[piece], codes + start);
+        first_escape[piece] += large;
         if (!in_range) throw std::invalid_argument("a point that is too far out");
-        find(lattice, from(squares, start), positions.first + start, count, cells);
+        find(lattice, offset_by(squares, start), positions.first + start, count, cells);
         make(lattice, codes + start, count, cells, values + start);
     });
     return used;
@@ -340,21 +341,22 @@ size_t lattice_decode(const Lattice& lattice, const uint8_t* tokens, const uint8
 void lattice_values(const Lattice& lattice, const int16_t* codes, const float* squares, float* values,
                     unsigned threads) {
     by_tiles(lattice.count(), threads, [&](size_t, uint64_t start, size_t count, Cells& cells) {
-        find(lattice, from(squares, start), start, count, cells);
+        find(lattice, offset_by(squares, start), start, count, cells);
         make(lattice, codes + start, count, cells, values + start);
     });
 }
 
-bool lattice_quantize(const Lattice& lattice, Floats values, const float* squares, const int16_t* before, float hold,
-                     int16_t* codes, unsigned threads) {
+bool lattice_quantize(const Lattice& lattice, Floats values, const float* squares, const int16_t* previous,
+                      float hysteresis, int16_t* codes, unsigned threads) {
     if (lattice.powers) throw std::invalid_argument("nearest: points that stand for powers");
     std::atomic<bool> fits{true};
     by_tiles(lattice.count(), threads, [&](size_t, uint64_t start, size_t count, Cells& cells) {
-        find(lattice, from(squares, start), start, count, cells);
-        const float* here = read_floats(values, start, count, cells.parent);
-        if (!round_all(here, cells.steps, cells.dithers, count, codes + start)) fits = false;
-        if (before != nullptr && hold > 0.5f)
-            hold_back(here, cells.steps, cells.dithers, before + start, hold, count, codes + start);
+        find(lattice, offset_by(squares, start), start, count, cells);
+        const float* tile_values = read_floats(values, start, count, cells.parent);
+        if (!round_all(tile_values, cells.steps, cells.dithers, count, codes + start)) fits = false;
+        if (previous != nullptr && hysteresis > 0.5f)
+            apply_hysteresis(tile_values, cells.steps, cells.dithers, previous + start, hysteresis, count,
+                             codes + start);
     });
     return fits;
 }

@@ -14,8 +14,8 @@ constexpr uint64_t kMaxIndices = uint64_t{1} << 56;  // so that bytes of them ca
 std::vector<float> steps_of(const std::vector<int16_t>& exponents) {
     std::vector<float> out;
     out.reserve(exponents.size());
-    for (const int16_t one : exponents) {
-        const uint32_t bits = power(one);
+    for (const int16_t exponent : exponents) {
+        const uint32_t bits = power(exponent);
         float step;
         std::memcpy(&step, &bits, 4);
         out.push_back(step);
@@ -25,12 +25,12 @@ std::vector<float> steps_of(const std::vector<int16_t>& exponents) {
 
 std::vector<int32_t> classes_of(const std::vector<int16_t>& exponents) {
     int64_t sum = 0;
-    for (const int16_t one : exponents) sum += one;
+    for (const int16_t exponent : exponents) sum += exponent;
     const auto count = static_cast<int64_t>(std::max<size_t>(1, exponents.size()));
     const int64_t mean = sum / count - (sum % count < 0);
     std::vector<int32_t> out;
     out.reserve(exponents.size());
-    for (const int16_t one : exponents) out.push_back(static_cast<int32_t>(one - mean));
+    for (const int16_t exponent : exponents) out.push_back(static_cast<int32_t>(exponent - mean));
     return out;
 }
 
@@ -50,24 +50,24 @@ template <typename Row, typename Column, typename Out, typename Make>
 ALWAYS_INLINE void spread(const Lattice& lattice, const std::vector<Row>& rows, const std::vector<Column>& columns,
                           uint64_t start, size_t count, Out* out, Make make) {
     by_rows(lattice, start, count, [&](uint64_t row, uint64_t column, size_t place, size_t run) {
-        const Row here = rows[row];
-        const Column* across = columns.data();
+        const Row row_value = rows[row];
+        const Column* column_values = columns.data();
         if (columns.size() == 1)
-            std::fill_n(out + place, run, make(here, across[0]));
+            std::fill_n(out + place, run, make(row_value, column_values[0]));
         else
-            for (size_t i = 0; i < run; ++i) out[place + i] = make(here, across[column + i]);
+            for (size_t i = 0; i < run; ++i) out[place + i] = make(row_value, column_values[column + i]);
     });
 }
 
 }  // namespace
 
 Lattice::Lattice(bool is_powers, std::vector<int16_t> by_row, std::vector<int16_t> by_column, uint64_t height,
-                 uint64_t width, int32_t apart, uint32_t dither)
+                 uint64_t width, int32_t power_step, uint32_t dither_seed)
     : powers(is_powers),
       rows(height),
       columns(width),
-      step(apart),
-      seed(dither),
+      step(power_step),
+      seed(dither_seed),
       row_exponents(std::move(by_row)),
       column_exponents(std::move(by_column)) {
     if (row_exponents.size() != rows || (column_exponents.size() != 1 && column_exponents.size() != columns))
@@ -92,8 +92,8 @@ SHRINKPOINT_KERNEL(void, fill_steps, (const Lattice& lattice, uint64_t start, si
 SHRINKPOINT_KERNEL(void, fill_step_classes, (const Lattice& lattice, uint64_t start, size_t count, uint8_t* out),
                    (lattice, start, count, out)) {
     spread(lattice, lattice.row_classes, lattice.column_classes, start, count, out, [](int32_t row, int32_t column) {
-        const int32_t told = (row + column) >> 2;
-        return static_cast<uint8_t>(std::min(std::max(told + kStepClasses / 2, 0), kStepClasses - 1));
+        const int32_t step_class = (row + column) >> 2;
+        return static_cast<uint8_t>(std::min(std::max(step_class + kStepClasses / 2, 0), kStepClasses - 1));
     });
 }
 

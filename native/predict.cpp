@@ -120,11 +120,11 @@ ALWAYS_INLINE uint64_t add_row_of(const U* __restrict values, uint64_t columns, 
     uint32_t sum = 0, present = 0;
     for (uint64_t c = 0; c < columns; ++c) {
         const uint32_t bits = values[c] & magnitude;
-        const uint32_t level = bits >> drop, one = bits != 0;
+        const uint32_t level = bits >> drop, is_nonzero = bits != 0;
         sum += level;
-        present += one;
+        present += is_nonzero;
         column_sums[c] += level;
-        column_counts[c] += one;
+        column_counts[c] += is_nonzero;
     }
     return uint64_t{sum} << 32 | present;
 }

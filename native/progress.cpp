@@ -29,12 +29,12 @@ SHRINKPOINT_KERNEL(void, add_products,
                    (weight, parent_weight, stored, parent_stored, count, lanes)) {
     Lanes sums = lanes;
     const auto add = [&](size_t i, size_t lane) {
-        const double now = weight[i], kept = stored[i];
+        const double now = weight[i], decoded = stored[i];
         const double movement = weight[i] - parent_weight[i], stored_movement = stored[i] - parent_stored[i];
         sums.movement[lane] += movement * movement;
         sums.stored_movement[lane] += movement * stored_movement;
         sums.weight[lane] += now * now;
-        sums.stored_weight[lane] += now * kept;
+        sums.stored_weight[lane] += now * decoded;
     };
     size_t i = 0;
     for (; i + kLanes <= count; i += kLanes)

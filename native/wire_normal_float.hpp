@@ -24,57 +24,57 @@ struct Levels {
     }
 
     // The sum of squared errors of magnitudes, in units of `scale`. `room` has as many places.
-    ALWAYS_INLINE float error(const float* sizes, size_t count, float scale, float* __restrict room) const {
+    ALWAYS_INLINE float error(const float* sizes, size_t count, float scale, float* __restrict buffer) const {
         const float inverse = 1 / scale;
         for (size_t i = 0; i < count; ++i) {
-            const float at = sizes[i] * inverse;
+            const float scaled = sizes[i] * inverse;
             float level = centers[0];
 #pragma GCC unroll 8
-            for (unsigned k = 0; k + 1 < levels; ++k) level = at > thresholds[k] ? centers[k + 1] : level;
-            room[i] = (at - level) * (at - level);
+            for (unsigned k = 0; k + 1 < levels; ++k) level = scaled > thresholds[k] ? centers[k + 1] : level;
+            buffer[i] = (scaled - level) * (scaled - level);
         }
-        return halved(room, count);
+        return halved(buffer, count);
     }
 
     ALWAYS_INLINE void codes(const float* values, size_t count, float scale, uint8_t* __restrict out) const {
         const float inverse = 1 / scale;
         for (size_t i = 0; i < count; ++i) {
-            const float at = std::fabs(values[i]) * inverse;
+            const float scaled = std::fabs(values[i]) * inverse;
             int32_t code = values[i] < 0 ? static_cast<int32_t>(levels) : 0;
 #pragma GCC unroll 8
-            for (unsigned k = 0; k + 1 < levels; ++k) code += at > thresholds[k] ? 1 : 0;
+            for (unsigned k = 0; k + 1 < levels; ++k) code += scaled > thresholds[k] ? 1 : 0;
             out[i] = static_cast<uint8_t>(code);
         }
     }
 
     // The best of four scales; `first`, that of the mean magnitude, is neither zero nor infinite.
-    ALWAYS_INLINE float best(const float* sizes, size_t count, float mean, float first, float* room) const {
+    ALWAYS_INLINE float best(const float* sizes, size_t count, float mean, float first, float* buffer) const {
         if (levels == 1) return first;
         const float most = bits_float(largest(sizes, count)) * (1 / centers[levels - 1]);
-        const float unit = 1 / first, ratio = first * unit, apart = most - mean;
-        const float others[] = {mean + apart * 0.25f, mean + apart * 0.5f, most};
-        float found = first, least = error(sizes, count, first, room) * (ratio * ratio);
+        const float unit = 1 / first, ratio = first * unit, spread = most - mean;
+        const float others[] = {mean + spread * 0.25f, mean + spread * 0.5f, most};
+        float best = first, least = error(sizes, count, first, buffer) * (ratio * ratio);
         for (const float other : others) {
             const float scale = nearest_brief(other), part = scale * unit;
-            const float sum = error(sizes, count, scale, room) * (part * part);
-            found = sum < least ? scale : found;
+            const float sum = error(sizes, count, scale, buffer) * (part * part);
+            best = sum < least ? scale : best;
             least = sum < least ? sum : least;
         }
-        return found;
+        return best;
     }
 
     // Codes of one group of `count` values of which `real` are not padding, and the bits of its scale.
     ALWAYS_INLINE uint16_t encode(const float* values, size_t count, size_t real, uint8_t* out) const {
-        float sizes[kMaxGroup], room[kMaxGroup];
+        float sizes[kMaxGroup], buffer[kMaxGroup];
         const auto factor = static_cast<float>(kRootHalfPi / static_cast<double>(real));
-        for (size_t i = 0; i < count; ++i) room[i] = (sizes[i] = std::fabs(values[i])) * factor;
-        const float mean = halved(room, count);
+        for (size_t i = 0; i < count; ++i) buffer[i] = (sizes[i] = std::fabs(values[i])) * factor;
+        const float mean = halved(buffer, count);
         const float first = mean < kInfinity ? nearest_brief(mean) : kInfinity;
         if (!(first < kInfinity) || first < kLeastScale) {
             std::memset(out, 0, count);
             return first < kLeastScale ? 0 : kNanScale;
         }
-        const float scale = best(sizes, count, mean, first, room);
+        const float scale = best(sizes, count, mean, first, buffer);
         codes(values, count, scale, out);
         return static_cast<uint16_t>(float_bits(scale) >> 16);
     }

@@ -181,8 +181,8 @@ def lattice_quantize(
     codes: Bytes,
     *,
     squares: Buffer | None = None,
-    before: Buffer | None = None,
-    hold: float = 0.5,
+    previous: Buffer | None = None,
+    hysteresis: float = 0.5,
     threads: int = 1,
 ) -> bool: ...
 

@@ -187,7 +187,7 @@ def test_the_nearest_point_is_torch_s_and_an_old_one_is_held(law: str, width: in
         for old, hold in ((None, 0.5), (before, 0.5), (before, 0.7), (before, 1.5)):
             expected, fits = reference.nearest(case.lattice, values, squares, old, hold)
             codes = room(case, 2)
-            given = {"before": None if old is None else tensor_bytes(old), "hold": hold}
+            given = {"previous": None if old is None else tensor_bytes(old), "hysteresis": hold}
             given |= {"squares": None if squares is None else tensor_bytes(squares)}
             assert fits and _native.lattice_quantize(case.native, tensor_bytes(values), codes, **given)
             same(codes, expected, torch.int16)
@@ -272,7 +272,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "too little room": lambda: _native.lattice_values(FLAT, _bytes(12), _bytes(20)),
     "values that are not aligned": lambda: _native.lattice_values(FLAT, _bytes(12), _bytes(28)[1:25]),
     "no values": lambda: _native.lattice_quantize(FLAT, _bytes(0), _bytes(12)),
-    "old codes of another size": lambda: _native.lattice_quantize(FLAT, _bytes(24), _bytes(12), before=_bytes(6)),
+    "old codes of another size": lambda: _native.lattice_quantize(FLAT, _bytes(24), _bytes(12), previous=_bytes(6)),
     "the nearest of powers": lambda: _native.lattice_quantize(
         _native.Lattice(_shorts(0), _shorts(0), 1, 6, powers=True), _bytes(24), _bytes(12)
     ),

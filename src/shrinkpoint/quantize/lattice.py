@@ -52,8 +52,8 @@ def _quantize_native(
         tensor_bytes(tensor),
         codes,
         squares=None if second_moments is None else tensor_bytes(second_moments.to("cpu", torch.float32)),
-        before=None if previous_codes is None else tensor_bytes(previous_codes.cpu()),
-        hold=hysteresis,
+        previous=None if previous_codes is None else tensor_bytes(previous_codes.cpu()),
+        hysteresis=hysteresis,
         threads=torch.get_num_threads(),
     )
     return torch.from_numpy(codes.view(np.int16)) if fits else None
