@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.processes import run_forked
 
 import shrinkpoint as sp
 from shrinkpoint.errors import EXTRAS, MissingExtraError, ShrinkpointError
@@ -27,6 +28,12 @@ def answer(code: str) -> Any:
     return json.loads(done.stdout)
 
 
+def answer_forked(code: str) -> Any:
+    """From a process where torch and the package are imported, and no framework."""
+    code = f"import json, warnings\nwarnings.simplefilter('ignore')\n{code}"
+    return json.loads(run_forked(code))
+
+
 def test_rooms_are_attributes_after_a_plain_import():
     code = """
 import shrinkpoint
@@ -39,8 +46,7 @@ print(json.dumps([one.__name__ for one in found]))"""
 @pytest.mark.parametrize("name", ["accelerate", "lightning", "transformers"])
 def test_frameworks_are_attributes_too(name):
     pytest.importorskip(name)
-    code = "import warnings; warnings.simplefilter('ignore')\nimport shrinkpoint\n"
-    found = answer(code + f"print(json.dumps([*vars(shrinkpoint.train.{name})]))")
+    found = answer_forked(f"import shrinkpoint\nprint(json.dumps([*vars(shrinkpoint.train.{name})]))")
     assert {"record_gradients", "save_state"} <= {*found} if name == "accelerate" else "latest_valid" in found
 
 
@@ -90,9 +96,8 @@ def test_the_names_that_documents_use_after_a_plain_import_are_there():
 def test_without_its_extra_a_framework_says_what_to_install(room, package):
     ways = f"import shrinkpoint.train.{room}", f"from shrinkpoint.train import {room}", f"shrinkpoint.train.{room}"
     code = f"""
-import sys, warnings, shrinkpoint
+import sys, shrinkpoint
 from shrinkpoint.errors import MissingExtraError
-warnings.simplefilter("ignore")
 sys.modules[{package!r}] = None
 told = []
 for way in {ways}:
@@ -103,7 +108,7 @@ for way in {ways}:
 print(json.dumps(told))"""
     if package != room:
         pytest.importorskip(room)
-    told = answer(code)
+    told = answer_forked(code)
     assert len(told) == len(ways)
     for typed, text, name in told:
         assert typed and f'pip install "shrinkpoint[{room}]"' in text and name.partition(".")[0] == package

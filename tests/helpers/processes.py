@@ -1,4 +1,4 @@
-"""Runs a program on several processes and returns the results of each."""
+"""Runs a program in other processes and returns its results."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ import shrinkpoint.train.dcp, shrinkpoint.comm.ddp, shrinkpoint.schemes.fisher
 from shrinkpoint.comm import compress_pipeline
 
 def of_program(request):
-    program, width, folder, directory, environment, log = request
+    program, width, arguments, directory, environment, output, errors = request
     os.setsid()
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)
-    output = os.open(log, os.O_WRONLY)
-    os.dup2(output, 1), os.dup2(output, 2), os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.argv = ["-c", str(width), folder]
+    for path, mode, descriptor in (os.devnull, os.O_RDONLY, 0), (output, os.O_WRONLY, 1), (errors, os.O_WRONLY, 2):
+        os.dup2(os.open(path, mode), descriptor)
+    sys.argv = ["-c", *arguments]
     exec(compile(program, "<string>", "exec"), globals())
     children = []
     for rank in range(width):
         children.append(os.fork())
         if children[-1] == 0:
-            finish(lambda: of_rank(rank, width, folder))
+            finish(lambda: of_rank(rank, width, *arguments))
     if any([os.waitpid(child, 0)[1] for child in children]):
         os._exit(1)
 
@@ -47,6 +47,7 @@ def finish(work):
         sys.stdout.flush()
         os._exit(0)
     except BaseException:
+        sys.stdout.flush()
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
@@ -86,20 +87,31 @@ def ranks(program: str, width: int, folder: Path, *, timeout: float = PATIENCE) 
         program: defines `of_rank(rank, width, folder)`.
         timeout: seconds for all of them.
     """
+    run_forked(program, str(folder), width=width, timeout=timeout)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(width)]
+
+
+def run_forked(program: str, *arguments: str, width: int = 0, timeout: float = PATIENCE) -> str:
+    """What a program prints in a process of its own, in which torch and most of the package are imported already.
+
+    Args:
+        arguments: its `sys.argv[1:]`.
+        width: that many processes then call its `of_rank(rank, width, *arguments)`.
+    """
     environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
     server = _server()
     assert server.stdin is not None and server.stdout is not None
-    with tempfile.NamedTemporaryFile("r") as log:
-        request = [textwrap.dedent(program), width, str(folder), str(Path.cwd()), environment, log.name]
+    with tempfile.NamedTemporaryFile("r") as output, tempfile.NamedTemporaryFile("r") as errors:
+        files = [str(Path.cwd()), environment, output.name, errors.name]
+        request = [textwrap.dedent(program), width, arguments, *files]
         server.stdin.write(json.dumps(request).encode() + b"\n")
         pid = int(server.stdout.readline())
         try:
             ended, _, _ = select.select([server.stdout], [], [], timeout)
-            assert ended, f"{width} processes did not end within {timeout} s\n{log.read()}"
+            assert ended, f"not at its end after {timeout} s\n{errors.read()}"
         except BaseException:
             os.killpg(pid, signal.SIGKILL)  # ranks that wait for each other would outlive the test
             server.stdout.readline()
             raise
-        code = int(server.stdout.readline())
-        assert code == 0, log.read()
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(width)]
+        assert int(server.stdout.readline()) == 0, errors.read()
+        return output.read()

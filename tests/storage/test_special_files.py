@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import textwrap
 
 import pytest
+from helpers.processes import run_forked
 
 SETUP = """
     import json, os, shutil, socket, stat, sys
@@ -184,12 +183,5 @@ def tried(path, code, kinds=KINDS):
     """What each attempt ended with, in a process that would be killed if it waited for anything."""
     loop = f"for kind in {kinds}:\n    root = place / kind\n    root.mkdir()\n"
     code = textwrap.dedent(SETUP) + loop + textwrap.indent(textwrap.dedent(code), "    ") + "\nprint(json.dumps(said))"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    code = "import warnings\nwarnings.simplefilter('ignore')\n" + code
+    return json.loads(run_forked(code, str(path), timeout=200).splitlines()[-1])

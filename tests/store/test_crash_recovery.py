@@ -21,6 +21,8 @@ from shrinkpoint.store import Keep, Store
 Act = Callable[[Store], object]
 
 SHOWN = (1, 2, 3)
+EVERY = [5, pytest.param(1, marks=pytest.mark.nightly)]
+"""One of so many calls fails; the three kinds of storage and seven acts of a test differ in which."""
 
 
 def prepared(storage: Storage) -> None:
@@ -86,11 +88,12 @@ def path() -> Iterator[Path]:
     ids=["death-local", "error-memory", "error-linkless", "death-linkless"],
 )
 @pytest.mark.parametrize("name", ACTS)
-def test_dying_at_any_call(kind: str, name: str, late: bool, dead: bool, path: Path) -> None:
+@pytest.mark.parametrize("every", EVERY)
+def test_dying_at_any_call(every: int, kind: str, name: str, late: bool, dead: bool, path: Path) -> None:
     act, written = ACTS[name]
     prepared(whole := place(kind, path / "whole"))
     attempt(faulty := FaultyStorage(copied(whole, path / "0")), act, 0)
-    for fail_at in range(1, faulty.calls + 1):
+    for fail_at in range(1 + faulty.calls % every, faulty.calls + 1, every):
         inner = copied(whole, path / str(fail_at))
         attempt(FaultyStorage(inner, late=late, dead=dead), act, fail_at)
         at = f"{name}, call {fail_at} of {faulty.calls}: {faulty.log[fail_at - 1]}"
@@ -113,11 +116,12 @@ def assert_whole(store: Store, written: dict[int, int], may_go: set[int], at: st
 
 @pytest.mark.parametrize("kind", PLACES)
 @pytest.mark.parametrize("late", [False, True])
-def test_a_run_whose_save_failed_once_goes_on_saving(kind: str, late: bool, path: Path) -> None:
+@pytest.mark.parametrize("every", EVERY)
+def test_a_run_whose_save_failed_once_goes_on_saving(every: int, kind: str, late: bool, path: Path) -> None:
     """The same store object, after the error was caught: its reference still is what its next delta is made against."""
     prepared(whole := place(kind, path / "whole"))
     attempt(faulty := FaultyStorage(copied(whole, path / "0")), ACTS["save"][0], 0)
-    for fail_at in range(1, faulty.calls + 1):
+    for fail_at in range(1 + faulty.calls % every, faulty.calls + 1, every):
         faulty = FaultyStorage(copied(whole, path / str(fail_at)), late=late)
         store = resumed(faulty)
         faulty.log.clear()

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from helpers.paths import TESTS
+from helpers.processes import run_forked
 from helpers.stores import state
 from helpers.timeouts import PATIENCE
 
@@ -150,24 +150,21 @@ def lines_of(run, step):
     return list(seen)
 
 
-@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("first", [True, False], ids=["first save", "later save"])
 @pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("kind", RUNS)
 def test_interrupt_at_any_line_of_a_save_leaves_all_of_it_working(tmp_path, kind, background, first, every):
     memory = Path("/dev/shm")  # some thousand saves are flushed to the disk here
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as path:
-        code = f"import test_interrupts as t; t.sweep({path!r}, {kind!r}, {background}, {first}, {every})"
-        done = subprocess.run(  # tracing and interrupts confuse who watches over tests
-            [sys.executable, "-W", "ignore", "-c", code],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=PATIENCE if every > 1 else 2 * PATIENCE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(TESTS)])},
-        )
-    assert done.returncode == 0, done.stderr[-2000:]
-    faults, hits, lines = json.loads(done.stdout)
+        code = f"""
+            import sys, warnings
+            warnings.simplefilter("ignore")
+            sys.path.insert(0, {str(Path(__file__).parent)!r})
+            import test_interrupts
+            test_interrupts.sweep({path!r}, {kind!r}, {background}, {first}, {every})
+        """  # tracing and interrupts confuse who watches over tests
+        faults, hits, lines = json.loads(run_forked(code, timeout=PATIENCE if every > 1 else 2 * PATIENCE))
     assert faults == []
     assert hits > 0.9 * lines > 9 / every
 
