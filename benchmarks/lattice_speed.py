@@ -7,8 +7,7 @@ half-normal integers with a deviation of three steps; one in ten has moved by on
 turns, after a round of warm-up, and medians count:
 
 * record: all of `encode_lattice_record` (digests of values and parent, points, check of the values, entropy coding)
-and of
-  `decode_lattice_record` (but not the check that the parent is the right one);
+  and of `decode`, digests included;
 * entropy coding: that part of it alone;
 * core: the native core's part without it;
 * torch: the core's part in whole tensors of torch, as tests/reference/lattice_speed.py has it.
@@ -35,10 +34,10 @@ from torch import Tensor
 from workloads import REPO
 
 from shrinkpoint import _native
-from shrinkpoint.codec import recipe as recipes
 from shrinkpoint.codec.coder import CoderConfig, CodingContext, NumberFormat
 from shrinkpoint.codec.lattice import ZERO_CODE, Lattice, LatticeTensor, scale_counts
-from shrinkpoint.codec.lattice_record import LatticeInput, decode_lattice_record, encode_lattice_record
+from shrinkpoint.codec.lattice_record import LatticeInput, encode_lattice_record
+from shrinkpoint.codec.record import decode
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.tensors.dtypes import tensor_bytes
 from shrinkpoint.tensors.info import TensorInfo
@@ -101,10 +100,8 @@ class Subjects:
         return encode_lattice_record(self.material, threads=1)
 
     def read(self, encoded: Any) -> Any:
-        others = [] if self.case.other is None else [(OTHER, self.case.other)]
-        recipe = recipes.from_json(encoded.recipe)
-        assert isinstance(recipe, recipes.LatticeRecipe)
-        return decode_lattice_record(encoded, recipe, self.material.reference, others, 1)
+        others = {} if self.case.other is None else {OTHER: self.case.other}
+        return decode(encoded, others, self.material.reference, threads=1)
 
     def squeeze(self) -> Any:
         return self.run.encode(NumberFormat(8), self.tokens, CodingContext(base=self.contexts), 1)

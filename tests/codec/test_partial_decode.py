@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 
 from shrinkpoint.codec.codebook_record import CodebookInput, encode_codebook_record
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
+from shrinkpoint.codec.coded_record import RecordInput, coding_context, encode
 from shrinkpoint.codec.coder import MAX_CHUNK, NUMBER_FORMATS, CoderConfig, CodingContext
 from shrinkpoint.codec.decoder import ByteRange, decode_errors
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.pack import pack_tensors
-from shrinkpoint.codec.record import RecordInput, coding_context, decode, encode
+from shrinkpoint.codec.record import decode
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import FormatError
 from shrinkpoint.schemes.lossless import Lossless
@@ -275,8 +276,9 @@ def test_a_stretch_that_is_none_is_refused():
     starts = [0, *np.cumsum(np.frombuffer(side[-16:].tobytes(), "<u4"))]
     for first in range(4):
         out = np.empty(min(10, 35 - 10 * first), np.uint8)
-        run.decode_chunks(number, side, codes[starts[first] : starts[first + 1]], out, nothing, 35, first, 1)
+        stored = codes[starts[first] : starts[first + 1]]
+        run.decode(number, side, stored, out, nothing, 1, count=35, first_chunk=first)
         assert out.tobytes() == values[10 * first : 10 * first + 10].tobytes()
     for count, first, size in ((35, 4, 5), (35, 3, 10), (35, 0, 7), (35, 2, 40), (1 << 60, 1 << 58, 10), (35, 0, 0)):
         with pytest.raises(ValueError):
-            run.decode_chunks(number, side, codes, np.empty(size, np.uint8), nothing, count, first, 1)
+            run.decode(number, side, codes, np.empty(size, np.uint8), nothing, 1, count=count, first_chunk=first)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coder import Bytes
-from shrinkpoint.codec.decoder import ByteRange, PartialDecoder, QuantizerParams, RecordView
+from shrinkpoint.codec.decoder import ByteRange, DecodeInputs, QuantizerParams, RecordDecoder, RecordView
 from shrinkpoint.codec.lattice import LatticeTensor
-from shrinkpoint.codec.record import partial_decoder
+from shrinkpoint.codec.record import record_decoder
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.tensors.dtypes import dtype_name
 from shrinkpoint.tensors.info import EncodedRecord, TensorInfo
@@ -42,19 +42,20 @@ class Part:
     def opened(self) -> RecordView:
         parts = {name: memoryview(part) for name, part in self.encoded.parts.items()}
         earlier = list(infos_of(self.decoded).values())
-        before = None if self.parent is None else infos_of(self.parent.tensors)
+        before = {} if self.parent is None else infos_of(self.parent.tensors)
         sizes = {name: part.nbytes for name, part in parts.items()}
 
         def read(part: str, begin: int, end: int) -> memoryview:
             assert 0 <= begin <= end <= sizes[part]
             return memoryview(bytes(parts[part][begin:end]))
 
-        return RecordView(self.encoded.infos, self.encoded.recipe, sizes, read, earlier.__getitem__, before)
+        return RecordView(self.encoded.infos, self.encoded.recipe, sizes, read, earlier.__getitem__, before.get)
 
-    def pieces(self) -> PartialDecoder | None:
-        return partial_decoder(self.opened())
+    def pieces(self) -> RecordDecoder | None:
+        decoder = record_decoder(self.opened())
+        return decoder if decoder.splittable else None
 
-    def range(self, pieces: PartialDecoder, lo: int, hi: int) -> bytes:
+    def range(self, pieces: RecordDecoder, lo: int, hi: int) -> bytes:
         """The bytes of the units [lo, hi) of the stream."""
         needs = set(pieces.required_ranges(lo, hi))
 
@@ -69,7 +70,7 @@ class Part:
             return np.frombuffer(data[span.start : span.stop], np.uint8)
 
         made = pieces.quantizer_params(self._origin)
-        block = pieces.decode(lo, hi, supply, 1)
+        block = pieces.decode_range(lo, hi, DecodeInputs(supply, self._origin))
         assert made.keys() <= {info.name for info in self.encoded.infos}
         assert block.codes is None or block.codes.nbytes == hi - lo
         return block.values.tobytes()
@@ -85,7 +86,7 @@ def stream(encoded: EncodedRecord, whole: Reference) -> bytes:
     return b"".join(bits(whole.tensors[info.name]) for info in encoded.infos)
 
 
-def aligned(pieces: PartialDecoder, start: int, stop: int) -> tuple[int, int]:
+def aligned(pieces: RecordDecoder, start: int, stop: int) -> tuple[int, int]:
     """The range of whole chunks that covers two places, given in parts of a thousand of the stream."""
     lo, hi = sorted((start * pieces.count // 1000, stop * pieces.count // 1000))
     lo = min(lo // pieces.chunk * pieces.chunk, (pieces.count - 1) // pieces.chunk * pieces.chunk)

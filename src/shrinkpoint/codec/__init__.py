@@ -9,19 +9,12 @@ with the interface in `decoder`.
 from shrinkpoint.codec.code_streams import CODERS, DELTA_CODERS
 from shrinkpoint.codec.codebook_record import CodebookInput, encode_codebook_record
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
+from shrinkpoint.codec.coded_record import RecordInput, coding_context, encode
 from shrinkpoint.codec.coder import NUMBER_FORMATS, CoderConfig, CodingContext, NumberFormat
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor
 from shrinkpoint.codec.lattice_record import LatticeInput, encode_lattice_record
 from shrinkpoint.codec.parallel import decode_all
-from shrinkpoint.codec.record import (
-    RecordInput,
-    coding_context,
-    decode,
-    encode,
-    encode_copies,
-    encode_plain,
-    encode_same,
-)
+from shrinkpoint.codec.record import decode, encode_copies, encode_plain, encode_same
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
 
 __all__ = [

@@ -10,8 +10,16 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shrinkpoint import _native
-from shrinkpoint.codec.coder import BYTE_FORMAT, MAX_CHUNK, MIN_CHUNK_BYTES, Bytes, CoderConfig, CodingContext
-from shrinkpoint.codec.recipe import BitPacked, CodebookRecipe, CodesRecipe, CyclicDelta, LzmaCodes
+from shrinkpoint.codec.coder import (
+    BYTE_FORMAT,
+    MAX_CHUNK,
+    MIN_CHUNK_BYTES,
+    Bytes,
+    CodedChunks,
+    CoderConfig,
+    CodingContext,
+)
+from shrinkpoint.codec.recipe import BitPacked, CodesRecipe, CyclicDelta, LzmaCodes
 from shrinkpoint.errors import PolicyError
 
 CODERS = ("context", "alone", "packed", "rearranged", "runs", "huffman")
@@ -146,52 +154,68 @@ def _unpad(stored: Bytes) -> Bytes:
     return stored[_LENGTH.size : end]
 
 
-def decode_codes(
-    count: int,
-    recipe: CodebookRecipe,
-    side: Bytes,
-    stored: Bytes,
-    context: Bytes | None,
-    moments: CodingContext,
-    threads: int,
-) -> Bytes:
-    """Decode `count` codes.
+class StoredCodes:
+    """The coded codes of a record, within a part of it.
 
     Args:
-        recipe: its `codes` says how they were encoded.
+        recipe: how they were coded.
         side: side data of an entropy coder; empty for all other forms.
-        stored: the encoded codes.
-        context: codes of the parent or of other tensors, if the recipe uses them.
-        moments: the members' moments, if the recipe uses them.
+        begin, end: where they begin and end in the part.
+        count: how many there are.
+
+    Attributes:
+        splittable: whether ranges of them can be decoded; cyclic differences and LZMA are one stream each.
+        chunk: codes that are decoded together; ranges begin and end at multiples of it, or at `count`.
 
     Raises:
-        ValueError, LookupError, struct.error, _native.Corrupt, _native.Truncated: the bytes are damaged.
+        ValueError, _native.Truncated: the bytes do not fit the recipe, or are too few for `count`.
     """
-    if side.nbytes and not isinstance(recipe.codes, CoderConfig):
-        raise ValueError("side data of codes that have none")
-    match recipe.codes:
-        case BitPacked(bits):
-            if stored.nbytes != (count * bits + 7) // 8:
-                raise _native.Truncated(f"{stored.nbytes} bytes for {count} codes of {bits} bits")
-            return _native.unpack_bits(stored, count, bits).astype(np.uint8)
-        case LzmaCodes(bits):
-            _check_length(stored, count, MAX_CHUNK)
-            return _decode_lzma(stored, count, bits)
-        case CoderConfig() as config:
-            _check_length(stored, count, config.chunk)
-            out = np.empty(count, np.uint8)
-            arrays = CodingContext(base=context, moment1=moments.moment1, moment2=moments.moment2)
-            config.decode(BYTE_FORMAT, side, stored, out, arrays, threads)
-            return out
-        case CyclicDelta(modulus, rearranged, runs):
-            _check_length(stored, count, MAX_CHUNK)
-            out = np.empty(count, np.uint8)
-            data = _unpad(stored)
-            _native.cyclic_decode(data, context, modulus=modulus, rearranged=rearranged, runs=runs, out=out)
-            return out
 
+    def __init__(self, recipe: CodesRecipe, side: Bytes, begin: int, end: int, count: int) -> None:
+        self._recipe, self._begin, self._end, self._count = recipe, begin, end, count
+        self.splittable = isinstance(recipe, CoderConfig | BitPacked)
+        self.chunk = recipe.chunk if isinstance(recipe, CoderConfig) else MAX_CHUNK
+        if isinstance(recipe, CoderConfig):
+            self._chunks = CodedChunks(recipe, side, begin, end, count)
+            return
+        if side.nbytes:
+            raise ValueError("side data of codes that have none")
+        size = end - begin
+        if isinstance(recipe, BitPacked) and size != (count * recipe.bits + 7) // 8:
+            raise _native.Truncated(f"{size} bytes for {count} codes of {recipe.bits} bits")
+        if not self.splittable and size < -(-count // MAX_CHUNK) * MIN_CHUNK_BYTES:
+            raise _native.Truncated("the codes are too short for the tensors' shapes")
 
-def _check_length(stored: Bytes, count: int, chunk: int) -> None:
-    """Raise if the bytes are too few for `count` codes; called before memory is allocated for them."""
-    if stored.nbytes < -(-count // chunk) * MIN_CHUNK_BYTES:
-        raise _native.Truncated("the codes are too short for the tensors' shapes")
+    def byte_range(self, lo: int, hi: int) -> tuple[int, int]:
+        """Return (begin, end) in the part of the bytes that hold the codes [lo, hi)."""
+        match self._recipe:
+            case CoderConfig():
+                return self._chunks.byte_range(lo, hi)
+            case BitPacked(bits):  # chunks begin at whole bytes
+                return self._begin + lo * bits // 8, self._begin + (hi * bits + 7) // 8
+        return self._begin, self._end
+
+    def decode(self, stored: Bytes, lo: int, hi: int, context: CodingContext, threads: int) -> Bytes:
+        """Decode the codes [lo, hi).
+
+        Args:
+            stored: the bytes of `byte_range`.
+            context: codes of the parent or of other tensors (`base`), and the members' moments, if the recipe uses
+                them; of this range.
+
+        Raises:
+            ValueError, LookupError, struct.error, _native.Corrupt, _native.Truncated: the bytes are damaged.
+        """
+        match self._recipe:
+            case BitPacked(bits):
+                return _native.unpack_bits(stored, hi - lo, bits).astype(np.uint8)
+            case LzmaCodes(bits):
+                return _decode_lzma(stored, hi - lo, bits)
+            case CoderConfig():
+                out = np.empty(hi - lo, np.uint8)
+                self._chunks.decode(BYTE_FORMAT, stored, out, context, lo, threads)
+            case CyclicDelta(modulus, rearranged, runs):
+                out = np.empty(hi - lo, np.uint8)
+                data = _unpad(stored)
+                _native.cyclic_decode(data, context.base, modulus=modulus, rearranged=rearranged, runs=runs, out=out)
+        return out

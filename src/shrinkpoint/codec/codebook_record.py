@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -15,37 +16,27 @@ from torch import Tensor
 
 from shrinkpoint import _native
 from shrinkpoint.codec import recipe as recipes
-from shrinkpoint.codec.code_streams import CODERS, BytesLike, decode_codes, encode_forms
+from shrinkpoint.codec.code_streams import CODERS, StoredCodes, encode_forms
 from shrinkpoint.codec.codebook_tensor import MAX_CODES, RESERVED_CODES, CodebookTensor
-from shrinkpoint.codec.coded_record import Chunks
-from shrinkpoint.codec.coder import (
-    BYTE_FORMAT,
-    MAX_CHUNK,
-    NUMBER_FORMATS,
-    Bytes,
-    CoderConfig,
-    CodingContext,
-    NumberFormat,
-    default_threads,
-)
+from shrinkpoint.codec.coder import NUMBER_FORMATS, Bytes, CoderConfig, CodingContext, NumberFormat, default_threads
 from shrinkpoint.codec.decoder import (
     ByteRange,
-    DecodedRange,
+    DecodedPart,
+    DecodeInputs,
     FetchParams,
     FetchRange,
     QuantizerParams,
+    RecordDecoder,
     RecordView,
-    as_aligned,
-    base_ranges,
-    cast,
+    TensorRange,
     concat,
+    flat_tensor,
     moment_pairs,
-    moment_ranges,
 )
-from shrinkpoint.codec.pack import digest_arrays, num_numbers
-from shrinkpoint.codec.recipe import BitPacked, CodebookRecipe
+from shrinkpoint.codec.pack import digest_arrays
+from shrinkpoint.codec.recipe import CodebookRecipe
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.tensors.dtypes import tensor_bytes, tensor_from_bytes, torch_dtype
+from shrinkpoint.tensors.dtypes import tensor_bytes, torch_dtype
 from shrinkpoint.tensors.info import EncodedRecord, TensorInfo
 
 _SIDE_SIZE = struct.Struct("<I")  # bytes of the side data of a small array; its codes follow
@@ -176,50 +167,6 @@ def encode_codebook_record(
     return EncodedRecord(record.name, infos, recipes.to_json(recipe), parts, digest, base)
 
 
-def decode_codebook_record(
-    encoded: EncodedRecord,
-    recipe: CodebookRecipe,
-    moments: CodingContext,
-    reference: Reference | None,
-    context_codes: Sequence[Tensor],
-    threads: int,
-) -> tuple[dict[str, Tensor], dict[str, CodebookTensor]]:
-    """Decode a record to tensors and codebook tensors by name, and check their digest.
-
-    Args:
-        moments: the members' moments, if the recipe uses them.
-        reference: the parent, already verified, if the recipe uses it.
-        context_codes: the codes of other tensors of the file, if the recipe uses them.
-
-    Raises:
-        ValueError, LookupError, struct.error, _native.Corrupt, _native.Truncated: the bytes are damaged.
-    """
-    infos = encoded.infos
-    needed = recipe.base or recipe.residual
-    parent = ParentCodes.from_reference(infos, reference, residual=recipe.residual) if needed else None
-    if needed and parent is None:
-        raise ValueError("a parent whose tensors are not quantized")
-    context = _concat_codes(context_codes) if context_codes else None if parent is None else parent.codes
-    side, stored, center_bytes, exact_bytes = _split_parts(encoded.parts["symbols"])
-    codes = decode_codes(sum(info.numel for info in infos), recipe, side, stored, context, moments, threads)
-    if codes.nbytes and int(codes.max()) >= recipe.first + recipe.bins:
-        raise ValueError("a code beyond the last center")
-    centers = decode_centers(len(infos), recipe, center_bytes, parent)
-    members = np.split(codes, np.cumsum([info.numel for info in infos])[:-1])
-    shaped = [torch.from_numpy(member).reshape(info.shape) for member, info in zip(members, infos, strict=True)]
-    exact = _decode_exact(recipe, exact_bytes, parent, shaped)
-    quantized = [
-        CodebookTensor(member, table, values, recipe.first, recipe.residual)
-        for member, table, values in zip(shaped, centers, exact, strict=True)
-    ]
-    values = _dequantize_all(infos, quantized, parent)
-    digest = digest_arrays(map(tensor_bytes, values))
-    if digest != encoded.digest:
-        raise ValueError(f"decoded values with digest {digest}, expected {encoded.digest}")
-    names = [info.name for info in infos]
-    return dict(zip(names, values, strict=True)), dict(zip(names, quantized, strict=True))
-
-
 def _dequantize_all(
     infos: Sequence[TensorInfo], quantized: Sequence[CodebookTensor], parent: ParentCodes | None
 ) -> list[Tensor]:
@@ -266,12 +213,6 @@ def _check_codebook(tensor: CodebookTensor) -> None:
         raise ValueError("a codebook tensor whose centers do not rise, or are not finite")
 
 
-def codebook_base_digest(infos: Sequence[TensorInfo], recipe: CodebookRecipe, reference: Reference) -> str | None:
-    """Return the digest that a record stores of its base; None if it needs codes that the parent does not have."""
-    parent = ParentCodes.from_reference(infos, reference, residual=recipe.residual)
-    return None if parent is None else parent.digest
-
-
 @dataclass(frozen=True)
 class ParentCodes:
     """The parent's values and codes of a record's tensors.
@@ -313,48 +254,25 @@ class ParentCodes:
         values = [tensor_bytes(tensor) for tensor in self.tensors]
         return digest_arrays(values if self.codes is None else [self.codes, *values])
 
-    def centers(self, bins: int) -> Bytes | None:
-        """Return the parent's centers of all members as uint8; None unless each member has `bins` of them."""
-        if not self.quantized or any(tensor.bins != bins for tensor in self.quantized):
-            return None
-        return np.concatenate([tensor_bytes(tensor.centers) for tensor in self.quantized])
-
     def values_at(self, masks: Sequence[Tensor], dtype: torch.dtype) -> Bytes:
         """Return the values where a mask is true (bool, one mask a member), cast to `dtype`, as uint8."""
         values = [tensor[mask].to(dtype) for tensor, mask in zip(self.tensors, masks, strict=True)]
         return np.concatenate([tensor_bytes(value) for value in values])
 
 
-def _split_parts(stored: BytesLike) -> list[Bytes]:
-    """Split a part into side data, codes, centers and exact values."""
-    data = np.frombuffer(stored, np.uint8)
-    sizes = PART_SIZES.unpack(data[: PART_SIZES.size].tobytes())
-    if sum(sizes) > data.nbytes - PART_SIZES.size:
-        raise _native.Truncated("the codes end too early")
-    return np.split(data, np.cumsum([PART_SIZES.size, *sizes]))[1:]
-
-
 def _encode_centers(
     quantized: Sequence[CodebookTensor], parent: ParentCodes | None
 ) -> tuple[CoderConfig | None, bytes]:
     centers = np.concatenate([tensor_bytes(tensor.centers) for tensor in quantized])
-    base = None if parent is None else parent.centers(quantized[0].bins)
+    base = None if parent is None else _stack_centers(parent.quantized, quantized[0].bins)
     return encode_small_array(NUMBER_FORMATS["F32"], centers, base)
 
 
-def decode_centers(members: int, recipe: CodebookRecipe, stored: Bytes, parent: ParentCodes | None) -> list[Tensor]:
-    """Decode the centers of each member: float32, of shape (bins,).
-
-    Raises:
-        ValueError, struct.error, _native.Corrupt, _native.Truncated: the bytes are damaged.
-    """
-    out = np.empty(4 * recipe.bins * members, np.uint8)
-    base = None if parent is None else parent.centers(recipe.bins)
-    decode_small_array(NUMBER_FORMATS["F32"], recipe.centers, stored, out, base)
-    centers = torch.from_numpy(out).view(torch.float32).reshape(members, recipe.bins)
-    if not bool(centers.isfinite().all()) or bool((centers.diff(dim=1) < 0).any()):
-        raise ValueError("centers that do not rise, or are not finite")
-    return [*centers]
+def _stack_centers(parents: Sequence[CodebookTensor], bins: int) -> Bytes | None:
+    """Return the centers of all parents as uint8; None unless there are some and each has `bins` of them."""
+    if not parents or any(tensor.bins != bins for tensor in parents):
+        return None
+    return np.concatenate([tensor_bytes(tensor.centers) for tensor in parents])
 
 
 def _encode_exact(quantized: Sequence[CodebookTensor], parent: ParentCodes | None) -> tuple[CoderConfig | None, bytes]:
@@ -364,77 +282,46 @@ def _encode_exact(quantized: Sequence[CodebookTensor], parent: ParentCodes | Non
     return encode_small_array(NUMBER_FORMATS[_EXACT_DTYPES[dtype]], values, base)
 
 
-def _decode_exact(
-    recipe: CodebookRecipe, stored: Bytes, parent: ParentCodes | None, codes: Sequence[Tensor]
-) -> list[Tensor]:
-    dtype = torch_dtype(recipe.exact)
-    masks = [
-        member == recipe.first - 1 if recipe.first else torch.zeros_like(member, dtype=torch.bool) for member in codes
-    ]
-    counts = [int(mask.sum()) for mask in masks]
-    out = np.empty(sum(counts) * dtype.itemsize, np.uint8)
-    base = None if parent is None else parent.values_at(masks, dtype)
-    decode_small_array(NUMBER_FORMATS[recipe.exact], recipe.exacts, stored, out, base)
-    values = torch.from_numpy(out).view(dtype) if out.nbytes else torch.empty(0, dtype=dtype)
-    return [*torch.split(values, counts)]
-
-
 def _concat_codes(codes: Sequence[Tensor]) -> Bytes:
     arrays = [tensor_bytes(member) for member in codes]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def codebook_decoder(view: RecordView, recipe: CodebookRecipe) -> CodebookDecoder | None:
-    """Return the decoder of a record; None if it can only be decoded whole.
+class CodebookDecoder(RecordDecoder):
+    """Decodes codebook tensors; its unit is one value.
 
-    That is so if it has exact values, since their number before a range depends on all codes before it, and if its
-    codes are one stream (cyclic differences, LZMA), which cannot be entered in the middle.
-
-    Raises:
-        ValueError, struct.error, _native.Truncated: the bytes are damaged.
+    Only the whole record can be decoded if it has exact values, since their number before a range depends on all codes
+    before it; if its codes are one stream; and if its dtypes differ.
     """
-    side, codes, centers = PART_SIZES.unpack(view.read("symbols", 0, min(PART_SIZES.size, view.sizes["symbols"])))
-    exact_bytes = view.sizes["symbols"] - PART_SIZES.size - side - codes - centers
-    if exact_bytes < 0:
-        raise _native.Truncated("the codes end too early")
-    same_dtype = len({info.dtype for info in view.infos}) == 1
-    if exact_bytes or recipe.exacts is not None or not same_dtype:
-        return None
-    if not isinstance(recipe.codes, CoderConfig | BitPacked):
-        return None
-    return CodebookDecoder(view, recipe, recipe.codes, (side, codes, centers))
 
-
-class CodebookDecoder:
-    """A `PartialDecoder` of codebook tensors whose unit is one value."""
-
-    merge_gap, cacheable = 0, True
-
-    def __init__(
-        self, view: RecordView, recipe: CodebookRecipe, codes: CoderConfig | BitPacked, sizes: tuple[int, int, int]
-    ) -> None:
+    def __init__(self, view: RecordView, recipe: CodebookRecipe) -> None:
         infos = view.infos
         if any(not info.dtype.startswith(("F", "BF")) or NUMBER_FORMATS[info.dtype].width < 16 for info in infos):
             raise ValueError("codebook tensors that are not floats")
-        self._view, self._recipe = view, recipe
+        super().__init__(view, [info.numel for info in infos])
+        self._recipe = recipe
         self.unit = NUMBER_FORMATS[infos[0].dtype].itemsize
-        self.count = sum(num_numbers(info) for info in infos)
-        self._codes_begin = PART_SIZES.size + sizes[0]
-        self._codes_end = self._codes_begin + sizes[1]
-        self._packed, self._chunks = self._open_codes(codes)
-        self.chunk = MAX_CHUNK if isinstance(codes, BitPacked) else codes.chunk
-        uses_moments = isinstance(codes, CoderConfig) and codes.moments
-        self._moments = moment_pairs(view, recipe.moments) if uses_moments else []
-        self._uses_context = isinstance(codes, CoderConfig) and codes.needs_base
-        self._context_infos = self._find_context_infos()
-        self._centers: list[torch.Tensor] = []
+        self.uses_parent = recipe.base or recipe.residual
+        sizes = PART_SIZES.unpack(view.read("symbols", 0, min(PART_SIZES.size, view.sizes["symbols"])))
+        codes_begin, codes_end, self._exact_begin = accumulate(sizes[1:], initial=PART_SIZES.size + sizes[0])
+        if self._exact_begin > view.sizes["symbols"]:
+            raise _native.Truncated("the codes end too early")
+        side = view.read_array("symbols", PART_SIZES.size, codes_begin)
+        self._codes = StoredCodes(recipe.codes, side, codes_begin, codes_end, self.count)
+        self._centers_begin, self.chunk = codes_end, self._codes.chunk
+        has_exact = self._exact_begin < view.sizes["symbols"] or recipe.exacts is not None
+        self.splittable = self._codes.splittable and not has_exact and len({info.dtype for info in infos}) == 1
+        self._moments = moment_pairs(view, recipe.moments)
+        self._context_infos = [view.tensor_at(ordinal) for ordinal in recipe.contexts]
+        if self._context_infos and [info.shape for info in self._context_infos] != [info.shape for info in infos]:
+            raise ValueError("context codes of tensors that do not fit")
+        self._centers: list[Tensor] = []
 
     def required_ranges(self, lo: int, hi: int) -> Sequence[ByteRange]:
-        start, stop = lo * self.unit, hi * self.unit
-        out = base_ranges(self._view, start, stop) if self._recipe.residual else []
-        out += self._code_ranges(start, stop)
-        for side in (0, 1) if self._moments else ():
-            out += [span for span, _ in self._moment_ranges(side, start, stop)]
+        out = self._parent_ranges(lo, hi) if self._recipe.residual else []
+        out += self._context_ranges(lo, hi)
+        for moments in self._used_moments():
+            out += self._ranges_of(moments, lo, hi)
         return out
 
     def required_parents(self) -> Sequence[str]:
@@ -443,100 +330,104 @@ class CodebookDecoder:
     def quantizer_params(self, fetch: FetchParams) -> Mapping[str, QuantizerParams]:
         recipe, infos = self._recipe, self._view.infos
         params = [fetch(name) for name in self.required_parents()]
-        parents = tuple(param for param in params if isinstance(param, CodebookTensor) and not param.residual)
+        parents = [param for param in params if isinstance(param, CodebookTensor) and not param.residual]
         if len(parents) < len(params):
             raise ValueError("a parent whose tensors are not quantized")
-        stored = self._view.read_array("symbols", self._codes_end)
-        self._centers = decode_centers(len(infos), recipe, stored, ParentCodes(parents, (), None) if parents else None)
-        exact = torch.empty(0, dtype=torch_dtype(recipe.exact))
-        no_codes = torch.empty(0, dtype=torch.uint8)
+        stored = self._view.read_array("symbols", self._centers_begin, self._exact_begin)
+        self._centers = _decode_centers(len(infos), recipe, stored, _stack_centers(parents, recipe.bins))
+        exact, no_codes = torch.empty(0, dtype=torch_dtype(recipe.exact)), torch.empty(0, dtype=torch.uint8)
         return {
             info.name: CodebookTensor(no_codes, centers, exact, recipe.first, recipe.residual)
             for info, centers in zip(infos, self._centers, strict=True)
         }
 
-    def decode(self, lo: int, hi: int, fetch: FetchRange, threads: int) -> DecodedRange:
-        codes = self._decode_codes(lo, hi, fetch, threads)
-        if int(codes.max(initial=0)) >= self._recipe.first + self._recipe.bins:
-            raise ValueError("a code beyond the last center")
-        if self._recipe.first and bool((codes == self._recipe.first - 1).any()):
-            raise ValueError("codes of exact values, which the record does not have")
-        values, position = [], 0
-        for index, info, begin, end in self._view.members_of_range(lo * self.unit, hi * self.unit):
-            count = (end - begin) // self.unit
-            base = None
-            if self._recipe.residual:
-                base_bytes = as_aligned(fetch(ByteRange(False, info.name, begin, end)))
-                base = tensor_from_bytes(base_bytes, TensorInfo("", (count,), info.dtype))
-            values.append(tensor_bytes(self._dequantize(index, info, codes[position : position + count], base)))
-            position += count
-        return DecodedRange(concat(values), codes)
-
-    def _dequantize(self, index: int, info: TensorInfo, codes: Bytes, base: torch.Tensor | None) -> torch.Tensor:
-        exact = torch.empty(0, dtype=torch_dtype(self._recipe.exact))
-        tensor = CodebookTensor(
-            torch.from_numpy(codes), self._centers[index], exact, self._recipe.first, self._recipe.residual
-        )
-        return tensor.dequantize(torch_dtype(info.dtype), base)
-
-    def _open_codes(self, codes: CoderConfig | BitPacked) -> tuple[BitPacked | None, Chunks | None]:
-        if isinstance(codes, CoderConfig):
-            side = self._view.read_array("symbols", PART_SIZES.size, self._codes_begin)
-            return None, Chunks.from_part(codes, side, self._codes_begin, self._codes_end, self.count)
-        if self._codes_begin != PART_SIZES.size:
-            raise ValueError("side data of codes that have none")
-        if self._codes_end - self._codes_begin != (self.count * codes.bits + 7) // 8:
-            raise _native.Truncated(
-                f"{self._codes_end - self._codes_begin} bytes for {self.count} codes of {codes.bits} bits"
-            )
-        return codes, None
-
-    def _find_context_infos(self) -> list[TensorInfo]:
-        context_infos = [self._view.tensor_at(ordinal) for ordinal in self._recipe.contexts]
-        shapes = [info.shape for info in self._view.infos]
-        if context_infos and [info.shape for info in context_infos] != shapes:
-            raise ValueError("context codes of tensors that do not fit")
-        return context_infos
-
-    def _code_ranges(self, start: int, stop: int) -> list[ByteRange]:
-        """Return the ranges of the codes that are context of a range of the stream."""
-        if not self._uses_context or not (self._context_infos or self._recipe.base):
-            return []
-        ranges = [
-            (index, info, begin // self.unit, end // self.unit)
-            for index, info, begin, end in self._view.members_of_range(start, stop)
+    def decode(self, lo: int, hi: int, inputs: DecodeInputs) -> list[DecodedPart]:
+        recipe, ranges = self._recipe, [*self._tensor_ranges(lo, hi)]
+        if inputs.digests is not None and self.uses_parent:
+            parents = self._parent_codes(lo, hi) if recipe.base else []
+            inputs.digests.check_base(map(inputs.fetch, parents + self._parent_ranges(lo, hi)))
+        if not self._centers:
+            self.quantizer_params(inputs.fetch_params)
+        codes = self._decode_codes(lo, hi, inputs)
+        shaped = [
+            torch.from_numpy(part).reshape(info.shape if part.size == info.numel else -1)
+            for part, (_, info, _, _) in zip(_split(codes, ranges), ranges, strict=True)
         ]
-        if self._context_infos:
-            return [
-                ByteRange(True, self._context_infos[index].name, begin, end, codes=True)
-                for index, _, begin, end in ranges
-            ]
-        return [ByteRange(False, info.name, begin, end, codes=True) for _, info, begin, end in ranges]
-
-    def _moment_ranges(self, side: int, start: int, stop: int) -> list[tuple[ByteRange, str]]:
-        return list(moment_ranges(self._view, [pair[side] for pair in self._moments], start, stop))
-
-    def _decode_codes(self, lo: int, hi: int, fetch: FetchRange, threads: int) -> Bytes:
-        if self._packed is not None:
-            bits = self._packed.bits  # chunks begin at whole bytes
-            begin, end = lo * bits // 8, (hi * bits + 7) // 8
-            stored = self._view.read_array("symbols", self._codes_begin + begin, self._codes_begin + end)
-            return _native.unpack_bits(stored, hi - lo, bits).astype(np.uint8)
-        assert self._chunks is not None
-        out = _native.empty(hi - lo)
-        codes = self._view.read_array("symbols", *self._chunks.byte_range(lo, hi))
-        self._chunks.decode(BYTE_FORMAT, codes, out, self._coding_context(lo, hi, fetch), lo, threads)
+        bases = self._parent_values(lo, hi, inputs.fetch) if recipe.residual else [None] * len(ranges)
+        exact = self._decode_exact(lo, hi, shaped, inputs.fetch)
+        out = []
+        for (index, info, _, _), member, values, base in zip(ranges, shaped, exact, bases, strict=True):
+            name = self._context_infos[index].name if self._context_infos else ""
+            tensor = CodebookTensor(member, self._centers[index], values, recipe.first, recipe.residual, name)
+            base = None if base is None else base.reshape(member.shape)
+            out.append(DecodedPart(tensor_bytes(tensor.dequantize(torch_dtype(info.dtype), base)), tensor))
+        if inputs.digests is not None:
+            inputs.digests.check_values(part.values for part in out)
         return out
 
-    def _coding_context(self, lo: int, hi: int, fetch: FetchRange) -> CodingContext:
-        start, stop = lo * self.unit, hi * self.unit
-        context = [fetch(span) for span in self._code_ranges(start, stop)]
-        moments = [
-            concat([cast(fetch(span), dtype, "F32") for span, dtype in self._moment_ranges(side, start, stop)])
-            for side in ((0, 1) if self._moments else ())
-        ]
-        return CodingContext(
-            base=concat(context) if context else None,
-            moment1=moments[0] if moments else None,
-            moment2=moments[1] if moments else None,
-        )
+    def _decode_codes(self, lo: int, hi: int, inputs: DecodeInputs) -> Bytes:
+        context = [inputs.fetch(span) for span in self._context_ranges(lo, hi)]
+        moments = [self._fetch_float32(moments, lo, hi, inputs.fetch) for moments in self._used_moments()]
+        moment1, moment2 = moments or (None, None)
+        arrays = CodingContext(base=concat(context) if context else None, moment1=moment1, moment2=moment2)
+        stored = self._view.read_array("symbols", *self._codes.byte_range(lo, hi))
+        codes = self._codes.decode(stored, lo, hi, arrays, inputs.threads)
+        if int(codes.max(initial=0)) >= self._recipe.first + self._recipe.bins:
+            raise ValueError("a code beyond the last center")
+        return codes
+
+    def _decode_exact(self, lo: int, hi: int, codes: Sequence[Tensor], fetch: FetchRange) -> list[Tensor]:
+        """Return the exact values of each part; codes that stand for values which are not there are refused."""
+        recipe, dtype = self._recipe, torch_dtype(self._recipe.exact)
+        if not recipe.first:
+            masks = [torch.zeros_like(member, dtype=torch.bool) for member in codes]
+        else:
+            masks = [member == recipe.first - 1 for member in codes]
+        counts = [int(mask.sum()) for mask in masks]
+        base = None
+        if recipe.exacts is not None and recipe.exacts.needs_base and self.uses_parent:
+            parents = zip(self._parent_values(lo, hi, fetch), masks, strict=True)
+            base = np.concatenate([tensor_bytes(parent[mask.reshape(-1)].to(dtype)) for parent, mask in parents])
+        out = np.empty(sum(counts) * dtype.itemsize, np.uint8)
+        stored = self._view.read_array("symbols", self._exact_begin)
+        decode_small_array(NUMBER_FORMATS[recipe.exact], recipe.exacts, stored, out, base)
+        values = torch.from_numpy(out).view(dtype) if out.nbytes else torch.empty(0, dtype=dtype)
+        return [*torch.split(values, counts)]
+
+    def _used_moments(self) -> list[list[TensorInfo]]:
+        """Return the first and the second moments if the codes are coded under them; else []."""
+        uses_moments = isinstance(self._recipe.codes, CoderConfig) and self._recipe.codes.moments
+        return [[pair[side] for pair in self._moments] for side in (0, 1)] if self._moments and uses_moments else []
+
+    def _context_ranges(self, lo: int, hi: int) -> list[ByteRange]:
+        """Return the ranges of the codes that are context of a range of the stream."""
+        if not recipes.uses_context(self._recipe.codes):
+            return []
+        if self._context_infos:
+            ranges = self._tensor_ranges(lo, hi)
+            return [
+                ByteRange(True, self._context_infos[index].name, begin, end, True) for index, _, begin, end in ranges
+            ]
+        return self._parent_codes(lo, hi) if self._recipe.base else []
+
+    def _parent_codes(self, lo: int, hi: int) -> list[ByteRange]:
+        ranges = self._tensor_ranges(lo, hi)
+        return [ByteRange(False, info.name, begin, end, codes=True) for _, info, begin, end in ranges]
+
+    def _parent_values(self, lo: int, hi: int, fetch: FetchRange) -> list[Tensor]:
+        ranges = zip(self._parent_ranges(lo, hi), self._tensor_ranges(lo, hi), strict=True)
+        return [flat_tensor(fetch(span), info.dtype, end - begin) for span, (_, info, begin, end) in ranges]
+
+
+def _decode_centers(members: int, recipe: CodebookRecipe, stored: Bytes, base: Bytes | None) -> list[Tensor]:
+    """Return the centers of each member: float32, of shape (bins,)."""
+    out = np.empty(4 * recipe.bins * members, np.uint8)
+    decode_small_array(NUMBER_FORMATS["F32"], recipe.centers, stored, out, base)
+    centers = torch.from_numpy(out).view(torch.float32).reshape(members, recipe.bins)
+    if not bool(centers.isfinite().all()) or bool((centers.diff(dim=1) < 0).any()):
+        raise ValueError("centers that do not rise, or are not finite")
+    return [*centers]
+
+
+def _split(array: Bytes, ranges: Sequence[TensorRange]) -> list[Bytes]:
+    return np.split(array, np.cumsum([end - begin for _, _, begin, end in ranges])[:-1])

@@ -1,188 +1,212 @@
-"""Decodes ranges of records of entropy-coded numbers."""
+"""Encodes and decodes records of entropy-coded numbers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from torch import Tensor
 
 from shrinkpoint import _native
-from shrinkpoint.codec.coder import MIN_CHUNK_BYTES, NUMBER_FORMATS, Bytes, CoderConfig, CodingContext, NumberFormat
+from shrinkpoint._native import xxh3_128
+from shrinkpoint.codec import recipe as recipes
+from shrinkpoint.codec.coder import NUMBER_FORMATS, Bytes, CodedChunks, CoderConfig, CodingContext, default_threads
 from shrinkpoint.codec.decoder import (
     ByteRange,
-    DecodedRange,
-    FetchParams,
+    DecodedPart,
+    DecodeInputs,
     FetchRange,
-    QuantizerParams,
+    RecordDecoder,
     RecordView,
-    base_ranges,
-    cast,
-    common_chunk,
     concat,
-    has_same_layout,
     moment_pairs,
-    moment_ranges,
 )
-from shrinkpoint.codec.pack import TAP_SIZES, matrix_shapes, num_numbers, tap, tap_context
+from shrinkpoint.codec.pack import (
+    TAP_SIZES,
+    matrix_shapes,
+    num_numbers,
+    pack_float32,
+    pack_tensors,
+    tap,
+    tap_context,
+    taps_innermost,
+    taps_outermost,
+)
 from shrinkpoint.codec.recipe import CodedRecipe
-from shrinkpoint.tensors.info import TensorInfo
-
-_SIZE_DTYPE = np.dtype("<u4")
+from shrinkpoint.codec.reference import Reference
+from shrinkpoint.tensors.info import EncodedRecord, TensorInfo
 
 
 @dataclass(frozen=True)
-class Chunks:
-    """The coded chunks of one array, within a part of a record.
+class RecordInput:
+    """The numbers of one record, to be entropy-coded.
 
     Attributes:
-        config: how the array was coded.
-        side: side data of the whole array.
-        starts: int64, the offset of each chunk in the part, and the end of the last one.
-        count: numbers in the array.
+        name: name of the record.
+        infos: its tensors (members).
+        taps: as in `recipe.CodedRecipe`.
+        values: their numbers, packed by `pack_tensors`, uint8.
+        context: arrays that a decoder has as well.
+        moments: as in `recipe.CodedRecipe`.
     """
 
-    config: CoderConfig
-    side: Bytes
-    starts: NDArray[np.int64]
-    count: int
+    name: str
+    infos: tuple[TensorInfo, ...]
+    taps: int
+    values: Bytes
+    context: CodingContext
+    moments: tuple[tuple[int, int], ...] = ()
 
-    @classmethod
-    def from_part(cls, config: CoderConfig, side: Bytes, begin: int, end: int, count: int) -> Chunks:
-        """Locate the chunks of an array whose codes are the bytes [begin, end) of a part.
-
-        Raises:
-            _native.Truncated: side data or codes are too short.
-        """
-        chunks = -(-count // config.chunk)
-        if end - begin < chunks * MIN_CHUNK_BYTES:  # before memory is allocated by `count`
-            raise _native.Truncated("the codes are too short for the tensors' shapes")
-        if side.nbytes < chunks * _SIZE_DTYPE.itemsize:
-            raise _native.Truncated("the side data end too early")
-        sizes = np.frombuffer(side[side.nbytes - chunks * _SIZE_DTYPE.itemsize :].tobytes(), _SIZE_DTYPE)
-        starts = np.concatenate([[begin], begin + np.cumsum(sizes, dtype=np.int64)])
-        if starts[-1] != end:
-            raise _native.Truncated("the codes are shorter or longer than their chunks")
-        return cls(config, side, starts, count)
-
-    def byte_range(self, lo: int, hi: int) -> tuple[int, int]:
-        """Return (begin, end) in the part of the chunks that hold the numbers [lo, hi)."""
-        return int(self.starts[lo // self.config.chunk]), int(self.starts[-(-hi // self.config.chunk)])
-
-    def decode(
-        self, number_format: NumberFormat, codes: Bytes, out: Bytes, context: CodingContext, lo: int, threads: int
-    ) -> None:
-        """Decode the numbers from `lo` on into `out`, from the bytes of their chunks."""
-        first_chunk = lo // self.config.chunk
-        self.config.decode_chunks(number_format, self.side, codes, out, context, self.count, first_chunk, threads)
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
 
 
-class CodedDecoder:
-    """A `PartialDecoder` of coded numbers whose unit is one number, or with taps one number of each tap."""
+def encode(record: RecordInput, configs: tuple[CoderConfig, ...], *, threads: int | None = None) -> EncodedRecord:
+    """Entropy-code a record, each tap with its configuration; the last configuration serves all later taps."""
+    number, taps = NUMBER_FORMATS[record.infos[0].dtype], record.taps
+    sides, codes = bytearray(), []
+    for index in range(taps):
+        config = configs[min(index, len(configs) - 1)]
+        context = tap_context(number, record.values, record.context, config, index, taps)
+        values = tap(record.values, index, taps)
+        assert values is not None
+        side, code = config.encode(number, values, context, default_threads(threads))
+        sides += TAP_SIZES.pack(side.nbytes, code.nbytes) + side.tobytes()
+        codes.append(code)
+    joined = codes[0] if taps == 1 else np.concatenate(codes)
+    base = record.context.base if any(config.needs_base for config in configs) else None
+    recipe = CodedRecipe(configs, taps, base is not None, record.moments)
+    return EncodedRecord(
+        record.name,
+        record.infos,
+        recipes.to_json(recipe),
+        {"side": bytes(sides), "codes": joined.data},
+        xxh3_128(record.values),
+        None if base is None else xxh3_128(base),
+    )
 
-    merge_gap, cacheable = 0, True
+
+def coding_context(
+    infos: Sequence[TensorInfo],
+    taps: int,
+    reference: Reference | None,
+    moments: Sequence[tuple[str, str]],
+    tensors: Mapping[str, Tensor],
+) -> CodingContext:
+    """Collect the coding context with which a record is encoded: the parent's numbers, and moments of the same file.
+
+    Args:
+        infos: the members of the record.
+        taps: as in `recipe.CodedRecipe`.
+        reference: the parent, if it holds every member; else None.
+        moments: names of the (first, second) moment of each member; () for none.
+        tensors: earlier tensors of the same file by name.
+    """
+    base = moment1_base = None
+    first = [pair[0] for pair in moments]
+    if reference is not None:
+        base = pack_tensors(infos, reference.tensors, taps)
+        parents = [reference.get_like(name, tuple(tensors[name].shape), tensors[name].dtype) for name in first]
+        if first and all(parent is not None for parent in parents):
+            moment1_base = pack_float32(first, reference.tensors, taps)
+    return CodingContext(
+        base=base,
+        moment1=pack_float32(first, tensors, taps) if moments else None,
+        moment2=pack_float32([pair[1] for pair in moments], tensors, taps) if moments else None,
+        moment1_base=moment1_base,
+        shapes=matrix_shapes(infos, taps),
+    )
+
+
+class CodedDecoder(RecordDecoder):
+    """Decodes numbers; its unit is one number, or with taps one number of each tap."""
 
     def __init__(self, view: RecordView, recipe: CodedRecipe) -> None:
-        infos, self.taps = view.infos, recipe.taps
-        if any(info.dtype != infos[0].dtype for info in infos) or any(num_numbers(info) % self.taps for info in infos):
+        infos, self._taps = view.infos, recipe.taps
+        if any(info.dtype != infos[0].dtype or num_numbers(info) % self._taps for info in infos):
             raise ValueError("its tensors cannot have been coded together")
-        self._view, self._number_format = view, NUMBER_FORMATS[infos[0].dtype]
-        self.unit = self._number_format.itemsize * self.taps
-        self.count = sum(num_numbers(info) for info in infos) // self.taps
-        self._chunks = self._read_chunks(recipe)
-        configs = [chunks.config for chunks in self._chunks]
-        self.chunk = common_chunk([config.chunk for config in configs], self.count)
-        self._uses_base = recipe.base and any(config.needs_base for config in configs)
-        self._moments = moment_pairs(view, recipe.moments) if any(map(_uses_moments, configs)) else []
-        uses_square = any(config.predictor == "square" for config in configs)
-        self._uses_moments_base = uses_square and recipe.base and self._parent_has_moments()
-        self._shapes = matrix_shapes(infos, self.taps)
+        super().__init__(view, [num_numbers(info) // self._taps for info in infos])
+        self._number_format = NUMBER_FORMATS[infos[0].dtype]
+        self.unit = self._number_format.itemsize * self._taps
+        self._streams = self._read_streams(recipe)
+        self.chunk = min(math.lcm(*(stream.config.chunk for stream in self._streams)), max(1, self.count))
+        self.uses_parent = recipe.base
+        moments = moment_pairs(view, recipe.moments)
+        self._uses_moments = bool(moments) and any(_uses_moments(stream.config) for stream in self._streams)
+        self._first_moments, self._second_moments = ([pair[side] for pair in moments] for side in (0, 1))
+        self._uses_parent_moments = (
+            self._uses_moments
+            and recipe.base
+            and any(stream.config.predictor == "square" for stream in self._streams)
+            and all(map(view.parent_has, self._first_moments))
+        )
+        factors = any(stream.config.factors for stream in self._streams)
+        self._shapes = matrix_shapes(infos, self._taps) if factors else None
 
     def required_ranges(self, lo: int, hi: int) -> Sequence[ByteRange]:
-        start, stop = lo * self.unit, hi * self.unit
-        out = base_ranges(self._view, start, stop) if self._uses_base else []
-        for side, own in self._moment_sources():
-            out += [span for span, _ in moment_ranges(self._view, self._moment_infos(side), start, stop, same_file=own)]
+        out = self._parent_ranges(lo, hi) if self.uses_parent else []
+        if self._uses_moments:
+            out += self._ranges_of(self._first_moments, lo, hi) + self._ranges_of(self._second_moments, lo, hi)
+        if self._uses_parent_moments:
+            out += self._ranges_of(self._first_moments, lo, hi, same_file=False)
         return out
 
-    def required_parents(self) -> Sequence[str]:
-        return ()
-
-    def quantizer_params(self, fetch: FetchParams) -> Mapping[str, QuantizerParams]:
-        return {}
-
-    def decode(self, lo: int, hi: int, fetch: FetchRange, threads: int) -> DecodedRange:
-        context = self._coding_context(lo, hi, fetch)
-        values = _native.empty((hi - lo) * self.unit)
-        for index, chunks in enumerate(self._chunks):
-            context_of_tap = tap_context(self._number_format, values, context, chunks.config, index, self.taps)
-            out = tap(values, index, self.taps)
+    def decode(self, lo: int, hi: int, inputs: DecodeInputs) -> list[DecodedPart]:
+        context = self._coding_context(lo, hi, inputs.fetch)
+        if inputs.digests is not None and context.base is not None:
+            inputs.digests.check_base([context.base])
+        values = inputs.allocate((hi - lo) * self.unit)
+        for index, stream in enumerate(self._streams):
+            context_of_tap = tap_context(self._number_format, values, context, stream.config, index, self._taps)
+            out = tap(values, index, self._taps)
             assert out is not None
-            codes = self._view.read_array("codes", *chunks.byte_range(lo, hi))
-            chunks.decode(self._number_format, codes, out, context_of_tap, lo, threads)
-        return DecodedRange(self._taps_innermost(values))
+            codes = self._view.read_array("codes", *stream.byte_range(lo, hi))
+            stream.decode(self._number_format, codes, out, context_of_tap, lo, inputs.threads)
+        if inputs.digests is not None:
+            inputs.digests.check_values([values])
+        values = taps_innermost(values, self._number_format.itemsize, self._taps)
+        return self._split(values, lo, hi)
 
-    def _read_chunks(self, recipe: CodedRecipe) -> list[Chunks]:
+    def _unit_bytes(self, info: TensorInfo) -> int:
+        return self.unit
+
+    def _read_streams(self, recipe: CodedRecipe) -> list[CodedChunks]:
+        """Locate the coded numbers of every tap."""
         sides, end = self._view.read_array("side"), 0
         out = []
-        for index in range(self.taps):
+        for index in range(self._taps):
             side, size = TAP_SIZES.unpack(sides[: TAP_SIZES.size].tobytes())
             sides = sides[TAP_SIZES.size :]
             begin, end = end, end + size
             if side > sides.nbytes or end > self._view.sizes["codes"]:
                 raise _native.Truncated("a tap is longer than the rest of its record")
             config = recipe.runs[min(index, len(recipe.runs) - 1)]
-            out.append(Chunks.from_part(config, sides[:side], begin, end, self.count))
+            out.append(CodedChunks(config, sides[:side], begin, end, self.count))
             sides = sides[side:]
         if sides.nbytes or end != self._view.sizes["codes"]:
             raise ValueError("a record is longer than its taps")
         return out
 
-    def _parent_has_moments(self) -> bool:
-        """Whether the parent has all first moments, of the same shapes and dtypes."""
-        parents = self._view.parent_tensors or {}
-        return bool(self._moments) and all(
-            has_same_layout(parents.get(first.name), first) for first, _ in self._moments
-        )
-
-    def _moment_sources(self) -> list[tuple[int, bool]]:
-        """Return the moments that are used: (0 for first or 1 for second, whether of this file)."""
-        if not self._moments:
-            return []
-        return [(0, True), (1, True), *([(0, False)] if self._uses_moments_base else [])]
-
-    def _moment_infos(self, index: int) -> list[TensorInfo]:
-        return [pair[index] for pair in self._moments]
-
     def _coding_context(self, lo: int, hi: int, fetch: FetchRange) -> CodingContext:
-        start, stop = lo * self.unit, hi * self.unit
-        base = concat([fetch(span) for span in base_ranges(self._view, start, stop)]) if self._uses_base else None
-        moments: dict[tuple[int, bool], Bytes] = {}
-        for side, own in self._moment_sources():
-            spans = moment_ranges(self._view, self._moment_infos(side), start, stop, same_file=own)
-            floats = concat([cast(fetch(span), dtype, "F32") for span, dtype in spans])
-            moments[side, own] = self._taps_outermost(floats, 4)
+        def floats(moments: Sequence[TensorInfo], *, same_file: bool = True) -> Bytes:
+            return taps_outermost(self._fetch_float32(moments, lo, hi, fetch, same_file=same_file), 4, self._taps)
+
+        base = moment1 = moment2 = None
+        if self.uses_parent:
+            base = concat([fetch(span) for span in self._parent_ranges(lo, hi)])
+            base = taps_outermost(base, self._number_format.itemsize, self._taps)
+        if self._uses_moments:
+            moment1, moment2 = floats(self._first_moments), floats(self._second_moments)
         return CodingContext(
-            base=None if base is None else self._taps_outermost(base, self._number_format.itemsize),
-            moment1=moments.get((0, True)),
-            moment2=moments.get((1, True)),
-            moment1_base=moments.get((0, False)),
+            base=base,
+            moment1=moment1,
+            moment2=moment2,
+            moment1_base=floats(self._first_moments, same_file=False) if self._uses_parent_moments else None,
             shapes=self._shapes,
         )
-
-    def _taps_outermost(self, values: Bytes, width: int) -> Bytes:
-        """Reorder row-major numbers of `width` bytes tap by tap."""
-        if self.taps == 1:
-            return values
-        return np.ascontiguousarray(values.view(f"u{width}").reshape(-1, self.taps).T).reshape(-1).view(np.uint8)
-
-    def _taps_innermost(self, values: Bytes) -> Bytes:
-        """Invert `_taps_outermost`."""
-        if self.taps == 1:
-            return values
-        words = values.view(f"u{self._number_format.itemsize}").reshape(self.taps, -1)
-        return np.ascontiguousarray(words.T).reshape(-1).view(np.uint8)
 
 
 def _uses_moments(config: CoderConfig) -> bool:

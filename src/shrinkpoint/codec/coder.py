@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -78,6 +79,7 @@ MIN_CHUNK_BYTES = 4 + 4 * 4 + 8
 """Fewest bytes of a coded chunk: its header, the states of four lanes, the padding behind the extra bits.
 
 Readers check it before they allocate memory, so that a short record cannot ask for a lot of it."""
+_SIZE_DTYPE = np.dtype("<u4")  # of the bytes of a chunk, in the side data
 
 
 @dataclass(frozen=True)
@@ -199,49 +201,34 @@ class CoderConfig:
         return bits / 8
 
     def decode(
-        self, number_format: NumberFormat, side: Bytes, codes: Bytes, out: Bytes, context: CodingContext, threads: int
-    ) -> None:
-        """Decode all numbers into `out`.
-
-        Raises:
-            _native.Corrupt, _native.Truncated: the bytes are damaged.
-        """
-        _native.decode(
-            self._native_model(number_format),
-            side,
-            codes,
-            out,
-            **self._native_arrays(context),
-            shapes=context.shapes if self.factors else None,
-            chunk=self.chunk,
-            threads=threads,
-        )
-
-    def decode_chunks(
         self,
         number_format: NumberFormat,
         side: Bytes,
         codes: Bytes,
         out: Bytes,
         context: CodingContext,
-        count: int,
-        first_chunk: int,
         threads: int,
+        *,
+        count: int | None = None,
+        first_chunk: int = 0,
     ) -> None:
-        """Decode the consecutive chunks from `first_chunk` on that fill `out`.
+        """Decode the consecutive chunks from `first_chunk` on that fill `out`; by default all of them.
 
         Args:
             side: the side data of the whole array.
             codes: the bytes of these chunks alone.
             context: the context of these chunks alone, except for `shapes`, which are those of the whole array.
-            count: numbers in the whole array.
+            count: numbers in the whole array; None: as many as `out` has.
+
+        Raises:
+            _native.Corrupt, _native.Truncated: the bytes are damaged.
         """
         _native.decode_chunks(
             self._native_model(number_format),
             side,
             codes,
             out,
-            count,
+            out.nbytes // number_format.itemsize if count is None else count,
             first_chunk,
             **self._native_arrays(context),
             shapes=context.shapes if self.factors else None,
@@ -290,6 +277,62 @@ class CoderConfig:
             "moment1_base": context.moment1_base if self.predictor == "square" else None,
             "hint": context.hint,
         }
+
+
+@dataclass(frozen=True)
+class CodedChunks:
+    """The coded chunks of one array, within a part of a record.
+
+    Attributes:
+        config: how the array was coded.
+        side: side data of the whole array.
+        begin, end: where its codes begin and end in the part.
+        count: numbers in the array.
+
+    Raises:
+        _native.Truncated: the codes are too short for as many chunks; so no memory is allocated by a wrong `count`.
+    """
+
+    config: CoderConfig
+    side: Bytes
+    begin: int
+    end: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.end - self.begin < self._num_chunks * MIN_CHUNK_BYTES:
+            raise _native.Truncated("the codes are too short for the tensors' shapes")
+
+    def byte_range(self, lo: int, hi: int) -> tuple[int, int]:
+        """Return (begin, end) in the part of the chunks that hold the numbers [lo, hi)."""
+        if (lo, hi) == (0, self.count):
+            return self.begin, self.end
+        return int(self._starts[lo // self.config.chunk]), int(self._starts[-(-hi // self.config.chunk)])
+
+    def decode(
+        self, number_format: NumberFormat, codes: Bytes, out: Bytes, context: CodingContext, lo: int, threads: int
+    ) -> None:
+        """Decode the numbers from `lo` on into `out`, from the bytes of their chunks."""
+        first_chunk = lo // self.config.chunk
+        self.config.decode(
+            number_format, self.side, codes, out, context, threads, count=self.count, first_chunk=first_chunk
+        )
+
+    @property
+    def _num_chunks(self) -> int:
+        return -(-self.count // self.config.chunk)
+
+    @cached_property
+    def _starts(self) -> NDArray[np.int64]:
+        """The offset of each chunk in the part, and the end of the last one."""
+        nbytes = self._num_chunks * _SIZE_DTYPE.itemsize
+        if self.side.nbytes < nbytes:
+            raise _native.Truncated("the side data end too early")
+        sizes = np.frombuffer(self.side[self.side.nbytes - nbytes :].tobytes(), _SIZE_DTYPE)
+        starts = np.concatenate([[self.begin], self.begin + np.cumsum(sizes, dtype=np.int64)])
+        if starts[-1] != self.end:
+            raise _native.Truncated("the codes are shorter or longer than their chunks")
+        return starts
 
 
 def default_threads(threads: int | None) -> int:

@@ -2,32 +2,40 @@
 
 The *stream* of a record is the row-major bytes of its tensors one after the other. A decoder decodes ranges of the
 stream that begin and end at chunks; a range needs the same ranges of the parent's values and of the moments, and
-nothing else."""
+nothing else. A record is decoded whole as the range of all its units.
+"""
 
 from __future__ import annotations
 
-import math
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from torch import Tensor
 
 from shrinkpoint import _native
+from shrinkpoint.codec import recipe as recipes
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coder import Bytes
 from shrinkpoint.codec.lattice import Lattice
-from shrinkpoint.codec.pack import num_numbers
-from shrinkpoint.errors import CorruptError, ShrinkpointError, TruncatedError
+from shrinkpoint.codec.pack import digest_arrays, num_numbers
+from shrinkpoint.codec.recipe import Recipe
+from shrinkpoint.codec.reference import QuantizedTensor
+from shrinkpoint.errors import ChainError, CorruptError, ShrinkpointError, TruncatedError
 from shrinkpoint.guard import read_guard
-from shrinkpoint.tensors.dtypes import tensor_bytes, tensor_from_bytes
+from shrinkpoint.tensors.dtypes import tensor_bytes, tensor_from_bytes, torch_dtype
 from shrinkpoint.tensors.info import ITEMSIZE, JSON, TensorInfo
 
 _ADVICE = "restore an older checkpoint; `shrinkpoint verify` names what else is hit"
+
+QuantizerParams: TypeAlias = CodebookTensor | Lattice
+"""A quantized tensor without its codes: a `CodebookTensor` whose codes are empty, or a lattice."""
 
 
 @contextmanager
@@ -51,15 +59,7 @@ def decode_errors(where: str) -> Iterator[None]:
             raise CorruptError(where, found=str(error), do=_ADVICE) from error
 
 
-QuantizerParams: TypeAlias = CodebookTensor | Lattice
-"""A quantized tensor without its codes: a `CodebookTensor` whose codes are empty, or a lattice."""
-
-MERGE_GAP = 1 << 16
-"""Bytes between two ranges of a plain or copied stream up to which one read of both is faster than two."""
-
-
-@dataclass(frozen=True)
-class ByteRange:
+class ByteRange(NamedTuple):
     """A range of another tensor that decoding needs.
 
     Attributes:
@@ -76,10 +76,19 @@ class ByteRange:
     codes: bool = False
 
 
-FetchRange: TypeAlias = Callable[[ByteRange], Bytes]
-"""Returns the bytes of a required range."""
-FetchParams: TypeAlias = Callable[[str], QuantizerParams]
-"""Returns the quantizer parameters of the parent's tensor of a name."""
+class TensorRange(NamedTuple):
+    """A range of one tensor of the record.
+
+    Attributes:
+        member: index of the tensor in the record.
+        info: the tensor.
+        begin, end: in units of the decoder, from the first of the tensor.
+    """
+
+    member: int
+    info: TensorInfo
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,7 @@ class RecordView:
         sizes: bytes of each part by its name.
         read: (part, begin, end) -> verified bytes; raises only errors of `shrinkpoint.errors`.
         tensor_at: ordinal -> tensor of an earlier record of the file; raises `LookupError`.
-        parent_tensors: the parent's tensors by name; None if there is no parent.
+        parent_tensor: name -> tensor of the parent; None if there is no parent or no such tensor.
     """
 
     infos: tuple[TensorInfo, ...]
@@ -100,26 +109,92 @@ class RecordView:
     sizes: Mapping[str, int]
     read: Callable[[str, int, int], memoryview]
     tensor_at: Callable[[int], TensorInfo]
-    parent_tensors: Mapping[str, TensorInfo] | None
+    parent_tensor: Callable[[str], TensorInfo | None]
 
     def read_array(self, part: str, begin: int = 0, end: int | None = None) -> Bytes:
         """Read a range of a part; by default all of it."""
         return np.frombuffer(self.read(part, begin, self.sizes[part] if end is None else end), np.uint8)
 
-    def members_of_range(self, start: int, stop: int) -> Iterator[tuple[int, TensorInfo, int, int]]:
-        """Yield (index, tensor, begin, end) of each tensor that a range of the stream overlaps; bytes of the tensor."""
-        offset = 0
-        for index, info in enumerate(self.infos):
-            begin, end = max(start - offset, 0), min(stop - offset, info.nbytes)
-            if begin < end:
-                yield index, info, begin, end
-            offset += info.nbytes
+    @cached_property
+    def parsed_recipe(self) -> Recipe:
+        """The recipe; raises ValueError if no encoder writes it."""
+        return recipes.from_json(self.recipe, len(self.infos))
 
     @cached_property
     def offsets(self) -> dict[str, int]:
         """The first byte of each tensor in the stream, by name."""
         ends = accumulate((info.nbytes for info in self.infos), initial=0)
         return {info.name: end for info, end in zip(self.infos, ends, strict=False)}
+
+    def parent_has(self, info: TensorInfo) -> bool:
+        """Whether the parent has a tensor of the same name, shape and dtype."""
+        parent = self.parent_tensor(info.name)
+        return parent is not None and (parent.shape, parent.dtype) == (info.shape, info.dtype)
+
+
+@dataclass(frozen=True)
+class RecordDigests:
+    """The digests of a record, which are compared when all of it is decoded.
+
+    Attributes:
+        where: the file and record, for messages.
+        values: digest of the values, in the order in which they are coded.
+        base: digest of what the record was encoded against; None without base.
+    """
+
+    where: str
+    values: str
+    base: str | None
+
+    def check_base(self, arrays: Iterable[Bytes]) -> None:
+        """Raise ChainError unless these are the parent's numbers that the record was encoded against."""
+        self.check_base_digest(digest_arrays(arrays))
+
+    def check_base_digest(self, digest: str) -> None:
+        if digest != self.base:
+            raise ChainError(
+                self.where,
+                found=f"a base with digest {digest}",
+                expected=str(self.base),
+                do="give the checkpoint that this one was made against",
+            )
+
+    def check_values(self, arrays: Iterable[Bytes]) -> None:
+        """Raise ValueError unless these are the values that were encoded."""
+        digest = digest_arrays(arrays)
+        if digest != self.values:
+            raise ValueError(f"decoded values with digest {digest}, expected {self.values}")
+
+
+FetchRange: TypeAlias = Callable[[ByteRange], Bytes]
+FetchParams: TypeAlias = Callable[[str], QuantizerParams]
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """What a decoder needs besides the bytes of its record.
+
+    Attributes:
+        fetch: returns the bytes of a required range.
+        fetch_params: returns the quantizer parameters of the parent's tensor of a name.
+        threads: native threads.
+        allocate: returns uninitialized uint8 memory for values.
+        digests: compared if given, which only the range of all units allows. For a smaller range, the digests of the
+            stored bytes and of the headers of the chain guard the same values unless a writer was wrong.
+    """
+
+    fetch: FetchRange
+    fetch_params: FetchParams
+    threads: int = 1
+    allocate: Callable[[int], Bytes] = _native.empty
+    digests: RecordDigests | None = None
+
+
+class DecodedPart(NamedTuple):
+    """A decoded range of one tensor: its bytes, and its quantized form, of the tensor's shape if it is complete."""
+
+    values: Bytes
+    quantized: QuantizedTensor | None = None
 
 
 @dataclass(frozen=True)
@@ -139,8 +214,14 @@ class DecodedRange:
         return self.values.nbytes + (0 if self.codes is None else self.codes.nbytes)
 
 
-class PartialDecoder(Protocol):
+class RecordDecoder(ABC):
     """Decodes ranges of one record.
+
+    Its methods raise ValueError, LookupError, struct.error, `_native.Corrupt` or `_native.Truncated` for damaged bytes.
+
+    Args:
+        view: the record.
+        counts: units of each tensor.
 
     Attributes:
         unit: bytes of the stream that one step of a range stands for, such as the size of a number.
@@ -148,109 +229,110 @@ class PartialDecoder(Protocol):
         chunk: units that are decoded together: ranges begin and end at multiples of it, or at `count`.
         merge_gap: chunks between two ranges up to which decoding both in one call is faster.
         cacheable: whether decoding is expensive enough for decoded ranges to be cached.
+        splittable: whether ranges smaller than the record can be decoded; if not, `unit` and `chunk` are of no use.
+        uses_parent: whether the parent must have the record's tensors.
     """
 
-    unit: int
-    count: int
-    chunk: int
-    merge_gap: int
-    cacheable: bool
+    unit = 1
+    chunk = 1
+    merge_gap = 0
+    cacheable = True
+    splittable = True
+    uses_parent = False
+
+    def __init__(self, view: RecordView, counts: Sequence[int]) -> None:
+        self._view, self._counts = view, counts
+        self.count = sum(counts)
+
+    @abstractmethod
+    def decode(self, lo: int, hi: int, inputs: DecodeInputs) -> list[DecodedPart]:
+        """Decode the range [lo, hi) of the stream, in units, to the parts of the tensors that it overlaps."""
 
     def required_ranges(self, lo: int, hi: int) -> Sequence[ByteRange]:
         """Return the ranges of other tensors that `decode` of [lo, hi) fetches."""
+        return ()
 
     def required_parents(self) -> Sequence[str]:
         """Return the tensors whose parameters in the parent `quantizer_params` fetches."""
-
-    def quantizer_params(self, fetch: FetchParams) -> Mapping[str, QuantizerParams]:
-        """Return the parameters of the record's quantized tensors by name; must be called before `decode`."""
-
-    def decode(self, lo: int, hi: int, fetch: FetchRange, threads: int) -> DecodedRange:
-        """Decode the range [lo, hi) of the stream, in units.
-
-        Raises:
-            ValueError, LookupError, struct.error, _native.Corrupt, _native.Truncated: the bytes are damaged.
-        """
-
-
-class PlainDecoder:
-    """Reads ranges of a plain record, whose values are stored uncompressed."""
-
-    unit, chunk, merge_gap, cacheable = 1, 1, MERGE_GAP, False
-
-    def __init__(self, view: RecordView) -> None:
-        self._view = view
-        self.count = sum(info.nbytes for info in view.infos)
-        if self.count != view.sizes["values"]:
-            raise ValueError(f"{view.sizes['values']} bytes for {self.count} bytes of tensors")
-
-    def required_ranges(self, lo: int, hi: int) -> Sequence[ByteRange]:
-        return ()
-
-    def required_parents(self) -> Sequence[str]:
         return ()
 
     def quantizer_params(self, fetch: FetchParams) -> Mapping[str, QuantizerParams]:
+        """Return the parameters of the record's quantized tensors by name."""
         return {}
 
-    def decode(self, lo: int, hi: int, fetch: FetchRange, threads: int) -> DecodedRange:
-        return DecodedRange(self._view.read_array("values", lo, hi))
+    def decode_range(self, lo: int, hi: int, inputs: DecodeInputs) -> DecodedRange:
+        """Decode the range [lo, hi) of the stream, in units, to one array."""
+        parts = self.decode(lo, hi, inputs)
+        codes = [tensor_bytes(part.quantized.codes) for part in parts if isinstance(part.quantized, CodebookTensor)]
+        return DecodedRange(concat([part.values for part in parts]), concat(codes) if codes else None)
 
+    def _tensor_ranges(self, lo: int, hi: int) -> Iterator[TensorRange]:
+        """Yield the range of each tensor that a range of the stream overlaps; tensors without values are included."""
+        offset = 0
+        for index, (info, count) in enumerate(zip(self._view.infos, self._counts, strict=True)):
+            begin, end = max(lo - offset, 0), min(hi - offset, count)
+            if begin < end or begin == end == count == 0:
+                yield TensorRange(index, info, begin, end)
+            offset += count
 
-class CopyDecoder(PlainDecoder):
-    """Copies ranges of earlier tensors of the same file, and casts them where they are wider."""
-
-    def __init__(self, view: RecordView, sources: Sequence[int]) -> None:
-        self._view = view
-        self.count = sum(info.nbytes for info in view.infos)
-        if len(sources) != len(view.infos):
-            raise ValueError(f"{len(sources)} sources for {len(view.infos)} copies")
-        self._sources = [view.tensor_at(ordinal) for ordinal in sources]
-        for info, source in zip(view.infos, self._sources, strict=True):
-            if source.shape != info.shape:
-                raise ValueError(f"a copy of shape {list(info.shape)} has a source of shape {list(source.shape)}")
-            if source.dtype != info.dtype and (source.dtype, info.dtype) not in (("F32", "BF16"), ("F32", "F16")):
-                raise ValueError(f"a copy as {info.dtype} of {source.dtype}")
-
-    def required_ranges(self, lo: int, hi: int) -> Sequence[ByteRange]:
+    def _parent_ranges(self, lo: int, hi: int) -> list[ByteRange]:
+        """Return the ranges of the parent's values that a range of the stream overlaps."""
         return [
-            self._source_range(index, info, begin, end)
-            for index, info, begin, end in self._view.members_of_range(lo, hi)
+            ByteRange(False, info.name, begin * self._unit_bytes(info), end * self._unit_bytes(info))
+            for _, info, begin, end in self._tensor_ranges(lo, hi)
         ]
 
-    def decode(self, lo: int, hi: int, fetch: FetchRange, threads: int) -> DecodedRange:
-        out = np.empty(hi - lo, np.uint8)
-        position = 0
-        for index, info, begin, end in self._view.members_of_range(lo, hi):
-            values = fetch(self._source_range(index, info, begin, end))
-            if self._sources[index].dtype != info.dtype:
-                skipped = begin % ITEMSIZE[info.dtype]
-                values = cast(values, "F32", info.dtype)[skipped : skipped + end - begin]
-            out[position : position + end - begin] = values
-            position += end - begin
-        return DecodedRange(out)
+    def _ranges_of(self, moments: Sequence[TensorInfo], lo: int, hi: int, *, same_file: bool = True) -> list[ByteRange]:
+        """Return the ranges of tensors of the same shapes, one for each of the record, of any float dtype."""
+        out = []
+        for index, info, begin, end in self._tensor_ranges(lo, hi):
+            size = self._unit_bytes(info) // ITEMSIZE[info.dtype] * ITEMSIZE[moments[index].dtype]
+            out.append(ByteRange(same_file, moments[index].name, begin * size, end * size))
+        return out
 
-    def _source_range(self, index: int, info: TensorInfo, begin: int, end: int) -> ByteRange:
-        source, size = self._sources[index], ITEMSIZE[info.dtype]
-        if source.dtype == info.dtype:
-            return ByteRange(True, source.name, begin, end)
-        source_size = ITEMSIZE[source.dtype]
-        return ByteRange(True, source.name, begin // size * source_size, -(-end // size) * source_size)
+    def _fetch_float32(
+        self, moments: Sequence[TensorInfo], lo: int, hi: int, fetch: FetchRange, *, same_file: bool = True
+    ) -> Bytes:
+        """Fetch the ranges that `_ranges_of` returns, as float32."""
+        dtypes = [moments[index].dtype for index, *_ in self._tensor_ranges(lo, hi)]
+        spans = self._ranges_of(moments, lo, hi, same_file=same_file)
+        return concat([cast(fetch(span), dtype, "F32") for span, dtype in zip(spans, dtypes, strict=True)])
+
+    def _split(self, values: Bytes, lo: int, hi: int) -> list[DecodedPart]:
+        """Split the bytes of a range of the stream into its tensors."""
+        out, start = [], 0
+        for _, info, begin, end in self._tensor_ranges(lo, hi):
+            stop = start + (end - begin) * self._unit_bytes(info)
+            out.append(DecodedPart(values[start:stop]))
+            start = stop
+        return out
+
+    def _unit_bytes(self, info: TensorInfo) -> int:
+        """Bytes of a unit of one tensor; differs between tensors only if the record is not splittable."""
+        return ITEMSIZE[info.dtype]
 
 
 def cast(values: Bytes, source: str, dtype: str) -> Bytes:
     """Cast numbers from one dtype to another; returns the same array if the dtypes are equal."""
     if source == dtype:
         return values
-    count = values.nbytes // ITEMSIZE[source]
-    tensor = tensor_from_bytes(as_aligned(values), TensorInfo("", (count,), source))
-    return tensor_bytes(tensor.to(tensor_from_bytes(np.empty(0, np.uint8), TensorInfo("", (0,), dtype)).dtype))
+    tensor = flat_tensor(values, source, values.nbytes // ITEMSIZE[source])
+    return tensor_bytes(tensor.to(torch_dtype(dtype)))
 
 
-def as_aligned(values: Bytes) -> Bytes:
-    """Return the array if it is writable and aligned to 16 bytes, else such a copy."""
-    aligned = values.flags.writeable and values.ctypes.data % 16 == 0
-    return values if aligned else values.copy()
+def flat_tensor(values: Bytes, dtype: str, count: int) -> Tensor:
+    """Return the 1-d tensor of these bytes, with which it shares memory if they are writable and aligned."""
+    return tensor_from_bytes(as_aligned(values, ITEMSIZE[dtype]), TensorInfo("", (count,), dtype))
+
+
+def as_aligned(values: Bytes, alignment: int) -> Bytes:
+    """Return the array if it is writable and aligned, else such a copy."""
+    return values if values.flags.writeable and values.ctypes.data % alignment == 0 else values.copy()
+
+
+def concat(arrays: Sequence[Bytes]) -> Bytes:
+    """Concatenate arrays to one that is writable and aligned to 16 bytes."""
+    return as_aligned(arrays[0], 16) if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def moment_pairs(view: RecordView, moments: Sequence[tuple[int, int]]) -> list[tuple[TensorInfo, TensorInfo]]:
@@ -265,43 +347,11 @@ def moment_pairs(view: RecordView, moments: Sequence[tuple[int, int]]) -> list[t
     if len(pairs) != len(view.infos):
         raise ValueError(f"{len(pairs)} pairs of moments for {len(view.infos)} tensors")
     for info, pair in zip(view.infos, pairs, strict=True):
-        fits = all(moment.shape == info.shape and _is_float(moment) for moment in pair)
+        fits = all(moment.shape == info.shape and _is_codable_float(moment) for moment in pair)
         if not fits or num_numbers(info) != info.numel:
             raise ValueError(f"moments of {info.name!r} that do not fit it")
     return pairs
 
 
-def _is_float(info: TensorInfo) -> bool:
-    """Whether `pack.is_codable_float` holds for such a tensor."""
+def _is_codable_float(info: TensorInfo) -> bool:
     return info.dtype.startswith(("F", "BF")) and info.dtype != "F4_X2"
-
-
-def moment_ranges(
-    view: RecordView, moments: Sequence[TensorInfo], start: int, stop: int, *, same_file: bool = True
-) -> Iterator[tuple[ByteRange, str]]:
-    """Yield (range, dtype) of the moment of each tensor that a range of the stream overlaps."""
-    for index, info, begin, end in view.members_of_range(start, stop):
-        size, moment = ITEMSIZE[info.dtype], moments[index]
-        moment_size = ITEMSIZE[moment.dtype]
-        span = ByteRange(same_file, moment.name, begin // size * moment_size, end // size * moment_size)
-        yield span, moment.dtype
-
-
-def base_ranges(view: RecordView, start: int, stop: int) -> list[ByteRange]:
-    """Return the ranges of the parent's values that a range of the stream overlaps."""
-    return [ByteRange(False, info.name, begin, end) for _, info, begin, end in view.members_of_range(start, stop)]
-
-
-def has_same_layout(parent: TensorInfo | None, info: TensorInfo) -> bool:
-    """Whether a parent's tensor exists with the same shape and dtype."""
-    return parent is not None and (parent.shape, parent.dtype) == (info.shape, info.dtype)
-
-
-def concat(parts: Sequence[Bytes]) -> Bytes:
-    """Concatenate arrays to one that is writable and aligned to 16 bytes."""
-    return as_aligned(parts[0]) if len(parts) == 1 else np.concatenate(parts)
-
-
-def common_chunk(chunks: Sequence[int], count: int) -> int:
-    """Return the smallest multiple of all chunk sizes, at most `count` (or 1)."""
-    return min(math.lcm(*chunks), max(1, count))

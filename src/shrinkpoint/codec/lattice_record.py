@@ -9,8 +9,9 @@ values in the middle between two points predict poorly, values near a point well
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, zip_longest
 
 import numpy as np
 import torch
@@ -19,34 +20,34 @@ from torch import Tensor
 
 from shrinkpoint import _native
 from shrinkpoint.codec import recipe as recipes
-from shrinkpoint.codec.coded_record import Chunks
 from shrinkpoint.codec.coder import (
     BYTE_FORMAT,
     MAX_CHUNK,
     MIN_CHUNK_BYTES,
     NUMBER_FORMATS,
     Bytes,
+    CodedChunks,
     CoderConfig,
     CodingContext,
     default_threads,
 )
 from shrinkpoint.codec.decoder import (
     ByteRange,
-    DecodedRange,
+    DecodedPart,
+    DecodeInputs,
     FetchParams,
-    FetchRange,
     QuantizerParams,
+    RecordDecoder,
     RecordView,
+    TensorRange,
     as_aligned,
-    base_ranges,
     cast,
-    concat,
 )
 from shrinkpoint.codec.lattice import MAX_SCALE_EXPONENT, Lattice, LatticeTensor, matrix_shape, scale_counts
-from shrinkpoint.codec.pack import digest_arrays, num_numbers
+from shrinkpoint.codec.pack import digest_arrays
 from shrinkpoint.codec.recipe import LatticeRecipe
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.tensors.dtypes import tensor_bytes, torch_dtype
+from shrinkpoint.tensors.dtypes import tensor_bytes
 from shrinkpoint.tensors.info import EncodedRecord, TensorInfo
 
 PART_SIZES = struct.Struct("<IQII")
@@ -89,17 +90,18 @@ def encode_lattice_record(record: LatticeInput, *, threads: int | None = None) -
     lattices = [tensor.lattice for tensor in record.quantized]
     digest = digest_arrays(map(tensor_bytes, record.tensors))
     _check_input(record)
-    count = sum(info.numel for info in infos)
-    contexts, tokens = _native.empty(count), _native.empty(count)
-    members = _native_members(infos, lattices, reference, record.second_moments)
+    ends = [*accumulate((info.numel for info in infos), initial=0)]
+    contexts, tokens = _native.empty(ends[-1]), _native.empty(ends[-1])
     escapes = b"".join(
-        _encode_tokens(record, index, member, contexts, tokens, workers) for index, member in enumerate(members)
+        _encode_tokens(record, index, contexts[begin:end], tokens[begin:end], workers)
+        for index, (begin, end) in enumerate(pairwise(ends))
     )
     config = CoderConfig("codes", predictor="base", top=int(contexts.max(initial=0)))
     side = coded = np.empty(0, np.uint8)
-    if count:
+    if tokens.size:
         side, coded = config.encode(BYTE_FORMAT, tokens, CodingContext(base=contexts), workers)
-    inherited = reference is not None and _equal_but_seeds(_parent_lattices(infos, reference), lattices)
+    parents = _parent_lattices(infos, reference)
+    inherited = _without_seeds(parents) == _without_seeds(lattices)
     lattice_bytes = _encode_seeds(lattices) + (b"" if inherited else _encode_exponents(lattices))
     parts = b"".join(
         [
@@ -118,95 +120,16 @@ def encode_lattice_record(record: LatticeInput, *, threads: int | None = None) -
         inherited=inherited,
         relative_to=record.moment_ordinals,
     )
-    base = lattice_base_digest(infos, recipe, reference) if reference is not None else None
+    base = None
+    if reference is not None:
+        values = (tensor_bytes(reference.tensors[info.name]) for info in infos)
+        base = digest_arrays([*_exponents(parents if inherited else []), *values])
     return EncodedRecord(record.name, infos, recipes.to_json(recipe), {"points": parts}, digest, base)
 
 
-def decode_lattice_record(
-    encoded: EncodedRecord,
-    recipe: LatticeRecipe,
-    reference: Reference | None,
-    second_moments: Sequence[tuple[str, Tensor]],
-    threads: int,
-) -> tuple[dict[str, Tensor], dict[str, LatticeTensor]]:
-    """Decode a record to tensors and lattice tensors by name, and check their digest.
-
-    Args:
-        reference: the parent, already verified, if the recipe uses it.
-        second_moments: (name, second moment) of each member, if the recipe uses them.
-
-    Raises:
-        ValueError, LookupError, struct.error, _native.Corrupt, _native.Truncated: the bytes are damaged.
-    """
-    infos = encoded.infos
-    count = sum(info.numel for info in infos)
-    lattice_bytes, side, coded, escapes = _split_parts(encoded.parts["points"])
-    if coded.nbytes < -(-count // recipe.run.chunk) * MIN_CHUNK_BYTES:  # before memory is allocated
-        raise _native.Truncated("the codes are too short for the tensors' shapes")
-    lattices = decode_lattices(lattice_bytes, infos, recipe, reference)
-    members = _native_members(
-        infos, lattices, reference if recipe.base else None, [tensor for _, tensor in second_moments]
-    )
-    contexts, tokens = _native.empty(count), _native.empty(count)
-    codes = [_predict_codes(member, contexts, threads) for member in members]
-    if count:
-        recipe.run.decode(BYTE_FORMAT, side, coded, tokens, CodingContext(base=contexts), threads)
-    remaining = escapes.copy()
-    tensors, quantized = {}, {}
-    names = [name for name, _ in second_moments] or [""] * len(infos)
-    for i, (info, moment_name) in enumerate(zip(infos, names, strict=True)):
-        values, num_escapes = _decode_values(members[i], tokens, contexts, remaining, codes[i], threads)
-        remaining = remaining[4 * num_escapes :]
-        shaped = torch.from_numpy(codes[i].view(np.int16)).reshape(info.shape)
-        quantized[info.name] = LatticeTensor(shaped, lattices[i], moment_name)
-        tensors[info.name] = torch.from_numpy(values.view(np.float32)).reshape(info.shape).to(torch_dtype(info.dtype))
-    if remaining.size:
-        raise ValueError("more escapes than tokens that stand for them")
-    digest = digest_arrays(map(tensor_bytes, tensors.values()))
-    if digest != encoded.digest:
-        raise ValueError(f"decoded values with digest {digest}, expected {encoded.digest}")
-    return tensors, quantized
-
-
-def lattice_base_digest(infos: Sequence[TensorInfo], recipe: LatticeRecipe, reference: Reference) -> str:
-    """Return the digest that a record stores of its base: of inherited exponents, if any, and the parent's values."""
-    inherited = _parent_lattices(infos, reference) if recipe.inherited else []
-    exponents = [side for lattice in inherited for side in (lattice.rows, lattice.columns)]
-    return digest_arrays(map(tensor_bytes, [*exponents, *(reference.tensors[info.name] for info in infos)]))
-
-
-@dataclass(frozen=True)
-class _LatticeMember:
-    """The arguments of the native core for one tensor of a record.
-
-    Attributes:
-        lattice: its lattice.
-        parent: the parent's values, float32 or bfloat16, as uint8; or None.
-        squares: the second moments whose roots multiply the scales, float32, as uint8; or None.
-        span: the range of its values among those of the record.
-    """
-
-    lattice: _native.Lattice
-    parent: Bytes | None
-    squares: Bytes | None
-    span: slice
-
-
-def _native_members(
-    infos: Sequence[TensorInfo],
-    lattices: Sequence[Lattice],
-    reference: Reference | None,
-    second_moments: Sequence[Tensor],
-) -> list[_LatticeMember]:
-    moments: Sequence[Tensor | None] = second_moments or [None] * len(infos)
-    members, start = [], 0
-    for info, lattice, moment in zip(infos, lattices, moments, strict=True):
-        parent = None if reference is None else tensor_bytes(_to_native_dtype(reference.tensors[info.name]))
-        squares = None if moment is None else tensor_bytes(moment.to(torch.float32))
-        span = slice(start, start + info.numel)
-        members.append(_LatticeMember(lattice.to_native(matrix_shape(info.shape)), parent, squares, span))
-        start = span.stop
-    return members
+def _exponents(lattices: Iterable[Lattice]) -> list[Bytes]:
+    """Return the exponents of each lattice as the digest of a base covers them."""
+    return [tensor_bytes(side) for lattice in lattices for side in (lattice.rows, lattice.columns)]
 
 
 def _to_native_dtype(tensor: Tensor) -> Tensor:
@@ -214,9 +137,7 @@ def _to_native_dtype(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.bfloat16) else tensor.to(torch.float32)
 
 
-def _encode_tokens(
-    record: LatticeInput, index: int, member: _LatticeMember, contexts: Bytes, tokens: Bytes, threads: int
-) -> bytes:
+def _encode_tokens(record: LatticeInput, index: int, contexts: Bytes, tokens: Bytes, threads: int) -> bytes:
     """Fill in the contexts and tokens of one tensor, and return its escapes: int32, the differences beyond a byte.
 
     Raises:
@@ -224,50 +145,26 @@ def _encode_tokens(
             mistake never becomes a checkpoint that no reader accepts.
     """
     info, quantized, tensor = record.infos[index], record.quantized[index], record.tensors[index]
+    moment = record.second_moments[index] if record.second_moments else None
+    parent = None if record.reference is None else _to_native_dtype(record.reference.tensors[info.name])
     expected = tensor_bytes(tensor) if tensor.dtype in (torch.float32, torch.bfloat16) else None
     escapes, in_range, same = _native.lattice_encode(
-        member.lattice,
+        quantized.lattice.to_native(matrix_shape(info.shape)),
         tensor_bytes(quantized.codes),
-        contexts[member.span],
-        tokens[member.span],
-        parent=member.parent,
-        squares=member.squares,
+        contexts,
+        tokens,
+        parent=None if parent is None else tensor_bytes(parent),
+        squares=None if moment is None else tensor_bytes(moment.to(torch.float32)),
         expected=expected,
         threads=threads,
     )
     if not in_range:
         raise ValueError(f"lattice tensor {info.name!r}: codes out of range")
     if expected is None or not same:  # for 16-bit dtypes, torch's own rounding decides
-        moment = record.second_moments[index] if record.second_moments else None
-        if not np.array_equal(tensor_bytes(quantized.dequantize(tensor.dtype, moment)), tensor_bytes(tensor)):
-            raise ValueError("lattice tensors that stand for other values than the tensors have")
+        same = np.array_equal(tensor_bytes(quantized.dequantize(tensor.dtype, moment)), tensor_bytes(tensor))
+    if not same:
+        raise ValueError("lattice tensors that stand for other values than the tensors have")
     return escapes.tobytes()
-
-
-def _predict_codes(member: _LatticeMember, contexts: Bytes, threads: int) -> Bytes:
-    """Return the predicted codes of one tensor, int16 as uint8, and fill in their contexts."""
-    codes = _native.empty(2 * (member.span.stop - member.span.start))
-    _native.lattice_predict(
-        member.lattice,
-        codes,
-        contexts[member.span],
-        parent=member.parent,
-        squares=member.squares,
-        threads=threads,
-    )
-    return codes
-
-
-def _decode_values(
-    member: _LatticeMember, tokens: Bytes, contexts: Bytes, escapes: Bytes, codes: Bytes, threads: int
-) -> tuple[Bytes, int]:
-    """Return a tensor's values, float32 as uint8, and how many escapes it used; predicted codes become codes."""
-    span = member.span
-    values = _native.empty(2 * codes.nbytes)
-    num_escapes = _native.lattice_decode(
-        member.lattice, tokens[span], contexts[span], escapes, codes, values, squares=member.squares, threads=threads
-    )
-    return values, num_escapes
 
 
 def _encode_seeds(lattices: Sequence[Lattice]) -> bytes:
@@ -288,18 +185,16 @@ def _encode_exponents(lattices: Sequence[Lattice]) -> bytes:
     return b"".join([_SIDE_SIZES.pack(side.nbytes, escapes.size), side.tobytes(), escapes.tobytes(), coded.tobytes()])
 
 
-def decode_lattices(
-    data: Bytes, infos: Sequence[TensorInfo], recipe: LatticeRecipe, reference: Reference | None
+def _decode_lattices(
+    data: Bytes, infos: Sequence[TensorInfo], recipe: LatticeRecipe, parents: Sequence[Lattice]
 ) -> list[Lattice]:
-    """Decode the lattice of each member, or take the parent's exponents if the recipe says that they are inherited.
-
-    Raises:
-        ValueError, struct.error, _native.Corrupt, _native.Truncated: the bytes are damaged.
-    """
+    """Decode the lattice of each member, or take the parent's exponents if the recipe says that they are inherited."""
     seeds, data = np.frombuffer(data[: 4 * len(infos)].tobytes(), "<u4"), data[4 * len(infos) :]
     if seeds.size != len(infos):
         raise _native.Truncated("the lattices end too early")
-    lattices = _parent_lattices(infos, reference) if recipe.inherited else _decode_exponents(data, infos, recipe)
+    lattices = parents if recipe.inherited else _decode_exponents(data, infos, recipe)
+    if len(lattices) != len(infos) or not all(map(_fits_shape, lattices, infos)):
+        raise ValueError("a parent whose tensors are not on lattices of these shapes")
     if any(lattice.spacing != recipe.spacing or lattice.step != recipe.step for lattice in lattices):
         raise ValueError("the parent's lattices have another spacing or step")
     if recipe.inherited and data.nbytes:
@@ -355,9 +250,8 @@ def _fits_shape(lattice: Lattice, info: TensorInfo) -> bool:
     return (lattice.rows.numel(), lattice.columns.numel()) == scale_counts(lattice.spacing, info.shape)
 
 
-def _equal_but_seeds(lattices: Sequence[Lattice], expected: Sequence[Lattice]) -> bool:
-    """Whether two lists of lattices are equal except for the seeds."""
-    return [replace(lattice, seed=0) for lattice in lattices] == [replace(lattice, seed=0) for lattice in expected]
+def _without_seeds(lattices: Sequence[Lattice]) -> list[Lattice]:
+    return [replace(lattice, seed=0) for lattice in lattices]
 
 
 def _resolve_escapes(tokens: NDArray[np.int8], escapes: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -368,16 +262,6 @@ def _resolve_escapes(tokens: NDArray[np.int8], escapes: NDArray[np.int32]) -> ND
         raise ValueError("more or fewer escapes than tokens that stand for them")
     out[large] = escapes
     return out
-
-
-def _split_parts(stored: memoryview | bytes | bytearray) -> list[Bytes]:
-    """Split a part into the lattices, the side data, the coded tokens and the escapes."""
-    data = np.frombuffer(stored, np.uint8)
-    lattices, coded, side, escapes = PART_SIZES.unpack(data[: PART_SIZES.size].tobytes())
-    sizes = (lattices, side, coded, 4 * escapes)
-    if sum(sizes) != data.nbytes - PART_SIZES.size:
-        raise _native.Truncated("the codes end too early, or too late")
-    return np.split(data, np.cumsum([PART_SIZES.size, *sizes]))[1:-1]
 
 
 def _check_input(record: LatticeInput) -> None:
@@ -395,108 +279,104 @@ def _check_input(record: LatticeInput) -> None:
             raise ValueError(f"lattice tensor {info.name!r}: scales or seed out of range")
 
 
-_NO_ESCAPES = np.empty(0, np.uint8)
+class LatticeDecoder(RecordDecoder):
+    """Decodes lattice tensors; its unit is one value.
 
-
-def lattice_decoder(view: RecordView, recipe: LatticeRecipe) -> LatticeDecoder | None:
-    """Return the decoder of a record; None if it can only be decoded whole.
-
-    That is so if it has escapes, since their number before a range depends on all codes before it.
-
-    Raises:
-        ValueError, struct.error, _native.Truncated: the bytes are damaged.
+    Only the whole record can be decoded if it has escapes, since their number before a range depends on all codes
+    before it; and if its dtypes differ.
     """
-    lattice_bytes, codes, side, escapes = PART_SIZES.unpack(
-        view.read("points", 0, min(PART_SIZES.size, view.sizes["points"]))
-    )
-    if PART_SIZES.size + lattice_bytes + codes + side + 4 * escapes != view.sizes["points"]:
-        raise _native.Truncated("the codes end too early, or too late")
-    if any(info.dtype not in ("F32", "BF16", "F16") for info in view.infos):
-        raise ValueError("lattice tensors that are not floats of 16 or 32 bits")
-    if escapes or len({info.dtype for info in view.infos}) > 1 or not any(info.numel for info in view.infos):
-        return None
-    return LatticeDecoder(view, recipe, lattice_bytes, side)
 
-
-class LatticeDecoder:
-    """A `PartialDecoder` of lattice tensors whose unit is one value."""
-
-    merge_gap, cacheable = 0, True
-
-    def __init__(self, view: RecordView, recipe: LatticeRecipe, lattice_bytes: int, side: int) -> None:
-        infos = view.infos
-        self._view, self._recipe, self.chunk = view, recipe, recipe.run.chunk
-        self.unit = NUMBER_FORMATS[infos[0].dtype].itemsize
-        self.count = sum(num_numbers(info) for info in infos)
-        self._lattices_end = PART_SIZES.size + lattice_bytes
-        begin = self._lattices_end + side
+    def __init__(self, view: RecordView, recipe: LatticeRecipe) -> None:
+        infos, size = view.infos, view.sizes["points"]
+        if any(info.dtype not in ("F32", "BF16", "F16") for info in infos):
+            raise ValueError("lattice tensors that are not floats of 16 or 32 bits")
+        super().__init__(view, [info.numel for info in infos])
+        sizes = PART_SIZES.unpack(view.read("points", 0, min(PART_SIZES.size, size)))
+        lattice_bytes, coded, side, escapes = sizes
+        self._lattices_end, begin, self._codes_end, end = [
+            *accumulate((side, coded, 4 * escapes), initial=PART_SIZES.size + lattice_bytes)
+        ]
+        if end != size:
+            raise _native.Truncated("the codes end too early, or too late")
+        self._recipe, self.uses_parent = recipe, recipe.base
+        self.unit, self.chunk = NUMBER_FORMATS[infos[0].dtype].itemsize, recipe.run.chunk
+        self.splittable = not escapes and len({info.dtype for info in infos}) == 1 and self.count > 0
         side_data = view.read_array("points", self._lattices_end, begin)
-        self._chunks = Chunks.from_part(recipe.run, side_data, begin, view.sizes["points"], self.count)
-        self._moment_infos = [view.tensor_at(ordinal) for ordinal in recipe.relative_to]
-        layouts = [(moment.shape, moment.dtype) for moment in self._moment_infos]
+        self._chunks = CodedChunks(recipe.run, side_data, begin, self._codes_end, self.count)
+        self._moments = [view.tensor_at(ordinal) for ordinal in recipe.relative_to]
+        layouts = [(moment.shape, moment.dtype) for moment in self._moments]
         if layouts and layouts != [(info.shape, "F32") for info in infos]:
             raise ValueError("second moments that do not fit their tensors")
         self._lattices: list[Lattice] = []
 
     def required_ranges(self, lo: int, hi: int) -> Sequence[ByteRange]:
-        start, stop = lo * self.unit, hi * self.unit
-        out = base_ranges(self._view, start, stop) if self._recipe.base else []
-        if self._moment_infos:
-            out += [self._moment_range(*member) for member in self._view.members_of_range(start, stop)]
-        return out
+        out = self._parent_ranges(lo, hi) if self._recipe.base else []
+        return out + self._moment_ranges(lo, hi)
 
     def required_parents(self) -> Sequence[str]:
         return [info.name for info in self._view.infos] if self._recipe.inherited else []
 
     def quantizer_params(self, fetch: FetchParams) -> Mapping[str, QuantizerParams]:
         infos = self._view.infos
-        params = {name: fetch(name) for name in self.required_parents()}
-        no_codes = torch.empty(0, dtype=torch.int16)
-        parents = {name: LatticeTensor(no_codes, param) for name, param in params.items() if isinstance(param, Lattice)}
-        lattice_bytes = self._view.read_array("points", PART_SIZES.size, self._lattices_end)
-        self._lattices = decode_lattices(lattice_bytes, infos, self._recipe, Reference({}, parents))
-        if len(self._lattices) != len(infos):
-            raise ValueError("a parent whose tensors are not on lattices")
+        data = self._view.read_array("points", PART_SIZES.size, self._lattices_end)
+        self._lattices = _decode_lattices(data, infos, self._recipe, self._parent_lattices(fetch))
         return {info.name: lattice for info, lattice in zip(infos, self._lattices, strict=True)}
 
-    def decode(self, lo: int, hi: int, fetch: FetchRange, threads: int) -> DecodedRange:
-        start, stop = lo * self.unit, hi * self.unit
-        members = [_RangeDecoder(self, *member, fetch) for member in self._view.members_of_range(start, stop)]
-        contexts, tokens = _native.empty(hi - lo), _native.empty(hi - lo)
-        spans, position = [], 0
-        for member in members:
-            spans.append(slice(position, position + member.count))
-            member.predict(contexts[spans[-1]], threads)
-            position += member.count
-        codes = self._view.read_array("points", *self._chunks.byte_range(lo, hi))
-        self._chunks.decode(BYTE_FORMAT, codes, tokens, CodingContext(base=contexts), lo, threads)
-        values = [
-            member.values(tokens[span], contexts[span], threads) for member, span in zip(members, spans, strict=True)
+    def decode(self, lo: int, hi: int, inputs: DecodeInputs) -> list[DecodedPart]:
+        parents = [inputs.fetch(span) for span in self._parent_ranges(lo, hi)] if self._recipe.base else []
+        if inputs.digests is not None and self._recipe.base:
+            inputs.digests.check_base([*_exponents(self._parent_lattices(inputs.fetch_params)), *parents])
+        if not self._lattices:
+            self.quantizer_params(inputs.fetch_params)
+        squares = [inputs.fetch(span) for span in self._moment_ranges(lo, hi)]
+        ranges = [*self._tensor_ranges(lo, hi)]
+        members = [
+            _NativeRange(self._lattices[span.member], span, parent, square, inputs.threads)
+            for span, parent, square in zip_longest(ranges, parents, squares)
         ]
-        return DecodedRange(concat(values))
+        contexts, tokens = _native.empty(hi - lo), _native.empty(hi - lo)
+        ends = accumulate((span.end - span.begin for span in ranges), initial=0)
+        spans = [slice(begin, end) for begin, end in pairwise(ends)]
+        for member, span in zip(members, spans, strict=True):
+            member.predict(contexts[span])
+        if hi > lo:
+            coded = self._view.read_array("points", *self._chunks.byte_range(lo, hi))
+            self._chunks.decode(BYTE_FORMAT, coded, tokens, CodingContext(base=contexts), lo, inputs.threads)
+        escapes, out = self._view.read_array("points", self._codes_end).copy(), []
+        for (index, *_), member, span in zip(ranges, members, spans, strict=True):
+            values, num_escapes = member.decode(tokens[span], contexts[span], escapes)
+            escapes = escapes[4 * num_escapes :]
+            name = self._moments[index].name if self._moments else ""
+            out.append(DecodedPart(values, LatticeTensor(member.codes, self._lattices[index], name)))
+        if escapes.size:
+            raise ValueError("more escapes than tokens that stand for them")
+        if inputs.digests is not None:
+            inputs.digests.check_values(part.values for part in out)
+        return out
 
-    def _moment_range(self, index: int, info: TensorInfo, begin: int, end: int) -> ByteRange:
-        return ByteRange(True, self._moment_infos[index].name, begin // self.unit * 4, end // self.unit * 4)
+    def _moment_ranges(self, lo: int, hi: int) -> list[ByteRange]:
+        return self._ranges_of(self._moments, lo, hi) if self._moments else []
+
+    def _parent_lattices(self, fetch: FetchParams) -> list[Lattice]:
+        params = [fetch(name) for name in self.required_parents()]
+        return [param for param in params if isinstance(param, Lattice)]
 
 
-class _RangeDecoder:
-    """Decodes the values [first, first + count) of one tensor of a record."""
+class _NativeRange:
+    """A range of one tensor, decoded by the native core: its codes are predicted, and then corrected by the tokens."""
 
     def __init__(
-        self, decoder: LatticeDecoder, index: int, info: TensorInfo, begin: int, end: int, fetch: FetchRange
+        self, lattice: Lattice, span: TensorRange, parent: Bytes | None, squares: Bytes | None, threads: int
     ) -> None:
-        self._dtype = info.dtype
-        self._lattice = decoder._lattices[index].to_native(matrix_shape(info.shape))
-        self._first, self.count = begin // decoder.unit, (end - begin) // decoder.unit
-        self._parent = self._squares = None
-        if decoder._recipe.base:
-            parent = fetch(ByteRange(False, info.name, begin, end))
-            self._parent = as_aligned(cast(parent, info.dtype, "F32") if info.dtype == "F16" else parent)
-        if decoder._moment_infos:
-            self._squares = as_aligned(fetch(decoder._moment_range(index, info, begin, end)))
-        self._codes = _native.empty(2 * self.count)
+        self._info, self._first, self._threads = span.info, span.begin, threads
+        self._lattice = lattice.to_native(matrix_shape(span.info.shape))
+        if parent is not None and span.info.dtype == "F16":  # which the native core does not read
+            parent = cast(parent, "F16", "F32")
+        self._parent = None if parent is None else as_aligned(parent, 4)
+        self._squares = None if squares is None else as_aligned(squares, 4)
+        self._codes = _native.empty(2 * (span.end - span.begin))
 
-    def predict(self, contexts: Bytes, threads: int) -> None:
+    def predict(self, contexts: Bytes) -> None:
         """Predict the codes and fill in their contexts."""
         _native.lattice_predict(
             self._lattice,
@@ -505,21 +385,27 @@ class _RangeDecoder:
             parent=self._parent,
             squares=self._squares,
             first=self._first,
-            threads=threads,
+            threads=self._threads,
         )
 
-    def values(self, tokens: Bytes, contexts: Bytes, threads: int) -> Bytes:
-        """Return the values of the range in the tensor's dtype, as uint8."""
-        values = _native.empty(4 * self.count)
-        _native.lattice_decode(
+    def decode(self, tokens: Bytes, contexts: Bytes, escapes: Bytes) -> tuple[Bytes, int]:
+        """Return the values in the tensor's dtype, and how many escapes they used; predicted codes become codes."""
+        values = _native.empty(2 * self._codes.nbytes)
+        num_escapes = _native.lattice_decode(
             self._lattice,
             tokens,
             contexts,
-            _NO_ESCAPES,
+            escapes,
             self._codes,
             values,
             squares=self._squares,
             first=self._first,
-            threads=threads,
+            threads=self._threads,
         )
-        return cast(values, "F32", self._dtype)
+        return cast(values, "F32", self._info.dtype), num_escapes
+
+    @property
+    def codes(self) -> Tensor:
+        """The codes, int16, of the tensor's shape if they are all of its codes."""
+        codes = torch.from_numpy(self._codes.view(np.int16))
+        return codes.reshape(self._info.shape) if codes.numel() == self._info.numel else codes

@@ -10,7 +10,6 @@ import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -39,10 +38,22 @@ def num_taps(info: TensorInfo) -> int:
 def pack_tensors(infos: Sequence[TensorInfo], source: Mapping[str, Tensor], taps: int) -> Bytes:
     """Return the numbers of all members as uint8, in coding order; shares memory with a single member without taps."""
     arrays = [tensor_bytes(source[info.name]) for info in infos]
-    if taps == 1:
-        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-    words = [array.view(_word_dtype(info)).reshape(-1, taps).T for info, array in zip(infos, arrays, strict=True)]
-    return np.ascontiguousarray(np.concatenate(words, axis=1)).reshape(-1).view(np.uint8)
+    values = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    return taps_outermost(values, _ITEMSIZES[infos[0].dtype], taps)
+
+
+def taps_outermost(values: Bytes, itemsize: int, taps: int) -> Bytes:
+    """Reorder row-major numbers of `itemsize` bytes tap by tap; returns the same array for one tap."""
+    return _transpose(values, itemsize, (-1, taps)) if taps > 1 else values
+
+
+def taps_innermost(values: Bytes, itemsize: int, taps: int) -> Bytes:
+    """Invert `taps_outermost`."""
+    return _transpose(values, itemsize, (taps, -1)) if taps > 1 else values
+
+
+def _transpose(values: Bytes, itemsize: int, shape: tuple[int, int]) -> Bytes:
+    return np.ascontiguousarray(values.view(f"u{itemsize}").reshape(shape).T).reshape(-1).view(np.uint8)
 
 
 def is_codable_float(tensor: Tensor) -> bool:
@@ -55,17 +66,6 @@ def pack_float32(names: Sequence[str], source: Mapping[str, Tensor], taps: int) 
     floats = {name: source[name].to(torch.float32) for name in names}
     infos = [TensorInfo(name, tuple(floats[name].shape), "F32") for name in names]
     return pack_tensors(infos, floats, taps)
-
-
-def unpack_tensors(values: Bytes, infos: Sequence[TensorInfo], taps: int) -> list[Bytes]:
-    """Invert `pack_tensors`: return each member's bytes, row-major; without taps they share memory with `values`."""
-    if taps == 1:
-        ends = [*accumulate((info.nbytes for info in infos), initial=0)]
-        return [values[begin:end] for begin, end in pairwise(ends)]
-    grid = values.view(_word_dtype(infos[0])).reshape(taps, -1)
-    columns = np.cumsum([num_numbers(info) // taps for info in infos])
-    parts = np.split(grid, columns[:-1], axis=1)
-    return [np.ascontiguousarray(part.T).reshape(-1).view(np.uint8) for part in parts]
 
 
 def matrix_shapes(infos: Sequence[TensorInfo], taps: int) -> Shapes:
@@ -84,10 +84,6 @@ def digest_arrays(arrays: Iterable[Bytes]) -> str:
     for array in arrays:
         hasher.update(array)
     return hasher.hexdigest()
-
-
-def _word_dtype(info: TensorInfo) -> str:
-    return f"u{NUMBER_FORMATS[info.dtype].itemsize}"
 
 
 def tap(array: Bytes | None, index: int, taps: int) -> Bytes | None:

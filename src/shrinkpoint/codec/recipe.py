@@ -214,22 +214,26 @@ def _codebook_to_json(recipe: CodebookRecipe) -> JSON:
     return out
 
 
+def ordinals(recipe: Recipe) -> list[int]:
+    """Return the ordinals of all earlier tensors of the file that a recipe refers to."""
+    match recipe:
+        case CopyRecipe(sources):
+            return [*sources]
+        case CodedRecipe(moments=moments):
+            return [ordinal for pair in moments for ordinal in pair]
+        case CodebookRecipe(moments=moments, contexts=contexts):
+            return [*contexts, *(ordinal for pair in moments for ordinal in pair)]
+        case LatticeRecipe(relative_to=second_moments):
+            return [*second_moments]
+    return []
+
+
 def max_ordinal(data: JSON, members: int | None = None) -> int:
     """Return the largest ordinal that a recipe refers to; -1 for none or for a malformed recipe."""
     try:
-        recipe = from_json(data, members)
+        return max(ordinals(from_json(data, members)), default=-1)
     except ValueError:
         return -1
-    match recipe:
-        case CopyRecipe(sources):
-            return max(sources, default=-1)
-        case CodedRecipe(moments=moments):
-            return max((max(pair) for pair in moments), default=-1)
-        case CodebookRecipe(moments=moments, contexts=contexts):
-            return max((*contexts, *(max(pair) for pair in moments)), default=-1)
-        case LatticeRecipe(relative_to=ordinals):
-            return max(ordinals, default=-1)
-    return -1
 
 
 def from_json(data: JSON, members: int | None = None) -> Recipe:

@@ -24,15 +24,16 @@ from shrinkpoint.codec.coder import Bytes
 from shrinkpoint.codec.decoder import (
     ByteRange,
     DecodedRange,
-    PartialDecoder,
+    DecodeInputs,
     QuantizerParams,
+    RecordDecoder,
     RecordView,
     concat,
     decode_errors,
 )
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.pack import num_numbers
-from shrinkpoint.codec.record import decode, partial_decoder, required_tensors
+from shrinkpoint.codec.record import decode, record_decoder, required_tensors
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import ChainError
 from shrinkpoint.store.partial_file import PartialFile
@@ -58,7 +59,7 @@ class Cache:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.views: dict[Node, RecordView] = {}
-        self.decoders: dict[Node, PartialDecoder | None] = {}
+        self.decoders: dict[Node, RecordDecoder | None] = {}
         self.quantizers: dict[Node, Mapping[str, QuantizerParams]] = {}
         self._entries: OrderedDict[Key, DecodedRange | Reference] = OrderedDict()
         self._bytes = 0
@@ -115,7 +116,7 @@ class DecodeNode:
     requested: list[tuple[Ints, Ints]] = field(default_factory=list)
     strict: bool = False
     needs_quantizers: bool = False
-    decoder: PartialDecoder | None = None
+    decoder: RecordDecoder | None = None
     undecoded: list[tuple[int, int]] = field(default_factory=list)
     ranges: list[tuple[int, DecodedRange]] = field(default_factory=list)
     full_record: Reference | None = None
@@ -217,9 +218,10 @@ class DecodePlan:
             self._cache.views[node] = view
         return view
 
-    def _decoder(self, node: Node, view: RecordView) -> PartialDecoder | None:
+    def _decoder(self, node: Node, view: RecordView) -> RecordDecoder | None:
         if node not in self._cache.decoders:
-            self._cache.decoders[node] = partial_decoder(view)
+            decoder = record_decoder(view)
+            self._cache.decoders[node] = decoder if decoder.splittable else None
         return self._cache.decoders[node]
 
     def _require(
@@ -262,7 +264,7 @@ class DecodePlan:
             span = ByteRange(own, name, 0, infos[name].nbytes)
             step.dependencies.add(self._require_range(node, span, strict=True))
 
-    def _plan_ranges(self, node: Node, step: DecodeNode, decoder: PartialDecoder) -> None:
+    def _plan_ranges(self, node: Node, step: DecodeNode, decoder: RecordDecoder) -> None:
         for lo, hi in self._cover(step, step.requested):
             step.undecoded += self._uncached(node, step, decoder, lo, hi)
         for lo, hi in step.undecoded:
@@ -277,7 +279,7 @@ class DecodePlan:
             step.dependencies.add(other)
 
     def _uncached(
-        self, node: Node, step: DecodeNode, decoder: PartialDecoder, lo: int, hi: int
+        self, node: Node, step: DecodeNode, decoder: RecordDecoder, lo: int, hi: int
     ) -> list[tuple[int, int]]:
         """The parts of a range that must be decoded; chunks in the cache are used."""
         if not decoder.cacheable:
@@ -324,23 +326,23 @@ class DecodePlan:
             else:
                 self._decode_ranges(node, step, step.decoder)
 
-    def _decode_ranges(self, node: Node, step: DecodeNode, decoder: PartialDecoder) -> None:
-        if node not in self._cache.quantizers and (step.undecoded or step.needs_quantizers):
-            self._cache.quantizers[node] = decoder.quantizer_params(lambda name: self._quantizer(node[0] - 1, name))
-
+    def _decode_ranges(self, node: Node, step: DecodeNode, decoder: RecordDecoder) -> None:
         def supply(span: ByteRange) -> Bytes:
             other = self._resolve(node[0] if span.same_file else node[0] - 1, span.name)
             return self._bytes(other, span.name, span.start, span.stop, codes=span.codes)
 
+        inputs = DecodeInputs(supply, lambda name: self._quantizer(node[0] - 1, name), self._threads)
+        if node not in self._cache.quantizers and (step.undecoded or step.needs_quantizers):
+            self._cache.quantizers[node] = decoder.quantizer_params(inputs.fetch_params)
         for lo, hi in step.undecoded:
-            block = decoder.decode(lo, hi, supply, self._threads)
+            block = decoder.decode_range(lo, hi, inputs)
             step.ranges.append((lo, block))
             if decoder.cacheable:
                 self.numbers_decoded += sum(num_numbers(info) for info in step.view.infos) * (hi - lo) // decoder.count
                 self._cache_chunks(node, decoder, lo, hi, block)
         step.ranges.sort(key=lambda decoded: decoded[0])
 
-    def _cache_chunks(self, node: Node, decoder: PartialDecoder, lo: int, hi: int, block: DecodedRange) -> None:
+    def _cache_chunks(self, node: Node, decoder: RecordDecoder, lo: int, hi: int, block: DecodedRange) -> None:
         each = max(1, block.nbytes // max(1, (hi - lo)))
         first = max(lo, hi - self._cache.limit // each // decoder.chunk * decoder.chunk)  # what the cache can hold
         for start in range(lo, hi, decoder.chunk):

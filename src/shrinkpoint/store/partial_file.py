@@ -64,9 +64,8 @@ class PartialFile:
             return self.reader.read_part(head, part, begin, end)
 
         sizes = {part: entry.size for part, entry in head.parts.items()}
-        return RecordView(
-            head.infos, head.recipe, sizes, read, earlier_tensor, None if parent is None else parent.infos
-        )
+        parents = {} if parent is None else parent.infos
+        return RecordView(head.infos, head.recipe, sizes, read, earlier_tensor, parents.get)
 
     def close(self) -> None:
         self._source.close()

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from shrinkpoint.codec.coded_record import RecordInput
 from shrinkpoint.codec.coder import NUMBER_FORMATS, Bytes, CoderConfig, CodingContext, NumberFormat
-from shrinkpoint.codec.record import RecordInput
 from shrinkpoint.tensors.info import OptimizerInfo, Role
 
 _SAMPLE_SIZE = 1 << 15

@@ -16,12 +16,13 @@ from typing import TypeVar
 from shrinkpoint.codec.code_streams import CODERS, DELTA_CODERS
 from shrinkpoint.codec.codebook_record import CodebookInput, encode_codebook_record
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
+from shrinkpoint.codec.coded_record import RecordInput, coding_context, encode
 from shrinkpoint.codec.coder import MAX_CHUNK, NUMBER_FORMATS, CoderConfig, CodingContext, default_threads
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.lattice_record import LatticeInput, encode_lattice_record
 from shrinkpoint.codec.pack import pack_tensors, tap, tap_context
 from shrinkpoint.codec.parallel import MIN_PARALLEL_BYTES, submit_or_run
-from shrinkpoint.codec.record import RecordInput, coding_context, encode, encode_copies, encode_plain, encode_same
+from shrinkpoint.codec.record import encode_copies, encode_plain, encode_same
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.schemes.encode.choose_coder import choose_smallest, coder_configs, sample_stride
 from shrinkpoint.schemes.encode.record_groups import ContextMap, RecordGroup, plan_records
