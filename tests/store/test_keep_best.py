@@ -61,6 +61,7 @@ def test_a_manager_deletes_nothing_while_nobody_knows_the_best_and_says_so_once(
         assert manager.store.steps() == [1, 2, 3, 4]
         texts = [str(one.message) for one in told]
         assert len(texts) == 1 and "no checkpoint is deleted" in texts[0] and "'loss'" in texts[0]
+        assert told[0].filename == __file__  # the line that saved, whichever thread deletes
         manager.save(5, extra={"a": 5}, metrics={"loss": 3.0})
         manager.save(6, extra={"a": 6})
         manager.wait()

@@ -93,7 +93,7 @@ def test_an_error_surfaces_once_at_the_next_call(tmp_path: Path, tell: str) -> N
     manager.wait()
     storage.fail_at = storage.calls + 1
     manager.save(2, extra=big(2.0))
-    manager._saver.join()
+    manager.join()
     storage.fail_at = 0
     with pytest.raises(StorageError):
         manager.save(3, extra=big(3.0)) if tell == "save" else getattr(manager, tell)()

@@ -7,13 +7,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from shrinkpoint import validate
 from shrinkpoint.errors import StorageError
+from shrinkpoint.schemes.base import Resumable, Scheme
+from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.store.checkpoint_file import SaveReport
+from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.tensors.flat_state import FlatState, snapshot
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _log = logging.getLogger("shrinkpoint")
 WriteState: TypeAlias = Callable[[FlatState, bool], SaveReport]
@@ -21,67 +29,46 @@ WriteState: TypeAlias = Callable[[FlatState, bool], SaveReport]
 
 
 class BackgroundSaver:
-    """Writes the states of a training loop, at once or in the background, one at a time.
+    """Base class of what saves a training loop's states, at once or in the background, one at a time.
 
     A state that is written in the background or is not in host memory is copied first, and the writer keeps the copy
     as the reference of the next delta. The memory of the copy before that is reused by the next one.
 
     Args:
+        scheme: "lossless", or a scheme with settings.
         background: write in the background.
 
     Attributes:
-        stall_seconds: how long the last save held up the loop.
-        last_report: the report of the last save that succeeded; None if there is none yet.
+        stall_seconds: seconds for which the last `save` held up the loop.
+
+    Raises:
+        PolicyError: an unknown scheme, or `background` is no bool.
     """
 
-    def __init__(self, *, background: bool) -> None:
+    def __init__(self, scheme: str | Scheme, *, background: bool) -> None:
         self.stall_seconds = 0.0
-        self.last_report: SaveReport | None = None
-        self._background, self._worker = background, BackgroundWorker()
+        self._scheme, self._background = get_scheme(scheme), validate.check_bool("background", background)
+        self._worker = BackgroundWorker()
+        self._last_report: SaveReport | None = None
+        self._lossy_restores = 0  # behind the state that is being trained
         self._reference_snapshot: FlatState | None = None  # what the writer keeps as its reference
         self._free_snapshot: FlatState | None = None  # the one before it, whose memory is free
 
-    @contextmanager
-    def measure_stall(self) -> Iterator[None]:
-        """Set `stall_seconds` to the duration of the block."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.stall_seconds = time.perf_counter() - start
+    def __enter__(self) -> Self:
+        return self
 
-    def save(
-        self, description: str, state: FlatState, write: WriteState, *, after: Callable[[], object] = lambda: None
-    ) -> SaveReport | None:
-        """Write a state; the save before must have been waited for. The caller may change the state afterwards.
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
-        Args:
-            description: names the save in error messages and in the log.
-            write: writes the state, in the thread that writes.
-            after: called in the same thread when the state has been written.
-
-        Returns:
-            The report of `write`; None in the background.
-
-        Raises:
-            StorageError: the system gives no thread.
-            whatever `write` and `after` raise, unless they run in the background.
-        """
-        if not self._background and state.is_on_cpu:
-            return self._write(state, write, after, adopt=False)
-        spare, self._free_snapshot = self._free_snapshot, None
-        copy = snapshot(state, reuse=spare)
-        if not self._background:
-            return self._write(copy, write, after, adopt=True)
-        self._worker.start(description, lambda: self._write(copy, write, after, adopt=True))
-        return None
-
-    def join(self) -> None:
-        """Wait for the save that runs, if any; its error is kept for `wait`. Any thread may call this."""
-        self._worker.join()
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme of the saves."""
+        return self._scheme
 
     def wait(self) -> SaveReport | None:
-        """Wait for the save that runs, if any.
+        """Wait until the last save is durable.
 
         Returns:
             The report of the last save that succeeded; None if there is none yet.
@@ -90,20 +77,72 @@ class BackgroundSaver:
             whatever a save raised in the background, once.
         """
         self._worker.wait()
-        return self.last_report
+        return self._last_report
 
-    def drop_snapshots(self) -> None:
+    def close(self) -> None:
+        """Wait, release the lock of a store, and free the memory. A later `save` opens a store again, and begins a new
+        chain elsewhere.
+
+        Raises:
+            whatever a save raised in the background, once.
+        """
+        try:
+            self._worker.wait()
+        finally:
+            self._drop_snapshots()
+            self._release()
+
+    def join(self) -> None:
+        """Wait for the save that runs, if any; its error is kept for `wait`. Any thread may call this."""
+        self._worker.join()
+
+    @contextmanager
+    def _next_save(self) -> Iterator[None]:
+        """Wait for the save before, and set `stall_seconds` to the duration of the block."""
+        start = time.perf_counter()
+        try:
+            self.wait()
+            yield
+        finally:
+            self.stall_seconds = time.perf_counter() - start
+
+    def _save(
+        self, description: str, state: FlatState, write: WriteState, after: Callable[[], object] = lambda: None
+    ) -> SaveReport | None:
+        """Write a state, which the caller may change afterwards; `after` is then called in the thread that wrote it."""
+        if not self._background and state.is_on_cpu:
+            return self._write_state(state, write, after, adopt=False)
+        spare, self._free_snapshot = self._free_snapshot, None
+        copy = snapshot(state, reuse=spare)
+        if not self._background:
+            return self._write_state(copy, write, after, adopt=True)
+        self._worker.start(description, lambda: self._write_state(copy, write, after, adopt=True))
+        return None
+
+    def _resume_from(self, manifest: Manifest[Any]) -> None:
+        """Note that a checkpoint was restored, and let the scheme go on from there."""
+        self._lossy_restores = manifest.lossy_restores + manifest.is_lossy
+        if isinstance(self._scheme, Resumable):
+            self._scheme.resume(manifest.loss, self._lossy_restores)
+
+    def _drop_snapshots(self) -> None:
         """Free the memory of the copies; the writer must not use them any more."""
         self._reference_snapshot, self._free_snapshot = None, None
 
+    def _release(self) -> None:
+        """Let go of what a subclass holds beside the copies."""
+        raise NotImplementedError
+
     @torch.no_grad()
-    def _write(self, state: FlatState, write: WriteState, after: Callable[[], object], *, adopt: bool) -> SaveReport:
+    def _write_state(
+        self, state: FlatState, write: WriteState, after: Callable[[], object], *, adopt: bool
+    ) -> SaveReport:
         # If writing fails, either snapshot may be the writer's reference: neither is reused then.
         previous, self._reference_snapshot = self._reference_snapshot, None
         report = write(state, adopt)
         if adopt:
             self._reference_snapshot, self._free_snapshot = state, previous
-        self.last_report = report
+        self._last_report = report
         after()
         return report
 

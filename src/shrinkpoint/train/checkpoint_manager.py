@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
-from shrinkpoint import validate
 from shrinkpoint.errors import MismatchError, PolicyError
-from shrinkpoint.schemes.base import PlanningScheme, Resumable, Scheme
-from shrinkpoint.schemes.registry import get_scheme
+from shrinkpoint.schemes.base import PlanningScheme, Scheme
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import Keep, SaveReport, Store, StoreRestore, layout
 from shrinkpoint.store.retention import NO_METRIC, check_keep
@@ -25,7 +23,7 @@ from shrinkpoint.train.restore import RestoreResult
 from shrinkpoint.train.state_dicts import as_floats, mark_parameters
 
 
-class CheckpointManager:
+class CheckpointManager(BackgroundSaver):
     """Saves a training loop's state into a store, and restores the loop from it.
 
     Memory on the host, beyond the loop's own: one state, the reference of the next delta; with `background`, or a
@@ -57,28 +55,14 @@ class CheckpointManager:
         background: bool = False,
         threads: int | None = None,
     ) -> None:
-        self._scheme, self._keep = get_scheme(scheme), check_keep(keep)
-        self._saver = BackgroundSaver(background=validate.check_bool("background", background))
+        super().__init__(scheme, background=background)
+        self._keep = check_keep(keep)
         self.store = Store(where, keyframe_every=keyframe_every, threads=threads)
         self._has_warned = False  # that retention deletes nothing
         self._is_locked = False  # the store's lock is ours
-        self._lossy_restores = 0  # behind the state that is being trained
 
     def __repr__(self) -> str:
         return f"CheckpointManager({self.store.storage.describe()!r})"
-
-    def __enter__(self) -> CheckpointManager:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    @property
-    def stall_seconds(self) -> float:
-        """Seconds for which the last `save` held up the loop."""
-        return self._saver.stall_seconds
 
     def save(
         self,
@@ -111,26 +95,30 @@ class CheckpointManager:
             StorageError: writing failed; every checkpoint that was there still loads.
             whatever the previous save raised in the background; then this call has saved nothing.
         """
-        with self._saver.measure_stall():
-            self._saver.wait()
+        caller = _find_caller()
+        with self._next_save():
             if isinstance(self._scheme, PlanningScheme):
                 self._scheme.run_on_writer(lambda: self._lock_store(step))
             else:
                 self._lock_store(step)
             values = as_floats(metrics)
             objects = _check_names({"model": model, "optimizer": optimizer, "scheduler": scheduler, **more})
-            state = mark_parameters(flatten(_collect(objects, extra, rng=rng)), objects)
-            plan = make_plan(self._scheme, state, self.store.reference, objects)
+            state = {name: state_dicts.collect_state_dicts(obj, name) for name, obj in objects.items()}
+            if extra is not None:
+                state["extra"] = extra
+            if rng:
+                state["rng"] = get_rng_state()
+            flat_state = mark_parameters(flatten(state), objects)
+            plan = make_plan(self._scheme, flat_state, self.store.reference, objects)
             if plan is None:
                 return None
 
             def write(copy: FlatState, adopt: bool) -> SaveReport:
-                lossy_restores = self._lossy_restores
                 return self.store.save(
-                    step, copy, scheme=plan, metrics=values, adopt=adopt, lossy_restores=lossy_restores
+                    step, copy, scheme=plan, metrics=values, adopt=adopt, lossy_restores=self._lossy_restores
                 )
 
-            return self._saver.save(f"saving step {step}", state, write, after=self._apply_retention)
+            return self._save(f"saving step {step}", flat_state, write, lambda: self._apply_retention(caller))
 
     def restore(
         self,
@@ -174,7 +162,7 @@ class CheckpointManager:
                 part that a tensor does not have.
         """
         start = time.perf_counter()
-        self._saver.join()
+        self.join()
         objects = _check_names({"model": model, "optimizer": optimizer, "scheduler": scheduler, **more})
         selection = None if only is None else partial_restore.select_parts(objects, only)
         checkpoint = self._load_checkpoint(step)
@@ -185,36 +173,13 @@ class CheckpointManager:
             _load_all(objects, checkpoint.state, where, rng=rng, strict=strict)
         else:
             partial_restore.restore_parts(selection, objects, checkpoint.state, where, strict=strict)
-        manifest = checkpoint.manifest
-        self._lossy_restores = manifest.lossy_restores + manifest.is_lossy
-        if isinstance(self._scheme, Resumable):
-            self._scheme.resume(manifest.loss, self._lossy_restores)
+        self._resume_from(checkpoint.manifest)
         seconds, extra = time.perf_counter() - start, checkpoint.state.get("extra")
-        return RestoreResult.from_manifest(manifest, seconds, extra=extra, skipped=checkpoint.skipped)
+        return RestoreResult.from_manifest(checkpoint.manifest, seconds, extra=extra, skipped=checkpoint.skipped)
 
-    def wait(self) -> SaveReport | None:
-        """Wait until the last save is durable.
-
-        Returns:
-            The report of the last save that succeeded; None if there is none yet.
-
-        Raises:
-            whatever a save raised in the background, once.
-        """
-        return self._saver.wait()
-
-    def close(self) -> None:
-        """Wait, release the store's lock, free the memory. A later `save` opens the store again.
-
-        Raises:
-            whatever a save raised in the background, once.
-        """
-        try:
-            self._saver.wait()
-        finally:
-            self._saver.drop_snapshots()
-            self._is_locked = False
-            self.store.close()
+    def _release(self) -> None:
+        self._is_locked = False
+        self.store.close()
 
     def _lock_store(self, step: int) -> None:
         """Take the store's lock at the first save, so that a second process is refused here, not in the background."""
@@ -223,7 +188,7 @@ class CheckpointManager:
             self.store.lock()
             self._is_locked = True
 
-    def _apply_retention(self) -> None:
+    def _apply_retention(self, caller: _Caller) -> None:
         """Delete what `keep` does not keep; warn once if it means nothing yet because no checkpoint has its metric."""
         if self._keep is None:
             return
@@ -235,7 +200,7 @@ class CheckpointManager:
             if not self._has_warned and len(self.store.steps()) > 1:
                 self._has_warned = True
                 text = f"{error.found}: no checkpoint is deleted. Pass metrics={{{self._keep.metric!r}: ...}} to save"
-                warnings.warn(f"{NO_METRIC}: {text}", UserWarning, stacklevel=6)
+                warnings.warn_explicit(f"{NO_METRIC}: {text}", UserWarning, *caller)
 
     def _load_checkpoint(self, step: int | None) -> StoreRestore | None:
         """The checkpoint of a step, or the newest that loads; None if the store is empty."""
@@ -248,34 +213,32 @@ class CheckpointManager:
         return self.store.restore()
 
 
-def _check_names(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """The objects that are not None, by name.
+class _Caller(NamedTuple):
+    """The line that a warning names."""
 
-    Raises:
-        PolicyError: the name of an argument of `save` that is not an object.
-    """
+    filename: str
+    lineno: int
+    module: str
+
+
+def _find_caller() -> _Caller:
+    """The line outside of this package that called it, however many frames of the package lie between."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("shrinkpoint."):
+        frame = frame.f_back
+    return _Caller(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""))
+
+
+def _check_names(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """The objects that are not None, by name."""
     for name in ("extra", "metrics"):
         if name in objects:
             raise PolicyError(name, found="an argument of restore", do=f"take `{name}` from what restore returns")
     return {name: obj for name, obj in objects.items() if obj is not None}
 
 
-def _collect(objects: Mapping[str, Any], extra: Any, *, rng: bool) -> dict[str, Any]:
-    """The nested state to save."""
-    state = {name: state_dicts.collect_state_dicts(obj, name) for name, obj in objects.items()}
-    if extra is not None:
-        state["extra"] = extra
-    if rng:
-        state["rng"] = get_rng_state()
-    return state
-
-
 def _load_all(objects: Mapping[str, Any], state: Any, where: str, *, rng: bool, strict: bool) -> None:
-    """Load a state into the objects, after a check that it fits all of them.
-
-    Raises:
-        MismatchError: it does not fit.
-    """
+    """Load a state into the objects, after a check that it fits all of them."""
     if not isinstance(state, dict):
         found, expected = f"a {type(state).__name__}", "what a CheckpointManager saves"
         raise MismatchError(where, found=found, expected=expected, do="use Store.load")

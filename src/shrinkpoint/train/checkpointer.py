@@ -9,14 +9,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
 from shrinkpoint import validate
 from shrinkpoint.errors import MismatchError, ShrinkpointError, StorageError
-from shrinkpoint.schemes.base import Resumable, Scheme
-from shrinkpoint.schemes.registry import get_scheme
+from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.storage import local_path, storage_error
 from shrinkpoint.store import SaveReport
 from shrinkpoint.store import directory as directories
@@ -54,7 +52,7 @@ class SaveOptions:
         return {"step": self.step, "metrics": self.metrics, "note": self.note, "extra": self.extra}
 
 
-class Checkpointer:
+class Checkpointer(BackgroundSaver):
     """Saves the states of one run into directories, each a delta that needs no other directory to be read.
 
     Memory on the host, beyond the loop's own: one state, the reference of the next delta; with `background`, or a
@@ -81,30 +79,10 @@ class Checkpointer:
         threads: int | None = None,
         model: str = "model",
     ) -> None:
-        self._scheme = get_scheme(scheme)
-        self._saver = BackgroundSaver(background=validate.check_bool("background", background))
+        super().__init__(scheme, background=background)
         self._model, self._threads = validate.check_str("model", model), validate.check_threads(threads)
         self._delta_writer = DeltaWriter(keyframe_every=keyframe_every, threads=threads)
         self._pending_directory = ""  # real path of the last directory that was written
-        self._lossy_restores = 0  # behind the state that is being trained
-
-    def __enter__(self) -> Checkpointer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    @property
-    def scheme(self) -> Scheme:
-        """The scheme of the saves."""
-        return self._scheme
-
-    @property
-    def stall_seconds(self) -> float:
-        """Seconds for which the last `save` held up the loop."""
-        return self._saver.stall_seconds
 
     def save(
         self,
@@ -141,8 +119,7 @@ class Checkpointer:
             StorageError: writing failed; every checkpoint that was there still loads.
             whatever the previous save raised in the background; then this call has saved nothing.
         """
-        with self._saver.measure_stall():
-            self._saver.wait()
+        with self._next_save():
             target = local_path(directory, "directory").absolute()
             options = SaveOptions(step, as_floats(metrics), note, keyframe, extra)
             flat_state = mark_parameters(flatten(dict(state)), objects or {})
@@ -152,12 +129,14 @@ class Checkpointer:
             plan = make_plan(self._scheme, flat_state, reference, objects or {}, self._model)
             if plan is None:
                 return None
-            self._register_writer(target)
+            with _WRITERS_LOCK:  # `wait_for_writes` finds this writer by the directory
+                self._pending_directory = os.path.realpath(target)
+                _WRITERS.add(self)
 
             def write(copy: FlatState, adopt: bool) -> SaveReport:
                 return self._write(target, copy, plan, options, adopt=adopt)
 
-            return self._saver.save(f"saving {target}", flat_state, write)
+            return self._save(f"saving {target}", flat_state, write)
 
     def load(self, directory: str | Path, *, device: Device = None, tie: bool = True) -> RestoreResult[int | None]:
         """Load a checkpoint; the next save is a delta against it.
@@ -178,7 +157,7 @@ class Checkpointer:
             StorageError: reading failed.
         """
         start = time.perf_counter()
-        self._saver.join()
+        self.join()
         wait_for_writes(directory)
         manifest = directories.read_directory_manifest(directory)
         if len(manifest.payloads) != 1:
@@ -188,10 +167,8 @@ class Checkpointer:
         decoded = decode_directory(directory, threads=self._threads)
         state = build_state(decoded, str(directory), tie=tie, device=device, copy=True)
         self._delta_writer.adopt(directory, decoded)
-        self._saver.drop_snapshots()
-        self._lossy_restores = manifest.lossy_restores + manifest.is_lossy
-        if isinstance(self._scheme, Resumable):
-            self._scheme.resume(manifest.loss, self._lossy_restores)
+        self._drop_snapshots()
+        self._resume_from(manifest)
         seconds = time.perf_counter() - start
         return RestoreResult.from_manifest(manifest, seconds, state=state, directory=Path(directory))
 
@@ -203,7 +180,7 @@ class Checkpointer:
         Raises:
             StorageError: deleting failed.
         """
-        self._saver.join()
+        self.join()
         path = local_path(directory, "directory")
         self._delta_writer.keep_base(path)
         try:
@@ -213,34 +190,8 @@ class Checkpointer:
         except OSError as error:
             raise storage_error(str(path), "deleting", error) from error
 
-    def wait(self) -> SaveReport | None:
-        """Wait until the last save is durable.
-
-        Returns:
-            The report of the last save that succeeded; None if there is none yet.
-
-        Raises:
-            whatever a save raised in the background, once.
-        """
-        return self._saver.wait()
-
-    def close(self) -> None:
-        """Wait, and free the memory. A later `save` begins a new chain.
-
-        Raises:
-            whatever a save raised in the background, once.
-        """
-        try:
-            self._saver.wait()
-        finally:
-            self._saver.drop_snapshots()
-            self._delta_writer.drop()
-
-    def _register_writer(self, directory: Path) -> None:
-        """Let `wait_for_writes` find this writer by the directory that it is going to write."""
-        with _WRITERS_LOCK:
-            self._pending_directory = os.path.realpath(directory)
-            _WRITERS.add(self)
+    def _release(self) -> None:
+        self._delta_writer.drop()
 
     def _write(
         self, directory: Path, state: FlatState, scheme: Scheme, options: SaveOptions, *, adopt: bool
@@ -277,7 +228,7 @@ def wait_for_writes(directory: str | Path) -> None:
     with _WRITERS_LOCK:
         writers = [checkpointer for checkpointer in _WRITERS if checkpointer._pending_directory == target]
     for checkpointer in writers:
-        checkpointer._saver.join()
+        checkpointer.join()
 
 
 def _may_be_committed(directory: Path, digest: str) -> bool:

@@ -224,10 +224,7 @@ class GradientRecorder:
 
 
 def _local_shard(gradient: Tensor) -> Tensor:
-    """This rank's shard of a gradient that FSDP2 or tensor parallelism has sharded; else all of it.
-
-    Ranks communicate only if the gradient is still to be summed over them.
-    """
+    """This rank's shard of a gradient that FSDP2 or tensor parallelism has sharded; else all of it."""
     placements = getattr(gradient, "placements", None)
     if placements is None:
         return gradient

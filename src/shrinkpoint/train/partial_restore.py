@@ -199,10 +199,7 @@ def _slot_updates(
 
 
 def _merge_slot(current: Any, saved: Any, parameter: Tensor, index: _TorchIndex) -> Any:
-    """A slot with the saved values in the selected part, and the current ones elsewhere.
-
-    Missing values are zero. A slot that has not the shape of its parameter keeps its current value.
-    """
+    """A slot with the saved values in the selected part, and the current ones elsewhere."""
     has_part, saved_has_part = (isinstance(slot, Tensor) and slot.shape == parameter.shape for slot in (current, saved))
     if not (has_part or saved_has_part):
         return _copy_to_device(saved, None, parameter) if current is None else current
@@ -232,11 +229,7 @@ def _merge_part(live: Tensor, saved: Tensor, index: _TorchIndex) -> Tensor:
 def _index_of_part(
     name: str, tensor: Any, part: TensorPart | Callable[[str, Tensor], TensorPart | None]
 ) -> _TorchIndex | None:
-    """The torch index of a part of a tensor; None if the part is empty.
-
-    Raises:
-        PolicyError: the tensor has no such part.
-    """
+    """The torch index of a part of a tensor; None if the part is empty."""
     where = f"only, {name}"
     if callable(part):
         result = part(name, tensor)

@@ -234,11 +234,7 @@ def check_tensor_fits(tensor: Tensor, saved: Any, where: str, *, strict: bool, a
 
 
 def _check_dtype_fits(saved: torch.dtype, dtype: torch.dtype, where: str, alternative: str) -> None:
-    """Raise if loading would round values, or change their kind.
-
-    Raises:
-        MismatchError: `dtype` cannot represent every value of `saved`.
-    """
+    """Raise if loading would round values, or change their kind."""
     if not can_represent(dtype, saved):
         do = f"build it in the dtype that was saved, {alternative}"
         raise MismatchError(where, found=f"{saved} in the checkpoint", expected=f"{dtype}", do=do)
@@ -321,18 +317,7 @@ def _has_parameter_shape(optimizer: Optimizer, parameter: Tensor, slot: str) -> 
 
 
 def _check_optimizer_kind(optimizer: Optimizer, saved: Mapping[str, Any], where: str, alternative: str) -> None:
-    """Raise for the state of another kind of optimizer, and for one that loading would round.
-
-    Optimizers are of one kind if they keep the same slots: Adam and AdamW are. What releases of torch and schedulers
-    add to a group does not matter, nor do settings without which a slot is not there (momentum, amsgrad).
-
-    Args:
-        saved: its groups are as large as the optimizer's.
-        alternative: what else a caller may do.
-
-    Raises:
-        MismatchError: the kinds differ, or a value would be rounded.
-    """
+    """Raise for the state of another kind of optimizer, and for one that loading would round."""
     optimizer = _unwrap(optimizer)
     saved_slots = {
         str(slot)
@@ -409,11 +394,7 @@ def _is_hyperparameter(value: Any) -> bool:
 
 
 def _check_scheduler_kind(scheduler: Any, saved: Any, where: str, alternative: str) -> None:
-    """Raise for the state of another kind of scheduler, recognized by the names of its settings.
-
-    Raises:
-        MismatchError: the kinds differ.
-    """
+    """Raise for the state of another kind of scheduler, recognized by the names of its settings."""
     live_names, saved_names = (
         {key for key in state if isinstance(key, str) and (not key.startswith("_") or key in _STRUCTURE_KEYS)}
         - _LEGACY_KEYS
@@ -440,11 +421,7 @@ def _init_parameters(obj: Any) -> frozenset[str]:
 
 
 def _check_scaler_is_enabled(scaler: Any, saved: Any, where: str) -> None:
-    """Raise if a gradient scaler that is on would load the state of one that was off.
-
-    Raises:
-        MismatchError: the state was saved while the scaler was off, or is none of a scaler.
-    """
+    """Raise if a gradient scaler that is on would load the state of one that was off."""
     required = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
     if scaler.is_enabled() and (not isinstance(saved, Mapping) or not required <= saved.keys()):
         found, do = "the state of one that was off", "leave it out, or turn it off"

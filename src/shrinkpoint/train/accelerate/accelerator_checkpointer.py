@@ -509,11 +509,7 @@ def _set_options(**settings: object) -> dict[str, Any]:
 
 
 def _checkpointer_of(accelerator: Accelerator, settings: dict[str, Any]) -> AcceleratorCheckpointer:
-    """The checkpointer that is attached to an accelerator; settings may be given until the first save.
-
-    Raises:
-        PolicyError: the settings differ from those of an earlier call.
-    """
+    """The checkpointer that is attached to an accelerator; settings may be given until the first save."""
     attached, attached_settings = vars(accelerator).get(_ATTRIBUTE, (None, {}))
     if attached is not None and (not settings or settings == attached_settings):
         return attached  # type: ignore[no-any-return]

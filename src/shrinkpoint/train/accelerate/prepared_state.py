@@ -126,10 +126,7 @@ def check_prepared(
             raise MismatchError(where, found=f"{count} of {name!r}", expected=f"{expected_count}", do=_PREPARE_ADVICE)
     if accelerator.scaler is not None and "scaler" not in state:
         raise MismatchError(
-            where,
-            found="no gradient scaler",
-            expected="that of mixed precision",
-            do="set the same mixed_precision",
+            where, found="no gradient scaler", expected="that of mixed precision", do="set the same mixed_precision"
         )
     for obj, saved, name in _pair_models_and_optimizers(accelerator, state, models):
         state_dicts.check_state_dicts(obj, saved, f"{where}, {name}", strict=strict)
@@ -221,11 +218,7 @@ def _expected_counts(accelerator: Accelerator, state: dict[str, Any]) -> Iterato
 def _pair_models_and_optimizers(
     accelerator: Accelerator, state: dict[str, Any], models: Sequence[nn.Module]
 ) -> list[tuple[Any, Any, str]]:
-    """Each model and optimizer to be loaded, with its saved state and a name for errors.
-
-    Raises:
-        MismatchError: the number of models differs.
-    """
+    """Each model and optimizer to be loaded, with its saved state and a name for errors."""
     saved_optimizers = _as_list(state.get("optimizer"))
     optimizers = zip(accelerator._optimizers, saved_optimizers, strict=not state.get("sharded"))
     pairs = [(optimizer, saved, "optimizer") for optimizer, saved in optimizers]
@@ -235,11 +228,7 @@ def _pair_models_and_optimizers(
 def _pair_models(
     accelerator: Accelerator, state: dict[str, Any], models: Sequence[nn.Module]
 ) -> list[tuple[Any, Any, str]]:
-    """Each model to be loaded, with its saved state; hooks may have removed models from either side.
-
-    Raises:
-        MismatchError: more models were saved than are prepared, or fewer than are to be loaded.
-    """
+    """Each model to be loaded, with its saved state; hooks may have removed models from either side."""
     saved_models = _as_list(state.get("model"))
     count = f"{len(saved_models)} models in the checkpoint"
     if len(saved_models) > len(accelerator._models):
@@ -310,9 +299,6 @@ def _generator(loader: Any, sampler: Any) -> torch.Generator | None:
 
 
 def _is_mid_epoch(generator: torch.Generator, loader: Any) -> bool:
-    """Whether an epoch that the generator shuffled has begun and not ended.
-
-    A dataloader that skips batches (`skip_first_batches`) is another object with the same generator.
-    """
+    """Whether an epoch that the generator shuffled has begun and not ended."""
     active_loaders = getattr(getattr(loader, "gradient_state", None), "dataloader_references", ())
     return any(active is not None and _generator(active, _sampler(active)) is generator for active in active_loaders)

@@ -196,11 +196,7 @@ def _load_in_place(state: dict[str, Any], reader: Reader) -> None:
 
 
 def _raise_first(work: Callable[[], T]) -> T:
-    """Return the result of `work`; of the errors that torch collects from all ranks, raise that of the first.
-
-    Raises:
-        ShrinkpointError: of the original class, if that is one of ours.
-    """
+    """Return the result of `work`; of the errors that torch collects from all ranks, raise that of the first."""
     try:
         return work()
     except CheckpointException as error:

@@ -275,11 +275,7 @@ def _entry_from_json(
 
 
 def _check_paths(paths: Sequence[Sequence[str | int]]) -> None:
-    """Raise ValueError if the lists of a nest have many more elements than there are keys.
-
-    Planners allocate memory for every element, so a forged index may not be large: `_MAX_LIST_GAPS` elements may be
-    without a key.
-    """
+    """Raise ValueError if the lists of a nest have many more elements than there are keys."""
     lengths: dict[int, int] = {}
     levels: dict[tuple[int, str | int], int] = {}
     num_keys = 0

@@ -288,12 +288,7 @@ def decode_buffers(value: Any, depth: int = 0) -> Any:
 
 
 def _map_container(value: Any, transform: Callable[[Any, int], Any], depth: int, rename: Callable[[str], str]) -> Any:
-    """A container with transformed parts; the same object if none of them changes.
-
-    Args:
-        transform: is called with a part and its depth.
-        rename: escapes or unescapes the key of a dict that could be taken for a buffer.
-    """
+    """A container with transformed parts; the same object if none of them changes."""
     if depth > _MAX_DEPTH:  # flattening refuses it later
         return value
     if type(value) in (list, tuple):

@@ -233,11 +233,7 @@ def load(directory: str | Path, *, nested: bool = True, threads: int | None = No
 
 
 def _allocate(entry: EntryMetadata, root: Path) -> Tensor:
-    """Uninitialized memory for a global tensor.
-
-    Raises:
-        CorruptError: its chunks do not fill it.
-    """
+    """Uninitialized memory for a global tensor."""
     chunk_bytes = sum(entry.nbytes(chunk.sizes) for chunk in entry.chunks)
     if chunk_bytes != entry.nbytes(entry.size):
         found, expected = f"boxes of {chunk_bytes} bytes", f"{entry.nbytes(entry.size)}, all of the tensor"

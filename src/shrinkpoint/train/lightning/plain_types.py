@@ -147,18 +147,12 @@ def _dict_from_pairs(dict_type: type[dict[Any, Any]], form: Any) -> dict[Any, An
 
 def _bad_form(name: str, form: Any) -> FormatError:
     return CorruptError(
-        "checkpoint",
-        found=f"{form!r:.80} as a {name}",
-        expected="what a save writes",
-        do="restore another checkpoint",
+        "checkpoint", found=f"{form!r:.80} as a {name}", expected="what a save writes", do="restore another checkpoint"
     )
 
 
 def _find_callback(qualified_name: Any) -> type | str:
-    """The class of callbacks with a name, the last one that was defined; the name itself if there is none.
-
-    Lightning looks up its callbacks among the result, and warns of states that no callback asks for.
-    """
+    """The class of callbacks with a name, the last one that was defined; the name itself if there is none."""
     if type(qualified_name) is not list or [type(item) for item in qualified_name] != [str, str]:
         raise _bad_form("callback", qualified_name)
     classes = _iter_subclasses(Callback)
@@ -178,10 +172,7 @@ def _enum_path(value: Enum) -> list[str]:
 
 
 def _enum_member(enum_path: Any) -> Enum | None:
-    """The member of an enum that is imported already; None if there is none.
-
-    Names are looked up in `__dict__` only, so that no code of a module runs.
-    """
+    """The member of an enum that is imported already; None if there is none."""
     module, qualified_name, member = enum_path
     obj: Any = sys.modules.get(module)
     for name in qualified_name.split("."):

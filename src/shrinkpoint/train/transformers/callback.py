@@ -226,10 +226,7 @@ def _check_arguments(args: Any, state: Any) -> None:
     ):
         if is_unsupported:
             raise PolicyError(
-                name,
-                found="a setting that ShrinkCallback does not support",
-                expected="another setting",
-                do=advice,
+                name, found="a setting that ShrinkCallback does not support", expected="another setting", do=advice
             )
     if args.save_total_limit == 1:
         _log.warning("save_total_limit=1: the Trainer deletes the only checkpoint before the next one is complete")

@@ -273,11 +273,7 @@ def _validate_trainer_state(root: Path) -> None:
 
 
 def _validate_file(path: Path, *, deep: bool) -> None:
-    """Raise unless a file is complete, as far as its format tells.
-
-    Args:
-        deep: also compare the checksums of a torch file.
-    """
+    """Raise unless a file is complete, as far as its format tells."""
     try:
         if path.suffix == ".json":
             for shard in {*json.loads(path.read_text("utf-8"))["weight_map"].values()}:

@@ -213,11 +213,7 @@ class Evaluation:
         return Reading(value, batch_losses if len(losses) > 1 and is_mean else None)
 
     def _evaluate(self, losses: list[tuple[float, int | None]]) -> float:
-        """Return the metric.
-
-        Args:
-            losses: receives loss and number of examples of each batch.
-        """
+        """Return the metric."""
         loss_only = self._metric == f"{self._prefix}_loss" or self._trainer.compute_metrics is None
         with _isolate(self._trainer), _record_batch_losses(self._trainer, losses):
             output = self._trainer.evaluation_loop(
@@ -298,10 +294,7 @@ def _find_dataset(datasets: Any, metric: str) -> tuple[str, Any]:
 
 @contextmanager
 def _isolate(trainer: Any) -> Iterator[None]:
-    """Restore the attributes of the Trainer and its modules afterwards, and call no callbacks meanwhile.
-
-    The optimizer is hidden: schedule-free ones change the weights when an evaluation starts.
-    """
+    """Restore the attributes of the Trainer and its modules afterwards, and call no callbacks meanwhile."""
     attributes = AttributeSnapshot([trainer, *trainer.model.modules()], exclude=_TENSOR_ATTRIBUTES)
     handler = trainer.callback_handler
     trainer.callback_handler = CallbackHandler(
