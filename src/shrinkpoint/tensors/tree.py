@@ -491,3 +491,26 @@ def _clone(tensor: torch.Tensor) -> torch.Tensor:
     fresh = empty(tuple(tensor.shape), tensor.dtype)
     as_bits(fresh).copy_(as_bits(tensor))
     return fresh
+
+
+def map_nest(value: Any, convert: Callable[[Any, int], Any], depth: int = 0) -> Any:
+    """A nest with converted values, innermost first; containers in which nothing changes are not copied.
+
+    Args:
+        convert: is called with every dict, once its values are converted, with every value that is no container, and
+            with its depth; not with lists and tuples.
+        depth: of `value`; what is nested too deeply to be stored, such as a cycle, is returned unchanged.
+    """
+    if depth > MAX_DEPTH:
+        return value
+    if type(value) in (list, tuple):
+        items = [map_nest(item, convert, depth + 1) for item in value]
+        return type(value)(items) if any(new is not old for new, old in zip(items, value, strict=True)) else value
+    if type(value) not in (dict, OrderedDict):
+        return convert(value, depth)
+    mapped = {key: map_nest(item, convert, depth + 1) for key, item in value.items()}
+    if any(mapped[key] is not item for key, item in value.items()):
+        original, value = value, type(value)(mapped)
+        if hasattr(original, "_metadata"):  # of a module's state_dict
+            value._metadata = original._metadata
+    return convert(value, depth)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic
 
-from shrinkpoint.errors import ShrinkpointError
+from shrinkpoint.errors import NotFoundError, ShrinkpointError
 from shrinkpoint.sharding.collectives import AllGather
 from shrinkpoint.store import SkippedCheckpoint
 from shrinkpoint.store.directory import verify_directory
@@ -73,6 +74,21 @@ class RestoreResult(Generic[StepT]):
 
 
 _log = logging.getLogger("shrinkpoint")
+
+
+class NoCheckpointError(NotFoundError, ValueError):
+    """There is no checkpoint to resume from. Also a ValueError, which frameworks raise for this."""
+
+
+def numbered_dirs(root: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
+    """Number and path of the directories in `root` whose name matches, lowest number first.
+
+    Args:
+        name: its first group is the number.
+    """
+    paths = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    matches = ((name.fullmatch(path.name), path) for path in paths)
+    return sorted((int(match[1]), path) for match, path in matches if match)
 
 
 def latest_valid(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate import Accelerator
 
@@ -28,12 +28,15 @@ from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.directory import read_directory_manifest, verify_directory
 from shrinkpoint.store.manifest import DirectoryManifest
 from shrinkpoint.tensors.flat_state import unflatten
-from shrinkpoint.train.accelerate import checkpoint_dirs, prepared_state
+from shrinkpoint.train.accelerate import prepared_state
+from shrinkpoint.train.accelerate.checkpoint_dirs import CheckpointDirs, is_stock_checkpoint
+from shrinkpoint.train.accelerate.prepared_state import PreparedState, collect_prepared
 from shrinkpoint.train.accelerate.sharded_checkpointer import ShardedCheckpointer, is_sharded_checkpoint
 from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
 from shrinkpoint.train.gradients import GradientRecorder
-from shrinkpoint.train.restore import RestoreReport, RestoreResult
+from shrinkpoint.train.restore import NoCheckpointError, RestoreReport, RestoreResult
 
+T = TypeVar("T")
 _log = logging.getLogger("shrinkpoint")
 _SKIPPABLE = (ChainError, FormatError, NotFoundError, StorageError)
 
@@ -67,26 +70,19 @@ class AcceleratorCheckpointer:
         background: bool = False,
         threads: int | None = None,
     ) -> None:
-        validate.check_instance(
-            "accelerator",
-            accelerator,
-            Accelerator,
-            expected="an Accelerator",
-            do="pass the one that prepares the model",
-        )
+        do = "pass the one that prepares the model"
+        validate.check_instance("accelerator", accelerator, Accelerator, expected="an Accelerator", do=do)
+        self._accelerator, self._background = accelerator, background
+        self._dirs = CheckpointDirs(accelerator)
         if accelerator.project_configuration.project_dir is not None:
-            checkpoint_dirs.numbered_root(accelerator)
+            _ = self._dirs.root  # refuses a URL
         self.stall_seconds = 0.0
         """Seconds for which the last `save_state` blocked training."""
-        self._accelerator, self._background, self._threads = accelerator, background, threads
-        self._checkpointer = Checkpointer(
-            scheme=scheme, keyframe_every=keyframe_every, background=background, threads=threads
-        )
-        self._sharded_checkpointer = ShardedCheckpointer(
-            accelerator, scheme=scheme, keyframe_every=keyframe_every, threads=threads
-        )
-        self._loaded_dir: Path | None = None  # of the checkpoint that the first save is a delta against
-        self._has_saved = False
+        settings: dict[str, Any] = {"scheme": scheme, "keyframe_every": keyframe_every, "threads": threads}
+        self._whole = _WholeCheckpointer(accelerator, background=background, **settings)
+        self._sharded = ShardedCheckpointer(accelerator, **settings)
+        self.has_saved = False
+        """Whether anything was saved."""
 
     def __enter__(self) -> AcceleratorCheckpointer:
         return self
@@ -130,12 +126,19 @@ class AcceleratorCheckpointer:
         start = time.perf_counter()
         try:
             prepared_state.check_engine(self._accelerator)
-            gather_or_raise(self._sharded_checkpointer.wait)
+            gather_or_raise(self._sharded.wait)
             directory = gather_or_raise(lambda: self._prepare_dir(output_dir))[0]
-            if step is None and checkpoint_dirs.numbered_root(self._accelerator) is not None:
+            if step is None and self._dirs.root is not None:
                 step = self._accelerator.save_iteration
-            report = self._write(directory, step=step, metrics=metrics, note=note, keyframe=keyframe)
-            self._has_saved = True
+            options: dict[str, Any] = {"step": step, "metrics": metrics, "note": note, "keyframe": keyframe}
+            is_sharded = prepared_state.has_sharded_model(self._accelerator)
+            prepared = _run_on_all(lambda: collect_prepared(self._accelerator, directory, models=not is_sharded))
+            report = None
+            if is_sharded:
+                self._sharded.save(directory, prepared.state, prepared.per_rank, self._background, **options)
+            else:
+                report = self._whole.save_prepared(directory, prepared, **options)
+            self.has_saved = True
             self._accelerator.project_configuration.iteration += 1
             if not self._background:
                 self._prune()
@@ -159,10 +162,18 @@ class AcceleratorCheckpointer:
             ChainError, FormatError, StorageError: the checkpoint in `input_dir` cannot be loaded.
         """
         prepared_state.check_engine(self._accelerator)
-        self._drain()
+        for wait in (self._sharded.wait, self._whole.wait):
+            try:
+                gather_or_raise(wait)
+            except Exception as error:  # of no checkpoint that exists
+                self._warn_main("the last save failed: %s", error)
         start = time.perf_counter()
         skipped: list[SkippedCheckpoint] = []
-        for directory in gather_or_raise(lambda: self._find_candidates(input_dir))[0]:
+
+        def find_candidates() -> list[Path]:
+            return self._dirs.load_candidates(input_dir) if self._accelerator.is_main_process else []
+
+        for directory in gather_or_raise(find_candidates)[0]:
             try:
                 manifest = self._load(directory, strict=strict)
             except _SKIPPABLE as error:
@@ -171,14 +182,17 @@ class AcceleratorCheckpointer:
                 skipped.append(SkippedCheckpoint(str(error), directory=directory, error=error))
                 self._warn_main("%s is passed over: %s", directory, error)
             else:
-                self._advance_iteration()
-                return _restore_result(manifest, time.perf_counter() - start, directory, tuple(skipped))
+                if self._dirs.root is not None:
+                    project, number = self._accelerator.project_configuration, self._dirs.next_free_number
+                    project.iteration = max(project.iteration, gather_or_raise(number)[0])
+                seconds = time.perf_counter() - start
+                if manifest is None:  # Accelerate itself wrote the checkpoint
+                    report = RestoreReport(seconds)
+                    return RestoreResult(report, None, None, directory=directory, skipped=tuple(skipped))
+                return RestoreResult.from_manifest(manifest, seconds, directory=directory, skipped=tuple(skipped))
         reasons = "; ".join(checkpoint.reason for checkpoint in skipped)
-        raise checkpoint_dirs.NoCheckpointError(
-            str(directory.parent),
-            found=f"no checkpoint that loads ({reasons})",
-            do="look at the reason for each of them, or begin again",
-        )
+        found, do = f"no checkpoint that loads ({reasons})", "look at the reason for each of them, or begin again"
+        raise NoCheckpointError(str(directory.parent), found=found, do=do)
 
     def wait(self) -> SaveReport | None:
         """Wait until the last save is durable, on all processes.
@@ -189,11 +203,10 @@ class AcceleratorCheckpointer:
         Raises:
             any error of a background save, once.
         """
-        reports: list[SaveReport | None] = []
-        gather_or_raise(self._sharded_checkpointer.wait)
-        gather_or_raise(lambda: reports.append(self._checkpointer.wait()))
+        gather_or_raise(self._sharded.wait)
+        report = _run_on_all(self._whole.wait)
         self._prune()
-        return reports[0]
+        return report
 
     def close(self) -> None:
         """Wait, and free the memory. A later `save_state` begins a new chain.
@@ -202,206 +215,133 @@ class AcceleratorCheckpointer:
             any error of a background save, once.
         """
         try:
-            self._sharded_checkpointer.wait()
+            self._sharded.wait()
         finally:
-            self._checkpointer.close()
+            self._whole.close()
 
     def take_over(self, other: AcceleratorCheckpointer) -> None:
         """Replace one that has loaded and not saved: the next save is a delta against what it has loaded."""
-        directory, self._loaded_dir = other._loaded_dir, other._loaded_dir
+        directory = self._whole.loaded_dir = other._whole.loaded_dir
         other.close()
 
         def load() -> None:
-            if directory is not None and self._uses_checkpointer:
-                self._checkpointer.load(directory)
+            if directory is not None and self._whole.participates:
+                self._whole.load(directory)
 
         try:
             gather_or_raise(load)
         except _SKIPPABLE as error:
             self._warn_main("%s has gone since it was loaded, the next checkpoint is a keyframe: %s", directory, error)
 
-    @property
-    def has_saved(self) -> bool:
-        """Whether anything was saved."""
-        return self._has_saved
-
-    # which process does what
-
-    @property
-    def _is_writer(self) -> bool:
-        on_each_node = self._accelerator.project_configuration.save_on_each_node
-        return bool(self._accelerator.is_local_main_process if on_each_node else self._accelerator.is_main_process)
-
-    @property
-    def _uses_checkpointer(self) -> bool:
-        """Whether this process writes, or takes part in a search for the scheme's settings."""
-        scheme = self._checkpointer.scheme
-        return self._is_writer or (isinstance(scheme, PlanningScheme) and not scheme.is_writer)
-
     def _warn_main(self, text: str, *args: object) -> None:
         if self._accelerator.is_main_process:
             _log.warning(text, *args)
 
-    # saving
-
     def _prepare_dir(self, output_dir: str | Path | None) -> Path:
         """On the writer: wait for the previous save, prune, and make the directory."""
-        if not self._is_writer:
+        if not self._whole.is_writer:
             return Path()
-        directory = checkpoint_dirs.save_dir(self._accelerator, output_dir)
-        self._checkpointer.wait()
+        directory = self._dirs.next_dir(output_dir)
+        self._whole.wait()
         self._prune()
-        _make_dir(directory)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            do = "name another one"
+            raise StorageError(str(directory), found=f"{error}", expected="a directory", do=do) from error
         return directory
-
-    def _write(self, directory: Path, **save_options: Any) -> SaveReport | None:
-        """Collect the state on all processes, then write it, or the shards of it."""
-        collected: list[prepared_state.PreparedState] = []
-        is_sharded = prepared_state.has_sharded_model(self._accelerator)
-
-        def collect() -> dict[str, Any]:
-            collected.append(prepared_state.collect_prepared(self._accelerator, directory, models=not is_sharded))
-            return {} if is_sharded else collected[0].per_rank
-
-        per_rank_states = gather_or_raise(collect)
-        prepared = collected[0]
-        if not is_sharded:
-            return self._write_whole(directory, prepared, per_rank_states, save_options)
-        self._sharded_checkpointer.save(
-            directory, prepared.state, prepared.per_rank, background=self._background, **save_options
-        )
-        return None
-
-    def _write_whole(
-        self,
-        directory: Path,
-        prepared: prepared_state.PreparedState,
-        per_rank_states: list[dict[str, Any]],
-        save_options: Mapping[str, Any],
-    ) -> SaveReport | None:
-        state = prepared.state | {"ranks": per_rank_states}
-        reports: list[SaveReport | None] = []
-
-        def save() -> None:
-            if self._uses_checkpointer:
-                extra = {"framework": "accelerate"}
-                reports.append(
-                    self._checkpointer.save(directory, state, objects=prepared.objects, extra=extra, **save_options)
-                )
-
-        gather_or_raise(save)
-        return reports[0] if reports else None
 
     def _prune(self) -> None:
         """Delete checkpoints beyond `total_limit`; a failure is logged, since it is no reason to end a run."""
-        root = checkpoint_dirs.numbered_root(self._accelerator)
-        if root is None or not self._is_writer:
-            return
         try:
-            for directory in checkpoint_dirs.expired_dirs(root, self._accelerator.project_configuration.total_limit):
-                self._discard(directory)
+            for directory in self._dirs.expired() if self._whole.is_writer else ():
+                try:
+                    self._whole.discard(directory)
+                except ShrinkpointError as error:
+                    _log.warning("%s", error)
         except OSError as error:
             _log.warning("%s", error)
 
-    def _discard(self, directory: Path) -> None:
-        try:
-            self._checkpointer.discard(directory)
-        except ShrinkpointError as error:
-            _log.warning("%s", error)
-
-    # loading
-
-    def _drain(self) -> None:
-        """Wait for background saves; their errors are logged, since they concern no existing checkpoint."""
-        for wait in (self._sharded_checkpointer.wait, self._checkpointer.wait):
-            try:
-                gather_or_raise(wait)
-            except Exception as error:
-                self._warn_main("the last save failed: %s", error)
-
-    def _find_candidates(self, input_dir: str | Path | None) -> list[Path]:
-        if not self._accelerator.is_main_process:
-            return []
-        return checkpoint_dirs.load_candidates(self._accelerator, input_dir)
-
     def _load(self, directory: Path, *, strict: bool) -> DirectoryManifest | None:
-        self._loaded_dir = None
+        """Load a checkpoint on all processes; its manifest, None if Accelerate itself wrote it."""
+        self._whole.loaded_dir = None
         wait_for_writes(directory)
-        if gather_or_raise(lambda: checkpoint_dirs.is_stock_checkpoint(directory))[0]:
-            self._checkpointer.close()
+        if gather_or_raise(lambda: is_stock_checkpoint(directory))[0]:
+            self._whole.close()
             gather_or_raise(lambda: self._accelerator.load_state(str(directory)))
             return None
-        manifests: list[DirectoryManifest] = []
-        read = verify_directory if self._is_writer else read_directory_manifest
-        gather_or_raise(lambda: manifests.append(read(directory)))
-        if is_sharded_checkpoint(manifests[0]):
-            self._load_shards(directory)
+        read = verify_directory if self._whole.is_writer else read_directory_manifest
+        manifest = _run_on_all(lambda: read(directory))
+        if is_sharded_checkpoint(manifest):
+            self._whole.close()
+            self._sharded.load(directory)
         else:
-            self._load_whole(directory, strict=strict)
-        return manifests[0]
+            self._whole.load_prepared(directory, strict=strict)
+        return manifest
 
-    def _load_whole(self, directory: Path, *, strict: bool) -> None:
-        states: list[Any] = []
-        gather_or_raise(lambda: states.append(self._read_state(directory)))
-        state, models, where = states[0], list(self._accelerator._models), str(directory)
-        gather_or_raise(lambda: self._check_fit(state, models, directory, strict=strict))
-        gather_or_raise(lambda: prepared_state.load_prepared(self._accelerator, state, models, where, strict=strict))
 
-    def _load_shards(self, directory: Path) -> None:
-        """Load a sharded checkpoint; the small parts are checked before anything is changed."""
-        self._checkpointer.close()
-        state = self._sharded_checkpointer.read_auxiliary_state(directory)
-        gather_or_raise(lambda: self._check_fit(state, [], directory, strict=True))
-        self._sharded_checkpointer.load(directory)
-        gather_or_raise(lambda: prepared_state.load_auxiliary_state(self._accelerator, state, str(directory)))
+class _WholeCheckpointer(Checkpointer):
+    """Saves and loads the state of an Accelerator whose models are not sharded; one process writes.
+
+    Attributes:
+        loaded_dir: directory that was loaded last; None if this process did not load it as a reference.
+    """
+
+    def __init__(self, accelerator: Accelerator, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._accelerator = accelerator
+        self.loaded_dir: Path | None = None
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this process writes."""
+        on_each_node = self._accelerator.project_configuration.save_on_each_node
+        return bool(self._accelerator.is_local_main_process if on_each_node else self._accelerator.is_main_process)
+
+    @property
+    def participates(self) -> bool:
+        """Whether this process writes, or takes part in a search for the scheme's settings."""
+        return self.is_writer or (isinstance(self.scheme, PlanningScheme) and not self.scheme.is_writer)
+
+    def save_prepared(self, directory: Path, prepared: PreparedState, **options: Any) -> SaveReport | None:
+        """Save what every process has collected; all processes call this, and one returns the report."""
+        state = prepared.state | {"ranks": gather_or_raise(lambda: prepared.per_rank)}
+
+        def save() -> SaveReport | None:
+            if not self.participates:
+                return None
+            return self.save(directory, state, objects=prepared.objects, extra={"framework": "accelerate"}, **options)
+
+        return _run_on_all(save)
+
+    def load_prepared(self, directory: Path, *, strict: bool) -> None:
+        """Load a checkpoint; all processes call this."""
+        accelerator, where = self._accelerator, str(directory)
+        state = _run_on_all(lambda: self._read_state(directory))
+        models = list(accelerator._models)
+        gather_or_raise(lambda: prepared_state.check_prepared(accelerator, state, models, where, strict=strict))
+        gather_or_raise(lambda: prepared_state.load_prepared(accelerator, state, models, where, strict=strict))
 
     def _read_state(self, directory: Path) -> Any:
         """The state in a directory; kept as the reference of the next delta only on processes that will save."""
         if prepared_state.has_sharded_model(self._accelerator):
-            raise MismatchError(
-                str(directory),
-                found="the state of a model that was not sharded",
-                expected="shards",
-                do="load it without FSDP, and save the model by itself",
-            )
-        if self._uses_checkpointer:
-            state = self._checkpointer.load(directory).state
-            self._loaded_dir = directory
+            found = "the state of a model that was not sharded"
+            do = "load it without FSDP, and save the model by itself"
+            raise MismatchError(str(directory), found=found, expected="shards", do=do)
+        if self.participates:
+            state = self.load(directory).state
+            self.loaded_dir = directory
             return state
         decoded = decode_directory(directory, threads=self._threads)
-        return unflatten(
-            decoded.tree, decoded.reference.tensors, where=str(directory), max_bytes=decoded.max_copy_bytes
-        )
-
-    def _check_fit(self, state: Any, models: list[Any], directory: Path, *, strict: bool) -> None:
-        """Call the registered hooks, which may remove models from the list, and check the state against the rest."""
-        for hook in self._accelerator._load_model_state_pre_hook.values():
-            hook(models, str(directory))
-        prepared_state.check_prepared(self._accelerator, state, models, str(directory), strict=strict)
-
-    def _advance_iteration(self) -> None:
-        """Set the number of the next checkpoint above all existing ones."""
-        root = checkpoint_dirs.numbered_root(self._accelerator)
-        if root is not None:
-            number = gather_or_raise(lambda: checkpoint_dirs.next_free_number(root))[0]
-            project = self._accelerator.project_configuration
-            project.iteration = max(project.iteration, number)
+        tensors, max_bytes = decoded.reference.tensors, decoded.max_copy_bytes
+        return unflatten(decoded.tree, tensors, where=str(directory), max_bytes=max_bytes)
 
 
-def _restore_result(
-    manifest: DirectoryManifest | None, seconds: float, directory: Path, skipped: tuple[SkippedCheckpoint, ...]
-) -> RestoreResult[int | None]:
-    """The result of a restore; `manifest` is None if Accelerate itself wrote the checkpoint."""
-    if manifest is None:
-        return RestoreResult(RestoreReport(seconds), None, None, directory=directory, skipped=skipped)
-    return RestoreResult.from_manifest(manifest, seconds, directory=directory, skipped=skipped)
-
-
-def _make_dir(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(str(directory), found=f"{error}", expected="a directory", do="name another one") from error
+def _run_on_all(compute: Callable[[], T]) -> T:
+    """What this process computes; if any process fails, all raise the error of the first that does."""
+    results: list[T] = []
+    gather_or_raise(lambda: results.append(compute()))
+    return results[0]
 
 
 _ATTRIBUTE = "_shrinkpoint"

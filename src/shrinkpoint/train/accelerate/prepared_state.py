@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,11 @@ def check_engine(accelerator: Accelerator) -> None:
         )
 
 
-def unwrap_models(accelerator: Accelerator) -> list[nn.Module]:
-    """Return the prepared models without wrappers: names of tensors do not depend on the number of processes."""
-    return [unwrap_model(model) for model in accelerator._models]
-
-
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return a prepared model without its wrappers, except that of mixed precision."""
+    """Return a prepared model without its wrappers, except that of mixed precision.
+
+    So names of tensors do not depend on the number of processes.
+    """
     module: nn.Module = extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=False)
     return module
 
@@ -82,7 +80,7 @@ def collect_prepared(accelerator: Accelerator, directory: Path, *, models: bool)
     Raises:
         StateError: a registered object holds something that cannot be stored.
     """
-    modules = unwrap_models(accelerator) if models else []
+    modules = [unwrap_model(model) for model in accelerator._models] if models else []
     module_states = [module.state_dict() for module in modules]
     weights = list(module_states)
     for hook in accelerator._save_model_state_pre_hook.values():
@@ -100,27 +98,25 @@ def collect_prepared(accelerator: Accelerator, directory: Path, *, models: bool)
     return PreparedState(state, objects, _per_rank_state(accelerator))
 
 
-def check_prepared(
-    accelerator: Accelerator, state: Any, models: Sequence[nn.Module], where: str, *, strict: bool
-) -> None:
-    """Raise unless a state fits what is prepared and registered; nothing is changed.
+def check_prepared(accelerator: Accelerator, state: Any, models: list[nn.Module], where: str, *, strict: bool) -> None:
+    """Call the registered hooks, then raise unless a state fits what is prepared and registered; it is not changed.
 
     Args:
-        models: those that the registered hooks have left to be loaded.
+        models: those to be loaded; hooks may remove some of them.
         where: for the error.
         strict: raise if keys of a model are missing or unexpected.
 
     Raises:
         MismatchError: it does not fit.
     """
+    for hook in accelerator._load_model_state_pre_hook.values():
+        hook(models, where)
     if not isinstance(state, dict) or not isinstance(state.get("ranks"), list):
-        raise MismatchError(
-            where,
-            found="no state of an Accelerator",
-            expected="what save_state saves",
-            do="load it with the program that saved it",
-        )
-    for name, expected_count in _expected_counts(accelerator, state):
+        raise not_ours(where)
+    expected_counts = {"scheduler": len(accelerator._schedulers), "objects": len(accelerator._custom_objects)}
+    if not state.get("sharded"):
+        expected_counts = {"optimizer": len(accelerator._optimizers), **expected_counts}
+    for name, expected_count in expected_counts.items():
         count = len(_as_list(state.get(name)))
         if count != expected_count:
             raise MismatchError(where, found=f"{count} of {name!r}", expected=f"{expected_count}", do=_PREPARE_ADVICE)
@@ -134,6 +130,12 @@ def check_prepared(
     for index, (scheduler, saved) in enumerate(zip(accelerator._schedulers, saved_schedulers, strict=True)):
         inner = getattr(scheduler, "scheduler", scheduler)
         state_dicts.check_state_dicts(inner, saved, f"{where}, scheduler {index}", strict=strict)
+
+
+def not_ours(where: str) -> MismatchError:
+    """The error for a checkpoint that was not saved from an Accelerator."""
+    found, expected = "no state of an Accelerator", "what save_state saves"
+    return MismatchError(where, found=found, expected=expected, do="load it with the program that saved it")
 
 
 def load_prepared(
@@ -158,19 +160,17 @@ def load_auxiliary_state(accelerator: Accelerator, state: dict[str, Any], where:
 
 def _auxiliary_state(accelerator: Accelerator) -> dict[str, Any]:
     """The state that is equal on all processes, without models and optimizers."""
-    objects = accelerator._custom_objects
     state = {
         "scheduler": [scheduler.state_dict() for scheduler in accelerator._schedulers],
-        "objects": [_registered_state(index, obj) for index, obj in enumerate(objects)],
+        "objects": [
+            _check_storable(obj.state_dict(), f"{type(obj).__qualname__}, object {index} of register_for_checkpointing")
+            for index, obj in enumerate(accelerator._custom_objects)
+        ],
         "step": accelerator.step,
     }
     if accelerator.scaler is not None:
         state["scaler"] = accelerator.scaler.state_dict()
     return state
-
-
-def _registered_state(index: int, obj: Any) -> Any:
-    return _check_storable(obj.state_dict(), f"{type(obj).__qualname__}, object {index} of register_for_checkpointing")
 
 
 def _check_storable(state: Any, name: str) -> Any:
@@ -208,21 +208,13 @@ def _restore_per_rank(accelerator: Accelerator, rank_states: list[Any], where: s
     set_rng_state(rank_states[rank]["rng"])
 
 
-def _expected_counts(accelerator: Accelerator, state: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    if not state.get("sharded"):
-        yield "optimizer", len(accelerator._optimizers)
-    yield "scheduler", len(accelerator._schedulers)
-    yield "objects", len(accelerator._custom_objects)
-
-
 def _pair_models_and_optimizers(
     accelerator: Accelerator, state: dict[str, Any], models: Sequence[nn.Module]
 ) -> list[tuple[Any, Any, str]]:
     """Each model and optimizer to be loaded, with its saved state and a name for errors."""
-    saved_optimizers = _as_list(state.get("optimizer"))
-    optimizers = zip(accelerator._optimizers, saved_optimizers, strict=not state.get("sharded"))
-    pairs = [(optimizer, saved, "optimizer") for optimizer, saved in optimizers]
-    return [*_pair_models(accelerator, state, models), *pairs]
+    saved = _as_list(state.get("optimizer"))
+    optimizers = zip(accelerator._optimizers, saved, strict=not state.get("sharded"))
+    return [*_pair_models(accelerator, state, models), *((*pair, "optimizer") for pair in optimizers)]
 
 
 def _pair_models(

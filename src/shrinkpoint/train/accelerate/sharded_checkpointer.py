@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from shrinkpoint.errors import MismatchError, PolicyError, ShrinkpointError
+from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage.base import MemorySource, MemoryStorage
 from shrinkpoint.store.checkpoint_file import read_file, write_file
 from shrinkpoint.store.manifest import DirectoryManifest
@@ -60,7 +61,6 @@ class ShardedCheckpointer:
         directory: Path,
         shared: dict[str, Any],
         per_rank: dict[str, Any],
-        *,
         background: bool,
         **save_options: Any,
     ) -> None:
@@ -109,42 +109,16 @@ class ShardedCheckpointer:
         if future is not None:
             _raise_first(future.result)
 
-    def read_auxiliary_state(self, directory: Path) -> dict[str, Any]:
-        """Return the state without models and optimizers; "ranks" holds the state of this process only.
-
-        Raises:
-            MismatchError: it is no checkpoint of an Accelerator.
-            ChainError, FormatError, StorageError: the checkpoint cannot be loaded.
-        """
-        entries = _raise_first(lambda: Reader(directory).read_metadata()).state_dict_metadata
-        rank = self._accelerator.process_index
-        rank_key = _RANK_KEY.format(rank)
-        packed: dict[str, Tensor] = {}
-        for key in (_SHARED_KEY, rank_key):
-            if isinstance(entry := entries.get(key), TensorStorageMetadata):
-                packed[key] = torch.empty(entry.size, dtype=torch.uint8)
-        if _SHARED_KEY not in packed:
-            raise MismatchError(
-                str(directory),
-                found="no state of an Accelerator",
-                expected="what save_state saves",
-                do="load it with the program that saved it",
-            )
-        _load_in_place(dict(packed), Reader(directory))
-        states = {key: _unpack(data, str(directory)) for key, data in packed.items()}
-        shared: dict[str, Any] = states[_SHARED_KEY]
-        rank_states: list[Any] = [None] * sum(name.startswith(_RANK_KEY.format("")) for name in entries)
-        if rank_key in states:
-            rank_states[rank] = states[rank_key]
-        return shared | {"ranks": rank_states}
-
     def load(self, directory: Path) -> None:
-        """Load models and optimizers, on any number of processes. After an error, they may have changed.
+        """Load a checkpoint, on any number of processes; the small parts are checked before anything is changed.
 
         Raises:
-            MismatchError: shapes or names differ.
+            MismatchError: it is no checkpoint of an Accelerator, or does not fit. Where shapes or names differ, models
+                and optimizers may have changed.
             ChainError, FormatError, StorageError: the checkpoint cannot be loaded.
         """
+        auxiliary, where = self._read_auxiliary_state(directory), str(directory)
+        gather_or_raise(lambda: prepared_state.check_prepared(self._accelerator, auxiliary, [], where, strict=True))
         state = _sharded_state(self._accelerator)
         _load_in_place(state, Reader(directory, threads=self._settings.get("threads")))
         models, optimizers = self._accelerator._models, self._accelerator._optimizers
@@ -153,6 +127,26 @@ class ShardedCheckpointer:
         for index, optimizer in enumerate(optimizers):
             model = prepared_state.unwrap_model(models[index])
             set_optimizer_state_dict(model, optimizer.optimizer, state[_state_key("optimizer", index)])
+        gather_or_raise(lambda: prepared_state.load_auxiliary_state(self._accelerator, auxiliary, where))
+
+    def _read_auxiliary_state(self, directory: Path) -> dict[str, Any]:
+        """The state without models and optimizers; "ranks" holds the state of this process only."""
+        entries = _raise_first(lambda: Reader(directory).read_metadata()).state_dict_metadata
+        rank = self._accelerator.process_index
+        rank_key = _RANK_KEY.format(rank)
+        packed: dict[str, Tensor] = {}
+        for key in (_SHARED_KEY, rank_key):
+            if isinstance(entry := entries.get(key), TensorStorageMetadata):
+                packed[key] = torch.empty(entry.size, dtype=torch.uint8)
+        if _SHARED_KEY not in packed:
+            raise prepared_state.not_ours(str(directory))
+        _load_in_place(dict(packed), Reader(directory))
+        states = {key: _unpack(data, str(directory)) for key, data in packed.items()}
+        shared: dict[str, Any] = states[_SHARED_KEY]
+        rank_states: list[Any] = [None] * sum(name.startswith(_RANK_KEY.format("")) for name in entries)
+        if rank_key in states:
+            rank_states[rank] = states[rank_key]
+        return shared | {"ranks": rank_states}
 
 
 def is_sharded_checkpoint(manifest: DirectoryManifest) -> bool:

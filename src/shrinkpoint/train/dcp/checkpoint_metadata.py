@@ -151,6 +151,11 @@ def offsets_key(offsets: Sequence[int]) -> str:
     return ",".join(map(str, offsets))
 
 
+def box_slices(starts: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """The slices of a box, one for each axis."""
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
 def expected_indices(metadata: Metadata) -> Iterator[MetadataIndex]:
     """The indices of all items that the ranks must write."""
     for fqn, entry in metadata.state_dict_metadata.items():

@@ -16,65 +16,64 @@ from shrinkpoint.store.directory import is_checkpoint
 from shrinkpoint.train import restore
 
 
-class CheckpointId:
-    """The directory that torch calls a `checkpoint_id`.
+class CheckpointDirectory:
+    """The directory of a checkpoint, torch's `checkpoint_id`, and this rank's threads: a part of Reader and Writer.
 
-    An invalid value raises no error before `directory` is read: torch may not report an earlier one to all ranks.
+    A wrong directory that is passed to `dcp.save` or `dcp.load` raises no error before `_directory` is read: torch may
+    not report an earlier one to all ranks.
 
     Args:
-        value: a path; None if it is not known yet.
-        strict: raise at once if the value is not a path, because this is called on all ranks.
-
-    Attributes:
-        path: the absolute path; None if there is none.
+        path: the directory; None: it is set later.
+        threads: native threads; None: every core, shared with the ranks that torchrun has started on this machine.
 
     Raises:
-        PolicyError: with `strict`, the value is not a path.
+        PolicyError: `path` is a URL, or `threads` is no number of threads.
     """
 
-    def __init__(self, value: Any = None, *, strict: bool = False) -> None:
-        if strict and value is not None:
-            local_path(value)
-        self._value = value
-        self.path: Path | None = None
-        if is_path(value):
-            self.path = Path(value).absolute()  # resolved now: the process may change its working directory later
+    def __init__(self, path: str | os.PathLike[str] | None, threads: int | None) -> None:
+        super().__init__()
+        self._threads = validate.check_threads(threads)
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+        if self._threads is None and ranks.isdecimal() and int(ranks) > 1:
+            self._threads = max(1, len(os.sched_getaffinity(0)) // int(ranks))
+        if path is not None:
+            local_path(path)
+        self._set_checkpoint_id(path)
 
     @property
-    def directory(self) -> Path:
-        """The absolute path.
+    def checkpoint_id(self) -> Path | None:
+        """The directory of this checkpoint."""
+        return self._path
 
-        Raises:
-            PolicyError: there is none.
-        """
-        if self.path is None:
-            found = "no path" if self._value is None else f"{self._value!r:.200}, which is no path of a directory"
+    @property
+    def path(self) -> Path | None:
+        """The same, by the name that torch's own reader and writer use."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path, and no URL."""
+        return is_path(checkpoint_id)
+
+    def _set_checkpoint_id(self, value: Any) -> None:
+        self._checkpoint_id = value
+        # Resolved now: the process may change its working directory later.
+        self._path = Path(value).absolute() if is_path(value) else None
+
+    @property
+    def _directory(self) -> Path:
+        """The absolute path; raises a PolicyError if there is none."""
+        if self._path is None:
+            value = self._checkpoint_id
+            found = "no path" if value is None else f"{value!r:.200}, which is no path of a directory"
             do = "pass checkpoint_id=, or the path to Writer or Reader"
             raise PolicyError("checkpoint_id", found=found, expected="a directory", do=do)
-        return self.path
+        return self._path
 
 
 def is_path(value: Any) -> bool:
     """Whether a value is a path, and no URL."""
     return isinstance(value, str | os.PathLike) and not is_url(value) and bool(os.fspath(value))
-
-
-def threads_per_rank(threads: int | None) -> int | None:
-    """The number of native threads of this rank; None: every core.
-
-    Ranks that torchrun has started on one machine share its cores.
-
-    Args:
-        threads: the number that was asked for; None: choose one.
-
-    Raises:
-        PolicyError: `threads` is not a number of threads.
-    """
-    threads = validate.check_threads(threads)
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if threads is not None or not ranks.isdecimal() or int(ranks) < 2:
-        return threads
-    return max(1, len(os.sched_getaffinity(0)) // int(ranks))
 
 
 def latest_valid(root: str | Path, group: dist.ProcessGroup | None = None, *, deep: bool = False) -> Path | None:
@@ -102,10 +101,7 @@ def latest_valid(root: str | Path, group: dist.ProcessGroup | None = None, *, de
 def _candidate_names(root: Path) -> set[str]:
     """Names of directories with a checkpoint, or with payloads of a save that failed before its manifest."""
     try:
-        return {path.name for path in root.iterdir() if path.is_dir() and _has_our_files(path)}
+        paths = [path for path in root.iterdir() if path.is_dir()]
+        return {path.name for path in paths if is_checkpoint(path) or any(path.glob("rank-*.safetensors"))}
     except OSError:
         return set()
-
-
-def _has_our_files(path: Path) -> bool:
-    return is_checkpoint(path) or any(path.glob("rank-*.safetensors"))

@@ -122,7 +122,7 @@ class _PatchedReader(Reader):
         self._stock = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        directory = self._checkpoint_id.directory
+        directory = self._directory
         if not is_checkpoint(directory) or checkpoint_metadata.is_overwritten_by_torch(directory):
             self._stock = FileSystemReader(directory)
             return self._stock.read_metadata(*args, **kwargs)

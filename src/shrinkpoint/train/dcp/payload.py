@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import threading
-from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +13,82 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shrinkpoint.container import FileReader
 from shrinkpoint.errors import CorruptError, StateError
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store.chain import directory_chain
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.directory import chain_paths
-from shrinkpoint.store.manifest import DirectoryManifest
+from shrinkpoint.store.manifest import DirectoryManifest, Payload
 from shrinkpoint.store.partial_reader import PartialReader
 from shrinkpoint.tensors.dtypes import dtype_name
-from shrinkpoint.tensors.info import JSON
-from shrinkpoint.tensors.tree import TreeDecoder
-from shrinkpoint.train.dcp.checkpoint_metadata import ChunkMetadata, EntryMetadata, Offsets, chunk_name
+from shrinkpoint.tensors.info import JSON, TensorInfo
+from shrinkpoint.tensors.tree import TreeDecoder, map_nest
+from shrinkpoint.train.dcp.checkpoint_metadata import ChunkMetadata, EntryMetadata, Offsets, box_slices, chunk_name
 
 _ADVICE = "restore another checkpoint"
+_NUMPY_GLOBALS = [np._core.multiarray._reconstruct, np._core.multiarray.scalar, np.ndarray, np.dtype]  # type: ignore[attr-defined]
+_NUMPY_GLOBALS += [type(np.dtype(code)) for code in "?bBhHiIlLqQefdFD"]
+_BUFFER_KEY = "shrinkpoint:buffer"
+"""The only key of a dict that represents a BytesIO; a user's dict with this key gets a colon at its end."""
+_LOCK = threading.Lock()  # `safe_globals` is one list for the whole process
 
 
-def check_stored_tensor(
-    where: str, name: str, shape_and_dtype: tuple[Offsets, str] | None, entry: EntryMetadata, chunk: ChunkMetadata
-) -> None:
-    """Raise if a stored tensor is not the chunk that the manifest declares.
+class PayloadReader:
+    """An open payload.
 
     Args:
-        where: the payload's file, for messages.
-        name: the tensor's name in the payload.
-        shape_and_dtype: of the stored tensor; None if there is none.
+        directory: the checkpoint.
+        manifest: its manifest.
+        payload_index: index of the payload in the manifest.
+        threads: native threads for decoding; None: every core.
+        whole: decode all of it at once, and hold it in memory; False: decode only the boxes that are read.
 
     Raises:
-        CorruptError: it is missing, or has another shape or dtype.
+        ChainError, FormatError, StorageError: as `verify_directory`.
     """
-    if shape_and_dtype != (chunk.sizes, entry.dtype):
-        found = "no such tensor" if shape_and_dtype is None else f"{shape_and_dtype[1]} of shape {shape_and_dtype[0]}"
-        raise CorruptError(
-            f"{where}: {name!r}", found=found, expected=f"{entry.dtype} of shape {chunk.sizes}", do=_ADVICE
-        )
+
+    def __init__(
+        self, directory: Path, manifest: DirectoryManifest, payload_index: int, threads: int | None, *, whole: bool
+    ) -> None:
+        payload = manifest.payloads[payload_index]
+        self._where = str(directory / payload.name)
+        self._tensors: _DecodedTensors | PartialReader
+        if whole:
+            decoded = decode_directory(directory, payload_index, threads=threads)
+            self._tree, self._tensors = decoded.tree, _DecodedTensors(decoded.reference.tensors)
+        else:
+            self._tree = _verify_header(directory, payload).tree
+            self._tensors = PartialReader(chain_paths(directory, payload), threads)
+
+    def __enter__(self) -> PayloadReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Free the decoded tensors."""
+        self._tensors.close()
+
+    def read_box(self, entry: EntryMetadata, chunk: ChunkMetadata, starts: Offsets, sizes: Offsets) -> Tensor:
+        """The values of a box within a chunk of this payload.
+
+        Args:
+            starts: offsets of the box in the chunk, one for each axis.
+            sizes: of the box.
+
+        Raises:
+            CorruptError: the chunk is not stored as the manifest declares, or the box is not within it.
+        """
+        name = chunk_name(entry.fqn, chunk.offsets, chunk.sizes, entry.size)
+        where = f"{self._where}: {name!r}"
+        _check_stored_tensor(where, self._tensors.infos.get(name), entry, chunk)
+        if any(start + size > side for start, size, side in zip(starts, sizes, chunk.sizes, strict=True)):
+            raise CorruptError(where, found=f"a box at {starts}", expected=f"within {chunk.sizes}")
+        return self._tensors.read(name, starts, sizes)
+
+    def load_object(self, fqn: str) -> Any:
+        """An entry that is not a tensor."""
+        decoder = TreeDecoder(_TensorsByName(self._tensors), tie=True, where=self._where)
+        return decode_buffers(decoder.decode(_subtree(self._tree, fqn, self._where), (fqn,)))
 
 
 def check_stored_tensors(
@@ -61,154 +103,57 @@ def check_stored_tensors(
         ChainError, FormatError, StorageError: as `verify_directory`.
     """
     payload = manifest.payloads[payload_index]
-    where = str(directory / payload.name)
-    with LocalStorage(directory).open(payload.name) as source:
-        header = directory_chain(directory, payload)[-1].verify(source, where)
-    stored = {info.name: (info.shape, info.dtype) for record in header.records for info in record.infos}
+    infos = {info.name: info for record in _verify_header(directory, payload).records for info in record.infos}
     for entry, chunk in chunks:
         name = chunk_name(entry.fqn, chunk.offsets, chunk.sizes, entry.size)
-        check_stored_tensor(where, name, stored.get(name), entry, chunk)
+        _check_stored_tensor(f"{directory / payload.name}: {name!r}", infos.get(name), entry, chunk)
 
 
-class PayloadReader(ABC):
-    """An open payload.
-
-    Args:
-        directory: the checkpoint.
-        manifest: its manifest.
-        payload_index: index of the payload in the manifest.
-        threads: native threads for decoding; None: every core.
-
-    Raises:
-        ChainError, FormatError, StorageError: as `verify_directory`.
-    """
-
-    def __init__(self, directory: Path, manifest: DirectoryManifest, payload_index: int, threads: int | None) -> None:
-        self._payload, self._directory = manifest.payloads[payload_index], directory
-        self._where = str(directory / self._payload.name)
-
-    def __enter__(self) -> PayloadReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free the decoded tensors."""
-
-    @abstractmethod
-    def _get_tensor(self, name: str) -> Tensor | None:
-        """A stored tensor; None if there is none of this name."""
-
-    @abstractmethod
-    def _read_unchecked(self, name: str, starts: Offsets, sizes: Offsets) -> Tensor:
-        """A box of a stored tensor."""
-
-    @property
-    @abstractmethod
-    def _tree(self) -> JSON:
-        """The tree of the payload, in which objects are stored."""
-
-    @abstractmethod
-    def _shape_and_dtype(self, name: str) -> tuple[Offsets, str] | None:
-        """Shape and dtype of a stored tensor; None if there is none of this name."""
-
-    def read_box(self, entry: EntryMetadata, chunk: ChunkMetadata, starts: Offsets, sizes: Offsets) -> Tensor:
-        """The values of a box within a chunk of this payload.
-
-        Args:
-            starts: offsets of the box in the chunk, one for each axis.
-            sizes: of the box.
-
-        Raises:
-            CorruptError: the chunk is not stored as the manifest declares, or the box is not within it.
-        """
-        name = chunk_name(entry.fqn, chunk.offsets, chunk.sizes, entry.size)
-        check_stored_tensor(self._where, name, self._shape_and_dtype(name), entry, chunk)
-        if any(start + size > side for start, size, side in zip(starts, sizes, chunk.sizes, strict=True)):
-            raise CorruptError(f"{self._where}: {name!r}", found=f"a box at {starts}", expected=f"within {chunk.sizes}")
-        return self._read_unchecked(name, starts, sizes)
-
-    def load_object(self, fqn: str) -> Any:
-        """An entry that is not a tensor."""
-        decoder = TreeDecoder(_LazyPayloadTensors(self), tie=True, where=self._where)
-        return decode_buffers(decoder.decode(_subtree(self._tree, fqn, self._where), (fqn,)))
+def _verify_header(directory: Path, payload: Payload) -> FileReader:
+    """The header of a payload; the digest of each base is verified through the file that depends on it."""
+    with LocalStorage(directory).open(payload.name) as source:
+        return directory_chain(directory, payload)[-1].verify(source, str(directory / payload.name))
 
 
-class FullPayload(PayloadReader):
-    """A payload that is decoded at once and held in memory."""
+def _check_stored_tensor(where: str, info: TensorInfo | None, entry: EntryMetadata, chunk: ChunkMetadata) -> None:
+    """Raise if a stored tensor is missing, or is not the chunk that the manifest declares."""
+    if info is None or (info.shape, info.dtype) != (chunk.sizes, entry.dtype):
+        found = "no such tensor" if info is None else f"{info.dtype} of shape {info.shape}"
+        raise CorruptError(where, found=found, expected=f"{entry.dtype} of shape {chunk.sizes}", do=_ADVICE)
 
-    def __init__(self, directory: Path, manifest: DirectoryManifest, payload_index: int, threads: int | None) -> None:
-        super().__init__(directory, manifest, payload_index, threads)
-        decoded = decode_directory(directory, payload_index, threads=threads)
-        self._decoded, self._tensors = decoded, dict(decoded.reference.tensors)
+
+class _DecodedTensors:
+    """Tensors in memory, with the methods of a `PartialReader`."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
+        self.infos: Mapping[str, TensorInfo] = {
+            name: TensorInfo(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()
+        }
+
+    def read(self, name: str, starts: Offsets, sizes: Offsets) -> Tensor:
+        tensor = self._tensors[name]
+        return tensor if sizes == tensor.shape else tensor[box_slices(starts, sizes)]
 
     def close(self) -> None:
         self._tensors = {}
-        del self._decoded
-
-    @property
-    def _tree(self) -> JSON:
-        return self._decoded.tree
-
-    def _get_tensor(self, name: str) -> Tensor | None:
-        return self._tensors.get(name)
-
-    def _shape_and_dtype(self, name: str) -> tuple[Offsets, str] | None:
-        tensor = self._tensors.get(name)
-        return None if tensor is None else (tuple(tensor.shape), dtype_name(tensor.dtype))
-
-    def _read_unchecked(self, name: str, starts: Offsets, sizes: Offsets) -> Tensor:
-        return self._tensors[name][tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
 
 
-class LazyPayload(PayloadReader):
-    """A payload of which only the requested boxes are decoded."""
+class _TensorsByName(Mapping[str, Tensor]):
+    """The tensors of a payload, each read when it is looked up."""
 
-    def __init__(self, directory: Path, manifest: DirectoryManifest, payload_index: int, threads: int | None) -> None:
-        super().__init__(directory, manifest, payload_index, threads)
-        # The digest of each base is verified through the file that depends on it.
-        with LocalStorage(directory).open(self._payload.name) as source:
-            self._header = directory_chain(directory, self._payload)[-1].verify(source, self._where)
-        self._reader = PartialReader(chain_paths(directory, self._payload), threads)
-
-    def close(self) -> None:
-        self._reader.close()
-
-    @property
-    def _tree(self) -> JSON:
-        return self._header.tree
-
-    def _get_tensor(self, name: str) -> Tensor | None:
-        info = self._reader.infos.get(name)
-        return None if info is None else self._reader.read(name, (0,) * len(info.shape), info.shape)
-
-    def _shape_and_dtype(self, name: str) -> tuple[Offsets, str] | None:
-        info = self._reader.infos.get(name)
-        return None if info is None else (info.shape, info.dtype)
-
-    def _read_unchecked(self, name: str, starts: Offsets, sizes: Offsets) -> Tensor:
-        return self._reader.read(name, starts, sizes)
-
-
-class _LazyPayloadTensors(Mapping[str, Tensor]):
-    """The tensors of a payload by name, each read when it is requested; they cannot be listed."""
-
-    def __init__(self, payload: PayloadReader) -> None:
-        self._payload = payload
+    def __init__(self, tensors: _DecodedTensors | PartialReader) -> None:
+        self._tensors = tensors
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self._payload._get_tensor(name)
-        if tensor is None:
-            raise KeyError(name)
-        return tensor
+        shape = self._tensors.infos[name].shape
+        return self._tensors.read(name, (0,) * len(shape), shape)
 
     def __iter__(self) -> Iterator[str]:
-        raise NotImplementedError
+        return iter(self._tensors.infos)
 
     def __len__(self) -> int:
-        raise NotImplementedError
+        return len(self._tensors.infos)
 
 
 def _subtree(tree: JSON, fqn: str, where: str) -> JSON:
@@ -224,12 +169,7 @@ def _subtree(tree: JSON, fqn: str, where: str) -> JSON:
     return matches[0]
 
 
-_NUMPY_GLOBALS = [np._core.multiarray._reconstruct, np._core.multiarray.scalar, np.ndarray, np.dtype]  # type: ignore[attr-defined]
-_NUMPY_GLOBALS += [type(np.dtype(code)) for code in "?bBhHiIlLqQefdFD"]
-_BUFFER_KEY = "shrinkpoint:buffer"
-"""The only key of a dict that represents a BytesIO; a user's dict with this key gets a colon at its end."""
-_MAX_DEPTH = 64
-_LOCK = threading.Lock()  # `safe_globals` is one list for the whole process
+# Objects that are not tensors, which torch passes and expects as the bytes of `torch.save`
 
 
 def unpickle_plain(data: io.BytesIO, fqn: str) -> Any:
@@ -245,9 +185,8 @@ def unpickle_plain(data: io.BytesIO, fqn: str) -> Any:
     data.seek(0)
     with _LOCK:
         allowed = set(torch.serialization.get_safe_globals())
-        with torch.serialization.safe_globals(
-            [obj for obj in [*_NUMPY_GLOBALS, bytes, io.BytesIO] if obj not in allowed]
-        ):
+        added = [obj for obj in [*_NUMPY_GLOBALS, bytes, io.BytesIO] if obj not in allowed]
+        with torch.serialization.safe_globals(added):
             try:
                 return encode_buffers(torch.load(data, map_location="cpu", weights_only=True))
             except Exception as error:
@@ -269,40 +208,46 @@ def _describe_unsupported(data: io.BytesIO) -> str:
     return f"a value made with {', '.join(names)}" if names else "a value of a kind that is not stored"
 
 
-def encode_buffers(value: Any, depth: int = 0) -> Any:
+def pickle_plain(value: Any) -> io.BytesIO:
+    """The bytes of `torch.save`, which a planner passes to `torch.load`; they are never stored."""
+    data = io.BytesIO()
+    torch.save(value, data)
+    data.seek(0)
+    return data
+
+
+def encode_buffers(nest: Any) -> Any:
     """The same nest with a plain value for every `io.BytesIO`: its position and its bytes."""
-    if type(value) is io.BytesIO:
-        return {_BUFFER_KEY: [value.tell(), value.getvalue()]}
-    return _map_container(value, encode_buffers, depth, lambda key: f"{key}:")
+
+    def convert(value: Any, _: int) -> Any:
+        if type(value) is io.BytesIO:
+            return {_BUFFER_KEY: [value.tell(), value.getvalue()]}
+        return type(value)({f"{key}:": item for key, item in value.items()}) if _has_buffer_key(value) else value
+
+    return map_nest(nest, convert)
 
 
-def decode_buffers(value: Any, depth: int = 0) -> Any:
+def decode_buffers(nest: Any) -> Any:
     """The inverse of `encode_buffers`.
 
     Raises:
         CorruptError: a plain value that no release writes.
     """
-    if type(value) is dict and [*value] == [_BUFFER_KEY]:
-        return _decode_buffer(value[_BUFFER_KEY])
-    return _map_container(value, decode_buffers, depth, lambda key: key[:-1])
+
+    def convert(value: Any, _: int) -> Any:
+        if not _has_buffer_key(value):
+            return value
+        ((key, item),) = value.items()
+        return _decode_buffer(item) if key == _BUFFER_KEY else type(value)({key[:-1]: item})
+
+    return map_nest(nest, convert)
 
 
-def _map_container(value: Any, transform: Callable[[Any, int], Any], depth: int, rename: Callable[[str], str]) -> Any:
-    """A container with transformed parts; the same object if none of them changes."""
-    if depth > _MAX_DEPTH:  # flattening refuses it later
-        return value
-    if type(value) in (list, tuple):
-        parts = [transform(part, depth + 1) for part in value]
-        return type(value)(parts) if any(new is not old for new, old in zip(parts, value, strict=True)) else value
-    if type(value) in (dict, OrderedDict):
-        is_escaped = len(value) == 1 and _is_escaped_key(next(iter(value)))
-        items = {rename(key) if is_escaped else key: transform(part, depth + 1) for key, part in value.items()}
-        is_same = all(key in items and items[key] is part for key, part in value.items())
-        return value if is_same else type(value)(items)
-    return value
-
-
-def _is_escaped_key(key: Any) -> bool:
+def _has_buffer_key(value: Any) -> bool:
+    """Whether a value is a dict with one key, that of a buffer with any number of colons at its end."""
+    if type(value) not in (dict, OrderedDict) or len(value) != 1:
+        return False
+    (key,) = value
     return type(key) is str and key.startswith(_BUFFER_KEY) and not key[len(_BUFFER_KEY) :].strip(":")
 
 
@@ -312,11 +257,3 @@ def _decode_buffer(value: Any) -> io.BytesIO:
         buffer.seek(value[0])
         return buffer
     raise CorruptError("state", found=f"{value!r:.80} as a BytesIO", expected="a position and bytes")
-
-
-def pickle_plain(value: Any) -> io.BytesIO:
-    """The bytes of `torch.save`, which a planner passes to `torch.load`; they are never stored."""
-    data = io.BytesIO()
-    torch.save(value, data)
-    data.seek(0)
-    return data

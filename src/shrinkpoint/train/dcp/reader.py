@@ -28,15 +28,16 @@ from shrinkpoint.train.dcp.checkpoint_metadata import (
     CheckpointMetadata,
     ChunkMetadata,
     EntryMetadata,
+    box_slices,
     metadata_from_json,
 )
-from shrinkpoint.train.dcp.directory import CheckpointId, is_path, threads_per_rank
-from shrinkpoint.train.dcp.payload import FullPayload, LazyPayload, PayloadReader, check_stored_tensors, pickle_plain
+from shrinkpoint.train.dcp.directory import CheckpointDirectory
+from shrinkpoint.train.dcp.payload import PayloadReader, check_stored_tensors, pickle_plain
 
 _log = logging.getLogger("shrinkpoint")
 
 
-class Reader(StorageReader):
+class Reader(CheckpointDirectory, StorageReader):
     """Reads what `Writer` wrote, on any number of ranks, in any layout; no file is ever unpickled.
 
     `dcp.load(state, storage_reader=Reader(path))` loads in place. Only what a rank requests is decoded; if that is
@@ -56,33 +57,17 @@ class Reader(StorageReader):
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, threads: int | None = None) -> None:
-        super().__init__()
-        self._threads, self._checkpoint_id = threads_per_rank(threads), CheckpointId(path, strict=True)
+        super().__init__(path, threads)
         self._manifest: DirectoryManifest | None = None
         self._metadata = CheckpointMetadata({})
         self.load_id = secrets.token_hex(8)
-
-    @property
-    def checkpoint_id(self) -> Path | None:
-        """The directory of this checkpoint."""
-        return self._checkpoint_id.path
-
-    @property
-    def path(self) -> Path | None:
-        """The same, as torch's own reader calls it."""
-        return self._checkpoint_id.path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path, and no URL."""
-        return is_path(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a load. Raises nothing, as torch would not report an error here to the other ranks."""
         self._manifest, self._metadata = None, CheckpointMetadata({})
         self.load_id = secrets.token_hex(8)
         if checkpoint_id is not None:
-            self._checkpoint_id = CheckpointId(checkpoint_id)
+            self._set_checkpoint_id(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata of the checkpoint.
@@ -95,9 +80,9 @@ class Reader(StorageReader):
         if kwargs.get("rank") is not None:  # torch retries so after an error, which may concern one rank only
             do = "look at why the checkpoint as a whole does not load"
             raise PolicyError("Reader", found=f"metadata of rank {kwargs['rank']}", expected="of all", do=do)
-        self._manifest, self._metadata = open_checkpoint(self._checkpoint_id.directory)
+        self._manifest, self._metadata = open_checkpoint(self._directory)
         metadata = self._metadata.to_torch()
-        metadata.storage_meta = StorageMeta(self._checkpoint_id.path, save_id=self._manifest.id, load_id=self.load_id)
+        metadata.storage_meta = StorageMeta(self._path, save_id=self._manifest.id, load_id=self.load_id)
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -118,36 +103,27 @@ class Reader(StorageReader):
             MismatchError: the checkpoint does not have what is planned, or in another shape.
             StorageError: reading failed.
         """
-        manifest = self._open_manifest()
-        for index, items in sorted(self._items_by_payload(plan).items()):
-            with self._open_payload(manifest, index, items) as payload:
+        if self._manifest is None:
+            self._manifest, self._metadata = open_checkpoint(self._directory)
+        manifest, items_by_payload = self._manifest, dict[int, list[ReadItem]]()
+        for item in plan.items:
+            items_by_payload.setdefault(self._find_chunk(item).payload, []).append(item)
+        for index, items in sorted(items_by_payload.items()):
+            requested = sum(self._item_nbytes(item) for item in items)
+            whole = 2 * requested >= manifest.payloads[index].raw_bytes  # then this is faster than box after box
+            with PayloadReader(self._directory, manifest, index, self._threads, whole=whole) as payload:
                 for item in items:
                     self._read_item(item, payload, planner)
         entries = self._metadata.entries.values()
         signatures = ((entry.fqn, entry.size, entry.dtype) for entry in entries if entry.is_tensor)
-        chain_registry.record_restore(self._checkpoint_id.directory, manifest, signatures)
+        chain_registry.record_restore(self._directory, manifest, signatures)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _open_manifest(self) -> DirectoryManifest:
-        if self._manifest is None:
-            self._manifest, self._metadata = open_checkpoint(self._checkpoint_id.directory)
-        return self._manifest
-
-    def _items_by_payload(self, plan: LoadPlan) -> Mapping[int, list[ReadItem]]:
-        items: dict[int, list[ReadItem]] = {}
-        for item in plan.items:
-            index = item.storage_index
-            chunk = self._metadata.find_chunk(index.fqn, index.offset or (), str(self._checkpoint_id.path))
-            items.setdefault(chunk.payload, []).append(item)
-        return items
-
-    def _open_payload(self, manifest: DirectoryManifest, payload_index: int, items: list[ReadItem]) -> PayloadReader:
-        """Open a payload; it is decoded at once if most of it is requested, which is faster than box after box."""
-        requested = sum(self._item_nbytes(item) for item in items)
-        payload_class = FullPayload if 2 * requested >= manifest.payloads[payload_index].raw_bytes else LazyPayload
-        return payload_class(self._checkpoint_id.directory, manifest, payload_index, self._threads)
+    def _find_chunk(self, item: ReadItem) -> ChunkMetadata:
+        index = item.storage_index
+        return self._metadata.find_chunk(index.fqn, index.offset or (), str(self._path))
 
     def _item_nbytes(self, item: ReadItem) -> int:
         if item.type == LoadItemType.BYTE_IO:
@@ -160,12 +136,12 @@ class Reader(StorageReader):
             planner.load_bytes(item, pickle_plain(payload.load_object(index.fqn)))
             return
         entry = self._metadata.entries[index.fqn]
-        chunk = self._metadata.find_chunk(index.fqn, index.offset or (), str(self._checkpoint_id.path))
         target = planner.resolve_tensor(item).detach()
         if tuple(target.shape) != tuple(item.lengths):
             found, expected = f"{tuple(target.shape)} to read into", f"{tuple(item.lengths)}"
-            raise MismatchError(f"{self._checkpoint_id.path}, {index.fqn!r}", found=found, expected=expected)
-        _copy_values(target, payload.read_box(entry, chunk, tuple(item.storage_offsets), tuple(item.lengths)))
+            raise MismatchError(f"{self._path}, {index.fqn!r}", found=found, expected=expected)
+        starts, sizes = tuple(item.storage_offsets), tuple(item.lengths)
+        _copy_values(target, payload.read_box(entry, self._find_chunk(item), starts, sizes))
         planner.commit_tensor(item, target)
 
 
@@ -222,13 +198,13 @@ def load(directory: str | Path, *, nested: bool = True, threads: int | None = No
         entry.fqn: _allocate(entry, root) if entry.is_tensor else None for entry in metadata.entries.values()
     }
     for index, chunks in sorted(chunks_by_payload.items()):
-        with FullPayload(root, manifest, index, threads) as payload:
+        with PayloadReader(root, manifest, index, threads, whole=True) as payload:
             for entry, chunk in chunks:
                 if not entry.is_tensor:
                     state[entry.fqn] = payload.load_object(entry.fqn)
                     continue
                 values = payload.read_box(entry, chunk, (0,) * len(chunk.sizes), chunk.sizes)
-                _copy_chunk(state[entry.fqn], chunk, values)
+                as_bits(state[entry.fqn])[box_slices(chunk.offsets, chunk.sizes)].copy_(as_bits(values))
     return _unflatten(state, metadata.entries) if nested else state
 
 
@@ -239,11 +215,6 @@ def _allocate(entry: EntryMetadata, root: Path) -> Tensor:
         found, expected = f"boxes of {chunk_bytes} bytes", f"{entry.nbytes(entry.size)}, all of the tensor"
         raise CorruptError(f"{root}: {entry.fqn!r}", found=found, expected=expected, do="restore another checkpoint")
     return empty(entry.size, torch_dtype(entry.dtype))
-
-
-def _copy_chunk(tensor: Tensor, chunk: ChunkMetadata, values: Tensor) -> None:
-    box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-    as_bits(tensor)[box].copy_(as_bits(values))
 
 
 def _unflatten(state: Mapping[str, Any], entries: Mapping[str, EntryMetadata]) -> dict[str, Any]:
@@ -267,6 +238,6 @@ def _child(level: Any, key: str | int, default: Any) -> Any:
     elif isinstance(level, dict) and isinstance(key, str):
         level.setdefault(key, default)
     else:
-        do = "restore another checkpoint"
-        raise CorruptError("path", found=f"{key!r} in a {type(level).__name__}", expected="a nest", do=do)
+        found = f"{key!r} in a {type(level).__name__}"
+        raise CorruptError("path", found=found, expected="a nest", do="restore another checkpoint")
     return level[key]

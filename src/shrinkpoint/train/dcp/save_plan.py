@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from shrinkpoint.errors import PolicyError, StateError
+from shrinkpoint.sharding.shard_spec import ShardSpec
 from shrinkpoint.tensors.dtypes import DTYPE_NAMES, dtype_name
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import OptimizerInfo, Role, TensorInfo
@@ -29,21 +30,6 @@ _FLAT_NAME = re.compile(r"(?:(?P<head>.+)\.)?(?P<kind>state|param_groups)\.(?P<n
 
 
 @dataclass(frozen=True)
-class ShardInfo:
-    """The global tensor of a shard, and where in it the shard lies.
-
-    Attributes:
-        fqn: fully qualified name of the global tensor.
-        size: shape of the global tensor.
-        offsets: of the shard's first value, one for each axis.
-    """
-
-    fqn: str
-    size: Offsets
-    offsets: Offsets
-
-
-@dataclass(frozen=True)
 class CollectedState:
     """What this rank writes.
 
@@ -54,7 +40,7 @@ class CollectedState:
     """
 
     state: FlatState
-    shards: Mapping[str, ShardInfo] = field(repr=False)
+    shards: Mapping[str, ShardSpec] = field(repr=False)
     item_nbytes: Mapping[MetadataIndex, int] = field(repr=False)
 
 
@@ -65,15 +51,18 @@ def collect_plan_items(plan: SavePlan, planner: SavePlanner) -> CollectedState:
         StateError: something cannot be stored; `where` names its entry.
     """
     nest: dict[str, Any] = {}
-    shards: dict[str, ShardInfo] = {}
+    shards: dict[str, ShardSpec] = {}
     tensors: dict[str, list[tuple[str, torch.Tensor]]] = {}
     item_nbytes: dict[MetadataIndex, int] = {}
     for item in plan.items:
         fqn, data = item.index.fqn, planner.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:
-            item_nbytes[item.index] = _add_object(nest, fqn, data)
+            if not isinstance(data, io.BytesIO):
+                found = f"a {type(data).__name__} where the planner promised bytes"
+                raise StateError(f"state[{fqn!r}]", found=found, expected="a BytesIO", do="look at the planner")
+            nest[fqn], item_nbytes[item.index] = unpickle_plain(data, fqn), data.getbuffer().nbytes
             continue
-        shard, name, tensor = _shard_info(item, data)
+        shard, name, tensor = _planned_shard(item, data)
         if name == tensor_name((fqn,)):
             nest[fqn] = tensor
         else:
@@ -93,29 +82,20 @@ def plan_signatures(plan: SavePlan) -> set[tuple[str, Offsets, str]]:
     }
 
 
-def _add_object(nest: dict[str, Any], fqn: str, data: Any) -> int:
-    """Add an object to the nest; its size in bytes."""
-    if not isinstance(data, io.BytesIO):
-        found = f"a {type(data).__name__} where the planner promised bytes"
-        raise StateError(f"state[{fqn!r}]", found=found, expected="a BytesIO", do="look at the planner")
-    nest[fqn] = unpickle_plain(data, fqn)
-    return data.getbuffer().nbytes
-
-
-def _shard_info(item: WriteItem, data: Any) -> tuple[ShardInfo, str, torch.Tensor]:
+def _planned_shard(item: WriteItem, data: Any) -> tuple[ShardSpec, str, torch.Tensor]:
     """A shard, its name in the state, and its tensor."""
     fqn, planned = item.index.fqn, item.tensor_data
     if not isinstance(data, torch.Tensor) or planned is None or data.shape != planned.chunk.sizes:
         shape = tuple(data.shape) if isinstance(data, torch.Tensor) else type(data).__name__
         expected = None if planned is None else tuple(planned.chunk.sizes)
         raise StateError(f"state[{fqn!r}]", found=f"{shape}", expected=f"the planned shape {expected}")
-    shard = ShardInfo(fqn, tuple(planned.size), tuple(planned.chunk.offsets))
-    return shard, chunk_name(fqn, shard.offsets, planned.chunk.sizes, shard.size), data.detach()
+    shard = ShardSpec(fqn, tuple(planned.size), tuple(planned.chunk.offsets))
+    return shard, chunk_name(fqn, shard.offsets, planned.chunk.sizes, shard.global_shape), data.detach()
 
 
 def _flat_state(
     nest: dict[str, Any],
-    shards: Mapping[str, ShardInfo],
+    shards: Mapping[str, ShardSpec],
     tensors: Mapping[str, list[tuple[str, torch.Tensor]]],
     planner: SavePlanner,
 ) -> FlatState:
@@ -128,31 +108,20 @@ def _flat_state(
         leaf.name = names.unique(default)
         leaf.reference[:] = [] if leaf.name == default else [leaf.name]
         stored[leaf.name] = leaf.tensor
-    roles, optimizer_info = infer_shard_roles(tensors, planner)
-    infos = {
-        name: _tensor_info(name, tensor, shards.get(name), roles.get(name, Role.OTHER))
-        for name, tensor in stored.items()
-    }
+    roles, optimizer_info = _infer_shard_roles(tensors, planner)
+    infos: dict[str, TensorInfo] = {}
+    for name, tensor in stored.items():
+        shard, shape = shards.get(name), tuple(tensor.shape)
+        offsets = None if shard is None or shard.global_shape == shape else shard.offsets
+        infos[name] = TensorInfo(name, shape, dtype_name(tensor.dtype), roles.get(name, Role.OTHER), offsets)
     return FlatState(tree, stored, infos, optimizer_info)
 
 
-def _tensor_info(name: str, tensor: torch.Tensor, shard: ShardInfo | None, role: Role) -> TensorInfo:
-    shape = tuple(tensor.shape)
-    offsets = None if shard is None or shard.size == shape else shard.offsets
-    return TensorInfo(name, shape, dtype_name(tensor.dtype), role, offsets)
-
-
-def infer_shard_roles(
+def _infer_shard_roles(
     tensors: Mapping[str, Sequence[tuple[str, torch.Tensor]]], planner: SavePlanner
 ) -> tuple[dict[str, Role], dict[str, OptimizerInfo]]:
-    """The role of each shard, and what the optimizer knows about each parameter, both by name in the state.
-
-    Args:
-        tensors: by fully qualified name, the name in the state and the values of each of its shards on this rank.
-        planner: the planner of this save; less is inferred if it keeps no paths or no state dict.
-    """
-    mappings = getattr(planner, "mappings", None)
-    mappings = mappings if isinstance(mappings, Mapping) else {}
+    """The role of each shard, and what the optimizer knows about each parameter, both by name in the state."""
+    mappings = _paths(getattr(planner, "mappings", None))
     paths = {fqn: nest_path(fqn, mappings) for fqn in tensors}
     leaves = [Leaf(paths[fqn], shards[0][1], name=shards[0][0]) for fqn, shards in tensors.items()]
     roles, optimizer_info = infer_roles(leaves, _collect_optimizers(paths, tensors, planner, mappings))
@@ -163,11 +132,7 @@ def infer_shard_roles(
 
 
 def nest_path(fqn: str, mappings: Mapping[str, Any]) -> StatePath:
-    """The path of an entry in the nest, with the slots of an optimizer as levels of their own.
-
-    Args:
-        mappings: the planner's paths by fully qualified name.
-    """
+    """The path of an entry in the nest, by the planner's paths; slots of an optimizer are levels of their own."""
     path = tuple(mappings.get(fqn, (fqn,)))
     match = _FLAT_NAME.fullmatch(str(path[-1])) if path else None
     if match is None:
@@ -176,6 +141,7 @@ def nest_path(fqn: str, mappings: Mapping[str, Any]) -> StatePath:
     return (*path[:-1], *head, match["kind"], match["name"], match["slot"])
 
 
+@dataclass
 class _OptimizerState:
     """The `state_dict` of one optimizer, as far as this rank knows it.
 
@@ -185,10 +151,9 @@ class _OptimizerState:
         parameter_settings: settings by parameter, as `get_state_dict` flattens them.
     """
 
-    def __init__(self) -> None:
-        self.state: dict[str, dict[str, Any]] = {}
-        self.groups: dict[int, dict[str, Any]] = {}
-        self.parameter_settings: dict[str, dict[str, Any]] = {}
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: dict[int, dict[str, Any]] = field(default_factory=dict)
+    parameter_settings: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         groups = [self.groups[index] for index in sorted(self.groups)]
@@ -208,7 +173,7 @@ def _collect_optimizers(
     """The path and the state dict of each optimizer."""
     optimizers: dict[StatePath, _OptimizerState] = {}
     for fqn, path in paths.items():
-        if len(path) >= 3 and path[-3] == "state":
+        if _is_slot(path):
             slots = optimizers.setdefault(path[:-3], _OptimizerState()).state.setdefault(str(path[-2]), {})
             slots[str(path[-1])] = tensors[fqn][0][1]
     state_dict = getattr(planner, "state_dict", None)
@@ -256,7 +221,8 @@ class RankSlots:
 def rank_slots(plan: SavePlan, scheme: str = "") -> RankSlots:
     """The report of a rank about its own plan."""
     paths = _paths(plan.planner_data)
-    hashes = sorted(_slot_hash(item.index) for item in plan.items if _is_slot_tensor(item, paths))
+    slots = (item.index for item in plan.items if item.tensor_data and _is_slot(nest_path(item.index.fqn, paths)))
+    hashes = sorted(map(_slot_hash, slots))
     return RankSlots(b"".join(hashes), scheme)
 
 
@@ -292,9 +258,10 @@ def _target_ranks(
     """The rank of each moment: that of its weight, found by name; without a weight, one rank for all of its shard."""
     weights, groups = _WeightOwners(), dict[tuple[StatePath, _Box], list[_ItemKey]]()
     for key, item in items.items():
-        box, path = _item_box(item), nest_path(item.index.fqn, paths)
-        if box is None or not math.prod(box[1]):
+        data, path = item.tensor_data, nest_path(item.index.fqn, paths)
+        if data is None or not math.prod(data.chunk.sizes):
             continue
+        box = tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(data.size)
         if not _is_slot(path):
             weights.add(item.index.fqn, box, key[0])
         elif box[1]:
@@ -350,18 +317,8 @@ class _WeightOwners:
         return None if weight is None else self._ranks.get((weight, box))
 
 
-def _is_slot_tensor(item: WriteItem, paths: Mapping[str, Any]) -> bool:
-    """Whether an item is a tensor in the state of an optimizer."""
-    return item.tensor_data is not None and _is_slot(nest_path(item.index.fqn, paths))
-
-
 def _is_slot(path: StatePath) -> bool:
     return len(path) >= 3 and path[-3] == "state"
-
-
-def _item_box(item: WriteItem) -> _Box | None:
-    data = item.tensor_data
-    return None if data is None else (tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(data.size))
 
 
 def _paths(planner_data: Any) -> Mapping[str, Any]:

@@ -7,10 +7,8 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,8 +24,8 @@ from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.plan_shards import check_shardable, plan_shards
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
-from shrinkpoint.sharding.collectives import AllGather, gather_single, make_all_gather
-from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
+from shrinkpoint.sharding.collectives import AllGather, ErrorGather, gather_single, make_all_gather
+from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store.directory import commit, is_checkpoint
 from shrinkpoint.store.manifest import Payload
@@ -37,7 +35,7 @@ from shrinkpoint.train.checkpointer import SaveOptions
 from shrinkpoint.train.dcp import chain_registry, checkpoint_metadata
 from shrinkpoint.train.dcp.chain_registry import ChainState, RestoreOrigin
 from shrinkpoint.train.dcp.checkpoint_metadata import DCP_KEY, expected_indices, metadata_to_json
-from shrinkpoint.train.dcp.directory import CheckpointId, is_path, threads_per_rank
+from shrinkpoint.train.dcp.directory import CheckpointDirectory
 from shrinkpoint.train.dcp.save_plan import (
     CollectedState,
     collect_plan_items,
@@ -50,16 +48,14 @@ from shrinkpoint.train.state_dicts import as_floats
 _log = logging.getLogger("shrinkpoint")
 
 
-@dataclass(frozen=True)
-class _RankInfo:
+class _RankInfo(NamedTuple):
     """What the coordinator sends to a rank; it must be the same for every save, as torch may replay its plans."""
 
     rank: int
     world_size: int
 
 
-@dataclass(frozen=True)
-class _WriteInfo:
+class _WriteInfo(NamedTuple):
     """What a rank that has written a payload sends to the coordinator."""
 
     payload: Payload
@@ -72,7 +68,7 @@ class CheckpointExistsError(PolicyError, RuntimeError):
     """There is a checkpoint already, and `overwrite=False`; a RuntimeError, as torch's own writer raises."""
 
 
-class Writer(StorageWriter):
+class Writer(CheckpointDirectory, StorageWriter):
     """Writes a payload for each rank, a delta against the payload that the rank wrote last, and then a manifest.
 
     `dcp.save(state, storage_writer=Writer(path))`, or a path for each save with `checkpoint_id=`. The checkpoint is
@@ -115,7 +111,7 @@ class Writer(StorageWriter):
         note: str = "",
         overwrite: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(path, threads)
         keyframe_every = validate.check_keyframe_every(keyframe_every)
         if step is not None:
             validate.check_int("step", step, minimum=0, do="leave it out")
@@ -123,10 +119,9 @@ class Writer(StorageWriter):
         if chain is not None:
             validate.check_str("chain", chain, do="leave it out: paths that differ only in numbers are one chain")
         self._scheme, self._keyframe_every, self._chain = get_scheme(scheme), keyframe_every, chain
-        self._threads, self._group, self._model = threads_per_rank(threads), group, model
+        self._group, self._model, self._is_coordinator = group, model, True
         self._save_options = SaveOptions(step, as_floats(metrics), note)
-        self._checkpoint_id, self._is_coordinator = CheckpointId(path, strict=True), True
-        self.overwrite, self.save_id = overwrite, _new_id()
+        self.overwrite, self.save_id = overwrite, secrets.token_hex(8)
         self._restored: dict[str, RestoreOrigin] | None = None  # by the process that sent this writer
 
     def __getstate__(self) -> dict[str, Any]:
@@ -138,26 +133,11 @@ class Writer(StorageWriter):
             "_restored": self._restored or chain_registry.restored_origins(),
         }
 
-    @property
-    def checkpoint_id(self) -> Path | None:
-        """The directory of this checkpoint."""
-        return self._checkpoint_id.path
-
-    @property
-    def path(self) -> Path | None:
-        """The same, by the name that torch's own writer uses."""
-        return self._checkpoint_id.path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path, and no URL."""
-        return is_path(checkpoint_id)
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a save. Raises nothing, as torch would not report an error here to the other ranks."""
-        self.save_id = _new_id()
+        self.save_id = secrets.token_hex(8)
         if checkpoint_id is not None:
-            self._checkpoint_id = CheckpointId(checkpoint_id)
+            self._set_checkpoint_id(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Note whether this rank is the coordinator, and check the directory.
@@ -166,7 +146,7 @@ class Writer(StorageWriter):
             PolicyError: no path of a directory; a save without collectives.
             CheckpointExistsError: there is a checkpoint already, and it must not be overwritten.
         """
-        self._is_coordinator, directory = is_coordinator, self._checkpoint_id.directory
+        self._is_coordinator, directory = is_coordinator, self._directory
         metadata_file = directory / checkpoint_metadata.METADATA_FILE
         if not self.overwrite and (is_checkpoint(directory) or metadata_file.exists()):
             found, do = f"Checkpoint already exists and {self.overwrite=}", "save elsewhere, or with overwrite=True"
@@ -197,9 +177,8 @@ class Writer(StorageWriter):
             PolicyError: a scheme that cannot be used here.
             StorageError: writing failed; no part of the payload is left.
         """
-        results = self._write(plan, planner)
         done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
+        done.set_result(self._write(plan, planner))
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -208,13 +187,13 @@ class Writer(StorageWriter):
         Raises:
             StorageError: something is missing, or writing failed; a previous checkpoint there is still valid.
         """
-        directory = self._checkpoint_id.directory
+        directory = self._directory
         writes, owners = _merge_results(results)
         missing = [index for index in expected_indices(metadata) if index not in owners]
         if missing or not writes:
-            found = (
-                f"{len(missing)} entries that no rank wrote, such as {missing[0].fqn!r}" if missing else "no payload"
-            )
+            found = "no payload"
+            if missing:
+                found = f"{len(missing)} entries that no rank wrote, such as {missing[0].fqn!r}"
             raise StorageError(str(directory), found=found, expected="all that was planned", do="report this")
         options = replace(self._save_options, extra={DCP_KEY: metadata_to_json(metadata, owners)})
         manifest = commit(
@@ -233,55 +212,79 @@ class Writer(StorageWriter):
             _log.warning("%s", error)
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=self._checkpoint_id.path, save_id=self.save_id)
+        return StorageMeta(checkpoint_id=self._path, save_id=self.save_id)
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        rank_info = plan.storage_data
+        rank_info, directory = plan.storage_data, self._directory
         assert isinstance(rank_info, _RankInfo)
-        directory = self._checkpoint_id.directory
-        default_name = chain_registry.default_name(directory)
+        rank, default_name = rank_info.rank, chain_registry.default_name(directory)
         origins = chain_registry.restored_origins() if self._restored is None else self._restored
-        parent = origins.get(default_name)
+
+        def collect() -> CollectedState:
+            collected = collect_plan_items(plan, planner)
+            chain.load_parent(origins.get(default_name), collected.state, rank, self._threads)
+            return collected
+
         with chain_registry.acquire_chain(
-            self._chain or default_name, rank_info.rank, keyframe_every=self._keyframe_every, threads=self._threads
+            self._chain or default_name, rank, keyframe_every=self._keyframe_every, threads=self._threads
         ) as chain:
             chain.confirm_last_write()
             origin = chain_registry.find_origin(origins, default_name, plan_signatures(plan))
             scheme = chain.scheme_for(self._scheme, origin)
             if isinstance(scheme, Lossless):
-                collected = self._collect(plan, planner, chain, parent, rank_info.rank)
+                collected = collect()
             else:
-                scheme, collected = plan_across_ranks(
-                    scheme,
-                    lambda: self._collect(plan, planner, chain, parent, rank_info.rank),
-                    chain,
-                    world_size=rank_info.world_size,
-                    group=self._group,
-                    model=self._model,
-                    is_sent=self._restored is not None,
-                )
+                scheme, collected = self._plan_across_ranks(scheme, collect, chain, rank_info.world_size)
             if not collected.item_nbytes and not self._is_coordinator:
                 return []
             copy = None if collected.state.is_on_cpu else snapshot(collected.state)
             report = chain.delta_writer.write(
-                directory, copy or collected.state, scheme=scheme, rank=rank_info.rank, adopt=copy is not None
+                directory, copy or collected.state, scheme=scheme, rank=rank, adopt=copy is not None
             )
             payload = chain.record_write(directory)
             write = _WriteInfo(payload, report.scheme, report.loss_report, chain.lossy_restores)
         results = [WriteResult(index, nbytes, None) for index, nbytes in collected.item_nbytes.items()]
         return [*results, WriteResult(MetadataIndex("~payload"), payload.size, write)]
 
-    def _collect(
-        self, plan: SavePlan, planner: SavePlanner, chain: ChainState, parent: RestoreOrigin | None, rank: int
-    ) -> CollectedState:
-        collected = collect_plan_items(plan, planner)
-        chain.load_parent(parent, collected.state, rank, self._threads)
-        return collected
+    def _plan_across_ranks(
+        self, scheme: Scheme, collect: Callable[[], CollectedState], chain: ChainState, world_size: int
+    ) -> tuple[Scheme, CollectedState]:
+        """The plan of a lossy scheme, by which every shard of a tensor gets the same recipe, and the collected state.
 
+        Raises:
+            PolicyError: a scheme that cannot be used here.
+            whatever any rank raised, on all of them.
+        """
+        gather = self._make_all_gather(world_size)
 
-def _new_id() -> str:
-    """A random id for a checkpoint that is going to be written."""
-    return secrets.token_hex(8)
+        def prepare() -> tuple[CollectedState, ShardedModelEvaluator | None]:
+            is_sent = self._restored is not None  # to another process than the model's
+            is_concurrent = is_sent or threading.current_thread().name.startswith("AsyncCheckpointExecutor")
+            evaluate = getattr(scheme, "evaluate", None)
+            if is_concurrent and evaluate is not None:  # the model is being trained meanwhile, or is elsewhere
+                found = "async_save with a scheme that evaluates the model"
+                do = "use dcp.save, or a scheme without evaluate="
+                raise PolicyError("Writer", found=found, expected="a model that waits", do=do)
+            check_shardable(scheme, measures=self._model is not None or is_sent)
+            collected = collect()
+            if is_concurrent or self._model is None:
+                return collected, None
+            return collected, ShardedModelEvaluator(collected.state, evaluate, self._model)
+
+        collected, evaluator = ErrorGather(gather).run_all_or_raise(prepare)
+        # A planning scheme uses the last checkpoint even if this one is a keyframe; others only code differences to it.
+        writer = chain.delta_writer
+        reference = writer.last_reference if isinstance(scheme, PlanningScheme) else writer.reference
+        layout = ShardLayout(collected.shards, gather)
+        return plan_shards(scheme, collected.state, reference, layout, evaluator), collected
+
+    def _make_all_gather(self, world_size: int) -> AllGather:
+        if world_size == 1:
+            return gather_single
+        if dist.get_world_size(self._group) != world_size:
+            found = f"{dist.get_world_size(self._group)} ranks in its group, while {world_size} save"
+            raise PolicyError("Writer", found=found, do="pass group=, the same as process_group= of dcp.save")
+        return make_all_gather(self._group)
 
 
 def _merge_results(results: list[list[WriteResult]]) -> tuple[list[_WriteInfo], dict[MetadataIndex, int]]:
@@ -295,65 +298,3 @@ def _merge_results(results: list[list[WriteResult]]) -> tuple[list[_WriteInfo], 
             owners.update(dict.fromkeys(entries, len(writes)))
             writes.append(reports[0])
     return writes, owners
-
-
-def plan_across_ranks(
-    scheme: Scheme,
-    collect: Callable[[], CollectedState],
-    chain: ChainState,
-    *,
-    world_size: int,
-    group: dist.ProcessGroup | None,
-    model: Any,
-    is_sent: bool,
-) -> tuple[Scheme, CollectedState]:
-    """The plan for what this rank writes, and the collected state.
-
-    Args:
-        scheme: decides; the same on all ranks.
-        collect: collects the state of this rank; may raise on one rank alone.
-        chain: the state of this rank's chain.
-        world_size: number of ranks that save together.
-        group: the process group of these ranks.
-        model: the model whose state is saved; None if there is none to evaluate.
-        is_sent: whether the state was sent to another process than the model's.
-
-    Raises:
-        PolicyError: a scheme that cannot be used here.
-        whatever any rank raised, on all of them.
-    """
-    gather = _make_all_gather(group, world_size)
-    try:  # an error on this rank is sent to the others, which wait for it
-        is_concurrent = is_sent or threading.current_thread().name.startswith("AsyncCheckpointExecutor")
-        evaluate = _check_evaluate(scheme, is_concurrent=is_concurrent)
-        check_shardable(scheme, measures=model is not None or is_sent)
-        collected = collect()
-        specs = {name: ShardSpec(shard.fqn, shard.size, shard.offsets) for name, shard in collected.shards.items()}
-        evaluator = None if is_concurrent or model is None else ShardedModelEvaluator(collected.state, evaluate, model)
-    except Exception as error:
-        with suppress(ShrinkpointError):  # of another rank
-            gather(error)
-        raise
-    gather(None)
-    # A planning scheme uses the last checkpoint even if this one is a keyframe; others only code differences to it.
-    reference = (
-        chain.delta_writer.last_reference if isinstance(scheme, PlanningScheme) else chain.delta_writer.reference
-    )
-    return plan_shards(scheme, collected.state, reference, ShardLayout(specs, gather), evaluator), collected
-
-
-def _check_evaluate(scheme: Scheme, *, is_concurrent: bool) -> Any:
-    evaluate = getattr(scheme, "evaluate", None)
-    if is_concurrent and evaluate is not None:  # the model is being trained meanwhile, or is in another process
-        found, do = "async_save with a scheme that evaluates the model", "use dcp.save, or a scheme without evaluate="
-        raise PolicyError("Writer", found=found, expected="a model that waits", do=do)
-    return evaluate
-
-
-def _make_all_gather(group: dist.ProcessGroup | None, world_size: int) -> AllGather:
-    if world_size == 1:
-        return gather_single
-    if dist.get_world_size(group) != world_size:
-        found = f"{dist.get_world_size(group)} ranks in its group, while {world_size} save"
-        raise PolicyError("Writer", found=found, do="pass group=, the same as process_group= of dcp.save")
-    return make_all_gather(group)

@@ -23,6 +23,7 @@ from shrinkpoint.train import state_dicts
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.planning import require_single_process
+from shrinkpoint.train.restore import NoCheckpointError
 from shrinkpoint.train.transformers import checkpoint_dirs
 
 _log = logging.getLogger("shrinkpoint")
@@ -105,12 +106,9 @@ class ShrinkCallback(TrainerCallback):
         checkpoint_dirs.validate_checkpoint(directory)
         restored = self._checkpointer.load(directory)
         if restored.step != state.global_step:
-            raise MismatchError(
-                str(directory),
-                found=f"step {restored.step}",
-                expected=f"{state.global_step}, at which training resumes",
-                do="pass resume_from_checkpoint= here, too",
-            )
+            found, expected = f"step {restored.step}", f"{state.global_step}, at which training resumes"
+            do = "pass resume_from_checkpoint= here, too"
+            raise MismatchError(str(directory), found=found, expected=expected, do=do)
         _restore_objects(_stateful_objects(kwargs), restored.state, directory)
         self._select_rng_states(restored.state["rng"], args, directory)
 
@@ -167,12 +165,9 @@ class ShrinkCallback(TrainerCallback):
             return directory
         if (directory / "optimizer.pt").is_file():
             return None
-        raise checkpoint_dirs.NoCheckpointError(
-            str(directory),
-            found="no optimizer that was saved by ShrinkCallback",
-            expected="a checkpoint with an optimizer",
-            do="resume from latest_valid(output_dir)",
-        )
+        found, expected = "no optimizer that was saved by ShrinkCallback", "a checkpoint with an optimizer"
+        do = "resume from latest_valid(output_dir)"
+        raise NoCheckpointError(str(directory), found=found, expected=expected, do=do)
 
     def _select_rng_states(self, rng_states: Any, args: Any, directory: Path) -> None:
         if len(rng_states) == args.world_size:
@@ -225,9 +220,8 @@ def _check_arguments(args: Any, state: Any) -> None:
         ("fsdp or deepspeed", bool(args.fsdp or args.deepspeed), "use shrinkpoint.train.dcp.install"),
     ):
         if is_unsupported:
-            raise PolicyError(
-                name, found="a setting that ShrinkCallback does not support", expected="another setting", do=advice
-            )
+            found = "a setting that ShrinkCallback does not support"
+            raise PolicyError(name, found=found, expected="another setting", do=advice)
     if args.save_total_limit == 1:
         _log.warning("save_total_limit=1: the Trainer deletes the only checkpoint before the next one is complete")
 
@@ -235,11 +229,8 @@ def _check_arguments(args: Any, state: Any) -> None:
 def _stateful_objects(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The objects whose states are saved and restored, by name."""
     optimizer = kwargs["optimizer"]
-    objects = {
-        "optimizer": optimizer,
-        "scheduler": kwargs["lr_scheduler"],
-        "scaler": getattr(optimizer, "scaler", None),
-    }
+    scaler = getattr(optimizer, "scaler", None)
+    objects = {"optimizer": optimizer, "scheduler": kwargs["lr_scheduler"], "scaler": scaler}
     return {name: obj for name, obj in objects.items() if obj is not None}
 
 

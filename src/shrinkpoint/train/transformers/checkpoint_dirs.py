@@ -10,21 +10,22 @@ import shutil
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from transformers.utils import is_peft_available
 
-from shrinkpoint.errors import CorruptError, NotFoundError, ShrinkpointError, StorageError, TruncatedError
+from shrinkpoint.errors import CorruptError, ShrinkpointError, StorageError, TruncatedError
 from shrinkpoint.storage import local_path
 from shrinkpoint.store.directory import is_checkpoint, verify_directory
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.train import restore
+from shrinkpoint.train.restore import NoCheckpointError, numbered_dirs
 
 STATE_FILE = "trainer_state.json"
 SENTINEL = "checkpoint-is-incomplete.txt"
@@ -38,10 +39,7 @@ _RESUME_ADVICE = "resume from another checkpoint"
 _NOT_FOUND_TEXT = "Can't find a valid checkpoint at"
 """The Trainer's own message, for programs that look for it."""
 _log = logging.getLogger("shrinkpoint")
-
-
-class NoCheckpointError(NotFoundError, ValueError):
-    """There is nothing to resume from. Also a ValueError, which the Trainer itself raises for this."""
+ErrorT = TypeVar("ErrorT", bound=ShrinkpointError)
 
 
 class UnfinishedError(TruncatedError, ValueError):
@@ -65,14 +63,14 @@ def latest_valid(output_dir: str | Path, *, deep: bool = True, optimizer: bool =
     Raises:
         NotFoundError: there are checkpoints, and none is valid.
     """
-    latest, errors = _search_latest(output_dir, deep=deep, optimizer=optimizer)
-    if latest is None and not (len(errors) == 1 and isinstance(errors[0], UnfinishedError)):
+    directory, errors = _search_latest(output_dir, deep=deep, optimizer=optimizer)
+    if directory is None and not (len(errors) == 1 and isinstance(errors[0], UnfinishedError)):
         _raise_if_skipped(output_dir, errors)
-    return latest
+    return directory
 
 
 def find_resume_checkpoint(output_dir: str | Path, *, optimizer: bool) -> str | None:
-    """Return the newest valid checkpoint of a run that must be resumed; None if there are no checkpoints at all.
+    """The newest valid checkpoint of a run that must be resumed; None if there are no checkpoints at all.
 
     Args:
         optimizer: skip checkpoints without an optimizer.
@@ -80,36 +78,26 @@ def find_resume_checkpoint(output_dir: str | Path, *, optimizer: bool) -> str | 
     Raises:
         NotFoundError: there are checkpoints, and none is valid.
     """
-    latest, errors = _search_latest(output_dir, deep=True, optimizer=optimizer)
-    if latest is None:
+    directory, errors = _search_latest(output_dir, deep=True, optimizer=optimizer)
+    if directory is None:
         _raise_if_skipped(output_dir, errors)
-    return latest
+    return directory
 
 
 def _search_latest(output_dir: str | Path, *, deep: bool, optimizer: bool) -> tuple[str | None, list[Exception | None]]:
     """The newest valid checkpoint, and the errors of the newer ones."""
+    newest_first = reversed(numbered_dirs(local_path(output_dir, "output_dir"), _STEP_DIR))
     directory, skipped = restore.latest_valid(
-        list_checkpoint_dirs(output_dir), check=lambda path: validate_checkpoint(path, deep=deep, optimizer=optimizer)
+        [path for _, path in newest_first],
+        check=lambda path: validate_checkpoint(path, deep=deep, optimizer=optimizer),
     )
     return None if directory is None else str(directory), [checkpoint.error for checkpoint in skipped]
 
 
 def _raise_if_skipped(output_dir: str | Path, errors: Sequence[Exception | None]) -> None:
     if errors:
-        raise NoCheckpointError(
-            str(output_dir),
-            found=f"{len(errors)} checkpoints, none of them whole; the newest: {errors[0]}",
-            expected="a whole checkpoint",
-            do="name one to try",
-        )
-
-
-def list_checkpoint_dirs(output_dir: str | Path) -> list[Path]:
-    """List the checkpoint directories of a run, latest step first, valid or not."""
-    root = local_path(output_dir, "output_dir")
-    entries = list(root.iterdir()) if root.is_dir() else []
-    matches = {path: match for path in entries if path.is_dir() and (match := _STEP_DIR.fullmatch(path.name))}
-    return sorted(matches, key=lambda path: int(matches[path][1]), reverse=True)
+        found = f"{len(errors)} checkpoints, none of them whole; the newest: {errors[0]}"
+        raise NoCheckpointError(str(output_dir), found=found, expected="a whole checkpoint", do="name one to try")
 
 
 def validate_checkpoint(directory: str | Path, *, deep: bool = False, optimizer: bool = False) -> None:
@@ -126,22 +114,14 @@ def validate_checkpoint(directory: str | Path, *, deep: bool = False, optimizer:
     """
     root = Path(directory)
     if not root.is_dir():
-        raise NoCheckpointError(
-            str(root), found=f"no such directory. {_NOT_FOUND_TEXT} {root}", expected="a checkpoint", do=_RESUME_ADVICE
-        )
+        raise _error(NoCheckpointError, root, f"no such directory. {_NOT_FOUND_TEXT} {root}", "a checkpoint")
     if (root / SENTINEL).exists():
-        raise UnfinishedError(
-            str(root / SENTINEL), found="a save that was cut short", expected="a whole one", do=_RESUME_ADVICE
-        )
+        raise _error(UnfinishedError, root / SENTINEL, "a save that was cut short", "a whole one")
     try:
         has_optimizer = _validate_own(root, deep) if is_checkpoint(root) else _validate_stock(root, deep)
         if optimizer and not has_optimizer:
-            raise NoCheckpointError(
-                str(root),
-                found="weights without an optimizer",
-                expected="weights and the optimizer",
-                do="name it, to resume from its weights alone",
-            )
+            found, do = "weights without an optimizer", "name it, to resume from its weights alone"
+            raise NoCheckpointError(str(root), found=found, expected="weights and the optimizer", do=do)
     except OSError as error:
         if isinstance(error, ShrinkpointError):
             raise
@@ -161,12 +141,8 @@ def manifest_extra(directory: Path, state: Mapping[str, Any]) -> JSON:
     weight_files = () if "model" in state else _iter_weight_files(directory)
     sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in weight_files}
     names: list[JSON] = [*sorted(state)]
-    return {
-        "framework": "transformers",
-        "state": _digest(directory / STATE_FILE),
-        "weights": dict(sizes),
-        "holds": names,
-    }
+    state_digest = _digest(directory / STATE_FILE)
+    return {"framework": "transformers", "state": state_digest, "weights": dict(sizes), "holds": names}
 
 
 def remove_stale(directory: Path, state: Mapping[str, Any]) -> None:
@@ -210,22 +186,14 @@ def _validate_own(root: Path, deep: bool) -> bool:
     _validate_trainer_state(root)
     extra = manifest.extra if isinstance(manifest.extra, dict) else {}
     if extra.get("state") != _digest(root / STATE_FILE):
-        raise CorruptError(
-            str(root / STATE_FILE),
-            found="another file than the one that was there at the save",
-            expected="the one of this checkpoint",
-            do=_RESUME_ADVICE,
-        )
+        found = "another file than the one that was there at the save"
+        raise _error(CorruptError, root / STATE_FILE, found, "the one of this checkpoint")
     sizes = extra.get("weights")
     for name, size in sizes.items() if isinstance(sizes, dict) else ():
         actual_size = (root / name).stat().st_size if (root / name).is_file() else None
         if actual_size != size:
-            raise TruncatedError(
-                str(root / name),
-                found="no such file" if actual_size is None else f"{actual_size} bytes",
-                expected=f"{size} bytes",
-                do=_RESUME_ADVICE,
-            )
+            found = "no such file" if actual_size is None else f"{actual_size} bytes"
+            raise _error(TruncatedError, root / name, found, f"{size} bytes")
         _validate_file(root / name, deep=deep)
     names = extra.get("holds")
     return isinstance(names, list) and "optimizer" in names
@@ -236,23 +204,17 @@ def _validate_stock(root: Path, deep: bool) -> bool:
     weight_files = [*_iter_weight_files(root)]
     is_sharded = any(path.is_dir() and path.name.startswith("pytorch_model_fsdp") for path in root.iterdir())
     if not weight_files and not is_sharded:
-        raise UnfinishedError(
-            str(root),
-            found=f"neither a manifest nor weights. {_NOT_FOUND_TEXT} {root}",
-            expected="a checkpoint whose writing ended",
-            do=_RESUME_ADVICE,
-        )
+        found = f"neither a manifest nor weights. {_NOT_FOUND_TEXT} {root}"
+        raise _error(UnfinishedError, root, found, "a checkpoint whose writing ended")
     _validate_trainer_state(root)
     present = [name for name in _REQUIRED_PAIR if (root / name).is_file()]
     missing = sorted({*_REQUIRED_PAIR} - {*present})
     if present and missing and not is_sharded:
-        raise TruncatedError(
-            str(root / missing[0]), found="no such file", expected=f"one beside {present[0]}", do=_RESUME_ADVICE
-        )
-    files = [path for path in root.iterdir() if path.is_file()]
-    patterns = (OPTIMIZER_FILES, RNG_FILES)
-    other_files = [path for path in files if any(pattern.fullmatch(path.name) for pattern in patterns)]
-    for path in [*weight_files, *other_files]:
+        raise _error(TruncatedError, root / missing[0], "no such file", f"one beside {present[0]}")
+    for path in root.iterdir():
+        if path.is_file() and (OPTIMIZER_FILES.fullmatch(path.name) or RNG_FILES.fullmatch(path.name)):
+            weight_files.append(path)
+    for path in weight_files:
         _validate_file(path, deep=deep)
     return bool(present) or is_sharded
 
@@ -261,15 +223,13 @@ def _validate_trainer_state(root: Path) -> None:
     """Raise unless `trainer_state.json`, which the Trainer writes last and not atomically, is complete."""
     path = root / STATE_FILE
     if not path.is_file():
-        raise TruncatedError(
-            str(path), found="no such file", expected="what the Trainer writes last", do=_RESUME_ADVICE
-        )
+        raise _error(TruncatedError, path, "no such file", "what the Trainer writes last")
     try:
         if isinstance(json.loads(path.read_text("utf-8")), dict):
             return
     except ValueError:
         pass
-    raise CorruptError(str(path), found="no JSON object", expected="the state of a Trainer", do=_RESUME_ADVICE)
+    raise _error(CorruptError, path, "no JSON object", "the state of a Trainer")
 
 
 def _validate_file(path: Path, *, deep: bool) -> None:
@@ -279,7 +239,7 @@ def _validate_file(path: Path, *, deep: bool) -> None:
             for shard in {*json.loads(path.read_text("utf-8"))["weight_map"].values()}:
                 shard_path = path.parent / shard
                 if not shard_path.is_file():
-                    raise TruncatedError(str(shard_path), found="no such file", expected="a shard", do=_RESUME_ADVICE)
+                    raise _error(TruncatedError, shard_path, "no such file", "a shard")
         elif path.suffix == ".safetensors":
             with safe_open(str(path), framework="pt"):
                 pass
@@ -287,15 +247,15 @@ def _validate_file(path: Path, *, deep: bool) -> None:
             with zipfile.ZipFile(path) as archive:
                 damaged = archive.testzip() if deep else None
             if damaged is not None:
-                raise CorruptError(
-                    str(path), found=f"wrong bytes in {damaged}", expected="those of its checksum", do=_RESUME_ADVICE
-                )
+                raise _error(CorruptError, path, f"wrong bytes in {damaged}", "those of its checksum")
     except (SafetensorError, zipfile.BadZipFile, ValueError, KeyError, AttributeError, TypeError) as error:
         if isinstance(error, ShrinkpointError):
             raise
-        raise CorruptError(
-            str(path), found=f"{type(error).__name__}: {error}", expected="a whole file", do=_RESUME_ADVICE
-        ) from error
+        raise _error(CorruptError, path, f"{type(error).__name__}: {error}", "a whole file") from error
+
+
+def _error(kind: type[ErrorT], path: Path, found: str, expected: str) -> ErrorT:
+    return kind(str(path), found=found, expected=expected, do=_RESUME_ADVICE)
 
 
 def _iter_weight_files(root: Path) -> Iterator[Path]:
@@ -307,9 +267,6 @@ def _iter_weight_files(root: Path) -> Iterator[Path]:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-_SPEED_SUFFIXES = ("_runtime", "_per_second", "_preparation_time")
 
 
 def save_auxiliary_files(trainer: Any, model: Any, output_dir: str) -> None:
@@ -332,27 +289,6 @@ def has_adapters(model: Any) -> bool:
     from peft import PeftModel  # type: ignore[import-not-found,unused-ignore]
 
     return isinstance(model, PeftModel)
-
-
-def save_interval(args: Any) -> int | None:
-    """Number of optimizer steps between two saves; None if it is not fixed."""
-    steps = args.save_steps if args.save_strategy == SaveStrategy.STEPS else 0
-    return int(steps) if steps >= 1 else None
-
-
-def eval_metrics(state: Any) -> dict[str, float]:
-    """Metrics that were evaluated at the current step, without timings.
-
-    Args:
-        state: the `TrainerState`.
-    """
-    entries = [entry for entry in state.log_history if entry.get("step") == state.global_step]
-    metrics = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
-    return {
-        name: float(value)
-        for name, value in metrics.items()
-        if isinstance(value, int | float) and not name.endswith(_SPEED_SUFFIXES)
-    }
 
 
 def _save_config(model: Any, output_dir: str) -> None:

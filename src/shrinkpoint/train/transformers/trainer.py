@@ -12,7 +12,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
 from transformers.utils import is_sagemaker_mp_enabled, is_torch_xla_available
 
 from shrinkpoint.errors import PolicyError
@@ -26,15 +26,11 @@ from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.transformers import checkpoint_dirs
 from shrinkpoint.train.transformers.callback import GradientCallback
-from shrinkpoint.train.transformers.checkpoint_dirs import (
-    eval_metrics,
-    has_adapters,
-    save_auxiliary_files,
-    save_interval,
-)
+from shrinkpoint.train.transformers.checkpoint_dirs import has_adapters, save_auxiliary_files
 from shrinkpoint.train.transformers.config import Evaluation, ShrinkConfig, check_config
 
 _log = logging.getLogger("shrinkpoint")
+_SPEED_SUFFIXES = ("_runtime", "_per_second", "_preparation_time")
 _ALTERNATIVE = "or begin anew from its weights alone"
 _CONSUMED = object()
 """Replaces a part of a loaded checkpoint that was handed to the Trainer, so that its memory is freed."""
@@ -200,14 +196,13 @@ class ShrinkTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         optimizer, scheduler = (self._pop_part(checkpoint, name) for name in ("optimizer", "scheduler"))
         if optimizer is not None and scheduler is not None:
-            for obj, saved, name in (
-                (self.optimizer, optimizer, "optimizer"),
-                (self.lr_scheduler, scheduler, "scheduler"),
-            ):
+            objects = {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
+            saved = {"optimizer": optimizer, "scheduler": scheduler}
+            for name, obj in objects.items():
                 where = f"{checkpoint}, {name}"
-                state_dicts.check_state_dicts(obj, saved, where, strict=True, alternative=_ALTERNATIVE)
-            self.optimizer.load_state_dict(optimizer)
-            self.lr_scheduler.load_state_dict(scheduler)
+                state_dicts.check_state_dicts(obj, saved[name], where, strict=True, alternative=_ALTERNATIVE)
+            for name, obj in objects.items():
+                obj.load_state_dict(saved[name])
             return
         if self._loaded_checkpoint is not None:
             _log.warning("%s holds no optimizer: it starts afresh", checkpoint)
@@ -271,21 +266,13 @@ class ShrinkTrainer(Trainer):
         args = self.args
         if not self._has_full_state:
             if not self.shrink.is_default:
-                raise PolicyError(
-                    "ShrinkConfig",
-                    found="sharded training",
-                    expected="the whole state in one process",
-                    do="use shrinkpoint.train.dcp.install",
-                )
+                expected, do = "the whole state in one process", "use shrinkpoint.train.dcp.install"
+                raise PolicyError("ShrinkConfig", found="sharded training", expected=expected, do=do)
             _log.warning("sharded training: checkpoints are those of the stock Trainer (or of dcp.install)")
             return
         if args.push_to_hub and args.hub_strategy != HubStrategy.END and not has_adapters(self.model):
-            raise PolicyError(
-                "push_to_hub",
-                found=f"hub_strategy={args.hub_strategy.value!r}",
-                expected="one that needs no weights in checkpoints",
-                do="push at the end: hub_strategy='end'",
-            )
+            found, expected = f"hub_strategy={args.hub_strategy.value!r}", "one that needs no weights in checkpoints"
+            raise PolicyError("push_to_hub", found=found, expected=expected, do="push at the end: hub_strategy='end'")
         scheme = self._checkpointer_for_model().scheme  # raises now, and not at the first save
         if args.should_save and isinstance(scheme, PlanningScheme) and not scheme.is_writer:
             raise PolicyError(
@@ -303,7 +290,7 @@ class ShrinkTrainer(Trainer):
             evaluation, metric = None, self.shrink.evaluate
             if metric is not None:
                 evaluation = Evaluation(self, metric, self.shrink.batches)
-            self._recorder = self.shrink.make_recorder(model, save_interval(self.args))
+            self._recorder = self.shrink.make_recorder(model, _save_interval(self.args))
             higher_is_better = evaluation is not None and evaluation.higher_is_better
             self._checkpointer = self.shrink.make_checkpointer(evaluation, higher_is_better, self._recorder)
             self._checkpointer_model = model
@@ -336,13 +323,11 @@ class ShrinkTrainer(Trainer):
             pending.state,
             objects=pending.objects,
             step=self.state.global_step,
-            metrics=eval_metrics(self.state),
+            metrics=_eval_metrics(self.state),
             extra=extra,
         )
-        pending.state, pending.objects = (
-            dict.fromkeys(pending.state),
-            {},
-        )  # frees them: a background save has its own copy
+        # Frees them: a background save has its own copy.
+        pending.state, pending.objects = dict.fromkeys(pending.state), {}
         self._unfinished_checkpoint = pending if writes else None
         if not self.shrink.background:
             self._finish_checkpoint()
@@ -418,3 +403,20 @@ class ShrinkTrainer(Trainer):
             yield
         finally:
             self.args.save_total_limit = None
+
+
+def _save_interval(args: Any) -> int | None:
+    """Number of optimizer steps between two saves; None if it is not fixed."""
+    steps = args.save_steps if args.save_strategy == SaveStrategy.STEPS else 0
+    return int(steps) if steps >= 1 else None
+
+
+def _eval_metrics(state: Any) -> dict[str, float]:
+    """The metrics that a `TrainerState` has of the current step, without timings."""
+    entries = [entry for entry in state.log_history if entry.get("step") == state.global_step]
+    metrics = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and not name.endswith(_SPEED_SUFFIXES)
+    }
