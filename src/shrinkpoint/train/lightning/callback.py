@@ -34,13 +34,12 @@ class ShrinkIOCallback(pl.Callback):
     """
 
     def __init__(self, gradients: GradientRecorder | None = None) -> None:
+        expected, do = (
+            "a recorder, shrinkpoint.train.GradientRecorder(module)",
+            "make one, and pass it to the scheme, too",
+        )
         self._gradients = validate.check_instance(
-            "gradients",
-            gradients,
-            GradientRecorder,
-            expected="a recorder, shrinkpoint.train.GradientRecorder(module)",
-            do="make one, and pass it to the scheme, too",
-            allow_none=True,
+            "gradients", gradients, GradientRecorder, expected=expected, do=do, allow_none=True
         )
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -51,12 +50,9 @@ class ShrinkIOCallback(pl.Callback):
         """
         plugin = trainer.strategy.checkpoint_io
         if not isinstance(plugin, ShrinkIO):
-            raise PolicyError(
-                "ShrinkIOCallback",
-                found=f"a {type(plugin).__name__}",
-                expected="ShrinkIO as the checkpoint plugin",
-                do="pass Trainer(plugins=[ShrinkIO(...)]), with background=True if wanted",
-            )
+            found, expected = f"a {type(plugin).__name__}", "ShrinkIO as the checkpoint plugin"
+            do = "pass Trainer(plugins=[ShrinkIO(...)]), with background=True if wanted"
+            raise PolicyError("ShrinkIOCallback", found=found, expected=expected, do=do)
         callback_dirs = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
         for directory in (trainer.default_root_dir, *callback_dirs):
             if directory is not None:
@@ -133,12 +129,8 @@ class Validation:
             out: Any = module.validation_step(batch, index)
         loss = out.get(self._key) if isinstance(out, dict) else out
         if not isinstance(loss, Tensor | float | int):
-            raise PolicyError(
-                "validation_step",
-                found=f"a {type(loss).__name__}",
-                expected=f"a loss, or a dict with {self._key!r}",
-                do="return the loss",
-            )
+            found, expected = f"a {type(loss).__name__}", f"a loss, or a dict with {self._key!r}"
+            raise PolicyError("validation_step", found=found, expected=expected, do="return the loss")
         return float(loss)
 
 

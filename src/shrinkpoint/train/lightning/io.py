@@ -6,8 +6,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -208,22 +208,19 @@ class ShrinkIO(CheckpointIO):
         directory = require_local_path(path)
         self.wait()
         is_other_thread = self._is_other_thread()
-        self._removals.begin(directory, step, is_other_thread=is_other_thread)
         try:
-            self._save(checkpoint, path)
-            if self._is_final_save(checkpoint) or name.startswith(_PREEMPTION_PREFIX) or is_other_thread:
-                self.wait()
+            with self._removals.during_save(directory, step, is_other_thread=is_other_thread):
+                self._save(checkpoint, path, directory)
+                if self._is_final_save(checkpoint) or name.startswith(_PREEMPTION_PREFIX) or is_other_thread:
+                    self.wait()
         except BaseException:
-            self._removals.end()
             self._cancel_removals()
             raise
-        self._removals.end()
         if self._writing_dir is None:
             self._remove_pending()
 
-    def _save(self, checkpoint: dict[str, Any], path: _PATH) -> None:
-        directory, objects = require_local_path(path), self._model_objects(checkpoint)
-        moved_file = move_aside(directory)
+    def _save(self, checkpoint: dict[str, Any], path: _PATH, directory: Path) -> None:
+        objects, moved_file = self._model_objects(checkpoint), move_aside(directory)
         directory.mkdir(parents=True, exist_ok=True)  # ModelCheckpoint looks whether a name is taken
         try:
             self._checkpointer.save(
@@ -278,12 +275,8 @@ class ShrinkIO(CheckpointIO):
         if self._module is not None:
             module = "another module"
             advice += "; where averaged weights are saved, take a scheme that does not evaluate"
-        return PolicyError(
-            "ShrinkIO",
-            found=f"{scheme!r}, which evaluates, and {module}",
-            expected="the module whose weights are saved",
-            do=advice,
-        )
+        found = f"{scheme!r}, which evaluates, and {module}"
+        return PolicyError("ShrinkIO", found=found, expected="the module whose weights are saved", do=advice)
 
     def _remove(self, directory: Path) -> None:
         if directory.is_symlink() or directory.is_file():
@@ -315,8 +308,10 @@ class PendingRemovals:
         self._to_remove: list[Path] = []  # removed once another checkpoint is written
         self._unwritten: dict[Path, int] = {}  # directories to remove that are not written yet -> step of the last save
 
-    def begin(self, directory: Path, step: int | None, *, is_other_thread: bool) -> None:
-        """Register the start of a save. A pending removal of its directory is cancelled, unless the save is older.
+    @contextmanager
+    def during_save(self, directory: Path, step: int | None, *, is_other_thread: bool) -> Iterator[None]:
+        """Register a save, while which removals wait. A pending removal of its directory is cancelled, unless the save
+        is older than that.
 
         Args:
             is_other_thread: the save is on another thread than the training loop's.
@@ -328,11 +323,11 @@ class PendingRemovals:
                 self._to_remove.remove(directory)
             if self._unwritten.pop(directory, self._step + 1) <= self._step:
                 self._to_remove.append(directory)
-
-    def end(self) -> None:
-        """Register the end of a save, successful or not: later removals need not wait for it."""
-        with self._lock:
-            self._is_writing = False
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._is_writing = False
 
     def add(self, directory: Path) -> None:
         """Remove a directory once another checkpoint is written."""
@@ -410,12 +405,8 @@ def require_local_path(path: _PATH) -> Path:
     """
     local = local_path_or_none(path)
     if local is None:
-        raise PolicyError(
-            "ShrinkIO",
-            found=str(path),
-            expected="a path of a local file system",
-            do="save to a local or mounted directory, and copy checkpoints elsewhere from there",
-        )
+        do = "save to a local or mounted directory, and copy checkpoints elsewhere from there"
+        raise PolicyError("ShrinkIO", found=str(path), expected="a path of a local file system", do=do)
     return local
 
 

@@ -22,11 +22,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import AttributeDict as PrintedDict
 
 from shrinkpoint.errors import CorruptError, FormatError, MismatchError
+from shrinkpoint.tensors.tree import map_nest
 
 _PREFIX = "shrinkpoint:"
-_MAX_DEPTH = 64
-"""Deeper nests, and cyclic ones, are returned unchanged: `flatten` raises for them."""
-
 _PLAIN_TYPES: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "attributes": (AttributeDict, dict, AttributeDict),
     "parsed": (PrintedDict, dict, PrintedDict),
@@ -51,7 +49,7 @@ _NAME_BY_DICT_TYPE = {dict_type: name for name, dict_type in _DICT_TYPES.items()
 
 def to_plain(value: Any) -> Any:
     """Return a nest with a plain form in place of every value that has one; other values are unchanged."""
-    return _map_nest(value, _to_plain, 0)
+    return map_nest(value, _to_plain)
 
 
 def from_plain(value: Any) -> Any:
@@ -61,40 +59,16 @@ def from_plain(value: Any) -> Any:
         MismatchError: the class of an enum is not imported, or lacks the member.
         FormatError: an unknown form, or values that do not fit it.
     """
-    return _map_nest(value, _from_plain, 0)
-
-
-def _map_nest(value: Any, convert: Callable[[Any, int], Any], depth: int) -> Any:
-    """Apply `convert(value, depth)` to every value, innermost first; containers without a change are not copied."""
-    value_type = type(value)
-    if depth > _MAX_DEPTH:
-        return value
-    if value_type in (dict, OrderedDict):
-        return convert(_map_dict(value, convert, depth), depth)
-    if value_type in (list, tuple):
-        items = [_map_nest(item, convert, depth + 1) for item in value]
-        changed = any(new is not old for new, old in zip(items, value, strict=True))
-        return value_type(items) if changed else value
-    return convert(value, depth)
-
-
-def _map_dict(value: dict[Any, Any], convert: Callable[[Any, int], Any], depth: int) -> dict[Any, Any]:
-    items = {key: _map_nest(item, convert, depth + 1) for key, item in value.items()}
-    if all(items[key] is item for key, item in value.items()):
-        return value
-    result = type(value)(items)
-    if hasattr(value, "_metadata"):  # of a module's state_dict
-        result._metadata = value._metadata  # type: ignore[attr-defined]
-    return result
+    return map_nest(value, _from_plain)
 
 
 def _to_plain(value: Any, depth: int) -> Any:
     if type(value) in _NAME_BY_DICT_TYPE and any(_has_form(key) for key in value):  # the values are converted already
-        pairs = [[_map_nest(key, _to_plain, depth + 1), item] for key, item in value.items()]
+        pairs = [[map_nest(key, _to_plain, depth + 1), item] for key, item in value.items()]
         return {_PREFIX + _NAME_BY_DICT_TYPE[type(value)]: pairs}
     name = _NAME_BY_TYPE.get(type(value))
     if name is not None:
-        return {_PREFIX + name: _map_nest(_PLAIN_TYPES[name][1](value), _to_plain, depth + 1)}
+        return {_PREFIX + name: map_nest(_PLAIN_TYPES[name][1](value), _to_plain, depth + 1)}
     if isinstance(value, Enum) and _enum_member(_enum_path(value)) is value:
         return {f"{_PREFIX}enum": _enum_path(value)}
     if isinstance(value, type) and issubclass(value, Callback):
@@ -135,7 +109,7 @@ def _form_name(value: Any) -> str | None:
 
 def _has_form(key: Any) -> bool:
     """Whether a key of a dict has a plain form, such as a class of callbacks: older ones are keys of their states."""
-    return type(key) is not str and _map_nest(key, _to_plain, 0) is not key
+    return type(key) is not str and map_nest(key, _to_plain) is not key
 
 
 def _dict_from_pairs(dict_type: type[dict[Any, Any]], form: Any) -> dict[Any, Any]:
@@ -186,12 +160,8 @@ def _require_enum_member(enum_path: Any) -> Enum:
     member = _enum_member(enum_path)
     if member is None:
         module, qualified_name, name = enum_path
-        raise MismatchError(
-            "checkpoint",
-            found=f"{qualified_name}.{name} of {module}",
-            expected="an enum that is imported",
-            do=f"import {module} before loading, or save plain values",
-        )
+        found, do = f"{qualified_name}.{name} of {module}", f"import {module} before loading, or save plain values"
+        raise MismatchError("checkpoint", found=found, expected="an enum that is imported", do=do)
     return member
 
 
