@@ -27,14 +27,14 @@ EVERY = [5, pytest.param(1, marks=pytest.mark.nightly)]
 
 def prepared(storage: Storage) -> None:
     """Steps 1 to 4 in a chain of deltas, of which 4 is forgotten."""
-    with Store(storage, keyframe_every=9) as store:
+    with Store(storage, keyframe_every=9, threads=1) as store:
         for step in (1, 2, 3, 4):
             store.save(step, state(step))
         store.forget(4)
 
 
 def resumed(storage: Storage) -> Store:
-    store = Store(storage, keyframe_every=9)
+    store = Store(storage, keyframe_every=9, threads=1)
     store.load()
     return store
 
@@ -143,10 +143,10 @@ def test_reading_that_fails_falls_back_or_says_so(kind: str, path: Path) -> None
     inner = place(kind, path)
     prepared(inner)
     probe = FaultyStorage(inner)
-    Store(probe).restore()
+    Store(probe, threads=1).restore()
     for fail_at in range(1, probe.calls + 1):
         try:
-            at = Store(FaultyStorage(inner, fail_at)).restore()
+            at = Store(FaultyStorage(inner, fail_at), threads=1).restore()
         except StorageError:
             assert fail_at == 1, "only a store that cannot even be listed cannot be restored"
             continue

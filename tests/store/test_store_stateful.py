@@ -35,7 +35,7 @@ class Machine(RuleBasedStateMachine):
     def open(self, kind: str, every: int | None) -> None:
         self.kind, self.every = kind, every
         self.storage = place(kind, Path(self.folder.name))
-        self.store = Store(self.storage, keyframe_every=every)
+        self.store = Store(self.storage, keyframe_every=every, threads=1)
 
     def teardown(self) -> None:
         self.store.close()
@@ -97,7 +97,7 @@ class Machine(RuleBasedStateMachine):
     @rule(resume=st.booleans())
     def reopen(self, resume: bool) -> None:
         self.store.close()
-        self.store = Store(self.storage, keyframe_every=self.every)
+        self.store = Store(self.storage, keyframe_every=self.every, threads=1)
         if resume and set(self.model) - self.hurt:
             at = self.store.restore()
             assert at.step not in self.hurt or difference(at.state, state(self.model[at.step])) is None

@@ -166,9 +166,8 @@ class LocalStorage:
         directory = prefix.rpartition("/")[0]  # no key outside it can match
         if directory:
             check_key(directory)
-        files = (path for path in self._walk(self._root / directory) if not path.name.startswith(RESERVED))
-        keys = (path.relative_to(self._root).as_posix() for path in files)
-        return sorted(key for key in keys if key.startswith(prefix))
+        keys = (key for key in self._keys(directory) if key.startswith(prefix))
+        return sorted(key for key in keys if not key.rpartition("/")[2].startswith(RESERVED))
 
     def delete(self, key: str) -> None:
         path = self._path_of(key)
@@ -210,12 +209,13 @@ class LocalStorage:
 
     def remove_stale(self, is_own_dir: Callable[[str], bool] = lambda name: False) -> Keys:
         swept = []
-        for path in self._walk(self._root):
+        for key in self._keys():
+            path = self._root / key
             if _TEMPORARY.fullmatch(path.name) and is_regular(path) and not _is_being_written(path):
                 with _os_errors(str(path), "sweeping"):
                     path.unlink(missing_ok=True)
                     self._remove_empty_dirs(path.parent)
-                swept.append(path.relative_to(self._root).as_posix())
+                swept.append(key)
         for directory, _, _ in os.walk(self._root, topdown=False):
             name = Path(directory).relative_to(self._root).as_posix()
             if is_own_dir(name):
@@ -250,13 +250,17 @@ class LocalStorage:
                 path.unlink(missing_ok=True)
                 self._remove_empty_dirs(directory)
 
-    def _walk(self, directory: Path) -> Iterator[Path]:
+    def _keys(self, directory: str = "") -> Iterator[str]:
+        """The paths of all files below a directory, relative to the root."""
+        root = self._root / directory
+
         def refuse(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError | NotADirectoryError):  # it may be deleted meanwhile
-                raise storage_error(str(error.filename or directory), "listing", error) from error
+                raise storage_error(str(error.filename or root), "listing", error) from error
 
-        for parent, _, names in os.walk(directory, onerror=refuse):
-            yield from (Path(parent, name) for name in names)
+        for parent, _, names in os.walk(root, onerror=refuse):
+            head = parent[len(str(self._root)) :].lstrip("/")
+            yield from (f"{head}/{name}" if head else name for name in names)
 
     def _remove_empty_dirs(self, directory: Path) -> Path:
         """Remove `directory` and its parents as far as they are empty; returns the first that is not, or the root."""
@@ -370,46 +374,30 @@ def hold_lock(path: Path, where: str) -> Iterator[None]:
         LockedError: another process, or another part of this one, holds it.
         StorageError: the file cannot be opened or locked.
     """
-    fd = -1
-    try:  # an interrupt may come at any line, and a descriptor that is never closed keeps the lock
-        fd = _acquire(path, where)
-        yield
-    finally:
-        if fd in _locked_fds:  # not so in a forked child
-            with suppress(OSError):
-                os.ftruncate(fd, 0)
-            _locked_fds.remove(fd)
-            os.close(fd)
-
-
-def _acquire(path: Path, where: str) -> int:
     if os.path.lexists(path) and not is_regular(path):
         do = f"remove {path.name!r} if no process needs it"
         raise StorageError(where, found=f"{what_is_at(path)} named {path.name!r}", expected="a lock file", do=do)
-    fd = -1
-    try:
-        fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        _locked_fds.add(fd)
-        if not try_lock(fd):
-            found = f"{_lock_owner(fd)} is saving here already"
-            do = "wait until it has finished, or stop it: a lock dies with its process"
-            raise LockedError(where, found=found, expected="one writer at a time", do=do)
-        with suppress(OSError):  # on a full disk the lock is needed to free space, the note is not
-            os.ftruncate(fd, 0)
-            os.write(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
-        return fd
-    except OSError as error:
-        _close(fd)
-        raise storage_error(where, "locking", error) from error
-    except BaseException:
-        _close(fd)
-        raise
-
-
-def _close(fd: int) -> None:
-    if fd >= 0:
-        _locked_fds.discard(fd)
-        os.close(fd)
+    fd, is_locked = -1, False
+    try:  # an interrupt may come at any line, and a descriptor that is never closed keeps the lock
+        with _os_errors(where, "locking"):
+            fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            _locked_fds.add(fd)
+            is_locked = try_lock(fd)
+            if not is_locked:
+                found = f"{_lock_owner(fd)} is saving here already"
+                do = "wait until it has finished, or stop it: a lock dies with its process"
+                raise LockedError(where, found=found, expected="one writer at a time", do=do)
+            with suppress(OSError):  # on a full disk the lock is needed to free space, the note is not
+                os.ftruncate(fd, 0)
+                os.write(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+        yield
+    finally:
+        if fd in _locked_fds:  # not so in a forked child
+            if is_locked:  # else the note is another holder's
+                with suppress(OSError):
+                    os.ftruncate(fd, 0)
+            _locked_fds.remove(fd)
+            os.close(fd)
 
 
 def _lock_owner(fd: int) -> str:
