@@ -96,7 +96,7 @@ def test_an_end_that_missed_a_message_is_found_out():
     assert sender.fingerprint() != receiver.fingerprint()
     receiver.load_state_dict(sender.state_dict())
     assert sender.fingerprint() == receiver.fingerprint()
-    receiver._state._buffers.get(receiver._message_info(MessageContext()), torch.empty(4, 8))[0, 0] += 1
+    receiver._state.buffer(receiver._message_info(MessageContext()), torch.empty(4, 8))[0, 0] += 1
     assert sender.fingerprint() != receiver.fingerprint()
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import validate
-from shrinkpoint.comm.compressors.base import Compressor, CompressorContext, Identity, check_compressor
+from shrinkpoint.comm.compressors.base import CompressorContext, Identity
 from shrinkpoint.comm.error_feedback import (
     ErrorFeedback,
     FeedbackState,
@@ -56,7 +56,6 @@ class AQSGD(ErrorFeedback):
         PolicyError: an argument out of range.
     """
 
-    compressor: Compressor
     warmup: int = 1
     dtype: CacheDtype = "fp16"
     most_bytes: int = _DEFAULT_MAX_BYTES
@@ -65,7 +64,7 @@ class AQSGD(ErrorFeedback):
     needs_ids: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_compressor("AQSGD", self.compressor)
+        super().__post_init__()
         validate.check_int("AQSGD, warmup", self.warmup, minimum=0, do="give a number of visits")
         validate.check_choice("AQSGD, dtype", self.dtype, get_args(CacheDtype))
         validate.check_int("AQSGD, most_bytes", self.most_bytes, do="give the bytes of a row at least")
@@ -92,7 +91,8 @@ class AQSGDState(FeedbackState):
     """The caches of one end, by tensor, and predictions of them for messages that are expected."""
 
     def __init__(self, feedback: AQSGD) -> None:
-        self._feedback, self._compressor = feedback, feedback.compressor
+        super().__init__(feedback.compressor)
+        self._feedback = feedback
         self._caches: dict[int, SampleCache] = {}
         # by message key: which rows are uncompressed, of the last message and of one that is expected
         self._last_exact: dict[tuple[int, int], list[bool]] = {}

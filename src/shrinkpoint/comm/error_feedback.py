@@ -14,6 +14,9 @@ from torch import Tensor
 from shrinkpoint.comm.compressors.base import NO_CONTEXT, Compressor, CompressorContext, check_compressor
 from shrinkpoint.errors import MismatchError, PolicyError
 
+_RESIDUAL_KEY = 0x5BD1E995
+"""Added to the key of a message for its second half in EF-mixed, so that the halves have different keys."""
+
 
 @dataclass(frozen=True)
 class MessageInfo:
@@ -45,11 +48,11 @@ class PackedMessage:
     decoded: Tensor | None = None
 
 
-class FeedbackState(ABC):
-    """The memory of one end of a link, which packs or unpacks messages with it. Buffers are on the tensors' device.
+class FeedbackState:
+    """One end of a link, which packs or unpacks messages: without a memory here, with one in subclasses.
 
-    Values that are not finite reach the other end and are then forgotten: a buffer is 0 where it would not be finite,
-    else one bad batch (a loss scale that was too large) would remain in it for good.
+    Buffers are on the tensors' device. Values that are not finite reach the other end and are then forgotten: a buffer
+    is 0 where it would not be finite, else one bad batch (a loss scale that was too large) would remain in it for good.
 
     Attributes:
         restarts: how often a buffer was replaced by a new one because the shape had changed.
@@ -57,9 +60,12 @@ class FeedbackState(ABC):
 
     restarts: int = 0
 
-    @abstractmethod
+    def __init__(self, compressor: Compressor) -> None:
+        self._compressor = compressor
+
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo) -> int:
         """The size in bytes of the message; the state does not change."""
+        return self._compressor.wire_bytes(shape, dtype, info.context)
 
     def expect(self, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo) -> int:
         """The size in bytes of a message that will be unpacked after all that were expected earlier."""
@@ -69,31 +75,32 @@ class FeedbackState(ABC):
         """Drop messages that were expected and have not been unpacked."""
         return
 
-    @abstractmethod
     def pack(self, tensor: Tensor, info: MessageInfo) -> PackedMessage:
         """Pack the tensor as the next message, and advance the state."""
+        return PackedMessage(self._compressor.encode(tensor, info.context))
 
-    @abstractmethod
     def unpack(self, wire: Tensor, out: Tensor, info: MessageInfo) -> Tensor:
         """Unpack the next message into `out`, advance the state, and return `out`."""
+        return self._compressor.decode(wire, out, info.context)
 
     def indices(self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo) -> Tensor | None:
         """The flat indices at which a message changes something; None for all of them."""
-        return None
+        return self._compressor.indices(wire, shape, info.context)
 
     def state_dict(self) -> dict[str, Any]:
         """The memory as a nest of tensors, which are not copied, and plain values."""
         return {}
 
-    @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; tensors are copied."""
+        return
 
     def shared_tensors(self) -> list[Tensor]:
         """The tensors that must be equal at both ends, on the CPU, in an order that both ends share."""
         return []
 
 
+@dataclass(frozen=True)
 class ErrorFeedback(ABC):
     """A compressor with a memory of earlier messages. Subclasses are frozen dataclasses.
 
@@ -104,8 +111,12 @@ class ErrorFeedback(ABC):
     """
 
     compressor: Compressor
+
     needs_ids: ClassVar[bool] = False
     is_stateless: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_compressor(type(self).__name__, self.compressor)
 
     @property
     @abstractmethod
@@ -123,6 +134,19 @@ class ErrorFeedback(ABC):
 
     def __str__(self) -> str:
         return self.spec
+
+
+class NoFeedback(ErrorFeedback):
+    """A compressor without feedback."""
+
+    is_stateless: ClassVar[bool] = True
+
+    @property
+    def spec(self) -> str:
+        return self.compressor.spec
+
+    def new_state(self) -> FeedbackState:
+        return FeedbackState(self.compressor)
 
 
 def zero_nonfinite_(tensor: Tensor) -> Tensor:
@@ -144,60 +168,20 @@ def decode_float32(compressor: Compressor, wire: Tensor, like: Tensor, context: 
     return compressor.decode(wire, decoded, context).to(torch.float32)
 
 
-@dataclass(frozen=True)
-class NoFeedback(ErrorFeedback):
-    """A compressor without feedback."""
-
-    compressor: Compressor
-
-    is_stateless: ClassVar[bool] = True
-
-    @property
-    def spec(self) -> str:
-        return self.compressor.spec
-
-    def new_state(self) -> FeedbackState:
-        return NoFeedbackState(self.compressor)
-
-
-class NoFeedbackState(FeedbackState):
-    """Packs and unpacks without a memory."""
-
-    def __init__(self, compressor: Compressor) -> None:
-        self._compressor = compressor
-
-    def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo) -> int:
-        return self._compressor.wire_bytes(shape, dtype, info.context)
-
-    def pack(self, tensor: Tensor, info: MessageInfo) -> PackedMessage:
-        return PackedMessage(self._compressor.encode(tensor, info.context))
-
-    def unpack(self, wire: Tensor, out: Tensor, info: MessageInfo) -> Tensor:
-        return self._compressor.decode(wire, out, info.context)
-
-    def indices(self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo) -> Tensor | None:
-        return self._compressor.indices(wire, shape, info.context)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
-
-
-_RESIDUAL_KEY = 0x5BD1E995
-"""Added to the key of a message for its second half in EF-mixed, so that the halves have different keys."""
-
-
-class FeedbackBuffers:
-    """Float32 buffers by micro-batch slot and tensor, created as zeros when they are first needed.
+class BufferState(FeedbackState):
+    """One end with a float32 buffer for each slot and tensor, created as zeros when it is first needed.
 
     Attributes:
-        restarts: how many were replaced by new ones because the shape had changed.
+        buffers_key: the key of the buffers in `state_dict`.
     """
 
-    def __init__(self) -> None:
-        self.restarts = 0
+    buffers_key: ClassVar[str]
+
+    def __init__(self, compressor: Compressor) -> None:
+        super().__init__(compressor)
         self._buffers: dict[tuple[int, int], Tensor] = {}
 
-    def get(self, info: MessageInfo, like: Tensor) -> Tensor:
+    def buffer(self, info: MessageInfo, like: Tensor) -> Tensor:
         """The buffer for a message, to be changed in place, of the shape and on the device of `like`.
 
         A batch with fewer rows than the buffer uses its first rows. Any other change of shape starts a new buffer.
@@ -211,56 +195,26 @@ class FeedbackBuffers:
         self._buffers[info.key] = buffer
         return buffer[: like.shape[0]] if like.dim() else buffer
 
+    def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo) -> int:
+        return self._compressor.wire_bytes(shape, work_dtype(dtype), info.context)
+
     def state_dict(self) -> dict[str, Any]:
-        return {f"{slot}.{index}": buffer for (slot, index), buffer in self._buffers.items()}
+        return {self.buffers_key: {f"{slot}.{index}": buffer for (slot, index), buffer in self._buffers.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         buffers = {}
-        for name, buffer in state.items():
+        for name, buffer in state[self.buffers_key].items():
             if not isinstance(buffer, Tensor) or buffer.dtype != torch.float32:
                 raise MismatchError(f"feedback, buffer {name}", found=repr(buffer)[:80], expected="a float32 tensor")
             slot, _, index = name.partition(".")
             buffers[int(slot), int(index)] = buffer.detach().clone()
         self._buffers = buffers
 
-    def shared_tensors(self) -> list[Tensor]:
-        return [self._buffers[key].cpu() for key in sorted(self._buffers)]
-
 
 def _shape_fits(buffer_shape: torch.Size, shape: torch.Size) -> bool:
     if buffer_shape == shape:
         return True
     return len(buffer_shape) == len(shape) > 0 and buffer_shape[1:] == shape[1:] and buffer_shape[0] > shape[0]
-
-
-class BufferState(FeedbackState):
-    """A compressor with one float32 buffer for each slot and tensor, which messages are compared with.
-
-    Attributes:
-        buffers_key: the key of the buffers in `state_dict`.
-    """
-
-    buffers_key: ClassVar[str]
-
-    def __init__(self, compressor: Compressor) -> None:
-        self._compressor = compressor
-        self._buffers = FeedbackBuffers()
-
-    @property
-    def restarts(self) -> int:  # type: ignore[override]
-        return self._buffers.restarts
-
-    def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo) -> int:
-        return self._compressor.wire_bytes(shape, work_dtype(dtype), info.context)
-
-    def indices(self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo) -> Tensor | None:
-        return self._compressor.indices(wire, shape, info.context)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {self.buffers_key: self._buffers.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._buffers.load_state_dict(state[self.buffers_key])
 
 
 @dataclass(frozen=True)
@@ -271,26 +225,21 @@ class EF(ErrorFeedback):
     Only the sender has a memory: e, one for each micro-batch slot, so what a sample lost goes to the next sample there.
     """
 
-    compressor: Compressor
-
-    def __post_init__(self) -> None:
-        check_compressor("EF", self.compressor)
-
     @property
     def spec(self) -> str:
         return f"ef({self.compressor.spec})"
 
     def new_state(self) -> FeedbackState:
-        return EFState(self.compressor)
+        return _EFState(self.compressor)
 
 
-class EFState(BufferState):
+class _EFState(BufferState):
     """Residuals at the sender; the receiver has no memory."""
 
     buffers_key = "residual"
 
     def pack(self, tensor: Tensor, info: MessageInfo) -> PackedMessage:
-        residual = self._buffers.get(info, tensor)
+        residual = self.buffer(info, tensor)
         residual += tensor
         wire = self._compressor.encode(residual.to(work_dtype(tensor.dtype)), info.context)
         decoded = decode_float32(self._compressor, wire, tensor, info.context).to(tensor.dtype)
@@ -308,36 +257,30 @@ class EF21(ErrorFeedback):
     Both ends remember g, one for each micro-batch slot, and compute it from decoded messages alone.
     """
 
-    compressor: Compressor
-
-    def __post_init__(self) -> None:
-        check_compressor("EF21", self.compressor)
-
     @property
     def spec(self) -> str:
         return f"ef21({self.compressor.spec})"
 
     def new_state(self) -> FeedbackState:
-        return EF21State(self.compressor)
+        return _EF21State(self.compressor)
 
 
-class EF21State(BufferState):
+class _EF21State(BufferState):
     """The reference g at either end."""
 
     buffers_key = "reference"
 
     def pack(self, tensor: Tensor, info: MessageInfo) -> PackedMessage:
-        reference = self._buffers.get(info, tensor)
-        wire = self._compressor.encode(
-            (tensor.to(torch.float32) - reference).to(work_dtype(tensor.dtype)), info.context
-        )
+        reference = self.buffer(info, tensor)
+        delta = (tensor.to(torch.float32) - reference).to(work_dtype(tensor.dtype))
+        wire = self._compressor.encode(delta, info.context)
         return PackedMessage(wire, self._update_reference(reference, wire, tensor, info).to(tensor.dtype))
 
     def unpack(self, wire: Tensor, out: Tensor, info: MessageInfo) -> Tensor:
-        return out.copy_(self._update_reference(self._buffers.get(info, out), wire, out, info))
+        return out.copy_(self._update_reference(self.buffer(info, out), wire, out, info))
 
     def shared_tensors(self) -> list[Tensor]:
-        return self._buffers.shared_tensors()
+        return [self._buffers[key].cpu() for key in sorted(self._buffers)]
 
     def _update_reference(self, reference: Tensor, wire: Tensor, like: Tensor, info: MessageInfo) -> Tensor:
         updated = decode_float32(self._compressor, wire, like, info.context).add_(reference)
@@ -361,11 +304,10 @@ class EFMixed(ErrorFeedback):
         PolicyError: another compressor, or a share out of range.
     """
 
-    compressor: Compressor
     share: float = 0.5
 
     def __post_init__(self) -> None:
-        check_compressor("EFMixed", self.compressor)
+        super().__post_init__()
         if not isinstance(getattr(self.compressor, "share", None), float):
             expected, advice = "a compressor that keeps a share of the entries", 'use TopK or RandomK, or "ef(...)"'
             raise PolicyError("EFMixed", found=self.compressor.spec, expected=expected, do=advice)
@@ -382,11 +324,11 @@ class EFMixed(ErrorFeedback):
         # in decimal numbers .2 x .75 is exactly .15
         total, share = (Decimal(repr(number)) for number in (compressor.share, self.share))
         fresh, old = float(total * share), float(total * (1 - share))
-        return EFMixedState(replace(compressor, share=fresh), replace(compressor, share=old))
+        return _EFMixedState(replace(compressor, share=fresh), replace(compressor, share=old))
 
 
-class EFMixedState(BufferState):
-    """Residuals at the sender; the receiver has no memory."""
+class _EFMixedState(BufferState):
+    """Residuals at the sender; a message is that of entries of the tensor, then that of entries of the residual."""
 
     buffers_key = "residual"
 
@@ -396,10 +338,10 @@ class EFMixedState(BufferState):
 
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo) -> int:
         old = self._residual_compressor.wire_bytes(shape, work_dtype(dtype), _residual_context(info.context))
-        return self._compressor.wire_bytes(shape, work_dtype(dtype), info.context) + old
+        return super().wire_bytes(shape, dtype, info) + old
 
     def pack(self, tensor: Tensor, info: MessageInfo) -> PackedMessage:
-        residual, dtype = self._buffers.get(info, tensor), work_dtype(tensor.dtype)
+        residual, dtype = self.buffer(info, tensor), work_dtype(tensor.dtype)
         fresh = self._compressor.encode(tensor.to(dtype), info.context)
         wire = torch.cat((fresh, self._residual_compressor.encode(residual.to(dtype), _residual_context(info.context))))
         decoded = self._decode_sum(wire, tensor, info).to(tensor.dtype)
@@ -413,11 +355,10 @@ class EFMixedState(BufferState):
         fresh, old = self._split_message(wire, shape, dtype, info)
         fresh_indices = self._compressor.indices(fresh, shape, info.context)
         old_indices = self._residual_compressor.indices(old, shape, _residual_context(info.context))
-        return (
-            None
-            if fresh_indices is None or old_indices is None
-            else torch.unique(torch.cat((fresh_indices, old_indices)))
-        )
+        if fresh_indices is None or old_indices is None:
+            return None
+        combined: Tensor = torch.unique(torch.cat((fresh_indices, old_indices)))
+        return combined
 
     def _decode_sum(self, wire: Tensor, like: Tensor, info: MessageInfo) -> Tensor:
         fresh, old = self._split_message(wire, like.shape, like.dtype, info)
@@ -427,10 +368,8 @@ class EFMixedState(BufferState):
     def _split_message(
         self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo
     ) -> tuple[Tensor, Tensor]:
-        size = self._compressor.wire_bytes(shape, work_dtype(dtype), info.context)
-        return wire[:size], wire[
-            size:
-        ].clone()  # a copy starts at an aligned address: compressors may view it as wider values
+        size = super().wire_bytes(shape, dtype, info)
+        return wire[:size], wire[size:].clone()  # a copy is aligned: compressors may view it as wider values
 
 
 def _residual_context(context: CompressorContext) -> CompressorContext:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import _native, validate
-from shrinkpoint.comm.compressors.base import Compressor, CompressorContext
-from shrinkpoint.comm.error_feedback import ErrorFeedback, MessageInfo, NoFeedback
+from shrinkpoint.comm.compressors.base import Compressor, CompressorContext, check_wire_size
+from shrinkpoint.comm.error_feedback import ErrorFeedback, FeedbackState, MessageInfo, NoFeedback, PackedMessage
 from shrinkpoint.comm.spec import as_compressor
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError
@@ -45,6 +45,10 @@ class MessageContext:
     training: bool = True
     ids: Tensor | None = field(default=None, repr=False, compare=False)
     indices: Tensor | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.slot, self.tensor
 
 
 class Link:
@@ -92,7 +96,9 @@ class Link:
         self._with_ids = with_ids or self.feedback.needs_ids
         self._raise_nonfinite, self._sample_every, self._min_numel = nonfinite == "raise", sample_every, min_numel
         self._counts: dict[tuple[int, int], int] = {}
-        self._last_messages: dict[tuple[int, int], tuple[bool, MessageInfo, Tensor, torch.Size, torch.dtype]] = {}
+        self._last_messages: dict[
+            tuple[int, int], tuple[FeedbackState, MessageInfo, Tensor, torch.Size, torch.dtype]
+        ] = {}
         self._ids: dict[tuple[int, int], Tensor] = {}
         self._is_sender: bool | None = None
         self._pending_counts: list[tuple[MessageContext, Tensor]] = []
@@ -104,11 +110,6 @@ class Link:
     def compressor(self) -> Compressor:
         return self.feedback.compressor
 
-    @property
-    def needs_ids(self) -> bool:
-        """Whether messages in training contain sample ids, which the sender must be given."""
-        return self._with_ids
-
     def is_compressible(self, tensor: Tensor) -> bool:
         """Whether a tensor (or meta tensor) is compressed; others are sent uncompressed."""
         return tensor.is_floating_point() and tensor.numel() >= max(self._min_numel, 1)
@@ -116,8 +117,8 @@ class Link:
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: MessageContext | None = None) -> int:
         """The size in bytes of the next message of a slot and tensor."""
         context = context or MessageContext()
-        state = self._state if context.training else self._eval_state
-        return self._id_header_bytes(shape, context) + state.wire_bytes(shape, dtype, self._message_info(context))
+        body_bytes = self._state_for(context).wire_bytes(shape, dtype, self._message_info(context))
+        return self._id_header_bytes(shape, context) + body_bytes
 
     def expect(self, shape: Sequence[int], dtype: torch.dtype, context: MessageContext | None = None) -> int:
         """The size in bytes of a message whose buffer is posted before earlier messages are unpacked.
@@ -126,8 +127,8 @@ class Link:
         `MessageContext.ids`.
         """
         context = context or MessageContext()
-        state = self._state if context.training else self._eval_state
-        return self._id_header_bytes(shape, context) + state.expect(shape, dtype, self._message_info(context))
+        body_bytes = self._state_for(context).expect(shape, dtype, self._message_info(context))
+        return self._id_header_bytes(shape, context) + body_bytes
 
     def forget_expected(self) -> None:
         """Drop messages that were expected and not received, at the start of a step."""
@@ -143,13 +144,13 @@ class Link:
         context = context or MessageContext()
         self.check()
         self._check_direction(True, context)
-        info, state = self._message_info(context), self._state if context.training else self._eval_state
+        info, state = self._message_info(context), self._state_for(context)
         header = self._id_header(tensor, context)
         with torch.no_grad(), self.stats.timing("encode", tensor.device):
             packed = state.pack(tensor.detach(), info)
             wire = packed.wire if header is None else torch.cat((header, packed.wire))
         self._remember(context, info, packed.wire, tensor)
-        self._record(tensor, packed.wire, packed.decoded, wire.numel(), context, info)
+        self._record_sent(tensor, packed, wire.numel(), context, info)
         self._advance(context, state.restarts)
         return wire
 
@@ -168,35 +169,33 @@ class Link:
         self._check_direction(False, context)
         header_bytes = self._id_header_bytes(out.shape, context)
         ids = self._read_ids(wire, header_bytes, context)
-        self._check_message(wire, out, replace(context, ids=ids))
-        info, state = self._message_info(context, ids), self._state if context.training else self._eval_state
+        size = self.wire_bytes(out.shape, out.dtype, replace(context, ids=ids))
+        check_wire_size(f"link {self.name}", wire, out, size, "make both ends alike")
+        info, state, body = self._message_info(context, ids), self._state_for(context), wire[header_bytes:]
         with torch.no_grad(), self.stats.timing("decode", out.device):
-            state.unpack(wire[header_bytes:], out, info)
+            state.unpack(body, out, info)
         if ids is not None:
             self._ids[info.key] = ids
-        self._remember(context, info, wire[header_bytes:], out)
-        self.stats.add_message(_nbytes(out), wire.numel())
+        self._remember(context, info, body, out)
+        self.stats.add_message(out.nbytes, wire.numel())
         self._advance(context, state.restarts)
-        self._check_finite(out, context)
+        if self._raise_nonfinite:
+            count = _count_nonfinite(out)
+            self.stats.add_nonfinite(count)
+            self._raise_if_nonfinite(count, context)
         return out
-
-    def count_uncompressed(self, tensor: Tensor) -> None:
-        """Count a tensor that was sent or received uncompressed."""
-        self.stats.add_message(_nbytes(tensor), _nbytes(tensor))
 
     def indices(self, context: MessageContext | None = None) -> Tensor | None:
         """The flat indices that the last message of a slot and tensor carried; None for all, or if there was none."""
-        context = context or MessageContext()
-        last = self._last_messages.get((context.slot, context.tensor))
+        last = self._last_messages.get((context or MessageContext()).key)
         if last is None:
             return None
-        training, info, wire, shape, dtype = last
-        return (self._state if training else self._eval_state).indices(wire, shape, dtype, info)
+        state, info, wire, shape, dtype = last
+        return state.indices(wire, shape, dtype, info)
 
     def ids(self, context: MessageContext | None = None) -> Tensor | None:
         """The sample ids of the last message of a slot and tensor: int64, 1-d; None if it had none."""
-        context = context or MessageContext()
-        return self._ids.get((context.slot, context.tensor))
+        return self._ids.get((context or MessageContext()).key)
 
     def check(self) -> None:
         """Raise the pending error about packed tensors, if there is one.
@@ -206,17 +205,12 @@ class Link:
         """
         pending, self._pending_counts = self._pending_counts, []
         for context, count in pending:
-            if int(count):
-                raise self._nonfinite_error(int(count), context)
+            self._raise_if_nonfinite(count, context)
 
     def describe(self) -> dict[str, Any]:
         """The configuration that both ends must have in common, as plain values."""
-        return {
-            "name": self.name,
-            "how": self.feedback.shared_spec,
-            "min_numel": self._min_numel,
-            "with_ids": self._with_ids,
-        }
+        shared = {"name": self.name, "how": self.feedback.shared_spec}
+        return {**shared, "min_numel": self._min_numel, "with_ids": self._with_ids}
 
     def fingerprint(self) -> str:
         """A digest of the state that both ends must have in common: 32 hex digits.
@@ -243,35 +237,29 @@ class Link:
             raise MismatchError(f"link {self.name}", found=problem, expected=repr(self.feedback.shared_spec), do=advice)
         pairs = ((key.partition("."), int(count)) for key, count in state["counts"].items())
         self._state.load_state_dict(state["feedback"])
-        self._counts = {(int(key[0]), int(key[2])): count for key, count in pairs}
+        self._counts = {(int(slot), int(tensor)): count for (slot, _, tensor), count in pairs}
         self._last_messages.clear()
         self._ids.clear()
         self._pending_counts.clear()
+
+    def _state_for(self, context: MessageContext) -> FeedbackState:
+        return self._state if context.training else self._eval_state
 
     def _check_direction(self, is_sender: bool, context: MessageContext) -> None:
         if not context.training:
             return
         if self._is_sender is not None and self._is_sender != is_sender:
             verbs = {True: "packs", False: "unpacks"}
+            problem, expected = f"it {verbs[self._is_sender]}", f"one that {verbs[is_sender]}"
             advice = "make two links alike, one for each end"
-            raise PolicyError(
-                f"link {self.name}",
-                found=f"it {verbs[self._is_sender]}",
-                expected=f"one that {verbs[is_sender]}",
-                do=advice,
-            )
+            raise PolicyError(f"link {self.name}", found=problem, expected=expected, do=advice)
         self._is_sender = is_sender
 
     def _message_info(self, context: MessageContext, ids: Tensor | None = None) -> MessageInfo:
-        index = self._counts.get((context.slot, context.tensor), 0)
+        index = self._counts.get(context.key, 0)
         key = _message_key(self.name, context.slot, context.tensor, index + 1 if context.training else 0)
-        return MessageInfo(
-            context.slot,
-            context.tensor,
-            index,
-            CompressorContext(key, context.indices),
-            context.ids if ids is None else ids,
-        )
+        ids = context.ids if ids is None else ids
+        return MessageInfo(context.slot, context.tensor, index, CompressorContext(key, context.indices), ids)
 
     def _id_header_bytes(self, shape: Sequence[int], context: MessageContext) -> int:
         return _ID_BYTES * (shape[0] if len(shape) else 1) if self._with_ids and context.training else 0
@@ -280,16 +268,13 @@ class Link:
         header_bytes = self._id_header_bytes(tensor.shape, context)
         if not header_bytes:
             return None
-        if context.ids is None or context.ids.numel() * _ID_BYTES != header_bytes:
-            problem, advice = (
-                "none" if context.ids is None else f"{context.ids.numel()}",
-                "give them with set_sample_ids",
-            )
-            error = PolicyError if context.ids is None else MismatchError
-            raise error(
-                f"link {self.name}, sample ids", found=problem, expected=f"{header_bytes // _ID_BYTES}", do=advice
-            )
-        self._ids[context.slot, context.tensor] = context.ids
+        where, expected = f"link {self.name}, sample ids", f"{header_bytes // _ID_BYTES}"
+        if context.ids is None:
+            raise PolicyError(where, found="none", expected=expected, do="give them with set_sample_ids")
+        if context.ids.numel() * _ID_BYTES != header_bytes:
+            problem, advice = f"{context.ids.numel()}", "give them with set_sample_ids"
+            raise MismatchError(where, found=problem, expected=expected, do=advice)
+        self._ids[context.key] = context.ids
         return context.ids.to(tensor.device, torch.int64).contiguous().view(torch.uint8)
 
     def _read_ids(self, wire: Tensor, header_bytes: int, context: MessageContext) -> Tensor | None:
@@ -302,66 +287,44 @@ class Link:
             raise MismatchError(f"link {self.name}", found=problem, expected=expected, do="give both ends the same ids")
         return ids
 
-    def _check_message(self, wire: Tensor, out: Tensor, context: MessageContext) -> None:
-        size = self.wire_bytes(out.shape, out.dtype, context)
-        if wire.dtype != torch.uint8 or wire.dim() != 1 or wire.numel() != size:
-            problem, expected = f"a message of {wire.numel()} x {wire.dtype}", f"{size} bytes for {tuple(out.shape)}"
-            raise MismatchError(f"link {self.name}", found=problem, expected=expected, do="make both ends alike")
-
     def _remember(self, context: MessageContext, info: MessageInfo, wire: Tensor, tensor: Tensor) -> None:
         if type(self.compressor).indices is not Compressor.indices:  # others do not read the message
-            self._last_messages[info.key] = context.training, info, wire, tensor.shape, tensor.dtype
+            self._last_messages[info.key] = self._state_for(context), info, wire, tensor.shape, tensor.dtype
 
     def _advance(self, context: MessageContext, restarts: int) -> None:
         if context.training:
-            self._counts[context.slot, context.tensor] = self._counts.get((context.slot, context.tensor), 0) + 1
+            self._counts[context.key] = self._counts.get(context.key, 0) + 1
             self.stats.restarts = restarts
 
-    def _record(
-        self,
-        tensor: Tensor,
-        wire: Tensor,
-        decoded: Tensor | None,
-        size: int,
-        context: MessageContext,
-        info: MessageInfo,
+    def _record_sent(
+        self, tensor: Tensor, packed: PackedMessage, size: int, context: MessageContext, info: MessageInfo
     ) -> None:
-        sampled = bool(self._sample_every) and self.stats.messages % self._sample_every == 0
-        self.stats.add_message(_nbytes(tensor), size)
-        if sampled and tensor.numel():
+        is_sampled = bool(self._sample_every) and self.stats.messages % self._sample_every == 0
+        self.stats.add_message(tensor.nbytes, size)
+        if is_sampled and tensor.numel():
             with torch.no_grad():
-                decoded = (
-                    self.compressor.decode(wire, torch.empty_like(tensor), info.context) if decoded is None else decoded
-                )
+                decoded = packed.decoded
+                if decoded is None:
+                    decoded = self.compressor.decode(packed.wire, torch.empty_like(tensor), info.context)
                 self.stats.add_error(tensor, decoded)
-        if sampled or self._raise_nonfinite:
+        if is_sampled or self._raise_nonfinite:
             count = _count_nonfinite(tensor)
             self.stats.add_nonfinite(count)
             if self._raise_nonfinite:
                 self._pending_counts.append((context, count))
 
-    def _check_finite(self, out: Tensor, context: MessageContext) -> None:
-        if self._raise_nonfinite:
-            count = _count_nonfinite(out)
-            self.stats.add_nonfinite(count)
-            if int(count):
-                raise self._nonfinite_error(int(count), context)
-
-    def _nonfinite_error(self, count: int, context: MessageContext) -> PolicyError:
-        where = f"link {self.name}, micro-batch {context.slot}, tensor {context.tensor}"
-        advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
-        return PolicyError(where, found=f"{count} values that are not finite", expected=FINITE_VALUES, do=advice)
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    def _raise_if_nonfinite(self, count: Tensor, context: MessageContext) -> None:
+        if int(count):
+            where = f"link {self.name}, micro-batch {context.slot}, tensor {context.tensor}"
+            advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
+            problem = f"{int(count)} values that are not finite"
+            raise PolicyError(where, found=problem, expected=FINITE_VALUES, do=advice)
 
 
 def _count_nonfinite(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
-    if tensor.device.type == "cpu" and torch.isfinite(
-        tensor.sum(dtype=torch.float32)
-    ):  # 20 times faster than a test of each value
+    # On a CPU a sum is 20 times faster than a test of each value.
+    if tensor.device.type == "cpu" and torch.isfinite(tensor.sum(dtype=torch.float32)):
         return torch.zeros((), dtype=torch.int64)
     return torch.isfinite(tensor).logical_not_().sum()
 

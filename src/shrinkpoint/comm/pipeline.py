@@ -14,7 +14,7 @@ from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.link import CompressorLike, Link, NonfinitePolicy
 from shrinkpoint.comm.pipeline_stage import Boundary, CompressedStage, Direction, check_stage_api
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, SampleIdBroadcast, StageConfigCheck
-from shrinkpoint.comm.simulate import InferenceReminder, split_ids
+from shrinkpoint.comm.simulate import CompressionSwitch, find_sparse_spec, split_ids
 from shrinkpoint.comm.spec import as_compressor
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError
@@ -90,38 +90,23 @@ class _BoundaryPlan:
             if not overrides.keys() <= common.keys():
                 problem, expected = f"{sorted(overrides)} for boundary {boundary}", "forward, backward or both"
                 raise PolicyError("compress_pipeline, per_link", found=problem, expected=expected)
-        self.compressors = [
-            {
-                direction: None if compressor is None else as_compressor(compressor)
-                for direction, compressor in {**common, **per_link.get(boundary, {})}.items()
-            }
-            for boundary in range(num_stages - 1)
-        ]
+        self.compressors: list[dict[str, Compressor | ErrorFeedback | None]] = []
+        for boundary in range(num_stages - 1):
+            specs = {**common, **per_link.get(boundary, {})}
+            parsed = {name: None if spec is None else as_compressor(spec) for name, spec in specs.items()}
+            self.compressors.append(parsed)
 
-    @property
-    def needs_ids(self) -> bool:
-        return any(
-            isinstance(compressor, ErrorFeedback) and compressor.needs_ids
-            for compressors in self.compressors
-            for compressor in compressors.values()
-        )
+    def needs_ids(self, first: int = 0) -> bool:
+        """Whether a boundary from the first on needs sample ids."""
+        later = [compressor for pair in self.compressors[first:] for compressor in pair.values()]
+        return any(isinstance(compressor, ErrorFeedback) and compressor.needs_ids for compressor in later)
 
     def boundary(self, number: int, neighbour: int, options: Mapping[str, Any]) -> Boundary:
-        return Boundary(
-            neighbour, *(self._direction(number, direction, options) for direction in ("forward", "backward"))
-        )
-
-    def activations(self) -> list[Compressor | ErrorFeedback]:
-        return [compressor for compressors in self.compressors if (compressor := compressors["forward"]) is not None]
+        return Boundary(neighbour, *(self._direction(number, name, options) for name in ("forward", "backward")))
 
     def _direction(self, number: int, direction: str, options: Mapping[str, Any]) -> Direction:
         compressor, name = self.compressors[number][direction], f"{number} {direction}"
-        are_needed = any(
-            isinstance(candidate, ErrorFeedback) and candidate.needs_ids
-            for compressors in self.compressors[number:]
-            for candidate in compressors.values()
-        )
-        with_ids = are_needed and direction == "forward"  # for this boundary's gradients, and for those after it
+        with_ids = direction == "forward" and self.needs_ids(number)  # for its gradients, and for later boundaries
         if compressor is None and with_ids:
             compressor = Identity()
         link = None if compressor is None else Link(compressor, name=name, with_ids=with_ids, **options)
@@ -136,11 +121,13 @@ class CompressedPipeline:
             it. Set it to the same value on every rank, between two steps.
     """
 
+    inference = CompressionSwitch("evaluation is not compressed")
+
     def __init__(
         self, stages: Sequence[Any], schedule: Any, plan: _BoundaryPlan, options: Mapping[str, Any], timeout: float
     ) -> None:
-        self._schedule, self._plan, self._timeout = schedule, plan, timeout
-        self._inference, self._inference_reminder = True, InferenceReminder(plan.activations())
+        self._schedule, self._timeout = schedule, timeout
+        self.sparse_spec = find_sparse_spec(pair["forward"] for pair in plan.compressors)
         self._next_ids: Tensor | None = None
         self._ids: Tensor | None = None
         self._started_stages: set[int] = set()
@@ -148,28 +135,17 @@ class CompressedPipeline:
         self._deferred_errors: list[PolicyError] = []
         self._verified_mode: tuple[bool, bool] | None = None
         self._is_config_verified = False
-        first = stages[0]
-        self._id_broadcast = (
-            SampleIdBroadcast(first.group, is_source=any(stage.is_first for stage in stages))
-            if plan.needs_ids
-            else None
-        )
-        self._config_check = StageConfigCheck(first.group, [stage.stage_index for stage in stages], first.num_stages)
+        group, is_source = stages[0].group, any(stage.is_first for stage in stages)
+        self._id_broadcast = SampleIdBroadcast(group, is_source=is_source) if plan.needs_ids() else None
+        self._config_check = StageConfigCheck(group, [stage.stage_index for stage in stages], stages[0].num_stages)
         self._stages: dict[int, CompressedStage] = {}
         for stage in stages:
-            self._stages[stage.stage_index] = self._compress_stage(stage, options)
+            index: int = stage.stage_index
+            previous_boundary = None if stage.is_first else plan.boundary(index - 1, index - 1, options)
+            next_boundary = None if stage.is_last else plan.boundary(index, index + 1, options)
+            self._stages[index] = CompressedStage(stage, previous_boundary, next_boundary, self)
             setattr(stage, _HANDLE_ATTRIBUTE, self)
         self._publish({"nonfinite": options["nonfinite"]})
-
-    @property
-    def inference(self) -> bool:
-        return self._inference
-
-    @inference.setter
-    def inference(self, value: bool) -> None:
-        self._inference = value
-        if not value:
-            self._inference_reminder.warn("evaluation is not compressed", stacklevel=2)
 
     @property
     def links(self) -> dict[str, Link]:
@@ -255,16 +231,14 @@ class CompressedPipeline:
     # The StageHost protocol.
 
     def begin_step(self, stage: int) -> None:
-        if (
-            self._started_stages and stage not in self._started_stages
-        ):  # another stage of this rank has started the step
+        if self._started_stages and stage not in self._started_stages:  # another stage of this rank began the step
             self._started_stages.add(stage)
             return
         self._started_stages, self._finished_stages = {stage}, set()
         self._ids, self._next_ids = self._next_ids, None
         self.check()
         training = bool(self._stages[stage].stage.has_backward)
-        self._verify_mode((training, self._inference))
+        self._verify_mode((training, self.inference))
         if self._id_broadcast is not None and training:
             self._ids = self._id_broadcast.broadcast(self._ids)
 
@@ -274,20 +248,17 @@ class CompressedPipeline:
             self.check()
 
     def compresses(self, training: bool) -> bool:
-        return training or self._inference
+        return training or self.inference
 
     def sample_ids_for(self, stage: int, slot: int) -> Tensor | None:
         if self._ids is not None:
-            return split_ids(self._ids, self._num_micro_batches(stage))[slot]
+            count = getattr(self._schedule, "_n_microbatches", None) or len(self._stages[stage].stage.args_recv_info)
+            return split_ids(self._ids, int(count))[slot]
         previous_stage = self._stages.get(stage - 1)  # a neighbour on this rank, which sends no message
         return None if previous_stage is None else previous_stage.sample_ids(slot)
 
     def defer_error(self, error: PolicyError) -> None:
         self._deferred_errors.append(error)
-
-    def _num_micro_batches(self, stage: int) -> int:
-        count = getattr(self._schedule, "_n_microbatches", None)
-        return int(count or len(self._stages[stage].stage.args_recv_info))
 
     def _verify_mode(self, mode: tuple[bool, bool]) -> None:
         """Let all ranks compare whether they train and compress, in the first step and when that changes.
@@ -314,8 +285,8 @@ class CompressedPipeline:
 
         configs = {}
         for index, stage in self._stages.items():
-            directions = (direction for boundary in stage.boundaries for direction in boundary.directions)
-            configs[index] = {**config, "links": {direction.name: describe(direction) for direction in directions}}
+            links = {direction.name: describe(direction) for direction in stage.directions}
+            configs[index] = {**config, "links": links}
         self._config_check.publish(configs)
 
     def _directions(self) -> Iterator[Direction]:
@@ -324,13 +295,7 @@ class CompressedPipeline:
             ranks = compressed_stage.stage.stage_index_to_group_rank
             for boundary in compressed_stage.boundaries:
                 if ranks[boundary.neighbour] != ranks[index]:
-                    yield from boundary.directions
-
-    def _compress_stage(self, stage: Any, options: Mapping[str, Any]) -> CompressedStage:
-        index = stage.stage_index
-        previous_boundary = None if stage.is_first else self._plan.boundary(index - 1, index - 1, options)
-        next_boundary = None if stage.is_last else self._plan.boundary(index, index + 1, options)
-        return CompressedStage(stage, previous_boundary, next_boundary, self)
+                    yield from (boundary.forward, boundary.backward)
 
 
 def _find_stages(schedule_or_stages: Any) -> tuple[list[Any], Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,20 +17,21 @@ from shrinkpoint.comm.link import FINITE_VALUES, Link, MessageContext
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError
 
-_REQUIRED_METHODS = (
-    "get_fwd_recv_ops",
-    "get_fwd_send_ops",
-    "get_bwd_recv_ops",
-    "get_bwd_send_ops",
-    "_retrieve_recv_activations",
-    "_retrieve_recv_grads",
-    "_prepare_forward_infra",
-    "clear_runtime_states",
-)
-_Transfers = Sequence[tuple[int | None, bool]]
-"""For each tensor that torch lists: the stage at the other end, and whether it is sent in a message."""
+_REPLACEMENTS = {
+    "get_fwd_recv_ops": "_receive_forward",
+    "get_fwd_send_ops": "_send_forward",
+    "get_bwd_recv_ops": "_receive_backward",
+    "get_bwd_send_ops": "_send_backward",
+    "_retrieve_recv_activations": "_consume_forward",
+    "_retrieve_recv_grads": "_consume_backward",
+    "_prepare_forward_infra": "_infer_shapes",
+    "clear_runtime_states": "_start",
+}
+"""Methods of torch's stages, and those of `CompressedStage` that replace them."""
 _INFERENCE_CLEANUP = "_post_metadata_inference_cleanup"
 """A method that frees the graph of shape inference; releases of torch without it leave none."""
+_Transfers = Sequence[tuple[int | None, bool]]
+"""For each tensor that torch lists: the stage at the other end, and whether it is sent in a message."""
 
 
 @dataclass(frozen=True)
@@ -41,40 +42,19 @@ class Direction:
     link: Link | None
     stats: LinkStats
 
-    def is_compressible(self, tensor: Tensor) -> bool:
-        return self.link is not None and self.link.is_compressible(tensor)
-
-    def count_uncompressed(self, tensor: Tensor) -> None:
-        """Count a tensor that is sent or received uncompressed."""
-        self.stats.add_message(tensor.numel() * tensor.element_size(), tensor.numel() * tensor.element_size())
-
 
 @dataclass(frozen=True)
 class Boundary:
-    """One boundary, at one of its ends.
-
-    Attributes:
-        neighbour: the index of the stage at the other end.
-    """
+    """One boundary, at one of its ends; `neighbour` is the index of the stage at the other end."""
 
     neighbour: int
     forward: Direction
     backward: Direction
 
-    @property
-    def directions(self) -> tuple[Direction, Direction]:
-        return self.forward, self.backward
-
 
 @dataclass(frozen=True)
 class _PendingReceive:
-    """A message that is being received.
-
-    Attributes:
-        wire: the buffer of the message.
-        out: the tensor that it will be unpacked into.
-        work: to wait for; None if the schedule waits.
-    """
+    """A message that is being received into `wire`, and will be unpacked into `out`; `work` is None if torch waits."""
 
     wire: Tensor
     out: Tensor
@@ -125,6 +105,8 @@ class CompressedStage:
     ) -> None:
         self.stage, self._host = stage, host
         self.previous_boundary, self.next_boundary = previous_boundary, next_boundary
+        self.boundaries = [boundary for boundary in (previous_boundary, next_boundary) if boundary is not None]
+        self.directions = [side for boundary in self.boundaries for side in (boundary.forward, boundary.backward)]
         self.index: int = stage.stage_index
         self._pending_receives: dict[tuple[str, int], list[_PendingReceive]] = {}
         self._sent_buffers: list[Tensor] = []
@@ -134,10 +116,6 @@ class CompressedStage:
         self._module_buffers: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         self._original_methods: dict[str, Any] = {}
         self._attach()
-
-    @property
-    def boundaries(self) -> list[Boundary]:
-        return [boundary for boundary in (self.previous_boundary, self.next_boundary) if boundary is not None]
 
     def sample_ids(self, slot: int) -> Tensor | None:
         """The sample ids of a micro-batch; None if they are unknown."""
@@ -154,23 +132,13 @@ class CompressedStage:
         self._original_methods.clear()
 
     def _attach(self) -> None:
-        replacements: dict[str, Callable[..., Any]] = {
-            "get_fwd_send_ops": self._send_forward,
-            "get_bwd_send_ops": self._send_backward,
-            "get_fwd_recv_ops": self._receive_forward,
-            "get_bwd_recv_ops": self._receive_backward,
-            "_retrieve_recv_activations": self._consume_forward,
-            "_retrieve_recv_grads": self._consume_backward,
-            "_prepare_forward_infra": self._infer_shapes,
-            _INFERENCE_CLEANUP: self._clean_up_inference,
-            "clear_runtime_states": self._start,
-            "perform_reduce_grad" if hasattr(self.stage, "perform_reduce_grad") else "scale_grads": self._finish,
-        }
-        for name, replacement in replacements.items():
+        last = "perform_reduce_grad" if hasattr(self.stage, "perform_reduce_grad") else "scale_grads"
+        optional = {_INFERENCE_CLEANUP: "_clean_up_inference", last: "_finish"}
+        for name, replacement in {**_REPLACEMENTS, **optional}.items():
             original = getattr(self.stage, name, None)
             if original is not None:
                 self._original_methods[name] = vars(self.stage).get(name)
-                setattr(self.stage, name, functools.partial(replacement, original))
+                setattr(self.stage, name, functools.partial(getattr(self, replacement), original))
 
     # Replacements of methods of torch, which are passed as `original`.
 
@@ -179,7 +147,7 @@ class CompressedStage:
         self._sent_buffers.clear()
         self._received_ids.clear()
         self._pending_receives.clear()
-        for direction in (direction for boundary in self.boundaries for direction in boundary.directions):
+        for direction in self.directions:
             if direction.link is not None:
                 direction.link.forget_expected()
         self._host.begin_step(self.index)
@@ -192,12 +160,8 @@ class CompressedStage:
         ops = original(slot)
         if self.next_boundary is None:
             return ops
-        targets = [
-            (target, index)
-            for index, stages in self.stage.act_send_info.items()
-            for target in stages
-            if target is not None
-        ]
+        infos = self.stage.act_send_info.items()
+        targets = [(target, index) for index, stages in infos for target in stages if target is not None]
         for op, (_, index) in zip(ops, targets, strict=True):
             self._check_output(op.tensor, index, slot)
         return self._send(ops, slot, [(target, True) for target, _ in targets], self.next_boundary, backward=False)
@@ -207,33 +171,28 @@ class CompressedStage:
         ops = original(slot)
         if self.previous_boundary is None or not ops:
             return ops
-        slots = [
-            (target, target is not None and self._has_gradient(i, grads[i]))
-            for i, target in enumerate(self.stage.grad_send_info)
-        ]
-        return self._send(ops, slot, slots, self.previous_boundary, backward=True)
+        infos = enumerate(self.stage.grad_send_info)
+        transfers = [(target, target is not None and self._has_gradient(i, grads[i])) for i, target in infos]
+        return self._send(ops, slot, transfers, self.previous_boundary, backward=True)
 
     def _receive_forward(self, original: Callable[[int], list[Any]], slot: int) -> list[Any]:
         ops = original(slot)
         if self.previous_boundary is None:
             return ops
         infos = self.stage.args_recv_info[slot]
-        slots = [(getattr(info, "source", None), getattr(info, "buffer", None) is not None) for info in infos]
-        return self._receive(ops, slot, slots, self.previous_boundary, backward=False)
+        transfers = [(getattr(info, "source", None), getattr(info, "buffer", None) is not None) for info in infos]
+        return self._receive(ops, slot, transfers, self.previous_boundary, backward=False)
 
     def _receive_backward(self, original: Callable[[int], list[Any]], slot: int) -> list[Any]:
         ops = original(slot)
         if self.next_boundary is None or not ops:
             return ops
         infos, targets = self.stage.grad_recv_info[slot], list(self.stage.act_send_info.values())
-        targets = (
-            targets if len(targets) == len(infos) else [target for target in targets if target]
-        )  # some releases list only what is sent
-        slots = [
-            (target[0] if target else None, info.buffer is not None)
-            for target, info in zip(targets, infos, strict=True)
-        ]
-        return self._receive(ops, slot, slots, self.next_boundary, backward=True)
+        if len(targets) != len(infos):  # some releases list only what is sent
+            targets = [target for target in targets if target]
+        pairs = zip(targets, infos, strict=True)
+        transfers = [(target[0] if target else None, info.buffer is not None) for target, info in pairs]
+        return self._receive(ops, slot, transfers, self.next_boundary, backward=True)
 
     def _consume_forward(self, original: Callable[[int], Any], slot: int) -> Any:
         if self.previous_boundary is not None:
@@ -259,16 +218,10 @@ class CompressedStage:
     def _send(
         self, ops: list[Any], slot: int, transfers: _Transfers, boundary: Boundary, *, backward: bool
     ) -> list[Any]:
-        direction = boundary.backward if backward else boundary.forward
-        for op, index in zip(ops, _tensor_numbers(transfers, boundary.neighbour, len(ops)), strict=True):
-            if index is None:
-                continue
-            if direction.link is None or not self._is_compressed(direction, op.tensor):
-                direction.count_uncompressed(op.tensor)
-                continue
-            op.tensor = direction.link.pack(op.tensor, self._message_context(boundary, slot, index, backward=backward))
+        for op, link, context in self._compressed_ops(ops, slot, transfers, boundary, backward=backward):
+            op.tensor = link.pack(op.tensor, context)
             self._sent_buffers.append(op.tensor)  # a transport may read it until the step ends
-            self._defer_nonfinite(direction.link.check)
+            self._defer_nonfinite(link.check)
         return ops
 
     def _receive(
@@ -276,26 +229,30 @@ class CompressedStage:
     ) -> list[Any]:
         direction = boundary.backward if backward else boundary.forward
         posted = self._pending_receives[direction.name, slot] = []
-        for op, index in zip(ops, _tensor_numbers(transfers, boundary.neighbour, len(ops)), strict=True):
-            if index is None:
-                continue
-            if direction.link is None or not self._is_compressed(direction, op.tensor):
-                direction.count_uncompressed(op.tensor)
-                continue
-            out, context = op.tensor.detach(), self._message_context(boundary, slot, index, backward=backward)
-            op.tensor = torch.empty(
-                direction.link.expect(out.shape, out.dtype, context), dtype=torch.uint8, device=out.device
-            )
+        for op, link, context in self._compressed_ops(ops, slot, transfers, boundary, backward=backward):
+            out = op.tensor.detach()
+            op.tensor = torch.empty(link.expect(out.shape, out.dtype, context), dtype=torch.uint8, device=out.device)
             posted.append(_PendingReceive(op.tensor, out, context))
-        if not (
-            self._is_one_stage_per_rank
-            and len(posted) == len(ops)
-            and all(is_gloo(op.group, op.tensor.device) for op in ops)
-        ):
+        is_matched_by_order = self._is_one_stage_per_rank and len(posted) == len(ops)
+        if not is_matched_by_order or not all(is_gloo(op.group, op.tensor.device) for op in ops):
             return ops
         works = [dist.irecv(op.tensor, op.peer, op.group, op.tag) for op in ops]
         posted[:] = [replace(receive, work=work) for receive, work in zip(posted, works, strict=True)]
         return []
+
+    def _compressed_ops(
+        self, ops: list[Any], slot: int, transfers: _Transfers, boundary: Boundary, *, backward: bool
+    ) -> Iterator[tuple[Any, Link, MessageContext]]:
+        """Yield the messages over a boundary that are compressed; count the others."""
+        direction = boundary.backward if backward else boundary.forward
+        link, is_compressed = direction.link, self._host.compresses(self.stage.has_backward)
+        for op, number in zip(ops, _tensor_numbers(transfers, boundary.neighbour, len(ops)), strict=True):
+            if number is None:
+                continue
+            if link is not None and is_compressed and link.is_compressible(op.tensor):
+                yield op, link, self._message_context(boundary, slot, number, backward=backward)
+            else:
+                direction.stats.add_uncompressed(op.tensor)
 
     def _unpack(self, direction: Direction, slot: int) -> None:
         for receive in self._pending_receives.pop((direction.name, slot), ()):
@@ -316,20 +273,12 @@ class CompressedStage:
                 raise
             self._host.defer_error(error)
 
-    def _is_compressed(self, direction: Direction, tensor: Tensor) -> bool:
-        return self._host.compresses(self.stage.has_backward) and direction.is_compressible(tensor)
-
     def _message_context(self, boundary: Boundary, slot: int, tensor: int, *, backward: bool) -> MessageContext:
         context = MessageContext(slot, tensor, training=self.stage.has_backward, ids=self.sample_ids(slot))
-        link = boundary.backward.link
-        if (
-            backward
-            and link is not None
-            and isinstance(link.compressor, SameIndices)
-            and boundary.forward.link is not None
-        ):
-            return replace(context, indices=boundary.forward.link.indices(context))
-        return context
+        forward, link = boundary.forward.link, boundary.backward.link
+        if not backward or forward is None or link is None or not isinstance(link.compressor, SameIndices):
+            return context
+        return replace(context, indices=forward.indices(context))
 
     def _has_gradient(self, index: int, grad: Tensor | None) -> bool:
         """Whether torch sends a gradient for the input of this index."""
@@ -346,15 +295,13 @@ class CompressedStage:
         meta = metas[index]
         if (meta.shape, meta.dtype) != (tensor.shape, tensor.dtype):
             where = f"stage {self.stage.stage_index}, micro-batch {slot}, output {index}"
-            problem, expected = (
-                f"{tuple(tensor.shape)} of {tensor.dtype}",
-                f"{tuple(meta.shape)} of {meta.dtype}, for which torch made",
-            )
+            problem = f"{tuple(tensor.shape)} of {tensor.dtype}"
+            expected = f"{tuple(meta.shape)} of {meta.dtype}, for which torch made the next stage's buffers"
             advice = (
                 "make all micro-batches alike (drop or pad the last batch), or call reset_shapes() on every rank "
                 "before a step whose micro-batches have another shape"
             )
-            raise MismatchError(where, found=problem, expected=f"{expected} the next stage's buffers", do=advice)
+            raise MismatchError(where, found=problem, expected=expected, do=advice)
 
     def _save_buffers(self) -> None:
         """Save the module's buffers: shape inference runs it in training mode on uninitialised memory."""
@@ -378,7 +325,7 @@ def check_stage_api(stage: Any) -> None:
     Raises:
         PolicyError: a method is missing.
     """
-    missing = [name for name in _REQUIRED_METHODS if not callable(getattr(stage, name, None))]
+    missing = [name for name in _REPLACEMENTS if not callable(getattr(stage, name, None))]
     if missing:
         problem = f"{type(stage).__name__} of torch {torch.__version__} has no {', '.join(missing)}"
         raise PolicyError("compress_pipeline", found=problem, expected="a stage of torch 2.6 or newer")

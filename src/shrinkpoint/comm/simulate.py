@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -99,46 +100,66 @@ def _check_points(
     return modules
 
 
+class CompressionSwitch:
+    """A bool attribute, at first True. The first False warns if the model was trained with sparse activations.
+
+    Its owner has an attribute `sparse_spec`, which is what `find_sparse_spec` returned.
+
+    Args:
+        condition: the start of the warning, such as "compression is off".
+    """
+
+    def __init__(self, condition: str) -> None:
+        self._condition = condition
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __get__(self, instance: object, owner: type | None = None) -> bool:
+        return getattr(instance, self._name, True)
+
+    def __set__(self, instance: Any, value: bool) -> None:
+        setattr(instance, self._name, value)
+        if not value and instance.sparse_spec is not None:
+            spec, instance.sparse_spec = instance.sparse_spec, None
+            text = (
+                f"{self._condition} and this model has {spec} on its activations: one that was trained so is usually "
+                "much worse without (arXiv 2401.07788); feedback such as ef21 prevents that"
+            )
+            warnings.warn(text, LossWarning, stacklevel=2)
+
+
+def find_sparse_spec(compressors: Iterable[Compressor | ErrorFeedback | None]) -> str | None:
+    """The spec of the first compressor that drops entries without feedback that makes up for it; None for none."""
+    for feedback in compressors:
+        compressor = feedback.compressor if isinstance(feedback, ErrorFeedback) else feedback
+        is_stateless = not isinstance(feedback, ErrorFeedback) or feedback.is_stateless
+        if compressor is not None and is_stateless and isinstance(getattr(compressor, "share", None), float):
+            return compressor.spec
+    return None
+
+
 class CompressionPoints:
     """Handle of the compression points of a model, which `insert_compression` returns.
 
     Attributes:
+        enabled: whether anything is compressed; if False, the model computes what it did without the points.
         inference: whether to compress where gradients are off, too. A model that was trained with TopK or Random-K
             needs it.
     """
 
+    enabled = CompressionSwitch("compression is off")
+    inference = CompressionSwitch("compression is off")
+
     def __init__(self, points: Sequence[_BoundaryHook], micro_batches: int) -> None:
         self._points, self._micro_batches = list(points), micro_batches
-        self._enabled = self._inference = True
         self._ids: tuple[Tensor, ...] | None = None
-        forward = [point.forward.sender.feedback for point in self._points if point.forward is not None]
-        self._inference_reminder = InferenceReminder(forward)
+        self.sparse_spec = find_sparse_spec(point.forward.sender.feedback for point in self._points if point.forward)
         for point in self._points:
             point.owner = self
 
     def __repr__(self) -> str:
         return f"CompressionPoints({', '.join(repr(point.path) for point in self._points)})"
-
-    @property
-    def enabled(self) -> bool:
-        """Whether anything is compressed; if False, the model computes what it did without the points."""
-        return self._enabled
-
-    @enabled.setter
-    def enabled(self, value: bool) -> None:
-        self._enabled = value
-        if not value:
-            self._inference_reminder.warn("compression is off", stacklevel=2)
-
-    @property
-    def inference(self) -> bool:
-        return self._inference
-
-    @inference.setter
-    def inference(self, value: bool) -> None:
-        self._inference = value
-        if not value:
-            self._inference_reminder.warn("compression is off", stacklevel=2)
 
     def set_sample_ids(self, ids: Tensor) -> None:
         """Set the sample ids of the next step; they are split into micro-batches as a pipeline splits its batch.
@@ -153,7 +174,7 @@ class CompressionPoints:
 
     def link_stats(self) -> dict[str, LinkStats]:
         """Statistics by boundary and direction ("0 forward"), of both ends together."""
-        links = [link for point in self._points for link in (point.forward, point.backward) if link is not None]
+        links = [link for point in self._points for link in point.links.values()]
         return {link.sender.name: link.sender.stats.merged_with(link.receiver.stats) for link in links}
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,46 +198,11 @@ class CompressionPoints:
             point.handle.remove()
 
     def compresses(self) -> bool:
-        return self._enabled and (self._inference or torch.is_grad_enabled())
+        return self.enabled and (self.inference or torch.is_grad_enabled())
 
     def message_context(self, call_index: int, training: bool) -> MessageContext:
         slot = call_index % self._micro_batches
         return MessageContext(slot, training=training, ids=None if self._ids is None else self._ids[slot])
-
-
-class InferenceReminder:
-    """Warns once that a model trained with sparse activations needs them at inference.
-
-    Args:
-        activations: the compressors of activations in training.
-    """
-
-    def __init__(self, activations: Iterable[Compressor | ErrorFeedback]) -> None:
-        self._sparse_spec = next((compressor.spec for compressor in activations if _drops_entries(compressor)), None)
-
-    def warn(self, condition: str, stacklevel: int) -> None:
-        """Warn, the first time it is called, if an activation is sparse.
-
-        Args:
-            condition: the start of the message, such as "compression is off".
-            stacklevel: as of `warnings.warn`, relative to the caller.
-        """
-        sparse_spec, self._sparse_spec = self._sparse_spec, None
-        if sparse_spec is not None:
-            warnings.warn(
-                f"{condition} and this model has {sparse_spec} on its activations: "
-                f"one that was trained so is usually much worse "
-                "without (arXiv 2401.07788); feedback such as ef21 prevents that",
-                LossWarning,
-                stacklevel=stacklevel + 1,
-            )
-
-
-def _drops_entries(compressor: ErrorFeedback | Compressor) -> bool:
-    """Whether entries are dropped without feedback that makes up for it."""
-    if isinstance(compressor, Compressor):
-        return isinstance(getattr(compressor, "share", None), float)
-    return compressor.is_stateless and _drops_entries(compressor.compressor)
 
 
 def split_ids(ids: Tensor, micro_batches: int) -> tuple[Tensor, ...]:
@@ -246,8 +232,8 @@ class _LoopbackLink:
     def cross(self, tensor: Tensor, context: MessageContext) -> Tensor:
         """Send a tensor through the link; the result has the strides of the tensor if that is dense."""
         if not self.sender.is_compressible(tensor):
-            self.sender.count_uncompressed(tensor)
-            self.receiver.count_uncompressed(tensor)
+            self.sender.stats.add_uncompressed(tensor)
+            self.receiver.stats.add_uncompressed(tensor)
             return tensor.clone()
         return self.receiver.unpack(self.sender.pack(tensor, context), torch.empty_like(tensor), context)
 
@@ -274,6 +260,7 @@ class _BoundaryHook:
 
     def __init__(self, path: str, forward: _LoopbackLink | None, backward: _LoopbackLink | None) -> None:
         self.path, self.forward, self.backward = path, forward, backward
+        self.links = {name: link for name, link in (("forward", forward), ("backward", backward)) if link is not None}
         self._calls = {True: 0, False: 0}
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -284,29 +271,20 @@ class _BoundaryHook:
         self._calls[training] += 1
         if training:
             self._calls[False] = 0
-        indices = iter(range(1 << 30))
-        return _map_tensors(output, lambda x: self._cross_tensor(x, replace(context, tensor=next(indices))))
+        numbers = count()
+        return _map_tensors(output, lambda x: self._cross_tensor(x, replace(context, tensor=next(numbers))))
 
     def state_dict(self) -> dict[str, Any]:
-        links = {"forward": self.forward, "backward": self.backward}
-        return {
-            "calls": self._calls[True],
-            **{direction: link.state_dict() for direction, link in links.items() if link is not None},
-        }
+        return {"calls": self._calls[True], **{name: link.state_dict() for name, link in self.links.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for direction, link in (("forward", self.forward), ("backward", self.backward)):
-            if (link is not None) != (direction in state):
+        for direction in ("forward", "backward"):
+            if (direction in self.links) != (direction in state):
                 problem = f"a state {'with' if direction in state else 'without'} a {direction} link"
-                raise MismatchError(
-                    f"point {self.path}",
-                    found=problem,
-                    expected="the opposite",
-                    do="insert the compression that was saved",
-                )
-        for direction, link in (("forward", self.forward), ("backward", self.backward)):
-            if link is not None:
-                link.load_state_dict(state[direction])
+                advice = "insert the compression that was saved"
+                raise MismatchError(f"point {self.path}", found=problem, expected="the opposite", do=advice)
+        for direction, link in self.links.items():
+            link.load_state_dict(state[direction])
         self._calls = {True: int(state["calls"]), False: 0}
 
     def _cross_tensor(self, tensor: Tensor, context: MessageContext) -> Tensor:

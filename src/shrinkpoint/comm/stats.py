@@ -83,6 +83,10 @@ class LinkStats:
         self.raw_bytes += raw_bytes
         self.wire_bytes += wire_bytes
 
+    def add_uncompressed(self, tensor: Tensor) -> None:
+        """Count a tensor that is sent or received uncompressed."""
+        self.add_message(tensor.nbytes, tensor.nbytes)
+
     @contextmanager
     def timing(self, phase: str, device: torch.device) -> Iterator[None]:
         """Add the time of a block to "encode" or "decode"."""

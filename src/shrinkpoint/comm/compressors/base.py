@@ -1,6 +1,7 @@
 """The compressor interface, and the compressors that quantize nothing: `Identity` and `Cast`.
 
-A tensor becomes a message whose size is known before it is sent, and a message a tensor again."""
+A tensor becomes a message whose size is known before it is sent, and a message a tensor again.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import validate
-from shrinkpoint.comm.compressors.layout import fill_tensor, view_dtype
+from shrinkpoint.comm.compressors.layout import DTYPE_BY_NAME, fill_tensor, view_dtype
 from shrinkpoint.errors import MismatchError
 
 
@@ -55,10 +56,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        """Encode a tensor.
-
-        Args:
-            tensor: floating point, of any shape and strides; it is not changed.
+        """Encode a tensor: floating point, of any shape and strides; it is not changed.
 
         Returns:
             The message: uint8, 1-d, contiguous, of `wire_bytes(tensor.shape, tensor.dtype, context)` bytes, on the
@@ -67,10 +65,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        """Decode a message into `out`, and return it.
-
-        Args:
-            out: of the shape and dtype of the encoded tensor, of any strides.
+        """Decode a message into `out`, of the shape and dtype of the encoded tensor and of any strides; return it.
 
         Raises:
             MismatchError: the message does not have the size that `out` requires.
@@ -94,11 +89,17 @@ class Compressor(ABC):
             MismatchError: it has another dtype or size.
         """
         size = self.wire_bytes(out.shape, out.dtype, context)
-        if wire.dtype != torch.uint8 or wire.dim() != 1 or wire.numel() != size:
-            problem, expected = f"a message of {wire.numel()} x {wire.dtype}", f"{size} bytes for {tuple(out.shape)}"
-            advice = "give both ends the same compressor, shape and dtype"
-            raise MismatchError(f"compressor {self.spec}", found=problem, expected=expected, do=advice)
+        check_wire_size(
+            f"compressor {self.spec}", wire, out, size, "give both ends the same compressor, shape and dtype"
+        )
         return wire.contiguous()
+
+
+def check_wire_size(where: str, wire: Tensor, out: Tensor, size: int, advice: str) -> None:
+    """Raise a MismatchError if a message for `out` is not uint8, 1-d, of `size` bytes."""
+    if wire.dtype != torch.uint8 or wire.dim() != 1 or wire.numel() != size:
+        problem, expected = f"a message of {wire.numel()} x {wire.dtype}", f"{size} bytes for {tuple(out.shape)}"
+        raise MismatchError(where, found=problem, expected=expected, do=advice)
 
 
 def check_compressor(where: str, compressor: object) -> None:
@@ -131,9 +132,6 @@ class Identity(Compressor):
         return out
 
 
-CAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 @dataclass(frozen=True)
 class Cast(Compressor):
     """Rounds each value to the nearest one of another dtype: infinite in "fp16" from 65520 on.
@@ -145,7 +143,7 @@ class Cast(Compressor):
     dtype: Literal["bf16", "fp16"] = "bf16"
 
     def __post_init__(self) -> None:
-        validate.check_choice("dtype", self.dtype, tuple(CAST_DTYPES))
+        validate.check_choice("dtype", self.dtype, ("bf16", "fp16"))
 
     @property
     def spec(self) -> str:
@@ -155,11 +153,11 @@ class Cast(Compressor):
         return 2 * math.prod(shape)
 
     def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        narrow = tensor.detach().to(CAST_DTYPES[self.dtype], copy=True, memory_format=torch.contiguous_format)
+        narrow = tensor.detach().to(DTYPE_BY_NAME[self.dtype], copy=True, memory_format=torch.contiguous_format)
         return narrow.view(-1).view(torch.uint8)
 
     def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        values = view_dtype(self.check_message(wire, out, context), CAST_DTYPES[self.dtype])
+        values = view_dtype(self.check_message(wire, out, context), DTYPE_BY_NAME[self.dtype])
         if out.dtype in (values.dtype, torch.float32, torch.float64):
             out.detach().copy_(values.view(out.shape))
             return out

@@ -75,9 +75,8 @@ class Hadamard(Compressor):
         return self._flag_bytes(blocks) + self.compressor.wire_bytes((blocks, self.block), torch.float32, context)
 
     def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        return (
-            self._encode_native(tensor, context) if tensor.device.type == "cpu" else self._encode_torch(tensor, context)
-        )
+        encode = self._encode_native if tensor.device.type == "cpu" else self._encode_torch
+        return encode(tensor, context)
 
     def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
         decode = self._decode_native if out.device.type == "cpu" else self._decode_torch
@@ -95,31 +94,27 @@ class Hadamard(Compressor):
         return torch.from_numpy(memory.view(np.float32)).reshape(blocks, self.block)
 
     def _encode_native(self, tensor: Tensor, context: CompressorContext) -> Tensor:
-        blocks, values = self._num_blocks(tensor.numel()), tensor_bytes(flat_float32(tensor))
-        rotated, signs = self._scratch(blocks), tensor_bytes(_signs(self.block, tensor.device))
-        flags = None if self.outlier_threshold is None else torch.empty(blocks, dtype=torch.uint8)
-        limit, native_flags = (self.outlier_threshold or 0.0) / self.block, None if flags is None else flags.numpy()
-        _native.rotate(
-            values,
-            signs,
-            tensor_bytes(rotated),
-            flags=native_flags,
-            limit=limit,
-            threads=native_threads(tensor.numel()),
-        )
-        message = self.compressor.encode(rotated, context)
-        return message if flags is None else torch.cat([pack_planes(flags, 1), message])
+        blocks, threads = self._num_blocks(tensor.numel()), native_threads(tensor.numel())
+        values, signs = tensor_bytes(flat_float32(tensor)), tensor_bytes(_signs(self.block, tensor.device))
+        rotated = self._scratch(blocks)
+        if self.outlier_threshold is None:
+            _native.rotate(values, signs, tensor_bytes(rotated), threads=threads)
+            return self.compressor.encode(rotated, context)
+        flags, limit = torch.empty(blocks, dtype=torch.uint8), self.outlier_threshold / self.block
+        _native.rotate(values, signs, tensor_bytes(rotated), flags=flags.numpy(), limit=limit, threads=threads)
+        return torch.cat([pack_planes(flags, 1), self.compressor.encode(rotated, context)])
 
     def _decode_native(self, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
         blocks, threads = self._num_blocks(out.numel()), native_threads(out.numel())
-        head = self._flag_bytes(blocks)
-        rotated, signs = self._scratch(blocks), tensor_bytes(_signs(self.block, out.device))
+        head, rotated, signs = self._flag_bytes(blocks), self._scratch(blocks), _signs(self.block, out.device).numpy()
         self.compressor.decode(wire[head:], rotated, context)
-        flags, values = (
-            None if self.outlier_threshold is None else unpack_planes(wire[:head], blocks, 1).numpy(),
-            tensor_bytes(rotated),
-        )
-        return fill_native(out, lambda to: _native.rotate_back(values, signs, to, flags=flags, threads=threads))
+        flags = None if self.outlier_threshold is None else unpack_planes(wire[:head], blocks, 1).numpy()
+        data = tensor_bytes(rotated)
+
+        def rotate_back(values: Tensor) -> None:
+            _native.rotate_back(data, signs, tensor_bytes(values), flags=flags, threads=threads)
+
+        return fill_native(out, rotate_back)
 
     def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
         values = to_groups(tensor, self.block)
@@ -135,9 +130,8 @@ class Hadamard(Compressor):
         magnitudes = values.abs()
         if not len(magnitudes) or self.outlier_threshold is None:
             return magnitudes.new_empty(0, 1, dtype=torch.bool)
-        return magnitudes.amax(1, keepdim=True) > pairwise_sum(magnitudes) * torch.full_like(
-            magnitudes[:, :1], self.outlier_threshold / self.block
-        )
+        limit = torch.full_like(magnitudes[:, :1], self.outlier_threshold / self.block)
+        return magnitudes.amax(1, keepdim=True) > pairwise_sum(magnitudes) * limit
 
     def _decode_torch(self, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
         blocks = self._num_blocks(out.numel())

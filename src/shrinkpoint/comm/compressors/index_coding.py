@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -53,11 +52,6 @@ class IndexCode:
     width: int
     size: int
 
-    @property
-    def low_bytes(self) -> int:
-        """The size of the first part of "split"."""
-        return _bytes_for(self.k * self.width)
-
     def encode(self, indices: Tensor) -> Tensor:
         """Encode k indices below n (int64, 1-d, strictly ascending) as `size` bytes: uint8, 1-d."""
         if indices.device.type != "cpu":
@@ -101,11 +95,26 @@ class IndexCode:
 
     def decode_torch(self, code: Tensor) -> Tensor:
         """Decode with torch operations, on any device; the same indices as `decode`."""
-        indices = _READERS[self.form](self, code)
+        indices = self._read_torch(code)
         ordered = indices.numel() == self.k and bool((indices[1:] > indices[:-1]).all())
         if not ordered or (self.k and int(indices[-1]) >= self.n):
             raise self.mismatch_error()
         return indices
+
+    def _read_torch(self, code: Tensor) -> Tensor:
+        """The indices that the bytes contain, which may not be k ascending ones below n."""
+        if self.form == "all":
+            return torch.arange(self.k, device=code.device)
+        if self.form == "packed":
+            return _unpack_fields(code, self.k, self.width)
+        if self.form == "bitmap":
+            return _unpack_bits(code).nonzero().flatten()
+        low_bytes = _bytes_for(self.k * self.width)
+        high = _unpack_bits(code[low_bytes:]).nonzero().flatten()
+        if high.numel() != self.k:
+            return high
+        high = high - torch.arange(self.k, device=code.device)
+        return (high << self.width) | _unpack_fields(code[:low_bytes], self.k, self.width)
 
 
 @lru_cache(maxsize=4096)
@@ -123,35 +132,6 @@ def index_code(n: int, k: int) -> IndexCode:
 
 def _bytes_for(bits: int) -> int:
     return (bits + 7) // 8
-
-
-def _read_all(code: IndexCode, data: Tensor) -> Tensor:
-    return torch.arange(code.k, device=data.device)
-
-
-def _read_bitmap(code: IndexCode, data: Tensor) -> Tensor:
-    return _unpack_bits(data).nonzero().flatten()
-
-
-def _read_packed(code: IndexCode, data: Tensor) -> Tensor:
-    fields = _unpack_bits(data)[: code.k * code.width].view(code.k, code.width).to(torch.int64)
-    return (fields << torch.arange(code.width, device=data.device)).sum(1)
-
-
-def _read_split(code: IndexCode, data: Tensor) -> Tensor:
-    high = _read_bitmap(code, data[code.low_bytes :])
-    if high.numel() != code.k:
-        return high
-    high = high - torch.arange(code.k, device=data.device)
-    return (high << code.width) | _read_packed(code, data[: code.low_bytes])
-
-
-_READERS: dict[IndexForm, Callable[[IndexCode, Tensor], Tensor]] = {
-    "all": _read_all,
-    "bitmap": _read_bitmap,
-    "packed": _read_packed,
-    "split": _read_split,
-}
 
 
 def _unpack_bits(data: Tensor) -> Tensor:
@@ -175,3 +155,8 @@ def _pack_fields(fields: Tensor, width: int) -> Tensor:
     shifts = torch.arange(width, device=fields.device)
     bits[: fields.numel() * width] = ((fields[:, None] >> shifts) & 1).flatten().to(torch.uint8)
     return _pack_bits(bits)
+
+
+def _unpack_fields(data: Tensor, k: int, width: int) -> Tensor:
+    fields = _unpack_bits(data)[: k * width].view(k, width).to(torch.int64)
+    return (fields << torch.arange(width, device=data.device)).sum(1)

@@ -1,18 +1,22 @@
-"""The parts of messages: flat values, groups, bfloat16 scales, and planes of codes of 1 to 8 bits."""
+"""The parts of messages: flat values, groups of them, bfloat16 scales, and bit planes of codes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shrinkpoint import _native
-from shrinkpoint.tensors.dtypes import tensor_bytes
+from shrinkpoint.errors import PolicyError
 
+DTYPE_BY_NAME = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MIN_PARALLEL_NUMEL = 1 << 18
 """The number of values from which native code uses several threads."""
+BF16_NAN = 0x7FC0
+"""Bits of the bfloat16 scale of a group that is not finite or too large to scale."""
+TILE = 64
+"""Codes are packed in tiles of this number."""
 
 
 def flat_float32(tensor: Tensor) -> Tensor:
@@ -41,9 +45,14 @@ def _fits_range(values: Tensor, max_value: float) -> bool:
     return -max_value <= float(smallest) and float(largest) <= max_value  # False where there is a nan
 
 
-def is_native_writable(out: Tensor) -> bool:
-    """Whether native code can write the values of `out` in place."""
-    return out.dtype == torch.float32 and out.device.type == "cpu" and out.is_contiguous()
+def fill_native(out: Tensor, write: Callable[[Tensor], None]) -> Tensor:
+    """Fill `out` with values that `write` puts into a float32 tensor, 1-d and contiguous, and return `out`."""
+    if out.dtype == torch.float32 and out.device.type == "cpu" and out.is_contiguous():
+        write(out.detach().view(-1))
+        return out
+    values = torch.empty(out.numel(), dtype=torch.float32, device="cpu")
+    write(values)
+    return fill_tensor(out, values)
 
 
 def view_dtype(data: Tensor, dtype: torch.dtype) -> Tensor:
@@ -58,13 +67,10 @@ def native_threads(count: int) -> int:
     return torch.get_num_threads() if count >= MIN_PARALLEL_NUMEL else 1
 
 
-BF16_NAN = 0x7FC0
-"""Bits of the bfloat16 scale of a group that is not finite or too large to scale."""
-
-
-def is_power_of_two(size: int, min_size: int, max_size: int) -> bool:
-    """Whether `size` is a power of two from `min_size` to `max_size`."""
-    return isinstance(size, int) and min_size <= size <= max_size and size & (size - 1) == 0
+def check_group_size(where: str, size: int, default: int) -> None:
+    """Raise a PolicyError if a number of values is not a power of two from 16 to 4096."""
+    if not isinstance(size, int) or not 16 <= size <= 4096 or size & (size - 1):
+        raise PolicyError(where, found=repr(size), expected="a power of two, 16 to 4096", do=f"use {default}")
 
 
 def to_groups(tensor: Tensor, size: int) -> Tensor:
@@ -105,19 +111,6 @@ def bf16_from_bytes(data: Tensor) -> Tensor:
     return (low << 16 | high << 24).view(torch.float32)[:, None]
 
 
-def fill_native(out: Tensor, write: Callable[[np.ndarray[tuple[int], np.dtype[np.uint8]]], None]) -> Tensor:
-    """Fill `out` with values that `write` puts into a buffer, float32 in row-major order, and return it."""
-    if is_native_writable(out):
-        write(tensor_bytes(out))
-        return out
-    values = torch.empty(out.numel(), dtype=torch.float32)
-    write(tensor_bytes(values))
-    return fill_tensor(out, values)
-
-
-TILE = 64
-
-
 def plane_widths(bits: int) -> tuple[int, ...]:
     """The bits of each plane that codes of `bits` bits are split into, from the low bits up."""
     return (8,) if bits == 8 else tuple(width for width in (4, 2, 1) if bits & width)
@@ -129,11 +122,14 @@ def packed_bytes(count: int, bits: int) -> int:
 
 
 def pack_planes(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes as planes.
+    """Pack codes of 1 to 8 bits as planes of 4, 2 and 1 bits, without strided access.
+
+    Codes are padded with zeros to tiles of 64. The planes lie one after another, from the low bits up: 7 bits are a
+    plane of 4, one of 2 and one of 1; 8 bits are one plane of bytes. A plane of p bits has 8 p bytes of each tile:
+    byte j holds the codes j, j + 8 p, j + 16 p, ... of the tile, from its low bits up.
 
     Args:
         codes: uint8, 1-d, each below 2^bits.
-        bits: 1 to 8.
 
     Returns:
         uint8, 1-d, of `packed_bytes(codes.numel(), bits)` bytes.
@@ -155,40 +151,27 @@ def unpack_planes(data: Tensor, count: int, bits: int) -> Tensor:
 
 
 def _pack_planes_torch(codes: Tensor, bits: int) -> Tensor:
-    missing = -codes.numel() % TILE
-    if missing:
-        codes = torch.cat([codes, codes.new_zeros(missing)])
-    planes, shift = [], 0
+    codes = torch.nn.functional.pad(codes, (0, -codes.numel() % TILE))
+    planes, start = [], 0
     for width in plane_widths(bits):
-        planes.append(_codes_to_plane(codes >> shift, width))
-        shift += width
+        parts = ((codes >> start) & ((1 << width) - 1)).view(-1, 8 // width, 8 * width)
+        planes.append((parts << _part_shifts(width, codes.device)).sum(1, dtype=torch.uint8).view(-1))
+        start += width
     return torch.cat(planes)
 
 
 def _unpack_planes_torch(data: Tensor, count: int, bits: int) -> Tensor:
     tiles = -(-count // TILE)
     out = data.new_zeros(tiles * TILE)
-    start = shift = 0
-    for width in plane_widths(bits):
-        end = start + tiles * TILE // 8 * width
-        out |= _plane_to_codes(data[start:end], width) << shift
-        start, shift = end, shift + width
+    sizes = [tiles * (TILE // 8) * width for width in plane_widths(bits)]
+    start = 0
+    for width, plane in zip(plane_widths(bits), torch.split(data, sizes), strict=True):
+        parts = plane.view(-1, 1, 8 * width) >> _part_shifts(width, data.device) & ((1 << width) - 1)
+        out |= parts.view(-1) << start
+        start += width
     return out[:count]
 
 
-def _codes_to_plane(codes: Tensor, width: int) -> Tensor:
-    if width == 8:
-        return codes
-    parts = (codes & ((1 << width) - 1)).view(-1, 8 // width, 8 * width)
-    out = parts[:, 0].clone()
-    for i in range(1, 8 // width):
-        out |= parts[:, i] << (width * i)
-    return out.view(-1)
-
-
-def _plane_to_codes(plane: Tensor, width: int) -> Tensor:
-    if width == 8:
-        return plane
-    whole = plane.view(-1, 8 * width)
-    parts = [whole >> (width * i) & ((1 << width) - 1) for i in range(8 // width)]
-    return torch.stack(parts, 1).view(-1)
+def _part_shifts(width: int, device: torch.device) -> Tensor:
+    """Where the codes of a byte of a plane start, from its low bits up: shape (8 / width, 1)."""
+    return torch.arange(0, 8, width, dtype=torch.uint8, device=device)[:, None]

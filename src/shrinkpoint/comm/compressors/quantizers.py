@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,11 +18,10 @@ from shrinkpoint.comm.compressors.base import NO_CONTEXT, Compressor, Compressor
 from shrinkpoint.comm.compressors.layout import (
     bf16_from_bytes,
     bf16_to_bytes,
+    check_group_size,
     fill_native,
     fill_tensor,
     flat_float32,
-    is_native_writable,
-    is_power_of_two,
     native_threads,
     pack_planes,
     packed_bytes,
@@ -34,10 +34,71 @@ from shrinkpoint.comm.compressors.layout import (
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
-MAX_BITS = 8
 MIN_STEP = 2.0**-120
 """A smaller step becomes 0: its reciprocal would exceed float32."""
 _LOW_HALF = 0xFFFF
+NAN_EXPONENT = 255
+"""The exponent of a block with a value that is not finite."""
+MIN_EXPONENT = 16
+"""A smaller exponent (a largest magnitude below 2^-111) is stored as 0, which decodes to a block of zeros."""
+ROUND_MAGIC = 1.5 * 2**23
+"""Added to a small float32 and subtracted again, it rounds to the nearest integer, halves to even."""
+# Lloyd's fixed point for the positive half of the standard normal, iterated in float64 until no center moved, then
+# rounded to float32: a center is the mean between two thresholds, a threshold is halfway between two centers.
+CENTERS: dict[int, tuple[float, ...]] = {
+    1: (0.7978846,),
+    2: (0.45278004, 1.5104176),
+    3: (0.24509418, 0.7560053, 1.3439093, 2.1519456),
+    4: (0.12839504, 0.3880483, 0.65675914, 0.94234043, 1.2562312, 1.6180464, 2.0690172, 2.7325895),
+}
+"""Magnitudes that codes decode to, by the bits of a code; the sign is one of these bits."""
+MIN_SCALE = 2.0**-120
+"""A smaller scale is 0: its reciprocal would leave float32."""
+SCALE_FRACTIONS = (0.25, 0.5)
+"""Scales that are tried, as fractions of the way from the scale of the mean magnitude to that of the largest."""
+
+
+class _Quantizer(Compressor):
+    """Ranges or scales of groups, then the bit planes of a code for each value: in native code on a CPU."""
+
+    bits: int
+
+    def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT) -> int:
+        return self._head_bytes(shape) + packed_bytes(math.prod(shape), self.bits)
+
+    def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        if tensor.device.type != "cpu":
+            return self._encode_torch(tensor, context)
+        wire = torch.empty(self.wire_bytes(tensor.shape, tensor.dtype), dtype=torch.uint8, device="cpu")
+        if wire.numel():
+            self._encode_native(flat_float32(tensor), wire, tensor.shape, context)
+        return wire
+
+    def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        wire = self.check_message(wire, out, context)
+        if out.device.type != "cpu":
+            return self._decode_torch(wire, out, context)
+        if not wire.numel():
+            return out
+        return fill_native(out, lambda values: self._decode_native(wire, values, out.shape, context))
+
+    @abstractmethod
+    def _head_bytes(self, shape: Sequence[int]) -> int:
+        """The size in bytes of the ranges or scales."""
+
+    @abstractmethod
+    def _encode_native(self, values: Tensor, wire: Tensor, shape: Sequence[int], context: CompressorContext) -> None:
+        """Encode float32 values, 1-d, of a tensor of this shape, into `wire`."""
+
+    @abstractmethod
+    def _decode_native(self, wire: Tensor, values: Tensor, shape: Sequence[int], context: CompressorContext) -> None:
+        """Decode a message into float32 values, 1-d, of a tensor of this shape."""
+
+    @abstractmethod
+    def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor: ...
+
+    @abstractmethod
+    def _decode_torch(self, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor: ...
 
 
 class _NativeOptions(TypedDict):
@@ -47,7 +108,7 @@ class _NativeOptions(TypedDict):
 
 
 @dataclass(frozen=True)
-class Uniform(Compressor):
+class Uniform(_Quantizer):
     """k-bit min-max quantization: one range as in arXiv 2401.07788, or one for each group of values.
 
     A tensor is cut into groups in row-major order. With lo and step of its group, x is sent as the code
@@ -71,7 +132,7 @@ class Uniform(Compressor):
     dither: bool = False
 
     def __post_init__(self) -> None:
-        validate.check_int("bits", self.bits, maximum=MAX_BITS, do='for 16 bits, use "bf16"')
+        validate.check_int("bits", self.bits, maximum=8, do='for 16 bits, use "bf16"')
         is_size = isinstance(self.group, int) and not isinstance(self.group, bool) and self.group >= 1
         validate.check_bool("dither", self.dither)
         if not is_size and self.group not in (None, "row", "channel"):
@@ -80,64 +141,8 @@ class Uniform(Compressor):
 
     @property
     def spec(self) -> str:
-        parts = [f"q{self.bits}", *([str(self.group)] if self.group else []), *(["dither"] if self.dither else [])]
-        return ":".join(parts)
-
-    def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT) -> int:
-        count = math.prod(shape)
-        return self._range_bytes(-(-count // self._group_size(shape))) + packed_bytes(count, self.bits)
-
-    def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        if tensor.device.type != "cpu":
-            return self._encode_torch(tensor, context)
-        wire = torch.empty(self.wire_bytes(tensor.shape, tensor.dtype), dtype=torch.uint8, device="cpu")
-        if wire.numel():
-            size = self._group_size(tensor.shape)
-            _native.uniform_encode(
-                flat_float32(tensor).numpy(), size, self.bits, wire.numpy(), **self._native_options(tensor, context)
-            )
-        return wire
-
-    def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        if out.device.type != "cpu":
-            return self._decode_torch(wire, out, context)
-        wire, size = self.check_message(wire, out, context), self._group_size(out.shape)
-        if not wire.numel():
-            return out
-        target = (
-            out.detach() if is_native_writable(out) else torch.empty(out.numel(), dtype=torch.float32, device="cpu")
-        )
-        _native.uniform_decode(wire.numpy(), size, self.bits, target.numpy(), **self._native_options(out, context))
-        return out if is_native_writable(out) else fill_tensor(out, target)
-
-    def _native_options(self, tensor: Tensor, context: CompressorContext) -> _NativeOptions:
-        seed = context.key if self.dither else None
-        return {"seed": seed, "brief": self.group is not None, "threads": native_threads(tensor.numel())}
-
-    def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
-        values, size = flat_float32(tensor), self._group_size(tensor.shape)
-        if not values.numel():
-            return values.new_empty(0, dtype=torch.uint8)
-        groups = _split_groups(values, size)
-        lo, step = self._ranges(groups)
-        inverse = torch.where(step > 0, 1 / step, 0.0)
-        codes = (groups - lo[:, None]).mul_(inverse[:, None]).view(-1)[: values.numel()]
-        codes = codes.add_(self._noise(context, values) + 0.5).floor_().clamp_(0, 2**self.bits - 1)
-        # A value that is not finite has no code; its group decodes to nan whatever the codes are.
-        packed = pack_planes(codes.nan_to_num_(0.0, 0.0, 0.0).to(torch.uint8), self.bits)
-        return torch.cat([_ranges_to_bytes(lo, self.group is None), _ranges_to_bytes(step, self.group is None), packed])
-
-    def _decode_torch(self, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
-        wire, count, size = self.check_message(wire, out, context), out.numel(), self._group_size(out.shape)
-        if not count:
-            return out
-        num_groups = -(-count // size)
-        lo, step = (
-            _ranges_from_bytes(part, self.group is None) for part in wire[: self._range_bytes(num_groups)].chunk(2)
-        )
-        codes = unpack_planes(wire[self._range_bytes(num_groups) :], count, self.bits).to(torch.float32)
-        points = _split_groups(codes.sub_(self._noise(context, codes)), size)
-        return fill_tensor(out, (points * step[:, None]).add_(lo[:, None]).view(-1)[:count])
+        group = f":{self.group}" if self.group else ""
+        return f"q{self.bits}{group}{':dither' if self.dither else ''}"
 
     def _group_size(self, shape: Sequence[int]) -> int:
         """The number of values of a group, at least 1."""
@@ -146,9 +151,43 @@ class Uniform(Compressor):
             return count if self.group is None else min(count, self.group)
         return max(1, math.prod(shape[2:] if self.group == "channel" and len(shape) > 2 else shape[-1:]))
 
-    def _range_bytes(self, num_groups: int) -> int:
-        """The size in bytes of the ranges of `num_groups` groups."""
+    def _head_bytes(self, shape: Sequence[int]) -> int:
+        num_groups = -(-math.prod(shape) // self._group_size(shape))
         return num_groups * (8 if self.group is None else 4)
+
+    def _native_options(self, values: Tensor, context: CompressorContext) -> _NativeOptions:
+        seed = context.key if self.dither else None
+        return {"seed": seed, "brief": self.group is not None, "threads": native_threads(values.numel())}
+
+    def _encode_native(self, values: Tensor, wire: Tensor, shape: Sequence[int], context: CompressorContext) -> None:
+        size, options = self._group_size(shape), self._native_options(values, context)
+        _native.uniform_encode(values.numpy(), size, self.bits, wire.numpy(), **options)
+
+    def _decode_native(self, wire: Tensor, values: Tensor, shape: Sequence[int], context: CompressorContext) -> None:
+        size, options = self._group_size(shape), self._native_options(values, context)
+        _native.uniform_decode(wire.numpy(), size, self.bits, values.numpy(), **options)
+
+    def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
+        values, is_float32 = flat_float32(tensor), self.group is None
+        if not values.numel():
+            return values.new_empty(0, dtype=torch.uint8)
+        groups = _split_groups(values, self._group_size(tensor.shape))
+        lo, step = self._ranges(groups)
+        inverse = torch.where(step > 0, 1 / step, 0.0)
+        codes = (groups - lo[:, None]).mul_(inverse[:, None]).view(-1)[: values.numel()]
+        codes = codes.add_(self._noise(context, values) + 0.5).floor_().clamp_(0, 2**self.bits - 1)
+        # A value that is not finite has no code; its group decodes to nan whatever the codes are.
+        packed = pack_planes(codes.nan_to_num_(0.0, 0.0, 0.0).to(torch.uint8), self.bits)
+        return torch.cat([_ranges_to_bytes(lo, is_float32), _ranges_to_bytes(step, is_float32), packed])
+
+    def _decode_torch(self, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
+        count, head = out.numel(), self._head_bytes(out.shape)
+        if not count:
+            return out
+        lo, step = (_ranges_from_bytes(part, self.group is None) for part in wire[:head].chunk(2))
+        codes = unpack_planes(wire[head:], count, self.bits).to(torch.float32)
+        points = _split_groups(codes.sub_(self._noise(context, codes)), self._group_size(out.shape))
+        return fill_tensor(out, (points * step[:, None]).add_(lo[:, None]).view(-1)[:count])
 
     def _noise(self, context: CompressorContext, values: Tensor) -> Tensor | float:
         return dither(context.key, (1, values.numel()), values.device)[0] if self.dither else 0.0
@@ -201,16 +240,8 @@ def _ranges_from_bytes(data: Tensor, is_float32: bool) -> Tensor:
     return view_dtype(data, torch.float32) if is_float32 else view_dtype(data, torch.bfloat16).to(torch.float32)
 
 
-NAN_EXPONENT = 255
-"""The exponent of a block with a value that is not finite."""
-MIN_EXPONENT = 16
-"""A smaller exponent (a largest magnitude below 2^-111) is stored as 0, which decodes to a block of zeros."""
-ROUND_MAGIC = 1.5 * 2**23
-"""Added to a small float32 and subtracted again, it rounds to the nearest integer, halves to even."""
-
-
 @dataclass(frozen=True)
-class BlockFloat(Compressor):
+class BlockFloat(_Quantizer):
     """Integers times a power of two for each block: the layout of MXINT8 (OCP Microscaling Formats 1.0), of any width.
 
     Values are `q 2^(E - 125 - bits)` with |q| < 2^(bits - 1), rounded to nearest, halves to even. E is the exponent of
@@ -233,39 +264,22 @@ class BlockFloat(Compressor):
 
     def __post_init__(self) -> None:
         validate.check_int("bits", self.bits, minimum=2, maximum=8, do="use Normal for one bit")
-        if not is_power_of_two(self.block, 16, 4096):
-            raise PolicyError("block", found=repr(self.block), expected="a power of two, 16 to 4096", do="use 32")
+        check_group_size("block", self.block, 32)
 
     @property
     def spec(self) -> str:
         return f"block{self.bits}:{self.block}"
 
-    def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT) -> int:
-        count = math.prod(shape)
-        return self._num_blocks(count) + packed_bytes(count, self.bits)
+    def _head_bytes(self, shape: Sequence[int]) -> int:
+        return -(-math.prod(shape) // self.block)
 
-    def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        return self._encode_native(tensor) if tensor.device.type == "cpu" else self._encode_torch(tensor, context)
+    def _encode_native(self, values: Tensor, wire: Tensor, shape: Sequence[int], context: CompressorContext) -> None:
+        data, threads = tensor_bytes(values), native_threads(values.numel())
+        _native.blockfloat_encode(data, wire.numpy(), block=self.block, bits=self.bits, threads=threads)
 
-    def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        wire = self.check_message(wire, out, context)
-        return self._decode_native(wire, out) if out.device.type == "cpu" else self._decode_torch(wire, out, context)
-
-    def _num_blocks(self, count: int) -> int:
-        return -(-count // self.block)
-
-    def _encode_native(self, tensor: Tensor) -> Tensor:
-        wire, threads = (
-            torch.empty(self.wire_bytes(tensor.shape, tensor.dtype), dtype=torch.uint8),
-            native_threads(tensor.numel()),
-        )
-        values = tensor_bytes(flat_float32(tensor))
-        _native.blockfloat_encode(values, wire.numpy(), block=self.block, bits=self.bits, threads=threads)
-        return wire
-
-    def _decode_native(self, wire: Tensor, out: Tensor) -> Tensor:
-        layout, threads = {"block": self.block, "bits": self.bits}, native_threads(out.numel())
-        return fill_native(out, lambda to: _native.blockfloat_decode(wire.numpy(), to, **layout, threads=threads))
+    def _decode_native(self, wire: Tensor, values: Tensor, shape: Sequence[int], context: CompressorContext) -> None:
+        data, threads = tensor_bytes(values), native_threads(values.numel())
+        _native.blockfloat_decode(wire.numpy(), data, block=self.block, bits=self.bits, threads=threads)
 
     def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
         values = to_groups(tensor, self.block)
@@ -280,6 +294,13 @@ class BlockFloat(Compressor):
         packed = pack_planes(codes.to(torch.uint8).reshape(-1)[: tensor.numel()], self.bits)
         return torch.cat([exponents.to(torch.uint8).reshape(-1), packed])
 
+    def _decode_torch(self, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
+        count, high, blocks = out.numel(), 1 << (self.bits - 1), self._head_bytes(out.shape)
+        codes = torch.nn.functional.pad(unpack_planes(wire[blocks:], count, self.bits), (0, -count % self.block))
+        signed = ((codes.to(torch.int32) ^ high) - high).reshape(blocks, self.block)
+        values = signed.to(torch.float32) * self._steps(wire[:blocks, None].to(torch.int32))
+        return fill_tensor(out, values.reshape(-1)[:count])
+
     def _round_codes(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """The nearest integer codes, as float32, and the sum of squared errors of each block, shape (blocks, 1)."""
         max_code = (1 << (self.bits - 1)) - 1
@@ -292,14 +313,6 @@ class BlockFloat(Compressor):
         steps = ((exponents - (self.bits - 2)) << 23).view(torch.float32)
         return torch.where(exponents == NAN_EXPONENT, torch.nan, torch.where(exponents == 0, 0.0, steps))
 
-    def _decode_torch(self, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
-        count, high = out.numel(), 1 << (self.bits - 1)
-        blocks = self._num_blocks(count)
-        codes = torch.nn.functional.pad(unpack_planes(wire[blocks:], count, self.bits), (0, -count % self.block))
-        signed = ((codes.to(torch.int32) ^ high) - high).reshape(blocks, self.block)
-        values = signed.to(torch.float32) * self._steps(wire[:blocks, None].to(torch.int32))
-        return fill_tensor(out, values.reshape(-1)[:count])
-
 
 def _block_exponents(values: Tensor) -> Tensor:
     """The biased exponent of the largest magnitude of each block, 0 below `MIN_EXPONENT`: int32, shape (blocks, 1)."""
@@ -309,23 +322,8 @@ def _block_exponents(values: Tensor) -> Tensor:
     return torch.where(exponents < MIN_EXPONENT, 0, exponents)
 
 
-# Lloyd's fixed point for the positive half of the standard normal, iterated in float64 until no center moved, then
-# rounded to float32: a center is the mean between two thresholds, a threshold is halfway between two centers.
-CENTERS: dict[int, tuple[float, ...]] = {
-    1: (0.7978846,),
-    2: (0.45278004, 1.5104176),
-    3: (0.24509418, 0.7560053, 1.3439093, 2.1519456),
-    4: (0.12839504, 0.3880483, 0.65675914, 0.94234043, 1.2562312, 1.6180464, 2.0690172, 2.7325895),
-}
-"""Magnitudes that codes decode to, by the bits of a code; the sign is one of these bits."""
-MIN_SCALE = 2.0**-120
-"""A smaller scale is 0: its reciprocal would leave float32."""
-SCALE_FRACTIONS = (0.25, 0.5)
-"""Scales that are tried, as fractions of the way from the scale of the mean magnitude to that of the largest."""
-
-
 @dataclass(frozen=True)
-class NormalFloat(Compressor):
+class NormalFloat(_Quantizer):
     """Sign and magnitude on the levels that are optimal for a normal distribution, times a scale for each group.
 
     The levels are those of Max (1960) and Lloyd (1982). The scale of a group is a bfloat16. Four are tried, and the one
@@ -352,42 +350,33 @@ class NormalFloat(Compressor):
 
     def __post_init__(self) -> None:
         validate.check_int("bits", self.bits, maximum=max(CENTERS), do="use Uniform for more")
-        if not is_power_of_two(self.group, 16, 4096):
-            raise PolicyError("group", found=repr(self.group), expected="a power of two, 16 to 4096", do="use 64")
+        check_group_size("group", self.group, 64)
 
     @property
     def spec(self) -> str:
         return f"n{self.bits}:{self.group}"
 
-    def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT) -> int:
-        count = math.prod(shape)
-        return 2 * self._num_groups(count) + packed_bytes(count, self.bits)
-
-    def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        return self._encode_native(tensor) if tensor.device.type == "cpu" else self._encode_torch(tensor, context)
-
-    def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        wire = self.check_message(wire, out, context)
-        return self._decode_native(wire, out) if out.device.type == "cpu" else self._decode_torch(wire, out, context)
-
-    def _num_groups(self, count: int) -> int:
-        return -(-count // self.group)
+    def _head_bytes(self, shape: Sequence[int]) -> int:
+        return 2 * -(-math.prod(shape) // self.group)
 
     def _centers(self, device: torch.device) -> Tensor:
         return torch.tensor(CENTERS[self.bits], dtype=torch.float32, device=device)
 
-    def _encode_native(self, tensor: Tensor) -> Tensor:
-        wire = torch.empty(self.wire_bytes(tensor.shape, tensor.dtype), dtype=torch.uint8)
-        values, centers = tensor_bytes(flat_float32(tensor)), tensor_bytes(self._centers(tensor.device))
-        _native.normal_encode(
-            values, centers, wire.numpy(), group=self.group, bits=self.bits, threads=native_threads(tensor.numel())
+    def _encode_native(self, values: Tensor, wire: Tensor, shape: Sequence[int], context: CompressorContext) -> None:
+        data, centers, threads = (
+            tensor_bytes(values),
+            self._centers(values.device).numpy(),
+            native_threads(values.numel()),
         )
-        return wire
+        _native.normal_encode(data, centers, wire.numpy(), group=self.group, bits=self.bits, threads=threads)
 
-    def _decode_native(self, wire: Tensor, out: Tensor) -> Tensor:
-        layout, centers = {"group": self.group, "bits": self.bits}, tensor_bytes(self._centers(out.device))
-        threads = native_threads(out.numel())
-        return fill_native(out, lambda to: _native.normal_decode(wire.numpy(), centers, to, **layout, threads=threads))
+    def _decode_native(self, wire: Tensor, values: Tensor, shape: Sequence[int], context: CompressorContext) -> None:
+        data, centers, threads = (
+            tensor_bytes(values),
+            self._centers(values.device).numpy(),
+            native_threads(values.numel()),
+        )
+        _native.normal_decode(wire.numpy(), centers, data, group=self.group, bits=self.bits, threads=threads)
 
     def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
         values, centers = to_groups(tensor, self.group), self._centers(tensor.device)
@@ -397,8 +386,7 @@ class NormalFloat(Compressor):
         return torch.cat([bf16_to_bytes(scales), pack_planes(codes.reshape(-1)[: tensor.numel()], self.bits)])
 
     def _decode_torch(self, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
-        count, centers = out.numel(), self._centers(out.device)
-        head = 2 * self._num_groups(count)
+        count, head, centers = out.numel(), self._head_bytes(out.shape), self._centers(out.device)
         codes = torch.nn.functional.pad(unpack_planes(wire[head:], count, self.bits), (0, -count % self.group))
         values = torch.cat([centers, -centers])[codes.reshape(-1, self.group).long()] * bf16_from_bytes(wire[:head])
         return fill_tensor(out, values.reshape(-1)[:count])

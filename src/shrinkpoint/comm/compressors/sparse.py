@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -16,7 +17,7 @@ from torch import Tensor
 from shrinkpoint import _native, validate
 from shrinkpoint.comm.compressors.base import NO_CONTEXT, Compressor, CompressorContext
 from shrinkpoint.comm.compressors.index_coding import IndexCode, index_code
-from shrinkpoint.comm.compressors.layout import fill_tensor, flat_float32, native_threads
+from shrinkpoint.comm.compressors.layout import DTYPE_BY_NAME, fill_tensor, flat_float32, native_threads
 from shrinkpoint.errors import MismatchError, PolicyError, StateError
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
@@ -24,9 +25,6 @@ ValueFormat: TypeAlias = Literal["fp32", "fp16", "bf16"] | Compressor
 """How selected values are sent. "fp32" is lossless, in 16 bits for tensors of 16 bits; "fp16" makes values beyond its
 range infinite. A compressor is given all of them as one 1-d tensor."""
 
-_VALUE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
-_HUNDRED = 100
 MAX_COLUMNS = (1 << 32) - 1
 """The number of values that native code can select from at once."""
 _MAGNITUDE_MASK = 0x7FFFFFFF
@@ -35,62 +33,58 @@ _HASH_STEP = 0x9E3779B1
 _HASH_ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B))
 
 
-def check_sparse_args(where: str, share: float | None, values: ValueFormat) -> None:
-    """Check the settings of a sparse compressor.
-
-    Raises:
-        PolicyError: the share is not above 0 and at most 1, or the values are no `ValueFormat`.
-    """
-    if share is not None:
-        validate.check_float(f"{where}, share", share, maximum=1.0, do="give .1 for a tenth")
-    if not isinstance(values, Compressor) and (not isinstance(values, str) or values not in _VALUE_DTYPES):
-        expected = "fp32, fp16, bf16 or a compressor"
-        raise validate.argument_error(f"{where}, values", values, expected, "choose one of them")
-
-
-def format_percent(share: float) -> str:
-    """The share in percent, as a spec has it: exactly."""
-    return f"{(Decimal(repr(float(share))) * _HUNDRED).normalize():f}"
-
-
 @lru_cache(maxsize=4096)
 def num_kept(n: int, share: float) -> int:
     """The number of values sent, `n - floor(n (1 - share))`, with the share as the decimal number it is written as."""
     return math.ceil(n * Fraction(repr(float(share))))
 
 
-def values_spec(values: ValueFormat) -> str:
-    """The suffix of a spec for a value format; empty for "fp32"."""
-    return "" if values == "fp32" else f":{values}"
+class _SparseCompressor(Compressor):
+    """A few values of a tensor, in the order of their flat indices."""
+
+    values: ValueFormat
+
+    def _check_values(self) -> None:
+        if not isinstance(self.values, Compressor) and self.values not in ("fp32", "fp16", "bf16"):
+            where, expected = f"{type(self).__name__}, values", "fp32, fp16, bf16 or a compressor"
+            raise validate.argument_error(where, self.values, expected, "choose one of them")
+
+    @property
+    def _values_spec(self) -> str:
+        return "" if self.values == "fp32" else f":{self.values}"
+
+    def _values_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the values of a tensor of this dtype, before a compressor encodes them."""
+        if isinstance(self.values, Compressor):
+            return torch.float32
+        return dtype if self.values == "fp32" and dtype.itemsize == 2 else DTYPE_BY_NAME[self.values]
+
+    def _values_bytes(self, k: int, dtype: torch.dtype, context: CompressorContext) -> int:
+        kind = self._values_dtype(dtype)
+        return k * kind.itemsize if isinstance(self.values, str) else self.values.wire_bytes((k,), kind, context)
+
+    def _encode_values(self, entries: Tensor, dtype: torch.dtype, context: CompressorContext) -> Tensor:
+        """Encode values, float32 and contiguous, of a tensor of this dtype."""
+        if isinstance(self.values, Compressor):
+            return self.values.encode(entries, context)
+        return entries.to(self._values_dtype(dtype)).view(torch.uint8)
+
+    def _decode_values(self, data: Tensor, k: int, dtype: torch.dtype, context: CompressorContext) -> Tensor:
+        """Decode k values of a tensor of this dtype: 1-d, of the dtype `_values_dtype(dtype)`."""
+        entries = torch.empty(k, dtype=self._values_dtype(dtype), device=data.device)
+        if isinstance(self.values, Compressor):
+            return self.values.decode(data, entries, context)
+        entries.view(torch.uint8).copy_(data)
+        return entries
 
 
-def wire_dtype(values: ValueFormat, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of selected values of a tensor of this dtype, before a compressor encodes them."""
-    if isinstance(values, Compressor):
-        return torch.float32
-    return dtype if values == "fp32" and dtype in _HALF_DTYPES else _VALUE_DTYPES[values]
+def _check_share(where: str, share: float) -> None:
+    validate.check_float(f"{where}, share", share, maximum=1.0, do="give .1 for a tenth")
 
 
-def values_bytes(values: ValueFormat, k: int, dtype: torch.dtype, context: CompressorContext) -> int:
-    """The size in bytes of k selected values of a tensor of this dtype."""
-    kind = wire_dtype(values, dtype)
-    return values.wire_bytes((k,), kind, context) if isinstance(values, Compressor) else k * kind.itemsize
-
-
-def encode_values(values: ValueFormat, entries: Tensor, dtype: torch.dtype, context: CompressorContext) -> Tensor:
-    """Encode selected values, float32 and contiguous, of a tensor of this dtype."""
-    if isinstance(values, Compressor):
-        return values.encode(entries, context)
-    return entries.to(wire_dtype(values, dtype)).view(torch.uint8)
-
-
-def decode_values(values: ValueFormat, data: Tensor, k: int, dtype: torch.dtype, context: CompressorContext) -> Tensor:
-    """Decode what `encode_values` returned: 1-d, of the dtype `wire_dtype(values, dtype)`."""
-    entries = torch.empty(k, dtype=wire_dtype(values, dtype), device=data.device)
-    if isinstance(values, Compressor):
-        return values.decode(data, entries, context)
-    entries.view(torch.uint8).copy_(data)
-    return entries
+def _format_percent(share: float) -> str:
+    """The share in percent, as a spec has it: exactly."""
+    return f"{(Decimal(repr(float(share))) * 100).normalize():f}"
 
 
 def gather_values(flat: Tensor, indices: Tensor) -> Tensor:
@@ -134,21 +128,8 @@ def scatter_values(entries: Tensor, indices: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def check_indices(where: str, indices: Tensor, shape: Sequence[int]) -> None:
-    """Check that ascending flat indices are within a tensor of this shape.
-
-    Raises:
-        MismatchError: the first or the last is not.
-    """
-    count = math.prod(shape)
-    if indices.numel() and not 0 <= int(indices[0]) <= int(indices[-1]) < count:
-        expected = f"positions below {count}, for {tuple(shape)}"
-        advice = "give both directions of a boundary tensors of one shape"
-        raise MismatchError(where, found=f"positions up to {int(indices[-1])}", expected=expected, do=advice)
-
-
 @dataclass(frozen=True)
-class TopK(Compressor):
+class TopK(_SparseCompressor):
     """Sends the `n - floor(n (1 - share))` values of largest magnitude, as the code of arXiv 2401.07788 counts them.
 
     That code selects them in each sample (the first axis) and drops values equal to the smallest selected magnitude;
@@ -166,18 +147,19 @@ class TopK(Compressor):
     per: Literal["sample", "tensor"] = "sample"
 
     def __post_init__(self) -> None:
-        check_sparse_args("TopK", self.share, self.values)
+        _check_share("TopK", self.share)
+        self._check_values()
         if self.per not in ("sample", "tensor"):
             raise PolicyError("TopK", found=f"per {self.per!r}", expected="sample or tensor", do="choose one of them")
 
     @property
     def spec(self) -> str:
         per = ":tensor" if self.per == "tensor" else ""
-        return f"top{format_percent(self.share)}{per}{values_spec(self.values)}"
+        return f"top{_format_percent(self.share)}{per}{self._values_spec}"
 
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT) -> int:
         code = self._index_code(shape)
-        return code.size + values_bytes(self.values, code.k, dtype, context)
+        return code.size + self._values_bytes(code.k, dtype, context)
 
     def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
         code, flat, rows = self._index_code(tensor.shape), flat_float32(tensor), self._num_rows(tensor.shape)
@@ -185,16 +167,13 @@ class TopK(Compressor):
             return self._encode_torch(tensor, context)
         wire = torch.empty(self.wire_bytes(tensor.shape, tensor.dtype, context), dtype=torch.uint8)
         head, tail = wire[: code.size], wire[code.size :]
-        is_raw = wire_dtype(self.values, tensor.dtype) == torch.float32 and not isinstance(self.values, Compressor)
+        is_raw = self._values_dtype(tensor.dtype) == torch.float32 and not isinstance(self.values, Compressor)
         entries = tail if is_raw else torch.empty(code.k, dtype=torch.float32)
-        threads = native_threads(code.n)
-        index_bytes, entry_bytes = tensor_bytes(head), tensor_bytes(entries)
-        if not _native.sparse_encode(
-            code.form, code.width, tensor_bytes(flat), rows, index_bytes, entry_bytes, threads=threads
-        ):
+        data, codes, chosen = tensor_bytes(flat), tensor_bytes(head), tensor_bytes(entries)
+        if not _native.sparse_encode(code.form, code.width, data, rows, codes, chosen, threads=native_threads(code.n)):
             raise StateError(f"compressor {self.spec}", found="a tensor that changed while it was encoded")
         if not is_raw:
-            tail.copy_(encode_values(self.values, entries, tensor.dtype, context))
+            tail.copy_(self._encode_values(entries, tensor.dtype, context))
         return wire
 
     def _encode_torch(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
@@ -202,18 +181,18 @@ class TopK(Compressor):
         if not code.k:
             return flat.new_empty(0, dtype=torch.uint8)
         indices = topk_indices((flat.view(torch.int32) & _MAGNITUDE_MASK).view(rows, -1), code.k // rows)
-        values = encode_values(self.values, flat[indices], tensor.dtype, context)
-        return torch.cat([code.encode_torch(indices), values])
+        return torch.cat([code.encode_torch(indices), self._encode_values(flat[indices], tensor.dtype, context)])
 
     def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
         wire, code = self.check_message(wire, out, context), self._index_code(out.shape)
         if not code.k or out.device.type != "cpu":
             return self._decode_torch(wire, out, context)
-        entries = cast_finite(self._decode_values(wire, out, context), out.dtype)
+        entries = self._decode_values(wire[code.size :], code.k, out.dtype, context)
+        data, values = tensor_bytes(wire[: code.size]), tensor_bytes(cast_finite(entries, out.dtype))
         target = out.detach()
         contiguous = target if target.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
-        index_bytes, values, item = tensor_bytes(wire[: code.size]), tensor_bytes(entries), out.dtype.itemsize
-        if not _native.sparse_decode(code.form, code.width, index_bytes, values, tensor_bytes(contiguous), item):
+        filled = tensor_bytes(contiguous)
+        if not _native.sparse_decode(code.form, code.width, data, values, filled, out.dtype.itemsize):
             raise code.mismatch_error()
         if contiguous is not target:
             target.copy_(contiguous)
@@ -221,11 +200,8 @@ class TopK(Compressor):
 
     def _decode_torch(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
         code = self._index_code(out.shape)
-        return scatter_values(self._decode_values(wire, out, context), code.decode_torch(wire[: code.size]), out)
-
-    def _decode_values(self, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
-        code = self._index_code(out.shape)
-        return decode_values(self.values, wire[code.size :], code.k, out.dtype, context)
+        entries = self._decode_values(wire[code.size :], code.k, out.dtype, context)
+        return scatter_values(entries, code.decode_torch(wire[: code.size]), out)
 
     def indices(self, wire: Tensor, shape: Sequence[int], context: CompressorContext = NO_CONTEXT) -> Tensor:
         code = self._index_code(shape)
@@ -247,8 +223,35 @@ def topk_indices(numbers: Tensor, k: int) -> Tensor:
     return (above | (equal & (equal.cumsum(1) <= num_equal))).flatten().nonzero().flatten()
 
 
+class _KnownIndices(_SparseCompressor):
+    """Sends the values at indices that both ends know."""
+
+    def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT) -> int:
+        return self._values_bytes(self._num_indices(shape, context), dtype, context)
+
+    def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        entries = gather_values(flat_float32(tensor), self._indices(tensor.shape, tensor.device, context))
+        return self._encode_values(entries, tensor.dtype, context)
+
+    def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        wire = self.check_message(wire, out, context)
+        indices = self._indices(out.shape, out.device, context)
+        entries = self._decode_values(wire, indices.numel(), out.dtype, context)
+        return scatter_values(self._scale(entries, out.numel()), indices, out)
+
+    @abstractmethod
+    def _num_indices(self, shape: Sequence[int], context: CompressorContext) -> int: ...
+
+    @abstractmethod
+    def _indices(self, shape: Sequence[int], device: torch.device, context: CompressorContext) -> Tensor:
+        """The flat indices in a tensor of this shape: int64, 1-d, ascending."""
+
+    def _scale(self, entries: Tensor, numel: int) -> Tensor:
+        return entries
+
+
 @dataclass(frozen=True)
-class RandomK(Compressor):
+class RandomK(_KnownIndices):
     """Sends the values at `n - floor(n (1 - share))` random indices of the tensor, each set of them equally likely.
 
     The indices are those with the smallest hashes of (seed, key of the message, flat index), so both ends know them and
@@ -267,36 +270,30 @@ class RandomK(Compressor):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_sparse_args("RandomK", self.share, self.values)
+        _check_share("RandomK", self.share)
+        self._check_values()
         validate.check_int("RandomK, seed", self.seed, minimum=0, maximum=_UINT32_MAX, do="take 0")
         validate.check_bool("RandomK, scaled", self.scaled)
 
     @property
     def spec(self) -> str:
         scaled, seed = ":scaled" if self.scaled else "", f":seed{self.seed}" if self.seed else ""
-        return f"rand{format_percent(self.share)}{scaled}{seed}{values_spec(self.values)}"
-
-    def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT) -> int:
-        return values_bytes(self.values, num_kept(math.prod(shape), self.share), dtype, context)
-
-    def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        entries = gather_values(flat_float32(tensor), self._random_indices(tensor.shape, tensor.device, context))
-        return encode_values(self.values, entries, tensor.dtype, context)
-
-    def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        wire = self.check_message(wire, out, context)
-        indices = self._random_indices(out.shape, out.device, context)
-        entries = decode_values(self.values, wire, indices.numel(), out.dtype, context)
-        if self.scaled and indices.numel():
-            entries = entries.to(torch.float32) * torch.tensor(out.numel() / indices.numel(), dtype=torch.float32)
-        return scatter_values(entries, indices, out)
+        return f"rand{_format_percent(self.share)}{scaled}{seed}{self._values_spec}"
 
     def indices(self, wire: Tensor, shape: Sequence[int], context: CompressorContext = NO_CONTEXT) -> Tensor:
-        return self._random_indices(shape, wire.device, context)
+        return self._indices(shape, wire.device, context)
 
-    def _random_indices(self, shape: Sequence[int], device: torch.device, context: CompressorContext) -> Tensor:
-        count = math.prod(shape)
-        return random_indices(count, num_kept(count, self.share), mix_seed(context.key, self.seed), device)
+    def _num_indices(self, shape: Sequence[int], context: CompressorContext) -> int:
+        return num_kept(math.prod(shape), self.share)
+
+    def _indices(self, shape: Sequence[int], device: torch.device, context: CompressorContext) -> Tensor:
+        seed = mix_seed(context.key, self.seed)
+        return random_indices(math.prod(shape), self._num_indices(shape, context), seed, device)
+
+    def _scale(self, entries: Tensor, numel: int) -> Tensor:
+        if not self.scaled or not entries.numel():
+            return entries
+        return entries.to(torch.float32) * torch.tensor(numel / entries.numel(), dtype=torch.float32)
 
 
 def mix_seed(key: int, seed: int) -> int:
@@ -331,7 +328,7 @@ def _hash(value: int) -> int:
 
 
 @dataclass(frozen=True)
-class SameIndices(Compressor):
+class SameIndices(_KnownIndices):
     """Sends the gradient at the indices of the activations that were sent, and zeros elsewhere; no indices are sent.
 
     The result is the gradient of the masked function (arXiv 2401.07788, GPT-2: independent indices may diverge). The
@@ -344,31 +341,29 @@ class SameIndices(Compressor):
     values: ValueFormat = "fp32"
 
     def __post_init__(self) -> None:
-        check_sparse_args("SameIndices", None, self.values)
+        self._check_values()
 
     @property
     def spec(self) -> str:
-        return f"same{values_spec(self.values)}"
-
-    def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT) -> int:
-        return values_bytes(self.values, _context_indices(context).numel(), dtype, context)
-
-    def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        indices = self._valid_indices(tensor.shape, tensor.device, context)
-        return encode_values(self.values, gather_values(flat_float32(tensor), indices), tensor.dtype, context)
-
-    def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        wire = self.check_message(wire, out, context)
-        indices = self._valid_indices(out.shape, out.device, context)
-        entries = decode_values(self.values, wire, indices.numel(), out.dtype, context)
-        return scatter_values(entries, indices, out)
+        return f"same{self._values_spec}"
 
     def indices(self, wire: Tensor, shape: Sequence[int], context: CompressorContext = NO_CONTEXT) -> Tensor:
         return _context_indices(context)
 
-    def _valid_indices(self, shape: Sequence[int], device: torch.device, context: CompressorContext) -> Tensor:
-        indices = _context_indices(context)
-        check_indices(f"compressor {self.spec}", indices, shape)
+    def _num_indices(self, shape: Sequence[int], context: CompressorContext) -> int:
+        return _context_indices(context).numel()
+
+    def _indices(self, shape: Sequence[int], device: torch.device, context: CompressorContext) -> Tensor:
+        """The indices of the context.
+
+        Raises:
+            MismatchError: the first or the last is not in a tensor of this shape.
+        """
+        indices, count = _context_indices(context), math.prod(shape)
+        if indices.numel() and not 0 <= int(indices[0]) <= int(indices[-1]) < count:
+            problem, expected = f"positions up to {int(indices[-1])}", f"positions below {count}, for {tuple(shape)}"
+            advice = "give both directions of a boundary tensors of one shape"
+            raise MismatchError(f"compressor {self.spec}", found=problem, expected=expected, do=advice)
         return indices.to(device)
 
 
