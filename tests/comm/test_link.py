@@ -165,7 +165,7 @@ def test_what_crosses_as_it_is():
     )
     assert not link.is_compressible(torch.zeros(9)) and not link.is_compressible(torch.zeros(10, dtype=torch.int64))
     assert not Link("q4").is_compressible(torch.zeros(0, 4))
-    link.count_uncompressed(torch.zeros(9))
+    link.stats.add_uncompressed(torch.zeros(9))
     assert (link.stats.messages, link.stats.raw_bytes, link.stats.wire_bytes) == (1, 36, 36)
 
 

@@ -45,40 +45,28 @@ if TYPE_CHECKING:
     from shrinkpoint.comm.spec import parse as parse
     from shrinkpoint.comm.stats import LinkStats as LinkStats
 
-_MODULES = {
-    "Accordion": "accordion",
-    "allocate_bits": "bit_allocation",
-    "AQSGD": "aqsgd",
-    "BitAllocation": "bit_allocation",
-    "BlockFloat": "compressors.quantizers",
-    "Cast": "compressors.base",
-    "compress_ddp": "ddp",
-    "compress_fsdp": "fsdp",
-    "compress_pipeline": "pipeline",
-    "CompressedPipeline": "pipeline",
-    "CompressionPoints": "simulate",
-    "Compressor": "compressors.base",
-    "CompressorContext": "compressors.base",
-    "EF": "error_feedback",
-    "EF21": "error_feedback",
-    "EFMixed": "error_feedback",
-    "ErrorFeedback": "error_feedback",
-    "Hadamard": "compressors.hadamard",
-    "Identity": "compressors.base",
-    "insert_compression": "simulate",
-    "Link": "link",
-    "LinkStats": "stats",
-    "MessageContext": "link",
-    "NormalFloat": "compressors.quantizers",
-    "parse": "spec",
-    "RandomK": "compressors.sparse",
-    "recommend": "recommendation",
-    "SameIndices": "compressors.sparse",
-    "TopK": "compressors.sparse",
-    "Uniform": "compressors.quantizers",
+_NAMES = {
+    "accordion": "Accordion",
+    "aqsgd": "AQSGD",
+    "bit_allocation": "allocate_bits BitAllocation",
+    "compressors.base": "Cast Compressor CompressorContext Identity",
+    "compressors.hadamard": "Hadamard",
+    "compressors.quantizers": "BlockFloat NormalFloat Uniform",
+    "compressors.sparse": "RandomK SameIndices TopK",
+    "ddp": "compress_ddp",
+    "error_feedback": "EF EF21 EFMixed ErrorFeedback",
+    "fsdp": "compress_fsdp",
+    "link": "Link MessageContext",
+    "pipeline": "compress_pipeline CompressedPipeline",
+    "recommendation": "recommend",
+    "simulate": "CompressionPoints insert_compression",
+    "spec": "parse",
+    "stats": "LinkStats",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+"""The module of each public name; it is imported when the name is used first."""
 
-__all__ = list(_MODULES)
+__all__ = sorted(_MODULES, key=str.lower)
 
 
 def __getattr__(name: str) -> object:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shrinkpoint.comm.compressors.base import Compressor, CompressorContext, Identity
-from shrinkpoint.comm.error_feedback import ErrorFeedback, FeedbackState, MessageInfo, NoFeedback, PackedMessage
+from shrinkpoint.comm.error_feedback import ErrorFeedback, MessageInfo, NoFeedback
 from shrinkpoint.comm.link import CompressorLike
 from shrinkpoint.comm.spec import as_compressor
 from shrinkpoint.comm.stats import LinkStats
@@ -29,7 +28,42 @@ _MAX_IDLE_STEPS = 2
 """Steps without a message after which the memory of a layout is dropped."""
 _MIN_DIRECT_BYTES = 1 << 17
 """Bytes of a message from which point-to-point messages beat gloo's own all-to-all of more than two ranks."""
+_TAG = 0x7370
+"""The tag of point-to-point messages, which tells them from others in the same group."""
 all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group sends tensors of this device by gloo, without a copy to another device."""
+    return device.type == "cpu" and bool(group._get_backend(device).name() == "gloo")
+
+
+class _P2PExchange:
+    """Starts sends to and receives from all other ranks of a group on gloo, with all messages in flight together.
+
+    On gloo the notice that a rank is ready to receive shares a connection with what that rank sends: a receive that is
+    posted after a send waits for it, and two ranks that do so send one after the other, as in gloo's own collectives.
+    So receives are posted first. All ranks must make their exchanges in the same order.
+
+    Args:
+        send_tensors, recv_tensors: a contiguous tensor for each rank of the group; this rank's own are not used.
+    """
+
+    def __init__(
+        self, send_tensors: Sequence[Tensor], recv_tensors: Sequence[Tensor], group: dist.ProcessGroup
+    ) -> None:
+        other_ranks = [rank for rank in range(group.size()) if rank != group.rank()]
+        peers = {rank: dist.get_global_rank(group, rank) for rank in other_ranks}
+        self._tensors = send_tensors, recv_tensors
+        works = [dist.irecv(recv_tensors[rank], peers[rank], group, _TAG) for rank in other_ranks]
+        works += [dist.isend(send_tensors[rank], peers[rank], group, _TAG) for rank in other_ranks]
+        self._works = [work for work in works if work is not None]
+
+    def wait(self, *timeout: Any) -> None:
+        """Wait until all messages are sent and received, each as long as a `timedelta`, or as the group waits."""
+        for work in self._works:
+            work.wait(*timeout)
+        self._works.clear()
 
 
 def as_feedback(compressor: CompressorLike) -> ErrorFeedback:
@@ -47,32 +81,31 @@ def as_feedback(compressor: CompressorLike) -> ErrorFeedback:
     return feedback
 
 
-@dataclass
 class _LayoutState:
-    """The feedback state of one layout at this rank.
+    """The feedback states of one layout at this rank: of messages that are sent, and of those that are received.
 
     Attributes:
-        feedback: that the states belong to.
-        sender, receiver: the states of sent and of received messages.
         count: the number of collectives so far.
         idle: the number of steps since the last one.
     """
 
-    feedback: ErrorFeedback
-    sender: FeedbackState
-    receiver: FeedbackState
-    count: int = 0
-    idle: int = 0
+    def __init__(self, feedback: ErrorFeedback, count: int = 0) -> None:
+        self.feedback, self.count, self.idle = feedback, count, 0
+        self.sender, self.receiver = feedback.new_state(), feedback.new_state()
 
-    def switch(self, feedback: ErrorFeedback) -> None:
-        """Change the feedback; states are kept if it is of the same type."""
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "out": self.sender.state_dict(), "into": self.receiver.state_dict()}
+
+    def switched(self, feedback: ErrorFeedback) -> _LayoutState:
+        """The state for another feedback; memories are kept if it is of the same type."""
         if feedback == self.feedback:
-            return
-        sender, receiver = feedback.new_state(), feedback.new_state()
+            return self
+        new = _LayoutState(feedback, self.count)
+        new.idle = self.idle
         if type(feedback) is type(self.feedback):
-            sender.load_state_dict(self.sender.state_dict())
-            receiver.load_state_dict(self.receiver.state_dict())
-        self.feedback, self.sender, self.receiver = feedback, sender, receiver
+            new.sender.load_state_dict(self.sender.state_dict())
+            new.receiver.load_state_dict(self.receiver.state_dict())
+        return new
 
 
 class CompressedCollective:
@@ -87,95 +120,68 @@ class CompressedCollective:
     """
 
     def __init__(self, feedback: ErrorFeedback, stats: LinkStats, *, name: str) -> None:
-        self._feedback, self.stats, self.name = feedback, stats, name
+        self.feedback, self.stats, self.name = feedback, stats, name
         self._layouts: dict[str, _LayoutState] = {}
 
-    @property
-    def feedback(self) -> ErrorFeedback:
-        """The feedback of messages; to be changed on all ranks between the same two messages."""
-        return self._feedback
-
-    @feedback.setter
-    def feedback(self, feedback: ErrorFeedback) -> None:
-        self._feedback = feedback
-        for layout_state in self._layouts.values():
-            layout_state.switch(feedback)
+    def switch(self, feedback: ErrorFeedback) -> None:
+        """Change the feedback of messages; on all ranks between the same two messages."""
+        self.feedback = feedback
+        self._layouts = {layout: state.switched(feedback) for layout, state in self._layouts.items()}
 
     def step(self) -> None:
         """End a step: drop layouts that are no longer used."""
-        for layout_state in self._layouts.values():
-            layout_state.idle += 1
-        self._layouts = {
-            layout: layout_state
-            for layout, layout_state in self._layouts.items()
-            if layout_state.idle <= _MAX_IDLE_STEPS
-        }
+        for state in self._layouts.values():
+            state.idle += 1
+        used = {layout: state for layout, state in self._layouts.items() if state.idle <= _MAX_IDLE_STEPS}
+        self._layouts = used
 
     def state_dict(self) -> dict[str, Any]:
         """The feedback state of this rank, by layout."""
-        return {
-            layout: {
-                "count": layout_state.count,
-                "out": layout_state.sender.state_dict(),
-                "into": layout_state.receiver.state_dict(),
-            }
-            for layout, layout_state in self._layouts.items()
-        }
+        return {layout: state.state_dict() for layout, state in self._layouts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, with the same type of feedback."""
         self._layouts = {}
         for layout, saved_state in state.items():
-            layout_state = self._layouts[layout] = _LayoutState(
-                self.feedback, self.feedback.new_state(), self.feedback.new_state(), saved_state["count"]
-            )
+            layout_state = self._layouts[layout] = _LayoutState(self.feedback, saved_state["count"])
             layout_state.sender.load_state_dict(saved_state["out"])
             layout_state.receiver.load_state_dict(saved_state["into"])
 
     def counts(self) -> dict[str, int]:
         """The number of collectives so far, by layout."""
-        return {layout: layout_state.count for layout, layout_state in self._layouts.items()}
+        return {layout: state.count for layout, state in self._layouts.items()}
 
     def _layout_state(self, layout: str) -> _LayoutState:
         if layout not in self._layouts:
-            self._layouts[layout] = _LayoutState(self.feedback, self.feedback.new_state(), self.feedback.new_state())
-        layout_state = self._layouts[layout]
-        layout_state.count, layout_state.idle = layout_state.count + 1, 0
-        return layout_state
+            self._layouts[layout] = _LayoutState(self.feedback)
+        state = self._layouts[layout]
+        state.count, state.idle = state.count + 1, 0
+        return state
 
-    def _message_info(
-        self, layout: str, layout_state: _LayoutState, source: int, target: int, slot: int
-    ) -> MessageInfo:
+    def _message_info(self, layout: str, count: int, source: int, target: int, slot: int) -> MessageInfo:
         """Identify a message to its feedback, the same at both ends."""
-        key = zlib.crc32(f"{self.name}/{layout}/{layout_state.count}/{source}/{target}".encode())
-        return MessageInfo(slot=slot, index=layout_state.count - 1, context=CompressorContext(key=key))
+        key = zlib.crc32(f"{self.name}/{layout}/{count}/{source}/{target}".encode())
+        return MessageInfo(slot=slot, index=count - 1, context=CompressorContext(key=key))
 
-    def _pack(self, tensor: Tensor, layout_state: _LayoutState, info: MessageInfo, *, copies: int = 1) -> Tensor:
-        """Pack the tensor as a message, padded to a multiple of `MESSAGE_ALIGN`.
-
-        Args:
-            copies: the number of ranks it is sent to.
-        """
+    def _pack(self, tensor: Tensor, state: _LayoutState, info: MessageInfo, *, copies: int = 1) -> Tensor:
+        """Pack the tensor as a message for a number of ranks, padded to a multiple of `MESSAGE_ALIGN`."""
         with self.stats.timing("encode", tensor.device):
-            packed = layout_state.sender.pack(tensor, info)
+            packed = state.sender.pack(tensor, info)
             wire = F.pad(packed.wire, (0, -packed.wire.numel() % MESSAGE_ALIGN))
-        sampled = self.stats.messages % SAMPLE_INTERVAL == 0
-        self.stats.add_message(copies * tensor.numel() * tensor.element_size(), copies * wire.numel())
-        if sampled:
-            self._sample(tensor, packed, layout_state.feedback, info)
+        is_sampled = self.stats.messages % SAMPLE_INTERVAL == 0
+        self.stats.add_message(copies * tensor.nbytes, copies * wire.numel())
+        if is_sampled:
+            decoded = packed.decoded
+            if decoded is None:
+                decoded = state.feedback.compressor.decode(packed.wire, torch.empty_like(tensor), info.context)
+            self.stats.add_error(tensor, decoded)
+            self.stats.add_nonfinite(tensor.isfinite().logical_not_().sum())
         return wire
 
-    def _sample(self, tensor: Tensor, packed: PackedMessage, feedback: ErrorFeedback, info: MessageInfo) -> None:
-        decoded = packed.decoded
-        if decoded is None:
-            decoded = feedback.compressor.decode(packed.wire, torch.empty_like(tensor), info.context)
-        self.stats.add_error(tensor, decoded)
-        self.stats.add_nonfinite(tensor.isfinite().logical_not_().sum())
-
-    def _unpack(self, wire: Tensor, out: Tensor, layout_state: _LayoutState, info: MessageInfo) -> Tensor:
+    def _unpack(self, wire: Tensor, out: Tensor, state: _LayoutState, info: MessageInfo) -> Tensor:
         with self.stats.timing("decode", out.device):
-            size = layout_state.receiver.wire_bytes(out.shape, out.dtype, info)
-            layout_state.receiver.unpack(wire[:size], out, info)
+            size = state.receiver.wire_bytes(out.shape, out.dtype, info)
+            state.receiver.unpack(wire[:size], out, info)
         return out
 
 
@@ -191,26 +197,26 @@ class CompressedReduceScatter(CompressedCollective):
         Returns:
             The sum, of shape (values,): float32, or float64 if the rows are.
         """
-        me, world_size = group.rank(), group.size()
-        layout_state, other_ranks = self._layout_state(layout), [rank for rank in range(world_size) if rank != me]
+        me, ranks, state = group.rank(), range(group.size()), self._layout_state(layout)
         wires = [
-            self._pack(rows[target], layout_state, self._message_info(layout, layout_state, me, target, target))
-            for target in other_ranks
+            self._pack(rows[target], state, self._message_info(layout, state.count, me, target, target))
+            for target in ranks
+            if target != me
         ]
-        sizes = [0 if rank == me else wires[0].numel() for rank in range(world_size)]
+        sizes = [0 if rank == me else wires[0].numel() for rank in ranks]
         received = self._exchange(torch.cat(wires), sizes, group)
         sum_dtype = torch.promote_types(rows.dtype, torch.float32)
         total, out = torch.zeros_like(rows[0], dtype=sum_dtype), torch.empty_like(rows[0])
         for source, message in enumerate(torch.split(received, sizes)):
-            info = self._message_info(layout, layout_state, source, me, source)
-            total += rows[me] if source == me else self._unpack(message, out, layout_state, info)
+            info = self._message_info(layout, state.count, source, me, source)
+            total += rows[me] if source == me else self._unpack(message, out, state, info)
         return total
 
     @staticmethod
     def _exchange(wires: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
         received = torch.empty_like(wires)
         if is_gloo(group, wires.device) and (len(sizes) == 2 or max(sizes) >= _MIN_DIRECT_BYTES):
-            P2PExchange(torch.split(wires, sizes), torch.split(received, sizes), group).wait()
+            _P2PExchange(torch.split(wires, sizes), torch.split(received, sizes), group).wait()
         else:
             dist.all_to_all_single(received, wires, sizes, sizes, group=group)
         return received
@@ -229,16 +235,16 @@ class CompressedAllGather(CompressedCollective):
             rows: of shape (ranks, values); contiguous.
             async_op: whether to return work that fills the rows when it is waited for.
         """
-        me, world_size = group.rank(), group.size()
-        layout_state = self._layout_state(layout)
-        infos = [self._message_info(layout, layout_state, source, world_size, source) for source in range(world_size)]
-        wire = self._pack(row, layout_state, infos[me], copies=world_size - 1)
+        me, world_size, state = group.rank(), group.size(), self._layout_state(layout)
+        ranks = range(world_size)
+        infos = [self._message_info(layout, state.count, source, world_size, source) for source in ranks]
+        wire = self._pack(row, state, infos[me], copies=world_size - 1)
         gathered = wire.new_empty(world_size * wire.numel())
         work = self._all_gather(gathered, wire, group, async_op)
 
         def decode() -> None:
             for source, message in enumerate(torch.split(gathered, wire.numel())):
-                self._unpack(message, rows[source], layout_state, infos[source])
+                self._unpack(message, rows[source], state, infos[source])
 
         if async_op:
             return DecodeWork(work, decode)
@@ -251,7 +257,7 @@ class CompressedAllGather(CompressedCollective):
             return all_gather_tensor(gathered, wire, group=group, async_op=async_op)
         rows = gathered.view(2, wire.numel())
         rows[group.rank()] = wire
-        work = P2PExchange([wire, wire], list(rows), group)
+        work = _P2PExchange([wire, wire], list(rows), group)
         if not async_op:
             work.wait()
         return work
@@ -260,17 +266,14 @@ class CompressedAllGather(CompressedCollective):
 class DecodeWork(dist.Work):
     """Work that decodes its result when it is waited for."""
 
-    def __init__(self, work: dist.Work | P2PExchange, decode: Callable[[], None]) -> None:
+    def __init__(self, work: dist.Work | _P2PExchange, decode: Callable[[], None]) -> None:
         super().__init__()
         self._work, self._decode = work, decode
         self._done = False
 
     def wait(self, timeout: Any = None) -> bool:
         if not self._done:
-            if timeout is None:
-                self._work.wait()
-            else:
-                self._work.wait(timeout)
+            self._work.wait(*(() if timeout is None else (timeout,)))
             self._decode()
             self._done = True
         return True
@@ -290,22 +293,15 @@ class CompressedAllReduce:
 
     def __init__(self, compressor: CompressorLike, average_compressor: CompressorLike = None, *, name: str) -> None:
         self.link_stats = {"first hop": LinkStats(), "second hop": LinkStats()}
-        first, last = self._feedback_pair(compressor, average_compressor)
+        first, last = _feedback_pair(compressor, average_compressor)
         self.reduce_scatter = CompressedReduceScatter(first, self.link_stats["first hop"], name=f"{name} first")
         self.all_gather = CompressedAllGather(last, self.link_stats["second hop"], name=f"{name} second")
 
-    @staticmethod
-    def _feedback_pair(
-        compressor: CompressorLike, average_compressor: CompressorLike
-    ) -> tuple[ErrorFeedback, ErrorFeedback]:
-        feedback = as_feedback(compressor)
-        return feedback, NoFeedback(feedback.compressor) if average_compressor is None else as_feedback(
-            average_compressor
-        )
-
     def switch(self, compressor: CompressorLike, average_compressor: CompressorLike = None) -> None:
         """Change the compressors, on all ranks at the same step."""
-        self.reduce_scatter.feedback, self.all_gather.feedback = self._feedback_pair(compressor, average_compressor)
+        first, last = _feedback_pair(compressor, average_compressor)
+        self.reduce_scatter.switch(first)
+        self.all_gather.switch(last)
 
     def average_(self, tensor: Tensor, group: dist.ProcessGroup, layout: str = "") -> Tensor:
         """Average a tensor over ranks in place, and return it.
@@ -347,52 +343,18 @@ class CompressedAllReduce:
         self.all_gather.load_state_dict(state["second"])
 
 
-def make_all_reduce_sum(group: dist.ProcessGroup, device: torch.device) -> Callable[[list[float]], list[float]]:
-    """Create a function that sums numbers over the ranks of a group, with the same result on all."""
-
-    def all_reduce_sum(numbers: list[float]) -> list[float]:
-        summed = torch.tensor(numbers, dtype=torch.float64, device=device)
-        dist.all_reduce(summed, group=group)
-        result: list[float] = summed.tolist()
-        return result
-
-    return all_reduce_sum
+def _feedback_pair(
+    compressor: CompressorLike, average_compressor: CompressorLike
+) -> tuple[ErrorFeedback, ErrorFeedback]:
+    feedback = as_feedback(compressor)
+    if average_compressor is None:
+        return feedback, NoFeedback(feedback.compressor)
+    return feedback, as_feedback(average_compressor)
 
 
-TAG = 0x7370
-"""The tag of these messages, which tells them from others in the same group."""
-
-
-def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group sends tensors of this device by gloo, without a copy to another device."""
-    return device.type == "cpu" and bool(group._get_backend(device).name() == "gloo")
-
-
-class P2PExchange:
-    """Starts sends to and receives from all other ranks of a group; receives are posted first.
-
-    All ranks must make their exchanges in the same order.
-
-    Args:
-        send_tensors, recv_tensors: a contiguous tensor for each rank of the group; this rank's own are not used.
-    """
-
-    def __init__(
-        self, send_tensors: Sequence[Tensor], recv_tensors: Sequence[Tensor], group: dist.ProcessGroup
-    ) -> None:
-        other_ranks = [rank for rank in range(group.size()) if rank != group.rank()]
-        peers = {rank: dist.get_global_rank(group, rank) for rank in other_ranks}
-        self._tensors = send_tensors, recv_tensors
-        works = [dist.irecv(recv_tensors[rank], peers[rank], group, TAG) for rank in other_ranks]
-        works += [dist.isend(send_tensors[rank], peers[rank], group, TAG) for rank in other_ranks]
-        self._works = [work for work in works if work is not None]
-
-    def wait(self, *timeout: Any) -> None:
-        """Wait until all messages are sent and received.
-
-        Args:
-            timeout: for each message, a `timedelta`; without it, the timeout of the group.
-        """
-        for work in self._works:
-            work.wait(*timeout)
-        self._works.clear()
+def all_reduce_sum(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Sum numbers over the ranks of a group, with the same result on all."""
+    summed = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(summed, group=group)
+    result: list[float] = summed.tolist()
+    return result

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint import validate
 from shrinkpoint.comm.accordion import Accordion, check_accordion
-from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, make_all_reduce_sum
+from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, all_reduce_sum
 from shrinkpoint.comm.link import CompressorLike
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ReplicaConfigCheck
 from shrinkpoint.comm.stats import LinkStats
@@ -160,7 +160,7 @@ class DDPCompression:
         self._squared_norm = self._squared_norm + torch.linalg.vector_norm(buffer, dtype=torch.float64).square()
         if last:
             square, self._squared_norm = float(self._squared_norm), 0.0
-            if accordion.observe(square, make_all_reduce_sum(self._group, buffer.device)):
+            if accordion.observe(square, lambda numbers: all_reduce_sum(numbers, self._group, buffer.device)):
                 self._all_reduce.switch(accordion.compressor, self._average_compressor)
 
     def _config(self) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from shrinkpoint.comm.compressed_allreduce import (
     CompressedAllGather,
     CompressedReduceScatter,
     all_gather_tensor,
+    all_reduce_sum,
     as_feedback,
-    make_all_reduce_sum,
 )
 from shrinkpoint.comm.compressors.base import Identity
 from shrinkpoint.comm.error_feedback import ErrorFeedback, NoFeedback
@@ -169,7 +169,7 @@ class FSDPCompression:
         if name in self._reduced_modules:
             self._reduced_modules.clear()
             square, self._squared_norm = float(self._squared_norm), 0.0
-            if self._accordion.observe(square, make_all_reduce_sum(group, device)):
+            if self._accordion.observe(square, lambda numbers: all_reduce_sum(numbers, group, device)):
                 self._switch(self._accordion.compressor)
         self._reduced_modules.add(name)
 
@@ -181,16 +181,15 @@ class FSDPCompression:
         """
         if self._accordion is not None:
             self._squared_norm = self._squared_norm + torch.linalg.vector_norm(shard, dtype=torch.float64).square()
-        if (
-            self._raise_nonfinite
-            and make_all_reduce_sum(group, shard.device)([float(shard.isfinite().logical_not().sum())])[0]
-        ):
+        if not self._raise_nonfinite:
+            return
+        if all_reduce_sum([float(shard.isfinite().logical_not().sum())], group, shard.device)[0]:
             advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
             raise PolicyError(f"gradients of {name or 'the root'}", found="values that are not finite", do=advice)
 
     def _switch(self, compressor: CompressorLike) -> None:
         for hook in self._reduce_scatters.values():
-            hook.scatter.feedback = as_feedback(compressor)
+            hook.scatter.switch(as_feedback(compressor))
 
     def _make_config_checks(self) -> dict[int, ReplicaConfigCheck]:
         """One check for each group that messages are sent in."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from shrinkpoint import validate
 from shrinkpoint.comm.aqsgd import AQSGD
 from shrinkpoint.comm.compressors.base import Compressor
+from shrinkpoint.comm.compressors.layout import DTYPE_BY_NAME
 from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.link import Link, MessageContext
 from shrinkpoint.comm.spec import as_compressor
@@ -88,9 +89,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         validate.check_choice("recommend, parallelism", self.parallelism, get_args(Parallelism))
-        validate.check_float(
-            "recommend, mbps", self.mbps, do="give the rate of a rank's link, in millions of bits a second"
-        )
+        advice = "give the rate of a rank's link, in millions of bits a second"
+        validate.check_float("recommend, mbps", self.mbps, do=advice)
         validate.check_float("recommend, compute", self.compute, exclusive=False, do="give the seconds of a step")
         validate.check_int("recommend, world_size", self.world_size, minimum=2, do="give two ranks or more")
         validate.check_int("recommend, micro_batches", self.micro_batches)
@@ -130,21 +130,14 @@ class Workload:
 
     def uncompressed_seconds(self, forward: int, backward: int) -> float:
         """Seconds of a step without compression, from the bytes of one message of each direction."""
-        return self._overlapped_seconds(
-            self.compute, self.transfer_seconds(forward, backward), self.overlap or self.parallelism == "ddp"
-        )
+        wire, is_hidden = self.transfer_seconds(forward, backward), self.overlap or self.parallelism == "ddp"
+        return max(self.compute, wire) if is_hidden else self.compute + wire
 
     def step_seconds(self, candidate: CandidateCost) -> float:
         """Seconds of a step with compression."""
-        forward, backward = candidate.pair
+        wire = self.transfer_seconds(candidate.forward.wire, candidate.backward.wire, is_encoded=True)
         work = self.compute + self.codec_seconds(candidate)
-        return self._overlapped_seconds(
-            work, self.transfer_seconds(forward.wire, backward.wire, is_encoded=True), self.overlap
-        )
-
-    @staticmethod
-    def _overlapped_seconds(work: float, wire: float, overlap: bool) -> float:
-        return max(work, wire) if overlap else work + wire
+        return max(work, wire) if self.overlap else work + wire
 
     def break_even(self, candidate: CandidateCost) -> float:
         """The rate in Mbit/s below which compressed messages arrive sooner than uncompressed ones.
@@ -221,19 +214,14 @@ class Recommendation:
         return "\n".join("  ".join(line) for line in lines)
 
     def __str__(self) -> str:
-        return "\n".join(line for line in (self._headline(), self.table(), self._verdict()) if line)
+        return "\n".join((self._headline(), self.table(), self._verdict()))
 
     def _headline(self) -> str:
-        workload = self.workload
-        parts = [
-            self.description,
-            workload.parallelism,
-            f"{workload.world_size} {'stages' if workload.parallelism == 'pipeline' else 'ranks'}",
-        ]
-        if workload.parallelism == "pipeline":
-            parts.append(f"{workload.micro_batches} micro-batches")
-        parts += [f"{workload.mbps:g} Mbit/s", f"{workload.compute:.4g} s of computing"]
-        return ", ".join(part for part in parts if part)
+        workload, is_pipeline = self.workload, self.workload.parallelism == "pipeline"
+        size = f"{workload.world_size} {'stages' if is_pipeline else 'ranks'}"
+        batches = f"{workload.micro_batches} micro-batches" if is_pipeline else ""
+        rate, compute = f"{workload.mbps:g} Mbit/s", f"{workload.compute:.4g} s of computing"
+        return ", ".join(filter(None, (self.description, workload.parallelism, size, batches, rate, compute)))
 
     def _verdict(self) -> str:
         if not self.pays:
@@ -262,53 +250,31 @@ def rank_candidates(
         max_error: a candidate with a larger error, or nan, is listed and never recommended.
         description: of the tensors.
     """
-    off = Estimate(
-        NO_COMPRESSION,
-        workload.nbytes(*uncompressed),
-        1.0,
-        0.0,
-        0.0,
-        workload.uncompressed_seconds(*uncompressed),
-        1.0,
-        math.inf,
-    )
+    nbytes, seconds = workload.nbytes(*uncompressed), workload.uncompressed_seconds(*uncompressed)
+    off = Estimate(NO_COMPRESSION, nbytes, 1.0, 0.0, 0.0, seconds, 1.0, math.inf)
     rows = [_make_estimate(workload, candidate, off) for candidate in candidates]
     best = off
     for row in rows:
-        allowed = max_error is None or row.error <= max_error
-        if allowed and row.seconds < best.seconds * (1 - MIN_GAIN):
+        is_allowed = max_error is None or row.error <= max_error
+        if is_allowed and row.seconds < best.seconds * (1 - MIN_GAIN):
             best = row
     return Recommendation(best.name, tuple(sorted([off, *rows], key=lambda row: row.seconds)), workload, description)
 
 
-def _make_estimate(workload: Workload, candidate: CandidateCost, baseline: Estimate) -> Estimate:
-    nbytes, seconds = workload.nbytes(candidate.forward.wire, candidate.backward.wire), workload.step_seconds(candidate)
+def _make_estimate(workload: Workload, candidate: CandidateCost, off: Estimate) -> Estimate:
+    nbytes = workload.nbytes(candidate.forward.wire, candidate.backward.wire)
+    codec, seconds = workload.codec_seconds(candidate), workload.step_seconds(candidate)
     errors = [side.error for side in candidate.pair]
     error = math.nan if any(map(math.isnan, errors)) else max(errors)
-    ratio = baseline.nbytes / nbytes if nbytes else 1.0
-    gain = baseline.seconds / seconds if seconds else 1.0
-    return Estimate(
-        candidate.name,
-        nbytes,
-        ratio,
-        error,
-        workload.codec_seconds(candidate),
-        seconds,
-        gain,
-        workload.break_even(candidate),
-    )
+    ratio = off.nbytes / nbytes if nbytes else 1.0
+    gain = off.seconds / seconds if seconds else 1.0
+    return Estimate(candidate.name, nbytes, ratio, error, codec, seconds, gain, workload.break_even(candidate))
 
 
-def _format_cells(estimate: Estimate) -> tuple[str, ...]:
-    limit = "" if estimate.name == NO_COMPRESSION else f"{estimate.break_even:.0f}"
-    figures = (
-        f"{estimate.nbytes / 1e6:.3f}",
-        f"{estimate.ratio:.2f}",
-        f"{estimate.error:.4f}",
-        f"{estimate.codec:.4f}",
-        f"{estimate.seconds:.4f}",
-    )
-    return (estimate.name, *figures, f"{estimate.gain:.2f}", limit)
+def _format_cells(row: Estimate) -> tuple[str, ...]:
+    limit = "" if row.name == NO_COMPRESSION else f"{row.break_even:.0f}"
+    figures = (f"{row.nbytes / 1e6:.3f}", f"{row.ratio:.2f}", f"{row.error:.4f}", f"{row.codec:.4f}")
+    return (row.name, *figures, f"{row.seconds:.4f}", f"{row.gain:.2f}", limit)
 
 
 CompressorOrSpec: TypeAlias = Compressor | ErrorFeedback | str
@@ -317,7 +283,6 @@ CandidateLike: TypeAlias = CompressorOrSpec | tuple[CompressorOrSpec, Compressor
 
 DEFAULT_CANDIDATES: tuple[CandidateLike, ...] = ("bf16", "q8:64", "q4:64")
 """The most accurate first; none of them changed what models learned in our measurements."""
-DTYPE_BY_NAME = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _WARMUP_MESSAGES = 3
 
 
@@ -371,23 +336,17 @@ def recommend(
     """
     compute = 0.0 if step_seconds is None else step_seconds
     workload = Workload(parallelism, mbps, compute, world_size, micro_batches, overlap, schedule, duplex)
-    _check_measuring(candidates, max_error, repeats)
+    validate.check_int("recommend(repeats=...)", repeats)
+    if max_error is not None:
+        validate.check_float("recommend(max_error=...)", max_error, exclusive=False, do="leave it out")
+    if isinstance(candidates, str) or not isinstance(candidates, Sequence):
+        where, advice = "recommend(candidates=...)", f"write [{candidates!r}]"
+        raise validate.argument_error(where, candidates, "a list of compressors", advice)
     tensors = like if isinstance(like, tuple) else (_noise_tensor(shape, dtype, device) if like is None else like,) * 2
     costs = [_measure_candidate(candidate, tensors, parallelism, repeats) for candidate in candidates]
     description = " and ".join(dict.fromkeys(_describe_tensor(x) for x in tensors))
     sizes = tensors[0].nbytes, tensors[1].nbytes
     return rank_candidates(workload, costs, uncompressed=sizes, max_error=max_error, description=description)
-
-
-def _check_measuring(candidates: Sequence[CandidateLike], max_error: float | None, repeats: int) -> None:
-    """Raise a PolicyError if an argument of `recommend` about measuring is out of range."""
-    validate.check_int("recommend(repeats=...)", repeats)
-    if max_error is not None:
-        validate.check_float("recommend(max_error=...)", max_error, exclusive=False, do="leave it out")
-    if isinstance(candidates, str) or not isinstance(candidates, Sequence):
-        raise validate.argument_error(
-            "recommend(candidates=...)", candidates, "a list of compressors", f"write [{candidates!r}]"
-        )
 
 
 def measure_cost(
@@ -435,24 +394,15 @@ def _time_messages(
 def _measure_candidate(
     candidate: CandidateLike, tensors: tuple[Tensor, Tensor], parallelism: Parallelism, repeats: int
 ) -> CandidateCost:
-    forward_compressor, backward_compressor = candidate if isinstance(candidate, tuple) else (candidate, candidate)
+    pair = candidate if isinstance(candidate, tuple) else (candidate, candidate)
+    names = [str(compressor) for compressor in pair]
     context = MessageContext(ids=_row_ids(tensors[0]))
-    forward, link = _measure_link(forward_compressor, tensors[0], context, repeats)
-    if parallelism == "ddp" or (str(forward_compressor) == str(backward_compressor) and tensors[0] is tensors[1]):
-        return CandidateCost(str(forward_compressor), forward, forward)
-    backward = measure_cost(
-        backward_compressor,
-        tensors[1],
-        context=MessageContext(ids=_row_ids(tensors[1]), indices=link.indices(context)),
-        repeats=repeats,
-    )
-    return CandidateCost(
-        str(forward_compressor)
-        if str(forward_compressor) == str(backward_compressor)
-        else f"{forward_compressor} / {backward_compressor}",
-        forward,
-        backward,
-    )
+    forward, link = _measure_link(pair[0], tensors[0], context, repeats)
+    if parallelism == "ddp" or (names[0] == names[1] and tensors[0] is tensors[1]):
+        return CandidateCost(names[0], forward, forward)
+    context = MessageContext(ids=_row_ids(tensors[1]), indices=link.indices(context))
+    backward = measure_cost(pair[1], tensors[1], context=context, repeats=repeats)
+    return CandidateCost(" / ".join(dict.fromkeys(names)), forward, backward)
 
 
 def _row_ids(tensor: Tensor) -> Tensor:

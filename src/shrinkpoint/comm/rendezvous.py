@@ -1,9 +1,7 @@
 """Messages between ranks through the store of their process group, before a payload moves.
 
-Replicas compare their configuration (`ReplicaConfigCheck`), pipeline stages compare both ends of each link
-(`StageConfigCheck`), and the first stage broadcasts the sample ids of a step (`SampleIdBroadcast`). The store works
-before the first message, on every backend, and ranks that disagree cannot break it. A collective could not be used: a
-rank that was configured differently would not take part in it.
+The store works on every backend, and ranks that disagree cannot break it. A collective could not be used: a rank that
+was configured differently would not take part in it.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -52,7 +50,11 @@ class StoreChannel:
 
     def __init__(self, group: dist.ProcessGroup | None, topic: str) -> None:
         self.group: dist.ProcessGroup = group or dist.distributed_c10d._get_default_group()
-        self._topic, self._store = topic, _group_store(self.group)
+        get_store = getattr(dist.distributed_c10d, "_get_process_group_store", None)
+        if get_store is None:
+            problem = f"torch {torch.__version__} does not give the store of a process group"
+            raise PolicyError("process group", found=problem, do="use torch 2.6 or newer")
+        self._topic, self._store = topic, get_store(self.group)
         name = dist.distributed_c10d._get_process_group_name(self.group)
         _generations[name, topic] = self._generation = _generations.get((name, topic), 0) + 1
 
@@ -83,14 +85,6 @@ class StoreChannel:
         return f"shrinkpoint/{self._topic}/{self._generation}/{round_index}/{sender}"
 
 
-def _group_store(group: dist.ProcessGroup) -> Any:
-    get_store = getattr(dist.distributed_c10d, "_get_process_group_store", None)
-    if get_store is None:
-        problem = f"torch {torch.__version__} does not give the store of a process group"
-        raise PolicyError("process group", found=problem, do="use torch 2.6 or newer")
-    return get_store(group)
-
-
 class ConfigCheck(ABC):
     """Publishes the configurations of this process's participants, and compares those of all of them, round by round.
 
@@ -98,15 +92,24 @@ class ConfigCheck(ABC):
 
     Args:
         group: None for the default group.
-        topic: what is configured.
+        topic: what is configured; participants attach themselves in the same order on every rank.
         participants: the indices of this process's participants (ranks or stages), of `num_participants`.
+        where: the place that errors name.
     """
 
+    participant_kind: ClassVar[str]
+    missing_advice: ClassVar[str]
+
     def __init__(
-        self, group: dist.ProcessGroup | None, topic: str, participants: Sequence[int], num_participants: int
+        self,
+        group: dist.ProcessGroup | None,
+        topic: str,
+        participants: Sequence[int],
+        num_participants: int,
+        where: str,
     ) -> None:
         self._channel, self._participants = StoreChannel(group, topic), tuple(participants)
-        self._num_participants, self._round = num_participants, 0
+        self._num_participants, self._round, self._where = num_participants, 0, where
 
     def publish(self, configs: Mapping[int, Mapping[str, Any]]) -> None:
         """Publish the configuration of each of this process's participants in the next round, without waiting.
@@ -129,23 +132,19 @@ class ConfigCheck(ABC):
         Raises:
             MismatchError: they differ, or one was not published in time; on every rank that compares.
         """
-        configs = [self._read(participant, timeout) for participant in range(self._num_participants)]
-        self._check_equal(configs)
+        self._check_equal([self._read(participant, timeout) for participant in range(self._num_participants)])
 
     def _read(self, participant: int, timeout: float) -> Any:
         try:
             return json.loads(self._channel.read(participant, timeout, self._round))
         except OSError as error:
             reason = f"within {timeout:g} s" if isinstance(error, TimeoutError) else f"({error})"
-            raise self._missing_error(participant, reason) from error
+            problem = f"{self.participant_kind} {participant} published no configuration {reason}"
+            raise MismatchError(self._where, found=problem, do=self.missing_advice) from error
 
     @abstractmethod
     def _check_equal(self, configs: Sequence[Any]) -> None:
         """Raise MismatchError if the configurations, in the order of participants, do not fit each other."""
-
-    @abstractmethod
-    def _missing_error(self, participant: int, reason: str) -> MismatchError:
-        """The error to raise for a participant that published nothing."""
 
 
 class ReplicaConfigCheck(ConfigCheck):
@@ -160,12 +159,15 @@ class ReplicaConfigCheck(ConfigCheck):
         timeout: seconds to wait for another rank's configuration.
     """
 
+    participant_kind = "rank"
+    missing_advice = "call it on every rank of the group"
+
     def __init__(
         self, group: dist.ProcessGroup | None, topic: str, config: Mapping[str, Any], timeout: float = CONFIG_TIMEOUT
     ) -> None:
         rank = dist.get_rank(group)
-        super().__init__(group, topic, [rank], dist.get_world_size(group))
-        self._topic, self._timeout, self._is_pending = topic, timeout, True
+        super().__init__(group, topic, [rank], dist.get_world_size(group), where=topic)
+        self._timeout, self._is_pending = timeout, True
         self.publish({rank: config})
 
     def check(self) -> None:
@@ -182,13 +184,11 @@ class ReplicaConfigCheck(ConfigCheck):
         texts = [json.dumps(config, sort_keys=True) for config in configs]
         unequal = [rank for rank, text in enumerate(texts) if text != texts[0]]
         if unequal:
-            problem = f"rank 0 has {texts[0]}, rank {unequal[0]} has {texts[unequal[0]]}"
-            advice = "set all ranks up alike"
-            raise MismatchError(self._topic, found=problem, expected="the same on all ranks", do=advice)
-
-    def _missing_error(self, participant: int, reason: str) -> MismatchError:
-        problem = f"rank {participant} published no configuration {reason}"
-        return MismatchError(self._topic, found=problem, do="call it on every rank of the group")
+            problem, advice = (
+                f"rank 0 has {texts[0]}, rank {unequal[0]} has {texts[unequal[0]]}",
+                "set all ranks up alike",
+            )
+            raise MismatchError(self._where, found=problem, expected="the same on all ranks", do=advice)
 
 
 class StageConfigCheck(ConfigCheck):
@@ -202,8 +202,11 @@ class StageConfigCheck(ConfigCheck):
         own_stages: the indices of this rank's stages, of `num_stages`.
     """
 
+    participant_kind = "stage"
+    missing_advice = "call compress_pipeline, load_state_dict, eval and step alike on every rank"
+
     def __init__(self, group: dist.ProcessGroup | None, own_stages: Sequence[int], num_stages: int) -> None:
-        super().__init__(group, "wire", own_stages, num_stages)
+        super().__init__(group, "wire", own_stages, num_stages, where="pipeline")
 
     def check(self, timeout: float | None = None) -> None:
         """Compare the configurations of this round.
@@ -219,15 +222,9 @@ class StageConfigCheck(ConfigCheck):
     def _check_equal(self, configs: Sequence[Any]) -> None:
         differences = [line for lower, upper in pairwise(configs) for line in _stage_differences(lower, upper)]
         if differences:
+            problem, expected = "; ".join(differences), "both ends of a link alike"
             advice = "give every rank the same arguments, and load the state of the same step on every rank"
-            raise MismatchError(
-                "pipeline", found="; ".join(differences), expected="both ends of a link alike", do=advice
-            )
-
-    def _missing_error(self, participant: int, reason: str) -> MismatchError:
-        problem = f"stage {participant} published no configuration {reason}"
-        advice = "call compress_pipeline, load_state_dict, eval and step alike on every rank"
-        return MismatchError("pipeline", found=problem, do=advice)
+            raise MismatchError(self._where, found=problem, expected=expected, do=advice)
 
 
 def _stage_differences(lower: Any, upper: Any) -> list[str]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from shrinkpoint import validate
+from shrinkpoint.comm.aqsgd import AQSGD
+from shrinkpoint.comm.compressors.base import Cast, Compressor, Identity
+from shrinkpoint.comm.compressors.hadamard import Hadamard
+from shrinkpoint.comm.compressors.quantizers import BlockFloat, NormalFloat, Uniform
+from shrinkpoint.comm.compressors.sparse import RandomK, SameIndices, TopK
+from shrinkpoint.comm.error_feedback import EF, EF21, EFMixed, ErrorFeedback
 from shrinkpoint.errors import PolicyError
 
-if TYPE_CHECKING:
-    from shrinkpoint.comm.compressors.base import Compressor
-    from shrinkpoint.comm.error_feedback import ErrorFeedback
-
-_NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
 _SPEC_EXAMPLES = """exact | bf16 | fp16 | q4 | q4:64 | q4:row | q4:channel | q4:64:dither | n3:64 | block4:32 | \
 top10 | top10:bf16 | top10:q4:64 | top10:tensor | same | rand10 | h64(q4:64) | ef(..) | efmixed(..) | \
 ef21(..) | aq(..)"""
@@ -42,12 +42,8 @@ def parse(text: str) -> Compressor | ErrorFeedback:
         PolicyError: the text is not a spec, or a number in it is out of range.
     """
     stripped = validate.check_str("spec", text, do='write "q4:64"').strip()
-    for pattern, make in _FEEDBACKS:
-        match = re.fullmatch(pattern, stripped, re.DOTALL)
-        if match:
-            feedback: ErrorFeedback = make(match)
-            return feedback
-    return parse_compressor(stripped)
+    feedback: ErrorFeedback | None = _match_rule(_FEEDBACKS, stripped)
+    return parse_compressor(stripped) if feedback is None else feedback
 
 
 def as_compressor(compressor: Compressor | ErrorFeedback | str) -> Compressor | ErrorFeedback:
@@ -58,17 +54,12 @@ def as_compressor(compressor: Compressor | ErrorFeedback | str) -> Compressor | 
     """
     if isinstance(compressor, str):
         return parse(compressor)
-    from shrinkpoint.comm.compressors.base import Compressor
-    from shrinkpoint.comm.error_feedback import ErrorFeedback
-
     expected = 'a compressor, a feedback, or the spec of one, such as "q4:64"'
-    advice = (
-        "make one: Uniform(4, group=64)"
-        if isinstance(compressor, type)
-        else 'write "q4:64", or None to compress nothing'
-    )
+    is_class = isinstance(compressor, type)
+    advice = "make one: Uniform(4, group=64)" if is_class else 'write "q4:64", or None to compress nothing'
+    kinds = (Compressor, ErrorFeedback)
     instance: Compressor | ErrorFeedback = validate.check_instance(
-        "compressor", compressor, (Compressor, ErrorFeedback), expected=expected, do=advice
+        "compressor", compressor, kinds, expected=expected, do=advice
     )
     return instance
 
@@ -79,120 +70,88 @@ def parse_compressor(text: str) -> Compressor:
     Raises:
         PolicyError: the text is not such a spec.
     """
-    for pattern, make in _COMPRESSORS:
-        match = re.fullmatch(pattern, text.strip())
+    compressor: Compressor | None = _match_rule(_COMPRESSORS, text.strip())
+    if compressor is None:
+        problem, expected = "no compressor and no feedback", f"one of {_SPEC_EXAMPLES}"
+        raise PolicyError(f"spec {text!r}", found=problem, expected=expected)
+    return compressor
+
+
+_Rule = tuple[str, Callable[..., Any], Mapping[str, Callable[[str], Any]]]
+"""A pattern, what it stands for, and the conversion of each of its groups into an argument."""
+
+
+def _match_rule(rules: tuple[_Rule, ...], text: str) -> Any:
+    """Make what the first rule that matches stands for; None if there is none."""
+    for pattern, make, conversions in rules:
+        match = re.fullmatch(pattern, text)
         if match:
-            parsed: Compressor = make(match)
-            return parsed
-    raise PolicyError(f"spec {text!r}", found="no compressor and no feedback", expected=f"one of {_SPEC_EXAMPLES}")
-
-
-def _lazy_class(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(f"shrinkpoint.comm.{module}"), name)
-
-
-def _uniform(match: re.Match[str]) -> Any:
-    group, kind = match["group"], _lazy_class("compressors.quantizers", "Uniform")
-    size = int(group) if group and group.isdigit() else group
-    return kind(int(match["bits"]), **_without_none(group=size, dither=bool(match["dither"]) or None))
-
-
-def _hadamard(match: re.Match[str]) -> Any:
-    above = None if match["above"] is None else float(match["above"])
-    kind = _lazy_class("compressors.hadamard", "Hadamard")
-    return kind(
-        parse_compressor(match["inner"]), **_without_none(block=_integer(match["block"]), outlier_threshold=above)
-    )
-
-
-def _normal_float(match: re.Match[str]) -> Any:
-    return _lazy_class("compressors.quantizers", "NormalFloat")(
-        int(match["bits"]), **_without_none(group=_integer(match["group"]))
-    )
-
-
-def _block_float(match: re.Match[str]) -> Any:
-    return _lazy_class("compressors.quantizers", "BlockFloat")(
-        int(match["bits"]), **_without_none(block=_integer(match["block"]))
-    )
-
-
-def _topk(match: re.Match[str]) -> Any:
-    per = "tensor" if match["tensor"] else None
-    kind = _lazy_class("compressors.sparse", "TopK")
-    return kind(_share(match["share"]), **_without_none(values=_values(match["values"]), per=per))
-
-
-def _randomk(match: re.Match[str]) -> Any:
-    kind = _lazy_class("compressors.sparse", "RandomK")
-    options = _without_none(
-        values=_values(match["values"]), scaled=bool(match["scaled"]) or None, seed=_integer(match["seed"])
-    )
-    return kind(_share(match["share"]), **options)
-
-
-def _same_indices(match: re.Match[str]) -> Any:
-    return _lazy_class("compressors.sparse", "SameIndices")(**_without_none(values=_values(match["values"])))
+            arguments = {name: convert(match[name]) for name, convert in conversions.items() if match[name] is not None}
+            return make(**arguments)
+    return None
 
 
 def _share(percent: str) -> float:
     mantissa, _, exponent = percent.partition("e")
-    return float(
-        f"{mantissa}e{int(exponent or 0) - 2}"
-    )  # through text: the float closest to the number that was written
+    return float(f"{mantissa}e{int(exponent or 0) - 2}")  # by way of text: the float next to what was written
 
 
-def _values(text: str | None) -> Any:
-    return text if text in (None, "fp32", "fp16", "bf16") else parse_compressor(text)
+def _group(text: str) -> Any:
+    return int(text) if text.isdigit() else text
 
 
-def _integer(text: str | None) -> int | None:
-    return None if text is None else int(text)
+def _values(text: str) -> Any:
+    return text if text in ("fp32", "fp16", "bf16") else parse_compressor(text)
 
 
-def _without_none(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _ef_mixed(match: re.Match[str]) -> Any:
-    share = None if match["part"] is None else float(match["part"])
-    return _lazy_class("error_feedback", "EFMixed")(parse_compressor(match["inner"]), **_without_none(share=share))
-
-
-def _aqsgd(match: re.Match[str]) -> Any:
-    inner, *options = match["inner"].split(", ")
+def _aqsgd(text: str, inner: str, folder: str | None = None) -> AQSGD:
+    spec, *options = inner.split(", ")
     named = dict(option.partition("=")[::2] for option in options)
     unknown = named.keys() - {"warmup", "dtype", "most_bytes"}
     numbers = [value for name, value in named.items() if name != "dtype"]
     if unknown or not all(re.fullmatch(r"\d+", value) for value in numbers):
         expected = "warmup=, dtype=, most_bytes= and folder= after the compressor, in that order"
-        raise PolicyError(f"spec {match[0]!r}", found=", ".join(options), expected=expected)
-    typed = {name: value if name == "dtype" else int(value) for name, value in named.items()}
-    return _lazy_class("aqsgd", "AQSGD")(parse_compressor(inner), **typed, **_without_none(folder=match["folder"]))
+        raise PolicyError(f"spec {text!r}", found=", ".join(options), expected=expected)
+    typed: dict[str, Any] = {name: value if name == "dtype" else int(value) for name, value in named.items()}
+    return AQSGD(parse_compressor(spec), **typed, folder=folder)
 
 
-_SpecRule = tuple[str, Callable[[re.Match[str]], Any]]
+_NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
 _VALUES = r"(?::(?P<values>.+))?"
-_COMPRESSORS: tuple[_SpecRule, ...] = (
-    ("exact", lambda found: _lazy_class("compressors.base", "Identity")()),
-    ("bf16|fp16", lambda found: _lazy_class("compressors.base", "Cast")(found[0])),
-    (r"q(?P<bits>\d+)(?::(?P<group>\d+|row|channel))?(?P<dither>:dither)?", _uniform),
-    (r"n(?P<bits>\d+)(?::(?P<group>\d+))?", _normal_float),
-    (r"block(?P<bits>\d+)(?::(?P<block>\d+))?", _block_float),
-    (rf"h(?P<block>\d+)(?:>(?P<above>{_NUMBER}))?\((?P<inner>.*)\)", _hadamard),
-    (rf"top(?P<share>{_NUMBER})(?P<tensor>:tensor)?{_VALUES}", _topk),
-    (rf"rand(?P<share>{_NUMBER})(?P<scaled>:scaled)?(?::seed(?P<seed>\d+))?{_VALUES}", _randomk),
-    (rf"same{_VALUES}", _same_indices),
+_COMPRESSORS: tuple[_Rule, ...] = (
+    ("exact", Identity, {}),
+    ("(?P<dtype>bf16|fp16)", Cast, {"dtype": str}),
+    (
+        r"q(?P<bits>\d+)(?::(?P<group>\d+|row|channel))?(?P<dither>:dither)?",
+        Uniform,
+        {"bits": int, "group": _group, "dither": bool},
+    ),
+    (r"n(?P<bits>\d+)(?::(?P<group>\d+))?", NormalFloat, {"bits": int, "group": int}),
+    (r"block(?P<bits>\d+)(?::(?P<block>\d+))?", BlockFloat, {"bits": int, "block": int}),
+    (
+        rf"h(?P<block>\d+)(?:>(?P<outlier_threshold>{_NUMBER}))?\((?P<compressor>.*)\)",
+        Hadamard,
+        {"compressor": parse_compressor, "block": int, "outlier_threshold": float},
+    ),
+    (rf"top(?P<share>{_NUMBER})(?::(?P<per>tensor))?{_VALUES}", TopK, {"share": _share, "values": _values, "per": str}),
+    (
+        rf"rand(?P<share>{_NUMBER})(?P<scaled>:scaled)?(?::seed(?P<seed>\d+))?{_VALUES}",
+        RandomK,
+        {"share": _share, "values": _values, "scaled": bool, "seed": int},
+    ),
+    (rf"same{_VALUES}", SameIndices, {"values": _values}),
 )
-_FEEDBACKS: tuple[_SpecRule, ...] = (
+_FEEDBACKS: tuple[_Rule, ...] = (
+    (r"(?s)ef\((?P<compressor>.*)\)", EF, {"compressor": parse_compressor}),
+    (r"(?s)ef21\((?P<compressor>.*)\)", EF21, {"compressor": parse_compressor}),
     (
-        r"ef\((?P<inner>.*)\)",
-        lambda found: _lazy_class("error_feedback", "EF")(parse_compressor(found["inner"])),
+        rf"(?s)efmixed\((?P<compressor>.*?)(?:, share=(?P<share>{_NUMBER}))?\)",
+        EFMixed,
+        {"compressor": parse_compressor, "share": float},
     ),
     (
-        r"ef21\((?P<inner>.*)\)",
-        lambda found: _lazy_class("error_feedback", "EF21")(parse_compressor(found["inner"])),
+        r"(?s)(?P<text>aq\((?P<inner>.*?)(?:, folder=(?P<folder>.*))?\))",
+        _aqsgd,
+        {"text": str, "inner": str, "folder": str},
     ),
-    (rf"efmixed\((?P<inner>.*?)(?:, share=(?P<part>{_NUMBER}))?\)", _ef_mixed),
-    (r"aq\((?P<inner>.*?)(?:, folder=(?P<folder>.*))?\)", _aqsgd),
 )
