@@ -1,7 +1,7 @@
 """The benchmark behind `shrinkpoint bench`: every scheme on the same checkpoints.
 
 `series` reads checkpoints, a `System` turns each into bytes and back, `measure` compares what came back with the
-original, `result` and `plot` show it.
+original, `result` shows it.
 """
 
 from shrinkpoint.bench.measure import Distortion, QualityFunction, measure

@@ -34,9 +34,7 @@ class Distortion:
     """Relative errors of a decoded state: L2 norm of the error over that of the original, over all tensors of a group.
 
     Attributes:
-        weights: error of the weights; None if the state has none.
-        moment1: error of the first moments; None if the state has none.
-        moment2: error of the second moments; None if the state has none.
+        weights, moment1, moment2: errors of these groups of tensors; None if the state has none.
         update: error of Adam's direction `m / (sqrt(v) + eps)`, which decides the next step; None without moments.
         exact: every tensor of the state came back bit for bit.
     """
@@ -51,36 +49,31 @@ class Distortion:
     @torch.no_grad()
     def measure(cls, original: FlatState, decoded: Mapping[str, Tensor]) -> Distortion:
         """Compares the decoded tensors of a state with the original."""
-        pairs = {
-            group: [
-                (original.tensors[name], decoded[name]) for name, info in original.infos.items() if info.role in roles
-            ]
-            for group, roles in ROLE_GROUPS.items()
-        }
-        errors = {group: _relative_error(tensors) for group, tensors in pairs.items()}
-        return cls(
-            weights=errors["W"],
-            moment1=errors["m"],
-            moment2=errors["v"],
-            update=_relative_error(_adam_updates(original, decoded)),
-            exact=all(same_bits(tensor, decoded[name]) for name, tensor in original.tensors.items()),
+        weights, moment1, moment2 = (
+            _relative_error((original.tensors[name], decoded[name]) for name in names)
+            for names in _names_by_group(original).values()
         )
+        update = _relative_error(_adam_updates(original, decoded))
+        exact = all(same_bits(tensor, decoded[name]) for name, tensor in original.tensors.items())
+        return cls(weights, moment1, moment2, update, exact)
 
 
-def _adam_updates(original: FlatState, decoded: Mapping[str, Tensor]) -> Iterable[tuple[Tensor, Tensor]]:
+def _names_by_group(state: FlatState) -> dict[str, list[str]]:
+    infos = state.infos.items()
+    return {group: [name for name, info in infos if info.role in roles] for group, roles in ROLE_GROUPS.items()}
+
+
+def _adam_updates(original: FlatState, decoded: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of Adam's direction of each parameter, from the original and from the decoded moments."""
     for info in original.optimizer_info.values():
         if info.moment1 is None or info.moment2 is None:
             continue
-        eps = info.eps or DEFAULT_EPS
-        original_update = _adam_update(original.tensors[info.moment1], original.tensors[info.moment2], eps)
-        decoded_update = _adam_update(decoded[info.moment1], decoded[info.moment2], eps)
-        if original_update.shape == decoded_update.shape:
-            yield original_update, decoded_update
-
-
-def _adam_update(moment1: Tensor, moment2: Tensor, eps: float) -> Tensor:
-    return moment1.double() / (moment2.double().sqrt() + eps)
+        update, decoded_update = (
+            tensors[info.moment1].double() / (tensors[info.moment2].double().sqrt() + (info.eps or DEFAULT_EPS))
+            for tensors in (original.tensors, decoded)
+        )
+        if update.shape == decoded_update.shape:
+            yield update, decoded_update
 
 
 def _relative_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float | None:
@@ -136,21 +129,19 @@ class QualityFunction:
 
 def measure(system: System, series: Series, quality: QualityFunction | None = None) -> BenchResult:
     """Runs a system on a series; an error of this library becomes the result's `failure`."""
+    entries, rows = iter(series), []
     try:
-        return BenchResult(system.name, list(_rows(system, series, quality)))
+        for round_trip in system.run(series):
+            entry = next(entries)
+            assert entry.step == round_trip.step
+            rows.append(_result_row(entry.state, round_trip, quality))
     except ShrinkpointError as error:
         return BenchResult(system.name, failure=str(error))
+    return BenchResult(system.name, rows)
 
 
-def _rows(system: System, series: Series, quality: QualityFunction | None) -> Iterator[ResultRow]:
-    entries = iter(series)
-    for round_trip in system.run(series):
-        entry = next(entries)
-        assert entry.step == round_trip.step
-        yield _result_row(flatten(entry.state), entry.state, round_trip, quality)
-
-
-def _result_row(flat_state: FlatState, state: Any, round_trip: RoundTrip, quality: QualityFunction | None) -> ResultRow:
+def _result_row(state: Any, round_trip: RoundTrip, quality: QualityFunction | None) -> ResultRow:
+    flat_state = flatten(state)
     distortion = Distortion.measure(flat_state, round_trip.tensors)
     errors = {
         "W": distortion.weights,
@@ -159,7 +150,8 @@ def _result_row(flat_state: FlatState, state: Any, round_trip: RoundTrip, qualit
         "update": distortion.update,
     }
     values = {
-        kind: sum(flat_state.infos[name].numel for name in names) for kind, names in _names_by_group(flat_state).items()
+        group: sum(flat_state.infos[name].numel for name in names)
+        for group, names in _names_by_group(flat_state).items()
     }
     original_value = decoded_value = rise = None
     if quality is not None:
@@ -187,12 +179,9 @@ def _result_row(flat_state: FlatState, state: Any, round_trip: RoundTrip, qualit
     )
 
 
-def _names_by_group(state: FlatState) -> dict[str, list[str]]:
-    return {
-        kind: [name for name, info in state.infos.items() if info.role in ROLE_GROUPS[kind]] for kind in ROLE_GROUPS
-    }
-
-
-def _bits_per_value(round_trip: RoundTrip, values: dict[str, int]) -> dict[str, float]:
-    stored = {kind: sum(round_trip.roles.get(role.value, 0) for role in ROLE_GROUPS[kind]) for kind in ROLE_GROUPS}
-    return {kind: 8 * stored[kind] / count for kind, count in values.items() if count and round_trip.roles}
+def _bits_per_value(round_trip: RoundTrip, values: Mapping[str, int]) -> dict[str, float]:
+    """Stored bits for each value of a group; empty where the system does not tell roles apart."""
+    if not round_trip.roles:
+        return {}
+    stored = {group: sum(round_trip.roles.get(role.value, 0) for role in roles) for group, roles in ROLE_GROUPS.items()}
+    return {group: 8 * stored[group] / count for group, count in values.items() if count}

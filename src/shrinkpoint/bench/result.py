@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.tensors.info import JSON
@@ -89,12 +89,15 @@ class BenchResult:
     @property
     def encode_speed(self) -> float:
         """GB of raw bytes a second, the user's evaluation not counted."""
-        return _ratio(sum(row.raw for row in self.rows), 1e9 * sum(row.encode for row in self.rows))
+        return self._gb_per_second(sum(row.encode for row in self.rows))
 
     @property
     def decode_speed(self) -> float:
         """GB of raw bytes a second."""
-        return _ratio(sum(row.raw for row in self.rows), 1e9 * sum(row.decode for row in self.rows))
+        return self._gb_per_second(sum(row.decode for row in self.rows))
+
+    def _gb_per_second(self, seconds: float) -> float:
+        return _ratio(sum(row.raw for row in self.rows), 1e9 * seconds)
 
     @property
     def peak(self) -> float | None:
@@ -139,20 +142,8 @@ def _ratio(a: float, b: float) -> float:
 
 
 TABLE_HEADER = (
-    "scheme",
-    "W bits",
-    "m bits",
-    "v bits",
-    "delta x",
-    "run x",
-    "W error",
-    "update error",
-    "rise %",
-    "worst %",
-    "retention",
-    "enc GB/s",
-    "dec GB/s",
-    "memory",
+    *("scheme", "W bits", "m bits", "v bits", "delta x", "run x", "W error", "update error"),
+    *("rise %", "worst %", "retention", "enc GB/s", "dec GB/s", "memory"),
 )
 """Bits a value and errors are medians over the deltas; ratios are of the whole state; memory is the largest rise during
 a save, in sizes of the state."""
@@ -164,16 +155,24 @@ def table_rows(results: Sequence[BenchResult]) -> list[list[str]]:
 
 
 def _table_row(result: BenchResult) -> list[str]:
-    bits = [_format_number(result.median(lambda row, kind=kind: row.bits.get(kind)), ".3f") for kind in "Wmv"]  # type: ignore[misc]
-    errors = [result.median(lambda row, kind=kind: row.errors.get(kind)) for kind in ("W", "update")]  # type: ignore[misc]
-    rise, worst = result.median(lambda row: row.rise), result.worst(lambda row: row.rise)
+    def median_text(form: str, key: Callable[[ResultRow], float | None]) -> str:
+        return _format_number(result.median(key), form)
+
+    def error_text(kind: str) -> str:
+        error = result.median(lambda row: row.errors.get(kind))
+        return _format_number(error, ".2e" if error else ".0f")
+
+    rises = result.median(lambda row: row.rise), result.worst(lambda row: row.rise)
     return [
         result.name,
-        *bits,
+        median_text(".3f", lambda row: row.bits.get("W")),
+        median_text(".3f", lambda row: row.bits.get("m")),
+        median_text(".3f", lambda row: row.bits.get("v")),
         f"{result.delta_ratio:.2f}",
         f"{result.ratio:.2f}",
-        *(_format_number(error, ".2e") if error else _format_number(error, ".0f") for error in errors),
-        *(_format_number(None if value is None else 100 * value, "+.3f") for value in (rise, worst)),
+        error_text("W"),
+        error_text("update"),
+        *(_format_number(None if rise is None else 100 * rise, "+.3f") for rise in rises),
         _format_number(result.min_retention, ".2f"),
         f"{result.encode_speed:.3f}",
         f"{result.decode_speed:.3f}",
@@ -185,25 +184,16 @@ def _format_number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-_COLOURS = (
-    "#1f77b4",
-    "#d62728",
-    "#2ca02c",
-    "#9467bd",
-    "#ff7f0e",
-    "#17becf",
-    "#8c564b",
-    "#e377c2",
-    "#7f7f7f",
-    "#bcbd22",
-)
+_COLOURS = [
+    *("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e"),
+    *("#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22"),
+]
 _MARKERS = ("circle", "square", "diamond", "x")
 _RATE, _RATIO = "bits a weight, median of deltas", "raw bytes for each stored byte of the whole state, deltas"
 _ERROR, _RISE = "relative error of the weights", "worst relative rise of the loss"
 
 
-@dataclass(frozen=True)
-class _Panel:
+class _Panel(NamedTuple):
     """Two quantities of a result and the titles of their axes; on the y axis, values <= 0 lie at the foot."""
 
     x_title: str

@@ -26,12 +26,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout a
 StepOption = Annotated[
     int | None, typer.Option("--step", min=0, metavar="N", help="Which checkpoint of a store; the newest if not given.")
 ]
-ThresholdOption = Annotated[
-    str,
-    typer.Option(
-        "--threshold", metavar="SHARE", help="How much worse a checkpoint may be, for schemes that measure: 1%, or .01."
-    ),
-]
+_THRESHOLD_HELP = "How much worse a checkpoint may be, for schemes that measure: 1%, or .01."
+ThresholdOption = Annotated[str, typer.Option("--threshold", metavar="SHARE", help=_THRESHOLD_HELP)]
 HigherIsBetterOption = Annotated[
     bool, typer.Option("--higher-is-better", help="--evaluate returns a score, not a loss.")
 ]
@@ -75,19 +71,10 @@ def import_function(text: str) -> Callable[[Any], Any]:
 
 
 OWN_CHECKPOINT = "a checkpoint of shrinkpoint"
-StoreArgument = Annotated[str, typer.Argument(metavar="STORE", help="Directory of a store.", show_default=False)]
-RunArgument = Annotated[
-    str,
-    typer.Argument(metavar="STORE|RUN", help="Directory of a store, or of a framework's run.", show_default=False),
-]
-LocationArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="STORE|FOLDER|FILE",
-        help="A store, a store's checkpoint (STORE@STEP), a framework's checkpoint directory or run, or one file.",
-        show_default=False,
-    ),
-]
+_LOCATION_HELP = "A store, a store's checkpoint (STORE@STEP), a framework's checkpoint directory or run, or one file."
+StoreArgument = Annotated[str, typer.Argument(metavar="STORE", help="Directory of a store.")]
+RunArgument = Annotated[str, typer.Argument(metavar="STORE|RUN", help="Directory of a store, or of a framework's run.")]
+LocationArgument = Annotated[str, typer.Argument(metavar="STORE|FOLDER|FILE", help=_LOCATION_HELP)]
 
 
 @dataclass(frozen=True)
@@ -160,18 +147,16 @@ def open_store(text: str, *, allow_run: bool = False) -> tuple[Storage, Listing]
     Raises:
         NotFoundError: there is no such directory, or it has something else in it. An empty directory is a store.
     """
-    path = Path(text)
-    if not path.is_dir():
-        is_file = path.exists()
-        found = "a file" if is_file else "no such directory"
-        do = f"see `shrinkpoint show {text}`" if is_file else "check the path"
-        raise NotFoundError(text, found=found, expected="the directory of a store", do=do)
+    path, expected = Path(text), "the directory of a store"
+    if path.exists() and not path.is_dir():
+        raise NotFoundError(text, found="a file", expected=expected, do=f"see `shrinkpoint show {text}`")
+    if not path.exists():
+        raise NotFoundError(text, found="no such directory", expected=expected, do="check the path")
     storage = LocalStorage(path)
     listing = scan(storage)
     if not (listing.keys or listing.manifests or listing.broken):
         identity = identify(path)
         if identity is not None and identity.description != EMPTY_DIRECTORY and (identity.is_foreign or not allow_run):
-            expected = "the directory of a store"
             raise NotFoundError(text, found=identity.description, expected=expected, do=identity.do)
     return storage, listing
 

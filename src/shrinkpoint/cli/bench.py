@@ -6,6 +6,7 @@ import json as jsonlib
 import tempfile
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,41 +21,21 @@ if TYPE_CHECKING:
     from shrinkpoint.bench.series import Series
     from shrinkpoint.bench.systems import System
 
-PlacesArgument = Annotated[
-    list[Path] | None,
-    typer.Argument(
-        metavar="[STORE|FILES...]",
-        help="One store, or files of checkpoints in their order; none: a small GPT is trained first.",
-        show_default=False,
-    ),
-]
-EvaluateOption = Annotated[
-    str | None,
-    typer.Option(
-        "--evaluate",
-        metavar="MODULE:FUNCTION",
-        help="Gets a state as it was saved, returns a loss; without it, schemes that search are left out.",
-        show_default=False,
-    ),
-]
-SchemesOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--scheme",
-        metavar="SCHEME",
-        show_default=False,
-        help='Only this one, such as "fisher(relative_error=.3)"; may be given again.',
-    ),
-]
+_PLACES_HELP = "One store, or files of checkpoints in their order; none: a small GPT is trained first."
+_EVALUATE_HELP = "Gets a state as it was saved, returns a loss; without it, schemes that search are left out."
+_SCHEMES_HELP = 'Only this one, such as "fisher(relative_error=.3)"; may be given again.'
+PlacesArgument = Annotated[list[Path] | None, typer.Argument(metavar="[STORE|FILES...]", help=_PLACES_HELP)]
+EvaluateOption = Annotated[str | None, typer.Option("--evaluate", metavar="MODULE:FUNCTION", help=_EVALUATE_HELP)]
+SchemesOption = Annotated[list[str] | None, typer.Option("--scheme", metavar="SCHEME", help=_SCHEMES_HELP)]
 KeyframeOption = Annotated[
-    int | None,
-    typer.Option("--keyframe-every", min=1, help="Checkpoints in a chain; else one chain.", show_default=False),
+    int | None, typer.Option("--keyframe-every", min=1, help="Checkpoints in a chain; else one chain.")
 ]
 ThreadsOption = Annotated[int, typer.Option("--threads", min=1, help="Threads of the coders.")]
 OutOption = Annotated[
-    Path | None,
-    typer.Option("--out", metavar="PATH", help="Also write PATH.json, PATH.html (and .png).", show_default=False),
+    Path | None, typer.Option("--out", metavar="PATH", help="Also write PATH.json, PATH.html (and .png).")
 ]
+_DROP_ORDERS = (0, 1, 4, 5, 0, 2, 3, 6, 1, 7, 8, 9, 10, 11)
+"""The order in which a narrow terminal leaves out the columns of the table."""
 
 
 def command(
@@ -81,19 +62,31 @@ def command(
         series, quality = _load_series(places or [], evaluate, higher, Path(directory))
         function = None if quality is None else quality.evaluate
         names = schemes or [name for name in SYSTEMS if function is not None or not needs_evaluation(name)]
-        systems = [
-            make_system(
-                name,
-                evaluate=function,
-                threshold=share,
-                higher_is_better=higher,
-                keyframe_every=keyframe_every,
-                threads=threads,
-            )
-            for name in names
-        ]
+        make = partial(
+            make_system,
+            evaluate=function,
+            threshold=share,
+            higher_is_better=higher,
+            keyframe_every=keyframe_every,
+            threads=threads,
+        )
+        systems = [make(name) for name in names]  # a wrong name is refused before anything is measured
         results = [_measure_system(system, series, quality) for system in systems]
-        _print_results(series, results, share, function is not None, out, json)
+        document: dict[str, Any] = {
+            "series": series.name,
+            "checkpoints": len(series),
+            "threshold": None if function is None else share,
+            "schemes": [result.to_json() for result in results],
+        }
+    written = [] if out is None else _write_results(document, results, out)
+    if json:
+        print_json(document)
+        return
+    _print_results(results)
+    if function is None:
+        print_note("no --evaluate: nothing is known of the loss, and schemes that search were left out")
+    if written:
+        print_line("written: " + ", ".join(map(str, written)))
 
 
 def _load_series(
@@ -120,38 +113,17 @@ def _measure_system(system: System, series: Series, quality: QualityFunction | N
         return measure(system, series, quality)
 
 
-def _print_results(
-    series: Series, results: Sequence[BenchResult], threshold: float, has_quality: bool, out: Path | None, json: bool
-) -> None:
-    document: dict[str, Any] = {
-        "series": series.name,
-        "checkpoints": len(series),
-        "threshold": threshold if has_quality else None,
-        "schemes": [result.to_json() for result in results],
-    }
-    written = [] if out is None else _write_results(document, results, out)
-    if json:
-        print_json(document)
-        return
+def _print_results(results: Sequence[BenchResult]) -> None:
     from shrinkpoint.bench.result import TABLE_HEADER, table_rows
 
-    rows = table_rows(results)
-    drop_orders = (0, 1, 4, 5, 0, 2, 3, 6, 1, 7, 8, 9, 10, 11)
-    if rows:
-        columns = zip(TABLE_HEADER, zip(*rows, strict=True), drop_orders, strict=True)
+    if rows := table_rows(results):
+        columns = zip(TABLE_HEADER, zip(*rows, strict=True), _DROP_ORDERS, strict=True)
         print_table(
-            [
-                Column(title, cells, align_right=title != TABLE_HEADER[0], drop_order=order)
-                for title, cells, order in columns
-            ]
+            [Column(title, cells, title != TABLE_HEADER[0], drop_order) for title, cells, drop_order in columns]
         )
     for result in results:
         if result.failure:
             print_note(f"{result.name}: {result.failure}", "failed", "bold red")
-    if not has_quality:
-        print_note("no --evaluate: nothing is known of the loss, and schemes that search were left out")
-    if written:
-        print_line("written: " + ", ".join(map(str, written)))
 
 
 def _write_results(document: dict[str, Any], results: Sequence[BenchResult], out: Path) -> list[Path]:

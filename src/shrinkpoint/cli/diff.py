@@ -19,8 +19,8 @@ _LOCATION_HELP = "A file, a store (its newest checkpoint) or STORE@STEP."
 
 
 def command(
-    first: Annotated[str, typer.Argument(metavar="A", help=_LOCATION_HELP, show_default=False)],
-    second: Annotated[str, typer.Argument(metavar="B", help=_LOCATION_HELP, show_default=False)],
+    first: Annotated[str, typer.Argument(metavar="A", help=_LOCATION_HELP)],
+    second: Annotated[str, typer.Argument(metavar="B", help=_LOCATION_HELP)],
     every: Annotated[bool, typer.Option("--all", help="Also the tensors that are equal.")] = False,
     json: JsonOption = False,
 ) -> None:

@@ -14,7 +14,7 @@ from shrinkpoint.store.listing import forget, scan
 
 def command(
     store: StoreArgument,
-    steps: Annotated[list[int], typer.Argument(metavar="STEP...", min=0, help="Which to hide.", show_default=False)],
+    steps: Annotated[list[int], typer.Argument(metavar="STEP...", min=0, help="Which to hide.")],
     json: JsonOption = False,
 ) -> None:
     """Hide checkpoints from every reader; the next `prune --apply` deletes those that no other checkpoint depends on.

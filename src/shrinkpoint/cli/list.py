@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -24,46 +24,38 @@ def command(
 ) -> None:
     """List the checkpoints of a store, or of a framework's run: age, size, base, metrics."""
     storage, listing = open_store(store, allow_run=True)
+    hidden = 0
     if Location(Path(store)).is_run:
         report = run_report(Path(store))
-        print_json(report.to_json()) if json else _print_run(report)
-        return
-    report = store_report(
-        storage.describe(),
-        (listing.manifests if every else listing.visible).values(),
-        forgotten=listing.forgotten,
-        broken=((error.where, f"{error.found}") for error in listing.broken.values()),
-    )
-    if directories := find_checkpoints(store):
-        count = humanize.count(len(directories), "checkpoint")
-        print_note(f"{store}: {count} of a framework, such as {directories[-1]}, are not listed")
+    else:
+        hidden = 0 if every else len(listing.forgotten & set(listing.manifests))
+        report = store_report(
+            storage.describe(),
+            (listing.manifests if every else listing.visible).values(),
+            forgotten=listing.forgotten,
+            broken=[(error.where, error.found) for error in listing.broken.values()],
+        )
+        if directories := find_checkpoints(store):
+            count = humanize.count(len(directories), "checkpoint")
+            print_note(f"{store}: {count} of a framework, such as {directories[-1]}, are not listed")
     if json:
         print_json(report.to_json())
     else:
-        _print_store(store, report, hidden=0 if every else len(listing.forgotten & set(listing.manifests)))
+        _print(store, report, hidden)
 
 
-def _print_store(store: str, report: StoreReport, hidden: int) -> None:
-    if not report.checkpoints:
-        print_line(f"{store}: no checkpoint yet")
-    else:
-        print_line(f"{store}: {_totals(report)}")
+def _print(store: str, report: StoreReport, hidden: int) -> None:
+    """Prints a report; `hidden` counts the forgotten checkpoints that it leaves out."""
+    place = report.where if report.is_run else store
+    if report.checkpoints or report.is_run:
+        print_line(f"{place}: {_totals(report)}")
         print_line("")
         styles = ["dim" if row.forgotten else "" for row in report.checkpoints]
-        print_table(_store_columns(report.checkpoints), styles=styles)
+        print_table(_columns(report.checkpoints, report.is_run), styles=styles)
+    else:
+        print_line(f"{store}: no checkpoint yet")
     if hidden:
         print_note(f"{humanize.count(hidden, 'checkpoint')} forgotten, shown by --all, deleted by `prune`")
-    _print_broken(store, report)
-
-
-def _print_run(report: StoreReport) -> None:
-    print_line(f"{report.where}: {_totals(report)}")
-    print_line("")
-    print_table(_run_columns(report.checkpoints))
-    _print_broken(report.where, report)
-
-
-def _print_broken(place: str, report: StoreReport) -> None:
     for where, reason in report.broken:
         print_note(f"{where}: {reason} (see `shrinkpoint verify {place}`)", "unreadable", "bold red")
 
@@ -74,60 +66,53 @@ def _totals(report: StoreReport) -> str:
     return f"{count}, {sizes} ({humanize.ratio(report.raw_bytes, report.stored_bytes)})"
 
 
-def _run_columns(rows: Sequence[CheckpointReport]) -> list[Column]:
-    return [
-        Column("folder", [row.folder or "" for row in rows], wrap=True),
-        Column("step", ["" if row.step is None else str(row.step) for row in rows], align_right=True, drop_order=1),
-        Column("age", [humanize.age(row.created) for row in rows], align_right=True, drop_order=3),
-        Column("kind", ["keyframe" if row.keyframe else f"delta {row.depth}" for row in rows], drop_order=2),
-        Column("ranks", [str(row.ranks) for row in rows], align_right=True, drop_order=6),
-        Column("scheme", [row.scheme for row in rows], drop_order=7),
-        Column("state", [humanize.size(row.raw_bytes) for row in rows], align_right=True, drop_order=4),
-        Column("stored", [humanize.size(row.stored_bytes) for row in rows], align_right=True),
-        Column("ratio", [humanize.ratio(row.raw_bytes, row.stored_bytes) for row in rows], align_right=True),
-        *rise_columns(rows, drop_order=5),
-        *metric_columns(rows, drop_order=5),
-        Column("note", [row.note for row in rows], drop_order=8, wrap=True),
+def _columns(rows: Sequence[CheckpointReport], is_run: bool) -> list[Column]:
+    """The columns of a run's checkpoints, or of a store's; in a narrow terminal those of a run go in another order."""
+    steps = ["" if row.step is None else str(row.step) for row in rows]
+    ages = [humanize.age(row.created) for row in rows]
+    schemes, notes = [row.scheme for row in rows], [row.note for row in rows]
+    raw, stored = [row.raw_bytes for row in rows], [row.stored_bytes for row in rows]
+    sizes, stored_sizes = [*map(humanize.size, raw)], [*map(humanize.size, stored)]
+    size_columns = [
+        Column("state", sizes, align_right=True, drop_order=4 if is_run else 3),
+        Column("stored", stored_sizes, align_right=True),
+        Column("ratio", [*map(humanize.ratio, raw, stored)], align_right=True),
     ]
-
-
-def _store_columns(rows: Sequence[CheckpointReport]) -> list[Column]:
+    if is_run:
+        return [
+            Column("folder", [row.folder or "" for row in rows], wrap=True),
+            Column("step", steps, align_right=True, drop_order=1),
+            Column("age", ages, align_right=True, drop_order=3),
+            Column("kind", ["keyframe" if row.keyframe else f"delta {row.depth}" for row in rows], drop_order=2),
+            Column("ranks", [str(row.ranks) for row in rows], align_right=True, drop_order=6),
+            Column("scheme", schemes, drop_order=7),
+            *size_columns,
+            *_measured_columns(rows, drop_order=5),
+            Column("note", notes, drop_order=8, wrap=True),
+        ]
     return [
-        Column("step", [str(row.step) for row in rows], align_right=True),
-        Column("age", [humanize.age(row.created) for row in rows], align_right=True, drop_order=2),
-        Column("kind", [chain_label(row) for row in rows], drop_order=1),
-        Column("scheme", [row.scheme for row in rows], drop_order=6),
-        Column("state", [humanize.size(row.raw_bytes) for row in rows], align_right=True, drop_order=3),
-        Column("stored", [humanize.size(row.stored_bytes) for row in rows], align_right=True),
-        Column("ratio", [humanize.ratio(row.raw_bytes, row.stored_bytes) for row in rows], align_right=True),
-        *rise_columns(rows, drop_order=4),
-        *metric_columns(rows),
+        Column("step", steps, align_right=True),
+        Column("age", ages, align_right=True, drop_order=2),
+        Column("kind", [_chain_label(row) for row in rows], drop_order=1),
+        Column("scheme", schemes, drop_order=6),
+        *size_columns,
+        *_measured_columns(rows, drop_order=4),
         Column("lossy restores", [str(row.lossy_restores or "") for row in rows], align_right=True, drop_order=5),
-        Column("note", [row.note for row in rows], drop_order=7, wrap=True),
+        Column("note", notes, drop_order=7, wrap=True),
     ]
 
 
-def chain_label(row: CheckpointReport) -> str:
-    """`keyframe`, or the base of a delta and how many deltas it is above the keyframe."""
+def _chain_label(row: CheckpointReport) -> str:
     text = "keyframe" if row.keyframe else f"delta {row.depth} on {row.chain[-2]}"
     return f"{text}, forgotten" if row.forgotten else text
 
 
-def rise_columns(rows: Sequence[CheckpointReport], drop_order: int) -> list[Column]:
-    """The column of the loss increases; no column if no checkpoint lost anything."""
+def _measured_columns(rows: Sequence[CheckpointReport], drop_order: int) -> Iterator[Column]:
+    """The rise of the loss, if any checkpoint lost something, and each metric, the most frequent first."""
     increases = [str(LossIncrease.from_loss(row.loss)) for row in rows]
-    return [Column("loss rise", increases, align_right=True, drop_order=drop_order)] if any(increases) else []
-
-
-def metric_columns(rows: Sequence[CheckpointReport], drop_order: int = 4) -> list[Column]:
-    """One column for each metric, the most frequent first."""
+    if any(increases):
+        yield Column("loss rise", increases, align_right=True, drop_order=drop_order)
     frequencies = Counter(name for row in rows for name in row.metrics)
-    return [
-        Column(
-            name,
-            [humanize.number(row.metrics[name]) if name in row.metrics else "" for row in rows],
-            align_right=True,
-            drop_order=drop_order + index,
-        )
-        for index, (name, _) in enumerate(frequencies.most_common())
-    ]
+    for index, (name, _) in enumerate(frequencies.most_common()):
+        cells = [humanize.number(row.metrics[name]) if name in row.metrics else "" for row in rows]
+        yield Column(name, cells, align_right=True, drop_order=drop_order + index)

@@ -70,13 +70,17 @@ def command(
 
 def _print(store: str, listing: Listing, plan: PrunePlan, is_applied: bool) -> None:
     steps = sorted(plan.reasons)
+    manifests = [listing.manifests.get(step) for step in steps]
     if steps:
+        ages = [humanize.age(manifest.created) if manifest else "?" for manifest in manifests]
+        stored = [humanize.size(manifest.stored_bytes) if manifest else "?" for manifest in manifests]
+        deletion = "deleted" if is_applied else "delete"
         print_table(
             [
                 Column("step", [str(step) for step in steps], align_right=True),
-                Column("age", [_format_age(listing, step) for step in steps], align_right=True, drop_order=2),
-                Column("stored", [_format_stored(listing, step) for step in steps], align_right=True, drop_order=1),
-                Column("", [_status(step in plan.delete, is_applied) for step in steps]),
+                Column("age", ages, align_right=True, drop_order=2),
+                Column("stored", stored, align_right=True, drop_order=1),
+                Column("", [deletion if step in plan.delete else "keep" for step in steps]),
                 Column("because", [join_reasons(plan.reasons[step]) for step in steps], wrap=True),
             ],
             styles=["red" if step in plan.delete else "" for step in steps],
@@ -96,18 +100,6 @@ def join_reasons(reasons: Sequence[str]) -> str:
     if dependent_steps:
         joined.append(f"base of {preview(dependent_steps)}")
     return "; ".join(joined)
-
-
-def _status(is_deleted: bool, is_applied: bool) -> str:
-    return ("deleted" if is_applied else "delete") if is_deleted else "keep"
-
-
-def _format_age(listing: Listing, step: int) -> str:
-    return humanize.age(listing.manifests[step].created) if step in listing.manifests else "?"
-
-
-def _format_stored(listing: Listing, step: int) -> str:
-    return humanize.size(listing.manifests[step].stored_bytes) if step in listing.manifests else "?"
 
 
 def _verdict(store: str, plan: PrunePlan, is_applied: bool) -> str:

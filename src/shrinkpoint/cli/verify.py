@@ -51,11 +51,11 @@ def command(
         print_json({"where": str(location), "deep": deep, "checked": checked, "findings": rows})
     else:
         _print(location, checked, findings, deep)
-    if any(not is_orphan(finding) for finding in findings):
+    if not all(map(_is_orphan, findings)):
         raise typer.Exit(ExitCode.FINDINGS)
 
 
-def is_orphan(finding: Finding) -> bool:
+def _is_orphan(finding: Finding) -> bool:
     """Whether a finding is a file of an unfinished save, which the next save removes; it harms no checkpoint."""
     return finding.step is None and finding.loads
 
@@ -79,7 +79,7 @@ def _verify_all(location: Location, deep: bool) -> tuple[list[Finding], int]:
 
 
 def _verify_directory(directory: Path, deep: bool) -> list[Finding]:
-    """Verifies the manifest of a framework's checkpoint, every file it needs and, if deep, what these decode to."""
+    """Verifies a framework's checkpoint: its manifest, every file it needs and, if deep, what these decode to."""
     try:
         manifest = verify_directory(directory, deep=True)
         if deep:
@@ -115,7 +115,9 @@ def _finding_from_error(error: ShrinkpointError) -> Finding:
 
 def _print(location: Location, count: int, findings: Sequence[Finding], deep: bool) -> None:
     for finding in findings:
-        word, style = _label(finding)
+        word, style = ("warning", "yellow") if finding.loads else ("BROKEN", "bold red")
+        if _is_orphan(finding):
+            word, style = "orphan", "dim"
         prefix = f"step {finding.step}: " if finding.step is not None else ""
         print_line(f"{word:8}{prefix}{finding.problem}", style)
         for line in (finding.where, finding.do):
@@ -127,14 +129,8 @@ def _print(location: Location, count: int, findings: Sequence[Finding], deep: bo
     print_line(f"{location}: {what} {'decoded' if deep else 'read'}, {_verdict(findings)}", "" if findings else "green")
 
 
-def _label(finding: Finding) -> tuple[str, str]:
-    if is_orphan(finding):
-        return "orphan", "dim"
-    return ("warning", "yellow") if finding.loads else ("BROKEN", "bold red")
-
-
 def _verdict(findings: Sequence[Finding]) -> str:
-    counted = [finding for finding in findings if not is_orphan(finding)]
+    counted = [finding for finding in findings if not _is_orphan(finding)]
     if not counted:
         return "every byte is what was written"
     lost = {finding.where if finding.step is None else finding.step for finding in counted if not finding.loads}

@@ -14,15 +14,16 @@ import pickletools
 import reprlib
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from shrinkpoint.convert import torch_file
 from shrinkpoint.convert.part import Part, read_bytes, safe_join, write_error
-from shrinkpoint.errors import CorruptError, NotFoundError, PolicyError, ShrinkpointError, TruncatedError
+from shrinkpoint.errors import CorruptError, NotFoundError, PolicyError, TruncatedError
 from shrinkpoint.storage import storage_error
 from shrinkpoint.tensors.dtypes import DTYPE_NAMES, empty
 
@@ -38,8 +39,7 @@ _MAX_PATH_KEYS = 128
 """Length of the longest path in a nest."""
 
 
-@dataclass(frozen=True)
-class StorageEntry:
+class StorageEntry(NamedTuple):
     """The bytes of one saved item: `length` bytes of `file` from `offset` on."""
 
     file: str
@@ -47,8 +47,7 @@ class StorageEntry:
     length: int
 
 
-@dataclass(frozen=True)
-class TensorChunk:
+class TensorChunk(NamedTuple):
     """A box of a tensor, given by its offsets and sizes along each axis, and the entry that holds it."""
 
     offsets: tuple[int, ...]
@@ -65,14 +64,8 @@ class TensorEntry:
     chunks: tuple[TensorChunk, ...]
 
 
-@dataclass(frozen=True)
-class ParsedMetadata:
-    """The items of a directory by the names that DCP gives them.
-
-    Attributes:
-        items: tensors, and the entries of plain values.
-        paths: path of each item in the nest.
-    """
+class ParsedMetadata(NamedTuple):
+    """The items of a directory by the names that DCP gives them, and the path of each in the nest."""
 
     items: Mapping[str, TensorEntry | StorageEntry]
     paths: Mapping[str, NestPath]
@@ -94,7 +87,9 @@ def read_metadata(directory: Path) -> ParsedMetadata:
 
 def data_files(directory: Path, metadata: ParsedMetadata) -> list[Path]:
     """The files of a directory that hold its items."""
-    names = {entry.file for item in metadata.items.values() for entry in _entries(item)}
+    names: set[str] = set()
+    for item in metadata.items.values():
+        names.update([item.file] if isinstance(item, StorageEntry) else [chunk.entry.file for chunk in item.chunks])
     return [safe_join(directory, name, str(directory / METADATA_FILE)) for name in sorted(names)]
 
 
@@ -106,7 +101,7 @@ def read(directory: Path, metadata: ParsedMetadata) -> Part:
         TruncatedError, CorruptError: a file is shorter than the metadata says, or holds something else.
         StateError: a value is neither a tensor nor plain. Nothing of it has been run.
     """
-    with _MappedFiles(directory) as files:
+    with closing(_MappedFiles(directory)) as files:
         values = {name: _read_item(name, item, files) for name, item in metadata.items.items()}
     return Part("dcp", _build_nest(values, metadata.paths, str(directory)))
 
@@ -129,13 +124,13 @@ def write(directory: Path, content: Any) -> None:
         try:
             dcp.save(content, checkpoint_id=directory, no_dist=True)  # type: ignore[attr-defined]
         except CheckpointException as error:
-            raise _save_error(directory, next(iter(error.failures.values()))[0]) from error
-
-
-def _save_error(directory: Path, cause: BaseException) -> ShrinkpointError:
-    found = f"a state that DCP does not take ({type(cause).__name__}: {cause!s:.160})"
-    policy_error = PolicyError(str(directory), found=found, expected="names of their own", do="write a torch file")
-    return write_error(directory, cause) or policy_error
+            cause = next(iter(error.failures.values()))[0]
+            disk_error = write_error(directory, cause)
+            if disk_error is not None:
+                raise disk_error from error
+            found = f"a state that DCP does not take ({type(cause).__name__}: {cause!s:.160})"
+            where, expected = str(directory), "names of their own"
+            raise PolicyError(where, found=found, expected=expected, do="write a torch file") from error
 
 
 def parse_metadata(data: bytes, where: str) -> ParsedMetadata:
@@ -247,11 +242,8 @@ class _Validator:
         out: dict[str, NestPath] = {}
         for name in items:
             path = paths.get(name, (name,))
-            if (
-                not isinstance(path, tuple)
-                or not 0 < len(path) <= _MAX_PATH_KEYS
-                or not all(type(key) in (str, int) for key in path)
-            ):
+            is_path = isinstance(path, tuple) and all(type(key) in (str, int) for key in path)
+            if not is_path or not 0 < len(path) <= _MAX_PATH_KEYS:
                 self._reject(f"the place {_short_repr(path)} of {name!r:.80} in the nest", "keys and indices")
             out[name] = path
         return out
@@ -267,7 +259,7 @@ class _Validator:
 
 def _any_overlap(chunks: list[TensorChunk]) -> bool:
     """Whether two boxes overlap; only boxes that overlap along the first axis are compared."""
-    boxes = sorted((chunk.offsets, chunk.sizes) for chunk in chunks)
+    boxes = sorted(chunk[:2] for chunk in chunks)
     for index, (offsets, sizes) in enumerate(boxes):
         for other_offsets, other_sizes in boxes[index + 1 :]:
             if offsets and other_offsets[0] >= offsets[0] + sizes[0]:
@@ -328,31 +320,23 @@ class StubBytesMetadata(Stub):
 
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
-
 _SHARDED_MODULE = "torch.distributed._shard.sharded_tensor.metadata"
-
+_INERT_CLASSES = {
+    _METADATA_MODULE: "Metadata ChunkStorageMetadata StorageMeta TensorProperties _MEM_FORMAT_ENCODING",
+    _SHARDED_MODULE: "TensorProperties MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
+    "torch.serialization": "_get_layout",
+    "pathlib": "PosixPath WindowsPath",
+    "pathlib._local": "PosixPath WindowsPath",
+}
 _STUB_CLASSES: dict[tuple[str, str], Callable[..., Any]] = {
-    (_METADATA_MODULE, "Metadata"): Stub,
+    **{(module, name): Stub for module, names in _INERT_CLASSES.items() for name in names.split()},
     (_METADATA_MODULE, "MetadataIndex"): StubIndex,
     (_METADATA_MODULE, "TensorStorageMetadata"): StubTensorMetadata,
     (_METADATA_MODULE, "BytesStorageMetadata"): StubBytesMetadata,
-    (_METADATA_MODULE, "ChunkStorageMetadata"): Stub,
-    (_METADATA_MODULE, "StorageMeta"): Stub,
-    (_METADATA_MODULE, "TensorProperties"): Stub,
-    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): Stub,
-    (_SHARDED_MODULE, "TensorProperties"): Stub,
-    (_SHARDED_MODULE, "MEM_FORMAT_ENCODING"): Stub,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Stub,
-    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): Stub,
-    ("torch.serialization", "_get_layout"): Stub,
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): dict,
-    ("pathlib", "PosixPath"): Stub,
-    ("pathlib", "WindowsPath"): Stub,
-    ("pathlib._local", "PosixPath"): Stub,
-    ("pathlib._local", "WindowsPath"): Stub,
 }
-
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 
 _OPCODE_NAMES = """
@@ -382,16 +366,13 @@ class _StubUnpickler(pickle.Unpickler):
 
 
 class _MappedFiles:
-    """Maps the files of a directory when they are first read, and closes them at the end of the block."""
+    """Maps the files of a directory when they are first read."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._maps: dict[str, mmap.mmap] = {}
 
-    def __enter__(self) -> _MappedFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         for mapped in self._maps.values():
             mapped.close()
 
@@ -422,33 +403,27 @@ def _map_file(path: Path) -> mmap.mmap:
         raise storage_error(str(path), "reading", error) from error
 
 
-def _entries(item: TensorEntry | StorageEntry) -> list[StorageEntry]:
-    return [chunk.entry for chunk in item.chunks] if isinstance(item, TensorEntry) else [item]
-
-
 def _read_item(name: str, item: TensorEntry | StorageEntry, mapped_files: _MappedFiles) -> Any:
     if isinstance(item, StorageEntry):
         return mapped_files.load_entry(name, item)
     chunks = [chunk for chunk in item.chunks if 0 not in chunk.sizes]
     if len(chunks) == 1:
-        return _read_chunk(name, chunks[0].sizes, item.dtype, chunks[0].entry, mapped_files)
+        return _read_chunk(name, chunks[0], item.dtype, mapped_files)
     tensor = empty(item.shape, item.dtype)
     for chunk in chunks:
         box = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        tensor[box] = _read_chunk(name, chunk.sizes, item.dtype, chunk.entry, mapped_files)
+        tensor[box] = _read_chunk(name, chunk, item.dtype, mapped_files)
     return tensor
 
 
-def _read_chunk(
-    name: str, sizes: tuple[int, ...], dtype: torch.dtype, entry: StorageEntry, mapped_files: _MappedFiles
-) -> torch.Tensor:
-    chunk = mapped_files.load_entry(name, entry)
-    if not isinstance(chunk, torch.Tensor) or tuple(chunk.shape) != sizes or chunk.dtype != dtype:
-        is_tensor = isinstance(chunk, torch.Tensor)
-        found = f"{chunk.dtype} of shape {list(chunk.shape)}" if is_tensor else type(chunk).__name__
-        where, expected = f"{entry.file}: {name}", f"{dtype} of shape {list(sizes)}"
+def _read_chunk(name: str, chunk: TensorChunk, dtype: torch.dtype, mapped_files: _MappedFiles) -> torch.Tensor:
+    value = mapped_files.load_entry(name, chunk.entry)
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != chunk.sizes or value.dtype != dtype:
+        is_tensor = isinstance(value, torch.Tensor)
+        found = f"{value.dtype} of shape {list(value.shape)}" if is_tensor else type(value).__name__
+        where, expected = f"{chunk.entry.file}: {name}", f"{dtype} of shape {list(chunk.sizes)}"
         raise CorruptError(where, found=found, expected=expected, do="fetch it again")
-    return chunk.detach()
+    return value.detach()
 
 
 def _build_nest(values: Mapping[str, Any], paths: Mapping[str, NestPath], where: str) -> dict[str, Any]:
@@ -456,16 +431,18 @@ def _build_nest(values: Mapping[str, Any], paths: Mapping[str, NestPath], where:
     root: dict[Any, Any] = {}
     leaf_ids = {id(value) for value in values.values() if isinstance(value, dict)}
     for name, value in values.items():
-        parent = root
-        for key in paths[name][:-1]:
-            parent = parent.setdefault(key, {})
-            if not isinstance(parent, dict) or id(parent) in leaf_ids:
-                raise _collision_error(where, name)
-        if paths[name][-1] in parent:
-            raise _collision_error(where, name)
-        parent[paths[name][-1]] = value
-    nest: dict[str, Any] = _dicts_to_lists(root, leaf_ids, where)
-    return nest
+        *parents, last = paths[name]
+        nest: Any = root
+        for key in parents:
+            nest = nest.setdefault(key, {})
+            if not isinstance(nest, dict) or id(nest) in leaf_ids:
+                break
+        if not isinstance(nest, dict) or id(nest) in leaf_ids or last in nest:
+            found, expected = f"{name!r:.80} at the path of another value", "a path of its own"
+            raise CorruptError(where, found=found, expected=expected, do="fetch it again")
+        nest[last] = value
+    state: dict[str, Any] = _dicts_to_lists(root, leaf_ids, where)
+    return state
 
 
 def _dicts_to_lists(value: Any, leaf_ids: set[int], where: str) -> Any:
@@ -480,8 +457,3 @@ def _dicts_to_lists(value: Any, leaf_ids: set[int], where: str) -> Any:
         found = f"a list with the indices {numbers!r:.80}"
         raise CorruptError(where, found=found, expected="all from 0 on", do="fetch it again")
     return [items[index] for index in range(len(items))]
-
-
-def _collision_error(where: str, name: str) -> CorruptError:
-    found, expected = f"{name!r:.80} at the path of another value", "a path of its own"
-    return CorruptError(where, found=found, expected=expected, do="fetch it again")

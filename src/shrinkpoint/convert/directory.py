@@ -6,6 +6,7 @@ torch.distributed.checkpoint, which differ only in the names of their files."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ from typing import Any
 from shrinkpoint.convert import dcp, safetensors_file, sharded_index, torch_file
 from shrinkpoint.convert.part import Part, read_bytes, safe_join
 from shrinkpoint.errors import CorruptError, NotFoundError, StateError
+from shrinkpoint.storage.base import RESERVED
 from shrinkpoint.store.directory import is_checkpoint, own_files
 from shrinkpoint.tensors.flat_state import flatten
 
 MAX_OPAQUE_BYTES = 1 << 20
 """Bytes up to which a file that cannot be read without running it is kept as its bytes without `opaque`."""
 
-_TEMPORARY_PREFIXES = (".shrinkpoint-",)
 _LOG = logging.getLogger("shrinkpoint")
 
 
@@ -94,13 +95,17 @@ def read(directory: Path, *, opaque: bool = False) -> Part:
         raise no_checkpoint_error(directory)
     for link in contents.ignored_links:
         _LOG.warning("%s: left out, a link to %s", link, "a directory" if link.is_dir() else "nothing")
-    if list(contents.parts.values()) == ["dcp"] and next(iter(contents.parts)).parent == directory:
-        return _read_part(next(iter(contents.parts)), "dcp")
+    if contents.parts == {directory / dcp.METADATA_FILE: "dcp"}:
+        return _read_part(directory / dcp.METADATA_FILE, "dcp")
     parts = {
         path.relative_to(directory).as_posix(): _read_part(path, form, opaque) for path, form in contents.parts.items()
     }
-    info: dict[str, Any] = {"parts": {name: part.description for name, part in parts.items()}}
-    info["folders"] = [path.relative_to(directory).as_posix() for path in contents.empty_directories]
+    return folder_part(parts, [path.relative_to(directory).as_posix() for path in contents.empty_directories])
+
+
+def folder_part(parts: Mapping[str, Part], empty_directories: Sequence[str] = ()) -> Part:
+    """One part of several, by their relative paths."""
+    info = {"parts": {name: part.description for name, part in parts.items()}, "folders": [*empty_directories]}
     return Part("folder", {name: part.content for name, part in parts.items()}, info)
 
 
@@ -159,13 +164,11 @@ def is_ours(directory: Path) -> bool:
 
 def no_checkpoint_error(directory: Path) -> NotFoundError:
     """The error to raise for a directory without a checkpoint."""
-    empty = not any(directory.iterdir())
+    found = "no file that holds tensors" if any(directory.iterdir()) else "an empty directory"
     expected = "torch or safetensors files, a DCP directory, or directories of them"
-    found, do = (
-        "an empty directory" if empty else "no file that holds tensors",
-        "name the directory of a checkpoint or a run",
+    return NotFoundError(
+        str(directory), found=found, expected=expected, do="name the directory of a checkpoint or a run"
     )
-    return NotFoundError(str(directory), found=found, expected=expected, do=do)
 
 
 def _walk(directory: Path) -> tuple[list[Path], list[Path], list[Path]]:
@@ -178,12 +181,11 @@ def _walk(directory: Path) -> tuple[list[Path], list[Path], list[Path]]:
             ignored_links.append(path)
         elif path.is_dir():
             inner_files, inner_empty, inner_links = _walk(path)
+            is_empty = not (inner_files or inner_empty or inner_links)
             files += inner_files
-            empty_directories += inner_empty
+            empty_directories += [path] if is_empty else inner_empty
             ignored_links += inner_links
-            if not (inner_files or inner_empty or inner_links):
-                empty_directories.append(path)
-        elif path.is_file() and not path.name.startswith(_TEMPORARY_PREFIXES):
+        elif path.is_file() and not path.name.startswith(RESERVED):
             files.append(path)
     return files, empty_directories, ignored_links
 
@@ -207,24 +209,15 @@ def _read_part(path: Path, form: str, opaque: bool = False) -> Part:
         return safetensors_file.read(path)
     if form == "bytes":
         return Part("bytes", read_bytes(path))
-    return _read_torch_file(path, opaque)
-
-
-def _read_torch_file(path: Path, opaque: bool) -> Part:
-    """Reads a torch file, or its bytes if its content cannot be stored otherwise."""
     try:
         part = torch_file.read(path)
         flatten(part.content)
         return part
-    except StateError as error:
+    except StateError as error:  # its bytes, if its content cannot be stored otherwise
         size = path.stat().st_size
         if not opaque and size > MAX_OPAQUE_BYTES:
-            raise _error_with_path(path, error) from error
+            where = str(path) if error.where == str(path) else f"{path}: {error.where}"
+            do = error.do or "convert it first, or take it along as it is with --opaque"
+            raise StateError(where, found=error.found, expected=error.expected, do=do) from error
         _LOG.info("%s: taken along as its %d bytes (%s)", path, size, error.found)
         return Part("bytes", read_bytes(path), {"opaque": True})
-
-
-def _error_with_path(path: Path, error: StateError) -> StateError:
-    where = str(path) if error.where == str(path) else f"{path}: {error.where}"
-    do = error.do or "convert it first, or take it along as it is with --opaque"
-    return StateError(where, found=error.found, expected=error.expected, do=do)

@@ -6,14 +6,13 @@ these values get back the file names and the layout that the framework expects.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from shrinkpoint.convert import directory as directories
+from shrinkpoint.convert import directory
 from shrinkpoint.convert.part import Part
 from shrinkpoint.errors import PolicyError, StateError
 from shrinkpoint.store.manifest import DirectoryManifest
@@ -57,9 +56,8 @@ def to_framework_part(path: Path, manifest: DirectoryManifest, state: Any, *, op
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise _layout_error(path, framework) from error
     # a file of the same name in the directory is of an older save by the framework itself
-    parts = {**directories.read_framework_parts(path, opaque=opaque), **files}
-    info = {"parts": {name: parts[name].description for name in sorted(parts)}, "folders": []}
-    return Part("folder", {name: parts[name].content for name in sorted(parts)}, info)
+    parts = {**directory.read_framework_parts(path, opaque=opaque), **files}
+    return directory.folder_part(dict(sorted(parts.items())))
 
 
 def _trainer_files(state: dict[str, Any]) -> Iterator[tuple[str, Part]]:
@@ -135,12 +133,10 @@ def _numpy_rng_state(rng_states: dict[str, Any]) -> tuple[Any, ...]:
 def _check_plain(value: Any, path: tuple[Any, ...]) -> None:
     if isinstance(value, dict | list | tuple):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if isinstance(key, str) and re.match(_LIGHTNING_PREFIX, key):
-                where, expected = "".join(f"[{key!r}]" for key in path), "plain values"
+            if isinstance(key, str) and key.startswith(_LIGHTNING_PREFIX):
+                where, found = "".join(f"[{key!r}]" for key in path), f"a value that needs Lightning ({key})"
                 do = "load it with the integration, and save it with Lightning's own CheckpointIO"
-                raise StateError(
-                    f"state{where}", found=f"a value that needs Lightning ({key})", expected=expected, do=do
-                )
+                raise StateError(f"state{where}", found=found, expected="plain values", do=do)
             _check_plain(item, (*path, key))
 
 

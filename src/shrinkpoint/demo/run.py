@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from statistics import median
@@ -14,11 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from shrinkpoint.demo import scenario
-from shrinkpoint.demo.scenario import DemoOptions, DemoResult, ProgressCallback, TimedRoundTrip
+from shrinkpoint.demo.scenario import DemoOptions, DemoResult, ProgressCallback
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.store.checkpoint_file import RoleBytes
-from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.tensors.compare import SectionComparison
 
 ROLE_TITLES = {"parameter": "parameters", "moment1": "first moments", "moment2": "second moments"}
 
@@ -92,10 +90,8 @@ def result_to_json(result: DemoResult) -> dict[str, object]:
 def print_result(console: Console, result: DemoResult) -> None:
     """Prints bytes, seconds, the checkpoints of the store, and the comparison."""
     console.print()
-    console.print(_bytes_table(result))
-    console.print(_speed_table(result))
-    console.print(_store_table(result))
-    console.print(_verdict_table(result))
+    for table in (_bytes_table(result), _speed_table(result), _store_table(result), _verdict_table(result)):
+        console.print(table)
     _print_verdict(console, result)
 
 
@@ -122,44 +118,36 @@ def _ratio(raw: int, stored: int) -> str:
 
 def _bytes_table(result: DemoResult) -> Table:
     """Raw and stored bytes of the last checkpoint by role, as a keyframe and as a delta."""
-    alone, delta = result.measurements.keyframe.report, result.measurements.delta.report
-    table = _table(
-        f"Bytes of step {result.options.steps}",
-        "",
-        "raw",
-        "keyframe",
-        "ratio",
-        f"delta, {result.options.every} steps",
-        "ratio",
-    )
-    for role in (*ROLE_TITLES, *sorted(alone.roles.keys() - ROLE_TITLES.keys())):
-        raw, stored = alone.roles.get(role, RoleBytes()).raw, alone.roles.get(role, RoleBytes()).stored
+    keyframe, delta = result.measurements.keyframe.report, result.measurements.delta.report
+    delta_title = f"delta, {result.options.every} steps"
+    table = _table(f"Bytes of step {result.options.steps}", "", "raw", "keyframe", "ratio", delta_title, "ratio")
+    for role in (*ROLE_TITLES, *sorted(keyframe.roles.keys() - ROLE_TITLES.keys())):
+        sizes = keyframe.roles.get(role, RoleBytes())
         delta_stored = delta.roles.get(role, RoleBytes()).stored
-        cells = format_mb(stored), _ratio(raw, stored), format_mb(delta_stored), _ratio(raw, delta_stored)
-        table.add_row(ROLE_TITLES.get(role, role), format_mb(raw), *cells)
-    cells = format_mb(alone.stored_bytes), f"{alone.ratio:.2f}x", format_mb(delta.stored_bytes), f"{delta.ratio:.2f}x"
-    table.add_row("all, headers included", format_mb(alone.raw_bytes), *cells, style="bold")
+        cells = format_mb(sizes.stored), _ratio(sizes.raw, sizes.stored)
+        delta_cells = format_mb(delta_stored), _ratio(sizes.raw, delta_stored)
+        table.add_row(ROLE_TITLES.get(role, role), format_mb(sizes.raw), *cells, *delta_cells)
+    cells = format_mb(keyframe.stored_bytes), f"{keyframe.ratio:.2f}x"
+    delta_cells = format_mb(delta.stored_bytes), f"{delta.ratio:.2f}x"
+    table.add_row("all, headers included", format_mb(keyframe.raw_bytes), *cells, *delta_cells, style="bold")
     return table
 
 
 def _speed_table(result: DemoResult) -> Table:
     """Seconds to encode and decode in memory, and seconds by which a save stalls the loop."""
-    measurements = result.measurements
+    measurements, stalls = result.measurements, result.reference_log.stalls.values()
+    rows = {
+        "encode a keyframe": measurements.keyframe.encode,
+        "decode a keyframe": measurements.keyframe.decode,
+        "encode a delta": measurements.delta.encode,
+        "decode a delta": measurements.delta.decode,
+        f"stall of the loop per save ({len(stalls)} saves)": median(stalls),
+        "  beside it: torch.save to a file": measurements.torch_save,
+        "  beside it: a plain copy of the state": measurements.copy,
+    }
     table = _table(f"\nSeconds ({result.options.threads} threads train)", "", "median", "GB/s of raw bytes")
-
-    def row(name: str, seconds: float) -> None:
+    for name, seconds in rows.items():
         table.add_row(name, f"{seconds:.3f} s", f"{measurements.keyframe.report.raw_bytes / seconds / 1e9:.2f}")
-
-    kinds: Sequence[tuple[str, TimedRoundTrip]] = ("a keyframe", measurements.keyframe), ("a delta", measurements.delta)
-    for name, timed in kinds:
-        row(f"encode {name}", timed.encode)
-        row(f"decode {name}", timed.decode)
-    row(
-        f"stall of the loop per save ({len(result.reference_log.stalls)} saves)",
-        median(result.reference_log.stalls.values()),
-    )
-    row("  beside it: torch.save to a file", measurements.torch_save)
-    row("  beside it: a plain copy of the state", measurements.copy)
     return table
 
 
@@ -167,32 +155,23 @@ def _store_table(result: DemoResult) -> Table:
     """The checkpoints of the store, and which process wrote each."""
     table = _table(f"\nIn {result.options.store}", "step", "kind", "stored", "ratio", "loss", "written by")
     for manifest in result.manifests:
-        table.add_row(*_store_row(manifest, result))
+        kind = f"delta {manifest.depth}" if manifest.depth else "keyframe"
+        sizes = format_mb(manifest.stored_bytes), _ratio(manifest.raw_bytes, manifest.stored_bytes)
+        process = "the resumed process" if manifest.step >= result.resumed_log.first_step else "the killed process"
+        table.add_row(str(manifest.step), kind, *sizes, f"{manifest.metrics['loss']:.4f}", process)
     return table
-
-
-def _store_row(manifest: Manifest, result: DemoResult) -> tuple[str, ...]:
-    kind = f"delta {manifest.depth}" if manifest.depth else "keyframe"
-    by = "the resumed process" if manifest.step >= result.resumed_log.first_step else "the killed process"
-    loss = f"{manifest.metrics['loss']:.4f}"
-    ratio = _ratio(manifest.raw_bytes, manifest.stored_bytes)
-    return str(manifest.step), kind, format_mb(manifest.stored_bytes), ratio, loss, by
 
 
 def _verdict_table(result: DemoResult) -> Table:
     title = f"\nAfter {result.options.steps} steps: killed and resumed against never killed, bit for bit"
     table = _table(title, "", "tensors", "bytes", "values", "differences")
-    for section in result.final_sections:
-        _verdict_row(table, section, section.name)
-    for section in result.store_sections:
-        _verdict_row(table, section, f"{section.name}, as the store gives it back")
+    sections = [(section, section.name) for section in result.final_sections]
+    sections += [(section, f"{section.name}, as the store gives it back") for section in result.store_sections]
+    for section, name in sections:
+        count = len(section.differences)
+        cells = str(section.tensors), format_mb(section.nbytes), str(section.values), str(count)
+        table.add_row(name, *cells, style="red" if count else "")
     return table
-
-
-def _verdict_row(table: Table, section: SectionComparison, name: str) -> None:
-    count = len(section.differences)
-    cells = str(section.tensors), format_mb(section.nbytes), str(section.values), str(count)
-    table.add_row(name, *cells, style="red" if count else "")
 
 
 def _print_verdict(console: Console, result: DemoResult) -> None:
@@ -205,9 +184,8 @@ def _print_verdict(console: Console, result: DemoResult) -> None:
     if result.passed:
         console.print("PASS: every bit is equal.", style="bold green")
     else:
-        differing = [
-            path for section in (*result.final_sections, *result.store_sections) for path in section.differences
-        ]
+        sections = (*result.final_sections, *result.store_sections)
+        differing = [path for section in sections for path in section.differences]
         console.print(f"FAIL: {len(differing)} differences, the first at {differing[0]}", style="bold red")
         console.print(f"The losses differ {result.divergence or 'nowhere'}.")
     store, last = result.options.store, result.options.steps

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -102,19 +103,12 @@ def unfinished_files(store: Path, first_step: int = 0) -> dict[str, int]:
     """
     sizes: dict[str, int] = {}
     for directory in store.glob("step-*"):
-        if int(directory.name.removeprefix("step-")) >= first_step and not (directory / "manifest.json").exists():
-            sizes.update(_file_sizes(store, directory))
-    return sizes
-
-
-def _file_sizes(store: Path, directory: Path) -> dict[str, int]:
-    sizes = {}
-    for path in directory.glob("*"):  # links to the files of the chain are in a subdirectory, and are not being written
-        try:
-            if path.is_file():
-                sizes[path.relative_to(store).as_posix()] = path.stat().st_size
-        except FileNotFoundError:  # renamed since it was listed
+        if int(directory.name.removeprefix("step-")) < first_step or (directory / "manifest.json").exists():
             continue
+        for path in directory.glob("*"):  # links to files of the chain are in a subdirectory, and not being written
+            with suppress(FileNotFoundError):  # renamed since it was listed
+                if path.is_file():
+                    sizes[path.relative_to(store).as_posix()] = path.stat().st_size
     return sizes
 
 
@@ -224,13 +218,13 @@ class TrainingLog:
         return next((step for step in common if self.losses[step] != other.losses[step]), None)
 
     def add_event(self, event: dict[str, Any]) -> None:
-        if event["event"] == "start":
-            self.first_step, self.skip_reasons = event["step"], event["skipped"]
-        elif event["event"] == "step":
-            self.last_step = event["step"]
-            self.losses[self.last_step] = event["loss"]
-        elif event["event"] == "save":
-            self.stalls[event["step"]] = event["stall"]
+        kind, step = event["event"], event["step"]
+        if kind == "start":
+            self.first_step, self.skip_reasons = step, event["skipped"]
+        elif kind == "step":
+            self.last_step, self.losses[step] = step, event["loss"]
+        elif kind == "save":
+            self.stalls[step] = event["stall"]
 
 
 @dataclass(frozen=True)
@@ -353,7 +347,7 @@ class Scenario:
             log.add_event(event)
             self.on_progress(name, log.last_step)
 
-        arguments = self.options.train_arguments(store, self._final_state_path(name))
+        arguments = self.options.train_arguments(store, self.scratch / f"{name}.pt")
         return TrainingProcess(arguments, listen, self.scratch / f"{name}.log"), log
 
     def _train(self, name: str, store: Path) -> TrainingLog:
@@ -391,9 +385,8 @@ class Scenario:
     def _compare(
         self, reference_log: TrainingLog, kill: KillResult, resumed_log: TrainingLog, killed_log: TrainingLog
     ) -> DemoResult:
-        reference, resumed = (
-            torch.load(self._final_state_path(name), weights_only=True) for name in ("never killed", "resumed")
-        )
+        final_states = [self.scratch / f"{name}.pt" for name in ("never killed", "resumed")]
+        reference, resumed = (torch.load(path, weights_only=True) for path in final_states)
         with Store(self.options.store) as store:
             manifests = list(store.list())
             parent, last = (store.load(manifest.step) for manifest in manifests[-2:])
@@ -411,9 +404,6 @@ class Scenario:
             manifests=manifests,
             measurements=measure_checkpoint(parent, last, self.scratch),
         )
-
-    def _final_state_path(self, name: str) -> Path:
-        return self.scratch / f"{name}.pt"
 
 
 def run_scenario(options: DemoOptions, on_progress: ProgressCallback) -> DemoResult:
@@ -451,16 +441,13 @@ def _time_round_trip(state: FlatState, parent_state: FlatState | None, repeat: i
     parent = None if parent_state is None else {"name": "memory", "digest": "", "step": 0}
 
     def encode() -> None:
-        written = write_file(
-            storage, _KEY, QuantizedState(state), scheme=Lossless(), reference=reference, parent=parent
-        )
+        quantized = QuantizedState(state)
+        written = write_file(storage, _KEY, quantized, scheme=Lossless(), reference=reference, parent=parent)
         reports.append(written.report)
 
-    def decode() -> None:
-        read_file(storage.open(_KEY), _KEY, reference)
-
     seconds = _median_seconds(encode, repeat)
-    return TimedRoundTrip(reports[-1], seconds, _median_seconds(decode, repeat))
+    decode_seconds = _median_seconds(lambda: read_file(storage.open(_KEY), _KEY, reference), repeat)
+    return TimedRoundTrip(reports[-1], seconds, decode_seconds)
 
 
 def _median_seconds(work: Callable[[], object], repeat: int) -> float:
