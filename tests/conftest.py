@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,7 +23,21 @@ def pytest_configure() -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
+_frozen_modules = 0
+
+
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from walking over all that thousands of collected tests have imported."""
+    _freeze()
+
+
+def pytest_runtest_teardown() -> None:
+    if len(sys.modules) > _frozen_modules + 100:
+        _freeze()
+
+
+def _freeze() -> None:
+    """Keep the garbage collector from walking over all that has been imported, a million objects."""
+    global _frozen_modules
+    _frozen_modules = len(sys.modules)
     gc.collect()
     gc.freeze()

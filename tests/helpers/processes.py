@@ -19,7 +19,7 @@ from helpers.timeouts import PATIENCE
 
 _SERVER = """
 import gc, json, os, sys, traceback
-import torch.distributed.checkpoint.state_dict, torch.distributed.fsdp, torch.distributed.pipelining
+import torch._dynamo, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp, torch.distributed.pipelining
 import shrinkpoint.train.dcp, shrinkpoint.comm.ddp, shrinkpoint.schemes.fisher
 from shrinkpoint.comm import compress_pipeline
 
