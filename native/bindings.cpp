@@ -80,10 +80,10 @@ uint64_t count_of(const Model& model, const Bytes& values) {
 }
 
 // The chunks from `first` on that `here` values of `count` fill: whole ones, but for the last of all.
-ChunkRange stretch_of(uint64_t count, size_t chunk, size_t first, uint64_t here) {
-    if (first > count / chunk || here > count - first * chunk) throw nb::value_error("a stretch beyond the record");
+ChunkRange chunk_range_of(uint64_t count, size_t chunk, size_t first, uint64_t here) {
+    if (first > count / chunk || here > count - first * chunk) throw nb::value_error("a range beyond the record");
     const uint64_t start = first * chunk;
-    if (here % chunk != 0 && start + here != count) throw nb::value_error("a stretch that ends within a chunk");
+    if (here % chunk != 0 && start + here != count) throw nb::value_error("a range that ends within a chunk");
     return {count, chunk, first, first + static_cast<size_t>((here - 1) / chunk) + 1};
 }
 
@@ -232,13 +232,13 @@ NB_MODULE(_native, m) {
             const uint64_t here = count_of(model, values);
             const Record record(model, here, base, moment1, moment2, moment1_base, hint);
             if (here == 0 || chunk == 0) throw nb::value_error("nothing to decode");
-            const ChunkRange stretch = stretch_of(count, chunk, first, here);
+            const ChunkRange range = chunk_range_of(count, chunk, first, here);
             check(model, record.arrays, shapes.has_value());
             Factors factors;
             if (shapes) factors = laid_out(*shapes, count);
             nb::gil_scoped_release release;
             decode_chunks(model, record.arrays, shapes ? &factors : nullptr, side_bytes.data(), side_bytes.size(),
-                           code_bytes.data(), code_bytes.size(), values.data(), stretch, threads);
+                           code_bytes.data(), code_bytes.size(), values.data(), range, threads);
         },
         "model"_a, "side"_a, "codes"_a, "out"_a, "count"_a, "first"_a, nb::kw_only(), "base"_a.none() = nb::none(),
         "moment1"_a.none() = nb::none(), "moment2"_a.none() = nb::none(), "moment1_base"_a.none() = nb::none(),

@@ -99,7 +99,7 @@ SHRINKPOINT_KERNEL(void, load_mixed,
 SHRINKPOINT_KERNEL(void, store_mixed,
                    (const uint32_t* fields, const uint8_t* widths, size_t count, BitWriter& writer),
                    (fields, widths, count, writer)) {
-    BitWriter bits = writer;  // a copy whose address nobody has stays in registers
+    BitWriter bits = writer;  // a copy whose address is not taken stays in registers
     size_t i = 0;
     // Two fields at once where both fit: the writer's state is a chain of dependent steps.
     for (; i + 2 <= count; i += 2) {

@@ -13,7 +13,7 @@ constexpr size_t kBitSlack = 8;
 
 class BitWriter {
    public:
-    // `out` must have room for every field plus kBitSlack bytes.
+    // `out` must have space for every field plus kBitSlack bytes.
     explicit BitWriter(uint8_t* out) : start_(out), out_(out) {}
 
     // Fields of at most 56 bits.

@@ -85,7 +85,7 @@ void pool_give(void* block) noexcept {
     Header* header = static_cast<Header*>(block) - 1;
     try {
         if (pool().give(header)) return;
-    } catch (...) {  // no room to remember it
+    } catch (...) {  // no memory for the list
     }
     std::free(header);
 }

@@ -13,7 +13,7 @@ namespace shrinkpoint {
 constexpr unsigned kMaxCodeBits = 15;  // so that a length takes 4 bits
 
 // The lengths of the best code of at most kMaxCodeBits bits for symbols that occur so often; 0 for those that do not.
-// A symbol that is alone gets 1 bit: a Huffman code has no shorter one, and nobody should think it had.
+// A symbol that is alone gets 1 bit: a Huffman code has no shorter one.
 std::vector<uint8_t> huffman_lengths(const std::vector<uint64_t>& counts);
 
 struct HuffmanCode {

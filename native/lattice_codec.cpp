@@ -54,7 +54,7 @@ ALWAYS_INLINE float reachable(float position) {
     return std::min(std::max(position, static_cast<float>(-kMaxCode)), static_cast<float>(kMaxCode));
 }
 
-// What is known of the positions of one tile, and room to work in.
+// The steps and contexts of the positions of one tile, and scratch memory.
 struct alignas(64) Cells {
     float steps[kTile];
     float dithers[kTile];

@@ -272,7 +272,7 @@ void decode(const Model& model, Arrays arrays, Factors* factors, const uint8_t* 
 }
 
 void decode_chunks(const Model& model, Arrays arrays, Factors* factors, const uint8_t* side, size_t side_size,
-                    const uint8_t* codes, size_t codes_size, uint8_t* values, const ChunkRange& stretch,
+                    const uint8_t* codes, size_t codes_size, uint8_t* values, const ChunkRange& range,
                     unsigned threads) {
     SideReader reader(side, side_size);
     uint32_t tables_size;
@@ -285,12 +285,12 @@ void decode_chunks(const Model& model, Arrays arrays, Factors* factors, const ui
             if (center < 0 || center > kMaxCenter) throw Corrupt("a factor is out of range");
         reader.read(factors->rows.data(), factors->rows.size());
         reader.read(factors->columns.data(), factors->columns.size());
-        factors->origin = stretch.start();
+        factors->origin = range.start();
         arrays.factors = factors;
     }
-    const size_t all = chunk_count(stretch.count, stretch.chunk), chunks = stretch.last - stretch.first;
+    const size_t all = chunk_count(range.count, range.chunk), chunks = range.last - range.first;
     if (reader.left() != all * sizeof(uint32_t)) throw Corrupt("the side data do not list one size a chunk");
-    reader.take(stretch.first * sizeof(uint32_t));
+    reader.take(range.first * sizeof(uint32_t));
     std::vector<uint32_t> sizes(chunks);
     reader.read(sizes.data(), chunks);
     std::vector<uint64_t> starts(1, 0);
@@ -305,7 +305,7 @@ void decode_chunks(const Model& model, Arrays arrays, Factors* factors, const ui
         const auto one = std::make_unique<ChunkDecoder>(model, arrays, tables, entries, values);
         const auto other = std::make_unique<ChunkDecoder>(model, arrays, tables, entries, values);
         const auto begin = [&](ChunkDecoder& decoder, size_t i) {
-            decoder.begin(codes + starts[i], sizes[i], span_of(i, stretch.values(), stretch.chunk, stretch.chunk));
+            decoder.begin(codes + starts[i], sizes[i], span_of(i, range.values(), range.chunk, range.chunk));
         };
         for (size_t i; indices.take(i);) {
             begin(*one, 2 * i);

@@ -31,10 +31,10 @@ struct ChunkRange {
     uint64_t values() const { return std::min<uint64_t>(static_cast<uint64_t>(last) * chunk, count) - start(); }
 };
 
-// As `decode`, but of these chunks alone: `codes`, `values` and all arrays are those of the stretch; `side` is that of
-// the record, and factors are laid out for all of it. The stretch must lie inside the record.
+// As `decode`, but of these chunks alone: `codes`, `values` and all arrays are those of the range; `side` is that of
+// the record, and factors are laid out for all of it. The range must lie inside the record.
 void decode_chunks(const Model& model, Arrays arrays, Factors* factors, const uint8_t* side, size_t side_size,
-                    const uint8_t* codes, size_t codes_size, uint8_t* values, const ChunkRange& stretch,
+                    const uint8_t* codes, size_t codes_size, uint8_t* values, const ChunkRange& range,
                     unsigned threads);
 
 // `factors` has its segments filled in where the model uses them. Throws Corrupt or Truncated; reads and writes only

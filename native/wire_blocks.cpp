@@ -103,12 +103,12 @@ struct Mantissas {
     }
 
     ALWAYS_INLINE float error(const float* values, size_t count, float inverse, float parts,
-                              float* __restrict room) const {
+                              float* __restrict scratch) const {
         for (size_t i = 0; i < count; ++i) {
             const float at = values[i] * inverse * parts, off = at - (near(at) - kRounder);
-            room[i] = off * off;
+            scratch[i] = off * off;
         }
-        return halved(room, count);
+        return halved(scratch, count);
     }
 
     ALWAYS_INLINE uint8_t encode(const float* values, size_t count, uint8_t* __restrict out) const {
@@ -117,9 +117,9 @@ struct Mantissas {
             std::memset(out, 0, count);
             return static_cast<uint8_t>(exponent == kNanBlock ? kNanBlock : 0);
         }
-        float room[kMaxGroup];
-        const float inverse = 1 / step(exponent), coarse = error(values, count, inverse, 1, room);
-        const bool finer = error(values, count, inverse, 2, room) * 0.25f < coarse;
+        float scratch[kMaxGroup];
+        const float inverse = 1 / step(exponent), coarse = error(values, count, inverse, 1, scratch);
+        const bool finer = error(values, count, inverse, 2, scratch) * 0.25f < coarse;
         const float parts = finer ? 2.0f : 1.0f;
         const uint32_t mask = (1u << bits) - 1;
         for (size_t i = 0; i < count; ++i)

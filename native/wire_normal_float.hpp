@@ -23,7 +23,7 @@ struct Levels {
         for (unsigned i = 0; i + 1 < levels; ++i) thresholds[i] = (centers[i] + centers[i + 1]) * 0.5f;
     }
 
-    // The sum of squared errors of magnitudes, in units of `scale`. `room` has as many places.
+    // The sum of squared errors of magnitudes, in units of `scale`. `scratch` has as many places.
     ALWAYS_INLINE float error(const float* sizes, size_t count, float scale, float* __restrict buffer) const {
         const float inverse = 1 / scale;
         for (size_t i = 0; i < count; ++i) {

@@ -101,9 +101,9 @@ void count_buckets(const uint32_t* x, size_t n, std::array<uint32_t, kBuckets>& 
     for (size_t b = 0; b < kBuckets; ++b) out[b] = counts[0][b] + counts[1][b] + counts[2][b] + counts[3][b];
 }
 
-// Appends those of one bucket to `out`, which has room for as many as there were; returns how many there are.
-SHRINKPOINT_KERNEL(size_t, collect, (const uint32_t* x, size_t n, uint32_t bucket, uint32_t* out, size_t room),
-                   (x, n, bucket, out, room)) {
+// Appends those of one bucket to `out`, which has space for as many as there were; returns how many there are.
+SHRINKPOINT_KERNEL(size_t, collect, (const uint32_t* x, size_t n, uint32_t bucket, uint32_t* out, size_t capacity),
+                   (x, n, bucket, out, capacity)) {
     size_t found = 0;
     const auto within = [&](size_t start, size_t count) {
         uint64_t bits = 0;
@@ -112,7 +112,7 @@ SHRINKPOINT_KERNEL(size_t, collect, (const uint32_t* x, size_t n, uint32_t bucke
         return bits;
     };
     for (size_t i = 0; i < n; i += kBlock)
-        for (uint64_t bits = n - i >= kBlock ? within(i, kBlock) : within(i, n - i); bits != 0 && found < room;
+        for (uint64_t bits = n - i >= kBlock ? within(i, kBlock) : within(i, n - i); bits != 0 && found < capacity;
              bits &= bits - 1)
             out[found++] = x[i + trailing_zeros(bits)];
     return found;

@@ -58,7 +58,7 @@ class Choices {
     const uint8_t *next_ = nullptr, *end_ = nullptr;
 };
 
-// A heap block of exactly this size, so that the byte behind it is nobody's.
+// A heap block of exactly this size, so that a read behind it is an error.
 class Exact {
    public:
     explicit Exact(const Bytes& bytes) : Exact(bytes, bytes.size()) {}

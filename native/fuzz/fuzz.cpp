@@ -1,4 +1,4 @@
-// Records, their tables and their streams: as the encoder writes them and as nobody writes them.
+// Records, their tables and their streams: as the encoder writes them, and malformed.
 #include <cstdio>
 #include <memory>
 #include <vector>
@@ -49,15 +49,15 @@ Outcome decode_exactly(const Case& c, unsigned threads, Bytes& values) {
 // The chunks [first, last) of a case alone, of their own codes.
 Outcome decode_chunks(const Case& c, size_t first, size_t last, const Bytes& own, unsigned threads, Bytes& values) {
     const size_t bytes = c.model.width / 8;
-    const ChunkRange stretch{c.count, c.chunk, first, last};
+    const ChunkRange range{c.count, c.chunk, first, last};
     const auto part = [&](const Bytes& all, size_t size) {
         if (all.empty()) return Bytes();
-        const auto begin = all.begin() + static_cast<ptrdiff_t>(size * stretch.start());
-        return Bytes(begin, begin + static_cast<ptrdiff_t>(size * stretch.values()));
+        const auto begin = all.begin() + static_cast<ptrdiff_t>(size * range.start());
+        return Bytes(begin, begin + static_cast<ptrdiff_t>(size * range.values()));
     };
     const Exact base(part(c.base, bytes)), moment1(part(c.moment1, 4)), moment2(part(c.moment2, 4));
     const Exact moment1_base(part(c.moment1_base, 4)), hint(part(c.hint, 1));
-    const Exact side(c.side), codes(own), out(Bytes(stretch.values() * bytes, 0xa5));
+    const Exact side(c.side), codes(own), out(Bytes(range.values() * bytes, 0xa5));
     Arrays arrays;
     arrays.base = c.base.empty() ? nullptr : base.data();
     arrays.moment1 = c.moment1.empty() ? nullptr : moment1.floats();
@@ -69,9 +69,9 @@ Outcome decode_chunks(const Case& c, size_t first, size_t last, const Bytes& own
     if (c.has_factors && !lay_out(c.shapes, c.count, factors)) return Outcome::Impossible;
     const bool decoded = passes([&] {
         decode_chunks(c.model, arrays, c.has_factors ? &factors : nullptr, side.data(), c.side.size(), codes.data(),
-                       own.size(), out.data(), stretch, threads);
+                       own.size(), out.data(), range, threads);
     });
-    values.assign(out.data(), out.data() + stretch.values() * bytes);
+    values.assign(out.data(), out.data() + range.values() * bytes);
     return decoded ? Outcome::Decoded : Outcome::Refused;
 }
 
@@ -129,8 +129,8 @@ void decode_mutant(Choices& choose, const Case& c) {
     limit_simd(before);
 }
 
-// Any stretch of a valid record is what it is in the whole one; of a mutant it is anything, or refused.
-void fuzz_stretch(Choices& choose, const Case& c, const Bytes& values) {
+// Any range of a valid record is what it is in the whole one; of a mutant it is anything, or refused.
+void fuzz_range(Choices& choose, const Case& c, const Bytes& values) {
     const size_t chunks = static_cast<size_t>((c.count + c.chunk - 1) / c.chunk), bytes = c.model.width / 8;
     const size_t first = choose.below(static_cast<unsigned>(chunks));
     const size_t last = first + 1 + choose.below(static_cast<unsigned>(chunks - first));
@@ -138,12 +138,12 @@ void fuzz_stretch(Choices& choose, const Case& c, const Bytes& values) {
     ptrdiff_t begin = 0, end = 0;
     for (size_t i = 0; i < last; ++i) (i < first ? begin : end) += sizes[i];
     Bytes own(c.codes.begin() + begin, c.codes.begin() + begin + end), decoded;
-    const ChunkRange stretch{c.count, c.chunk, first, last};
-    const auto from = values.begin() + static_cast<ptrdiff_t>(stretch.start() * bytes);
-    const Bytes expected(from, from + static_cast<ptrdiff_t>(stretch.values() * bytes));
+    const ChunkRange range{c.count, c.chunk, first, last};
+    const auto from = values.begin() + static_cast<ptrdiff_t>(range.start() * bytes);
+    const Bytes expected(from, from + static_cast<ptrdiff_t>(range.values() * bytes));
     const bool same = decode_chunks(c, first, last, own, 1 + choose.below(2), decoded) == Outcome::Decoded;
     if (!same || decoded != expected) print(c);
-    expect(same && decoded == expected, "a stretch differs");
+    expect(same && decoded == expected, "a range differs");
     for (unsigned i = 0; i < 4; ++i) {
         Case mutant = c;
         Bytes codes = own;
@@ -152,7 +152,7 @@ void fuzz_stretch(Choices& choose, const Case& c, const Bytes& values) {
     }
 }
 
-// A record whose tables and codes nobody wrote, of a model and sizes that are as they should be.
+// A record with random tables and codes, of a valid model and valid sizes.
 void fuzz_unwritten(Choices& choose, Case c) {
     const size_t chunks = static_cast<size_t>((c.count + c.chunk - 1) / c.chunk);
     if (chunks > 64) return;
@@ -181,7 +181,7 @@ void fuzz_chunks(Choices& choose) {
         expect(same, "a round trip differs");
     }
     limit(choose.below(3));
-    fuzz_stretch(choose, c, values);
+    fuzz_range(choose, c, values);
     for (unsigned i = 0; i < 24; ++i) {
         Case mutant = c;
         for (unsigned n = 1 + choose.below(3); n > 0; --n) mutate(choose, mutant);

@@ -1,4 +1,4 @@
-// Points of a lattice: there and back, the nearest ones, and tokens that nobody wrote.
+// Points of a lattice: there and back, the nearest ones, and random tokens.
 #include <algorithm>
 #include <cmath>
 #include <limits>

@@ -1,4 +1,4 @@
-// Feeds the native core with streams as its encoders write them and as nobody writes them. `make fuzz` builds it with
+// Feeds the native core with streams as its encoders write them, and malformed. `make fuzz` builds it with
 // sanitizers:
 //   fuzz SECONDS SEED            cases until the time is over
 //   fuzz SECONDS SEED CASE       this case alone, as a failure names it

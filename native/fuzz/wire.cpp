@@ -1,4 +1,4 @@
-// Messages of grids, levels, small floats and rotations: there and back, and bytes that nobody sent.
+// Messages of grids, levels, small floats and rotations: there and back, and random bytes.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -64,7 +64,7 @@ Bytes decoded(Choices& choose, const How& layout, const Bytes& wire, Decode deco
     return same_everywhere([&](unsigned threads) { return decoded_once(choose, layout, wire, decode, threads); });
 }
 
-// Bytes that nobody sent, as messages of `how` or of what it could be; `change` may make something else of it.
+// Random bytes as messages of `how` or of what it could be; `change` may make something else of it.
 template <typename How, typename Decode, typename Change>
 void decode_mutants(Choices& choose, const How& layout, const Bytes& wire, Decode decode, Change change) {
     for (unsigned i = 0; i < 6; ++i) {
@@ -205,7 +205,7 @@ struct Turn {
     bool flagged;
     Bytes signs;
 
-    size_t room() const { return layout.blocks() * layout.block; }
+    size_t padded_size() const { return layout.blocks() * layout.block; }
 };
 
 Bytes turned(const Turn& c, const Bytes& values) {
@@ -213,9 +213,9 @@ Bytes turned(const Turn& c, const Bytes& values) {
     Rotation layout = c.layout;
     layout.signs = signs.floats();
     return same_everywhere([&](unsigned threads) {
-        const Exact out(Bytes(4 * c.room(), 0xa5)), flags(Bytes(c.flagged ? layout.blocks() : 0, 0xa5));
+        const Exact out(Bytes(4 * c.padded_size(), 0xa5)), flags(Bytes(c.flagged ? layout.blocks() : 0, 0xa5));
         rotate(layout, from.floats(), out.floats(), c.flagged ? flags.data() : nullptr, threads);
-        Bytes all(out.data(), out.data() + 4 * c.room());
+        Bytes all(out.data(), out.data() + 4 * c.padded_size());
         if (c.flagged) all.insert(all.end(), flags.data(), flags.data() + layout.blocks());
         return all;
     });
@@ -223,7 +223,7 @@ Bytes turned(const Turn& c, const Bytes& values) {
 
 // `message`: turned values, then flags.
 Bytes turned_back(const Turn& c, const Bytes& message, unsigned threads) {
-    const auto border = message.begin() + static_cast<ptrdiff_t>(4 * c.room());
+    const auto border = message.begin() + static_cast<ptrdiff_t>(4 * c.padded_size());
     const Exact from(Bytes(message.begin(), border)), flags(Bytes(border, message.end())), signs(c.signs);
     const Exact out(Bytes(4 * c.layout.count, 0xa5));
     Rotation layout = c.layout;
@@ -236,7 +236,7 @@ void check_turns(const Turn& c, const Bytes& values, const Bytes& message, const
     const std::vector<float> wanted = elements<float>(values), found = elements<float>(back);
     for (size_t start = 0; start < c.layout.count; start += c.layout.block) {
         const size_t count = std::min(c.layout.block, c.layout.count - start);
-        const bool stays = c.flagged && message[4 * c.room() + start / c.layout.block] == 0;
+        const bool stays = c.flagged && message[4 * c.padded_size() + start / c.layout.block] == 0;
         const float most = largest(&wanted[start], count);
         if (stays) {
             expect(std::memcmp(&wanted[start], &found[start], 4 * count) == 0, "a block changes that is not turned");
@@ -349,7 +349,7 @@ void fuzz_rotation(Choices& choose) {
     for (unsigned i = 0; i < 4; ++i) {
         Turn other = c;
         if (choose.one_in(3)) other = make_turn(choose, make_count(choose));
-        const Bytes mutant = mutant_of(choose, message, 4 * other.room() + (other.flagged ? other.layout.blocks() : 0));
+        const Bytes mutant = mutant_of(choose, message, 4 * other.padded_size() + (other.flagged ? other.layout.blocks() : 0));
         same_everywhere([&](unsigned threads) { return turned_back(other, mutant, threads); });
     }
 }

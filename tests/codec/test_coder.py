@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -105,7 +107,7 @@ def test_chunks_of_any_size_return_every_number(chunk):
             size = max(1, min(size, 5000))
             values = contents(number, size)["special"]
             for run in runs(number):
-                chunked = run.with_chunk(chunk)
+                chunked = replace(run, chunk=chunk)
                 assert (round_trip(chunked, number, values, known(number, values, True)) == values).all(), (run, size)
 
 
@@ -120,7 +122,8 @@ def test_numbers_on_both_sides_of_a_full_chunk_return():
 @given(st.data())
 def test_any_bits_return_under_any_run(data):
     number = data.draw(st.sampled_from(FLOATS + INTEGERS))
-    run = data.draw(st.sampled_from(runs(number))).with_chunk(data.draw(st.sampled_from([5, 32, 2048, MAX_CHUNK])))
+    run, chunk = data.draw(st.sampled_from(runs(number))), data.draw(st.sampled_from([5, 32, 2048, MAX_CHUNK]))
+    run = replace(run, chunk=chunk)
     raw = data.draw(st.binary(min_size=8, max_size=400))
     values = np.frombuffer(raw[: len(raw) // number.itemsize * number.itemsize], f"u{number.itemsize}")
     context = known(number, values, data.draw(st.booleans()))
@@ -149,6 +152,6 @@ def test_threads_do_not_change_a_byte():
     values = contents(F32, 100_000)["weights"].view(np.uint8)
     context = known(F32, values.view("u4"), near=True)
     for run in runs(F32):
-        one, two = (run.with_chunk(4096).encode(F32, values, context, threads) for threads in (1, 2))
+        one, two = (replace(run, chunk=4096).encode(F32, values, context, threads) for threads in (1, 2))
         assert [part.tobytes() for part in one] == [part.tobytes() for part in two], run
         assert run.estimate_bytes(F32, values, context, 3, 1) == run.estimate_bytes(F32, values, context, 3, 2), run

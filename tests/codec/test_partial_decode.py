@@ -269,7 +269,7 @@ def test_shapes_beyond_the_bytes_are_refused_before_memory_is_taken(shape):
             hostile.range(hostile.pieces(), 0, 1)
 
 
-def test_a_stretch_that_is_none_is_refused():
+def test_chunks_beyond_the_record_are_refused():
     run, number, nothing = CoderConfig("planes", chunk=10), NUMBER_FORMATS["U8"], CodingContext()
     values = np.arange(35, dtype=np.uint8)
     side, codes = run.encode(number, values, nothing, 1)

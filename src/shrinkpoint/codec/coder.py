@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TypeAlias
 
@@ -43,30 +43,17 @@ class NumberFormat:
 
 BYTE_FORMAT = NumberFormat(8)
 """The numbers of byte streams: codes, tokens, one-byte dtypes."""
-NUMBER_FORMATS: dict[str, NumberFormat] = {
-    "F64": NumberFormat(64, 52),
-    "F32": NumberFormat(32, 23),
-    "F16": NumberFormat(16, 10),
-    "BF16": NumberFormat(16, 7),
-    "C128": NumberFormat(64, 52),
-    "C64": NumberFormat(32, 23),
-    "C32": NumberFormat(16, 10),
-    "I64": NumberFormat(64),
-    "U64": NumberFormat(64),
-    "I32": NumberFormat(32),
-    "U32": NumberFormat(32),
-    "I16": NumberFormat(16),
-    "U16": NumberFormat(16),
-    "I8": BYTE_FORMAT,
-    "U8": BYTE_FORMAT,
-    "BOOL": BYTE_FORMAT,
-    "F4_X2": BYTE_FORMAT,
-    "F8_E4M3": BYTE_FORMAT,
-    "F8_E5M2": BYTE_FORMAT,
-    "F8_E4M3FNUZ": BYTE_FORMAT,
-    "F8_E5M2FNUZ": BYTE_FORMAT,
-    "F8_E8M0": BYTE_FORMAT,
+_DTYPES_BY_FORMAT = {
+    NumberFormat(64, 52): "F64 C128",
+    NumberFormat(32, 23): "F32 C64",
+    NumberFormat(16, 10): "F16 C32",
+    NumberFormat(16, 7): "BF16",
+    NumberFormat(64): "I64 U64",
+    NumberFormat(32): "I32 U32",
+    NumberFormat(16): "I16 U16",
+    BYTE_FORMAT: "I8 U8 BOOL F4_X2 F8_E4M3 F8_E5M2 F8_E4M3FNUZ F8_E5M2FNUZ F8_E8M0",
 }
+NUMBER_FORMATS = {dtype: number for number, dtypes in _DTYPES_BY_FORMAT.items() for dtype in dtypes.split()}
 """The number format of every dtype in `tensors.info.ITEMSIZE`."""
 
 
@@ -235,9 +222,6 @@ class CoderConfig:
             chunk=self.chunk,
             threads=threads,
         )
-
-    def with_chunk(self, chunk: int) -> CoderConfig:
-        return replace(self, chunk=chunk)
 
     def _fit_factors(self, model: _native.Model, values: Bytes, context: CodingContext) -> _native.Factors | None:
         if self.factors and self.fine not in context.factor_cache:

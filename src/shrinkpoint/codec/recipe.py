@@ -154,64 +154,51 @@ Recipe: TypeAlias = PlainRecipe | SameRecipe | CopyRecipe | CodedRecipe | Codebo
 
 
 def to_json(recipe: Recipe) -> JSON:
-    """Return the stored form of a recipe; fields with default values are left out."""
+    """Return the stored form of a recipe; default values are left out."""
+    required: dict[str, JSON]
+    optional: dict[str, JSON] = {}
     match recipe:
         case PlainRecipe():
-            return {"kind": "plain"}
+            required = {"kind": "plain"}
         case SameRecipe():
-            return {"kind": "same"}
+            required = {"kind": "same"}
         case CopyRecipe(sources):
-            return {"kind": "copy", "of": _ranges_to_json(sources)}
+            required = {"kind": "copy", "of": _ranges_to_json(sources)}
         case CodedRecipe(runs, taps, base, moments):
-            out: dict[str, JSON] = {"kind": "coded", "runs": [run.to_json() for run in runs]}
-            if taps != 1:
-                out["taps"] = taps
-            if base:
-                out["base"] = True
-            if moments:
-                out["moments"] = _pairs_to_json(moments)
-            return out
-        case CodebookRecipe():
-            return _codebook_to_json(recipe)
+            required = {"kind": "coded", "runs": [run.to_json() for run in runs]}
+            optional = {"taps": taps if taps > 1 else None, "base": base, "moments": _pairs_to_json(moments)}
+        case CodebookRecipe(bins, first, codes, centers, exact, exacts):
+            required = {"kind": "quantized", "bins": bins, "first": first, "codes": _codes_to_json(codes)}
+            optional = {
+                "centers": None if centers is None else centers.to_json(),
+                "exact": exact if exact != "BF16" else None,
+                "exacts": None if exacts is None else exacts.to_json(),
+                "base": recipe.base,
+                "moments": _pairs_to_json(recipe.moments),
+                "residual": recipe.residual,
+                "under": _ranges_to_json(recipe.contexts),
+            }
         case LatticeRecipe(spacing, run, step, base, inherited, relative_to):
-            out = {"kind": "gridded", "law": spacing, "run": run.to_json()}
-            if step != 1:
-                out["step"] = step
-            if base:
-                out["base"] = True
-            if inherited:
-                out["inherited"] = True
-            if relative_to:
-                out["others"] = _ranges_to_json(relative_to)
-            return out
+            required = {"kind": "gridded", "law": spacing, "run": run.to_json()}
+            optional = {
+                "step": step if step > 1 else None,
+                "base": base,
+                "inherited": inherited,
+                "others": _ranges_to_json(relative_to),
+            }
+    return required | {key: value for key, value in optional.items() if value}
 
 
-def _codebook_to_json(recipe: CodebookRecipe) -> JSON:
-    out: dict[str, JSON] = {"kind": "quantized", "bins": recipe.bins, "first": recipe.first}
-    match recipe.codes:
+def _codes_to_json(codes: CodesRecipe) -> JSON:
+    match codes:
         case CoderConfig() as run:
-            out["codes"] = {"run": run.to_json()}
+            return {"run": run.to_json()}
         case BitPacked(bits):
-            out["codes"] = {"packed": bits}
+            return {"packed": bits}
         case CyclicDelta(modulus, rearranged, runs):
-            out["codes"] = {"cyclic": [modulus, rearranged, runs]}
+            return {"cyclic": [modulus, rearranged, runs]}
         case LzmaCodes(bits):
-            out["codes"] = {"lzma": bits}
-    if recipe.centers is not None:
-        out["centers"] = recipe.centers.to_json()
-    if recipe.exact != "BF16":
-        out["exact"] = recipe.exact
-    if recipe.exacts is not None:
-        out["exacts"] = recipe.exacts.to_json()
-    if recipe.base:
-        out["base"] = True
-    if recipe.moments:
-        out["moments"] = _pairs_to_json(recipe.moments)
-    if recipe.residual:
-        out["residual"] = True
-    if recipe.contexts:
-        out["under"] = _ranges_to_json(recipe.contexts)
-    return out
+            return {"lzma": bits}
 
 
 def ordinals(recipe: Recipe) -> list[int]:
@@ -347,7 +334,7 @@ def _codes_from_json(data: dict[str, JSON]) -> CodesRecipe:
 
 
 def _pairs_to_json(moments: Sequence[tuple[int, int]]) -> JSON:
-    return [_ranges_to_json([pair[i] for pair in moments]) for i in range(2)]
+    return [_ranges_to_json([pair[i] for pair in moments]) for i in range(2)] if moments else []
 
 
 def _pairs_from_json(moments: JSON) -> tuple[tuple[int, int], ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from shrinkpoint.codec.code_streams import CODERS, DELTA_CODERS
@@ -196,7 +196,7 @@ class _RecordEncoder:
             configs, estimate = _choose_configs(record, self.contexts, threads)
             smallest_so_far = min(_encoded_size(best), record.nbytes - _HEADER_OVERHEAD)
             if estimate < smallest_so_far:
-                configs = tuple(config.with_chunk(self.chunk) for config in configs)
+                configs = tuple(replace(config, chunk=self.chunk) for config in configs)
                 encoded = encode(record, configs, threads=threads)
                 best = encoded if _encoded_size(encoded) < smallest_so_far else best
         return best
