@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from rich.console import Console
@@ -27,17 +28,48 @@ def tiny(store: Path) -> DemoOptions:
     return DemoOptions(store=store, steps=24, every=3, kill_at=9, keyframe_every=3, written=0, **sizes)
 
 
-def test_killed_in_a_save_and_resumed_is_bit_identical_to_never_killed(tmp_path: Path) -> None:
-    text = io.StringIO()
-    plan = tiny(tmp_path / "demo")
-    assert run_demo(plan, Console(file=text, width=120)), text.getvalue()
-    record = json.loads(plan.record_path.read_text())
+class FinishedDemo(NamedTuple):
+    """A demo that passed, what it printed, and what it recorded."""
+
+    options: DemoOptions
+    text: str
+    record: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> FinishedDemo:
+    """A demo whose first kill comes too late: as on a machine so busy that every save of a run is over by then."""
+    attempts = 0
+
+    def kill_too_late_once(child: TrainingProcess, store: Path, first_step: int, min_bytes: int = 0) -> dict[str, int]:
+        nonlocal attempts
+        attempts += 1
+        if attempts > 1:
+            return kill_during_save(child, store, first_step, min_bytes)
+        child.wait()
+        return {}
+
+    options, text = tiny(tmp_path_factory.mktemp("finished") / "demo"), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scenario, "kill_during_save", kill_too_late_once)
+        assert run_demo(options, Console(file=text, width=120)), text.getvalue()
+    return FinishedDemo(options, text.getvalue(), json.loads(options.record_path.read_text()))
+
+
+def test_killed_in_a_save_and_resumed_is_bit_identical_to_never_killed(demo: FinishedDemo) -> None:
+    options, text, record = demo
     assert record["passed"] and record["killed"]["step"] >= 9 and record["killed"]["left"]
-    assert record["resumed at"] == record["killed"]["step"] - plan.every + 1  # the checkpoint before the broken one
+    assert record["resumed at"] == record["killed"]["step"] - options.every + 1  # the checkpoint before the broken one
     assert {section["name"] for section in record["live"]} == {"model", "optimizer", "scheduler", "data order", "RNG"}
     assert all(section["tensors"] + section["values"] for section in record["live"] + record["stored"])
-    assert "PASS" in text.getvalue() and "shrinkpoint list" in text.getvalue()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo", "demo.json"]  # nothing else is left
+    assert "PASS" in text and "shrinkpoint list" in text
+    names = sorted(path.name for path in options.store.parent.iterdir())
+    assert names == ["demo", "demo.json"]  # nothing else is left
+
+
+def test_kills_that_come_too_late_begin_again_from_the_start(demo: FinishedDemo) -> None:
+    record = demo.record
+    assert record["killed"]["attempts"] >= 2 and record["killed"]["left"] and record["parting"] is None
 
 
 def test_a_directory_that_is_not_a_demo_is_left_alone(tmp_path: Path) -> None:
@@ -64,22 +96,3 @@ def test_where_two_courses_part_is_told_by_process_and_step() -> None:
     assert "step 7 of the resumed" in str(told.divergence)
     killed.losses[3] = 2.0
     assert "step 3 of the killed" in str(told.divergence) and "training itself" in str(told.divergence)
-
-
-def test_kills_that_come_too_late_begin_again_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine so busy that every save of a run is over before anybody looks."""
-    looks = 0
-
-    def late(child: TrainingProcess, store: Path, since: int, written: int = 0) -> dict[str, int]:
-        nonlocal looks
-        looks += 1
-        if looks > 1:
-            return kill_during_save(child, store, since, written)
-        child.wait()
-        return {}
-
-    monkeypatch.setattr(scenario, "kill_during_save", late)
-    plan = tiny(tmp_path / "demo")
-    assert run_demo(plan, Console(file=io.StringIO()))
-    record = json.loads(plan.record_path.read_text())
-    assert record["killed"]["attempts"] >= 2 and record["killed"]["left"] and record["parting"] is None
