@@ -13,13 +13,16 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(VENV)/.installed
 	$(BIN)/shrinkpoint demo
 
-# In two processes, a file in one of them: most tests use one core, and those with several ranks wait for each other.
+# In two processes, a file in one of them, in the order of tests/conftest.py: most tests use one core, and those with several
+# ranks wait for each other.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(PYTEST)
 
 # What takes too long for every change: long matrices of ranks, real kills in the middle of saves, sanitizers.
 nightly: $(VENV)/.installed
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m nightly
+	$(PYTEST) -m nightly
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check

@@ -12,7 +12,7 @@ from helpers.paths import TESTS
 from helpers.timeouts import PATIENCE
 
 PROGRAM = TESTS / "helpers" / "header_fuzz.py"
-SECONDS = float(os.environ.get("SHRINKPOINT_FUZZ_SECONDS", "20"))
+SECONDS = float(os.environ.get("SHRINKPOINT_FUZZ_SECONDS", "10"))
 NIGHTLY_SECONDS = float(os.environ.get("SHRINKPOINT_FUZZ_SECONDS", "600"))
 
 
