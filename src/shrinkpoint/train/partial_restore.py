@@ -17,7 +17,8 @@ from shrinkpoint.train import state_dicts
 TensorPart = EllipsisType | slice | Sequence[Any] | Tensor
 """A part of a tensor: `...`, all of it; a slice of its rows; a box, as a tuple of a slice or a (start, stop) for each
 axis; row indices; a bool tensor of its shape."""
-RestoreSelection = Sequence[str] | Mapping[str, TensorPart | Callable[[str, Tensor], TensorPart | None]]
+_Part = TensorPart | Callable[[str, Tensor], TensorPart | None]
+RestoreSelection = Sequence[str] | Mapping[str, _Part]
 """Patterns of tensor names; or, by pattern, a part of the tensor, or a function of its name and value that returns
 one."""
 _TorchIndex = EllipsisType | tuple[slice, ...] | Tensor
@@ -82,32 +83,42 @@ def select_parts(targets: Mapping[str, Any], only: RestoreSelection) -> Selected
         PolicyError: other objects than a model and its optimizer; a pattern without a match; a part that the tensor
             does not have.
     """
-    model, optimizer = targets.get("model"), targets.get("optimizer")
-    if not {"model"} <= set(targets) <= {"model", "optimizer"} or not hasattr(model, "state_dict"):
-        found, expected = ", ".join(targets) or "nothing", "model= alone, or with its optimizer=; a module"
-        raise PolicyError("only", found=found, expected=expected, do="restore the rest in a call of its own")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        found = f"a {type(optimizer).__name__} as optimizer"
-        raise PolicyError("only", found=found, expected="one optimizer of the model", do="leave it out")
-    assert model is not None
+    _check_targets(targets)
+    model = targets["model"]
     live_state: dict[str, Any] = dict(model.state_dict())
     named_parameters = getattr(model, "named_parameters", None)
     parameters: dict[str, Tensor] = {} if named_parameters is None else dict(named_parameters(remove_duplicate=False))
+    indices: dict[str, _TorchIndex] = {}
+    for name, part in _match_names(only, live_state):
+        if name in indices and isinstance(only, Mapping):
+            raise PolicyError(f"only, {name}", found="two patterns that fit it", expected="one part of a tensor")
+        index = _index_of_part(name, parameters.get(name, live_state[name]), part)
+        if index is not None:
+            indices[name] = index
+    selected = {name: parameters[name] for name in indices.keys() & parameters.keys()}
+    return SelectedParts(live_state, indices, selected)
+
+
+def _check_targets(targets: Mapping[str, Any]) -> None:
+    """Raise unless the objects are a model, alone or with its optimizer."""
+    if not {"model"} <= set(targets) <= {"model", "optimizer"} or not hasattr(targets["model"], "state_dict"):
+        found, expected = ", ".join(targets) or "nothing", "model= alone, or with its optimizer=; a module"
+        raise PolicyError("only", found=found, expected=expected, do="restore the rest in a call of its own")
+    optimizer = targets.get("optimizer")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        found = f"a {type(optimizer).__name__} as optimizer"
+        raise PolicyError("only", found=found, expected="one optimizer of the model", do="leave it out")
+
+
+def _match_names(only: RestoreSelection, live_state: Mapping[str, Any]) -> list[tuple[str, _Part]]:
+    """Every name that a pattern matches, with the part that the pattern selects."""
     patterns = only if isinstance(only, Mapping) else dict.fromkeys([] if isinstance(only, str) else only, ...)
     matches = {pattern: [name for name in live_state if fnmatchcase(name, pattern)] for pattern in patterns}
     unmatched = [pattern for pattern, names in matches.items() if not names and isinstance(only, Mapping)]
     if unmatched or not any(matches.values()):
         expected = 'patterns of names in the model, such as ["layers.3.*"]'
         raise PolicyError("only", found=repr(unmatched or only), expected=expected, do="look at model.state_dict()")
-    indices: dict[str, _TorchIndex] = {}
-    for pattern, name in ((pattern, name) for pattern, names in matches.items() for name in names):
-        if name in indices and isinstance(only, Mapping):
-            raise PolicyError(f"only, {name}", found="two patterns that fit it", expected="one part of a tensor")
-        index = _index_of_part(name, parameters.get(name, live_state[name]), patterns[pattern])
-        if index is not None:
-            indices[name] = index
-    selected = {name: parameters[name] for name in indices.keys() & parameters.keys()}
-    return SelectedParts(live_state, indices, selected)
+    return [(name, patterns[pattern]) for pattern, names in matches.items() for name in names]
 
 
 def restore_parts(
@@ -226,9 +237,7 @@ def _merge_part(live: Tensor, saved: Tensor, index: _TorchIndex) -> Tensor:
     return merged
 
 
-def _index_of_part(
-    name: str, tensor: Any, part: TensorPart | Callable[[str, Tensor], TensorPart | None]
-) -> _TorchIndex | None:
+def _index_of_part(name: str, tensor: Any, part: _Part) -> _TorchIndex | None:
     """The torch index of a part of a tensor; None if the part is empty."""
     where = f"only, {name}"
     if callable(part):
@@ -242,6 +251,11 @@ def _index_of_part(
         return (_check_slice(part, tensor.shape[0], where),)
     if isinstance(part, tuple) and part and all(isinstance(side, slice | tuple | list) for side in part):
         return _box_slices(part, tensor, where)
+    return _mask_or_rows(part, tensor, where)
+
+
+def _mask_or_rows(part: Sequence[Any] | Tensor, tensor: Tensor, where: str) -> Tensor:
+    """The index of a bool tensor, or of row indices."""
     try:
         indices = torch.as_tensor(part)
     except (TypeError, ValueError, RuntimeError, IndexError) as error:

@@ -19,22 +19,24 @@ from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role
 
 _STRICT_HINT = "or pass strict=False"
-_ADAM_SLOTS = frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
 _TORCH_SLOTS: Mapping[str, frozenset[str]] = {
-    "ASGD": frozenset({"step", "eta", "mu", "ax"}),
-    "Adadelta": frozenset({"step", "square_avg", "acc_delta"}),
-    "Adafactor": frozenset({"step", "row_var", "col_var", "variance"}),
-    "Adagrad": frozenset({"step", "sum"}),
-    "Adam": _ADAM_SLOTS,
-    "AdamW": _ADAM_SLOTS,
-    "Adamax": frozenset({"step", "exp_avg", "exp_inf"}),
-    "Muon": frozenset({"momentum_buffer"}),
-    "NAdam": frozenset({"step", "exp_avg", "exp_avg_sq", "mu_product"}),
-    "RAdam": frozenset({"step", "exp_avg", "exp_avg_sq"}),
-    "RMSprop": frozenset({"step", "square_avg", "momentum_buffer", "grad_avg"}),
-    "Rprop": frozenset({"step", "prev", "step_size"}),
-    "SGD": frozenset({"momentum_buffer"}),
-    "SparseAdam": frozenset({"step", "exp_avg", "exp_avg_sq"}),
+    name: frozenset(slots.split())
+    for name, slots in {
+        "ASGD": "step eta mu ax",
+        "Adadelta": "step square_avg acc_delta",
+        "Adafactor": "step row_var col_var variance",
+        "Adagrad": "step sum",
+        "Adam": "step exp_avg exp_avg_sq max_exp_avg_sq",
+        "AdamW": "step exp_avg exp_avg_sq max_exp_avg_sq",
+        "Adamax": "step exp_avg exp_inf",
+        "Muon": "momentum_buffer",
+        "NAdam": "step exp_avg exp_avg_sq mu_product",
+        "RAdam": "step exp_avg exp_avg_sq",
+        "RMSprop": "step square_avg momentum_buffer grad_avg",
+        "Rprop": "step prev step_size",
+        "SGD": "momentum_buffer",
+        "SparseAdam": "step exp_avg exp_avg_sq",
+    }.items()
 }
 """The tensors that torch's own optimizers keep for each parameter."""
 _PARAMETER_SHAPED_SLOTS = (
@@ -49,22 +51,8 @@ _PARAMETER_SHAPED_SLOTS = (
 )
 """Slots that have the shape of their parameter in torch's own optimizers."""
 _HYPERPARAMETERS = frozenset(
-    {
-        "alpha",
-        "beta2_decay",
-        "betas",
-        "d",
-        "dampening",
-        "eps",
-        "etas",
-        "lambd",
-        "lr_decay",
-        "momentum",
-        "momentum_decay",
-        "rho",
-        "step_sizes",
-        "t0",
-    }
+    {"alpha", "beta2_decay", "betas", "d", "dampening", "eps", "etas", "lambd", "lr_decay"}
+    | {"momentum", "momentum_decay", "rho", "step_sizes", "t0"}
 )
 """Hyperparameters that tell torch's own optimizers apart; no scheduler adds one of these to a group."""
 _STRUCTURE_KEYS = frozenset({"_schedulers", "lr_lambdas"})

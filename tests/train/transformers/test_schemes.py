@@ -170,7 +170,7 @@ def test_gradients_are_those_of_whole_steps(tmp_path):
     shrink = ShrinkConfig(scheme=partial(sp.Fisher, relative_error=0.1), gradients=True)
     settings = {"max_steps": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
     trainer, _ = trained(ShrinkTrainer, tmp_path, trainer_callbacks=[Seen()], trainer_shrink=shrink, **settings)
-    recorder = trainer._recorder
+    recorder = trainer._saver.get_recorder()
     assert isinstance(recorder, GradientRecorder) and recorder.step == len(gradients) == 4
     for name, mean in recorder.mean.items():
         expected, square = gradients[0][name], gradients[0][name].square()
@@ -188,7 +188,7 @@ def test_a_recorder_goes_on_from_the_step_that_is_resumed(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LossWarning)
         trainer.train(resume_from_checkpoint=True)
-    assert trainer._recorder.step == 4 and steps(tmp_path) == [2, 4]
+    assert trainer._saver.get_recorder().step == 4 and steps(tmp_path) == [2, 4]
 
 
 def test_the_moments_of_a_callback_may_be_lossy(tmp_path):

@@ -371,12 +371,8 @@ def record_gradients(
     validate.check_int("index", index, minimum=0, do="take 0, the first")
     num_models, num_optimizers = len(accelerator._models), len(accelerator._optimizers)
     if index >= min(num_models, num_optimizers):
-        raise PolicyError(
-            "gradients",
-            found=f"{num_models} models and {num_optimizers} optimizers",
-            expected=f"at least {index + 1}",
-            do="call accelerator.prepare first",
-        )
+        found, expected = f"{num_models} models and {num_optimizers} optimizers", f"at least {index + 1}"
+        raise PolicyError("gradients", found=found, expected=expected, do="call accelerator.prepare first")
     model = prepared_state.unwrap_model(accelerator._models[index])
     recorder = GradientRecorder(
         model, save_interval=save_interval, batches=batches, beta=beta, paper=paper, squares=squares
@@ -454,12 +450,8 @@ def _checkpointer_of(accelerator: Accelerator, settings: dict[str, Any]) -> Acce
     if attached is not None and (not settings or settings == attached_settings):
         return attached  # type: ignore[no-any-return]
     if attached is not None and (attached_settings or attached.has_saved):
-        raise PolicyError(
-            "settings",
-            found=f"{settings}",
-            expected=f"{attached_settings}, as in the call before",
-            do="make a scheme once, before the loop, or use an AcceleratorCheckpointer of your own",
-        )
+        found, do = f"{settings}", "make a scheme once, before the loop, or use an AcceleratorCheckpointer of your own"
+        raise PolicyError("settings", found=found, expected=f"{attached_settings}, as in the call before", do=do)
     checkpointer = AcceleratorCheckpointer(accelerator, **settings)
     if attached is not None:
         checkpointer.take_over(attached)

@@ -33,12 +33,9 @@ def check_engine(accelerator: Accelerator) -> None:
     """
     engine = accelerator.distributed_type
     if engine in _UNSUPPORTED_ENGINES or (engine == DistributedType.FSDP and not accelerator.is_fsdp2):
-        raise PolicyError(
-            "Accelerator",
-            found="FSDP of version 1" if engine == DistributedType.FSDP else engine.value,
-            expected="DDP, FSDP2 or one process",
-            do="use accelerator.save_state, or fsdp_version=2",
-        )
+        found = "FSDP of version 1" if engine == DistributedType.FSDP else engine.value
+        do = "use accelerator.save_state, or fsdp_version=2"
+        raise PolicyError("Accelerator", found=found, expected="DDP, FSDP2 or one process", do=do)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:

@@ -264,19 +264,8 @@ class ShrinkIO(CheckpointIO):
         if self._module is not None and _owns_parameters(self._module, checkpoint[self._model]):
             return {self._model: self._module}
         if isinstance(scheme, PlanningScheme) and scheme.evaluate is not None:
-            raise self._missing_module_error(scheme)
+            raise _missing_module_error(scheme, self._module, is_other_thread=self._is_other_thread())
         return {}
-
-    def _missing_module_error(self, scheme: PlanningScheme) -> PolicyError:
-        advice = "add ShrinkIOCallback() to the Trainer's callbacks; with Fabric, call watch(model) of this plugin"
-        if self._is_other_thread():
-            advice = "leave AsyncCheckpointIO out, and pass background=True: training must wait for evaluations"
-        module = "no module"
-        if self._module is not None:
-            module = "another module"
-            advice += "; where averaged weights are saved, take a scheme that does not evaluate"
-        found = f"{scheme!r}, which evaluates, and {module}"
-        return PolicyError("ShrinkIO", found=found, expected="the module whose weights are saved", do=advice)
 
     def _remove(self, directory: Path) -> None:
         if directory.is_symlink() or directory.is_file():
@@ -435,6 +424,17 @@ def remove_empty(directory: Path) -> None:
 
 class _OptionsError(PolicyError, TypeError):
     """The TypeError that Lightning expects of a plugin that takes no options."""
+
+
+def _missing_module_error(scheme: Scheme, module: nn.Module | None, *, is_other_thread: bool) -> PolicyError:
+    """The error of a save whose scheme evaluates, if the module whose weights are saved is not known."""
+    do = "add ShrinkIOCallback() to the Trainer's callbacks; with Fabric, call watch(model) of this plugin"
+    if is_other_thread:
+        do = "leave AsyncCheckpointIO out, and pass background=True: training must wait for evaluations"
+    if module is not None:
+        do += "; where averaged weights are saved, take a scheme that does not evaluate"
+    found = f"{scheme!r}, which evaluates, and {'no' if module is None else 'another'} module"
+    return PolicyError("ShrinkIO", found=found, expected="the module whose weights are saved", do=do)
 
 
 def _owns_parameters(module: nn.Module, state: Any) -> bool:

@@ -76,12 +76,9 @@ class ShrinkConfig:
         for name in ("gradients", "background"):
             check_bool(name, getattr(self, name))
         if is_instance and (self.evaluate is not None or self.gradients):
-            raise PolicyError(
-                "ShrinkConfig, scheme",
-                found=f"{self.scheme!r}, which is made already",
-                expected="a factory that takes evaluate= or gradients=",
-                do="pass its class, or a functools.partial of it",
-            )
+            found, expected = f"{self.scheme!r}, which is made already", "a factory that takes evaluate= or gradients="
+            do = "pass its class, or a functools.partial of it"
+            raise PolicyError("ShrinkConfig, scheme", found=found, expected=expected, do=do)
 
     @property
     def is_default(self) -> bool:
@@ -134,12 +131,8 @@ class ShrinkConfig:
             return factory(**options)
         except TypeError as error:
             names = " and ".join(sorted({"evaluate", "gradients"} & options.keys())) or "no arguments"
-            raise PolicyError(
-                "ShrinkConfig, scheme",
-                found=f"one that does not take {names} ({error})",
-                expected="a factory of schemes",
-                do=f"choose another one, or leave {names} out",
-            ) from error
+            found, do = f"one that does not take {names} ({error})", f"choose another one, or leave {names} out"
+            raise PolicyError("ShrinkConfig, scheme", found=found, expected="a factory of schemes", do=do) from error
 
 
 def check_config(shrink: Any) -> ShrinkConfig:
@@ -179,12 +172,9 @@ class Evaluation:
 
     def __init__(self, trainer: Any, metric: str, batches: int | None) -> None:
         if trainer.args.world_size > 1:
-            raise PolicyError(
-                "ShrinkConfig, evaluate",
-                found=f"{trainer.args.world_size} processes",
-                expected="one process, where the Trainer evaluates",
-                do="pass the scheme a function that needs one process",
-            )
+            found, expected = f"{trainer.args.world_size} processes", "one process, where the Trainer evaluates"
+            do = "pass the scheme a function that needs one process"
+            raise PolicyError("ShrinkConfig, evaluate", found=found, expected=expected, do=do)
         self._trainer, self._metric = trainer, metric if metric.startswith("eval_") else f"eval_{metric}"
         self._prefix, self._dataset = _find_dataset(trainer.eval_dataset, self._metric)
         self._batches, self._loader = batches, None
@@ -223,12 +213,8 @@ class Evaluation:
                 metric_key_prefix=self._prefix,
             )
         if self._metric not in output.metrics:
-            raise PolicyError(
-                "ShrinkConfig, evaluate",
-                found=f"no {self._metric!r}, only " + ", ".join(map(repr, output.metrics)),
-                expected="a metric of the evaluation",
-                do="name one",
-            )
+            found, do = f"no {self._metric!r}, only " + ", ".join(map(repr, output.metrics)), "name one"
+            raise PolicyError("ShrinkConfig, evaluate", found=found, expected="a metric of the evaluation", do=do)
         return float(output.metrics[self._metric])
 
     def _get_loader(self) -> Any:
@@ -276,19 +262,11 @@ def _find_dataset(datasets: Any, metric: str) -> tuple[str, Any]:
         if matches:
             name = max(matches, key=len)
             return f"eval_{name}", datasets[name]
-        raise PolicyError(
-            "ShrinkConfig, evaluate",
-            found=f"{metric!r}",
-            expected=" or ".join(f"'eval_{name}_loss'" for name in datasets),
-            do="name the dataset, too",
-        )
+        expected = " or ".join(f"'eval_{name}_loss'" for name in datasets)
+        raise PolicyError("ShrinkConfig, evaluate", found=f"{metric!r}", expected=expected, do="name the dataset, too")
     if datasets is None:
-        raise PolicyError(
-            "ShrinkConfig, evaluate",
-            found="no evaluation dataset",
-            expected="one",
-            do="pass eval_dataset= to the Trainer",
-        )
+        found = "no evaluation dataset"
+        raise PolicyError("ShrinkConfig, evaluate", found=found, expected="one", do="pass eval_dataset= to the Trainer")
     return "eval", datasets
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,19 +84,17 @@ class ShrinkTrainer(Trainer):
 
     def __init__(self, *args: Any, shrink: ShrinkConfig | None = None, **kwargs: Any) -> None:
         self.shrink = check_config(self.shrink if shrink is None else shrink)
-        self._checkpointer: Checkpointer | None = None
-        self._checkpointer_model: nn.Module | None = None
-        self._recorder: GradientRecorder | None = None
+        self._saver = _ModelCheckpointer(self)
         self._pending_checkpoint: _PendingCheckpoint | None = None  # while the Trainer collects one
         self._unfinished_checkpoint: _PendingCheckpoint | None = None  # being written, or just written
-        self._loaded_checkpoint: tuple[str, dict[str, Any]] | None = None  # directory and state
+        self._loaded_parts = _LoadedParts(self._saver)
         for argument in (*args, *kwargs.values()):
             if isinstance(argument, TrainingArguments):  # checked before the Trainer makes a directory of that name
                 local_path(argument.output_dir, "output_dir")
         super().__init__(*args, **kwargs)
-        self._check_settings()
+        _check_settings(self)
         if self.shrink.gradients and self._has_full_state:
-            self.add_callback(GradientCallback(self._get_recorder))
+            self.add_callback(GradientCallback(self._saver.get_recorder))
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer.train` does.
@@ -106,9 +104,9 @@ class ShrinkTrainer(Trainer):
             ChainError, FormatError, StorageError: the named checkpoint is broken.
             any error of a background save.
         """
-        resume = self._resolve_resume(resume_from_checkpoint)
+        resume = _resolve_resume(self, resume_from_checkpoint)
         if self.model_init is not None:  # frees the previous model before a new one is made
-            self._reset_checkpointer()
+            self._saver.reset()
         try:
             result = super().train(resume, *args, **kwargs)
             self._finish_checkpoint()
@@ -117,9 +115,9 @@ class ShrinkTrainer(Trainer):
                 self._finish_checkpoint()
             raise
         finally:
-            self._loaded_checkpoint = None
-            if self._checkpointer is not None:
-                self._checkpointer.close()
+            self._loaded_parts.clear()
+            if self._saver.checkpointer is not None:
+                self._saver.checkpointer.close()
         return result
 
     def wait_for_checkpoint(self) -> SaveReport | None:
@@ -129,12 +127,12 @@ class ShrinkTrainer(Trainer):
             any error of the background save, once.
         """
         self._finish_checkpoint()
-        return None if self._checkpointer is None else self._checkpointer.wait()
+        return None if self._saver.checkpointer is None else self._saver.checkpointer.wait()
 
     @property
     def stall_seconds(self) -> float:
         """Seconds for which the last save blocked training."""
-        return 0.0 if self._checkpointer is None else self._checkpointer.stall_seconds
+        return 0.0 if self._saver.checkpointer is None else self._saver.checkpointer.stall_seconds
 
     # overridden methods of the Trainer: saving
 
@@ -153,7 +151,7 @@ class ShrinkTrainer(Trainer):
             super()._save_checkpoint(model, trial)
         finally:
             self._pending_checkpoint, self.args.save_total_limit = None, pending.limit
-        if self._participates:
+        if self._saver.participates:
             self._write_checkpoint(pending)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -161,20 +159,23 @@ class ShrinkTrainer(Trainer):
         if pending is None or output_dir is None:
             super()._save(output_dir, state_dict)
         else:
-            with self._user_save_limit(pending):
+            self.args.save_total_limit = pending.limit  # the Trainer saves the arguments that the user has passed
+            try:
                 self._save_auxiliary(pending, output_dir, state_dict)
+            finally:
+                self.args.save_total_limit = None
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._pending_checkpoint is None:
             super()._save_optimizer_and_scheduler(output_dir)
-        elif self._participates:
+        elif self._saver.participates:
             self._pending_checkpoint.add("optimizer", self.optimizer.state_dict(), self.optimizer)
             self._pending_checkpoint.add("scheduler", self.lr_scheduler.state_dict())
 
     def _save_scaler(self, output_dir: str) -> None:
         if self._pending_checkpoint is None:
             super()._save_scaler(output_dir)
-        elif self._participates and self._scaler is not None:
+        elif self._saver.participates and self._scaler is not None:
             self._pending_checkpoint.add("scaler", self._scaler.state_dict())
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -204,7 +205,7 @@ class ShrinkTrainer(Trainer):
             for name, obj in objects.items():
                 obj.load_state_dict(saved[name])
             return
-        if self._loaded_checkpoint is not None:
+        if self._loaded_parts:
             _log.warning("%s holds no optimizer: it starts afresh", checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -217,7 +218,7 @@ class ShrinkTrainer(Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         rng_states = self._pop_part(checkpoint, "rng")
-        self._loaded_checkpoint = None  # the last part that the Trainer loads
+        self._loaded_parts.clear()  # the last part that the Trainer loads
         if checkpoint is None or rng_states is None:
             super()._load_rng_state(checkpoint)
         elif len(rng_states) == self.args.world_size:
@@ -229,7 +230,7 @@ class ShrinkTrainer(Trainer):
         best = self.state.best_model_checkpoint
         self._finish_checkpoint()
         weights = self._pop_part(best, "model")
-        self._loaded_checkpoint = None
+        self._loaded_parts.clear()
         if weights is None:
             super()._load_best_model()
         else:
@@ -262,63 +263,10 @@ class ShrinkTrainer(Trainer):
     def _scaler(self) -> Any:
         return getattr(self.accelerator, "scaler", None)
 
-    def _check_settings(self) -> None:
-        args = self.args
-        if not self._has_full_state:
-            if not self.shrink.is_default:
-                expected, do = "the whole state in one process", "use shrinkpoint.train.dcp.install"
-                raise PolicyError("ShrinkConfig", found="sharded training", expected=expected, do=do)
-            _log.warning("sharded training: checkpoints are those of the stock Trainer (or of dcp.install)")
-            return
-        if args.push_to_hub and args.hub_strategy != HubStrategy.END and not has_adapters(self.model):
-            found, expected = f"hub_strategy={args.hub_strategy.value!r}", "one that needs no weights in checkpoints"
-            raise PolicyError("push_to_hub", found=found, expected=expected, do="push at the end: hub_strategy='end'")
-        scheme = self._checkpointer_for_model().scheme  # raises now, and not at the first save
-        if args.should_save and isinstance(scheme, PlanningScheme) and not scheme.is_writer:
-            raise PolicyError(
-                "ShrinkConfig",
-                found=f"{scheme!r} with a group that another process leads",
-                expected="a scheme that writes where the Trainer saves",
-                do="make the process that saves the first rank of the group",
-            )
-
-    def _checkpointer_for_model(self) -> Checkpointer:
-        """The checkpointer of the current model; a new one if `model_init` has made another model."""
-        model = self._model
-        if self._checkpointer is None or self._checkpointer_model is not model:
-            self._reset_checkpointer()
-            evaluation, metric = None, self.shrink.evaluate
-            if metric is not None:
-                evaluation = Evaluation(self, metric, self.shrink.batches)
-            self._recorder = self.shrink.make_recorder(model, _save_interval(self.args))
-            higher_is_better = evaluation is not None and evaluation.higher_is_better
-            self._checkpointer = self.shrink.make_checkpointer(evaluation, higher_is_better, self._recorder)
-            self._checkpointer_model = model
-        return self._checkpointer
-
-    def _reset_checkpointer(self) -> None:
-        """Release the checkpointer, and with it the model."""
-        if self._checkpointer is not None:
-            self._checkpointer.close()
-        self._checkpointer, self._checkpointer_model, self._recorder = None, None, None
-
-    def _get_recorder(self) -> GradientRecorder:
-        self._checkpointer_for_model()
-        assert self._recorder is not None
-        return self._recorder
-
-    @property
-    def _participates(self) -> bool:
-        """Whether this process writes, or takes part in the search for the scheme's settings."""
-        if self.args.should_save:
-            return True
-        scheme = self._checkpointer_for_model().scheme
-        return isinstance(scheme, PlanningScheme) and not scheme.is_writer
-
     def _write_checkpoint(self, pending: _PendingCheckpoint) -> None:
         writes = self.args.should_save
         extra = checkpoint_dirs.manifest_extra(pending.directory, pending.state) if writes else None
-        self._checkpointer_for_model().save(
+        self._saver.for_model().save(
             pending.directory,
             pending.state,
             objects=pending.objects,
@@ -335,51 +283,19 @@ class ShrinkTrainer(Trainer):
     def _finish_checkpoint(self) -> None:
         """Wait until the last checkpoint is complete, then delete what it replaces."""
         unfinished, self._unfinished_checkpoint = self._unfinished_checkpoint, None
-        if self._checkpointer is not None:
-            self._checkpointer.wait()
+        if self._saver.checkpointer is not None:
+            self._saver.checkpointer.wait()
         if unfinished is not None:
             best = self.state.best_model_checkpoint
             keep = {unfinished.directory} if best is None else {unfinished.directory, Path(best)}
             checkpoint_dirs.remove_stale(unfinished.directory, unfinished.state)
             checkpoint_dirs.rotate(unfinished.directory.parent, unfinished.limit, keep)
 
-    def _resolve_resume(self, resume: Any) -> Any:
-        """The checkpoint to resume from, the same on all processes."""
-        if resume is None or resume is False or not self._has_full_state:
-            return resume
-        if resume is not True:
-            wait_for_writes(resume)
-            checkpoint_dirs.validate_checkpoint(resume)
-            return resume
-        answer: list[Any] = [None]
-        if self.args.process_index == 0:
-            needs_optimizer = not self.args.save_only_model
-            try:
-                answer = [checkpoint_dirs.find_resume_checkpoint(self.args.output_dir, optimizer=needs_optimizer)]
-            except Exception as error:
-                answer = [error]
-        broadcast_object_list(answer)
-        if isinstance(answer[0], Exception):
-            raise answer[0]
-        return True if answer[0] is None else answer[0]  # True: the Trainer itself raises, as there are no checkpoints
-
     def _pop_part(self, checkpoint: Any, name: str) -> Any:
         """Remove a part of one of our checkpoints from memory, and return it; None if the checkpoint lacks it."""
         if checkpoint is None or not self._has_full_state or not is_checkpoint(checkpoint):
             return None
-        loaded = self._loaded_checkpoint
-        if loaded is None or loaded[0] != str(checkpoint) or loaded[1].get(name) is _CONSUMED:
-            self._loaded_checkpoint = None  # a part is read twice if training restarts with a smaller batch size
-            # A process that never saves needs no reference for a next delta.
-            checkpointer = (
-                self._checkpointer_for_model() if self._participates else Checkpointer(threads=self.shrink.threads)
-            )
-            self._loaded_checkpoint = loaded = str(checkpoint), checkpointer.load(checkpoint).state
-        state = loaded[1]
-        part = state.get(name)
-        if name in state:
-            state[name] = _CONSUMED
-        return part
+        return self._loaded_parts.pop(str(checkpoint), name)
 
     def _load_weights(self, model: Any, weights: Mapping[str, Any]) -> None:
         self._issue_warnings_after_load(model.load_state_dict(weights, strict=False))
@@ -390,19 +306,130 @@ class ShrinkTrainer(Trainer):
             super()._save(output_dir, state_dict)
             return
         model = self._model
-        if self._participates:
+        if self._saver.participates:
             pending.add("model", model.state_dict() if state_dict is None else state_dict, model)
         if self.args.should_save:
             save_auxiliary_files(self, model, output_dir)
 
-    @contextmanager
-    def _user_save_limit(self, pending: _PendingCheckpoint) -> Iterator[None]:
-        """Show the user's `save_total_limit` in the training arguments, which the Trainer saves."""
-        self.args.save_total_limit = pending.limit
+
+class _ModelCheckpointer:
+    """The checkpointer and the gradient recorder of a Trainer's current model.
+
+    Attributes:
+        checkpointer: None until `for_model` is called.
+    """
+
+    def __init__(self, trainer: ShrinkTrainer) -> None:
+        self._trainer = trainer
+        self.checkpointer: Checkpointer | None = None
+        self._model: nn.Module | None = None
+        self._recorder: GradientRecorder | None = None
+
+    def for_model(self) -> Checkpointer:
+        """The checkpointer; a new one if `model_init` has made another model."""
+        trainer, model = self._trainer, self._trainer._model
+        if self.checkpointer is None or self._model is not model:
+            self.reset()
+            shrink, evaluation = trainer.shrink, None
+            if shrink.evaluate is not None:
+                evaluation = Evaluation(trainer, shrink.evaluate, shrink.batches)
+            self._recorder = shrink.make_recorder(model, _save_interval(trainer.args))
+            higher_is_better = evaluation is not None and evaluation.higher_is_better
+            self.checkpointer = shrink.make_checkpointer(evaluation, higher_is_better, self._recorder)
+            self._model = model
+        return self.checkpointer
+
+    def get_recorder(self) -> GradientRecorder:
+        """The recorder of the model's gradients, which the settings must ask for."""
+        self.for_model()
+        assert self._recorder is not None
+        return self._recorder
+
+    def reset(self) -> None:
+        """Release the checkpointer, and with it the model."""
+        if self.checkpointer is not None:
+            self.checkpointer.close()
+        self.checkpointer, self._model, self._recorder = None, None, None
+
+    @property
+    def participates(self) -> bool:
+        """Whether this process writes, or takes part in the search for the scheme's settings."""
+        if self._trainer.args.should_save:
+            return True
+        scheme = self.for_model().scheme
+        return isinstance(scheme, PlanningScheme) and not scheme.is_writer
+
+    def load(self, directory: str) -> dict[str, Any]:
+        """The state in a directory; a process that never saves keeps no reference for a next delta."""
+        checkpointer = self.for_model() if self.participates else Checkpointer(threads=self._trainer.shrink.threads)
+        state: dict[str, Any] = checkpointer.load(directory).state
+        return state
+
+
+class _LoadedParts:
+    """The parts of a checkpoint that the Trainer has not asked for yet; false if no checkpoint is loaded."""
+
+    def __init__(self, saver: _ModelCheckpointer) -> None:
+        self._saver, self._directory = saver, ""
+        self._parts: dict[str, Any] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._directory)
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._directory, self._parts = "", {}
+
+    def pop(self, directory: str, name: str) -> Any:
+        """Return a part of a checkpoint, and free it here; None if the checkpoint lacks it."""
+        if self._directory != directory or self._parts.get(name) is _CONSUMED:
+            self.clear()  # a part is read twice if training restarts with a smaller batch size
+            self._parts = self._saver.load(directory)
+            self._directory = directory
+        part = self._parts.get(name)
+        if name in self._parts:
+            self._parts[name] = _CONSUMED
+        return part
+
+
+def _check_settings(trainer: ShrinkTrainer) -> None:
+    """Raise if the settings do not fit the training arguments."""
+    args = trainer.args
+    if not trainer._has_full_state:
+        if not trainer.shrink.is_default:
+            expected, do = "the whole state in one process", "use shrinkpoint.train.dcp.install"
+            raise PolicyError("ShrinkConfig", found="sharded training", expected=expected, do=do)
+        _log.warning("sharded training: checkpoints are those of the stock Trainer (or of dcp.install)")
+        return
+    if args.push_to_hub and args.hub_strategy != HubStrategy.END and not has_adapters(trainer.model):
+        found, expected = f"hub_strategy={args.hub_strategy.value!r}", "one that needs no weights in checkpoints"
+        raise PolicyError("push_to_hub", found=found, expected=expected, do="push at the end: hub_strategy='end'")
+    scheme = trainer._saver.for_model().scheme  # raises now, and not at the first save
+    if args.should_save and isinstance(scheme, PlanningScheme) and not scheme.is_writer:
+        found = f"{scheme!r} with a group that another process leads"
+        do = "make the process that saves the first rank of the group"
+        raise PolicyError("ShrinkConfig", found=found, expected="a scheme that writes where the Trainer saves", do=do)
+
+
+def _resolve_resume(trainer: ShrinkTrainer, resume: Any) -> Any:
+    """The checkpoint to resume from, the same on all processes."""
+    if resume is None or resume is False or not trainer._has_full_state:
+        return resume
+    if resume is not True:
+        wait_for_writes(resume)
+        checkpoint_dirs.validate_checkpoint(resume)
+        return resume
+    answer: list[Any] = [None]
+    if trainer.args.process_index == 0:
+        needs_optimizer = not trainer.args.save_only_model
         try:
-            yield
-        finally:
-            self.args.save_total_limit = None
+            answer = [checkpoint_dirs.find_resume_checkpoint(trainer.args.output_dir, optimizer=needs_optimizer)]
+        except Exception as error:
+            answer = [error]
+    broadcast_object_list(answer)
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    return True if answer[0] is None else answer[0]  # True: the Trainer itself raises, as there are no checkpoints
 
 
 def _save_interval(args: Any) -> int | None:
