@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from shrinkpoint.codec.reference import Reference
 from shrinkpoint.schemes.base import QuantizedState, Scheme
 from shrinkpoint.schemes.plan_shards import plan_shards
 from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
-from shrinkpoint.sharding.collectives import AllGather, pack_error, raise_remote
+from shrinkpoint.sharding.collectives import Collectives
 from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON, OptimizerInfo
@@ -28,50 +27,61 @@ Cutter = Callable[[tuple[int, ...], int, int], Box]
 """The box of a rank, of a shape and so many ranks."""
 
 
+class ThreadCollectives(Collectives):
+    """The collectives of one of several threads, which counts what crosses between them."""
+
+    def __init__(self, ranks: Ranks, rank: int) -> None:
+        super().__init__()
+        self._ranks, self.rank, self.world_size = ranks, rank, ranks.width
+
+    def exchange(self, messages: Sequence[bytes]) -> Sequence[bytes]:
+        ranks = self._ranks
+        ranks.board[self.rank] = messages
+        ranks.barrier.wait(PATIENCE)
+        received = [sent[self.rank] for sent in ranks.board]
+        ranks.barrier.wait(PATIENCE)
+        ranks.rounds[self.rank] += 1
+        ranks.sent[self.rank] += sum(map(len, messages)) - len(messages[self.rank])
+        ranks.received[self.rank] += sum(map(len, received)) - len(messages[self.rank])
+        return received
+
+
 class Ranks:
-    """Some threads that gather what each of them says, pickled.
+    """Threads that stand for ranks: their messages are pickled.
 
     Attributes:
-        rounds, nbytes: how often they gathered, and what each of them got.
+        rounds, sent, received: by rank, how often it exchanged messages, and their bytes.
     """
 
     def __init__(self, width: int) -> None:
-        self.width, self.rounds, self.nbytes = width, 0, 0
-        self._barrier, self._explicit = threading.Barrier(width), [b""] * width
+        self.width, self.barrier = width, threading.Barrier(width)
+        self.board: list[Sequence[bytes]] = [()] * width
+        self.rounds, self.sent, self.received = ([0] * width for _ in range(3))
 
-    def run(self, work: Callable[[int, AllGather], Any]) -> list[Any]:
+    def run(self, work: Callable[[int, Collectives], Any]) -> list[Any]:
         """What `work` returned, or raised, on each rank."""
         out: list[Any] = [None] * self.width
 
-        def one(rank: int) -> None:
+        def run_rank(rank: int) -> None:
             try:
-                out[rank] = work(rank, lambda thing: self._gather(rank, thing))
+                out[rank] = work(rank, ThreadCollectives(self, rank))
             except Exception as error:
                 out[rank] = error
 
-        workers = [threading.Thread(target=one, args=(rank,)) for rank in range(self.width)]
+        workers = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(self.width)]
         for worker in workers:
             worker.start()
         for worker in workers:
             worker.join()
         return out
 
-    def all(self, work: Callable[[int, AllGather], Any]) -> list[Any]:
+    def all(self, work: Callable[[int, Collectives], Any]) -> list[Any]:
         """What `work` returned on each rank; what one raised is raised here."""
         out = self.run(work)
-        for one in out:
-            if isinstance(one, Exception):
-                raise one
+        for result in out:
+            if isinstance(result, Exception):
+                raise result
         return out
-
-    def _gather(self, rank: int, thing: Any) -> list[Any]:
-        self._explicit[rank] = pickle.dumps(pack_error(thing))
-        self._barrier.wait(PATIENCE)
-        data = [*self._explicit]
-        self._barrier.wait(PATIENCE)
-        if rank == 0:
-            self.rounds, self.nbytes = self.rounds + 1, self.nbytes + sum(map(len, data))
-        return raise_remote([pickle.loads(one) for one in data])
 
 
 def rows(shape: tuple[int, ...], width: int, rank: int) -> Box:
@@ -178,10 +188,10 @@ def saved(
     """A chain of checkpoints of states, by ranks that each have a part."""
     parts = [cut(flat, width, cutter, lone) for flat in flats]
 
-    def work(rank: int, gather: AllGather) -> list[tuple[QuantizedState, JSON]]:
+    def work(rank: int, collectives: Collectives) -> list[tuple[QuantizedState, JSON]]:
         scheme, reference, out = make(), None, []
         for mine in (one[rank] for one in parts):
-            shards = ShardLayout(mine.places, gather)
+            shards = ShardLayout(mine.places, collectives)
             made = plan_shards(scheme, mine.flat, reference, shards, None if target is None else target(mine))
             kept = made.quantize(mine.flat, reference)
             reference = after(kept, mine.flat)

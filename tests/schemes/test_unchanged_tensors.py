@@ -17,7 +17,7 @@ import shrinkpoint as sp
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.schemes.plan_shards import plan_shards
 from shrinkpoint.schemes.select import is_bitwise_equal, unchanged_tensors
-from shrinkpoint.sharding.collectives import AllGather
+from shrinkpoint.sharding.collectives import Collectives
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.storage import MemoryStorage
@@ -50,11 +50,11 @@ def test_on_several_ranks_what_does_not_move_keeps_its_values_through_restores(n
         flat = restored(run()[1], values) if generation else run()[0]
         parts = cut(flat, width, cutter)
 
-        def work(rank: int, gather: AllGather, now: Any = (parts, reference, losses[-1], generation)) -> Any:
+        def work(rank: int, collectives: Collectives, now: Any = (parts, reference, losses[-1], generation)) -> Any:
             parts, before, loss, generation = now
             scheme, mine = SCHEMES[name](), parts[rank]
             scheme.resume(loss, generation)
-            settled = plan_shards(scheme, mine.flat, before[rank], ShardLayout(mine.places, gather))
+            settled = plan_shards(scheme, mine.flat, before[rank], ShardLayout(mine.places, collectives))
             kept = settled.quantize(mine.flat, before[rank])
             return kept, after(kept, mine.flat)
 

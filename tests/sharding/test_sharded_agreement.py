@@ -21,6 +21,7 @@ from shrinkpoint.schemes.fisher.curvature import Curvature
 from shrinkpoint.schemes.fisher.steps import StepCandidates
 from shrinkpoint.schemes.plan_shards import check_shardable, plan_shards
 from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
+from shrinkpoint.sharding.collectives import LocalCollectives
 from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import Role
@@ -127,13 +128,13 @@ def test_squares_that_were_recorded_are_those_of_the_boxes(by_box):
     squares = {name: x.detach().square() + 0.1 for name, x in weights.items()}
     parts = cut(flat, 3)
 
-    def settled(rank, gather):
+    def settled(rank, collectives):
         mine = parts[rank]
         given = squares
         if by_box:
             given = {name: box_of(x, *rows(tuple(x.shape), 3, rank)) if x.dim() else x for name, x in squares.items()}
         scheme = sp.Fisher(terms=64, gradients=Recorder(given))
-        return plan_shards(scheme, mine.flat, None, ShardLayout(mine.places, gather)).quantize(mine.flat, None)
+        return plan_shards(scheme, mine.flat, None, ShardLayout(mine.places, collectives)).quantize(mine.flat, None)
 
     found = Ranks(3).all(settled)
     made = joined([(kept.state.tensors, parts[rank].places) for rank, kept in enumerate(found)])
@@ -157,8 +158,13 @@ def whole_steps(flat: FlatState, known: dict[str, Curvature]) -> dict[str, Any]:
 # what is refused
 
 
-def silent(_: Any) -> list[Any]:
-    raise AssertionError("a rank waited for others")
+class SilentCollectives(LocalCollectives):
+    """Collectives that no rank may call."""
+
+    def all_to_all(self, objects: Any) -> list[Any]:
+        raise AssertionError("a rank waited for others")
+
+    all_gather = all_to_all
 
 
 class Strange:
@@ -179,7 +185,7 @@ class Strange:
 def test_what_cannot_be_sharded_is_refused_before_any_rank_waits(make, match):
     part = cut(run()[0], 2)[0]
     with pytest.raises(PolicyError, match=match):
-        plan_shards(make(), part.flat, None, ShardLayout(part.places, silent))
+        plan_shards(make(), part.flat, None, ShardLayout(part.places, SilentCollectives()))
     with pytest.raises(PolicyError, match=match):
         check_shardable(make())
 
@@ -187,14 +193,16 @@ def test_what_cannot_be_sharded_is_refused_before_any_rank_waits(make, match):
 def test_lossless_waits_for_nobody():
     part, scheme = cut(run()[0], 2)[0], sp.Lossless()
     check_shardable(scheme)
-    assert plan_shards(scheme, part.flat, None, ShardLayout(part.places, silent)) is scheme
+    assert plan_shards(scheme, part.flat, None, ShardLayout(part.places, SilentCollectives())) is scheme
 
 
 def test_ranks_with_different_schemes_are_told_so():
     parts = cut(run()[0], 2)
 
-    def work(rank, gather):
-        return plan_shards(sp.Fisher(ratio=10 + rank), parts[rank].flat, None, ShardLayout(parts[rank].places, gather))
+    def work(rank, collectives):
+        return plan_shards(
+            sp.Fisher(ratio=10 + rank), parts[rank].flat, None, ShardLayout(parts[rank].places, collectives)
+        )
 
     errors = Ranks(2).run(work)
     assert all(isinstance(one, MismatchError) and "ratio=10.0" in str(one) for one in errors)
@@ -203,10 +211,10 @@ def test_ranks_with_different_schemes_are_told_so():
 def test_a_model_that_shares_no_memory_with_what_is_saved_is_refused_on_all_ranks():
     parts = cut(run()[0], 2)
 
-    def work(rank, gather):
+    def work(rank, collectives):
         mine = parts[rank]
         target = ShardedModelEvaluator(mine.flat, bowl, Parts(copy.deepcopy(mine.flat)))
-        return plan_shards(sp.Fisher(evaluate=bowl), mine.flat, None, ShardLayout(mine.places, gather), target)
+        return plan_shards(sp.Fisher(evaluate=bowl), mine.flat, None, ShardLayout(mine.places, collectives), target)
 
     assert all(isinstance(one, PolicyError) and "share memory" in str(one) for one in Ranks(2).run(work))
 
@@ -220,12 +228,12 @@ def test_a_tied_weight_is_measured_and_written_once_though_it_has_two_names():
     for part in parts:  # one memory, as in a model
         part.flat.tensors["model/tied.weight"] = part.flat.tensors["model/wte.weight"]
 
-    def work(rank, gather):
+    def work(rank, collectives):
         mine = parts[rank]
         target = ShardedModelEvaluator(mine.flat, bowl, Parts(mine.flat))
         assert {"model/wte.weight", "model/tied.weight"} <= target.quantizable
         made = plan_shards(
-            sp.Fisher(nats=0.05, evaluate=bowl), mine.flat, None, ShardLayout(mine.places, gather), target
+            sp.Fisher(nats=0.05, evaluate=bowl), mine.flat, None, ShardLayout(mine.places, collectives), target
         )
         return made.quantize(mine.flat, None)
 
@@ -239,7 +247,7 @@ def test_replicas_of_which_each_saves_a_part_are_not_measured():
     flat = flatten({"model": {"a.weight": torch.randn(64, 64), "b.weight": torch.randn(64, 64)}})
     parts = cut(flat, 2, lone={"model/a.weight": 0, "model/b.weight": 1})
 
-    def work(rank, gather):
+    def work(rank, collectives):
         mine = parts[rank]
         names = {name: mine.flat.tensors.get(name, torch.zeros(64, 64)) for name in flat.tensors}
         replica = nn.ModuleDict({name[6]: nn.Linear(64, 64, bias=False) for name in names})
@@ -249,7 +257,7 @@ def test_replicas_of_which_each_saves_a_part_are_not_measured():
             sp.Fisher(evaluate=bowl),
             mine.flat,
             None,
-            ShardLayout(mine.places, gather),
+            ShardLayout(mine.places, collectives),
             ShardedModelEvaluator(mine.flat, bowl, replica),
         )
 
@@ -264,9 +272,9 @@ def test_what_goes_wrong_on_one_rank_is_raised_by_all(name):
     tensors = broken.tensors | {"model/up.weight": torch.zeros(99, 64)}
     parts[1].flat = replace(broken, tensors=tensors)
 
-    def work(rank, gather):
+    def work(rank, collectives):
         mine = parts[rank]
-        return plan_shards(SCHEMES[name](), mine.flat, None, ShardLayout(mine.places, gather))
+        return plan_shards(SCHEMES[name](), mine.flat, None, ShardLayout(mine.places, collectives))
 
     assert all(isinstance(one, StateError) and "up.weight" in str(one) for one in Ranks(3).run(work))
 
@@ -274,7 +282,7 @@ def test_what_goes_wrong_on_one_rank_is_raised_by_all(name):
 def test_an_evaluate_that_raises_on_one_rank_is_raised_by_all():
     parts = cut(copy.deepcopy(run()[0]), 2)
 
-    def work(rank, gather):
+    def work(rank, collectives):
         def evaluate(model):
             if rank == 1:
                 raise ZeroDivisionError("batch 7")
@@ -282,7 +290,7 @@ def test_an_evaluate_that_raises_on_one_rank_is_raised_by_all():
 
         mine = parts[rank]
         target = ShardedModelEvaluator(mine.flat, evaluate, Parts(mine.flat))
-        return plan_shards(sp.Fisher(evaluate=bowl), mine.flat, None, ShardLayout(mine.places, gather), target)
+        return plan_shards(sp.Fisher(evaluate=bowl), mine.flat, None, ShardLayout(mine.places, collectives), target)
 
     first, second = Ranks(2).run(work)
     assert isinstance(first, PolicyError) and isinstance(second, PolicyError)
@@ -300,8 +308,8 @@ def test_what_ranks_tell_each_other_is_small(name):
     flats = [flatten({"model": {"a.weight": x + i * move}}) for i in (0, 0.01)]
     ranks = Ranks(2)
     saved(SCHEMES[name], flats, 2, ranks=ranks)
-    assert ranks.nbytes / 2 < 0.02 * flats[0].nbytes
-    assert ranks.rounds < 100
+    assert max(ranks.received) < 0.02 * flats[0].nbytes
+    assert max(ranks.rounds) < 200
 
 
 def test_a_state_with_nothing_to_quantize_is_written_as_it_is():
@@ -326,7 +334,7 @@ def test_a_box_beyond_its_tensor_is_refused_on_all_ranks():
     place = parts[1].places["model/up.weight"]
     parts[1].places["model/up.weight"] = replace(place, offsets=(90, 0))
 
-    def work(rank, gather):
-        return plan_shards(sp.LCCheckpoint(), parts[rank].flat, None, ShardLayout(parts[rank].places, gather))
+    def work(rank, collectives):
+        return plan_shards(sp.LCCheckpoint(), parts[rank].flat, None, ShardLayout(parts[rank].places, collectives))
 
     assert all(isinstance(one, StateError) and "up.weight" in str(one) for one in Ranks(2).run(work))

@@ -21,7 +21,7 @@ SETUP = """
     from shrinkpoint.tensors.info import Role, TensorInfo
     from shrinkpoint.schemes.plan_shards import plan_shards
     from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
-    from shrinkpoint.sharding.collectives import make_all_gather
+    from shrinkpoint.sharding.collectives import make_collectives
     from shrinkpoint.sharding.shard_spec import ShardSpec, ShardLayout
     from shrinkpoint.tensors.flat_state import FlatState
     from shrinkpoint.tensors.info import OptimizerInfo
@@ -86,7 +86,7 @@ FSDP = (
         for name, scheme in schemes.items():
             evaluates = getattr(scheme, "evaluate", None)
             target = ShardedModelEvaluator(flat, evaluates, model) if evaluates else None
-            made = plan_shards(scheme, flat, None, ShardLayout(places, make_all_gather()), target)
+            made = plan_shards(scheme, flat, None, ShardLayout(places, make_collectives()), target)
             said[f"{name} is put back"] = model.training and all(
                 torch.equal(x, before[name]) for name, x in flat.tensors.items()
             )
@@ -124,7 +124,7 @@ ERRORS = (
             name = next(iter(mine))
             places[name] = ShardSpec(name, tuple(mine[name].shape), (7,) * mine[name].dim())
         try:
-            plan_shards(sp.Fisher(ratio=8), flat, None, ShardLayout(places, make_all_gather()))
+            plan_shards(sp.Fisher(ratio=8), flat, None, ShardLayout(places, make_collectives()))
         except ShrinkpointError as error:
             said |= {"class": type(error).__name__, "text": str(error)}
         leave(said, rank, folder)

@@ -16,6 +16,7 @@ from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.errors import LossWarning
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.plan_shards import plan_shards
+from shrinkpoint.sharding.collectives import LocalCollectives
 from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import Role
@@ -76,7 +77,7 @@ def test_a_process_with_all_boxes_decides_what_it_would_without_any(dial):
         for i in range(1 + (name in names))
     }
     flat = FlatState(None, tensors, infos, optim)
-    kept = plan_shards(sp.Fisher(**dial), flat, None, ShardLayout(places, lambda thing: [thing])).quantize(flat, None)
+    kept = plan_shards(sp.Fisher(**dial), flat, None, ShardLayout(places, LocalCollectives())).quantize(flat, None)
     (expected,) = whole(sp.Fisher(**dial), run()[:1])
     assert other(expected, Saved(joined([(kept.state.tensors, places)]), [], [])) == []
 
@@ -265,11 +266,11 @@ def test_a_rank_without_the_checkpoint_before_makes_all_begin_anew():
     parts = [cut(flat, 2) for flat in run()]
 
     def work(make):
-        def on(rank, gather):
+        def on(rank, collectives):
             scheme, reference = make(), None
             for i, mine in enumerate(one[rank] for one in parts):
                 held = None if rank == 1 and i == 1 else reference
-                made = plan_shards(scheme, mine.flat, held, ShardLayout(mine.places, gather))
+                made = plan_shards(scheme, mine.flat, held, ShardLayout(mine.places, collectives))
                 kept = made.quantize(mine.flat, held)
                 reference = after(kept, mine.flat)
             return kept

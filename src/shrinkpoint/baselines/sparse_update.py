@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, get_args
 
@@ -39,14 +38,15 @@ class SparseUpdate(ResidualScheme):
         super().__init__(optimizer=optimizer)
         self._fraction = validate.check_fraction("fraction", fraction)
 
-    @abstractmethod
-    def select_indices(self, distances: Tensor, count: int) -> Tensor:
-        """Which values are written: int64, `count` different ones.
+    def select_indices(self, distances: Tensor, count: int, counts: Sequence[int], stats: GlobalStats) -> Tensor:
+        """Indices of this rank's values that are written: int64, each different. A collective.
 
         Args:
-            distances: of every value to what a reader has of it, of all weights one behind the other.
+            distances: of each of this rank's values to what a reader has of it, of all weights one behind the other.
+            count: how many values of all ranks are written.
+            counts: how many values each rank has.
         """
-        raise NotImplementedError
+        return distances.topk(stats.count_among_largest(distances, count, counts), sorted=False).indices
 
     def quantize_weights(
         self,
@@ -57,49 +57,24 @@ class SparseUpdate(ResidualScheme):
     ) -> dict[str, CodebookTensor]:
         is_primary = stats.global_tensors.is_primary
         distances = {name: diff.abs().reshape(-1) for name, diff in differences.items() if is_primary(name)}
-        totals = stats.global_tensors.all_gather(sum(distance.numel() for distance in distances.values()))
-        count = min(math.ceil(self._fraction * sum(totals)), sum(totals))
-        fresh = self.select_in_shards(distances, count, totals, stats) if count else {}
-        return {
-            name: _sparse_codes(weight, (~fresh[name]).to(torch.uint8).reshape(weight.shape))
-            for name, weight in weights.items()
-            if name in fresh
+        counts = stats.global_tensors.all_gather(sum(distance.numel() for distance in distances.values()))
+        count = min(math.ceil(self._fraction * sum(counts)), sum(counts))
+        if not count:
+            return {}
+        device = next((distance.device for distance in distances.values()), torch.device("cpu"))
+        joined = torch.cat([torch.empty(0, device=device), *(distance.to(device) for distance in distances.values())])
+        is_written = torch.zeros(joined.numel(), dtype=torch.bool, device=device)
+        is_written[self.select_indices(joined, count, counts, stats)] = True
+        is_written &= joined != 0
+        parts = torch.split(is_written, [distance.numel() for distance in distances.values()])
+        stale = {
+            name: (~part).to(weights[name].device, torch.uint8) for name, part in zip(distances, parts, strict=True)
         }
-
-    def select_in_shards(
-        self, distances: Mapping[str, Tensor], count: int, totals: Sequence[int], stats: GlobalStats
-    ) -> dict[str, Tensor]:
-        """Which values of each local tensor are written; bool [numel]. A collective.
-
-        Args:
-            distances: of every value to what a reader has of it, by name; 1-d.
-            count: how many values of all ranks are written.
-            totals: how many values each rank has.
-        """
-        if len(totals) == 1:
-            return self._select_locally(distances, count)
-        limit = stats.kth_largest(distances, count)
-        selected = {name: distance > limit for name, distance in distances.items()}
-        ties = {name: (distance == limit) & (distance > 0) for name, distance in distances.items()}
-        counts = tuple(sum(int(mask.sum()) for mask in masks.values()) for masks in (selected, ties))
-        reports = stats.global_tensors.all_gather(counts)
-        remaining = count - sum(above for above, _ in reports)
-        remaining -= sum(equal for _, equal in reports[: stats.global_tensors.rank])
-        for name, tied in ties.items():
-            first_ties = tied & (tied.cumsum(0) <= max(remaining, 0))
-            remaining -= int(tied.sum())
-            selected[name] |= first_ties
-        return selected
-
-    def _select_locally(self, distances: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-        """Which values are written where this rank has all of them."""
-        home = next(iter(distances.values())).device
-        joined = torch.cat([distance.to(home) for distance in distances.values()])
-        selected = torch.zeros(joined.numel(), dtype=torch.bool, device=home)
-        selected[self.select_indices(joined, count)] = True
-        selected &= joined != 0
-        parts = torch.split(selected, [distance.numel() for distance in distances.values()])
-        return {name: part.to(distances[name].device) for name, part in zip(distances, parts, strict=True)}
+        return {
+            name: _sparse_codes(weight, stale[name].reshape(weight.shape))
+            for name, weight in weights.items()
+            if name in stale
+        }
 
 
 class SCAR(SparseUpdate):
@@ -159,30 +134,18 @@ class SCAR(SparseUpdate):
         self._round = self._round + 1 if is_delta else 0
         return quantized
 
-    def select_in_shards(
-        self, distances: Mapping[str, Tensor], count: int, totals: Sequence[int], stats: GlobalStats
-    ) -> dict[str, Tensor]:
-        """Indices of the values to write; values are numbered by rank."""
-        if self._order == "largest" or len(totals) == 1:
-            return super().select_in_shards(distances, count, totals, stats)
-        selected = torch.zeros(sum(totals), dtype=torch.bool)
-        selected[self.select_indices(torch.empty(sum(totals), device="meta"), count).cpu()] = True
-        rank = stats.global_tensors.rank
-        local = torch.split(selected, list(totals))[rank]
-        parts = torch.split(local, [distance.numel() for distance in distances.values()])
-        return {
-            name: part.to(distance.device) & (distance != 0)
-            for (name, distance), part in zip(distances.items(), parts, strict=True)
-        }
-
-    def select_indices(self, distances: Tensor, count: int) -> Tensor:
-        total = distances.numel()
+    def select_indices(self, distances: Tensor, count: int, counts: Sequence[int], stats: GlobalStats) -> Tensor:
+        """Indices of this rank's values that are written; "round robin" and "random" number values by rank."""
         if self._order == "largest":
-            return distances.topk(count, sorted=False).indices
+            return super().select_indices(distances, count, counts, stats)
         if self._order == "round robin":
-            return (torch.arange(count, device=_device_of(distances)) + self._round * count) % total
-        generator = torch.Generator().manual_seed(self._seed << 31 | self._round)
-        return torch.randperm(total, generator=generator)[:count].to(_device_of(distances))
+            indices = (torch.arange(count) + self._round * count) % sum(counts)
+        else:
+            generator = torch.Generator().manual_seed(self._seed << 31 | self._round)
+            indices = torch.randperm(sum(counts), generator=generator)[:count]
+        rank = stats.global_tensors.rank
+        indices -= sum(counts[:rank])
+        return indices[(indices >= 0) & (indices < counts[rank])].to(distances.device)
 
 
 class TOPN(SparseUpdate):
@@ -205,20 +168,12 @@ class TOPN(SparseUpdate):
     def settings(self) -> dict[str, JSON]:
         return {"fraction": self._fraction}
 
-    def select_indices(self, distances: Tensor, count: int) -> Tensor:
-        return distances.topk(count, sorted=False).indices
-
 
 def _sparse_codes(x: Tensor, stale: Tensor) -> CodebookTensor:
     """Codes of one weight: 0 is the exact value, 1 no difference to the parent."""
     dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     zero = torch.zeros(1, device=x.device)
     return CodebookTensor(stale, zero, x[stale == 0].to(dtype), first_code=1, residual=True)
-
-
-def _device_of(x: Tensor) -> torch.device:
-    """The device of a tensor; the CPU for a meta tensor."""
-    return torch.device("cpu") if x.is_meta else x.device
 
 
 Scope = Literal["tensor", "model"]

@@ -21,7 +21,7 @@ Representative = Literal["middle", "mean"]
 
 _MIN_EXPONENT = -150
 """An exponent below that of the smallest float32, as `frexp` counts."""
-_NUM_BUCKETS = 2 * 280
+NUM_BUCKETS = 2 * 280
 """Number of buckets: two signs for each exponent from `_MIN_EXPONENT` on; bucket 0 is that of zero."""
 
 
@@ -44,9 +44,9 @@ class ExponentBuckets:
     def from_tensor(cls, tensor: Tensor) -> ExponentBuckets:
         """Return the statistics of one tensor: float32, finite, any shape."""
         flat, ids = tensor.reshape(-1), bucket_ids(tensor)
-        counts = torch.bincount(ids, minlength=_NUM_BUCKETS)
-        sums = torch.zeros(_NUM_BUCKETS, dtype=torch.float64, device=tensor.device).index_add_(0, ids, flat.double())
-        zeros = torch.zeros(_NUM_BUCKETS, dtype=torch.float32, device=tensor.device)
+        counts = torch.bincount(ids, minlength=NUM_BUCKETS)
+        sums = torch.zeros(NUM_BUCKETS, dtype=torch.float64, device=tensor.device).index_add_(0, ids, flat.double())
+        zeros = torch.zeros(NUM_BUCKETS, dtype=torch.float32, device=tensor.device)
         minimum = zeros.scatter_reduce(0, ids, flat, "amin", include_self=False)
         maximum = zeros.scatter_reduce(0, ids, flat, "amax", include_self=False)
         return cls(counts.cpu(), sums.cpu(), minimum.cpu(), maximum.cpu())
@@ -138,7 +138,7 @@ def _promoted_codes(tensor: Tensor, promoted: Tensor, values: Tensor) -> Codeboo
         promoted, values = (
             torch.cat([column[:zero_code], column.new_zeros(1), column[zero_code:]]) for column in (promoted, values)
         )
-    table = torch.full((_NUM_BUCKETS,), zero_code, dtype=torch.uint8)
+    table = torch.full((NUM_BUCKETS,), zero_code, dtype=torch.uint8)
     table[promoted] = torch.arange(first_code, first_code + promoted.numel(), dtype=torch.uint8)
     codes = table.to(tensor.device).index_select(0, bucket_ids(tensor)).reshape(tensor.shape)
     centers = values if values.numel() else torch.zeros(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 
 from shrinkpoint.codec.reference import Reference
@@ -13,7 +14,6 @@ from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.residual import ResidualScheme
 from shrinkpoint.schemes.search.scheme import SearchScheme
 from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
-from shrinkpoint.sharding.collectives import ErrorGather
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.tensors.flat_state import FlatState
@@ -50,9 +50,7 @@ def plan_shards(
     if isinstance(scheme, Lossless):
         return scheme
     check_shardable(scheme, measures=evaluator is not None)
-    gather = ErrorGather(layout.all_gather)
-    shared_layout = ShardLayout(layout.specs, gather)
-    return gather.run_all_or_raise(lambda: _plan(scheme, state, reference, shared_layout, evaluator))
+    return layout.collectives.run_all_or_raise(lambda: _plan(scheme, state, reference, layout, evaluator))
 
 
 def check_shardable(scheme: Scheme, *, measures: bool = False) -> None:
@@ -87,10 +85,10 @@ def _plan(
     tensors = GlobalTensors(state, layout)
     lacks_reference = bool(state.tensors) and reference is None
     is_no_base = reference is not None and not reference.is_base
-    reports = tensors.all_gather((f"{type(scheme).__name__}, {scheme!r}", lacks_reference, is_no_base))
-    schemes = sorted({name for name, *_ in reports})
-    if len(schemes) > 1:
-        found = " and ".join(schemes)
+    description = f"{type(scheme).__name__}, {scheme!r}"
+    reports = tensors.all_gather((zlib.crc32(description.encode()), lacks_reference, is_no_base))
+    if len({digest for digest, *_ in reports}) > 1:
+        found = " and ".join(sorted({*tensors.all_gather(description)}))
         raise MismatchError("scheme", found=found, expected="the same on all ranks", do="set all ranks up alike")
     if any(without_reference for _, without_reference, _ in reports):
         reference = None

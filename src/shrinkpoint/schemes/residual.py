@@ -192,7 +192,7 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
             loss,
             keyframe=bool(diverged),
             # a single rank cannot tell why a shard stays exact
-            min_size=(MIN_WEIGHT_NUMEL, 2) if tensors.is_unsharded else None,
+            min_size=(MIN_WEIGHT_NUMEL, 2) if tensors.is_complete else None,
         )
 
     @property

@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,7 +112,7 @@ def select_tensors(
     }
     optimized = frozenset() if optimized_names is None else frozenset(optimized_names)
     colocated = _group_by_shard(global_tensors, candidates)
-    reports = global_tensors.gather_by_tensor(
+    reports = global_tensors.reduce(
         {
             name: _ShardReport(
                 is_quantizable=quantizable is None or name in quantizable,
@@ -122,7 +123,8 @@ def select_tensors(
                 tied=_find_tied(name, candidates, colocated, global_tensors, optimized),
             )
             for name, tensor in candidates.items()
-        }
+        },
+        _merge_reports,
     )
     names, sources, nonfinite = _decide({name: reports[name] for name in global_tensors.shapes if name in reports})
     local = {name: tensor for name, tensor in candidates.items() if tensor.numel()}
@@ -140,8 +142,7 @@ def select_tensors(
     )
 
 
-@dataclass(frozen=True)
-class _ShardReport:
+class _ShardReport(NamedTuple):
     """What a rank reports of its shard of a candidate.
 
     Attributes:
@@ -209,24 +210,39 @@ def _find_tied(
     return tuple(global_tensors.global_name(other) for other in others if is_cast(tensor, candidates[other]))
 
 
-def _decide(
-    reports: Mapping[str, Sequence[_ShardReport]],
-) -> tuple[tuple[str, ...], dict[str, str], tuple[str, ...]]:
+def _merge_reports(shards: Sequence[_ShardReport]) -> _ShardReport:
+    """What all shards of a candidate have in common."""
+    return _ShardReport(
+        is_quantizable=any(shard.is_quantizable for shard in shards),
+        is_finite=all(shard.is_finite for shard in shards),
+        is_float32=shards[0].is_float32,
+        is_optimized=any(shard.is_optimized for shard in shards),
+        masters=_common([shard.masters for shard in shards]),
+        tied=_common([shard.tied for shard in shards]),
+    )
+
+
+def _common(reports: Iterable[tuple[str, ...] | None]) -> tuple[str, ...]:
+    """The names that every shard with values reports, in the order of the first one."""
+    first, *rest = [report for report in reports if report is not None] or [()]
+    return tuple(name for name in first if all(name in names for names in rest))
+
+
+def _decide(reports: Mapping[str, _ShardReport]) -> tuple[tuple[str, ...], dict[str, str], tuple[str, ...]]:
     """Global names of what is selected, of the source of each cast and tied copy, and of what is not finite."""
-    finite = [name for name, shards in reports.items() if all(shard.is_finite for shard in shards)]
-    float32 = {name for name in finite if reports[name][0].is_float32}
+    finite = [name for name, report in reports.items() if report.is_finite]
+    float32 = {name for name in finite if reports[name].is_float32}
     casts: dict[str, str] = {}
     for name in finite:
-        master = None if name in float32 else _first_common([shard.masters for shard in reports[name]], float32)
+        master = None if name in float32 else _first_allowed(reports[name].masters, float32)
         if master is not None:
             casts[name] = master
-    wanted = {name for name, shards in reports.items() if any(shard.is_quantizable for shard in shards)}
-    wanted |= {*casts.values()}
+    wanted = {name for name, report in reports.items() if report.is_quantizable} | {*casts.values()}
     names = [name for name in finite if name in wanted and name not in casts]
-    optimized = {name for name in names if any(shard.is_optimized for shard in reports[name])}
+    optimized = {name for name in names if reports[name].is_optimized}
     tied: dict[str, str] = {}
     for name in names:
-        source = None if name in optimized else _first_common([shard.tied for shard in reports[name]], optimized)
+        source = None if name in optimized else _first_allowed(reports[name].tied, optimized)
         if source is not None:
             tied[name] = source
     finite_names = frozenset(finite)
@@ -234,12 +250,8 @@ def _decide(
     return tuple(name for name in names if name not in tied), casts | tied, nonfinite
 
 
-def _first_common(reports: Iterable[tuple[str, ...] | None], allowed: Collection[str]) -> str | None:
-    """The first allowed name that every shard with values reports."""
-    names = [report for report in reports if report is not None]
-    if not names:
-        return None
-    return next((name for name in names[0] if name in allowed and all(name in other for other in names)), None)
+def _first_allowed(names: Iterable[str] | None, allowed: Collection[str]) -> str | None:
+    return next((name for name in names or () if name in allowed), None)
 
 
 def _is_weight(name: str, role: Role, quantizable: Collection[str] | None) -> bool:

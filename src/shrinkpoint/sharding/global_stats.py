@@ -1,27 +1,26 @@
 """Statistics of global tensors for codebooks and thresholds, the same on every rank.
 
-Shards report counts, sums and extremes, never values. Every rank merges the reports in rank order, in float64 or in
-integers, so all ranks get the same bits. A process that has all of every tensor is the case of one shard: a statistic
-of its only part is returned untouched."""
+Shards report counts, sums and extremes, never values; a statistic of a tensor that a rank has all of is final, and is
+computed as one process would. Reports are merged in rank order, in float64 or in integers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shrinkpoint.quantize.exponent_buckets import ExponentBuckets
+from shrinkpoint.quantize.exponent_buckets import NUM_BUCKETS, ExponentBuckets
 from shrinkpoint.quantize.layer_types import layer_type_from_name
 from shrinkpoint.quantize.levels import min_max
 from shrinkpoint.quantize.statistics import LogHistogram
+from shrinkpoint.sharding.collectives import Array
 from shrinkpoint.sharding.global_tensors import GlobalTensors, count_mean_m2, merge_mean_std
 from shrinkpoint.tensors.flat_state import FlatState
 
-T = TypeVar("T")
 _RADIX_DIGITS = ((21, 10), (10, 11), (0, 10))
 """(lowest bit, number of bits) of the digits of a magnitude's bit pattern, the most significant digit first."""
 
@@ -51,17 +50,16 @@ class GlobalStats:
 
     def global_numel(self, name: str) -> int:
         """The number of values of the global tensor that a local tensor is a shard of."""
-        return self.global_tensors.local_shards[name].spec.global_numel
+        return self.global_tensors.global_numel(name)
 
     def is_whole(self, name: str) -> bool:
-        """Whether this rank has all of a tensor."""
-        shard = self.global_tensors.local_shards[name]
-        return shard.sizes == shard.spec.global_shape
+        """Whether this rank has all of the global tensor that a local tensor is a shard of."""
+        return self.global_tensors.is_whole(name)
 
     def local_seed(self, name: str, global_seed: int) -> int:
         """The seed of random numbers that differ between the shards of a tensor."""
         shard = self.global_tensors.local_shards[name]
-        return global_seed if self.is_whole(name) else shard.spec.dither_seed(global_seed, shard.sizes)
+        return global_seed if shard.is_whole else shard.spec.dither_seed(global_seed, shard.sizes)
 
     # collectives
 
@@ -73,11 +71,6 @@ class GlobalStats:
         """Global names of the tensors of which any rank names a shard."""
         return self.global_tensors.union(names)
 
-    def value_if_equal(self, obj: T) -> T | None:
-        """The object that all ranks have; None if they differ."""
-        first, *others = self.global_tensors.all_gather(obj)
-        return first if all(other == first for other in others) else None
-
     def layer_types(self, names: Iterable[str], module_layer_types: Mapping[str, str]) -> dict[str, str]:
         """The type of layer of each weight of all ranks, by global name.
 
@@ -85,25 +78,17 @@ class GlobalStats:
             names: of local weights.
             module_layer_types: by local name, where a module tells more than a name.
         """
-        reports = self.global_tensors.gather_by_tensor({name: module_layer_types.get(name) for name in names})
-        known = {name: next(filter(None, types), None) for name, types in reports.items()}
+        types = self.global_tensors.reduce(
+            {name: module_layer_types.get(name) for name in names}, lambda shards: next(filter(None, shards), None)
+        )
         return {
-            name: known.get(name) or layer_type_from_name(name, len(self.global_tensors.shapes[name]))
+            name: types.get(name) or layer_type_from_name(name, len(self.global_tensors.shapes[name]))
             for name in self.global_names
         }
 
     def sum_histograms(self, histograms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Sums of the histograms of shards, by global name; int64 [cells], on the CPU if there are several shards."""
-        if self.global_tensors.is_unsharded:
-            return dict(histograms)
-        reports = self._gather_primary({name: _sparse_counts(counts) for name, counts in histograms.items()})
-        out = {}
-        for name, shards in reports.items():
-            sums = np.zeros(shards[0][0], np.int64)
-            for _, indices, counts in shards:
-                sums[indices] += counts
-            out[name] = torch.from_numpy(sums)
-        return out
+        """Sums of the histograms of shards, by global name; int64 [cells], on the CPU if ranks were added up."""
+        return self.global_tensors.reduce_arrays(histograms, HistogramSum())
 
     def merge_sketches(self, sketches: Mapping[str, LogHistogram], alpha: float = 0.01) -> dict[str, LogHistogram]:
         """The sketches of global tensors from those of shards, all of one `alpha`."""
@@ -113,50 +98,36 @@ class GlobalStats:
     def exponent_buckets(self, tensors: Mapping[str, Tensor], *, shared: bool) -> dict[str, ExponentBuckets]:
         """The exponent buckets of global tensors; `shared`: those of all tensors together, for each of them."""
         local = {name: ExponentBuckets.from_tensor(tensor) for name, tensor in tensors.items()}
-        if self.global_tensors.is_unsharded:
-            buckets = local
-        else:
-            reports = self._gather_primary({name: _to_sparse(part) for name, part in local.items()})
-            buckets = {name: _merge_buckets(map(_to_dense, shards)) for name, shards in reports.items()}
-        return dict.fromkeys(buckets, _merge_buckets(buckets.values())) if shared and buckets else buckets
+        merged = self.global_tensors.reduce_arrays(local, _ExponentBucketsMerge())
+        if not shared or not merged:
+            return merged
+        in_order = [merged[name] for name in self.global_tensors.shapes if name in merged]
+        return dict.fromkeys(merged, _merge_buckets(in_order))
 
     def max_over_shards(self, numbers: Mapping[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
         """The largest of each number that shards report, by global name."""
-        reports = self.global_tensors.gather_by_tensor(dict(numbers))
-        return {name: tuple(map(max, zip(*shards, strict=True))) for name, shards in reports.items()}
+        return self.global_tensors.reduce(numbers, lambda shards: tuple(map(max, zip(*shards, strict=True))))
 
     def sum_over_shards(self, numbers: Mapping[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
-        """The sums of each number that shards report, by global name."""
-        reports = self._gather_primary(numbers)
-        return {name: tuple(map(math.fsum, zip(*shards, strict=True))) for name, shards in reports.items()}
+        """The sum of each number that shards report, by global name."""
+        return self.global_tensors.reduce_primary(
+            numbers, lambda shards: tuple(map(math.fsum, zip(*shards, strict=True)))
+        )
 
     def min_max(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
-        """The smallest and the largest value of each global tensor."""
-        if self.global_tensors.is_unsharded:
-            return {name: min_max(tensor) for name, tensor in tensors.items()}
+        """The smallest and the largest value of each global tensor that has values."""
         limits = {name: min_max(tensor) for name, tensor in tensors.items() if tensor.numel()}
-        largest = self.max_over_shards({name: (-low, high) for name, (low, high) in limits.items()})
-        return {name: (-negated, high) for name, (negated, high) in largest.items()}
+        return self.global_tensors.reduce(
+            limits, lambda shards: (min(low for low, _ in shards), max(high for _, high in shards))
+        )
 
     def mean(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
         """The mean of each global tensor: `Tensor.mean` if one rank has all of it, else from float64 sums."""
-        reports = self._gather_primary(
-            {
-                name: float(tensor.mean()) if self.is_whole(name) else (_float64_sum(tensor), tensor.numel())
-                for name, tensor in tensors.items()
-            }
-        )
-        return {name: _merge_means(shards) for name, shards in reports.items()}
+        return self.global_tensors.reduce_statistic(tensors, lambda x: float(x.mean()), _sum_and_count, _merge_means)
 
     def mean_std(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
         """The mean and the standard deviation of each global tensor, in float64."""
-        reports = self._gather_primary(
-            {
-                name: _float64_mean_std(tensor) if self.is_whole(name) else count_mean_m2(tensor)
-                for name, tensor in tensors.items()
-            }
-        )
-        return {name: _merge_mean_std(shards) for name, shards in reports.items()}
+        return self.global_tensors.reduce_statistic(tensors, _float64_mean_std, count_mean_m2, merge_mean_std)
 
     def median_magnitudes(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
         """The median magnitude of each global tensor, exactly that of `Tensor.median`.
@@ -164,23 +135,31 @@ class GlobalStats:
         Args:
             tensors: float32, finite.
         """
-        if self.global_tensors.is_unsharded:
-            return {name: float(tensor.abs().median()) for name, tensor in tensors.items()}
-        return _kth_smallest(tensors, self.global_name, self.sum_histograms, lambda count: (count - 1) // 2)
+        whole = {name: float(x.abs().median()) for name, x in tensors.items() if self.is_whole(name)}
+        split = {name: x for name, x in tensors.items() if name not in whole}
+        medians = _kth_smallest(split, self.global_name, self.sum_histograms, lambda count: (count - 1) // 2)
+        return medians | self.global_tensors.reduce(whole, lambda ranks: ranks[0])
 
-    def kth_largest(self, tensors: Mapping[str, Tensor], k: int) -> float:
-        """The k-th largest magnitude of all tensors of all ranks together, exactly."""
-        joined = torch.cat([torch.empty(0), *(tensor.float().cpu() for tensor in tensors.values())])
-        return _kth_smallest({"": joined}, str, self._sum_over_ranks, lambda count: count - k)[""]
+    def count_among_largest(self, magnitudes: Tensor, k: int, counts: Sequence[int]) -> int:
+        """How many of the k largest magnitudes of all ranks are this rank's; ranks before take ties first.
 
-    def _gather_primary(self, reports: Mapping[str, T]) -> dict[str, list[T]]:
-        """Reports of shards by global name, each shard once though several ranks may have it."""
-        is_primary = self.global_tensors.is_primary
-        return self.global_tensors.gather_by_tensor({n: report for n, report in reports.items() if is_primary(n)})
+        Args:
+            magnitudes: this rank's, float [n].
+            counts: how many magnitudes each rank has.
+        """
+        rank = self.global_tensors.rank
+        if sum(counts) in (k, max(counts)):  # all of them, or all on one rank
+            return min(k, counts[rank])
 
-    def _sum_over_ranks(self, histograms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        gathered = {name: self.global_tensors.all_gather(counts) for name, counts in histograms.items()}
-        return {name: torch.stack(parts).sum(0) for name, parts in gathered.items()}
+        def add_up(histograms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            summed = self.global_tensors.collectives.reduce_arrays({0: [*histograms.values()]}, HistogramSum())
+            return dict.fromkeys(histograms, summed[0])
+
+        limit = _kth_smallest({"": magnitudes.float().cpu()}, str, add_up, lambda count: count - k)[""]
+        local = int((magnitudes > limit).sum()), int((magnitudes == limit).sum())
+        reports = self.global_tensors.all_gather(local)
+        remaining = k - sum(above for above, _ in reports) - sum(ties for _, ties in reports[:rank])
+        return local[0] + min(max(remaining, 0), local[1])
 
 
 def _kth_smallest(
@@ -218,37 +197,52 @@ def _digit_histogram(bits: Tensor, prefix: int, start: int, width: int) -> Tenso
     return torch.bincount((matching >> start) & ((1 << width) - 1), minlength=1 << width)
 
 
-def _to_sparse(buckets: ExponentBuckets) -> tuple[Any, ...]:
-    """The buckets that are not empty: how many buckets there are, indices, and one array for each attribute."""
-    indices = buckets.counts.nonzero().reshape(-1)
-    columns = (buckets.counts, buckets.sums, buckets.minimum, buckets.maximum)
-    return (buckets.counts.numel(), indices.numpy(), *(column[indices].numpy() for column in columns))
+class HistogramSum:
+    """Adds up histograms: int64 [cells], of as many cells on every rank."""
+
+    reductions: ClassVar = (np.add,)
+
+    def merge(self, arrays: list[Tensor]) -> Tensor:
+        first, *rest = arrays
+        return sum(rest, first)
+
+    def to_cells(self, array: Tensor) -> tuple[Array, list[Array]]:
+        dense = array.reshape(-1).cpu().numpy()
+        indices = np.flatnonzero(dense[:-1])
+        indices = np.append(indices, dense.size - 1)  # the last cell tells how many there are
+        return indices, [dense[indices]]
+
+    def from_cells(self, indices: Array, columns: list[Array]) -> Tensor:
+        return _to_dense(int(indices[-1]) + 1, indices, columns[0])
 
 
-def _to_dense(sparse: tuple[Any, ...]) -> ExponentBuckets:
-    size, indices, *columns = sparse
-    dense = [torch.zeros(size, dtype=torch.from_numpy(column).dtype) for column in columns]
-    for full, column in zip(dense, columns, strict=True):
-        full[torch.from_numpy(indices)] = torch.from_numpy(column)
-    return ExponentBuckets(*dense)
+class _ExponentBucketsMerge:
+    """Merges the exponent buckets of shards; those without values are not sent."""
+
+    reductions: ClassVar = (np.add, np.add, np.minimum, np.maximum)
+
+    def merge(self, arrays: list[ExponentBuckets]) -> ExponentBuckets:
+        return _merge_buckets(arrays)
+
+    def to_cells(self, array: ExponentBuckets) -> tuple[Array, list[Array]]:
+        indices = array.counts.nonzero().reshape(-1)
+        columns = (array.counts, array.sums, array.minimum, array.maximum)
+        return indices.numpy(), [column[indices].numpy() for column in columns]
+
+    def from_cells(self, indices: Array, columns: list[Array]) -> ExponentBuckets:
+        counts, sums, minimum, maximum = (_to_dense(NUM_BUCKETS, indices, column) for column in columns)
+        return ExponentBuckets(counts, sums, minimum.float(), maximum.float())
+
+
+def _to_dense(size: int, indices: Array, values: Array) -> Tensor:
+    dense = torch.zeros(size, dtype=torch.from_numpy(values).dtype)
+    dense[torch.from_numpy(indices)] = torch.from_numpy(values)
+    return dense
 
 
 def _merge_buckets(buckets: Iterable[ExponentBuckets]) -> ExponentBuckets:
-    first, *others = buckets
-    return sum(others, first)
-
-
-def _sparse_counts(counts: Tensor) -> tuple[int, Any, Any]:
-    """A histogram as its number of cells, and the indices and counts of cells that are not empty; small to pickle."""
-    dense = counts.reshape(-1).cpu().numpy()
-    indices = np.flatnonzero(dense)
-    index_dtype = np.uint16 if dense.size <= 1 << 16 else np.uint32
-    count_dtype = np.uint32 if dense.size == 0 or int(dense.max(initial=0)) < 1 << 32 else np.int64
-    return dense.size, indices.astype(index_dtype), dense[indices].astype(count_dtype)
-
-
-def _float64_sum(tensor: Tensor) -> float:
-    return float(tensor.sum(dtype=torch.float64))
+    first, *rest = buckets
+    return sum(rest, first)
 
 
 def _float64_mean_std(tensor: Tensor) -> tuple[float, float]:
@@ -256,18 +250,9 @@ def _float64_mean_std(tensor: Tensor) -> tuple[float, float]:
     return float(mean), float(std)
 
 
-def _merge_means(reports: list[Any]) -> float:
-    """The mean that a rank reports of a whole tensor, or that from the (sum, count) of shards."""
-    first = reports[0]
-    if isinstance(first, float):
-        return first
-    total, count = math.fsum(part for part, _ in reports), sum(numel for _, numel in reports)
-    return float(total / max(1, count))
+def _sum_and_count(tensor: Tensor) -> tuple[float, int]:
+    return float(tensor.sum(dtype=torch.float64)), tensor.numel()
 
 
-def _merge_mean_std(reports: list[Any]) -> tuple[float, float]:
-    """The (mean, std) that a rank reports of a whole tensor, or those from the (count, mean, M2) of shards."""
-    if len(reports[0]) == 2:
-        mean, std = reports[0]
-        return mean, std
-    return merge_mean_std(reports)
+def _merge_means(parts: list[tuple[float, int]]) -> float:
+    return math.fsum(total for total, _ in parts) / max(1, sum(count for _, count in parts))

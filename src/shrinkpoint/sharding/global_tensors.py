@@ -1,16 +1,14 @@
-"""A global view of tensors that are sharded over ranks: their shapes, and statistics merged over all shards.
+"""The tensors of all ranks: their shapes, which shards this rank has, and reductions by tensor over all shards.
 
-What crosses between ranks are sums by row and by column, counts and single numbers, never values. Every rank merges
-the reports of all ranks in rank order, in float64 or in integers, so all of them get the same bits."""
+Ranks exchange sums by row and by column, counts and single numbers, never values."""
 
 from __future__ import annotations
 
 import math
-import uuid
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,44 +16,43 @@ from torch import Tensor
 
 from shrinkpoint.codec.lattice import matrix_shape
 from shrinkpoint.errors import MismatchError
-from shrinkpoint.sharding.collectives import gather_single
+from shrinkpoint.sharding.collectives import CELL_BITS, Array, ArrayReduction, LocalCollectives, split_cells
 from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A box of a whole tensor, on some rank.
+    """A box of a global tensor that this rank has.
 
     Attributes:
-        spec: of which tensor, and where in it.
-        sizes: of the box.
-        dtype, role: of the tensor, as `TensorInfo` has them.
-        is_primary: no rank before has the same box; only then it counts.
+        spec: the global tensor, and where in it the box begins.
+        sizes: the shape of the box.
+        is_primary: the box has values, and no rank before has the same box; sums over ranks count only such shards.
     """
 
     spec: ShardSpec
     sizes: tuple[int, ...]
-    dtype: str
-    role: Role
     is_primary: bool = True
 
     @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
+    def is_whole(self) -> bool:
+        """Whether the box is all of the global tensor."""
+        return self.sizes == self.spec.global_shape
 
 
 @dataclass(frozen=True)
 class Marginals:
-    """Sums over a whole tensor, seen as a matrix.
+    """Sums over a global tensor, seen as a matrix.
 
     Attributes:
-        shape: of the tensor.
-        total: of all its values.
-        rows, columns: of each row and each column, float64; empty of a matrix of one row, or where not asked for.
+        shape: the shape of the tensor.
+        total: the sum of all values.
+        row_sums, column_sums: of each row and each column, float64; empty for a matrix of one row, or if not requested.
     """
 
     shape: tuple[int, ...]
@@ -65,26 +62,58 @@ class Marginals:
 
     @property
     def mean(self) -> float:
+        """The mean of all values."""
         return self.total / max(1, math.prod(self.shape))
 
     def mean_along(self, axis: int) -> Tensor:
-        """Along an axis, as `Tensor.mean` counts them: 1 gives one of each row; float64."""
+        """Means along an axis as `Tensor.mean` counts them, 1 for one mean per row; float64."""
         rows, columns = matrix_shape(self.shape)
         if rows == 1:
             return torch.tensor([self.mean], dtype=torch.float64)
         return self.row_sums / max(1, columns) if axis == 1 else self.column_sums / rows
 
 
+class _ShardReport(NamedTuple):
+    """What a rank tells of one of its shards."""
+
+    global_name: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: str
+    role: str
+
+
+class _TensorSummary(NamedTuple):
+    """What all ranks know of a global tensor.
+
+    Attributes:
+        first: rank and position of the shard that was reported first.
+        role: of the shard that was reported last.
+        num_nonempty: number of shards that have values.
+        conflict: another dtype and shape that a rank gives the tensor, as text; "" if there is none.
+    """
+
+    first: tuple[int, int]
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    role: str
+    num_nonempty: int
+    conflict: str
+
+
 class GlobalTensors:
-    """What all ranks have together; made by one exchange.
+    """The tensors that all ranks have together. Making it is a collective, as is every reduction.
 
     Args:
         state: this rank's state.
-        layout: where its tensors lie.
+        layout: where its tensors lie in global tensors, and the collectives of all ranks.
 
     Attributes:
-        shards_by_rank: of every rank, in the order of its tensors.
-        shapes: of every whole tensor, by its name; in the order in which ranks name them.
+        collectives: of the layout.
+        local_shards: this rank's shards, by local name.
+        shapes, roles: of each global tensor, by global name, in the order in which ranks name them.
 
     Raises:
         MismatchError: two ranks give a tensor of one name different shapes or dtypes.
@@ -92,225 +121,284 @@ class GlobalTensors:
     """
 
     def __init__(self, state: FlatState, layout: ShardLayout) -> None:
-        self._all_gather = layout.all_gather
-        self.names = [*state.infos]
-        self.index = {name: i for i, name in enumerate(self.names)}
-        mine = []
+        self.collectives = layout.collectives
+        reports = []
         for name, info in state.infos.items():
             sizes = tuple(state.tensors[name].shape)
-            place = layout.specs.get(name) or ShardSpec(name, sizes, (0,) * len(sizes))
-            place.check(name, sizes)
-            mine.append((place.global_name, place.global_shape, place.offsets, sizes, info.dtype, info.role.value))
-        token = uuid.uuid4().hex
-        answers = self._all_gather((token, mine))
-        self.rank, self.world_size = [told for told, _ in answers].index(token), len(answers)
-        self.shards_by_rank = _build_shards([said for _, said in answers])
-        self.local_shards = dict(zip(self.names, self.shards_by_rank[self.rank], strict=True))
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}
-        self._num_nonempty: Counter[str] = Counter()
-        for piece in (one for pieces in self.shards_by_rank for one in pieces):
-            self._register(piece)
+            spec = layout.specs.get(name) or ShardSpec(name, sizes, (0,) * len(sizes))
+            spec.check(name, sizes)
+            reports.append(
+                _ShardReport(spec.global_name, spec.global_shape, spec.offsets, sizes, info.dtype, info.role.value)
+            )
+        summaries, duplicates = self._register(reports)
+        for summary in summaries:
+            if summary.conflict:
+                raise MismatchError(
+                    summary.name,
+                    found=f"{summary.dtype} {list(summary.shape)} and {summary.conflict}",
+                    expected="one shape and dtype",
+                    do="name tensors alike on all ranks",
+                )
+        self.shapes = {summary.name: summary.shape for summary in summaries}
+        self.roles = {summary.name: Role(summary.role) for summary in summaries}
+        self._num_nonempty = {summary.name: summary.num_nonempty for summary in summaries}
+        self._names = [*self.shapes]
+        self._index = {name: index for index, name in enumerate(self._names)}
+        self.local_shards: dict[str, TensorShard] = {}
+        for position, (name, report) in enumerate(zip(state.infos, reports, strict=True)):
+            spec = ShardSpec(report.global_name, report.global_shape, report.offsets)
+            is_primary = position not in duplicates and math.prod(report.sizes) > 0
+            self.local_shards[name] = TensorShard(spec, report.sizes, is_primary)
         self._name_of_box = {
-            (one.spec.global_name, one.spec.offsets, one.sizes): name for name, one in self.local_shards.items()
+            (shard.spec.global_name, shard.spec.offsets, shard.sizes): name for name, shard in self.local_shards.items()
         }
 
     @classmethod
     def from_state(cls, state: FlatState) -> GlobalTensors:
         """The tensors of a single process: each is one shard, the whole tensor."""
-        return cls(state, ShardLayout({}, gather_single))
+        return cls(state, ShardLayout({}, LocalCollectives()))
+
+    def _register(self, reports: Sequence[_ShardReport]) -> tuple[list[_TensorSummary], frozenset[int]]:
+        """Summaries of all tensors, and positions of this rank's shards that a rank before has, too.
+
+        Each tensor is summarized by one rank, which the ranks find by its name.
+        """
+        collectives = self.collectives
+        outgoing: list[list[tuple[Any, ...]]] = [[] for _ in range(collectives.world_size)]
+        for position, report in enumerate(reports):
+            outgoing[collectives.owner(report.global_name)].append((position, *report))
+        by_name: dict[str, list[tuple[int, int, _ShardReport]]] = {}
+        duplicates: list[list[int]] = [[] for _ in outgoing]
+        boxes = set()
+        for rank, items in enumerate(collectives.all_to_all(outgoing)):
+            for position, *fields in items:
+                report = _ShardReport(*fields)
+                by_name.setdefault(report.global_name, []).append((rank, position, report))
+                box = report.global_name, report.offsets, report.sizes
+                if box in boxes:
+                    duplicates[rank].append(position)
+                boxes.add(box)
+        summaries: list[tuple[Any, ...]] = [tuple(_summarize(shards)) for shards in by_name.values()]
+        answers = collectives.all_to_all([(summaries, positions) for positions in duplicates])
+        in_order = sorted(chain.from_iterable(part for part, _ in answers), key=lambda fields: fields[0])
+        return [_TensorSummary(*fields) for fields in in_order], frozenset(
+            chain.from_iterable(positions for _, positions in answers)
+        )
+
+    # this rank's shards
 
     @property
-    def is_unsharded(self) -> bool:
-        """Whether this is the only rank, and all its tensors are whole ones."""
-        return self.world_size == 1 and all(one.sizes == one.spec.global_shape for one in self.local_shards.values())
+    def rank(self) -> int:
+        return self.collectives.rank
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this rank has every tensor, and all of each: then no other rank has a shard that it does not see."""
+        whole = {shard.spec.global_name for shard in self.local_shards.values() if shard.is_whole}
+        return whole == self.shapes.keys()
 
     def global_name(self, name: str) -> str:
-        """The name of the whole tensor that a tensor of this rank is of."""
+        """The name of the global tensor that a local tensor is a shard of."""
         return self.local_shards[name].spec.global_name
 
-    def colocated_name(self, name: str, global_name: str) -> str | None:
-        """This rank's tensor that is the same box of another whole tensor; None: it has none."""
-        piece = self.local_shards[name]
-        return self._name_of_box.get((global_name, piece.spec.offsets, piece.sizes))
+    def global_numel(self, name: str) -> int:
+        """The number of values of the global tensor that a local tensor is a shard of."""
+        return self.local_shards[name].spec.global_numel
 
-    def is_colocated(self, name: str, other: str) -> bool:
-        """Whether two of this rank's tensors are the same box of wholes of the same shape."""
-        one, two = self.local_shards[name], self.local_shards[other]
-        alike = (one.sizes, one.spec.global_shape, one.spec.offsets) == (
-            two.sizes,
-            two.spec.global_shape,
-            two.spec.offsets,
-        )
-        return alike and one.spec.global_name != two.spec.global_name
+    def is_whole(self, name: str) -> bool:
+        """Whether this rank has all of the global tensor that a local tensor is a shard of."""
+        return self.local_shards[name].is_whole
 
     def is_primary(self, name: str) -> bool:
-        """Whether this rank's tensor has values, and no rank before has the same ones."""
-        return self.local_shards[name].is_primary and self.local_shards[name].numel > 0
+        """Whether a local shard counts in sums over ranks: it has values that no rank before has."""
+        return self.local_shards[name].is_primary
 
-    # what ranks tell each other; all of them call each of these, in the same order
+    def colocated_name(self, name: str, global_name: str) -> str | None:
+        """The local tensor that is the same box of another global tensor; None if there is none."""
+        shard = self.local_shards[name]
+        return self._name_of_box.get((global_name, shard.spec.offsets, shard.sizes))
+
+    def is_colocated(self, name: str, other: str) -> bool:
+        """Whether two local tensors are the same box of different global tensors of the same shape."""
+        a, b = self.local_shards[name], self.local_shards[other]
+        same_box = a.sizes == b.sizes and a.spec.offsets == b.spec.offsets
+        return same_box and a.spec.global_shape == b.spec.global_shape and a.spec.global_name != b.spec.global_name
+
+    # collectives: all ranks call each of these in the same order
 
     def all_gather(self, obj: T) -> list[T]:
-        """What every rank says, by rank."""
-        return self._all_gather(obj)
+        """The objects of all ranks, in rank order; for what is small."""
+        return self.collectives.all_gather(obj)
+
+    def value_if_equal(self, obj: T) -> T | None:
+        """The object that all ranks have; None if they differ."""
+        first, *rest = self.all_gather(obj)
+        return first if all(other == first for other in rest) else None
+
+    def max_over_ranks(self, number: int | None) -> int | None:
+        """The largest number that a rank has; None if none has any."""
+        return max((other for other in self.all_gather(number) if other is not None), default=None)
 
     def sum_over_ranks(self, *numbers: float) -> tuple[float, ...]:
-        """Sums over ranks."""
-        answers = self._all_gather(numbers)
-        return tuple(math.fsum(column) for column in zip(*answers, strict=True))
+        """The sum of each number over ranks."""
+        return tuple(map(math.fsum, zip(*self.all_gather(numbers), strict=True)))
 
-    def gather_by_tensor(self, reports: Mapping[str, T]) -> dict[str, list[T]]:
-        """What ranks say of their pieces, by whole tensor; a tensor of which nothing is said is missing."""
-        answers = self._all_gather([(self.index[name], note) for name, note in reports.items()])
-        out: dict[str, list[T]] = {}
-        for pieces, said in zip(self.shards_by_rank, answers, strict=True):
-            for index, note in said:
-                out.setdefault(pieces[index].spec.global_name, []).append(note)
-        return out
+    def reduce(self, reports: Mapping[str, T], merge: Callable[[list[T]], R]) -> dict[str, R]:
+        """Merge the reports of the shards of each tensor.
+
+        Args:
+            reports: what this rank reports of its shards, by local name; small, as one rank gets all of a tensor.
+            merge: merges the reports of one tensor, in rank order; its result is small, too.
+
+        Returns:
+            By global name, in the order in which ranks report; without the tensors of which none reports a shard.
+        """
+        indexed = [(self._index[self.global_name(name)], report) for name, report in reports.items()]
+        return {self._names[index]: result for index, result in self.collectives.reduce(indexed, merge).items()}
+
+    def reduce_primary(self, reports: Mapping[str, T], merge: Callable[[list[T]], R]) -> dict[str, R]:
+        """`reduce` the reports of primary shards: each box counts once, even if several ranks have it."""
+        return self.reduce({name: report for name, report in reports.items() if self.is_primary(name)}, merge)
+
+    def reduce_statistic(
+        self,
+        tensors: Mapping[str, Tensor],
+        compute: Callable[[Tensor], R],
+        compute_part: Callable[[Tensor], T],
+        merge: Callable[[list[T]], R],
+    ) -> dict[str, R]:
+        """A statistic of each global tensor: computed by a rank that has all of it, else merged from its shards."""
+
+        def merge_reports(reports: list[tuple[R | None, list[T]]]) -> R:
+            result = reports[0][0]
+            return merge([part for _, parts in reports for part in parts]) if result is None else result
+
+        return self.reduce(
+            {
+                name: (compute(x), []) if self.is_whole(name) else (None, [compute_part(x)])
+                for name, x in tensors.items()
+                if self.is_primary(name)
+            },
+            merge_reports,
+        )
+
+    def reduce_arrays(self, arrays: Mapping[str, R], kind: ArrayReduction[R]) -> dict[str, R]:
+        """Merge the arrays that primary shards report, cell by cell; by global name."""
+        reports: dict[int, list[R]] = {}
+        for name, array in arrays.items():
+            if self.is_primary(name):
+                reports.setdefault(self._index[self.global_name(name)], []).append(array)
+        merged = self.collectives.reduce_arrays(reports, kind)
+        return {self._names[index]: array for index, array in merged.items()}
 
     def tensors_where_all(self, flags: Mapping[str, bool]) -> set[str]:
-        """Names of those whole tensors of which every piece is flagged; pieces without values have no say."""
-        said = self.gather_by_tensor({name: flag for name, flag in flags.items() if self.local_shards[name].numel})
-        return {title for title, found in said.items() if all(found) and len(found) == self._num_nonempty[title]}
+        """Global names of the tensors whose shards are all flagged; shards without values do not count."""
+        nonempty = {name: flag for name, flag in flags.items() if math.prod(self.local_shards[name].sizes)}
+        counts = self.reduce(nonempty, lambda shards: (all(shards), len(shards)))
+        return {name for name, (flag, count) in counts.items() if flag and count == self._num_nonempty[name]}
 
     def union(self, names: Iterable[str]) -> set[str]:
-        """Names of the whole tensors of which some rank names a piece."""
-        return set().union(*self._all_gather([self.global_name(name) for name in names]))
+        """Global names of the tensors of which any rank names a shard."""
+        return {*self.reduce(dict.fromkeys(names), lambda _: None)}
 
     def marginals(
         self, names: Iterable[str], matrices: Callable[[str], Tensor], *, columns: bool = True
     ) -> dict[str, Marginals]:
-        """Sums by row and by column of whole tensors.
+        """Sums by row and by column of global tensors, by global name.
 
         Args:
-            names: of this rank's tensors.
-            matrices: gives what is summed, one matrix after the other.
-            columns: False: only rows are wanted.
+            names: local names.
+            matrices: returns the values to be summed of a local tensor, as a matrix; called once for each name.
+            columns: False: sum only by row.
         """
-        counted = [name for name in names if self.is_primary(name)]
-        answers = self._all_gather(
-            _pack_sums(
-                [(self.index[name], _local_sums(matrices(name), self.local_shards[name], columns)) for name in counted]
-            )
-        )
-        sums: dict[str, _MarginalSums] = {}
-        for pieces, answer in zip(self.shards_by_rank, answers, strict=True):
-            places, values = answer
-            for index in places.tolist():
-                piece = pieces[index]
-                taken = sums.setdefault(piece.spec.global_name, _MarginalSums(piece.spec.global_shape, columns)).add(
-                    piece, values
-                )
-                values = values[taken:]
-        return {title: one.marginals() for title, one in sums.items()}
+        cells, values = [np.empty(0, np.int64)], [np.empty(0, np.float32)]
+        for name in filter(self.is_primary, names):
+            shard = self.local_shards[name]
+            cells.append((self._index[shard.spec.global_name] << CELL_BITS) + _marginal_cells(shard, columns))
+            values.append(_shard_sums(matrices(name), shard, columns).numpy())
+        all_cells, (sums,) = self.collectives.reduce_cells(np.concatenate(cells), [np.concatenate(values)], [np.add])
+        parts = split_cells(all_cells)
+        return dict(self._dense_marginals(key, indices, sums[where], columns) for key, indices, where in parts)
 
-    def _register(self, shard: TensorShard) -> None:
-        place = shard.spec
-        self._num_nonempty[place.global_name] += shard.numel > 0
-        shape, dtype = (
-            self.shapes.setdefault(place.global_name, place.global_shape),
-            self.dtypes.setdefault(place.global_name, shard.dtype),
-        )
-        if (shape, dtype) != (place.global_shape, shard.dtype):
-            found, expected = (
-                f"{dtype} {list(shape)} and {shard.dtype} {list(place.global_shape)}",
-                "one shape and dtype",
-            )
-            raise MismatchError(place.global_name, found=found, expected=expected, do="name tensors alike on all ranks")
+    def _dense_marginals(self, key: int, indices: Array, sums: Array, columns: bool) -> tuple[str, Marginals]:
+        name = self._names[key]
+        nrows, ncolumns = matrix_shape(self.shapes[name])
+        dense = torch.zeros(nrows + (ncolumns if columns else 0), dtype=torch.float64)
+        dense[torch.from_numpy(indices)] = torch.from_numpy(sums)
+        rows, rest = (dense[:nrows], dense[nrows:]) if nrows > 1 else (dense[:0], dense[:0])
+        return name, Marginals(self.shapes[name], float(dense[:nrows].sum()), rows, rest)
 
 
-def _build_shards(answers: Iterable[Sequence[tuple[Any, ...]]]) -> list[list[TensorShard]]:
-    seen: set[tuple[Any, ...]] = set()
-    out: list[list[TensorShard]] = []
-    for said in answers:
-        out.append([])
-        for whole, shape, offsets, sizes, dtype, role in said:
-            box = (whole, offsets, sizes)
-            out[-1].append(TensorShard(ShardSpec(whole, shape, offsets), sizes, dtype, Role(role), box not in seen))
-            seen.add(box)
-    return out
+def _summarize(shards: Sequence[tuple[int, int, _ShardReport]]) -> _TensorSummary:
+    """The summary of one tensor, from rank, position and report of each of its shards in rank order."""
+    rank, position, first = shards[0]
+    reports = [report for *_, report in shards]
+    texts = [f"{report.dtype} {list(report.global_shape)}" for report in reports]
+    conflict = next((text for text in texts if text != texts[0]), "")
+    num_nonempty = sum(math.prod(report.sizes) > 0 for report in reports)
+    name, shape, dtype, role = first.global_name, first.global_shape, first.dtype, reports[-1].role
+    return _TensorSummary((rank, position), name, shape, dtype, role, num_nonempty, conflict)
 
 
-def _local_sums(x: Tensor, shard: TensorShard, columns: bool) -> Tensor:
-    """What a piece adds: float32, rows first; one number of a tensor of one row."""
-    wide = torch.float64
+def _marginal_cells(shard: TensorShard, columns: bool) -> Array:
+    """Indices of a shard's rows, then of its columns, which follow the rows of the global tensor."""
+    nrows = matrix_shape(shard.spec.global_shape)[0]
+    if nrows == 1:
+        return np.zeros(1, np.int64)
+    rows = np.arange(shard.spec.first_row, shard.spec.first_row + matrix_shape(shard.sizes)[0])
+    if not columns:
+        return rows
+    every = torch.arange(matrix_shape(shard.spec.global_shape)[1])
+    return np.concatenate([rows, nrows + every[shard.spec.columns(shard.sizes)].numpy()])
+
+
+def _shard_sums(x: Tensor, shard: TensorShard, columns: bool) -> Tensor:
+    """Sums of a shard by row, then by column, float32; the total only, if the global tensor has one row."""
     if matrix_shape(shard.spec.global_shape)[0] == 1:
-        return x.sum(dtype=wide).reshape(1).float().cpu()
-    both = [x.sum(1, dtype=wide)] + ([x.sum(0, dtype=wide)] if columns else [])
-    return torch.cat(both).float().cpu()
-
-
-def _pack_sums(sums: Sequence[tuple[int, Tensor]]) -> tuple[Any, Any]:
-    """Small to pickle: which of a rank's tensors, and all their numbers."""
-    places = np.array([index for index, _ in sums], np.int32)
-    return places, np.concatenate([np.empty(0, np.float32), *(x.numpy() for _, x in sums)])
-
-
-class _MarginalSums:
-    """One whole tensor's sums, while they grow."""
-
-    def __init__(self, shape: tuple[int, ...], columns: bool) -> None:
-        self._shape = shape
-        rows, ncolumns = matrix_shape(shape)
-        self._is_vector, self._with_columns = rows == 1, columns
-        self._rows = torch.zeros(0 if self._is_vector else rows, dtype=torch.float64)
-        self._columns = torch.zeros(0 if self._is_vector or not columns else ncolumns, dtype=torch.float64)
-        self._total = 0.0
-
-    def add(self, shard: TensorShard, values: Any) -> int:
-        """Take what a piece adds from the front of `values`; how many numbers that was."""
-        if self._is_vector:
-            self._total += float(values[0])
-            return 1
-        nrows, ncolumns = matrix_shape(shard.sizes)
-        taken = torch.from_numpy(values[: nrows + (ncolumns if self._with_columns else 0)]).double()
-        first = shard.spec.first_row
-        self._rows[first : first + nrows] += taken[:nrows]
-        if self._with_columns:
-            self._columns[shard.spec.columns(shard.sizes)] += taken[nrows:]
-        return taken.numel()
-
-    def marginals(self) -> Marginals:
-        total = self._total if self._is_vector else float(self._rows.sum())
-        return Marginals(self._shape, total, self._rows, self._columns)
+        return x.sum(dtype=torch.float64).reshape(1).float().cpu()
+    parts = [x.sum(1, dtype=torch.float64)] + ([x.sum(0, dtype=torch.float64)] if columns else [])
+    return torch.cat(parts).float().cpu()
 
 
 def count_mean_m2(tensor: Tensor) -> tuple[int, float, float]:
-    """How many values there are, their mean, and the sum of their squared distances to it; in float64."""
-    wide = tensor.detach().to(torch.float64)
-    mean = float(wide.mean()) if wide.numel() else 0.0
-    return wide.numel(), mean, float((wide - mean).square().sum())
+    """The number of values, their mean, and the sum of their squared distances from it, computed in float64."""
+    values = tensor.detach().to(torch.float64)
+    mean = float(values.mean()) if values.numel() else 0.0
+    return values.numel(), mean, float((values - mean).square().sum())
 
 
 def merge_mean_std(parts: Iterable[tuple[int, float, float]]) -> tuple[float, float]:
-    """Mean and standard deviation of all values, from `moments_of` of their parts (Chan, Golub and LeVeque, 1979)."""
+    """Mean and standard deviation of all values, from `count_mean_m2` of parts (Chan, Golub and LeVeque, 1979)."""
     parts = list(parts)
-    count = max(1, sum(part[0] for part in parts))
-    mean = math.fsum(n * one for n, one, _ in parts) / count
-    apart = math.fsum(squares + n * (one - mean) ** 2 for n, one, squares in parts)
-    return mean, math.sqrt(apart / count)
+    count = max(1, sum(numel for numel, *_ in parts))
+    mean = math.fsum(numel * part_mean for numel, part_mean, _ in parts) / count
+    m2 = math.fsum(part_m2 + numel * (part_mean - mean) ** 2 for numel, part_mean, part_m2 in parts)
+    return mean, math.sqrt(m2 / count)
 
 
 def recorder_values(
     global_tensors: GlobalTensors, recordings: Mapping[str, Tensor], state: FlatState
 ) -> dict[str, Tensor]:
-    """What a recorder has of parameters, by the names of this rank's tensors; its box where that is of whole ones.
+    """A recorder's values of this rank's tensors, by local name, cut to the shard if they are of the whole tensor.
 
-    A parameter is that of a whole tensor whose name ends with the parameter's.
+    A tensor's values are those of the parameter whose name its global name ends with.
     """
-    out = {}
-    for name, x in state.tensors.items():
-        place = global_tensors.local_shards[name].spec
-        one = next((x for parameter, x in recordings.items() if matches_parameter(place.global_name, parameter)), None)
-        one = getattr(one, "to_local", lambda one=one: one)()  # of a parameter in parts
-        if one is not None and tuple(one.shape) == place.global_shape:
-            for axis, (start, size) in enumerate(zip(place.offsets, x.shape, strict=True)):
-                one = one.narrow(axis, start, size)
-        if one is not None and one.shape == x.shape:
-            out[name] = one
-    return out
+    values = {}
+    for name, tensor in state.tensors.items():
+        spec = global_tensors.local_shards[name].spec
+        matches = (value for parameter, value in recordings.items() if matches_parameter(spec.global_name, parameter))
+        value: Any = next(matches, None)
+        if value is None:
+            continue
+        value = value.to_local() if hasattr(value, "to_local") else value
+        if tuple(value.shape) == spec.global_shape:
+            for axis, (start, size) in enumerate(zip(spec.offsets, tensor.shape, strict=True)):
+                value = value.narrow(axis, start, size)
+        if value.shape == tensor.shape:
+            values[name] = value
+    return values
 
 
 def matches_parameter(global_name: str, parameter: str) -> bool:
-    """Whether a whole tensor is, by its name, a parameter of a model."""
+    """Whether a global tensor is, by its name, a parameter of a model."""
     return global_name == parameter or global_name.endswith((f".{parameter}", f"/{parameter}"))

@@ -11,17 +11,20 @@ from torch import Tensor
 
 from shrinkpoint.codec.lattice import MAX_SCALE_EXPONENT, Lattice, matrix_shape, scale_counts
 from shrinkpoint.errors import StateError
-from shrinkpoint.sharding.collectives import AllGather
+from shrinkpoint.sharding.collectives import Collectives
+
+_INDEX_MULTIPLIER = 0x9E3779B1
+"""The factor of a value's index in `codec.lattice.dither`."""
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Where a tensor of one rank lies: a box in a tensor of all ranks.
+    """Where a shard begins in its global tensor; with the shard's sizes, that is a box.
 
     Attributes:
-        global_name: the name of the whole tensor, on every rank the same.
-        global_shape: of the whole tensor.
-        offsets: where this box begins in it; one number for each axis.
+        global_name: the name of the global tensor, the same on every rank.
+        global_shape: the shape of the global tensor.
+        offsets: the index of the shard's first value, one number for each axis.
     """
 
     global_name: str
@@ -30,45 +33,45 @@ class ShardSpec:
 
     @property
     def global_numel(self) -> int:
-        """Of the whole tensor."""
+        """The number of values of the global tensor."""
         return math.prod(self.global_shape)
 
     @property
     def first_row(self) -> int:
-        """Of the whole tensor, seen as a matrix; a vector is one row."""
+        """The shard's first row in the global tensor seen as a matrix; a vector is one row."""
         return self.offsets[0] if matrix_shape(self.global_shape)[0] > 1 else 0
 
     def columns(self, sizes: tuple[int, ...]) -> slice | Tensor:
-        """Which of the whole matrix's columns a box of these sizes has."""
+        """The columns that a shard of these sizes has in the global tensor seen as a matrix."""
         if len(self.global_shape) < 2 or sizes[1:] == self.global_shape[1:]:
             start = 0 if len(self.global_shape) != 1 else self.offsets[0]
             return slice(start, start + matrix_shape(sizes)[1])
-        places = torch.arange(math.prod(self.global_shape[1:])).reshape(self.global_shape[1:])
+        indices = torch.arange(math.prod(self.global_shape[1:])).reshape(self.global_shape[1:])
         for axis, (start, size) in enumerate(zip(self.offsets[1:], sizes[1:], strict=True)):
-            places = places.narrow(axis, start, size)
-        return places.reshape(-1)
+            indices = indices.narrow(axis, start, size)
+        return indices.reshape(-1)
 
     def slice_lattice(self, lattice: Lattice, sizes: tuple[int, ...]) -> Lattice:
-        """The part of a whole tensor's lattice that a box of these sizes has.
+        """The part of a global tensor's lattice that a shard of these sizes has.
 
-        A box of one row has one column for all its places, as files have it: then its step is the geometric mean.
+        A shard of one row has a single step for all its columns, as in files: the geometric mean of theirs.
         """
-        wanted, rows, columns = scale_counts(lattice.spacing, sizes), lattice.rows, lattice.columns
+        rows, columns = lattice.rows, lattice.columns
         if rows.numel() > 1:
             rows = rows[self.offsets[0] : self.offsets[0] + sizes[0]]
         if columns.numel() > 1:
             columns = columns[self.columns(sizes)]
-        if columns.numel() > 1 and wanted[1] == 1:
+        if columns.numel() > 1 and scale_counts(lattice.spacing, sizes)[1] == 1:
             mean = round(float(columns.to(torch.float64).mean()))
             rows = (rows + mean).clamp(-MAX_SCALE_EXPONENT, MAX_SCALE_EXPONENT).to(torch.int16)
             columns = torch.zeros(1, dtype=torch.int16)
         return replace(lattice, rows=rows.contiguous(), columns=columns.contiguous())
 
     def dither_seed(self, global_seed: int, sizes: tuple[int, ...]) -> int:
-        """Of the box's dither, from that of the whole tensor: the same dither, where the box is whole rows.
+        """The dither seed of a shard, given that of the global tensor: the same dither if the shard is whole rows.
 
-        A place's dither is a hash of its number times a constant, plus the seed: so numbers that begin later are a
-        larger seed. Other boxes have numbers of their own, and dither that is as good.
+        The dither of a value is a hash of its index times a constant, plus the seed, so a shard that begins later has
+        a larger seed. In other shards indices count differently, so their dither differs; it is as good.
         """
         if not global_seed:
             return 0
@@ -77,27 +80,28 @@ class ShardSpec:
         return (global_seed + first * _INDEX_MULTIPLIER) % (1 << 32) or 1
 
     def check(self, name: str, sizes: tuple[int, ...]) -> None:
-        """Raises `StateError` where a box of these sizes is not within the whole."""
+        """Check that a shard of these sizes lies within the global tensor.
+
+        Raises:
+            StateError: it does not.
+        """
         fits = len(self.global_shape) == len(self.offsets) == len(sizes)
         if not fits or any(
-            start < 0 or start + size > whole
-            for start, size, whole in zip(self.offsets, sizes, self.global_shape, strict=True)
+            start < 0 or start + size > global_size
+            for start, size, global_size in zip(self.offsets, sizes, self.global_shape, strict=True)
         ):
             found = f"{list(sizes)} at {list(self.offsets)} of {self.global_name!r}, which is {list(self.global_shape)}"
             raise StateError(name, found=found, expected="a box within the whole tensor", do="say where it begins")
 
 
-_INDEX_MULTIPLIER = 0x9E3779B1  # of `codec.lattice.dither`
-
-
 @dataclass(frozen=True)
 class ShardLayout:
-    """What a rank has of the tensors of all ranks that write a checkpoint together.
+    """Where a rank's tensors lie in the tensors of all ranks that write a checkpoint together.
 
     Attributes:
-        specs: by name of a tensor in the rank's state; what is missing here is a whole tensor, on this rank alone.
-        all_gather: a collective of all these ranks: see `make_all_gather`.
+        specs: by name of a tensor in the rank's state; a tensor without a spec is a whole one, on this rank alone.
+        collectives: of all these ranks.
     """
 
     specs: Mapping[str, ShardSpec] = field(repr=False)
-    all_gather: AllGather = field(repr=False)
+    collectives: Collectives = field(repr=False)

@@ -152,12 +152,13 @@ def estimate_curvatures(
     """
     local = {name: _read_local(name, weights, state, recorded.get(name)) for name in weights.local}
     whole = {name for name in local if weights.is_whole(name)}
-    reports = weights.tensors.gather_by_tensor(
-        {name: (_kind(curvature), curvature.mean if name in whole else 0.0) for name, curvature in local.items()}
+    kinds = weights.tensors.reduce(
+        {name: (_kind(curvature), curvature.mean if name in whole else 0.0) for name, curvature in local.items()},
+        _merge_kinds,
     )
     split = {name: one.squares for name, one in local.items() if one.squares is not None and name not in whole}
     marginals = weights.tensors.marginals(split, split.__getitem__)
-    summaries = {name: _summarize(reports.get(name, []), marginals.get(name)) for name in weights.templates}
+    summaries = {name: _summarize(*kinds.get(name, (0, 0.0)), marginals.get(name)) for name in weights.templates}
     weak = [
         name for name, one in summaries.items() if not one.is_known or one.relative_only or not math.isfinite(one.mean)
     ]
@@ -184,13 +185,16 @@ def _kind(curvature: Curvature) -> int:
     return 0 if curvature.squares is None else 1 + curvature.relative_only
 
 
-def _summarize(reports: Sequence[tuple[int, float]], marginals: Marginals | None) -> _Summary:
-    """Merge what ranks say of one tensor: unknown unless all its shards have squares of the same kind."""
+def _merge_kinds(reports: Sequence[tuple[int, float]]) -> tuple[int, float]:
+    """The kind of all shards of a tensor, 0 if they differ, and the mean that the first one reports."""
     kinds = {kind for kind, _ in reports}
-    if len(kinds) != 1 or kinds == {0}:
+    return (kinds.pop() if len(kinds) == 1 else 0), reports[0][1]
+
+
+def _summarize(kind: int, mean: float, marginals: Marginals | None) -> _Summary:
+    if not kind:
         return _Summary()
-    mean = reports[0][1] if marginals is None else marginals.mean
-    return _Summary(mean, True, kinds == {2}, marginals)
+    return _Summary(mean if marginals is None else marginals.mean, True, kind == 2, marginals)
 
 
 def _combine(name: str, local: Curvature, summary: _Summary, weights: GlobalWeights, has_absolute: bool) -> Curvature:

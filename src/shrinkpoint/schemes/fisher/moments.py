@@ -27,7 +27,6 @@ from shrinkpoint.codec.lattice import (
     scale_counts,
 )
 from shrinkpoint.quantize.lattice import quantize_to_lattice
-from shrinkpoint.schemes.fisher.global_weights import is_whole
 from shrinkpoint.schemes.select import max_abs
 from shrinkpoint.sharding.global_tensors import GlobalTensors, Marginals
 from shrinkpoint.tensors.flat_state import FlatState
@@ -149,16 +148,15 @@ class _MomentQuantizer:
         return points
 
     def _slot(self, name: str) -> str:
-        """The optimizer's name for a moment. Only states of several ranks (DCP's) join names with dots."""
-        separators = "/" if self._tensors.is_unsharded else "[/.]"
-        return re.split(separators, self._tensors.global_name(name))[-1]
+        """The optimizer's name for a moment; torch.distributed.checkpoint joins names with dots."""
+        return re.split("[/.]", self._tensors.global_name(name))[-1]
 
     def _split_second_exponents(
         self, moments: Mapping[str, Tensor], nonzero: Mapping[str, Tensor | None]
     ) -> dict[str, Exponents]:
         """Exponents of those second moments that are split over ranks, by local name."""
         tensors = self._tensors
-        split = {name: v for name, v in moments.items() if not is_whole(tensors, name)}
+        split = {name: v for name, v in moments.items() if not tensors.is_whole(name)}
         with_zeros = tensors.union(name for name, v in split.items() if log2_steps(v, nonzero[name])[1] is not None)
 
         def logs(name: str) -> Tensor:
@@ -187,7 +185,7 @@ class _MomentQuantizer:
         momentum = {name: m for name, m in moments.items() if tensors.global_name(name) not in paired}
         without_zeros = tensors.tensors_where_all({name: bool(m.all()) for name, m in momentum.items()})
         names = [name for name in moments if name not in momentum or tensors.global_name(name) in without_zeros]
-        split = [name for name in names if not is_whole(tensors, name)]
+        split = [name for name in names if not tensors.is_whole(name)]
 
         def squares(name: str) -> Tensor:
             if name in momentum:

@@ -1,4 +1,4 @@
-"""Finds second moments on other ranks than their weight, as where replicas divide what they save (DDP, HSDP)."""
+"""Finds second moments that are on other ranks than their weight, as when replicas divide what they save (DDP)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ def remote_owners(global_tensors: GlobalTensors, weights: Collection[str]) -> di
     `optim.state.layers.0.weight.exp_avg_sq` is named after `model.layers.0.weight`: all but the first part of the
     weight's name, at least, precedes the slot. A moment that could be that of two weights is left out.
     """
-    roles = {shard.spec.global_name: shard.role for shards in global_tensors.shards_by_rank for shard in shards}
     owners = {}
     for moment, shape in global_tensors.shapes.items():
         *parts, slot = _name_parts(moment)
-        if roles[moment] is Role.MOMENT2 and slot == _SECOND_MOMENT_SLOT:
+        if global_tensors.roles[moment] is Role.MOMENT2 and slot == _SECOND_MOMENT_SLOT:
             matches = [
                 weight
                 for weight in weights
@@ -40,24 +39,31 @@ def remote_owners(global_tensors: GlobalTensors, weights: Collection[str]) -> di
 
 
 def remote_marginals(global_tensors: GlobalTensors, state: FlatState, weights: Collection[str]) -> dict[str, Marginals]:
-    """Sums by row and by column of the second moments of weights, by global name of the weight; a collective.
+    """Sums by row and by column of second moments on other ranks than their weight, by global name of the weight.
 
-    Adam's bias towards zero is corrected if other weights tell its decay and step.
+    Adam's bias towards zero is corrected if other weights tell its decay and step. A collective.
 
     Args:
         state: of this rank.
         weights: global names.
     """
-    if global_tensors.world_size == 1:
-        return {}
     owners = remote_owners(global_tensors, weights)
+    moments = {weight: moment for moment, weight in owners.items()}
+    remote = global_tensors.union(
+        name
+        for name, tensor in state.tensors.items()
+        if (moment := moments.get(global_tensors.global_name(name))) is not None
+        and tensor.numel()
+        and global_tensors.colocated_name(name, moment) is None
+    )
+    owners = {moment: weight for moment, weight in owners.items() if weight in remote}
+    if not owners:
+        return {}
     decays = Counter((info.beta2, info.step) for info in state.optimizer_info.values() if info.moment2 is not None)
     reports = [report for report in global_tensors.all_gather(decays.most_common(1)) if report]
     beta, step = max(reports, key=lambda report: report[0][1])[0][0] if reports else (None, None)
     local = [
-        name
-        for name in state.tensors
-        if global_tensors.global_name(name) in owners and global_tensors.local_shards[name].numel
+        name for name in state.tensors if global_tensors.global_name(name) in owners and state.tensors[name].numel()
     ]
     sums = global_tensors.marginals(
         local, lambda name: correct_bias(as_matrix(state.tensors[name]).to(torch.float32), beta, step)

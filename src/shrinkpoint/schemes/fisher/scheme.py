@@ -247,7 +247,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             self.coders,
             record,
             {name: x for name, x in values.items() if x.device.type == "cpu"},
-            min_size=(MIN_LATTICE_NUMEL, 1) if tensors.is_unsharded else None,
+            min_size=(MIN_LATTICE_NUMEL, 1) if tensors.is_complete else None,
         )
 
     def _loss_record(
@@ -277,12 +277,12 @@ class Fisher(SpecMixin, RecordEncodingMixin):
     def _synchronize(self, tensors: GlobalTensors) -> None:
         """Forget what ranks remember differently, and count restores and saves by the highest count."""
         memory = self._memory
-        self._lossy_restores = _max_over_ranks(tensors, self._lossy_restores) or 0
-        self._num_saves = _max_over_ranks(tensors, self._num_saves) or 0
-        memory.log_step = _value_if_equal(tensors, memory.log_step)
-        memory.num_terms = _value_if_equal(tensors, memory.num_terms) or self._terms
-        self._group_curvatures = _value_if_equal(tensors, self._group_curvatures) or {}
-        self._calibration.set_state(_value_if_equal(tensors, self._calibration.state))
+        self._lossy_restores = tensors.max_over_ranks(self._lossy_restores) or 0
+        self._num_saves = tensors.max_over_ranks(self._num_saves) or 0
+        memory.log_step = tensors.value_if_equal(memory.log_step)
+        memory.num_terms = tensors.value_if_equal(memory.num_terms) or self._terms
+        self._group_curvatures = tensors.value_if_equal(self._group_curvatures) or {}
+        self._calibration.set_state(tensors.value_if_equal(self._calibration.state))
 
     def _chosen_json(self, lossy: bool) -> JSON:
         """The entry "chosen" of a manifest; None if nothing was lost."""
@@ -305,7 +305,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         if self._moments != "coded":
             return {}
         updates = [info.step for info in state.optimizer_info.values() if info.step is not None]
-        number = _max_over_ranks(tensors, max(updates, default=None))
+        number = tensors.max_over_ranks(max(updates, default=None))
         if number is None:
             number = self._num_saves + (self._lossy_restores << 20)
         names = [name for name, info in state.infos.items() if info.role in MOMENT_ROLES]
@@ -449,16 +449,6 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             if name in recorded:
                 recorded.setdefault(master, recorded[name])
         return recorded
-
-
-def _max_over_ranks(tensors: GlobalTensors, number: int | None) -> int | None:
-    return max((one for one in tensors.all_gather(number) if one is not None), default=None)
-
-
-def _value_if_equal(tensors: GlobalTensors, value: T) -> T | None:
-    """The value that all ranks have; None if they differ."""
-    first, *rest = tensors.all_gather(value)
-    return first if all(other == first for other in rest) else None
 
 
 def _is_inherited(name: str, points: QuantizedTensor, reference: Reference | None) -> bool:

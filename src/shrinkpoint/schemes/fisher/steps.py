@@ -177,8 +177,8 @@ class QuantizedWeights:
 
 def reference_curvature(weights: GlobalWeights, curvatures: Mapping[str, Curvature]) -> float:
     """The geometric mean of the curvature over all weights of all ranks, 0 if none is known; a collective."""
-    reports = weights.tensors.gather_by_tensor({n: c.mean for n, c in curvatures.items() if weights.is_primary(n)})
-    means = {name: reports[name][0] for name in weights.templates if name in reports}
+    reports = weights.tensors.reduce_primary({n: c.mean for n, c in curvatures.items()}, lambda ranks: ranks[0])
+    means = {name: reports[name] for name in weights.templates if name in reports}
     return geometric_mean_curvature(means, {name: weights.templates[name].numel() for name in means})
 
 

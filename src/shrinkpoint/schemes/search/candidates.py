@@ -62,9 +62,8 @@ def common_previous_codes(previous: PreviousCodes, names: Iterable[str], stats: 
         name: zlib.crc32(previous.centers[name].numpy().tobytes()) if name in previous.centers else None
         for name in names
     }
-    reports = stats.global_tensors.gather_by_tensor(digests)
-    common = {name for name, shards in reports.items() if len({*shards}) == 1 and shards[0] is not None}
-    kept = [name for name in previous.centers if stats.global_name(name) in common]
+    is_common = stats.global_tensors.reduce(digests, lambda shards: len({*shards}) == 1 and shards[0] is not None)
+    kept = [name for name in previous.centers if is_common[stats.global_name(name)]]
     return PreviousCodes(
         {name: previous.centers[name] for name in kept},
         {name: previous.codes[name] for name in kept},

@@ -248,7 +248,7 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
         if optimizer == "lossy":
             quantized |= {name: tensor.cpu() for name, tensor in optimizer_state.quantize_moments(state, stats)}
         # which of its shards stay exact, and why, no rank can say alone
-        min_size = (MIN_WEIGHT_NUMEL, 2) if tensors.is_unsharded else None
+        min_size = (MIN_WEIGHT_NUMEL, 2) if tensors.is_complete else None
         return QuantizationPlan(
             self.id, quantized, selection.cast_sources, optimizer, self.coders, record, min_size=min_size
         )
@@ -404,10 +404,10 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
 
     def _agree(self, previous: PreviousCodes, selection: TensorSelection, stats: GlobalStats) -> PreviousCodes:
         """Forget what ranks that have shards of one state do not all remember alike; a collective."""
-        self._last_choice = stats.value_if_equal(self._last_choice)
-        self._calibration.set_state(stats.value_if_equal(self._calibration.state))
-        self._lossy_restores = stats.value_if_equal(self._lossy_restores) or 0
-        lossy_restores = stats.value_if_equal(previous.lossy_restores) or 0
+        self._last_choice = stats.global_tensors.value_if_equal(self._last_choice)
+        self._calibration.set_state(stats.global_tensors.value_if_equal(self._calibration.state))
+        self._lossy_restores = stats.global_tensors.value_if_equal(self._lossy_restores) or 0
+        lossy_restores = stats.global_tensors.value_if_equal(previous.lossy_restores) or 0
         return replace(common_previous_codes(previous, selection.tensors, stats), lossy_restores=lossy_restores)
 
     def _broadcast_previous(self, previous: PreviousCodes) -> PreviousCodes:

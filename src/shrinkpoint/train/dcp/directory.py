@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.sharding.collectives import make_all_gather
+from shrinkpoint.sharding.collectives import make_collectives
 from shrinkpoint.storage import is_url, local_path, natural_key
 from shrinkpoint.store.directory import is_checkpoint
 from shrinkpoint.train import restore
@@ -91,7 +91,7 @@ def latest_valid(root: str | Path, group: dist.ProcessGroup | None = None, *, de
         The directory; None if there is no valid checkpoint.
     """
     path = local_path(root, "root").absolute()
-    gather = make_all_gather(group)
+    gather = make_collectives(group).all_gather
     names: set[str] = set().union(*gather(_candidate_names(path)))
     # The name itself decides between step-1 and step-01: all ranks must have one order.
     newest_first = sorted(names, key=lambda name: (natural_key(name), name), reverse=True)

@@ -24,7 +24,7 @@ from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.plan_shards import check_shardable, plan_shards
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
-from shrinkpoint.sharding.collectives import AllGather, ErrorGather, gather_single, make_all_gather
+from shrinkpoint.sharding.collectives import Collectives, LocalCollectives, make_collectives
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store.directory import commit, is_checkpoint
@@ -255,7 +255,7 @@ class Writer(CheckpointDirectory, StorageWriter):
             PolicyError: a scheme that cannot be used here.
             whatever any rank raised, on all of them.
         """
-        gather = self._make_all_gather(world_size)
+        collectives = self._make_collectives(world_size)
 
         def prepare() -> tuple[CollectedState, ShardedModelEvaluator | None]:
             is_sent = self._restored is not None  # to another process than the model's
@@ -271,20 +271,20 @@ class Writer(CheckpointDirectory, StorageWriter):
                 return collected, None
             return collected, ShardedModelEvaluator(collected.state, evaluate, self._model)
 
-        collected, evaluator = ErrorGather(gather).run_all_or_raise(prepare)
+        collected, evaluator = collectives.run_all_or_raise(prepare)
         # A planning scheme uses the last checkpoint even if this one is a keyframe; others only code differences to it.
         writer = chain.delta_writer
         reference = writer.last_reference if isinstance(scheme, PlanningScheme) else writer.reference
-        layout = ShardLayout(collected.shards, gather)
+        layout = ShardLayout(collected.shards, collectives)
         return plan_shards(scheme, collected.state, reference, layout, evaluator), collected
 
-    def _make_all_gather(self, world_size: int) -> AllGather:
+    def _make_collectives(self, world_size: int) -> Collectives:
         if world_size == 1:
-            return gather_single
+            return LocalCollectives()
         if dist.get_world_size(self._group) != world_size:
             found = f"{dist.get_world_size(self._group)} ranks in its group, while {world_size} save"
             raise PolicyError("Writer", found=found, do="pass group=, the same as process_group= of dcp.save")
-        return make_all_gather(self._group)
+        return make_collectives(self._group)
 
 
 def _merge_results(results: list[list[WriteResult]]) -> tuple[list[_WriteInfo], dict[MetadataIndex, int]]:
