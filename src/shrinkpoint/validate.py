@@ -30,7 +30,8 @@ def check_int(
         number = operator.index(value)
         if number >= minimum and (maximum is None or number <= maximum):
             return number
-    raise argument_error(where, value, f"a whole number {_describe_bounds(minimum, maximum)}", do)
+    bounds = f"from {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+    raise argument_error(where, value, f"a whole number {bounds}", do)
 
 
 def check_optional_int(
@@ -49,9 +50,8 @@ def check_optional_int(
     try:
         return check_int(where, value, minimum=minimum, maximum=maximum)
     except PolicyError as error:
-        raise argument_error(
-            where, value, f"{error.expected}, or None {none_meaning}", "leave it out for the default"
-        ) from None
+        expected = f"{error.expected}, or None {none_meaning}"
+        raise argument_error(where, value, expected, "leave it out for the default") from None
 
 
 def check_threads(value: Any) -> int | None:
@@ -109,11 +109,10 @@ def check_fraction(where: str, value: Any, *, allow_zero: bool = False, maximum:
     expected = f'a share {"from 0" if allow_zero else "above 0"}, at most {maximum:.4g} or "{100 * maximum:.4g}%"'
     fraction = _float_or_nan(parse_percent(value) if isinstance(value, str) else value)
     if not 0 <= fraction <= maximum or (fraction == 0 and not allow_zero):
-        meant = maximum < fraction <= 100 * maximum and not isinstance(value, str)
-        do = f'write "{fraction:.6g}%" or {fraction / 100:.6g} for {fraction:.6g} per cent' if meant else "take less"
-        raise argument_error(
-            where, value, expected, do if fraction > maximum else 'write "1%" or 0.01 for one per cent'
-        )
+        do = "take less" if fraction > maximum else 'write "1%" or 0.01 for one per cent'
+        if maximum < fraction <= 100 * maximum and not isinstance(value, str):
+            do = f'write "{fraction:.6g}%" or {fraction / 100:.6g} for {fraction:.6g} per cent'
+        raise argument_error(where, value, expected, do)
     return fraction
 
 
@@ -221,7 +220,3 @@ def _bounded_int(value: Any) -> Any:
     """An integer that Python can print; infinity for a huge one."""
     huge = isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256
     return math.copysign(math.inf, 1 if value > 0 else -1) if huge else value
-
-
-def _describe_bounds(minimum: int, maximum: int | None) -> str:
-    return f"from {minimum}" if maximum is None else f"from {minimum} to {maximum}"

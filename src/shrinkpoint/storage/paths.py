@@ -101,16 +101,14 @@ def local_path(value: object, argument: str = "path", *, directory: bool = False
         raise PathTypeError(argument, found=f"{value!r:.200}", expected="a path", do=do)
     if is_url(text):
         do = "leave `file://` away" if text.startswith("file:") else _DO
-        raise PolicyError(
-            argument, found=f"the URL {text!r}", expected="a path on a file system of this machine", do=do
-        )
+        expected = "a path on a file system of this machine"
+        raise PolicyError(argument, found=f"the URL {text!r}", expected=expected, do=do)
     if not text or "\0" in text:
         raise PolicyError(argument, found=repr(text), expected="the name of a file or a directory", do="name one")
     path = Path(text)
     if directory and os.path.lexists(path) and not path.is_dir():
-        raise PolicyError(
-            argument, found=f"{text!r}, which is no directory", expected="a directory", do="name another one"
-        )
+        found = f"{text!r}, which is no directory"
+        raise PolicyError(argument, found=found, expected="a directory", do="name another one")
     return path
 
 

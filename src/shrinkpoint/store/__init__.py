@@ -10,33 +10,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shrinkpoint.store.checkpoint_file import DecodedFile as DecodedFile
-    from shrinkpoint.store.checkpoint_file import RoleBytes as RoleBytes
     from shrinkpoint.store.checkpoint_file import SaveReport as SaveReport
-    from shrinkpoint.store.listing import Listing as Listing
     from shrinkpoint.store.listing import SkippedCheckpoint as SkippedCheckpoint
     from shrinkpoint.store.listing import scan as scan
-    from shrinkpoint.store.manifest import Manifest as Manifest
     from shrinkpoint.store.retention import Keep as Keep
-    from shrinkpoint.store.retention import PrunePlan as PrunePlan
-    from shrinkpoint.store.retention import RetentionDecision as RetentionDecision
-    from shrinkpoint.store.retention import apply_policy as apply_policy
     from shrinkpoint.store.store import Store as Store
     from shrinkpoint.store.store import StoreRestore as StoreRestore
-    from shrinkpoint.store.transaction import CheckpointTransaction as CheckpointTransaction
-    from shrinkpoint.store.verify import Finding as Finding
 
 _MODULES = {
-    "apply_policy": "retention",
-    "CheckpointTransaction": "transaction",
-    "DecodedFile": "checkpoint_file",
-    "Finding": "verify",
     "Keep": "retention",
-    "Listing": "listing",
-    "Manifest": "manifest",
-    "PrunePlan": "retention",
-    "RetentionDecision": "retention",
-    "RoleBytes": "checkpoint_file",
     "SaveReport": "checkpoint_file",
     "scan": "listing",
     "SkippedCheckpoint": "listing",

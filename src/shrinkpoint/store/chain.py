@@ -132,20 +132,15 @@ def candidate_keys(manifest: Manifest, link: ChainLink) -> tuple[str, ...]:
 
 def store_chain(storage: Storage, manifest: Manifest) -> tuple[ChainFile, ...]:
     """The files that a checkpoint of a store is decoded from: its own hard links first, then its siblings' files."""
-    return tuple(
-        ChainFile(
-            link.digest,
-            storage,
-            candidate_keys(manifest, link),
-            "which its manifest records"
-            if link.step == manifest.step
-            else f"the base of step {manifest.step}: the file of step {link.step}",
-            is_payload=link.step == manifest.step,
-            step=link.step,
-            id=link.id,
-        )
-        for link in chain_links(manifest)
-    )
+    files = []
+    for link in chain_links(manifest):
+        is_payload, keys = link.step == manifest.step, candidate_keys(manifest, link)
+        expected = f"the base of step {manifest.step}: the file of step {link.step}"
+        if is_payload:
+            expected = "which its manifest records"
+        file = ChainFile(link.digest, storage, keys, expected, is_payload=is_payload, step=link.step, id=link.id)
+        files.append(file)
+    return tuple(files)
 
 
 def is_current(manifests: Mapping[int, Manifest], base: ChainLink) -> bool:
@@ -241,12 +236,8 @@ def _single_file(path: Path, header: FileReader, *, is_payload: bool = False) ->
 
 
 def _candidate_paths(child: Path, name: str) -> list[Path]:
-    """Where the base that a file names may be.
-
-    The name is relative to the directory in which the file was written. A link to that file in the `bases` directory
-    of a later step has the same name inside, so the base is looked for beside the link and one level up too.
-    """
-    directory = child.parent
+    """Where the base that a file names, relative to the directory in which it was written, may be now."""
+    directory = child.parent  # of the file, or `bases` of a later step with a link to it
     return [*dict.fromkeys((directory / name, directory / Path(name).name, directory.parent / name))]
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -125,14 +125,8 @@ class SaveReport:
         return raw / stored if stored else float("inf") if raw else 1.0
 
 
-@dataclass(frozen=True)
-class WriteResult:
-    """A file that has been written.
-
-    Attributes:
-        report: of the save.
-        reference: what a reader of the file decodes.
-    """
+class WriteResult(NamedTuple):
+    """The report of a save, and the reference that a reader of the file decodes."""
 
     report: SaveReport
     reference: Reference

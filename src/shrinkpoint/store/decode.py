@@ -58,10 +58,6 @@ def decode_directory(
     """
     payloads = read_directory_manifest(directory).payloads
     if not 0 <= rank < len(payloads):
-        raise NotFoundError(
-            str(directory),
-            found=f"no payload of rank {rank}",
-            expected=f"a rank below {len(payloads)}",
-            do="name one of its ranks",
-        )
+        found, expected = f"no payload of rank {rank}", f"a rank below {len(payloads)}"
+        raise NotFoundError(str(directory), found=found, expected=expected, do="name one of its ranks")
     return decode_chain(directory_chain(directory, payloads[rank]), threads=threads, max_bytes=max_bytes)

@@ -42,7 +42,7 @@ from shrinkpoint.tensors.info import ITEMSIZE, TensorInfo
 
 Node: TypeAlias = tuple[int, int]
 """Index of a file in the chain, and index of a record in that file."""
-Key: TypeAlias = tuple[Node, int]
+Ints: TypeAlias = NDArray[np.int64]
 
 WHOLE = -1
 """Stands for the whole record in place of a chunk's index."""
@@ -61,7 +61,7 @@ class Cache:
         self.views: dict[Node, RecordView] = {}
         self.decoders: dict[Node, RecordDecoder | None] = {}
         self.quantizers: dict[Node, Mapping[str, QuantizerParams]] = {}
-        self._entries: OrderedDict[Key, DecodedRange | Reference] = OrderedDict()
+        self._entries: OrderedDict[tuple[Node, int], DecodedRange | Reference] = OrderedDict()
         self._bytes = 0
 
     def get(self, node: Node, chunk: int) -> DecodedRange | Reference | None:
@@ -93,14 +93,12 @@ def entry_bytes(value: DecodedRange | Reference) -> int:
     return sum(tensor.nbytes for tensor in (*value.tensors.values(), *codes))
 
 
-Ints: TypeAlias = NDArray[np.int64]
-
-
 @dataclass
 class DecodeNode:
     """The state of one record in a plan.
 
     Attributes:
+        where: the record, for messages.
         view: the record.
         requested: begin and end of the requested bytes of its stream, an array of each per request.
         strict: check everything, as when the record is decoded as a whole.
@@ -112,6 +110,7 @@ class DecodeNode:
         dependencies: the nodes it depends on.
     """
 
+    where: str
     view: RecordView
     requested: list[tuple[Ints, Ints]] = field(default_factory=list)
     strict: bool = False
@@ -121,6 +120,55 @@ class DecodeNode:
     ranges: list[tuple[int, DecodedRange]] = field(default_factory=list)
     full_record: Reference | None = None
     dependencies: set[Node] = field(default_factory=set)
+
+    def requested_ranges(self) -> list[tuple[int, int]]:
+        """Disjoint ranges of units that consist of whole chunks and cover the requested bytes of the stream."""
+        assert self.decoder is not None
+        chunk, count, size = self.decoder.chunk, self.decoder.count, self.decoder.unit * self.decoder.chunk
+        if not self.requested:
+            return []
+        starts, stops = (np.concatenate(ends) for ends in zip(*self.requested, strict=True))
+        is_nonempty = stops > starts
+        lows, highs = starts[is_nonempty] // size, -(-stops[is_nonempty] // size)
+        if not lows.size:
+            return []
+        order = np.argsort(lows, kind="stable")
+        lows, highs = lows[order], np.maximum.accumulate(highs[order])
+        gaps = np.flatnonzero(lows[1:] > highs[:-1] + self.decoder.merge_gap) + 1
+        return [
+            (int(low[0]) * chunk, min(int(high[-1]) * chunk, count))
+            for low, high in zip(np.split(lows, gaps), np.split(highs, gaps), strict=True)
+        ]
+
+    def read(self, name: str, start: int, stop: int, *, codes: bool = False) -> Bytes:
+        """Decoded bytes of a tensor's values, or of its codes."""
+        if self.full_record is not None:
+            if not codes:
+                return tensor_bytes(self.full_record.tensors[name])[start:stop]
+            origin = self.full_record.quantized.get(name)
+            if not isinstance(origin, CodebookTensor):
+                raise self._no_codes_error(name)
+            return tensor_bytes(origin.codes)[start:stop]
+        assert self.decoder is not None
+        unit, offset = self.decoder.unit, self.view.offsets[name]
+        if codes:
+            unit, offset = 1, offset // unit
+        parts, last = [], -(-(offset + stop) // unit)
+        index = bisect_right(self.ranges, (offset + start) // unit, key=lambda decoded: decoded[0]) - 1
+        for first, block in islice(self.ranges, max(index, 0), None):
+            if first >= last:
+                break
+            array = block.codes if codes else block.values
+            if array is None:
+                raise self._no_codes_error(name)
+            begin = max(0, offset + start - first * unit)
+            end = offset + stop - first * unit
+            if begin < min(end, array.nbytes):
+                parts.append(array[begin:end])
+        return concat(parts) if parts else np.empty(0, np.uint8)
+
+    def _no_codes_error(self, name: str) -> ChainError:
+        return ChainError(self.where, found=f"tensor {name!r}, which has no codes")
 
 
 class DecodePlan:
@@ -159,10 +207,10 @@ class DecodePlan:
         assert step.decoder is not None
         offset, nbytes = step.view.offsets[name], self._chain[node[0]].infos[name].nbytes
         out = []
-        for lo, hi in self._cover(step, step.requested):
+        for lo, hi in step.requested_ranges():
             start = max(0, lo * step.decoder.unit - offset)
             stop = min(nbytes, hi * step.decoder.unit - offset)
-            out.append((start, self._bytes(node, name, start, stop)))
+            out.append((start, step.read(name, start, stop)))
         return out
 
     # planning, from the last file to the keyframe
@@ -207,7 +255,7 @@ class DecodePlan:
 
     def _node(self, node: Node) -> DecodeNode:
         if node not in self._nodes:
-            self._nodes[node] = DecodeNode(self._view(node))
+            self._nodes[node] = DecodeNode(self._where(node), self._view(node))
             heapq.heappush(self._heap, (-node[0], -node[1]))
         return self._nodes[node]
 
@@ -265,7 +313,7 @@ class DecodePlan:
             step.dependencies.add(self._require_range(node, span, strict=True))
 
     def _plan_ranges(self, node: Node, step: DecodeNode, decoder: RecordDecoder) -> None:
-        for lo, hi in self._cover(step, step.requested):
+        for lo, hi in step.requested_ranges():
             step.undecoded += self._uncached(node, step, decoder, lo, hi)
         for lo, hi in step.undecoded:
             for span in decoder.required_ranges(lo, hi):
@@ -296,31 +344,13 @@ class DecodePlan:
                 out.append((start, stop))
         return out
 
-    def _cover(self, step: DecodeNode, requested: Sequence[tuple[Ints, Ints]]) -> list[tuple[int, int]]:
-        """Disjoint ranges of units that consist of whole chunks and cover the requested bytes of the stream."""
-        assert step.decoder is not None
-        size = step.decoder.unit * step.decoder.chunk
-        starts = np.concatenate([begin for begin, _ in requested]) if requested else np.empty(0, np.int64)
-        stops = np.concatenate([end for _, end in requested]) if requested else np.empty(0, np.int64)
-        is_nonempty = stops > starts
-        lows, highs = starts[is_nonempty] // size, -(-stops[is_nonempty] // size)
-        order = np.argsort(lows, kind="stable")
-        lows, highs = lows[order], np.maximum.accumulate(highs[order]) if order.size else highs
-        gaps = np.flatnonzero(lows[1:] > highs[:-1] + step.decoder.merge_gap) + 1
-        chunk, count = step.decoder.chunk, step.decoder.count
-        return [
-            (int(low[0]) * chunk, min(int(high[-1]) * chunk, count))
-            for low, high in zip(np.split(lows, gaps), np.split(highs, gaps), strict=True)
-            if low.size
-        ]
-
     # decoding, from the keyframe on
 
     def _decode(self, node: Node) -> None:
         step = self._nodes[node]
         if step.full_record is not None:
             return
-        with decode_errors(self._where(node)):
+        with decode_errors(step.where):
             if step.decoder is None:
                 self._decode_full_record(node, step)
             else:
@@ -329,7 +359,7 @@ class DecodePlan:
     def _decode_ranges(self, node: Node, step: DecodeNode, decoder: RecordDecoder) -> None:
         def supply(span: ByteRange) -> Bytes:
             other = self._resolve(node[0] if span.same_file else node[0] - 1, span.name)
-            return self._bytes(other, span.name, span.start, span.stop, codes=span.codes)
+            return self._nodes[other].read(span.name, span.start, span.stop, codes=span.codes)
 
         inputs = DecodeInputs(supply, lambda name: self._quantizer(node[0] - 1, name), self._threads)
         if node not in self._cache.quantizers and (step.undecoded or step.needs_quantizers):
@@ -372,7 +402,7 @@ class DecodePlan:
             record = self._nodes[node].full_record
             if record is None:
                 info = self._chain[file].infos[name]
-                tensors[name] = tensor_from_bytes(self._bytes(node, name, 0, info.nbytes), info)
+                tensors[name] = tensor_from_bytes(self._nodes[node].read(name, 0, info.nbytes), info)
                 continue
             tensors[name] = record.tensors[name]
             if name in record.quantized:
@@ -386,33 +416,6 @@ class DecodePlan:
         if params is None:
             raise ChainError(self._chain[file].reader.where, found=f"tensor {name!r}, which is not quantized")
         return params.lattice if isinstance(params, LatticeTensor) else params
-
-    def _bytes(self, node: Node, name: str, start: int, stop: int, *, codes: bool = False) -> Bytes:
-        """Decoded bytes of a tensor's values, or of its codes."""
-        step = self._nodes[node]
-        if step.full_record is not None:
-            origin = step.full_record.quantized.get(name)
-            if codes and not isinstance(origin, CodebookTensor):
-                raise ChainError(self._where(node), found=f"tensor {name!r}, which has no codes")
-            return tensor_bytes(
-                origin.codes if codes and isinstance(origin, CodebookTensor) else step.full_record.tensors[name]
-            )[start:stop]
-        assert step.decoder is not None
-        unit, offset = 1 if codes else step.decoder.unit, step.view.offsets[name]
-        offset = offset // step.decoder.unit if codes else offset
-        parts, last = [], -(-(offset + stop) // unit)
-        index = bisect_right(step.ranges, (offset + start) // unit, key=lambda decoded: decoded[0]) - 1
-        for first, block in islice(step.ranges, max(index, 0), None):
-            if first >= last:
-                break
-            array = block.codes if codes else block.values
-            if array is None:
-                raise ChainError(self._where(node), found=f"tensor {name!r}, which has no codes")
-            begin = max(0, offset + start - first * unit)
-            end = offset + stop - first * unit
-            if begin < min(end, array.nbytes):
-                parts.append(array[begin:end])
-        return concat(parts) if parts else np.empty(0, np.uint8)
 
 
 class LazyTensors(Mapping[str, Tensor]):

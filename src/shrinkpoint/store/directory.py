@@ -3,7 +3,7 @@
 ::
 
     rank-00000.safetensors       the payload, one a rank (rank-00000.2.safetensors where it is saved into again)
-    bases/<digest>.safetensors   a hard link to each file of the chains below
+    bases/<digest>.safetensors   a hard link to each file that these depend on
     shrinkpoint.json             the manifest, written last: the checkpoint exists when this does
     README.txt                   for people: what reads this directory; not written over a file of that name
 
@@ -184,7 +184,7 @@ def _check_file(reader: FileReader, *, deep: bool) -> None:
 
 
 def _write_readme(root: Path) -> None:
-    """Write the README, unless a file of that name exists. It is not flushed: nothing depends on it."""
+    """Write the README, unless a file of that name exists; nothing depends on it, so it is not flushed."""
     path, temporary = root / README, root / f"{RESERVED}tmp-{secrets.token_hex(8)}"
     with suppress(OSError):
         if not os.path.lexists(path):

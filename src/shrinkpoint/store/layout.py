@@ -3,7 +3,7 @@
 ::
 
     step-000001000/rank-00000.safetensors      the payload (rank-00000.2.safetensors after the step was saved again)
-    step-000001000/bases/<digest>.safetensors  a hard link to each file of the chain below
+    step-000001000/bases/<digest>.safetensors  a hard link to each file that it depends on
     step-000001000/manifest.json               written last: the checkpoint exists when this does
     step-000001000/forgotten                   hides the checkpoint whose manifest has the id in this file
 """
@@ -52,18 +52,19 @@ def payload_name(used_names: Collection[str], rank: int = 0) -> str:
 def step_of(key: str) -> int | None:
     """The step whose directory holds `key`; None for a key that no store writes."""
     head, _, name = key.partition("/")
-    match = _STEP.fullmatch(head)
-    if not match or step_dir(int(match[1])) != head:
-        return None
     is_own = name in ("manifest.json", "forgotten") or PAYLOAD.fullmatch(name) or BASE.fullmatch(name)
-    return int(match[1]) if is_own else None
+    return _step_of_dir(head) if is_own else None
 
 
 def is_step_dir(name: str) -> bool:
     """Whether a store makes directories of this name, so that an empty one may be removed."""
     head, _, rest = name.partition("/")
-    match = _STEP.fullmatch(head)
-    return match is not None and step_dir(int(match[1])) == head and rest in ("", "bases")
+    return rest in ("", "bases") and _step_of_dir(head) is not None
+
+
+def _step_of_dir(name: str) -> int | None:
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and step_dir(int(match[1])) == name else None
 
 
 def check_step(step: SupportsIndex) -> int:
@@ -77,10 +78,6 @@ def check_step(step: SupportsIndex) -> int:
     except TypeError:
         value = -1
     if isinstance(step, bool) or not 0 <= value < MAX_STEP:
-        raise PolicyError(
-            "step",
-            found=repr(step),
-            expected=f"a whole number from 0 to {MAX_STEP - 1}",
-            do="number saves by training step",
-        )
+        expected, do = f"a whole number from 0 to {MAX_STEP - 1}", "number saves by training step"
+        raise PolicyError("step", found=repr(step), expected=expected, do=do)
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -60,9 +61,7 @@ class PartialFile:
                 raise LookupError(f"tensor {ordinal} is not one of an earlier record")
             return self._infos[ordinal]
 
-        def read(part: str, begin: int, end: int) -> memoryview:
-            return self.reader.read_part(head, part, begin, end)
-
+        read = partial(self.reader.read_part, head)
         sizes = {part: entry.size for part, entry in head.parts.items()}
         parents = {} if parent is None else parent.infos
         return RecordView(head.infos, head.recipe, sizes, read, earlier_tensor, parents.get)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,7 +75,10 @@ class PartialReader:
             PolicyError: the chain was closed.
             StorageError: reading failed.
         """
-        info = self._find(name)
+        info = self.infos.get(name)
+        if info is None:
+            where, expected = self._chain[-1].reader.where, f"one of {len(self.infos)}"
+            raise NotFoundError(where, found=f"no tensor {name!r}", expected=expected, do="look at `infos`")
         starts, sizes = tuple(starts), tuple(sizes)
         self._check(info, starts, sizes)
         box = TensorInfo(name, sizes, info.dtype)
@@ -84,7 +86,8 @@ class PartialReader:
         if box.nbytes:
             offsets, size = contiguous_ranges(info, starts, sizes)
             with self._lock:
-                self._check_open()
+                if not self._is_open:
+                    raise PolicyError(self._chain[-1].reader.where, found="a chain that was closed", do="open it again")
                 plan = DecodePlan(self._chain, self._cache, self._threads)
                 try:
                     with read_guard(self._chain[-1].reader.where):
@@ -105,21 +108,8 @@ class PartialReader:
     def __enter__(self) -> PartialReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _find(self, name: str) -> TensorInfo:
-        info = self.infos.get(name)
-        if info is None:
-            where, expected = self._chain[-1].reader.where, f"one of {len(self.infos)}"
-            raise NotFoundError(where, found=f"no tensor {name!r}", expected=expected, do="look at `infos`")
-        return info
-
-    def _check_open(self) -> None:
-        if not self._is_open:
-            raise PolicyError(self._chain[-1].reader.where, found="a chain that was closed", do="open it again")
 
     def _check(self, info: TensorInfo, starts: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         fits = len(starts) == len(sizes) == len(info.shape)
@@ -128,12 +118,8 @@ class PartialReader:
             for start, size, length in zip(starts, sizes, info.shape, strict=True)
         ):
             where = f"{self._chain[-1].reader.where}: tensor {info.name!r}"
-            raise MismatchError(
-                where,
-                found=f"a box of {list(sizes)} at {list(starts)}",
-                expected=f"one inside of {list(info.shape)}",
-                do="ask for a part of the tensor",
-            )
+            found, expected = f"a box of {list(sizes)} at {list(starts)}", f"one inside of {list(info.shape)}"
+            raise MismatchError(where, found=found, expected=expected, do="ask for a part of the tensor")
 
 
 def contiguous_ranges(
