@@ -114,7 +114,7 @@ class StoreSystem:
                     evaluate_seconds=evaluate_seconds,
                     peak=peak,
                     retention=report.retention,
-                    choice=_choice(report),
+                    choice=report.loss_report.get("chosen") if isinstance(report.loss_report, dict) else None,
                 )
 
 
@@ -135,20 +135,14 @@ def _read_back(store: Store, threads: int) -> Iterator[tuple[Manifest, DecodedFi
     """Yields every checkpoint decoded, each chain once from its keyframe on, with the seconds that its file took."""
     manifests = {manifest.id: manifest for manifest in store.list()}
     base_ids = {base.id for manifest in manifests.values() for base in manifest.bases}
-    newest = [manifest for manifest in manifests.values() if manifest.id not in base_ids]
-    for last in sorted(newest, key=lambda manifest: manifest.step):
+    for last in sorted(manifests.values(), key=lambda manifest: manifest.step):
+        if last.id in base_ids:
+            continue
         files = iter_chain(store_chain(store.storage, last), threads=threads)
-        while True:
-            began = time.perf_counter()
-            entry = next(files, None)
-            if entry is None:
-                break
-            file, decoded = entry
+        began = time.perf_counter()
+        for file, decoded in files:
             yield manifests[file.id], decoded, time.perf_counter() - began
-
-
-def _choice(report: SaveReport) -> Any:
-    return report.loss_report.get("chosen") if isinstance(report.loss_report, dict) else None
+            began = time.perf_counter()
 
 
 SYSTEMS = (

@@ -21,6 +21,9 @@ from shrinkpoint import errors
 from shrinkpoint.cli.humanize import printable
 from shrinkpoint.store.manifest import json_safe
 
+_UNBOUNDED_WIDTH = 100_000
+_COLUMN_GAP = 2
+
 
 class ExitCode(IntEnum):
     """Exit codes for scripts; docs/cli.md explains each."""
@@ -56,9 +59,6 @@ def exit_code_of(error: errors.ShrinkpointError | OSError) -> ExitCode:
     'STORAGE'
     """
     return next(code for kind, code in _CODE_OF_ERROR if isinstance(error, kind))
-
-
-_UNBOUNDED_WIDTH = 100_000
 
 
 class PipeSafeConsole(Console):
@@ -109,9 +109,6 @@ def spinner(title: str) -> Iterator[None]:
         yield
 
 
-_GAP = 2
-
-
 @dataclass(frozen=True)
 class Column:
     """One column.
@@ -148,7 +145,7 @@ def fit_columns(columns: Sequence[Column], width: int) -> list[Column]:
     (['step', 'note', 'age'], ['step', 'age'])
     """
     selected = [column for column in columns if column.drop_order == 0 or any(column.cells)]
-    while sum(column.min_width + _GAP for column in selected) - _GAP > width:
+    while sum(column.min_width + _COLUMN_GAP for column in selected) - _COLUMN_GAP > width:
         least_important = max(selected, key=lambda column: column.drop_order)
         if least_important.drop_order == 0:
             break
@@ -166,7 +163,7 @@ def print_table(columns: Sequence[Column], *, totals: bool = False, styles: Sequ
     """
     console = stdout_console()
     selected = fit_columns(columns, console.width)
-    table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
+    table = Table(box=None, padding=(0, _COLUMN_GAP, 0, 0), pad_edge=False, header_style="bold")
     for column in selected:
         side: JustifyMethod = "right" if column.align_right else "left"
         title = Text(printable(column.title))
@@ -185,7 +182,7 @@ def print_table(columns: Sequence[Column], *, totals: bool = False, styles: Sequ
 def print_pairs(pairs: Sequence[tuple[str, str]]) -> None:
     """Prints a line with a name and a value for each pair; pairs without a value are left out."""
     console = stdout_console()
-    grid = Table.grid(padding=(0, _GAP, 0, 0))
+    grid = Table.grid(padding=(0, _COLUMN_GAP, 0, 0))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
     for name, value in pairs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,34 +53,25 @@ def _print(title: str, difference: CheckpointDifference, show_all: bool) -> None
     if difference.added or difference.missing:
         print_line("")
     if difference.values:
-        pairs = list(difference.values.values())
-        columns = [
-            Column("plain value", list(difference.values), wrap=True),
-            Column("A", [a if a is not None else "-" for a, _ in pairs], wrap=True),
-            Column("B", [b if b is not None else "-" for _, b in pairs], wrap=True),
-        ]
-        print_table(columns)
+        a_texts, b_texts = zip(*difference.values.values(), strict=True)
+        columns = ("plain value", [*difference.values]), ("A", a_texts), ("B", b_texts)
+        print_table([Column(title, ["-" if x is None else x for x in texts], wrap=True) for title, texts in columns])
         print_line("")
     print_line(f"{title}: {_verdict(difference)}", "" if not difference.equal else "green")
 
 
 def _columns(rows: Sequence[TensorDifference]) -> list[Column]:
+    def texts(values: Iterable[float | None]) -> list[str]:
+        pairs = zip(rows, values, strict=True)
+        return ["" if row.equal or value is None else f"{value:.3g}" for row, value in pairs]
+
+    counts = [row.change or ("equal" if row.equal else f"{row.different:,}") for row in rows]
     return [
         Column("tensor", [row.name for row in rows], wrap=True),
-        Column("values that differ", [_format_count(row) for row in rows], align_right=True, drop_order=1),
-        Column("max |A-B|", [_format_value(row, row.max_abs) for row in rows], align_right=True),
-        Column("|A-B|/|A|", [_format_value(row, row.relative) for row in rows], align_right=True),
+        Column("values that differ", counts, align_right=True, drop_order=1),
+        Column("max |A-B|", texts(row.max_abs for row in rows), align_right=True),
+        Column("|A-B|/|A|", texts(row.relative for row in rows), align_right=True),
     ]
-
-
-def _format_count(row: TensorDifference) -> str:
-    if row.change:
-        return row.change
-    return "equal" if row.equal else f"{row.different:,}"
-
-
-def _format_value(row: TensorDifference, value: float | None) -> str:
-    return "" if row.equal or value is None else f"{value:.3g}"
 
 
 def _verdict(difference: CheckpointDifference) -> str:
