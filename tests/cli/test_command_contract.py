@@ -105,20 +105,22 @@ def test_looking_and_tidying_never_import_torch(child, store, command):
         ["forget", "10"],
     ],
 )
-def test_json_is_plain_whatever_the_terminal(child, store, arguments):
+def test_json_is_plain_whatever_the_terminal(run, store, arguments):
     name, *rest = arguments
-    done = child(name, store, *rest, "--json", COLUMNS="20", FORCE_COLOR="1")
+    done = run(name, store, *rest, "--json", columns=20, env={"FORCE_COLOR": "1"})
     assert done.code == 0
     json.loads(done.stdout)
     assert "\x1b" not in done.stdout
 
 
-def test_colour_only_where_it_is_wanted(child, store):
-    run_20 = {"COLUMNS": "80", "TERM": "xterm-256color"}
-    assert "\x1b[" in child("show", store, FORCE_COLOR="1", **run_20).stdout
-    assert "\x1b[" not in child("show", store, **run_20).stdout
-    assert "\x1b[3" not in child("verify", store, FORCE_COLOR="1", NO_COLOR="1", **run_20).stdout
-    assert "\x1b[3" not in child("list", "nowhere", FORCE_COLOR="1", NO_COLOR="1", **run_20).stderr
+def test_colour_only_where_it_is_wanted(run, store):
+    terminal = {"TERM": "xterm-256color"}
+    forced, unwanted = {**terminal, "FORCE_COLOR": "1"}, {**terminal, "FORCE_COLOR": "1", "NO_COLOR": "1"}
+    assert "\x1b[" in run("show", store, env=forced).stdout
+    assert "\x1b[" not in run("show", store, env=terminal).stdout
+    assert "\x1b[3" in run("verify", store, env=forced).stdout
+    assert "\x1b[3" not in run("verify", store, env=unwanted).stdout
+    assert "\x1b[3" not in run("list", "nowhere", env=unwanted).stderr
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])

@@ -119,13 +119,13 @@ def test_compact_with_nothing_to_do_is_fine(run, store):
     assert run("compact", store, "--step", 11).code == 3
 
 
-def test_a_store_that_is_being_saved_to_can_be_read_and_not_changed(child, store, state_at):
+def test_a_store_that_is_being_saved_to_can_be_read_and_not_changed(run, child, store, state_at):
     with Store(store) as saver:
         saver.save(50, state_at(50))
-        assert child("list", store).code == 0
-        assert child("show", store).code == 0
-        assert child("verify", store).code == 0
-        assert child("prune", store, "--keep-last", 1).code == 0
+        assert run("list", store).code == 0
+        assert run("show", store).code == 0
+        assert run("verify", store).code == 0
+        assert run("prune", store, "--keep-last", 1).code == 0
         for arguments in (
             ["forget", store, 10],
             ["prune", store, "--keep-last", 1, "--apply"],
@@ -134,7 +134,7 @@ def test_a_store_that_is_being_saved_to_can_be_read_and_not_changed(child, store
             done = child(*arguments)
             assert (done.code, done.stdout) == (5, "")
             assert done.stderr.startswith("error: ")
-    assert child("forget", store, 10).code == 0
+    assert run("forget", store, 10).code == 0
 
 
 SAVER = """
