@@ -231,7 +231,7 @@ def _local_shard(gradient: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
     assert isinstance(gradient, DTensor)
-    if any(placement.is_partial() for placement in placements):
+    if any(placement.is_partial() for placement in placements):  # only then do the ranks communicate
         summed = [Replicate() if placement.is_partial() else placement for placement in placements]
         gradient = gradient.redistribute(placements=summed)
     return gradient.to_local()
@@ -250,7 +250,9 @@ class _AsyncHostCopies:
         """Copy a tensor when the work enqueued so far is done. `finish` must have been called since `hold`."""
         device = tensor.device
         with torch.cuda.device(device):
-            stream, buffer = self._stream(device), self._buffer(name, tensor)
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream, buffer = self._streams[device], self._buffer(name, tensor)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 buffer.copy_(tensor, non_blocking=True)
@@ -269,11 +271,6 @@ class _AsyncHostCopies:
             event.synchronize()
         names, self._pending, self._events = self._pending, [], {}
         return iter([(name, self._buffers[name]) for name in names])
-
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams[device]
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(name)

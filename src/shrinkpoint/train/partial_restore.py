@@ -210,9 +210,9 @@ def _slot_updates(
 
 
 def _merge_slot(current: Any, saved: Any, parameter: Tensor, index: _TorchIndex) -> Any:
-    """A slot with the saved values in the selected part, and the current ones elsewhere."""
+    """A slot with the saved values in the selected part, and the current ones elsewhere; missing values are zero."""
     has_part, saved_has_part = (isinstance(slot, Tensor) and slot.shape == parameter.shape for slot in (current, saved))
-    if not (has_part or saved_has_part):
+    if not (has_part or saved_has_part):  # one value for the whole parameter
         return _copy_to_device(saved, None, parameter) if current is None else current
     live = current if has_part else torch.zeros_like(_copy_to_device(saved, None, parameter))
     return _merge_part(live, saved if saved_has_part else torch.zeros_like(live), index)

@@ -313,6 +313,8 @@ def _check_optimizer_kind(optimizer: Optimizer, saved: Mapping[str, Any], where:
         for slot, value in slots.items()
         if isinstance(value, Tensor)
     }
+    # Of one kind are optimizers that keep the same slots, as Adam and AdamW do. What releases of torch and schedulers
+    # add to a group does not matter, nor do settings without which a slot is not there (momentum, amsgrad).
     not_saved, not_ours = _missing_hyperparameters(optimizer, saved)
     unknown = sorted((saved_slots - _allowed_slots(optimizer, saved_slots)) | not_ours)
     if unknown or not_saved:

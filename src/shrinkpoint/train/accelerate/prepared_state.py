@@ -289,5 +289,6 @@ def _generator(loader: Any, sampler: Any) -> torch.Generator | None:
 
 def _is_mid_epoch(generator: torch.Generator, loader: Any) -> bool:
     """Whether an epoch that the generator shuffled has begun and not ended."""
+    # A dataloader that skips batches (`skip_first_batches`) is another object with the same generator.
     active_loaders = getattr(getattr(loader, "gradient_state", None), "dataloader_references", ())
     return any(active is not None and _generator(active, _sampler(active)) is generator for active in active_loaders)

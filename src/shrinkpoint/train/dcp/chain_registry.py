@@ -109,7 +109,7 @@ class ChainState:
             origin: the checkpoint from which training resumed; None if there is none.
         """
         if scheme is not self.scheme:
-            config = _scheme_config(scheme)
+            config = f"{type(scheme).__qualname__} {sorted(vars(scheme).items())!r}"
             if self.scheme is None or config != self.scheme_config:
                 self.scheme, self.scheme_config = scheme, config
         if origin is not None and origin != self.origin:
@@ -222,11 +222,6 @@ def payload_index(manifest: DirectoryManifest, rank: int) -> int | None:
     """The index of the payload that a rank wrote; None if it wrote none."""
     prefix = f"rank-{rank:05d}."
     return next((index for index, payload in enumerate(manifest.payloads) if payload.name.startswith(prefix)), None)
-
-
-def _scheme_config(scheme: Scheme) -> str:
-    """The settings of a scheme that has not learned anything yet."""
-    return f"{type(scheme).__qualname__} {sorted(vars(scheme).items())!r}"
 
 
 def _is_committed(directory: str, digest: str) -> bool:

@@ -293,6 +293,7 @@ def _check_paths(paths: Sequence[Sequence[str | int]]) -> None:
             if isinstance(key, int):
                 lengths[level] = max(lengths.get(level, 0), key + 1)
             level = levels.setdefault((level, key), len(levels) + 1)
+    # Planners allocate memory for every element, so a forged index may not be large.
     if sum(lengths.values()) > num_keys + _MAX_LIST_GAPS:
         raise ValueError(f"lists of {sum(lengths.values())} elements, of which at most {num_keys} have a value")
 

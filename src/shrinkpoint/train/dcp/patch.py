@@ -57,17 +57,8 @@ def install(
     Raises:
         PolicyError: settings that `Writer` refuses.
     """
-    settings = {
-        "scheme": scheme,
-        "keyframe_every": keyframe_every,
-        "chain": chain,
-        "threads": threads,
-        "group": group,
-        "model": model,
-        "step": step,
-        "metrics": metrics,
-        "note": note,
-    }
+    settings: dict[str, Any] = {"scheme": scheme, "keyframe_every": keyframe_every, "chain": chain, "threads": threads}
+    settings |= {"group": group, "model": model, "step": step, "metrics": metrics, "note": note}
     Writer(**settings)
     _PatchedWriter.settings = settings
     if _originals:

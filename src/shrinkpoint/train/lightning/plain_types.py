@@ -129,6 +129,7 @@ def _find_callback(qualified_name: Any) -> type | str:
     """The class of callbacks with a name, the last one that was defined; the name itself if there is none."""
     if type(qualified_name) is not list or [type(item) for item in qualified_name] != [str, str]:
         raise _bad_form("callback", qualified_name)
+    # Lightning looks up its callbacks among the result, and warns of states that no callback asks for.
     classes = _iter_subclasses(Callback)
     matches = [cls for cls in classes if [cls.__module__, cls.__qualname__] == qualified_name]
     return matches[-1] if matches else ".".join(qualified_name)
@@ -149,7 +150,7 @@ def _enum_member(enum_path: Any) -> Enum | None:
     """The member of an enum that is imported already; None if there is none."""
     module, qualified_name, member = enum_path
     obj: Any = sys.modules.get(module)
-    for name in qualified_name.split("."):
+    for name in qualified_name.split("."):  # in `__dict__` only, so that no code of a module runs
         obj = vars(obj).get(name) if hasattr(obj, "__dict__") else None
     return obj.__members__.get(member) if isinstance(obj, type) and issubclass(obj, Enum) else None
 

@@ -64,9 +64,8 @@ def latest_valid(output_dir: str | Path, *, deep: bool = True, optimizer: bool =
         NotFoundError: there are checkpoints, and none is valid.
     """
     directory, errors = _search_latest(output_dir, deep=deep, optimizer=optimizer)
-    if directory is None and not (len(errors) == 1 and isinstance(errors[0], UnfinishedError)):
-        _raise_if_skipped(output_dir, errors)
-    return directory
+    is_first_save = len(errors) == 1 and isinstance(errors[0], UnfinishedError)
+    return _require_valid(output_dir, directory, [] if is_first_save else errors)
 
 
 def find_resume_checkpoint(output_dir: str | Path, *, optimizer: bool) -> str | None:
@@ -78,10 +77,7 @@ def find_resume_checkpoint(output_dir: str | Path, *, optimizer: bool) -> str | 
     Raises:
         NotFoundError: there are checkpoints, and none is valid.
     """
-    directory, errors = _search_latest(output_dir, deep=True, optimizer=optimizer)
-    if directory is None:
-        _raise_if_skipped(output_dir, errors)
-    return directory
+    return _require_valid(output_dir, *_search_latest(output_dir, deep=True, optimizer=optimizer))
 
 
 def _search_latest(output_dir: str | Path, *, deep: bool, optimizer: bool) -> tuple[str | None, list[Exception | None]]:
@@ -94,10 +90,12 @@ def _search_latest(output_dir: str | Path, *, deep: bool, optimizer: bool) -> tu
     return None if directory is None else str(directory), [checkpoint.error for checkpoint in skipped]
 
 
-def _raise_if_skipped(output_dir: str | Path, errors: Sequence[Exception | None]) -> None:
-    if errors:
+def _require_valid(output_dir: str | Path, directory: str | None, errors: Sequence[Exception | None]) -> str | None:
+    """The valid checkpoint that was found; raises if there is none, and some were skipped."""
+    if directory is None and errors:
         found = f"{len(errors)} checkpoints, none of them whole; the newest: {errors[0]}"
         raise NoCheckpointError(str(output_dir), found=found, expected="a whole checkpoint", do="name one to try")
+    return directory
 
 
 def validate_checkpoint(directory: str | Path, *, deep: bool = False, optimizer: bool = False) -> None:

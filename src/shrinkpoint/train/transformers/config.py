@@ -278,6 +278,7 @@ def _isolate(trainer: Any) -> Iterator[None]:
     trainer.callback_handler = CallbackHandler(
         [DefaultFlowCallback], handler.model, handler.processing_class, None, None
     )
+    # The optimizer is hidden: schedule-free ones change the weights when an evaluation starts.
     trainer.optimizer, trainer.is_in_train = None, True
     try:
         yield
