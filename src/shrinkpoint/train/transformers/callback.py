@@ -110,7 +110,7 @@ class ShrinkCallback(TrainerCallback):
             do = "pass resume_from_checkpoint= here, too"
             raise MismatchError(str(directory), found=found, expected=expected, do=do)
         _restore_objects(_stateful_objects(kwargs), restored.state, directory)
-        self._select_rng_states(restored.state["rng"], args, directory)
+        self._rng_states = checkpoint_dirs.select_rng_state(restored.state["rng"], args, directory)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Set the random generators, if training resumes at the start of an epoch, before its order is drawn.
@@ -168,12 +168,6 @@ class ShrinkCallback(TrainerCallback):
         found, expected = "no optimizer that was saved by ShrinkCallback", "a checkpoint with an optimizer"
         do = "resume from latest_valid(output_dir)"
         raise NoCheckpointError(str(directory), found=found, expected=expected, do=do)
-
-    def _select_rng_states(self, rng_states: Any, args: Any, directory: Path) -> None:
-        if len(rng_states) == args.world_size:
-            self._rng_states = rng_states[args.process_index]
-        else:
-            checkpoint_dirs.warn_other_world_size(directory, len(rng_states), args.world_size)
 
     def _restore_rng(self) -> None:
         rng_states, self._rng_states = self._rng_states, None

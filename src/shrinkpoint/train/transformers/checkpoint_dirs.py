@@ -171,11 +171,18 @@ def rotate(output_dir: str | Path, limit: int | None, keep: set[Path]) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def warn_other_world_size(directory: str | Path, saved: int, current: int) -> None:
-    """Log that random generators cannot be restored, since the number of processes has changed."""
-    _log.warning(
-        "%s was saved by %d processes, and now there are %d: random numbers will differ", directory, saved, current
-    )
+def select_rng_state(rng_states: Sequence[Any], args: Any, directory: str | Path) -> Any:
+    """The states of this process's random generators; None, with a warning, if the number of processes has changed.
+
+    Args:
+        rng_states: by process.
+        args: the `TrainingArguments`.
+    """
+    if len(rng_states) == args.world_size:
+        return rng_states[args.process_index]
+    text = "%s was saved by %d processes, and now there are %d: random numbers will differ"
+    _log.warning(text, directory, len(rng_states), args.world_size)
+    return None
 
 
 def _validate_own(root: Path, deep: bool) -> bool:

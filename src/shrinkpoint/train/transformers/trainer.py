@@ -221,10 +221,10 @@ class ShrinkTrainer(Trainer):
         self._loaded_parts.clear()  # the last part that the Trainer loads
         if checkpoint is None or rng_states is None:
             super()._load_rng_state(checkpoint)
-        elif len(rng_states) == self.args.world_size:
-            set_rng_state(rng_states[self.args.process_index])
-        else:
-            checkpoint_dirs.warn_other_world_size(checkpoint, len(rng_states), self.args.world_size)
+            return
+        rng_state = checkpoint_dirs.select_rng_state(rng_states, self.args, checkpoint)
+        if rng_state is not None:
+            set_rng_state(rng_state)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
