@@ -192,10 +192,8 @@ def _write_form(out: Path, state: Any, description: Mapping[str, Any]) -> int:
             directory.write(temporary, content, info)
         elif form == "dcp":
             dcp.write(temporary, content)
-        elif form == "safetensors":
-            safetensors_file.write(temporary, content, info)
-        elif form == "torch":
-            torch_file.write(temporary, content)
+        elif form in ("safetensors", "torch"):
+            directory.write_part(temporary, content, info)
         else:
             do = "use a newer release, or say --to torch"
             raise CorruptError(str(out), found=f"the form {form!r:.40}", expected="a known one", do=do)

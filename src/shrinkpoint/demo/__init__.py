@@ -1,7 +1,7 @@
 """The demo: a training run is killed in the middle of a save, resumed, and compared bit for bit with an unkilled one.
 
-`train` is the loop as a user writes it, and `workload` the data and the model that it trains. `child` runs the loop in
-a process of its own, and kills it. `scenario` runs the kill and the resume and compares the results; `run` prints them.
+`train` is the loop as a user writes it, and `workload` the data and the model that it trains. `scenario` runs the loop
+in a process of its own, kills and resumes it, and compares the results; `run` prints them.
 """
 
 import os
