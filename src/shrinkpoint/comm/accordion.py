@@ -88,12 +88,8 @@ class Accordion(Generic[CompressorT]):
 
     def describe(self) -> dict[str, Any]:
         """The configuration that all ranks must have in common."""
-        return {
-            "strong": str(self.strong),
-            "mild": str(self.mild),
-            "threshold": self.threshold,
-            "every": self.interval,
-        }
+        compressors = {"strong": str(self.strong), "mild": str(self.mild)}
+        return {**compressors, "threshold": self.threshold, "every": self.interval}
 
     def progress(self) -> dict[str, Any]:
         """The part of the state that is the same on all ranks at any step."""
@@ -114,13 +110,3 @@ class Accordion(Generic[CompressorT]):
             raise MismatchError("Accordion", found=problem, expected=expected, do="give what its state_dict() gave")
         for name, value in state.items():
             setattr(self, name, value)
-
-
-def check_accordion(where: str, accordion: object) -> None:
-    """Check that an argument is an `Accordion` or None.
-
-    Raises:
-        PolicyError: it is neither.
-    """
-    expected, advice = "an Accordion, or None", "make one: Accordion(strong, mild)"
-    validate.check_instance(f"{where}, accordion", accordion, Accordion, expected=expected, do=advice, allow_none=True)

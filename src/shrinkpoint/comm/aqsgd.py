@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shrinkpoint import validate
 from shrinkpoint.comm.compressors.base import CompressorContext, Identity
+from shrinkpoint.comm.compressors.layout import DTYPE_BY_NAME
 from shrinkpoint.comm.error_feedback import (
     ErrorFeedback,
     FeedbackState,
@@ -25,7 +26,6 @@ from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.storage import local_path
 
 CacheDtype = Literal["fp16", "bf16", "fp32"]
-_CACHE_DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _IDENTITY = Identity()
 _DEFAULT_MAX_BYTES = 1 << 30
 
@@ -195,17 +195,15 @@ class AQSGDState(FeedbackState):
         if all(exact):
             return exact_bytes, 0
         split = _RowSplit(exact, shape, torch.device("cpu"))
-        return exact_bytes, self._compressor.wire_bytes(
-            split.delta_shape, work_dtype(dtype), split.delta_context(info.context)
-        )
+        context = split.delta_context(info.context)
+        return exact_bytes, self._compressor.wire_bytes(split.delta_shape, work_dtype(dtype), context)
 
     def _split_message(
         self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, exact: list[bool], info: MessageInfo
     ) -> tuple[Tensor, Tensor]:
         exact_bytes, _ = self._part_sizes(shape, dtype, exact, info)
-        return wire[:exact_bytes], wire[
-            exact_bytes:
-        ].clone() if exact_bytes else wire  # a copy starts at an aligned address
+        delta_part = wire[exact_bytes:].clone() if exact_bytes else wire  # a copy starts at an aligned address
+        return wire[:exact_bytes], delta_part
 
     def state_dict(self) -> dict[str, Any]:
         return {"samples": {str(tensor): cache.state_dict() for tensor, cache in self._caches.items()}}
@@ -222,7 +220,7 @@ class AQSGDState(FeedbackState):
 
     def _cache(self, tensor: int) -> SampleCache:
         if tensor not in self._caches:
-            feedback, dtype = self._feedback, _CACHE_DTYPES[self._feedback.dtype]
+            feedback, dtype = self._feedback, DTYPE_BY_NAME[self._feedback.dtype]
             cache = SampleCache(dtype, max_bytes=feedback.most_bytes, cache_dir=feedback.folder, warmup=feedback.warmup)
             self._caches[tensor] = cache
         return self._caches[tensor]
@@ -235,19 +233,12 @@ def _record_visit(index: LRUIndex, ids: Sequence[int], shape: Sequence[int]) -> 
 
 
 class _RowSplit:
-    """Splits the rows of a message into uncompressed rows and deltas.
-
-    Attributes:
-        is_exact: which rows are uncompressed: bool, 1-d.
-    """
+    """Splits the rows of a message into uncompressed rows (`is_exact`: bool, 1-d) and deltas."""
 
     def __init__(self, exact: Sequence[bool], shape: Sequence[int], device: torch.device) -> None:
-        self._all_deltas, self._shape = not any(exact), tuple(shape)
+        self._all_deltas, self._row_shape = not any(exact), tuple(shape[1:])
         self.is_exact = torch.tensor(exact, dtype=torch.bool, device=device)
-
-    @property
-    def delta_shape(self) -> tuple[int, ...]:
-        return (self._shape[0] - int(self.is_exact.sum()), *self._shape[1:])
+        self.delta_shape = (len(exact) - sum(exact), *self._row_shape)
 
     def exact_rows(self, tensor: Tensor) -> Tensor:
         return tensor[self.is_exact]
@@ -267,27 +258,21 @@ class _RowSplit:
         """The context of the delta rows alone: indices are relative to them."""
         if self._all_deltas or context.indices is None:
             return context
-        rows = context.indices.to(self.is_exact.device) // self._row_numel
-        delta_rows = (~self.is_exact).cumsum(0) - 1
-        is_delta = ~self.is_exact[rows]
-        indices = (
-            delta_rows[rows[is_delta]] * self._row_numel + context.indices.to(rows.device)[is_delta] % self._row_numel
-        )
+        numel, indices = math.prod(self._row_shape), context.indices.to(self.is_exact.device)
+        indices = indices[~self.is_exact[indices // numel]]
+        delta_numbers = (~self.is_exact).cumsum(0) - 1
+        indices = delta_numbers[indices // numel] * numel + indices % numel
         return replace(context, indices=indices.to(context.indices.device))
 
     def global_indices(self, delta_indices: Tensor) -> Tensor:
         """Flat indices in the whole tensor, ascending: those of the delta rows, and all of the uncompressed rows."""
         if self._all_deltas:
             return delta_indices
-        delta_rows = torch.nonzero(~self.is_exact).view(-1).to(delta_indices.device)
-        mapped = delta_rows[delta_indices // self._row_numel] * self._row_numel + delta_indices % self._row_numel
-        columns = torch.arange(self._row_numel, device=delta_indices.device)
-        exact_indices = torch.nonzero(self.is_exact).to(delta_indices.device) * self._row_numel + columns
+        numel, device = math.prod(self._row_shape), delta_indices.device
+        delta_rows = torch.nonzero(~self.is_exact).view(-1).to(device)
+        mapped = delta_rows[delta_indices // numel] * numel + delta_indices % numel
+        exact_indices = torch.nonzero(self.is_exact).to(device) * numel + torch.arange(numel, device=device)
         return torch.cat((mapped, exact_indices.view(-1))).sort().values
-
-    @property
-    def _row_numel(self) -> int:
-        return math.prod(self._shape[1:])
 
 
 def _require_ids(shape: Sequence[int], info: MessageInfo) -> list[int]:
@@ -295,7 +280,7 @@ def _require_ids(shape: Sequence[int], info: MessageInfo) -> list[int]:
         advice = "give them with set_sample_ids before the step"
         raise PolicyError("AQSGD", found="no sample ids", expected=f"{shape[0] if shape else 1} of them", do=advice)
     if not shape or info.ids.numel() != shape[0]:
-        found, expected = f"{info.ids.numel()} sample ids for {tuple(shape)}", "one a row"
-        raise MismatchError("AQSGD", found=found, expected=expected)
+        problem = f"{info.ids.numel()} sample ids for {tuple(shape)}"
+        raise MismatchError("AQSGD", found=problem, expected="one a row")
     ids: list[int] = info.ids.tolist()
     return ids

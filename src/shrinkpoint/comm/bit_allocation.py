@@ -71,21 +71,19 @@ def allocate_bits(
     expected, advice = "a torch.nn.Module", "pass the model"
     validate.check_instance("allocate_bits, model", model, nn.Module, expected=expected, do=advice)
     if not callable(evaluate):
-        raise validate.argument_error(
-            "allocate_bits, evaluate", evaluate, "a function of the model", "pass the function itself"
-        )
+        where, expected, advice = "allocate_bits, evaluate", "a function of the model", "pass the function itself"
+        raise validate.argument_error(where, evaluate, expected, advice)
     validate.check_float("allocate_bits, ratio", ratio, minimum=1.0, do="say how many times smaller")
     validate.check_bool("allocate_bits, higher_is_better", higher_is_better)
     loss = _evaluate_without_grad(model, evaluate)
     if not math.isfinite(loss):
-        raise PolicyError(
-            "allocate_bits, evaluate", found=f"{loss} without compression", expected="a number", do="mend the model"
-        )
+        problem, advice = f"{loss} without compression", "mend the model"
+        raise PolicyError("allocate_bits, evaluate", found=problem, expected="a number", do=advice)
     increases, sizes, raw_bytes = [], [], 0
     for boundary in range(len(after)):
         results = {spec: _evaluate_boundary(model, after, boundary, spec, evaluate) for spec in candidates}
-        sign = -1.0 if higher_is_better else 1.0
-        increases.append({spec: _inf_if_nonfinite(sign * (value - loss)) for spec, (value, _, _) in results.items()})
+        changes = {spec: loss - value if higher_is_better else value - loss for spec, (value, _, _) in results.items()}
+        increases.append({spec: change if math.isfinite(change) else math.inf for spec, change in changes.items()})
         sizes.append({spec: nbytes for spec, (_, nbytes, _) in results.items()})
         raw_bytes += max(tensors for _, _, tensors in results.values())
     chosen = greedy_allocate(increases, sizes, math.floor(raw_bytes / ratio))
@@ -95,16 +93,10 @@ def allocate_bits(
 def greedy_allocate(
     loss_increases: Sequence[Mapping[str, float]], wire_bytes: Sequence[Mapping[str, int]], max_bytes: int
 ) -> list[str]:
-    """Choose a compressor for each boundary, with at most `max_bytes` bytes together.
+    """Choose a spec for each boundary, with at most `max_bytes` bytes together; a PolicyError if none is so small.
 
     Starts with the smallest messages, and makes the change that lowers the increase most for its bytes as long as one
     fits.
-
-    Returns:
-        A spec for each boundary.
-
-    Raises:
-        PolicyError: the smallest messages are too large.
     """
     chosen = [min(sizes, key=lambda spec: sizes[spec]) for sizes in wire_bytes]
     spent = sum(sizes[spec] for sizes, spec in zip(wire_bytes, chosen, strict=True))
@@ -145,8 +137,3 @@ def _evaluate_boundary(
 def _evaluate_without_grad(model: nn.Module, evaluate: Callable[[nn.Module], float]) -> float:
     with torch.no_grad():
         return float(evaluate(model))
-
-
-def _inf_if_nonfinite(value: float) -> float:
-    """Map non-finite increases to inf."""
-    return value if math.isfinite(value) else math.inf

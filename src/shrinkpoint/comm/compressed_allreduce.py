@@ -11,6 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from shrinkpoint import validate
+from shrinkpoint.comm.accordion import Accordion
 from shrinkpoint.comm.compressors.base import Compressor, CompressorContext, Identity
 from shrinkpoint.comm.error_feedback import ErrorFeedback, MessageInfo, NoFeedback
 from shrinkpoint.comm.link import CompressorLike
@@ -81,13 +83,26 @@ def as_feedback(compressor: CompressorLike) -> ErrorFeedback:
     return feedback
 
 
-class _LayoutState:
-    """The feedback states of one layout at this rank: of messages that are sent, and of those that are received.
+def check_replica_options(
+    where: str, accordion: Accordion[CompressorLike] | None, min_numel: int, nonfinite: str, timeout: float
+) -> None:
+    """Check the options that `compress_ddp` and `compress_fsdp` share.
 
-    Attributes:
-        count: the number of collectives so far.
-        idle: the number of steps since the last one.
+    Raises:
+        PolicyError: one of them is out of range, or a compressor of the Accordion is unusable: now, not at the switch.
     """
+    validate.check_choice(f"{where}, nonfinite", nonfinite, ("pass", "raise"))
+    validate.check_int(f"{where}, min_numel", min_numel, minimum=0)
+    validate.check_float(f"{where}, timeout", timeout)
+    if accordion is not None:
+        expected, advice = "an Accordion, or None", "make one: Accordion(strong, mild)"
+        validate.check_instance(f"{where}, accordion", accordion, Accordion, expected=expected, do=advice)
+        for compressor in (accordion.strong, accordion.mild):
+            as_feedback(compressor)
+
+
+class _LayoutState:
+    """The feedback states of one layout at this rank, the number of collectives, and of steps since the last one."""
 
     def __init__(self, feedback: ErrorFeedback, count: int = 0) -> None:
         self.feedback, self.count, self.idle = feedback, count, 0
@@ -112,11 +127,7 @@ class CompressedCollective:
     """Messages of one kind among the ranks of a group, with a feedback state for each layout.
 
     A layout names the assignment of values to positions of a tensor. All ranks use the same layouts in the same order.
-
-    Args:
-        feedback: for the messages.
-        stats: the statistics to update.
-        name: of the messages; part of their keys.
+    The name is part of the keys of messages.
     """
 
     def __init__(self, feedback: ErrorFeedback, stats: LinkStats, *, name: str) -> None:
@@ -331,11 +342,7 @@ class CompressedAllReduce:
         return {"first": self.reduce_scatter.state_dict(), "second": self.all_gather.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` of the same rank returned.
-
-        Raises:
-            MismatchError: it is another kind of state.
-        """
+        """Restore what `state_dict` of the same rank returned; a MismatchError if it is another kind of state."""
         if set(state) != {"first", "second"}:
             problem, advice = f"a state of {sorted(state)}", "give what state_dict() of the same rank gave"
             raise MismatchError("two hops", found=problem, expected="one of first and second", do=advice)

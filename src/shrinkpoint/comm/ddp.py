@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shrinkpoint import validate
-from shrinkpoint.comm.accordion import Accordion, check_accordion
-from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, all_reduce_sum
+from shrinkpoint.comm.accordion import Accordion
+from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, all_reduce_sum, check_replica_options
 from shrinkpoint.comm.link import CompressorLike
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ReplicaConfigCheck
 from shrinkpoint.comm.stats import LinkStats
@@ -90,21 +89,17 @@ class DDPCompression:
         nonfinite: str,
         timeout: float,
     ) -> None:
-        _check_ddp_arguments(model, nonfinite)
-        validate.check_int("compress_ddp, min_numel", min_numel, minimum=0)
-        validate.check_float("compress_ddp, timeout", timeout)
-        check_accordion("compress_ddp", accordion)
+        if not isinstance(model, DistributedDataParallel):
+            problem, expected = f"a {type(model).__name__}", "a DistributedDataParallel model"
+            raise PolicyError("compress_ddp", found=problem, expected=expected, do="wrap it first")
+        check_replica_options("compress_ddp", accordion, min_numel, nonfinite, timeout)
         self._group: dist.ProcessGroup = model.process_group
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._accordion, self._average_compressor = accordion, average_compressor
         self._min_numel, self._nonfinite, self._timeout = min_numel, nonfinite, timeout
         self._squared_norm: Tensor | float = 0.0
-        if accordion is not None:
-            for switched in (accordion.strong, accordion.mild):
-                CompressedAllReduce(switched, average_compressor, name="ddp")  # raises now, not at the switch
-        self._all_reduce = CompressedAllReduce(
-            compressor if accordion is None else accordion.compressor, average_compressor, name="ddp"
-        )
+        compressor = compressor if accordion is None else accordion.compressor
+        self._all_reduce = CompressedAllReduce(compressor, average_compressor, name="ddp")
         self.link_stats: dict[str, LinkStats] = self._all_reduce.link_stats
         self._config_check = self._make_config_check()
 
@@ -165,11 +160,8 @@ class DDPCompression:
 
     def _config(self) -> dict[str, Any]:
         """The configuration that all ranks, and a state to load, must have in common."""
-        spec = (
-            self._all_reduce.reduce_scatter.feedback.shared_spec
-            if self._accordion is None
-            else self._accordion.describe()
-        )
+        accordion, feedback = self._accordion, self._all_reduce.reduce_scatter.feedback
+        spec = feedback.shared_spec if accordion is None else accordion.describe()
         average_spec = None if self._average_compressor is None else str(self._average_compressor)
         return {"how": spec, "second": average_spec, "min_numel": self._min_numel, "nonfinite": self._nonfinite}
 
@@ -178,10 +170,3 @@ class DDPCompression:
         if self._accordion is not None:
             config |= self._accordion.progress()
         return ReplicaConfigCheck(self._group, "compress_ddp", config, self._timeout)
-
-
-def _check_ddp_arguments(model: object, nonfinite: str) -> None:
-    if not isinstance(model, DistributedDataParallel):
-        expected = "a DistributedDataParallel model"
-        raise PolicyError("compress_ddp", found=f"a {type(model).__name__}", expected=expected, do="wrap it first")
-    validate.check_choice("compress_ddp, nonfinite", nonfinite, ("pass", "raise"))

@@ -169,11 +169,7 @@ def decode_float32(compressor: Compressor, wire: Tensor, like: Tensor, context: 
 
 
 class BufferState(FeedbackState):
-    """One end with a float32 buffer for each slot and tensor, created as zeros when it is first needed.
-
-    Attributes:
-        buffers_key: the key of the buffers in `state_dict`.
-    """
+    """One end with a float32 buffer for each slot and tensor, saved under `buffers_key`; zeros when first needed."""
 
     buffers_key: ClassVar[str]
 

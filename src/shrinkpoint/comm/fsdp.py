@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from shrinkpoint import validate
-from shrinkpoint.comm.accordion import Accordion, check_accordion
+from shrinkpoint.comm.accordion import Accordion
 from shrinkpoint.comm.compressed_allreduce import (
     CompressedAllGather,
     CompressedReduceScatter,
     all_gather_tensor,
     all_reduce_sum,
     as_feedback,
+    check_replica_options,
 )
 from shrinkpoint.comm.compressors.base import Identity
 from shrinkpoint.comm.error_feedback import ErrorFeedback, NoFeedback
@@ -80,28 +81,18 @@ class FSDPCompression:
         nonfinite: str,
         timeout: float,
     ) -> None:
-        validate.check_choice("compress_fsdp, nonfinite", nonfinite, ("pass", "raise"))
-        validate.check_int("compress_fsdp, min_numel", min_numel, minimum=0)
-        validate.check_float("compress_fsdp, timeout", timeout)
-        check_accordion("compress_fsdp", accordion)
+        check_replica_options("compress_fsdp", accordion, min_numel, nonfinite, timeout)
         expected, advice = "a module that fully_shard was applied to", "apply it first"
         validate.check_instance("compress_fsdp, root", root, nn.Module, expected=expected, do=advice)
         self.link_stats = {"all-gather": LinkStats(), "reduce-scatter": LinkStats()}
         self._accordion, self._timeout, self._raise_nonfinite = accordion, timeout, nonfinite == "raise"
-        if accordion is not None:
-            for switched in (accordion.strong, accordion.mild):
-                as_feedback(switched)  # raises now, not at the switch
-            gradients = accordion.compressor
+        gradients = gradients if accordion is None else accordion.compressor
         weight_feedback = None if weights is None else _as_stateless(weights)
         gradient_feedback = None if gradients is None else as_feedback(gradients)
-        self._config = {
-            "all_gather": weight_feedback and weight_feedback.shared_spec,
-            "reduce_scatter": accordion.describe()
-            if accordion
-            else gradient_feedback and gradient_feedback.shared_spec,
-            "min_numel": min_numel,
-            "nonfinite": nonfinite,
-        }
+        weight_spec = weight_feedback and weight_feedback.shared_spec
+        gradient_spec = accordion.describe() if accordion else gradient_feedback and gradient_feedback.shared_spec
+        specs = {"all_gather": weight_spec, "reduce_scatter": gradient_spec}
+        self._config = {**specs, "min_numel": min_numel, "nonfinite": nonfinite}
         self._original_comms: list[tuple[Any, Any, Any]] = []
         self._reduce_scatters: dict[str, _ReduceScatter] = {}
         self._reduced_modules: set[str] = set()
@@ -112,12 +103,10 @@ class FSDPCompression:
                 gather = CompressedAllGather(weight_feedback, self.link_stats["all-gather"], name=f"fsdp {name}")
                 param_group._all_gather_comm = _AllGather(gather, min_numel, self)
             if gradient_feedback is not None:
-                scatter = CompressedReduceScatter(
-                    gradient_feedback, self.link_stats["reduce-scatter"], name=f"fsdp {name}"
-                )
-                self._reduce_scatters[name] = param_group._reduce_scatter_comm = _ReduceScatter(
-                    scatter, min_numel, self, name
-                )
+                stats = self.link_stats["reduce-scatter"]
+                scatter = CompressedReduceScatter(gradient_feedback, stats, name=f"fsdp {name}")
+                hook = _ReduceScatter(scatter, min_numel, self, name)
+                self._reduce_scatters[name] = param_group._reduce_scatter_comm = hook
         self._config_checks = self._make_config_checks()
 
     def detach(self) -> None:
@@ -145,10 +134,11 @@ class FSDPCompression:
         """
         saved_states = state.get("reduce_scatter", {})
         if state.get("words") != self._config or set(saved_states) != set(self._reduce_scatters):
-            problem, expected = f"a state of {state.get('words')}, {sorted(saved_states)}", f"{self._config}"
-            raise MismatchError(
-                "compress_fsdp", found=problem, expected=expected, do="compress with the saved configuration"
+            problem, advice = (
+                f"a state of {state.get('words')}, {sorted(saved_states)}",
+                "compress with the saved configuration",
             )
+            raise MismatchError("compress_fsdp", found=problem, expected=f"{self._config}", do=advice)
         if self._accordion is not None:
             self._accordion.load_state_dict(state["accordion"])
             self._reduced_modules, self._squared_norm = set(state["step"]["seen"]), float(state["step"]["square"])
@@ -174,11 +164,7 @@ class FSDPCompression:
         self._reduced_modules.add(name)
 
     def end_reduction(self, name: str, shard: Tensor, group: dist.ProcessGroup) -> None:
-        """Called after the gradients of a module were summed.
-
-        Raises:
-            PolicyError: they are not finite and `nonfinite` is "raise".
-        """
+        """Called after the gradients of a module were summed; a PolicyError if they must be finite and are not."""
         if self._accordion is not None:
             self._squared_norm = self._squared_norm + torch.linalg.vector_norm(shard, dtype=torch.float64).square()
         if not self._raise_nonfinite:
@@ -252,11 +238,7 @@ class _ReduceScatter(_CommAllocator):
 
 
 def _apply_reduce_op_(total: Tensor, op: Any, world_size: int) -> Tensor:
-    """Turn a sum into the result of a reduction, in place, and return it.
-
-    Raises:
-        PolicyError: the reduction is not a kind of sum.
-    """
+    """Turn a sum into the result of a reduction, in place, and return it."""
     kinds: Any = dist.ReduceOp.RedOpType
     kind = getattr(op, "op", op)
     if kind == kinds.AVG:
@@ -269,11 +251,7 @@ def _apply_reduce_op_(total: Tensor, op: Any, world_size: int) -> Tensor:
 
 
 def _as_stateless(compressor: CompressorLike) -> ErrorFeedback:
-    """Return the compressor of weights.
-
-    Raises:
-        PolicyError: it has feedback, which cannot be used: weights are sent again in backward, unchanged.
-    """
+    """Return the compressor of weights, without feedback: weights are sent again in backward, unchanged."""
     feedback = as_feedback(compressor)
     if not isinstance(feedback, NoFeedback):
         raise PolicyError("all-gather", found=feedback.spec, expected="a compressor", do="leave out the feedback")
@@ -281,11 +259,7 @@ def _as_stateless(compressor: CompressorLike) -> ErrorFeedback:
 
 
 def _param_groups(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the name and parameter group of every module that `fully_shard` was applied to and that is sharded.
-
-    Raises:
-        PolicyError: there is none, or this release of torch does not allow custom communication.
-    """
+    """Yield the name and parameter group of every module that `fully_shard` was applied to and that is sharded."""
     modules = [(name, module) for name, module in root.named_modules() if isinstance(module, FSDPModule)]
     param_groups = [
         (f"{name}.{index}" if index else name, param_group)

@@ -71,11 +71,7 @@ def compress_pipeline(
 
 
 class _BoundaryPlan:
-    """The compressor of each boundary and direction.
-
-    Attributes:
-        compressors: for each boundary, the compressor or feedback by direction; None for no compression.
-    """
+    """The compressor or feedback of each boundary, by direction; None for no compression."""
 
     def __init__(
         self,

@@ -286,11 +286,7 @@ class CompressedStage:
         return grad is not None if meta is None else meta(index) is not None
 
     def _check_output(self, tensor: Tensor, index: int, slot: int) -> None:
-        """Check that the next stage has a buffer for an output: a longer message would end its process.
-
-        Raises:
-            MismatchError: it has another shape or dtype than torch inferred or was given.
-        """
+        """Check that the next stage has a buffer for an output: a longer message would end its process."""
         metas = self.stage._stage_meta.outputs if hasattr(self.stage, "_stage_meta") else self.stage.get_outputs_meta()
         meta = metas[index]
         if (meta.shape, meta.dtype) != (tensor.shape, tensor.dtype):
@@ -320,11 +316,7 @@ class CompressedStage:
 
 
 def check_stage_api(stage: Any) -> None:
-    """Check that a stage has the methods to replace, so that compression is never silently left out.
-
-    Raises:
-        PolicyError: a method is missing.
-    """
+    """Raise a PolicyError if a stage lacks a method to replace, so that compression is never silently left out."""
     missing = [name for name in _REPLACEMENTS if not callable(getattr(stage, name, None))]
     if missing:
         problem = f"{type(stage).__name__} of torch {torch.__version__} has no {', '.join(missing)}"
@@ -332,16 +324,7 @@ def check_stage_api(stage: Any) -> None:
 
 
 def _tensor_numbers(transfers: _Transfers, neighbour: int, count: int) -> list[int | None]:
-    """For each message of a list, the index of its tensor among those of the boundary to `neighbour`, or None.
-
-    Args:
-        transfers: for each tensor that torch lists.
-        neighbour: the index of the stage at the other end of the boundary.
-        count: the number of messages.
-
-    Raises:
-        PolicyError: the messages are not those of the transfers.
-    """
+    """For each message of a list, the index of its tensor among those of the boundary to `neighbour`, or None."""
     tensors: list[int | None] = []
     number = 0
     for stage, is_sent in transfers:

@@ -31,12 +31,9 @@ MIN_GAIN = 0.05
 
 @dataclass(frozen=True)
 class MessageCost:
-    """The cost of one message.
+    """The cost of one message: bytes of the tensor and of the message, seconds of encoding and decoding.
 
-    Attributes:
-        raw, wire: bytes of the tensor, and of the message.
-        encode, decode: seconds.
-        error: Euclidean norm of the error, over that of the tensor.
+    The error is relative: the Euclidean norm of the difference over that of the tensor.
     """
 
     raw: int
@@ -194,11 +191,7 @@ class Recommendation:
     description: str = ""
 
     def estimate(self, name: str) -> Estimate:
-        """The estimate of a candidate.
-
-        Raises:
-            KeyError: there is no candidate of this name.
-        """
+        """Return the estimate of a candidate; KeyError if there is none of this name."""
         return {row.name: row for row in self.estimates}[name]
 
     @property

@@ -63,12 +63,7 @@ class StoreChannel:
         self._store.set(self._key(sender, round_index), message)
 
     def read(self, sender: int, timeout: float, round_index: int = 0) -> str:
-        """Wait for the message of a sender and return it.
-
-        Raises:
-            TimeoutError: it was not published within `timeout` seconds.
-            ConnectionError: the store cannot be reached.
-        """
+        """Wait for the message of a sender and return it; TimeoutError if it is not published in `timeout` seconds."""
         key = self._key(sender, round_index)
         try:
             self._store.wait([key], timedelta(seconds=timeout))
@@ -88,35 +83,21 @@ class StoreChannel:
 class ConfigCheck(ABC):
     """Publishes the configurations of this process's participants, and compares those of all of them, round by round.
 
-    Every process reads all configurations, so that all of them come to the same result.
-
-    Args:
-        group: None for the default group.
-        topic: what is configured; participants attach themselves in the same order on every rank.
-        participants: the indices of this process's participants (ranks or stages), of `num_participants`.
-        where: the place that errors name.
+    Every process reads all configurations, so that all of them come to the same result. Participants are ranks or
+    stages; `topic` is part of the keys of their messages, and `where` names the place in errors.
     """
 
     participant_kind: ClassVar[str]
     missing_advice: ClassVar[str]
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        topic: str,
-        participants: Sequence[int],
-        num_participants: int,
-        where: str,
+        self, group: dist.ProcessGroup | None, topic: str, participants: Sequence[int], count: int, where: str
     ) -> None:
         self._channel, self._participants = StoreChannel(group, topic), tuple(participants)
-        self._num_participants, self._round, self._where = num_participants, 0, where
+        self._num_participants, self._round, self._where = count, 0, where
 
     def publish(self, configs: Mapping[int, Mapping[str, Any]]) -> None:
-        """Publish the configuration of each of this process's participants in the next round, without waiting.
-
-        Args:
-            configs: plain values, by participant.
-        """
+        """Publish the configuration (plain values) of each participant of this process in the next round."""
         self._round += 1
         for participant in self._participants:
             self._channel.publish(participant, json.dumps(configs[participant], sort_keys=True), self._round)
@@ -124,14 +105,7 @@ class ConfigCheck(ABC):
                 self._channel.delete(participant, self._round - 2)
 
     def compare(self, timeout: float) -> None:
-        """Read the configurations of all participants in this round, and compare them.
-
-        Args:
-            timeout: seconds to wait for each participant.
-
-        Raises:
-            MismatchError: they differ, or one was not published in time; on every rank that compares.
-        """
+        """Compare the configurations of all participants in this round, waiting `timeout` seconds for each of them."""
         self._check_equal([self._read(participant, timeout) for participant in range(self._num_participants)])
 
     def _read(self, participant: int, timeout: float) -> Any:
@@ -150,13 +124,8 @@ class ConfigCheck(ABC):
 class ReplicaConfigCheck(ConfigCheck):
     """Compares the configuration of all ranks of a group, which must be equal, once.
 
-    The configuration is published when the check is created, and compared by the first call of `check`.
-
-    Args:
-        group: None for the default group.
-        topic: the function that is configured; to be attached in the same order on every rank.
-        config: plain values.
-        timeout: seconds to wait for another rank's configuration.
+    The configuration (plain values) is published when the check is created, and compared by the first call of `check`,
+    which waits `timeout` seconds for each rank.
     """
 
     participant_kind = "rank"
@@ -171,11 +140,7 @@ class ReplicaConfigCheck(ConfigCheck):
         self.publish({rank: config})
 
     def check(self) -> None:
-        """Compare the configurations of all ranks, unless that was done.
-
-        Raises:
-            MismatchError: they differ, or one was not published within the timeout; on every rank that checks.
-        """
+        """Compare the configurations of all ranks, unless that was done; a MismatchError is raised on every rank."""
         if self._is_pending:
             self.compare(self._timeout)
             self._is_pending = False
@@ -196,10 +161,6 @@ class StageConfigCheck(ConfigCheck):
 
     A configuration is a mapping of plain values. Its entry "links" maps the name of each link of the stage to what both
     ends of that link must have in common; all other entries must be equal at neighbouring stages.
-
-    Args:
-        group: the stages' process group; None for the default group.
-        own_stages: the indices of this rank's stages, of `num_stages`.
     """
 
     participant_kind = "stage"
@@ -209,13 +170,10 @@ class StageConfigCheck(ConfigCheck):
         super().__init__(group, "wire", own_stages, num_stages, where="pipeline")
 
     def check(self, timeout: float | None = None) -> None:
-        """Compare the configurations of this round.
+        """Compare the configurations of this round; a MismatchError is raised on every rank that checks.
 
         Args:
             timeout: seconds to wait for each stage; None for as long as the group waits for a message.
-
-        Raises:
-            MismatchError: two ends of a link differ, or a stage published nothing in time; on every rank that checks.
         """
         self.compare(group_timeout(self._channel.group) if timeout is None else timeout)
 
@@ -254,23 +212,16 @@ class SampleIdBroadcast:
 
     The size of a message follows from the ids (AQ-SGD sends a sample uncompressed when it comes first), so both ends of
     a link need them before a buffer is posted.
-
-    Args:
-        group: the stages' process group; None for the default group.
-        is_source: whether this rank has the first stage.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, is_source: bool) -> None:
         self._channel, self._is_source, self._step = StoreChannel(group, "samples"), is_source, 0
 
     def broadcast(self, ids: Tensor | None) -> Tensor:
-        """Return the ids of the step that begins, on every rank. All ranks must call it for the same steps.
+        """Return the ids of the step that begins: int64, 1-d, on the CPU. All ranks call it for the same steps.
 
         Args:
             ids: integers, 1-d, on the rank of the first stage; others' are ignored.
-
-        Returns:
-            int64, 1-d, on the CPU.
 
         Raises:
             PolicyError: the first stage was given no ids; raised on every rank.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import math
 import mmap
@@ -21,6 +22,7 @@ from shrinkpoint.errors import MismatchError, NoSpaceError, PolicyError, Storage
 
 _MIN_ROWS = 64
 _DIGEST_ROWS = 64
+"""Rows, about, that the digest of a cache covers."""
 
 
 class LRUIndex:
@@ -28,15 +30,10 @@ class LRUIndex:
 
     It does not depend on values: an end that knows the ids of future messages can predict it.
 
-    Args:
-        value_bytes: size of one value of a row.
-        max_bytes: size of all rows together.
-        warmup: the number of visits of a sample that are sent uncompressed.
-
     Attributes:
         shape: of a row; None before the first one.
         rows: the row of each sample id, in the order of last use.
-        visits: of each sample id, counted up to `warmup`.
+        visits: of each sample id, counted up to `warmup`; so many are sent uncompressed.
     """
 
     def __init__(self, value_bytes: int, *, max_bytes: int, warmup: int = 1) -> None:
@@ -54,27 +51,22 @@ class LRUIndex:
         return self._max_bytes // max(self.row_numel * self._value_bytes, 1)
 
     def copy(self) -> LRUIndex:
-        other = LRUIndex(self._value_bytes, max_bytes=self._max_bytes, warmup=self._warmup)
-        other.shape, other.rows, other.visits = self.shape, self.rows.copy(), self.visits.copy()
+        other = copy.copy(self)
+        other.rows, other.visits = self.rows.copy(), self.visits.copy()
         return other
 
     def set_row_shape(self, shape: Sequence[int]) -> bool:
-        """Set the shape of rows; if it changes, all rows are dropped.
-
-        Returns:
-            Whether rows of another shape were dropped.
-
-        Raises:
-            PolicyError: a single row exceeds `max_bytes`.
-        """
+        """Set the shape of rows, at least one of which must fit; return whether rows of another shape were dropped."""
         if tuple(shape) == self.shape:
             return False
         is_restart, self.shape = self.shape is not None, tuple(shape)
         self.clear()
         if self.capacity < 1:
-            row = self.row_numel * self._value_bytes
-            found, expected = f"{self._max_bytes}", f"at least the {row} bytes of a row"
-            raise PolicyError("AQSGD, most_bytes", found=found, expected=expected)
+            problem, expected = (
+                f"{self._max_bytes}",
+                f"at least the {self.row_numel * self._value_bytes} bytes of a row",
+            )
+            raise PolicyError("AQSGD, most_bytes", found=problem, expected=expected)
         return is_restart
 
     def clear(self) -> None:
@@ -89,15 +81,15 @@ class LRUIndex:
 
     def record_visit(self, ids: Sequence[int]) -> dict[int, int]:
         """Count a visit of each sample; return, by row, the index of the id to store there, of equal ids the last."""
-        row_indices, visits = dict[int, int](), {sample: self.visits.get(sample, 0) for sample in ids}
-        for index, sample in enumerate(ids):
-            row_indices[self._slot_for(sample)] = index
+        visits = {sample: self.visits.get(sample, 0) for sample in ids}
+        row_indices = {self._row_for(sample): index for index, sample in enumerate(ids)}
         for sample, count in visits.items():
             if sample in self.rows:
                 self.visits[sample] = min(count + 1, self._warmup)
         return row_indices
 
-    def _slot_for(self, sample: int) -> int:
+    def _row_for(self, sample: int) -> int:
+        """The row of a sample; if there is none, a new one, or that of the least recently used sample."""
         if sample in self.rows:
             self.rows.move_to_end(sample)
         elif len(self.rows) < self.capacity:
@@ -113,41 +105,38 @@ class SampleCache:
     """Rows by sample id. Two caches with the same calls have the same rows: nothing depends on time or addresses.
 
     Args:
-        dtype: of the stored rows.
-        max_bytes: size of all rows together.
+        dtype: of the stored rows, whose size together is at most `max_bytes`.
         cache_dir: store rows in an unnamed file in this directory, which is removed when the process ends; None for
             memory.
         warmup: the number of visits of a sample that are sent uncompressed.
 
     Attributes:
-        index: the samples, and their rows and visits.
         restarts: how often all rows were dropped because their shape had changed.
     """
 
     def __init__(self, dtype: torch.dtype, *, max_bytes: int, cache_dir: str | None = None, warmup: int = 1) -> None:
         self.restarts = 0
         self._dtype, self._warmup = dtype, warmup
-        self._buffer = _FileRowBuffer(cache_dir, dtype) if cache_dir is not None else _RowBuffer(dtype)
+        self._buffer = _RowBuffer(dtype) if cache_dir is None else _FileRowBuffer(cache_dir, dtype)
         self.index = LRUIndex(dtype.itemsize, max_bytes=max_bytes, warmup=warmup)
 
     def get(self, ids: Sequence[int], like: Tensor) -> Tensor:
         """The rows of samples: float32, of the shape and on the device of `like`; zeros if a sample is not cached."""
-        self._set_row_shape(like)
-        matches = [
-            (position, self.index.rows[sample]) for position, sample in enumerate(ids) if sample in self.index.rows
-        ]
+        self.restarts += self.index.set_row_shape(like.shape[1:])
+        rows = self.index.rows
+        matches = [(position, rows[sample]) for position, sample in enumerate(ids) if sample in rows]
         if not matches:
             return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
-        position, rows = (torch.tensor(part) for part in zip(*matches, strict=True))
-        known_rows = self._buffer.rows.index_select(0, rows).to(like.device).to(torch.float32)
+        positions, row_numbers = (torch.tensor(part) for part in zip(*matches, strict=True))
+        cached = self._buffer.rows.index_select(0, row_numbers).to(like.device).to(torch.float32)
         if len(matches) == len(ids):
-            return known_rows.reshape(like.shape)
+            return cached.reshape(like.shape)
         out = torch.zeros(len(ids), self.index.row_numel, dtype=torch.float32, device=like.device)
-        return out.index_copy_(0, position.to(like.device), known_rows).reshape(like.shape)
+        return out.index_copy_(0, positions.to(like.device), cached).reshape(like.shape)
 
     def put(self, ids: Sequence[int], tensor: Tensor) -> None:
         """Store rows, rounded, and count a visit of each; of two rows of the same id the later one is stored."""
-        self._set_row_shape(tensor)
+        self.restarts += self.index.set_row_shape(tensor.shape[1:])
         row_indices = self.index.record_visit(ids)
         if row_indices:
             self._buffer.grow(max(row_indices) + 1, self.index.row_numel, self.index.capacity)
@@ -158,16 +147,10 @@ class SampleCache:
 
     def state_dict(self) -> dict[str, Any]:
         """Ids, the least recently used first, the row and the visits of each, and the buffer of rows."""
-        index = self.index
-        ids, rows = torch.tensor(list(index.rows), dtype=torch.int64), torch.tensor(list(index.rows.values()))
-        values = self._buffer.rows[: len(index.rows)] if index.rows else torch.empty(0, 0, dtype=self._dtype)
-        return {
-            "ids": ids,
-            "at": rows.to(torch.int64),
-            "rows": values,
-            "shape": list(index.shape or ()),
-            "visits": self._visit_counts(),
-        }
+        rows, shape = self.index.rows, list(self.index.shape or ())
+        values = self._buffer.rows[: len(rows)] if rows else torch.empty(0, 0, dtype=self._dtype)
+        ids, numbers = (torch.tensor(list(part), dtype=torch.int64) for part in (rows, rows.values()))
+        return {"ids": ids, "at": numbers, "rows": values, "shape": shape, "visits": self._visit_counts()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         ids, positions, rows = state["ids"], state["at"], state["rows"]
@@ -188,19 +171,14 @@ class SampleCache:
     def digest_rows(self) -> list[Tensor]:
         """All ids in their order, their visits, and some of the rows; an empty list if there are none."""
         rows = self.index.rows
-        sampled_rows = list(rows.values())[:: max(len(rows) // _DIGEST_ROWS, 1)]
+        if not rows:
+            return []
+        sampled_rows = torch.tensor(list(rows.values())[:: max(len(rows) // _DIGEST_ROWS, 1)])
         ids = torch.tensor(list(rows), dtype=torch.int64)
-        return (
-            [ids, self._visit_counts(), self._buffer.rows.index_select(0, torch.tensor(sampled_rows))]
-            if sampled_rows
-            else []
-        )
+        return [ids, self._visit_counts(), self._buffer.rows.index_select(0, sampled_rows)]
 
     def _visit_counts(self) -> Tensor:
         return torch.tensor([self.index.visits.get(sample, 0) for sample in self.index.rows], dtype=torch.int64)
-
-    def _set_row_shape(self, tensor: Tensor) -> None:
-        self.restarts += self.index.set_row_shape(tensor.shape[1:])
 
 
 class _RowBuffer:
@@ -241,15 +219,12 @@ class _FileRowBuffer(_RowBuffer):
     def _resize(self, rows: int, width: int, num_copied: int) -> Tensor:
         size = rows * width * self.rows.dtype.itemsize
         try:  # a full disk is found here, not when a page is written
-            self._reserve(max(size, 1))
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._file.fileno(), 0, max(size, 1))
+            else:  # macOS
+                self._file.truncate(max(size, 1))
             mapped = mmap.mmap(self._file.fileno(), max(size, 1))
         except OSError as error:
             kind = NoSpaceError if error.errno == errno.ENOSPC else StorageError
             raise kind(self._cache_dir, found=str(error), expected=f"{size} bytes for the samples of AQ-SGD") from error
         return torch.frombuffer(mapped, dtype=self.rows.dtype, count=rows * width).reshape(rows, width)
-
-    def _reserve(self, size: int) -> None:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(self._file.fileno(), 0, size)
-        else:  # macOS
-            self._file.truncate(size)

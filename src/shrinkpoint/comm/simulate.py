@@ -78,11 +78,7 @@ def insert_compression(
 def _check_points(
     model: nn.Module, after: Sequence[str], overrides: Mapping[int, Mapping[str, CompressorLike]]
 ) -> dict[str, nn.Module]:
-    """Check where compression is inserted, and return the modules of the model by name.
-
-    Raises:
-        PolicyError: no such module or point.
-    """
+    """Check where compression is inserted, and return the modules of the model by name."""
     expected, advice = "a torch.nn.Module", "pass the model"
     validate.check_instance("insert_compression, model", model, nn.Module, expected=expected, do=advice)
     if isinstance(after, str) or not isinstance(after, Sequence):
@@ -206,17 +202,7 @@ class CompressionPoints:
 
 
 def split_ids(ids: Tensor, micro_batches: int) -> tuple[Tensor, ...]:
-    """Split the sample ids of a batch into micro-batches as torch's schedules split a batch.
-
-    Args:
-        ids: integers, 1-d.
-
-    Returns:
-        int64, on the CPU, for each micro-batch.
-
-    Raises:
-        PolicyError: they are not integers, or not 1-d.
-    """
+    """Split sample ids (integers, 1-d) into micro-batches as torch's schedules split a batch: int64, on the CPU."""
     if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         problem, expected = f"{ids.dtype} of shape {tuple(ids.shape)}", "integers, 1-d: one a row of the batch"
         raise PolicyError("set_sample_ids", found=problem, expected=expected)
@@ -246,13 +232,9 @@ class _LoopbackLink:
 
 
 class _BoundaryHook:
-    """A forward hook that sends the outputs of one module, and their gradients, through links.
+    """A forward hook that sends the outputs of the module `path`, and their gradients, through links.
 
-    Attributes:
-        path: the name of the module.
-        forward, backward: the links; None if that direction is not compressed.
-        owner: the handle of all points of the model.
-        handle: removes the hook.
+    Without a link a direction is not compressed. `owner` is the handle of all points of the model.
     """
 
     owner: CompressionPoints
@@ -299,18 +281,18 @@ class _CompressFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, hook: _BoundaryHook, context: MessageContext) -> Tensor:
-        ctx.point, ctx.at = hook, context
+        ctx.hook, ctx.context = hook, context
         if hook.forward is None:
             return tensor.clone()
         received = hook.forward.cross(tensor, context)
         if context.training:
-            ctx.at = replace(context, indices=hook.forward.receiver.indices(context))
+            ctx.context = replace(context, indices=hook.forward.receiver.indices(context))
         return received
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        link: _LoopbackLink | None = ctx.point.backward
-        return gradients[0] if link is None else link.cross(gradients[0], ctx.at), None, None
+        link: _LoopbackLink | None = ctx.hook.backward
+        return gradients[0] if link is None else link.cross(gradients[0], ctx.context), None, None
 
 
 def _map_tensors(nest: Any, function: Callable[[Tensor], Tensor]) -> Any:

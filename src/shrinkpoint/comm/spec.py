@@ -47,11 +47,7 @@ def parse(text: str) -> Compressor | ErrorFeedback:
 
 
 def as_compressor(compressor: Compressor | ErrorFeedback | str) -> Compressor | ErrorFeedback:
-    """Return a compressor or feedback, parsing it if it is a spec.
-
-    Raises:
-        PolicyError: the spec is invalid, or the argument is neither.
-    """
+    """Return a compressor or feedback, parsing it if it is a spec; a PolicyError if it is neither."""
     if isinstance(compressor, str):
         return parse(compressor)
     expected = 'a compressor, a feedback, or the spec of one, such as "q4:64"'
@@ -65,11 +61,7 @@ def as_compressor(compressor: Compressor | ErrorFeedback | str) -> Compressor | 
 
 
 def parse_compressor(text: str) -> Compressor:
-    """Parse the spec of a compressor without feedback.
-
-    Raises:
-        PolicyError: the text is not such a spec.
-    """
+    """Parse the spec of a compressor without feedback; a PolicyError if the text is not such a spec."""
     compressor: Compressor | None = _match_rule(_COMPRESSORS, text.strip())
     if compressor is None:
         problem, expected = "no compressor and no feedback", f"one of {_SPEC_EXAMPLES}"

@@ -103,11 +103,7 @@ def check_wire_size(where: str, wire: Tensor, out: Tensor, size: int, advice: st
 
 
 def check_compressor(where: str, compressor: object) -> None:
-    """Check that an argument is a compressor, and not its spec, for example.
-
-    Raises:
-        PolicyError: it is not.
-    """
+    """Raise a PolicyError if an argument is not a compressor, but its spec, for example."""
     advice = f"write comm.parse({compressor!r})" if isinstance(compressor, str) else "make one: Uniform(4, group=64)"
     validate.check_instance(f"{where}, compressor", compressor, Compressor, expected="a compressor", do=advice)
 

@@ -88,12 +88,7 @@ def _format_percent(share: float) -> str:
 
 
 def gather_values(flat: Tensor, indices: Tensor) -> Tensor:
-    """Select the values at the indices; the first becomes nan if a value that is not finite is not selected.
-
-    Args:
-        flat: float32, 1-d, contiguous.
-        indices: int64, 1-d, valid and distinct.
-    """
+    """Select values (float32, 1-d) at distinct indices; the first becomes nan if one that is not finite is left out."""
     if flat.device.type != "cpu":
         return _gather_values_torch(flat, indices)
     entries = torch.empty(indices.numel(), dtype=torch.float32)
@@ -354,11 +349,7 @@ class SameIndices(_KnownIndices):
         return _context_indices(context).numel()
 
     def _indices(self, shape: Sequence[int], device: torch.device, context: CompressorContext) -> Tensor:
-        """The indices of the context.
-
-        Raises:
-            MismatchError: the first or the last is not in a tensor of this shape.
-        """
+        """The indices of the context; a MismatchError if they are not in a tensor of this shape."""
         indices, count = _context_indices(context), math.prod(shape)
         if indices.numel() and not 0 <= int(indices[0]) <= int(indices[-1]) < count:
             problem, expected = f"positions up to {int(indices[-1])}", f"positions below {count}, for {tuple(shape)}"
