@@ -77,14 +77,14 @@ def ddp(args: argparse.Namespace) -> dict[str, Any]:
 
 def _costs(cases: dict[str, Pair], shape: tuple[int, ...], repeats: int) -> dict[str, CandidateCost]:
     """What `recommend` measures of each case, in this process."""
-    x, known = torch.randn(shape, generator=torch.Generator().manual_seed(0)), {}
+    x, costs_by_spec = torch.randn(shape, generator=torch.Generator().manual_seed(0)), {}
     for spec in {spec for pair in cases.values() for spec in pair if spec}:
-        known[spec] = measure_cost(spec, x, repeats=repeats)
-    plain, made = MessageCost(x.nbytes, x.nbytes), {}
+        costs_by_spec[spec] = measure_cost(spec, x, repeats=repeats)
+    plain, costs = MessageCost(x.nbytes, x.nbytes), {}
     for name, (there, back) in cases.items():
-        forward = known.get(there, plain)
-        made[name] = CandidateCost(name, forward, known.get(back, forward))
-    return made
+        forward = costs_by_spec.get(there, plain)
+        costs[name] = CandidateCost(name, forward, costs_by_spec.get(back, forward))
+    return costs
 
 
 def _measured(
@@ -97,19 +97,19 @@ def _measured(
     """Of every rate and case: seconds of the steps, bytes, and what the forecast says."""
     job |= {"world": load.world_size, "rounds": args.rounds, "steps": args.steps, "warm": 1}
     job["cases"] = [{"name": name, "forward": f, "backward": b} for name, (f, b) in cases.items()]
-    found: dict[str, Any] = {"job": job, "costs": {name: asdict(one) for name, one in costs.items()}, "rates": {}}
+    results: dict[str, Any] = {"job": job, "costs": {name: asdict(cost) for name, cost in costs.items()}, "rates": {}}
     with link_net.Network(load.world_size) as network:
         for mbps in args.rates:
             network.shape(mbps or None)
-            said = _run(network, job | {"address": network.address(0)}, args.timeout)
-            found["rates"][str(mbps)] = [{name: rank[name] for name in cases} for rank in said]
+            reports = _run(network, job | {"address": network.address(0)}, args.timeout)
+            results["rates"][str(mbps)] = [{name: rank[name] for name in cases} for rank in reports]
             print(
                 f"  {job['kind']}, {load.world_size} processes, {mbps or 'no limit'} Mbit/s: done",
                 file=sys.stderr,
                 flush=True,
             )
-    link_tables.evaluate(found, load, costs)
-    return found
+    link_tables.evaluate(results, load, costs)
+    return results
 
 
 def _run(network: link_net.Network, job: dict[str, Any], timeout: float) -> list[dict[str, Any]]:

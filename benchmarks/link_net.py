@@ -81,15 +81,17 @@ class Network:
             line = ["ip", "netns", "exec", name, *command]
             self.running.append(subprocess.Popen(line, env=env, stdout=subprocess.PIPE, text=True))
         try:
-            said = [one.communicate(timeout=max(0.1, deadline - time.monotonic()))[0] for one in self.running]
-            codes = [one.returncode for one in self.running]
+            outputs = [
+                process.communicate(timeout=max(0.1, deadline - time.monotonic()))[0] for process in self.running
+            ]
+            codes = [process.returncode for process in self.running]
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"{commands[0][:2]}: not done in {timeout:.0f} s") from None
         finally:
             self._kill()
         if any(codes):
             raise RuntimeError(f"{commands[0][:2]}: exit codes {codes}")
-        return said
+        return outputs
 
     def close(self) -> None:
         self._kill()
@@ -139,8 +141,8 @@ def refusal() -> str:
 def sweep() -> None:
     """Remove namespaces of processes that are no more."""
     for path in _NAMES.glob(f"{_PREFIX}-*-*"):
-        found = re.fullmatch(rf"{_PREFIX}-(\d+)-\w+", path.name)
-        if found and not Path(f"/proc/{found[1]}").exists():
+        match = re.fullmatch(rf"{_PREFIX}-(\d+)-\w+", path.name)
+        if match and not Path(f"/proc/{match[1]}").exists():
             subprocess.run(["ip", "netns", "del", path.name], capture_output=True, check=False)
 
 

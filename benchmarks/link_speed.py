@@ -58,15 +58,15 @@ def speeds(args: argparse.Namespace) -> dict[str, Any]:
 
 def subjects(x: Tensor) -> list[Subject]:
     """Ours by both paths, then the rivals that are installed."""
-    found = []
+    listed = []
     for spec in SPECS:
         operator = parse(spec)
         assert isinstance(operator, Compressor)
         context = CompressorContext(key=1, indices=torch.arange(0, x.numel(), 10) if spec.startswith("same") else None)
-        found.append(_subject(spec, "native", operator.encode, operator.decode, context))
+        listed.append(_subject(spec, "native", operator.encode, operator.decode, context))
         if hasattr(operator, "_encode_torch"):
-            found.append(_subject(spec, "torch", operator._encode_torch, operator._decode_torch, context))  # type: ignore[attr-defined]
-    return found + rivals()
+            listed.append(_subject(spec, "torch", operator._encode_torch, operator._decode_torch, context))  # type: ignore[attr-defined]
+    return listed + rivals()
 
 
 def _subject(
@@ -77,10 +77,10 @@ def _subject(
 
 def rivals() -> list[Subject]:
     cast = Subject("torch bf16 cast", "rival", Tensor.bfloat16, lambda y, out: out.copy_(y), lambda y: y.nbytes)
-    made = [cast, *(_per_tensor(bits) for bits in (8, 4))]
+    listed = [cast, *(_per_tensor(bits) for bits in (8, 4))]
     if find_spec("bitsandbytes"):
-        made += _bitsandbytes()
-    return made
+        listed += _bitsandbytes()
+    return listed
 
 
 def _per_tensor(bits: int) -> Subject:

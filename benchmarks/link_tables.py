@@ -127,11 +127,12 @@ def _forecast(found: dict[str, Any]) -> None:
     off = sorted(abs(row["predicted"] / row["seconds"] - 1) for row in found["rows"] if row["rate"])
     print(f"\nforecast: off by {median(off):.1%} in the median, {off[-1]:.1%} at worst")
     for rate, name in found["advice"].items():
-        taken = {row["name"]: row["seconds"] for row in found["rows"] if row["rate"] == int(rate)}
-        tried = {NONE, *DEFAULT_CANDIDATES} & taken.keys()
-        best = min(tried, key=lambda one: taken[one])
-        told = NONE if name == NO_COMPRESSION else name
-        print(f"advice at {rate} Mbit/s: {name}, {taken[told]:.4f} s a step; the best was {best}, {taken[best]:.4f} s")
+        seconds = {row["name"]: row["seconds"] for row in found["rows"] if row["rate"] == int(rate)}
+        tried = {NONE, *DEFAULT_CANDIDATES} & seconds.keys()
+        best = min(tried, key=seconds.__getitem__)
+        advised = NONE if name == NO_COMPRESSION else name
+        figures = f"{seconds[advised]:.4f} s a step; the best was {best}, {seconds[best]:.4f} s"
+        print(f"advice at {rate} Mbit/s: {name}, {figures}")
 
 
 def _excess(row: dict[str, Any]) -> float:

@@ -141,8 +141,8 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     os.environ["GLOO_SOCKET_IFNAME"] = link_net.DEVICE
-    at = f"tcp://{job['address']}:29500"
-    dist.init_process_group("gloo", at, timedelta(seconds=60), rank=job["rank"], world_size=job["world"])
+    address = f"tcp://{job['address']}:29500"
+    dist.init_process_group("gloo", address, timedelta(seconds=60), rank=job["rank"], world_size=job["world"])
     seen: dict[str, list[Any]] = {case["name"]: [] for case in job["cases"]}
     for _ in range(job["rounds"]):
         for case in job["cases"]:

@@ -63,7 +63,7 @@ def task(data: Path, *, still: bool = False, quick: bool = False) -> Task:
     count, epochs, size = (64, 2, 8) if quick else (IMAGES, EPOCHS, BATCH)
     images, classes = (side[:count] for side in cifar(data, "test" if quick else "train"))
     held_images, labels = cifar(data, "test")
-    held = (held_images[:64], labels[:64]) if quick else (held_images, labels)
+    held_out = (held_images[:64], labels[:64]) if quick else (held_images, labels)
     steps, chosen = epochs * (count // size), epochs_of(count, size)
 
     def build(seed: int) -> Course:
@@ -89,6 +89,6 @@ def task(data: Path, *, still: bool = False, quick: bool = False) -> Task:
         epochs,
         build,
         classify,
-        lambda net: accuracy(net, held),
+        lambda net: accuracy(net, held_out),
         facts=facts,
     )

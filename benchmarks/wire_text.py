@@ -95,7 +95,7 @@ def task(data: Path, cache: Path, *, quick: bool = False) -> Task:
     start = pretrained(data, cache, shape, steps)
     _, train, rest = texts(data)
     inputs, targets = spread(train, shape.context, count)
-    held = spread(rest, shape.context, 32 if quick else 512)
+    held_out = spread(rest, shape.context, 32 if quick else 512)
     chosen, total = epochs_of(count, BATCH), epochs * (count // BATCH)
 
     def build(seed: int) -> Course:
@@ -120,7 +120,7 @@ def task(data: Path, cache: Path, *, quick: bool = False) -> Task:
         epochs,
         build,
         lambda model, drawn: model(drawn[0], drawn[1]),
-        lambda model: loss_of(model, held),
+        lambda model: loss_of(model, held_out),
         clip=1.0,
         facts={**facts, "context": shape.context},
     )
