@@ -13,6 +13,10 @@ from shrinkpoint.schemes.evaluate import ModelEvaluator, iter_modules
 from shrinkpoint.schemes.search.scheme import SearchScheme
 from shrinkpoint.tensors.flat_state import FlatState
 
+_CONTAINER_TYPES = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
+_MAX_NESTED = 64
+"""The members of a longer list are not recorded: it holds many values of one kind, such as data."""
+
 
 def require_single_process(scheme: Scheme, caller: str) -> None:
     """Raise if a scheme would wait for other processes that never use it.
@@ -54,11 +58,6 @@ def make_plan(
         evaluator = ModelEvaluator(state, evaluate, objects[model], f"{model}/")
     plan = scheme.plan(state, reference, evaluator)
     return plan if scheme.is_writer else None
-
-
-_CONTAINER_TYPES = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
-_MAX_NESTED = 64
-"""The members of a longer list are not recorded: it holds many values of one kind, such as data."""
 
 
 class AttributeSnapshot:

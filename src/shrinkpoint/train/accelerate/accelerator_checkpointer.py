@@ -41,6 +41,11 @@ _log = logging.getLogger("shrinkpoint")
 _SKIPPABLE = (ChainError, FormatError, NotFoundError, StorageError)
 
 
+_ATTRIBUTE = "_shrinkpoint"
+UNSET: Any = type("Unset", (), {"__repr__": lambda self: "..."})()
+"""Default of settings that a call does not change."""
+
+
 class AcceleratorCheckpointer:
     """Saves and restores what an Accelerator has prepared and registered.
 
@@ -342,11 +347,6 @@ def _run_on_all(compute: Callable[[], T]) -> T:
     results: list[T] = []
     gather_or_raise(lambda: results.append(compute()))
     return results[0]
-
-
-_ATTRIBUTE = "_shrinkpoint"
-UNSET: Any = type("Unset", (), {"__repr__": lambda self: "..."})()
-"""Default of settings that a call does not change."""
 
 
 def record_gradients(

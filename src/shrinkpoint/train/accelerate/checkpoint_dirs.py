@@ -14,7 +14,7 @@ from shrinkpoint.train.checkpointer import wait_for_writes
 from shrinkpoint.train.restore import NoCheckpointError, numbered_dirs
 
 _NUMBERED_DIR = re.compile(r"checkpoint_(\d{1,18})")
-_NAME_A_DIRECTORY = "ProjectConfiguration(automatic_checkpoint_naming=True)"
+_NUMBERING = "ProjectConfiguration(automatic_checkpoint_naming=True)"
 
 
 class CheckpointDirs:
@@ -46,7 +46,7 @@ class CheckpointDirs:
         root = self.root
         if root is None:
             if output_dir is None:
-                raise PolicyError("save_state", found="no directory", do=f"pass output_dir=, or {_NAME_A_DIRECTORY}")
+                raise PolicyError("save_state", found="no directory", do=f"pass output_dir=, or {_NUMBERING}")
             return local_path(output_dir, "output_dir").expanduser()
         directory = root / f"checkpoint_{self._accelerator.save_iteration}"
         if has_saved_state(directory):
@@ -88,7 +88,7 @@ class CheckpointDirs:
             return [directory]
         root = self.root
         if root is None:
-            raise PolicyError("load_state", found="no directory", do=f"pass input_dir=, or {_NAME_A_DIRECTORY}")
+            raise PolicyError("load_state", found="no directory", do=f"pass input_dir=, or {_NUMBERING}")
         candidates = [path for _, path in reversed(numbered_dirs(root, _NUMBERED_DIR))]
         if not candidates:
             expected = "checkpoint_0 or a later one"

@@ -242,6 +242,9 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+# Positions of dataloaders, so that the same batches follow
+
+
 def get_loader_state(loader: Any) -> dict[str, Any]:
     """Return the state of a dataloader as a nest that can be stored.
 

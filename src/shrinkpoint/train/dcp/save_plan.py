@@ -29,6 +29,13 @@ from shrinkpoint.train.dcp.payload import unpickle_plain
 _FLAT_NAME = re.compile(r"(?:(?P<head>.+)\.)?(?P<kind>state|param_groups)\.(?P<name>.+)\.(?P<slot>[^.]+)")
 
 
+_HASH_BYTES = 8
+_Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a shard, and the shape of its global tensor."""
+_ItemKey = tuple[int, int]
+"""A rank, and the index of an item in its plan."""
+
+
 @dataclass(frozen=True)
 class CollectedState:
     """What this rank writes.
@@ -198,11 +205,12 @@ def _add_hyperparameter(optimizers: Mapping[StatePath, _OptimizerState], path: S
         optimizer.parameter_settings.setdefault(str(key), {})[slot] = value
 
 
-_HASH_BYTES = 8
-_Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a shard, and the shape of its global tensor."""
-_ItemKey = tuple[int, int]
-"""A rank, and the index of an item in its plan."""
+# Which rank writes which moments.
+#
+# Torch divides what replicas have (HSDP, DDP) among them by size, entry by entry, so that a weight and its moments may
+# be assigned to different ranks. Here moments follow the weight, whose rank torch decides, as they are coding context
+# for each other. The result depends on the plans alone, so that it is the same for every save, and for plans that torch
+# replays.
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,9 @@ from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.lightning.io import ShrinkIO, require_local_path
 from shrinkpoint.train.planning import AttributeSnapshot
 
+_SKIPPED_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "training")
+"""Not saved here: the caller of a Validation restores tensors, modules and modes itself."""
+
 
 class ShrinkIOCallback(pl.Callback):
     """Tells the Trainer's `ShrinkIO` which module it saves, and records gradients for schemes that use them.
@@ -78,10 +81,6 @@ class ShrinkIOCallback(pl.Callback):
 def _is_same_optimizer(optimizer: Any, other: Any) -> bool:
     """Whether two objects are the same optimizer; with manual optimization, one of them is a wrapper."""
     return getattr(optimizer, "optimizer", optimizer) is getattr(other, "optimizer", other)
-
-
-_SKIPPED_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "training")
-"""Not saved here: the caller of a Validation restores tensors, modules and modes itself."""
 
 
 class Validation:

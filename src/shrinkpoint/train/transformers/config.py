@@ -33,6 +33,9 @@ from shrinkpoint.validate import (
     check_threads,
 )
 
+_TENSOR_ATTRIBUTES = ("_parameters", "_buffers", "_modules")
+"""Not saved here: the caller of an Evaluation restores tensors and modules itself."""
+
 
 @dataclass(frozen=True)
 class ShrinkConfig:
@@ -149,10 +152,6 @@ def check_config(shrink: Any) -> ShrinkConfig:
         do='write shrink=ShrinkConfig(scheme="fisher(relative_error=.3)")',
     )
     return config
-
-
-_TENSOR_ATTRIBUTES = ("_parameters", "_buffers", "_modules")
-"""Not saved here: the caller of an Evaluation restores tensors and modules itself."""
 
 
 class Evaluation:
