@@ -23,6 +23,8 @@ attributes as well as text, so that a program need not parse the message.
 
 from __future__ import annotations
 
+from functools import partial
+
 
 class ShrinkpointError(Exception):
     """Root of the tree.
@@ -48,11 +50,7 @@ class ShrinkpointError(Exception):
         return self.message
 
     def __reduce__(self) -> tuple[object, ...]:  # keyword-only arguments do not survive the default pickling
-        return (_rebuild, (type(self), self.where, self.found, self.expected, self.do))
-
-
-def _rebuild(kind: type[ShrinkpointError], where: str, found: str, expected: str, do: str) -> ShrinkpointError:
-    return kind(where, found=found, expected=expected, do=do)
+        return partial(type(self), self.where, found=self.found, expected=self.expected, do=self.do), ()
 
 
 class FormatError(ShrinkpointError):

@@ -23,6 +23,7 @@ from shrinkpoint.errors import ChainError, CorruptError, FormatError, NotFoundEr
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.plan_shards import plan_shards
+from shrinkpoint.sharding.collectives import LocalCollectives
 from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
 from shrinkpoint.store import directory
 from shrinkpoint.store.decode import decode_directory
@@ -328,7 +329,7 @@ def test_what_was_decided_for_a_delta_is_kept_where_it_has_to_be_a_keyframe(tmp_
     def settled(flat: FlatState, tip: DeltaWriter) -> Scheme:
         name = "model/w.weight"
         places = {name: ShardSpec(name, tuple(flat.tensors[name].shape), (0,))}
-        return plan_shards(sp.LCCheckpoint(), flat, tip.reference, ShardLayout(places, lambda thing: [thing]))
+        return plan_shards(sp.LCCheckpoint(), flat, tip.reference, ShardLayout(places, LocalCollectives()))
 
     tip = DeltaWriter()
     tip.write(tmp_path / "c1", moved(0), scheme=settled(moved(0), tip), adopt=True)

@@ -191,7 +191,8 @@ class DeltaWriter:
                 _link_file(path, storage, layout.base_name(digest), written_keys)
                 for path, digest in _base_files(self._base_dir, payload)
             )
-            if self._can_link and self._base_verifier.find_damage(_linked_files(storage, payload)) is None:
+            chain = [StoredFile(base, size, storage, layout.base_name(base)) for base, size in _base_digests(payload)]
+            if self._can_link and self._base_verifier.find_damage(chain) is None:
                 return payload
         except (ShrinkpointError, OSError):  # deleted meanwhile
             pass
@@ -234,11 +235,6 @@ def _base_files(directory: Path, payload: Payload) -> list[tuple[Path, str]]:
     bases = [(directory / layout.base_name(digest), digest) for digest, _ in payload.bases]
     own = directory / layout.base_name(payload.digest)  # if the directory itself was deleted
     return [*bases, (own if own.is_file() else directory / payload.name, payload.digest)]
-
-
-def _linked_files(storage: LocalStorage, payload: Payload) -> list[StoredFile]:
-    """A chain's files as they are linked into the directory of the next checkpoint."""
-    return [StoredFile(digest, size, storage, layout.base_name(digest)) for digest, size in _base_digests(payload)]
 
 
 def _base_digests(base: Payload | None) -> tuple[tuple[str, int], ...]:

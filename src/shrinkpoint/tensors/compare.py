@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -215,7 +216,7 @@ def _truncate(text: str | None) -> str | None:
 
 def compare_tensors(name: str, a: Tensor, b: Tensor) -> TensorDifference:
     """Compare two tensors on the CPU."""
-    dtypes, shapes = [dtype_name(x.dtype) for x in (a, b)], [_format_shape(x) for x in (a, b)]
+    dtypes, shapes = [dtype_name(x.dtype) for x in (a, b)], ["x".join(map(str, x.shape)) or "scalar" for x in (a, b)]
     changes = [" -> ".join(pair) for pair in (dtypes, shapes) if pair[0] != pair[1]]
     if changes:
         return TensorDifference(name, False, ", ".join(changes), None, None, None)
@@ -232,18 +233,14 @@ def compare_tensors(name: str, a: Tensor, b: Tensor) -> TensorDifference:
         norm += float(left.abs().square().sum())
         if count:
             gap = torch.where(left == right, 0.0, (left - right).abs())
-            largest, squares = _nan_max(largest, float(gap.max())), squares + float(gap.square().sum())
+            largest = float(np.maximum(largest, float(gap.max())))  # a nan stays
+            squares += float(gap.square().sum())
     if not different:
         return TensorDifference(name, True)
     if not numeric:
         return TensorDifference(name, False, "", different, None, None)
     relative = math.sqrt(squares / norm) if norm else (0.0 if not squares else math.inf)
     return TensorDifference(name, False, "", different, largest, relative)
-
-
-def _nan_max(a: float, b: float) -> float:
-    """As max, but a nan stays."""
-    return a if math.isnan(a) or a > b else b
 
 
 def _count_unequal(x: Tensor, y: Tensor) -> int:
@@ -259,7 +256,3 @@ def _to_float64(x: Tensor) -> Tensor | None:
         return x.to(torch.complex128 if x.is_complex() else torch.float64)
     except (RuntimeError, NotImplementedError):
         return None
-
-
-def _format_shape(x: Tensor) -> str:
-    return "x".join(map(str, x.shape)) or "scalar"

@@ -139,11 +139,7 @@ def _slots(path: StatePath, state_dict: dict[Any, Any], leaves_by_path: dict[Sta
             nested = slot.values.get(_BNB_STATE)
             if isinstance(nested, dict):
                 paths |= {inner: (*path, "state", key, _BNB_STATE, inner) for inner in nested if isinstance(inner, str)}
-            slot.leaves = {
-                slot_key: leaves_by_path[leaf_path]
-                for slot_key, leaf_path in paths.items()
-                if leaf_path in leaves_by_path
-            }
+            slot.leaves = {key: leaves_by_path[target] for key, target in paths.items() if target in leaves_by_path}
             slots.append(slot)
     return slots
 
