@@ -19,15 +19,15 @@ from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 
 
 class ModelStateGuard:
-    """Taken once, put back after every measurement: a loop must not notice that its model was tried out.
+    """Saves the state of a model once and restores it after every measurement, so that training does not notice them.
 
-    That is: values of tensors; of modules which tensors they hold (a forward pass may bind a new buffer,
-    `load_state_dict` new parameters), the memory these lie in (`half` and `to` exchange it), their gradients and their
-    training modes; and the random generators.
+    The state is: values of tensors; which tensors modules hold (a forward pass may bind a new buffer,
+    `load_state_dict` new parameters), in which memory (`half` and `to` exchange it), their gradients and their training
+    modes; and the random generators.
 
     Args:
-        tensors: whose values are copied, one copy of each.
-        modules: with all that is below them.
+        tensors: their values are copied.
+        modules: with all their submodules.
     """
 
     def __init__(self, tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> None:
@@ -35,16 +35,16 @@ class ModelStateGuard:
         self._copies = [(bits, bits.clone()) for bits in (as_bits(tensor.detach()) for tensor in tensors)]
         parts = [part for module in modules for part in module.modules()]
         self._modules = [(part, part.training, dict(part._parameters), dict(part._buffers)) for part in parts]
-        parameters = {id(one): one for part in parts for one in part.parameters(recurse=False)}.values()
-        self._parameters = [(one, one.data, one.grad, one.requires_grad) for one in parameters]
+        parameters = dict.fromkeys(parameter for part in parts for parameter in part.parameters(recurse=False))
+        self._parameters = [(p, p.data, p.grad, p.requires_grad) for p in parameters]
 
     def clear_gradients(self) -> None:
-        """Take the gradients away: what `evaluate` adds to them, or clears, is then not the loop's."""
+        """Set all gradients to None, so that `evaluate` cannot add to those of training, or clear them."""
         for parameter, *_ in self._parameters:
             parameter.grad = None
 
     def restore(self) -> None:
-        """Can be repeated, where it was interrupted."""
+        """Restore the state; can be called again after an interruption."""
         for module, training, parameters, buffers in self._modules:
             module.training = training
             _rebind(module._parameters, parameters)
@@ -55,14 +55,14 @@ class ModelStateGuard:
             parameter.requires_grad_(requires_grad)
             parameter.grad = gradient
         with torch.no_grad():
-            for tensor, before in self._copies:
-                if not torch.equal(tensor, before):  # a write counts as a change for code that watches the version
-                    tensor.copy_(before)
+            for tensor, copy in self._copies:
+                if not torch.equal(tensor, copy):  # a write would increase the version, which other code may watch
+                    tensor.copy_(copy)
         set_rng_state(self._rng_state)
 
 
 def _rebind(current: dict[str, Any], saved: dict[str, Any]) -> None:
-    if list(current) != list(saved) or any(current[name] is not one for name, one in saved.items()):
+    if list(current) != list(saved) or any(current[name] is not value for name, value in saved.items()):
         current.clear()
         current.update(saved)
 
@@ -72,11 +72,12 @@ TrialValues = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Reading:
-    """What `evaluate` said of some weights.
+    """The result of `evaluate` for one set of weights.
 
     Attributes:
-        value: the loss, or the score; the mean of the examples, where these are known.
-        examples: of each example, or batch of equal size, by itself; float64 [n], n >= 2, on the CPU. None: not known.
+        value: the loss or the score; the mean of `examples` if they are known.
+        examples: the loss or the score of each example, or batch of equal size; float64 [n], n >= 2, on the CPU. None
+            if unknown.
     """
 
     value: float
@@ -84,7 +85,7 @@ class Reading:
 
     @classmethod
     def from_answer(cls, answer: Any) -> Reading:
-        """Of what a user's function returned: a number, or a 1-D tensor of each example's loss or score.
+        """Convert what a user's function returned: a number, or a 1-D tensor of each example's loss or score.
 
         Raises:
             TypeError, ValueError, RuntimeError: it is neither.
@@ -98,10 +99,11 @@ class Reading:
 
     @property
     def is_finite(self) -> bool:
+        """Whether the value is neither nan nor infinite."""
         return math.isfinite(self.value)
 
     def equals(self, other: Reading) -> bool:
-        """Whether nothing tells the two apart; what is not finite is like nothing."""
+        """Whether both have the same examples, or the same value if examples are unknown; nan equals nothing."""
         if self.examples is not None and other.examples is not None:
             return torch.equal(self.examples, other.examples)
         return self.value == other.value
@@ -109,11 +111,11 @@ class Reading:
 
 @dataclass(frozen=True)
 class Degradation:
-    """By how much some weights are worse than others, in `evaluate`'s own unit.
+    """By how much trial weights are worse than those of the state, in the unit of `evaluate`.
 
     Attributes:
-        rise: above zero: worse. nan: it could not be measured.
-        interval: where the rise on other examples of the kind may lie, with 95 % confidence; None: not known.
+        rise: positive if they are worse; nan if it could not be measured.
+        interval: the 95 % confidence interval of the rise on other examples of the same kind; None if unknown.
     """
 
     rise: float
@@ -121,14 +123,14 @@ class Degradation:
 
 
 class DegradationMetric:
-    """What is lost with some values in the place of a state's own.
+    """Measures the degradation that trial values cause.
 
     Args:
-        evaluate: evaluates with these values in place of the state's own.
-        higher_is_better: more is better.
+        evaluate: evaluates with trial values in place of the state's own.
+        higher_is_better: `evaluate` returns a score, not a loss.
 
     Attributes:
-        baseline: what the unchanged weights measure; to be set before anything is compared with it.
+        baseline: the reading of the unchanged weights; the caller sets it before the first comparison.
     """
 
     def __init__(self, evaluate: Callable[[TrialValues], Reading], *, higher_is_better: bool) -> None:
@@ -137,31 +139,29 @@ class DegradationMetric:
 
     @property
     def scale(self) -> float:
-        """What rises are relative to."""
+        """The number that rises are divided by to make them relative."""
         return scale_of(self.baseline.value)
 
     def degradation(self, values: TrialValues) -> Degradation:
-        """What the values do."""
-        found, sign = self.evaluate(values), -1.0 if self._higher_is_better else 1.0
-        before, after = self.baseline.examples, found.examples
+        """The degradation that these values cause."""
+        reading, sign = self.evaluate(values), -1.0 if self._higher_is_better else 1.0
+        before, after = self.baseline.examples, reading.examples
         interval = None
         if before is not None and after is not None and before.shape == after.shape:
             interval = (
                 paired_mean_interval(after, before) if self._higher_is_better else paired_mean_interval(before, after)
             )
-        return Degradation(sign * (found.value - self.baseline.value), interval)
+        return Degradation(sign * (reading.value - self.baseline.value), interval)
 
 
 def relative_degradation(value: float, baseline: float, *, higher_is_better: bool) -> float:
-    """By how much `value` is worse than `baseline`, relative to it, or to 1 where it is zero; `higher_is_better`:
-    more is better.
-    """
+    """By how much a value is worse than the baseline, relative to `scale_of` the baseline."""
     change = baseline - value if higher_is_better else value - baseline
     return change / scale_of(baseline)
 
 
 def scale_of(baseline: float) -> float:
-    """What rises are relative to: what was measured; 1 where that is zero, as an accuracy may be in the beginning."""
+    """The number that rises are relative to: the magnitude of the baseline; 1 if it is zero, as an accuracy may be."""
     return abs(baseline) or 1.0
 
 
@@ -169,7 +169,7 @@ Evaluate = Callable[[Any], Any]
 
 
 class TrialEvaluator:
-    """A state that is not alive: `evaluate` gets a nest like the one that is saved, with a candidate's values in it.
+    """Evaluates a state without a live model: `evaluate` gets a nest like the one that is saved, with trial values.
 
     Whatever `evaluate` does to the tensors of the state (they may be those of a live model), to the random generators
     or to autograd's mode is undone after every measurement, also when it raises or is interrupted.
@@ -178,11 +178,11 @@ class TrialEvaluator:
 
     Args:
         state: the state that is to be saved.
-        evaluate: what the user passed.
+        evaluate: the user's function.
 
     Attributes:
-        layer_types: the kinds of layers, by name of a tensor, where there is more to go by than the name.
-        quantizable: names of the tensors that a trial reaches; None: all of the state.
+        layer_types: types of layers by name of a tensor, if they are known from a module.
+        quantizable: names of the tensors that trial values reach; None for all of the state.
     """
 
     def __init__(self, state: FlatState, evaluate: Evaluate) -> None:
@@ -196,34 +196,38 @@ class TrialEvaluator:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Put all back once more: the last time may have been interrupted."""
-        before, self._guard = self._guard, None
-        if before is not None:
-            before.restore()
+        """Restore the state once more: the last measurement may have been interrupted."""
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.restore()
 
     def evaluate(self, values: Mapping[str, Tensor]) -> Reading:
-        """What `evaluate` says of the state with these values in place of its own.
+        """Evaluate the state with these values in place of its own.
 
         Args:
             values: by name of a tensor of the state, of its shape and dtype.
 
         Raises:
-            PolicyError: `evaluate` raised, or what it returned is no number.
+            PolicyError: `evaluate` raised, or returned no number.
         """
-        before = self._guard or self._make_guard()
+        guard = self._guard or self._make_guard()
         with torch.no_grad():
             try:
-                before.clear_gradients()
+                guard.clear_gradients()
                 return call_evaluate(self._evaluate, self._argument(values))
             finally:
-                before.restore()
+                guard.restore()
+
+    def recorder_values(self, recordings: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A gradient recorder's values by name in the state, given those by name in the model; none without a model."""
+        return {}
 
     def _make_guard(self) -> ModelStateGuard:
-        """Of all that `evaluate` may reach."""
+        """A guard of everything that `evaluate` may change."""
         return ModelStateGuard(self._state.tensors.values(), ())
 
     def _argument(self, values: Mapping[str, Tensor]) -> Any:
-        """What `evaluate` is called with."""
+        """The argument of `evaluate`."""
         tensors = {
             name: values[name].to(tensor.device) if name in values else tensor
             for name, tensor in self._state.tensors.items()
@@ -232,21 +236,20 @@ class TrialEvaluator:
 
 
 class ModelEvaluator(TrialEvaluator):
-    """A model that is alive: `evaluate` gets the model itself, a candidate's values in place of its own.
+    """Evaluates a live model: `evaluate` gets the model itself, with trial values in place of its own.
 
     Only what is measured may be lost, so only the model's parameters are quantized (or their float32 master copies);
     buffers, and whatever else is saved beside the model, stay exact.
 
     Args:
         state: the state that is to be saved, which shares memory with the model.
-        evaluate: None: the setting is fixed, and nothing will be measured.
-        model: a module, or a dict or list of modules: what was passed to be saved.
-        prefix: of the names of its tensors in `state`.
+        evaluate: the user's function; None if nothing is measured, because the setting is fixed.
+        model: a module, or a dict or list of modules, as it was passed to be saved.
+        prefix: precedes the names of the model's tensors in `state`.
 
     Attributes:
-        state_names: of parameters, by their name in the model: the name in the state. Of several modules, only names
-            that no
-            two of them have; without the prefixes of wrappers.
+        state_names: the name in the state by the name in the model of each parameter, without the prefixes of wrappers;
+            without names that several modules have.
 
     Raises:
         PolicyError: `model` is none of these, or its `state_dict` gives copies.
@@ -259,23 +262,34 @@ class ModelEvaluator(TrialEvaluator):
         if not self._modules:
             found, do = f"a {type(model).__name__}", "pass the module, or choose the setting yourself with config="
             raise PolicyError("model", found=found, expected="a torch.nn.Module that can be evaluated", do=do)
-        places = {tensor.data_ptr(): name for name, tensor in state.tensors.items() if name.startswith(prefix)}
-        found_at = [(name, places.get(x.data_ptr()), kind) for name, x, kind in self._parameters() if x.numel()]
-        self.quantizable = frozenset(stored for _, stored, _ in found_at if stored is not None)
-        self.layer_types = {stored: kind for _, stored, kind in found_at if stored is not None and kind is not None}
-        counts = Counter(name for name, _, _ in found_at)
-        self.state_names = {name: stored for name, stored, _ in found_at if stored is not None and counts[name] == 1}
+        names_by_address = {
+            tensor.data_ptr(): name for name, tensor in state.tensors.items() if name.startswith(prefix)
+        }
+        parameters = [
+            (name, names_by_address.get(parameter.data_ptr()), layer_type)
+            for name, parameter, layer_type in self._parameters()
+            if parameter.numel()
+        ]
+        saved = [(name, stored, layer_type) for name, stored, layer_type in parameters if stored is not None]
+        counts = Counter(name for name, *_ in parameters)
+        self.quantizable = frozenset(stored for _, stored, _ in saved)
+        self.layer_types = {stored: layer_type for _, stored, layer_type in saved if layer_type is not None}
+        self.state_names = {name: stored for name, stored, _ in saved if counts[name] == 1}
         if evaluate is not None:
             self._check_shares_memory(
                 prefix + name for module in self._modules for name, _ in module.named_parameters()
             )
 
     def _parameters(self) -> Iterator[tuple[str, Tensor, str | None]]:
-        """Name, parameter and kind; a tied parameter under each of its names."""
+        """Name, parameter and type of layer; a tied parameter under each of its names."""
         for module in self._modules:
-            kinds = layer_types_of_model(module)
+            layer_types = layer_types_of_model(module)
             for name, parameter in module.named_parameters(remove_duplicate=False):
-                yield strip_wrapper_prefix(name), parameter, kinds.get(name)
+                yield strip_wrapper_prefix(name), parameter, layer_types.get(name)
+
+    def recorder_values(self, recordings: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        values = {strip_wrapper_prefix(name): value for name, value in recordings.items()}
+        return {self.state_names[name]: value for name, value in values.items() if name in self.state_names}
 
     def _argument(self, values: Mapping[str, Tensor]) -> Any:
         assert self.quantizable is not None
@@ -292,7 +306,7 @@ class ModelEvaluator(TrialEvaluator):
         return ModelStateGuard((buffers | saved).values(), self._modules)
 
     def _check_shares_memory(self, names: Iterable[str]) -> None:
-        """Make sure that what is saved under a parameter's name is that parameter, so that a trial changes it."""
+        """Check that what is saved under a parameter's name is that parameter, so that trial values reach it."""
         assert self.quantizable is not None
         for name in names:
             if name in self._state.tensors and name not in self.quantizable and self._state.tensors[name].numel():
@@ -301,10 +315,10 @@ class ModelEvaluator(TrialEvaluator):
 
 
 def call_evaluate(evaluate: Evaluate, argument: Any) -> Reading:
-    """What a user's function says of a model, or of a state; where it has a method `reading`, what that says.
+    """Call a user's function, or its method `reading` if it has one, with a model or a state.
 
     Raises:
-        PolicyError: it raised, or what it returned is neither a number nor one of each example.
+        PolicyError: it raised, or returned neither a number nor a number for each example.
     """
     try:
         return Reading.from_answer(getattr(evaluate, "reading", evaluate)(argument))
@@ -320,15 +334,15 @@ def iter_modules(model: Any) -> Iterator[nn.Module]:
     if isinstance(model, nn.Module):
         yield model
     elif isinstance(model, Mapping):
-        for one in model.values():
-            yield from iter_modules(one)
+        for part in model.values():
+            yield from iter_modules(part)
     elif isinstance(model, list | tuple):
-        for one in model:
-            yield from iter_modules(one)
+        for part in model:
+            yield from iter_modules(part)
 
 
 def strip_wrapper_prefix(name: str) -> str:
-    """The name of a parameter in the model, which may have been wrapped (for several devices, or to be compiled)."""
+    """The name of a parameter in the model before it was wrapped, for several devices or to be compiled."""
     for prefix in ("module.", "_orig_mod.", "module."):
         name = name.removeprefix(prefix)
     return name
@@ -344,16 +358,16 @@ _NORMAL_QUANTILE = 1.959964
 
 
 def paired_mean_interval(reference: Tensor, trial: Tensor) -> tuple[float, float]:
-    """The 95 % confidence interval of the mean of `after - before`, over the examples both are of.
+    """The 95 % confidence interval of the mean of `trial - reference`, over the examples of both.
 
-    Student's interval of the mean difference. Where all values are 0 or 1 (right or wrong), it is that of two paired
-    proportions with half a count added to each cell (Agresti and Min 2005): then no example that changed is no proof.
+    It is Student's interval of the mean difference. If all values are 0 or 1 (right or wrong), it is that of two paired
+    proportions with half a count added to each cell (Agresti and Min 2005), which is not empty if no example changed.
 
     Args:
-        before, after: float64 [n], n >= 2, in the same order.
+        reference, trial: float64 [n], n >= 2, in the same order.
 
     Returns:
-        The ends; infinite where a difference is not finite.
+        The ends; infinite if a difference is not finite.
     """
     difference = trial - reference
     count = difference.numel()

@@ -21,19 +21,19 @@ from shrinkpoint.tensors.info import JSON
 
 @dataclass(frozen=True)
 class QuantizationPlan(RecordEncodingMixin):
-    """The symbols of a state's weights are chosen; what is left is to apply and to code them.
+    """A plan for one state: its quantized tensors are chosen; applying and encoding them is exact.
 
     Attributes:
-        id: of the scheme that chose.
-        quantized: of what is quantized, by name, on the CPU.
+        id: of the scheme that chose them.
+        quantized: the quantized tensors by name, on the CPU.
         cast_sources: name of a narrower copy -> name of the weight it is a cast of.
-        optimizer: what is done with the moments.
-        coders: how codes may be coded.
+        optimizer: mode for the optimizer's moments.
+        coders: coders that codes may be coded with.
         loss: for the manifest: what was tried, measured and chosen.
-        values: of points, where they were computed already; on the CPU.
+        values: decoded tensors that were computed already, by name; on the CPU.
         keyframe: as of `Kept`.
-        min_size: how many values and axes a weight has that is quantized; None: these are boxes of weights, of which no
-            single process can say why they stay exact.
+        min_size: how many values and axes a quantized weight has at least; None if this rank lacks parts of the state,
+            and so cannot tell why tensors stay exact.
     """
 
     id: str
@@ -48,35 +48,35 @@ class QuantizationPlan(RecordEncodingMixin):
 
     @torch.no_grad()
     def quantize(self, state: FlatState, reference: Reference | None) -> QuantizedState:
-        """Put the chosen values in place; `state` is the state that was planned for, or a copy of it."""
-        symbols = dict(self.quantized)
+        """Replace values by the chosen ones; `state` is the state that was planned for, or a copy of it."""
         changed: dict[str, Tensor] = {}
         if self.optimizer == "reset":
             changed.update(optimizer_state.zeroed_moments(state))
-        for name, one in sorted(
-            symbols.items(), key=lambda item: isinstance(item[1], LatticeTensor) and bool(item[1].relative_to)
+        for name, quantized in sorted(
+            self.quantized.items(), key=lambda item: isinstance(item[1], LatticeTensor) and bool(item[1].relative_to)
         ):
-            made = self.values.get(name)
-            if made is None:
-                made = one.dequantize(state.tensors[name].dtype, _reference_values(one, name, changed, reference))
-            changed[name] = made
+            values = self.values.get(name)
+            if values is None:
+                others = _reference_values(quantized, name, changed, reference)
+                values = quantized.dequantize(state.tensors[name].dtype, others)
+            changed[name] = values
         for name, source in self.cast_sources.items():
             if source in changed:
                 changed[name] = changed[source].to(state.tensors[name].dtype)
         tensors = {name: changed.get(name, tensor) for name, tensor in state.tensors.items()}
         exact = {} if self.min_size is None else exact_reasons(state, changed, self._nonfinite, *self.min_size)
-        return QuantizedState(replace(state, tensors=tensors), symbols, self.loss, self.keyframe, exact)
+        return QuantizedState(replace(state, tensors=tensors), dict(self.quantized), self.loss, self.keyframe, exact)
 
     @property
     def _nonfinite(self) -> list[str]:
-        found = self.loss.get("left_out") if isinstance(self.loss, dict) else None
-        return found if isinstance(found, list) else []
+        names = self.loss.get("left_out") if isinstance(self.loss, dict) else None
+        return names if isinstance(names, list) else []
 
 
 def _reference_values(
     quantized_tensor: QuantizedTensor, name: str, changed: Mapping[str, Tensor], reference: Reference | None
 ) -> Tensor | None:
-    """What else decides the values: the parent's, or those of another tensor, which come first."""
+    """The values that the decoded ones depend on: those of the parent, or of a tensor that was decoded before."""
     if isinstance(quantized_tensor, LatticeTensor):
         return changed[quantized_tensor.relative_to] if quantized_tensor.relative_to else None
     return reference.tensors[name] if quantized_tensor.residual and reference is not None else None

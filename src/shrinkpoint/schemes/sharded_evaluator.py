@@ -25,19 +25,19 @@ from shrinkpoint.tensors.flat_state import FlatState
 
 
 class ShardedModelEvaluator(TrialEvaluator):
-    """A model whose parameters are on several ranks (FSDP2, tensor parallelism), or copied on all of them.
+    """Evaluates a model whose parameters are sharded over ranks (FSDP2, tensor parallelism), or copied on all of them.
 
     `evaluate` is called on all ranks at the same time, so it may use collectives, as a forward pass of such a model
-    does. What ranks return is averaged: each may measure its own batches. An `evaluate` that raises on one rank alone
-    leaves the others in whatever collective they have begun.
+    does. Its results are averaged over ranks: each may measure its own batches. An `evaluate` that raises on one rank
+    alone leaves the others waiting in the collective that they have begun.
 
     Args:
         state: this rank's tensors, which share memory with its part of the model.
-        evaluate: None: nothing will be measured.
-        model: a module, or a dict or list of modules; None: it is not known.
+        evaluate: the user's function; None if nothing is measured.
+        model: a module, or a dict or list of modules; None if it is unknown.
 
     Attributes:
-        quantizable: names of the tensors that are parameters; None where there is no model: all of them.
+        quantizable: names of the tensors that are parameters; None, which is all, without a model.
     """
 
     def __init__(self, state: FlatState, evaluate: Evaluate | None = None, model: Any = None) -> None:
@@ -45,25 +45,26 @@ class ShardedModelEvaluator(TrialEvaluator):
         self._model, self._modules = model, [*iter_modules(model)]
         self._global_tensors: GlobalTensors | None = None
         self._measures = evaluate is not None
-        self._places: dict[int, list[str]] = {}
+        self._names_by_address: dict[int, list[str]] = {}
         if model is None:
             return
-        self._reshard()  # so that a module's parameters are the parts
-        for name, x in state.tensors.items():
-            if x.numel():
-                self._places.setdefault(x.data_ptr(), []).append(name)  # a tied one has several
-        for parameter, kind in self._parameters():
-            for name in self._places.get(_local(parameter).data_ptr(), []):
-                self.layer_types |= {} if kind is None else {name: kind}
-        ours = {_local(parameter).data_ptr() for parameter, _ in self._parameters()}
-        self.quantizable = frozenset(name for place, names in self._places.items() if place in ours for name in names)
+        self._reshard()  # so that a module's parameters are its shards
+        for name, tensor in state.tensors.items():
+            if tensor.numel():
+                self._names_by_address.setdefault(tensor.data_ptr(), []).append(name)  # tied tensors share an address
+        quantizable = set()
+        for parameter, layer_type in self._parameters():
+            names = self._names_by_address.get(_local(parameter).data_ptr(), [])
+            quantizable.update(names)
+            self.layer_types |= {} if layer_type is None else dict.fromkeys(names, layer_type)
+        self.quantizable = frozenset(quantizable)
 
     def join(self, global_tensors: GlobalTensors) -> None:
-        """Take part in what all ranks do together.
+        """Connect the evaluators of all ranks; a collective, to be called before anything is evaluated.
 
         Raises:
             PolicyError: something is to be measured, and what is saved shares no memory with a model, or a rank has a
-                parameter that only another one saves, so that it would not have the trial's values; on every rank.
+                parameter that only another rank saves, so that it would not get trial values; on every rank.
         """
         self._global_tensors = global_tensors
         if not self._measures:
@@ -82,13 +83,11 @@ class ShardedModelEvaluator(TrialEvaluator):
         for module in self._modules:
             for name, parameter in module.named_parameters():
                 local = _local(parameter)
-                if local.numel() and local.data_ptr() not in self._places:
-                    found = (
-                        title for title in global_tensors.shapes if matches_parameter(title, strip_wrapper_prefix(name))
-                    )
-                    title = next(found, None)
-                    if title is not None:
-                        return title
+                if local.numel() and local.data_ptr() not in self._names_by_address:
+                    plain_name = strip_wrapper_prefix(name)
+                    for global_name in global_tensors.shapes:
+                        if matches_parameter(global_name, plain_name):
+                            return global_name
         return None
 
     def recorder_values(self, recordings: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -116,11 +115,11 @@ class ShardedModelEvaluator(TrialEvaluator):
 
     def _make_guard(self) -> ModelStateGuard:
         buffers = {x.data_ptr(): x for module in self._modules for x in map(_local, module.buffers())}
-        ours = {self._state.tensors[name].data_ptr(): self._state.tensors[name] for name in self.quantizable or ()}
-        return _ShardedModelGuard((buffers | ours).values(), self._modules)
+        weights = {self._state.tensors[name].data_ptr(): self._state.tensors[name] for name in self.quantizable or ()}
+        return _ShardedModelGuard((buffers | weights).values(), self._modules)
 
     def _reshard(self) -> None:
-        """Drop gathered weights of a forward pass, which the next one would use again instead of the shards."""
+        """Drop the gathered weights of a forward pass, which the next one would use instead of the shards."""
         for module in self._modules:
             for part in module.modules():
                 reshard = getattr(part, "reshard", None)
@@ -129,13 +128,13 @@ class ShardedModelEvaluator(TrialEvaluator):
 
     def _parameters(self) -> Iterator[tuple[Tensor, str | None]]:
         for module in self._modules:
-            kinds = layer_types_of_model(module)
+            layer_types = layer_types_of_model(module)
             for name, parameter in module.named_parameters(remove_duplicate=False):
-                yield parameter, kinds.get(name)
+                yield parameter, layer_types.get(name)
 
 
 class _ShardedModelGuard(ModelStateGuard):
-    """The same without the memory that parameters lie in: those that are in parts have none of their own."""
+    """A guard that leaves the memory of parameters alone: a sharded parameter has none of its own."""
 
     def __init__(self, tensors: Any, modules: list[nn.Module]) -> None:
         super().__init__(tensors, ())
@@ -156,7 +155,7 @@ class _ShardedModelGuard(ModelStateGuard):
 
 
 def _local(x: Any) -> Tensor:
-    """This rank's part of a parameter."""
+    """This rank's shard of a parameter."""
     local: Tensor = (x.to_local() if hasattr(x, "to_local") else x).detach()
     return local
 

@@ -24,9 +24,7 @@ from shrinkpoint.schemes.encode.records import RecordEncodingMixin
 from shrinkpoint.schemes.evaluate import (
     DegradationMetric,
     Evaluate,
-    ModelEvaluator,
     TrialEvaluator,
-    strip_wrapper_prefix,
 )
 from shrinkpoint.schemes.fisher.curvature import Curvature, SquaredGradientSource, estimate_curvatures
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights, total_entropy_bits
@@ -45,7 +43,6 @@ from shrinkpoint.schemes.fisher.probe import MeasureLossIncrease, curvatures_fro
 from shrinkpoint.schemes.fisher.steps import StepCandidates, from_log_step, reference_curvature
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.select import TensorSelection, select_tensors, unchanged_tensors
-from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON, Role
@@ -433,18 +430,13 @@ class Fisher(SpecMixin, RecordEncodingMixin):
 
     def _recorder_values(self, evaluator: TrialEvaluator | None, selection: TensorSelection) -> dict[str, Tensor]:
         """The recorder's mean squared gradients by name in the state, of masters as of their casts."""
-        if self._recorder is None or not isinstance(evaluator, ModelEvaluator | ShardedModelEvaluator):
+        if self._recorder is None or evaluator is None:
             return {}
         squares = self._recorder.square  # a copy, made by every access
         if not squares and self._recorder.ready:
             do = "make the recorder with squares=True"
             raise PolicyError("gradients", found="a recorder without squares", expected="one with squares", do=do)
-        if isinstance(evaluator, ShardedModelEvaluator):
-            recorded = evaluator.recorder_values(squares)
-        else:
-            parameters = {strip_wrapper_prefix(name): square for name, square in squares.items()}
-            names = evaluator.state_names
-            recorded = {names[name]: square for name, square in parameters.items() if name in names}
+        recorded = evaluator.recorder_values(squares)
         for name, master in selection.cast_sources.items():
             if name in recorded:
                 recorded.setdefault(master, recorded[name])

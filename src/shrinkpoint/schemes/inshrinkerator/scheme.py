@@ -20,7 +20,7 @@ from shrinkpoint.quantize.layer_types import EMBEDDING
 from shrinkpoint.quantize.statistics import LogHistogram
 from shrinkpoint.schemes import optimizer_state
 from shrinkpoint.schemes.base import check_recorder
-from shrinkpoint.schemes.evaluate import Evaluate, ModelEvaluator, TrialEvaluator, strip_wrapper_prefix
+from shrinkpoint.schemes.evaluate import Evaluate, TrialEvaluator
 from shrinkpoint.schemes.inshrinkerator.partition import (
     MAGNITUDE,
     SENSITIVITY,
@@ -35,7 +35,6 @@ from shrinkpoint.schemes.search.scheme import Fallback, SearchScheme
 from shrinkpoint.schemes.search.space import METRIC, Axis, Point, Space
 from shrinkpoint.schemes.search.strategies import diagonal
 from shrinkpoint.schemes.search.trials import Progress, SearchResult, Trials
-from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
 from shrinkpoint.sharding.global_stats import GlobalStats
 
 SPACE = Space(
@@ -172,12 +171,7 @@ class Inshrinkerator(SearchScheme):
 
     def _gradients(self, evaluator: TrialEvaluator) -> dict[str, Tensor]:
         """Recorded gradients by name in the state."""
-        if self._recorder is not None and isinstance(evaluator, ShardedModelEvaluator):
-            return evaluator.recorder_values(self._recorder.mean)
-        if self._recorder is None or not isinstance(evaluator, ModelEvaluator):
-            return {}
-        recorded = {strip_wrapper_prefix(name): mean for name, mean in self._recorder.mean.items()}
-        return {evaluator.state_names[name]: mean for name, mean in recorded.items() if name in evaluator.state_names}
+        return {} if self._recorder is None else evaluator.recorder_values(self._recorder.mean)
 
 
 @dataclass(frozen=True)
