@@ -31,7 +31,7 @@ class QuantizationPlan(RecordEncodingMixin):
         coders: coders that codes may be coded with.
         loss: for the manifest: what was tried, measured and chosen.
         values: decoded tensors that were computed already, by name; on the CPU.
-        keyframe: as of `Kept`.
+        keyframe: see `QuantizedState`.
         min_size: how many values and axes a quantized weight has at least; None if this rank lacks parts of the state,
             and so cannot tell why tensors stay exact.
     """
