@@ -168,7 +168,7 @@ class Link:
         context = context or MessageContext()
         self._check_direction(False, context)
         header_bytes = self._id_header_bytes(out.shape, context)
-        ids = self._read_ids(wire, header_bytes, context)
+        ids = _read_ids(f"link {self.name}", wire, header_bytes, context.ids)
         size = self.wire_bytes(out.shape, out.dtype, replace(context, ids=ids))
         check_wire_size(f"link {self.name}", wire, out, size, "make both ends alike")
         info, state, body = self._message_info(context, ids), self._state_for(context), wire[header_bytes:]
@@ -182,7 +182,7 @@ class Link:
         if self._raise_nonfinite:
             count = _count_nonfinite(out)
             self.stats.add_nonfinite(count)
-            self._raise_if_nonfinite(count, context)
+            _raise_if_nonfinite(self.name, count, context)
         return out
 
     def indices(self, context: MessageContext | None = None) -> Tensor | None:
@@ -205,7 +205,7 @@ class Link:
         """
         pending, self._pending_counts = self._pending_counts, []
         for context, count in pending:
-            self._raise_if_nonfinite(count, context)
+            _raise_if_nonfinite(self.name, count, context)
 
     def describe(self) -> dict[str, Any]:
         """The configuration that both ends must have in common, as plain values."""
@@ -268,24 +268,9 @@ class Link:
         header_bytes = self._id_header_bytes(tensor.shape, context)
         if not header_bytes:
             return None
-        where, expected = f"link {self.name}, sample ids", f"{header_bytes // _ID_BYTES}"
-        if context.ids is None:
-            raise PolicyError(where, found="none", expected=expected, do="give them with set_sample_ids")
-        if context.ids.numel() * _ID_BYTES != header_bytes:
-            problem, advice = f"{context.ids.numel()}", "give them with set_sample_ids"
-            raise MismatchError(where, found=problem, expected=expected, do=advice)
-        self._ids[context.key] = context.ids
-        return context.ids.to(tensor.device, torch.int64).contiguous().view(torch.uint8)
-
-    def _read_ids(self, wire: Tensor, header_bytes: int, context: MessageContext) -> Tensor | None:
-        """The sample ids in a message, checked against those of the context, if it has any."""
-        if not header_bytes or wire.dtype != torch.uint8 or wire.dim() != 1 or wire.numel() < header_bytes:
-            return context.ids  # a message of the wrong size is refused by its size
-        ids = wire[:header_bytes].clone().view(torch.int64).cpu()
-        if context.ids is not None and not torch.equal(context.ids.cpu().to(torch.int64), ids):
-            problem, expected = f"the samples {ids.tolist()[:8]}", f"{context.ids.tolist()[:8]}, as this end was told"
-            raise MismatchError(f"link {self.name}", found=problem, expected=expected, do="give both ends the same ids")
-        return ids
+        ids = _check_ids(f"link {self.name}, sample ids", context.ids, header_bytes // _ID_BYTES)
+        self._ids[context.key] = ids
+        return ids.to(tensor.device, torch.int64).contiguous().view(torch.uint8)
 
     def _remember(self, context: MessageContext, info: MessageInfo, wire: Tensor, tensor: Tensor) -> None:
         if type(self.compressor).indices is not Compressor.indices:  # others do not read the message
@@ -313,12 +298,33 @@ class Link:
             if self._raise_nonfinite:
                 self._pending_counts.append((context, count))
 
-    def _raise_if_nonfinite(self, count: Tensor, context: MessageContext) -> None:
-        if int(count):
-            where = f"link {self.name}, micro-batch {context.slot}, tensor {context.tensor}"
-            advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
-            problem = f"{int(count)} values that are not finite"
-            raise PolicyError(where, found=problem, expected=FINITE_VALUES, do=advice)
+
+def _check_ids(where: str, ids: Tensor | None, count: int) -> Tensor:
+    advice = "give them with set_sample_ids"
+    if ids is None:
+        raise PolicyError(where, found="none", expected=f"{count}", do=advice)
+    if ids.numel() != count:
+        raise MismatchError(where, found=f"{ids.numel()}", expected=f"{count}", do=advice)
+    return ids
+
+
+def _read_ids(where: str, wire: Tensor, header_bytes: int, expected_ids: Tensor | None) -> Tensor | None:
+    """The sample ids in a message, checked against those that are expected, if any are."""
+    if not header_bytes or wire.dtype != torch.uint8 or wire.dim() != 1 or wire.numel() < header_bytes:
+        return expected_ids  # a message of the wrong size is refused by its size
+    ids = wire[:header_bytes].clone().view(torch.int64).cpu()
+    if expected_ids is not None and not torch.equal(expected_ids.cpu().to(torch.int64), ids):
+        problem, expected = f"the samples {ids.tolist()[:8]}", f"{expected_ids.tolist()[:8]}, as this end was told"
+        raise MismatchError(where, found=problem, expected=expected, do="give both ends the same ids")
+    return ids
+
+
+def _raise_if_nonfinite(name: str, count: Tensor, context: MessageContext) -> None:
+    if int(count):
+        where = f"link {name}, micro-batch {context.slot}, tensor {context.tensor}"
+        advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
+        problem = f"{int(count)} values that are not finite"
+        raise PolicyError(where, found=problem, expected=FINITE_VALUES, do=advice)
 
 
 def _count_nonfinite(tensor: Tensor) -> Tensor:
