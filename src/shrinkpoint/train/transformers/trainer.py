@@ -116,8 +116,7 @@ class ShrinkTrainer(Trainer):
             raise
         finally:
             self._loaded_parts.clear()
-            if self._saver.checkpointer is not None:
-                self._saver.checkpointer.close()
+            self._saver.close()
         return result
 
     def wait_for_checkpoint(self) -> SaveReport | None:
@@ -345,10 +344,14 @@ class _ModelCheckpointer:
         assert self._recorder is not None
         return self._recorder
 
-    def reset(self) -> None:
-        """Release the checkpointer, and with it the model."""
+    def close(self) -> None:
+        """Wait for the last save, and free the memory of the checkpointer, which may save again."""
         if self.checkpointer is not None:
             self.checkpointer.close()
+
+    def reset(self) -> None:
+        """Release the checkpointer, and with it the model."""
+        self.close()
         self.checkpointer, self._model, self._recorder = None, None, None
 
     @property
