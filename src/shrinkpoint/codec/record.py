@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 
+import numpy as np
 from torch import Tensor
 
 from shrinkpoint import _native
@@ -38,6 +40,8 @@ from shrinkpoint.tensors.info import ITEMSIZE, EncodedRecord, TensorInfo
 _CASTS = {("F32", "BF16"), ("F32", "F16")}  # (dtype of the source, dtype of the copy)
 _MERGE_GAP = 1 << 16
 """Bytes between two ranges of a plain or copied stream up to which one read of both is faster than two."""
+_MAX_SMALL_BYTES = 1 << 14
+"""Bytes of a tensor up to which it is copied together with its neighbours."""
 
 
 def encode_plain(name: str, infos: Sequence[TensorInfo], tensors: Mapping[str, Tensor]) -> EncodedRecord:
@@ -105,19 +109,28 @@ class CopyDecoder(RecordDecoder):
         return [self._source_range(span) for span in self._tensor_ranges(lo, hi)]
 
     def decode(self, lo: int, hi: int, inputs: DecodeInputs) -> list[DecodedPart]:
-        out = []
-        for span in self._tensor_ranges(lo, hi):
-            source, values = self._sources[span.member], inputs.fetch(self._source_range(span))
-            if source.dtype == span.info.dtype:
-                copy = inputs.allocate(values.nbytes)
-                copy[:] = values
+        out: list[DecodedPart] = []
+        for (source, dtype, _), batch in groupby(self._tensor_ranges(lo, hi), self._batch_key):
+            spans = [*batch]
+            values = [inputs.fetch(self._source_range(span)) for span in spans]
+            if len(values) == 1 and source != dtype:
+                copies = cast(values[0], source, dtype)
             else:
-                skipped = span.begin % ITEMSIZE[span.info.dtype]
-                copy = cast(values, source.dtype, span.info.dtype)[skipped : skipped + span.end - span.begin]
-            out.append(DecodedPart(copy))
+                copies = inputs.allocate(sum(array.nbytes for array in values))
+                copies = cast(np.concatenate(values, out=copies), source, dtype)
+            size, start = 1 if source == dtype else ITEMSIZE[dtype], 0
+            for span in spans:  # the first and the last may begin and end inside of a number
+                begin = start + span.begin % size
+                out.append(DecodedPart(copies[begin : begin + span.end - span.begin]))
+                start = begin - span.begin + -(-span.end // size) * size
         if inputs.digests is not None:
             inputs.digests.check_values(part.values for part in out)
         return out
+
+    def _batch_key(self, span: TensorRange) -> tuple[str, str, int]:
+        """Group consecutive small tensors, each call for which would cost more than its copying."""
+        small = span.info.nbytes <= _MAX_SMALL_BYTES
+        return self._sources[span.member].dtype, span.info.dtype, -1 if small else span.member
 
     def _source_range(self, span: TensorRange) -> ByteRange:
         source, size = self._sources[span.member], ITEMSIZE[span.info.dtype]
@@ -203,12 +216,12 @@ def decode(
         if decoder.uses_parent:
             sources.check_parent(encoded.infos)
         inputs = DecodeInputs(sources.fetch, sources.fetch_params, default_threads(threads), allocate, digests)
-        parts = decoder.decode(0, decoder.count, inputs)
-        pairs = [*zip(encoded.infos, parts, strict=True)]
-        return Reference(
-            {info.name: tensor_from_bytes(part.values, info) for info, part in pairs},
-            {info.name: part.quantized for info, part in pairs if part.quantized is not None},
-        )
+        tensors, forms = {}, {}
+        for info, part in zip(encoded.infos, decoder.decode(0, decoder.count, inputs), strict=True):
+            tensors[info.name] = tensor_from_bytes(part.values, info)
+            if part.quantized is not None:
+                forms[info.name] = part.quantized
+        return Reference(tensors, forms)
 
 
 class _DecodedSources:
