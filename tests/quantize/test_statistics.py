@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-import textwrap
 
 import numpy as np
 import pytest
 import torch
-from helpers.timeouts import PATIENCE
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -210,42 +206,6 @@ def test_requests_out_of_range_are_refused():
             sketch.value_at_rank(rank)
     with pytest.raises(PolicyError, match="the same alpha"):
         sketch + LogHistogram.empty(0.1)
-
-
-RANK = """
-    import sys, torch
-    from torch import distributed
-    from shrinkpoint.quantize.statistics import LogHistogram
-    rank, meeting, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-    shard = LogHistogram.from_tensor(torch.randn(5000, generator=torch.Generator().manual_seed(rank)) * 10.0**rank)
-    before = shard.counts.clone()
-    whole = shard.all_reduce()
-    assert torch.equal(shard.counts, before)
-    torch.save(whole.counts, out)
-    distributed.destroy_process_group()
-"""
-
-
-def test_the_shards_of_two_ranks_become_the_whole_on_both(tmp_path):
-    outs = [tmp_path / "0.pt", tmp_path / "1.pt"]
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", textwrap.dedent(RANK), str(rank), str(tmp_path / "meeting"), str(out)])
-        for rank, out in enumerate(outs)
-    ]
-    try:
-        assert [process.wait(PATIENCE) for process in ranks] == [0, 0]
-    finally:
-        for process in ranks:
-            process.kill()
-    shards = [torch.randn(5000, generator=torch.Generator().manual_seed(rank)) * 10.0**rank for rank in (0, 1)]
-    whole = LogHistogram.from_tensor(torch.cat(shards))
-    assert all(torch.equal(torch.load(out), whole.counts) for out in outs)
-
-
-def test_without_a_process_group_a_shard_is_the_whole():
-    sketch = LogHistogram.from_tensor(torch.ones(3))
-    assert torch.equal(sketch.all_reduce().counts, sketch.counts)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,12 @@
-"""Quantizes to the centers of a codebook; computes centers by weighted k-means (arXiv 2306.11800, "Quantization")."""
+"""Quantizes to the centers of a codebook; computes centers by weighted k-means (arXiv 2306.11800, "Quantization").
+
+The histogram of a sketch is clustered, which has a few thousand cells however large the tensor. `kmeans_codebook`
+computes centers and `quantize_to_codebook` codes, so that a search can share the centers.
+"""
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +22,14 @@ CPU_BLOCK = 1 << 15
 """Values per block and thread on the CPU, so that temporaries stay in the cache."""
 MAX_LINEAR_CENTERS = 16
 """Up to this many centers, the CPU compares with each in turn; measured twice as fast as a binary search."""
+SIGMA = 0.2
+"""Weight of density against magnitude; the paper's choice for all its experiments."""
+MIN_CENTER_MOVE = 0.01
+"""Previous centers are reused unchanged if none would move by more than this share."""
+MAX_REUSED_ERROR = 12.0
+"""Previous centers whose mean squared error exceeds this times the variance over `bins**2` are compared with new ones.
+Optimal centers have 2.7 for Gaussian values (Panter and Dite, 1951), and 9 for Laplacian ones."""
+_Array: TypeAlias = npt.NDArray[np.float64]
 
 
 def assign(tensor: Tensor, centers: Tensor, first_code: int) -> Tensor:
@@ -38,7 +52,10 @@ def assign(tensor: Tensor, centers: Tensor, first_code: int) -> Tensor:
     check_bins(centers.numel(), first_code)
     distinct, counts = torch.unique_consecutive(centers.to("cpu", torch.float32), return_counts=True)
     bounds, flat = _midpoints(distinct), tensor.detach().reshape(-1)
-    cells = _assign_cpu(flat, bounds) if flat.device.type == "cpu" else _assign_gpu(flat, bounds.to(flat.device))
+    if flat.device.type == "cpu":
+        cells = _count_bounds_below(flat, bounds)
+    else:
+        cells = torch.bucketize(flat.float(), bounds.to(flat.device), out_int32=True).to(torch.uint8)
     if distinct.numel() < centers.numel():
         firsts = (counts.cumsum(0) - counts).to(device=flat.device, dtype=torch.uint8)
         cells = firsts.index_select(0, cells.to(torch.int32))
@@ -46,18 +63,14 @@ def assign(tensor: Tensor, centers: Tensor, first_code: int) -> Tensor:
 
 
 def check_bins(bins: int, first_code: int) -> None:
-    """Check that `bins` centers after `first_code` codes of fixed meaning fit into a byte.
-
-    Raises:
-        PolicyError: they do not.
-    """
+    """Raise PolicyError unless `bins` centers after `first_code` codes of fixed meaning fit into a byte."""
     max_bins = MAX_CODES - first_code
     if not 1 <= bins <= max_bins:
         raise PolicyError("bins", found=f"{bins}", expected=f"1 to {max_bins}", do="ask for a number in that range")
 
 
 def _midpoints(centers: Tensor) -> Tensor:
-    """Return the midpoints of neighbouring centers, rounded down to float32."""
+    """The midpoints of neighbouring centers, rounded down to float32."""
     wide = centers.double()
     exact = (wide[1:] + wide[:-1]) / 2
     nearest = exact.float()
@@ -65,37 +78,20 @@ def _midpoints(centers: Tensor) -> Tensor:
     return torch.where(nearest.double() > exact, below, nearest)
 
 
-def _assign_cpu(flat: Tensor, bounds: Tensor) -> Tensor:
-    out = torch.zeros(flat.numel(), dtype=torch.uint8)
-    count = _assign_linear if bounds.numel() < MAX_LINEAR_CENTERS else _assign_searchsorted
+def _count_bounds_below(flat: Tensor, bounds: Tensor) -> Tensor:
+    """How many bounds each value exceeds, uint8, block by block on the CPU."""
+    counts = torch.zeros(flat.numel(), dtype=torch.uint8)
     size = CPU_BLOCK * torch.get_num_threads()
-    for values, cells in zip(torch.split(flat, size), torch.split(out, size), strict=True):
-        count(values.float(), bounds, cells)
-    return out
-
-
-def _assign_linear(values: Tensor, bounds: Tensor, cells: Tensor) -> None:
-    above = torch.empty(values.shape, dtype=torch.bool)
-    for bound in bounds.tolist():
-        torch.gt(values, bound, out=above)
-        cells.add_(above.view(torch.uint8))
-
-
-def _assign_searchsorted(values: Tensor, bounds: Tensor, cells: Tensor) -> None:
-    cells.copy_(torch.bucketize(values, bounds, out_int32=True))
-
-
-def _assign_gpu(flat: Tensor, bounds: Tensor) -> Tensor:
-    return torch.bucketize(flat.float(), bounds, out_int32=True).to(torch.uint8)
-
-
-SIGMA = 0.2
-"""Weight of density against magnitude; the paper's choice for all its experiments."""
-MIN_CENTER_MOVE = 0.01
-"""Previous centers are reused unchanged if none would move by more than this share."""
-MAX_REUSED_ERROR = 12.0
-"""Previous centers whose mean squared error exceeds this times the variance over `bins**2` are compared with new ones.
-Optimal centers have 2.7 for Gaussian values (Panter and Dite, 1951), and 9 for Laplacian ones."""
+    for block, block_counts in zip(torch.split(flat, size), torch.split(counts, size), strict=True):
+        values = block.float()
+        if bounds.numel() >= MAX_LINEAR_CENTERS:
+            block_counts.copy_(torch.bucketize(values, bounds, out_int32=True))
+            continue
+        above = torch.empty(values.shape, dtype=torch.bool)
+        for bound in bounds.tolist():
+            torch.gt(values, bound, out=above)
+            block_counts.add_(above.view(torch.uint8))
+    return counts
 
 
 def sample_weights(values: HistogramArray, counts: HistogramArray, sigma: float = SIGMA) -> Tensor:
@@ -157,21 +153,26 @@ def kmeans_codebook(
         PolicyError: there are too many `bins` for a byte, or `init` has another number of centers.
     """
     check_bins(bins, RESERVED_CODES)
-    previous = None if init is None else _check_init(init, bins)
-    points, sizes, weights = _nonempty_cells(values, counts, sigma)
+    if init is not None and init.numel() != bins:
+        raise PolicyError("start", found=f"{init.numel()} centers", expected=f"{bins}", do="start without them")
+    previous = None if init is None else to_float64(init).reshape(-1)
+    present = to_float64(counts) > 0
+    cells, cell_counts = to_float64(values)[present], to_float64(counts)[present]
+    points, sizes, weights = cells.numpy(), cell_counts.numpy(), sample_weights(cells, cell_counts, sigma).numpy()
     if not points.size:
         return torch.zeros(bins) if previous is None else previous.float()
 
-    def random_start() -> npt.NDArray[np.float64]:
+    def random_start() -> _Array:
         return _native.kmeans_plus_plus(points, weights, bins, seed=seed, squared=squared)
 
-    def iterate(start: npt.NDArray[np.float64]) -> Tensor:
+    def iterate(start: _Array) -> Tensor:
         return to_float64(_native.kmeans(points, weights, start, iterations=iterations, tolerance=tolerance))
 
     centers = iterate(random_start() if previous is None else previous.numpy())
     if previous is not None:
         error = _mean_squared_error(points, sizes, centers)
-        if error > MAX_REUSED_ERROR * _variance(points, sizes) / bins**2:
+        variance = _mean_squared_error(points, sizes, torch.tensor([np.average(points, weights=sizes)]))
+        if error > MAX_REUSED_ERROR * variance / bins**2:
             fresh = iterate(random_start())
             if 2 * _mean_squared_error(points, sizes, fresh) < error:  # the previous centers are of other weights
                 previous, centers = None, fresh
@@ -179,6 +180,27 @@ def kmeans_codebook(
         return previous.float()
     limit = torch.finfo(torch.float32).max  # a representative may lie above the largest value
     return centers.clamp(-limit, limit).float()
+
+
+def _normalize(values: Tensor) -> Tensor:
+    total = values.sum()
+    return values / total if total > 0 else torch.full_like(values, 1 / max(1, values.numel()))
+
+
+def _mean_squared_error(points: _Array, counts: _Array, centers: Tensor) -> float:
+    """The mean squared distance of values to their nearest center."""
+    levels = centers.sort().values.numpy()
+    nearest = levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, points)]
+    return float((counts * (points - nearest) ** 2).sum() / counts.sum())
+
+
+def _max_center_move(previous: Tensor, centers: Tensor) -> float:
+    """The largest move of a center, as a share of its magnitude or of the gap to its nearer neighbour."""
+    no_gap = torch.tensor([torch.inf if previous.numel() > 1 else 0.0], dtype=torch.float64)
+    gaps = previous.diff()
+    scale = torch.maximum(previous.abs(), torch.minimum(torch.cat([no_gap, gaps]), torch.cat([gaps, no_gap])))
+    moves = (centers - previous).abs()
+    return float(torch.where(moves > 0, moves / scale, moves).max())
 
 
 def quantize_to_codebook(
@@ -200,8 +222,8 @@ def quantize_to_codebook(
         tensor: bfloat16, float16 or float32; finite; any shape and strides.
         centers: ascending and finite, as from `kmeans_codebook`.
         pruned, protected: bool, of the shape of `tensor`, on its device. A value that is both is protected.
-        noise: float32, of the shape of `tensor`, uniform in [0, 1): values are rounded up or down at random
-            (`assign_stochastic`), and `pruned` masks nothing; None: to the nearest.
+        noise: float32, of the shape of `tensor`, uniform in [0, 1): values are rounded to the center below or above at
+            random, so that the expected center is the value, and `pruned` masks nothing; None: to the nearest.
         zero: with `noise`, whether zero is a level; None: if anything is pruned.
 
     Raises:
@@ -210,38 +232,28 @@ def quantize_to_codebook(
     limit = torch.finfo(tensor.dtype).max
     centers = centers.detach().to("cpu", torch.float32).clamp(-limit, limit)
     exact = torch.empty(0, dtype=torch.bfloat16, device=tensor.device)
-    if noise is None:
-        codes = assign(tensor, centers, RESERVED_CODES)
-    else:
+    if noise is not None:
         zero = (pruned is not None and bool(pruned.any())) if zero is None else zero
-        codes = assign_stochastic(tensor, centers, RESERVED_CODES, noise, zero=zero)
-    if pruned is not None and noise is None:
-        codes.masked_fill_(_check_mask("pruned", pruned, tensor), 0)
+        codes = _assign_stochastic(tensor, centers, noise, zero=zero)
+    else:
+        codes = assign(tensor, centers, RESERVED_CODES)
+        if pruned is not None:
+            codes.masked_fill_(_check_mask("pruned", pruned, tensor), 0)
     if protected is not None:
         codes.masked_fill_(_check_mask("protected", protected, tensor), 1)
-        exact = _to_bfloat16(tensor.detach()[protected])
+        max_exact = 65280.0 if tensor.dtype == torch.float16 else torch.finfo(torch.bfloat16).max
+        exact = tensor.detach()[protected].to(torch.float32).clamp(-max_exact, max_exact).to(torch.bfloat16)
     return CodebookTensor(codes, centers, exact, RESERVED_CODES)
 
 
-def assign_stochastic(tensor: Tensor, centers: Tensor, first_code: int, noise: Tensor, *, zero: bool) -> Tensor:
-    """Return the code of the level below or above every value, at random, so that the expected level is the value.
+def _assign_stochastic(tensor: Tensor, centers: Tensor, noise: Tensor, *, zero: bool) -> Tensor:
+    """Codes of the level below or above every value, at random; values beyond the ends get the end.
 
     This matters right after a restore, when all values lie on levels: rounding to the nearest would undo most updates
-    of the training, whereas stochastic rounding keeps them on average. Values on a level keep it; values beyond the
-    ends get the end.
-
-    Args:
-        tensor: floats; finite; any shape.
-        centers: ascending.
-        first_code: the code of the first center.
-        noise: float32, of the shape of `tensor`, uniform in [0, 1).
-        zero: whether zero is a level as well; its code is 0.
-
-    Returns:
-        uint8, contiguous, of the shape of `tensor` and on its device.
+    of the training, whereas stochastic rounding keeps them on average.
     """
-    levels = centers.to(torch.float32)
-    codes = torch.arange(first_code, first_code + levels.numel(), dtype=torch.uint8)
+    codes = torch.arange(RESERVED_CODES, RESERVED_CODES + centers.numel(), dtype=torch.uint8)
+    levels = centers
     if zero:
         levels, order = torch.cat([levels, torch.zeros(1)]).sort(stable=True)
         codes = torch.cat([codes, torch.zeros(1, dtype=torch.uint8)])[order]
@@ -253,59 +265,8 @@ def assign_stochastic(tensor: Tensor, centers: Tensor, first_code: int, noise: T
     return codes.to(tensor.device).index_select(0, torch.where(up, above, below)).reshape(tensor.shape)
 
 
-def _normalize(values: Tensor) -> Tensor:
-    total = values.sum()
-    return values / total if total > 0 else torch.full_like(values, 1 / max(1, values.numel()))
-
-
-def _nonempty_cells(
-    values: HistogramArray, counts: HistogramArray, sigma: float
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return values, counts and weights of the cells that are not empty."""
-    present = to_float64(counts) > 0
-    points, sizes = to_float64(values)[present], to_float64(counts)[present]
-    return points.numpy(), sizes.numpy(), sample_weights(points, sizes, sigma).numpy()
-
-
-def _mean_squared_error(points: npt.NDArray[np.float64], counts: npt.NDArray[np.float64], centers: Tensor) -> float:
-    """Return the mean squared distance of values to their nearest center."""
-    levels = centers.sort().values.numpy()
-    nearest = levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, points)]
-    return float((counts * (points - nearest) ** 2).sum() / counts.sum())
-
-
-def _variance(points: npt.NDArray[np.float64], counts: npt.NDArray[np.float64]) -> float:
-    mean = (counts * points).sum() / counts.sum()
-    return float((counts * (points - mean) ** 2).sum() / counts.sum())
-
-
-def _check_init(init: Tensor, bins: int) -> Tensor:
-    if init.numel() == bins:
-        return to_float64(init).reshape(-1)
-    raise PolicyError("start", found=f"{init.numel()} centers", expected=f"{bins}", do="start without them")
-
-
-def _max_center_move(previous: Tensor, centers: Tensor) -> float:
-    """Return the largest move of a center, as a share of its magnitude or of the gap to its nearer neighbour."""
-    no_gap = torch.tensor([torch.inf if previous.numel() > 1 else 0.0], dtype=torch.float64)
-    gaps = previous.diff()
-    scale = torch.maximum(previous.abs(), torch.minimum(torch.cat([no_gap, gaps]), torch.cat([gaps, no_gap])))
-    moves = (centers - previous).abs()
-    return float(torch.where(moves > 0, moves / scale, moves).max())
-
-
 def _check_mask(name: str, mask: Tensor, tensor: Tensor) -> Tensor:
     if mask.shape == tensor.shape:
         return mask
-    raise PolicyError(
-        name,
-        found=f"a mask of shape {list(mask.shape)}",
-        expected=f"{list(tensor.shape)}, that of the tensor",
-        do="give one bool for every value",
-    )
-
-
-def _to_bfloat16(tensor: Tensor) -> Tensor:
-    """Cast to bfloat16, clamped to the largest value that is finite in the tensor's dtype."""
-    limit = 65280.0 if tensor.dtype == torch.float16 else torch.finfo(torch.bfloat16).max
-    return tensor.to(torch.float32).clamp(-limit, limit).to(torch.bfloat16)
+    found, expected = f"a mask of shape {list(mask.shape)}", f"{list(tensor.shape)}, that of the tensor"
+    raise PolicyError(name, found=found, expected=expected, do="give one bool for every value")

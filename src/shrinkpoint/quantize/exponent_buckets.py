@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from shrinkpoint import validate
 from shrinkpoint.codec.codebook_tensor import MAX_CODES, RESERVED_CODES, CodebookTensor
 from shrinkpoint.errors import PolicyError
 
@@ -70,14 +71,11 @@ class ExponentBuckets:
         """
         present = (torch.nonzero(self.counts[1:]).reshape(-1) + 1).tolist()
         order = sorted(present, key=lambda bucket: (-(bucket // 2), -int(self.counts[bucket]), bucket))
-        ids = torch.tensor(sorted(order[: 2**bits - 1], key=self._minimum_of), dtype=torch.int64)
+        ids = torch.tensor(sorted(order[: 2**bits - 1], key=lambda i: float(self.minimum[i])), dtype=torch.int64)
         minimum, maximum = self.minimum[ids], self.maximum[ids]
         if representative == "mean":  # clamped, because a rounded sum may give another mean of equal values
             return ids, (self.sums[ids] / self.counts[ids]).float().clamp(minimum, maximum)
         return ids, ((minimum.double() + maximum.double()) / 2).float()
-
-    def _minimum_of(self, bucket: int) -> float:
-        return float(self.minimum[bucket])
 
 
 def bucket_ids(tensor: Tensor) -> Tensor:
@@ -108,30 +106,18 @@ def quantize_exponents(
     Raises:
         PolicyError: `bits` or `representative` is out of range.
     """
-    check_bits(bits, representative)
+    if type(bits) is not int or not 1 <= bits <= 8:
+        raise PolicyError("bits", found=f"{bits!r}", expected="1 to 8", do="take 2 or 3, as the paper does")
+    validate.check_choice("representative", representative, get_args(Representative))
     buckets = [ExponentBuckets.from_tensor(difference) for difference in differences]
     if shared and buckets:
         buckets = [sum(buckets[1:], buckets[0])] * len(buckets)
-    return [
-        promote(difference, own, bits, representative) for difference, own in zip(differences, buckets, strict=True)
-    ]
-
-
-def check_bits(bits: int, representative: Representative) -> None:
-    """Raise PolicyError unless `bits` is 1 to 8 and `representative` a `Representative`."""
-    if type(bits) is not int or not 1 <= bits <= 8:
-        raise PolicyError("bits", found=f"{bits!r}", expected="1 to 8", do="take 2 or 3, as the paper does")
-    if representative not in get_args(Representative):
-        expected = " or ".join(map(repr, get_args(Representative)))
-        raise PolicyError("representative", found=repr(representative), expected=expected, do="choose one of them")
+    return [promote(x, own, bits, representative) for x, own in zip(differences, buckets, strict=True)]
 
 
 def promote(tensor: Tensor, buckets: ExponentBuckets, bits: int, representative: Representative) -> CodebookTensor:
     """Quantize a difference, or a shard of one, with the buckets promoted by the statistics of all."""
-    return _promoted_codes(tensor, *buckets.promoted(bits, representative))
-
-
-def _promoted_codes(tensor: Tensor, promoted: Tensor, values: Tensor) -> CodebookTensor:
+    promoted, values = buckets.promoted(bits, representative)
     first_code, zero_code = RESERVED_CODES, 0
     if promoted.numel() > MAX_CODES - RESERVED_CODES:  # every code of a byte is needed: zero becomes a center
         first_code, zero_code = 0, int((values < 0).sum())

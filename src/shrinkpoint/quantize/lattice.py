@@ -10,8 +10,6 @@ from shrinkpoint import _native
 from shrinkpoint.codec.lattice import MAX_LATTICE_CODE, Lattice, LatticeTensor, as_matrix, matrix_shape
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
-_NATIVE_DTYPES = (torch.float32, torch.bfloat16)
-
 
 def quantize_to_lattice(
     tensor: Tensor,
@@ -35,21 +33,19 @@ def quantize_to_lattice(
     Returns:
         The quantized tensor; None if some value lies beyond all points.
     """
-    if tensor.device.type == "cpu":
-        native = tensor if tensor.dtype in _NATIVE_DTYPES else tensor.to(torch.float32)
-        codes = _quantize_native(native, lattice, second_moments, previous_codes, hysteresis)
-    else:
-        codes = _quantize_torch(tensor, lattice, second_moments, previous_codes, hysteresis)
+    quantize = _quantize_native if tensor.device.type == "cpu" else _quantize_torch
+    codes = quantize(tensor, lattice, second_moments, previous_codes, hysteresis)
     return None if codes is None else LatticeTensor(codes.reshape(tensor.shape), lattice, relative_to)
 
 
 def _quantize_native(
     tensor: Tensor, lattice: Lattice, second_moments: Tensor | None, previous_codes: Tensor | None, hysteresis: float
 ) -> Tensor | None:
+    native = tensor if tensor.dtype in (torch.float32, torch.bfloat16) else tensor.to(torch.float32)
     codes = _native.empty(2 * tensor.numel())
     fits = _native.lattice_quantize(
         lattice.to_native(matrix_shape(tuple(tensor.shape))),
-        tensor_bytes(tensor),
+        tensor_bytes(native),
         codes,
         squares=None if second_moments is None else tensor_bytes(second_moments.to("cpu", torch.float32)),
         previous=None if previous_codes is None else tensor_bytes(previous_codes.cpu()),

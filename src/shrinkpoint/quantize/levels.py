@@ -1,4 +1,4 @@
-"""Quantizes to levels that follow from a range: a uniform grid, or geometric levels."""
+"""Quantizes to levels that follow from a range: a uniform grid, or geometric levels for moments."""
 
 from __future__ import annotations
 
@@ -64,10 +64,11 @@ def grid_histogram(tensor: Tensor, limits: tuple[float, float], bins: int = MAX_
 
 
 def variable_bins(entropies: Sequence[float], min_bins: int, max_bins: int) -> list[int]:
-    """Return the number of bins of each tensor, a power of two that grows with its entropy.
+    """Return the number of bins of each tensor, a power of two that grows with its entropy, as in QD-Compressor.
 
     Bits are interpolated from log2 of `min_bins` at the lowest entropy to log2 of `max_bins` at the highest, and
-    rounded, halves up. This rule is ours: the paper prints none. If all entropies are equal, all get `max_bins`.
+    rounded, halves up. This rule is ours: arXiv 2306.11800, where the two are searched, prints none. If all
+    entropies are equal, all get `max_bins`.
 
     Args:
         entropies: bits per value of each tensor.
@@ -77,18 +78,15 @@ def variable_bins(entropies: Sequence[float], min_bins: int, max_bins: int) -> l
         PolicyError: `min_bins` and `max_bins` are not powers of two in this order.
     """
     if not 1 <= min_bins <= max_bins <= MAX_CODES or min_bins & (min_bins - 1) or max_bins & (max_bins - 1):
-        expected = f"two powers of two in ascending order, at most {MAX_CODES}"
-        raise PolicyError(
-            "bins", found=f"at least {min_bins}, at most {max_bins}", expected=expected, do="take 8, 16, ... 256"
+        found, expected = (
+            f"at least {min_bins}, at most {max_bins}",
+            f"two powers of two in ascending order, at most {MAX_CODES}",
         )
+        raise PolicyError("bins", found=found, expected=expected, do="take 8, 16, ... 256")
     low, high = min(entropies, default=0.0), max(entropies, default=0.0)
     min_bits, max_bits = math.log2(min_bins), math.log2(max_bins)
-
-    def num_bins(entropy: float) -> int:
-        fraction = (entropy - low) / (high - low) if high > low else 1.0
-        return 1 << math.floor(min_bits + (max_bits - min_bits) * fraction + 0.5)
-
-    return [num_bins(entropy) for entropy in entropies]
+    fractions = [(entropy - low) / (high - low) if high > low else 1.0 for entropy in entropies]
+    return [1 << math.floor(min_bits + (max_bits - min_bits) * fraction + 0.5) for fraction in fractions]
 
 
 MIN_LEVEL = 1e-30
@@ -108,6 +106,9 @@ def quantize_log(
     limits: tuple[float, float] | None = None,
 ) -> CodebookTensor:
     """Quantize to the nearest of levels with a constant ratio `r` of neighbours; zero stays zero.
+
+    Made for moments, whose magnitudes span many octaves, and whose second ones must not become zero: Adam's next step
+    would be huge.
 
     Levels range from a floor to the largest magnitude. The floor is the smallest nonzero magnitude, at least 1e-30, or
     a higher one below which at most `share` of the values lie, so that few tiny values do not stretch the levels. Then
@@ -133,9 +134,8 @@ def quantize_log(
         raise PolicyError("share", found=f"{share}", expected="0 or more, below 1", do="take the default, 0.001")
     flat = tensor.detach().float()
     if not signed and bool((flat < 0).any()):
-        raise PolicyError(
-            "tensor", found="a negative value", expected="none, as signed is false", do="pass signed=True"
-        )
+        expected = "none, as signed is false"
+        raise PolicyError("tensor", found="a negative value", expected=expected, do="pass signed=True")
     magnitudes = flat.abs()
     low, high = limits or log_range(magnitudes, share)
     steps = log_levels(low, high, bins // 2 if signed else bins)

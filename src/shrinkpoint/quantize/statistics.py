@@ -1,4 +1,4 @@
-"""Statistics of values and codes: quantile sketches, entropy, standard deviation."""
+"""Statistics of values and codes: quantile sketches with a bounded relative error, entropy, standard deviation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy.typing as npt
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from shrinkpoint.codec.lattice import as_matrix
 from shrinkpoint.errors import PolicyError, StateError
@@ -35,9 +35,12 @@ _MAX_BLOCK_VALUES = 1 << 24
 
 @dataclass(frozen=True)
 class LogHistogram:
-    """A sketch: the number of values in each bucket of a logarithmic histogram.
+    """A quantile sketch: the number of values in each bucket of a logarithmic histogram.
 
-    Values must be finite. The sum of sketches of the same `alpha` is the sketch of all their values.
+    The simplified parallel DDSketch of arXiv 2306.11800: a value x falls into bucket `ceil(log_gamma |x|)`, and buckets
+    never collapse. Here they range from 1e-30 to the largest float32, so that a sketch is a dense vector of the same
+    length for every tensor. The sum of sketches of the same `alpha` is the sketch of all their values, which must be
+    finite.
 
     Attributes:
         alpha: the largest relative error of a quantile whose magnitude is at least `MIN_MAGNITUDE`.
@@ -95,9 +98,8 @@ class LogHistogram:
             if tensor.dtype != torch.float64:  # float64 values may be too small for float32
                 block = block.to(torch.float32)
             _check_finite(block, where)
-            ids.view(-1)[start : start + step] = _compute_bucket_ids(
-                block, 1 / _log_gamma(alpha), _bucket_offset(alpha)
-            )
+            logs = block.abs().clamp_(min=MIN_MAGNITUDE).log_().mul_(1 / _log_gamma(alpha)).ceil_()
+            ids.view(-1)[start : start + step] = logs.sub_(_bucket_offset(alpha)).mul_(block.sign())
         return ids
 
     @staticmethod
@@ -122,24 +124,9 @@ class LogHistogram:
             PolicyError: they differ in `alpha`.
         """
         if self.alpha != other.alpha:
-            raise PolicyError(
-                "sketch", found=f"sketches of alpha {self.alpha} and {other.alpha}", expected="the same alpha"
-            )
+            found = f"sketches of alpha {self.alpha} and {other.alpha}"
+            raise PolicyError("sketch", found=found, expected="the same alpha")
         return LogHistogram(self.alpha, self.counts + other.counts.to(self.counts.device))
-
-    def all_reduce(self, group: distributed.ProcessGroup | None = None) -> LogHistogram:
-        """Return the sketch of the values of all ranks; without a process group, this sketch.
-
-        A collective: every rank of the group must call it, with the same `alpha`.
-        """
-        if not (distributed.is_available() and distributed.is_initialized()):
-            return self
-        device = self.counts.device
-        if device.type == "cpu" and distributed.get_backend(group) == "nccl":
-            device = torch.device("cuda", torch.cuda.current_device())
-        counts = self.counts.to(device, copy=True)
-        distributed.all_reduce(counts, group=group)
-        return LogHistogram(self.alpha, counts.to(self.counts.device))
 
     @property
     def count(self) -> int:
@@ -180,9 +167,8 @@ class LogHistogram:
         """
         cumulative = self.counts.cumsum(0)
         if not 0 <= rank < int(cumulative[-1]):
-            raise PolicyError(
-                "rank", found=f"{rank}", expected=f"one of {int(cumulative[-1])} values", do="count values first"
-            )
+            expected = f"one of {int(cumulative[-1])} values"
+            raise PolicyError("rank", found=f"{rank}", expected=expected, do="count values first")
         position = torch.searchsorted(cumulative, rank, right=True)
         return float(self._bucket_values(position.cpu()))
 
@@ -232,10 +218,6 @@ def _log_gamma(alpha: float) -> float:
 def _bucket_offset(alpha: float) -> int:
     """Return what is subtracted from `ceil(log_gamma |x|)`: the smallest id is 1, with a spare bucket for rounding."""
     return math.ceil(math.log(MIN_MAGNITUDE) / _log_gamma(alpha)) - 2
-
-
-def _compute_bucket_ids(values: Tensor, scale: float, offset: int) -> Tensor:
-    return values.abs().clamp_(min=MIN_MAGNITUDE).log_().mul_(scale).ceil_().sub_(offset).mul_(values.sign())
 
 
 def _check_finite(values: Tensor, where: str) -> None:
