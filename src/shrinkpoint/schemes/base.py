@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -147,6 +148,11 @@ def format_value(value: object) -> str:
         return repr(value)
     name = getattr(value, "__name__", None)
     return f"<{name if isinstance(name, str) else type(value).__name__}>"
+
+
+def finite_or_text(value: Any) -> Any:
+    """A value for JSON: nan and infinities become texts."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check_seed(seed: Any) -> int:

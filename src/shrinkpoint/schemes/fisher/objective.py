@@ -7,8 +7,11 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+from shrinkpoint import validate
 from shrinkpoint.errors import LossWarning, PolicyError
+from shrinkpoint.schemes.base import finite_or_text
 from shrinkpoint.schemes.evaluate import Degradation
 from shrinkpoint.schemes.fisher.steps import QuantizedWeights, StepCandidates, from_log_step, to_log_step
 from shrinkpoint.tensors.info import JSON
@@ -26,6 +29,10 @@ MAX_TRIALS = 5
 """The largest number of evaluations of candidates in one save; it is one if the steps do not change."""
 _MIN_STEP, _MAX_STEP = 2.0**-24, 2.0**6
 """Step sizes in standard deviations beyond which a relative error means nothing."""
+MAX_RELATIVE_ERROR = 2.0
+"""The largest `relative_error`, in standard deviations of a tensor: beyond it, little but signs would remain."""
+DEFAULT_BUDGET = 1e-3
+"""The rise of the loss that is allowed if nothing is asked for, in nats."""
 _CHANGE_THRESHOLD = to_log_step(2**0.5)
 """The difference to the best step size from which steps are changed, because a change costs bits."""
 
@@ -286,6 +293,48 @@ class LossBudget(Objective):
         return max(MIN_LOG_STEP, weights.log_step + min(-_CHANGE_THRESHOLD, change))
 
 
+def make_objective(
+    budget: str | None,
+    nats: float | None,
+    ratio: float | None,
+    relative_error: float | str | None,
+    *,
+    is_measured: bool,
+) -> Objective:
+    """The objective of arguments of `Fisher`; without any, `DEFAULT_BUDGET`.
+
+    Raises:
+        PolicyError: an invalid argument, or more than one.
+    """
+    asked = {"budget": budget, "nats": nats, "ratio": ratio, "relative_error": relative_error}
+    names = [name for name, value in asked.items() if value is not None]
+    if len(names) > 1:
+        found = " and ".join(names)
+        raise PolicyError("Fisher", found=found, expected="one of them", do="say in one way how much may be lost")
+    if budget is not None:
+        share = _parse_budget(budget)
+        if not is_measured:
+            found, do = f"{budget!r} of a loss that is not measured", "pass evaluate=, or nats= in the loss's own unit"
+            raise PolicyError("budget", found=found, expected="evaluate=", do=do)
+        return LossBudget(DEFAULT_BUDGET, 100 * share)
+    if ratio is not None:
+        do = "say how many times smaller the state shall be"
+        return RatioTarget(validate.check_float("ratio", ratio, minimum=1.0, do=do))
+    if relative_error is not None:
+        return ErrorTarget(validate.check_fraction("relative_error", relative_error, maximum=MAX_RELATIVE_ERROR))
+    return LossBudget(DEFAULT_BUDGET if nats is None else validate.check_float("nats", nats))
+
+
+def _parse_budget(budget: Any) -> float:
+    """Read a share of the loss such as "1%" as a fraction."""
+    expected, do = 'a share of the loss such as "1%"', "write nats= for a rise in the loss's own unit"
+    if not isinstance(budget, str):
+        raise validate.argument_error("budget", budget, expected, do)
+    if validate.parse_percent(budget) is None:
+        raise validate.argument_error("budget", budget, expected, "write a number and %")
+    return validate.check_fraction("budget", budget)
+
+
 def _accept(weights: QuantizedWeights, memory: RunMemory, measure: Measure | None) -> StepChoice:
     """Choose these weights whatever they do to the loss, which is measured if possible."""
     change = Degradation(math.nan) if measure is None else measure(weights)
@@ -307,10 +356,5 @@ def _candidate_json(weights: QuantizedWeights, memory: RunMemory, rise: float | 
         "hold": round(weights.hysteresis, 3),
         "curvature": predicted,
         "slope": weights.slope_term,
-        "rise": rise_to_json(rise),
+        "rise": finite_or_text(rise),
     }
-
-
-def rise_to_json(rise: float | None) -> JSON:
-    """A rise as JSON: a string if it is not finite."""
-    return rise if rise is None or math.isfinite(rise) else str(rise)

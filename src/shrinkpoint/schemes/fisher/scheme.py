@@ -17,30 +17,25 @@ from shrinkpoint import validate
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.errors import LossWarning, PolicyError
-from shrinkpoint.schemes import optimizer_state as others
-from shrinkpoint.schemes.base import QuantizedState, SpecMixin, check_recorder, check_seed
+from shrinkpoint.schemes.base import QuantizedState, SpecMixin, check_recorder, check_seed, finite_or_text
 from shrinkpoint.schemes.calibration import Calibration, EvaluateProblem, UnmeasuredLossNotice, make_perturbations
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
-from shrinkpoint.schemes.evaluate import (
-    DegradationMetric,
-    Evaluate,
-    TrialEvaluator,
-)
+from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, TrialEvaluator
 from shrinkpoint.schemes.fisher.curvature import Curvature, SquaredGradientSource, estimate_curvatures
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights, total_entropy_bits
 from shrinkpoint.schemes.fisher.moments import MIN_LATTICE_NUMEL, MomentPrecision, moments_to_lattices
 from shrinkpoint.schemes.fisher.objective import (
-    ErrorTarget,
     LossBudget,
     Objective,
     RatioTarget,
     RunMemory,
     StateBits,
     StepChoice,
-    rise_to_json,
+    make_objective,
 )
 from shrinkpoint.schemes.fisher.probe import MeasureLossIncrease, curvatures_from_probe, probe
 from shrinkpoint.schemes.fisher.steps import StepCandidates, from_log_step, reference_curvature
+from shrinkpoint.schemes.optimizer_state import Mode
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.select import TensorSelection, select_tensors, unchanged_tensors
 from shrinkpoint.sharding.global_tensors import GlobalTensors
@@ -50,10 +45,6 @@ from shrinkpoint.tensors.info import JSON, Role
 T = TypeVar("T")
 MomentsMode = Literal["coded", "exact", "drop"]
 MOMENT_ROLES = (Role.MOMENT1, Role.MOMENT2)
-MAX_RELATIVE_ERROR = 2.0
-"""The largest `relative_error`, in standard deviations of a tensor: beyond it, little but signs would remain."""
-DEFAULT_BUDGET = 1e-3
-"""The rise of the loss that is allowed if nothing is asked for, in nats."""
 
 
 class Fisher(SpecMixin, RecordEncodingMixin):
@@ -104,7 +95,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         seed: int = 0,
     ) -> None:
         self._evaluate: Evaluate | None = validate.check_optional_callable("evaluate", evaluate)
-        self._objective = _make_objective(budget, nats, ratio, relative_error, is_measured=evaluate is not None)
+        self._objective = make_objective(budget, nats, ratio, relative_error, is_measured=evaluate is not None)
         self._higher_is_better = validate.check_bool("higher_is_better", higher_is_better)
         self._recorder: SquaredGradientSource | None = check_recorder("gradients", gradients, "square")
         self._moments: MomentsMode = validate.check_choice("moments", moments, get_args(MomentsMode))
@@ -130,7 +121,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             "seed": self._seed,
         }
 
-    # what a manager calls
+    # called by a manager
 
     @property
     def evaluate(self) -> Evaluate | None:
@@ -187,63 +178,49 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         tensors = GlobalTensors.from_state(state) if tensors is None else tensors
         quantizable = None if evaluator is None else evaluator.quantizable
         self._synchronize(tensors)
-        selection = select_tensors(
-            state,
-            tensors,
-            quantizable,
-            min_numel=MIN_LATTICE_NUMEL,
-            min_dims=1,
-            optimized_names=state.optimizer_info.keys(),
-        )
+        owners = state.optimizer_info.keys()
+        size = {"min_numel": MIN_LATTICE_NUMEL, "min_dims": 1}
+        selection = select_tensors(state, tensors, quantizable, optimized_names=owners, **size)
         selection.warn_nonfinite()
-        unchanged = unchanged_tensors([*selection.tensors], state, reference, tensors)
-        selection = selection.exclude(unchanged, tensors)
-        names = selection.global_names
+        points = unchanged_tensors([*selection.tensors], state, reference, tensors)
+        selection = selection.exclude(points, tensors)
         base = reference if reference is not None and reference.is_base else None
         values: dict[str, Tensor] = {}
-        with self._evaluation(state, selection, evaluator, tensors, is_idle=not names) as (metric, problem):
-            if problem is not None:
-                _warn_loss(f"{problem.observation}, so this checkpoint is exact, weights and moments: {problem.advice}")
-                self._memory.log_step, self._num_saves = None, self._num_saves + 1
-                record = self._loss_record(StepChoice(None), selection, metric, start) | {"exact": problem.observation}
-                return self._make_plan(tensors, unchanged, {}, "exact", record, {})
-            moments = self._quantize_moments(state, reference, values, tensors)
-            choice = StepChoice(None)
-            if names:
-                weights = GlobalWeights(tensors, selection.tensors, names)
-                choice = self._quantize_weights(weights, state, selection, base, evaluator, unchanged | moments, metric)
+        choice = StepChoice(None)
+        is_idle = not selection.global_names
+        with self._evaluation(state, selection, evaluator, tensors, is_idle=is_idle) as (metric, problem):
+            if problem is None:
+                points |= self._quantize_moments(state, reference, values, tensors)
+            if problem is None and not is_idle:
+                weights = GlobalWeights(tensors, selection.tensors, selection.global_names)
+                choice = self._quantize_weights(weights, state, selection, base, evaluator, points, metric)
         if choice.left_out:
             left_out = ", ".join(choice.left_out)
             _warn_loss(f"weights that no points of these steps reach are kept as they are: {left_out}")
-        points: dict[str, QuantizedTensor] = {} if choice.weights is None else dict(choice.weights.points)
-        points |= unchanged | moments
         self._num_saves += 1
-        record = self._loss_record(choice, selection, metric, start)
-        record["chosen"] = self._chosen_json(any(tensors.sum_over_ranks(len(points))))
-        if record["chosen"] is not None and self._evaluate is None:
-            self._unmeasured_notice.warn_once(self, quiet=tensors.rank > 0)
-        if choice.weights is not None:
-            values |= choice.weights.values
-        optimizer: others.Mode = "reset" if self._moments == "drop" else "exact"
-        return self._make_plan(tensors, points, selection.cast_sources, optimizer, record, values)
-
-    def _make_plan(
-        self,
-        tensors: GlobalTensors,
-        points: Mapping[str, QuantizedTensor],
-        cast_sources: dict[str, str],
-        optimizer: others.Mode,
-        record: dict[str, Any],
-        values: Mapping[str, Tensor],
-    ) -> QuantizationPlan:
+        if problem is not None:
+            _warn_loss(f"{problem.observation}, so this checkpoint is exact, weights and moments: {problem.advice}")
+            self._memory.log_step = None
+            record = self._loss_record(choice, selection, metric, start) | {"exact": problem.observation}
+            casts: dict[str, str] = {}
+            mode: Mode = "exact"
+        else:
+            if choice.weights is not None:
+                points = {**choice.weights.points, **points}
+                values |= choice.weights.values
+            record = self._loss_record(choice, selection, metric, start)
+            record["chosen"] = self._chosen_json(any(tensors.sum_over_ranks(len(points))))
+            if record["chosen"] is not None and self._evaluate is None:
+                self._unmeasured_notice.warn_once(self, quiet=tensors.rank > 0)
+            casts, mode = selection.cast_sources, "reset" if self._moments == "drop" else "exact"
         return QuantizationPlan(
             self.id,
-            {name: one.cpu() for name, one in points.items()},
-            cast_sources,
-            optimizer,
+            {name: tensor.cpu() for name, tensor in points.items()},
+            casts,
+            mode,
             self.coders,
             record,
-            {name: x for name, x in values.items() if x.device.type == "cpu"},
+            {name: tensor for name, tensor in values.items() if tensor.device.type == "cpu"},
             min_size=(MIN_LATTICE_NUMEL, 1) if tensors.is_complete else None,
         )
 
@@ -262,13 +239,13 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             "probed": self._group_curvatures or None,
             "left_out": [*selection.nonfinite, *choice.left_out],
             "chosen": None,
-            "rise": 0.0 if is_idle else rise_to_json(choice.rise),
+            "rise": 0.0 if is_idle else finite_or_text(choice.rise),
             "measured": self._evaluate is not None,
         }
         if metric is not None:
-            record |= {"quality": rise_to_json(metric.baseline.value), "noise": self._calibration.noise}
+            record |= {"quality": finite_or_text(metric.baseline.value), "noise": self._calibration.noise}
         if choice.interval is not None:
-            record["interval"] = [rise_to_json(end) for end in choice.interval]
+            record["interval"] = [finite_or_text(end) for end in choice.interval]
         return record | {"seconds": round(time.perf_counter() - start, 3)}
 
     def _synchronize(self, tensors: GlobalTensors) -> None:
@@ -289,7 +266,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         step = None if log_step is None else round(from_log_step(log_step), 4)
         return {"step_in_deviations": step, "moments": self._moments}
 
-    # what a store calls
+    # called by a store
 
     def quantize(self, state: FlatState, reference: Reference | None) -> QuantizedState:
         """Decide and quantize."""
@@ -445,44 +422,6 @@ class Fisher(SpecMixin, RecordEncodingMixin):
 
 def _is_inherited(name: str, points: QuantizedTensor, reference: Reference | None) -> bool:
     return reference is not None and reference.quantized.get(name) is points
-
-
-def _make_objective(
-    budget: str | None,
-    nats: float | None,
-    ratio: float | None,
-    relative_error: float | str | None,
-    *,
-    is_measured: bool,
-) -> Objective:
-    asked = {"budget": budget, "nats": nats, "ratio": ratio, "relative_error": relative_error}
-    names = [name for name, value in asked.items() if value is not None]
-    if len(names) > 1:
-        found = " and ".join(names)
-        raise PolicyError("Fisher", found=found, expected="one of them", do="say in one way how much may be lost")
-    if budget is not None:
-        return LossBudget(DEFAULT_BUDGET, 100 * _parse_budget(budget, is_measured=is_measured))
-    if ratio is not None:
-        return RatioTarget(
-            validate.check_float("ratio", ratio, minimum=1.0, do="say how many times smaller the state shall be")
-        )
-    if relative_error is not None:
-        return ErrorTarget(validate.check_fraction("relative_error", relative_error, maximum=MAX_RELATIVE_ERROR))
-    return LossBudget(DEFAULT_BUDGET if nats is None else validate.check_float("nats", nats))
-
-
-def _parse_budget(budget: Any, *, is_measured: bool) -> float:
-    """Read a share of the loss such as "1%" as a fraction."""
-    if not isinstance(budget, str):
-        expected, do = 'a share of the loss such as "1%"', "write nats= for a rise in the loss's own unit"
-        raise validate.argument_error("budget", budget, expected, do)
-    if validate.parse_percent(budget) is None:
-        raise validate.argument_error("budget", budget, 'a share of the loss such as "1%"', "write a number and %")
-    share = validate.check_fraction("budget", budget)
-    if not is_measured:
-        found, do = f"{budget!r} of a loss that is not measured", "pass evaluate=, or nats= in the loss's own unit"
-        raise PolicyError("budget", found=found, expected="evaluate=", do=do)
-    return share
 
 
 def _warn_loss(text: str) -> None:

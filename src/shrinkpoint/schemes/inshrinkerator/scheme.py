@@ -163,11 +163,16 @@ class Inshrinkerator(SearchScheme):
         return None if self._paper else ("qd", UNIFORM_SPACE, UniformCandidates(weights, previous, stats))
 
     def _full_search(
-        self, sizes: Callable[[Point], float], trials: Trials, allowed: float, variants: Sequence[str], progress: Any
+        self,
+        sizes: Callable[[Point], float],
+        trials: Trials,
+        max_degradation: float,
+        variants: Sequence[str],
+        progress: Progress | None,
     ) -> SearchResult:
         if not self._paper:
-            return super()._full_search(sizes, trials, allowed, variants, progress)
-        return diagonal(self.space, sizes, trials, allowed, variants=variants, progress=progress)
+            return super()._full_search(sizes, trials, max_degradation, variants, progress)
+        return diagonal(self.space, sizes, trials, max_degradation, variants=variants, progress=progress)
 
     def _gradients(self, evaluator: TrialEvaluator) -> dict[str, Tensor]:
         """Recorded gradients by name in the state."""

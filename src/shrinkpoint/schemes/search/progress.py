@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import dataclass
 from typing import TextIO
 
 from shrinkpoint.schemes.search.space import METRIC, Space
@@ -20,17 +21,18 @@ def progress_printer(space: Space, threshold: float, raw_bytes: int, stream: Tex
         raw_bytes: the uncompressed size, for ratios.
         stream: None: the current stderr.
     """
-    stream = sys.stderr if stream is None else stream
-    lines = _LinePrinter(space, threshold, raw_bytes, stream)
-    return (_live_printer(lines) if stream.isatty() else None) or lines
+    printer = _LinePrinter(space, threshold, raw_bytes, sys.stderr if stream is None else stream)
+    return (_live_printer(printer) if printer.stream.isatty() else None) or printer
 
 
+@dataclass(frozen=True)
 class _LinePrinter:
     """Writes one line per trial."""
 
-    def __init__(self, space: Space, threshold: float, raw_bytes: int, stream: TextIO) -> None:
-        self.stream = stream
-        self._space, self._threshold, self._raw_bytes = space, threshold, raw_bytes
+    space: Space
+    threshold: float
+    raw_bytes: int
+    stream: TextIO
 
     def __call__(self, trial: Trial, best: Trial | None, remaining: int) -> None:
         with contextlib.suppress(OSError, ValueError):  # ValueError: a closed file, or a character it cannot write
@@ -38,27 +40,24 @@ class _LinePrinter:
             self.stream.flush()
 
     def line(self, trial: Trial, best: Trial | None, remaining: int) -> str:
-        parts = [self._settings(trial), self._ratio(trial), self.verdict(trial)]
+        settings = " · ".join(
+            str(value) if name == METRIC else f"{name} {value:g}"
+            for name, value in self.space.settings(trial.point).items()
+        )
+        parts = [settings, self._ratio(trial), self.verdict(trial)]
         parts.append(f"best {self._ratio(best)}" if best else "none yet" if remaining else "none")
         parts.append(f"~{remaining} left" if remaining else "done")
         return "   ".join(parts)
 
-    def holds(self, trial: Trial) -> bool:
-        return trial.meets(self._threshold)
-
     def verdict(self, trial: Trial) -> str:
-        limit = f"{100 * self._threshold:g} %"
+        limit = f"{100 * self.threshold:g} %"
         if trial.degradation != trial.degradation:
             return f"not a number, {limit} allowed  no"
         degradation = f"{100 * trial.degradation:+.2f} %"
-        return f"{degradation} <= {limit}  ok" if self.holds(trial) else f"{degradation} > {limit}  no"
-
-    def _settings(self, trial: Trial) -> str:
-        settings = self._space.settings(trial.point)
-        return " · ".join(str(value) if name == METRIC else f"{name} {value:g}" for name, value in settings.items())
+        return f"{degradation} <= {limit}  ok" if trial.meets(self.threshold) else f"{degradation} > {limit}  no"
 
     def _ratio(self, trial: Trial) -> str:
-        return f"{self._raw_bytes / trial.size:.1f}x" if trial.size > 0 else "-"
+        return f"{self.raw_bytes / trial.size:.1f}x" if trial.size > 0 else "-"
 
 
 def _live_printer(printer: _LinePrinter) -> Progress | None:
@@ -77,8 +76,7 @@ def _live_printer(printer: _LinePrinter) -> Progress | None:
 
     def draw(trial: Trial, best: Trial | None, remaining: int) -> None:
         text = Text(printer.line(trial, best, remaining))
-        verdict = printer.verdict(trial)
-        text.highlight_words([verdict], "green" if printer.holds(trial) else "red")
+        text.highlight_words([printer.verdict(trial)], "green" if trial.meets(printer.threshold) else "red")
         with contextlib.suppress(OSError, ValueError):
             console.control(erase)
             console.print(text, end="" if remaining else "\n", no_wrap=True, overflow="ellipsis")

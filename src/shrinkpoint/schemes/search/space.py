@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shrinkpoint.errors import PolicyError
 
@@ -34,12 +35,8 @@ class Axis:
 
     def __post_init__(self) -> None:
         if not self.values or len(set(self.values)) < len(self.values):
-            raise PolicyError(
-                f"Axis({self.name!r})",
-                found=repr(self.values),
-                expected="different values, at least one",
-                do="name them",
-            )
+            where, expected = f"Axis({self.name!r})", "different values, at least one"
+            raise PolicyError(where, found=repr(self.values), expected=expected, do="name them")
         if self.name == METRIC:
             raise PolicyError("Axis", found=repr(self.name), expected="another name", do="let variants be the metrics")
 
@@ -52,8 +49,7 @@ class Axis:
         steps = [b > a for a, b in itertools.pairwise(self.values)]
         if not steps or any(steps) != all(steps):
             return None  # which of two numbers is safer is known only if the values are monotone
-        is_ascending = steps[0]
-        safer = (i for i, other in enumerate(self.values) if (other > value if is_ascending else other < value))
+        safer = (i for i, other in enumerate(self.values) if (other > value if steps[0] else other < value))
         return next(safer, None)
 
 
@@ -88,9 +84,8 @@ class Space:
     def __post_init__(self) -> None:
         for argument, names in (("axes", [axis.name for axis in self.axes]), ("variants", list(self.variants))):
             if len(set(names)) < len(names) or (argument == "variants" and not names):
-                raise PolicyError(
-                    f"Space({argument}=)", found=repr(names), expected="different names", do="name each once"
-                )
+                where, expected = f"Space({argument}=)", "different names"
+                raise PolicyError(where, found=repr(names), expected=expected, do="name each once")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -100,6 +95,10 @@ class Space:
     def points(self, variant: str) -> tuple[Point, ...]:
         """Every point of a variant, the most aggressive first and the safest last."""
         return tuple(Point(variant, index) for index in itertools.product(*map(range, self.shape)))
+
+    def __contains__(self, point: Point) -> bool:
+        inside = point.variant in self.variants and len(point.index) == len(self.axes)
+        return inside and all(0 <= i < side for i, side in zip(point.index, self.shape, strict=True))
 
     def safest(self, variant: str) -> Point:
         return Point(variant, tuple(side - 1 for side in self.shape))
@@ -117,19 +116,14 @@ class Space:
             return self.variants
         if not variants or not set(variants) <= set(self.variants):
             expected = " or ".join(map(repr, self.variants))
-            raise PolicyError(
-                "variants", found=repr(tuple(variants)), expected=expected, do="allow at least one of them"
-            )
+            found, do = repr(tuple(variants)), "allow at least one of them"
+            raise PolicyError("variants", found=found, expected=expected, do=do)
         return tuple(dict.fromkeys(variants))
 
     def settings(self, point: Point) -> dict[str, float | int | str]:
         """The settings of a point by name; its variant is "metric", unless the space has only the variant ""."""
-        settings: dict[str, float | int | str] = {
-            axis.name: axis.values[i] for axis, i in zip(self.axes, point.index, strict=True)
-        }
-        if self.variants != ("",):
-            settings[METRIC] = point.variant
-        return settings
+        metric = {} if self.variants == ("",) else {METRIC: point.variant}
+        return {axis.name: axis.values[i] for axis, i in zip(self.axes, point.index, strict=True)} | metric
 
     def point(self, settings: Mapping[str, object]) -> Point | None:
         """The point with these settings, which may come from a file and from another space.
@@ -144,6 +138,21 @@ class Space:
         if not isinstance(variant, str) or variant not in self.variants or None in index:
             return None
         return Point(variant, tuple(i for i in index if i is not None))
+
+    def point_from_config(self, config: Mapping[str, Any]) -> Point:
+        """The point with these settings, all of them values of this space; without a metric, its first variant.
+
+        Raises:
+            PolicyError: there is none.
+        """
+        point = self.point({METRIC: self.variants[0], **config}) if isinstance(config, Mapping) else None
+        settings = {} if point is None else self.settings(point)
+        if point is None or any(settings.get(name) != value for name, value in config.items()):
+            expected = "a value for each of " + ", ".join(f"{axis.name} {axis.values}" for axis in self.axes)
+            if self.variants != ("",):
+                expected += f"; and a metric of {self.variants}, the first where none is named"
+            raise PolicyError("config", found=repr(config), expected=expected, do="choose among these")
+        return point
 
 
 def is_dominated(a: Point, b: Point) -> bool:

@@ -14,6 +14,8 @@ from shrinkpoint.schemes.search.space import Point, Space, is_dominated
 from shrinkpoint.schemes.search.trials import Progress, SearchResult, Trial, TrialLog, Trials
 
 Array = np.ndarray[Any, np.dtype[Any]]
+MIN_VARIANT_GAIN = 0.1
+"""The share of the threshold by which another variant must be better."""
 
 
 def branch_and_bound(
@@ -27,8 +29,10 @@ def branch_and_bound(
 ) -> SearchResult:
     """Find the point with the smallest predicted size whose degradation is at most `threshold`.
 
-    A point that fails excludes all more aggressive ones of its variant; one that holds excludes all that are not
-    smaller, of every variant. The next round measures the points that leave the fewest others in the worst case.
+    Exact, if quality never falls along an axis. The paper assumes that size is monotone as well. Under an entropy coder
+    it is not: light pruning adds a symbol and can cost bytes. So sizes are predicted for every point, in any order. A
+    point that fails excludes all more aggressive ones of its variant; one that holds excludes all that are not smaller,
+    of every variant. The next round measures the points that leave the fewest others in the worst case.
 
     Args:
         sizes: predicts the bytes of a point; an infinite size excludes it.
@@ -40,17 +44,13 @@ def branch_and_bound(
     points = [point for variant in space.resolve_variants(variants) for point in space.points(variant)]
     predicted = trials.predict_sizes(sizes, points)
     log = TrialLog("branch and bound", trials, predicted, threshold, progress)
-    candidates = _OpenPoints.from_predictions(points, predicted)
+    candidates = _OpenPoints.from_predictions(predicted)
     while candidates.points:
         for trial in log.measure([candidates.points[i] for i in candidates.choose_split(trials.width)]):
             candidates = candidates.update(trial.point, trial.meets(threshold))
-        log.remaining = _remaining_trials(len(candidates.points), trials.width)
+        count, parts = len(candidates.points), trials.width + 1  # a round leaves one of so many parts
+        log.remaining = min(count, trials.width * math.ceil(math.log(count + 1, parts))) if count else 0
     return log.result()
-
-
-def _remaining_trials(count: int, width: int) -> int:
-    """The number of trials that decide `count` points if every round leaves one of width + 1 parts."""
-    return min(count, width * math.ceil(math.log(count + 1, width + 1))) if count else 0
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,17 @@ class _OpenPoints:
     fails_with: Array
 
     @classmethod
-    def from_predictions(cls, points: Sequence[Point], predicted: dict[Point, float]) -> _OpenPoints:
+    def from_predictions(cls, predicted: Mapping[Point, float]) -> _OpenPoints:
         """All points except those for which there is a safer one that is no larger."""
-        ordered = sorted(
-            (point for point in points if math.isfinite(predicted[point])), key=lambda p: (predicted[p], p)
-        )
+        finite = (point for point, size in predicted.items() if math.isfinite(size))
+        ordered = sorted(finite, key=lambda point: (predicted[point], point))
         sizes = np.array([predicted[point] for point in ordered], np.float64)
         names = np.array([point.variant for point in ordered])
         index = np.array([point.index for point in ordered], np.int64).reshape(len(ordered), -1)
         fails_with = (index[None] <= index[:, None]).all(-1) & (names[None] == names[:, None])
-        is_dominated = fails_with & (sizes[:, None] <= sizes[None])
-        np.fill_diagonal(is_dominated, False)
-        return cls(ordered, sizes, fails_with)._subset(~is_dominated.any(0))
+        dominated = fails_with & (sizes[:, None] <= sizes[None])
+        np.fill_diagonal(dominated, False)
+        return cls(ordered, sizes, fails_with)._subset(~dominated.any(0))
 
     def update(self, point: Point, holds: bool) -> _OpenPoints:
         """The points that remain once `point` was measured; it may have been excluded in the same round."""
@@ -94,16 +93,15 @@ class _OpenPoints:
 
     def choose_split(self, width: int) -> list[int]:
         """Choose up to `width` points to measure at once, greedily: each leaves the fewest points in the worst case."""
-        smaller = np.searchsorted(self.sizes, self.sizes, side="left")
+        num_smaller = np.searchsorted(self.sizes, self.sizes, side="left")
         chosen: list[int] = []
         cost: tuple[float, float] = (math.inf, math.inf)
         while len(chosen) < width:
             rest = [i for i in range(len(self.points)) if i not in chosen]
-            costs = [(*self._cost(sorted([*chosen, i]), smaller), i) for i in rest]
-            if not costs or min(costs)[:2] >= cost:
+            costs = [(self._cost(sorted([*chosen, i]), num_smaller), i) for i in rest]
+            if not costs or min(costs)[0] >= cost:
                 break  # another point would tell nothing in this round
-            *cost_pair, best = min(costs)
-            cost = (cost_pair[0], cost_pair[1])
+            cost, best = min(costs)
             chosen.append(best)
         return chosen
 
@@ -121,6 +119,108 @@ class _OpenPoints:
         return max(counts), sum(counts)
 
 
+def neighbourhood(
+    space: Space,
+    sizes: Callable[[Point], float],
+    trials: Trials,
+    threshold: float,
+    last: Point,
+    *,
+    variants: Sequence[str] | None = None,
+    radius: int = 1,
+    coarser: bool = False,
+    progress: Progress | None = None,
+) -> SearchResult:
+    """Find the first point near `last`, in order of predicted size, whose degradation is at most `threshold`.
+
+    What held last time nearly holds now (arXiv 2306.11800 sec. 3.4, "delta-neighbourhood search"). The paper leaves
+    open what a neighbour and a significant improvement are. Here a step is one value on any number of axes at once
+    (radius 1 in the maximum norm), and an improvement is significant from a tenth of the threshold. If other variants
+    are allowed, `last` is measured under each of them first, and the search continues in the one with the least
+    degradation if it is significantly less.
+
+    Args:
+        sizes: predicts the bytes of a point; an infinite size excludes it.
+        last: what was chosen last time.
+        variants: the variants that may be switched to; None: all. The one of `last` is always allowed.
+        radius: the largest number of steps on each axis.
+        coarser: whether points strictly more aggressive than `last` may be chosen. The paper excludes them: a model
+            becomes denser in the course of training.
+
+    Returns:
+        A result whose `chosen` is None if no neighbour holds: search the whole space then.
+
+    Raises:
+        PolicyError: a negative threshold or radius, an unknown variant, a point outside of the space; what
+            `Trials.run` raises.
+    """
+    other_variants = [variant for variant in space.resolve_variants(variants) if variant != last.variant]
+    if last not in space:
+        raise PolicyError("last", found=f"{last}", expected="a point of the space", do="search the whole space instead")
+    if radius < 0:
+        raise PolicyError("radius", found=f"{radius}", expected="0 or more", do="say 1")
+    centers = [Point(variant, last.index) for variant in (last.variant, *other_variants)]
+    neighbours = {
+        center: [
+            point
+            for point in space.points(center.variant)
+            if all(abs(i - j) <= radius for i, j in zip(point.index, center.index, strict=True))
+            and (coarser or not is_dominated(point, center))
+        ]
+        for center in centers
+    }
+    predicted = trials.predict_sizes(sizes, sorted(point for points in neighbours.values() for point in points))
+    log = TrialLog("neighbourhood", trials, predicted, threshold, progress)
+    center = _choose_variant(centers, log) if other_variants else last
+    _measure_until_success(sorted(neighbours[center], key=lambda point: (predicted[point], point)), log)
+    return log.result()
+
+
+def _choose_variant(alternatives: Sequence[Point], log: TrialLog) -> Point:
+    """Measure all alternatives, of which the first is the last choice, and choose the one to search around."""
+    for i in range(0, len(alternatives), log.width):
+        log.measure(alternatives[i : i + log.width], eligible=False)
+    degradations = [_comparable_degradation(log.trials[point]) for point in alternatives]
+    least = min(degradations)
+    significant = degradations[0] - least > MIN_VARIANT_GAIN * log.threshold  # inf - inf is no gain
+    return alternatives[degradations.index(least) if significant else 0]
+
+
+def _comparable_degradation(trial: Trial) -> float:
+    return math.inf if math.isnan(trial.degradation) else trial.degradation
+
+
+def _measure_until_success(candidates: Sequence[Point], log: TrialLog) -> None:
+    """Measure candidates in order until one holds, without measuring a point twice."""
+    pending = [point for point in candidates if math.isfinite(log.sizes[point])]
+    while log.best is None:
+        pending = [point for point in pending if not log.rules_out(point)]
+        if not pending:
+            return
+        batch = _next_batch(pending, log)
+        pending = pending[len(batch) :]
+        unmeasured = [point for point in batch if point not in log.trials]
+        if unmeasured:
+            log.measure(unmeasured, eligible=False)
+        for point in batch:
+            log.consider(log.trials[point])
+        log.remaining = len(pending)
+
+
+def _next_batch(points: Sequence[Point], log: TrialLog) -> list[Point]:
+    """The first points, up to one that is known to hold, of which no more are unmeasured than fit in one round."""
+    batch: list[Point] = []
+    num_unmeasured = 0
+    for point in points:
+        num_unmeasured += point not in log.trials
+        if num_unmeasured > log.width:
+            break
+        batch.append(point)
+        if point in log.trials and log.trials[point].meets(log.threshold):
+            break
+    return batch
+
+
 def diagonal(
     space: Space,
     sizes: Callable[[Point], float],
@@ -131,6 +231,18 @@ def diagonal(
     progress: Progress | None = None,
 ) -> SearchResult:
     """Find a small point whose degradation is at most `threshold`: the smallest, if size falls with aggressiveness.
+
+    The "guided exhaustive search" of arXiv 2306.11800 sec. 3.4: the main diagonal of a cube, and then the parts that it
+    leaves open. The paper does not print how these are cut. Here, in a box with `bad` the last point of its diagonal
+    that fails and `good` the first one that holds:
+
+    * points at least as safe as `good` hold, and are skipped because they are larger;
+    * points at least as aggressive as `bad` fail;
+    * the rest is cut into boxes that do not overlap: for every axis a, the points that are below `good` on a and not
+      below it on the axes before a; and each of these boxes likewise by `bad`.
+
+    A box is bounded by the size of its most aggressive corner. This and the first rule assume that size falls with
+    aggressiveness; if it does not, the search may miss the smallest point that holds. `branch_and_bound` does not.
 
     The variants are searched one after the other, as in the paper, but a later one only for points smaller than the
     best so far. A diagonal is measured at once if there are enough ranks, and is otherwise cut into width + 1 parts
@@ -148,10 +260,11 @@ def diagonal(
     log = TrialLog("diagonal", trials, predicted, threshold, progress)
     whole = _SubGrid((0,) * len(space.axes), tuple(side - 1 for side in space.shape))
     for variant in allowed:
-        searches = [_DiagonalSearch(whole, -1, len(whole.diagonal))]
-        while searches := _open_searches(searches, variant, log):
-            searches = _run_round(searches, variant, log)
-            log.remaining = sum(search.num_open.bit_length() for search in searches)
+        searches = _open_searches([_DiagonalSearch(whole, -1, len(whole.diagonal))], variant, log)
+        while searches:
+            following = _run_round(searches, variant, log)
+            log.remaining = sum(search.num_open.bit_length() for search in following)
+            searches = _open_searches(following, variant, log)
     return log.result()
 
 
@@ -185,7 +298,7 @@ class _SubGrid:
         if any(b < low for b, low in zip(failure, self.low, strict=True)):
             yield self
             return
-        capped = tuple(min(b, high) for b, high in zip(failure, self.high, strict=True))
+        capped = tuple(map(min, failure, self.high))
         for a, limit in enumerate(capped):
             if limit < self.high[a]:
                 high = (*capped[:a], *self.high[a:])
@@ -197,7 +310,6 @@ class _DiagonalSearch:
     """A box whose diagonal is being searched.
 
     Attributes:
-        grid: the box.
         last_failure: the last position on the diagonal known to fail; -1 if none is.
         first_success: the first position known to hold; the diagonal's length if none is.
     """
@@ -236,135 +348,20 @@ class _DiagonalSearch:
         return [_DiagonalSearch(box, -1, len(box.diagonal)) for box in boxes]
 
 
-def _open_searches(searches: Sequence[_DiagonalSearch], variant: str, trial_log: TrialLog) -> list[_DiagonalSearch]:
+def _open_searches(searches: Sequence[_DiagonalSearch], variant: str, log: TrialLog) -> list[_DiagonalSearch]:
     """The searches that may find a smaller point than the best, the one with the smallest corner first."""
-    failed = [point for point, trial in trial_log.trials.items() if not trial.meets(trial_log.threshold)]
-    undecided = [
-        search
-        for search in searches
-        if not any(is_dominated(Point(variant, search.grid.high), point) for point in failed)
-    ]
-    corners = sorted((trial_log.size(Point(variant, search.grid.low)), search) for search in undecided)
-    return [search for size, search in corners if trial_log.best is None or size < trial_log.best.size]
+    undecided = [search for search in searches if not log.rules_out(Point(variant, search.grid.high))]
+    corners = sorted((log.sizes[Point(variant, search.grid.low)], search) for search in undecided)
+    return [search for size, search in corners if log.best is None or size < log.best.size]
 
 
-def _run_round(searches: Sequence[_DiagonalSearch], variant: str, trial_log: TrialLog) -> list[_DiagonalSearch]:
+def _run_round(searches: Sequence[_DiagonalSearch], variant: str, log: TrialLog) -> list[_DiagonalSearch]:
     """Measure one position per rank, those of the first searches; returns the searches that follow."""
     chosen: list[list[int]] = []
     for search in searches:
-        chosen.append(search.open_indices(trial_log.width - sum(map(len, chosen))))
+        chosen.append(search.open_indices(log.width - sum(map(len, chosen))))
     pairs = [*zip(searches, chosen, strict=True)]
     points = [Point(variant, search.grid.diagonal[t]) for search, positions in pairs for t in positions]
-    holds = iter([trial.meets(trial_log.threshold) for trial in trial_log.measure(points)])
+    holds = iter([trial.meets(log.threshold) for trial in log.measure(points)])
     updated = [search.update({t: next(holds) for t in positions}) for search, positions in pairs]
     return [following for search in updated for following in ([search] if search.num_open else search.subproblems())]
-
-
-MIN_VARIANT_GAIN = 0.1
-"""The share of the threshold by which another variant must be better."""
-
-
-def neighbourhood(
-    space: Space,
-    sizes: Callable[[Point], float],
-    trials: Trials,
-    threshold: float,
-    last: Point,
-    *,
-    variants: Sequence[str] | None = None,
-    radius: int = 1,
-    coarser: bool = False,
-    progress: Progress | None = None,
-) -> SearchResult:
-    """Find the first point near `last`, in order of predicted size, whose degradation is at most `threshold`.
-
-    If other variants are allowed, `last` is measured under each of them first, and the search continues in the one
-    with the least degradation if it is significantly less.
-
-    Args:
-        sizes: predicts the bytes of a point; an infinite size excludes it.
-        last: what was chosen last time.
-        variants: the variants that may be switched to; None: all. The one of `last` is always allowed.
-        radius: the largest number of steps on each axis.
-        coarser: whether points strictly more aggressive than `last` may be chosen. The paper excludes them: a model
-            becomes denser in the course of training.
-
-    Returns:
-        A result whose `chosen` is None if no neighbour holds: search the whole space then.
-
-    Raises:
-        PolicyError: a negative threshold or radius, an unknown variant, a point outside of the space; what
-            `Trials.run` raises.
-    """
-    other_variants = [variant for variant in space.resolve_variants(variants) if variant != last.variant]
-    _check_start(space, last, radius)
-    centers = [Point(variant, last.index) for variant in (last.variant, *other_variants)]
-    neighbours = {center: [*_neighbours(space, center, radius, coarser)] for center in centers}
-    predicted = trials.predict_sizes(sizes, sorted(point for points in neighbours.values() for point in points))
-    log = TrialLog("neighbourhood", trials, predicted, threshold, progress)
-    center = _choose_variant(centers, log) if other_variants else last
-    _measure_until_success(sorted(neighbours[center], key=lambda point: (predicted[point], point)), log)
-    return log.result()
-
-
-def _check_start(space: Space, last: Point, radius: int) -> None:
-    inside = last.variant in space.variants and len(last.index) == len(space.axes)
-    if not inside or not all(0 <= i < side for i, side in zip(last.index, space.shape, strict=True)):
-        raise PolicyError("last", found=f"{last}", expected="a point of the space", do="search the whole space instead")
-    if radius < 0:
-        raise PolicyError("radius", found=f"{radius}", expected="0 or more", do="say 1")
-
-
-def _neighbours(space: Space, center: Point, radius: int, coarser: bool) -> Iterator[Point]:
-    for point in space.points(center.variant):
-        near = all(abs(i - j) <= radius for i, j in zip(point.index, center.index, strict=True))
-        if near and (coarser or not is_dominated(point, center)):
-            yield point
-
-
-def _choose_variant(alternatives: Sequence[Point], trial_log: TrialLog) -> Point:
-    """Measure all alternatives, of which the first is the last choice, and choose the one to search around."""
-    for i in range(0, len(alternatives), trial_log.width):
-        trial_log.measure(alternatives[i : i + trial_log.width], eligible=False)
-    stay, *_ = alternatives
-    best = min(alternatives, key=lambda point: _comparable_degradation(trial_log.trials[point]))
-    gain = _comparable_degradation(trial_log.trials[stay]) - _comparable_degradation(trial_log.trials[best])
-    return best if gain > MIN_VARIANT_GAIN * trial_log.threshold else stay  # inf - inf is no gain
-
-
-def _comparable_degradation(trial: Trial) -> float:
-    return math.inf if math.isnan(trial.degradation) else trial.degradation
-
-
-def _measure_until_success(candidates: Sequence[Point], trial_log: TrialLog) -> None:
-    """Measure candidates in order until one holds, without measuring a point twice."""
-    pending = [point for point in candidates if math.isfinite(trial_log.size(point))]
-    while trial_log.best is None and (pending := _undecided(pending, trial_log)):
-        batch = _next_batch(pending, trial_log)
-        pending = pending[len(batch) :]
-        unmeasured = [point for point in batch if point not in trial_log.trials]
-        if unmeasured:
-            trial_log.measure(unmeasured, eligible=False)
-        for point in batch:
-            trial_log.consider(trial_log.trials[point])
-        trial_log.remaining = len(pending)
-
-
-def _undecided(points: Sequence[Point], trial_log: TrialLog) -> list[Point]:
-    """The points that are not more aggressive than one that failed."""
-    failed = [point for point, trial in trial_log.trials.items() if not trial.meets(trial_log.threshold)]
-    return [point for point in points if not any(is_dominated(point, failure) for failure in failed)]
-
-
-def _next_batch(points: Sequence[Point], trial_log: TrialLog) -> list[Point]:
-    """The first points, up to one that is known to hold, of which no more are unmeasured than fit in one round."""
-    batch: list[Point] = []
-    num_unmeasured = 0
-    for point in points:
-        num_unmeasured += point not in trial_log.trials
-        if num_unmeasured > trial_log.width:
-            break
-        batch.append(point)
-        if point in trial_log.trials and trial_log.trials[point].meets(trial_log.threshold):
-            break
-    return batch

@@ -1,4 +1,4 @@
-"""Trials of a search: what was measured at each point, its result, and how ranks measure points at the same time.
+"""Trials of a search: how ranks measure points together, what was measured, and the log of one search.
 
 Data-parallel replicas hold the same state, so each can try another point (arXiv 2306.11800 sec. 3.4). After every round
 all of them know all answers, and each continues alone to the same next round."""
@@ -12,16 +12,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shrinkpoint.errors import PolicyError, ShrinkpointError
-from shrinkpoint.schemes.search.space import Point, Space
+from shrinkpoint.schemes.base import finite_or_text
+from shrinkpoint.schemes.search.space import Point, Space, is_dominated
 from shrinkpoint.sharding.collectives import gather_or_raise
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Trial:
-    """One point and what was found there.
+    """A measured point.
 
     Attributes:
         size: predicted bytes.
@@ -36,6 +39,15 @@ class Trial:
 
     def meets(self, threshold: float) -> bool:
         return self.degradation <= threshold  # False for nan
+
+    def to_json(self, space: Space) -> dict[str, Any]:
+        """Plain data for a manifest; numbers that JSON cannot say are "nan", "inf", "-inf"."""
+        return {
+            "settings": {name: finite_or_text(value) for name, value in space.settings(self.point).items()},
+            "size": finite_or_text(self.size),
+            "degradation": finite_or_text(self.degradation),
+            "seconds": round(self.seconds, 3),
+        }
 
 
 class Progress(Protocol):
@@ -69,30 +81,13 @@ class SearchResult:
     rounds: int
 
     def to_json(self, space: Space) -> dict[str, Any]:
-        """Plain data for a manifest; numbers that JSON cannot say are "nan", "inf", "-inf"."""
+        """Plain data for a manifest."""
         return {
             "method": self.method,
             "rounds": self.rounds,
-            "chosen": self.chosen and _trial_json(self.chosen, space),
-            "trials": [_trial_json(trial, space) for trial in self.trials],
+            "chosen": self.chosen and self.chosen.to_json(space),
+            "trials": [trial.to_json(space) for trial in self.trials],
         }
-
-
-def _trial_json(trial: Trial, space: Space) -> dict[str, Any]:
-    return {
-        "settings": {name: finite_or_text(value) for name, value in space.settings(trial.point).items()},
-        "size": finite_or_text(trial.size),
-        "degradation": finite_or_text(trial.degradation),
-        "seconds": round(trial.seconds, 3),
-    }
-
-
-def finite_or_text(value: float | int | str) -> float | int | str:
-    """A value for JSON: nan and infinities become texts."""
-    return value if isinstance(value, (int, str)) or math.isfinite(value) else str(value)
-
-
-T = TypeVar("T")
 
 
 class Trials:
@@ -122,8 +117,15 @@ class Trials:
         sum_over_shards: Callable[..., Sequence[float]] = lambda *sizes: sizes,
     ) -> None:
         self._measure, self._group, self._sum_over_shards = measure, group, sum_over_shards
-        self._rank, self.width = _rank_and_size(group)
+        self._rank, self.width = 0, 1
         self.seconds: dict[Point, float] = {}
+        if group is not None:
+            import torch.distributed as dist
+
+            self._rank, self.width = dist.get_rank(group), dist.get_world_size(group)
+            if self._rank < 0:
+                found, do = "a group without this process", "search only on the group's ranks"
+                raise PolicyError("group", found=found, do=do)
 
     def run(self, points: Sequence[Point]) -> list[float]:
         """The degradations at `points`, in one round; rank r measures the r-th.
@@ -134,9 +136,8 @@ class Trials:
                 as it is.
         """
         if len(points) > self.width:
-            raise PolicyError(
-                "Trials.run", found=f"{len(points)} points", expected=f"at most {self.width}", do="split them"
-            )
+            found, expected = f"{len(points)} points", f"at most {self.width}"
+            raise PolicyError("Trials.run", found=found, expected=expected, do="split them")
         answers = self.run_on_all_ranks(lambda: self._measure_timed(points[self._rank : self._rank + 1]))
         self.seconds |= {point: seconds for point, (_, seconds) in zip(points, answers, strict=False)}
         return [degradation for degradation, _ in answers[: len(points)]]
@@ -154,9 +155,9 @@ class Trials:
         return dict(zip(points, self._sum_over_shards(*local), strict=True))
 
     def _measure_timed(self, points: Sequence[Point]) -> tuple[float, float]:
-        began = time.perf_counter()
+        start = time.perf_counter()
         degradation = float(self._measure(points[0])) if points else math.nan
-        return degradation, time.perf_counter() - began
+        return degradation, time.perf_counter() - start
 
     def run_on_all_ranks(self, compute: Callable[[], T]) -> list[T]:
         """What each rank computed, by rank; an error of one is raised by all, for the others would wait for ever."""
@@ -171,18 +172,6 @@ class Trials:
         return PolicyError("evaluate", found=found, expected="a number", do=do)
 
 
-def _rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
-    """Which of how many."""
-    if group is None:
-        return 0, 1
-    import torch.distributed as dist
-
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise PolicyError("group", found="a group without this process", do="search only on the group's ranks")
-    return rank, dist.get_world_size(group)
-
-
 class TrialLog:
     """Measures points, remembers the trials and reports them to a progress callback.
 
@@ -194,7 +183,8 @@ class TrialLog:
         progress: called for every trial; None: nothing is reported.
 
     Attributes:
-        threshold: as given.
+        threshold, sizes: as given.
+        width: points that are measured in one round.
         trials: every trial by its point, in the order of measuring.
         best: the smallest trial that meets the threshold; the first of equal ones; None if there is none.
         remaining: the estimated number of trials to come, set by the search after each round.
@@ -208,20 +198,13 @@ class TrialLog:
     ) -> None:
         if not threshold >= 0:
             raise PolicyError("threshold", found=f"{threshold}", expected="0 or more", do="say e.g. 0.01 for 1 %")
-        self._method, self._trials, self._sizes, self._progress = method, trials, sizes, progress
-        self.threshold = threshold
+        self._method, self._trials, self._progress = method, trials, progress
+        self.sizes, self.threshold, self.width = sizes, threshold, trials.width
         self.trials: dict[Point, Trial] = {}
         self.best: Trial | None = None
         self.remaining = 0
         self._rounds = 0
         self._pending: list[Trial] = []
-
-    @property
-    def width(self) -> int:
-        return self._trials.width
-
-    def size(self, point: Point) -> float:
-        return self._sizes[point]
 
     def measure(self, points: Sequence[Point], *, eligible: bool = True) -> list[Trial]:
         """Measure points in one round.
@@ -234,7 +217,7 @@ class TrialLog:
         degradations = self._trials.run(points)
         self._rounds += 1
         trials = [
-            Trial(point, self._sizes[point], degradation, self._trials.seconds[point])
+            Trial(point, self.sizes[point], degradation, self._trials.seconds[point])
             for point, degradation in zip(points, degradations, strict=True)
         ]
         self.trials |= {trial.point: trial for trial in trials}
@@ -247,6 +230,10 @@ class TrialLog:
         """Make a trial the best one if it meets the threshold and is smaller."""
         if trial.meets(self.threshold) and (self.best is None or trial.size < self.best.size):
             self.best = trial
+
+    def rules_out(self, point: Point) -> bool:
+        """Whether a point is more aggressive than one that failed."""
+        return any(is_dominated(point, tried) for tried, t in self.trials.items() if not t.meets(self.threshold))
 
     def _report(self, remaining: int) -> None:
         """Report the trials of the last round, with the number of trials that follow each of them."""
