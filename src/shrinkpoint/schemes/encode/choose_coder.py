@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -11,6 +13,7 @@ from shrinkpoint.codec.coded_record import RecordInput
 from shrinkpoint.codec.coder import NUMBER_FORMATS, Bytes, CoderConfig, CodingContext, NumberFormat
 from shrinkpoint.tensors.info import OptimizerInfo, Role
 
+_Words: TypeAlias = np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]
 _SAMPLE_SIZE = 1 << 15
 """Number of values in the sample on which configurations are compared."""
 _LEVEL_MARGIN = 8
@@ -91,7 +94,7 @@ def _delta_configs(
 
 def _level_configs(
     number: NumberFormat,
-    words: np.ndarray[tuple[int], np.dtype[np.unsignedinteger]],
+    words: _Words,
     context: CodingContext,
     role: Role,
     sign: bool,
@@ -101,20 +104,17 @@ def _level_configs(
     largest = int((_sample(words) & words.dtype.type((1 << (number.width - 1)) - 1)).max()) >> (number.mantissa - fine)
     bias = largest + _LEVEL_MARGIN - 126
     plain = CoderConfig("level", fine=fine, shift=shift, sign=sign, bias=bias)
-    has_factors = number.width <= 32 and context.shapes is not None
-    if has_factors:
+    if number.width <= 32 and context.shapes is not None:
         if role is Role.MOMENT2 and context.base is not None:
-            yield CoderConfig("level", companion="base", factors=True, fine=fine, shift=shift, sign=sign, bias=bias)
+            yield replace(plain, companion="base", factors=True)
         if role is Role.MOMENT2 and context.moment1 is not None and number.has_float_exponent:
-            yield CoderConfig("level", companion="moment1", factors=True, fine=fine, shift=shift, sign=sign, bias=bias)
+            yield replace(plain, companion="moment1", factors=True)
         if role in (Role.MOMENT1, Role.MOMENT2):
-            yield CoderConfig("level", factors=True, fine=fine, shift=shift, sign=sign, bias=bias)
+            yield replace(plain, factors=True)
     yield plain
 
 
-def _sample(
-    words: np.ndarray[tuple[int], np.dtype[np.unsignedinteger]],
-) -> np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]:
+def _sample(words: _Words) -> _Words:
     return words[:: max(1, words.size // _SAMPLE_SIZE)]
 
 
@@ -124,9 +124,7 @@ def _union(number: NumberFormat, values: Bytes) -> int:
 
 
 def _trailing_zeros(union: int, max_zeros: int) -> int:
-    if union == 0:
-        return 0
-    return min((union & -union).bit_length() - 1, max_zeros)
+    return min((union & -union).bit_length() - 1, max_zeros) if union else 0
 
 
 def step_config(info: OptimizerInfo, top: int) -> CoderConfig | None:

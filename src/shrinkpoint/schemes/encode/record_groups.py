@@ -32,6 +32,51 @@ _Key = tuple[object, ...]
 """Tensors with equal keys share a record."""
 
 
+class ContextMap:
+    """Maps each tensor to its moments and to what is known about its optimizer.
+
+    Args:
+        state: the state to be encoded.
+        excluded: names of tensors that are decoded after all coded ones, so that they cannot be context.
+    """
+
+    def __init__(self, state: FlatState, excluded: Collection[str]) -> None:
+        self._state = state
+        self._excluded = excluded
+        self._info_by_moment2 = {
+            optimizer.moment2: optimizer for optimizer in state.optimizer_info.values() if optimizer.moment2 is not None
+        }
+
+    def optimizer_info(self, info: TensorInfo) -> OptimizerInfo | None:
+        """Return what is known about the optimizer of a parameter, or of the parameter of a second moment."""
+        if info.role is Role.MOMENT2:
+            return self._info_by_moment2.get(info.name)
+        return self._state.optimizer_info.get(info.name)
+
+    def moments(self, info: TensorInfo) -> tuple[str, str] | None:
+        """Return the names of the two moments that are context for a tensor, or None.
+
+        For a parameter these are its first and second moment; for a second moment, the first moment twice.
+        """
+        optimizer = self.optimizer_info(info)
+        if optimizer is None or optimizer.moment1 is None:
+            return None
+        second = optimizer.moment1 if info.role is Role.MOMENT2 else optimizer.moment2
+        if second is None or not all(self._is_valid_context(name, info) for name in (optimizer.moment1, second)):
+            return None
+        return optimizer.moment1, second
+
+    def _is_valid_context(self, name: str, info: TensorInfo) -> bool:
+        """Whether a tensor can be context for another one: a moment of equal shape that is decoded first."""
+        moment = self._state.infos.get(name)
+        if moment is None or name in self._excluded or name == info.name or moment.shape != info.shape:
+            return False
+        is_earlier = moment.role in (Role.MOMENT1, Role.MOMENT2) and moment.role is not info.role
+        # Only 32-bit floats are predicted, from 32-bit moments: rounding 64-bit ones depends on the machine's settings.
+        is_exact = moment.dtype != "F64" or info.dtype == "F64"
+        return is_earlier and is_exact and is_codable_float(self._state.tensors[name])
+
+
 @dataclass(frozen=True)
 class RecordGroup:
     """Tensors that are coded together in one record.
@@ -63,11 +108,13 @@ class RecordPlan:
         unchanged: tensors that equal the parent's.
         groups: tensors to be coded, contexts first.
         copies: tensors with the name of another tensor that they equal, perhaps after a cast.
+        contexts: the moments of the tensors to be coded.
     """
 
     unchanged: list[TensorInfo]
     groups: list[RecordGroup]
     copies: list[tuple[TensorInfo, str]]
+    contexts: ContextMap
 
 
 def plan_records(state: FlatState, reference: Reference | None, quantized: Mapping[str, QuantizedTensor]) -> RecordPlan:
@@ -93,7 +140,7 @@ def plan_records(state: FlatState, reference: Reference | None, quantized: Mappi
     groups += _codebook_groups(codebook_infos, contexts, reference, state, quantized)
     groups += _lattice_groups(lattice_infos, reference, state, quantized)
     depths = {name: _dependency_depth(name, quantized) for name in quantized}
-    return RecordPlan(unchanged, sorted(groups, key=lambda group: _sort_key(group, depths)), copies)
+    return RecordPlan(unchanged, sorted(groups, key=lambda group: _sort_key(group, depths)), copies, contexts)
 
 
 # unchanged tensors
@@ -203,11 +250,8 @@ class _CastIndex:
 
 
 def _is_exact_cast(tensor: Tensor, source: Tensor) -> bool:
-    flat, flat_source = tensor.reshape(-1), source.reshape(-1)
-    head = slice(0, 1024)
-    if not same_bits(flat[head], flat_source[head].to(tensor.dtype)):
-        return False
-    if not same_bits(tensor, source.to(tensor.dtype)):
+    head, source_head = tensor.reshape(-1)[:1024], source.reshape(-1)[:1024]
+    if not (same_bits(head, source_head.to(tensor.dtype)) and same_bits(tensor, source.to(tensor.dtype))):
         return False
     return not bool(source.isnan().any())  # casts of NaN differ between machines
 
@@ -235,7 +279,9 @@ def _value_groups(
         bundles.setdefault(key, []).append(info)
         bundle_numel[key] = bundle_numel.get(key, 0) + numel
     return [
-        RecordGroup(tuple(members), _group_taps(members[0]), bool(key[3]), _moment_names(members, contexts))
+        RecordGroup(
+            tuple(members), _group_taps(members[0]), bool(key[3]), tuple(filter(None, map(contexts.moments, members)))
+        )
         for key, members in bundles.items()
     ]
 
@@ -247,11 +293,7 @@ def _codebook_groups(
     state: FlatState,
     quantized: Mapping[str, QuantizedTensor],
 ) -> list[RecordGroup]:
-    """Group tensors with codebooks: of one dtype, role and kind of context, and with equally many centers.
-
-    Args:
-        quantized: the quantized tensors that are coded in this file, which can be context.
-    """
+    """Group tensors with codebooks: of one dtype, role and kind of context, and with equally many centers."""
     bundles: dict[_Key, list[TensorInfo]] = {}
     for info in infos:
         tensor = quantized[info.name]
@@ -269,7 +311,7 @@ def _codebook_groups(
             tuple(members),
             1,
             bool(key[0]),
-            _moment_names(members, contexts) if key[1] else (),
+            tuple(filter(None, map(contexts.moments, members))) if key[1] else (),
             kind="codes",
             context_names=_context_names(members, quantized) if key[2] else (),
         )
@@ -280,11 +322,7 @@ def _codebook_groups(
 def _lattice_groups(
     infos: list[TensorInfo], reference: Reference | None, state: FlatState, quantized: Mapping[str, QuantizedTensor]
 ) -> list[RecordGroup]:
-    """Group tensors on lattices: of one dtype, role and kind of context, and on lattices of one kind.
-
-    Args:
-        quantized: the quantized tensors that are coded in this file.
-    """
+    """Group tensors on lattices: of one dtype, role and kind of context, and on lattices of one kind."""
     bundles: dict[_Key, list[TensorInfo]] = {}
     for info in infos:
         tensor = quantized[info.name]
@@ -320,10 +358,6 @@ def _group_taps(info: TensorInfo) -> int:
     taps = num_taps(info)
     is_float = NUMBER_FORMATS[info.dtype].is_float and not info.dtype.startswith("C")
     return taps if 1 < taps <= MAX_TAPS and is_float else 1
-
-
-def _moment_names(infos: list[TensorInfo], contexts: ContextMap) -> tuple[tuple[str, str], ...]:
-    return tuple(filter(None, map(contexts.moments, infos)))
 
 
 def _context_names(infos: list[TensorInfo], quantized: Mapping[str, QuantizedTensor]) -> tuple[str, ...]:
@@ -369,48 +403,3 @@ def _required_tensor(quantized_tensor: QuantizedTensor) -> str:
 def _are_independent(moments: tuple[str, str] | None, quantized: Mapping[str, QuantizedTensor]) -> bool:
     """Whether there are moments, and neither of them depends on other codes."""
     return moments is not None and not any(name in quantized and _required_tensor(quantized[name]) for name in moments)
-
-
-class ContextMap:
-    """Maps each tensor to its moments and to what is known about its optimizer.
-
-    Args:
-        state: the state to be encoded.
-        excluded: names of tensors that are decoded after all coded ones, so that they cannot be context.
-    """
-
-    def __init__(self, state: FlatState, excluded: Collection[str]) -> None:
-        self._state = state
-        self._excluded = excluded
-        self._info_by_moment2 = {
-            optimizer.moment2: optimizer for optimizer in state.optimizer_info.values() if optimizer.moment2 is not None
-        }
-
-    def optimizer_info(self, info: TensorInfo) -> OptimizerInfo | None:
-        """Return what is known about the optimizer of a parameter, or of the parameter of a second moment."""
-        if info.role is Role.MOMENT2:
-            return self._info_by_moment2.get(info.name)
-        return self._state.optimizer_info.get(info.name)
-
-    def moments(self, info: TensorInfo) -> tuple[str, str] | None:
-        """Return the names of the two moments that are context for a tensor, or None.
-
-        For a parameter these are its first and second moment; for a second moment, the first moment twice.
-        """
-        optimizer = self.optimizer_info(info)
-        if optimizer is None or optimizer.moment1 is None:
-            return None
-        second = optimizer.moment1 if info.role is Role.MOMENT2 else optimizer.moment2
-        if second is None or not all(self._is_valid_context(name, info) for name in (optimizer.moment1, second)):
-            return None
-        return optimizer.moment1, second
-
-    def _is_valid_context(self, name: str, info: TensorInfo) -> bool:
-        """Whether a tensor can be context for another one: a moment of equal shape that is decoded first."""
-        moment = self._state.infos.get(name)
-        if moment is None or name in self._excluded or name == info.name or moment.shape != info.shape:
-            return False
-        is_earlier = moment.role in (Role.MOMENT1, Role.MOMENT2) and moment.role is not info.role
-        # Only 32-bit floats are predicted, from 32-bit moments: rounding 64-bit ones depends on the machine's settings.
-        is_exact = moment.dtype != "F64" or info.dtype == "F64"
-        return is_earlier and is_exact and is_codable_float(self._state.tensors[name])

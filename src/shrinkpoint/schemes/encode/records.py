@@ -7,6 +7,7 @@ codes of a quantizer with the parent's codes as context. Configurations are chos
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -61,8 +62,8 @@ def encode_records(
     plan = plan_records(state, reference, quantized)
     infos = [*plan.unchanged, *(info for group in plan.groups for info in group.infos)]
     ordinals = {info.name: ordinal for ordinal, info in enumerate(infos)}
-    contexts = ContextMap(state, {info.name for info, _ in plan.copies})
-    encoder = _RecordEncoder(state, reference, quantized, contexts, ordinals, coders, chunk, default_threads(threads))
+    workers = default_threads(threads)
+    encoder = _RecordEncoder(state, reference, quantized, plan.contexts, ordinals, coders, chunk, workers)
     if plan.unchanged and reference is not None:
         yield encode_same("~same", plan.unchanged, reference)
     for records in encoder.encode_all(plan.groups):
@@ -102,7 +103,6 @@ class _RecordEncoder:
     """Encodes the record groups of one state.
 
     Attributes:
-        contexts: moments by tensor.
         ordinals: name -> ordinal in the file, of all tensors but copies.
         workers: number of records that are coded in parallel; a large record uses all threads by itself.
     """
@@ -136,11 +136,8 @@ class _RecordEncoder:
 
     def _encode_group(self, index: int, group: RecordGroup) -> list[EncodedRecord]:
         name = group.infos[0].name if len(group.infos) == 1 else f"~{index}"
-        if group.kind == "codes":
-            return [self._encode_codebooks(name, group)]
-        if group.kind == "points":
-            return [self._encode_lattices(name, group)]
-        encoded = self._encode_values(name, group)
+        encode_group = {"codes": self._encode_codebooks, "points": self._encode_lattices, "values": self._encode_values}
+        encoded = encode_group[group.kind](name, group)
         if encoded is not None:
             return [encoded]
         nbytes = sum(info.nbytes for info in group.infos)
@@ -189,7 +186,10 @@ class _RecordEncoder:
         """The coded record of a group, or None if plain records are not larger."""
         best: EncodedRecord | None = None
         for taps in sorted({1, group.taps}):
-            record = self._record_input(name, group, taps)
+            base = self.reference if group.has_reference else None
+            context = coding_context(group.infos, taps, base, group.moments, self.state.tensors)
+            values = pack_tensors(group.infos, self.state.tensors, taps)
+            record = RecordInput(name, group.infos, taps, values, context, self._moment_ordinals(group))
             if record.nbytes <= _HEADER_OVERHEAD:
                 return None
             threads = self.workers if record.nbytes >= MIN_PARALLEL_BYTES else 1
@@ -200,13 +200,6 @@ class _RecordEncoder:
                 encoded = encode(record, configs, threads=threads)
                 best = encoded if _encoded_size(encoded) < smallest_so_far else best
         return best
-
-    def _record_input(self, name: str, group: RecordGroup, taps: int) -> RecordInput:
-        tensors = self.state.tensors
-        base = self.reference if group.has_reference else None
-        context = coding_context(group.infos, taps, base, group.moments, tensors)
-        values = pack_tensors(group.infos, tensors, taps)
-        return RecordInput(name, group.infos, taps, values, context, self._moment_ordinals(group))
 
     def _moment_ordinals(self, group: RecordGroup) -> tuple[tuple[int, int], ...]:
         return tuple((self.ordinals[first], self.ordinals[second]) for first, second in group.moments)
@@ -246,6 +239,4 @@ def _later_taps(context: CodingContext, first: CoderConfig) -> Iterator[CoderCon
 
 
 def _encoded_size(encoded: EncodedRecord | None) -> float:
-    if encoded is None:
-        return float("inf")
-    return sum(memoryview(part).nbytes for part in encoded.parts.values())
+    return math.inf if encoded is None else sum(memoryview(part).nbytes for part in encoded.parts.values())
