@@ -70,10 +70,8 @@ class ExCP(ResidualScheme):
         self._beta = validate.check_float("beta", beta, exclusive=False)
         self._bits = validate.check_int("bits", bits, minimum=2, maximum=8, do="take 4, as the paper does")
         self._rule: Rule = validate.check_choice("rule", rule, get_args(Rule))
-        self._paper, self._float16_centers = (
-            validate.check_bool("paper", paper),
-            validate.check_bool("paper_fp16", paper_fp16),
-        )
+        self._paper = validate.check_bool("paper", paper)
+        self._float16_centers = validate.check_bool("paper_fp16", paper_fp16)
         self._seed = check_seed(seed)
         self.coders: Sequence[str] = ("lzma",) if paper else CODERS
 
@@ -166,24 +164,23 @@ class ExCP(ResidualScheme):
         keep = m.abs() > self._beta * mean
         return keep if residual is None else keep & (residual.codes.to(keep.device) != 0)
 
-    def sketch_of_kept(self, x: Tensor, keep: Tensor) -> LogHistogram:
-        """A sketch of the kept values without zeros, which have a code of their own."""
-        return LogHistogram.from_tensor(x, mask=keep & (x != 0))
-
-    def find_centers(self, name: str, sketch: LogHistogram) -> Tensor:
-        """Centers for the global tensor of this name, from a sketch of its kept values; float32, ascending."""
-        bins = min(2**self._bits - 1, MAX_CODES - RESERVED_CODES)
-        return kmeans_codebook(*sketch.buckets(), bins, sigma=1.0, seed=self._seed ^ zlib.crc32(name.encode()))
-
     def _centers(
         self, tensors: Mapping[str, Tensor], keeps: Mapping[str, Tensor], stats: GlobalStats
     ) -> dict[str, Tensor]:
-        """Centers by global name, of the tensors that this rank has shards of; a collective."""
+        """Centers by global name, of the tensors that this rank has shards of; a collective.
+
+        They are found on the values that are kept, without zeros, which have a code of their own.
+        """
         sketches = stats.merge_sketches(
-            {name: self.sketch_of_kept(tensor, keeps[name]) for name, tensor in tensors.items()}
+            {name: LogHistogram.from_tensor(x, mask=keeps[name] & (x != 0)) for name, x in tensors.items()}
         )
         local = {stats.global_name(name) for name in tensors}
-        return {name: self.find_centers(name, sketch) for name, sketch in sketches.items() if name in local}
+        bins = min(2**self._bits - 1, MAX_CODES - RESERVED_CODES)
+        return {
+            name: kmeans_codebook(*sketch.buckets(), bins, sigma=1.0, seed=self._seed ^ zlib.crc32(name.encode()))
+            for name, sketch in sketches.items()
+            if name in local
+        }
 
     def quantize_tensor(
         self, x: Tensor, keep: Tensor, centers: Tensor, *, residual: bool = False, context_name: str = ""

@@ -223,43 +223,41 @@ class _GOBOCandidates:
         self._cache: dict[tuple[str, int], CodebookTensor] = {}
 
     def quantize(self, point: Point) -> dict[str, CodebookTensor]:
-        """Kept once made: the iteration over all values is long, and points share most of them."""
+        """Codes by name, from a cache: the iteration over all values is long, and points share most of them."""
         return {name: self._quantize_weight(name, self._bins(name, point)) for name in self._weights}
 
     def size(self, point: Point) -> float:
         """Predicted bytes, from a sample quantized by itself; infinite for a point that is the same as another one."""
-        at = GOBO_SPACE.settings(point)
-        if not self._has_embeddings and at["embedding_bins"] != GOBO_SPACE.axes[1].values[-1]:
+        settings = GOBO_SPACE.settings(point)
+        if not self._has_embeddings and settings["embedding_bins"] != GOBO_SPACE.axes[1].values[-1]:
             return math.inf
         return sum(self._predicted_size(name, x, self._bins(name, point)) for name, x in self._weights.items())
 
     def _bins(self, name: str, point: Point) -> int:
-        at = GOBO_SPACE.settings(point)
-        wanted = at["embedding_bins" if self._layer_types[name] == EMBEDDING else "bins"]
-        return min(int(wanted), MAX_CODES - 1)
+        settings = GOBO_SPACE.settings(point)
+        axis = "embedding_bins" if self._layer_types[name] == EMBEDDING else "bins"
+        return min(int(settings[axis]), MAX_CODES - 1)
 
     def _quantize_weight(self, name: str, bins: int) -> CodebookTensor:
         if (name, bins) not in self._cache:
-            weight, outlier_mask = self._weights[name], self._outlier_mask(name)
-            key = self._stats.global_name(name), bins
-            if key not in self._centers:
-                self._centers[key] = find_centroids(self._inliers(name, outlier_mask), bins)
-            self._cache[name, bins] = quantize_inliers(weight, outlier_mask, self._centers[key])
+            outlier_mask, global_name = self._outlier_mask(name), self._stats.global_name(name)
+            if (global_name, bins) not in self._centers:
+                if self._stats.is_whole(name):
+                    inliers = self._weights[name].detach()[~outlier_mask].float()
+                else:
+                    inliers = _sample_from_sketch(self._sketches[global_name])
+                self._centers[global_name, bins] = find_centroids(inliers, bins)
+            centers = self._centers[global_name, bins]
+            self._cache[name, bins] = quantize_inliers(self._weights[name], outlier_mask, centers)
         return self._cache[name, bins]
 
     def _outlier_mask(self, name: str) -> Tensor:
         return is_gaussian_outlier(self._weights[name], *self._mean_std[self._stats.global_name(name)])
 
-    def _inliers(self, name: str, outlier_mask: Tensor) -> Tensor:
-        """The values that are no outliers, or a sample of those of all shards; float32."""
-        if self._stats.is_whole(name):
-            return self._weights[name].detach()[~outlier_mask].float()
-        return _sample_from_sketch(self._sketches[self._stats.global_name(name)])
-
     def _predicted_size(self, name: str, x: Tensor, bins: int) -> float:
-        found = quantize_with_outliers(subsample(x), bins, iterations=10)
-        scale = x.numel() / max(1, found.codes.numel())
-        return x.numel() * code_entropy(found.codes.long().cpu()) / 8 + 4 * scale * found.exact.numel() + 4 * bins
+        sample = quantize_with_outliers(subsample(x), bins, iterations=10)
+        scale = x.numel() / max(1, sample.codes.numel())
+        return x.numel() * code_entropy(sample.codes.long().cpu()) / 8 + 4 * scale * sample.exact.numel() + 4 * bins
 
 
 def _sample_from_sketch(sketch: LogHistogram) -> Tensor:

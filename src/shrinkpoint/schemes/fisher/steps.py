@@ -216,9 +216,9 @@ class StepCandidates:
         types = {weights.global_name(name): layer_type for name, layer_type in (layer_types or {}).items()}
         scales, seeds, fresh = dict[str, float](), dict[str, int](), dict[str, Lattice | None]()
         for name, weight in weights.local.items():
-            title = weights.global_name(name)
-            scales[name] = step_scale(title, weight, curvatures[name], typical, types)
-            seeds[name] = weights.local_seed(name, weight_dither_seed(title, lossy_restores, seed))
+            global_name = weights.global_name(name)
+            scales[name] = step_scale(global_name, weight, curvatures[name], typical, types)
+            seeds[name] = weights.local_seed(name, weight_dither_seed(global_name, lossy_restores, seed))
             fresh[name] = self._fresh_lattice(name, curvatures[name], typical, seeds[name], scales[name])
         inherited = self._inherited_lattices()
         self._stochastic = choose_stochastic_rounding(weights, inherited.keys(), seeds, reference)
@@ -269,7 +269,7 @@ class StepCandidates:
             for name, points in results.items()
             if points is not None and self._global.global_name(name) not in left_out
         }
-        values = {name: one.dequantize(self.weights[name].dtype) for name, one in points.items()}
+        values = {name: tensor.dequantize(self.weights[name].dtype) for name, tensor in points.items()}
         slope, curvature = tensors.sum_over_ranks(*self._rise_terms(values))
         names = dict.fromkeys((*map(self._global.global_name, self.unit_lattices), *sorted(left_out)))
         ordered = tuple(name for name in names if name in left_out)
@@ -348,7 +348,9 @@ class StepCandidates:
         points = {
             name: parent
             for name, weight in self._global.local.items()
-            if isinstance(parent := quantized.get(name), LatticeTensor) and is_linear(parent, weight)
+            if isinstance(parent := quantized.get(name), LatticeTensor)
+            and parent.codes.shape == weight.shape
+            and parent.lattice.spacing == "linear"
         }
         inheriting = self._global.tensors.tensors_where_all({name: name in points for name in self._global.local})
         if self._parent_log_step is None:
@@ -370,16 +372,11 @@ def from_log_step(log_step: int) -> float:
     return float(2.0 ** (log_step / STEPS_PER_OCTAVE))
 
 
-def is_linear(points: LatticeTensor, weight: Tensor) -> bool:
-    """Whether the next points of `weight` can lie on the same lattice."""
-    return points.codes.shape == weight.shape and points.lattice.spacing == "linear"
-
-
 def _is_too_coarse(lattice: Lattice, fresh: Lattice | None) -> bool:
     """Whether the geometric mean of a lattice's steps exceeds that of a fresh one by more than `MAX_STEP_EXCESS`."""
     if fresh is None:
         return False
     log_steps, fresh_log_steps = (
-        sum(float(exponents.float().mean()) for exponents in (one.rows, one.columns)) for one in (lattice, fresh)
+        float(steps.rows.float().mean()) + float(steps.columns.float().mean()) for steps in (lattice, fresh)
     )
     return log_steps > fresh_log_steps + MAX_STEP_EXCESS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -115,33 +115,33 @@ class PrunePartition:
         """The score below which a value of `weight` is pruned."""
         key = (metric, share)
         if key not in self._prune_thresholds:
-            sketches: dict[tuple[str, str], LogHistogram] = {}
+            groups: dict[tuple[str, str], list[LogHistogram]] = {}
             for scored in self.weights.values():
                 used = scored.usable_metric(metric)
-                group = (scored.layer_type, used)
-                sketches[group] = sketches[group] + scored.scores[used] if group in sketches else scored.scores[used]
+                groups.setdefault((scored.layer_type, used), []).append(scored.scores[used])
             self._prune_thresholds[key] = {
-                group: self._bucket_edge(sketch, share, above=self.paper) if share else 0.0
-                for group, sketch in sketches.items()
+                group: self._bucket_edge(sketches, share, above=self.paper) if share else 0.0
+                for group, sketches in groups.items()
             }
         return self._prune_thresholds[key][weight.layer_type, weight.usable_metric(metric)]
 
     def protect_thresholds(self, share: float) -> dict[str, float]:
         """The scores above which a value is protected, by metric."""
         if share not in self._protect_thresholds:
-            sketches: dict[str, LogHistogram] = {}
+            groups: dict[str, list[LogHistogram]] = {}
             for scored in self.weights.values():
                 for metric, sketch in scored.scores.items():
-                    sketches[metric] = sketches[metric] + sketch if metric in sketches else sketch
+                    groups.setdefault(metric, []).append(sketch)
             self._protect_thresholds[share] = {
-                metric: self._bucket_edge(sketch, 1 - share, above=not self.paper)
-                for metric, sketch in sketches.items()
+                metric: self._bucket_edge(sketches, 1 - share, above=not self.paper)
+                for metric, sketches in groups.items()
             }
         return self._protect_thresholds[share]
 
     @staticmethod
-    def _bucket_edge(sketch: LogHistogram, share: float, *, above: bool) -> float:
-        """The upper (`above`) or lower end of the bucket of a quantile."""
+    def _bucket_edge(sketches: Sequence[LogHistogram], share: float, *, above: bool) -> float:
+        """The upper (`above`) or lower end of the bucket of a quantile of all sketched values."""
+        sketch = sum(sketches[1:], sketches[0])
         return sketch.quantile(share) / (1 - sketch.alpha if above else 1 + sketch.alpha)
 
     def masks(self, weight: ScoredWeight, metric: str, prune: float, protect: float) -> tuple[Tensor, Tensor]:

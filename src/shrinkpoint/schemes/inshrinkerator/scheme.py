@@ -234,7 +234,8 @@ class InshrinkeratorCandidates:
     @cached_property
     def _size_model(self) -> SizeModel:
         earlier = PreviousCodes() if self._clustering.paper else self._previous
-        return SizeModel(self._weights, self._partition, earlier, self._clustering.sigma, self._noise_by_name())
+        noise = {name: self._noise(name) for name in self._weights if self._clustering.noise_generation}
+        return SizeModel(self._weights, self._partition, earlier, self._clustering.sigma, noise)
 
     def size(self, point: Point) -> float:
         """Predicted bytes of this rank's shards; infinite for a point that is the same as another one."""
@@ -278,7 +279,7 @@ class InshrinkeratorCandidates:
                 self._find_centers(name, sketches[global_name], bins),
                 pruned=pruned,
                 protected=protected,
-                noise=self._noise(name, weight).reshape(shape) if self._clustering.noise_generation else None,
+                noise=self._noise(name).reshape(shape) if self._clustering.noise_generation else None,
                 zero=global_name in with_pruned,
             )
         return out
@@ -298,16 +299,11 @@ class InshrinkeratorCandidates:
             squared=not clustering.paper,
         )
 
-    def _noise_by_name(self) -> dict[str, Tensor]:
-        return (
-            {name: self._noise(name, one) for name, one in self._weights.items()}
-            if self._clustering.noise_generation
-            else {}
-        )
-
-    def _noise(self, name: str, weight: ScoredWeight) -> Tensor:
-        seed = self._seed(name) + self._clustering.noise_generation
-        return _noise(weight.values, self._stats.local_seed(name, seed))
+    def _noise(self, name: str) -> Tensor:
+        """Uniform noise in [0, 1), 1-d, the same for the same seed, so that what is saved is what was tried."""
+        values, seed = self._weights[name].values, self._seed(name) + self._clustering.noise_generation
+        generator = torch.Generator(values.device).manual_seed(self._stats.local_seed(name, seed))
+        return torch.rand(values.shape, generator=generator, device=values.device)
 
     def _seed(self, name: str) -> int:
         return self._clustering.seed ^ zlib.crc32(self._stats.global_name(name).encode())
@@ -333,9 +329,3 @@ def _merge_weights(
             scores.setdefault(global_name, {})[metric] = sketch
     nothing = torch.empty(0)
     return {name: ScoredWeight(nothing, global_layer_types[name], nothing, scores[name]) for name in stats.global_names}
-
-
-def _noise(like: Tensor, seed: int) -> Tensor:
-    """Uniform noise in [0, 1) like a tensor, the same for the same seed, so that what is saved is what was tried."""
-    generator = torch.Generator(like.device).manual_seed(seed)
-    return torch.rand(like.shape, generator=generator, device=like.device)
