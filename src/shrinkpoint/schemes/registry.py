@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import re
 import warnings
@@ -11,23 +10,23 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
-from shrinkpoint import validate
+from shrinkpoint import schemes, validate
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.base import Scheme
 
 _REGISTRY = {
-    "lossless": ("schemes.lossless", "Lossless"),
-    "inshrinkerator": ("schemes.inshrinkerator.scheme", "Inshrinkerator"),
-    "qd": ("baselines.uniform", "QD"),
-    "cnr": ("baselines.uniform", "CNR"),
-    "gobo": ("baselines.gobo", "GOBO"),
-    "fisher": ("schemes.fisher.scheme", "Fisher"),
-    "lc-checkpoint": ("baselines.sparse_update", "LCCheckpoint"),
-    "scar": ("baselines.sparse_update", "SCAR"),
-    "topn": ("baselines.sparse_update", "TOPN"),
-    "excp": ("baselines.excp", "ExCP"),
+    "lossless": "Lossless",
+    "inshrinkerator": "Inshrinkerator",
+    "qd": "QD",
+    "cnr": "CNR",
+    "gobo": "GOBO",
+    "fisher": "Fisher",
+    "lc-checkpoint": "LCCheckpoint",
+    "scar": "SCAR",
+    "topn": "TOPN",
+    "excp": "ExCP",
 }
-"""Id -> module below `shrinkpoint`, class. Modules are imported when a text names them."""
+"""Id -> class in `shrinkpoint.schemes`, which imports a module when a class of it is asked for."""
 
 _OBJECT_SETTINGS = ("evaluate", "gradients", "group", "progress", "space")
 """Settings that cannot be written as text."""
@@ -49,16 +48,11 @@ def get_scheme(scheme: object) -> Scheme:
         parsed: Scheme = scheme_factory(scheme)()
         return parsed
     if scheme is None:
-        raise PolicyError(
-            "scheme", found="None", expected=_EXPECTED, do='leave scheme= out, or pass "lossless", for exact values'
-        )
+        do = 'leave scheme= out, or pass "lossless", for exact values'
+        raise PolicyError("scheme", found="None", expected=_EXPECTED, do=do)
     if isinstance(scheme, type) and getattr(scheme, "id", None) in _REGISTRY:
-        raise PolicyError(
-            "scheme",
-            found=validate.describe_value(scheme),
-            expected="an instance of it",
-            do=f"make one: {scheme.__name__}(...)",
-        )
+        found, do = validate.describe_value(scheme), f"make one: {scheme.__name__}(...)"
+        raise PolicyError("scheme", found=found, expected="an instance of it", do=do)
     has_methods = all(callable(getattr(scheme, method, None)) for method in ("quantize", "encode"))
     if isinstance(scheme, type) or not has_methods:
         raise validate.argument_error("scheme", scheme, _EXPECTED, "make a scheme, or name one")
@@ -79,13 +73,11 @@ def scheme_factory(text: str) -> partial[Scheme]:
     """
     match = _PATTERN.fullmatch(text) if len(text) <= MAX_TEXT else None
     if match is None:
-        raise validate.argument_error(
-            "scheme", text, 'a name, or a name with settings: "fisher(relative_error=.3)"', "write it so"
-        )
+        expected = 'a name, or a name with settings: "fisher(relative_error=.3)"'
+        raise validate.argument_error("scheme", text, expected, "write it so")
     if match[1] not in _REGISTRY:
         raise validate.argument_error("scheme", text, " or ".join(map(repr, _REGISTRY)), "name a known one")
-    module, name = _REGISTRY[match[1]]
-    scheme_class = getattr(importlib.import_module(f"shrinkpoint.{module}"), name)
+    scheme_class = getattr(schemes, _REGISTRY[match[1]])
     return partial(scheme_class, **_parse_settings(text, scheme_class, match[2] or ""))
 
 
@@ -124,12 +116,8 @@ def make_scheme(
     if not needs_evaluation(text):
         return factory()
     if evaluate is None:
-        raise PolicyError(
-            text,
-            found="nothing to evaluate",
-            expected="a function of the state that returns a loss",
-            do="pass --evaluate module:function",
-        )
+        expected, do = "a function of the state that returns a loss", "pass --evaluate module:function"
+        raise PolicyError(text, found="nothing to evaluate", expected=expected, do=do)
     from shrinkpoint.schemes.fisher.scheme import Fisher
 
     limit: dict[str, Any] = {"threshold": threshold}
@@ -151,19 +139,15 @@ def _parse_settings(text: str, scheme_class: Callable[..., Scheme], settings_tex
         if len(settings) != len(call.keywords):
             raise ValueError("settings in a mapping")
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
-        raise PolicyError(
-            "scheme",
-            found=validate.describe_value(text),
-            expected="settings as plain values",
-            do='write name=value with plain values, such as threshold="1%"; pass functions and objects from Python',
-        ) from error
+        do = 'write name=value with plain values, such as threshold="1%"; pass functions and objects from Python'
+        found = validate.describe_value(text)
+        raise PolicyError("scheme", found=found, expected="settings as plain values", do=do) from error
     names = [name for name in inspect.signature(scheme_class).parameters if name not in _OBJECT_SETTINGS]
     for name in settings:
         if name not in names:
             advice = "choose one of these"
             if name in _OBJECT_SETTINGS:
                 advice = "that is no plain value: make the scheme in Python, or pass it on the command line"
-            raise PolicyError(
-                "scheme", found=f"{name}= in {validate.describe_value(text)}", expected=", ".join(names), do=advice
-            )
+            found = f"{name}= in {validate.describe_value(text)}"
+            raise PolicyError("scheme", found=found, expected=", ".join(names), do=advice)
     return settings

@@ -56,20 +56,15 @@ def diverged_errors(
     diverged = {name for name, (difference, weight) in norms.items() if difference > weight}
     if not diverged or reference is None:
         return {}
-    errors = stats.sum_over_shards(
-        {
-            name: (_squared_error(codes, weights[name], reference.tensors[name]),)
-            for name, codes in quantized.items()
-            if stats.global_name(name) in diverged
-        }
-    )
+    squared_errors = dict[str, tuple[float, ...]]()
+    for name, codes in quantized.items():
+        if stats.global_name(name) in diverged:
+            weight = weights[name]
+            decoded = codes.dequantize(weight.dtype, reference.tensors[name]).to(weight.device, torch.float32)
+            squared_errors[name] = (_squared_norm(decoded - weight.to(torch.float32)),)
+    errors = stats.sum_over_shards(squared_errors)
     relative = {name: _relative_error(error, norms[name][1]) for name, (error,) in errors.items()}
     return {name: error for name, error in relative.items() if not error <= MAX_RESIDUAL_ERROR}
-
-
-def _squared_error(quantized_tensor: CodebookTensor, x: Tensor, parent: Tensor) -> float:
-    """The squared norm of the error of the decoded values."""
-    return _squared_norm(quantized_tensor.dequantize(x.dtype, parent).to(x.device, torch.float32) - x.to(torch.float32))
 
 
 def _squared_norm(x: Tensor) -> float:
@@ -213,9 +208,9 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
         differences = {name: diff for name, diff in differences.items() if stats.global_name(name) in complete}
         weights = {name: selected[name] for name in differences}
         quantized = self.quantize_weights(weights, differences, state, stats)
-        bounds = stats.max_over_shards(
-            {name: _magnitude_bounds(weights[name], diff) for name, diff in differences.items()}
-        )
+        moves = {name: max_abs(diff) for name, diff in differences.items()}
+        # the largest difference, and an upper bound of the parent's values
+        bounds = stats.max_over_shards({name: (move, max_abs(weights[name]) + move) for name, move in moves.items()})
         usable = stats.tensors_where_all(
             {
                 name: _fits_dtype(codes, bounds[stats.global_name(name)], weights[name].dtype)
@@ -240,11 +235,9 @@ def _differences(weights: Mapping[str, Tensor], reference: Reference | None) -> 
 
 
 def _warn_diverged(errors: Mapping[str, float]) -> None:
-    worst = max(errors.values())
     text = (
-        f"{', '.join(errors)}: what was saved last is farther away than zero, and "
-        f"a difference to it would leave an error "
-        f"of {worst:.2g} times the weights: this checkpoint is a keyframe"
+        f"{', '.join(errors)}: what was saved last is farther away than zero, and a difference to it would leave an "
+        f"error of {max(errors.values()):.2g} times the weights: this checkpoint is a keyframe"
     )
     warnings.warn(text, LossWarning, stacklevel=5)
 
@@ -252,12 +245,6 @@ def _warn_diverged(errors: Mapping[str, float]) -> None:
 def _json_errors(errors: Mapping[str, float]) -> dict[str, JSON]:
     """Errors rounded to 4 digits; JSON has no infinity, so that it becomes text."""
     return {name: float(f"{error:.4g}") if math.isfinite(error) else str(error) for name, error in errors.items()}
-
-
-def _magnitude_bounds(x: Tensor, difference: Tensor) -> tuple[float, float]:
-    """Largest magnitude of the difference, and an upper bound of the parent's values."""
-    moved = max_abs(difference)
-    return moved, max_abs(x) + moved
 
 
 def _fits_dtype(quantized_tensor: CodebookTensor, bounds: tuple[float, ...], dtype: torch.dtype) -> bool:

@@ -137,12 +137,14 @@ class _MomentQuantizer:
         valid = self._tensors.tensors_where_all({name: not bool((v < 0).any()) for name, v in moments.items()})
         moments = {name: v for name, v in moments.items() if self._tensors.global_name(name) in valid}
         nonzero = {
-            name: required_nonzero(self._usable.get(self._firsts.get(name, "")), v) for name, v in moments.items()
+            name: _required_nonzero(self._usable.get(self._firsts.get(name, "")), v) for name, v in moments.items()
         }
         exponents = self._split_second_exponents(moments, nonzero)
         points = {}
+        # finer if it is not a decaying average
+        finer = replace(self._precision, second_step=self._precision.accumulator_step, dead_zone=0.5)
         for name, v in moments.items():
-            precision = precision_for(self._slot(name), self._precision)
+            precision = self._precision if self._slot(name) in _AVERAGE_SLOTS else finer
             points[name] = quantize_second(v, nonzero[name], precision, exponents.get(name))
             values[name] = points[name].dequantize(v.dtype)
         return points
@@ -169,7 +171,7 @@ class _MomentQuantizer:
 
         sums = tensors.marginals(split, logs)
         counts = tensors.marginals((name for name in split if tensors.global_name(name) in with_zeros), present)
-        exponents = {name: second_exponents_from_sums(one, counts.get(name)) for name, one in sums.items()}
+        exponents = {name: second_exponents_from_sums(log, counts.get(name)) for name, log in sums.items()}
         return {name: self._slice(name, Lattice("log", *exponents[tensors.global_name(name)])) for name in split}
 
     def quantize_firsts(
@@ -202,8 +204,8 @@ class _MomentQuantizer:
                 other = self._pairs[name]
                 rows = None if total is None else self._split_first_rows(name, total)
                 points[name] = quantize_first(m, second_values[other], other, seeds[name], self._precision, rows)
-        failed = tensors.union(name for name, one in points.items() if one is None)
-        return {n: one for n, one in points.items() if one is not None and tensors.global_name(n) not in failed}
+        failed = tensors.union(name for name, lattice in points.items() if lattice is None)
+        return {n: x for n, x in points.items() if x is not None and tensors.global_name(n) not in failed}
 
     def _split_first_rows(self, name: str, sums: Marginals) -> Tensor:
         rows = first_row_exponents(sums.mean_along(1).to(torch.float32), self._precision)
@@ -223,15 +225,6 @@ class _MomentQuantizer:
         shard = self._tensors.local_shards[name]
         part = shard.spec.slice_lattice(lattice, shard.sizes)
         return part.rows, part.columns
-
-
-def precision_for(slot: str, precision: MomentPrecision) -> MomentPrecision:
-    """The precision of a second moment, given the optimizer's name for it: finer if it is not a decaying average."""
-    return (
-        precision
-        if slot in _AVERAGE_SLOTS
-        else replace(precision, second_step=precision.accumulator_step, dead_zone=0.5)
-    )
 
 
 def quantize_second(
@@ -375,6 +368,6 @@ def _log2_exponents(values: Tensor) -> Tensor:
     return (values.log2() * STEPS_PER_OCTAVE).round().clamp(-limit, limit).to(torch.int16).cpu()
 
 
-def required_nonzero(m: Tensor | None, v: Tensor) -> Tensor | None:
+def _required_nonzero(m: Tensor | None, v: Tensor) -> Tensor | None:
     """Where a second moment must not become zero: where the first one is not, which Adam divides by it; bool."""
     return None if m is None or m.shape != v.shape else m != 0
