@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import weakref
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.mutations import canonical
 from helpers.stores import PLACES, flip, payloads, place, remove, state
 from helpers.strategies import difference
 
+from shrinkpoint._native import xxh3_128
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import ChainError, LockedError, NotFoundError, PolicyError, StateError
-from shrinkpoint.storage import Storage
+from shrinkpoint.storage import LocalStorage, Storage
 from shrinkpoint.store import Store, decode
 from shrinkpoint.tensors.flat_state import flatten, snapshot
 
@@ -383,3 +386,15 @@ def test_every_flipped_byte_of_a_step_is_found(tmp_path: Path) -> None:
             assert at.step == 1 or difference(at.state, small) is None
         storage.put(key, data)
     assert store.verify(deep=True) == []
+
+
+def test_deep_verification_reads_a_file_after_the_bases_that_its_own_manifest_names(tmp_path: Path) -> None:
+    """The newest chain decodes the file of step 1 as well, but after a base that the manifest of step 1 leaves out."""
+    store = saved(LocalStorage(tmp_path), 0, 1, 2)
+    path = tmp_path / "step-000000001" / "manifest.json"
+    document = json.loads(path.read_text()) | {"bases": []}
+    del document["digest"]
+    path.write_bytes(canonical({**document, "digest": xxh3_128(canonical(document))}))
+    assert {finding.step for finding in store.verify(deep=True) if not finding.loads} == {1}
+    with pytest.raises(ChainError, match="a delta without its parent"):
+        store.load(1)

@@ -120,14 +120,16 @@ def _decode_failures(
     from shrinkpoint.store.checkpoint_file import build_state  # these need torch, and nothing else here
     from shrinkpoint.store.decode import iter_chain
 
-    proven: set[str] = set()
+    proven: set[tuple[str, ...]] = set()  # chains: the same file may not decode after other bases, or after none
     for manifest in reversed(listing.visible.values()):
-        if manifest.step in failed_steps or manifest.digest in proven:
+        files = chain.store_chain(storage, manifest)
+        digests = tuple(file.digest for file in files)
+        if manifest.step in failed_steps or digests in proven:
             continue
         try:
-            for file, decoded in iter_chain(chain.store_chain(storage, manifest), threads=threads):
+            for count, (file, decoded) in enumerate(iter_chain(files, threads=threads), start=1):
                 build_state(decoded, f"step {file.step}")
-                proven.add(file.digest)
+                proven.add(digests[:count])
         except ShrinkpointError as error:
             do = f"restore another checkpoint; `forget` and `prune` step {manifest.step}"
             yield Finding(manifest.step, error.where, str(error), do)
