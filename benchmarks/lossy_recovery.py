@@ -31,7 +31,7 @@ from workload_variants import VARIANTS
 from workloads import Course, Workload
 
 import shrinkpoint as sp
-from shrinkpoint.bench.meters import CallTimer
+from shrinkpoint.bench.systems import CallTimer
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ import torch
 from torch.optim import AdamW
 
 import shrinkpoint as sp
-from shrinkpoint.bench.meters import resident_bytes
+from shrinkpoint.bench.systems import resident_bytes
 from shrinkpoint.demo.workload import GPT, Batches, GPTConfig, stdlib_text
 
 METHODS = ("background", "sync", "torch.save", "torch.save + fsync", "clone")

@@ -25,7 +25,7 @@ import workloads
 from torch import nn
 
 import shrinkpoint as sp
-from shrinkpoint.bench.meters import CallTimer
+from shrinkpoint.bench.systems import CallTimer
 from shrinkpoint.demo.workload import GPT, GPTConfig
 
 

@@ -30,9 +30,9 @@ from lossless_speed import machine
 from torch_baselines import DCP, EightBit
 
 import shrinkpoint as sp
-from shrinkpoint.bench.measure import QualityFunction, measure
+from shrinkpoint.bench.measure import measure
 from shrinkpoint.bench.result import TABLE_HEADER, BenchResult, table_rows, write_plot
-from shrinkpoint.bench.series import Series, StoreSeries
+from shrinkpoint.bench.series import QualityFunction, Series, StoreSeries
 from shrinkpoint.bench.systems import SYSTEMS, make_system
 from shrinkpoint.schemes.registry import needs_evaluation
 

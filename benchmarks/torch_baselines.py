@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shrinkpoint.bench.meters import PeakMemory
 from shrinkpoint.bench.series import Series
-from shrinkpoint.bench.systems import RoundTrip
+from shrinkpoint.bench.systems import PeakMemory, RoundTrip
 from shrinkpoint.tensors.flat_state import FlatState, flatten, unflatten
 from shrinkpoint.tensors.info import Role
 

@@ -89,10 +89,15 @@ def test_the_names_that_documents_use_after_a_plain_import_are_there():
 # an extra that is not installed
 
 
-@pytest.mark.parametrize(("room", "package"), [
-    ("transformers", "transformers"), ("transformers", "accelerate"), ("accelerate", "accelerate"),
-    ("lightning", "lightning"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("room", "package"),
+    [
+        ("transformers", "transformers"),
+        ("transformers", "accelerate"),
+        ("accelerate", "accelerate"),
+        ("lightning", "lightning"),
+    ],
+)
 def test_without_its_extra_a_framework_says_what_to_install(room, package):
     ways = f"import shrinkpoint.train.{room}", f"from shrinkpoint.train import {room}", f"shrinkpoint.train.{room}"
     code = f"""

@@ -115,8 +115,9 @@ def test_a_delta_is_smaller_and_says_what_it_stands_on(chain):
     assert b.stored_bytes < a.stored_bytes == chain[0].stat().st_size
     assert a.raw_bytes == 40 * 50 * 4 + 99 * 4 and a.ratio == a.raw_bytes / a.stored_bytes
     assert {info.name: (info.shape, info.dtype) for info in b.tensors} == {
-        "model/w.weight": ((40, 50), "F32"), "frozen": ((99,), "F32"),
-    }  # fmt: skip
+        "model/w.weight": ((40, 50), "F32"),
+        "frozen": ((99,), "F32"),
+    }
 
 
 def test_inspect_reads_only_the_header(chain):
@@ -200,10 +201,19 @@ def forge(path: Path, parent: Any) -> None:
         FileWriter(sink, scheme="lossless", parent=parent, tree={}).finish()
 
 
-@pytest.mark.parametrize("parent", [
-    {}, {"name": "a"}, {"digest": "0" * 32}, {"name": 1, "digest": "0" * 32}, {"name": "a", "digest": None},
-    {"name": ["a"], "digest": "0" * 32}, {"name": {}, "digest": {}},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "parent",
+    [
+        {},
+        {"name": "a"},
+        {"digest": "0" * 32},
+        {"name": 1, "digest": "0" * 32},
+        {"name": "a", "digest": None},
+        {"name": ["a"], "digest": "0" * 32},
+        {"name": {}, "digest": {}},
+    ],
+    ids=str,
+)
 def test_a_parent_that_is_none_is_corrupt(tmp_path, parent):
     forge(tmp_path / "x", parent)
     for verb in (sp.load, sp.inspect):
@@ -225,11 +235,15 @@ def test_what_is_no_file_of_ours_is_an_error_of_our_tree(tmp_path):
     (tmp_path / "text").write_text("hello, this is no checkpoint\n")
     (tmp_path / "empty").touch()
     cases = [
-        (tmp_path, NotFoundError), ("/", sp.ShrinkpointError), (tmp_path / "nothing", NotFoundError),
-        (tmp_path / "no" / "thing", NotFoundError), (tmp_path / "text", FormatError),
+        (tmp_path, NotFoundError),
+        ("/", sp.ShrinkpointError),
+        (tmp_path / "nothing", NotFoundError),
+        (tmp_path / "no" / "thing", NotFoundError),
+        (tmp_path / "text", FormatError),
         (tmp_path / "empty", TruncatedError),
-        (tmp_path / "text" / "inside", sp.ShrinkpointError), ("a" * 300, StorageError),
-    ]  # fmt: skip
+        (tmp_path / "text" / "inside", sp.ShrinkpointError),
+        ("a" * 300, StorageError),
+    ]
     for path, error in cases:
         for verb in (sp.load, sp.inspect):
             with pytest.raises(error):

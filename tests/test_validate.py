@@ -39,10 +39,17 @@ def searched(kind: type[Any]) -> Entry:
 
 COMMON = {"scheme": NO_SCHEME, "keyframe_every": NO_COUNT, "threads": NO_COUNT}
 SEARCHED = {
-    "threshold": NO_SHARE, "evaluate": NO_FUNCTION, "higher_is_better": NO_FLAG, "config": [3, "bins=8", {"bins": 5}],
-    "optimizer": NO_CHOICE, "fallback": NO_CHOICE, "coarser": NO_FLAG, "group": ["group", 3, True],
-    "progress": ["yes", 1, None], "seed": NO_SEED,
-}  # fmt: skip
+    "threshold": NO_SHARE,
+    "evaluate": NO_FUNCTION,
+    "higher_is_better": NO_FLAG,
+    "config": [3, "bins=8", {"bins": 5}],
+    "optimizer": NO_CHOICE,
+    "fallback": NO_CHOICE,
+    "coarser": NO_FLAG,
+    "group": ["group", 3, True],
+    "progress": ["yes", 1, None],
+    "seed": NO_SEED,
+}
 SIZES = {"nonfinite": NO_CHOICE, "min_numel": NO_COUNT_FROM_0, "sample_every": NO_COUNT_FROM_0}
 
 TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
@@ -51,43 +58,85 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
         {**COMMON, "keep": [3, sp.Keep], "background": NO_FLAG},
     ),
     "Store": (
-        lambda **wrong: sp.Store(MemoryStorage(), **wrong), {"keyframe_every": NO_COUNT, "threads": NO_COUNT},
+        lambda **wrong: sp.Store(MemoryStorage(), **wrong),
+        {"keyframe_every": NO_COUNT, "threads": NO_COUNT},
     ),
     "Store.save": (lambda **wrong: sp.Store(MemoryStorage()).save(1, {}, **wrong), {"scheme": NO_SCHEME}),
     "Keep": (
         sp.Keep,
-        {"last": NO_COUNT, "every": NO_COUNT, "best": NO_COUNT, "mode": NO_CHOICE, "metric": [None, 3],
-         "within": ["soon", 3]},
+        {
+            "last": NO_COUNT,
+            "every": NO_COUNT,
+            "best": NO_COUNT,
+            "mode": NO_CHOICE,
+            "metric": [None, 3],
+            "within": ["soon", 3],
+        },
     ),
     "Fisher": (
         sp.Fisher,
-        {"budget": [0.01, "101%", "1", True, "1%"], "nats": NO_NUMBER[2:], "ratio": [0.5, 1, *NO_NUMBER[2:]],
-         "relative_error": [3, *NO_SHARE], "evaluate": NO_FUNCTION, "higher_is_better": NO_FLAG,
-         "terms": NO_NUMBER[2:], "gradients": NO_RECORDER, "moments": NO_CHOICE, "seed": NO_SEED},
+        {
+            "budget": [0.01, "101%", "1", True, "1%"],
+            "nats": NO_NUMBER[2:],
+            "ratio": [0.5, 1, *NO_NUMBER[2:]],
+            "relative_error": [3, *NO_SHARE],
+            "evaluate": NO_FUNCTION,
+            "higher_is_better": NO_FLAG,
+            "terms": NO_NUMBER[2:],
+            "gradients": NO_RECORDER,
+            "moments": NO_CHOICE,
+            "seed": NO_SEED,
+        },
     ),
     "Inshrinkerator": (
         searched(sp.Inshrinkerator),
-        {**SEARCHED, "gradients": NO_RECORDER, "paper": NO_FLAG, "space": [None, 3, {}], "sigma": NO_NUMBER,
-         "dither": NO_FLAG},
+        {
+            **SEARCHED,
+            "gradients": NO_RECORDER,
+            "paper": NO_FLAG,
+            "space": [None, 3, {}],
+            "sigma": NO_NUMBER,
+            "dither": NO_FLAG,
+        },
     ),
-    "QD": (searched(sp.QD), SEARCHED), "CNR": (searched(sp.CNR), SEARCHED), "GOBO": (searched(sp.GOBO), SEARCHED),
+    "QD": (searched(sp.QD), SEARCHED),
+    "CNR": (searched(sp.CNR), SEARCHED),
+    "GOBO": (searched(sp.GOBO), SEARCHED),
     "LCCheckpoint": (
         sp.LCCheckpoint,
-        {"bits": [9, *NO_COUNT], "scope": ["layer", 1], "representative": ["median", 1], "paper": NO_FLAG,
-         "optimizer": NO_CHOICE},
+        {
+            "bits": [9, *NO_COUNT],
+            "scope": ["layer", 1],
+            "representative": ["median", 1],
+            "paper": NO_FLAG,
+            "optimizer": NO_CHOICE,
+        },
     ),
     "SCAR": (sp.SCAR, {"fraction": NO_SHARE, "order": NO_CHOICE, "seed": NO_SEED, "optimizer": NO_CHOICE}),
     "TOPN": (sp.TOPN, {"fraction": NO_SHARE, "optimizer": NO_CHOICE}),
     "ExCP": (
         sp.ExCP,
-        {"alpha": NO_NUMBER, "beta": NO_NUMBER, "bits": [1, 9, *NO_COUNT], "rule": NO_CHOICE, "paper": NO_FLAG,
-         "paper_fp16": NO_FLAG, "seed": NO_SEED},
+        {
+            "alpha": NO_NUMBER,
+            "beta": NO_NUMBER,
+            "bits": [1, 9, *NO_COUNT],
+            "rule": NO_CHOICE,
+            "paper": NO_FLAG,
+            "paper_fp16": NO_FLAG,
+            "seed": NO_SEED,
+        },
     ),
     "Lossless": (sp.Lossless, {"chunk": [None, *NO_COUNT]}),
     "GradientRecorder": (
         lambda **wrong: sp.train.GradientRecorder(**{"model": MODEL, **wrong}),
-        {"model": [None, MODEL.state_dict(), torch.nn.Linear], "save_interval": NO_COUNT, "batches": [None, *NO_COUNT],
-         "beta": [1, 1.5, *NO_NUMBER], "paper": ["yes", 1], "squares": NO_FLAG},
+        {
+            "model": [None, MODEL.state_dict(), torch.nn.Linear],
+            "save_interval": NO_COUNT,
+            "batches": [None, *NO_COUNT],
+            "beta": [1, 1.5, *NO_NUMBER],
+            "paper": ["yes", 1],
+            "squares": NO_FLAG,
+        },
     ),
     "Checkpointer": (Checkpointer, {**COMMON, "background": NO_FLAG, "model": [None, 3]}),
     "dcp.Writer": (dcp.Writer, {**COMMON, "step": [-1, "x", True], "note": [None, 3], "chain": [3]}),
@@ -102,17 +151,23 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
         lambda **wrong: comm.Uniform(**{"bits": 4, **wrong}),
         {"bits": [9, *NO_COUNT], "group": ["rows", 0, True, 1.5], "dither": NO_FLAG},
     ),
-    "comm.NormalFloat": (lambda **wrong: comm.NormalFloat(**{"bits": 3, **wrong}),
-        {"bits": [5, *NO_COUNT], "group": [7, "row"]}),
+    "comm.NormalFloat": (
+        lambda **wrong: comm.NormalFloat(**{"bits": 3, **wrong}),
+        {"bits": [5, *NO_COUNT], "group": [7, "row"]},
+    ),
     "comm.BlockFloat": (
-        lambda **wrong: comm.BlockFloat(**{"bits": 4, **wrong}), {"bits": [1, 9, *NO_COUNT], "block": [7, "x"]},
+        lambda **wrong: comm.BlockFloat(**{"bits": 4, **wrong}),
+        {"bits": [1, 9, *NO_COUNT], "block": [7, "x"]},
     ),
     "comm.TopK": (comm.TopK, {"share": [10, "10%", *NO_NUMBER[2:]]}),
     "comm.RandomK": (lambda **wrong: comm.RandomK(**{"share": 0.1, **wrong}), {"share": [10, "10%"], "seed": NO_SEED}),
     "comm.Hadamard": (
         lambda **wrong: comm.Hadamard(**{"compressor": comm.Uniform(4), **wrong}),
-        {"compressor": ["q4", None, comm.Uniform], "block": [7, "x", True],
-         "outlier_threshold": ["x", -1.0, math.nan, True]},
+        {
+            "compressor": ["q4", None, comm.Uniform],
+            "block": [7, "x", True],
+            "outlier_threshold": ["x", -1.0, math.nan, True],
+        },
     ),
     "comm.Cast": (comm.Cast, {"dtype": ["fp8", None, torch.bfloat16, []]}),
     "comm.EF": (comm.EF, {"compressor": ["top10", None, comm.TopK]}),
@@ -123,22 +178,30 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
         {"compressor": ["q4", None], "warmup": NO_COUNT_FROM_0, "dtype": ["fp8", None, []], "most_bytes": NO_COUNT},
     ),
     "comm.Accordion": (
-        lambda **wrong: comm.Accordion("q2", "q8", **wrong), {"threshold": [0, *NO_NUMBER], "interval": NO_COUNT},
+        lambda **wrong: comm.Accordion("q2", "q8", **wrong),
+        {"threshold": [0, *NO_NUMBER], "interval": NO_COUNT},
     ),
     "comm.insert_compression": (
         lambda **wrong: comm.insert_compression(**{"model": MODEL, "after": ["0"], "forward": "q4:64", **wrong}),
         {**SIZES, "model": [None, "gpt"], "after": ["0", None, 3, ["none"]], "micro_batches": NO_COUNT},
     ),
     "comm.compress_ddp": (
-        lambda **wrong: comm.compress_ddp(**{"model": MODEL, **wrong}), {"model": [None, MODEL]},
+        lambda **wrong: comm.compress_ddp(**{"model": MODEL, **wrong}),
+        {"model": [None, MODEL]},
     ),
     "comm.compress_fsdp": (
         lambda **wrong: comm.compress_fsdp(**{"root": MODEL, **wrong}),
-        {"root": [None, 3], "min_numel": NO_COUNT_FROM_0, "nonfinite": NO_CHOICE, "timeout": NO_NUMBER,
-         "accordion": ["q4", comm.Accordion]},
+        {
+            "root": [None, 3],
+            "min_numel": NO_COUNT_FROM_0,
+            "nonfinite": NO_CHOICE,
+            "timeout": NO_NUMBER,
+            "accordion": ["q4", comm.Accordion],
+        },
     ),
     "comm.compress_pipeline": (
-        lambda **wrong: comm.compress_pipeline([], **wrong), {**SIZES, "timeout": NO_NUMBER},
+        lambda **wrong: comm.compress_pipeline([], **wrong),
+        {**SIZES, "timeout": NO_NUMBER},
     ),
     "comm.allocate_bits": (
         lambda **wrong: comm.allocate_bits(**{"model": MODEL, "after": ["0"], "evaluate": len, **wrong}),
@@ -146,11 +209,21 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
     ),
     "comm.recommend": (
         lambda **wrong: comm.recommend(**{"shape": (4,), "mbps": 100.0, **wrong}),
-        {"mbps": [0, *NO_NUMBER], "parallelism": NO_CHOICE, "world_size": [1, *NO_COUNT], "micro_batches": NO_COUNT,
-         "overlap": NO_FLAG, "schedule": NO_CHOICE, "duplex": NO_FLAG, "max_error": ["x", -1.0],
-         "repeats": NO_COUNT, "candidates": ["q4", 3], "dtype": ["int8", 3]},
+        {
+            "mbps": [0, *NO_NUMBER],
+            "parallelism": NO_CHOICE,
+            "world_size": [1, *NO_COUNT],
+            "micro_batches": NO_COUNT,
+            "overlap": NO_FLAG,
+            "schedule": NO_CHOICE,
+            "duplex": NO_FLAG,
+            "max_error": ["x", -1.0],
+            "repeats": NO_COUNT,
+            "candidates": ["q4", 3],
+            "dtype": ["int8", 3],
+        },
     ),
-}  # fmt: skip
+}
 
 
 def _said(wrong: Any) -> str:
@@ -239,8 +312,11 @@ def test_settings_of_accelerate_are_refused_and_named(tmp_path):
 
     accelerator = accelerate.Accelerator(cpu=True)
     refused(AcceleratorCheckpointer, "accelerator", None)
-    for entry in (AcceleratorCheckpointer, lambda a, **given: save_state(a, tmp_path / "a", **given),
-                  lambda a, **given: load_state(a, tmp_path / "a", **given)):  # fmt: skip
+    for entry in (
+        AcceleratorCheckpointer,
+        lambda a, **given: save_state(a, tmp_path / "a", **given),
+        lambda a, **given: load_state(a, tmp_path / "a", **given),
+    ):
         for name, values in {**COMMON, "background": NO_FLAG}.items():
             for wrong in values:
                 refused(lambda entry=entry, **given: entry(accelerator, **given), name, wrong)
@@ -280,8 +356,21 @@ def issubclass_of_error(entry: Any) -> bool:
 
 def test_the_table_has_every_public_constructor_that_takes_settings():
     """But for what is only returned, and for classes that are bases."""
-    returned = {"BitAllocation", "MessageContext", "CompressorContext", "ErrorFeedback", "LinkStats", "Compressor",
-                "CompressionPoints", "CompressedPipeline", "Identity", "SameIndices", "save", "load", "inspect",
-                "ShrinkpointError"}  # fmt: skip
+    returned = {
+        "BitAllocation",
+        "MessageContext",
+        "CompressorContext",
+        "ErrorFeedback",
+        "LinkStats",
+        "Compressor",
+        "CompressionPoints",
+        "CompressedPipeline",
+        "Identity",
+        "SameIndices",
+        "save",
+        "load",
+        "inspect",
+        "ShrinkpointError",
+    }
     known = {title.rpartition(".")[2] for title in TABLE} | returned
     assert {entry.__name__ for entry in PUBLIC} - known <= {"reset_chains", "latest_valid", "load", "uninstall"}

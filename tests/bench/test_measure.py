@@ -9,9 +9,9 @@ import torch
 from helpers.small_training import Digits, Run, Silent
 
 import shrinkpoint as sp
-from shrinkpoint.bench.measure import Distortion, QualityFunction, measure
+from shrinkpoint.bench.measure import Distortion, measure
 from shrinkpoint.bench.result import TABLE_HEADER, table_rows
-from shrinkpoint.bench.series import open_series
+from shrinkpoint.bench.series import QualityFunction, open_series
 from shrinkpoint.bench.systems import SYSTEMS, make_system
 from shrinkpoint.cli.arguments import import_function
 from shrinkpoint.errors import NotFoundError, PolicyError

@@ -39,11 +39,16 @@ def some():
         plain("w", "F32", (2, 3)),
         coded("v", {"codes": b"\1\2\3", "side": b""}, base="0123456789abcdef" * 2),
         coded("~bundle", {"codes": b"12345"}, bundle),
-        coded("~plain", {"values": bytes(32)}, [TensorInfo("x", (1,), "C128"), TensorInfo("y", (2,), "F64")], None,
-              {"kind": "plain"}),
+        coded(
+            "~plain",
+            {"values": bytes(32)},
+            [TensorInfo("x", (1,), "C128"), TensorInfo("y", (2,), "F64")],
+            None,
+            {"kind": "plain"},
+        ),
         coded("same", {}, base="f" * 32),
         plain("half", "BF16", (1,)),
-    ]  # fmt: skip
+    ]
 
 
 def file(records, *, spool=None, expected=None, tree=None, parent=None, report=None):

@@ -30,10 +30,14 @@ def manifest(
         )
     )
     return Manifest(
-        id=f"id-{step}{again}", step=step, created=(EPOCH + timedelta(hours=hours)).isoformat(timespec="milliseconds"),
-        scheme="lossless", payloads=(Payload("rank-00000.safetensors", 1000 + step, digest, 4000),), bases=bases,
+        id=f"id-{step}{again}",
+        step=step,
+        created=(EPOCH + timedelta(hours=hours)).isoformat(timespec="milliseconds"),
+        scheme="lossless",
+        payloads=(Payload("rank-00000.safetensors", 1000 + step, digest, 4000),),
+        bases=bases,
         metrics=metrics or {},
-    )  # fmt: skip
+    )
 
 
 def run(length: int, keyframe_every: int = 3, **kwargs: float) -> list[Manifest]:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.schemes.base import QuantizedState, Scheme
+from shrinkpoint.schemes.evaluate import ShardedModelEvaluator
 from shrinkpoint.schemes.plan_shards import plan_shards
-from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
 from shrinkpoint.sharding.collectives import Collectives
 from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
 from shrinkpoint.tensors.flat_state import FlatState
@@ -181,10 +181,15 @@ def after(kept: QuantizedState, flat: FlatState) -> Reference:
 
 
 def saved(
-    make: Callable[[], Scheme], flats: Sequence[FlatState], width: int, cutter: Cutter = rows, *,
-    lone: Mapping[str, int] | None = None, ranks: Ranks | None = None,
+    make: Callable[[], Scheme],
+    flats: Sequence[FlatState],
+    width: int,
+    cutter: Cutter = rows,
+    *,
+    lone: Mapping[str, int] | None = None,
+    ranks: Ranks | None = None,
     target: Callable[[Part], ShardedModelEvaluator] | None = None,
-) -> list[Saved]:  # fmt: skip
+) -> list[Saved]:
     """A chain of checkpoints of states, by ranks that each have a part."""
     parts = [cut(flat, width, cutter, lone) for flat in flats]
 

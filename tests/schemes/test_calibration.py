@@ -19,9 +19,8 @@ from torch import nn
 import shrinkpoint as sp
 from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.schemes.calibration import REPEAT_INTERVAL, Calibration
-from shrinkpoint.schemes.evaluate import DegradationMetric, Reading
+from shrinkpoint.schemes.evaluate import DegradationMetric, Reading, ShardedModelEvaluator
 from shrinkpoint.schemes.plan_shards import plan_shards
-from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.storage import MemoryStorage
 
@@ -67,14 +66,18 @@ def noisy_and_closed_over(run: Run) -> Callable[[Any], Any]:
 
 
 LIARS: dict[str, Callable[[Run], Callable[[Any], Any]]] = {
-    "closed over": closed_over, "cached": cached, "constant": lambda run: lambda model: 0.003,
-    "noisy and closed over": noisy_and_closed_over, "nan": lambda run: lambda model: math.nan,
-    "infinite": lambda run: lambda model: math.inf, "minus infinite": lambda run: lambda model: -math.inf,
+    "closed over": closed_over,
+    "cached": cached,
+    "constant": lambda run: lambda model: 0.003,
+    "noisy and closed over": noisy_and_closed_over,
+    "nan": lambda run: lambda model: math.nan,
+    "infinite": lambda run: lambda model: math.inf,
+    "minus infinite": lambda run: lambda model: -math.inf,
     "nan the second time": lambda run: (lambda answers: lambda model: next(answers))(
         itertools.chain([1.0], itertools.repeat(math.nan))
     ),
     "examples of a cache": lambda run: (lambda answer: lambda model: answer)(torch.arange(50.0)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("liar", LIARS)
@@ -205,8 +208,10 @@ def test_the_budget_counts_against_the_measured_rise_and_the_noise(name, spread)
     allowed = 0.05
     run = Run(steps=60)
     noisy = Noisy(run, spread)
-    schemes = {"fisher by share": lambda: sp.Fisher(budget="5%", evaluate=noisy),
-               "inshrinkerator": lambda: sp.Inshrinkerator(threshold=allowed, evaluate=noisy)}  # fmt: skip
+    schemes = {
+        "fisher by share": lambda: sp.Fisher(budget="5%", evaluate=noisy),
+        "inshrinkerator": lambda: sp.Inshrinkerator(threshold=allowed, evaluate=noisy),
+    }
     storage = MemoryStorage()
     with sp.CheckpointManager(storage, scheme=schemes[name]()) as manager, Silent():
         for step in range(5):

@@ -10,8 +10,9 @@ import torch
 from shrinkpoint.schemes.evaluate import paired_mean_interval, student_t_quantile
 
 
-@pytest.mark.parametrize(("degrees", "value"), [(1, 12.706), (2, 4.303), (9, 2.262), (10, 2.228), (30, 2.042),
-                                                (100, 1.984), (10_000, 1.960)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("degrees", "value"), [(1, 12.706), (2, 4.303), (9, 2.262), (10, 2.228), (30, 2.042), (100, 1.984), (10_000, 1.960)]
+)
 def test_quantiles_are_those_of_the_tables(degrees, value):
     assert student_t_quantile(degrees) == pytest.approx(value, abs=2e-3)
 

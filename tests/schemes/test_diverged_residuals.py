@@ -22,11 +22,15 @@ from shrinkpoint.train.checkpointer import Checkpointer
 
 BINS = {"bins": 16, "embedding_bins": 16}
 TRACKED = {
-    "lc": sp.LCCheckpoint, "lc of 2 bits": lambda: sp.LCCheckpoint(bits=2),
-    "lc as printed": lambda: sp.LCCheckpoint(paper=True), "scar": sp.SCAR,
-    "scar in turn": lambda: sp.SCAR(order="round robin"), "topn": sp.TOPN, "excp": sp.ExCP,
+    "lc": sp.LCCheckpoint,
+    "lc of 2 bits": lambda: sp.LCCheckpoint(bits=2),
+    "lc as printed": lambda: sp.LCCheckpoint(paper=True),
+    "scar": sp.SCAR,
+    "scar in turn": lambda: sp.SCAR(order="round robin"),
+    "topn": sp.TOPN,
+    "excp": sp.ExCP,
     "excp as released": lambda: sp.ExCP(rule="released", paper=True, paper_fp16=True),
-}  # fmt: skip
+}
 SCHEMES: dict[str, Any] = TRACKED | {
     "lossless": lambda: "lossless",
     "fisher": lambda: sp.Fisher(relative_error=0.3),

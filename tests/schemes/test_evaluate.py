@@ -157,9 +157,16 @@ def test_a_state_that_is_not_alive_is_handed_over_with_the_values_in_it():
 
 @pytest.mark.parametrize(
     ("answer", "value"),
-    [(1, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (np.array(0.25), 0.25), (torch.tensor(2.0), 2.0),
-     (torch.tensor([[3]]), 3.0), (torch.tensor(1.5, dtype=torch.bfloat16), 1.5)],
-)  # fmt: skip
+    [
+        (1, 1.0),
+        (True, 1.0),
+        (np.float32(0.5), 0.5),
+        (np.array(0.25), 0.25),
+        (torch.tensor(2.0), 2.0),
+        (torch.tensor([[3]]), 3.0),
+        (torch.tensor(1.5, dtype=torch.bfloat16), 1.5),
+    ],
+)
 def test_any_number_will_do(answer, value):
     assert target(Digits(), lambda model: answer).evaluate({}).value == value
 

@@ -54,9 +54,10 @@ def test_after_a_reset_an_optimizer_begins_anew(tmp_path):
 def test_a_reset_knows_the_slots_of_other_optimizers():
     model = torch.nn.Linear(64, 64)
     for make in (
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.Adam(p, amsgrad=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.Adam(p, amsgrad=True),
         lambda p: torch.optim.RMSprop(p, momentum=0.9),
-    ):  # fmt: skip
+    ):
         optimizer = make(model.parameters())
         model(torch.randn(4, 64)).square().sum().backward()
         optimizer.step()

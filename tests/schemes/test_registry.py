@@ -52,9 +52,21 @@ def test_what_repr_prints_is_read_as_an_equal_scheme(text):
     assert again.coders == scheme.coders and scheme.id == again.id == repr(scheme).partition("(")[0]
 
 
-@pytest.mark.parametrize("kind", [
-    sp.Lossless, sp.Fisher, sp.Inshrinkerator, sp.QD, sp.CNR, sp.GOBO, sp.LCCheckpoint, sp.SCAR, sp.TOPN, sp.ExCP,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    [
+        sp.Lossless,
+        sp.Fisher,
+        sp.Inshrinkerator,
+        sp.QD,
+        sp.CNR,
+        sp.GOBO,
+        sp.LCCheckpoint,
+        sp.SCAR,
+        sp.TOPN,
+        sp.ExCP,
+    ],
+)
 def test_every_setting_is_explicit_and_in_the_spelling(kind):
     """But for one that changes nothing that is written, and for the three ways to say what is lost, of which one is."""
     parameters = inspect.signature(kind).parameters
@@ -65,9 +77,11 @@ def test_every_setting_is_explicit_and_in_the_spelling(kind):
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "inshrinkerator": CONFIG, "qd": {"least": 8, "most": 32}, "cnr": {"bins": 16, "steps": 25, "range": 0.2},
+    "inshrinkerator": CONFIG,
+    "qd": {"least": 8, "most": 32},
+    "cnr": {"bins": 16, "steps": 25, "range": 0.2},
     "gobo": {"bins": 16, "embedding_bins": 32},
-}  # fmt: skip
+}
 CHANGED: dict[str, dict[str, Any]] = {"scar": {"order": "random"}}
 
 
@@ -94,14 +108,17 @@ def test_percentages_and_numbers_mean_the_same_in_all_schemes():
     assert sp.Fisher(budget="1%", evaluate=loss).arguments["budget"] == "1%"
 
 
-@pytest.mark.parametrize("make", [
-    lambda amount: sp.Inshrinkerator(threshold=amount, evaluate=len),
-    lambda amount: sp.QD(threshold=amount, evaluate=len),
-    lambda amount: sp.Fisher(budget=amount, evaluate=len),
-    lambda amount: sp.Fisher(relative_error=amount),
-    lambda amount: sp.SCAR(fraction=amount),
-    lambda amount: sp.TOPN(fraction=amount),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda amount: sp.Inshrinkerator(threshold=amount, evaluate=len),
+        lambda amount: sp.QD(threshold=amount, evaluate=len),
+        lambda amount: sp.Fisher(budget=amount, evaluate=len),
+        lambda amount: sp.Fisher(relative_error=amount),
+        lambda amount: sp.SCAR(fraction=amount),
+        lambda amount: sp.TOPN(fraction=amount),
+    ],
+)
 @pytest.mark.parametrize(
     "amount", ["201%", "-1%", 5, 3.0, "0.1", "1 percent", "nan%", "%", "", True, [0.1], float("nan")]
 )
@@ -132,26 +149,29 @@ def test_a_bare_number_as_a_budget_is_refused_and_its_unit_named():
         sp.Fisher(budget=0.001, evaluate=len)
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("zip", "'lossless' or .*'fisher'"),
-    ("Fisher", "a name"),
-    ("fisher(.3)", "plain values"),
-    ("fisher(error=.3)", r"error= in .*relative_error"),
-    ("fisher(evaluate=len)", "plain values"),
-    ("fisher(evaluate='loss')", "no plain value"),
-    ("fisher(relative_error=__import__('os').getpid())", "plain values"),
-    ("fisher(relative_error=.3)(seed=1)", "plain values"),
-    ("fisher(relative_error=.3) + f(seed=1)", "plain values"),
-    ("fisher(relative_error=.3) + 1", "a name"),
-    ("fisher(relative_error=.3, relative_error=.2)", "plain values"),
-    ("fisher(**{'relative_error': .3})", "plain values"),
-    ("fisher(ratio=" + "-" * 3000 + "40)", "plain values"),
-    ("fisher(ratio=" + "(" * 1500 + "40" + ")" * 1500 + ")", "plain values"),
-    ("fisher(ratio=" + "1" * 5000 + ")", "a name"),
-    ("fisher(ratio=" + "1" * 4000 + ")", "ratio"),
-    ("fisher(relative_error=3)", "relative_error"),
-    ("", "a name"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("zip", "'lossless' or .*'fisher'"),
+        ("Fisher", "a name"),
+        ("fisher(.3)", "plain values"),
+        ("fisher(error=.3)", r"error= in .*relative_error"),
+        ("fisher(evaluate=len)", "plain values"),
+        ("fisher(evaluate='loss')", "no plain value"),
+        ("fisher(relative_error=__import__('os').getpid())", "plain values"),
+        ("fisher(relative_error=.3)(seed=1)", "plain values"),
+        ("fisher(relative_error=.3) + f(seed=1)", "plain values"),
+        ("fisher(relative_error=.3) + 1", "a name"),
+        ("fisher(relative_error=.3, relative_error=.2)", "plain values"),
+        ("fisher(**{'relative_error': .3})", "plain values"),
+        ("fisher(ratio=" + "-" * 3000 + "40)", "plain values"),
+        ("fisher(ratio=" + "(" * 1500 + "40" + ")" * 1500 + ")", "plain values"),
+        ("fisher(ratio=" + "1" * 5000 + ")", "a name"),
+        ("fisher(ratio=" + "1" * 4000 + ")", "ratio"),
+        ("fisher(relative_error=3)", "relative_error"),
+        ("", "a name"),
+    ],
+)
 def test_a_text_that_is_no_scheme_is_refused_and_nothing_of_it_is_run(text, message):
     with pytest.raises(PolicyError, match=message):
         get_scheme(text)
@@ -164,11 +184,15 @@ def test_any_text_is_a_scheme_or_an_error_of_ours(inside):
 
 
 @pytest.mark.parametrize("wrong", [None, sp.Fisher, 3, len, sp.Keep(), {"scheme": "fisher"}, b"fisher"])
-@pytest.mark.parametrize("entry", [
-    lambda scheme, where: sp.CheckpointManager(where, scheme=scheme),
-    lambda scheme, where: sp.save({"a": 1}, where / "a", scheme=scheme),
-    lambda scheme, where: sp.Store(where).save(1, {"a": 1}, scheme=scheme),
-], ids=["Manager", "save", "Store.save"])  # fmt: skip
+@pytest.mark.parametrize(
+    "entry",
+    [
+        lambda scheme, where: sp.CheckpointManager(where, scheme=scheme),
+        lambda scheme, where: sp.save({"a": 1}, where / "a", scheme=scheme),
+        lambda scheme, where: sp.Store(where).save(1, {"a": 1}, scheme=scheme),
+    ],
+    ids=["Manager", "save", "Store.save"],
+)
 def test_what_is_no_scheme_is_refused_alike_everywhere(entry, wrong, tmp_path):
     """None too: a variable that should have held a lossy scheme is then found."""
     with pytest.raises(PolicyError, match=r"^scheme: "):

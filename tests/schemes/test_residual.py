@@ -22,12 +22,16 @@ from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.tensors.flat_state import flatten
 
 SCHEMES = {
-    "lc": lambda: sp.LCCheckpoint(), "lc paper": lambda: sp.LCCheckpoint(bits=2, paper=True),
-    "lc fine": lambda: sp.LCCheckpoint(bits=8), "scar": lambda: sp.SCAR(),
-    "scar in turn": lambda: sp.SCAR(order="round robin", fraction=0.3), "scar random": lambda: sp.SCAR(order="random"),
-    "topn": lambda: sp.TOPN(), "excp": lambda: sp.ExCP(),
+    "lc": lambda: sp.LCCheckpoint(),
+    "lc paper": lambda: sp.LCCheckpoint(bits=2, paper=True),
+    "lc fine": lambda: sp.LCCheckpoint(bits=8),
+    "scar": lambda: sp.SCAR(),
+    "scar in turn": lambda: sp.SCAR(order="round robin", fraction=0.3),
+    "scar random": lambda: sp.SCAR(order="random"),
+    "topn": lambda: sp.TOPN(),
+    "excp": lambda: sp.ExCP(),
     "excp released": lambda: sp.ExCP(rule="released", paper=True, paper_fp16=True),
-}  # fmt: skip
+}
 RANDOM = torch.Generator()
 
 
@@ -91,8 +95,11 @@ def test_a_reader_gets_what_the_writer_holds(name, seed, spread, share):
 def test_strides_do_not_count_and_nothing_is_changed(name):
     first, second = two_states()
     kept = after(SCHEMES[name](), second, after(SCHEMES[name](), first))
-    other = {key: x.t().contiguous().t() if x.dim() == 2 else x.to(memory_format=torch.channels_last)
-             for key, x in second.items() if x.dim() > 1}  # fmt: skip
+    other = {
+        key: x.t().contiguous().t() if x.dim() == 2 else x.to(memory_format=torch.channels_last)
+        for key, x in second.items()
+        if x.dim() > 1
+    }
     assert not any(x.is_contiguous() for x in other.values())
     copies = {key: x.clone() for key, x in other.items()}
     strided = after(SCHEMES[name](), {**other, "a.bias": second["a.bias"]}, after(SCHEMES[name](), first))

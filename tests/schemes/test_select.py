@@ -30,12 +30,16 @@ def selected(state, quantizable=None) -> list[str]:
 def test_weights_with_two_axes_and_enough_values_are_selected():
     state = {
         **weights(),
-        "small.weight": torch.randn(63, 65), "bias": torch.randn(MIN_WEIGHT_NUMEL),
+        "small.weight": torch.randn(63, 65),
+        "bias": torch.randn(MIN_WEIGHT_NUMEL),
         "wide.bias": torch.randn(2 * MIN_WEIGHT_NUMEL),
-        "ids.weight": torch.zeros(LARGE, dtype=torch.int64), "double.weight": torch.zeros(LARGE, dtype=torch.float64),
-        "net.attn_mask": torch.zeros(LARGE), "net.running_mean": torch.zeros(LARGE), "loose": torch.zeros(LARGE),
+        "ids.weight": torch.zeros(LARGE, dtype=torch.int64),
+        "double.weight": torch.zeros(LARGE, dtype=torch.float64),
+        "net.attn_mask": torch.zeros(LARGE),
+        "net.running_mean": torch.zeros(LARGE),
+        "loose": torch.zeros(LARGE),
         "line": torch.zeros(2 * MIN_WEIGHT_NUMEL),
-    }  # fmt: skip
+    }
     assert 63 * 65 < MIN_WEIGHT_NUMEL <= 64 * 64
     assert selected(state) == ["a.weight", "b.weight", "loose"]  # the last at the root, as a pos_embed is
 

@@ -169,9 +169,11 @@ def correct(run: Run, count: int, examples: bool = True) -> Callable[[Any], torc
 @pytest.mark.parametrize("name", ["fisher", "inshrinkerator", "qd"])
 def test_too_few_examples_for_what_is_allowed_are_said_with_the_interval_once_in_a_run(name):
     run, storage = Run(steps=60), MemoryStorage()
-    schemes = {"fisher": lambda evaluate: sp.Fisher(budget="1%", evaluate=evaluate),
-               "inshrinkerator": lambda evaluate: sp.Inshrinkerator(threshold="1%", evaluate=evaluate),
-               "qd": lambda evaluate: sp.QD(threshold="1%", evaluate=evaluate)}  # fmt: skip
+    schemes = {
+        "fisher": lambda evaluate: sp.Fisher(budget="1%", evaluate=evaluate),
+        "inshrinkerator": lambda evaluate: sp.Inshrinkerator(threshold="1%", evaluate=evaluate),
+        "qd": lambda evaluate: sp.QD(threshold="1%", evaluate=evaluate),
+    }
     manager = sp.CheckpointManager(storage, scheme=schemes[name](correct(run, 24)))
     with manager, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -77,9 +77,11 @@ def parts_of(x: Tensor, width: int, cutter: object) -> list[tuple[FlatState, Sha
 
 
 @given(
-    st.lists(st.integers(1, 7), min_size=1, max_size=3), st.sampled_from([rows, columns]), st.integers(1, 4),
+    st.lists(st.integers(1, 7), min_size=1, max_size=3),
+    st.sampled_from([rows, columns]),
+    st.integers(1, 4),
     st.booleans(),
-)  # fmt: skip
+)
 @settings(deadline=None, max_examples=40)
 def test_sums_of_boxes_are_those_of_the_whole(shape, cutter, width, is_wide):
     x = normal(*shape, seed=3)

@@ -20,7 +20,7 @@ SETUP = """
     import shrinkpoint as sp
     from shrinkpoint.tensors.info import Role, TensorInfo
     from shrinkpoint.schemes.plan_shards import plan_shards
-    from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
+    from shrinkpoint.schemes.evaluate import ShardedModelEvaluator
     from shrinkpoint.sharding.collectives import make_collectives
     from shrinkpoint.sharding.shard_spec import ShardSpec, ShardLayout
     from shrinkpoint.tensors.flat_state import FlatState

@@ -140,9 +140,7 @@ def test_gobo_finds_the_outliers_of_the_whole_and_centroids_as_good():
 
 @pytest.mark.parametrize("order", ["round robin", "random"])
 def test_scar_writes_as_many_values_in_any_order(order):
-    expected, found = (
-        whole(sp.SCAR(order=order), run())[1], saved(lambda: sp.SCAR(order=order), run(), 3)[1]
-    )  # fmt: skip
+    expected, found = (whole(sp.SCAR(order=order), run())[1], saved(lambda: sp.SCAR(order=order), run(), 3)[1])
     old = run()[0].tensors
     changed = [
         sum(int((one.tensors[n] != old[n]).sum()) for n in expected.kept[0].quantized) for one in (expected, found)
@@ -186,8 +184,9 @@ def test_moments_on_another_rank_than_their_weight_still_tell_of_it(shift):
     flat = fully_qualified(run()[0])
     lone = {name: (i + shift) % 2 for i, name in enumerate(flat.tensors)}
     (expected,), (found,) = (
-        whole(sp.Fisher(relative_error=0.2), [flat]), saved(lambda: sp.Fisher(relative_error=0.2), [flat], 2, lone=lone)
-    )  # fmt: skip
+        whole(sp.Fisher(relative_error=0.2), [flat]),
+        saved(lambda: sp.Fisher(relative_error=0.2), [flat], 2, lone=lone),
+    )
     assert_agreed([found])
     weights = {name for name, info in flat.infos.items() if info.role is Role.PARAMETER}
     steps = [
@@ -229,8 +228,9 @@ def test_boxes_of_one_row_and_of_none_are_written_too():
     weights = {"a.weight": torch.randn(5, 64), "b.weight": torch.randn(2, 40), "c.bias": torch.randn(3 * 16)}
     flat = flatten({"model": weights})
     (expected,), (found,) = (
-        whole(sp.Fisher(relative_error=0.1), [flat]), saved(lambda: sp.Fisher(relative_error=0.1), [flat], 4)
-    )  # fmt: skip
+        whole(sp.Fisher(relative_error=0.1), [flat]),
+        saved(lambda: sp.Fisher(relative_error=0.1), [flat], 4),
+    )
     assert [kept.state.tensors["model/a.weight"].shape[0] for kept in found.kept] == [2, 2, 1, 0]
     assert_agreed([found])
     for name, x in flat.tensors.items():

@@ -120,8 +120,13 @@ def rewrite(path: Path, **values: Any) -> None:
 
 def test_whole_numbers_of_any_length_are_keys_and_values(tmp_path):
     far = 10**5000
-    state = {far: torch.ones(2), -far: {"x": torch.zeros(3)}, (far, 1): [far, -far], 10**1000: {far: torch.ones(1)},
-             far + 1: torch.zeros(1)}  # fmt: skip
+    state = {
+        far: torch.ones(2),
+        -far: {"x": torch.zeros(3)},
+        (far, 1): [far, -far],
+        10**1000: {far: torch.ones(1)},
+        far + 1: torch.zeros(1),
+    }
     sp.save(state, tmp_path / "a")
     limit = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(640)  # less than when it was saved
@@ -141,11 +146,20 @@ def test_a_tensor_whose_memory_was_freed_is_no_state(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize("key, value", [
-    ("raw_bytes", 10**400), ("raw_bytes", 2**63), ("stored_bytes", 10**400), ("lossy_restores", 10**400),
-    ("metrics", {"loss": 10**400}), ("created", "0001-01-01T00:00:00+23:59"), ("created", "9999-12-31T23:59:59-23:59"),
-    ("id", "\ud800"), ("loss", {"chosen": [[[]]] * 3}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("raw_bytes", 10**400),
+        ("raw_bytes", 2**63),
+        ("stored_bytes", 10**400),
+        ("lossy_restores", 10**400),
+        ("metrics", {"loss": 10**400}),
+        ("created", "0001-01-01T00:00:00+23:59"),
+        ("created", "9999-12-31T23:59:59-23:59"),
+        ("id", "\ud800"),
+        ("loss", {"chosen": [[[]]] * 3}),
+    ],
+)
 def test_a_manifest_of_strange_numbers_breaks_its_own_step_alone(tmp_path, key, value):
     store = sp.Store(tmp_path)
     for step in (1, 2, 3):

@@ -258,15 +258,25 @@ def test_a_disk_that_dies_at_any_moment_takes_no_checkpoint_with_it(tmp_path, in
 _DIGEST = st.text("0123456789abcdef", min_size=32, max_size=32)
 _BASES = st.lists(st.tuples(_DIGEST, st.integers(0, 2**40)), max_size=3, unique_by=lambda base: base[0])
 _PAYLOAD = st.builds(
-    Payload, st.integers(0, 99999).map("rank-{:05d}.safetensors".format), st.integers(0, 2**40), st.just("f" * 32),
-    st.integers(0, 2**40), _BASES.map(lambda bases: tuple(base for base in bases if base[0] != "f" * 32)),
-)  # fmt: skip
+    Payload,
+    st.integers(0, 99999).map("rank-{:05d}.safetensors".format),
+    st.integers(0, 2**40),
+    st.just("f" * 32),
+    st.integers(0, 2**40),
+    _BASES.map(lambda bases: tuple(base for base in bases if base[0] != "f" * 32)),
+)
 _MANIFEST = st.builds(
-    Manifest, id=st.text(max_size=20), created=st.just("2026-11-22T00:00:00.000+00:00"), scheme=st.text(),
+    Manifest,
+    id=st.text(max_size=20),
+    created=st.just("2026-11-22T00:00:00.000+00:00"),
+    scheme=st.text(),
     payloads=st.lists(_PAYLOAD, min_size=1, max_size=3, unique_by=lambda one: one.name).map(tuple),
-    step=st.none() | st.integers(0, 10**15 - 1), metrics=st.dictionaries(st.text(), st.floats(allow_nan=False)),
-    lossy_restores=st.integers(0, 9), note=st.text(), extra=st.none() | st.lists(st.integers()),
-)  # fmt: skip
+    step=st.none() | st.integers(0, 10**15 - 1),
+    metrics=st.dictionaries(st.text(), st.floats(allow_nan=False)),
+    lossy_restores=st.integers(0, 9),
+    note=st.text(),
+    extra=st.none() | st.lists(st.integers()),
+)
 
 
 @given(_MANIFEST)

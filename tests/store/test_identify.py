@@ -47,12 +47,14 @@ FILES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "torch with code": (lambda path: torch.save({"a": Bomb()}, path), "torch.save", "convert"),
     "safetensors": (lambda path: save_file(STATE, path), "safetensors file of another", "safetensors.torch.load_file"),
     "safetensors as transformers writes it": (
-        lambda path: save_file(STATE, path, metadata={"format": "pt"}), "safetensors file of another", "convert",
+        lambda path: save_file(STATE, path, metadata={"format": "pt"}),
+        "safetensors file of another",
+        "convert",
     ),
     "numpy": (lambda path: path.write_bytes(array()), "numpy", "numpy.load"),
     "text": (lambda path: path.write_text("step 10: loss 3.1\n" * 40), "text", "beside"),
     "json": (lambda path: path.write_text(json.dumps({"model_type": "gpt2", "n_layer": 12})), "text", "beside"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FILES)

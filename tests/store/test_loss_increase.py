@@ -12,7 +12,9 @@ from shrinkpoint.store.manifest import LossIncrease
 @pytest.mark.parametrize(
     ("loss", "text", "value"),
     [
-        (None, "", None), ({}, "", None), ({"chosen": None, "exact": "evaluate returned nan"}, "", None),
+        (None, "", None),
+        ({}, "", None),
+        ({"chosen": None, "exact": "evaluate returned nan"}, "", None),
         ({"chosen": {"bins": 8}, "degradation": 0.0123, "measured": True}, "+1.2 %", 0.0123),
         ({"chosen": {"bins": 8}, "degradation": -0.2}, "-20 %", -0.2),
         ({"chosen": {"bins": 8}}, "not measured", None),
@@ -27,7 +29,7 @@ from shrinkpoint.store.manifest import LossIncrease
         ({"chosen": {}, "rise": 0.04, "quality": 4, "interval": [0.0, 0.08]}, "+1 % (0 % to +2 %)", 0.01),
         ({"chosen": {}, "degradation": 0.01, "interval": ["-inf", "inf"]}, "+1 %", 0.01),
     ],
-)  # fmt: skip
+)
 def test_a_rise_is_told_relative_to_the_loss_with_its_interval(loss, text, value):
     found = LossIncrease.from_loss(loss)
     assert str(found) == text and found.value == (None if value is None else pytest.approx(value))

@@ -155,7 +155,7 @@ def test_a_newer_release_is_named_as_such() -> None:
         {"raw_bytes": None},
         {"note": None},
     ],
-)  # fmt: skip
+)
 def test_a_hostile_document_under_a_right_digest_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(CorruptError):
         decode_store_manifest(sealed({**document(), **change}), "here")

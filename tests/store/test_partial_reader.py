@@ -366,9 +366,30 @@ def test_other_values_than_were_meant_are_found_when_a_tensor_is_read_as_a_whole
 
 
 JUNK: list[Any] = [
-    None, True, -1, 0, 1, 7, 64, 2**31, 2**62, 1.5, "base", "square", "plain", "same", [], [0], [[0, 0, 1]],
-    [[0, 1, 3]], [[5, -1, 6]], [[[0, 1, 6]], [[6, 1, 6]]], [[[20, 0, 1]], [[21, 0, 1]]], {}, {"packed": 5},
-]  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1,
+    7,
+    64,
+    2**31,
+    2**62,
+    1.5,
+    "base",
+    "square",
+    "plain",
+    "same",
+    [],
+    [0],
+    [[0, 0, 1]],
+    [[0, 1, 3]],
+    [[5, -1, 6]],
+    [[[0, 1, 6]], [[6, 1, 6]]],
+    [[[20, 0, 1]], [[21, 0, 1]]],
+    {},
+    {"packed": 5},
+]
 
 
 @pytest.mark.parametrize("make", [lambda: trained()[0][:2], lambda: lossy_chain(sp.Fisher(relative_error=0.05))[:2]])

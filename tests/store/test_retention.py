@@ -52,8 +52,11 @@ def test_reasons_are_sentences_a_person_can_use() -> None:
     decision = apply_policy(ALONE, Keep(last=2, every=3, best=2, within="6h"), NOW)
     assert decision.reasons[3] == ("a multiple of 3", "val_loss 1 is number 1 of the best 2")
     assert decision.reasons[6] == (
-        "newest: a run resumes from it", "one of the last 2", "a multiple of 3", "younger than 6h",
-    )  # fmt: skip
+        "newest: a run resumes from it",
+        "one of the last 2",
+        "a multiple of 3",
+        "younger than 6h",
+    )
     assert decision.reasons[1] == ("no rule keeps it",)
 
 
@@ -79,10 +82,20 @@ def test_a_forgotten_base_stays_until_nothing_stands_on_it() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"last": 0}, {"last": -1}, {"last": 1.5}, {"last": True}, {"every": 0}, {"best": "1"}, {"mode": "low"},
-        {"within": "soon"}, {"within": ""}, {"within": "0s"}, {"within": timedelta(0)}, {"within": 3},
+        {"last": 0},
+        {"last": -1},
+        {"last": 1.5},
+        {"last": True},
+        {"every": 0},
+        {"best": "1"},
+        {"mode": "low"},
+        {"within": "soon"},
+        {"within": ""},
+        {"within": "0s"},
+        {"within": timedelta(0)},
+        {"within": 3},
     ],
-)  # fmt: skip
+)
 def test_a_rule_that_means_nothing_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(PolicyError, match="Keep"):
         Keep(**wrong)

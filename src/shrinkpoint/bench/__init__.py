@@ -4,9 +4,9 @@
 original, `result` shows it.
 """
 
-from shrinkpoint.bench.measure import Distortion, QualityFunction, measure
+from shrinkpoint.bench.measure import Distortion, measure
 from shrinkpoint.bench.result import BenchResult, ResultRow
-from shrinkpoint.bench.series import FileSeries, Series, SeriesEntry, StoreSeries, open_series
+from shrinkpoint.bench.series import FileSeries, QualityFunction, Series, SeriesEntry, StoreSeries, open_series
 from shrinkpoint.bench.systems import SYSTEMS, RoundTrip, StoreSystem, System, make_system
 
 __all__ = [

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shrinkpoint.bench.result import BenchResult, ResultRow
-from shrinkpoint.bench.series import Series
+from shrinkpoint.bench.series import QualityFunction, Series
 from shrinkpoint.bench.systems import RoundTrip, System
 from shrinkpoint.errors import ShrinkpointError
-from shrinkpoint.schemes.evaluate import call_evaluate, relative_degradation
 from shrinkpoint.tensors.compare import same_bits
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import Role
@@ -92,39 +91,6 @@ def _relative_error(pairs: Iterable[tuple[Tensor, Tensor]]) -> float | None:
     if squared_norm > 0:
         return math.sqrt(squared_error / squared_norm)
     return 0.0 if squared_error == 0 else math.inf
-
-
-@dataclass
-class QualityFunction:
-    """A user's quality function, and its values for the states of a series, each computed once.
-
-    Attributes:
-        evaluate: maps a state, as it was saved, to a loss or a score; it returns the same for the same state.
-        higher_is_better: `evaluate` returns a score, not a loss.
-    """
-
-    evaluate: Callable[[Any], Any] = field(repr=False)
-    higher_is_better: bool = False
-    _values: dict[int, float] = field(default_factory=dict, repr=False)
-
-    def value_of(self, state: Any) -> float:
-        """Evaluates a state.
-
-        Raises:
-            PolicyError: `evaluate` raises, or returns no number.
-        """
-        with torch.no_grad():
-            return call_evaluate(self.evaluate, state).value
-
-    def value_at_step(self, step: int, state: Any) -> float:
-        """The value of the state of a step; evaluated once."""
-        if step not in self._values:
-            self._values[step] = self.value_of(state)
-        return self._values[step]
-
-    def rise(self, original: float, decoded: float) -> float:
-        """By how much the decoded state's value is worse, relative to the original's."""
-        return relative_degradation(decoded, original, higher_is_better=self.higher_is_better)
 
 
 def measure(system: System, series: Series, quality: QualityFunction | None = None) -> BenchResult:

@@ -16,9 +16,8 @@ from shrinkpoint.cli.arguments import HigherIsBetterOption, JsonOption, Threshol
 from shrinkpoint.cli.console import Column, print_json, print_line, print_note, print_table, spinner
 
 if TYPE_CHECKING:
-    from shrinkpoint.bench.measure import QualityFunction
     from shrinkpoint.bench.result import BenchResult
-    from shrinkpoint.bench.series import Series
+    from shrinkpoint.bench.series import QualityFunction, Series
     from shrinkpoint.bench.systems import System
 
 _PLACES_HELP = "One store, or files of checkpoints in their order; none: a small GPT is trained first."
@@ -93,9 +92,7 @@ def _load_series(
     paths: Sequence[Path], evaluate: str | None, higher: bool, directory: Path
 ) -> tuple[Series, QualityFunction | None]:
     """The series of the given paths, or a sample run recorded in `directory`; and the quality function, if any."""
-    from shrinkpoint.bench.measure import QualityFunction
-    from shrinkpoint.bench.sample_run import SampleRunOptions, record_sample_run
-    from shrinkpoint.bench.series import open_series
+    from shrinkpoint.bench.series import QualityFunction, SampleRunOptions, open_series, record_sample_run
 
     function = None if evaluate is None else import_function(evaluate)
     if paths:

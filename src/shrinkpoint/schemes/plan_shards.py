@@ -8,12 +8,12 @@ from dataclasses import replace
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.schemes.base import Scheme
+from shrinkpoint.schemes.evaluate import ShardedModelEvaluator
 from shrinkpoint.schemes.fisher import Fisher
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.residual import ResidualScheme
 from shrinkpoint.schemes.search.scheme import SearchScheme
-from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.tensors.flat_state import FlatState

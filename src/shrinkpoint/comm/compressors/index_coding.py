@@ -27,7 +27,20 @@ class IndexCode:
       `k + ((n - 1) >> width)` bits, in which bit `(p >> width) + i` is set for the i-th index p.
 
     Fields of bits are written from the low bits up and without gaps; each of the two parts of "split" is padded with
-    zero bits to whole bytes. Of 65536 indices, 10 % take 5.25 bits each, 2 % 7.57 bits.
+    zero bits to whole bytes.
+
+    Bits for each of k indices, n = 65536, where an index of int32 takes 32:
+
+    ====== ======= ====== =====
+    share  form    width  bits
+    ====== ======= ====== =====
+    50 %   bitmap         2.00
+    30 %   bitmap         3.33
+    20 %   split   2      4.25
+    10 %   split   3      5.25
+    5 %    split   4      6.25
+    2 %    split   5      7.57
+    ====== ======= ====== =====
     """
 
     form: IndexForm

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec.lattice import as_matrix
-from shrinkpoint.schemes.fisher import remote_moments
+from shrinkpoint.schemes.fisher import optimizer_moments
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights
 from shrinkpoint.schemes.fisher.optimizer_moments import adafactor_moment, bnb_moment, correct_bias, moment_matrix
 from shrinkpoint.sharding.global_tensors import Marginals
@@ -162,7 +162,7 @@ def estimate_curvatures(
     weak = [
         name for name, one in summaries.items() if not one.is_known or one.relative_only or not math.isfinite(one.mean)
     ]
-    remote = remote_moments.remote_marginals(weights.tensors, state, weak) if weak else {}
+    remote = optimizer_moments.remote_marginals(weights.tensors, state, weak) if weak else {}
     for name, sums in remote.items():
         if math.isfinite(sums.mean):
             summaries[name] = _Summary(sums.mean, True, marginals=sums, is_remote=True)
@@ -205,6 +205,6 @@ def _combine(name: str, local: Curvature, summary: _Summary, weights: GlobalWeig
         return Curvature(slope=local.slope)
     if summary.is_remote and summary.marginals is not None:
         shard = weights.tensors.local_shards[name]
-        squares = remote_moments.rank_one_squares(summary.marginals, shard, weights.local[name].device)
+        squares = optimizer_moments.rank_one_squares(summary.marginals, shard, weights.local[name].device)
         return Curvature(squares, local.slope, marginals=summary.marginals)
     return replace(local, marginals=summary.marginals)

@@ -20,10 +20,10 @@ from torch.futures import Future
 from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError, ShrinkpointError, StorageError
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
+from shrinkpoint.schemes.evaluate import ShardedModelEvaluator
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.plan_shards import check_shardable, plan_shards
 from shrinkpoint.schemes.registry import get_scheme
-from shrinkpoint.schemes.sharded_evaluator import ShardedModelEvaluator
 from shrinkpoint.sharding.collectives import Collectives, LocalCollectives, make_collectives
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.storage import LocalStorage

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from shrinkpoint.bench.measure import QualityFunction, measure
-from shrinkpoint.bench.sample_run import SampleRunOptions, record_sample_run
+from shrinkpoint.bench.measure import measure
+from shrinkpoint.bench.series import QualityFunction, SampleRunOptions, record_sample_run
 from shrinkpoint.bench.systems import make_system
 from shrinkpoint.demo.workload import GPTConfig
 
