@@ -16,20 +16,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 LEARNING_RATE, BETAS, EPS = 3e-4, (0.9, 0.95), 1e-8
-VOCAB_SIZE, CONTEXT = 50257, 1024
+CONTEXT = 1024
 
 
 @dataclass(frozen=True)
 class GPTShapes:
-    """Layers and width of a GPT-2 with tied embeddings."""
+    """Layers, width and vocabulary of a GPT-2 with tied embeddings."""
 
     layers: int
     width: int
+    vocabulary: int = 50257
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the parameters."""
         width = self.width
-        yield "wte.weight", (VOCAB_SIZE, width)
+        yield "wte.weight", (self.vocabulary, width)
         yield "wpe.weight", (CONTEXT, width)
         for layer in range(self.layers):
             for name, outputs, inputs in (
@@ -83,6 +84,34 @@ class _Weight:
             self.value.addcdiv_(self.moment1, self.moment2.sqrt().add_(EPS), value=-LEARNING_RATE)
 
 
+def training_states(shapes: GPTShapes, saves: int, steps: int, seed: int = 0) -> list[dict[str, Tensor]]:
+    """States, `steps` training steps apart: values and moments by kind and name (`exp_avg.norm.weight`)."""
+    states: list[dict[str, Tensor]] = [{} for _ in range(saves)]
+    for index, (name, shape) in enumerate(shapes.shapes()):
+        weight = _Weight(shape, torch.Generator().manual_seed(seed * 1_000_003 + index))
+        for number, state in enumerate(states):
+            weight.advance(0 if number == 0 else steps)
+            for kind, tensor in (("value", weight.value), ("exp_avg", weight.moment1), ("exp_avg_sq", weight.moment2)):
+                state[f"{kind}.{name}"] = tensor.clone()
+    return states
+
+
+def state_dicts(shapes: GPTShapes, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The state dicts of a model and its AdamW that hold these tensors."""
+    names = [name for name, _ in shapes.shapes()]
+    slots = {
+        index: {
+            "step": torch.tensor(1000.0),
+            "exp_avg": tensors[f"exp_avg.{name}"],
+            "exp_avg_sq": tensors[f"exp_avg_sq.{name}"],
+        }
+        for index, name in enumerate(names)
+    }
+    group = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPS, "weight_decay": 0.1, "params": list(slots)}
+    model = {name: tensors[f"value.{name}"] for name in names}
+    return {"model": model, "optimizer": {"state": slots, "param_groups": [group]}}
+
+
 def make_states(folder: Path, model: str, saves: int, steps: int, seed: int = 0) -> None:
     """Write `saves` states, `steps` training steps apart, as `folder`/0.safetensors and so on, unless they exist."""
     done = folder / "states.json"
@@ -90,13 +119,7 @@ def make_states(folder: Path, model: str, saves: int, steps: int, seed: int = 0)
     if done.exists() and json.loads(done.read_text()) == settings:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    states: list[dict[str, Tensor]] = [{} for _ in range(saves)]
-    for index, (name, shape) in enumerate(MODELS[model].shapes()):
-        weight = _Weight(shape, torch.Generator().manual_seed(seed * 1_000_003 + index))
-        for number, state in enumerate(states):
-            weight.advance(0 if number == 0 else steps)
-            for kind, tensor in (("value", weight.value), ("exp_avg", weight.moment1), ("exp_avg_sq", weight.moment2)):
-                state[f"{kind}.{name}"] = tensor.clone()
+    states = training_states(MODELS[model], saves, steps, seed)
     for number, state in enumerate(states):
         save_file(state, folder / f"{number}.safetensors")
     done.write_text(json.dumps(settings))
@@ -120,22 +143,8 @@ class LiveState:
 
     def __init__(self, folder: Path, model: str) -> None:
         self._folder = folder
-        names = [name for name, _ in MODELS[model].shapes()]
         tensors = {name: tensor.clone() for name, tensor in load_file(folder / "0.safetensors").items()}
-        self._tensors = tensors
-        slots = {
-            index: {
-                "step": torch.tensor(1000.0),
-                "exp_avg": tensors[f"exp_avg.{name}"],
-                "exp_avg_sq": tensors[f"exp_avg_sq.{name}"],
-            }
-            for index, name in enumerate(names)
-        }
-        group = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPS, "weight_decay": 0.1, "params": list(slots)}
-        self.state: dict[str, Any] = {
-            "model": {name: tensors[f"value.{name}"] for name in names},
-            "optimizer": {"state": slots, "param_groups": [group]},
-        }
+        self._tensors, self.state = tensors, state_dicts(MODELS[model], tensors)
         self.nbytes = sum(tensor.nbytes for tensor in tensors.values())
 
     @property
