@@ -125,10 +125,12 @@ class SpecMixin:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        known = inspect.signature(type(self)).parameters
-        mine = {name: value for name, value in self.arguments.items() if name in known}  # a subclass may take others
-        said = {name: value for name, value in mine.items() if not _is_default(value, known[name].default)}
-        settings = ", ".join(f"{name}={format_value(value)}" for name, value in said.items())
+        parameters = inspect.signature(type(self)).parameters
+        arguments = {
+            name: value for name, value in self.arguments.items() if name in parameters
+        }  # a subclass may take others
+        changed = {name: value for name, value in arguments.items() if not _is_default(value, parameters[name].default)}
+        settings = ", ".join(f"{name}={format_value(value)}" for name, value in changed.items())
         return f"{self.id}({settings})" if settings else self.id
 
 

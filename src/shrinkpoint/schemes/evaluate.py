@@ -456,8 +456,8 @@ def _mean(readings: list[Reading]) -> Reading:
 
     Examples of all ranks are joined if each rank has as many, for only then their mean is the mean of the ranks.
     """
-    first, *others = readings
-    if all(reading.equals(first) for reading in others):
+    first, *rest = readings
+    if all(reading.equals(first) for reading in rest):
         return first
     examples = [reading.examples for reading in readings if reading.examples is not None]
     are_equal = len(examples) == len(readings) and len({example.numel() for example in examples}) == 1

@@ -57,8 +57,8 @@ class QuantizationPlan(RecordEncodingMixin):
         ):
             values = self.values.get(name)
             if values is None:
-                others = _reference_values(quantized, name, changed, reference)
-                values = quantized.dequantize(state.tensors[name].dtype, others)
+                second_moments = _reference_values(quantized, name, changed, reference)
+                values = quantized.dequantize(state.tensors[name].dtype, second_moments)
             changed[name] = values
         for name, source in self.cast_sources.items():
             if source in changed:

@@ -186,8 +186,8 @@ def _find_masters(
         return None
     if tensor.dtype == torch.float32:
         return ()
-    others = [n for n in colocated[_shard_key(global_tensors, name)] if candidates[n].dtype == torch.float32]
-    return tuple(global_tensors.global_name(other) for other in others if is_cast(tensor, candidates[other]))
+    masters = [n for n in colocated[_shard_key(global_tensors, name)] if candidates[n].dtype == torch.float32]
+    return tuple(global_tensors.global_name(master) for master in masters if is_cast(tensor, candidates[master]))
 
 
 def _find_tied(
@@ -202,12 +202,12 @@ def _find_tied(
         return None
     if name in optimized:
         return ()
-    others = [
-        other
-        for other in colocated[_shard_key(global_tensors, name)]
-        if other in optimized and candidates[other].dtype == tensor.dtype
+    twins = [
+        twin
+        for twin in colocated[_shard_key(global_tensors, name)]
+        if twin in optimized and candidates[twin].dtype == tensor.dtype
     ]
-    return tuple(global_tensors.global_name(other) for other in others if is_cast(tensor, candidates[other]))
+    return tuple(global_tensors.global_name(twin) for twin in twins if is_cast(tensor, candidates[twin]))
 
 
 def _merge_reports(shards: Sequence[_ShardReport]) -> _ShardReport:
@@ -237,8 +237,8 @@ def _decide(reports: Mapping[str, _ShardReport]) -> tuple[tuple[str, ...], dict[
         master = None if name in float32 else _first_allowed(reports[name].masters, float32)
         if master is not None:
             casts[name] = master
-    wanted = {name for name, report in reports.items() if report.is_quantizable} | {*casts.values()}
-    names = [name for name in finite if name in wanted and name not in casts]
+    selected = {name for name, report in reports.items() if report.is_quantizable} | {*casts.values()}
+    names = [name for name in finite if name in selected and name not in casts]
     optimized = {name for name in names if reports[name].is_optimized}
     tied: dict[str, str] = {}
     for name in names:
@@ -246,7 +246,7 @@ def _decide(reports: Mapping[str, _ShardReport]) -> tuple[tuple[str, ...], dict[
         if source is not None:
             tied[name] = source
     finite_names = frozenset(finite)
-    nonfinite = tuple(name for name in reports if name in wanted and name not in finite_names)
+    nonfinite = tuple(name for name in reports if name in selected and name not in finite_names)
     return tuple(name for name in names if name not in tied), casts | tied, nonfinite
 
 
@@ -316,8 +316,8 @@ def unchanged_tensors(
     dependent = global_tensors.tensors_where_all(
         {name: name in unchanged and _relative_to(unchanged[name]) in local for name in names}
     )
-    kept = independent | dependent
-    return {name: origin for name, origin in unchanged.items() if global_tensors.global_name(name) in kept}
+    complete = independent | dependent
+    return {name: origin for name, origin in unchanged.items() if global_tensors.global_name(name) in complete}
 
 
 def is_bitwise_equal(tensor: Tensor, parent: Tensor) -> bool:

@@ -221,8 +221,8 @@ def plan_prune(storage: Storage, listing: Listing, keep: Keep, now: datetime) ->
     manifests = [layout.manifest_key(step) for step in reversed(drop)]  # a delta goes before its bases
     needed = listing.referenced_keys(decision.keep)
     unreadable = {step for step in listing.broken if step not in drop}
-    others = sorted(key for key in listing.keys - needed - {*manifests} if layout.step_of(key) not in unreadable)
-    keys = (*manifests, *others)
+    files = sorted(key for key in listing.keys - needed - {*manifests} if layout.step_of(key) not in unreadable)
+    keys = (*manifests, *files)
     freed = reclaimable_bytes(storage, listing, keys)
     return PrunePlan(tuple(drop), decision.keep, freed, dict(sorted(reasons.items())), keys)
 

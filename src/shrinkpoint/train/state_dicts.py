@@ -347,10 +347,10 @@ def _missing_hyperparameters(optimizer: Optimizer, saved: Mapping[str, Any]) -> 
     """The hyperparameters that a saved group lacks, and those of a saved group that the optimizer lacks."""
     defaults = _defaults(optimizer)
     required = {name for name, value in defaults.items() if _is_hyperparameter(value)}
-    known = set(defaults).union(*optimizer.param_groups)
+    accepted = set(defaults).union(*optimizer.param_groups)
     groups = saved["param_groups"]
     not_saved = {name for group in groups for name in required - group.keys()}
-    return not_saved, {name for group in groups for name in (group.keys() & _HYPERPARAMETERS) - known}
+    return not_saved, {name for group in groups for name in (group.keys() & _HYPERPARAMETERS) - accepted}
 
 
 def _describe_optimizer(optimizer: Optimizer) -> str:

@@ -156,20 +156,26 @@ def estimate_curvatures(
         {name: (_kind(curvature), curvature.mean if name in whole else 0.0) for name, curvature in local.items()},
         _merge_kinds,
     )
-    split = {name: one.squares for name, one in local.items() if one.squares is not None and name not in whole}
+    split = {
+        name: curvature.squares
+        for name, curvature in local.items()
+        if curvature.squares is not None and name not in whole
+    }
     marginals = weights.tensors.marginals(split, split.__getitem__)
     summaries = {name: _summarize(*kinds.get(name, (0, 0.0)), marginals.get(name)) for name in weights.templates}
     weak = [
-        name for name, one in summaries.items() if not one.is_known or one.relative_only or not math.isfinite(one.mean)
+        name
+        for name, summary in summaries.items()
+        if not summary.is_known or summary.relative_only or not math.isfinite(summary.mean)
     ]
     remote = optimizer_moments.remote_marginals(weights.tensors, state, weak) if weak else {}
     for name, sums in remote.items():
         if math.isfinite(sums.mean):
             summaries[name] = _Summary(sums.mean, True, marginals=sums, is_remote=True)
-    has_absolute = any(0 < one.mean < math.inf and not one.relative_only for one in summaries.values())
+    has_absolute = any(0 < summary.mean < math.inf and not summary.relative_only for summary in summaries.values())
     return {
-        name: _combine(name, one, summaries[weights.global_name(name)], weights, has_absolute)
-        for name, one in local.items()
+        name: _combine(name, curvature, summaries[weights.global_name(name)], weights, has_absolute)
+        for name, curvature in local.items()
     }
 
 

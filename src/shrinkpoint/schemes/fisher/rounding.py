@@ -204,7 +204,7 @@ def choose_stochastic_rounding(
         if isinstance(points, LatticeTensor) and points.lattice.seed != seeds[name] and values is not None:
             roundings[name] = StochasticRounding(points, as_matrix(equal_elements(weight, values)), seeds[name])
     shares = weights.share_by_tensor(
-        {name: (int(one.unchanged.sum()), one.unchanged.numel()) for name, one in roundings.items()}
+        {name: (int(rounding.unchanged.sum()), rounding.unchanged.numel()) for name, rounding in roundings.items()}
     )
     return {
         name: rounding

@@ -325,7 +325,9 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         candidates = StepCandidates(
             weights, curvatures, reference, log_step, self._lossy_restores, self._seed, layer_types
         )
-        codes = {name: one.codes for name, one in other_points.items() if not _is_inherited(name, one, reference)}
+        codes = {
+            name: points.codes for name, points in other_points.items() if not _is_inherited(name, points, reference)
+        }
         coded = {*candidates.weights, *selection.cast_sources, *other_points}
         state_bits = self._count_state_bits(state, coded, codes, weights.tensors)
         objective = self._measured_objective(metric)

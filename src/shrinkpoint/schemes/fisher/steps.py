@@ -57,9 +57,9 @@ def geometric_mean_curvature(means: Mapping[str, float], numels: Mapping[str, in
     Returns:
         0 if nothing is known of any tensor.
     """
-    known = {name: mean for name, mean in means.items() if mean > 0}
-    total = sum(numels[name] for name in known)
-    return math.exp(sum(numels[name] * math.log(mean) for name, mean in known.items()) / total) if total else 0.0
+    positive = {name: mean for name, mean in means.items() if mean > 0}
+    total = sum(numels[name] for name in positive)
+    return math.exp(sum(numels[name] * math.log(mean) for name, mean in positive.items()) / total) if total else 0.0
 
 
 def step_scale(

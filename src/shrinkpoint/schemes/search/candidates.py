@@ -43,11 +43,11 @@ class PreviousCodes:
     ) -> PreviousCodes:
         """Of those tensors that had the same shape before."""
         same = {name: codebooks[name] for name, x in tensors.items() if name in codebooks}
-        same = {name: one for name, one in same.items() if one.codes.shape == tensors[name].shape}
+        same = {name: codebook for name, codebook in same.items() if codebook.codes.shape == tensors[name].shape}
         return cls(
-            {name: one.centers.cpu() for name, one in same.items()},
-            {name: subsample(one.codes).cpu() for name, one in same.items()},
-            {name: one.num_codes for name, one in same.items()},
+            {name: codebook.centers.cpu() for name, codebook in same.items()},
+            {name: subsample(codebook.codes).cpu() for name, codebook in same.items()},
+            {name: codebook.num_codes for name, codebook in same.items()},
             lossy_restores,
         )
 
@@ -63,11 +63,11 @@ def common_previous_codes(previous: PreviousCodes, names: Iterable[str], stats: 
         for name in names
     }
     is_common = stats.global_tensors.reduce(digests, lambda shards: len({*shards}) == 1 and shards[0] is not None)
-    kept = [name for name in previous.centers if is_common[stats.global_name(name)]]
+    common = [name for name in previous.centers if is_common[stats.global_name(name)]]
     return PreviousCodes(
-        {name: previous.centers[name] for name in kept},
-        {name: previous.codes[name] for name in kept},
-        {name: previous.num_codes[name] for name in kept},
+        {name: previous.centers[name] for name in common},
+        {name: previous.codes[name] for name in common},
+        {name: previous.num_codes[name] for name in common},
         previous.lossy_restores,
     )
 
