@@ -126,9 +126,8 @@ class SpecMixin:
 
     def __repr__(self) -> str:
         parameters = inspect.signature(type(self)).parameters
-        arguments = {
-            name: value for name, value in self.arguments.items() if name in parameters
-        }  # a subclass may take others
+        # A subclass may take fewer arguments than its base.
+        arguments = {name: value for name, value in self.arguments.items() if name in parameters}
         changed = {name: value for name, value in arguments.items() if not _is_default(value, parameters[name].default)}
         settings = ", ".join(f"{name}={format_value(value)}" for name, value in changed.items())
         return f"{self.id}({settings})" if settings else self.id
