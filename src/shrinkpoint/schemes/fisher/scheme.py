@@ -176,14 +176,8 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         """
         start = time.perf_counter()
         tensors = GlobalTensors.from_state(state) if tensors is None else tensors
-        quantizable = None if evaluator is None else evaluator.quantizable
         self._synchronize(tensors)
-        owners = state.optimizer_info.keys()
-        size = {"min_numel": MIN_LATTICE_NUMEL, "min_dims": 1}
-        selection = select_tensors(state, tensors, quantizable, optimized_names=owners, **size)
-        selection.warn_nonfinite()
-        points = unchanged_tensors([*selection.tensors], state, reference, tensors)
-        selection = selection.exclude(points, tensors)
+        selection, points = _select(state, reference, evaluator, tensors)
         base = reference if reference is not None and reference.is_base else None
         values: dict[str, Tensor] = {}
         choice = StepChoice(None)
@@ -420,6 +414,23 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             if name in recorded:
                 recorded.setdefault(master, recorded[name])
         return recorded
+
+
+def _select(
+    state: FlatState, reference: Reference | None, evaluator: TrialEvaluator | None, tensors: GlobalTensors
+) -> tuple[TensorSelection, dict[str, QuantizedTensor]]:
+    """The weights to quantize, and the points of those that have not changed since the parent."""
+    selection = select_tensors(
+        state,
+        tensors,
+        None if evaluator is None else evaluator.quantizable,
+        min_numel=MIN_LATTICE_NUMEL,
+        min_dims=1,
+        optimized_names=state.optimizer_info.keys(),
+    )
+    selection.warn_nonfinite()
+    unchanged = unchanged_tensors([*selection.tensors], state, reference, tensors)
+    return selection.exclude(unchanged, tensors), unchanged
 
 
 def _is_inherited(name: str, points: QuantizedTensor, reference: Reference | None) -> bool:
