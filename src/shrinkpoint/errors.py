@@ -23,7 +23,10 @@ attributes as well as text, so that a program need not parse the message.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from functools import partial
+from typing import Any, NamedTuple
 
 
 class ShrinkpointError(Exception):
@@ -111,6 +114,33 @@ class LossWarning(UserWarning):
 
 class UnmeasuredLossWarning(LossWarning):
     """A lossy checkpoint was written without measuring its effect on the loss; raised once in a run."""
+
+
+class UserLine(NamedTuple):
+    """A line of the program that uses this library, as `warnings.warn_explicit` takes it."""
+
+    filename: str
+    lineno: int
+    module: str
+    registry: dict[Any, Any]
+
+
+_PASSED_MODULES = ("shrinkpoint.", "torch.", "contextlib")
+"""Beginnings of the names of modules that no warning names: this library, and what decorates its functions."""
+
+
+def find_user_line() -> UserLine:
+    """The line that called into this library, however many of its frames lie between."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PASSED_MODULES):
+        frame = frame.f_back
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    return UserLine(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""), registry)
+
+
+def warn_user(text: str, category: type[Warning] = LossWarning, line: UserLine | None = None) -> None:
+    """Warn at a line of the user's program; None: the one that called into this library."""
+    warnings.warn_explicit(text, category, *(line or find_user_line()))
 
 
 EXTRAS = {

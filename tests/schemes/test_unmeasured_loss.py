@@ -16,7 +16,7 @@ from helpers.small_training import Run, Silent
 
 import shrinkpoint as sp
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.errors import LossWarning, UnmeasuredLossWarning
+from shrinkpoint.errors import LossWarning, UnmeasuredLossWarning, warn_user
 from shrinkpoint.schemes.plan_shards import plan_shards
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.storage import MemoryStorage
@@ -201,3 +201,27 @@ def test_one_number_says_nothing_of_the_interval_and_decides_the_same():
         with sp.CheckpointManager(MemoryStorage(), scheme=scheme) as manager, Silent():
             found.append(manager.save(1, **run.parts).loss_report)
     assert "interval" in found[0] and "interval" not in found[1] and found[0]["chosen"] == found[1]["chosen"]
+
+
+@pytest.mark.parametrize("scheme", ["fisher by error", "fisher by ratio", "inshrinkerator", "gobo"])
+@pytest.mark.parametrize("save", ["file", "store", "manager"])
+def test_the_warning_names_the_line_that_saved(scheme, save, tmp_path):
+    run = {"model": {"weight": torch.randn(200, 200)}}
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        if save == "file":
+            sp.save(run, tmp_path / "a.safetensors", scheme=UNMEASURED[scheme]())
+        elif save == "store":
+            sp.Store(tmp_path).save(1, run, scheme=UNMEASURED[scheme]())
+        else:
+            sp.CheckpointManager(tmp_path, scheme=UNMEASURED[scheme]()).save(1, extra=run)
+    assert [warning.filename for warning in record if warning.category is UnmeasuredLossWarning] == [__file__]
+
+
+def test_a_warning_of_one_line_is_shown_once():
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            warn_user("the same text")
+        warn_user("another text")
+    assert [str(warning.message) for warning in record] == ["the same text", "another text"]

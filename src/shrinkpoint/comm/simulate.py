@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -17,7 +16,7 @@ from shrinkpoint.comm.compressors.base import Compressor
 from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.link import CompressorLike, Link, MessageContext, NonfinitePolicy
 from shrinkpoint.comm.stats import LinkStats
-from shrinkpoint.errors import LossWarning, MismatchError, PolicyError
+from shrinkpoint.errors import MismatchError, PolicyError, warn_user
 
 
 def insert_compression(
@@ -122,7 +121,7 @@ class CompressionSwitch:
                 f"{self._condition} and this model has {spec} on its activations: one that was trained so is usually "
                 "much worse without (arXiv 2401.07788); feedback such as ef21 prevents that"
             )
-            warnings.warn(text, LossWarning, stacklevel=2)
+            warn_user(text)
 
 
 def find_sparse_spec(compressors: Iterable[Compressor | ErrorFeedback | None]) -> str | None:

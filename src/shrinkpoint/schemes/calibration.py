@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec.lattice import dither
-from shrinkpoint.errors import UnmeasuredLossWarning
+from shrinkpoint.errors import UnmeasuredLossWarning, warn_user
 from shrinkpoint.schemes.evaluate import DegradationMetric, Reading, TrialValues, scale_of
 from shrinkpoint.schemes.select import TensorSelection
 from shrinkpoint.tensors.flat_state import FlatState
@@ -58,7 +57,7 @@ class UnmeasuredLossNotice:
             return
         self._was_given = True
         text = f"the loss is not measured: {scheme} says how far values move, and not what that costs. {MEASURE_ADVICE}"
-        warnings.warn(text, UnmeasuredLossWarning, stacklevel=4)
+        warn_user(text, UnmeasuredLossWarning)
 
 
 class EvaluateProblem(NamedTuple):

@@ -7,7 +7,6 @@ instead."""
 from __future__ import annotations
 
 import math
-import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from torch import Tensor
 from shrinkpoint.codec.code_streams import CODERS
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.errors import LossWarning
+from shrinkpoint.errors import warn_user
 from shrinkpoint.schemes import optimizer_state
 from shrinkpoint.schemes.base import QuantizedState, SpecMixin
 from shrinkpoint.schemes.calibration import UnmeasuredLossNotice
@@ -239,7 +238,7 @@ def _warn_diverged(errors: Mapping[str, float]) -> None:
         f"{', '.join(errors)}: what was saved last is farther away than zero, and a difference to it would leave an "
         f"error of {max(errors.values()):.2g} times the weights: this checkpoint is a keyframe"
     )
-    warnings.warn(text, LossWarning, stacklevel=5)
+    warn_user(text)
 
 
 def _json_errors(errors: Mapping[str, float]) -> dict[str, JSON]:

@@ -7,7 +7,6 @@ grid or with another dither. For every other tensor that stays exact, the reason
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
-from shrinkpoint.errors import LossWarning
+from shrinkpoint.errors import warn_user
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.dtypes import as_bits
 from shrinkpoint.tensors.flat_state import FlatState
@@ -49,7 +48,7 @@ class TensorSelection:
         """Warn of weights that stay exact since they are not finite."""
         if self.nonfinite:
             text = f"weights with values that are not finite are kept as they are: {', '.join(self.nonfinite)}"
-            warnings.warn(text, LossWarning, stacklevel=3)
+            warn_user(text)
 
     def optimizer_info_of_masters(self, state: FlatState) -> dict[str, OptimizerInfo]:
         """The optimizer's facts by name, those of a narrow weight also under the name of its master copy."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from torch import Tensor
 from shrinkpoint._native import Hasher, progress_sums
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.container import FileReader
-from shrinkpoint.errors import ChainError, CorruptError, LossWarning, ShrinkpointError
+from shrinkpoint.errors import ChainError, CorruptError, ShrinkpointError, warn_user
 from shrinkpoint.storage import LocalStorage, Source, Storage
 from shrinkpoint.tensors.dtypes import empty, tensor_bytes
 from shrinkpoint.tensors.flat_state import FlatState
@@ -167,7 +166,7 @@ def warn_low_retention(retention: float | None) -> None:
             f"this checkpoint holds {retention:.0%} of the progress since the one before: the rest was rounded away, "
             "and is lost if training is restored from it. Save less often, or lose less"
         )
-        warnings.warn(text, LossWarning, stacklevel=3)
+        warn_user(text)
 
 
 def _copy_into(buffer: Tensor | None, tensor: Tensor) -> Tensor:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from shrinkpoint.errors import MismatchError, PolicyError
+from shrinkpoint.errors import MismatchError, PolicyError, UserLine, find_user_line, warn_user
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import Keep, SaveReport, Store, StoreRestore, layout
@@ -95,7 +93,7 @@ class CheckpointManager(BackgroundSaver):
             StorageError: writing failed; every checkpoint that was there still loads.
             whatever the previous save raised in the background; then this call has saved nothing.
         """
-        caller = _find_caller()
+        user_line = find_user_line()
         with self._next_save():
             if isinstance(self._scheme, PlanningScheme):
                 self._scheme.run_on_writer(lambda: self._lock_store(step))
@@ -118,7 +116,7 @@ class CheckpointManager(BackgroundSaver):
                     step, copy, scheme=plan, metrics=values, adopt=adopt, lossy_restores=self._lossy_restores
                 )
 
-            return self._save(f"saving step {step}", flat_state, write, lambda: self._apply_retention(caller))
+            return self._save(f"saving step {step}", flat_state, write, lambda: self._apply_retention(user_line))
 
     def restore(
         self,
@@ -188,7 +186,7 @@ class CheckpointManager(BackgroundSaver):
             self.store.lock()
             self._is_locked = True
 
-    def _apply_retention(self, caller: _Caller) -> None:
+    def _apply_retention(self, user_line: UserLine) -> None:
         """Delete what `keep` does not keep; warn once if it means nothing yet because no checkpoint has its metric."""
         if self._keep is None:
             return
@@ -200,7 +198,7 @@ class CheckpointManager(BackgroundSaver):
             if not self._has_warned and len(self.store.steps()) > 1:
                 self._has_warned = True
                 text = f"{error.found}: no checkpoint is deleted. Pass metrics={{{self._keep.metric!r}: ...}} to save"
-                warnings.warn_explicit(f"{NO_METRIC}: {text}", UserWarning, *caller)
+                warn_user(f"{NO_METRIC}: {text}", UserWarning, user_line)
 
     def _load_checkpoint(self, step: int | None) -> StoreRestore | None:
         """The checkpoint of a step, or the newest that loads; None if the store is empty."""
@@ -211,22 +209,6 @@ class CheckpointManager(BackgroundSaver):
         if not {*listing.manifests, *listing.broken} - listing.forgotten:
             return None
         return self.store.restore()
-
-
-class _Caller(NamedTuple):
-    """The line that a warning names."""
-
-    filename: str
-    lineno: int
-    module: str
-
-
-def _find_caller() -> _Caller:
-    """The line outside of this package that called it, however many frames of the package lie between."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("shrinkpoint."):
-        frame = frame.f_back
-    return _Caller(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""))
 
 
 def _check_names(objects: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from shrinkpoint import validate
-from shrinkpoint.errors import LossWarning, PolicyError
+from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.schemes.base import finite_or_text
 from shrinkpoint.schemes.evaluate import Degradation
 from shrinkpoint.schemes.fisher.steps import QuantizedWeights, StepCandidates, from_log_step, to_log_step
@@ -198,7 +197,7 @@ class RatioTarget(Objective):
         if is_first:
             expected, do = f"at most {_round_down(reachable):g}", "ask for less, or for a budget with evaluate="
             raise PolicyError("ratio", found=found, expected=expected, do=do)
-        warnings.warn(f"ratio: {found}: these are taken", LossWarning, stacklevel=6)
+        warn_user(f"ratio: {found}: these are taken")
 
 
 @dataclass(frozen=True)

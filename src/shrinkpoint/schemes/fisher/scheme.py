@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +15,7 @@ from torch import Tensor
 from shrinkpoint import validate
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
-from shrinkpoint.errors import LossWarning, PolicyError
+from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.schemes.base import QuantizedState, SpecMixin, check_recorder, check_seed, finite_or_text
 from shrinkpoint.schemes.calibration import Calibration, EvaluateProblem, UnmeasuredLossNotice, make_perturbations
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
@@ -190,10 +189,10 @@ class Fisher(SpecMixin, RecordEncodingMixin):
                 choice = self._quantize_weights(weights, state, selection, base, evaluator, points, metric)
         if choice.left_out:
             left_out = ", ".join(choice.left_out)
-            _warn_loss(f"weights that no points of these steps reach are kept as they are: {left_out}")
+            warn_user(f"weights that no points of these steps reach are kept as they are: {left_out}")
         self._num_saves += 1
         if problem is not None:
-            _warn_loss(f"{problem.observation}, so this checkpoint is exact, weights and moments: {problem.advice}")
+            warn_user(f"{problem.observation}, so this checkpoint is exact, weights and moments: {problem.advice}")
             self._memory.log_step = None
             record = self._loss_record(choice, selection, metric, start) | {"exact": problem.observation}
             casts: dict[str, str] = {}
@@ -333,9 +332,9 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             if warning := self._calibration.interval_warning(
                 (choice.rise or 0.0) / scale, interval, objective.relative_budget(scale)
             ):
-                _warn_loss(warning)
+                warn_user(warning)
         if choice.weights is None:
-            _warn_loss(f"no steps keep the loss within {self}: this checkpoint's weights are exact")
+            warn_user(f"no steps keep the loss within {self}: this checkpoint's weights are exact")
         self._memory.log_step = None if choice.weights is None else choice.weights.log_step
         return choice
 
@@ -346,7 +345,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             return objective
         noise = (self._calibration.noise or 0.0) * metric.scale
         if warning := self._calibration.noise_warning(objective.relative_budget(metric.scale)):
-            _warn_loss(warning)
+            warn_user(warning)
         return objective.in_loss_unit(metric.scale, noise)
 
     def _count_state_bits(
@@ -435,7 +434,3 @@ def _select(
 
 def _is_inherited(name: str, points: QuantizedTensor, reference: Reference | None) -> bool:
     return reference is not None and reference.quantized.get(name) is points
-
-
-def _warn_loss(text: str) -> None:
-    warnings.warn(text, LossWarning, stacklevel=4)

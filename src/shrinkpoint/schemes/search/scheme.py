@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from shrinkpoint import validate
 from shrinkpoint.codec.code_streams import CODERS
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
-from shrinkpoint.errors import LossWarning, PolicyError
+from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.schemes import optimizer_state
 from shrinkpoint.schemes.base import QuantizedState, SpecMixin, check_seed, finite_or_text
 from shrinkpoint.schemes.calibration import Calibration, UnmeasuredLossNotice, make_perturbations
@@ -292,10 +291,12 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
                 "searches": [],
             }
             if problem is not None:
-                _warn(f"{problem.observation}, so this checkpoint is lossless, weights and moments: {problem.advice}")
+                warn_user(
+                    f"{problem.observation}, so this checkpoint is lossless, weights and moments: {problem.advice}"
+                )
                 return _Choice(record=record | {"exact": problem.observation, "fallback": "lossless"}, lossless=True)
             if warning := self._calibration.noise_warning(self._threshold):
-                _warn(warning)
+                warn_user(warning)
             max_degradation = max(self._threshold - (self._calibration.noise or 0.0), 0.0)
             variants = self.variants(evaluator, stats)
             results = [*self._search_results(own, max_degradation, variants)]
@@ -318,7 +319,7 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
         if choice.interval is not None:
             rise = choice.record["degradation"]
             if warning := self._calibration.interval_warning(rise, choice.interval, self._threshold):
-                _warn(warning)
+                warn_user(warning)
         return choice
 
     def _apply_fallback(
@@ -328,7 +329,7 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
         worst = next((t.degradation for result in results for t in result.trials if t.point == safest), math.nan)
         lossless = self._fallback == "lossless" or not math.isfinite(worst)
         text = f"no setting keeps the degradation within {self._threshold:.2%} (the safest: {worst:.2%})"
-        _warn(f"{text}: {'nothing was lost instead' if lossless else 'the safest one was taken'}")
+        warn_user(f"{text}: {'nothing was lost instead' if lossless else 'the safest one was taken'}")
         record["fallback"] = "lossless" if lossless else "safest"
         if lossless:
             return _Choice(record=record | {"exact": text}, lossless=True)
@@ -440,7 +441,3 @@ class _SpaceEvaluation:
         if change.interval is not None:
             self._intervals[point] = change.interval[0] / scale, change.interval[1] / scale
         return change.rise / scale
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, LossWarning, stacklevel=2)
