@@ -8,6 +8,7 @@
 #include "cyclic_delta.hpp"
 #include "kmeans.hpp"
 #include "lattice_codec.hpp"
+#include "lattice_quantize.hpp"
 #include "progress.hpp"
 #include "python.hpp"
 

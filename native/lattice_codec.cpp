@@ -5,12 +5,9 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
-#include <memory>
 #include <stdexcept>
 
-#include "parallel.hpp"
-#include "predict.hpp"
+#include "lattice_cells.hpp"
 #include "simd.hpp"
 #include "tiles.hpp"
 
@@ -18,56 +15,9 @@ namespace shrinkpoint {
 
 namespace {
 
-constexpr size_t kPiece = size_t{1} << 17;  // positions that a thread takes at a time
-constexpr int32_t kMaxCode = (1 << 15) - 2;
-constexpr int16_t kNothing = -127;
 constexpr int32_t kEscape = -128;
 constexpr int32_t kOffsets = 16, kQuarters = 12;
 constexpr float kNear = 1.0f / 64;
-constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to whole numbers, half to even
-constexpr uint32_t kRounderBits = 0x4b400000;
-
-ALWAYS_INLINE uint32_t bits_of(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    return bits;
-}
-
-ALWAYS_INLINE float float_of(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
-// Half to even; |value| < 2^22.
-ALWAYS_INLINE int32_t rounded(float value) { return static_cast<int32_t>(bits_of(value + kRounder) - kRounderBits); }
-
-// One or the other without a branch, so that loops become vectors.
-ALWAYS_INLINE int32_t chosen(bool first, int32_t a, int32_t b) {
-    const int32_t mask = -static_cast<int32_t>(first);
-    return (a & mask) | (b & ~mask);
-}
-
-// 0 for what is not finite; within the reach of codes.
-ALWAYS_INLINE float reachable(float position) {
-    position = std::fabs(position) <= std::numeric_limits<float>::max() ? position : 0.0f;
-    return std::min(std::max(position, static_cast<float>(-kMaxCode)), static_cast<float>(kMaxCode));
-}
-
-// The steps and contexts of the positions of one tile, and scratch memory.
-struct alignas(64) Cells {
-    float steps[kTile];
-    float dithers[kTile];
-    float parent[kTile];
-    float values[kTile];
-    int32_t exponents[kTile];
-    uint8_t classes[kTile];
-    int16_t guesses[kTile];
-};
-
-SHRINKPOINT_KERNEL(void, multiply, (const float* squares, size_t count, float* out), (squares, count, out)) {
-    for (size_t i = 0; i < count; ++i) out[i] *= std::sqrt(squares[i]);
-}
 
 SHRINKPOINT_KERNEL(bool, same_when_narrow, (const float* values, const uint16_t* expected, size_t count),
                    (values, expected, count)) {
@@ -82,8 +32,8 @@ SHRINKPOINT_KERNEL(bool, same_when_narrow, (const float* values, const uint16_t*
 
 // The nearest point, and by how much it is missed and how large the step is.
 SHRINKPOINT_KERNEL(void, guess_multiples,
-                   (const float* parent, const float* steps, const float* dithers, const uint8_t* classes,
-                    size_t count, int16_t* guesses, uint8_t* contexts),
+                   (const float* parent, const float* steps, const float* dithers, const uint8_t* classes, size_t count,
+                    int16_t* guesses, uint8_t* contexts),
                    (parent, steps, dithers, classes, count, guesses, contexts)) {
     for (size_t i = 0; i < count; ++i) {
         const float position = reachable(parent[i] / steps[i] - dithers[i]);
@@ -113,23 +63,8 @@ SHRINKPOINT_KERNEL(void, guess_powers,
         int32_t quarters = static_cast<int32_t>(quotient);
         quarters -= static_cast<float>(quarters) > quotient;
         quarters = std::min(std::max(quarters, -kQuarters), kQuarters - 1) + kQuarters;
-        guesses[i] = static_cast<int16_t>(chosen(bits == 0, kNothing, 0));
+        guesses[i] = static_cast<int16_t>(chosen(bits == 0, kZeroCode, 0));
         contexts[i] = static_cast<uint8_t>(chosen(bits == 0, 2 * kQuarters, quarters));
-    }
-}
-
-SHRINKPOINT_KERNEL(void, make_multiples,
-                   (const int16_t* codes, const float* steps, const float* dithers, size_t count, float* values),
-                   (codes, steps, dithers, count, values)) {
-    for (size_t i = 0; i < count; ++i) values[i] = (static_cast<float>(codes[i]) + dithers[i]) * steps[i];
-}
-
-SHRINKPOINT_KERNEL(void, make_powers,
-                   (const int16_t* codes, const int32_t* exponents, int32_t step, size_t count, float* values),
-                   (codes, exponents, step, count, values)) {
-    for (size_t i = 0; i < count; ++i) {
-        const uint32_t bits = power(exponents[i] + step * codes[i]);
-        values[i] = float_of(codes[i] == kNothing ? 0 : bits);
     }
 }
 
@@ -172,43 +107,6 @@ SHRINKPOINT_KERNEL(size_t, count_escapes, (const uint8_t* tokens, const uint8_t*
     return escapes;
 }
 
-SHRINKPOINT_KERNEL(bool, round_all,
-                   (const float* values, const float* steps, const float* dithers, size_t count, int16_t* codes),
-                   (values, steps, dithers, count, codes)) {
-    uint32_t out_of_range = 0;
-    for (size_t i = 0; i < count; ++i) {
-        const float quotient = values[i] / steps[i];
-        const float position = (steps[i] > 0.0f ? quotient : 0.0f) - dithers[i];  // no step: all points are zero
-        out_of_range |= !(std::fabs(position) < static_cast<float>(kMaxCode));
-        codes[i] = static_cast<int16_t>(rounded(reachable(position)));
-    }
-    return out_of_range == 0;
-}
-
-SHRINKPOINT_KERNEL(void, apply_hysteresis,
-                   (const float* values, const float* steps, const float* dithers, const int16_t* previous,
-                    float hysteresis, size_t count, int16_t* codes),
-                   (values, steps, dithers, previous, hysteresis, count, codes)) {
-    for (size_t i = 0; i < count; ++i) {
-        const float position = values[i] / steps[i] - dithers[i];
-        codes[i] = std::fabs(position - static_cast<float>(previous[i])) <= hysteresis ? previous[i] : codes[i];
-    }
-}
-
-// What is known of `count` positions from `start` on; `squares` are theirs.
-void find(const Lattice& lattice, const float* squares, uint64_t start, size_t count, Cells& cells) {
-    if (lattice.powers) return fill_exponents(lattice, start, count, cells.exponents);
-    fill_steps(lattice, start, count, cells.steps);
-    if (squares != nullptr) multiply(squares, count, cells.steps);
-    if (lattice.seed != 0) fill_dithers(lattice.seed, start, count, cells.dithers);
-}
-
-const float* offset_by(const float* squares, uint64_t start) { return squares == nullptr ? nullptr : squares + start; }
-
-Floats offset_by(Floats all, uint64_t start) {
-    return all.data == nullptr ? all : Floats{all.data + start * all.bytes, all.bytes};
-}
-
 // `parent` is theirs, too.
 void guess(const Lattice& lattice, Floats parent, uint64_t start, size_t count, Cells& cells, int16_t* guesses,
            uint8_t* contexts) {
@@ -231,31 +129,10 @@ void guess(const Lattice& lattice, Floats parent, uint64_t start, size_t count, 
     guess_multiples(cells.parent, cells.values, cells.dithers, cells.classes, count, guesses, contexts);
 }
 
-void make(const Lattice& lattice, const int16_t* codes, size_t count, const Cells& cells, float* values) {
-    if (lattice.powers)
-        make_powers(codes, cells.exponents, lattice.step, count, values);
-    else
-        make_multiples(codes, cells.steps, cells.dithers, count, values);
-}
-
 bool is_same(const float* values, Floats expected, uint64_t start, size_t count) {
     const uint8_t* expected_values = expected.data + start * expected.bytes;
     if (expected.bytes == 4) return std::memcmp(values, expected_values, 4 * count) == 0;
     return same_when_narrow(values, reinterpret_cast<const uint16_t*>(expected_values), count);
-}
-
-// work(piece, start, count, cells) for every tile.
-template <typename Work>
-void by_tiles(uint64_t count, unsigned threads, Work work) {
-    parallel(chunk_count(count, kPiece), threads, [&](WorkQueue& indices) {
-        const ScopedFpEnvironment floats;
-        const auto cells = std::make_unique<Cells>();  // all zeros, as dithers are without a seed
-        for (size_t index; indices.take(index);) {
-            const Span piece = span_of(index, count, kPiece, kPiece);
-            for (size_t done = 0; done < piece.count; done += kTile)
-                work(index, piece.start + done, std::min(kTile, piece.count - done), *cells);
-        }
-    });
 }
 
 // Where the escapes of every piece start, and how many there are.
@@ -269,8 +146,7 @@ std::vector<size_t> escapes_before(const uint8_t* tokens, const uint8_t* context
 }
 
 // Adds what escapes are; returns whether all codes are in range.
-bool add_escapes(const uint8_t* tokens, const uint8_t* contexts, size_t count, const int32_t* escapes,
-                 int16_t* codes) {
+bool add_escapes(const uint8_t* tokens, const uint8_t* contexts, size_t count, const int32_t* escapes, int16_t* codes) {
     bool in_range = true;
     for (size_t i = 0; i < count; ++i) {
         if (static_cast<int8_t>(tokens[i] - contexts[i]) != kEscape) continue;
@@ -284,10 +160,10 @@ bool add_escapes(const uint8_t* tokens, const uint8_t* contexts, size_t count, c
 }  // namespace
 
 void lattice_predict(const Lattice& lattice, Floats parent, const float* squares, int16_t* guesses, uint8_t* contexts,
-                   Positions positions, unsigned threads) {
+                     Positions positions, unsigned threads) {
     by_tiles(positions.count, threads, [&](size_t, uint64_t start, size_t count, Cells& cells) {
         const uint64_t place = positions.first + start;
-        find(lattice, offset_by(squares, start), place, count, cells);
+        fill_cells(lattice, offset_by(squares, start), place, count, cells);
         guess(lattice, offset_by(parent, start), place, count, cells, guesses + start, contexts + start);
     });
 }
@@ -297,7 +173,7 @@ Differences lattice_encode(const Lattice& lattice, Floats parent, const float* s
     std::vector<std::vector<int32_t>> escapes(chunk_count(lattice.count(), kPiece));
     std::atomic<bool> in_range{true}, same{true};
     by_tiles(lattice.count(), threads, [&](size_t piece, uint64_t start, size_t count, Cells& cells) {
-        find(lattice, offset_by(squares, start), start, count, cells);
+        fill_cells(lattice, offset_by(squares, start), start, count, cells);
         guess(lattice, offset_by(parent, start), start, count, cells, cells.guesses, contexts + start);
         const uint32_t report = subtract(codes + start, cells.guesses, contexts + start, count, tokens + start);
         if (report >> 31 != 0) in_range = false;
@@ -306,7 +182,7 @@ Differences lattice_encode(const Lattice& lattice, Floats parent, const float* s
             if (std::abs(difference) >= -kEscape) escapes[piece].push_back(difference);
         }
         if (expected.data == nullptr) return;
-        make(lattice, codes + start, count, cells, cells.values);
+        values_of_codes(lattice, codes + start, count, cells, cells.values);
         if (!is_same(cells.values, expected, start, count)) same = false;
     });
     Differences out;
@@ -332,8 +208,8 @@ size_t lattice_decode(const Lattice& lattice, const uint8_t* tokens, const uint8
                 add_escapes(tokens + start, contexts + start, count, escapes + first_escape[piece], codes + start);
         first_escape[piece] += large;
         if (!in_range) throw std::invalid_argument("a point that is too far out");
-        find(lattice, offset_by(squares, start), positions.first + start, count, cells);
-        make(lattice, codes + start, count, cells, values + start);
+        fill_cells(lattice, offset_by(squares, start), positions.first + start, count, cells);
+        values_of_codes(lattice, codes + start, count, cells, values + start);
     });
     return used;
 }
@@ -341,24 +217,9 @@ size_t lattice_decode(const Lattice& lattice, const uint8_t* tokens, const uint8
 void lattice_values(const Lattice& lattice, const int16_t* codes, const float* squares, float* values,
                     unsigned threads) {
     by_tiles(lattice.count(), threads, [&](size_t, uint64_t start, size_t count, Cells& cells) {
-        find(lattice, offset_by(squares, start), start, count, cells);
-        make(lattice, codes + start, count, cells, values + start);
+        fill_cells(lattice, offset_by(squares, start), start, count, cells);
+        values_of_codes(lattice, codes + start, count, cells, values + start);
     });
-}
-
-bool lattice_quantize(const Lattice& lattice, Floats values, const float* squares, const int16_t* previous,
-                      float hysteresis, int16_t* codes, unsigned threads) {
-    if (lattice.powers) throw std::invalid_argument("nearest: points that stand for powers");
-    std::atomic<bool> fits{true};
-    by_tiles(lattice.count(), threads, [&](size_t, uint64_t start, size_t count, Cells& cells) {
-        find(lattice, offset_by(squares, start), start, count, cells);
-        const float* tile_values = read_floats(values, start, count, cells.parent);
-        if (!round_all(tile_values, cells.steps, cells.dithers, count, codes + start)) fits = false;
-        if (previous != nullptr && hysteresis > 0.5f)
-            apply_hysteresis(tile_values, cells.steps, cells.dithers, previous + start, hysteresis, count,
-                             codes + start);
-    });
-    return fits;
 }
 
 }  // namespace shrinkpoint

@@ -41,10 +41,4 @@ size_t lattice_decode(const Lattice& lattice, const uint8_t* tokens, const uint8
 void lattice_values(const Lattice& lattice, const int16_t* codes, const float* squares, float* values,
                     unsigned threads);
 
-// The points nearest to values, but the one of `previous`, which may be null, where the value is at most `hysteresis` steps
-// from it. Returns whether points reach as far as the values do; where not, the codes are of no use. Throws
-// std::invalid_argument where points stand for powers.
-bool lattice_quantize(const Lattice& lattice, Floats values, const float* squares, const int16_t* previous,
-                      float hysteresis, int16_t* codes, unsigned threads);
-
 }  // namespace shrinkpoint

@@ -9,6 +9,7 @@
 #include "checks.hpp"
 #include "lattice_grid.hpp"
 #include "lattice_codec.hpp"
+#include "lattice_quantize.hpp"
 
 namespace shrinkpoint {
 

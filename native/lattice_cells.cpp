@@ -1,0 +1,42 @@
+#include "lattice_cells.hpp"
+
+namespace shrinkpoint {
+
+namespace {
+
+SHRINKPOINT_KERNEL(void, multiply, (const float* squares, size_t count, float* out), (squares, count, out)) {
+    for (size_t i = 0; i < count; ++i) out[i] *= std::sqrt(squares[i]);
+}
+
+SHRINKPOINT_KERNEL(void, make_multiples,
+                   (const int16_t* codes, const float* steps, const float* dithers, size_t count, float* values),
+                   (codes, steps, dithers, count, values)) {
+    for (size_t i = 0; i < count; ++i) values[i] = (static_cast<float>(codes[i]) + dithers[i]) * steps[i];
+}
+
+SHRINKPOINT_KERNEL(void, make_powers,
+                   (const int16_t* codes, const int32_t* exponents, int32_t step, size_t count, float* values),
+                   (codes, exponents, step, count, values)) {
+    for (size_t i = 0; i < count; ++i) {
+        const uint32_t bits = power(exponents[i] + step * codes[i]);
+        values[i] = float_of(codes[i] == kZeroCode ? 0 : bits);
+    }
+}
+
+}  // namespace
+
+void fill_cells(const Lattice& lattice, const float* squares, uint64_t start, size_t count, Cells& cells) {
+    if (lattice.powers) return fill_exponents(lattice, start, count, cells.exponents);
+    fill_steps(lattice, start, count, cells.steps);
+    if (squares != nullptr) multiply(squares, count, cells.steps);
+    if (lattice.seed != 0) fill_dithers(lattice.seed, start, count, cells.dithers);
+}
+
+void values_of_codes(const Lattice& lattice, const int16_t* codes, size_t count, const Cells& cells, float* values) {
+    if (lattice.powers)
+        make_powers(codes, cells.exponents, lattice.step, count, values);
+    else
+        make_multiples(codes, cells.steps, cells.dithers, count, values);
+}
+
+}  // namespace shrinkpoint

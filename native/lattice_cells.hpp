@@ -1,0 +1,92 @@
+// What is known of the positions of a lattice, a tile at a time, and the values that codes stand for.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+
+#include "floats.hpp"
+#include "lattice_grid.hpp"
+#include "parallel.hpp"
+#include "predict.hpp"
+#include "simd.hpp"
+#include "tiles.hpp"
+
+namespace shrinkpoint {
+
+constexpr size_t kPiece = size_t{1} << 17;  // positions that a thread takes at a time
+constexpr int32_t kMaxCode = (1 << 15) - 2;
+constexpr int16_t kZeroCode = -127;      // of powers: zero
+constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to whole numbers, half to even
+constexpr uint32_t kRounderBits = 0x4b400000;
+
+ALWAYS_INLINE uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+
+ALWAYS_INLINE float float_of(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// Half to even; |value| < 2^22.
+ALWAYS_INLINE int32_t rounded(float value) { return static_cast<int32_t>(bits_of(value + kRounder) - kRounderBits); }
+
+// One or the other without a branch, so that loops become vectors.
+ALWAYS_INLINE int32_t chosen(bool first, int32_t a, int32_t b) {
+    const int32_t mask = -static_cast<int32_t>(first);
+    return (a & mask) | (b & ~mask);
+}
+
+// 0 for what is not finite; within the reach of codes.
+ALWAYS_INLINE float reachable(float position) {
+    position = std::fabs(position) <= std::numeric_limits<float>::max() ? position : 0.0f;
+    return std::min(std::max(position, static_cast<float>(-kMaxCode)), static_cast<float>(kMaxCode));
+}
+
+// The steps and contexts of the positions of one tile, and scratch memory.
+struct alignas(64) Cells {
+    float steps[kTile];
+    float dithers[kTile];
+    float parent[kTile];
+    float values[kTile];
+    int32_t exponents[kTile];
+    uint8_t classes[kTile];
+    int16_t guesses[kTile];
+};
+
+// Steps or exponents, and dithers, of `count` positions from `start` on; `squares` are theirs, or null.
+void fill_cells(const Lattice& lattice, const float* squares, uint64_t start, size_t count, Cells& cells);
+
+// The values that codes stand for.
+void values_of_codes(const Lattice& lattice, const int16_t* codes, size_t count, const Cells& cells, float* values);
+
+inline const float* offset_by(const float* squares, uint64_t start) {
+    return squares == nullptr ? nullptr : squares + start;
+}
+
+inline Floats offset_by(Floats all, uint64_t start) {
+    return all.data == nullptr ? all : Floats{all.data + start * all.bytes, all.bytes};
+}
+
+// work(piece, start, count, cells) for every tile.
+template <typename Work>
+void by_tiles(uint64_t count, unsigned threads, Work work) {
+    parallel(chunk_count(count, kPiece), threads, [&](WorkQueue& indices) {
+        const ScopedFpEnvironment floats;
+        const auto cells = std::make_unique<Cells>();  // all zeros, as dithers are without a seed
+        for (size_t index; indices.take(index);) {
+            const Span piece = span_of(index, count, kPiece, kPiece);
+            for (size_t done = 0; done < piece.count; done += kTile)
+                work(index, piece.start + done, std::min(kTile, piece.count - done), *cells);
+        }
+    });
+}
+
+}  // namespace shrinkpoint
