@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.lattice_records import MOST_CODE, Made, codes_of, lattice_of, made, points_of, squares
+from helpers.recipe_values import RECIPE_VALUES, RUN_FIELDS
 from helpers.strategies import bits
 
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor
@@ -24,71 +25,10 @@ from shrinkpoint.tensors.info import TensorInfo
 SIZES = struct.Struct("<IQII")
 """Bytes of the lattices, of the codes and of their side, and how many escapes; a part begins with them."""
 JUNK: list[Any] = [
-    None,
-    True,
-    False,
-    -1,
-    0,
-    1,
-    2,
-    7,
-    8,
-    24,
-    127,
-    128,
-    135,
-    136,
-    255,
-    256,
-    1024,
-    1025,
-    4095,
-    4096,
-    2**31,
-    2**32,
-    2**64,
-    0.0,
-    1.5,
-    float("inf"),
-    "",
-    "linear",
-    "relative",
-    "log",
-    "LOG",
-    "codes",
-    "level",
-    "delta",
-    "planes",
-    "none",
-    "base",
-    "tap",
-    "adam",
-    [],
-    [[]],
-    [0],
-    [[0, 0, 1]],
-    [[0, 1, 3]],
-    [[0, 0, 1 << 20]],
-    [[5, -1, 6]],
-    [1.0] * 4,
-    {},
-    {"tokens": "codes"},
+    *RECIPE_VALUES,
+    *(7, 8, 24, 127, 128, 135, 136, 1024, 1025),  # ends of the fields of a lattice
+    *("linear", "relative", "log", "LOG", "codes"),
     {"tokens": "codes", "predictor": "base"},
-]
-RUN_FIELDS = [
-    "tokens",
-    "predictor",
-    "companion",
-    "moments",
-    "factors",
-    "fine",
-    "shift",
-    "sign",
-    "bias",
-    "top",
-    "parameters",
-    "chunk",
-    "more",
 ]
 
 

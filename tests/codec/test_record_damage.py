@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.codebooks import moved, symbols_of
+from helpers.recipe_values import RECIPE_VALUES, RUN_FIELDS
 from helpers.round_trip import Loop, Written, stages, write
 from helpers.strategies import bits
 
@@ -27,56 +28,11 @@ from shrinkpoint.errors import ChainError, CorruptError, FormatError, TruncatedE
 from shrinkpoint.tensors.info import EncodedRecord, Role, TensorInfo
 
 JUNK: list[Any] = [
-    None,
-    True,
-    False,
-    -1,
-    0,
-    1,
-    2,
-    3,
-    9,
-    23,
-    31,
-    63,
-    64,
-    255,
-    256,
-    4095,
-    4096,
-    2**31,
-    2**32,
-    2**64,
-    10**30,
-    -(2**63),
-    0.0,
-    1.5,
-    1e300,
-    float("inf"),
-    "",
-    "level",
-    "delta",
-    "planes",
-    "none",
-    "base",
-    "tap",
-    "adam",
-    "square",
-    "moment1",
-    "__class__",
-    "LEVEL",
-    [],
-    [[]],
-    [0],
-    [[0, 0, 1]],
-    [[0, 1, 3]],
-    [[0, 0, 1 << 20]],
-    [[5, -1, 6]],
-    [1.0] * 4,
+    *RECIPE_VALUES,
+    *(3, 9, 23, 31, 63, 64, 10**30, -(2**63), 1e300),
+    *("square", "moment1", "__class__", "LEVEL", "F32"),
     [float("inf")] * 4,
-    {},
     {"tokens": "delta"},
-    {"tokens": "codes"},
     {"run": {"tokens": "codes"}},
     {"packed": 5},
     {"packed": 0},
@@ -84,22 +40,6 @@ JUNK: list[Any] = [
     {"cyclic": [9, True, True]},
     {"cyclic": [256, False, True]},
     {"cyclic": [1, False, False]},
-    "F32",
-]
-RUN_FIELDS = [
-    "tokens",
-    "predictor",
-    "companion",
-    "moments",
-    "factors",
-    "fine",
-    "shift",
-    "sign",
-    "bias",
-    "top",
-    "parameters",
-    "chunk",
-    "more",
 ]
 
 

@@ -19,10 +19,8 @@ from shrinkpoint.schemes.evaluate import Evaluate
 from shrinkpoint.schemes.registry import make_scheme, needs_evaluation
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store import Store
-from shrinkpoint.store.chain import store_chain
-from shrinkpoint.store.checkpoint_file import DecodedFile, SaveReport
-from shrinkpoint.store.decode import iter_chain
-from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.checkpoint_file import SaveReport
+from shrinkpoint.store.decode import iter_checkpoints
 from shrinkpoint.tensors.flat_state import unflatten
 from shrinkpoint.tensors.info import JSON
 
@@ -154,7 +152,9 @@ class StoreSystem:
         storage = MemoryStorage()
         with Store(storage, keyframe_every=self.keyframe_every, threads=self.threads) as store:
             written = {entry.step: _save(store, scheme, timer, entry) for entry in series}
-            for manifest, decoded, seconds in _read_back(store, self.threads):
+            began = time.perf_counter()
+            for manifest, decoded in iter_checkpoints(storage, store.list(), threads=self.threads):
+                seconds = time.perf_counter() - began
                 report, encode_seconds, evaluate_seconds, peak = written[manifest.step]
                 tensors = decoded.reference.tensors
                 yield RoundTrip(
@@ -171,6 +171,7 @@ class StoreSystem:
                     retention=report.retention,
                     choice=report.loss_report.get("chosen") if isinstance(report.loss_report, dict) else None,
                 )
+                began = time.perf_counter()
 
 
 def _save(
@@ -184,20 +185,6 @@ def _save(
     seconds = time.perf_counter() - began
     evaluate_seconds = 0.0 if timer is None else timer.lap()["seconds"]
     return report, seconds - evaluate_seconds, evaluate_seconds, peak.rise
-
-
-def _read_back(store: Store, threads: int) -> Iterator[tuple[Manifest, DecodedFile, float]]:
-    """Yields every checkpoint decoded, each chain once from its keyframe on, with the seconds that its file took."""
-    manifests = {manifest.id: manifest for manifest in store.list()}
-    base_ids = {base.id for manifest in manifests.values() for base in manifest.bases}
-    for last in sorted(manifests.values(), key=lambda manifest: manifest.step):
-        if last.id in base_ids:
-            continue
-        files = iter_chain(store_chain(store.storage, last), threads=threads)
-        began = time.perf_counter()
-        for file, decoded in files:
-            yield manifests[file.id], decoded, time.perf_counter() - began
-            began = time.perf_counter()
 
 
 SYSTEMS = (

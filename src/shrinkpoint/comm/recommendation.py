@@ -332,14 +332,19 @@ def recommend(
     validate.check_int("recommend(repeats=...)", repeats)
     if max_error is not None:
         validate.check_float("recommend(max_error=...)", max_error, exclusive=False, do="leave it out")
-    if isinstance(candidates, str) or not isinstance(candidates, Sequence):
-        where, advice = "recommend(candidates=...)", f"write [{candidates!r}]"
-        raise validate.argument_error(where, candidates, "a list of compressors", advice)
-    tensors = like if isinstance(like, tuple) else (_noise_tensor(shape, dtype, device) if like is None else like,) * 2
+    _check_candidates(candidates)
+    example = _noise_tensor(shape, dtype, device) if like is None else like
+    tensors = example if isinstance(example, tuple) else (example, example)
     costs = [_measure_candidate(candidate, tensors, parallelism, repeats) for candidate in candidates]
     description = " and ".join(dict.fromkeys(_describe_tensor(x) for x in tensors))
     sizes = tensors[0].nbytes, tensors[1].nbytes
     return rank_candidates(workload, costs, uncompressed=sizes, max_error=max_error, description=description)
+
+
+def _check_candidates(candidates: Sequence[CandidateLike]) -> None:
+    if isinstance(candidates, str) or not isinstance(candidates, Sequence):
+        where, advice = "recommend(candidates=...)", f"write [{candidates!r}]"
+        raise validate.argument_error(where, candidates, "a list of compressors", advice)
 
 
 def measure_cost(

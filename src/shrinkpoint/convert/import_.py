@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,9 @@ from shrinkpoint.schemes.base import Resumable, Scheme
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.storage import LocalStorage, MemoryStorage, Sink, Source, Storage, check_key
 from shrinkpoint.storage.base import Buffer
-from shrinkpoint.store import Store, chain
-from shrinkpoint.store.checkpoint_file import DecodedFile, write_file
-from shrinkpoint.store.decode import iter_chain
+from shrinkpoint.store import Store
+from shrinkpoint.store.checkpoint_file import write_file
+from shrinkpoint.store.decode import iter_checkpoints
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.single_file import decode_file
 from shrinkpoint.tensors.compare import describe_difference, describe_structure_difference
@@ -183,7 +183,7 @@ def verify_import(
         CorruptError: a checkpoint differs from its source.
     """
     sources = {checkpoint.step: checkpoint for checkpoint in checkpoints}
-    for manifest, decoded in _decode_steps(Store(storage), sources):
+    for manifest, decoded in iter_checkpoints(storage, Store(storage).list(), steps=sources):
         source = sources[manifest.step]
         state, _ = read_flat(source, opaque)
         is_exact = manifest.scheme == Lossless.id
@@ -197,24 +197,6 @@ def verify_import(
             do = f"see that nothing writes to {source.name}, keep it, and report this"
             raise CorruptError(where, found=difference, expected=f"what {source.name} holds", do=do)
         yield manifest.step, is_exact
-
-
-def _decode_steps(store: Store, steps: Collection[int]) -> Iterator[tuple[Manifest, DecodedFile]]:
-    """Decodes every requested step, each chain once from its keyframe on."""
-    manifests = {manifest.id: manifest for manifest in store.list()}
-    base_ids = {base.id for manifest in manifests.values() for base in manifest.bases}
-    remaining = set(steps)
-    for last in sorted(manifests.values(), key=lambda manifest: manifest.step):
-        if last.id in base_ids:
-            continue
-        links = chain.chain_links(last)
-        if not any(link.id in manifests and link.step in steps for link in links):
-            continue
-        for file, decoded in iter_chain(chain.store_chain(store.storage, last)):
-            manifest = manifests.get(file.id)
-            if manifest is not None and manifest.step in remaining:
-                remaining.remove(manifest.step)
-                yield manifest, decoded
 
 
 def read_flat(checkpoint: SourceCheckpoint, opaque: bool) -> tuple[FlatState, tuple[str, ...]]:

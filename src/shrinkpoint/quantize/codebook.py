@@ -169,13 +169,10 @@ def kmeans_codebook(
         return to_float64(_native.kmeans(points, weights, start, iterations=iterations, tolerance=tolerance))
 
     centers = iterate(random_start() if previous is None else previous.numpy())
-    if previous is not None:
-        error = _mean_squared_error(points, sizes, centers)
-        variance = _mean_squared_error(points, sizes, torch.tensor([np.average(points, weights=sizes)]))
-        if error > MAX_REUSED_ERROR * variance / bins**2:
-            fresh = iterate(random_start())
-            if 2 * _mean_squared_error(points, sizes, fresh) < error:  # the previous centers are of other weights
-                previous, centers = None, fresh
+    if previous is not None and _is_poor_fit(points, sizes, centers):
+        fresh = iterate(random_start())
+        if 2 * _mean_squared_error(points, sizes, fresh) < _mean_squared_error(points, sizes, centers):
+            previous, centers = None, fresh  # the previous centers are of other weights
     if previous is not None and _max_center_move(previous, centers) < MIN_CENTER_MOVE:
         return previous.float()
     limit = torch.finfo(torch.float32).max  # a representative may lie above the largest value
@@ -192,6 +189,12 @@ def _mean_squared_error(points: _Array, counts: _Array, centers: Tensor) -> floa
     levels = centers.sort().values.numpy()
     nearest = levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, points)]
     return float((counts * (points - nearest) ** 2).sum() / counts.sum())
+
+
+def _is_poor_fit(points: _Array, counts: _Array, centers: Tensor) -> bool:
+    """Whether the error is so large, for this number of centers, that others should be tried: `MAX_REUSED_ERROR`."""
+    variance = _mean_squared_error(points, counts, torch.tensor([np.average(points, weights=counts)]))
+    return _mean_squared_error(points, counts, centers) > MAX_REUSED_ERROR * variance / centers.numel() ** 2
 
 
 def _max_center_move(previous: Tensor, centers: Tensor) -> float:

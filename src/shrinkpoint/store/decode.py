@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import NotFoundError
-from shrinkpoint.store.chain import ChainFile, directory_chain
+from shrinkpoint.storage import Storage
+from shrinkpoint.store.chain import ChainFile, chain_links, directory_chain, store_chain
 from shrinkpoint.store.checkpoint_file import Allowance, DecodedFile, decode_records
 from shrinkpoint.store.directory import read_directory_manifest
+from shrinkpoint.store.manifest import Manifest
 
 
 def decode_chain(
@@ -45,6 +47,33 @@ def iter_chain(
         decoded = file.read(partial(decode_records, reference=reference, threads=threads, allowance=allowance))
         reference = decoded.reference
         yield file, decoded
+
+
+def iter_checkpoints(
+    storage: Storage,
+    manifests: Iterable[Manifest],
+    *,
+    steps: Collection[int] | None = None,
+    threads: int | None = None,
+) -> Iterator[tuple[Manifest, DecodedFile]]:
+    """Decode checkpoints of a store, each chain once from its keyframe on; raises as `decode_chain` does.
+
+    Args:
+        storage: that of the store.
+        manifests: of its checkpoints.
+        steps: yield these alone, and decode no chain that has none of them; None: all.
+        threads: native threads; None: every core.
+    """
+    by_id = {manifest.id: manifest for manifest in manifests}
+    base_ids = {base.id for manifest in by_id.values() for base in manifest.bases}
+    pending = {manifest.id for manifest in by_id.values() if steps is None or manifest.step in steps}
+    for last in sorted(by_id.values(), key=lambda manifest: manifest.step):
+        if last.id in base_ids or pending.isdisjoint(link.id for link in chain_links(last)):
+            continue
+        for file, decoded in iter_chain(store_chain(storage, last), threads=threads):
+            if file.id in pending:
+                pending.remove(file.id)
+                yield by_id[file.id], decoded
 
 
 def decode_directory(

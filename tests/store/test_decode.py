@@ -1,0 +1,43 @@
+"""Promise: checkpoints of a store are decoded once each, however their chains are asked for."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.stores import state
+
+from shrinkpoint.storage import MemoryStorage
+from shrinkpoint.store import Store, decode
+from shrinkpoint.tensors.flat_state import unflatten
+
+
+@pytest.fixture
+def store():
+    """Chains of three: steps 1 to 3, 4 to 6 and 7 alone."""
+    with Store(MemoryStorage(), keyframe_every=3) as store:
+        for step in range(1, 8):
+            store.save(step, state(step))
+        yield store
+
+
+def decoded_files(store, monkeypatch, steps=None):
+    """The checkpoints that are yielded, and how many files were decoded for them."""
+    calls, decode_records = [], decode.decode_records
+    monkeypatch.setattr(
+        decode, "decode_records", lambda *args, **options: (calls.append(1), decode_records(*args, **options))[1]
+    )
+    return [*decode.iter_checkpoints(store.storage, store.list(), steps=steps)], len(calls)
+
+
+def test_every_checkpoint_comes_once_as_it_was_saved(store, monkeypatch):
+    checkpoints, count = decoded_files(store, monkeypatch)
+    assert [manifest.step for manifest, _ in checkpoints] == [1, 2, 3, 4, 5, 6, 7] and count == 7
+    for manifest, decoded in checkpoints:
+        restored = unflatten(decoded.tree, decoded.reference.tensors, where="here")
+        expected = state(manifest.step)
+        assert restored["seed"] == manifest.step and restored["model"]["w"].equal(expected["model"]["w"])
+
+
+def test_chains_without_a_requested_step_are_not_decoded(store, monkeypatch):
+    checkpoints, count = decoded_files(store, monkeypatch, steps={5, 7, 99})
+    assert [manifest.step for manifest, _ in checkpoints] == [5, 7] and count <= 4
+    assert decoded_files(store, monkeypatch, steps=()) == ([], 0)
