@@ -120,6 +120,19 @@ Floats floats_of(uint64_t count, const Bytes& bytes, const char* name) {
     return {reinterpret_cast<const uint8_t*>(optional_array<const float>(count, bytes, name)), 4};
 }
 
+// Codes of one byte or of two, by the size of the array; none if there is no array.
+Codes codes_of(uint64_t count, const Bytes& bytes, const char* name) {
+    if (bytes.size() == count)
+        return {reinterpret_cast<const uint8_t*>(optional_array<const int8_t>(count, bytes, name)), 1};
+    return {reinterpret_cast<const uint8_t*>(optional_array<const int16_t>(count, bytes, name)), 2};
+}
+
+// The same where there must be an array.
+Codes required_codes(uint64_t count, const Bytes& bytes) {
+    if (bytes.size() != count && bytes.size() != 2 * count) throw nb::value_error("codes: wrong number of bytes");
+    return codes_of(count, bytes, "codes");
+}
+
 // All positions of a lattice's tensor; or those from `first` on that an array of two bytes for each is made for.
 Positions positions_of(const Lattice& lattice, std::optional<uint64_t> first, const Bytes& codes) {
     if (!first) return {0, lattice.count()};
@@ -142,7 +155,7 @@ nb::tuple encode_lattice(const Lattice& lattice, nb::handle codes, nb::handle co
     check_overlap(context_bytes, {&code_bytes, &parent_bytes, &square_bytes, &expected_bytes, &token_bytes});
     check_overlap(token_bytes, {&code_bytes, &parent_bytes, &square_bytes, &expected_bytes});
     const auto* square_data = optional_array<const float>(lattice.count(), square_bytes, "squares");
-    const auto* code_data = array_of_size<const int16_t>(lattice.count(), code_bytes, "codes");
+    const Codes code_data = required_codes(lattice.count(), code_bytes);
     auto* context_data = array_of_size<uint8_t>(lattice.count(), context_bytes, "contexts");
     auto* token_data = array_of_size<uint8_t>(lattice.count(), token_bytes, "tokens");
     const Floats parent_floats = floats_of(lattice.count(), parent_bytes, "parent");
@@ -218,7 +231,7 @@ void bind_lattice(nb::module_& m) {
         [](const Lattice& lattice, nb::handle codes, nb::handle values, nb::handle squares, unsigned threads) {
             const Bytes code_bytes(codes), square_bytes(squares), value_bytes(values, PyBUF_WRITABLE);
             check_overlap(value_bytes, {&code_bytes, &square_bytes});
-            const auto* code_data = array_of_size<const int16_t>(lattice.count(), code_bytes, "codes");
+            const Codes code_data = required_codes(lattice.count(), code_bytes);
             const auto* square_data = optional_array<const float>(lattice.count(), square_bytes, "squares");
             auto* value_data = array_of_size<float>(lattice.count(), value_bytes, "values");
             nb::gil_scoped_release release;
@@ -235,7 +248,7 @@ void bind_lattice(nb::module_& m) {
             const Floats floats = floats_of(lattice.count(), input_bytes, "values");
             if (floats.data == nullptr && lattice.count() != 0) throw nb::value_error("values: none");
             const auto* square_data = optional_array<const float>(lattice.count(), square_bytes, "squares");
-            const auto* previous_data = optional_array<const int16_t>(lattice.count(), previous_bytes, "previous");
+            const Codes previous_data = codes_of(lattice.count(), previous_bytes, "previous");
             auto* code_data = array_of_size<int16_t>(lattice.count(), code_bytes, "codes");
             nb::gil_scoped_release release;
             return lattice_quantize(lattice, floats, square_data, previous_data, hysteresis, code_data, threads);

@@ -25,6 +25,10 @@ SHRINKPOINT_KERNEL(void, make_powers,
 
 }  // namespace
 
+SHRINKPOINT_KERNEL(void, widen_codes, (const int8_t* codes, size_t count, int16_t* out), (codes, count, out)) {
+    for (size_t i = 0; i < count; ++i) out[i] = codes[i];
+}
+
 void fill_cells(const Lattice& lattice, const float* squares, uint64_t start, size_t count, Cells& cells) {
     if (lattice.powers) return fill_exponents(lattice, start, count, cells.exponents);
     fill_steps(lattice, start, count, cells.steps);

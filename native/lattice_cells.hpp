@@ -9,6 +9,7 @@
 #include <memory>
 
 #include "floats.hpp"
+#include "lattice_codes.hpp"
 #include "lattice_grid.hpp"
 #include "parallel.hpp"
 #include "predict.hpp"
@@ -59,6 +60,7 @@ struct alignas(64) Cells {
     int32_t exponents[kTile];
     uint8_t classes[kTile];
     int16_t guesses[kTile];
+    int16_t codes[kTile];
 };
 
 // Steps or exponents, and dithers, of `count` positions from `start` on; `squares` are theirs, or null.

@@ -168,21 +168,22 @@ void lattice_predict(const Lattice& lattice, Floats parent, const float* squares
     });
 }
 
-Differences lattice_encode(const Lattice& lattice, Floats parent, const float* squares, const int16_t* codes,
+Differences lattice_encode(const Lattice& lattice, Floats parent, const float* squares, Codes codes,
                            Floats expected, uint8_t* contexts, uint8_t* tokens, unsigned threads) {
     std::vector<std::vector<int32_t>> escapes(chunk_count(lattice.count(), kPiece));
     std::atomic<bool> in_range{true}, same{true};
     by_tiles(lattice.count(), threads, [&](size_t piece, uint64_t start, size_t count, Cells& cells) {
         fill_cells(lattice, offset_by(squares, start), start, count, cells);
         guess(lattice, offset_by(parent, start), start, count, cells, cells.guesses, contexts + start);
-        const uint32_t report = subtract(codes + start, cells.guesses, contexts + start, count, tokens + start);
+        const int16_t* tile_codes = read_codes(codes, start, count, cells.codes);
+        const uint32_t report = subtract(tile_codes, cells.guesses, contexts + start, count, tokens + start);
         if (report >> 31 != 0) in_range = false;
         for (size_t i = 0; (report & 0x7fffffff) != 0 && i < count; ++i) {
-            const int32_t difference = codes[start + i] - cells.guesses[i];
+            const int32_t difference = tile_codes[i] - cells.guesses[i];
             if (std::abs(difference) >= -kEscape) escapes[piece].push_back(difference);
         }
         if (expected.data == nullptr) return;
-        values_of_codes(lattice, codes + start, count, cells, cells.values);
+        values_of_codes(lattice, tile_codes, count, cells, cells.values);
         if (!is_same(cells.values, expected, start, count)) same = false;
     });
     Differences out;
@@ -214,11 +215,11 @@ size_t lattice_decode(const Lattice& lattice, const uint8_t* tokens, const uint8
     return used;
 }
 
-void lattice_values(const Lattice& lattice, const int16_t* codes, const float* squares, float* values,
+void lattice_values(const Lattice& lattice, Codes codes, const float* squares, float* values,
                     unsigned threads) {
     by_tiles(lattice.count(), threads, [&](size_t, uint64_t start, size_t count, Cells& cells) {
         fill_cells(lattice, offset_by(squares, start), start, count, cells);
-        values_of_codes(lattice, codes + start, count, cells, values + start);
+        values_of_codes(lattice, read_codes(codes, start, count, cells.codes), count, cells, values + start);
     });
 }
 

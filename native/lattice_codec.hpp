@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "floats.hpp"
+#include "lattice_codes.hpp"
 #include "lattice_grid.hpp"
 
 namespace shrinkpoint {
@@ -29,7 +30,7 @@ struct Differences {
 };
 
 // As lattice_predict, but what it leaves is the bytes to be coded; `expected` may be missing.
-Differences lattice_encode(const Lattice& lattice, Floats parent, const float* squares, const int16_t* codes,
+Differences lattice_encode(const Lattice& lattice, Floats parent, const float* squares, Codes codes,
                            Floats expected, uint8_t* contexts, uint8_t* tokens, unsigned threads);
 
 // Codes, in the place of the guesses, and their values; returns how many of the escapes were used. Throws
@@ -38,7 +39,7 @@ size_t lattice_decode(const Lattice& lattice, const uint8_t* tokens, const uint8
                       size_t escape_count, const float* squares, int16_t* codes, float* values, Positions positions,
                       unsigned threads);
 
-void lattice_values(const Lattice& lattice, const int16_t* codes, const float* squares, float* values,
+void lattice_values(const Lattice& lattice, Codes codes, const float* squares, float* values,
                     unsigned threads);
 
 }  // namespace shrinkpoint

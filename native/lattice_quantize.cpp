@@ -35,7 +35,7 @@ SHRINKPOINT_KERNEL(void, apply_hysteresis,
 
 }  // namespace
 
-bool lattice_quantize(const Lattice& lattice, Floats values, const float* squares, const int16_t* previous,
+bool lattice_quantize(const Lattice& lattice, Floats values, const float* squares, Codes previous,
                       float hysteresis, int16_t* codes, unsigned threads) {
     if (lattice.powers) throw std::invalid_argument("nearest: points that stand for powers");
     std::atomic<bool> fits{true};
@@ -43,9 +43,9 @@ bool lattice_quantize(const Lattice& lattice, Floats values, const float* square
         fill_cells(lattice, offset_by(squares, start), start, count, cells);
         const float* tile_values = read_floats(values, start, count, cells.parent);
         if (!round_all(tile_values, cells.steps, cells.dithers, count, codes + start)) fits = false;
-        if (previous != nullptr && hysteresis > 0.5f)
-            apply_hysteresis(tile_values, cells.steps, cells.dithers, previous + start, hysteresis, count,
-                             codes + start);
+        if (previous.data != nullptr && hysteresis > 0.5f)
+            apply_hysteresis(tile_values, cells.steps, cells.dithers,
+                             read_codes(previous, start, count, cells.codes), hysteresis, count, codes + start);
     });
     return fits;
 }

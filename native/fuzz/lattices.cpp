@@ -81,13 +81,26 @@ Bytes joined(const Exact& a, size_t size_a, const Exact& b, size_t size_b) {
     return out;
 }
 
+// The bytes of a code: 1 where one byte is enough for all of them, else 2.
+unsigned code_width(const Bytes& codes) {
+    const std::vector<int16_t> all = elements<int16_t>(codes);
+    return std::all_of(all.begin(), all.end(), [](int16_t code) { return -128 <= code && code <= 127; }) ? 1 : 2;
+}
+
+Bytes as_codes(const Bytes& codes, unsigned width) {
+    if (width == 2) return codes;
+    Bytes out;
+    for (const int16_t code : elements<int16_t>(codes)) out.push_back(static_cast<uint8_t>(code));
+    return out;
+}
+
 Bytes values_of(const Grid& grid, const Bytes& codes) {
     const size_t count = grid.count();
-    const Exact squares(grid.squares), points(codes);
+    const unsigned width = code_width(codes);
+    const Exact squares(grid.squares), points(as_codes(codes, width));
     return same_everywhere([&](unsigned threads) {
         const Exact out(Bytes(4 * count, 0xa5));
-        lattice_values(grid.lattice, reinterpret_cast<const int16_t*>(points.data()),
-                       floats_or_null(grid.squares, squares), out.floats(), threads);
+        lattice_values(grid.lattice, {points.data(), width}, floats_or_null(grid.squares, squares), out.floats(), threads);
         return Bytes(out.data(), out.data() + 4 * count);
     });
 }
@@ -129,13 +142,14 @@ void guess(const Grid& grid, Stream& out) {
 // Tokens and escapes of codes; returns whether all are in range.
 bool write(const Grid& grid, const Bytes& codes, const Bytes& expected, Stream& out) {
     const size_t count = grid.count();
-    const Exact squares(grid.squares), parent(grid.parent), points(codes), wanted(expected);
+    const unsigned width = code_width(codes);
+    const Exact squares(grid.squares), parent(grid.parent), points(as_codes(codes, width)), wanted(expected);
     Differences found;
     const Bytes both = same_everywhere([&](unsigned threads) {
         const Exact contexts(Bytes(count, 0xa5)), tokens(Bytes(count, 0xa5));
         found = lattice_encode(grid.lattice, known(grid.parent, parent, grid.width),
                                floats_or_null(grid.squares, squares),
-                               reinterpret_cast<const int16_t*>(points.data()), known(expected, wanted, 4),
+                               {points.data(), width}, known(expected, wanted, 4),
                                contexts.data(), tokens.data(), threads);
         out.escapes = bytes_of_all(found.escapes);
         Bytes all = joined(contexts, count, tokens, count);
@@ -249,11 +263,12 @@ std::vector<float> dithers_of(const Grid& grid) {
 // Codes of values; `fits` says whether they are of use.
 Bytes nearest(const Grid& grid, const Bytes& wanted, unsigned width, const Bytes& before, float hold, bool& fits) {
     const size_t count = grid.count();
-    const Exact values(wanted), squares(grid.squares), old(before);
+    const unsigned code_bytes = code_width(before);
+    const Exact values(wanted), squares(grid.squares), old(as_codes(before, code_bytes));
     Bytes out = same_everywhere([&](unsigned threads) {
         const Exact codes(Bytes(2 * count, 0xa5));
         fits = lattice_quantize(grid.lattice, {values.data(), width}, floats_or_null(grid.squares, squares),
-                               before.empty() ? nullptr : reinterpret_cast<const int16_t*>(old.data()), hold,
+                               Codes{before.empty() ? nullptr : old.data(), code_bytes}, hold,
                                reinterpret_cast<int16_t*>(codes.data()), threads);
         Bytes made(codes.data(), codes.data() + 2 * count);
         made.push_back(fits);

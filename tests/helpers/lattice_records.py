@@ -72,9 +72,8 @@ def squares(shape: tuple[int, ...], *, random: int = 0) -> Tensor:
 
 
 def alike(a: LatticeTensor, b: LatticeTensor) -> bool:
-    """Whether every bit of two tensors' points is the same."""
-    same_codes = a.codes.shape == b.codes.shape and a.codes.dtype == b.codes.dtype and bits(a.codes) == bits(b.codes)
-    return same_codes and a.lattice == b.lattice and a.relative_to == b.relative_to
+    """Whether two tensors are the same points, in codes of either width."""
+    return a.has_equal_codes(b) and a.relative_to == b.relative_to
 
 
 def same_origin(a: QuantizedTensor, b: QuantizedTensor) -> bool:

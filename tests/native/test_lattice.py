@@ -63,6 +63,11 @@ class Case:
         found = _native.lattice_encode(self.native, tensor_bytes(self.codes), contexts, tokens, **arguments)
         return contexts, tokens, *found
 
+    def with_narrow_codes(self) -> Case | None:
+        """The same with codes of one byte; None if they do not fit."""
+        narrow = self.codes.to(torch.int8)
+        return replace(self, codes=narrow) if torch.equal(narrow.to(torch.int16), self.codes) else None
+
     def points(self, tokens: Bytes, contexts: Bytes, guesses: Bytes, escapes: Bytes) -> tuple[Bytes, Bytes, int]:
         codes, values = guesses.copy(), room(self, 4)
         used = _native.lattice_decode(self.native, tokens, contexts, escapes, codes, values, **self.arguments())
@@ -144,6 +149,12 @@ def agree(case: Case) -> None:
     same(tokens, symbols, torch.uint8)
     same(escapes, large, torch.int32)
     assert in_range and kept
+    narrow = case.with_narrow_codes()
+    if narrow is not None:
+        same(narrow.values(), made, torch.float32)
+        assert [np.asarray(part).tobytes() for part in narrow.tokens(made)] == [
+            np.asarray(part).tobytes() for part in case.tokens(made)
+        ]
     codes, values, used = case.points(tokens, contexts, guesses, escapes)
     assert used == large.numel()
     same(codes, reference.points(symbols, under, expected, large), torch.int16)
@@ -191,6 +202,10 @@ def test_the_nearest_point_is_torch_s_and_an_old_one_is_held(law: str, width: in
             given |= {"squares": None if squares is None else tensor_bytes(squares)}
             assert fits and _native.lattice_quantize(case.native, tensor_bytes(values), codes, **given)
             same(codes, expected, torch.int16)
+            if old is not None:
+                given["previous"] = tensor_bytes(old.to(torch.int8))
+                assert _native.lattice_quantize(case.native, tensor_bytes(values), codes, **given)
+                same(codes, expected, torch.int16)
 
 
 @pytest.mark.parametrize("far", [40000.0, -32766.0, float("inf"), float("nan")])
@@ -263,7 +278,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "too many contexts": lambda: _native.lattice_predict(FLAT, _bytes(12), _bytes(7)),
     "a parent of another size": lambda: _native.lattice_predict(FLAT, _bytes(12), _bytes(6), parent=_bytes(20)),
     "squares of another size": lambda: _native.lattice_predict(FLAT, _bytes(12), _bytes(6), squares=_bytes(12)),
-    "codes of another size": lambda: _native.lattice_encode(FLAT, _bytes(6), _bytes(6), _bytes(6)),
+    "codes of another size": lambda: _native.lattice_encode(FLAT, _bytes(7), _bytes(6), _bytes(6)),
     "values of another size": lambda: _native.lattice_encode(
         FLAT, _bytes(12), _bytes(6), _bytes(6), expected=_bytes(23)
     ),
@@ -272,7 +287,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "too little room": lambda: _native.lattice_values(FLAT, _bytes(12), _bytes(20)),
     "values that are not aligned": lambda: _native.lattice_values(FLAT, _bytes(12), _bytes(28)[1:25]),
     "no values": lambda: _native.lattice_quantize(FLAT, _bytes(0), _bytes(12)),
-    "old codes of another size": lambda: _native.lattice_quantize(FLAT, _bytes(24), _bytes(12), previous=_bytes(6)),
+    "old codes of another size": lambda: _native.lattice_quantize(FLAT, _bytes(24), _bytes(12), previous=_bytes(7)),
     "the nearest of powers": lambda: _native.lattice_quantize(
         _native.Lattice(_shorts(0), _shorts(0), 1, 6, powers=True), _bytes(24), _bytes(12)
     ),

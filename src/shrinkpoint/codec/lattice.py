@@ -104,7 +104,7 @@ class LatticeTensor:
     """A tensor quantized on a lattice.
 
     Attributes:
-        codes: int16, contiguous, of the tensor's shape.
+        codes: int8 or int16, contiguous, of the tensor's shape; int8 where all codes fit, wherever many are held.
         lattice: the lattice that the codes index.
         relative_to: with spacing "relative", the name of the second moment in the same state; else "".
     """
@@ -116,6 +116,23 @@ class LatticeTensor:
     def cpu(self) -> LatticeTensor:
         """Return the same tensor in CPU memory."""
         return replace(self, codes=self.codes.cpu())
+
+    def narrow(self) -> LatticeTensor:
+        """Return the same tensor with codes of one byte, if all of them fit."""
+        if self.codes.dtype == torch.int8:
+            return self
+        low, high = torch.aminmax(self.codes) if self.codes.numel() else (0, 0)
+        limits = torch.iinfo(torch.int8)
+        fits = limits.min <= int(low) and int(high) <= limits.max
+        return replace(self, codes=self.codes.to(torch.int8)) if fits else self
+
+    def has_equal_codes(self, other: LatticeTensor) -> bool:
+        """Whether the codes, of either width, and the lattices are equal."""
+        if self.lattice != other.lattice or self.codes.shape != other.codes.shape:
+            return False
+        if self.codes.dtype == other.codes.dtype:
+            return torch.equal(self.codes, other.codes)
+        return torch.equal(self.codes.to(torch.int16), other.codes.to(torch.int16))
 
     def dequantize(self, dtype: torch.dtype, second_moments: Tensor | None = None) -> Tensor:
         """Return the values that a reader gets; of the shape and on the device of `codes`.

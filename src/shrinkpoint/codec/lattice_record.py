@@ -347,7 +347,7 @@ class LatticeDecoder(RecordDecoder):
             values, num_escapes = member.decode(tokens[span], contexts[span], escapes)
             escapes = escapes[4 * num_escapes :]
             name = self._moments[index].name if self._moments else ""
-            out.append(DecodedPart(values, LatticeTensor(member.codes, self._lattices[index], name)))
+            out.append(DecodedPart(values, LatticeTensor(member.codes, self._lattices[index], name).narrow()))
         if escapes.size:
             raise ValueError("more escapes than tokens that stand for them")
         if inputs.digests is not None:

@@ -27,7 +27,7 @@ def quantize_to_lattice(
         lattice: of spacing "linear" or "relative".
         second_moments: with spacing "relative", the second moment, of the shape of `tensor`.
         relative_to: the name of that second moment.
-        previous_codes: int16, the codes of the previous checkpoint on the same lattice; or None.
+        previous_codes: int8 or int16, the codes of the previous checkpoint on the same lattice; or None.
         hysteresis: at least 1/2.
 
     Returns:

@@ -167,7 +167,7 @@ def _parent_tensor(info: TensorInfo, state: FlatState, reference: Reference | No
 
 def _have_equal_codes(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     if isinstance(a, LatticeTensor) and isinstance(b, LatticeTensor):
-        return a.lattice == b.lattice and same_bits(a.codes, b.codes)
+        return a.has_equal_codes(b)
     if isinstance(a, LatticeTensor) or isinstance(b, LatticeTensor):
         return False
     if (a.first_code, a.bins, a.exact.dtype, a.exact.shape) != (b.first_code, b.bins, b.exact.dtype, b.exact.shape):

@@ -208,7 +208,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             casts, mode = selection.cast_sources, "reset" if self._moments == "drop" else "exact"
         return QuantizationPlan(
             self.id,
-            {name: tensor.cpu() for name, tensor in points.items()},
+            {name: _to_host(tensor) for name, tensor in points.items()},
             casts,
             mode,
             self.coders,
@@ -430,6 +430,12 @@ def _select(
     selection.warn_nonfinite()
     unchanged = unchanged_tensors([*selection.tensors], state, reference, tensors)
     return selection.exclude(unchanged, tensors), unchanged
+
+
+def _to_host(quantized_tensor: QuantizedTensor) -> QuantizedTensor:
+    """The same tensor in CPU memory, in as few bytes a code as it needs."""
+    on_host = quantized_tensor.cpu()
+    return on_host.narrow() if isinstance(on_host, LatticeTensor) else on_host
 
 
 def _is_inherited(name: str, points: QuantizedTensor, reference: Reference | None) -> bool:

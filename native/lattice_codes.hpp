@@ -1,0 +1,23 @@
+// Codes of the points of a lattice: integers of one byte or of two, which are widened tile by tile.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace shrinkpoint {
+
+// A borrowed array of codes of 2 bytes or of 1; null for none.
+struct Codes {
+    const uint8_t* data = nullptr;
+    unsigned bytes = 2;
+};
+
+void widen_codes(const int8_t* codes, size_t count, int16_t* out);
+
+// `count` codes from `start` on: where they lie, or widened into `buffer`.
+inline const int16_t* read_codes(Codes codes, uint64_t start, size_t count, int16_t* buffer) {
+    if (codes.bytes == 2) return reinterpret_cast<const int16_t*>(codes.data) + start;
+    widen_codes(reinterpret_cast<const int8_t*>(codes.data) + start, count, buffer);
+    return buffer;
+}
+
+}  // namespace shrinkpoint
