@@ -25,6 +25,9 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -129,8 +132,23 @@ _PASSED_MODULES = ("shrinkpoint.", "torch.", "contextlib")
 """Beginnings of the names of modules that no warning names: this library, and what decorates its functions."""
 
 
+_WARNED_LINE: ContextVar[UserLine | None] = ContextVar("_WARNED_LINE", default=None)
+
+
+@contextmanager
+def warn_at(line: UserLine) -> Iterator[None]:
+    """Make warnings name this line, in a thread that the user's program did not start."""
+    token = _WARNED_LINE.set(line)
+    try:
+        yield
+    finally:
+        _WARNED_LINE.reset(token)
+
+
 def find_user_line() -> UserLine:
-    """The line that called into this library, however many of its frames lie between."""
+    """The line that called into this library, however many of its frames lie between; or that of `warn_at`."""
+    if (line := _WARNED_LINE.get()) is not None:
+        return line
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PASSED_MODULES):
         frame = frame.f_back
@@ -138,9 +156,9 @@ def find_user_line() -> UserLine:
     return UserLine(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""), registry)
 
 
-def warn_user(text: str, category: type[Warning] = LossWarning, line: UserLine | None = None) -> None:
-    """Warn at a line of the user's program; None: the one that called into this library."""
-    warnings.warn_explicit(text, category, *(line or find_user_line()))
+def warn_user(text: str, category: type[Warning] = LossWarning) -> None:
+    """Warn at the line of the user's program that called into this library."""
+    warnings.warn_explicit(text, category, *find_user_line())
 
 
 EXTRAS = {

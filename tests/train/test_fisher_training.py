@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from helpers.round_trip import Written
 from helpers.small_training import LettersRun, Run, Silent, unchanged
 from helpers.strategies import same
+from helpers.timeouts import PATIENCE
 from torch import nn
 
 import shrinkpoint as sp
@@ -19,6 +22,7 @@ from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.storage import MemoryStorage, Storage
 from shrinkpoint.store import SaveReport
+from shrinkpoint.train import GradientRecorder
 
 WARM = 60
 """Steps before the first save."""
@@ -200,6 +204,47 @@ def test_in_the_background_the_same_bytes_are_written():
                 run.steps(5)
         written.append([payload(storage, step) for step in range(3)])
     assert written[0] == written[1]
+
+
+class LateFisher(sp.Fisher):
+    """Plans once it is released."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.released = threading.Event()
+
+    def plan(self, *arguments: Any, **keywords: Any) -> Any:
+        assert self.released.wait(PATIENCE)
+        return super().plan(*arguments, **keywords)
+
+
+def test_a_scheme_that_measures_nothing_plans_beside_the_loop_with_what_was_recorded_by_then():
+    written = []
+    for background in (False, True):
+        torch.manual_seed(1)
+        model, storage = nn.Linear(64, 64), MemoryStorage()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recorder = GradientRecorder(model, squares=True).attach(optimizer)
+        scheme = LateFisher(relative_error=0.1, gradients=recorder)
+        model(torch.randn(16, 64)).square().sum().backward()
+        optimizer.step()
+        if not background:
+            scheme.released.set()
+        with sp.CheckpointManager(storage, scheme=scheme, background=background) as manager:
+            manager.save(1, model=model, rng=False)
+            recorder.clear()
+            model.weight.data.zero_()
+            scheme.released.set()
+        written.append(payload(storage, 1))
+    assert written[0] == written[1]
+
+
+def test_a_warning_from_beside_the_loop_names_the_line_that_saved():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with sp.CheckpointManager(MemoryStorage(), scheme=sp.Fisher(relative_error=0.1), background=True) as manager:
+            manager.save(1, **Run(steps=2).parts)
+    assert [warning.filename for warning in caught if issubclass(warning.category, LossWarning)] == [__file__]
 
 
 def linear(storage: Storage, step: int) -> list[bool]:

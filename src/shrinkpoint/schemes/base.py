@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+from torch import Tensor
+
 from shrinkpoint import validate
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.tensors.flat_state import FlatState
@@ -91,6 +93,20 @@ class PlanningScheme(Protocol):
         Args:
             evaluator: what to measure on (`target.Target`); None: on copies of the state.
         """
+        ...
+
+
+@runtime_checkable
+class Deferrable(Protocol):
+    """A planning scheme that can plan on a copy of the state, after the live one has changed."""
+
+    @property
+    def needs_live_model(self) -> bool:
+        """Whether it must plan before training goes on: it evaluates a model, or other processes take part."""
+        ...
+
+    def recordings(self) -> Mapping[str, Tensor] | None:
+        """A copy of what a recorder has of the gradients now, by name in the model; None without a recorder."""
         ...
 
 

@@ -184,9 +184,12 @@ class TrialEvaluator:
     Attributes:
         layer_types: types of layers by name of a tensor, if they are known from a module.
         quantizable: names of the tensors that trial values reach; None for all of the state.
+        recordings: what a gradient recorder had when the state was saved, by name in the model; None: plan at once,
+            with what it has then.
     """
 
     def __init__(self, state: FlatState, evaluate: Evaluate) -> None:
+        self.recordings: Mapping[str, Tensor] | None = None
         self.layer_types: dict[str, str] = {}
         self.quantizable: frozenset[str] | None = None
         self._state, self._evaluate = state, evaluate

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from shrinkpoint import validate
-from shrinkpoint.errors import StorageError
+from shrinkpoint.errors import StorageError, find_user_line, warn_at
 from shrinkpoint.schemes.base import Resumable, Scheme
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.store.checkpoint_file import SaveReport
@@ -116,7 +116,13 @@ class BackgroundSaver:
         copy = snapshot(state, reuse=spare)
         if not self._background:
             return self._write_state(copy, write, after, adopt=True)
-        self._worker.start(description, lambda: self._write_state(copy, write, after, adopt=True))
+        user_line = find_user_line()
+
+        def write_copy() -> None:
+            with warn_at(user_line):
+                self._write_state(copy, write, after, adopt=True)
+
+        self._worker.start(description, write_copy)
         return None
 
     def _resume_from(self, manifest: Manifest[Any]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shrinkpoint.errors import MismatchError, PolicyError, UserLine, find_user_line, warn_user
+from shrinkpoint.errors import MismatchError, PolicyError, warn_user
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import Keep, SaveReport, Store, StoreRestore, layout
@@ -16,7 +16,7 @@ from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train import partial_restore, state_dicts
 from shrinkpoint.train.background import BackgroundSaver
-from shrinkpoint.train.planning import make_plan
+from shrinkpoint.train.planning import make_planner
 from shrinkpoint.train.restore import RestoreResult
 from shrinkpoint.train.state_dicts import as_floats, mark_parameters
 
@@ -93,7 +93,6 @@ class CheckpointManager(BackgroundSaver):
             StorageError: writing failed; every checkpoint that was there still loads.
             whatever the previous save raised in the background; then this call has saved nothing.
         """
-        user_line = find_user_line()
         with self._next_save():
             if isinstance(self._scheme, PlanningScheme):
                 self._scheme.run_on_writer(lambda: self._lock_store(step))
@@ -107,16 +106,17 @@ class CheckpointManager(BackgroundSaver):
             if rng:
                 state["rng"] = get_rng_state()
             flat_state = mark_parameters(flatten(state), objects)
-            plan = make_plan(self._scheme, flat_state, self.store.reference, objects)
+            reference = self.store.reference
+            plan = make_planner(self._scheme, flat_state, reference, objects, defer=self._background)
             if plan is None:
                 return None
 
             def write(copy: FlatState, adopt: bool) -> SaveReport:
                 return self.store.save(
-                    step, copy, scheme=plan, metrics=values, adopt=adopt, lossy_restores=self._lossy_restores
+                    step, copy, scheme=plan(copy), metrics=values, adopt=adopt, lossy_restores=self._lossy_restores
                 )
 
-            return self._save(f"saving step {step}", flat_state, write, lambda: self._apply_retention(user_line))
+            return self._save(f"saving step {step}", flat_state, write, self._apply_retention)
 
     def restore(
         self,
@@ -186,7 +186,7 @@ class CheckpointManager(BackgroundSaver):
             self.store.lock()
             self._is_locked = True
 
-    def _apply_retention(self, user_line: UserLine) -> None:
+    def _apply_retention(self) -> None:
         """Delete what `keep` does not keep; warn once if it means nothing yet because no checkpoint has its metric."""
         if self._keep is None:
             return
@@ -198,7 +198,7 @@ class CheckpointManager(BackgroundSaver):
             if not self._has_warned and len(self.store.steps()) > 1:
                 self._has_warned = True
                 text = f"{error.found}: no checkpoint is deleted. Pass metrics={{{self._keep.metric!r}: ...}} to save"
-                warn_user(f"{NO_METRIC}: {text}", UserWarning, user_line)
+                warn_user(f"{NO_METRIC}: {text}", UserWarning)
 
     def _load_checkpoint(self, step: int | None) -> StoreRestore | None:
         """The checkpoint of a step, or the newest that loads; None if the store is empty."""

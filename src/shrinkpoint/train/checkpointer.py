@@ -24,7 +24,7 @@ from shrinkpoint.store.delta_writer import DeltaWriter
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.train.background import BackgroundSaver
-from shrinkpoint.train.planning import make_plan
+from shrinkpoint.train.planning import make_planner
 from shrinkpoint.train.restore import RestoreResult
 from shrinkpoint.train.state_dicts import as_floats, mark_parameters
 
@@ -126,7 +126,7 @@ class Checkpointer(BackgroundSaver):
             reference = self._delta_writer.last_reference
             if keyframe and reference is not None:
                 reference = replace(reference, is_base=False)
-            plan = make_plan(self._scheme, flat_state, reference, objects or {}, self._model)
+            plan = make_planner(self._scheme, flat_state, reference, objects or {}, self._model, defer=self._background)
             if plan is None:
                 return None
             with _WRITERS_LOCK:  # `wait_for_writes` finds this writer by the directory
@@ -134,7 +134,7 @@ class Checkpointer(BackgroundSaver):
                 _WRITERS.add(self)
 
             def write(copy: FlatState, adopt: bool) -> SaveReport:
-                return self._write(target, copy, plan, options, adopt=adopt)
+                return self._write(target, copy, plan(copy), options, adopt=adopt)
 
             return self._save(f"saving {target}", flat_state, write)
 

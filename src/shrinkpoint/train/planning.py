@@ -1,19 +1,24 @@
-"""Lets a scheme evaluate a live model before a state is written, and undoes what an evaluation changes."""
+"""Lets a scheme evaluate a live model before a state is written, and undoes what an evaluation changes.
+
+A scheme that measures nothing plans beside the loop, on the copy of the state that is written.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.schemes.base import PlanningScheme, Scheme
+from shrinkpoint.schemes.base import Deferrable, PlanningScheme, Scheme
 from shrinkpoint.schemes.evaluate import ModelEvaluator, iter_modules
 from shrinkpoint.schemes.search.scheme import SearchScheme
 from shrinkpoint.tensors.flat_state import FlatState
 
 _CONTAINER_TYPES = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
+Planner: TypeAlias = Callable[[FlatState], Scheme]
+"""Returns the scheme that writes a state: the one that was saved, or a copy of it."""
 _MAX_NESTED = 64
 """The members of a longer list are not recorded: it holds many values of one kind, such as data."""
 
@@ -32,15 +37,23 @@ def require_single_process(scheme: Scheme, caller: str) -> None:
         raise PolicyError(caller, found=found, expected="a scheme for the one process that saves", do=do)
 
 
-def make_plan(
-    scheme: Scheme, state: FlatState, reference: Reference | None, objects: Mapping[str, Any], model: str = "model"
-) -> Scheme | None:
-    """The scheme that writes this state: a plan if the scheme plans, else the scheme itself.
+def make_planner(
+    scheme: Scheme,
+    state: FlatState,
+    reference: Reference | None,
+    objects: Mapping[str, Any],
+    model: str = "model",
+    *,
+    defer: bool,
+) -> Planner | None:
+    """A function that returns the scheme that writes this state: a plan if the scheme plans, else the scheme itself.
 
     Args:
         reference: the tensors of the previous checkpoint; None if there are none.
         objects: the live objects behind the state, by their name in it.
         model: name of the object that the scheme evaluates.
+        defer: plan when the planner is called, which may be in another thread while training goes on, if the scheme
+            needs nothing of the live objects by then; otherwise before this returns.
 
     Returns:
         None if another process writes.
@@ -49,15 +62,19 @@ def make_plan(
         PolicyError: the scheme evaluates a model, and there is none; or the evaluation failed.
     """
     if not isinstance(scheme, PlanningScheme):
-        return scheme
+        return lambda _: scheme
     evaluator, evaluate = None, scheme.evaluate
     if evaluate is not None and model not in objects:
         found, do = "a save without it", f"pass {model}=, which {scheme!r} evaluates"
         raise PolicyError(model, found=found, expected="the model", do=do)
     if evaluate is not None or [*iter_modules(objects.get(model))]:
         evaluator = ModelEvaluator(state, evaluate, objects[model], f"{model}/")
+    if defer and isinstance(scheme, Deferrable) and not scheme.needs_live_model:
+        if evaluator is not None:
+            evaluator.recordings = scheme.recordings()
+        return lambda copy: scheme.plan(copy, reference, evaluator)
     plan = scheme.plan(state, reference, evaluator)
-    return plan if scheme.is_writer else None
+    return (lambda _: plan) if scheme.is_writer else None
 
 
 class AttributeSnapshot:

@@ -133,6 +133,25 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         return self._evaluate is not None
 
     @property
+    def needs_live_model(self) -> bool:
+        """Whether planning calls `evaluate`."""
+        return self._evaluate is not None
+
+    def recordings(self) -> Mapping[str, Tensor] | None:
+        """The recorder's mean squared gradients by name in the model; None without a recorder.
+
+        Raises:
+            PolicyError: it records no squares.
+        """
+        if self._recorder is None:
+            return None
+        squares = self._recorder.square  # a copy, made by every access
+        if not squares and self._recorder.ready:
+            do = "make the recorder with squares=True"
+            raise PolicyError("gradients", found="a recorder without squares", expected="one with squares", do=do)
+        return squares
+
+    @property
     def is_writer(self) -> bool:
         """Whether this process is the one that writes."""
         return True
@@ -402,12 +421,11 @@ class Fisher(SpecMixin, RecordEncodingMixin):
 
     def _recorder_values(self, evaluator: TrialEvaluator | None, selection: TensorSelection) -> dict[str, Tensor]:
         """The recorder's mean squared gradients by name in the state, of masters as of their casts."""
-        if self._recorder is None or evaluator is None:
+        if evaluator is None:
             return {}
-        squares = self._recorder.square  # a copy, made by every access
-        if not squares and self._recorder.ready:
-            do = "make the recorder with squares=True"
-            raise PolicyError("gradients", found="a recorder without squares", expected="one with squares", do=do)
+        squares = self.recordings() if evaluator.recordings is None else evaluator.recordings
+        if squares is None:
+            return {}
         recorded = evaluator.recorder_values(squares)
         for name, master in selection.cast_sources.items():
             if name in recorded:

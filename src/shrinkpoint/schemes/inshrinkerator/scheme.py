@@ -176,7 +176,11 @@ class Inshrinkerator(SearchScheme):
 
     def _gradients(self, evaluator: TrialEvaluator) -> dict[str, Tensor]:
         """Recorded gradients by name in the state."""
-        return {} if self._recorder is None else evaluator.recorder_values(self._recorder.mean)
+        means = self.recordings() if evaluator.recordings is None else evaluator.recordings
+        return {} if means is None else evaluator.recorder_values(means)
+
+    def recordings(self) -> Mapping[str, Tensor] | None:
+        return None if self._recorder is None else self._recorder.mean  # a copy, made by every access
 
 
 @dataclass(frozen=True)

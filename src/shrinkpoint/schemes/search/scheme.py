@@ -167,6 +167,15 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
         return self._fixed_point is None
 
     @property
+    def needs_live_model(self) -> bool:
+        """Whether it asks `evaluate`, or other processes, before it decides."""
+        return self.needs_evaluation or self.shares_trials
+
+    def recordings(self) -> Mapping[str, Tensor] | None:
+        """What a recorder has of the gradients now; None: such a scheme needs none."""
+        return None
+
+    @property
     def shares_trials(self) -> bool:
         """Whether replicas share its trials."""
         return self._group is not None
