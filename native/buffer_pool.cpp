@@ -59,7 +59,8 @@ void* allocate(size_t size) {
     constexpr size_t kLargePage = size_t{1} << 21;
     if (size >= 2 * kLargePage) {
         void* const block = allocate_in(kLargePage, size);
-        if (block != nullptr) madvise(block, size, MADV_HUGEPAGE);  // a wish: whether it is granted changes nothing
+        // A wish: whether it is granted changes nothing. Not for a last page that would be almost unused.
+        if (block != nullptr) madvise(block, size / kLargePage * kLargePage, MADV_HUGEPAGE);
         return block;
     }
 #endif

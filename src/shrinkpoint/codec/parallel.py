@@ -7,49 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-import numpy as np
-
-from shrinkpoint import _native
-from shrinkpoint.codec.coder import Bytes, default_threads
+from shrinkpoint.codec.coder import default_threads
 from shrinkpoint.codec.recipe import max_ordinal
 from shrinkpoint.codec.record import decode
 from shrinkpoint.codec.reference import FileTensors, QuantizedTensor, Reference
 from shrinkpoint.tensors.info import JSON, EncodedRecord
+from shrinkpoint.tensors.memory import Arena
 
 T = TypeVar("T")
 P = ParamSpec("P")
-
-_ALIGN = 64
-_MIN_BLOCK, _MAX_BLOCK = 1 << 20, 1 << 25
-
-
-class Arena:
-    """Allocates memory for the tensors of a file in a few large blocks; safe to use from several threads.
-
-    Most tensors are much smaller than a huge page; allocated one by one, the page faults of their memory cost more
-    than decoding them. The native buffer pool asks for huge pages, and reuses freed blocks for the next file of a
-    chain.
-
-    Block sizes double from 1 MiB to 32 MiB, so a small file uses little memory. An array that was allocated keeps its
-    whole block alive, which costs nothing when all tensors of a file are used.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._block: Bytes = np.empty(0, np.uint8)
-        self._next_size = _MIN_BLOCK
-
-    def allocate(self, nbytes: int) -> Bytes:
-        """Return an uninitialized uint8 array of exactly `nbytes`, aligned to 64 bytes."""
-        rounded = -(-nbytes // _ALIGN) * _ALIGN
-        if rounded > self._next_size // 2:
-            return _native.empty(nbytes)
-        with self._lock:
-            if rounded > self._block.nbytes:
-                self._block = _native.empty(self._next_size)
-                self._next_size = min(2 * self._next_size, _MAX_BLOCK)
-            block, self._block = self._block[:nbytes], self._block[rounded:]
-        return block
 
 
 def submit_or_run(pool: ThreadPoolExecutor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:

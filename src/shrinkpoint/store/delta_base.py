@@ -24,9 +24,10 @@ from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import ChainError, CorruptError, ShrinkpointError, warn_user
 from shrinkpoint.storage import LocalStorage, Source, Storage
-from shrinkpoint.tensors.dtypes import empty, tensor_bytes
-from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.dtypes import tensor_bytes
+from shrinkpoint.tensors.flat_state import FlatState, copy_tensor
 from shrinkpoint.tensors.info import Role
+from shrinkpoint.tensors.memory import Arena
 
 MIN_RETENTION = 0.7
 """A checkpoint with a lower fraction raises a warning."""
@@ -125,16 +126,20 @@ class ReferenceCache(Generic[M]):
         The checkpoint is committed already: without a reference the next one is a keyframe. Values that a scheme
         created are not shared with the caller and need no copy; their originals do.
         """
-        buffers, old = self._tensors, self.originals
+        buffers, old, arena = self._tensors, self.originals, Arena()
         self.drop()
         quantized = reference.quantized
         try:
-            copies = {name: _copy_into(old.pop(name, None), originals[name]) for name in quantized if name in originals}
+            copies = {
+                name: copy_tensor(originals[name].detach(), old.pop(name, None), arena)
+                for name in quantized
+                if name in originals
+            }
             tensors = {}
             for name, tensor in reference.tensors.items():
                 # It is the original itself where nothing more was lost than in the previous save.
                 is_private = name in copies and tensor.data_ptr() != originals[name].data_ptr()
-                tensors[name] = tensor if is_private else _copy_into(buffers.pop(name, None), tensor)
+                tensors[name] = tensor if is_private else copy_tensor(tensor.detach(), buffers.pop(name, None), arena)
         except (MemoryError, RuntimeError):  # torch reports an allocation that failed as a RuntimeError
             return
         self.adopt(manifest, Reference(tensors, quantized), copies)
@@ -167,12 +172,6 @@ def warn_low_retention(retention: float | None) -> None:
             "and is lost if training is restored from it. Save less often, or lose less"
         )
         warn_user(text)
-
-
-def _copy_into(buffer: Tensor | None, tensor: Tensor) -> Tensor:
-    if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-        buffer = empty(tuple(tensor.shape), tensor.dtype)
-    return buffer.copy_(tensor.detach())
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from shrinkpoint.guard import no_gc, read_guard
 from shrinkpoint.tensors.dtypes import as_bits, dtype_name, empty
 from shrinkpoint.tensors.info import JSON, OptimizerInfo, Role, TensorInfo
+from shrinkpoint.tensors.memory import Arena
 from shrinkpoint.tensors.roles import infer_roles
 from shrinkpoint.tensors.shared_storage import deduplicate
 from shrinkpoint.tensors.tree import MAX_COPY_BYTES, TreeDecoder, TreeEncoder
@@ -52,19 +53,24 @@ def snapshot(state: FlatState, *, reuse: FlatState | None = None) -> FlatState:
             agree, which saves the page faults of new memory.
     """
     old = {} if reuse is None else reuse.tensors
+    arena = Arena()
     copies: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for name, tensor in state.tensors.items():
-            copies[name] = _copy(tensor, old.get(name))
+            copies[name] = copy_tensor(tensor, old.get(name), arena)
     if any(tensor.is_cuda for tensor in state.tensors.values()):
         torch.cuda.synchronize()  # copies to pinned memory are asynchronous
     return replace(state, tensors=copies)
 
 
-def _copy(tensor: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+def copy_tensor(tensor: torch.Tensor, target: torch.Tensor | None, arena: Arena) -> torch.Tensor:
+    """Copy a tensor to contiguous CPU memory: `target` if shape and dtype agree, else new memory."""
     shape = tuple(tensor.shape)
     if target is None or target.dtype != tensor.dtype or tuple(target.shape) != shape:
-        target = empty(shape, tensor.dtype, pin=tensor.is_cuda)
+        if tensor.is_cuda or tensor.numel() == 0:
+            target = empty(shape, tensor.dtype, pin=tensor.is_cuda)
+        else:
+            target = torch.from_numpy(arena.allocate(tensor.nbytes)).view(tensor.dtype).reshape(shape)
     as_bits(target).copy_(as_bits(tensor), non_blocking=tensor.is_cuda)
     return target
 

@@ -1,0 +1,44 @@
+"""Memory for many tensors, in a few large blocks."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from shrinkpoint import _native
+
+_ALIGN = 64
+_HEADER = 64
+"""Bytes that the native pool puts before a block; the two together fill whole pages."""
+_MIN_BLOCK, _MAX_BLOCK = 1 << 20, 1 << 25
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+class Arena:
+    """Allocates memory for the tensors of a state in a few large blocks; safe to use from several threads.
+
+    Most tensors are much smaller than a huge page; allocated one by one, the page faults of their memory cost more
+    than copying or decoding them. The native buffer pool asks for huge pages, and reuses freed blocks for the next
+    file of a chain.
+
+    Block sizes double from 1 MiB to 32 MiB, so a small state uses little memory. An array that was allocated keeps its
+    whole block alive, which costs nothing when all tensors of a state are used.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._block: Bytes = np.empty(0, np.uint8)
+        self._next_size = _MIN_BLOCK
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """Return an uninitialized uint8 array of exactly `nbytes`, aligned to 64 bytes."""
+        rounded = -(-nbytes // _ALIGN) * _ALIGN
+        if rounded > self._next_size // 2:
+            return _native.empty(nbytes)
+        with self._lock:
+            if rounded > self._block.nbytes:
+                self._block = _native.empty(self._next_size - _HEADER)
+                self._next_size = min(2 * self._next_size, _MAX_BLOCK)
+            block, self._block = self._block[:nbytes], self._block[rounded:]
+        return block
