@@ -14,8 +14,12 @@ from shrinkpoint.cli.console import ExitCode, print_json
 
 def command(
     store: Annotated[Path, typer.Option("--store", help="Where to leave the checkpoints.")] = Path("runs/demo"),
-    steps: Annotated[int, typer.Option("--steps", min=20, help="Length of the run.")] = 200,
+    steps: Annotated[int, typer.Option("--steps", min=20, help="Length of the run.")] = 100,
     every: Annotated[int, typer.Option("--every", min=1, help="Steps between two checkpoints.")] = 10,
+    disturb: Annotated[
+        str | None,
+        typer.Option("--disturb", metavar="RUN:STEP", help="Change one bit of a weight of that run after that step."),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Train a small GPT, kill it with SIGKILL in the middle of a save, resume, compare bit for bit.
@@ -27,9 +31,22 @@ def command(
     from shrinkpoint.demo.run import run_demo
     from shrinkpoint.demo.scenario import DemoOptions
 
-    options = DemoOptions(store=store, steps=steps, every=every)
+    disturbance = None if disturb is None else parse_disturbance(disturb)
+    options = DemoOptions(store=store, steps=steps, every=every, disturb=disturbance)
     passed = run_demo(options, Console(stderr=json))
     if json:
         print_json(jsonlib.loads(options.record_path.read_text()))
     if not passed:
         raise typer.Exit(ExitCode.FINDINGS)
+
+
+def parse_disturbance(text: str) -> tuple[str, int]:
+    """The run and the step of `--disturb`; raises typer's error of usage.
+
+    >>> parse_disturbance("killed:35")
+    ('killed', 35)
+    """
+    run, _, step = text.rpartition(":")
+    if not run or not step.isdecimal():
+        raise typer.BadParameter(f"{text!r} is not RUN:STEP, such as killed:35")
+    return run, int(step)

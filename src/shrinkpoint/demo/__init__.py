@@ -1,7 +1,7 @@
 """The demo: a training run is killed in the middle of a save, resumed, and compared bit for bit with an unkilled one.
 
 `train` is the loop as a user writes it, and `workload` the data and the model that it trains. `scenario` runs the loop
-in a process of its own, kills and resumes it, and compares the results; `run` prints them.
+in `processes` of their own, kills and resumes it; `verdict` finds what differs, and `report` prints it.
 """
 
 import os

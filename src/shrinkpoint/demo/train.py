@@ -15,11 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import shrinkpoint as sp
+from shrinkpoint.demo.digests import state_digests
 from shrinkpoint.demo.workload import GPT, Batches, GPTConfig, stdlib_text
+from shrinkpoint.tensors.rng import get_rng_state
 
 WARMUP = 20
 
@@ -38,6 +41,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, help="torch's threads; sums depend on their number")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--final", type=Path, help="also write the last state here, with torch.save")
+    parser.add_argument("--disturb-at", type=int, help="change one bit of a weight after this step")
     return parser.parse_args(argv)
 
 
@@ -63,8 +67,9 @@ def train(args: argparse.Namespace) -> None:
     if restored:
         batches.load_state_dict(restored.extra["batches"])
     first = restored.step + 1 if restored else 1
-    skipped = restored.skipped if restored else ()
-    emit_event("start", step=first, skipped=[f"step {item.step}: {item.reason}" for item in skipped])
+    state = state_digests(live_state(model, optimizer, scheduler, batches)) if restored else None
+    skipped = [f"step {item.step}: {item.reason}" for item in restored.skipped] if restored else []
+    emit_event("start", step=first, skipped=skipped, restored=state)
 
     for step in range(first, args.steps + 1):
         loss = model(*batches.draw())
@@ -73,7 +78,10 @@ def train(args: argparse.Namespace) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
-        emit_event("step", step=step, loss=loss.item())
+        if step == args.disturb_at:
+            flip_bit(model.token.weight)
+        state = state_digests(live_state(model, optimizer, scheduler, batches))
+        emit_event("step", step=step, loss=loss.item(), state=state)
         if step % args.every == 0 or step == args.steps:
             began = time.perf_counter()
             manager.save(
@@ -87,23 +95,33 @@ def train(args: argparse.Namespace) -> None:
             emit_event("save", step=step, stall=time.perf_counter() - began)
     manager.close()
     if args.final:
-        torch.save(training_state(model, optimizer, scheduler, batches), args.final)
+        torch.save(without_arrays(live_state(model, optimizer, scheduler, batches)), args.final)
 
 
-def training_state(model: GPT, optimizer: AdamW, scheduler: LambdaLR, batches: Batches) -> dict[str, Any]:
-    """Everything that the next steps depend on, in types that `torch.load(weights_only=True)` reads."""
-    name, keys, *rest = np.random.get_state()
+def live_state(model: GPT, optimizer: AdamW, scheduler: LambdaLR, batches: Batches) -> dict[str, Any]:
+    """Everything that the next steps depend on, under the names that a checkpoint has for it."""
     return {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "scheduler": scheduler.state_dict(),
-        "data order": batches.state_dict(),
-        "RNG": {
-            "torch": torch.get_rng_state(),
-            "python": random.getstate(),
-            "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
-        },
+        "extra": {"batches": batches.state_dict()},
+        "rng": get_rng_state(),
     }
+
+
+def without_arrays(nest: Any) -> Any:
+    """The same nest with tensors in place of arrays, which `torch.load(weights_only=True)` does not read."""
+    if isinstance(nest, dict):
+        return {key: without_arrays(value) for key, value in nest.items()}
+    if isinstance(nest, (list, tuple)):
+        return type(nest)(map(without_arrays, nest))
+    return torch.from_numpy(nest.astype(np.int64)) if isinstance(nest, np.ndarray) else nest
+
+
+def flip_bit(weight: Tensor) -> None:
+    """Changes the lowest bit of the first value, as a machine may whose training is not deterministic."""
+    with torch.no_grad():
+        weight.view(torch.int32).view(-1)[0] ^= 1
 
 
 def emit_event(event: str, **fields: Any) -> None:
