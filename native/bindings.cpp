@@ -99,6 +99,7 @@ std::string hex(const Digest128& digest) {
 NB_MODULE(_native, m) {
     nb::exception<Corrupt>(m, "Corrupt");
     nb::exception<Truncated>(m, "Truncated");
+    nb::exception<DropsBits>(m, "DropsBits", PyExc_ValueError);
 
     nb::enum_<Tokens>(m, "Tokens")
         .value("LEVEL", Tokens::Level)

@@ -162,9 +162,18 @@ void merge(std::vector<Histogram>& centres, std::vector<unsigned>& assignment) {
     }
 }
 
+// A symbol that the sample lacks counts as a fraction of one that it has once.
+Histogram covering(Histogram histogram, const SymbolRange* cover) {
+    if (cover == nullptr) return histogram;
+    for (uint64_t& n : histogram) n *= 16;
+    for (unsigned s = cover->first; s <= cover->last; ++s) histogram[s] = std::max<uint64_t>(histogram[s], 1);
+    histogram[255] = std::max<uint64_t>(histogram[255], 1);
+    return histogram;
+}
+
 }  // namespace
 
-ContextTables cluster_contexts(const ContextCounts& counts) {
+ContextTables cluster_contexts(const ContextCounts& counts, const SymbolRange* cover) {
     ContextTables out;
     out.map.assign(counts.size() / 256, 0);
     const std::vector<Context> contexts = present(counts);
@@ -183,7 +192,7 @@ ContextTables cluster_contexts(const ContextCounts& counts) {
         unsigned& table = number[assignment[i]];
         if (table == kMaxTables) {
             table = static_cast<unsigned>(out.frequencies.size());
-            out.frequencies.push_back(normalise(centres[assignment[i]]));
+            out.frequencies.push_back(normalise(covering(centres[assignment[i]], cover)));
         }
         out.map[contexts[i].index] = static_cast<uint8_t>(table);
     }

@@ -20,8 +20,13 @@ struct ContextTables {
     std::vector<Frequencies> frequencies;  // at least one, at most kMaxTables
 };
 
-// Groups contexts so that the symbols' cost plus the tables' own cost is small.
-ContextTables cluster_contexts(const ContextCounts& counts);
+struct SymbolRange {
+    unsigned first, last;
+};
+
+// Groups contexts so that the symbols' cost plus the tables' own cost is small. Of counts of a sample: every table has a
+// frequency for each symbol of `cover`, and for the escape of levels.
+ContextTables cluster_contexts(const ContextCounts& counts, const SymbolRange* cover = nullptr);
 
 // Bits that `counts` cost under `tables`, the tables' own bits included.
 double cost(const ContextCounts& counts, const ContextTables& tables);

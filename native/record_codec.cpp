@@ -1,6 +1,7 @@
 #include "record_codec.hpp"
 
 #include <algorithm>
+#include <condition_variable>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -14,6 +15,8 @@
 #include "byte_planes.hpp"
 #include "predict.hpp"
 #include "rans.hpp"
+#include "simd.hpp"
+#include "symbol_range.hpp"
 #include "tiles.hpp"
 #include "histogram.hpp"
 #include "tokens.hpp"
@@ -22,16 +25,84 @@ namespace shrinkpoint {
 
 namespace {
 
+// ---- what a chunk's encoder checks ---------------------------------------------------------------------------------
+
+// Whether a model leaves out bits that a value might have.
+bool may_drop_bits(const Model& model) {
+    return model.shift > 0 || (model.tokens == Tokens::Level && !model.has_sign);
+}
+
+SHRINKPOINT_KERNEL(uint64_t, union_of, (const uint8_t* values, size_t words), (values, words)) {
+    uint64_t all = 0;
+    for (size_t i = 0; i < words; ++i) {
+        uint64_t word;
+        std::memcpy(&word, values + 8 * i, 8);
+        all |= word;
+    }
+    return all;
+}
+
+// Throws DropsBits where a value of the span has a bit that the model does not store.
+void check_bits(const Model& model, const uint8_t* values, Span span) {
+    const unsigned bytes = bytes_of(model);
+    const uint8_t* const data = values + span.start * bytes;
+    const size_t size = span.count * bytes, words = size / 8;
+    uint64_t all = union_of(data, words), rest = 0;
+    std::memcpy(&rest, data + 8 * words, size - 8 * words);
+    all |= rest;
+    for (unsigned width = 32; width >= model.width; width /= 2) all |= all >> width;
+    const uint64_t sign = uint64_t{1} << (model.width - 1);
+    const bool has_sign = model.has_sign || model.tokens != Tokens::Level;
+    if ((all & ((uint64_t{1} << model.shift) - 1)) != 0 || (!has_sign && (all & sign) != 0))
+        throw DropsBits("a run that drops bits which some number has");
+}
+
+// Of a delta: a symbol for which the tables, made from a sample, have no frequency.
+struct Uncovered {};
+
 // ---- one chunk: u32 size of the symbol stream, the symbol stream, the extra bits ---------------------------------
 
+// Gives each chunk its place behind the one before it; threads that come early wait.
+class Places {
+   public:
+    // The place of chunk `index`, of `size` bytes. Throws where another thread has failed.
+    size_t take(size_t index, size_t size) {
+        std::unique_lock lock(mutex_);
+        ready_.wait(lock, [&] { return next_ == index || failed_; });
+        if (failed_) throw Uncovered{};  // not seen: the first error is passed on
+        const size_t place = end_;
+        end_ += size;
+        ++next_;
+        ready_.notify_all();
+        return place;
+    }
+
+    void fail() {
+        const std::lock_guard lock(mutex_);
+        failed_ = true;
+        ready_.notify_all();
+    }
+
+    size_t end() const { return end_; }
+
+   private:
+    std::mutex mutex_;
+    std::condition_variable ready_;
+    size_t next_ = 0, end_ = 0;
+    bool failed_ = false;
+};
+
+// Codes one chunk after the other, each to its place.
 class ChunkEncoder {
    public:
-    ChunkEncoder(const Model& model, const Arrays& arrays, const ContextTables& tables,
+    ChunkEncoder(const Model& model, const Arrays& arrays, const ContextTables& tables, const SymbolRange& cover,
                  const std::vector<EncoderTable>& encoders)
-        : model_(model), contexts_(model, arrays), tables_(tables), encoders_(encoders) {}
+        : model_(model), contexts_(model, arrays), tables_(tables), cover_(cover), encoders_(encoders) {}
 
-    Buffer encode(const uint8_t* values, Span span) {
+    // Returns the size of the chunk. Throws Uncovered, and DropsBits.
+    uint32_t encode(const uint8_t* values, Span span, size_t index, Places& places, uint8_t* out) {
         const size_t count = span.count * (model_.tokens == Tokens::Planes ? bytes_of(model_) : 1);
+        if (may_drop_bits(model_)) check_bits(model_, values, span);
         symbols_.resize(count);
         if (several()) table_of_.resize(count);
         extra_.resize(span.count * bytes_of(model_) + 2 * kBitSlack);
@@ -40,12 +111,12 @@ class ChunkEncoder {
         stream_.resize(rans_bound(count));
         const size_t size = rans_encode(symbols_.data(), several() ? table_of_.data() : nullptr, count, encoders_,
                                         stream_.data(), stream_.size());
-        Buffer out(4 + size + extra_size);
+        uint8_t* const place = out + places.take(index, 4 + size + extra_size);
         const auto announced = static_cast<uint32_t>(size);
-        std::memcpy(out.data(), &announced, 4);
-        std::memcpy(out.data() + 4, stream_.data() + stream_.size() - size, size);
-        std::memcpy(out.data() + 4 + size, extra_.data(), extra_size);
-        return out;
+        std::memcpy(place, &announced, 4);
+        std::memcpy(place + 4, stream_.data() + stream_.size() - size, size);
+        std::memcpy(place + 4 + size, extra_.data(), extra_size);
+        return static_cast<uint32_t>(4 + size + extra_size);
     }
 
    private:
@@ -65,6 +136,10 @@ class ChunkEncoder {
             const size_t length = std::min(kTile, span.count - done);
             contexts_.fill(span.start + done, length, tile_);
             tokenise(model_, values, span.start + done, length, tile_);
+            if (!covers(cover_, tile_.symbols, length)) {
+                if (model_.tokens != Tokens::Level) throw Uncovered{};
+                escape(model_, cover_, values, span.start + done, length, tile_);
+            }
             std::memcpy(symbols_.data() + done, tile_.symbols, length);
             if (several())
                 look_up(tables_.map.data(), tables_.map.size(), tile_.contexts, length, table_of_.data() + done);
@@ -76,6 +151,7 @@ class ChunkEncoder {
     const Model& model_;
     Contexts contexts_;
     const ContextTables& tables_;
+    const SymbolRange cover_;
     const std::vector<EncoderTable>& encoders_;
     Buffer symbols_, table_of_, extra_, stream_;
     Tile tile_;
@@ -225,18 +301,49 @@ Buffer write_side(const ContextTables& tables, const Factors* factors, const std
     return out;
 }
 
-// One buffer of all, each freed once it is copied.
-Buffer joined(std::vector<Buffer>& pieces, unsigned threads) {
-    std::vector<size_t> starts(1, 0);
-    for (const Buffer& piece : pieces) starts.push_back(starts.back() + piece.size());
-    Buffer out(starts.back());
-    parallel(pieces.size(), threads, [&](WorkQueue& indices) {
-        for (size_t i; indices.take(i);) {
-            std::memcpy(out.data() + starts[i], pieces[i].data(), pieces[i].size());
-            Buffer().swap(pieces[i]);
+// Tables, and the symbols that all of them have.
+struct SampledTables {
+    ContextTables tables;
+    SymbolRange cover;
+};
+
+// The stride between the tiles from which tables are made. Few values are counted all, as are tokens of one byte.
+unsigned sample_stride(const Model& model, uint64_t count) {
+    if (model.tokens != Tokens::Level && model.tokens != Tokens::Delta) return 1;
+    return static_cast<unsigned>(std::clamp<uint64_t>(count / kSampleSize, 1, kMaxStride));
+}
+
+SampledTables sampled_tables(const Model& model, const Arrays& arrays, const uint8_t* values, uint64_t count,
+                             unsigned stride, unsigned threads) {
+    const ContextCounts counts = build_histogram(model, arrays, values, count, stride, threads)->counts();
+    if (stride == 1) return {cluster_contexts(counts), kAllSymbols};
+    const SymbolRange cover = widened(model, range_of(counts));
+    return {cluster_contexts(counts, &cover), cover};
+}
+
+EncodedRecord encode_with(const SampledTables& sampled, const Model& model, const Arrays& arrays,
+                          const uint8_t* values, uint64_t count, size_t chunk, unsigned threads) {
+    const ContextTables& tables = sampled.tables;
+    std::vector<EncoderTable> encoders;
+    for (const Frequencies& frequencies : tables.frequencies) encoders.push_back(encoder_table(frequencies));
+    const size_t chunks = chunk_count(count, chunk), per_value = model.tokens == Tokens::Planes ? bytes_of(model) : 1;
+    // What is not used of it is never touched.
+    Buffer codes(rans_bound(count * per_value) + count * bytes_of(model) + chunks * (rans_bound(0) + 4 * kBitSlack));
+    std::vector<uint32_t> sizes(chunks);
+    Places places;
+    parallel(chunks, threads, [&](WorkQueue& indices) {
+        const ScopedFpEnvironment floats;
+        try {
+            const auto encoder = std::make_unique<ChunkEncoder>(model, arrays, tables, sampled.cover, encoders);
+            for (size_t i; indices.take(i);)
+                sizes[i] = encoder->encode(values, span_of(i, count, chunk, chunk), i, places, codes.data());
+        } catch (...) {
+            places.fail();
+            throw;
         }
     });
-    return out;
+    codes.resize(places.end());
+    return {write_side(tables, arrays.factors, sizes), std::move(codes)};
 }
 
 // Decodes two chunks side by side as far as their pieces are of one size.
@@ -251,18 +358,16 @@ void decode_both(ChunkDecoder& a, ChunkDecoder& b) {
 
 EncodedRecord encode(const Model& model, const Arrays& arrays, const uint8_t* values, uint64_t count, size_t chunk,
              unsigned threads) {
-    const ContextTables tables = cluster_contexts(build_histogram(model, arrays, values, count, 1, threads)->counts());
-    std::vector<EncoderTable> encoders;
-    for (const Frequencies& frequencies : tables.frequencies) encoders.push_back(encoder_table(frequencies));
-    std::vector<Buffer> chunks(chunk_count(count, chunk));
-    parallel(chunks.size(), threads, [&](WorkQueue& indices) {
-        const ScopedFpEnvironment floats;
-        const auto encoder = std::make_unique<ChunkEncoder>(model, arrays, tables, encoders);
-        for (size_t i; indices.take(i);) chunks[i] = encoder->encode(values, span_of(i, count, chunk, chunk));
-    });
-    std::vector<uint32_t> sizes;
-    for (const Buffer& one : chunks) sizes.push_back(static_cast<uint32_t>(one.size()));
-    return {write_side(tables, arrays.factors, sizes), joined(chunks, threads)};
+    const unsigned stride = sample_stride(model, count);
+    if (stride > 1) {
+        try {
+            return encode_with(sampled_tables(model, arrays, values, count, stride, threads), model, arrays, values,
+                               count, chunk, threads);
+        } catch (const Uncovered&) {  // differences beyond all of the sample: the tables are made from all values
+        }
+    }
+    return encode_with(sampled_tables(model, arrays, values, count, 1, threads), model, arrays, values, count, chunk,
+                       threads);
 }
 
 void decode(const Model& model, Arrays arrays, Factors* factors, const uint8_t* side, size_t side_size,
