@@ -227,3 +227,18 @@ class TestReading:
         monkeypatch.setattr(os, "link", fail)
         assert storage.link("a", "deep/b") is False
         assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_linked_directories_are_listed_nowhere(tmp_path):
+    storage = LocalStorage(tmp_path / "here")
+    storage.put("a/b", b"")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "c").write_bytes(b"")
+    (tmp_path / "here" / "link").symlink_to(tmp_path / "there")
+    assert storage.list() == storage.list("a/") == ["a/b"]
+    assert storage.list("link/") == []
+    assert storage.list_dirs() == ["a"]
+    assert LocalStorage(tmp_path / "nothing").list_dirs() == []
+    (tmp_path / "by_link").symlink_to(tmp_path / "here")
+    assert LocalStorage(tmp_path / "by_link").list() == ["a/b"]
+    assert LocalStorage(tmp_path / "by_link").list_dirs() == ["a"]

@@ -61,7 +61,11 @@ class Sink(Protocol):
 
 
 class Storage(Protocol):
-    """A set of objects under keys. Several threads may call it at once; only the holder of its lock should write."""
+    """A set of objects under keys. Several threads may call it at once; only the holder of its lock should write.
+
+    It may also have `list_dirs() -> list[str]`, the first parts of all keys that have several, which spares a restore
+    the listing of every object.
+    """
 
     def put(self, key: str, data: Buffer) -> None:
         """Create or replace a small object, atomically and durably.

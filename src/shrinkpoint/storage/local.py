@@ -136,6 +136,7 @@ class LocalStorage:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = local_path(path)
         self._root = self.path.absolute()  # the process may change its directory later
+        self._root_text = str(self._root)
 
     def put(self, key: str, data: Buffer) -> None:
         with self.create(key) as sink:
@@ -166,8 +167,32 @@ class LocalStorage:
         directory = prefix.rpartition("/")[0]  # no key outside it can match
         if directory:
             check_key(directory)
-        keys = (key for key in self._keys(directory) if key.startswith(prefix))
-        return sorted(key for key in keys if not key.rpartition("/")[2].startswith(RESERVED))
+        walk = self._walk(directory)
+        keys = (head + name for _, head, names in walk for name in names if not name.startswith(RESERVED))
+        return sorted(key for key in keys if key.startswith(prefix))
+
+    def list_dirs(self) -> Keys:
+        """The names of the directories at the top, sorted; links to directories are left out, as `list` does."""
+        try:
+            with os.scandir(self._root) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise storage_error(self.describe(), "listing", error) from error
+
+    def stamp(self, key: str) -> tuple[int, ...] | None:
+        """Inode, times of the last change of content and of the inode, and size of a file or directory; None if there
+        is none.
+
+        Of a directory it changes when something in it is created, replaced or removed, unless that happens within one
+        tick of the file system's clock.
+        """
+        try:
+            status = os.lstat(f"{self._root_text}/{key}")
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size
 
     def delete(self, key: str) -> None:
         path = self._path_of(key)
@@ -209,19 +234,17 @@ class LocalStorage:
 
     def remove_stale(self, is_own_dir: Callable[[str], bool] = lambda name: False) -> Keys:
         swept = []
-        for key in self._keys():
-            path = self._root / key
-            if _TEMPORARY.fullmatch(path.name) and is_regular(path) and not _is_being_written(path):
-                with _os_errors(str(path), "sweeping"):
-                    path.unlink(missing_ok=True)
-                    self._remove_empty_dirs(path.parent)
-                swept.append(key)
-        for directory, _, _ in os.walk(self._root, topdown=False):
-            name = Path(directory).relative_to(self._root).as_posix()
-            if is_own_dir(name):
+        for directory, head, names in self._walk():
+            for path in (directory / name for name in names if _TEMPORARY.fullmatch(name)):
+                if is_regular(path) and not _is_being_written(path):
+                    with _os_errors(str(path), "sweeping"):
+                        path.unlink(missing_ok=True)
+                        self._remove_empty_dirs(directory)
+                    swept.append(head + path.name)
+            if is_own_dir(head[:-1]):
                 with suppress(OSError):  # not empty
-                    Path(directory).rmdir()
-                    swept.append(name)
+                    directory.rmdir()
+                    swept.append(head[:-1])
         return sorted(swept)
 
     def describe(self, key: str = "") -> str:
@@ -250,17 +273,21 @@ class LocalStorage:
                 path.unlink(missing_ok=True)
                 self._remove_empty_dirs(directory)
 
-    def _keys(self, directory: str = "") -> Iterator[str]:
-        """The paths of all files below a directory, relative to the root."""
-        root = self._root / directory
+    def _walk(self, directory: str = "") -> Iterator[tuple[Path, str, Keys]]:
+        """The directories below one, inner ones first: the path, how keys in it begin, and the names of its files."""
+        root = self._root
+        for part in directory.split("/") if directory else ():
+            root = root / part
+            if root.is_symlink():  # as everywhere below the root
+                return
 
         def refuse(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError | NotADirectoryError):  # it may be deleted meanwhile
                 raise storage_error(str(error.filename or root), "listing", error) from error
 
-        for parent, _, names in os.walk(root, onerror=refuse):
-            head = parent[len(str(self._root)) :].lstrip("/")
-            yield from (f"{head}/{name}" if head else name for name in names)
+        for parent, _, names in os.walk(root, topdown=False, onerror=refuse):
+            head = parent[len(self._root_text) :].lstrip("/")
+            yield Path(parent), f"{head}/" if head else "", names
 
     def _remove_empty_dirs(self, directory: Path) -> Path:
         """Remove `directory` and its parents as far as they are empty; returns the first that is not, or the root."""

@@ -18,9 +18,10 @@ from typing import SupportsIndex
 from shrinkpoint.errors import PolicyError
 
 MAX_STEP = 10**15
+MANIFEST = "manifest.json"
+FORGOTTEN = "forgotten"
 PAYLOAD = re.compile(r"rank-[0-9]{5}(\.[1-9][0-9]{0,8})?\.safetensors")
 BASE = re.compile(r"bases/[0-9a-f]{32}\.safetensors")
-_STEP = re.compile(r"step-([0-9]{9,15})")
 
 
 def step_dir(step: int) -> str:
@@ -29,11 +30,11 @@ def step_dir(step: int) -> str:
 
 
 def manifest_key(step: int) -> str:
-    return f"{step_dir(step)}/manifest.json"
+    return f"{step_dir(step)}/{MANIFEST}"
 
 
 def forgotten_key(step: int) -> str:
-    return f"{step_dir(step)}/forgotten"
+    return f"{step_dir(step)}/{FORGOTTEN}"
 
 
 def base_name(digest: str) -> str:
@@ -52,19 +53,26 @@ def payload_name(used_names: Collection[str], rank: int = 0) -> str:
 def step_of(key: str) -> int | None:
     """The step whose directory holds `key`; None for a key that no store writes."""
     head, _, name = key.partition("/")
-    is_own = name in ("manifest.json", "forgotten") or PAYLOAD.fullmatch(name) or BASE.fullmatch(name)
-    return _step_of_dir(head) if is_own else None
+    return step_of_dir(head) if is_own_name(name) else None
+
+
+def is_own_name(name: str) -> bool:
+    """Whether a store writes files of this name into a step's directory."""
+    return name in (MANIFEST, FORGOTTEN) or bool(BASE.fullmatch(name) or PAYLOAD.fullmatch(name))
 
 
 def is_step_dir(name: str) -> bool:
     """Whether a store makes directories of this name, so that an empty one may be removed."""
     head, _, rest = name.partition("/")
-    return rest in ("", "bases") and _step_of_dir(head) is not None
+    return rest in ("", "bases") and step_of_dir(head) is not None
 
 
-def _step_of_dir(name: str) -> int | None:
-    match = _STEP.fullmatch(name)
-    return int(match[1]) if match and step_dir(int(match[1])) == name else None
+def step_of_dir(name: str) -> int | None:
+    """The step whose directory has this name; None for one that no store writes."""
+    digits = name[5:]
+    if not (name.startswith("step-") and digits.isascii() and digits.isdecimal() and len(digits) <= 15):
+        return None
+    return int(digits) if step_dir(int(digits)) == name else None
 
 
 def check_step(step: SupportsIndex) -> int:

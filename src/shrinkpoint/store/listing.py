@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
-from shrinkpoint.errors import CorruptError, FormatError, NotFoundError, ShrinkpointError, VersionError
-from shrinkpoint.storage import Storage
+from shrinkpoint.errors import CorruptError, FormatError, NotFoundError, ShrinkpointError, StorageError, VersionError
+from shrinkpoint.storage import LocalStorage, Storage
 from shrinkpoint.store import layout
-from shrinkpoint.store.chain import candidate_keys
 from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, Manifest, decode_store_manifest, read_limited
+
+_MIN_AGE = 2 * 10**9
+"""Nanoseconds after its last change from which on a directory's times are trusted."""
+_Stamps = tuple[tuple[int, ...] | None, ...]
 
 
 @dataclass(frozen=True)
@@ -31,25 +36,117 @@ class SkippedCheckpoint:
 
 
 @dataclass(frozen=True)
-class Listing:
-    """A store at one moment.
+class StepDirectory:
+    """The directory of one step.
 
     Attributes:
-        manifests: every readable manifest by step, rising, forgotten checkpoints included.
-        forgotten: steps of checkpoints that are hidden until `prune` deletes them.
-        broken: by step, why a manifest that exists cannot be read.
-        keys: every key in every step's directory.
+        step: its step.
+        names: of the store's files in it, relative to it.
+        manifest: of its checkpoint; None if there is none, or it cannot be read.
+        error: why a manifest that exists cannot be read.
+        is_forgotten: its checkpoint is hidden until `prune` deletes it.
     """
 
-    manifests: dict[int, Manifest]
-    forgotten: frozenset[int]
-    broken: dict[int, ShrinkpointError]
-    keys: frozenset[str]
+    step: int
+    names: frozenset[str]
+    manifest: Manifest | None = None
+    error: ShrinkpointError | None = None
+    is_forgotten: bool = False
 
     @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of its files."""
+        head = layout.step_dir(self.step)
+        return tuple(f"{head}/{name}" for name in self.names)
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether there is a checkpoint that is not forgotten; its manifest may be broken."""
+        return (self.manifest is not None or self.error is not None) and not self.is_forgotten
+
+    def read_manifest(self) -> Manifest:
+        """The manifest of its checkpoint, which exists.
+
+        Raises:
+            FormatError, StorageError: it cannot be read.
+        """
+        if self.error is not None:
+            raise self.error
+        assert self.manifest is not None
+        return self.manifest
+
+    @cached_property
+    def own_names(self) -> frozenset[str]:
+        """The names of its checkpoint's files and links, there or not."""
+        if self.manifest is None:
+            return frozenset()
+        own = (payload.name for payload in self.manifest.payloads)
+        links = (base.name for base in self.manifest.bases if base.name in self.names)
+        return frozenset((layout.MANIFEST, layout.FORGOTTEN, *own, *links))
+
+    @cached_property
+    def foreign_keys(self) -> frozenset[str]:
+        """The keys of its checkpoint's bases in other directories, where it has no link of its own."""
+        bases = () if self.manifest is None else self.manifest.bases
+        return frozenset(base.sibling_key for base in bases if base.name not in self.names)
+
+    @property
+    def needed_keys(self) -> frozenset[str]:
+        """The keys of all files that its checkpoint needs, there or not."""
+        head = layout.step_dir(self.step)
+        return self.foreign_keys.union(f"{head}/{name}" for name in self.own_names - {layout.FORGOTTEN})
+
+    @cached_property
+    def spare_keys(self) -> tuple[str, ...]:
+        """The keys of its files that its own checkpoint does not need."""
+        head = layout.step_dir(self.step)
+        return tuple(f"{head}/{name}" for name in self.names - self.own_names)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A store at one moment, or some of its steps.
+
+    Attributes:
+        directories: of every step, by rising step.
+    """
+
+    directories: dict[int, StepDirectory]
+
+    @cached_property
+    def manifests(self) -> dict[int, Manifest]:
+        """Every readable manifest by step, rising, forgotten checkpoints included."""
+        return {step: entry.manifest for step, entry in self.directories.items() if entry.manifest is not None}
+
+    @cached_property
+    def forgotten(self) -> frozenset[int]:
+        """Steps of checkpoints that are hidden until `prune` deletes them."""
+        return frozenset(step for step, entry in self.directories.items() if entry.is_forgotten)
+
+    @cached_property
+    def broken(self) -> dict[int, ShrinkpointError]:
+        """By step, why a manifest that exists cannot be read."""
+        return {step: entry.error for step, entry in self.directories.items() if entry.error is not None}
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """Every key in every step's directory."""
+        return frozenset(key for entry in self.directories.values() for key in entry.keys)
+
+    @cached_property
     def visible(self) -> dict[int, Manifest]:
         """The checkpoints that are not forgotten."""
         return {step: manifest for step, manifest in self.manifests.items() if step not in self.forgotten}
+
+    def __contains__(self, key: object) -> bool:
+        """Whether there is such a key."""
+        step = layout.step_of(key) if isinstance(key, str) else None
+        return step is not None and str(key).partition("/")[2] in self.file_names(step)
+
+    def replace(self, step: int, entry: StepDirectory | None) -> Listing:
+        """This listing with another directory of one step; None: without it."""
+        directories = {**self.directories, step: entry}
+        return Listing({step: entry for step, entry in sorted(directories.items()) if entry is not None})
 
     def raise_unreadable(self) -> None:
         """Raise if an unreadable manifest hides which files other checkpoints depend on.
@@ -64,20 +161,22 @@ class Listing:
 
     def file_names(self, step: int) -> frozenset[str]:
         """The names in the directory of `step`, relative to it."""
-        head = layout.step_dir(step) + "/"
-        return frozenset(key[len(head) :] for key in self.keys if key.startswith(head))
+        entry = self.directories.get(step)
+        return frozenset() if entry is None else entry.names
 
-    def referenced_keys(self, steps: Collection[int]) -> frozenset[str]:
-        """The keys of the checkpoints in `steps`, and of their bases where they have no link of their own."""
-        return frozenset(key for step in steps for key in self._keys_of(self.manifests[step]))
+    def unneeded_keys(self, keep: Collection[int], except_in: Collection[int]) -> list[str]:
+        """The keys that no checkpoint of the steps in `keep` needs, sorted.
 
-    def _keys_of(self, manifest: Manifest) -> Iterator[str]:
-        yield layout.manifest_key(manifest.step)
-        yield layout.forgotten_key(manifest.step)
-        yield from (manifest.key(payload.name) for payload in manifest.payloads)
-        for base in manifest.bases:
-            own, *siblings = candidate_keys(manifest, base)
-            yield own if own in self.keys else (siblings or [own])[0]
+        Args:
+            except_in: steps whose directories are passed over.
+        """
+        needed = {key for step in keep for key in self.directories[step].foreign_keys}
+        keys = (
+            entry.spare_keys if step in keep else entry.keys
+            for step, entry in self.directories.items()
+            if step not in except_in
+        )
+        return sorted(key for some in keys for key in some if key not in needed)
 
     def orphans(self) -> list[str]:
         """Keys of orphaned files: those of interrupted saves, and payloads that were replaced.
@@ -88,35 +187,171 @@ class Listing:
         newer = any(isinstance(error, VersionError) for error in self.broken.values())
         if newer or (self.broken and not any("/bases/" in key for key in self.keys)):
             return []
-        needed = self.referenced_keys(self.manifests)
-        return sorted(key for key in self.keys - needed if layout.step_of(key) not in self.broken)
+        return self.unneeded_keys(self.manifests, self.broken)
+
+
+class Lister:
+    """Lists a store again and again.
+
+    What was read of a step's directory in a local storage is not read again while the inodes and times of the
+    directory, of its links, of its manifest and of its mark are unchanged.
+
+    Args:
+        storage: the store's.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._cache: dict[int, tuple[_Stamps, StepDirectory]] = {}
+        self._listing = Listing({})
+
+    def scan(self) -> Listing:
+        """List a store and read its manifests; payloads are not opened.
+
+        Raises:
+            StorageError: the store cannot be listed. (A manifest that cannot be read is in `broken` instead.)
+        """
+        if isinstance(self._storage, LocalStorage):
+            entries = self._read_directories(self._storage)
+        else:
+            names: dict[int, list[str]] = {}
+            for key in self._storage.list(""):
+                if (step := layout.step_of(key)) is not None:
+                    names.setdefault(step, []).append(key.partition("/")[2])
+            entries = [_read_manifest_of(self._storage, step, frozenset(names[step])) for step in sorted(names)]
+        if entries != [*self._listing.directories.values()]:
+            self._listing = Listing({entry.step: entry for entry in entries})
+        return self._listing
+
+    def scan_steps(self, steps: Iterable[int]) -> Listing:
+        """As `scan`, of some steps only; nothing else is listed."""
+        entries = (read_step(self._storage, step) for step in sorted({*steps}))
+        return Listing({entry.step: entry for entry in entries if entry is not None})
+
+    def scan_chain(self, step: int, parent: int) -> Listing:
+        """As `scan`, of what a delta of `step` against `parent` has to do with: both, and where the parent's bases are.
+
+        Of steps that only have bases the manifests are not read.
+        """
+        listing = self.scan_steps((step, parent))
+        entry = listing.directories.get(parent)
+        steps = {layout.step_of(key) for key in entry.foreign_keys} if entry is not None else set()
+        others = {other: read_names(self._storage, other) for other in steps if other is not None}
+        bases = {other: StepDirectory(other, names) for other, names in others.items() if names}
+        return Listing(dict(sorted({**bases, **listing.directories}.items())))
+
+    def iter_newest(self) -> Iterator[StepDirectory]:
+        """The directories of all steps, the newest first, each read when it is asked for.
+
+        Raises:
+            StorageError: the store cannot be listed. (Why a step's directory cannot be listed is its `error`.)
+        """
+        names = sorted(_list_dirs(self._storage), key=lambda name: (len(name), name), reverse=True)
+        for step in map(layout.step_of_dir, names):
+            entry: StepDirectory | None
+            if step is None:
+                continue
+            try:
+                entry = read_step(self._storage, step)
+            except StorageError as error:
+                entry = StepDirectory(step, frozenset(), error=error)
+            if entry is not None:
+                yield entry
+
+    def _read_directories(self, storage: LocalStorage) -> list[StepDirectory]:
+        """The directories of all steps, those that have changed read again."""
+        entries, cache = [], {}
+        for step in list_steps(storage):
+            old = self._cache.get(step)
+            if old is not None and old[0] == _stamps(storage, step, old[0]):
+                cache[step] = old
+                entries.append(old[1])
+                continue
+            stamps = _stamps(storage, step)  # before reading, so that what changes meanwhile is read next time
+            entry = read_step(storage, step)
+            if entry is None:
+                continue
+            entries.append(entry)
+            if entry.error is None and _is_old(stamps):
+                cache[step] = stamps, entry
+        self._cache = cache
+        return entries
 
 
 def scan(storage: Storage) -> Listing:
-    """List a store and read its manifests; payloads are not opened.
+    """List a store and read its manifests, as `Lister.scan` does."""
+    return Lister(storage).scan()
+
+
+def list_steps(storage: Storage) -> list[int]:
+    """The steps that have a directory, rising; it may be without a checkpoint.
 
     Raises:
-        StorageError: the store cannot be listed. (A manifest that cannot be read is in `broken` instead.)
+        StorageError: the store cannot be listed.
     """
-    keys = frozenset(key for key in storage.list("") if layout.step_of(key) is not None)
-    manifests: dict[int, Manifest] = {}
-    broken: dict[int, ShrinkpointError] = {}
-    forgotten: set[int] = set()
-    for step in sorted({step for key in keys if (step := layout.step_of(key)) is not None}):
-        if layout.manifest_key(step) not in keys:
-            continue
-        try:
-            manifests[step] = read_manifest(storage, step)
-            is_hidden = layout.forgotten_key(step) in keys and _is_hidden(storage, manifests[step])
-        except ShrinkpointError as error:
-            key = layout.manifest_key(step)
-            if isinstance(error, NotFoundError) and key not in storage.list(key):
-                continue  # deleted since the keys were listed; not a pipe, or a link to nothing
-            manifests.pop(step, None)
-            broken[step], is_hidden = error, layout.forgotten_key(step) in keys
-        if is_hidden:
-            forgotten.add(step)
-    return Listing(manifests, frozenset(forgotten), broken, keys)
+    return sorted(step for name in _list_dirs(storage) if (step := layout.step_of_dir(name)) is not None)
+
+
+def _list_dirs(storage: Storage) -> Collection[str]:
+    """The names of the directories at the top; of a storage that cannot list them, from its keys."""
+    list_dirs: Callable[[], Collection[str]] | None = getattr(storage, "list_dirs", None)
+    return {key.partition("/")[0] for key in storage.list("")} if list_dirs is None else list_dirs()
+
+
+def read_step(storage: Storage, step: int) -> StepDirectory | None:
+    """The directory of one step; None if it has no file of a store.
+
+    Raises:
+        StorageError: it cannot be listed. (A manifest that cannot be read is in `error` instead.)
+    """
+    names = read_names(storage, step)
+    return _read_manifest_of(storage, step, names) if names else None
+
+
+def read_names(storage: Storage, step: int) -> frozenset[str]:
+    """The names of the store's files in the directory of one step.
+
+    Raises:
+        StorageError: it cannot be listed.
+    """
+    head = layout.step_dir(step) + "/"
+    return frozenset(name for key in storage.list(head) if layout.is_own_name(name := key[len(head) :]))
+
+
+def _read_manifest_of(storage: Storage, step: int, names: frozenset[str]) -> StepDirectory:
+    """The directory of one step that has these files."""
+    if layout.MANIFEST not in names:
+        return StepDirectory(step, names)
+    has_mark = layout.FORGOTTEN in names
+    try:
+        manifest = read_manifest(storage, step)
+        return StepDirectory(step, names, manifest, is_forgotten=has_mark and _is_hidden(storage, manifest))
+    except ShrinkpointError as error:
+        key = layout.manifest_key(step)
+        if isinstance(error, NotFoundError) and key not in storage.list(key):
+            return StepDirectory(step, names)  # deleted since it was listed; not a pipe, or a link to nothing
+        return StepDirectory(step, names, error=error, is_forgotten=has_mark)
+
+
+_SUBPATHS = ("", "/bases", f"/{layout.MANIFEST}", f"/{layout.FORGOTTEN}")
+
+
+def _stamps(storage: LocalStorage, step: int, old: _Stamps | None = None) -> _Stamps:
+    """The stamps of a step's directory, of its links, of its manifest and of its mark.
+
+    Args:
+        old: earlier stamps: what was not there then is not there now, or the directory's own stamp has changed.
+    """
+    head = layout.step_dir(step)
+    if old is None:
+        return tuple([storage.stamp(head + path) for path in _SUBPATHS])
+    return tuple([stamp and storage.stamp(head + path) for path, stamp in zip(_SUBPATHS, old, strict=True)])
+
+
+def _is_old(stamps: _Stamps) -> bool:
+    """Whether another change would leave a trace: of two in one tick of a file system's clock only one does."""
+    newest = max((max(stamp[1:3]) for stamp in stamps if stamp), default=0)
+    return time.time_ns() - newest > _MIN_AGE
 
 
 def read_manifest(storage: Storage, step: int) -> Manifest:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
@@ -300,6 +301,12 @@ def _store_payload_from_json(row: JSON, raw_bytes: int) -> Payload:
 
 def _chain_link_from_json(row: JSON) -> ChainLink:
     step, id, digest, size, file, name = _expect(row, list)
+    return _chain_link(step, id, digest, size, file, name)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _chain_link(step: JSON, id: JSON, digest: JSON, size: JSON, file: JSON, name: JSON) -> ChainLink:
+    """A checked link; the manifests of a chain have the same ones, and share them."""
     if name and name != layout.base_name(digest):
         raise ValueError(f"a base named {name!r}")
     step, file = layout.check_step(_expect(step, int)), _payload_name(file)
@@ -343,8 +350,8 @@ def load_with_digest(data: bytes, where: str) -> dict[str, JSON]:
     try:
         document = json.loads(data)
         digest = document.pop("digest")
-        canonical = dump_with_digest(document)
-        expected = json.loads(canonical)["digest"]
+        expected = xxh3_128(_canonical(document))
+        canonical = data if digest != expected else _canonical({**document, "digest": digest})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _manifest_error(
             where, f"no manifest ({type(error).__name__})", "a JSON object with its digest"

@@ -146,8 +146,9 @@ def apply_policy(
     for step, reason in _rule_matches(visible, keep, now):
         reasons[step].append(reason)
     for step in [step for step, why in reasons.items() if why]:
+        reason = f"base of step {step}"
         for base in chain.ancestors(by_step, step):
-            reasons[base].append(f"base of step {step}")
+            reasons[base].append(reason)
     keep_steps = tuple(step for step, why in reasons.items() if why)
     drop_steps = tuple(step for step, why in reasons.items() if not why)
     for step in drop_steps:
@@ -219,10 +220,9 @@ def plan_prune(storage: Storage, listing: Listing, keep: Keep, now: datetime) ->
     reasons = {**decision.reasons, **dict.fromkeys(broken, ("forgotten, and its manifest is broken",))}
     drop = sorted({*decision.drop, *broken})
     manifests = [layout.manifest_key(step) for step in reversed(drop)]  # a delta goes before its bases
-    needed = listing.referenced_keys(decision.keep)
     unreadable = {step for step in listing.broken if step not in drop}
-    files = sorted(key for key in listing.keys - needed - {*manifests} if layout.step_of(key) not in unreadable)
-    keys = (*manifests, *files)
+    files = listing.unneeded_keys({*decision.keep}, unreadable)
+    keys = (*manifests, *(key for key in files if key not in {*manifests}))
     freed = reclaimable_bytes(storage, listing, keys)
     return PrunePlan(tuple(drop), decision.keep, freed, dict(sorted(reasons.items())), keys)
 
@@ -239,8 +239,9 @@ def execute_prune(storage: Storage, plan: PrunePlan) -> None:
 
 def reclaimable_bytes(storage: Storage, listing: Listing, keys: Iterable[str]) -> int:
     """The bytes that deleting `keys` frees; a file with several names counts if all of them are deleted."""
-    digests = dict(_digests(listing))
-    keys_by_digest = Counter(digests[key] for key in listing.keys if key in digests)
+    is_local = isinstance(storage, LocalStorage)
+    digests = {} if is_local else dict(_digests(listing))
+    keys_by_digest = Counter(digests[key] for key in listing.keys if key in digests) if digests else Counter()
     deleted_names: Counter[object] = Counter()
     files: dict[object, tuple[int, int]] = {}
     for key in set(keys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -27,7 +27,7 @@ from shrinkpoint.store.delta_base import (
     as_delta_base,
     warn_low_retention,
 )
-from shrinkpoint.store.listing import Listing, SkippedCheckpoint, forget, scan
+from shrinkpoint.store.listing import Lister, Listing, SkippedCheckpoint, forget
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.retention import Keep, PrunePlan, check_keep, execute_prune, plan_prune
 from shrinkpoint.store.transaction import (
@@ -87,7 +87,8 @@ class Store:
         self._keyframe_every, self._threads = keyframe_every, threads
         self._reference_cache: ReferenceCache[Manifest] = ReferenceCache()
         self._mutex = threading.RLock()
-        self._store_lock = StoreLock(self.storage, self._mutex)
+        self._lister = Lister(self.storage)
+        self._store_lock = StoreLock(self.storage, self._lister, self._mutex)
         self._base_verifier = BaseVerifier()
         self._transaction: weakref.ref[CheckpointTransaction] | None = None
 
@@ -110,7 +111,7 @@ class Store:
 
     def scan(self) -> Listing:
         """All checkpoints: the visible, the forgotten, and those whose manifest is broken, with the reason."""
-        return scan(self.storage)
+        return self._lister.scan()
 
     def list(self) -> Sequence[Manifest]:
         """The manifests of the committed checkpoints that are not forgotten, by rising step."""
@@ -127,7 +128,18 @@ class Store:
             NotFoundError: there is none, or it is forgotten.
             FormatError: its manifest is broken.
         """
-        return self._visible_manifest(self.scan(), step)
+        if step is None:
+            entries = (entry for entry in self._lister.iter_newest() if entry.is_visible and entry.error is None)
+            entry = next(entries, None)
+        else:
+            entry = self._lister.scan_steps((step,)).directories.get(step)
+        if entry is None or not entry.is_visible:
+            raise self._unknown_step_error(step)
+        return entry.read_manifest()
+
+    def has_checkpoint(self) -> bool:
+        """Whether there is a checkpoint that is not forgotten; its manifest may be broken."""
+        return any(entry.is_visible for entry in self._lister.iter_newest())
 
     def verify(self, *, deep: bool = False) -> Sequence[Finding]:
         """Find damage; an empty list means that every checkpoint is intact.
@@ -171,7 +183,8 @@ class Store:
         step = layout.check_step(step)
         with self._mutex:
             self.lock()
-            listing = self.scan()
+            reference_step = self._reference_cache.manifest.step if self._reference_cache.manifest else step
+            listing = self._lister.scan_chain(step, reference_step)
             parent = None if keyframe else self._delta_parent(listing, step)
             reference = self._reference_cache.reference if parent else None
             return CheckpointTransaction(self.storage, listing, step, parent, reference)
@@ -248,11 +261,11 @@ class Store:
             return None
         if self._keyframe_every is not None and parent.depth + 1 >= self._keyframe_every:
             return None
-        if not listing.referenced_keys((parent.step,)) <= listing.keys | {layout.forgotten_key(parent.step)}:
+        if any(key not in listing for key in listing.directories[parent.step].needed_keys):
             return None
-        return parent if self._base_verifier.find_damage(self._stored_files(parent, listing.keys)) is None else None
+        return parent if self._base_verifier.find_damage(self._stored_files(parent, listing)) is None else None
 
-    def _stored_files(self, manifest: Manifest, keys: Collection[str]) -> Sequence[StoredFile]:
+    def _stored_files(self, manifest: Manifest, keys: Container[str]) -> Sequence[StoredFile]:
         """The files of a chain, each under the first of its keys that exists."""
         files = []
         for link in chain.chain_links(manifest):
@@ -300,14 +313,16 @@ class Store:
             NotFoundError: none loads, or there is none.
             StorageError: the store cannot be listed.
         """
-        listing = self.scan()
         skipped: list[SkippedCheckpoint] = []
-        for step in sorted({*listing.manifests, *listing.broken} - listing.forgotten, reverse=True):
+        for entry in self._lister.iter_newest():
+            if not entry.is_visible:
+                continue
             try:
-                manifest = self._visible_manifest(listing, step)
-                return StoreRestore(step, self._load(manifest, device, tie, keep, max_bytes), manifest, tuple(skipped))
+                manifest = entry.read_manifest()
+                state = self._load(manifest, device, tie, keep, max_bytes)
+                return StoreRestore(entry.step, state, manifest, tuple(skipped))
             except (FormatError, ChainError, StorageError, NotFoundError) as error:
-                skipped.append(SkippedCheckpoint(str(error), step=step, error=error))
+                skipped.append(SkippedCheckpoint(str(error), step=entry.step, error=error))
         found, do = "no checkpoint", "save one first"
         if skipped:
             reasons = "; ".join(f"step {checkpoint.step}: {checkpoint.reason}" for checkpoint in skipped)
@@ -349,9 +364,9 @@ class Store:
             LockedError: another process saves here.
         """
         with self._store_lock.for_writing():
-            listing = self.scan()
+            listing = self._lister.scan_steps((step,))
             if step not in listing.manifests and step not in listing.broken:
-                raise self._unknown_step_error(listing, step)
+                raise self._unknown_step_error(step)
             forget(self.storage, listing, step)
 
     def prune(self, keep: Keep | None = None, *, dry_run: bool = True, now: datetime | None = None) -> PrunePlan:
@@ -403,22 +418,12 @@ class Store:
         if step is None:
             yield from merge_orphaned_deltas(self.storage, threads=self._threads)
             return
-        manifest = self._visible_manifest(self.scan(), step)
+        manifest = self.manifest(step)
         if manifest.bases:
             yield rewrite_as_keyframe(self.storage, manifest, threads=self._threads)
 
-    def _visible_manifest(self, listing: Listing, step: int | None) -> Manifest:
-        visible = listing.visible
-        if step is None and visible:
-            return visible[max(visible)]
-        if step in visible:
-            return visible[step]
-        if step in listing.broken and step not in listing.forgotten:
-            raise listing.broken[step]
-        raise self._unknown_step_error(listing, step)
-
-    def _unknown_step_error(self, listing: Listing, step: int | None) -> NotFoundError:
-        where = self.storage.describe()
+    def _unknown_step_error(self, step: int | None) -> NotFoundError:
+        where, listing = self.storage.describe(), self.scan()
         if step is None:
             return NotFoundError(where, found="no checkpoint", do="save one first")
         found = f"step {step} is forgotten" if step in listing.forgotten else f"no checkpoint of step {step}"

@@ -16,7 +16,7 @@ from shrinkpoint.storage import Storage
 from shrinkpoint.store import chain, layout
 from shrinkpoint.store.checkpoint_file import SaveReport, build_state, write_file
 from shrinkpoint.store.decode import decode_chain
-from shrinkpoint.store.listing import Listing, scan
+from shrinkpoint.store.listing import Lister, Listing, read_step, scan
 from shrinkpoint.store.manifest import ChainLink, Manifest, Payload, encode_store_manifest, utc_timestamp
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import JSON
@@ -27,11 +27,12 @@ class StoreLock:
 
     Args:
         storage: the store's.
+        lister: lists it.
         mutex: held by threads of this process while they write.
     """
 
-    def __init__(self, storage: Storage, mutex: AbstractContextManager[object]) -> None:
-        self._storage, self._mutex = storage, mutex
+    def __init__(self, storage: Storage, lister: Lister, mutex: AbstractContextManager[object]) -> None:
+        self._storage, self._lister, self._mutex = storage, lister, mutex
         self._storage_lock: Generator[None, None, None] | None = None
         self._is_clean = False
 
@@ -95,7 +96,7 @@ class StoreLock:
             self._is_clean = False
 
     def _delete_orphans(self) -> None:
-        for key in scan(self._storage).orphans():
+        for key in self._lister.scan().orphans():
             self._storage.delete(key)
 
 
@@ -107,7 +108,7 @@ class CheckpointTransaction:
 
     Args:
         storage: the store's.
-        listing: its content.
+        listing: its content: at least the directories of this step, of the parent, and of those that have its bases.
         step: of the new checkpoint.
         parent: the checkpoint to write a delta against; None for a keyframe.
         reference: the parent's decoded tensors.
@@ -224,10 +225,10 @@ class CheckpointTransaction:
 
     def _link_file(self, parent: Manifest, base: ChainLink) -> bool:
         key = self._key(layout.base_name(base.digest))
-        if key in self._listing.keys:
+        if key in self._listing:
             return True
         for source in dict.fromkeys((parent.key(base.name), base.sibling_key)):
-            if source in self._listing.keys:
+            if source in self._listing:
                 self._written_keys.append(key)
                 if self._storage.link(source, key):
                     return True
@@ -260,7 +261,7 @@ def rewrite_as_keyframe(storage: Storage, manifest: Manifest, *, threads: int | 
         ChainError, FormatError: it does not load; nothing is changed.
         StorageError: reading or writing failed; the checkpoint loads, unchanged or as a keyframe.
     """
-    return _rewrite(storage, manifest, None, threads)
+    return _rewrite(storage, scan(storage), manifest, None, threads)
 
 
 def merge_orphaned_deltas(storage: Storage, *, threads: int | None = None) -> Iterator[Rewrite]:
@@ -269,13 +270,14 @@ def merge_orphaned_deltas(storage: Storage, *, threads: int | None = None) -> It
     It becomes a delta against its nearest ancestor that is still visible, or a keyframe if there is none. So a sequence
     of deltas whose middle is forgotten merges into one. Memory: three states.
     """
-    for step in scan(storage).visible:
-        listing = scan(storage)
+    listing = scan(storage)
+    for step in listing.visible:
         listing.raise_unreadable()
         manifest = listing.visible[step]
         if all(chain.is_current(listing.visible, base) for base in manifest.bases):
             continue
-        yield _rewrite(storage, manifest, _nearest_visible(listing, manifest), threads)
+        yield _rewrite(storage, listing, manifest, _nearest_visible(listing, manifest), threads)
+        listing = listing.replace(step, read_step(storage, step))
 
 
 def _nearest_visible(listing: Listing, manifest: Manifest) -> Manifest | None:
@@ -284,11 +286,13 @@ def _nearest_visible(listing: Listing, manifest: Manifest) -> Manifest | None:
     return next((ancestor for ancestor, id in ancestors if ancestor is not None and ancestor.id == id), None)
 
 
-def _rewrite(storage: Storage, manifest: Manifest, parent: Manifest | None, threads: int | None) -> Rewrite:
+def _rewrite(
+    storage: Storage, listing: Listing, manifest: Manifest, parent: Manifest | None, threads: int | None
+) -> Rewrite:
     """Rewrite without further loss, whatever the scheme was: the decoded values are encoded exactly."""
     reference = decode_chain(chain.store_chain(storage, parent), threads=threads).reference if parent else None
     decoded = decode_chain(chain.store_chain(storage, manifest), threads=threads)
-    with CheckpointTransaction(storage, scan(storage), manifest.step, parent, reference) as transaction:
+    with CheckpointTransaction(storage, listing, manifest.step, parent, reference) as transaction:
         scheme = Recode(decoded.reference.quantized, manifest.loss, manifest.scheme)
         state = flatten(
             build_state(decoded, f"step {manifest.step}")

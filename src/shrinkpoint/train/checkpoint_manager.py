@@ -205,10 +205,7 @@ class CheckpointManager(BackgroundSaver):
         if step is not None:
             manifest = self.store.manifest(step)
             return StoreRestore(manifest.step, self.store.load(step), manifest)
-        listing = self.store.scan()
-        if not {*listing.manifests, *listing.broken} - listing.forgotten:
-            return None
-        return self.store.restore()
+        return self.store.restore() if self.store.has_checkpoint() else None
 
 
 def _check_names(objects: Mapping[str, Any]) -> dict[str, Any]:
