@@ -11,12 +11,16 @@
 #include "lattice_quantize.hpp"
 #include "progress.hpp"
 #include "python.hpp"
+#include "second_moments.hpp"
+#include "value_sums.hpp"
 
 using namespace nanobind::literals;
 
 namespace shrinkpoint {
 
 namespace {
+
+constexpr uint64_t kMaxValues = uint64_t{1} << 56;  // so that bytes of them can be counted
 
 using Doubles = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
@@ -133,6 +137,15 @@ Codes required_codes(uint64_t count, const Bytes& bytes) {
     return codes_of(count, bytes, "codes");
 }
 
+// A matrix of floats that must be there.
+Floats matrix_of(uint64_t rows, uint64_t columns, const Bytes& bytes, const char* name) {
+    if (columns != 0 && rows > kMaxValues / columns) throw nb::value_error("rows and columns: too many");
+    const Floats floats = floats_of(rows * columns, bytes, name);
+    if (floats.data == nullptr && rows * columns != 0)
+        throw nb::value_error((std::string(name) + ": none").c_str());
+    return floats;
+}
+
 // All positions of a lattice's tensor; or those from `first` on that an array of two bytes for each is made for.
 Positions positions_of(const Lattice& lattice, std::optional<uint64_t> first, const Bytes& codes) {
     if (!first) return {0, lattice.count()};
@@ -192,6 +205,41 @@ size_t decode_lattice(const Lattice& lattice, nb::handle tokens, nb::handle cont
                           positions, threads);
 }
 
+unsigned quantize_lattice(const Lattice& lattice, nb::handle values, nb::handle codes, const Lattice* seconds,
+                          nb::handle second_codes, nb::handle previous, float hysteresis, unsigned threads) {
+    const Bytes input_bytes(values), second_bytes(second_codes), previous_bytes(previous),
+        code_bytes(codes, PyBUF_WRITABLE);
+    check_overlap(code_bytes, {&input_bytes, &second_bytes, &previous_bytes});
+    const Floats floats = floats_of(lattice.count(), input_bytes, "values");
+    if (floats.data == nullptr && lattice.count() != 0) throw nb::value_error("values: none");
+    CodedMoments moments;
+    if (seconds != nullptr) {
+        if (seconds->rows != lattice.rows || seconds->columns != lattice.columns)
+            throw nb::value_error("seconds: a lattice of another shape");
+        moments = {seconds, required_codes(lattice.count(), second_bytes)};
+    }
+    const Codes previous_data = codes_of(lattice.count(), previous_bytes, "previous");
+    const Codes out = required_codes(lattice.count(), code_bytes);
+    nb::gil_scoped_release release;
+    return lattice_quantize(lattice, floats, moments, previous_data, hysteresis, code_bytes.data(), out.bytes,
+                            threads);
+}
+
+nb::tuple sum_errors(const Lattice& lattice, nb::handle codes, nb::handle values, nb::handle slopes,
+                     nb::handle squares, unsigned threads) {
+    const Bytes code_bytes(codes), value_bytes(values), slope_bytes(slopes), square_bytes(squares);
+    const Codes code_data = required_codes(lattice.count(), code_bytes);
+    const Floats value_floats = matrix_of(lattice.rows, lattice.columns, value_bytes, "values");
+    const Floats slope_floats = floats_of(lattice.count(), slope_bytes, "slopes");
+    const Floats square_floats = floats_of(lattice.count(), square_bytes, "squares");
+    ErrorSums sums;
+    {
+        nb::gil_scoped_release release;
+        sums = quantization_error_sums(lattice, code_data, value_floats, slope_floats, square_floats, threads);
+    }
+    return nb::make_tuple(sums.slope, sums.curvature, sums.squares);
+}
+
 void bind_lattice(nb::module_& m) {
     nb::class_<Lattice>(m, "Lattice")
         .def(
@@ -238,23 +286,11 @@ void bind_lattice(nb::module_& m) {
             lattice_values(lattice, code_data, square_data, value_data, threads);
         },
         "lattice"_a, "codes"_a, "values"_a, nb::kw_only(), "squares"_a.none() = nb::none(), "threads"_a = 1);
-    m.def(
-        "lattice_quantize",
-        [](const Lattice& lattice, nb::handle values, nb::handle codes, nb::handle squares, nb::handle previous,
-           float hysteresis, unsigned threads) {
-            const Bytes input_bytes(values), square_bytes(squares), previous_bytes(previous),
-                code_bytes(codes, PyBUF_WRITABLE);
-            check_overlap(code_bytes, {&input_bytes, &square_bytes, &previous_bytes});
-            const Floats floats = floats_of(lattice.count(), input_bytes, "values");
-            if (floats.data == nullptr && lattice.count() != 0) throw nb::value_error("values: none");
-            const auto* square_data = optional_array<const float>(lattice.count(), square_bytes, "squares");
-            const Codes previous_data = codes_of(lattice.count(), previous_bytes, "previous");
-            auto* code_data = array_of_size<int16_t>(lattice.count(), code_bytes, "codes");
-            nb::gil_scoped_release release;
-            return lattice_quantize(lattice, floats, square_data, previous_data, hysteresis, code_data, threads);
-        },
-        "lattice"_a, "values"_a, "codes"_a, nb::kw_only(), "squares"_a.none() = nb::none(),
-        "previous"_a.none() = nb::none(), "hysteresis"_a = 0.5f, "threads"_a = 1);
+    m.def("lattice_quantize", quantize_lattice, "lattice"_a, "values"_a, "codes"_a, nb::kw_only(),
+          "seconds"_a.none() = nb::none(), "second_codes"_a.none() = nb::none(), "previous"_a.none() = nb::none(),
+          "hysteresis"_a = 0.5f, "threads"_a = 1);
+    m.def("quantization_error_sums", sum_errors, "lattice"_a, "codes"_a, "values"_a, nb::kw_only(),
+          "slopes"_a.none() = nb::none(), "squares"_a.none() = nb::none(), "threads"_a = 1);
 }
 
 void bind_progress(nb::module_& m) {
@@ -277,6 +313,65 @@ void bind_progress(nb::module_& m) {
         "weight"_a, "parent_weight"_a, "stored"_a, "parent_stored"_a, "count"_a, nb::kw_only(), "threads"_a = 1);
 }
 
+nb::tuple sum_second_moments(nb::handle seconds, uint64_t rows, uint64_t columns, nb::handle firsts, bool by_column,
+                             unsigned threads) {
+    const Bytes second_bytes(seconds), first_bytes(firsts);
+    const Floats second_floats = matrix_of(rows, columns, second_bytes, "seconds");
+    const Floats first_floats = floats_of(rows * columns, first_bytes, "firsts");
+    SecondMomentSums sums;
+    {
+        nb::gil_scoped_release release;
+        sums = second_moment_sums(second_floats, first_floats, rows, columns, by_column, threads);
+    }
+    return nb::make_tuple(sums.finite, sums.negative, array_of(std::move(sums.row_logs)),
+                          array_of(std::move(sums.column_logs)), array_of(std::move(sums.row_counts)),
+                          array_of(std::move(sums.column_counts)), array_of(std::move(sums.row_sums)),
+                          array_of(std::move(sums.column_sums)));
+}
+
+nb::ndarray<nb::numpy, double, nb::ndim<1>> quantize_seconds(nb::handle seconds, uint64_t rows, uint64_t columns,
+                                                             nb::handle row_exponents, nb::handle column_exponents,
+                                                             nb::handle codes, nb::handle firsts, int32_t step,
+                                                             float dead_zone, unsigned threads) {
+    const Bytes second_bytes(seconds), first_bytes(firsts), code_bytes(codes, PyBUF_WRITABLE);
+    check_overlap(code_bytes, {&second_bytes, &first_bytes});
+    const Floats second_floats = matrix_of(rows, columns, second_bytes, "seconds");
+    const Floats first_floats = floats_of(rows * columns, first_bytes, "firsts");
+    auto* code_data = array_of_size<int8_t>(rows * columns, code_bytes, "codes");
+    const std::vector<int16_t> by_row = exponents_of(row_exponents, "rows"),
+                               by_column = exponents_of(column_exponents, "columns");
+    if (by_row.size() != rows || (by_column.size() != 1 && by_column.size() != columns))
+        throw nb::value_error("exponents: expected one for each row, and one for each column or for all");
+    std::vector<double> sums;
+    {
+        nb::gil_scoped_release release;
+        const PowerGrid grid{by_row.data(), by_column.data(), by_column.size(), step};
+        sums = quantize_second_moments(second_floats, first_floats, rows, columns, grid, dead_zone, code_data, threads);
+    }
+    return array_of(std::move(sums));
+}
+
+void bind_statistics(nb::module_& m) {
+    m.def("second_moment_sums", sum_second_moments, "seconds"_a, "rows"_a, "columns"_a, nb::kw_only(),
+          "firsts"_a.none() = nb::none(), "by_column"_a = true, "threads"_a = 1);
+    m.def("quantize_second_moments", quantize_seconds, "seconds"_a, "rows"_a, "columns"_a, "row_exponents"_a,
+          "column_exponents"_a, "codes"_a, nb::kw_only(), "firsts"_a.none() = nb::none(), "step"_a, "dead_zone"_a,
+          "threads"_a = 1);
+    m.def(
+        "value_sums",
+        [](nb::handle values, uint64_t count, unsigned threads) {
+            const Bytes value_bytes(values);
+            const Floats floats = matrix_of(1, count, value_bytes, "values");
+            ValueSums sums;
+            {
+                nb::gil_scoped_release release;
+                sums = value_sums(floats, count, threads);
+            }
+            return nb::make_tuple(sums.max_magnitude, sums.mean, sums.squared_deviations);
+        },
+        "values"_a, "count"_a, nb::kw_only(), "threads"_a = 1);
+}
+
 }  // namespace
 
 void bind_quantizers(nb::module_& m) {
@@ -284,6 +379,7 @@ void bind_quantizers(nb::module_& m) {
     bind_cyclic(m);
     bind_kmeans(m);
     bind_lattice(m);
+    bind_statistics(m);
 }
 
 }  // namespace shrinkpoint

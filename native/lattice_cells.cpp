@@ -36,6 +36,14 @@ void fill_cells(const Lattice& lattice, const float* squares, uint64_t start, si
     if (lattice.seed != 0) fill_dithers(lattice.seed, start, count, cells.dithers);
 }
 
+void fill_relative_cells(const Lattice& lattice, const CodedMoments& seconds, uint64_t start, size_t count,
+                         Cells& cells) {
+    fill_exponents(*seconds.lattice, start, count, cells.exponents);
+    make_powers(read_codes(seconds.codes, start, count, cells.codes), cells.exponents, seconds.lattice->step, count,
+                cells.values);
+    fill_cells(lattice, cells.values, start, count, cells);
+}
+
 void values_of_codes(const Lattice& lattice, const int16_t* codes, size_t count, const Cells& cells, float* values) {
     if (lattice.powers)
         make_powers(codes, cells.exponents, lattice.step, count, values);

@@ -63,6 +63,10 @@ struct alignas(64) Cells {
     int16_t codes[kTile];
 };
 
+// As fill_cells, with steps relative to the roots of second moments.
+void fill_relative_cells(const Lattice& lattice, const CodedMoments& seconds, uint64_t start, size_t count,
+                         Cells& cells);
+
 // Steps or exponents, and dithers, of `count` positions from `start` on; `squares` are theirs, or null.
 void fill_cells(const Lattice& lattice, const float* squares, uint64_t start, size_t count, Cells& cells);
 

@@ -3,6 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "lattice_grid.hpp"
+
 namespace shrinkpoint {
 
 // A borrowed array of codes of 2 bytes or of 1; null for none.
@@ -19,5 +21,11 @@ inline const int16_t* read_codes(Codes codes, uint64_t start, size_t count, int1
     widen_codes(reinterpret_cast<const int8_t*>(codes.data) + start, count, buffer);
     return buffer;
 }
+
+// Second moments as a reader decodes them: by codes on a lattice of powers.
+struct CodedMoments {
+    const Lattice* lattice = nullptr;
+    Codes codes;
+};
 
 }  // namespace shrinkpoint

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cmath>
 #include <stdexcept>
+#include <vector>
 
 #include "lattice_cells.hpp"
 
@@ -33,21 +34,86 @@ SHRINKPOINT_KERNEL(void, apply_hysteresis,
     }
 }
 
+// Returns whether all codes fit.
+SHRINKPOINT_KERNEL(bool, narrow_codes, (const int16_t* codes, size_t count, int8_t* out), (codes, count, out)) {
+    int32_t lost = 0;
+    for (size_t i = 0; i < count; ++i) {
+        out[i] = static_cast<int8_t>(codes[i]);
+        lost |= out[i] ^ codes[i];
+    }
+    return lost == 0;
+}
+
+constexpr size_t kLanes = 8;  // sums side by side, in every instruction set as many
+
+struct Lanes {
+    double slope[kLanes] = {}, curvature[kLanes] = {}, squares[kLanes] = {};
+};
+
+SHRINKPOINT_KERNEL(void, add_errors,
+                   (const float* values, const float* decoded, const float* slopes, const float* squares, size_t count,
+                    Lanes& lanes),
+                   (values, decoded, slopes, squares, count, lanes)) {
+    Lanes sums = lanes;
+    const auto add = [&](size_t i, size_t lane) {
+        const double error = decoded[i] - values[i], square = error * error;
+        sums.slope[lane] += slopes[i] * error;
+        sums.curvature[lane] += squares[i] * square;
+        sums.squares[lane] += square;
+    };
+    size_t i = 0;
+    for (; i + kLanes <= count; i += kLanes)
+        for (size_t lane = 0; lane < kLanes; ++lane) add(i + lane, lane);
+    for (size_t lane = 0; i < count; ++i, ++lane) add(i, lane);
+    lanes = sums;
+}
+
 }  // namespace
 
-bool lattice_quantize(const Lattice& lattice, Floats values, const float* squares, Codes previous,
-                      float hysteresis, int16_t* codes, unsigned threads) {
+unsigned lattice_quantize(const Lattice& lattice, Floats values, const CodedMoments& seconds, Codes previous,
+                          float hysteresis, uint8_t* codes, unsigned code_bytes, unsigned threads) {
     if (lattice.powers) throw std::invalid_argument("nearest: points that stand for powers");
-    std::atomic<bool> fits{true};
+    if (seconds.lattice != nullptr && !seconds.lattice->powers)
+        throw std::invalid_argument("second moments: points that stand for multiples");
+    std::atomic<bool> fits{true}, narrow{true};
     by_tiles(lattice.count(), threads, [&](size_t, uint64_t start, size_t count, Cells& cells) {
-        fill_cells(lattice, offset_by(squares, start), start, count, cells);
+        if (seconds.lattice != nullptr)
+            fill_relative_cells(lattice, seconds, start, count, cells);
+        else
+            fill_cells(lattice, nullptr, start, count, cells);
         const float* tile_values = read_floats(values, start, count, cells.parent);
-        if (!round_all(tile_values, cells.steps, cells.dithers, count, codes + start)) fits = false;
+        int16_t* tile_codes = code_bytes == 2 ? reinterpret_cast<int16_t*>(codes) + start : cells.guesses;
+        if (!round_all(tile_values, cells.steps, cells.dithers, count, tile_codes)) fits = false;
         if (previous.data != nullptr && hysteresis > 0.5f)
             apply_hysteresis(tile_values, cells.steps, cells.dithers,
-                             read_codes(previous, start, count, cells.codes), hysteresis, count, codes + start);
+                             read_codes(previous, start, count, cells.codes), hysteresis, count, tile_codes);
+        if (code_bytes == 1 && !narrow_codes(tile_codes, count, reinterpret_cast<int8_t*>(codes) + start))
+            narrow = false;
     });
-    return fits;
+    return !fits ? 0 : code_bytes == 1 && narrow ? 1 : 2;
+}
+
+ErrorSums quantization_error_sums(const Lattice& lattice, Codes codes, Floats values, Floats slopes, Floats squares,
+                                  unsigned threads) {
+    if (lattice.powers) throw std::invalid_argument("errors: points that stand for powers");
+    static constexpr float kZeros[kTile] = {};
+    std::vector<Lanes> pieces(chunk_count(lattice.count(), kPiece));
+    by_tiles(lattice.count(), threads, [&](size_t piece, uint64_t start, size_t count, Cells& cells) {
+        alignas(64) float slope_buffer[kTile], square_buffer[kTile];
+        fill_cells(lattice, nullptr, start, count, cells);
+        values_of_codes(lattice, read_codes(codes, start, count, cells.codes), count, cells, cells.values);
+        add_errors(read_floats(values, start, count, cells.parent), cells.values,
+                   slopes.data == nullptr ? kZeros : read_floats(slopes, start, count, slope_buffer),
+                   squares.data == nullptr ? kZeros : read_floats(squares, start, count, square_buffer), count,
+                   pieces[piece]);
+    });
+    ErrorSums out;
+    for (const Lanes& lanes : pieces)  // in the order of pieces, whichever thread had them
+        for (size_t lane = 0; lane < kLanes; ++lane) {
+            out.slope += lanes.slope[lane], out.curvature += lanes.curvature[lane];
+            out.squares += lanes.squares[lane];
+        }
+    return out;
 }
 
 }  // namespace shrinkpoint

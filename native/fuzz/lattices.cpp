@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <vector>
@@ -260,34 +261,63 @@ std::vector<float> dithers_of(const Grid& grid) {
     return out;
 }
 
-// Codes of values; `fits` says whether they are of use.
-Bytes nearest(const Grid& grid, const Bytes& wanted, unsigned width, const Bytes& before, float hold, bool& fits) {
+// Second moments on a grid of powers, of the shape of another grid; steps that are relative to them are its own.
+struct Seconds {
+    Grid grid;
+    Bytes codes;
+};
+
+Seconds make_seconds(Choices& choose, const Grid& grid) {
+    const uint64_t rows = grid.lattice.rows, columns = grid.lattice.columns;
+    const Lattice lattice(true, make_exponents(choose, rows, grid.tame), make_exponents(choose, columns, grid.tame),
+                          rows, columns, grid.tame ? 1 : 1 + static_cast<int32_t>(choose.below(24)), 0);
+    Bytes codes(grid.count());
+    for (uint8_t& code : codes) code = static_cast<uint8_t>(choose.one_in(20) ? choose.word() : choose.below(4));
+    return {Grid{lattice, grid.tame}, codes};
+}
+
+// Codes of values; `code_bytes` are those that a code needs, 0 where codes are of no use.
+Bytes nearest(const Grid& grid, const Seconds* seconds, const Bytes& input, unsigned width, const Bytes& before,
+              float hold, unsigned& code_bytes) {
     const size_t count = grid.count();
-    const unsigned code_bytes = code_width(before);
-    const Exact values(wanted), squares(grid.squares), old(as_codes(before, code_bytes));
+    const unsigned old_bytes = code_width(before);
+    const Exact values(input), old(as_codes(before, old_bytes)), second_codes(seconds ? seconds->codes : Bytes());
+    const CodedMoments moments = seconds ? CodedMoments{&seconds->grid.lattice, {second_codes.data(), 1}} : CodedMoments();
     Bytes out = same_everywhere([&](unsigned threads) {
-        const Exact codes(Bytes(2 * count, 0xa5));
-        fits = lattice_quantize(grid.lattice, {values.data(), width}, floats_or_null(grid.squares, squares),
-                               Codes{before.empty() ? nullptr : old.data(), code_bytes}, hold,
-                               reinterpret_cast<int16_t*>(codes.data()), threads);
-        Bytes made(codes.data(), codes.data() + 2 * count);
-        made.push_back(fits);
-        return made;
+        const Exact codes(Bytes(2 * count, 0xa5)), narrow(Bytes(count, 0xa5));
+        const Codes previous{before.empty() ? nullptr : old.data(), old_bytes};
+        const bool fits =
+            lattice_quantize(grid.lattice, {values.data(), width}, moments, previous, hold, codes.data(), 2, threads);
+        code_bytes =
+            lattice_quantize(grid.lattice, {values.data(), width}, moments, previous, hold, narrow.data(), 1, threads);
+        expect(fits == (code_bytes != 0), "codes fit or not by their width");
+        Bytes all(codes.data(), codes.data() + 2 * count);
+        if (code_bytes == 1) expect(as_codes(all, 1) == Bytes(narrow.data(), narrow.data() + count), "narrow codes differ");
+        all.push_back(static_cast<uint8_t>(code_bytes));
+        return all;
     });
     out.pop_back();
     return out;
 }
 
-void check_nearest(Choices& choose, const Grid& grid) {
+void check_nearest(Choices& choose, Grid grid) {
+    if (grid.lattice.powers) return;
+    std::unique_ptr<Seconds> seconds;
+    if (!grid.squares.empty()) {
+        seconds = std::make_unique<Seconds>(make_seconds(choose, grid));
+        const std::vector<int8_t> narrow = elements<int8_t>(seconds->codes);
+        grid.squares = values_of(seconds->grid, bytes_of_all(std::vector<int16_t>(narrow.begin(), narrow.end())));
+    }
     const bool narrow = choose.one_in(3), held = choose.one_in(3);
     Bytes wanted = make_floats(choose, grid.count());
     if (choose.one_in(2)) wanted = values_of(grid, make_codes(choose, grid.count(), true));
     if (narrow) wanted = narrowed(wanted);
     const Bytes old = held ? make_codes(choose, grid.count(), false) : Bytes();
     const float hold = choose.one_in(4) ? 0.0f : static_cast<float>(choose.below(400)) / 100;
-    bool fits = false;
-    const std::vector<int16_t> codes = elements<int16_t>(nearest(grid, wanted, narrow ? 2 : 4, old, hold, fits));
-    if (!fits) return;
+    unsigned code_bytes = 0;
+    const std::vector<int16_t> codes =
+        elements<int16_t>(nearest(grid, seconds.get(), wanted, narrow ? 2 : 4, old, hold, code_bytes));
+    if (code_bytes == 0) return;
     const std::vector<uint16_t> halves = elements<uint16_t>(wanted);
     std::vector<float> values = elements<float>(wanted);
     if (narrow) values.assign(halves.size(), 0.0f);
@@ -307,12 +337,12 @@ void check_nearest(Choices& choose, const Grid& grid) {
 
 // A point is the nearest one to what it stands for.
 void check_points_stay(Choices& choose, const Grid& grid) {
-    if (!grid.tame) return;
+    if (!grid.tame || grid.lattice.powers || !grid.squares.empty()) return;
     std::vector<int16_t> codes = elements<int16_t>(make_codes(choose, grid.count(), true));
     for (int16_t& code : codes) code = std::clamp<int16_t>(code, 1 - kMaxCode, kMaxCode - 1);
-    bool fits = false;
-    const Bytes all = bytes_of_all(codes), back = nearest(grid, values_of(grid, all), 4, Bytes(), 0.5f, fits);
-    expect(fits && back == all, "points move");
+    unsigned code_bytes = 0;
+    const Bytes all = bytes_of_all(codes), back = nearest(grid, nullptr, values_of(grid, all), 4, Bytes(), 0.5f, code_bytes);
+    expect(code_bytes != 0 && back == all, "points move");
 }
 
 // Whatever a lattice is made of, it is refused or of the size that it says.

@@ -181,34 +181,51 @@ def lattice_quantize(
     values: Buffer,
     codes: Bytes,
     *,
-    squares: Buffer | None = None,
+    seconds: Lattice | None = None,
+    second_codes: Buffer | None = None,
     previous: Buffer | None = None,
     hysteresis: float = 0.5,
     threads: int = 1,
-) -> bool: ...
+) -> int: ...
+def quantization_error_sums(
+    lattice: Lattice,
+    codes: Buffer,
+    values: Buffer,
+    *,
+    slopes: Buffer | None = None,
+    squares: Buffer | None = None,
+    threads: int = 1,
+) -> tuple[float, float, float]: ...
+def second_moment_sums(
+    seconds: Buffer,
+    rows: int,
+    columns: int,
+    *,
+    firsts: Buffer | None = None,
+    by_column: bool = True,
+    threads: int = 1,
+) -> tuple[bool, bool, Doubles, Doubles, Doubles, Doubles, Doubles, Doubles]: ...
+def quantize_second_moments(
+    seconds: Buffer,
+    rows: int,
+    columns: int,
+    row_exponents: Buffer,
+    column_exponents: Buffer,
+    codes: Bytes,
+    *,
+    firsts: Buffer | None = None,
+    step: int,
+    dead_zone: float,
+    threads: int = 1,
+) -> Doubles: ...
+def value_sums(values: Buffer, count: int, *, threads: int = 1) -> tuple[float, float, float]: ...
 
 # Uniform grids and planes of bits (native/wire_uniform.hpp).
 def uniform_encode(
-    values: Buffer,
-    size: int,
-    bits: int,
-    wire: Bytes,
-    *,
-    seed: int | None = None,
-    brief: bool = True,
-    bfloat16: bool = False,
-    threads: int = 1,
+    values: Floats, size: int, bits: int, wire: Bytes, *, seed: int | None = None, brief: bool = True, threads: int = 1
 ) -> None: ...
 def uniform_decode(
-    wire: Buffer,
-    size: int,
-    bits: int,
-    values: Bytes,
-    *,
-    seed: int | None = None,
-    brief: bool = True,
-    bfloat16: bool = False,
-    threads: int = 1,
+    wire: Buffer, size: int, bits: int, values: Floats, *, seed: int | None = None, brief: bool = True, threads: int = 1
 ) -> None: ...
 def pack_planes(codes: Buffer, bits: int, planes: Bytes) -> None: ...
 def unpack_planes(planes: Buffer, bits: int, codes: Bytes) -> None: ...
@@ -224,18 +241,10 @@ def sparse_gather(values: Buffer, indices: Buffer, chosen: Bytes) -> bool: ...
 def sparse_random(n: int, seed: int, indices: Bytes) -> None: ...
 
 # Groups of values on levels of their own, blocks of small floats, and rotations (native/wire_blocks.hpp).
-def normal_encode(
-    values: Buffer, centers: Buffer, wire: Bytes, *, group: int, bits: int, bfloat16: bool = False, threads: int = 1
-) -> None: ...
-def normal_decode(
-    wire: Buffer, centers: Buffer, values: Bytes, *, group: int, bits: int, bfloat16: bool = False, threads: int = 1
-) -> None: ...
-def blockfloat_encode(
-    values: Buffer, wire: Bytes, *, block: int, bits: int, bfloat16: bool = False, threads: int = 1
-) -> None: ...
-def blockfloat_decode(
-    wire: Buffer, values: Bytes, *, block: int, bits: int, bfloat16: bool = False, threads: int = 1
-) -> None: ...
+def normal_encode(values: Buffer, centers: Buffer, wire: Bytes, *, group: int, bits: int, threads: int = 1) -> None: ...
+def normal_decode(wire: Buffer, centers: Buffer, values: Bytes, *, group: int, bits: int, threads: int = 1) -> None: ...
+def blockfloat_encode(values: Buffer, wire: Bytes, *, block: int, bits: int, threads: int = 1) -> None: ...
+def blockfloat_decode(wire: Buffer, values: Bytes, *, block: int, bits: int, threads: int = 1) -> None: ...
 def rotate(
     values: Buffer,
     signs: Buffer,
@@ -243,17 +252,10 @@ def rotate(
     *,
     flags: Bytes | None = None,
     limit: float = 0.0,
-    bfloat16: bool = False,
     threads: int = 1,
 ) -> None: ...
 def rotate_back(
-    turned: Buffer,
-    signs: Buffer,
-    values: Bytes,
-    *,
-    flags: Buffer | None = None,
-    bfloat16: bool = False,
-    threads: int = 1,
+    turned: Buffer, signs: Buffer, values: Bytes, *, flags: Buffer | None = None, threads: int = 1
 ) -> None: ...
 def progress_sums(
     weight: Buffer, parent_weight: Buffer, stored: Buffer, parent_stored: Buffer, count: int, *, threads: int = 1

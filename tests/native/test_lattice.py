@@ -190,22 +190,28 @@ def test_every_instruction_set_and_number_of_threads_gives_the_same_bits(law: st
 def test_the_nearest_point_is_torch_s_and_an_old_one_is_held(law: str, width: int) -> None:
     for shape in SHAPES:
         case = make(law, shape, 3, seed=9 * (shape[0] > 3))
-        held = torch.tensor([1.0]) if case.squares is None else case.squares + 0.1
-        squares = None if law == "linear" else held
+        seconds = None if law == "linear" else make("log", shape, 3, most=2, step=24)
+        seconds = seconds and replace(seconds, codes=seconds.codes.clamp(min=-2))  # none is zero
+        squares = None if seconds is None else reference.values(seconds.lattice, seconds.codes)
         values = reference.values(case.lattice, case.codes, squares) * 1.07
         values = values.to(torch.bfloat16) if width == 16 else values
         before = (case.codes + torch.randint(-1, 2, case.shape, generator=torch.Generator().manual_seed(1))).short()
         for old, hold in ((None, 0.5), (before, 0.5), (before, 0.7), (before, 1.5)):
             expected, fits = reference.nearest(case.lattice, values, squares, old, hold)
-            codes = room(case, 2)
-            given = {"previous": None if old is None else tensor_bytes(old), "hysteresis": hold}
-            given |= {"squares": None if squares is None else tensor_bytes(squares)}
-            assert fits and _native.lattice_quantize(case.native, tensor_bytes(values), codes, **given)
-            same(codes, expected, torch.int16)
-            if old is not None:
-                given["previous"] = tensor_bytes(old.to(torch.int8))
-                assert _native.lattice_quantize(case.native, tensor_bytes(values), codes, **given)
-                same(codes, expected, torch.int16)
+            assert fits
+            arguments: dict[str, Any] = {"hysteresis": hold, "threads": case.threads}
+            if seconds is not None:
+                codes = seconds.with_narrow_codes() or seconds
+                arguments |= {"seconds": seconds.native, "second_codes": tensor_bytes(codes.codes)}
+            for dtype in (torch.int16, torch.int8) if old is not None else (torch.int16,):
+                arguments["previous"] = None if old is None else tensor_bytes(old.to(dtype))
+                for code_bytes in (2, 1):
+                    codes_out = room(case, code_bytes)
+                    fitting = _native.lattice_quantize(case.native, tensor_bytes(values), codes_out, **arguments)
+                    narrow = torch.equal(expected.to(torch.int8).to(torch.int16), expected)
+                    assert fitting == (1 if code_bytes == 1 and narrow else 2) or not expected.numel()
+                    if fitting == code_bytes:
+                        same(codes_out, expected.to(torch.int8 if code_bytes == 1 else torch.int16), None)
 
 
 @pytest.mark.parametrize("far", [40000.0, -32766.0, float("inf"), float("nan")])
@@ -214,7 +220,8 @@ def test_a_value_that_no_code_reaches_is_told(far: float) -> None:
     values, codes = np.zeros(5000, np.float32), np.zeros(10000, np.uint8)
     values[4000] = 32765.75
     assert not _native.lattice_quantize(flat, tensor_bytes(torch.from_numpy(values)) * 0 + 255, codes)
-    assert _native.lattice_quantize(flat, values.view(np.uint8), codes) and codes.view(np.int16)[4000] == 32766
+    assert _native.lattice_quantize(flat, values.view(np.uint8), codes) == 2 and codes.view(np.int16)[4000] == 32766
+    assert _native.lattice_quantize(flat, values.view(np.uint8), codes[:5000]) == 2  # codes of one byte are too narrow
     values[3000] = far
     assert not _native.lattice_quantize(flat, values.view(np.uint8), codes)
 

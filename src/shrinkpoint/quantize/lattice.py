@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shrinkpoint import _native
 from shrinkpoint.codec.lattice import MAX_LATTICE_CODE, Lattice, LatticeTensor, as_matrix, matrix_shape
-from shrinkpoint.tensors.dtypes import tensor_bytes
+from shrinkpoint.tensors.dtypes import as_native_float, tensor_bytes
 
 
 def quantize_to_lattice(
     tensor: Tensor,
     lattice: Lattice,
     *,
-    second_moments: Tensor | None = None,
+    second_moment: LatticeTensor | None = None,
     relative_to: str = "",
     previous_codes: Tensor | None = None,
     hysteresis: float = 0.5,
@@ -25,45 +24,88 @@ def quantize_to_lattice(
     Args:
         tensor: finite floats of 16 or 32 bits, any strides, on any device.
         lattice: of spacing "linear" or "relative".
-        second_moments: with spacing "relative", the second moment, of the shape of `tensor`.
+        second_moment: with spacing "relative", the quantized second moment, of the shape of `tensor`.
         relative_to: the name of that second moment.
         previous_codes: int8 or int16, the codes of the previous checkpoint on the same lattice; or None.
         hysteresis: at least 1/2.
 
     Returns:
-        The quantized tensor; None if some value lies beyond all points.
+        The quantized tensor, with codes of one byte if all of them fit; None if some value lies beyond all points.
     """
     quantize = _quantize_native if tensor.device.type == "cpu" else _quantize_torch
-    codes = quantize(tensor, lattice, second_moments, previous_codes, hysteresis)
+    codes = quantize(tensor, lattice, second_moment, previous_codes, hysteresis)
     return None if codes is None else LatticeTensor(codes.reshape(tensor.shape), lattice, relative_to)
 
 
 def _quantize_native(
-    tensor: Tensor, lattice: Lattice, second_moments: Tensor | None, previous_codes: Tensor | None, hysteresis: float
+    tensor: Tensor,
+    lattice: Lattice,
+    second_moment: LatticeTensor | None,
+    previous_codes: Tensor | None,
+    hysteresis: float,
 ) -> Tensor | None:
-    native = tensor if tensor.dtype in (torch.float32, torch.bfloat16) else tensor.to(torch.float32)
-    codes = _native.empty(2 * tensor.numel())
-    fits = _native.lattice_quantize(
-        lattice.to_native(matrix_shape(tuple(tensor.shape))),
-        tensor_bytes(native),
-        codes,
-        squares=None if second_moments is None else tensor_bytes(second_moments.to("cpu", torch.float32)),
-        previous=None if previous_codes is None else tensor_bytes(previous_codes.cpu()),
-        hysteresis=hysteresis,
-        threads=torch.get_num_threads(),
-    )
-    return torch.from_numpy(codes.view(np.int16)) if fits else None
+    shape = matrix_shape(tuple(tensor.shape))
+    for dtype in (torch.int8, torch.int16):
+        codes = torch.from_numpy(_native.empty(dtype.itemsize * tensor.numel())).view(dtype)
+        code_bytes = _native.lattice_quantize(
+            lattice.to_native(shape),
+            tensor_bytes(as_native_float(tensor)),
+            tensor_bytes(codes),
+            seconds=None if second_moment is None else second_moment.lattice.to_native(shape),
+            second_codes=None if second_moment is None else tensor_bytes(second_moment.codes.cpu()),
+            previous=None if previous_codes is None else tensor_bytes(previous_codes.cpu()),
+            hysteresis=hysteresis,
+            threads=torch.get_num_threads(),
+        )
+        if code_bytes <= dtype.itemsize:
+            return codes if code_bytes else None
+    return None
 
 
 def _quantize_torch(
-    tensor: Tensor, lattice: Lattice, second_moments: Tensor | None, previous_codes: Tensor | None, hysteresis: float
+    tensor: Tensor,
+    lattice: Lattice,
+    second_moment: LatticeTensor | None,
+    previous_codes: Tensor | None,
+    hysteresis: float,
 ) -> Tensor | None:
-    positions = lattice_positions(tensor, lattice, second_moments)
+    squares = None if second_moment is None else second_moment.dequantize(torch.float32)
+    positions = lattice_positions(tensor, lattice, squares)
     codes = positions.round()
     if previous_codes is not None:
         previous = as_matrix(previous_codes).to(positions.device, torch.float32)
         codes = torch.where((positions - previous).abs() <= hysteresis, previous, codes)
-    return codes.to(torch.int16) if bool((codes.abs() <= MAX_LATTICE_CODE).all()) else None
+    low, high = (float(end) for end in torch.aminmax(codes)) if codes.numel() else (0.0, 0.0)
+    if not -MAX_LATTICE_CODE <= low <= high <= MAX_LATTICE_CODE:
+        return None
+    return codes.to(torch.int8 if low >= -128 and high <= 127 else torch.int16)
+
+
+def quantization_error_sums(
+    weight: Tensor, quantized: LatticeTensor, slopes: Tensor | None, squares: Tensor | None
+) -> tuple[float, float, float]:
+    """Sum over the errors e of a quantized weight: slopes times e, squares times e^2, and e^2, in float64.
+
+    Args:
+        weight: floats of 16 or 32 bits; errors are those of the decoded float32 values.
+        quantized: of spacing "linear", on the device of `weight`.
+        slopes, squares: matrices of as many values, float32 or bfloat16; None: zero.
+    """
+    if weight.device.type == "cpu":
+        return _native.quantization_error_sums(
+            quantized.lattice.to_native(matrix_shape(tuple(weight.shape))),
+            tensor_bytes(quantized.codes),
+            tensor_bytes(as_native_float(weight)),
+            slopes=None if slopes is None else tensor_bytes(slopes.cpu()),
+            squares=None if squares is None else tensor_bytes(squares.cpu()),
+            threads=torch.get_num_threads(),
+        )
+    errors = as_matrix(quantized.dequantize(torch.float32)) - as_matrix(weight).to(torch.float32)
+    errors = errors.to(torch.float64)
+    square_errors = errors.square()
+    slope = 0.0 if slopes is None else float((slopes.to(errors.device) * errors).sum())
+    curvature = 0.0 if squares is None else float((squares.to(errors.device) * square_errors).sum())
+    return slope, curvature, float(square_errors.sum())
 
 
 def lattice_positions(tensor: Tensor, lattice: Lattice, second_moments: Tensor | None = None) -> Tensor:

@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shrinkpoint.codec.lattice import as_matrix
+from shrinkpoint import _native
 from shrinkpoint.errors import PolicyError, StateError
+from shrinkpoint.tensors.dtypes import as_native_float, tensor_bytes
 
 HistogramArray: TypeAlias = Tensor | npt.NDArray[Any]
 """Values or counts of a histogram's cells: 1-d, on any device."""
@@ -232,9 +233,32 @@ CODE_LIMIT = 4096
 """Codes from -4096 to 4095 are counted separately; codes beyond are counted as the nearest of these."""
 
 
+@dataclass(frozen=True)
+class ValueSums:
+    """The largest magnitude of a tensor (nan if a value is), the mean, and the sum of squared distances from it."""
+
+    max_magnitude: float
+    mean: float
+    squared_deviations: float
+
+
+def value_sums(tensor: Tensor) -> ValueSums:
+    """Compute the largest magnitude, mean and squared deviations of a floating-point tensor in one pass, in float64."""
+    values = as_native_float(tensor)
+    if values.device.type == "cpu":
+        count, threads = values.numel(), torch.get_num_threads()
+        return ValueSums(*_native.value_sums(tensor_bytes(values), count, threads=threads))
+    if not values.numel():
+        return ValueSums(0.0, 0.0, 0.0)
+    low, high = (float(end) for end in torch.aminmax(values))
+    largest = math.nan if math.isnan(low) else max(-low, high)
+    mean = values.mean(dtype=torch.float64)
+    return ValueSums(largest, float(mean), float((values - mean).square().sum()))
+
+
 def weight_std(weight: Tensor) -> float:
-    """Return the population standard deviation of a weight, computed in float32."""
-    return float(as_matrix(weight).to(torch.float32).std(correction=0))
+    """Return the population standard deviation of a weight, computed in float64."""
+    return math.sqrt(value_sums(weight).squared_deviations / max(1, weight.numel()))
 
 
 def count_codes(codes: Tensor) -> Tensor:

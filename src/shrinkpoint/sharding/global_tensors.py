@@ -302,20 +302,21 @@ class GlobalTensors:
         return {*self.reduce(dict.fromkeys(names), lambda _: None)}
 
     def marginals(
-        self, names: Iterable[str], matrices: Callable[[str], Tensor], *, columns: bool = True
+        self, names: Iterable[str], local_sums: Callable[[str], tuple[Tensor, Tensor]], *, columns: bool = True
     ) -> dict[str, Marginals]:
         """Sums by row and by column of global tensors, by global name.
 
         Args:
             names: local names.
-            matrices: returns the values to be summed of a local tensor, as a matrix; called once for each name.
-            columns: False: sum only by row.
+            local_sums: returns the sums by row and by column of a local tensor, seen as a matrix, float64 on the CPU;
+                called once for each name.
+            columns: False: sum only by row; the second of the local sums is not read.
         """
         cells, values = [np.empty(0, np.int64)], [np.empty(0, np.float32)]
         for name in filter(self.is_primary, names):
             shard = self.local_shards[name]
             cells.append((self._index[shard.spec.global_name] << CELL_BITS) + _marginal_cells(shard, columns))
-            values.append(_shard_sums(matrices(name), shard, columns).numpy())
+            values.append(_shard_sums(*local_sums(name), shard, columns).numpy())
         all_cells, (sums,) = self.collectives.reduce_cells(np.concatenate(cells), [np.concatenate(values)], [np.add])
         parts = split_cells(all_cells)
         return dict(self._dense_marginals(key, indices, sums[where], columns) for key, indices, where in parts)
@@ -352,12 +353,11 @@ def _marginal_cells(shard: TensorShard, columns: bool) -> Array:
     return np.concatenate([rows, nrows + every[shard.spec.columns(shard.sizes)].numpy()])
 
 
-def _shard_sums(x: Tensor, shard: TensorShard, columns: bool) -> Tensor:
+def _shard_sums(row_sums: Tensor, column_sums: Tensor, shard: TensorShard, columns: bool) -> Tensor:
     """Sums of a shard by row, then by column, float32; the total only, if the global tensor has one row."""
     if matrix_shape(shard.spec.global_shape)[0] == 1:
-        return x.sum(dtype=torch.float64).reshape(1).float().cpu()
-    parts = [x.sum(1, dtype=torch.float64)] + ([x.sum(0, dtype=torch.float64)] if columns else [])
-    return torch.cat(parts).float().cpu()
+        return row_sums.sum().reshape(1).float()
+    return torch.cat([row_sums, column_sums] if columns else [row_sums]).float()
 
 
 def count_mean_m2(tensor: Tensor) -> tuple[int, float, float]:

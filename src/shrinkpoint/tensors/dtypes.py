@@ -67,6 +67,12 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if integer is None else tensor.view(integer)
 
 
+def as_native_float(tensor: torch.Tensor) -> torch.Tensor:
+    """Cast to float32 unless the native core reads the dtype (float32, bfloat16); on its device, without gradient."""
+    tensor = tensor.detach()
+    return tensor if tensor.dtype in (torch.float32, torch.bfloat16) else tensor.to(torch.float32)
+
+
 def empty(shape: tuple[int, ...], dtype: torch.dtype, *, pin: bool = False) -> torch.Tensor:
     """Allocate a contiguous CPU tensor; as an integer dtype first, because torch warns about new complex32 tensors."""
     integer = _INTEGER_DTYPES.get(dtype.itemsize)

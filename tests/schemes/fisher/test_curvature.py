@@ -13,11 +13,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import shrinkpoint as sp
-from shrinkpoint.codec.lattice import as_matrix
+from shrinkpoint.codec.lattice import Lattice, LatticeTensor, as_matrix, scale_counts
 from shrinkpoint.schemes.fisher.curvature import Curvature, estimate_curvatures
 from shrinkpoint.tensors.flat_state import flatten
 
 SHAPES = [(40,), (6, 9), (4, 3, 2, 2)]
+
+
+def zeros_like(tensor: Tensor) -> LatticeTensor:
+    """The quantized tensor that decodes to zeros."""
+    rows, columns = (torch.zeros(count, dtype=torch.int16) for count in scale_counts("linear", tuple(tensor.shape)))
+    return LatticeTensor(torch.zeros(tensor.shape, dtype=torch.int8), Lattice("linear", rows, columns))
 
 
 @settings(max_examples=40, deadline=None)
@@ -38,7 +44,9 @@ def test_the_prediction_is_exact_for_a_quadratic_loss_of_that_curvature(shape, r
 
     m = h * (w - w0) * (1 - betas[0] ** step)
     v = h / terms * (1 - betas[1] ** step)
-    slope, curved = known_of(adam({"a": w}, {"a": v}, {"a": m}, step=step, betas=betas))["a"].rise_terms(as_matrix(d))
+    slope, curved = known_of(adam({"a": w}, {"a": v}, {"a": m}, step=step, betas=betas))["a"].rise_terms(
+        -d, zeros_like(d)
+    )
     assert slope + terms * curved == pytest.approx(loss(w + d) - loss(w), rel=1e-3, abs=1e-4 * loss(w))
 
 
@@ -100,7 +108,7 @@ def test_a_recorder_of_squares_is_asked_where_the_optimizer_has_none(tmp_path, s
 def test_where_nothing_is_known_nothing_is_predicted():
     known = known_of({"model": {"a": normal(6, 9)}})["a"]
     assert known.squares is None and known.slope is None
-    assert known.mean == 0 and known.rise_terms(normal(6, 9)) == (0.0, 0.0)
+    assert known.mean == 0 and known.rise_terms(normal(6, 9), zeros_like(normal(6, 9))) == (0.0, 0.0)
 
 
 def broken(state: dict, key: str, value: float) -> dict:

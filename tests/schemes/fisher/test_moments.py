@@ -15,14 +15,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import shrinkpoint as sp
-from shrinkpoint.codec.lattice import LatticeTensor, as_matrix
+from shrinkpoint.codec.lattice import Lattice, LatticeTensor, as_matrix
+from shrinkpoint.quantize.second_moment import quantize_second_moment, relative_squares, second_moment_sums
 from shrinkpoint.schemes.fisher.moments import (
     MIN_LATTICE_NUMEL,
     MomentPrecision,
+    first_row_exponents,
     moments_to_lattices,
     quantize_first,
     quantize_momentum,
-    quantize_second,
+    second_exponents,
 )
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import flatten, unflatten
@@ -99,18 +101,30 @@ def test_rows_and_columns_keep_their_means():
         assert float((found.log2().mean(axis) - v.log2().mean(axis)).abs().max()) < 0.75
 
 
-def relative(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def quantize_second(v: Tensor) -> LatticeTensor:
+    exponents = second_exponents(tuple(v.shape), second_moment_sums(v))
+    return quantize_second_moment(v, None, Lattice("log", *exponents, step=STEPS.second_step), STEPS.dead_zone)[0]
+
+
+def quantize_beside(m: Tensor, v: LatticeTensor, seed: int) -> LatticeTensor | None:
+    means = relative_squares(m, v.dequantize(torch.float32)).mean(1)
+    return quantize_first(m, v, "v", seed, first_row_exponents(means, STEPS))
+
+
+def relative(shape: tuple[int, ...]) -> tuple[Tensor, LatticeTensor, Tensor]:
+    """A first moment, the second one beside it, and what a reader decodes of that."""
     v = squares(*shape)
-    return normal(*shape, seed=9, scale=0.3) * v.sqrt(), v
+    points = quantize_second(v)
+    return normal(*shape, seed=9, scale=0.3) * v.sqrt(), points, points.dequantize(torch.float32)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("alone", [False, True])
 def test_the_error_of_first_moments_is_at_most_half_a_step_and_zero_on_average(shape, alone):
-    m, v = relative(shape)
+    m, second, v = relative(shape)
     total, count = torch.zeros(shape), 200
     for seed in range(1, count + 1):
-        points = quantize_momentum(m, seed, STEPS) if alone else quantize_first(m, v, "v", seed, STEPS)
+        points = quantize_momentum(m, seed, STEPS) if alone else quantize_beside(m, second, seed)
         assert points is not None
         half = points.lattice.scales(None if alone else as_matrix(v)).expand(as_matrix(m).shape).reshape(shape) / 2
         error = points.dequantize(torch.float32, None if alone else v) - m
@@ -135,10 +149,10 @@ def test_each_save_and_each_tensor_has_a_dither_of_its_own():
 @pytest.mark.parametrize("alone", [False, True])
 def test_rows_that_hardly_move_get_little_noise(alone):
     """At most four root mean squares of the row, be it a millionth of the others."""
-    m, v = relative((40, 64))
+    m, second, v = relative((40, 64))
     m[:10] *= 1e-3
     m[10] *= 1e-6
-    points = quantize_momentum(m, 3, STEPS) if alone else quantize_first(m, v, "v", 3, STEPS)
+    points = quantize_momentum(m, 3, STEPS) if alone else quantize_beside(m, second, 3)
     assert points is not None
     error = points.dequantize(torch.float32, None if alone else v) - m
     error, usual = (error, m) if alone else (error / v.sqrt(), m / v.sqrt())
@@ -229,7 +243,7 @@ def test_step_counters_and_rates_stay_exact():
 
 @pytest.mark.parametrize("which", ["both", "second", "first"])
 def test_bfloat16_moments_are_coded_too(which):
-    m, v = relative((48, 32))
+    m, _, v = relative((48, 32))
     m, v = m.bfloat16() if which != "second" else m, v.bfloat16() if which != "first" else v
     first_, second_ = beside(m, v)
     assert first_.dtype == m.dtype and second_.dtype == v.dtype
@@ -277,7 +291,7 @@ def test_dead_rows_of_a_second_moment_have_no_say_in_the_others():
     v = squares(32, 48)
     dead = v.clone()
     dead[4] = 0.0
-    found, other = (quantize_second(x, None, STEPS).dequantize(torch.float32) for x in (v, dead))
+    found, other = (quantize_second(x).dequantize(torch.float32) for x in (v, dead))
     assert not other[4].any()
     live = torch.arange(32) != 4
     assert float((found[live].log2() - other[live].log2()).abs().mean()) < 0.3

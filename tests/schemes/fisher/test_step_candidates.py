@@ -52,10 +52,7 @@ def test_what_is_predicted_without_a_draft_is_what_a_draft_has(size):
 def test_a_draft_predicts_from_its_own_errors():
     made = drafts()
     draft = made.quantize(-8)
-    rises = [
-        made.curvatures[name].rise_terms(error.reshape(len(error), -1) if error.dim() > 1 else error[None])
-        for name, error in errors(made, -8).items()
-    ]
+    rises = [made.curvatures[name].rise_terms(made.weights[name], points) for name, points in draft.points.items()]
     assert draft.slope_term == pytest.approx(sum(first for first, _ in rises))
     assert draft.curvature_term == pytest.approx(sum(second for _, second in rises))
 

@@ -20,10 +20,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shrinkpoint.codec.lattice import as_matrix
+from shrinkpoint.codec.lattice import LatticeTensor, as_matrix
+from shrinkpoint.quantize.lattice import quantization_error_sums
+from shrinkpoint.quantize.second_moment import MatrixSums, second_moment_sums
 from shrinkpoint.schemes.fisher import optimizer_moments
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights
-from shrinkpoint.schemes.fisher.optimizer_moments import adafactor_moment, bnb_moment, correct_bias, moment_matrix
+from shrinkpoint.schemes.fisher.optimizer_moments import (
+    MomentStatistics,
+    adafactor_moment,
+    bias_factor,
+    bnb_moment,
+)
 from shrinkpoint.sharding.global_tensors import Marginals
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import OptimizerInfo
@@ -47,77 +54,133 @@ class SquaredGradientSource(Protocol):
 class Curvature:
     """Slope and curvature of the loss at one weight, or at this rank's shard of it, seen as a matrix.
 
+    Moments are held as the optimizer has them, and multiplied by a factor where they are used: no copy is made.
+
     Attributes:
-        squares: mean squared gradients, float32 [rows, columns]; None if unknown.
-        slope: mean gradients, float32 [rows, columns]; None if unknown.
+        second: float32 or bfloat16 [rows, columns]; times `second_factor`, mean squared gradients; None if unknown.
+        first: the same of mean gradients, times `first_factor`.
         relative_only: the squares are those of momentum, so only ratios between them mean anything.
         probed: the squares are the curvature itself, from measured rises: of a single loss term, N is 1.
         marginals: sums of the squares of the global tensor, if this rank has a shard of it; None if it has all of it.
+        second_sums: sums of `second` by row and by column, if they have been computed already.
     """
 
-    squares: Tensor | None = field(default=None, repr=False)
-    slope: Tensor | None = field(default=None, repr=False)
+    second: Tensor | None = field(default=None, repr=False)
+    first: Tensor | None = field(default=None, repr=False)
     relative_only: bool = False
     probed: bool = False
     marginals: Marginals | None = field(default=None, repr=False)
+    second_factor: float = 1.0
+    first_factor: float = 1.0
+    second_sums: MatrixSums | None = field(default=None, repr=False)
+
+    @property
+    def squares(self) -> Tensor | None:
+        """Mean squared gradients, float32 [rows, columns]; a new tensor."""
+        return None if self.second is None else self.second.to(torch.float32) * self.second_factor
+
+    @property
+    def slope(self) -> Tensor | None:
+        """Mean gradients, float32 [rows, columns]; a new tensor."""
+        return None if self.first is None else self.first.to(torch.float32) * self.first_factor
+
+    @cached_property
+    def local_sums(self) -> MatrixSums | None:
+        """Sums of the squares of this rank's shard by row and by column; None if unknown."""
+        if self.second is None:
+            return None
+        sums = self.second_sums or second_moment_sums(self.second).values
+        return sums.scaled(self.second_factor)
 
     @cached_property
     def mean(self) -> float:
-        """The mean of the squares of the global tensor; 0 if unknown."""
+        """The mean of the squares of the global tensor; 0 if unknown, infinite if their sum is no float32."""
         if self.marginals is not None:
             return self.marginals.mean
-        if self.squares is None or self.squares.numel() == 0:
+        if self.second is None or self.second.numel() == 0 or self.local_sums is None:
             return 0.0
-        return float(self.squares.sum(dtype=torch.float32)) / self.squares.numel()
+        return float(self.local_sums.rows.sum().to(torch.float32)) / self.second.numel()
 
     def mean_along(self, axis: int) -> Tensor | None:
         """Means of the squares of the global tensor along an axis (1: one mean per row), float32; None if unknown."""
         if self.marginals is not None:
             return self.marginals.mean_along(axis).to(torch.float32)
-        return None if self.squares is None else self.squares.mean(axis)
+        if self.second is None or self.local_sums is None:
+            return None
+        sums = self.local_sums.rows if axis == 1 else self.local_sums.columns
+        return (sums / max(1, self.second.shape[axis])).to(torch.float32)
 
     @classmethod
     def from_optimizer(
-        cls, weight: Tensor, state: FlatState, optimizer_info: OptimizerInfo | None, recorded: Tensor | None
+        cls,
+        weight: Tensor,
+        state: FlatState,
+        optimizer_info: OptimizerInfo | None,
+        recorded: Tensor | None,
+        statistics: MomentStatistics | None = None,
     ) -> Curvature:
         """Read the curvature of a local tensor from its optimizer state, whether it is finite or not.
 
         Taken is the second moment, its factors, or its 8 bits; else what was recorded; else the square of momentum,
         which has the same shape but is too small by a factor that all weights have in common. The number of terms
         makes up for that factor.
-        """
-        first = None if optimizer_info is None else moment_matrix(state, optimizer_info.moment1, weight)
-        second = None if optimizer_info is None else moment_matrix(state, optimizer_info.moment2, weight)
-        slope = None
-        if first is not None and optimizer_info is not None:
-            slope = (
-                correct_bias(first, optimizer_info.beta1, optimizer_info.step)
-                if second is not None
-                else first * (1 - (optimizer_info.beta1 or 0.0))
-            )
-        if second is not None and optimizer_info is not None:
-            return cls(correct_bias(second, optimizer_info.beta2, optimizer_info.step), slope)
-        squares = None
-        if optimizer_info is not None and optimizer_info.factors is not None:
-            squares = adafactor_moment(state, optimizer_info.factors, weight)
-        elif optimizer_info is not None and optimizer_info.blocks is not None:
-            squares = bnb_moment(state, optimizer_info.blocks, weight)
-        if squares is not None:
-            return cls(squares, slope)
-        if recorded is not None and recorded.shape == weight.shape:
-            return cls(as_matrix(recorded).to(weight.device, torch.float32), slope)
-        return cls(None if slope is None else slope.square(), slope, relative_only=True)
-
-    def rise_terms(self, error: Tensor) -> tuple[float, float]:
-        """(slope term, curvature term of one loss term) of the rise that an error causes; zeros if unknown.
 
         Args:
-            error: float32 [rows, columns].
+            statistics: of the moments of `state`; None: none have been computed.
         """
-        flat = error.reshape(-1)
-        first = 0.0 if self.slope is None else float(torch.dot(self.slope.reshape(-1), flat))
-        second = 0.0 if self.squares is None else float(torch.dot(self.squares.reshape(-1), flat.square())) / 2
-        return first, second
+        statistics = MomentStatistics(state) if statistics is None else statistics
+        info = optimizer_info
+        first = None if info is None else statistics.moment_matrix(info.moment1, weight)
+        second = None if info is None else statistics.moment_matrix(info.moment2, weight)
+        if info is not None and info.moment2 is not None and second is not None:
+            factors = bias_factor(info.beta2, info.step), bias_factor(info.beta1, info.step)
+            return cls(
+                second,
+                first,
+                second_factor=factors[0],
+                first_factor=factors[1],
+                second_sums=statistics.sums(info.moment2).values,
+            )
+        factor = 1 - (0.0 if info is None else info.beta1 or 0.0)
+        squares = None
+        if info is not None and info.factors is not None:
+            squares = adafactor_moment(state, info.factors, weight)
+        elif info is not None and info.blocks is not None:
+            squares = bnb_moment(state, info.blocks, weight)
+        if squares is None and recorded is not None and recorded.shape == weight.shape:
+            squares = as_matrix(recorded).to(weight.device, torch.float32)
+        if squares is not None or first is None:
+            return cls(squares, first, relative_only=squares is None, first_factor=factor)
+        return cls((first.to(torch.float32) * factor).square(), first, relative_only=True, first_factor=factor)
+
+    def rise_terms(self, weight: Tensor, quantized: LatticeTensor) -> tuple[float, float]:
+        """(slope term, curvature term of one loss term) of the rise that quantizing a weight causes.
+
+        Both are 0 if unknown.
+        """
+        is_constant = self.second is not None and self.second.numel() > 0 and self.second.stride() == (0, 0)
+        squares = None if is_constant else self.second
+        slope, curvature, error = quantization_error_sums(weight, quantized, self.first, squares)
+        if is_constant and self.second is not None:
+            curvature = error * float(self.second[0, 0])
+        return self.first_factor * slope, self.second_factor * curvature / 2
+
+    def weighted_sum(self, rows: Tensor, columns: Tensor) -> float:
+        """The sum of the squares times a factor for each row and each column; 0 if unknown.
+
+        Args:
+            rows, columns: float64 on the device of the squares; `columns` has one value for all or one for each.
+        """
+        if self.second is None:
+            return 0.0
+        if self.second.stride() == (0, 0):
+            count = self.second.shape[1] if columns.numel() == 1 else 1
+            row_sums = self.second[:, 0].to(torch.float64) * columns.sum(dtype=torch.float64) * count
+        elif columns.numel() == 1:
+            row_sums = self.second.sum(1, dtype=torch.float64) * columns.double()
+        else:
+            row_sums = torch.mv(self.second.to(torch.float32), columns.to(torch.float32)).to(torch.float64)
+        return self.second_factor * float((row_sums * rows.to(torch.float64)).sum())
 
 
 @dataclass(frozen=True)
@@ -140,7 +203,10 @@ class _Summary:
 
 
 def estimate_curvatures(
-    weights: GlobalWeights, state: FlatState, recorded: Mapping[str, Tensor]
+    weights: GlobalWeights,
+    state: FlatState,
+    recorded: Mapping[str, Tensor],
+    statistics: MomentStatistics | None = None,
 ) -> dict[str, Curvature]:
     """Estimate the curvature of this rank's shard of every weight, by name; a collective.
 
@@ -149,17 +215,19 @@ def estimate_curvatures(
 
     Args:
         recorded: mean squared gradients by name in the state.
+        statistics: of the moments of `state`; None: none have been computed.
     """
-    local = {name: _read_local(name, weights, state, recorded.get(name)) for name in weights.local}
+    statistics = MomentStatistics(state) if statistics is None else statistics
+    local = {name: _read_local(name, weights, state, recorded.get(name), statistics) for name in weights.local}
     whole = {name for name in local if weights.is_whole(name)}
     kinds = weights.tensors.reduce(
         {name: (_kind(curvature), curvature.mean if name in whole else 0.0) for name, curvature in local.items()},
         _merge_kinds,
     )
     split = {
-        name: curvature.squares
+        name: (curvature.local_sums.rows, curvature.local_sums.columns)
         for name, curvature in local.items()
-        if curvature.squares is not None and name not in whole
+        if curvature.local_sums is not None and name not in whole
     }
     marginals = weights.tensors.marginals(split, split.__getitem__)
     summaries = {name: _summarize(*kinds.get(name, (0, 0.0)), marginals.get(name)) for name in weights.templates}
@@ -179,16 +247,18 @@ def estimate_curvatures(
     }
 
 
-def _read_local(name: str, weights: GlobalWeights, state: FlatState, recorded: Tensor | None) -> Curvature:
+def _read_local(
+    name: str, weights: GlobalWeights, state: FlatState, recorded: Tensor | None, statistics: MomentStatistics
+) -> Curvature:
     info = state.optimizer_info.get(name)
     if info is not None and not weights.is_whole(name):
         info = replace(info, factors=None, blocks=None)  # these are of whole tensors
-    return Curvature.from_optimizer(weights.local[name], state, info, recorded)
+    return Curvature.from_optimizer(weights.local[name], state, info, recorded, statistics)
 
 
 def _kind(curvature: Curvature) -> int:
     """0: no squares; 1: mean squared gradients; 2: squares of momentum."""
-    return 0 if curvature.squares is None else 1 + curvature.relative_only
+    return 0 if curvature.second is None else 1 + curvature.relative_only
 
 
 def _merge_kinds(reports: Sequence[tuple[int, float]]) -> tuple[int, float]:
@@ -208,9 +278,9 @@ def _combine(name: str, local: Curvature, summary: _Summary, weights: GlobalWeig
     if not math.isfinite(summary.mean):
         return Curvature()
     if not summary.is_known or (summary.relative_only and has_absolute):
-        return Curvature(slope=local.slope)
+        return Curvature(first=local.first, first_factor=local.first_factor)
     if summary.is_remote and summary.marginals is not None:
         shard = weights.tensors.local_shards[name]
         squares = optimizer_moments.rank_one_squares(summary.marginals, shard, weights.local[name].device)
-        return Curvature(squares, local.slope, marginals=summary.marginals)
+        return Curvature(squares, local.first, marginals=summary.marginals, first_factor=local.first_factor)
     return replace(local, marginals=summary.marginals)

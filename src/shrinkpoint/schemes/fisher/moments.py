@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,14 +20,20 @@ from torch import Tensor
 from shrinkpoint.codec.lattice import (
     MAX_SCALE_EXPONENT,
     STEPS_PER_OCTAVE,
-    ZERO_CODE,
     Lattice,
     LatticeTensor,
-    as_matrix,
+    matrix_shape,
     scale_counts,
 )
 from shrinkpoint.quantize.lattice import quantize_to_lattice
-from shrinkpoint.schemes.select import max_abs
+from shrinkpoint.quantize.second_moment import (
+    LOG_UNITS_PER_OCTAVE,
+    SecondMomentSums,
+    quantize_second_moment,
+    relative_squares,
+    square_sums,
+)
+from shrinkpoint.schemes.fisher.optimizer_moments import MomentStatistics
 from shrinkpoint.sharding.global_tensors import GlobalTensors, Marginals
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role
@@ -35,7 +41,6 @@ from shrinkpoint.tensors.info import Role
 MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 MIN_LATTICE_NUMEL = 16
 """Values of a tensor below which it is not quantized."""
-_MIN_SECOND_MOMENT = 2.0**-120  # the smallest that a lattice reaches
 _AVERAGE_SLOTS = ("exp_avg_sq", "square_avg")
 
 Exponents = tuple[Tensor, Tensor]
@@ -69,42 +74,49 @@ def moments_to_lattices(
     save_number: int,
     seed: int,
     precision: MomentPrecision,
-    second_values: dict[str, Tensor] | None = None,
-    existing: Collection[str] = (),
+    statistics: MomentStatistics | None = None,
+    unchanged: Mapping[str, LatticeTensor] | None = None,
 ) -> dict[str, LatticeTensor]:
     """Quantize every moment that is large enough and finite; the others stay exact. A collective.
 
     Args:
         tensors: the tensors of `state` on all ranks.
         save_number: a number that no other save of this run has, for the dither.
-        second_values: filled with the decoded values of second moments, which first ones need.
-        existing: names of moments that have points already; the values of second ones are in `second_values`.
+        statistics: of the second moments of `state`; None: none have been computed.
+        unchanged: moments that have points already, by name; they are not quantized again.
 
     Returns:
         Points by name, second moments first.
     """
-    quantizer = _MomentQuantizer(tensors, state, precision, existing)
-    second_values = {} if second_values is None else second_values
-    points = quantizer.quantize_seconds(second_values)
+    statistics = MomentStatistics(state) if statistics is None else statistics
+    quantizer = _MomentQuantizer(tensors, state, precision, statistics, unchanged or {})
+    seconds = quantizer.quantize_seconds()
     seeds = {}
     for name, info in state.infos.items():
         if info.role is Role.MOMENT1:
             shard, label = tensors.local_shards[name], f"{seed}/{save_number}/{tensors.global_name(name)}"
             seeds[name] = shard.spec.dither_seed(zlib.crc32(label.encode()) or 1, shard.sizes)
-    return points | quantizer.quantize_firsts(second_values, seeds)
+    return seconds | quantizer.quantize_firsts(seconds, seeds)
 
 
 class _MomentQuantizer:
     """Quantizes this rank's shards of the moments of one state; its methods are collectives.
 
-    Exponents of a tensor that this rank has all of are computed from its values; those of a tensor that is split are
-    computed on every rank from the sums by row and by column over all its shards.
+    Exponents are computed from sums by row and by column: of a tensor that this rank has all of, from its own; of one
+    that is split, on every rank from the sums over all its shards.
     """
 
     def __init__(
-        self, tensors: GlobalTensors, state: FlatState, precision: MomentPrecision, existing: Collection[str]
+        self,
+        tensors: GlobalTensors,
+        state: FlatState,
+        precision: MomentPrecision,
+        statistics: MomentStatistics,
+        unchanged: Mapping[str, LatticeTensor],
     ) -> None:
-        self._tensors, self._state, self._precision, self._existing = tensors, state, precision, existing
+        self._tensors, self._state, self._precision = tensors, state, precision
+        self._statistics, self._unchanged = statistics, unchanged
+        self._relative_sums: dict[str, Tensor] = {}  # by first moment: sums by row of m^2 / v'
         large = {
             name: state.tensors[name]
             for name, info in state.infos.items()
@@ -112,7 +124,7 @@ class _MomentQuantizer:
             and state.tensors[name].dtype in MOMENT_DTYPES
             and tensors.local_shards[name].spec.global_numel >= MIN_LATTICE_NUMEL
         }
-        finite = tensors.tensors_where_all({name: math.isfinite(max_abs(x)) for name, x in large.items()})
+        finite = tensors.tensors_where_all({name: statistics.is_finite(name) for name in large})
         self._usable = {name: x for name, x in large.items() if x.numel() and tensors.global_name(name) in finite}
         pairs = {info.moment1: info.moment2 for info in state.optimizer_info.values() if info.moment1 is not None}
         self._pairs = {
@@ -128,87 +140,100 @@ class _MomentQuantizer:
         return {
             name: moment
             for name, moment in self._usable.items()
-            if self._state.infos[name].role is role and name not in self._existing
+            if self._state.infos[name].role is role and name not in self._unchanged
         }
 
-    def quantize_seconds(self, values: dict[str, Tensor]) -> dict[str, LatticeTensor]:
-        """Quantize second moments, by name; fills `values` with what a reader decodes."""
+    def quantize_seconds(self) -> dict[str, LatticeTensor]:
+        """Quantize second moments, by name."""
         moments = self._moments_of_role(Role.MOMENT2)
-        valid = self._tensors.tensors_where_all({name: not bool((v < 0).any()) for name, v in moments.items()})
-        moments = {name: v for name, v in moments.items() if self._tensors.global_name(name) in valid}
-        nonzero = {
-            name: _required_nonzero(self._usable.get(self._firsts.get(name, "")), v) for name, v in moments.items()
-        }
-        exponents = self._split_second_exponents(moments, nonzero)
+        firsts = {name: self._usable.get(self._firsts.get(name, "")) for name in moments}
+        sums = {name: self._statistics.sums(name, with_first=firsts[name] is not None) for name in moments}
+        valid = self._tensors.tensors_where_all({name: not sums[name].has_negative for name in moments})
+        sums = {name: sums[name] for name in moments if self._tensors.global_name(name) in valid}
+        exponents = self._split_second_exponents(sums)
         points = {}
         # finer if it is not a decaying average
         finer = replace(self._precision, second_step=self._precision.accumulator_step, dead_zone=0.5)
-        for name, v in moments.items():
+        for name in sums:
+            v, m = moments[name], firsts[name]
             precision = self._precision if self._slot(name) in _AVERAGE_SLOTS else finer
-            points[name] = quantize_second(v, nonzero[name], precision, exponents.get(name))
-            values[name] = points[name].dequantize(v.dtype)
+            rows, columns = exponents.get(name) or second_exponents(tuple(v.shape), sums[name])
+            lattice = Lattice("log", rows, columns, step=precision.second_step)
+            points[name], relative_sums = quantize_second_moment(v, m, lattice, precision.dead_zone)
+            if relative_sums is not None:
+                self._relative_sums[self._firsts[name]] = relative_sums
         return points
 
     def _slot(self, name: str) -> str:
         """The optimizer's name for a moment; torch.distributed.checkpoint joins names with dots."""
         return re.split("[/.]", self._tensors.global_name(name))[-1]
 
-    def _split_second_exponents(
-        self, moments: Mapping[str, Tensor], nonzero: Mapping[str, Tensor | None]
-    ) -> dict[str, Exponents]:
+    def _split_second_exponents(self, sums: Mapping[str, SecondMomentSums]) -> dict[str, Exponents]:
         """Exponents of those second moments that are split over ranks, by local name."""
         tensors = self._tensors
-        split = {name: v for name, v in moments.items() if not tensors.is_whole(name)}
-        with_zeros = tensors.union(name for name, v in split.items() if log2_steps(v, nonzero[name])[1] is not None)
-
-        def logs(name: str) -> Tensor:
-            steps, present = log2_steps(split[name], nonzero[name])
-            return steps if present is None else steps * present
-
-        def present(name: str) -> Tensor:
-            steps, present = log2_steps(split[name], nonzero[name])
-            return torch.ones_like(steps) if present is None else present.to(torch.float32)
-
-        sums = tensors.marginals(split, logs)
-        counts = tensors.marginals((name for name in split if tensors.global_name(name) in with_zeros), present)
-        exponents = {name: second_exponents_from_sums(log, counts.get(name)) for name, log in sums.items()}
+        split = {name: moment for name, moment in sums.items() if not tensors.is_whole(name)}
+        with_zeros = tensors.union(name for name in split if sums[name].has_absent(self._usable[name].numel()))
+        logs = tensors.marginals(split, lambda name: (split[name].logs.rows, split[name].logs.columns))
+        counts = tensors.marginals(
+            (name for name in split if tensors.global_name(name) in with_zeros),
+            lambda name: (split[name].counts.rows, split[name].counts.columns),
+        )
+        exponents = {name: second_exponents_from_sums(log, counts.get(name)) for name, log in logs.items()}
         return {name: self._slice(name, Lattice("log", *exponents[tensors.global_name(name)])) for name in split}
 
     def quantize_firsts(
-        self, second_values: Mapping[str, Tensor], seeds: Mapping[str, int]
+        self, seconds: Mapping[str, LatticeTensor], seeds: Mapping[str, int]
     ) -> dict[str, LatticeTensor]:
-        """Quantize first moments, by name: relative to the second ones if every shard has one of the same place."""
+        """Quantize first moments, by name: relative to the second ones if every shard has one of the same place.
+
+        Args:
+            seconds: the second moments that have just been quantized.
+        """
         tensors, moments = self._tensors, self._moments_of_role(Role.MOMENT1)
+        second_points = {**self._unchanged, **seconds}
         is_paired = {
-            name: self._pairs.get(name, "") in second_values and second_values[self._pairs[name]].dtype == torch.float32
+            name: (second := self._pairs.get(name, "")) in second_points
+            and self._state.tensors[second].dtype == torch.float32
             for name in moments
         }
         paired = tensors.tensors_where_all(is_paired)
         momentum = {name: m for name, m in moments.items() if tensors.global_name(name) not in paired}
         without_zeros = tensors.tensors_where_all({name: bool(m.all()) for name, m in momentum.items()})
         names = [name for name in moments if name not in momentum or tensors.global_name(name) in without_zeros]
-        split = [name for name in names if not tensors.is_whole(name)]
 
-        def squares(name: str) -> Tensor:
+        def local_sums(name: str) -> tuple[Tensor, Tensor]:
             if name in momentum:
-                return as_matrix(moments[name]).to(torch.float32).square()
-            return relative_squares(moments[name], second_values[self._pairs[name]])
+                sums = square_sums(moments[name])
+                return sums.rows, sums.columns
+            rows = self._row_sums(name)
+            return rows, torch.zeros(matrix_shape(tuple(moments[name].shape))[1], dtype=torch.float64)
 
-        sums = tensors.marginals(split, squares)
+        sums = tensors.marginals((name for name in names if not tensors.is_whole(name)), local_sums)
         points = dict[str, LatticeTensor | None]()
         for name in names:
-            m, total = moments[name], sums.get(tensors.global_name(name)) if name in split else None
+            m, total = moments[name], sums.get(tensors.global_name(name))
             if name in momentum:
                 points[name] = self._quantize_momentum(name, m, seeds[name], total)
             else:
-                other = self._pairs[name]
-                rows = None if total is None else self._split_first_rows(name, total)
-                points[name] = quantize_first(m, second_values[other], other, seeds[name], self._precision, rows)
+                second = self._pairs[name]
+                rows = self._row_exponents(name, None if tensors.is_whole(name) else total)
+                points[name] = quantize_first(m, second_points[second], second, seeds[name], rows)
         failed = tensors.union(name for name, lattice in points.items() if lattice is None)
         return {n: x for n, x in points.items() if x is not None and tensors.global_name(n) not in failed}
 
-    def _split_first_rows(self, name: str, sums: Marginals) -> Tensor:
-        rows = first_row_exponents(sums.mean_along(1).to(torch.float32), self._precision)
+    def _row_sums(self, name: str) -> Tensor:
+        """Sums by row of the squares of a first moment, relative to the decoded second one."""
+        if name not in self._relative_sums:  # the second moment has not changed, and is what a reader decodes
+            v = self._state.tensors[self._pairs[name]]
+            self._relative_sums[name] = relative_squares(self._usable[name], v).sum(1, dtype=torch.float64).cpu()
+        return self._relative_sums[name]
+
+    def _row_exponents(self, name: str, sums: Marginals | None) -> Tensor:
+        """The exponents of a first moment's rows, from the sums of all shards, or of this rank's if it has all."""
+        if sums is None:
+            columns = matrix_shape(tuple(self._usable[name].shape))[1]
+            return first_row_exponents(self._row_sums(name) / columns, self._precision)
+        rows = first_row_exponents(sums.mean_along(1), self._precision)
         return self._slice(name, Lattice("relative", rows, torch.zeros(1, dtype=torch.int16)))[0]
 
     def _quantize_momentum(self, name: str, m: Tensor, seed: int, sums: Marginals | None) -> LatticeTensor | None:
@@ -227,61 +252,19 @@ class _MomentQuantizer:
         return part.rows, part.columns
 
 
-def quantize_second(
-    v: Tensor, nonzero: Tensor | None, precision: MomentPrecision, exponents: Exponents | None = None
-) -> LatticeTensor:
-    """Quantize a second moment; where it is zero it stays zero, unless `nonzero` (bool) forbids it.
+def quantize_first(m: Tensor, v: LatticeTensor, relative_to: str, seed: int, rows: Tensor) -> LatticeTensor | None:
+    """Quantize a first moment relative to the square root of `v`, which is named `relative_to`.
 
     Args:
-        exponents: None: those of the means of `v`.
+        rows: exponents of rows; `first_row_exponents`.
     """
-    logs, present = log2_steps(v, nonzero)
-    rows, columns = (
-        _second_exponents(logs, present, scale_counts("log", tuple(v.shape))) if exponents is None else exponents
-    )
-    lattice = Lattice("log", rows, columns, step=precision.second_step)
-    by_row, by_column = (scales.to(v.device, torch.float32) for scales in (rows, columns))
-    positions = logs.sub_(by_row[:, None]).sub_(by_column).div_(precision.second_step)
-    is_mean = positions.abs() < precision.dead_zone
-    codes = positions.round().masked_fill_(is_mean, 0).clamp_(ZERO_CODE + 1, -ZERO_CODE)
-    if present is not None:
-        codes.masked_fill_(~present, ZERO_CODE)
-    return LatticeTensor(codes.to(torch.int16).reshape(v.shape), lattice)
-
-
-def log2_steps(v: Tensor, nonzero: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """log2 of a second moment in eighths of an octave, as a matrix; and where it is not zero (None: everywhere).
-
-    Args:
-        nonzero: bool, of the shape of `v`: where it counts as not zero even if it is.
-    """
-    values = as_matrix(v).to(torch.float32)
-    present = values > 0 if nonzero is None else (values > 0) | as_matrix(nonzero)
-    logs = values.clamp(min=_MIN_SECOND_MOMENT).log2_().mul_(STEPS_PER_OCTAVE)
-    return logs, None if bool(present.all()) else present
-
-
-def quantize_first(
-    m: Tensor, v: Tensor, relative_to: str, seed: int, precision: MomentPrecision, rows: Tensor | None = None
-) -> LatticeTensor | None:
-    """Quantize a first moment relative to the square root of `v`, which a reader decodes as `relative_to`.
-
-    Args:
-        rows: exponents of rows; None: those of the means of `relative_squares`.
-    """
-    rows = first_row_exponents(relative_squares(m, v).mean(1), precision) if rows is None else rows
     lattice = Lattice("relative", rows, torch.zeros(1, dtype=torch.int16), seed=seed)
-    return quantize_to_lattice(m, lattice, second_moments=v, relative_to=relative_to)
-
-
-def relative_squares(m: Tensor, v: Tensor) -> Tensor:
-    """The squares of a first moment divided by the second one, 0 where that is not finite; a matrix."""
-    return as_matrix(m).to(torch.float32).square().div_(as_matrix(v)).nan_to_num_(0.0, 0.0, 0.0)
+    return quantize_to_lattice(m, lattice, second_moment=v, relative_to=relative_to)
 
 
 def first_row_exponents(means: Tensor, precision: MomentPrecision) -> Tensor:
-    """Exponents of the rows of a first moment, from the row means of `relative_squares`."""
-    steps = (means.sqrt() * precision.first_max).clamp(
+    """Exponents of the rows of a first moment, from the row means of its squares relative to the second moment."""
+    steps = (means.to(torch.float32).sqrt() * precision.first_max).clamp(
         max=precision.first_step, min=2.0 ** (-MAX_SCALE_EXPONENT / STEPS_PER_OCTAVE)
     )
     return _log2_exponents(steps)
@@ -296,11 +279,11 @@ def quantize_momentum(
         exponents: None: those of the means of the squares of `m`. If given, no value is zero.
     """
     if exponents is None:
-        values = as_matrix(m).to(torch.float32)
-        squares = values.square()
-        if not bool(values.all()):
+        if not bool(m.all()):
             return None
-        means = float(squares.mean()), squares.mean(1), squares.mean(0)
+        rows, columns = matrix_shape(tuple(m.shape))
+        sums = square_sums(m)
+        means = float(sums.rows.sum()) / (rows * columns), sums.rows / columns, sums.columns / rows
         exponents = momentum_exponents(*means, scale_counts("linear", tuple(m.shape)), precision)
     return None if exponents is None else quantize_to_lattice(m, Lattice("linear", *exponents, seed=seed))
 
@@ -325,28 +308,23 @@ def momentum_exponents(
     )
 
 
-def _second_exponents(logs: Tensor, present: Tensor | None, counts: tuple[int, int]) -> Exponents:
-    """Means of logarithms by row and by column, over the values that are present (None: all); rounded."""
-    if present is None:
-        rows, columns, mean = logs.mean(1), logs.mean(0), logs.mean()
-    else:
-        weight = present.to(torch.float32)
-        logs = logs * weight
-        mean = logs.sum() / weight.sum().clamp(min=1)
-        rows, columns = (
-            torch.where(weight.sum(axis) > 0, logs.sum(axis) / weight.sum(axis).clamp(min=1), mean) for axis in (1, 0)
-        )
-    return _round_exponents(rows, torch.zeros(1) if counts[1] == 1 else columns - mean)
+def second_exponents(shape: tuple[int, ...], sums: SecondMomentSums) -> Exponents:
+    """Exponents of the rows and columns of a whole second moment of this shape."""
+    logs, counts = (
+        Marginals(shape, float(part.rows.sum()), part.rows, part.columns) for part in (sums.logs, sums.counts)
+    )
+    return second_exponents_from_sums(logs, counts)
 
 
 def second_exponents_from_sums(logs: Marginals, present: Marginals | None) -> Exponents:
     """Exponents of a second moment's rows and columns, from sums over all its shards.
 
     Args:
-        logs: sums of the logarithms of the values that are present.
+        logs: sums of the logarithms of the values that are present, in units of `LOG_UNITS_PER_OCTAVE`.
         present: counts of these values; None: all of them are.
     """
     nrows, ncolumns = scale_counts("log", logs.shape)
+    unit = STEPS_PER_OCTAVE / LOG_UNITS_PER_OCTAVE
     if present is None:
         rows, columns, mean = logs.mean_along(1), logs.mean_along(0), logs.mean
     else:
@@ -354,7 +332,7 @@ def second_exponents_from_sums(logs: Marginals, present: Marginals | None) -> Ex
         pairs = ((logs.row_sums, present.row_sums), (logs.column_sums, present.column_sums))
         rows, columns = (torch.where(n > 0, sums / n.clamp(min=1), mean) for sums, n in pairs)
         rows = rows if nrows > 1 else torch.tensor([mean])
-    return _round_exponents(rows, torch.zeros(1) if ncolumns == 1 else columns - mean)
+    return _round_exponents(rows * unit, torch.zeros(1) if ncolumns == 1 else (columns - mean) * unit)
 
 
 def _round_exponents(rows: Tensor, columns: Tensor) -> Exponents:
@@ -366,8 +344,3 @@ def _round_exponents(rows: Tensor, columns: Tensor) -> Exponents:
 def _log2_exponents(values: Tensor) -> Tensor:
     limit = MAX_SCALE_EXPONENT // 2
     return (values.log2() * STEPS_PER_OCTAVE).round().clamp(-limit, limit).to(torch.int16).cpu()
-
-
-def _required_nonzero(m: Tensor | None, v: Tensor) -> Tensor | None:
-    """Where a second moment must not become zero: where the first one is not, which Adam divides by it; bool."""
-    return None if m is None or m.shape != v.shape else m != 0

@@ -11,19 +11,58 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec.lattice import as_matrix, matrix_shape
+from shrinkpoint.quantize.second_moment import SecondMomentSums, second_moment_sums
 from shrinkpoint.schemes.select import max_abs
 from shrinkpoint.sharding.global_tensors import GlobalTensors, Marginals, TensorShard
+from shrinkpoint.tensors.dtypes import as_native_float
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role
 
 
-def moment_matrix(state: FlatState, name: str | None, like: Tensor) -> Tensor | None:
-    """A moment as a float32 matrix; None if there is none of the shape of `like`, or it is not finite."""
-    moment = None if name is None else state.tensors.get(name)
-    if moment is None or moment.shape != like.shape or not moment.is_floating_point():
-        return None
-    moment = as_matrix(moment).to(like.device, torch.float32)
-    return moment if math.isfinite(max_abs(moment)) else None
+class MomentStatistics:
+    """Statistics of the moments of one state: second moments are read once, together with their first moments."""
+
+    def __init__(self, state: FlatState) -> None:
+        self._tensors = state.tensors
+        self._pairs: dict[str, str] = {}  # second -> first moment, of the same shape and device
+        for info in state.optimizer_info.values():
+            if info.moment1 is not None and info.moment2 is not None and self._are_alike(info.moment1, info.moment2):
+                self._pairs[info.moment2] = info.moment1
+        self._seconds = {first: second for second, first in self._pairs.items()}
+        self._sums: dict[tuple[str, bool], SecondMomentSums] = {}
+
+    def sums(self, name: str, *, with_first: bool = True) -> SecondMomentSums:
+        """The sums of a second moment.
+
+        Args:
+            with_first: what is not zero in its first moment, if there is one, counts as present.
+        """
+        first = self._pairs.get(name) if with_first else None
+        if (name, first is not None) not in self._sums:
+            v, m = (None if key is None else as_native_float(self._tensors[key]) for key in (name, first))
+            assert v is not None
+            self._sums[name, first is not None] = second_moment_sums(v, m)
+        return self._sums[name, first is not None]
+
+    def is_finite(self, name: str) -> bool:
+        """Whether all values of a moment are finite."""
+        second = name if name in self._pairs else self._seconds.get(name)
+        if second is not None and self.sums(second).is_finite:  # both moments are
+            return True
+        return math.isfinite(max_abs(self._tensors[name]))
+
+    def moment_matrix(self, name: str | None, like: Tensor) -> Tensor | None:
+        """A moment as a matrix, float32 or bfloat16; None if there is none of the shape of `like`, or not finite."""
+        moment = None if name is None else self._tensors.get(name)
+        if name is None or moment is None or moment.shape != like.shape or not moment.is_floating_point():
+            return None
+        return as_matrix(as_native_float(moment)).to(like.device) if self.is_finite(name) else None
+
+    def _are_alike(self, first: str, second: str) -> bool:
+        m, v = self._tensors.get(first), self._tensors.get(second)
+        if m is None or v is None:
+            return False
+        return m.shape == v.shape and m.device == v.device and m.is_floating_point() and v.is_floating_point()
 
 
 def adafactor_moment(state: FlatState, names: tuple[str, str], like: Tensor) -> Tensor | None:
@@ -61,12 +100,12 @@ def bnb_moment(state: FlatState, names: tuple[str, str, str], like: Tensor) -> T
     return moment if math.isfinite(max_abs(moment)) else None
 
 
-def correct_bias(moment: Tensor, beta: float | None, step: int | None) -> Tensor:
-    """Remove Adam's bias towards zero from an average of this decay after `step` updates."""
+def bias_factor(beta: float | None, step: int | None) -> float:
+    """What removes Adam's bias towards zero from an average of this decay after `step` updates."""
     if beta is None or step is None or not 0 <= beta < 1 or step < 1:
-        return moment
+        return 1.0
     weight = 1 - beta**step
-    return moment if weight > 1 - 1e-6 else moment / weight
+    return 1.0 if weight > 1 - 1e-6 else 1 / weight
 
 
 _SECOND_MOMENT_SLOT = "exp_avg_sq"
@@ -119,10 +158,13 @@ def remote_marginals(global_tensors: GlobalTensors, state: FlatState, weights: C
     local = [
         name for name in state.tensors if global_tensors.global_name(name) in owners and state.tensors[name].numel()
     ]
-    sums = global_tensors.marginals(
-        local, lambda name: correct_bias(as_matrix(state.tensors[name]).to(torch.float32), beta, step)
-    )
-    return {owners[moment]: marginals for moment, marginals in sums.items()}
+    factor = bias_factor(beta, step)
+
+    def sums(name: str) -> tuple[Tensor, Tensor]:
+        scaled = second_moment_sums(as_native_float(state.tensors[name])).values.scaled(factor)
+        return scaled.rows, scaled.columns
+
+    return {owners[moment]: marginals for moment, marginals in global_tensors.marginals(local, sums).items()}
 
 
 def rank_one_squares(marginals: Marginals, shard: TensorShard, device: torch.device) -> Tensor:

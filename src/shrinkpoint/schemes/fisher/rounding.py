@@ -97,7 +97,11 @@ def fit_hysteresis(
     """
     samples = [
         _WeightSample.from_weight(
-            weights.local[name], lattices[name], points, weights.sampled_rows(name, _HYSTERESIS_SAMPLE)
+            weights.local[name],
+            lattices[name],
+            points,
+            weights.sampled_rows(name, _HYSTERESIS_SAMPLE),
+            max_hysteresis,
         )
         for name, points in previous.items()
         if points.original is not None and weights.is_primary(name)
@@ -117,21 +121,23 @@ def fit_hysteresis(
 
 @dataclass(frozen=True)
 class _WeightSample:
-    """Some rows of a weight, as matrices of the same shape.
+    """Progress of some rows of a weight: what is written depends on hysteresis for few of the values only.
 
     Attributes:
-        offset_in_steps: distance from its previous points, in steps.
-        steps: step sizes of the lattice.
-        movement: distance that training went since the parent checkpoint.
+        movement: the squared distance that training went since the parent checkpoint.
+        written: how much of it is written with the largest hysteresis.
+        offsets: distances from the previous points, in steps, of those values that are written with less of it only.
+        gains: how much is written of these.
     """
 
-    offset_in_steps: Tensor
-    steps: Tensor
-    movement: Tensor
+    movement: float
+    written: float
+    offsets: Tensor
+    gains: Tensor
 
     @classmethod
     def from_weight(
-        cls, weight: Tensor, lattice: Lattice, previous: PreviousPoints, sampled_rows: slice
+        cls, weight: Tensor, lattice: Lattice, previous: PreviousPoints, sampled_rows: slice, max_hysteresis: float
     ) -> _WeightSample:
         assert previous.original is not None
         now = as_matrix(weight)[sampled_rows].to(torch.float32)
@@ -140,12 +146,18 @@ class _WeightSample:
             for values in (previous.values, previous.original)
         )
         steps = replace(lattice, rows=lattice.rows[sampled_rows]).scales(device=weight.device)
-        return cls((now - decoded) / steps, steps, now - original)
+        movement = now - original
+        offsets = (now - decoded) / steps
+        gains = offsets.round() * steps * movement
+        offsets = offsets.abs()
+        always = offsets > max_hysteresis
+        sometimes = (offsets > 0.5) & ~always
+        written = float((gains * always).sum())
+        return cls(float(movement.square().sum()), written, offsets[sometimes], gains[sometimes])
 
     def progress(self, hysteresis: float) -> tuple[float, float]:
         """(movement that is written, squared movement), each as a sum over all values."""
-        written = torch.where(self.offset_in_steps.abs() <= hysteresis, 0.0, self.offset_in_steps.round()) * self.steps
-        return float((written * self.movement).sum()), float(self.movement.square().sum())
+        return self.written + float((self.gains * (self.offsets > hysteresis)).sum()), self.movement
 
 
 MIN_UNCHANGED_SHARE = 1 / 16
@@ -184,7 +196,7 @@ class StochasticRounding:
         codes = torch.where(self.unchanged & same_steps, parent_codes, codes)
         if not bool((codes.abs() <= MAX_LATTICE_CODE).all()):
             return None
-        return LatticeTensor(codes.to(torch.int16).reshape(weight.shape), lattice)
+        return LatticeTensor(codes.to(torch.int16).reshape(weight.shape), lattice).narrow()
 
 
 def choose_stochastic_rounding(

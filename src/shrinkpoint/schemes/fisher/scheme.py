@@ -32,6 +32,7 @@ from shrinkpoint.schemes.fisher.objective import (
     StepChoice,
     make_objective,
 )
+from shrinkpoint.schemes.fisher.optimizer_moments import MomentStatistics
 from shrinkpoint.schemes.fisher.probe import MeasureLossIncrease, curvatures_from_probe, probe
 from shrinkpoint.schemes.fisher.steps import StepCandidates, from_log_step, reference_curvature
 from shrinkpoint.schemes.optimizer_state import Mode
@@ -197,15 +198,15 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         self._synchronize(tensors)
         selection, points = _select(state, reference, evaluator, tensors)
         base = reference if reference is not None and reference.is_base else None
-        values: dict[str, Tensor] = {}
+        statistics = MomentStatistics(state)
         choice = StepChoice(None)
         is_idle = not selection.global_names
         with self._evaluation(state, selection, evaluator, tensors, is_idle=is_idle) as (metric, problem):
             if problem is None:
-                points |= self._quantize_moments(state, reference, values, tensors)
+                points |= self._quantize_moments(state, reference, statistics, tensors)
             if problem is None and not is_idle:
                 weights = GlobalWeights(tensors, selection.tensors, selection.global_names)
-                choice = self._quantize_weights(weights, state, selection, base, evaluator, points, metric)
+                choice = self._quantize_weights(weights, state, selection, base, evaluator, points, metric, statistics)
         if choice.left_out:
             left_out = ", ".join(choice.left_out)
             warn_user(f"weights that no points of these steps reach are kept as they are: {left_out}")
@@ -219,7 +220,6 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         else:
             if choice.weights is not None:
                 points = {**choice.weights.points, **points}
-                values |= choice.weights.values
             record = self._loss_record(choice, selection, metric, start)
             record["chosen"] = self._chosen_json(any(tensors.sum_over_ranks(len(points))))
             if record["chosen"] is not None and self._evaluate is None:
@@ -232,7 +232,6 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             mode,
             self.coders,
             record,
-            {name: tensor for name, tensor in values.items() if tensor.device.type == "cpu"},
             min_size=(MIN_LATTICE_NUMEL, 1) if tensors.is_complete else None,
         )
 
@@ -285,9 +284,9 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         return self.plan(state, reference).quantize(state, reference)
 
     def _quantize_moments(
-        self, state: FlatState, reference: Reference | None, values: dict[str, Tensor], tensors: GlobalTensors
+        self, state: FlatState, reference: Reference | None, statistics: MomentStatistics, tensors: GlobalTensors
     ) -> dict[str, QuantizedTensor]:
-        """Quantize the optimizer's moments, by name; fills `values` with the decoded second moments."""
+        """Quantize the optimizer's moments, by name."""
         if self._moments != "coded":
             return {}
         updates = [info.step for info in state.optimizer_info.values() if info.step is not None]
@@ -300,10 +299,10 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             for name, points in unchanged_tensors(names, state, reference, tensors).items()
             if isinstance(points, LatticeTensor)
         }
-        values.update((name, state.tensors[name]) for name in unchanged if state.infos[name].role is Role.MOMENT2)
-        points: dict[str, QuantizedTensor] = dict(unchanged)
-        points |= moments_to_lattices(tensors, state, number, self._seed, MomentPrecision(), values, unchanged)
-        return points
+        moments = moments_to_lattices(
+            tensors, state, number, self._seed, MomentPrecision(), statistics, unchanged=unchanged
+        )
+        return {**unchanged, **moments}
 
     def _quantize_weights(
         self,
@@ -314,6 +313,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         evaluator: TrialEvaluator | None,
         other_points: Mapping[str, QuantizedTensor],
         metric: DegradationMetric | None,
+        statistics: MomentStatistics,
     ) -> StepChoice:
         """Choose a step size for the weights.
 
@@ -321,6 +321,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             reference: None also where it cannot be a base.
             other_points: of moments, and of weights that have not changed, by name.
             metric: None if nothing is measured.
+            statistics: of the moments of `state`.
         """
         if reference is None:
             self._memory.log_step = None
@@ -330,6 +331,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             weights,
             replace(state, optimizer_info=selection.optimizer_info_of_masters(state)),
             self._recorder_values(evaluator, selection),
+            statistics,
         )
         if change is not None and reference_curvature(weights, curvatures) <= 0:
             curvatures = self._probe_curvatures(weights, lambda values: change(values).rise) or curvatures

@@ -163,7 +163,7 @@ class QuantizedWeights:
         slope_term, curvature_term: the two terms of the predicted rise; the second one for a single loss term.
         hysteresis: in steps; see `steps.quantize_weight`.
         left_out: global names of weights that stay exact, because points do not reach as far as they do.
-        values: the decoded points, in the weights' dtypes and on their devices.
+        dtypes: of the weights, by local name.
     """
 
     log_step: int
@@ -172,7 +172,12 @@ class QuantizedWeights:
     curvature_term: float
     hysteresis: float
     left_out: tuple[str, ...] = ()
-    values: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict, repr=False)
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        """The decoded points, in the weights' dtypes and on their devices; computed by every access."""
+        return {name: points.dequantize(self.dtypes[name]) for name, points in self.points.items()}
 
 
 def reference_curvature(weights: GlobalWeights, curvatures: Mapping[str, Curvature]) -> float:
@@ -246,11 +251,10 @@ class StepCandidates:
     def curvature_term(self, log_step: int) -> float:
         """The rise, for a single loss term, that errors uniform in each cell would cause at this step size."""
         total = 0.0
-        for name in self.unit_lattices:
-            squares = self.curvatures[name].squares if self._global.is_primary(name) else None
-            if squares is not None:
-                steps = self._lattice_at(name, log_step).scales(device=squares.device)
-                total += float((squares * steps.square()).sum(dtype=torch.float64)) / 24
+        for name in filter(self._global.is_primary, self.unit_lattices):
+            lattice, device = self._lattice_at(name, log_step), self.weights[name].device
+            squared = (torch.exp2(side.to(device, torch.float64) / 4) for side in (lattice.rows, lattice.columns))
+            total += self.curvatures[name].weighted_sum(*squared) / 24
         return self._global.tensors.sum_over_ranks(total)[0]
 
     def quantize(self, log_step: int) -> QuantizedWeights:
@@ -269,11 +273,11 @@ class StepCandidates:
             for name, points in results.items()
             if points is not None and self._global.global_name(name) not in left_out
         }
-        values = {name: tensor.dequantize(self.weights[name].dtype) for name, tensor in points.items()}
-        slope, curvature = tensors.sum_over_ranks(*self._rise_terms(values))
+        slope, curvature = tensors.sum_over_ranks(*self._rise_terms(points))
         names = dict.fromkeys((*map(self._global.global_name, self.unit_lattices), *sorted(left_out)))
         ordered = tuple(name for name in names if name in left_out)
-        return QuantizedWeights(log_step, points, slope, curvature, hysteresis, ordered, values)
+        dtypes = {name: self.weights[name].dtype for name in points}
+        return QuantizedWeights(log_step, points, slope, curvature, hysteresis, ordered, dtypes)
 
     def bits(self, log_step: int) -> float:
         """The estimated size of the points in bits: the entropy of their differences to the parent's, on a sample."""
@@ -284,15 +288,14 @@ class StepCandidates:
         """The standard deviation of the global tensor of a local weight."""
         return self._global.std[self._global.global_name(name)]
 
-    def _rise_terms(self, values: Mapping[str, Tensor]) -> tuple[float, float]:
+    def _rise_terms(self, points: Mapping[str, LatticeTensor]) -> tuple[float, float]:
         """This rank's part of the slope term and the curvature term of the predicted rise."""
-        slope = curvature = 0.0
-        for name, decoded in values.items():
-            if self._global.is_primary(name):
-                error = as_matrix(decoded).to(torch.float32) - as_matrix(self.weights[name]).to(torch.float32)
-                first, second = self.curvatures[name].rise_terms(error)
-                slope, curvature = slope + first, curvature + second
-        return slope, curvature
+        terms = [
+            self.curvatures[name].rise_terms(self.weights[name], quantized)
+            for name, quantized in points.items()
+            if self._global.is_primary(name)
+        ]
+        return sum(slope for slope, _ in terms), sum(curvature for _, curvature in terms)
 
     def _fresh_lattice(
         self, name: str, curvature: Curvature, typical: float, seed: int, scale: float

@@ -1,0 +1,149 @@
+"""Second moments: sums and codes of the native core are torch's, on all instruction sets."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers.adam_states import normal, squares
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shrinkpoint import _native
+from shrinkpoint.codec.lattice import ZERO_CODE, Lattice, as_matrix
+from shrinkpoint.quantize import second_moment
+from shrinkpoint.quantize.lattice import quantization_error_sums, quantize_to_lattice
+from shrinkpoint.quantize.second_moment import (
+    LOG_UNITS_PER_OCTAVE,
+    quantize_second_moment,
+    relative_squares,
+    second_moment_sums,
+)
+from shrinkpoint.quantize.statistics import value_sums, weight_std
+
+SHAPES = [(1, 1), (7,), (1, 3000), (300, 5), (259, 1030), (3, 2, 3, 3), (2050, 1), (0, 4)]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def moments(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """First and second moments over many octaves, some of them zero, some denormal."""
+    v = squares(*shape, seed=seed, octaves=6)
+    m = normal(*shape, seed=seed + 1) * v.sqrt()
+    chosen = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+    v, m = v.masked_fill(chosen < 0.2, 0.0), m.masked_fill((chosen > 0.1) & (chosen < 0.3), 0.0)
+    return m.to(dtype), v.masked_fill((chosen > 0.9) & (chosen < 0.92), 1e-41).to(dtype)
+
+
+def lattice_of(shape: tuple[int, ...], step: int, seed: int = 0) -> Lattice:
+    rows, columns = as_matrix(torch.zeros(shape)).shape
+    generator = torch.Generator().manual_seed(seed)
+    return Lattice(
+        "log",
+        torch.randint(-240, -100, (rows,), generator=generator).to(torch.int16),
+        torch.randint(-9, 9, (1 if rows == 1 else columns,), generator=generator).to(torch.int16),
+        step=step,
+    )
+
+
+@pytest.fixture(params=[0, 1, 2])
+def instruction_set(request):
+    _native._use_simd(request.param)
+    yield request.param
+    _native._use_simd(2)
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_native_core_and_torch_give_the_same_sums_and_codes(shape, dtype):
+    m, v = moments(shape, dtype)
+    for first in (m, None):
+        native, plain = second_moment_sums(v, first), second_moment._second_moment_sums_torch(v, first, True)
+        assert (native.is_finite, native.has_negative) == (plain.is_finite, plain.has_negative) == (True, False)
+        for name in ("logs", "counts"):
+            a, b = getattr(native, name), getattr(plain, name)
+            assert torch.equal(a.rows, b.rows) and torch.equal(a.columns, b.columns)
+        torch.testing.assert_close(native.values.rows, plain.values.rows, rtol=1e-12, atol=0)
+        torch.testing.assert_close(native.values.columns, plain.values.columns, rtol=1e-12, atol=0)
+        for step in (4, 24) if v.numel() else ():
+            lattice = lattice_of(shape, step)
+            points, sums = quantize_second_moment(v, first, lattice, 0.6)
+            other, other_sums = second_moment._quantize_torch(v, first, lattice, 0.6)
+            assert points.codes.dtype == torch.int8 and torch.equal(points.codes, other.codes)
+            assert (sums is None) == (other_sums is None) == (first is None)
+            if sums is not None and other_sums is not None:
+                torch.testing.assert_close(sums, other_sums, rtol=1e-9, atol=0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(SHAPES), st.integers(0, 99), st.sampled_from(DTYPES))
+def test_logarithms_are_within_an_eighth_of_a_thousandth_of_an_octave(shape, seed, dtype):
+    m, v = moments(shape, dtype, seed)
+    matrix, present = as_matrix(v).double(), (as_matrix(v) > 0) | (as_matrix(m) != 0)
+    logs = matrix.clamp(min=2.0**-120).log2() * present
+    sums = second_moment_sums(v, m)
+    for axis, found in ((1, sums.logs.rows), (0, sums.logs.columns)):
+        errors = found / LOG_UNITS_PER_OCTAVE - logs.sum(axis)
+        assert bool((errors.abs() <= 3e-4 * present.sum(axis)).all())
+    assert torch.equal(sums.counts.rows, present.sum(1).double())
+    assert sums.has_absent(v.numel()) == (not bool(present.all()))
+
+
+def test_codes_are_the_nearest_powers_and_zero_where_nothing_is_present():
+    m, v = moments((64, 96), torch.float32)
+    lattice = lattice_of((64, 96), 8)
+    points, sums = quantize_second_moment(v, m, lattice, 0.5)
+    present = (v > 0) | (m != 0)
+    assert torch.equal(points.codes == ZERO_CODE, ~present)
+    decoded = points.dequantize(torch.float32)
+    inside = present & (points.codes.abs() < 120) & (v > 2.0**-120)
+    assert float((decoded[inside] / v[inside]).log2().abs().max()) < 0.5 + 1e-3
+    assert sums is not None
+    torch.testing.assert_close(sums, relative_squares(m, decoded).sum(1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0])
+@pytest.mark.parametrize("where", ["m", "v"])
+def test_what_is_not_finite_or_below_zero_is_reported(value, where):
+    for device_path in (second_moment_sums, lambda v, m: second_moment._second_moment_sums_torch(v, m, True)):
+        m, v = moments((40, 70), torch.float32)
+        (v if where == "v" else m)[39, 69] = value
+        sums = device_path(v, m)
+        assert sums.is_finite == math.isfinite(value)
+        assert sums.has_negative == (value < 0 and where == "v")
+    assert not second_moment_sums(torch.full((3,), -0.0)).has_negative
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (2050, 129), (0,)])
+def test_magnitude_mean_and_deviation_of_values(shape, dtype):
+    x = (normal(*shape, seed=3) + 100).to(dtype)
+    found, doubles = value_sums(x), x.double()
+    assert found.max_magnitude == (float(x.abs().max()) if x.numel() else 0.0)
+    if x.numel():
+        assert found.mean == pytest.approx(float(doubles.mean()), rel=1e-12)
+        assert weight_std(x) == pytest.approx(float(doubles.std(correction=0)), rel=1e-9, abs=1e-12)
+    x[...] = 0.1
+    assert weight_std(x) == 0  # of values that are all the same, exactly
+    for value in (math.nan, math.inf, -math.inf):
+        if x.numel():
+            x.view(-1)[-1] = value
+            assert value_sums(x).max_magnitude == pytest.approx(abs(value), nan_ok=True)
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("shape", [(5,), (130, 1030)])
+def test_sums_over_the_errors_of_a_weight(shape):
+    weight, slopes, curved = normal(*shape), normal(*shape, seed=1), squares(*shape, seed=2)
+    rows = 1 if len(shape) == 1 else shape[0]
+    lattice = Lattice("linear", torch.full((rows,), -8, dtype=torch.int16), torch.zeros(1, dtype=torch.int16), seed=7)
+    points = quantize_to_lattice(weight, lattice)
+    assert points is not None and points.codes.dtype == torch.int8
+    error = (points.dequantize(torch.float32) - weight).double()
+    found = quantization_error_sums(weight, points, as_matrix(slopes), as_matrix(curved))
+    expected = (slopes * error).sum(), (curved * error.square()).sum(), error.square().sum()
+    assert found == pytest.approx([float(part) for part in expected], rel=1e-9)
+    assert quantization_error_sums(weight, points, None, None) == (0.0, 0.0, pytest.approx(float(expected[2])))
