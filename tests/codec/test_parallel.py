@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shrinkpoint._native import xxh3_128
-from shrinkpoint.codec.parallel import decode_all
+from shrinkpoint.codec.parallel import (
+    MAX_AHEAD_BYTES,
+    MIN_PARALLEL_BYTES,
+    decode_all,
+    map_ordered,
+    native_threads,
+)
 from shrinkpoint.errors import CorruptError, FormatError
 from shrinkpoint.tensors.info import EncodedRecord, TensorInfo
 
@@ -112,3 +119,53 @@ def test_a_state_decodes_the_same_and_each_tensor_into_memory_of_its_own():
             x.fill_(7)
             assert [bits(y) for y in tensors[i + 1 :]] == kept[i + 1 :]
             assert x.data_ptr() % x.element_size() == 0
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_results_come_in_order_whatever_finishes_first(workers):
+    def late_if_even(index: int, threads: int) -> int:
+        time.sleep(0.02 * (index % 2 == 0))
+        return index
+
+    assert [*map_ordered(late_if_even, [1] * 12, workers)] == [*range(12)]
+    assert [*map_ordered(late_if_even, [], workers)] == []
+
+
+def test_large_results_that_nobody_takes_are_not_made_ahead():
+    begun = []
+
+    def begin(index: int, threads: int) -> int:
+        begun.append(index)
+        return index
+
+    results = map_ordered(begin, [MAX_AHEAD_BYTES] * 20, 2)
+    for taken in range(1, 6):
+        assert next(results) == taken - 1
+        time.sleep(0.02)
+        assert len(begun) <= taken + 3
+    results.close()
+    assert len(begun) < 20
+
+
+def test_an_error_is_raised_in_its_turn_and_ends_the_work():
+    begun = []
+
+    def fail(index: int, threads: int) -> int:
+        begun.append(index)
+        if index == 2:
+            raise KeyError(index)
+        return index
+
+    taken = []
+    with pytest.raises(KeyError, match="2"):
+        for result in map_ordered(fail, [MAX_AHEAD_BYTES] * 30, 2):
+            taken.append(result)
+    assert taken == [0, 1] and len(begun) < 30
+
+
+def test_a_record_gets_all_threads_where_others_cannot_occupy_them():
+    large = MIN_PARALLEL_BYTES
+    assert native_threads([large] * 4, 2) == [1, 1, 1, 2]
+    assert native_threads([large // 2] * 4, 4) == [1, 1, 1, 1]
+    assert native_threads([2 * MAX_AHEAD_BYTES, *[large] * 30], 2)[0] == 2
+    assert native_threads([large] * 2, 1) == [1, 1]

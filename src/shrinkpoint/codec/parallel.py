@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
@@ -41,7 +42,55 @@ def submit_or_run(pool: ThreadPoolExecutor, function: Callable[P, T], *args: P.a
 
 
 MIN_PARALLEL_BYTES = 1 << 22
-"""Tensor bytes from which a single record is decoded by several threads."""
+"""Bytes from which a single record may be coded by several threads."""
+MAX_AHEAD_BYTES = 1 << 25
+"""Bytes of records that `map_ordered` starts ahead of the first unfinished one; more only to occupy all threads."""
+
+
+def native_threads(sizes: Sequence[int], workers: int) -> list[int]:
+    """Number of threads for each of several records, which are begun one after the other by so many workers.
+
+    Records are coded beside each other, each by one thread, which wastes none; a record gets all threads if those
+    behind it are too few to occupy the other workers meanwhile.
+    """
+    counts, rest = [], sum(sizes)
+    for size in sizes:
+        rest -= size
+        is_alone = size >= MIN_PARALLEL_BYTES and min(rest, MAX_AHEAD_BYTES) < size * (workers - 1)
+        counts.append(workers if is_alone else 1)
+    return counts
+
+
+def map_ordered(function: Callable[[int, int], T], sizes: Sequence[int], workers: int) -> Iterator[T]:
+    """Yield `function(index, threads)` of every record in order; what has not begun is cancelled on an error.
+
+    Args:
+        function: called in other threads if there are several workers.
+        sizes: bytes of each record. So many are begun ahead that threads are busy while the caller uses a result, but
+            no more than `workers + 1` unless they have less than `MAX_AHEAD_BYTES`: results wait in memory.
+    """
+    counts = native_threads(sizes, workers)
+    if workers == 1:
+        yield from map(function, range(len(sizes)), counts)
+        return
+    pending: deque[tuple[Future[T], int]] = deque()
+    pending_bytes = 0
+    with ThreadPoolExecutor(workers) as executor:
+        try:
+            for index, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+                pending.append((submit_or_run(executor, function, index, count), size))
+                pending_bytes += size
+                while pending[0][0].done() or (len(pending) > workers and pending_bytes > MAX_AHEAD_BYTES):
+                    future, first_size = pending.popleft()
+                    pending_bytes -= first_size
+                    yield future.result()
+                    if not pending:
+                        break
+            while pending:
+                yield pending.popleft()[0].result()
+        finally:
+            for future, _ in pending:
+                future.cancel()
 
 
 def decode_all(
@@ -70,8 +119,7 @@ def decode_all(
     workers = default_threads(threads)
     arena = Arena()
 
-    def decode_record(index: int) -> Reference:
-        native_threads = workers if recipes[index][2] >= MIN_PARALLEL_BYTES else 1
+    def decode_record(index: int, native_threads: int) -> Reference:
         return decode(
             read(index),
             decoded,
@@ -85,23 +133,35 @@ def decode_all(
     with ThreadPoolExecutor(workers) as pool:
         for indices in _independent_ranges(recipes):
             # The list is complete before anything is added, because the workers read `decoded`.
-            results = [*_map_parallel(pool, decode_record, indices)] if workers > 1 else map(decode_record, indices)
-            for result in results:
+            sizes = [recipes[index][2] for index in indices]
+            for result in _map_largest_first(pool, decode_record, indices, sizes, workers):
                 decoded.add(result.tensors)
                 quantized.update(result.quantized)
     return Reference(decoded, quantized)
 
 
-def _map_parallel(
-    pool: ThreadPoolExecutor, decode_record: Callable[[int], Reference], indices: Sequence[int]
-) -> Iterator[Reference]:
-    """Like `pool.map`, but records that have not been started are cancelled when one fails."""
-    futures: list[Future[Reference]] = []
+def _map_largest_first(
+    pool: ThreadPoolExecutor,
+    decode_record: Callable[[int, int], Reference],
+    indices: Sequence[int],
+    sizes: Sequence[int],
+    workers: int,
+) -> Iterable[Reference]:
+    """The records in order; the largest is begun first, so that all threads end at about the same time.
+
+    Records that have not been started are cancelled when one fails.
+    """
+    if workers == 1:
+        return (decode_record(index, 1) for index in indices)
+    order = sorted(range(len(indices)), key=lambda position: -sizes[position])
+    counts = native_threads([sizes[position] for position in order], workers)
+    futures: dict[int, Future[Reference]] = {}
     try:
-        futures += (submit_or_run(pool, decode_record, index) for index in indices)
-        yield from (future.result() for future in futures)
+        for position, count in zip(order, counts, strict=True):
+            futures[position] = submit_or_run(pool, decode_record, indices[position], count)
+        return [futures[position].result() for position in range(len(indices))]
     finally:
-        for future in futures:
+        for future in futures.values():
             future.cancel()
 
 

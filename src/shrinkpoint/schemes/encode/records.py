@@ -8,9 +8,7 @@ codes of a quantizer with the parent's codes as context. Configurations are chos
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -22,7 +20,7 @@ from shrinkpoint.codec.coder import MAX_CHUNK, NUMBER_FORMATS, CoderConfig, Codi
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.lattice_record import LatticeInput, encode_lattice_record
 from shrinkpoint.codec.pack import pack_tensors, tap, tap_context
-from shrinkpoint.codec.parallel import MIN_PARALLEL_BYTES, submit_or_run
+from shrinkpoint.codec.parallel import map_ordered
 from shrinkpoint.codec.record import encode_copies, encode_plain, encode_same
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.schemes.encode.choose_coder import choose_smallest, coder_configs, sample_stride
@@ -104,7 +102,7 @@ class _RecordEncoder:
 
     Attributes:
         ordinals: name -> ordinal in the file, of all tensors but copies.
-        workers: number of records that are coded in parallel; a large record uses all threads by itself.
+        workers: number of threads; records are coded in parallel.
     """
 
     state: FlatState
@@ -117,27 +115,17 @@ class _RecordEncoder:
     workers: int
 
     def encode_all(self, groups: Sequence[RecordGroup]) -> Iterator[list[EncodedRecord]]:
-        """Yield the records of each group. At most one group per worker is coded ahead, to bound the memory."""
-        if self.workers == 1:
-            yield from (self._encode_group(index, group) for index, group in enumerate(groups))
-            return
-        with ThreadPoolExecutor(self.workers) as executor:
-            pending: deque[Future[list[EncodedRecord]]] = deque()
-            try:
-                for index, group in enumerate(groups):
-                    pending.append(submit_or_run(executor, self._encode_group, index, group))
-                    if len(pending) > self.workers:
-                        yield pending.popleft().result()
-                while pending:
-                    yield pending.popleft().result()
-            finally:
-                for future in pending:
-                    future.cancel()
+        """Yield the records of each group; some are coded ahead."""
+        return map_ordered(
+            lambda index, threads: self._encode_group(index, groups[index], threads),
+            [_coded_bytes(group) for group in groups],
+            self.workers,
+        )
 
-    def _encode_group(self, index: int, group: RecordGroup) -> list[EncodedRecord]:
+    def _encode_group(self, index: int, group: RecordGroup, threads: int) -> list[EncodedRecord]:
         name = group.infos[0].name if len(group.infos) == 1 else f"~{index}"
         encode_group = {"codes": self._encode_codebooks, "points": self._encode_lattices, "values": self._encode_values}
-        encoded = encode_group[group.kind](name, group)
+        encoded = encode_group[group.kind](name, group, threads)
         if encoded is not None:
             return [encoded]
         nbytes = sum(info.nbytes for info in group.infos)
@@ -146,7 +134,7 @@ class _RecordEncoder:
         # One record for each tensor, so that any safetensors reader finds them under their names.
         return [encode_plain(info.name, (info,), self.state.tensors) for info in group.infos]
 
-    def _encode_codebooks(self, name: str, group: RecordGroup) -> EncodedRecord:
+    def _encode_codebooks(self, name: str, group: RecordGroup, threads: int) -> EncodedRecord:
         infos, quantized = group.infos, self._quantized_tensors(group, CodebookTensor)
         uses_parent = quantized[0].residual or any(coder in DELTA_CODERS for coder in self.coders)
         record = CodebookInput(
@@ -160,9 +148,9 @@ class _RecordEncoder:
             tuple(self.quantized[context].codes for context in group.context_names),
             tuple(self.ordinals[context] for context in group.context_names),
         )
-        return encode_codebook_record(record, coders=self.coders, threads=self._group_threads(group))
+        return encode_codebook_record(record, coders=self.coders, threads=threads)
 
-    def _encode_lattices(self, name: str, group: RecordGroup) -> EncodedRecord:
+    def _encode_lattices(self, name: str, group: RecordGroup, threads: int) -> EncodedRecord:
         record = LatticeInput(
             name,
             group.infos,
@@ -172,17 +160,13 @@ class _RecordEncoder:
             tuple(self.state.tensors[context] for context in group.context_names),
             tuple(self.ordinals[context] for context in group.context_names),
         )
-        return encode_lattice_record(record, threads=self._group_threads(group))
+        return encode_lattice_record(record, threads=threads)
 
     def _quantized_tensors(self, group: RecordGroup, kind: type[_Quantized]) -> tuple[_Quantized, ...]:
         tensors = (self.quantized[info.name] for info in group.infos)
         return tuple(tensor for tensor in tensors if isinstance(tensor, kind))
 
-    def _group_threads(self, group: RecordGroup) -> int:
-        """Threads for a record of codes, which take about a byte each."""
-        return self.workers if sum(info.numel for info in group.infos) >= MIN_PARALLEL_BYTES else 1
-
-    def _encode_values(self, name: str, group: RecordGroup) -> EncodedRecord | None:
+    def _encode_values(self, name: str, group: RecordGroup, threads: int) -> EncodedRecord | None:
         """The coded record of a group, or None if plain records are not larger."""
         best: EncodedRecord | None = None
         for taps in sorted({1, group.taps}):
@@ -192,7 +176,6 @@ class _RecordEncoder:
             record = RecordInput(name, group.infos, taps, values, context, self._moment_ordinals(group))
             if record.nbytes <= _HEADER_OVERHEAD:
                 return None
-            threads = self.workers if record.nbytes >= MIN_PARALLEL_BYTES else 1
             configs, estimate = _choose_configs(record, self.contexts, threads)
             smallest_so_far = min(_encoded_size(best), record.nbytes - _HEADER_OVERHEAD)
             if estimate < smallest_so_far:
@@ -203,6 +186,11 @@ class _RecordEncoder:
 
     def _moment_ordinals(self, group: RecordGroup) -> tuple[tuple[int, int], ...]:
         return tuple((self.ordinals[first], self.ordinals[second]) for first, second in group.moments)
+
+
+def _coded_bytes(group: RecordGroup) -> int:
+    """Bytes that are coded for a group: those of its values, or one for each code."""
+    return sum(info.nbytes if group.kind == "values" else info.numel for info in group.infos)
 
 
 def _choose_configs(record: RecordInput, contexts: ContextMap, threads: int) -> tuple[tuple[CoderConfig, ...], float]:
