@@ -21,7 +21,7 @@ _LEVEL_MARGIN = 8
 
 
 def coder_configs(
-    record: RecordInput, values: Bytes, context: CodingContext, info: OptimizerInfo | None
+    record: RecordInput, values: Bytes, context: CodingContext, info: OptimizerInfo | None, *, exact: bool = True
 ) -> Iterator[CoderConfig]:
     """Yield the configurations that can code a record; at least one, the most likely one first.
 
@@ -30,15 +30,16 @@ def coder_configs(
         values: bytes of its first tap, for which the configurations are tuned; they are valid for all taps.
         context: coding context of the first tap.
         info: what is known about the optimizer; None: nothing.
+        exact: look for bits that no number uses in all numbers; else in a sample, so that coding may find others.
     """
     number, role = NUMBER_FORMATS[record.infos[0].dtype], record.infos[0].role
     if not number.is_float:
         yield from _integer_configs(number, context)
         return
-    union = _union(number, record.values)
+    union = _union(number, record.values, exact)
     sign, shift = bool(union >> (number.width - 1)), _trailing_zeros(union, number.mantissa)
     if record.context.base is not None:
-        base_zeros = _trailing_zeros(_union(number, record.context.base), number.mantissa) if shift else 0
+        base_zeros = _trailing_zeros(_union(number, record.context.base, exact), number.mantissa) if shift else 0
         yield from _delta_configs(number, context, role, info, min(shift, base_zeros))
     yield from _level_configs(number, values.view(f"u{number.itemsize}"), context, role, sign, shift)
 
@@ -118,9 +119,10 @@ def _sample(words: _Words) -> _Words:
     return words[:: max(1, words.size // _SAMPLE_SIZE)]
 
 
-def _union(number: NumberFormat, values: Bytes) -> int:
-    """The bitwise or of all values."""
-    return int(np.bitwise_or.reduce(values.view(f"u{number.itemsize}")))
+def _union(number: NumberFormat, values: Bytes, exact: bool) -> int:
+    """The bitwise or of all values, or of a sample."""
+    words = values.view(f"u{number.itemsize}")
+    return int(np.bitwise_or.reduce(words if exact else _sample(words)))
 
 
 def _trailing_zeros(union: int, max_zeros: int) -> int:

@@ -7,24 +7,24 @@ codes of a quantizer with the parent's codes as context. Configurations are chos
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 from shrinkpoint.codec.code_streams import CODERS, DELTA_CODERS
 from shrinkpoint.codec.codebook_record import CodebookInput, encode_codebook_record
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.codec.coded_record import RecordInput, coding_context, encode
-from shrinkpoint.codec.coder import MAX_CHUNK, NUMBER_FORMATS, CoderConfig, CodingContext, default_threads
+from shrinkpoint.codec.coded_record import coding_context
+from shrinkpoint.codec.coder import MAX_CHUNK, default_threads
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.lattice_record import LatticeInput, encode_lattice_record
-from shrinkpoint.codec.pack import pack_tensors, tap, tap_context
 from shrinkpoint.codec.parallel import map_ordered
 from shrinkpoint.codec.record import encode_copies, encode_plain, encode_same
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
-from shrinkpoint.schemes.encode.choose_coder import choose_smallest, coder_configs, sample_stride
-from shrinkpoint.schemes.encode.record_groups import ContextMap, RecordGroup, plan_records
+from shrinkpoint.schemes.encode.coder_choices import CoderChoice, GroupKind, SaveChoices
+from shrinkpoint.schemes.encode.record_groups import RecordGroup, plan_records
+from shrinkpoint.schemes.encode.value_records import ValueEncoder
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import EncodedRecord
 
@@ -32,8 +32,6 @@ MIN_BUNDLE_TENSORS = 1024
 """Number of tensors that share a record even if they cannot be compressed, provided that they are small."""
 MAX_BUNDLE_MEAN_BYTES = 256
 """Their largest mean size in bytes: a header entry of its own takes as much."""
-_HEADER_OVERHEAD = 256
-"""Bytes that a coded record needs in the header beyond a plain one: coding must save more than that."""
 _Quantized = TypeVar("_Quantized", CodebookTensor, LatticeTensor)
 
 
@@ -44,6 +42,7 @@ def encode_records(
     quantized: Mapping[str, QuantizedTensor] | None = None,
     coders: Sequence[str] = CODERS,
     chunk: int = MAX_CHUNK,
+    choices: dict[GroupKind, CoderChoice] | None = None,
     threads: int | None = None,
 ) -> Iterator[EncodedRecord]:
     """Yield the records of `state`, each after those that it needs as context.
@@ -54,6 +53,7 @@ def encode_records(
         quantized: name of a quantized tensor -> its codes and codebook or lattice.
         coders: allowed coders of codes, of `codec.CODERS`.
         chunk: number of values that are coded together.
+        choices: what codes each kind of tensor in this chain; what is chosen now is added.
         threads: native threads; None: all cores.
     """
     quantized = quantized or {}
@@ -61,7 +61,11 @@ def encode_records(
     infos = [*plan.unchanged, *(info for group in plan.groups for info in group.infos)]
     ordinals = {info.name: ordinal for ordinal, info in enumerate(infos)}
     workers = default_threads(threads)
-    encoder = _RecordEncoder(state, reference, quantized, plan.contexts, ordinals, coders, chunk, workers)
+    save_choices = SaveChoices(
+        {} if choices is None else choices, [group for group in plan.groups if group.kind == "values"]
+    )
+    values = ValueEncoder(state, reference, plan.contexts, ordinals, save_choices, chunk)
+    encoder = _RecordEncoder(state, reference, quantized, values, ordinals, coders, workers)
     if plan.unchanged and reference is not None:
         yield encode_same("~same", plan.unchanged, reference)
     for records in encoder.encode_all(plan.groups):
@@ -91,9 +95,22 @@ class RecordEncodingMixin:
         threads: int | None = None,
     ) -> Iterator[EncodedRecord]:
         """Yield the records of a quantized state, as `encode_records` does."""
+        if reference is None:
+            self._choices.clear()
         return encode_records(
-            state, reference, quantized=quantized, coders=self.coders, chunk=self.chunk, threads=threads
+            state,
+            reference,
+            quantized=quantized,
+            coders=self.coders,
+            chunk=self.chunk,
+            choices=self._choices,
+            threads=threads,
         )
+
+    @cached_property
+    def _choices(self) -> dict[GroupKind, CoderChoice]:
+        """What codes each kind of tensor in the present chain."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -108,10 +125,9 @@ class _RecordEncoder:
     state: FlatState
     reference: Reference | None
     quantized: Mapping[str, QuantizedTensor]
-    contexts: ContextMap
+    values: ValueEncoder
     ordinals: dict[str, int]
     coders: Sequence[str]
-    chunk: int
     workers: int
 
     def encode_all(self, groups: Sequence[RecordGroup]) -> Iterator[list[EncodedRecord]]:
@@ -124,7 +140,7 @@ class _RecordEncoder:
 
     def _encode_group(self, index: int, group: RecordGroup, threads: int) -> list[EncodedRecord]:
         name = group.infos[0].name if len(group.infos) == 1 else f"~{index}"
-        encode_group = {"codes": self._encode_codebooks, "points": self._encode_lattices, "values": self._encode_values}
+        encode_group = {"codes": self._encode_codebooks, "points": self._encode_lattices, "values": self.values.encode}
         encoded = encode_group[group.kind](name, group, threads)
         if encoded is not None:
             return [encoded]
@@ -166,24 +182,6 @@ class _RecordEncoder:
         tensors = (self.quantized[info.name] for info in group.infos)
         return tuple(tensor for tensor in tensors if isinstance(tensor, kind))
 
-    def _encode_values(self, name: str, group: RecordGroup, threads: int) -> EncodedRecord | None:
-        """The coded record of a group, or None if plain records are not larger."""
-        best: EncodedRecord | None = None
-        for taps in sorted({1, group.taps}):
-            base = self.reference if group.has_reference else None
-            context = coding_context(group.infos, taps, base, group.moments, self.state.tensors)
-            values = pack_tensors(group.infos, self.state.tensors, taps)
-            record = RecordInput(name, group.infos, taps, values, context, self._moment_ordinals(group))
-            if record.nbytes <= _HEADER_OVERHEAD:
-                return None
-            configs, estimate = _choose_configs(record, self.contexts, threads)
-            smallest_so_far = min(_encoded_size(best), record.nbytes - _HEADER_OVERHEAD)
-            if estimate < smallest_so_far:
-                configs = tuple(replace(config, chunk=self.chunk) for config in configs)
-                encoded = encode(record, configs, threads=threads)
-                best = encoded if _encoded_size(encoded) < smallest_so_far else best
-        return best
-
     def _moment_ordinals(self, group: RecordGroup) -> tuple[tuple[int, int], ...]:
         return tuple((self.ordinals[first], self.ordinals[second]) for first, second in group.moments)
 
@@ -191,40 +189,3 @@ class _RecordEncoder:
 def _coded_bytes(group: RecordGroup) -> int:
     """Bytes that are coded for a group: those of its values, or one for each code."""
     return sum(info.nbytes if group.kind == "values" else info.numel for info in group.infos)
-
-
-def _choose_configs(record: RecordInput, contexts: ContextMap, threads: int) -> tuple[tuple[CoderConfig, ...], float]:
-    """The configurations of the first and the later taps of a record, and its estimated bytes."""
-    info, taps = record.infos[0], record.taps
-    number = NUMBER_FORMATS[info.dtype]
-    values = tap(record.values, 0, taps)
-    assert values is not None
-    context = tap_context(number, record.values, record.context, CoderConfig("level"), 0, taps)
-    configs = coder_configs(record, values, context, contexts.optimizer_info(info))
-    first, cost = choose_smallest(number, values, context, configs, threads)
-    if taps == 1:
-        return (first,), cost
-    index = min(2, taps - 1)  # the first tap for which all contexts exist
-    costs = []
-    for config in _later_taps(record.context, first):
-        values = tap(record.values, index, taps)
-        assert values is not None
-        context = tap_context(number, record.values, record.context, config, index, taps)
-        stride = sample_stride(values.nbytes // number.itemsize)
-        costs.append((config.estimate_bytes(number, values, context, stride, threads), config))
-    later_cost, later = min(costs, key=lambda pair: pair[0])
-    return (first, later), cost + (taps - 1) * later_cost
-
-
-def _later_taps(context: CodingContext, first: CoderConfig) -> Iterator[CoderConfig]:
-    """Yield the configurations that can code the taps after the first."""
-    max_level = first.top or (first.bias + 126) >> first.fine
-    top = min(max(max_level, 0), (1 << 12) - 1)
-    yield first
-    yield CoderConfig("delta", predictor="tap", top=top)
-    if context.base is not None:
-        yield CoderConfig("delta", predictor="base", top=top)
-
-
-def _encoded_size(encoded: EncodedRecord | None) -> float:
-    return math.inf if encoded is None else sum(memoryview(part).nbytes for part in encoded.parts.values())
