@@ -146,14 +146,46 @@ Floats matrix_of(uint64_t rows, uint64_t columns, const Bytes& bytes, const char
     return floats;
 }
 
-// All positions of a lattice's tensor; or those from `first` on that an array of two bytes for each is made for.
-Positions positions_of(const Lattice& lattice, std::optional<uint64_t> first, const Bytes& codes) {
+// Positions of a lattice's tensor: as many as arrays are made for, from `first` on.
+Positions positions_of(const Lattice& lattice, std::optional<uint64_t> first, uint64_t count) {
     if (!first) return {0, lattice.count()};
-    const uint64_t count = codes.size() / 2;
     if (*first > lattice.count() || count > lattice.count() - *first)
         throw nb::value_error("first: positions beyond the tensor");
     return {*first, count};
 }
+
+// Float32 values as Python gives them: an array, a lattice and codes on it, or None.
+class ValuesArgument {
+   public:
+    explicit ValuesArgument(nb::handle object)
+        : lattice_(nb::isinstance<nb::tuple>(object) ? nb::cast<const Lattice*>(object[0]) : nullptr),
+          bytes(lattice_ != nullptr ? nb::object(object[1]) : nb::borrow(object)) {}
+
+    // Those of `count` positions of a tensor of this lattice's size.
+    Values checked(const Lattice& lattice, uint64_t count, const char* name) const {
+        Values out;
+        if (lattice_ == nullptr) {
+            out.floats = floats_of(count, bytes, name);
+            return out;
+        }
+        if (lattice_->count() != lattice.count())
+            throw nb::value_error((std::string(name) + ": a lattice of another size").c_str());
+        out.lattice = lattice_, out.codes = required_codes(count, bytes);
+        return out;
+    }
+    // The same without bfloat16, which no second moment has.
+    Values checked_squares(const Lattice& lattice, uint64_t count) const {
+        const Values out = checked(lattice, count, "squares");
+        if (count != 0 && out.floats.bytes != 4) throw nb::value_error("squares: wrong number of bytes");
+        return out;
+    }
+
+   private:
+    const Lattice* lattice_;
+
+   public:
+    const Bytes bytes;
+};
 
 // Throws if an output shares memory with one of the other arrays of a call.
 void check_overlap(const Bytes& output, std::initializer_list<const Bytes*> arrays) {
@@ -161,23 +193,41 @@ void check_overlap(const Bytes& output, std::initializer_list<const Bytes*> arra
         if (overlap(output, *array)) throw nb::value_error("an array that is written shares memory with another one");
 }
 
+void predict_lattice(const Lattice& lattice, nb::handle guesses, nb::handle contexts, nb::handle parent,
+                     nb::handle squares, Hasher* base, std::optional<uint64_t> first, unsigned threads) {
+    const ValuesArgument parent_values(parent), square_values(squares);
+    const Bytes guess_bytes(guesses, PyBUF_WRITABLE), context_bytes(contexts, PyBUF_WRITABLE);
+    check_overlap(guess_bytes, {&parent_values.bytes, &square_values.bytes, &context_bytes});
+    check_overlap(context_bytes, {&parent_values.bytes, &square_values.bytes});
+    const Positions positions = positions_of(lattice, first, guess_bytes.size() / 2);
+    const Known known{parent_values.checked(lattice, positions.count, "parent"),
+                      square_values.checked_squares(lattice, positions.count)};
+    auto* guess_data = array_of_size<int16_t>(positions.count, guess_bytes, "guesses");
+    auto* context_data = array_of_size<uint8_t>(positions.count, context_bytes, "contexts");
+    nb::gil_scoped_release release;
+    lattice_predict(lattice, known, base, guess_data, context_data, positions, threads);
+}
+
 nb::tuple encode_lattice(const Lattice& lattice, nb::handle codes, nb::handle contexts, nb::handle tokens,
-                         nb::handle parent, nb::handle squares, nb::handle expected, unsigned threads) {
-    const Bytes code_bytes(codes), parent_bytes(parent), square_bytes(squares), expected_bytes(expected);
+                         nb::handle parent, nb::handle squares, nb::handle expected, Hasher* digest, Hasher* base,
+                         unsigned threads) {
+    const ValuesArgument parent_values(parent), square_values(squares);
+    const Bytes code_bytes(codes), expected_bytes(expected);
     const Bytes context_bytes(contexts, PyBUF_WRITABLE), token_bytes(tokens, PyBUF_WRITABLE);
-    check_overlap(context_bytes, {&code_bytes, &parent_bytes, &square_bytes, &expected_bytes, &token_bytes});
-    check_overlap(token_bytes, {&code_bytes, &parent_bytes, &square_bytes, &expected_bytes});
-    const auto* square_data = optional_array<const float>(lattice.count(), square_bytes, "squares");
+    check_overlap(context_bytes,
+                  {&code_bytes, &parent_values.bytes, &square_values.bytes, &expected_bytes, &token_bytes});
+    check_overlap(token_bytes, {&code_bytes, &parent_values.bytes, &square_values.bytes, &expected_bytes});
     const Codes code_data = required_codes(lattice.count(), code_bytes);
     auto* context_data = array_of_size<uint8_t>(lattice.count(), context_bytes, "contexts");
     auto* token_data = array_of_size<uint8_t>(lattice.count(), token_bytes, "tokens");
-    const Floats parent_floats = floats_of(lattice.count(), parent_bytes, "parent");
+    const Known known{parent_values.checked(lattice, lattice.count(), "parent"),
+                      square_values.checked_squares(lattice, lattice.count())};
     const Floats expected_floats = floats_of(lattice.count(), expected_bytes, "expected");
     Differences differences;
     Buffer escapes;
     {
         nb::gil_scoped_release release;
-        differences = lattice_encode(lattice, parent_floats, square_data, code_data, expected_floats, context_data,
+        differences = lattice_encode(lattice, code_data, known, expected_floats, {digest, base}, context_data,
                                      token_data, threads);
         const auto* escape_data = reinterpret_cast<const uint8_t*>(differences.escapes.data());
         escapes.assign(escape_data, escape_data + 4 * differences.escapes.size());
@@ -185,24 +235,48 @@ nb::tuple encode_lattice(const Lattice& lattice, nb::handle codes, nb::handle co
     return nb::make_tuple(array_of(std::move(escapes)), differences.in_range, differences.same);
 }
 
-size_t decode_lattice(const Lattice& lattice, nb::handle tokens, nb::handle contexts, nb::handle escapes,
-                      nb::handle codes, nb::handle values, nb::handle squares, std::optional<uint64_t> first,
-                      unsigned threads) {
-    const Bytes token_bytes(tokens), context_bytes(contexts), escape_bytes(escapes), square_bytes(squares);
-    const Bytes code_bytes(codes, PyBUF_WRITABLE), value_bytes(values, PyBUF_WRITABLE);
-    check_overlap(code_bytes, {&token_bytes, &context_bytes, &escape_bytes, &square_bytes, &value_bytes});
-    check_overlap(value_bytes, {&token_bytes, &context_bytes, &escape_bytes, &square_bytes});
-    const Positions positions = positions_of(lattice, first, code_bytes);
+nb::tuple decode_lattice(const Lattice& lattice, nb::handle tokens, nb::handle contexts, nb::handle escapes,
+                         nb::handle guesses, nb::handle values, nb::handle codes, nb::handle squares, Hasher* digest,
+                         std::optional<uint64_t> first, unsigned threads) {
+    const ValuesArgument square_values(squares);
+    const Bytes token_bytes(tokens), context_bytes(contexts), escape_bytes(escapes);
+    const int writable = PyBUF_WRITABLE;
+    const Bytes guess_bytes(guesses, writable), code_bytes(codes, writable), value_bytes(values, writable);
+    const std::initializer_list<const Bytes*> sources = {&token_bytes, &context_bytes, &escape_bytes,
+                                                         &square_values.bytes};
+    for (const Bytes* output : {&guess_bytes, &code_bytes, &value_bytes}) check_overlap(*output, sources);
+    check_overlap(guess_bytes, {&code_bytes, &value_bytes});
+    check_overlap(code_bytes, {&value_bytes});
+    const Positions positions = positions_of(lattice, first, guess_bytes.size() / 2);
     const auto* token_data = array_of_size<const uint8_t>(positions.count, token_bytes, "tokens");
     const auto* context_data = array_of_size<const uint8_t>(positions.count, context_bytes, "contexts");
     const size_t count = escape_bytes.size() / 4;
     const auto* escape_data = reinterpret_cast<const int32_t*>(escape_bytes.checked(4 * count, 4, "escapes"));
-    const auto* square_data = optional_array<const float>(positions.count, square_bytes, "squares");
-    auto* code_data = array_of_size<int16_t>(positions.count, code_bytes, "codes");
+    const Values square_data = square_values.checked_squares(lattice, positions.count);
+    auto* guess_data = array_of_size<int16_t>(positions.count, guess_bytes, "guesses");
+    const Codes code_data = codes.is_none() ? Codes{} : required_codes(positions.count, code_bytes);
+    const Decoded out{code_bytes.data(), code_data.bytes, optional_array<float>(positions.count, value_bytes, "values"),
+                      digest};
+    DecodeResult result;
+    {
+        nb::gil_scoped_release release;
+        result = lattice_decode(lattice, token_data, context_data, escape_data, count, square_data, guess_data, out,
+                                positions, threads);
+    }
+    return nb::make_tuple(result.escapes, result.narrow);
+}
+
+void decode_values(const Lattice& lattice, nb::handle codes, nb::handle values, nb::handle squares,
+                   std::optional<uint64_t> first, unsigned threads) {
+    const ValuesArgument square_values(squares);
+    const Bytes code_bytes(codes), value_bytes(values, PyBUF_WRITABLE);
+    check_overlap(value_bytes, {&code_bytes, &square_values.bytes});
+    const Positions positions = positions_of(lattice, first, value_bytes.size() / 4);
+    const Codes code_data = required_codes(positions.count, code_bytes);
+    const Values square_data = square_values.checked_squares(lattice, positions.count);
     auto* value_data = array_of_size<float>(positions.count, value_bytes, "values");
     nb::gil_scoped_release release;
-    return lattice_decode(lattice, token_data, context_data, escape_data, count, square_data, code_data, value_data,
-                          positions, threads);
+    lattice_values(lattice, code_data, square_data, value_data, positions, threads);
 }
 
 unsigned quantize_lattice(const Lattice& lattice, nb::handle values, nb::handle codes, const Lattice* seconds,
@@ -251,41 +325,17 @@ void bind_lattice(nb::module_& m) {
             },
             "rows"_a, "columns"_a, "height"_a, "width"_a, nb::kw_only(), "powers"_a = false, "step"_a = 1,
             "seed"_a = 0);
-    m.def(
-        "lattice_predict",
-        [](const Lattice& lattice, nb::handle guesses, nb::handle contexts, nb::handle parent, nb::handle squares,
-           std::optional<uint64_t> first, unsigned threads) {
-            const Bytes parent_bytes(parent), square_bytes(squares);
-            const Bytes guess_bytes(guesses, PyBUF_WRITABLE), context_bytes(contexts, PyBUF_WRITABLE);
-            check_overlap(guess_bytes, {&parent_bytes, &square_bytes, &context_bytes});
-            check_overlap(context_bytes, {&parent_bytes, &square_bytes});
-            const Positions positions = positions_of(lattice, first, guess_bytes);
-            const Floats parent_floats = floats_of(positions.count, parent_bytes, "parent");
-            const auto* square_data = optional_array<const float>(positions.count, square_bytes, "squares");
-            auto* guess_data = array_of_size<int16_t>(positions.count, guess_bytes, "guesses");
-            auto* context_data = array_of_size<uint8_t>(positions.count, context_bytes, "contexts");
-            nb::gil_scoped_release release;
-            lattice_predict(lattice, parent_floats, square_data, guess_data, context_data, positions, threads);
-        },
-        "lattice"_a, "guesses"_a, "contexts"_a, nb::kw_only(), "parent"_a.none() = nb::none(),
-        "squares"_a.none() = nb::none(), "first"_a.none() = nb::none(), "threads"_a = 1);
+    m.def("lattice_predict", predict_lattice, "lattice"_a, "guesses"_a, "contexts"_a, nb::kw_only(),
+          "parent"_a.none() = nb::none(), "squares"_a.none() = nb::none(), "base"_a.none() = nb::none(),
+          "first"_a.none() = nb::none(), "threads"_a = 1);
     m.def("lattice_encode", encode_lattice, "lattice"_a, "codes"_a, "contexts"_a, "tokens"_a, nb::kw_only(),
           "parent"_a.none() = nb::none(), "squares"_a.none() = nb::none(), "expected"_a.none() = nb::none(),
-          "threads"_a = 1);
-    m.def("lattice_decode", decode_lattice, "lattice"_a, "tokens"_a, "contexts"_a, "escapes"_a, "codes"_a, "values"_a,
-          nb::kw_only(), "squares"_a.none() = nb::none(), "first"_a.none() = nb::none(), "threads"_a = 1);
-    m.def(
-        "lattice_values",
-        [](const Lattice& lattice, nb::handle codes, nb::handle values, nb::handle squares, unsigned threads) {
-            const Bytes code_bytes(codes), square_bytes(squares), value_bytes(values, PyBUF_WRITABLE);
-            check_overlap(value_bytes, {&code_bytes, &square_bytes});
-            const Codes code_data = required_codes(lattice.count(), code_bytes);
-            const auto* square_data = optional_array<const float>(lattice.count(), square_bytes, "squares");
-            auto* value_data = array_of_size<float>(lattice.count(), value_bytes, "values");
-            nb::gil_scoped_release release;
-            lattice_values(lattice, code_data, square_data, value_data, threads);
-        },
-        "lattice"_a, "codes"_a, "values"_a, nb::kw_only(), "squares"_a.none() = nb::none(), "threads"_a = 1);
+          "digest"_a.none() = nb::none(), "base"_a.none() = nb::none(), "threads"_a = 1);
+    m.def("lattice_decode", decode_lattice, "lattice"_a, "tokens"_a, "contexts"_a, "escapes"_a, "guesses"_a,
+          "values"_a.none(), nb::kw_only(), "codes"_a.none() = nb::none(), "squares"_a.none() = nb::none(),
+          "digest"_a.none() = nb::none(), "first"_a.none() = nb::none(), "threads"_a = 1);
+    m.def("lattice_values", decode_values, "lattice"_a, "codes"_a, "values"_a, nb::kw_only(),
+          "squares"_a.none() = nb::none(), "first"_a.none() = nb::none(), "threads"_a = 1);
     m.def("lattice_quantize", quantize_lattice, "lattice"_a, "values"_a, "codes"_a, nb::kw_only(),
           "seconds"_a.none() = nb::none(), "second_codes"_a.none() = nb::none(), "previous"_a.none() = nb::none(),
           "hysteresis"_a = 0.5f, "threads"_a = 1);

@@ -29,6 +29,15 @@ SHRINKPOINT_KERNEL(void, widen_codes, (const int8_t* codes, size_t count, int16_
     for (size_t i = 0; i < count; ++i) out[i] = codes[i];
 }
 
+SHRINKPOINT_KERNEL(bool, narrow_codes, (const int16_t* codes, size_t count, int8_t* out), (codes, count, out)) {
+    int32_t lost = 0;
+    for (size_t i = 0; i < count; ++i) {
+        out[i] = static_cast<int8_t>(codes[i]);
+        lost |= out[i] ^ codes[i];
+    }
+    return lost == 0;
+}
+
 void fill_cells(const Lattice& lattice, const float* squares, uint64_t start, size_t count, Cells& cells) {
     if (lattice.powers) return fill_exponents(lattice, start, count, cells.exponents);
     fill_steps(lattice, start, count, cells.steps);

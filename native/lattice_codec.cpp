@@ -5,11 +5,13 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 
 #include "lattice_cells.hpp"
 #include "simd.hpp"
 #include "tiles.hpp"
+#include "turns.hpp"
 
 namespace shrinkpoint {
 
@@ -43,6 +45,17 @@ SHRINKPOINT_KERNEL(void, guess_multiples,
         offset = chosen(std::fabs(remainder) < kNear, kOffsets, offset);
         guesses[i] = static_cast<int16_t>(code);
         contexts[i] = static_cast<uint8_t>(offset * kStepClasses + classes[i]);
+    }
+}
+
+// The same where the parent is on this very lattice: its codes are the guesses, and what they are missed by is rounding.
+SHRINKPOINT_KERNEL(void, guess_same,
+                   (const int16_t* parent, const uint8_t* classes, size_t count, int16_t* guesses, uint8_t* contexts),
+                   (parent, classes, count, guesses, contexts)) {
+    for (size_t i = 0; i < count; ++i) {
+        const int32_t code = parent[i];
+        guesses[i] = static_cast<int16_t>(std::min(std::max(code, -kMaxCode), kMaxCode));
+        contexts[i] = static_cast<uint8_t>(kOffsets * kStepClasses + classes[i]);
     }
 }
 
@@ -107,26 +120,118 @@ SHRINKPOINT_KERNEL(size_t, count_escapes, (const uint8_t* tokens, const uint8_t*
     return escapes;
 }
 
-// `parent` is theirs, too.
-void guess(const Lattice& lattice, Floats parent, uint64_t start, size_t count, Cells& cells, int16_t* guesses,
-           uint8_t* contexts) {
-    if (lattice.powers && parent.data == nullptr) {
-        std::fill_n(guesses, count, int16_t{0});
-        std::fill_n(contexts, count, uint8_t{0});
-        return;
+// Positions whose values one thread makes before their digest, and, where there are several threads, takes at a time.
+constexpr size_t kTurn = 16 * kTile;
+
+// What one thread works with; nothing but dithers is cleared, as many tensors are small.
+struct Scratch {
+    Scratch() {
+        for (Cells* all : {&cells, &parent_cells, &square_cells}) std::fill_n(all->dithers, kTile, 0.0f);
     }
-    if (lattice.powers) {
-        const float* values = read_floats(parent, 0, count, cells.parent);
-        return guess_powers(values, cells.exponents, lattice.step, count, guesses, contexts);
+
+    Cells cells, parent_cells, square_cells;
+    float squares[kTile];
+    float values[kTurn], parent[kTurn];
+};
+
+// work(piece, start, count, scratch, place in the piece) for every tile, and then turn(count, scratch) for every piece,
+// in the order of pieces.
+template <typename Work, typename Turn>
+void by_turns(uint64_t count, unsigned threads, Work work, Turn turn) {
+    Turns turns;
+    parallel(chunk_count(count, kTurn), threads, [&](WorkQueue& indices) {
+        const ScopedFpEnvironment floats;
+        const std::unique_ptr<Scratch> scratch(new Scratch);
+        for (size_t index; indices.take(index);) {
+            try {
+                const Span piece = span_of(index, count, kTurn, kTurn);
+                for (size_t done = 0; done < piece.count; done += kTile)
+                    work(index, piece.start + done, std::min(kTile, piece.count - done), *scratch, done);
+                turns.take(index, [&] { turn(piece.count, *scratch); });
+            } catch (...) {
+                turns.fail();
+                throw;
+            }
+        }
+    });
+}
+
+// `count` values from `start` on of those at hand, which begin at `first` of the tensor: where they lie, or in `out`.
+const float* read_values(const Values& source, uint64_t first, uint64_t start, size_t count, Cells& cells, float* out) {
+    if (source.lattice == nullptr) return read_floats(source.floats, start, count, out);
+    fill_cells(*source.lattice, nullptr, first + start, count, cells);
+    values_of_codes(*source.lattice, read_codes(source.codes, start, count, cells.codes), count, cells, out);
+    return out;
+}
+
+const float* read_squares(const Values& squares, uint64_t first, uint64_t start, size_t count, Scratch& scratch) {
+    if (squares.none()) return nullptr;
+    return read_values(squares, first, start, count, scratch.square_cells, scratch.squares);
+}
+
+int32_t largest(const std::vector<int16_t>& exponents) {
+    int32_t out = 0;
+    for (const int16_t exponent : exponents) out = std::max(out, std::abs(int32_t{exponent}));
+    return out;
+}
+
+// Whether the parent's points are those of this lattice, so that the nearest one to each of its values is its own: it is
+// missed by two roundings, of 1/64 at most where no value is denormal or infinite.
+bool is_same_lattice(const Lattice& lattice, const Known& known) {
+    const Lattice* parent = known.parent.lattice;
+    if (parent == nullptr || lattice.powers || parent->powers || !known.squares.none()) return false;
+    const bool same = lattice.seed == parent->seed && lattice.rows == parent->rows &&
+                      lattice.columns == parent->columns && lattice.row_exponents == parent->row_exponents &&
+                      lattice.column_exponents == parent->column_exponents;
+    return same && largest(lattice.row_exponents) + largest(lattice.column_exponents) <= 100 * kStepsPerOctave;
+}
+
+// Guesses and contexts of one tile, given its cells.
+class PointPredictor {
+ public:
+    PointPredictor(const Lattice& lattice, const Known& known)
+        : lattice_(lattice), known_(known), is_same_(is_same_lattice(lattice, known)) {}
+
+    // `values` has room for the parent's, which are made where they are needed or `all` of them are asked for.
+    void predict(uint64_t first, uint64_t start, size_t count, bool all, Scratch& scratch, float* values,
+                 int16_t* guesses, uint8_t* contexts) const {
+        Cells& cells = scratch.cells;
+        const Values& parent = known_.parent;
+        if (!lattice_.powers) fill_step_classes(lattice_, first + start, count, cells.classes);
+        if (is_same_) {
+            const int16_t* codes = read_codes(parent.codes, start, count, scratch.parent_cells.codes);
+            guess_same(codes, cells.classes, count, guesses, contexts);
+            if (all) values_of_codes(lattice_, codes, count, cells, values);
+            return;
+        }
+        if (parent.none()) return guess_without(count, cells, guesses, contexts);
+        const float* parent_values = read_values(parent, first, start, count, scratch.parent_cells, values);
+        if (all && parent_values != values) std::memcpy(values, parent_values, 4 * count);
+        if (lattice_.powers)
+            guess_powers(parent_values, cells.exponents, lattice_.step, count, guesses, contexts);
+        else
+            guess_multiples(parent_values, cells.steps, cells.dithers, cells.classes, count, guesses, contexts);
     }
-    fill_step_classes(lattice, start, count, cells.classes);
-    if (parent.data != nullptr) {
-        const float* values = read_floats(parent, 0, count, cells.parent);
-        return guess_multiples(values, cells.steps, cells.dithers, cells.classes, count, guesses, contexts);
+
+ private:
+    void guess_without(size_t count, Cells& cells, int16_t* guesses, uint8_t* contexts) const {
+        if (lattice_.powers) {
+            std::fill_n(guesses, count, int16_t{0});
+            std::fill_n(contexts, count, uint8_t{0});
+            return;
+        }
+        std::fill_n(cells.parent, count, 0.0f);
+        std::fill_n(cells.values, count, 1.0f);  // whatever a step is, it does not move 0
+        guess_multiples(cells.parent, cells.values, cells.dithers, cells.classes, count, guesses, contexts);
     }
-    std::fill_n(cells.parent, count, 0.0f);
-    std::fill_n(cells.values, count, 1.0f);  // whatever a step is, it does not move 0
-    guess_multiples(cells.parent, cells.values, cells.dithers, cells.classes, count, guesses, contexts);
+
+    const Lattice& lattice_;
+    const Known& known_;
+    const bool is_same_;
+};
+
+void update(Hasher* digest, const float* values, size_t count) {
+    if (digest != nullptr) digest->update(reinterpret_cast<const uint8_t*>(values), 4 * count);
 }
 
 bool is_same(const float* values, Floats expected, uint64_t start, size_t count) {
@@ -137,9 +242,12 @@ bool is_same(const float* values, Floats expected, uint64_t start, size_t count)
 
 // Where the escapes of every piece start, and how many there are.
 std::vector<size_t> escapes_before(const uint8_t* tokens, const uint8_t* contexts, uint64_t count, unsigned threads) {
-    std::vector<size_t> out(chunk_count(count, kPiece) + 1);
-    by_tiles(count, threads, [&](size_t piece, uint64_t start, size_t length, Cells&) {
-        out[piece + 1] += count_escapes(tokens + start, contexts + start, length);
+    std::vector<size_t> out(chunk_count(count, kTurn) + 1);
+    parallel(chunk_count(count, kTurn), threads, [&](WorkQueue& indices) {
+        for (size_t piece; indices.take(piece);) {
+            const Span span = span_of(piece, count, kTurn, kTurn);
+            out[piece + 1] = count_escapes(tokens + span.start, contexts + span.start, span.count);
+        }
     });
     for (size_t i = 1; i < out.size(); ++i) out[i] += out[i - 1];
     return out;
@@ -159,22 +267,29 @@ bool add_escapes(const uint8_t* tokens, const uint8_t* contexts, size_t count, c
 
 }  // namespace
 
-void lattice_predict(const Lattice& lattice, Floats parent, const float* squares, int16_t* guesses, uint8_t* contexts,
+void lattice_predict(const Lattice& lattice, const Known& known, Hasher* base, int16_t* guesses, uint8_t* contexts,
                      Positions positions, unsigned threads) {
-    by_tiles(positions.count, threads, [&](size_t, uint64_t start, size_t count, Cells& cells) {
-        const uint64_t place = positions.first + start;
-        fill_cells(lattice, offset_by(squares, start), place, count, cells);
-        guess(lattice, offset_by(parent, start), place, count, cells, guesses + start, contexts + start);
-    });
+    const PointPredictor predictor(lattice, known);
+    const auto work = [&](size_t, uint64_t start, size_t count, Scratch& scratch, size_t place) {
+        const float* squares = read_squares(known.squares, positions.first, start, count, scratch);
+        fill_cells(lattice, squares, positions.first + start, count, scratch.cells);
+        predictor.predict(positions.first, start, count, base != nullptr, scratch, scratch.parent + place,
+                          guesses + start, contexts + start);
+    };
+    by_turns(positions.count, threads, work,
+             [&](size_t count, Scratch& scratch) { update(base, scratch.parent, count); });
 }
 
-Differences lattice_encode(const Lattice& lattice, Floats parent, const float* squares, Codes codes,
-                           Floats expected, uint8_t* contexts, uint8_t* tokens, unsigned threads) {
-    std::vector<std::vector<int32_t>> escapes(chunk_count(lattice.count(), kPiece));
+Differences lattice_encode(const Lattice& lattice, Codes codes, const Known& known, Floats expected,
+                           ValueDigests digests, uint8_t* contexts, uint8_t* tokens, unsigned threads) {
+    const PointPredictor predictor(lattice, known);
+    std::vector<std::vector<int32_t>> escapes(chunk_count(lattice.count(), kTurn));
     std::atomic<bool> in_range{true}, same{true};
-    by_tiles(lattice.count(), threads, [&](size_t piece, uint64_t start, size_t count, Cells& cells) {
-        fill_cells(lattice, offset_by(squares, start), start, count, cells);
-        guess(lattice, offset_by(parent, start), start, count, cells, cells.guesses, contexts + start);
+    const auto work = [&](size_t piece, uint64_t start, size_t count, Scratch& scratch, size_t place) {
+        Cells& cells = scratch.cells;
+        fill_cells(lattice, read_squares(known.squares, 0, start, count, scratch), start, count, cells);
+        predictor.predict(0, start, count, digests.base != nullptr, scratch, scratch.parent + place, cells.guesses,
+                          contexts + start);
         const int16_t* tile_codes = read_codes(codes, start, count, cells.codes);
         const uint32_t report = subtract(tile_codes, cells.guesses, contexts + start, count, tokens + start);
         if (report >> 31 != 0) in_range = false;
@@ -182,9 +297,13 @@ Differences lattice_encode(const Lattice& lattice, Floats parent, const float* s
             const int32_t difference = tile_codes[i] - cells.guesses[i];
             if (std::abs(difference) >= -kEscape) escapes[piece].push_back(difference);
         }
-        if (expected.data == nullptr) return;
-        values_of_codes(lattice, tile_codes, count, cells, cells.values);
-        if (!is_same(cells.values, expected, start, count)) same = false;
+        if (expected.data == nullptr && digests.values == nullptr) return;
+        values_of_codes(lattice, tile_codes, count, cells, scratch.values + place);
+        if (expected.data != nullptr && !is_same(scratch.values + place, expected, start, count)) same = false;
+    };
+    by_turns(lattice.count(), threads, work, [&](size_t count, Scratch& scratch) {
+        update(digests.values, scratch.values, count);
+        update(digests.base, scratch.parent, count);
     });
     Differences out;
     for (const auto& some : escapes) out.escapes.insert(out.escapes.end(), some.begin(), some.end());
@@ -192,35 +311,51 @@ Differences lattice_encode(const Lattice& lattice, Floats parent, const float* s
     return out;
 }
 
-size_t lattice_decode(const Lattice& lattice, const uint8_t* tokens, const uint8_t* contexts, const int32_t* escapes,
-                      size_t escape_count, const float* squares, int16_t* codes, float* values, Positions positions,
-                      unsigned threads) {
-    std::vector<size_t> first_escape(chunk_count(positions.count, kPiece) + 1);
+DecodeResult lattice_decode(const Lattice& lattice, const uint8_t* tokens, const uint8_t* contexts,
+                            const int32_t* escapes, size_t escape_count, const Values& squares, int16_t* guesses,
+                            const Decoded& out, Positions positions, unsigned threads) {
+    std::vector<size_t> first_escape(chunk_count(positions.count, kTurn) + 1);
     if (escape_count != 0) first_escape = escapes_before(tokens, contexts, positions.count, threads);
+    const bool has_values = out.values != nullptr || out.digest != nullptr;
     const size_t used = first_escape.back();
-    by_tiles(positions.count, threads, [&](size_t piece, uint64_t start, size_t count, Cells& cells) {
-        const uint32_t report = add(tokens + start, contexts + start, count, codes + start);
+    std::atomic<bool> narrow{true};
+    const auto work = [&](size_t piece, uint64_t start, size_t count, Scratch& scratch, size_t place) {
+        int16_t* codes = guesses + start;
+        const uint32_t report = add(tokens + start, contexts + start, count, codes);
         const size_t large = report & 0x7fffffff;
         bool in_range = report >> 31 == 0;
         if (large > escape_count - std::min(escape_count, first_escape[piece]))
             throw std::invalid_argument("more large differences than escapes");
         if (large != 0)
-            in_range &=
-                add_escapes(tokens + start, contexts + start, count, escapes + first_escape[piece], codes + start);
+            in_range &= add_escapes(tokens + start, contexts + start, count, escapes + first_escape[piece], codes);
         first_escape[piece] += large;
         if (!in_range) throw std::invalid_argument("a point that is too far out");
-        fill_cells(lattice, offset_by(squares, start), positions.first + start, count, cells);
-        values_of_codes(lattice, codes + start, count, cells, values + start);
-    });
-    return used;
+        if (out.codes != nullptr && out.code_bytes == 2) std::memcpy(out.codes + 2 * start, codes, 2 * count);
+        if (out.codes != nullptr && out.code_bytes == 1 &&
+            !narrow_codes(codes, count, reinterpret_cast<int8_t*>(out.codes) + start))
+            narrow = false;
+        if (!has_values) return;
+        fill_cells(lattice, read_squares(squares, positions.first, start, count, scratch), positions.first + start,
+                   count, scratch.cells);
+        values_of_codes(lattice, codes, count, scratch.cells,
+                        out.values != nullptr ? out.values + start : scratch.values + place);
+        if (out.values != nullptr && out.digest != nullptr)
+            std::memcpy(scratch.values + place, out.values + start, 4 * count);
+    };
+    by_turns(positions.count, threads, work,
+             [&](size_t count, Scratch& scratch) { update(out.digest, scratch.values, count); });
+    return {used, narrow};
 }
 
-void lattice_values(const Lattice& lattice, Codes codes, const float* squares, float* values,
+void lattice_values(const Lattice& lattice, Codes codes, const Values& squares, float* values, Positions positions,
                     unsigned threads) {
-    by_tiles(lattice.count(), threads, [&](size_t, uint64_t start, size_t count, Cells& cells) {
-        fill_cells(lattice, offset_by(squares, start), start, count, cells);
-        values_of_codes(lattice, read_codes(codes, start, count, cells.codes), count, cells, values + start);
-    });
+    const auto work = [&](size_t, uint64_t start, size_t count, Scratch& scratch, size_t) {
+        fill_cells(lattice, read_squares(squares, positions.first, start, count, scratch), positions.first + start,
+                   count, scratch.cells);
+        values_of_codes(lattice, read_codes(codes, start, count, scratch.cells.codes), count, scratch.cells,
+                        values + start);
+    };
+    by_turns(positions.count, threads, work, [](size_t, Scratch&) {});
 }
 
 }  // namespace shrinkpoint

@@ -1,9 +1,10 @@
-// Points of a lattice: values <-> codes <-> the bytes that are coded.
+// Codes of a lattice <-> the bytes that are coded.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
+#include "checksum.hpp"
 #include "floats.hpp"
 #include "lattice_codes.hpp"
 #include "lattice_grid.hpp"
@@ -15,13 +16,32 @@ struct Positions {
     uint64_t first, count;
 };
 
-// All arrays have lattice.count() elements, row by row; or, where positions are given, one for each of these. Steps are multiplied by the roots of
-// `squares`, which may be null; these roots are rounded as IEEE 754 says, as those of no library need be.
+// Float32 values: an array, or codes that are decoded tile by tile; neither for none. `lattice` is that of the whole
+// tensor; arrays hold one element for each position at hand.
+struct Values {
+    Floats floats;
+    const Lattice* lattice = nullptr;
+    Codes codes;
 
-// What a parent says of the points: those nearest to its values (without a parent: to 0), and under what to code the
-// difference to them.
-void lattice_predict(const Lattice& lattice, Floats parent, const float* squares, int16_t* guesses, uint8_t* contexts,
-                   Positions positions, unsigned threads);
+    bool none() const { return floats.data == nullptr && lattice == nullptr; }
+};
+
+// What the points of a tensor are predicted from and decoded with. Steps are multiplied by the roots of `squares`,
+// rounded as IEEE 754 says, as those of no library need be.
+struct Known {
+    Values parent;   // none: the points are predicted from 0
+    Values squares;  // of multiples only
+};
+
+// Digests that go on with the values of all positions, in their order; null for those that nobody asks for.
+struct ValueDigests {
+    Hasher* values = nullptr;  // of the tensor
+    Hasher* base = nullptr;    // of the parent
+};
+
+// What a parent says of the points: those nearest to its values, and under what to code the difference to them.
+void lattice_predict(const Lattice& lattice, const Known& known, Hasher* base, int16_t* guesses, uint8_t* contexts,
+                     Positions positions, unsigned threads);
 
 struct Differences {
     std::vector<int32_t> escapes;  // too large for a byte
@@ -29,17 +49,31 @@ struct Differences {
     bool same = true;              // and stands for the value that was expected; a nan of 16 bits never does
 };
 
-// As lattice_predict, but what it leaves is the bytes to be coded; `expected` may be missing.
-Differences lattice_encode(const Lattice& lattice, Floats parent, const float* squares, Codes codes,
-                           Floats expected, uint8_t* contexts, uint8_t* tokens, unsigned threads);
+// As lattice_predict of all positions, but what it leaves is the bytes to be coded; `expected` may be none.
+Differences lattice_encode(const Lattice& lattice, Codes codes, const Known& known, Floats expected,
+                           ValueDigests digests, uint8_t* contexts, uint8_t* tokens, unsigned threads);
 
-// Codes, in the place of the guesses, and their values; returns how many of the escapes were used. Throws
-// std::invalid_argument for tokens that need more than there are, and for a code that no writer has.
-size_t lattice_decode(const Lattice& lattice, const uint8_t* tokens, const uint8_t* contexts, const int32_t* escapes,
-                      size_t escape_count, const float* squares, int16_t* codes, float* values, Positions positions,
-                      unsigned threads);
+// Where decoded codes and values go.
+struct Decoded {
+    uint8_t* codes;            // null where nobody asks for them but in the place of the guesses
+    unsigned code_bytes = 2;   // 1 or 2
+    float* values = nullptr;   // null where nobody asks for them
+    Hasher* digest = nullptr;  // goes on with the values
+};
 
-void lattice_values(const Lattice& lattice, Codes codes, const float* squares, float* values,
+struct DecodeResult {
+    size_t escapes = 0;  // that were used
+    bool narrow = true;  // every code fits into a byte; where not, the codes of one byte are of no use
+};
+
+// Codes, in the place of the guesses, and their values. Throws std::invalid_argument for tokens that need more escapes
+// than there are, and for a code that no writer has.
+DecodeResult lattice_decode(const Lattice& lattice, const uint8_t* tokens, const uint8_t* contexts,
+                            const int32_t* escapes, size_t escape_count, const Values& squares, int16_t* guesses,
+                            const Decoded& out, Positions positions, unsigned threads);
+
+// The values of some positions; `codes` and `squares` hold those of these alone.
+void lattice_values(const Lattice& lattice, Codes codes, const Values& squares, float* values, Positions positions,
                     unsigned threads);
 
 }  // namespace shrinkpoint

@@ -15,6 +15,9 @@ struct Codes {
 
 void widen_codes(const int8_t* codes, size_t count, int16_t* out);
 
+// Returns whether all codes fit.
+bool narrow_codes(const int16_t* codes, size_t count, int8_t* out);
+
 // `count` codes from `start` on: where they lie, or widened into `buffer`.
 inline const int16_t* read_codes(Codes codes, uint64_t start, size_t count, int16_t* buffer) {
     if (codes.bytes == 2) return reinterpret_cast<const int16_t*>(codes.data) + start;

@@ -34,16 +34,6 @@ SHRINKPOINT_KERNEL(void, apply_hysteresis,
     }
 }
 
-// Returns whether all codes fit.
-SHRINKPOINT_KERNEL(bool, narrow_codes, (const int16_t* codes, size_t count, int8_t* out), (codes, count, out)) {
-    int32_t lost = 0;
-    for (size_t i = 0; i < count; ++i) {
-        out[i] = static_cast<int8_t>(codes[i]);
-        lost |= out[i] ^ codes[i];
-    }
-    return lost == 0;
-}
-
 constexpr size_t kLanes = 8;  // sums side by side, in every instruction set as many
 
 struct Lanes {

@@ -76,6 +76,18 @@ Floats known(const Bytes& bytes, const Exact& exact, unsigned width) {
     return {bytes.empty() ? nullptr : exact.data(), width};
 }
 
+Values squares_of(const Bytes& bytes, const Exact& exact) {
+    Values out;
+    out.floats = {bytes.empty() ? nullptr : exact.data(), 4};
+    return out;
+}
+
+Known beside(Floats parent, const Values& squares) {
+    Known out;
+    out.parent.floats = parent, out.squares = squares;
+    return out;
+}
+
 Bytes joined(const Exact& a, size_t size_a, const Exact& b, size_t size_b) {
     Bytes out(a.data(), a.data() + size_a);
     out.insert(out.end(), b.data(), b.data() + size_b);
@@ -101,7 +113,8 @@ Bytes values_of(const Grid& grid, const Bytes& codes) {
     const Exact squares(grid.squares), points(as_codes(codes, width));
     return same_everywhere([&](unsigned threads) {
         const Exact out(Bytes(4 * count, 0xa5));
-        lattice_values(grid.lattice, {points.data(), width}, floats_or_null(grid.squares, squares), out.floats(), threads);
+        lattice_values(grid.lattice, {points.data(), width}, squares_of(grid.squares, squares), out.floats(), {0, count},
+                       threads);
         return Bytes(out.data(), out.data() + 4 * count);
     });
 }
@@ -132,7 +145,7 @@ void guess(const Grid& grid, Stream& out) {
     const Exact squares(grid.squares), parent(grid.parent);
     const Bytes both = same_everywhere([&](unsigned threads) {
         const Exact guesses(Bytes(2 * count, 0xa5)), contexts(Bytes(count, 0xa5));
-        lattice_predict(grid.lattice, known(grid.parent, parent, grid.width), floats_or_null(grid.squares, squares),
+        lattice_predict(grid.lattice, beside(known(grid.parent, parent, grid.width), squares_of(grid.squares, squares)), nullptr,
                       reinterpret_cast<int16_t*>(guesses.data()), contexts.data(), {0, count}, threads);
         return joined(guesses, 2 * count, contexts, count);
     });
@@ -148,10 +161,9 @@ bool write(const Grid& grid, const Bytes& codes, const Bytes& expected, Stream& 
     Differences found;
     const Bytes both = same_everywhere([&](unsigned threads) {
         const Exact contexts(Bytes(count, 0xa5)), tokens(Bytes(count, 0xa5));
-        found = lattice_encode(grid.lattice, known(grid.parent, parent, grid.width),
-                               floats_or_null(grid.squares, squares),
-                               {points.data(), width}, known(expected, wanted, 4),
-                               contexts.data(), tokens.data(), threads);
+        found = lattice_encode(grid.lattice, {points.data(), width},
+                               beside(known(grid.parent, parent, grid.width), squares_of(grid.squares, squares)),
+                               known(expected, wanted, 4), {}, contexts.data(), tokens.data(), threads);
         out.escapes = bytes_of_all(found.escapes);
         Bytes all = joined(contexts, count, tokens, count);
         all.insert(all.end(), out.escapes.begin(), out.escapes.end());
@@ -170,11 +182,11 @@ std::optional<Bytes> read(const Grid& grid, const Stream& c, unsigned threads) {
     const Exact guesses(c.guesses), tokens(c.tokens), contexts(c.contexts), escapes(c.escapes), squares(grid.squares);
     const Exact values(Bytes(4 * count, 0xa5));
     try {
-        const size_t used = lattice_decode(grid.lattice, tokens.data(), contexts.data(),
-                                           reinterpret_cast<const int32_t*>(escapes.data()), c.escapes.size() / 4,
-                                           floats_or_null(grid.squares, squares),
-                                           reinterpret_cast<int16_t*>(guesses.data()), values.floats(), {0, count}, threads);
-        expect(used <= c.escapes.size() / 4, "more escapes than there are");
+        const DecodeResult result =
+            lattice_decode(grid.lattice, tokens.data(), contexts.data(), reinterpret_cast<const int32_t*>(escapes.data()),
+                           c.escapes.size() / 4, squares_of(grid.squares, squares),
+                           reinterpret_cast<int16_t*>(guesses.data()), {nullptr, 2, values.floats()}, {0, count}, threads);
+        expect(result.escapes <= c.escapes.size() / 4, "more escapes than there are");
     } catch (const std::invalid_argument&) {
         return std::nullopt;
     }
@@ -193,11 +205,11 @@ void check_positions(Choices& choose, const Grid& grid, const Stream& c, const B
     const Bytes some = part(grid.squares, 4), before = part(grid.parent, grid.width), symbols = part(c.tokens, 1);
     const Exact squares(some), parent(before), tokens(symbols), escapes(c.escapes);
     const Exact guesses(Bytes(2 * count, 0xa5)), contexts(Bytes(count, 0xa5)), values(Bytes(4 * count, 0xa5));
-    const float* factors = grid.squares.empty() ? nullptr : squares.floats();
+    const Values factors = squares_of(grid.squares, squares);
     const Floats known = grid.parent.empty() ? Floats{} : Floats{parent.data(), grid.width};
     auto* points = reinterpret_cast<int16_t*>(guesses.data());
     const Positions positions{first, count};
-    lattice_predict(grid.lattice, known, factors, points, contexts.data(), positions, 1 + choose.below(2));
+    lattice_predict(grid.lattice, beside(known, factors), nullptr, points, contexts.data(), positions, 1 + choose.below(2));
     expect(joined(guesses, 2 * count, contexts, count) == [&] {
         Bytes both = part(c.guesses, 2);
         const Bytes under = part(c.contexts, 1);
@@ -205,8 +217,8 @@ void check_positions(Choices& choose, const Grid& grid, const Stream& c, const B
         return both;
     }(), "guesses of some positions differ");
     if (!c.escapes.empty()) return;
-    lattice_decode(grid.lattice, tokens.data(), contexts.data(), nullptr, 0, factors, points, values.floats(),
-                   positions, 1 + choose.below(2));
+    lattice_decode(grid.lattice, tokens.data(), contexts.data(), nullptr, 0, factors, points,
+                   {nullptr, 2, values.floats()}, positions, 1 + choose.below(2));
     expect(joined(guesses, 2 * count, values, 0) == part(codes, 2), "points of some positions differ");
     expect(joined(values, 4 * count, values, 0) == part(values_of(grid, codes), 4), "values of some positions differ");
 }

@@ -63,6 +63,9 @@ class Lattice:
         seed: int = 0,
     ) -> None: ...
 
+LatticeValues: TypeAlias = Buffer | tuple[Lattice, Buffer]
+"""Float32 values: their bytes, or a lattice and codes on it."""
+
 class Hasher:
     def __init__(self) -> None: ...
     def update(self, data: Buffer) -> None: ...
@@ -145,8 +148,9 @@ def lattice_predict(
     guesses: Bytes,
     contexts: Bytes,
     *,
-    parent: Buffer | None = None,
-    squares: Buffer | None = None,
+    parent: LatticeValues | None = None,
+    squares: LatticeValues | None = None,
+    base: Hasher | None = None,
     first: int | None = None,
     threads: int = 1,
 ) -> None: ...
@@ -156,9 +160,11 @@ def lattice_encode(
     contexts: Bytes,
     tokens: Bytes,
     *,
-    parent: Buffer | None = None,
-    squares: Buffer | None = None,
+    parent: LatticeValues | None = None,
+    squares: LatticeValues | None = None,
     expected: Buffer | None = None,
+    digest: Hasher | None = None,
+    base: Hasher | None = None,
     threads: int = 1,
 ) -> tuple[Bytes, bool, bool]: ...
 def lattice_decode(
@@ -166,15 +172,23 @@ def lattice_decode(
     tokens: Buffer,
     contexts: Buffer,
     escapes: Buffer,
-    codes: Bytes,
-    values: Bytes,
+    guesses: Bytes,
+    values: Bytes | None,
     *,
-    squares: Buffer | None = None,
+    codes: Bytes | None = None,
+    squares: LatticeValues | None = None,
+    digest: Hasher | None = None,
     first: int | None = None,
     threads: int = 1,
-) -> int: ...
+) -> tuple[int, bool]: ...
 def lattice_values(
-    lattice: Lattice, codes: Buffer, values: Bytes, *, squares: Buffer | None = None, threads: int = 1
+    lattice: Lattice,
+    codes: Buffer,
+    values: Bytes,
+    *,
+    squares: LatticeValues | None = None,
+    first: int | None = None,
+    threads: int = 1,
 ) -> None: ...
 def lattice_quantize(
     lattice: Lattice,

@@ -70,7 +70,7 @@ class Case:
 
     def points(self, tokens: Bytes, contexts: Bytes, guesses: Bytes, escapes: Bytes) -> tuple[Bytes, Bytes, int]:
         codes, values = guesses.copy(), room(self, 4)
-        used = _native.lattice_decode(self.native, tokens, contexts, escapes, codes, values, **self.arguments())
+        used, _ = _native.lattice_decode(self.native, tokens, contexts, escapes, codes, values, **self.arguments())
         return codes, values, used
 
     def values(self) -> Bytes:

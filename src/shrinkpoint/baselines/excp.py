@@ -219,7 +219,9 @@ class AdamMoments:
     def from_state(cls, name: str, state: FlatState) -> AdamMoments | None:
         """The moments of a weight; None if it has none of its shape, or they are not finite."""
         info = state.optimizer_info.get(name)
-        if info is None or info.moment1 not in state.tensors or info.moment2 not in state.tensors:
+        if info is None or info.moment1 is None or info.moment2 is None:
+            return None
+        if info.moment1 not in state.tensors or info.moment2 not in state.tensors:
             return None
         moments = [state.tensors[info.moment1], state.tensors[info.moment2]]
         shape = state.tensors[name].shape

@@ -362,7 +362,7 @@ class CodebookDecoder(RecordDecoder):
             base = None if base is None else base.reshape(member.shape)
             out.append(DecodedPart(tensor_bytes(tensor.dequantize(torch_dtype(info.dtype), base)), tensor))
         if inputs.digests is not None:
-            inputs.digests.check_values(part.values for part in out)
+            inputs.digests.check_values(part.values for part in out if part.values is not None)
         return out
 
     def _decode_codes(self, lo: int, hi: int, inputs: DecodeInputs) -> Bytes:

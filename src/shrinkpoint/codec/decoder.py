@@ -23,7 +23,7 @@ from shrinkpoint import _native
 from shrinkpoint.codec import recipe as recipes
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coder import Bytes
-from shrinkpoint.codec.lattice import Lattice
+from shrinkpoint.codec.lattice import Lattice, LatticeTensor
 from shrinkpoint.codec.pack import digest_arrays, num_numbers
 from shrinkpoint.codec.recipe import Recipe
 from shrinkpoint.codec.reference import QuantizedTensor
@@ -161,7 +161,9 @@ class RecordDigests:
 
     def check_values(self, arrays: Iterable[Bytes]) -> None:
         """Raise ValueError unless these are the values that were encoded."""
-        digest = digest_arrays(arrays)
+        self.check_values_digest(digest_arrays(arrays))
+
+    def check_values_digest(self, digest: str) -> None:
         if digest != self.values:
             raise ValueError(f"decoded values with digest {digest}, expected {self.values}")
 
@@ -179,6 +181,10 @@ class DecodeInputs:
         fetch_params: returns the quantizer parameters of the parent's tensor of a name.
         threads: native threads.
         allocate: returns uninitialized uint8 memory for values.
+        fetch_codes: returns the codes of the float32 tensor that a required range is all of, if it is on a lattice
+            whose steps depend on no other tensor; else None.
+        with_values: whether values are wanted, and not only codes of what is on lattices; then digests of neither these
+            tensors nor of their parents are compared.
         digests: compared if given, which only the range of all units allows. For a smaller range, the digests of the
             stored bytes and of the headers of the chain guard the same values unless a writer was wrong.
     """
@@ -188,12 +194,17 @@ class DecodeInputs:
     threads: int = 1
     allocate: Callable[[int], Bytes] = _native.empty
     digests: RecordDigests | None = None
+    fetch_codes: Callable[[ByteRange], LatticeTensor | None] = lambda span: None
+    with_values: bool = True
 
 
 class DecodedPart(NamedTuple):
-    """A decoded range of one tensor: its bytes, and its quantized form, of the tensor's shape if it is complete."""
+    """A decoded range of one tensor: its bytes, and its quantized form, of the tensor's shape if it is complete.
 
-    values: Bytes
+    Values are None of what is on a lattice, where only codes are wanted.
+    """
+
+    values: Bytes | None
     quantized: QuantizedTensor | None = None
 
 
@@ -264,7 +275,8 @@ class RecordDecoder(ABC):
         """Decode the range [lo, hi) of the stream, in units, to one array."""
         parts = self.decode(lo, hi, inputs)
         codes = [tensor_bytes(part.quantized.codes) for part in parts if isinstance(part.quantized, CodebookTensor)]
-        return DecodedRange(concat([part.values for part in parts]), concat(codes) if codes else None)
+        values = [part.values for part in parts if part.values is not None]
+        return DecodedRange(concat(values), concat(codes) if codes else None)
 
     def _tensor_ranges(self, lo: int, hi: int) -> Iterator[TensorRange]:
         """Yield the range of each tensor that a range of the stream overlaps; tensors without values are included."""

@@ -155,6 +155,27 @@ class LatticeTensor:
             values = dithered * lattice.scales(squares, codes.device)
         return values.reshape(self.codes.shape).to(dtype)
 
+    def dequantize_rows(self, rows: slice, dtype: torch.dtype, second_moments: Tensor | None = None) -> Tensor:
+        """Return the values of some rows of the tensor viewed as a matrix; codes are on the CPU.
+
+        Args:
+            rows: of any stride.
+            dtype: of the result.
+            second_moments: the same rows of the tensor named by `relative_to`.
+        """
+        shape = _shape(as_matrix(self.codes))
+        codes, lattice = as_matrix(self.codes)[rows], self.lattice.to_native(shape)
+        indices = range(shape[0])[rows]
+        out = torch.empty(tuple(codes.shape), dtype=torch.float32)
+        runs = [(0, len(indices))] if indices.step == 1 else [(i, i + 1) for i in range(len(indices))]
+        for begin, end in runs if codes.numel() else ():
+            squares = None if second_moments is None else tensor_bytes(second_moments[begin:end].to(torch.float32))
+            values = out[begin:end].view(-1).numpy().view(np.uint8)
+            _native.lattice_values(
+                lattice, tensor_bytes(codes[begin:end]), values, squares=squares, first=indices[begin] * shape[1]
+            )
+        return out.to(dtype)
+
     def _dequantize_native(self, second_moments: Tensor | None) -> Tensor:
         lattice = self.lattice.to_native(_shape(as_matrix(self.codes)))
         values = _native.empty(4 * self.codes.numel())

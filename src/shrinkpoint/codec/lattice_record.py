@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, zip_longest
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -44,15 +45,16 @@ from shrinkpoint.codec.decoder import (
     cast,
 )
 from shrinkpoint.codec.lattice import MAX_SCALE_EXPONENT, Lattice, LatticeTensor, matrix_shape, scale_counts
-from shrinkpoint.codec.pack import digest_arrays
 from shrinkpoint.codec.recipe import LatticeRecipe
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.tensors.dtypes import tensor_bytes
+from shrinkpoint.tensors.dtypes import as_native_float, tensor_bytes, torch_dtype
 from shrinkpoint.tensors.info import EncodedRecord, TensorInfo
 
 PART_SIZES = struct.Struct("<IQII")
 """Bytes of the lattices, of the coded tokens and of their side data, and the number of escapes; they begin the part."""
 _SIDE_SIZES = struct.Struct("<II")  # of the exponents: bytes of the side data, and the number of escapes
+_BLOCK_VALUES = 1 << 19
+"""Values that are decoded before the next ones are looked at."""
 _ESCAPE = -128
 """The token of a difference that does not fit into a byte; the difference is the next of the escapes."""
 
@@ -64,19 +66,19 @@ class LatticeInput:
     Attributes:
         name: name of the record.
         infos: its tensors (members).
-        tensors: the values of each member as a reader gets them.
+        tensors: the values of each member as a reader gets them, to be compared; None: whatever its codes stand for.
         quantized: the quantized form of each member; all of one spacing and step.
         reference: the parent, if it holds every member; None for a record without base.
-        second_moments: with spacing "relative", the second moment of each member; else ().
+        second_moments: with spacing "relative", the second moment of each member, float32, or its codes; else ().
         moment_ordinals: ordinals of those second moments in the file.
     """
 
     name: str
     infos: tuple[TensorInfo, ...]
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Tensor | None, ...]
     quantized: tuple[LatticeTensor, ...]
     reference: Reference | None = None
-    second_moments: tuple[Tensor, ...] = ()
+    second_moments: tuple[Tensor | LatticeTensor, ...] = ()
     moment_ordinals: tuple[int, ...] = ()
 
 
@@ -88,20 +90,23 @@ def encode_lattice_record(record: LatticeInput, *, threads: int | None = None) -
     """
     infos, reference, workers = record.infos, record.reference, default_threads(threads)
     lattices = [tensor.lattice for tensor in record.quantized]
-    digest = digest_arrays(map(tensor_bytes, record.tensors))
     _check_input(record)
+    parents = _parent_lattices(infos, reference)
+    inherited = _without_seeds(parents) == _without_seeds(lattices)
+    digests = _Digests(_native.Hasher(), None if reference is None else _native.Hasher())
+    if digests.base is not None:
+        for exponents in _exponents(parents if inherited else []):
+            digests.base.update(exponents)
     ends = [*accumulate((info.numel for info in infos), initial=0)]
     contexts, tokens = _native.empty(ends[-1]), _native.empty(ends[-1])
     escapes = b"".join(
-        _encode_tokens(record, index, contexts[begin:end], tokens[begin:end], workers)
+        _encode_tokens(record, index, contexts[begin:end], tokens[begin:end], digests, workers)
         for index, (begin, end) in enumerate(pairwise(ends))
     )
     config = CoderConfig("codes", predictor="base", top=int(contexts.max(initial=0)))
     side = coded = np.empty(0, np.uint8)
     if tokens.size:
         side, coded = config.encode(BYTE_FORMAT, tokens, CodingContext(base=contexts), workers)
-    parents = _parent_lattices(infos, reference)
-    inherited = _without_seeds(parents) == _without_seeds(lattices)
     lattice_bytes = _encode_seeds(lattices) + (b"" if inherited else _encode_exponents(lattices))
     parts = b"".join(
         [
@@ -120,11 +125,22 @@ def encode_lattice_record(record: LatticeInput, *, threads: int | None = None) -
         inherited=inherited,
         relative_to=record.moment_ordinals,
     )
-    base = None
-    if reference is not None:
-        values = (tensor_bytes(reference.tensors[info.name]) for info in infos)
-        base = digest_arrays([*_exponents(parents if inherited else []), *values])
-    return EncodedRecord(record.name, infos, recipes.to_json(recipe), {"points": parts}, digest, base)
+    base = None if digests.base is None else digests.base.hexdigest()
+    return EncodedRecord(
+        record.name, infos, recipes.to_json(recipe), {"points": parts}, digests.values.hexdigest(), base
+    )
+
+
+class _Digests(NamedTuple):
+    """The digests of a record, which go on from member to member.
+
+    Attributes:
+        values: of the members' values.
+        base: of the parent's; None without parent.
+    """
+
+    values: _native.Hasher
+    base: _native.Hasher | None
 
 
 def _exponents(lattices: Iterable[Lattice]) -> list[Bytes]:
@@ -132,13 +148,13 @@ def _exponents(lattices: Iterable[Lattice]) -> list[Bytes]:
     return [tensor_bytes(side) for lattice in lattices for side in (lattice.rows, lattice.columns)]
 
 
-def _to_native_dtype(tensor: Tensor) -> Tensor:
-    """Cast to float32 unless the native core reads the dtype."""
-    return tensor if tensor.dtype in (torch.float32, torch.bfloat16) else tensor.to(torch.float32)
-
-
-def _encode_tokens(record: LatticeInput, index: int, contexts: Bytes, tokens: Bytes, threads: int) -> bytes:
+def _encode_tokens(
+    record: LatticeInput, index: int, contexts: Bytes, tokens: Bytes, digests: _Digests, threads: int
+) -> bytes:
     """Fill in the contexts and tokens of one tensor, and return its escapes: int32, the differences beyond a byte.
+
+    Values and those of the parent are decoded tile by tile, and go into the digests. Only those of 16 bits are decoded
+    whole, since torch's own rounding decides.
 
     Raises:
         ValueError: a code is out of range, or the codes stand for other values than the tensor has. So a scheme's
@@ -146,25 +162,62 @@ def _encode_tokens(record: LatticeInput, index: int, contexts: Bytes, tokens: By
     """
     info, quantized, tensor = record.infos[index], record.quantized[index], record.tensors[index]
     moment = record.second_moments[index] if record.second_moments else None
-    parent = None if record.reference is None else _to_native_dtype(record.reference.tensors[info.name])
-    expected = tensor_bytes(tensor) if tensor.dtype in (torch.float32, torch.bfloat16) else None
+    is_native = info.dtype == "F32"
+    if not is_native:
+        values = quantized.dequantize(torch_dtype(info.dtype), _as_tensor(moment))
+        if tensor is not None and not np.array_equal(tensor_bytes(values), tensor_bytes(tensor)):
+            raise ValueError(_OTHER_VALUES)
+        digests.values.update(tensor_bytes(values))
+    parent, base = _parent_values(record, info, digests)
     escapes, in_range, same = _native.lattice_encode(
         quantized.lattice.to_native(matrix_shape(info.shape)),
         tensor_bytes(quantized.codes),
         contexts,
         tokens,
-        parent=None if parent is None else tensor_bytes(parent),
-        squares=None if moment is None else tensor_bytes(moment.to(torch.float32)),
-        expected=expected,
+        parent=parent,
+        squares=_native_squares(moment),
+        expected=tensor_bytes(tensor) if is_native and tensor is not None else None,
+        digest=digests.values if is_native else None,
+        base=base,
         threads=threads,
     )
     if not in_range:
         raise ValueError(f"lattice tensor {info.name!r}: codes out of range")
-    if expected is None or not same:  # for 16-bit dtypes, torch's own rounding decides
-        same = np.array_equal(tensor_bytes(quantized.dequantize(tensor.dtype, moment)), tensor_bytes(tensor))
     if not same:
-        raise ValueError("lattice tensors that stand for other values than the tensors have")
+        raise ValueError(_OTHER_VALUES)
     return escapes.tobytes()
+
+
+_OTHER_VALUES = "lattice tensors that stand for other values than the tensors have"
+
+
+def _parent_values(
+    record: LatticeInput, info: TensorInfo, digests: _Digests
+) -> tuple[_native.LatticeValues | None, _native.Hasher | None]:
+    """The parent's values of a tensor for the native core, and the digest that it shall continue with them."""
+    if record.reference is None or digests.base is None:
+        return None, None
+    source = record.reference.lattice_source(info.name)
+    if source is not None and source.dtype == torch.float32 and not source.quantized.relative_to:
+        return native_values(source.quantized), digests.base
+    values = record.reference.tensors[info.name]
+    digests.base.update(tensor_bytes(values))
+    return tensor_bytes(as_native_float(values)), None
+
+
+def native_values(tensor: LatticeTensor) -> tuple[_native.Lattice, Bytes]:
+    """Float32 values as the native core takes them: a lattice, and codes on it."""
+    return tensor.lattice.to_native(matrix_shape(tuple(tensor.codes.shape))), tensor_bytes(tensor.codes)
+
+
+def _native_squares(moment: Tensor | LatticeTensor | None) -> _native.LatticeValues | None:
+    if moment is None or isinstance(moment, LatticeTensor):
+        return None if moment is None else native_values(moment)
+    return tensor_bytes(moment.to(torch.float32))
+
+
+def _as_tensor(tensor: Tensor | LatticeTensor | None) -> Tensor | None:
+    return tensor.dequantize(torch.float32) if isinstance(tensor, LatticeTensor) else tensor
 
 
 def _encode_seeds(lattices: Sequence[Lattice]) -> bytes:
@@ -272,7 +325,7 @@ def _check_input(record: LatticeInput) -> None:
     if (first.spacing == "relative") != bool(record.second_moments):
         raise ValueError('lattice tensors need second moments with spacing "relative" and no other')
     for info, member, tensor in zip(record.infos, record.quantized, record.tensors, strict=True):
-        shapes = {tuple(member.codes.shape), tuple(tensor.shape)}
+        shapes = {tuple(member.codes.shape), info.shape if tensor is None else tuple(tensor.shape)}
         if shapes != {info.shape} or not _fits_shape(member.lattice, info):
             raise ValueError(f"lattice tensor {info.name!r} of another shape than its values")
         if not _is_in_range(member.lattice) or (first.spacing == "log" and member.lattice.seed):
@@ -323,36 +376,79 @@ class LatticeDecoder(RecordDecoder):
         return {info.name: lattice for info, lattice in zip(infos, self._lattices, strict=True)}
 
     def decode(self, lo: int, hi: int, inputs: DecodeInputs) -> list[DecodedPart]:
-        parents = [inputs.fetch(span) for span in self._parent_ranges(lo, hi)] if self._recipe.base else []
-        if inputs.digests is not None and self._recipe.base:
-            inputs.digests.check_base([*_exponents(self._parent_lattices(inputs.fetch_params)), *parents])
         if not self._lattices:
             self.quantizer_params(inputs.fetch_params)
-        squares = [inputs.fetch(span) for span in self._moment_ranges(lo, hi)]
         ranges = [*self._tensor_ranges(lo, hi)]
+        parents = self._parent_ranges(lo, hi) if self._recipe.base else []
+        sources = zip_longest(ranges, parents, self._moment_ranges(lo, hi))
         members = [
-            _NativeRange(self._lattices[span.member], span, parent, square, inputs.threads)
-            for span, parent, square in zip_longest(ranges, parents, squares)
+            _MemberDecoder(self._lattices[span.member], span, parent, squares, inputs)
+            for span, parent, squares in sources
         ]
-        contexts, tokens = _native.empty(hi - lo), _native.empty(hi - lo)
-        ends = accumulate((span.end - span.begin for span in ranges), initial=0)
-        spans = [slice(begin, end) for begin, end in pairwise(ends)]
-        for member, span in zip(members, spans, strict=True):
-            member.predict(contexts[span])
-        if hi > lo:
-            coded = self._view.read_array("points", *self._chunks.byte_range(lo, hi))
-            self._chunks.decode(BYTE_FORMAT, coded, tokens, CodingContext(base=contexts), lo, inputs.threads)
-        escapes, out = self._view.read_array("points", self._codes_end).copy(), []
-        for (index, *_), member, span in zip(ranges, members, spans, strict=True):
-            values, num_escapes = member.decode(tokens[span], contexts[span], escapes)
-            escapes = escapes[4 * num_escapes :]
-            name = self._moments[index].name if self._moments else ""
-            out.append(DecodedPart(values, LatticeTensor(member.codes, self._lattices[index], name).narrow()))
+        digests = inputs.digests if inputs.with_values else None
+        values = base = None
+        if digests is not None:
+            values = _native.Hasher() if all(info.dtype == "F32" for info in self._view.infos) else None
+            base = self._base_hasher(inputs) if self._recipe.base else None
+        try:
+            self._decode_blocks(lo, hi, members, values, base, inputs.threads)
+        except (ValueError, _native.Corrupt, _native.Truncated):
+            if digests is not None and base is not None:  # of another parent nothing else can be expected
+                whole = self._base_hasher(inputs)
+                for parent in parents:
+                    whole.update(inputs.fetch(parent))
+                digests.check_base_digest(whole.hexdigest())
+            raise
+        if digests is not None and base is not None:
+            digests.check_base_digest(base.hexdigest())
+        out = [member.part() for member in members]
+        if digests is not None and values is not None:
+            digests.check_values_digest(values.hexdigest())
+        elif digests is not None:
+            digests.check_values(part.values for part in out if part.values is not None)
+        return out
+
+    def _decode_blocks(
+        self,
+        lo: int,
+        hi: int,
+        members: Sequence[_MemberDecoder],
+        values: _native.Hasher | None,
+        base: _native.Hasher | None,
+        threads: int,
+    ) -> None:
+        """Decode a few chunks at a time, so that what is between bytes and codes stays in the processor's cache."""
+        block = self.chunk * max(2 * threads, -(-_BLOCK_VALUES // self.chunk))
+        size = min(block, hi - lo)
+        contexts, tokens, guesses = _native.empty(size), _native.empty(size), _native.empty(2 * size)
+        escapes = self._view.read_array("points", self._codes_end).copy()
+        ends = [*accumulate((member.count for member in members), initial=lo)]
+        for begin in range(lo, hi, block):
+            end = min(begin + block, hi)
+            spans = [
+                (member, slice(max(first, begin) - begin, min(last, end) - begin), max(begin - first, 0))
+                for member, (first, last) in zip(members, pairwise(ends), strict=True)
+                if first < end and last > begin
+            ]
+            for member, span, start in spans:
+                codes = guesses[2 * span.start : 2 * span.stop]
+                member.predict(start, codes, contexts[span], base, threads)
+            coded = self._view.read_array("points", *self._chunks.byte_range(begin, end))
+            context = CodingContext(base=contexts[: end - begin])
+            self._chunks.decode(BYTE_FORMAT, coded, tokens[: end - begin], context, begin, threads)
+            for member, span, start in spans:
+                codes = guesses[2 * span.start : 2 * span.stop]
+                used = member.decode(start, codes, tokens[span], contexts[span], escapes, values, threads)
+                escapes = escapes[4 * used :]
         if escapes.size:
             raise ValueError("more escapes than tokens that stand for them")
-        if inputs.digests is not None:
-            inputs.digests.check_values(part.values for part in out)
-        return out
+
+    def _base_hasher(self, inputs: DecodeInputs) -> _native.Hasher:
+        """The digest of the base as far as it covers the parent's exponents."""
+        hasher = _native.Hasher()
+        for exponents in _exponents(self._parent_lattices(inputs.fetch_params)):
+            hasher.update(exponents)
+        return hasher
 
     def _moment_ranges(self, lo: int, hi: int) -> list[ByteRange]:
         return self._ranges_of(self._moments, lo, hi) if self._moments else []
@@ -362,50 +458,113 @@ class LatticeDecoder(RecordDecoder):
         return [param for param in params if isinstance(param, Lattice)]
 
 
-class _NativeRange:
-    """A range of one tensor, decoded by the native core: its codes are predicted, and then corrected by the tokens."""
+class _MemberDecoder:
+    """Decodes a range of one tensor part by part: its codes are predicted, and then corrected by the tokens.
+
+    Attributes:
+        count: values in the range.
+    """
 
     def __init__(
-        self, lattice: Lattice, span: TensorRange, parent: Bytes | None, squares: Bytes | None, threads: int
+        self,
+        lattice: Lattice,
+        span: TensorRange,
+        parent: ByteRange | None,
+        squares: ByteRange | None,
+        inputs: DecodeInputs,
     ) -> None:
-        self._info, self._first, self._threads = span.info, span.begin, threads
+        self._info, self._first, self.count, self._origin = span.info, span.begin, span.end - span.begin, lattice
         self._lattice = lattice.to_native(matrix_shape(span.info.shape))
-        if parent is not None and span.info.dtype == "F16":  # which the native core does not read
-            parent = cast(parent, "F16", "F32")
-        self._parent = None if parent is None else as_aligned(parent, 4)
-        self._squares = None if squares is None else as_aligned(squares, 4)
-        self._codes = _native.empty(2 * (span.end - span.begin))
+        self._parent = None if parent is None else _FetchedValues(parent, span.info.dtype, inputs)
+        self._squares = None if squares is None else _FetchedValues(squares, "F32", inputs)
+        self._codes, self._code_bytes = _native.empty(self.count), 1
+        self._values = None
+        if inputs.with_values:
+            is_native = span.info.dtype == "F32"
+            self._values = inputs.allocate(4 * self.count) if is_native else _native.empty(4 * self.count)
 
-    def predict(self, contexts: Bytes) -> None:
-        """Predict the codes and fill in their contexts."""
+    def predict(self, start: int, guesses: Bytes, contexts: Bytes, base: _native.Hasher | None, threads: int) -> None:
+        """Predict codes from `start` of the range on, and fill in their contexts."""
+        if self._parent is not None and self._parent.values is not None and base is not None and start == 0:
+            base.update(self._parent.stored)
+            base = None
+        is_hashed = self._parent is not None and self._parent.values is None
         _native.lattice_predict(
             self._lattice,
-            self._codes,
+            guesses,
             contexts,
-            parent=self._parent,
-            squares=self._squares,
-            first=self._first,
-            threads=self._threads,
+            parent=None if self._parent is None else self._parent.part(start, contexts.size),
+            squares=None if self._squares is None else self._squares.part(start, contexts.size),
+            base=base if is_hashed else None,
+            first=self._first + start,
+            threads=threads,
         )
 
-    def decode(self, tokens: Bytes, contexts: Bytes, escapes: Bytes) -> tuple[Bytes, int]:
-        """Return the values in the tensor's dtype, and how many escapes they used; predicted codes become codes."""
-        values = _native.empty(2 * self._codes.nbytes)
-        num_escapes = _native.lattice_decode(
+    def decode(
+        self,
+        start: int,
+        guesses: Bytes,
+        tokens: Bytes,
+        contexts: Bytes,
+        escapes: Bytes,
+        digest: _native.Hasher | None,
+        threads: int,
+    ) -> int:
+        """Decode codes and values from `start` of the range on; returns how many escapes they used."""
+        stop = start + tokens.size
+        used, is_narrow = _native.lattice_decode(
             self._lattice,
             tokens,
             contexts,
             escapes,
-            self._codes,
-            values,
-            squares=self._squares,
-            first=self._first,
-            threads=self._threads,
+            guesses,
+            None if self._values is None else self._values[4 * start : 4 * stop],
+            codes=self._codes[self._code_bytes * start : self._code_bytes * stop],
+            squares=None if self._squares is None else self._squares.part(start, tokens.size),
+            digest=digest,
+            first=self._first + start,
+            threads=threads,
         )
-        return cast(values, "F32", self._info.dtype), num_escapes
+        if not is_narrow and self._code_bytes == 1:
+            wide = _native.empty(2 * self.count)
+            wide.view(np.int16)[:start] = self._codes.view(np.int8)[:start]
+            wide[2 * start : 2 * stop] = guesses
+            self._codes, self._code_bytes = wide, 2
+        return used
 
-    @property
-    def codes(self) -> Tensor:
-        """The codes, int16, of the tensor's shape if they are all of its codes."""
-        codes = torch.from_numpy(self._codes.view(np.int16))
-        return codes.reshape(self._info.shape) if codes.numel() == self._info.numel else codes
+    def part(self) -> DecodedPart:
+        """The decoded range; its codes are of the tensor's shape if they are all of its codes."""
+        codes = torch.from_numpy(self._codes.view(np.int8 if self._code_bytes == 1 else np.int16))
+        codes = codes.reshape(self._info.shape) if self.count == self._info.numel else codes
+        values = None if self._values is None else cast(self._values, "F32", self._info.dtype)
+        relative_to = "" if self._squares is None else self._squares.name
+        return DecodedPart(values, LatticeTensor(codes, self._origin, relative_to))
+
+
+class _FetchedValues:
+    """Values of a range of another tensor, float32 or bfloat16: codes on a lattice if they are all of its values.
+
+    Attributes:
+        name: of the tensor.
+        stored: its bytes as they are; empty for codes.
+        values: the same as the native core reads them; None for codes.
+    """
+
+    def __init__(self, span: ByteRange, dtype: str, inputs: DecodeInputs) -> None:
+        source = inputs.fetch_codes(span) if dtype == "F32" else None
+        self.name, self.values = span.name, None
+        self.stored: Bytes = np.empty(0, np.uint8)
+        if source is not None:
+            self._lattice, self._codes = native_values(source)
+            self._code_bytes = source.codes.element_size()
+            return
+        self.stored = inputs.fetch(span)
+        # The native core reads no float16.
+        self.values = as_aligned(cast(self.stored, "F16", "F32") if dtype == "F16" else self.stored, 4)
+        self._itemsize = 2 if dtype == "BF16" else 4
+
+    def part(self, start: int, count: int) -> _native.LatticeValues:
+        """Values of the range from `start` on."""
+        if self.values is not None:
+            return self.values[self._itemsize * start : self._itemsize * (start + count)]
+        return self._lattice, self._codes[self._code_bytes * start : self._code_bytes * (start + count)]

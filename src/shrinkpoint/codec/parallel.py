@@ -9,9 +9,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from shrinkpoint.codec.coder import default_threads
+from shrinkpoint.codec.decoded_tensors import DecodedTensors
 from shrinkpoint.codec.recipe import max_ordinal
 from shrinkpoint.codec.record import decode
-from shrinkpoint.codec.reference import FileTensors, QuantizedTensor, Reference
+from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.tensors.info import JSON, EncodedRecord
 from shrinkpoint.tensors.memory import Arena
 
@@ -100,6 +101,7 @@ def decode_all(
     *,
     where: str = "file",
     threads: int | None = None,
+    with_values: bool = True,
 ) -> Reference:
     """Decode all records of a file: its tensors by name, in the order of the records, and their quantized forms.
 
@@ -109,12 +111,13 @@ def decode_all(
         reference: the decoded parent, if the file is a delta.
         where: the file, for messages.
         threads: number of threads; None: one per core.
+        with_values: as `decode` takes it.
 
     Raises:
         FormatError: the bytes are damaged.
         ChainError: the parent is missing or another one.
     """
-    decoded = FileTensors()
+    decoded = DecodedTensors()
     quantized: dict[str, QuantizedTensor] = {}
     workers = default_threads(threads)
     arena = Arena()
@@ -128,6 +131,7 @@ def decode_all(
             where=where,
             allocate=arena.allocate,
             threads=native_threads,
+            with_values=with_values,
         )
 
     with ThreadPoolExecutor(workers) as pool:

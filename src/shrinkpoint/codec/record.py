@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import groupby
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from shrinkpoint import _native
@@ -16,6 +17,13 @@ from shrinkpoint.codec.codebook_record import CodebookDecoder
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coded_record import CodedDecoder
 from shrinkpoint.codec.coder import Bytes, default_threads
+from shrinkpoint.codec.decoded_tensors import (
+    DecodedTensors,
+    LatticeSource,
+    TensorSource,
+    lattice_source,
+    tensor_layout,
+)
 from shrinkpoint.codec.decoder import (
     ByteRange,
     DecodedPart,
@@ -124,7 +132,7 @@ class CopyDecoder(RecordDecoder):
                 out.append(DecodedPart(copies[begin : begin + span.end - span.begin]))
                 start = begin - span.begin + -(-span.end // size) * size
         if inputs.digests is not None:
-            inputs.digests.check_values(part.values for part in out)
+            inputs.digests.check_values(part.values for part in out if part.values is not None)
         return out
 
     def _batch_key(self, span: TensorRange) -> tuple[str, str, int]:
@@ -187,6 +195,7 @@ def decode(
     where: str = "record",
     allocate: Callable[[int], Bytes] = _native.empty,
     threads: int | None = None,
+    with_values: bool = True,
 ) -> Reference:
     """Decode a record to tensors by name and their quantized forms, and check the digest of their values.
 
@@ -198,6 +207,7 @@ def decode(
         where: the file, for messages.
         allocate: returns uninitialized memory; an `Arena` for all records of a file saves time.
         threads: number of threads; None: one per core.
+        with_values: also decode values of what is on lattices; without, digests that need them are not compared.
 
     Raises:
         CorruptError, TruncatedError: the bytes are damaged.
@@ -210,18 +220,32 @@ def decode(
         view = sources.view(encoded)
         if isinstance(view.parsed_recipe, SameRecipe):
             parent = sources.check_parent(encoded.infos)
-            digests.check_base(tensor_bytes(parent.tensors[info.name]) for info in encoded.infos)
+            if with_values:
+                digests.check_base(tensor_bytes(parent.tensors[info.name]) for info in encoded.infos)
             return parent.subset(info.name for info in encoded.infos)
         decoder = record_decoder(view)
         if decoder.uses_parent:
             sources.check_parent(encoded.infos)
-        inputs = DecodeInputs(sources.fetch, sources.fetch_params, default_threads(threads), allocate, digests)
-        tensors, forms = {}, {}
+        inputs = DecodeInputs(
+            sources.fetch,
+            sources.fetch_params,
+            default_threads(threads),
+            allocate,
+            digests,
+            sources.fetch_codes,
+            with_values,
+        )
+        tensors: dict[str, TensorSource] = {}
+        forms: dict[str, QuantizedTensor] = {}
         for info, part in zip(encoded.infos, decoder.decode(0, decoder.count, inputs), strict=True):
-            tensors[info.name] = tensor_from_bytes(part.values, info)
+            values = None if part.values is None else tensor_from_bytes(part.values, info)
             if part.quantized is not None:
                 forms[info.name] = part.quantized
-        return Reference(tensors, forms)
+            if isinstance(part.quantized, LatticeTensor):
+                tensors[info.name] = LatticeSource(part.quantized, torch_dtype(info.dtype), values)
+            elif values is not None:
+                tensors[info.name] = values
+        return Reference(DecodedTensors(tensors), forms)
 
 
 class _DecodedSources:
@@ -251,11 +275,12 @@ class _DecodedSources:
         return names_by_ordinal(self._own)
 
     def _tensor_at(self, ordinal: int) -> TensorInfo:
-        return _info_of(self._names[ordinal], self._own[self._names[ordinal]])
+        return _info_of(self._names[ordinal], self._own)
 
     def _parent_tensor(self, name: str) -> TensorInfo | None:
-        tensor = None if self._reference is None else self._reference.tensors.get(name)
-        return None if tensor is None else _info_of(name, tensor)
+        if self._reference is None or name not in self._reference.tensors:
+            return None
+        return _info_of(name, self._reference.tensors)
 
     def check_parent(self, infos: Sequence[TensorInfo]) -> Reference:
         """Raise ChainError unless the parent has these tensors, of the same shapes and dtypes."""
@@ -264,7 +289,7 @@ class _DecodedSources:
             found, do = "a delta without its parent", "load it through its store, or give base="
             raise ChainError(self._digests.where, found=found, expected=expected, do=do)
         for info in infos:
-            if self._reference.get_like(info.name, info.shape, torch_dtype(info.dtype)) is None:
+            if not self._reference.has_like(info.name, info.shape, torch_dtype(info.dtype)):
                 found = f"a parent without tensor {info.name!r} of shape {list(info.shape)} and {info.dtype}"
                 do = "give the checkpoint that this one was made against"
                 raise ChainError(self._digests.where, found=found, expected=expected, do=do)
@@ -285,6 +310,14 @@ class _DecodedSources:
             return tensor_bytes(self._reference.quantized[span.name].codes)[span.start : span.stop]
         return tensor_bytes(self._reference.tensors[span.name])[span.start : span.stop]
 
+    def fetch_codes(self, span: ByteRange) -> LatticeTensor | None:
+        tensors = self._own if span.same_file else self._reference.tensors if self._reference is not None else {}
+        source = lattice_source(tensors, span.name)
+        is_usable = source is not None and source.dtype == torch.float32 and not source.quantized.relative_to
+        if source is None or not is_usable or (span.start, span.stop) != (0, 4 * source.quantized.codes.numel()):
+            return None
+        return source.quantized
+
     def fetch_params(self, name: str) -> QuantizerParams:
         quantized = {} if self._reference is None else self._reference.quantized
         tensor = quantized.get(name)
@@ -294,5 +327,6 @@ class _DecodedSources:
         return tensor.lattice if isinstance(tensor, LatticeTensor) else tensor
 
 
-def _info_of(name: str, tensor: Tensor) -> TensorInfo:
-    return TensorInfo(name, tuple(tensor.shape), dtype_name(tensor.dtype))
+def _info_of(name: str, tensors: Mapping[str, Tensor]) -> TensorInfo:
+    shape, dtype = tensor_layout(tensors, name)
+    return TensorInfo(name, shape, dtype_name(dtype))

@@ -4,37 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.codec.lattice import LatticeTensor
+from shrinkpoint.codec.decoded_tensors import (
+    DecodedTensors,
+    LatticeSource,
+    as_decoded,
+    lattice_source,
+    tensor_layout,
+    tensor_rows,
+)
+from shrinkpoint.codec.lattice import LatticeTensor, as_matrix
 
 QuantizedTensor: TypeAlias = CodebookTensor | LatticeTensor
 """A quantized tensor: codes with the codebook or lattice that they index."""
 
+MAX_SAMPLED_VALUES = 1 << 16
+"""Values of a weight that are held as they were before quantization, about."""
 
-class FileTensors(dict[str, Tensor]):
-    """The tensors of a file's earlier records by name.
+
+class RowSample(NamedTuple):
+    """Some rows of a tensor, viewed as a matrix.
 
     Attributes:
-        names: their names in order, indexed by ordinal; listing the keys for each record would take quadratic time.
+        shape: of the whole tensor.
+        rows: which rows.
+        values: of these rows; 2-d.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
+    shape: tuple[int, ...]
+    rows: slice
+    values: Tensor
 
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Add the tensors of the next record."""
-        self.update(tensors)
-        self.names.extend(tensors)
+
+def sampled_rows(numel: int) -> slice:
+    """Return the rows of a tensor of so many values that are sampled: every n-th."""
+    return slice(0, None, max(1, numel // MAX_SAMPLED_VALUES))
 
 
 def names_by_ordinal(tensors: Mapping[str, Tensor]) -> Sequence[str]:
     """Return the names of the file's earlier tensors in order, indexed by ordinal."""
-    return tensors.names if isinstance(tensors, FileTensors) else list(tensors)
+    return tensors.names if isinstance(tensors, DecodedTensors) else list(tensors)
 
 
 @dataclass(frozen=True)
@@ -42,23 +55,46 @@ class Reference:
     """The parent checkpoint as a reader decodes it, never the original values.
 
     Attributes:
-        tensors: decoded tensors by name; contiguous, on the CPU.
+        tensors: decoded tensors by name; contiguous, on the CPU. What is on lattices may be held as codes, and decoded
+            whenever it is asked for: take rows or layouts where these are enough.
         quantized: codes and codebook or lattice of the tensors that are quantized, by name.
-        originals: the values before quantization, by name, where they are still available; set by writers only.
+        originals: the values before quantization, by name, where they are still available: all of them or a sample of
+            the rows; set by writers only.
         is_base: whether a delta can be made against this checkpoint; otherwise it only describes a reader's values.
     """
 
     tensors: Mapping[str, Tensor] = field(repr=False)
     quantized: Mapping[str, QuantizedTensor] = field(default_factory=dict, repr=False)
-    originals: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    originals: Mapping[str, Tensor] | Mapping[str, RowSample] = field(default_factory=dict, repr=False)
     is_base: bool = True
+
+    def has_like(self, name: str, shape: tuple[int, ...], dtype: object) -> bool:
+        """Whether there is a tensor of this name, shape and dtype."""
+        return name in self.tensors and tensor_layout(self.tensors, name) == (shape, dtype)
 
     def get_like(self, name: str, shape: tuple[int, ...], dtype: object) -> Tensor | None:
         """Return the tensor of this name, or None if there is none of the same shape and dtype."""
-        tensor = self.tensors.get(name)
-        if tensor is None or tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        return self.tensors[name] if self.has_like(name, shape, dtype) else None
+
+    def rows(self, name: str, rows: slice) -> Tensor:
+        """Return some rows of a tensor, viewed as a matrix; only these are decoded."""
+        return tensor_rows(self.tensors, name, rows)
+
+    def original_rows(self, name: str, shape: tuple[int, ...], rows: slice) -> Tensor | None:
+        """Return some rows of a tensor before quantization; None if they are not available, or its shape is another."""
+        originals = self.originals
+        if name not in originals:
             return None
-        return tensor
+        if isinstance(originals, DecodedTensors):
+            return originals.rows(name, rows) if originals.layout(name)[0] == shape else None
+        original = originals[name]
+        if isinstance(original, Tensor):
+            return as_matrix(original)[rows] if tuple(original.shape) == shape else None
+        return original.values if (original.shape, original.rows) == (shape, rows) else None
+
+    def lattice_source(self, name: str) -> LatticeSource | None:
+        """Return the codes that a tensor's values are made from; None if there are none."""
+        return lattice_source(self.tensors, name)
 
     @property
     def codebook_tensors(self) -> dict[str, CodebookTensor]:
@@ -74,4 +110,4 @@ class Reference:
         """Return the reference of these tensors alone; all of them must be present."""
         names = list(names)
         quantized = {name: self.quantized[name] for name in names if name in self.quantized}
-        return Reference({name: self.tensors[name] for name in names}, quantized)
+        return Reference(as_decoded(self.tensors).subset(names), quantized)

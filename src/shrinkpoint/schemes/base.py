@@ -26,6 +26,8 @@ class QuantizedState:
         quantized: of the tensors that were quantized, what their values were made from.
         loss: what was lost, as plain data for the manifest; None: nothing.
         exact: why tensors of floats stay exact, by name, where a scheme loses something of others.
+        sampled_rows: rows of the quantized weights on which progress is measured, by name; without an entry, of which
+            there are enough.
         keyframe: no delta must be made of it, although there is a checkpoint for one to stand on.
     """
 
@@ -34,6 +36,7 @@ class QuantizedState:
     loss: JSON = None
     keyframe: bool = False
     exact: Mapping[str, str] = field(default_factory=dict, repr=False)
+    sampled_rows: Mapping[str, slice] = field(default_factory=dict, repr=False)
 
 
 class Scheme(Protocol):

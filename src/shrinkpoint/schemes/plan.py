@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec.code_streams import CODERS
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
+from shrinkpoint.codec.decoded_tensors import CastSource, DecodedTensors, LatticeSource, TensorSource
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.schemes import optimizer_state
@@ -30,8 +32,8 @@ class QuantizationPlan(RecordEncodingMixin):
         optimizer: mode for the optimizer's moments.
         coders: coders that codes may be coded with.
         loss: for the manifest: what was tried, measured and chosen.
-        values: decoded tensors that were computed already, by name; on the CPU.
         keyframe: see `QuantizedState`.
+        sampled_rows: see `QuantizedState`.
         min_size: how many values and axes a quantized weight has at least; None if this rank lacks parts of the state,
             and so cannot tell why tensors stay exact.
     """
@@ -42,30 +44,35 @@ class QuantizationPlan(RecordEncodingMixin):
     optimizer: optimizer_state.Mode = "exact"
     coders: Sequence[str] = CODERS
     loss: JSON = None
-    values: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     keyframe: bool = False
+    sampled_rows: Mapping[str, slice] = field(default_factory=dict, repr=False)
     min_size: tuple[int, int] | None = None
 
     @torch.no_grad()
     def quantize(self, state: FlatState, reference: Reference | None) -> QuantizedState:
         """Replace values by the chosen ones; `state` is the state that was planned for, or a copy of it."""
-        changed: dict[str, Tensor] = {}
+        changed: dict[str, TensorSource] = {}
         if self.optimizer == "reset":
             changed.update(optimizer_state.zeroed_moments(state))
-        for name, quantized in sorted(
-            self.quantized.items(), key=lambda item: isinstance(item[1], LatticeTensor) and bool(item[1].relative_to)
-        ):
-            values = self.values.get(name)
-            if values is None:
-                second_moments = _reference_values(quantized, name, changed, reference)
-                values = quantized.dequantize(state.tensors[name].dtype, second_moments)
-            changed[name] = values
+        for name, quantized in self.quantized.items():
+            dtype = state.tensors[name].dtype
+            if isinstance(quantized, LatticeTensor):
+                changed[name] = LatticeSource(quantized, dtype)
+            else:
+                changed[name] = quantized.dequantize(dtype, _parent_values(quantized, name, reference))
         for name, source in self.cast_sources.items():
             if source in changed:
-                changed[name] = changed[source].to(state.tensors[name].dtype)
-        tensors = {name: changed.get(name, tensor) for name, tensor in state.tensors.items()}
+                changed[name] = CastSource(source, state.tensors[name].dtype)
+        tensors = DecodedTensors({name: changed.get(name, tensor) for name, tensor in state.tensors.items()})
         exact = {} if self.min_size is None else exact_reasons(state, changed, self._nonfinite, *self.min_size)
-        return QuantizedState(replace(state, tensors=tensors), dict(self.quantized), self.loss, self.keyframe, exact)
+        return QuantizedState(
+            replace(state, tensors=tensors),
+            dict(self.quantized),
+            self.loss,
+            self.keyframe,
+            exact,
+            self.sampled_rows,
+        )
 
     @property
     def _nonfinite(self) -> list[str]:
@@ -73,10 +80,6 @@ class QuantizationPlan(RecordEncodingMixin):
         return names if isinstance(names, list) else []
 
 
-def _reference_values(
-    quantized_tensor: QuantizedTensor, name: str, changed: Mapping[str, Tensor], reference: Reference | None
-) -> Tensor | None:
-    """The values that the decoded ones depend on: those of the parent, or of a tensor that was decoded before."""
-    if isinstance(quantized_tensor, LatticeTensor):
-        return changed[quantized_tensor.relative_to] if quantized_tensor.relative_to else None
-    return reference.tensors[name] if quantized_tensor.residual and reference is not None else None
+def _parent_values(codebook_tensor: CodebookTensor, name: str, reference: Reference | None) -> Tensor | None:
+    """The parent's values, if the decoded ones are differences to them."""
+    return reference.tensors[name] if codebook_tensor.residual and reference is not None else None

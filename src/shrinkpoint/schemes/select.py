@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shrinkpoint.codec.lattice import LatticeTensor
+from shrinkpoint.codec.lattice import LatticeTensor, as_matrix
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.errors import warn_user
 from shrinkpoint.quantize.statistics import value_sums
@@ -308,8 +308,7 @@ def unchanged_tensors(
         origin = None if reference is None else reference.quantized.get(name)
         if origin is None or reference is None or not _is_self_contained(origin):
             continue
-        parent = reference.get_like(name, tuple(tensor.shape), tensor.dtype)
-        if parent is not None and is_bitwise_equal(tensor, parent):
+        if reference.has_like(name, tuple(tensor.shape), tensor.dtype) and _equals_parent(tensor, name, reference):
             unchanged[name] = origin
     independent = global_tensors.tensors_where_all(
         {name: name in unchanged and not _relative_to(unchanged[name]) for name in names}
@@ -320,6 +319,16 @@ def unchanged_tensors(
     )
     complete = independent | dependent
     return {name: origin for name, origin in unchanged.items() if global_tensors.global_name(name) in complete}
+
+
+def _equals_parent(tensor: Tensor, name: str, reference: Reference) -> bool:
+    """Whether a tensor has the parent's bits; of a parent on a lattice, the first rows are decoded first."""
+    if reference.lattice_source(name) is not None:
+        matrix = as_matrix(tensor.detach())
+        head = slice(-(-_HEAD_VALUES // max(1, matrix.shape[1])))
+        if not torch.equal(as_bits(matrix[head]), as_bits(reference.rows(name, head)).to(tensor.device)):
+            return False
+    return is_bitwise_equal(tensor, reference.tensors[name])
 
 
 def is_bitwise_equal(tensor: Tensor, parent: Tensor) -> bool:

@@ -205,6 +205,12 @@ class GlobalTensors:
         """The number of values of the global tensor that a local tensor is a shard of."""
         return self.local_shards[name].spec.global_numel
 
+    def sampled_rows(self, name: str, max_numel: int) -> slice:
+        """Rows of a local shard that are every n-th of the global matrix: about `max_numel` values of all of it."""
+        spec = self.local_shards[name].spec
+        stride = max(1, spec.global_numel // max_numel)
+        return slice(-spec.first_row % stride, None, stride)
+
     def is_whole(self, name: str) -> bool:
         """Whether this rank has all of the global tensor that a local tensor is a shard of."""
         return self.local_shards[name].is_whole

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from shrinkpoint.codec.coder import default_threads
+from shrinkpoint.codec.decoded_tensors import lattice_source
+from shrinkpoint.codec.lattice import as_matrix
 from shrinkpoint.codec.parallel import decode_all
-from shrinkpoint.codec.reference import QuantizedTensor, Reference
+from shrinkpoint.codec.reference import QuantizedTensor, Reference, RowSample, sampled_rows
 from shrinkpoint.container import FileReader, FileWriter
 from shrinkpoint.errors import CorruptError, PolicyError
 from shrinkpoint.guard import read_guard
@@ -66,8 +68,9 @@ class SaveReport:
         seconds: from the first tensor to the durable file.
         roles: bytes by role name.
         digest: the file's header digest, which authenticates every other byte.
-        retention: fraction of the weights' progress since the previous checkpoint that this one holds (see
-            `store.reference`); None: nothing was lost, or there is no previous one.
+        retention: fraction of the weights' progress since the previous checkpoint that this one holds, estimated from
+            about 2^16 values of each weight (see `store.delta_base`); None: nothing was lost, or there is no previous
+            one.
         loss_report: what a searched scheme tried, measured and chose; None: nothing was searched.
         exact: why floating-point tensors stayed exact under a lossy scheme, by name; empty for sharded tensors.
     """
@@ -156,6 +159,7 @@ def write_file(
     scheme: Scheme,
     reference: Reference | None,
     parent: JSON,
+    originals: Mapping[str, torch.Tensor] | None = None,
     threads: int | None = None,
 ) -> WriteResult:
     """Write a quantized state under `key`, durably and atomically.
@@ -164,6 +168,7 @@ def write_file(
         quantized: the state as the scheme quantized it.
         reference: the parent's decoded tensors; None writes a keyframe.
         parent: how a reader finds the parent (name, digest, ...), stored unchanged; None for a keyframe.
+        originals: the state before it was quantized, of which the result holds a sample; None: none is needed.
 
     Raises:
         StorageError: writing failed; nothing is stored under `key`.
@@ -193,7 +198,21 @@ def write_file(
         loss_report=loss,
         exact=quantized.exact,
     )
-    return WriteResult(report, Reference(state.tensors, codes))
+    samples = {} if originals is None else _sample_weights(originals, quantized, codes)
+    return WriteResult(report, Reference(state.tensors, codes, samples))
+
+
+def _sample_weights(
+    originals: Mapping[str, torch.Tensor], quantized: QuantizedState, codes: Mapping[str, QuantizedTensor]
+) -> dict[str, RowSample]:
+    """Copies of some rows of each quantized weight, as it was before."""
+    infos, samples = quantized.state.infos, {}
+    for name in codes:
+        if infos[name].role not in (Role.MOMENT1, Role.MOMENT2):
+            rows = quantized.sampled_rows.get(name, sampled_rows(infos[name].numel))
+            values = as_matrix(originals[name].detach())[rows]
+            samples[name] = RowSample(infos[name].shape, rows, values.to("cpu", copy=True))
+    return samples
 
 
 def _count_roles(roles: dict[str, RoleBytes], encoded: EncodedRecord, stored: int) -> None:
@@ -317,7 +336,7 @@ def build_state(
         where: the file, for messages.
         tie: tensors that shared memory share it again.
         device: of its tensors; None: the CPU.
-        copy: the state gets tensors of its own, also where `decoded` has them on that device.
+        copy: the state shares no memory with what `ReferenceCache.adopt` keeps of `decoded`.
 
     Raises:
         CorruptError: the tree is invalid, or exceeds the limit on memory.
@@ -331,10 +350,13 @@ def build_state(
 
 def _to_device(tensors: Mapping[str, torch.Tensor], device: Device, copy: bool) -> dict[str, torch.Tensor]:
     try:
+        shared = {name for name in tensors if lattice_source(tensors, name) is None} if copy else set()
         if device is None or torch.device(device).type == "cpu":
             arena = Arena()  # new memory of each tensor's own would take a page fault for every 4 KiB
-            return {name: copy_tensor(tensor, None, arena) if copy else tensor for name, tensor in tensors.items()}
-        return {name: tensor.to(device, copy=copy) for name, tensor in tensors.items()}
+            return {
+                name: copy_tensor(tensor, None, arena) if name in shared else tensor for name, tensor in tensors.items()
+            }
+        return {name: tensor.to(device, copy=name in shared) for name, tensor in tensors.items()}
     except (AssertionError, RuntimeError, TypeError) as error:  # torch has no error of its own for "no such device"
         expected, do = "a place for the state", "name a device that is here, or make room on it"
         raise PolicyError(f"device {device!r}", found=str(error)[:200], expected=expected, do=do) from error

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coder import Bytes
+from shrinkpoint.codec.decoded_tensors import as_decoded
 from shrinkpoint.codec.decoder import (
     ByteRange,
     DecodedRange,
@@ -89,8 +90,8 @@ def entry_bytes(value: DecodedRange | Reference) -> int:
     """Memory that a cache entry takes, in bytes."""
     if isinstance(value, DecodedRange):
         return value.nbytes
-    codes = [tensor.codes for tensor in value.quantized.values()]
-    return sum(tensor.nbytes for tensor in (*value.tensors.values(), *codes))
+    codebooks = sum(tensor.codes.nbytes for tensor in value.codebook_tensors.values())
+    return as_decoded(value.tensors).nbytes + codebooks
 
 
 @dataclass

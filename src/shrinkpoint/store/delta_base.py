@@ -14,19 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from shrinkpoint._native import Hasher, progress_sums
-from shrinkpoint.codec.reference import QuantizedTensor, Reference
+from shrinkpoint.codec.decoded_tensors import as_decoded, tensor_layout
+from shrinkpoint.codec.reference import Reference, RowSample
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import ChainError, CorruptError, ShrinkpointError, warn_user
 from shrinkpoint.storage import LocalStorage, Source, Storage
-from shrinkpoint.tensors.dtypes import tensor_bytes
-from shrinkpoint.tensors.flat_state import FlatState, copy_tensor
-from shrinkpoint.tensors.info import Role
+from shrinkpoint.tensors.dtypes import as_native_float, tensor_bytes
+from shrinkpoint.tensors.flat_state import copy_tensor
 from shrinkpoint.tensors.memory import Arena
 
 MIN_RETENTION = 0.7
@@ -70,7 +70,7 @@ def retained_fraction(
         if parent_weight is None or parent_weight.shape != weight.shape:
             continue
         tensors = weight, parent_weight, stored[name], parent_stored[name]
-        a, b, c, d = (tensor_bytes(_as_native_float(tensor)) for tensor in tensors)
+        a, b, c, d = (tensor_bytes(as_native_float(tensor)) for tensor in tensors)
         sums = progress_sums(a, b, c, d, weight.numel(), threads=torch.get_num_threads())
         movement, stored_movement, squared_weight, stored_weight = sums
         if movement > 100 * squared_weight > 0:
@@ -81,82 +81,88 @@ def retained_fraction(
     return stored_progress / progress if progress > 0 and is_finite else None
 
 
-def _as_native_float(tensor: Tensor) -> Tensor:
-    """In host memory, as float32 unless the native core reads the dtype."""
-    dtype = tensor.dtype if tensor.dtype in (torch.float32, torch.bfloat16) else torch.float32
-    return tensor.detach().to("cpu", dtype)
-
-
 class ReferenceCache(Generic[M]):
-    """Holds the decoded tensors of the last checkpoint that was committed or loaded.
+    """Holds the last checkpoint that was committed or loaded, as a reader decodes it.
 
-    A tensor that a scheme leaves exact decodes to the value it was given, so that value is held. No caller can reach
-    the memory of these tensors.
+    A tensor that a scheme leaves exact decodes to the value it was given, so that value is held. Of tensors on lattices
+    codes are held, and of weights that are quantized a sample of the original values. No caller can reach this memory.
 
     Attributes:
         manifest: the checkpoint; None if nothing is held.
-        originals: values before quantization, by name, of the quantized tensors; after a load, the loaded values.
     """
 
     def __init__(self) -> None:
         self.manifest: M | None = None
-        self.originals: dict[str, Tensor] = {}
-        self._tensors: dict[str, Tensor] = {}
-        self._quantized: dict[str, QuantizedTensor] = {}
+        self._reference = Reference({})
 
     @property
     def reference(self) -> Reference:
-        return Reference(self._tensors, self._quantized, self.originals)
+        return self._reference
 
     def drop(self) -> None:
         """Free the tensors: the next save is a keyframe."""
-        self.manifest, self._tensors, self._quantized, self.originals = None, {}, {}, {}
+        self.manifest, self._reference = None, Reference({})
 
-    def adopt(self, manifest: M, reference: Reference, originals: Mapping[str, Tensor] | None = None) -> None:
-        """Hold these tensors themselves; the caller no longer writes to them."""
+    def adopt(self, manifest: M, reference: Reference) -> None:
+        """Hold these tensors themselves; the caller no longer writes to them.
+
+        A reference without originals is one that was loaded: what it decodes to is what training goes on from.
+        """
         self.manifest = None  # until all is assigned: an interrupt may come at any line
-        self._tensors, self._quantized = dict(reference.tensors), dict(reference.quantized)
-        values = reference.tensors if originals is None else originals
-        self.originals = {name: values[name] for name in reference.quantized if name in values}
+        tensors = as_decoded(reference.tensors).without_values()
+        originals = reference.originals or tensors.subset(reference.quantized)
+        self._reference = Reference(tensors, dict(reference.quantized), originals)
         self.manifest = manifest
 
-    def copy(self, manifest: M, reference: Reference, originals: Mapping[str, Tensor]) -> None:
+    def copy(self, manifest: M, reference: Reference) -> None:
         """Hold a copy of these tensors, in the present buffers where they fit; hold nothing if memory runs out.
 
-        The checkpoint is committed already: without a reference the next one is a keyframe. Values that a scheme
-        created are not shared with the caller and need no copy; their originals do.
+        The checkpoint is committed already: without a reference the next one is a keyframe. Codes and samples are not
+        shared with the caller and need no copy.
         """
-        buffers, old, arena = self._tensors, self.originals, Arena()
+        buffers, arena = as_decoded(self._reference.tensors).held_tensors(), Arena()
         self.drop()
-        quantized = reference.quantized
+        tensors = as_decoded(reference.tensors).without_values()
         try:
             copies = {
-                name: copy_tensor(originals[name].detach(), old.pop(name, None), arena)
-                for name in quantized
-                if name in originals
+                name: copy_tensor(tensor.detach(), buffers.pop(name, None), arena)
+                for name, tensor in tensors.held_tensors().items()
             }
-            tensors = {}
-            for name, tensor in reference.tensors.items():
-                # It is the original itself where nothing more was lost than in the previous save.
-                is_private = name in copies and tensor.data_ptr() != originals[name].data_ptr()
-                tensors[name] = tensor if is_private else copy_tensor(tensor.detach(), buffers.pop(name, None), arena)
         except (MemoryError, RuntimeError):  # torch reports an allocation that failed as a RuntimeError
             return
-        self.adopt(manifest, Reference(tensors, quantized), copies)
+        self.adopt(manifest, replace(reference, tensors=tensors.replace_tensors(copies)))
 
-    def retained_progress(self, state: FlatState, stored: Reference) -> float | None:
-        """The `retained_fraction` of the weights' progress since the checkpoint that is held.
+    def retained_progress(self, stored: Reference) -> float | None:
+        """The `retained_fraction` of the weights' progress since the checkpoint that is held, from a sample of them.
 
         Args:
-            state: the state in training.
-            stored: the same as a reader decodes it.
+            stored: the state as a reader decodes it, with a sample of the originals.
         """
         if self.manifest is None:
             return None
-        moments = Role.MOMENT1, Role.MOMENT2
-        weights = {name: state.tensors[name] for name in stored.quantized if state.infos[name].role not in moments}
-        parent_weights = {**self._tensors, **self.originals}  # exact tensors have no separate original
-        return retained_fraction(parent_weights, self._tensors, weights, stored.tensors)
+        parent, weights = self._reference, dict[str, _SampledWeight]()
+        for name, sample in stored.originals.items():
+            if not isinstance(sample, RowSample) or name not in parent.tensors:
+                continue
+            if tensor_layout(parent.tensors, name)[0] != sample.shape:
+                continue
+            parent_stored = parent.rows(name, sample.rows)
+            original = parent.original_rows(name, sample.shape, sample.rows)
+            if original is None and name not in parent.quantized:
+                original = parent_stored  # exact tensors have no separate original
+            if original is not None:
+                weights[name] = _SampledWeight(original, parent_stored, sample.values, stored.rows(name, sample.rows))
+        columns = [dict(zip(weights, column, strict=True)) for column in zip(*weights.values(), strict=True)]
+        return retained_fraction(*columns) if weights else None
+
+
+class _SampledWeight(NamedTuple):
+    """The same rows of a weight, as in `retained_fraction`."""
+
+    parent_weight: Tensor
+    parent_stored: Tensor
+    weight: Tensor
+    stored: Tensor
 
 
 def as_delta_base(reference: Reference | None, *, base: bool) -> Reference | None:

@@ -34,7 +34,7 @@ class DeltaWriter:
     Call `write`, then `commit_reference` once the checkpoint is committed, or `rollback`. The reference for the next
     delta changes with `commit_reference` only.
 
-    Memory: one state on the CPU; for tensors that a lossy scheme quantizes also the original values, and a byte each.
+    Memory: one state on the CPU; of a tensor on a lattice a byte a value, and a sample of its original values.
 
     Args:
         keyframe_every: a chain has at most this many files, its keyframe included; None: no bound.
@@ -109,9 +109,16 @@ class DeltaWriter:
             # By this a reader of the payload finds its base.
             parent = None if base is None else {"name": layout.base_name(base.digest), "digest": base.digest}
             written = write_file(
-                storage, key, quantized, scheme=scheme, reference=reference, parent=parent, threads=self._threads
+                storage,
+                key,
+                quantized,
+                scheme=scheme,
+                reference=reference,
+                parent=parent,
+                originals=state.tensors,
+                threads=self._threads,
             )
-            retention = self._reference_cache.retained_progress(state, written.reference)
+            retention = self._reference_cache.retained_progress(written.reference)
             report = replace(written.report, retention=retention)
             warn_low_retention(retention)
         except BaseException:
@@ -119,7 +126,7 @@ class DeltaWriter:
             raise
         payload = Payload(key, report.stored_bytes, report.digest, report.raw_bytes, _base_digests(base))
         stamp = StoredFile(payload.digest, payload.size, storage, key).stamp()
-        self._uncommitted = _UncommittedPayload(storage, written_keys, payload, written.reference, state, adopt, stamp)
+        self._uncommitted = _UncommittedPayload(storage, written_keys, payload, written.reference, adopt, stamp)
         return report
 
     def commit_reference(self) -> None:
@@ -128,7 +135,7 @@ class DeltaWriter:
         if written is None:
             return
         store_reference = self._reference_cache.adopt if written.adopt else self._reference_cache.copy
-        store_reference(written.payload, written.reference, written.state.tensors)
+        store_reference(written.payload, written.reference)
         self._base_verifier.mark_verified({written.payload.digest: written.stamp})
         self._base_dir = written.storage.path
         self._remove_own_base_dir()
@@ -225,7 +232,6 @@ class _UncommittedPayload(NamedTuple):
     written_keys: list[str]
     payload: Payload
     reference: Reference
-    state: FlatState
     adopt: bool
     stamp: object
 

@@ -65,7 +65,7 @@ class Store:
     lock until `close`; a second process that saves gets an error. Several threads of a process may share one store.
 
     Memory: after a save or a load, one state on the CPU, the reference of the next delta; `load` needs two at a time.
-    For tensors that a lossy scheme quantizes also the original values, and a byte for each.
+    Of a tensor on a lattice (the scheme `fisher`) it is a byte a value, and a sample of a weight's original values.
 
     Args:
         where: a directory, which need not exist yet, or a storage.
@@ -236,10 +236,10 @@ class Store:
                 report = transaction.add(flat_state, scheme=scheme, threads=self._threads)
                 manifest = transaction.commit(metrics=metrics, lossy_restores=lossy_restores, note=note)
             assert transaction.reference is not None
-            retention = self._reference_cache.retained_progress(flat_state, transaction.reference)
+            retention = self._reference_cache.retained_progress(transaction.reference)
             report = replace(report, retention=retention)
             store_reference = self._reference_cache.adopt if adopt else self._reference_cache.copy
-            store_reference(manifest, transaction.reference, flat_state.tensors)
+            store_reference(manifest, transaction.reference)
             key = manifest.key(manifest.payloads[0].name)
             written = StoredFile(manifest.digest, report.stored_bytes, self.storage, key)
             self._base_verifier.mark_verified({manifest.digest: written.stamp()})

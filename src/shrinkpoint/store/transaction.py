@@ -161,7 +161,14 @@ class CheckpointTransaction:
         self._written_keys.append(key)
         reference, parent = self._reference, self._parent_json()
         written = write_file(
-            self._storage, key, quantized, scheme=scheme, reference=reference, parent=parent, threads=threads
+            self._storage,
+            key,
+            quantized,
+            scheme=scheme,
+            reference=reference,
+            parent=parent,
+            originals=state.tensors,
+            threads=threads,
         )
         self._report, self.reference = written.report, written.reference
         return self._report

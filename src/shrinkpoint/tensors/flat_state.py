@@ -29,7 +29,7 @@ class FlatState:
     """
 
     tree: JSON
-    tensors: dict[str, torch.Tensor] = field(repr=False)
+    tensors: Mapping[str, torch.Tensor] = field(repr=False)
     infos: dict[str, TensorInfo] = field(repr=False)
     optimizer_info: dict[str, OptimizerInfo] = field(repr=False)
 

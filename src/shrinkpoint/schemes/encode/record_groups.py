@@ -12,6 +12,7 @@ from torch import Tensor
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coder import NUMBER_FORMATS
+from shrinkpoint.codec.decoded_tensors import lattice_source, tensor_layout, tensor_rows
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.pack import is_codable_float, num_numbers, num_taps
 from shrinkpoint.codec.recipe import MAX_TAPS
@@ -74,7 +75,7 @@ class ContextMap:
         is_earlier = moment.role in (Role.MOMENT1, Role.MOMENT2) and moment.role is not info.role
         # Only 32-bit floats are predicted, from 32-bit moments: rounding 64-bit ones depends on the machine's settings.
         is_exact = moment.dtype != "F64" or info.dtype == "F64"
-        return is_earlier and is_exact and is_codable_float(self._state.tensors[name])
+        return is_earlier and is_exact and is_codable_float(tensor_layout(self._state.tensors, name)[1])
 
 
 @dataclass(frozen=True)
@@ -149,20 +150,37 @@ def plan_records(state: FlatState, reference: Reference | None, quantized: Mappi
 def _is_unchanged(
     info: TensorInfo, state: FlatState, reference: Reference | None, quantized_tensor: QuantizedTensor | None
 ) -> bool:
-    parent = _parent_tensor(info, state, reference)
-    if parent is None or reference is None or not same_bits(state.tensors[info.name], parent):
+    if reference is None or not _has_parent(info, state, reference):
         return False
-    if quantized_tensor is None or (isinstance(quantized_tensor, CodebookTensor) and quantized_tensor.residual):
-        return True
-    parent_codes = reference.quantized.get(info.name)  # a reader keeps these for the next delta, so they must be equal
-    return parent_codes is not None and _have_equal_codes(quantized_tensor, parent_codes)
+    is_residual = isinstance(quantized_tensor, CodebookTensor) and quantized_tensor.residual
+    if quantized_tensor is not None and not is_residual:
+        # A reader keeps the codes for the next delta, so they must be equal; where they are, values mostly are.
+        parent_codes = reference.quantized.get(info.name)
+        if parent_codes is None or not _have_equal_codes(quantized_tensor, parent_codes):
+            return False
+        if _follow_from_codes(info.name, state.tensors, reference.tensors):
+            return True
+    if reference.lattice_source(info.name) is not None and not _has_equal_head(info, state, reference):
+        return False
+    return same_bits(state.tensors[info.name], reference.tensors[info.name])
 
 
-def _parent_tensor(info: TensorInfo, state: FlatState, reference: Reference | None) -> Tensor | None:
-    """The parent's tensor of the same name, shape and dtype."""
-    if reference is None:
-        return None
-    return reference.get_like(info.name, info.shape, state.tensors[info.name].dtype)
+def _has_parent(info: TensorInfo, state: FlatState, reference: Reference | None) -> bool:
+    """Whether the parent has a tensor of the same name, shape and dtype."""
+    return reference is not None and reference.has_like(
+        info.name, info.shape, tensor_layout(state.tensors, info.name)[1]
+    )
+
+
+def _follow_from_codes(name: str, *states: Mapping[str, Tensor]) -> bool:
+    """Whether the values of a tensor are made from nothing but its codes and lattice, in all of these states."""
+    sources = [lattice_source(tensors, name) for tensors in states]
+    return all(source is not None and not source.quantized.relative_to for source in sources)
+
+
+def _has_equal_head(info: TensorInfo, state: FlatState, reference: Reference) -> bool:
+    """Whether the first row is the same as the parent's; decoding the others is mostly needless."""
+    return same_bits(*(tensor_rows(tensors, info.name, slice(1)) for tensors in (state.tensors, reference.tensors)))
 
 
 def _have_equal_codes(a: QuantizedTensor, b: QuantizedTensor) -> bool:
@@ -184,10 +202,13 @@ def _find_copies(
     """Tensors that repeat an earlier one, and narrow floats that are a cast of a 32-bit one of the same shape."""
     names_by_content: dict[_Key, list[str]] = {}
     casts = _CastIndex(info for info in infos if info.dtype in ("BF16", "F16"))
+    layouts = {(info.dtype, info.shape) for info in infos if info.nbytes}
     for name in quantized:
-        info, tensor = state.infos[name], state.tensors[name]
-        names_by_content.setdefault(_content_key(info, tensor), []).append(name)
-        casts.add(info, tensor)
+        info = state.infos[name]
+        if (info.dtype, info.shape) in layouts or casts.may_hold(info):
+            tensor = state.tensors[name]
+            names_by_content.setdefault(_content_key(info, tensor), []).append(name)
+            casts.add(info, tensor)
     copies = []
     for info in sorted(infos, key=lambda info: info.dtype != "F32"):  # sources of casts first
         tensor = state.tensors[info.name]
@@ -232,6 +253,10 @@ class _CastIndex:
             self._dtypes.setdefault(info.shape, set()).add(torch_dtype(info.dtype))
         self._names: dict[_Key, list[str]] = {}
 
+    def may_hold(self, info: TensorInfo) -> bool:
+        """Whether some narrow tensor has the shape of this one."""
+        return info.dtype == "F32" and info.shape in self._dtypes
+
     def add(self, info: TensorInfo, tensor: Tensor) -> None:
         """Add a tensor that others may be casts of."""
         if info.dtype == "F32":
@@ -267,7 +292,7 @@ def _value_groups(
     bundle_numel: dict[_Key, int] = {}
     for info in sorted(infos, key=_role_order):
         numel = num_numbers(info)
-        has_reference = _parent_tensor(info, state, reference) is not None
+        has_reference = _has_parent(info, state, reference)
         has_moments = bool(contexts.moments(info))
         # Tensors without values have neither rows nor columns, and are stored as they are.
         key: _Key = (info.dtype, info.role, _group_taps(info), has_reference, has_moments, not numel)
@@ -300,7 +325,7 @@ def _codebook_groups(
         assert isinstance(tensor, CodebookTensor)
         depth = _dependency_depth(info.name, quantized)
         has_reference = False
-        if reference is not None and _parent_tensor(info, state, reference) is not None:
+        if reference is not None and _has_parent(info, state, reference):
             has_reference = tensor.residual or (not depth and reference.has_codes(info.name))
         has_moments = info.role is not Role.MOMENT2 and _are_independent(contexts.moments(info), quantized)
         codebook = (tensor.bins, tensor.first_code, tensor.exact.dtype, tensor.residual)
@@ -329,8 +354,7 @@ def _lattice_groups(
         assert isinstance(tensor, LatticeTensor)
         is_relative = bool(tensor.relative_to)
         # A tensor that is relative to another one is rounded anew each time: the parent's points do not predict it.
-        has_parent = reference is not None and _parent_tensor(info, state, reference) is not None
-        has_reference = has_parent and not is_relative
+        has_reference = _has_parent(info, state, reference) and not is_relative
         parent = reference.quantized.get(info.name) if has_reference and reference is not None else None
         has_equal_lattice = isinstance(parent, LatticeTensor) and parent.lattice == tensor.lattice
         lattice = (tensor.lattice.spacing, tensor.lattice.step, has_equal_lattice)

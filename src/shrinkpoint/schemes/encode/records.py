@@ -12,11 +12,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
+import torch
+from torch import Tensor
+
 from shrinkpoint.codec.code_streams import CODERS, DELTA_CODERS
 from shrinkpoint.codec.codebook_record import CodebookInput, encode_codebook_record
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coded_record import coding_context
 from shrinkpoint.codec.coder import MAX_CHUNK, default_threads
+from shrinkpoint.codec.decoded_tensors import lattice_source
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.lattice_record import LatticeInput, encode_lattice_record
 from shrinkpoint.codec.parallel import map_ordered
@@ -170,13 +174,25 @@ class _RecordEncoder:
         record = LatticeInput(
             name,
             group.infos,
-            tuple(self.state.tensors[info.name] for info in group.infos),
+            tuple(self._values_to_compare(info.name) for info in group.infos),
             self._quantized_tensors(group, LatticeTensor),
             self.reference if group.has_reference else None,
-            tuple(self.state.tensors[context] for context in group.context_names),
+            tuple(self._second_moment(context) for context in group.context_names),
             tuple(self.ordinals[context] for context in group.context_names),
         )
         return encode_lattice_record(record, threads=threads)
+
+    def _values_to_compare(self, name: str) -> Tensor | None:
+        """The values of a tensor on a lattice; None if the state has them as nothing but these codes."""
+        source = lattice_source(self.state.tensors, name)
+        if source is not None and source.quantized is self.quantized[name]:
+            return None
+        return self.state.tensors[name]
+
+    def _second_moment(self, name: str) -> Tensor | LatticeTensor:
+        source = lattice_source(self.state.tensors, name)
+        is_usable = source is not None and source.dtype == torch.float32 and not source.quantized.relative_to
+        return source.quantized if source is not None and is_usable else self.state.tensors[name]
 
     def _quantized_tensors(self, group: RecordGroup, kind: type[_Quantized]) -> tuple[_Quantized, ...]:
         tensors = (self.quantized[info.name] for info in group.infos)

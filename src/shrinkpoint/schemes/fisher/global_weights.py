@@ -52,9 +52,7 @@ class GlobalWeights:
 
     def sampled_rows(self, name: str, max_numel: int) -> slice:
         """Rows of a local shard that are every n-th of the global matrix: about `max_numel` values of all of it."""
-        spec = self.tensors.local_shards[name].spec
-        stride = max(1, spec.global_numel // max_numel)
-        return slice(-spec.first_row % stride, None, stride)
+        return self.tensors.sampled_rows(name, max_numel)
 
     def local_seed(self, name: str, global_seed: int) -> int:
         """The dither seed of a local shard, given that of the global tensor."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec.lattice import MAX_LATTICE_CODE, Lattice, LatticeTensor, as_matrix, dither
-from shrinkpoint.codec.reference import Reference
+from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, Reference
 from shrinkpoint.quantize.lattice import lattice_positions, quantize_to_lattice
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights
 from shrinkpoint.schemes.select import equal_elements
@@ -21,13 +21,13 @@ class PreviousPoints:
 
     Attributes:
         codes: integers, of the weight's shape.
-        values: what a reader decoded, of the weight's shape and dtype.
-        original: the weight in training at that save, before it was quantized; None if unknown.
+        name: of the weight.
+        reference: the parent checkpoint.
     """
 
     codes: Tensor = field(repr=False)
-    values: Tensor = field(repr=False)
-    original: Tensor | None = field(repr=False)
+    name: str
+    reference: Reference = field(repr=False)
 
     @classmethod
     def from_reference(
@@ -42,10 +42,15 @@ class PreviousPoints:
             or points.codes.shape != weight.shape
         ):
             return None
-        original = reference.originals.get(name)
-        if original is not None and original.shape != weight.shape:
-            original = None
-        return cls(points.codes, reference.tensors[name], original)
+        return cls(points.codes, name, reference)
+
+    def values(self, rows: slice) -> Tensor:
+        """What a reader decoded of some rows of the weight, viewed as a matrix."""
+        return self.reference.rows(self.name, rows)
+
+    def originals(self, rows: slice) -> Tensor | None:
+        """The same rows in training at that save, before the weight was quantized; None if they are unknown."""
+        return self.reference.original_rows(self.name, tuple(self.codes.shape), rows)
 
 
 def quantize_weight(
@@ -75,10 +80,6 @@ def points_in_range(points: LatticeTensor | None, dtype: torch.dtype) -> Lattice
     return points
 
 
-_HYSTERESIS_SAMPLE = 1 << 16
-"""Values of each weight on which progress is measured, about."""
-
-
 def fit_hysteresis(
     weights: GlobalWeights,
     lattices: Mapping[str, Lattice],
@@ -95,17 +96,15 @@ def fit_hysteresis(
         min_retained: the share of progress since the parent checkpoint that must remain.
         max_hysteresis: at most; at least 1/2, rounding to the nearest.
     """
-    samples = [
-        _WeightSample.from_weight(
-            weights.local[name],
-            lattices[name],
-            points,
-            weights.sampled_rows(name, _HYSTERESIS_SAMPLE),
-            max_hysteresis,
-        )
-        for name, points in previous.items()
-        if points.original is not None and weights.is_primary(name)
-    ]
+    samples = []
+    for name, points in previous.items():
+        rows = weights.sampled_rows(name, MAX_SAMPLED_VALUES)
+        original = points.originals(rows) if weights.is_primary(name) else None
+        if original is not None:
+            weight, lattice = weights.local[name], lattices[name]
+            samples.append(
+                _WeightSample.from_weight(weight, lattice, points.values(rows), original, rows, max_hysteresis)
+            )
     if not any(weights.tensors.sum_over_ranks(len(samples))):
         return 0.5
     low, high = 0.5, max_hysteresis
@@ -137,14 +136,16 @@ class _WeightSample:
 
     @classmethod
     def from_weight(
-        cls, weight: Tensor, lattice: Lattice, previous: PreviousPoints, sampled_rows: slice, max_hysteresis: float
+        cls,
+        weight: Tensor,
+        lattice: Lattice,
+        decoded: Tensor,
+        original: Tensor,
+        sampled_rows: slice,
+        max_hysteresis: float,
     ) -> _WeightSample:
-        assert previous.original is not None
         now = as_matrix(weight)[sampled_rows].to(torch.float32)
-        decoded, original = (
-            as_matrix(values)[sampled_rows].to(weight.device, torch.float32)
-            for values in (previous.values, previous.original)
-        )
+        decoded, original = (rows.to(weight.device, torch.float32) for rows in (decoded, original))
         steps = replace(lattice, rows=lattice.rows[sampled_rows]).scales(device=weight.device)
         movement = now - original
         offsets = (now - decoded) / steps

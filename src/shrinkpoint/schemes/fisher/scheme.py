@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shrinkpoint import validate
 from shrinkpoint.codec.lattice import LatticeTensor
-from shrinkpoint.codec.reference import QuantizedTensor, Reference
+from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, QuantizedTensor, Reference
 from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.schemes.base import QuantizedState, SpecMixin, check_recorder, check_seed, finite_or_text
 from shrinkpoint.schemes.calibration import Calibration, EvaluateProblem, UnmeasuredLossNotice, make_perturbations
@@ -232,6 +232,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             mode,
             self.coders,
             record,
+            sampled_rows={name: tensors.sampled_rows(name, MAX_SAMPLED_VALUES) for name in points},
             min_size=(MIN_LATTICE_NUMEL, 1) if tensors.is_complete else None,
         )
 

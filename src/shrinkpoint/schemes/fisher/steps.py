@@ -331,9 +331,9 @@ class StepCandidates:
         weight, rows = self.weights[name], self._global.sampled_rows(name, _BITS_SAMPLE)
         steps = replace(lattice, rows=lattice.rows[rows]).scales(device=weight.device)
         codes = (as_matrix(weight)[rows].to(torch.float32) / steps).round()
-        parent = None if self._reference is None else self._reference.get_like(name, tuple(weight.shape), weight.dtype)
-        if parent is not None:
-            codes = codes - (as_matrix(parent)[rows].to(weight.device, torch.float32) / steps).round()
+        if self._reference is not None and self._reference.has_like(name, tuple(weight.shape), weight.dtype):
+            parent = self._reference.rows(name, rows)
+            codes = codes - (parent.to(weight.device, torch.float32) / steps).round()
         return codes
 
     def _assumed_curvature(self, name: str, weight: Tensor) -> Curvature:
