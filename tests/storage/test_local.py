@@ -192,13 +192,23 @@ class TestReading:
         with storage.open("a") as source:
             assert bytes(source.read(1, 98)) == bytes(range(1, 99))
 
-    def test_file_that_shrinks_while_it_is_open_is_truncated(self, storage, tmp_path):
-        storage.put("a", bytes(100))
+    @pytest.mark.parametrize("size", [100, 300_000])
+    def test_file_that_shrinks_while_it_is_open_is_truncated(self, storage, tmp_path, size):
+        storage.put("a", bytes(size))
         with storage.open("a") as source:
             os.truncate(tmp_path / "a", 40)
             assert len(source.read(0, 40)) == 40
             with pytest.raises(TruncatedError, match="ends at byte 40"):
-                source.read(10, 90)
+                source.read(10, size - 10)
+
+    @pytest.mark.parametrize("size", [100, 300_000])
+    def test_partial_reads_are_continued(self, storage, monkeypatch, size):
+        content, pread, preadv = os.urandom(size), os.pread, os.preadv
+        storage.put("a", content)
+        monkeypatch.setattr(os, "pread", lambda fd, length, offset: pread(fd, length // 2, offset))
+        monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][: size // 3]], offset))
+        with storage.open("a") as source:
+            assert bytes(source.read(1, size - 1)) == content[1:]
 
     def test_partial_writes_are_continued(self, storage, monkeypatch):
         class Slow(io.FileIO):
@@ -209,14 +219,16 @@ class TestReading:
         storage.put("a", bytes(range(100)))
         assert storage.get("a") == bytes(range(100))
 
-    def test_disk_that_fails_to_read_is_a_storage_error(self, storage, monkeypatch):
+    @pytest.mark.parametrize("size", [3, 300_000])
+    def test_disk_that_fails_to_read_is_a_storage_error(self, storage, monkeypatch, size):
         def fail(*args):
             raise OSError(errno.EIO, "Input/output error")
 
-        storage.put("a", b"abc")
-        monkeypatch.setattr(os, "pread", fail)
+        storage.put("a", bytes(size))
+        for name in ("pread", "preadv"):
+            monkeypatch.setattr(os, name, fail)
         with storage.open("a") as source, pytest.raises(StorageError, match="reading failed"):
-            source.read(0, 3)
+            source.read(0, size)
 
     @pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.EMLINK])
     def test_place_without_links_says_so_and_keeps_no_trace(self, storage, tmp_path, monkeypatch, number):

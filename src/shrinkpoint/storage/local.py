@@ -19,12 +19,14 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
+from shrinkpoint._native import empty
 from shrinkpoint.errors import LockedError, NotFoundError, ShrinkpointError, StorageError, TruncatedError
 from shrinkpoint.storage.base import RESERVED, Buffer, Keys, Sink, Source, check_key, storage_error
 from shrinkpoint.storage.paths import is_regular, local_path, open_regular, what_is_at
 
 LOCK = RESERVED + "lock"
 _TEMPORARY = re.compile(re.escape(RESERVED) + "tmp-[0-9a-f]{16}")
+_MIN_POOLED_BYTES = 1 << 16  # from which the native pool has memory to reuse
 _MAX_READ_BYTES = 1 << 30  # of one read call; systems move less than 2 GiB at once
 _LINK_ERRNOS = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -53,26 +55,24 @@ class LocalSource(Source):
     def read(self, offset: int, length: int) -> bytes | memoryview:
         if offset + length > self._size:  # before memory is allocated: the length may come from a damaged file
             raise self._truncated_error(self._size, offset, length)
-        part = self._read_once(offset, length)
-        if len(part) == length:
-            return part
-        data, done = memoryview(bytearray(length)), 0
-        while part:
-            data[done : done + len(part)] = part
-            done += len(part)
-            part = self._read_once(offset + done, length - done)
-        if done < length:  # the file was truncated after it was opened
-            raise self._truncated_error(offset + done, offset, length)
-        return data
+        if length < _MIN_POOLED_BYTES:
+            with _os_errors(self._where, "reading"):
+                part = os.pread(self._file.fileno(), length, offset)
+            if len(part) == length:
+                return part
+        data, done = empty(length).data, 0  # new memory would take a page fault for every 4 KiB
+        while done < length:
+            with _os_errors(self._where, "reading"):
+                count = os.preadv(self._file.fileno(), [data[done : done + _MAX_READ_BYTES]], offset + done)
+            if count == 0:  # the file was truncated after it was opened
+                raise self._truncated_error(offset + done, offset, length)
+            done += count
+        return data.toreadonly()
 
     def forget_pages(self) -> None:
         """Ask the kernel to drop cached pages, which hide a bad sector: the next read goes to the disk."""
         with suppress(OSError, AttributeError):  # not every system has it
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def _read_once(self, offset: int, length: int) -> bytes:
-        with _os_errors(self._where, "reading"):
-            return os.pread(self._file.fileno(), min(length, _MAX_READ_BYTES), offset)
 
     def _truncated_error(self, size: int, offset: int, length: int) -> TruncatedError:
         found, expected = f"a file that ends at byte {size}", f"{length} bytes from byte {offset} on"
