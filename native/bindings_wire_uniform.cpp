@@ -17,28 +17,30 @@ unsigned checked_bits(unsigned bits) {
     return bits;
 }
 
-UniformWire laid_out(size_t bytes, size_t size, unsigned bits, std::optional<uint32_t> seed, bool brief) {
+UniformWire laid_out(size_t bytes, size_t width, size_t size, unsigned bits, std::optional<uint32_t> seed, bool brief) {
     if (size == 0) throw nb::value_error("size: expected at least 1");
-    if (bytes % 4 != 0) throw nb::value_error("values: not a whole number of values");
-    return {bytes / 4, size, checked_bits(bits), brief, seed.has_value(), seed.value_or(0)};
+    if (bytes % width != 0) throw nb::value_error("values: not a whole number of values");
+    return {bytes / width, size, checked_bits(bits), brief, seed.has_value(), seed.value_or(0)};
 }
 
 void encode(nb::handle values, size_t size, unsigned bits, nb::handle wire, std::optional<uint32_t> seed, bool brief,
-            unsigned threads) {
+            bool bfloat16, unsigned threads) {
     const Bytes from(values), to(wire, PyBUF_WRITABLE);
-    const UniformWire layout = laid_out(from.size(), size, bits, seed, brief);
-    const auto* data = reinterpret_cast<const float*>(from.checked(from.size(), 4, "values"));
+    const size_t width = bfloat16 ? 2 : 4;
+    const UniformWire layout = laid_out(from.size(), width, size, bits, seed, brief);
+    const WireSource data(from.checked(from.size(), width, "values"), bfloat16);
     uint8_t* out = to.checked(layout.bytes(), 1, "wire");
     const nb::gil_scoped_release unlocked;
     uniform_encode(layout, data, out, threads);
 }
 
 void decode(nb::handle wire, size_t size, unsigned bits, nb::handle values, std::optional<uint32_t> seed, bool brief,
-            unsigned threads) {
+            bool bfloat16, unsigned threads) {
     const Bytes from(wire), to(values, PyBUF_WRITABLE);
-    const UniformWire layout = laid_out(to.size(), size, bits, seed, brief);
+    const size_t width = bfloat16 ? 2 : 4;
+    const UniformWire layout = laid_out(to.size(), width, size, bits, seed, brief);
     const uint8_t* data = from.checked(layout.bytes(), 1, "wire");
-    auto* out = reinterpret_cast<float*>(to.checked(to.size(), 4, "values"));
+    const WireTarget out(to.checked(to.size(), width, "values"), bfloat16);
     const nb::gil_scoped_release unlocked;
     uniform_decode(layout, data, out, threads);
 }
@@ -61,11 +63,11 @@ void unpack(nb::handle planes, unsigned bits, nb::handle codes) {
 
 void bind_wire_uniform(nb::module_& m) {
     m.def("uniform_encode", encode, "values"_a, "size"_a, "bits"_a, "wire"_a, nb::kw_only(), "seed"_a = nb::none(),
-          "brief"_a = true, "threads"_a = 1,
-          "Float32 values as ranges of runs of `size` and codes; ranges are bfloat16 where `brief`, and codes dithered "
-          "where there is a seed.");
+          "brief"_a = true, "bfloat16"_a = false, "threads"_a = 1,
+          "Float32 or bfloat16 values as ranges of runs of `size` and codes; ranges are bfloat16 where `brief`, and "
+          "codes dithered where there is a seed.");
     m.def("uniform_decode", decode, "wire"_a, "size"_a, "bits"_a, "values"_a, nb::kw_only(), "seed"_a = nb::none(),
-          "brief"_a = true, "threads"_a = 1, "What uniform_encode made, as float32.");
+          "brief"_a = true, "bfloat16"_a = false, "threads"_a = 1, "What uniform_encode made, as float32 or bfloat16.");
     m.def("pack_planes", pack, "codes"_a, "bits"_a, "planes"_a, "Codes below 2^bits as planes of 4, 2 and 1 bits.");
     m.def("unpack_planes", unpack, "planes"_a, "bits"_a, "codes"_a, "What pack_planes made, as codes.");
 }

@@ -17,12 +17,30 @@ namespace {
 constexpr size_t kSpan = 4096;  // values that are worked on at a time: whole groups, whole tiles
 static_assert(kSpan % kMaxGroup == 0 && kSpan % kWireTile == 0);
 
-// work(first, count) for all spans of `count` values.
+// work(first, count, buffer) for all spans of `count` values.
 template <typename Work>
 void by_spans(size_t count, unsigned threads, Work work) {
     const size_t spans = (count + kSpan - 1) / kSpan;
     parallel(spans, threads, [&](WorkQueue& indices) {
-        for (size_t i; indices.take(i);) work(i * kSpan, std::min(kSpan, count - i * kSpan));
+        alignas(64) float buffer[kSpan];
+        for (size_t i; indices.take(i);) work(i * kSpan, std::min(kSpan, count - i * kSpan), buffer);
+    });
+}
+
+// work(first, count, values) for all spans of a tensor.
+template <typename Work>
+void by_spans_of(const WireSource& values, size_t count, unsigned threads, Work work) {
+    by_spans(count, threads, [&](size_t first, size_t here, float* buffer) {
+        work(first, here, values.piece(first, here, buffer));
+    });
+}
+
+// work(first, count, values) that fills all spans of a tensor.
+template <typename Work>
+void by_spans_of(const WireTarget& values, size_t count, unsigned threads, Work work) {
+    by_spans(count, threads, [&](size_t first, size_t here, float* buffer) {
+        work(first, here, values.piece(first, buffer));
+        values.put(first, here, buffer);
     });
 }
 
@@ -46,7 +64,7 @@ SHRINKPOINT_KERNEL(void, encode_normal_span,
                    (layout, values, first, count, wire)) {
     alignas(64) float copy[kSpan];
     alignas(64) uint8_t codes[kSpan];
-    const float* from = filled_up(values + first, count, std::max(layout.group, kWireTile), copy);
+    const float* from = filled_up(values, count, std::max(layout.group, kWireTile), copy);
     const size_t tiles = wire_tiles(count), whole = (count + layout.group - 1) / layout.group * layout.group;
     if (whole < tiles * kWireTile) std::memset(codes + whole, 0, tiles * kWireTile - whole);
     with_levels(layout, [&](const auto& levels) __attribute__((always_inline)) {
@@ -61,20 +79,22 @@ SHRINKPOINT_KERNEL(void, decode_normal_span,
     alignas(64) uint8_t codes[kSpan];
     unpack_tiles(wire + layout.head(), first / kWireTile, wire_tiles(layout.count), layout.bits, codes, wire_tiles(count));
     with_levels(layout, [&](const auto& levels) __attribute__((always_inline)) {
-        levels.decode_span(layout, wire + 2 * (first / layout.group), count, codes, values + first);
+        levels.decode_span(layout, wire + 2 * (first / layout.group), count, codes, values);
     });
 }
 
 }  // namespace
 
-void normal_encode(const NormalWire& layout, const float* values, uint8_t* wire, unsigned threads) {
-    by_spans(layout.count, threads,
-             [&](size_t first, size_t count) { encode_normal_span(layout, values, first, count, wire); });
+void normal_encode(const NormalWire& layout, const WireSource& values, uint8_t* wire, unsigned threads) {
+    by_spans_of(values, layout.count, threads, [&](size_t first, size_t count, const float* from) {
+        encode_normal_span(layout, from, first, count, wire);
+    });
 }
 
-void normal_decode(const NormalWire& layout, const uint8_t* wire, float* values, unsigned threads) {
-    by_spans(layout.count, threads,
-             [&](size_t first, size_t count) { decode_normal_span(layout, wire, first, count, values); });
+void normal_decode(const NormalWire& layout, const uint8_t* wire, const WireTarget& values, unsigned threads) {
+    by_spans_of(values, layout.count, threads, [&](size_t first, size_t count, float* to) {
+        decode_normal_span(layout, wire, first, count, to);
+    });
 }
 
 // --- blocks of small floats
@@ -140,7 +160,7 @@ SHRINKPOINT_KERNEL(void, encode_block_span,
     alignas(64) float copy[kSpan];
     alignas(64) uint8_t codes[kSpan];
     const Mantissas mantissas(layout.bits);
-    const float* from = filled_up(values + first, count, std::max(layout.block, kWireTile), copy);
+    const float* from = filled_up(values, count, std::max(layout.block, kWireTile), copy);
     const size_t tiles = wire_tiles(count), whole = (count + layout.block - 1) / layout.block * layout.block;
     if (whole < tiles * kWireTile) std::memset(codes + whole, 0, tiles * kWireTile - whole);
     for (size_t start = 0; start < whole; start += layout.block)
@@ -156,19 +176,21 @@ SHRINKPOINT_KERNEL(void, decode_block_span,
     unpack_tiles(wire + layout.head(), first / kWireTile, wire_tiles(layout.count), layout.bits, codes, wire_tiles(count));
     for (size_t start = 0; start < count; start += layout.block)
         mantissas.decode(codes + start, std::min(layout.block, count - start), wire[(first + start) / layout.block],
-                         values + first + start);
+                         values + start);
 }
 
 }  // namespace
 
-void blockfloat_encode(const BlockWire& layout, const float* values, uint8_t* wire, unsigned threads) {
-    by_spans(layout.count, threads,
-             [&](size_t first, size_t count) { encode_block_span(layout, values, first, count, wire); });
+void blockfloat_encode(const BlockWire& layout, const WireSource& values, uint8_t* wire, unsigned threads) {
+    by_spans_of(values, layout.count, threads, [&](size_t first, size_t count, const float* from) {
+        encode_block_span(layout, from, first, count, wire);
+    });
 }
 
-void blockfloat_decode(const BlockWire& layout, const uint8_t* wire, float* values, unsigned threads) {
-    by_spans(layout.count, threads,
-             [&](size_t first, size_t count) { decode_block_span(layout, wire, first, count, values); });
+void blockfloat_decode(const BlockWire& layout, const uint8_t* wire, const WireTarget& values, unsigned threads) {
+    by_spans_of(values, layout.count, threads, [&](size_t first, size_t count, float* to) {
+        decode_block_span(layout, wire, first, count, to);
+    });
 }
 
 // --- rotations
@@ -187,7 +209,7 @@ ALWAYS_INLINE void rotate_span(const Rotation& layout, const float* values, size
                                uint8_t* flags) {
     for (size_t start = first; start < first + count; start += size) {
         alignas(64) float x[size], copy[size];
-        const float* from = filled_up(values + start, std::min(size, first + count - start), size, copy);
+        const float* from = filled_up(values + (start - first), std::min(size, first + count - start), size, copy);
         const bool turn = flags == nullptr || outlying<size>(from, layout.limit);
         if (flags != nullptr) flags[start / size] = turn;
         if (!turn) {
@@ -210,7 +232,7 @@ ALWAYS_INLINE void rotate_span_back(const Rotation& layout, const float* turned,
             hadamard_transform<size>(x);
             for (size_t i = 0; i < size; ++i) x[i] *= layout.signs[i];
         }
-        std::memcpy(values + start, x, 4 * std::min(size, first + count - start));
+        std::memcpy(values + (start - first), x, 4 * std::min(size, first + count - start));
     }
 }
 
@@ -234,14 +256,17 @@ SHRINKPOINT_KERNEL(void, rotate_some_back,
 
 }  // namespace
 
-void rotate(const Rotation& layout, const float* values, float* turned, uint8_t* flags, unsigned threads) {
-    by_spans(layout.count, threads,
-             [&](size_t first, size_t count) { rotate_some(layout, values, first, count, turned, flags); });
+void rotate(const Rotation& layout, const WireSource& values, float* turned, uint8_t* flags, unsigned threads) {
+    by_spans_of(values, layout.count, threads, [&](size_t first, size_t count, const float* from) {
+        rotate_some(layout, from, first, count, turned, flags);
+    });
 }
 
-void rotate_back(const Rotation& layout, const float* turned, const uint8_t* flags, float* values, unsigned threads) {
-    by_spans(layout.count, threads,
-             [&](size_t first, size_t count) { rotate_some_back(layout, turned, flags, first, count, values); });
+void rotate_back(const Rotation& layout, const float* turned, const uint8_t* flags, const WireTarget& values,
+                 unsigned threads) {
+    by_spans_of(values, layout.count, threads, [&](size_t first, size_t count, float* to) {
+        rotate_some_back(layout, turned, flags, first, count, to);
+    });
 }
 
 }  // namespace shrinkpoint

@@ -24,8 +24,8 @@ struct NormalWire {
 };
 
 // `wire` has how.bytes() bytes, of any alignment.
-void normal_encode(const NormalWire& layout, const float* values, uint8_t* wire, unsigned threads);
-void normal_decode(const NormalWire& layout, const uint8_t* wire, float* values, unsigned threads);
+void normal_encode(const NormalWire& layout, const WireSource& values, uint8_t* wire, unsigned threads);
+void normal_decode(const NormalWire& layout, const uint8_t* wire, const WireTarget& values, unsigned threads);
 
 struct BlockWire {
     size_t count;   // values
@@ -37,8 +37,8 @@ struct BlockWire {
 };
 
 // `wire` has how.bytes() bytes.
-void blockfloat_encode(const BlockWire& layout, const float* values, uint8_t* wire, unsigned threads);
-void blockfloat_decode(const BlockWire& layout, const uint8_t* wire, float* values, unsigned threads);
+void blockfloat_encode(const BlockWire& layout, const WireSource& values, uint8_t* wire, unsigned threads);
+void blockfloat_decode(const BlockWire& layout, const uint8_t* wire, const WireTarget& values, unsigned threads);
 
 struct Rotation {
     size_t count;        // values; the last block is filled up with zeros
@@ -50,7 +50,8 @@ struct Rotation {
 };
 
 // `turned` has how.blocks() * how.block values. `flags`, if any: a byte for each block, whether it is turned.
-void rotate(const Rotation& layout, const float* values, float* turned, uint8_t* flags, unsigned threads);
-void rotate_back(const Rotation& layout, const float* turned, const uint8_t* flags, float* values, unsigned threads);
+void rotate(const Rotation& layout, const WireSource& values, float* turned, uint8_t* flags, unsigned threads);
+void rotate_back(const Rotation& layout, const float* turned, const uint8_t* flags, const WireTarget& values,
+                 unsigned threads);
 
 }  // namespace shrinkpoint

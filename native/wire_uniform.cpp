@@ -112,14 +112,15 @@ ALWAYS_INLINE Range range_at(const UniformWire& layout, const uint8_t* wire, siz
     return {number_at(layout.brief, wire, run), number_at(layout.brief, wire, runs + run)};
 }
 
-// Ranges of the runs [first, last).
+// Ranges of the runs [first, last), the values of which begin at `values`.
 template <bool sixty_four>
 ALWAYS_INLINE void put_ranges_of(const UniformWire& layout, const float* values, size_t first, size_t last,
                                  uint8_t* wire) {
     const size_t runs = layout.runs();
     for (size_t run = first; run < last; ++run) {
         const size_t start = run * layout.size, count = sixty_four ? 64 : std::min(layout.size, layout.count - start);
-        put_range(layout, run, range_of(layout, extent_of(values + start, count)), runs, wire);
+        put_range(layout, run, range_of(layout, extent_of(values, count)), runs, wire);
+        values += count;
     }
 }
 
@@ -128,7 +129,7 @@ SHRINKPOINT_KERNEL(void, put_ranges, (const UniformWire& layout, const float* va
                    (layout, values, first, last, wire)) {
     const size_t whole = layout.size == 64 ? std::min(last, layout.count / 64) : first;
     put_ranges_of<true>(layout, values, first, whole, wire);
-    put_ranges_of<false>(layout, values, whole, last, wire);
+    put_ranges_of<false>(layout, values + (whole - first) * layout.size, whole, last, wire);
 }
 
 SHRINKPOINT_KERNEL(Extent, extent, (const float* values, size_t count), (values, count)) {
@@ -160,7 +161,7 @@ ALWAYS_INLINE void codes_of(const float* values, size_t count, const Range& rang
     }
 }
 
-// Codes of [start, start + count), a block, `start` at a tile's beginning; zeros up to a whole tile.
+// Codes of [start, start + count), a block of these values, `start` at a tile's beginning; zeros up to a whole tile.
 SHRINKPOINT_KERNEL(void, put_block,
                    (const UniformWire& layout, const float* values, size_t start, size_t count, const float* noise,
                     uint8_t* wire),
@@ -170,7 +171,7 @@ SHRINKPOINT_KERNEL(void, put_block,
     const int32_t most = (1 << layout.bits) - 1;
     by_runs(layout.size, start, count, [&](size_t run, size_t place, size_t here) {
         const Range range = range_at(layout, wire, run, runs);
-        const float* from = values + start + place;
+        const float* from = values + place;
         if (noise != nullptr)
             codes_of(from, here, range, most, [&](size_t i) { return noise[place + i]; }, codes + place);
         else if (here == 64)
@@ -197,7 +198,7 @@ SHRINKPOINT_KERNEL(void, take_block,
     unpack_tiles(wire + layout.head(), start / kWireTile, wire_tiles(layout.count), layout.bits, codes, wire_tiles(count));
     by_runs(layout.size, start, count, [&](size_t run, size_t place, size_t here) {
         const Range range = range_at(layout, wire, run, runs);
-        float* to = values + start + place;
+        float* to = values + place;
         if (noise != nullptr)
             values_of(codes + place, here, range, [&](size_t i) { return noise[place + i]; }, to);
         else if (here == 64)
@@ -218,22 +219,25 @@ void by_blocks(const UniformWire& layout, size_t first, size_t last, Work work) 
     }
 }
 
+// Codes of [first, last), which begin at `values`.
 void put_codes(const UniformWire& layout, const float* values, size_t first, size_t last, uint8_t* wire) {
     by_blocks(layout, first, last, [&](size_t start, size_t count, const float* noise) {
-        put_block(layout, values, start, count, noise, wire);
+        put_block(layout, values + (start - first), start, count, noise, wire);
     });
 }
 
 // Runs each of which is read by several threads.
-void put_long_ranges(const UniformWire& layout, const float* values, uint8_t* wire, unsigned threads) {
+void put_long_ranges(const UniformWire& layout, const WireSource& values, uint8_t* wire, unsigned threads) {
     const size_t size = std::min(layout.size, layout.count), pieces = (size + kLargePiece - 1) / kLargePiece;
     const size_t runs = layout.runs();
     std::vector<Extent> extents(pieces * runs);
     parallel(extents.size(), threads, [&](WorkQueue& indices) {
+        FloatPiece buffer(values.brief() ? kLargePiece : 0);
         for (size_t index; indices.take(index);) {
             const size_t inside = index % pieces * kLargePiece, start = index / pieces * size + inside;
             if (start >= layout.count) continue;
-            extents[index] = extent(values + start, std::min({kLargePiece, size - inside, layout.count - start}));
+            const size_t count = std::min({kLargePiece, size - inside, layout.count - start});
+            extents[index] = extent(values.piece(start, count, buffer.data()), count);
         }
     });
     for (size_t run = 0; run < runs; ++run) {
@@ -272,24 +276,28 @@ SHRINKPOINT_KERNEL(void, unpack_planes, (const uint8_t* planes, size_t count, un
     std::memcpy(codes + whole * kWireTile, rest, count % kWireTile);
 }
 
-void uniform_encode(const UniformWire& layout, const float* values, uint8_t* wire, unsigned threads) {
+void uniform_encode(const UniformWire& layout, const WireSource& values, uint8_t* wire, unsigned threads) {
     const size_t whole = whole_piece(layout.size, kPiece), piece = whole != 0 ? whole : kLargePiece;
     if (whole == 0) put_long_ranges(layout, values, wire, threads);
     parallel((layout.count + piece - 1) / piece, threads, [&](WorkQueue& indices) {
+        FloatPiece buffer(values.brief() ? piece : 0);
         for (size_t index; indices.take(index);) {
             const size_t first = index * piece, last = std::min(layout.count, first + piece);
-            if (whole != 0) put_ranges(layout, values, first / layout.size, (last + layout.size - 1) / layout.size, wire);
-            put_codes(layout, values, first, last, wire);
+            const float* from = values.piece(first, last - first, buffer.data());
+            if (whole != 0) put_ranges(layout, from, first / layout.size, (last + layout.size - 1) / layout.size, wire);
+            put_codes(layout, from, first, last, wire);
         }
     });
 }
 
-void uniform_decode(const UniformWire& layout, const uint8_t* wire, float* values, unsigned threads) {
+void uniform_decode(const UniformWire& layout, const uint8_t* wire, const WireTarget& values, unsigned threads) {
     parallel((layout.count + kLargePiece - 1) / kLargePiece, threads, [&](WorkQueue& indices) {
+        alignas(64) float buffer[kBlock];
         for (size_t index; indices.take(index);) {
             const size_t first = index * kLargePiece, last = std::min(layout.count, first + kLargePiece);
             by_blocks(layout, first, last, [&](size_t start, size_t count, const float* noise) {
-                take_block(layout, wire, start, count, noise, values);
+                take_block(layout, wire, start, count, noise, values.piece(start, buffer));
+                values.put(start, count, buffer);
             });
         }
     });

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "simd.hpp"
+#include "wire_values.hpp"
 
 namespace shrinkpoint {
 
@@ -115,7 +116,7 @@ struct UniformWire {
 };
 
 // `wire` has how.bytes() bytes, of any alignment.
-void uniform_encode(const UniformWire& layout, const float* values, uint8_t* wire, unsigned threads);
-void uniform_decode(const UniformWire& layout, const uint8_t* wire, float* values, unsigned threads);
+void uniform_encode(const UniformWire& layout, const WireSource& values, uint8_t* wire, unsigned threads);
+void uniform_decode(const UniformWire& layout, const uint8_t* wire, const WireTarget& values, unsigned threads);
 
 }  // namespace shrinkpoint

@@ -236,10 +236,26 @@ def value_sums(values: Buffer, count: int, *, threads: int = 1) -> tuple[float, 
 
 # Uniform grids and planes of bits (native/wire_uniform.hpp).
 def uniform_encode(
-    values: Floats, size: int, bits: int, wire: Bytes, *, seed: int | None = None, brief: bool = True, threads: int = 1
+    values: Buffer,
+    size: int,
+    bits: int,
+    wire: Bytes,
+    *,
+    seed: int | None = None,
+    brief: bool = True,
+    bfloat16: bool = False,
+    threads: int = 1,
 ) -> None: ...
 def uniform_decode(
-    wire: Buffer, size: int, bits: int, values: Floats, *, seed: int | None = None, brief: bool = True, threads: int = 1
+    wire: Buffer,
+    size: int,
+    bits: int,
+    values: Bytes,
+    *,
+    seed: int | None = None,
+    brief: bool = True,
+    bfloat16: bool = False,
+    threads: int = 1,
 ) -> None: ...
 def pack_planes(codes: Buffer, bits: int, planes: Bytes) -> None: ...
 def unpack_planes(planes: Buffer, bits: int, codes: Bytes) -> None: ...
@@ -255,10 +271,18 @@ def sparse_gather(values: Buffer, indices: Buffer, chosen: Bytes) -> bool: ...
 def sparse_random(n: int, seed: int, indices: Bytes) -> None: ...
 
 # Groups of values on levels of their own, blocks of small floats, and rotations (native/wire_blocks.hpp).
-def normal_encode(values: Buffer, centers: Buffer, wire: Bytes, *, group: int, bits: int, threads: int = 1) -> None: ...
-def normal_decode(wire: Buffer, centers: Buffer, values: Bytes, *, group: int, bits: int, threads: int = 1) -> None: ...
-def blockfloat_encode(values: Buffer, wire: Bytes, *, block: int, bits: int, threads: int = 1) -> None: ...
-def blockfloat_decode(wire: Buffer, values: Bytes, *, block: int, bits: int, threads: int = 1) -> None: ...
+def normal_encode(
+    values: Buffer, centers: Buffer, wire: Bytes, *, group: int, bits: int, bfloat16: bool = False, threads: int = 1
+) -> None: ...
+def normal_decode(
+    wire: Buffer, centers: Buffer, values: Bytes, *, group: int, bits: int, bfloat16: bool = False, threads: int = 1
+) -> None: ...
+def blockfloat_encode(
+    values: Buffer, wire: Bytes, *, block: int, bits: int, bfloat16: bool = False, threads: int = 1
+) -> None: ...
+def blockfloat_decode(
+    wire: Buffer, values: Bytes, *, block: int, bits: int, bfloat16: bool = False, threads: int = 1
+) -> None: ...
 def rotate(
     values: Buffer,
     signs: Buffer,
@@ -266,10 +290,17 @@ def rotate(
     *,
     flags: Bytes | None = None,
     limit: float = 0.0,
+    bfloat16: bool = False,
     threads: int = 1,
 ) -> None: ...
 def rotate_back(
-    turned: Buffer, signs: Buffer, values: Bytes, *, flags: Buffer | None = None, threads: int = 1
+    turned: Buffer,
+    signs: Buffer,
+    values: Bytes,
+    *,
+    flags: Buffer | None = None,
+    bfloat16: bool = False,
+    threads: int = 1,
 ) -> None: ...
 def progress_sums(
     weight: Buffer, parent_weight: Buffer, stored: Buffer, parent_stored: Buffer, count: int, *, threads: int = 1

@@ -16,7 +16,7 @@ from shrinkpoint.comm.compressors.base import NO_CONTEXT, Compressor, Compressor
 from shrinkpoint.comm.compressors.layout import (
     fill_native,
     fill_tensor,
-    flat_float32,
+    flat_native,
     native_threads,
     pack_planes,
     packed_bytes,
@@ -95,13 +95,23 @@ class Hadamard(Compressor):
 
     def _encode_native(self, tensor: Tensor, context: CompressorContext) -> Tensor:
         blocks, threads = self._num_blocks(tensor.numel()), native_threads(tensor.numel())
-        values, signs = tensor_bytes(flat_float32(tensor)), tensor_bytes(_signs(self.block, tensor.device))
+        flat = flat_native(tensor)
+        values, signs = tensor_bytes(flat), tensor_bytes(_signs(self.block, tensor.device))
+        is_bfloat16 = flat.dtype == torch.bfloat16
         rotated = self._scratch(blocks)
         if self.outlier_threshold is None:
-            _native.rotate(values, signs, tensor_bytes(rotated), threads=threads)
+            _native.rotate(values, signs, tensor_bytes(rotated), bfloat16=is_bfloat16, threads=threads)
             return self.compressor.encode(rotated, context)
         flags, limit = torch.empty(blocks, dtype=torch.uint8), self.outlier_threshold / self.block
-        _native.rotate(values, signs, tensor_bytes(rotated), flags=flags.numpy(), limit=limit, threads=threads)
+        _native.rotate(
+            values,
+            signs,
+            tensor_bytes(rotated),
+            flags=flags.numpy(),
+            limit=limit,
+            bfloat16=is_bfloat16,
+            threads=threads,
+        )
         return torch.cat([pack_planes(flags, 1), self.compressor.encode(rotated, context)])
 
     def _decode_native(self, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
@@ -112,7 +122,8 @@ class Hadamard(Compressor):
         data = tensor_bytes(rotated)
 
         def rotate_back(values: Tensor) -> None:
-            _native.rotate_back(data, signs, tensor_bytes(values), flags=flags, threads=threads)
+            is_bfloat16 = values.dtype == torch.bfloat16
+            _native.rotate_back(data, signs, tensor_bytes(values), flags=flags, bfloat16=is_bfloat16, threads=threads)
 
         return fill_native(out, rotate_back)
 

@@ -24,6 +24,11 @@ def flat_float32(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.float32).reshape(-1)
 
 
+def flat_native(tensor: Tensor) -> Tensor:
+    """As `flat_float32`, but bfloat16 values stay such: native code widens them while it reads them."""
+    return tensor.detach().reshape(-1) if tensor.dtype == torch.bfloat16 else flat_float32(tensor)
+
+
 def fill_tensor(out: Tensor, values: Tensor) -> Tensor:
     """Copy float32 values, 1-d, in row-major order, into `out`, and return it.
 
@@ -46,8 +51,11 @@ def _fits_range(values: Tensor, max_value: float) -> bool:
 
 
 def fill_native(out: Tensor, write: Callable[[Tensor], None]) -> Tensor:
-    """Fill `out` with values that `write` puts into a float32 tensor, 1-d and contiguous, and return `out`."""
-    if out.dtype == torch.float32 and out.device.type == "cpu" and out.is_contiguous():
+    """Fill `out` with values that `write` puts into a tensor, 1-d and contiguous, and return `out`.
+
+    That tensor is `out` itself where it is float32 or bfloat16, else one of float32.
+    """
+    if out.dtype in (torch.float32, torch.bfloat16) and out.device.type == "cpu" and out.is_contiguous():
         write(out.detach().view(-1))
         return out
     values = torch.empty(out.numel(), dtype=torch.float32, device="cpu")

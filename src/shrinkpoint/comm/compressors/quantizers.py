@@ -22,6 +22,7 @@ from shrinkpoint.comm.compressors.layout import (
     fill_native,
     fill_tensor,
     flat_float32,
+    flat_native,
     native_threads,
     pack_planes,
     packed_bytes,
@@ -71,7 +72,7 @@ class _Quantizer(Compressor):
             return self._encode_torch(tensor, context)
         wire = torch.empty(self.wire_bytes(tensor.shape, tensor.dtype), dtype=torch.uint8, device="cpu")
         if wire.numel():
-            self._encode_native(flat_float32(tensor), wire, tensor.shape, context)
+            self._encode_native(flat_native(tensor), wire, tensor.shape, context)
         return wire
 
     def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
@@ -88,11 +89,11 @@ class _Quantizer(Compressor):
 
     @abstractmethod
     def _encode_native(self, values: Tensor, wire: Tensor, shape: Sequence[int], context: CompressorContext) -> None:
-        """Encode float32 values, 1-d, of a tensor of this shape, into `wire`."""
+        """Encode float32 or bfloat16 values, 1-d, of a tensor of this shape, into `wire`."""
 
     @abstractmethod
     def _decode_native(self, wire: Tensor, values: Tensor, shape: Sequence[int], context: CompressorContext) -> None:
-        """Decode a message into float32 values, 1-d, of a tensor of this shape."""
+        """Decode a message into float32 or bfloat16 values, 1-d, of a tensor of this shape."""
 
     @abstractmethod
     def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor: ...
@@ -101,10 +102,18 @@ class _Quantizer(Compressor):
     def _decode_torch(self, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor: ...
 
 
-class _NativeOptions(TypedDict):
+class _ValueOptions(TypedDict):
+    bfloat16: bool
+    threads: int
+
+
+class _UniformOptions(_ValueOptions):
     seed: int | None
     brief: bool
-    threads: int
+
+
+def _value_options(values: Tensor) -> _ValueOptions:
+    return {"bfloat16": values.dtype == torch.bfloat16, "threads": native_threads(values.numel())}
 
 
 @dataclass(frozen=True)
@@ -155,17 +164,17 @@ class Uniform(_Quantizer):
         num_groups = -(-math.prod(shape) // self._group_size(shape))
         return num_groups * (8 if self.group is None else 4)
 
-    def _native_options(self, values: Tensor, context: CompressorContext) -> _NativeOptions:
+    def _native_options(self, values: Tensor, context: CompressorContext) -> _UniformOptions:
         seed = context.key if self.dither else None
-        return {"seed": seed, "brief": self.group is not None, "threads": native_threads(values.numel())}
+        return {"seed": seed, "brief": self.group is not None, **_value_options(values)}
 
     def _encode_native(self, values: Tensor, wire: Tensor, shape: Sequence[int], context: CompressorContext) -> None:
         size, options = self._group_size(shape), self._native_options(values, context)
-        _native.uniform_encode(values.numpy(), size, self.bits, wire.numpy(), **options)
+        _native.uniform_encode(tensor_bytes(values), size, self.bits, wire.numpy(), **options)
 
     def _decode_native(self, wire: Tensor, values: Tensor, shape: Sequence[int], context: CompressorContext) -> None:
         size, options = self._group_size(shape), self._native_options(values, context)
-        _native.uniform_decode(wire.numpy(), size, self.bits, values.numpy(), **options)
+        _native.uniform_decode(wire.numpy(), size, self.bits, tensor_bytes(values), **options)
 
     def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
         values, is_float32 = flat_float32(tensor), self.group is None
@@ -274,12 +283,12 @@ class BlockFloat(_Quantizer):
         return -(-math.prod(shape) // self.block)
 
     def _encode_native(self, values: Tensor, wire: Tensor, shape: Sequence[int], context: CompressorContext) -> None:
-        data, threads = tensor_bytes(values), native_threads(values.numel())
-        _native.blockfloat_encode(data, wire.numpy(), block=self.block, bits=self.bits, threads=threads)
+        data, options = tensor_bytes(values), _value_options(values)
+        _native.blockfloat_encode(data, wire.numpy(), block=self.block, bits=self.bits, **options)
 
     def _decode_native(self, wire: Tensor, values: Tensor, shape: Sequence[int], context: CompressorContext) -> None:
-        data, threads = tensor_bytes(values), native_threads(values.numel())
-        _native.blockfloat_decode(wire.numpy(), data, block=self.block, bits=self.bits, threads=threads)
+        data, options = tensor_bytes(values), _value_options(values)
+        _native.blockfloat_decode(wire.numpy(), data, block=self.block, bits=self.bits, **options)
 
     def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
         values = to_groups(tensor, self.block)
@@ -363,20 +372,12 @@ class NormalFloat(_Quantizer):
         return torch.tensor(CENTERS[self.bits], dtype=torch.float32, device=device)
 
     def _encode_native(self, values: Tensor, wire: Tensor, shape: Sequence[int], context: CompressorContext) -> None:
-        data, centers, threads = (
-            tensor_bytes(values),
-            self._centers(values.device).numpy(),
-            native_threads(values.numel()),
-        )
-        _native.normal_encode(data, centers, wire.numpy(), group=self.group, bits=self.bits, threads=threads)
+        data, centers = tensor_bytes(values), self._centers(values.device).numpy()
+        _native.normal_encode(data, centers, wire.numpy(), group=self.group, bits=self.bits, **_value_options(values))
 
     def _decode_native(self, wire: Tensor, values: Tensor, shape: Sequence[int], context: CompressorContext) -> None:
-        data, centers, threads = (
-            tensor_bytes(values),
-            self._centers(values.device).numpy(),
-            native_threads(values.numel()),
-        )
-        _native.normal_decode(wire.numpy(), centers, data, group=self.group, bits=self.bits, threads=threads)
+        data, centers = tensor_bytes(values), self._centers(values.device).numpy()
+        _native.normal_decode(wire.numpy(), centers, data, group=self.group, bits=self.bits, **_value_options(values))
 
     def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
         values, centers = to_groups(tensor, self.group), self._centers(tensor.device)

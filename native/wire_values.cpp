@@ -1,0 +1,36 @@
+#include "wire_values.hpp"
+
+#include <algorithm>
+
+#include "simd.hpp"
+#include "wire_reductions.hpp"
+
+namespace shrinkpoint {
+
+namespace {
+
+constexpr uint32_t kMagnitude = 0x7FFFFFFF, kBriefNan = 0x7FC0;
+constexpr int32_t kInfiniteBits = 0x7F800000, kMostBrief = 0x7F7F0000;
+
+// All bits, if `number` is above `limit`, else none. Both are not negative. Compilers make no branch of it.
+ALWAYS_INLINE uint32_t above(int32_t number, int32_t limit) { return static_cast<uint32_t>((limit - number) >> 31); }
+
+}  // namespace
+
+SHRINKPOINT_KERNEL(void, widen_brief, (const uint16_t* from, size_t count, float* to), (from, count, to)) {
+    for (size_t i = 0; i < count; ++i) to[i] = bits_float(uint32_t{from[i]} << 16);
+}
+
+SHRINKPOINT_KERNEL(void, round_to_brief, (const float* from, size_t count, uint16_t* to), (from, count, to)) {
+    for (size_t i = 0; i < count; ++i) {
+        const uint32_t word = float_bits(from[i]);
+        const auto magnitude = static_cast<int32_t>(word & kMagnitude);
+        const uint32_t nan = above(magnitude, kInfiniteBits), special = above(magnitude, kInfiniteBits - 1);
+        const auto finite = static_cast<uint32_t>(std::min(magnitude, kMostBrief));
+        const uint32_t rounded = (finite + 0x7FFF + (finite >> 16 & 1)) >> 16;
+        const uint32_t brief = (rounded & ~special) | ((word >> 16 & 0x7FFF) & special & ~nan) | (kBriefNan & nan);
+        to[i] = static_cast<uint16_t>(brief | (word >> 31 << 15));
+    }
+}
+
+}  // namespace shrinkpoint
