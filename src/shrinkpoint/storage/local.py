@@ -27,6 +27,7 @@ from shrinkpoint.storage.paths import is_regular, local_path, open_regular, what
 LOCK = RESERVED + "lock"
 _TEMPORARY = re.compile(re.escape(RESERVED) + "tmp-[0-9a-f]{16}")
 _MIN_POOLED_BYTES = 1 << 16  # from which the native pool has memory to reuse
+_WRITEBACK_BYTES = 1 << 23  # that the disk begins to write at once
 _MAX_READ_BYTES = 1 << 30  # of one read call; systems move less than 2 GiB at once
 _LINK_ERRNOS = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -84,10 +85,14 @@ class LocalSource(Source):
 
 
 class LocalSink(Sink):
-    """A temporary file that may become an object. Unbuffered, so that a forked child has nothing to flush."""
+    """A temporary file that may become an object. Unbuffered, so that a forked child has nothing to flush.
+
+    The disk begins to write while more is being coded: `sync` then has little left to wait for.
+    """
 
     def __init__(self, path: Path, where: str) -> None:
         self._where = where
+        self._flushed = 0  # the offset up to which the disk has begun to write
         with _os_errors(where, "creating a temporary file"):
             self._file = FileIO(path, "x+")
         with suppress(OSError):  # for `_is_being_written`; some file systems have no locks
@@ -96,13 +101,25 @@ class LocalSink(Sink):
     def write(self, data: Buffer) -> None:
         rest = memoryview(data)
         rest = rest.cast("B") if rest.nbytes else memoryview(b"")  # an empty shape cannot be cast
+        is_large = rest.nbytes >= _MIN_POOLED_BYTES
         while rest:
             with _os_errors(self._where, "writing"):
                 rest = rest[self._file.write(rest) :]
+        if is_large:
+            self._start_writeback()
+
+    def _start_writeback(self) -> None:
+        """Make the kernel begin to write what has been written here, once that is much."""
+        with suppress(OSError, AttributeError):  # not every system has it; `sync` reports any error
+            length = self._file.tell() - self._flushed
+            if length >= _WRITEBACK_BYTES:
+                # Dirty pages are not dropped by this: Linux only begins to write them.
+                os.posix_fadvise(self._file.fileno(), self._flushed, length, os.POSIX_FADV_DONTNEED)
+                self._flushed += length
 
     def seek(self, offset: int) -> None:
         with _os_errors(self._where, "seeking"):
-            self._file.seek(offset)
+            self._flushed = self._file.seek(offset)
 
     def tell(self) -> int:
         return self._file.tell()
