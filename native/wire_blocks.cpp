@@ -9,6 +9,7 @@
 #include "hadamard.hpp"
 #include "wire_reductions.hpp"
 #include "wire_normal_float.hpp"
+#include "wire_normal_float_avx512.hpp"
 
 namespace shrinkpoint {
 
@@ -83,10 +84,36 @@ SHRINKPOINT_KERNEL(void, decode_normal_span,
     });
 }
 
+#if defined(SHRINKPOINT_X86)
+
+// Whole groups of 64.
+SHRINKPOINT_AVX512 void encode_usual_span(const NormalWire& layout, const LevelCells& cells, const float* values,
+                                          size_t first, size_t count, uint8_t* wire) {
+    alignas(64) uint8_t codes[kSpan];
+    const LevelLookup lookup(cells);
+    uint8_t* scales = wire + 2 * (first / kUsualGroup);
+    for (size_t start = 0; start < count; start += kUsualGroup) {
+        const uint16_t scale = lookup.encode(values + start, codes + start);
+        *scales++ = static_cast<uint8_t>(scale);
+        *scales++ = static_cast<uint8_t>(scale >> 8);
+    }
+    pack_tiles(codes, count / kWireTile, layout.bits, wire + layout.head(), first / kWireTile, wire_tiles(layout.count));
+}
+
+#endif
+
 }  // namespace
 
 void normal_encode(const NormalWire& layout, const WireSource& values, uint8_t* wire, unsigned threads) {
+#if defined(SHRINKPOINT_X86)
+    const LevelCells cells(layout);
+    const bool by_look_up = simd() == Simd::Avx512 && layout.group == kUsualGroup && layout.bits > 1 && cells.usable;
+#endif
     by_spans_of(values, layout.count, threads, [&](size_t first, size_t count, const float* from) {
+#if defined(SHRINKPOINT_X86)
+        if (by_look_up && count % kUsualGroup == 0)
+            return encode_usual_span(layout, cells, from, first, count, wire);
+#endif
         encode_normal_span(layout, from, first, count, wire);
     });
 }

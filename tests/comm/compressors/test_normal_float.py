@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shrinkpoint import _native
 from shrinkpoint.comm.compressors.quantizers import CENTERS, MIN_SCALE, NormalFloat, Uniform
 from shrinkpoint.errors import PolicyError
 
@@ -136,3 +137,32 @@ def test_invalid_settings_are_refused(of, group):
 
 def test_its_spec_says_bits_and_group():
     assert NormalFloat(3).spec == "n3:64" and NormalFloat(2, 256).spec == "n2:256"
+
+
+CENTERS_OF_CELLS = {
+    "usual": (0.128, 0.388, 0.657, 0.942, 1.256, 1.618, 2.069, 2.733),
+    "two thresholds within a quarter": (0.1, 0.2, 0.3, 0.4, 0.5, 1.0, 2.0, 4.0),
+    "beyond the last cell": (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0),
+    "falling": (3.0, 2.0, 1.5, 1.0, 0.8, 0.6, 0.4, 0.2),
+    "not finite": (0.1, 0.4, 0.7, 1.0, 1.3, 1.6, 2.0, float("inf")),
+}
+
+
+@pytest.mark.parametrize("centers", CENTERS_OF_CELLS.values(), ids=CENTERS_OF_CELLS.keys())
+def test_instruction_sets_give_the_same_messages_whatever_the_levels_are(centers):
+    values = noise((70, 64)).numpy()
+    values[::7] *= 10.0 ** np.arange(-35, 35, 7, dtype=np.float32)[:, None]
+    values[3, 5], values[5, 5], values[8] = np.inf, np.nan, 0
+    values[9, 1:], values[11, 1:] = 0, -0.0
+    messages = []
+    widest = _native._use_simd(2)
+    try:
+        for level in (0, 1, 2):
+            _native._use_simd(level)
+            for threads in (1, 3):
+                message = np.zeros(2 * 70 + 70 * 32, np.uint8)
+                _native.normal_encode(values, np.array(centers, np.float32), message, group=64, bits=4, threads=threads)
+                messages.append(message.tobytes())
+    finally:
+        _native._use_simd(widest)
+    assert len(set(messages)) == 1
