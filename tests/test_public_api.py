@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -120,10 +121,13 @@ def test_a_delta_is_smaller_and_says_what_it_stands_on(chain):
     }
 
 
-def test_inspect_reads_only_the_header(chain):
+def test_inspect_reads_no_more_than_the_header_and_the_index(chain):
     with chain[1].open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"\xff")
+        (length,) = struct.unpack("<Q", file.read(8))
+        file.seek(length, os.SEEK_CUR)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 0xFF]))
     assert sp.inspect(chain[1]).parent == "a.safetensors"
     with pytest.raises(CorruptError):
         sp.load(chain[1])

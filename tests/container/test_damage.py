@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers.malformed import coded, contents, file, plain, reader, some, split
+from helpers.malformed import coded, contents, file, plain, reader, some, split, unpacked
 
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import CorruptError, FormatError, ShrinkpointError, TruncatedError
@@ -12,6 +12,7 @@ from shrinkpoint.storage.base import MemorySource
 DATA = file(some(), tree={"a": [1, "two"]}, report={"r": 1})
 SPILLED = file(some(), spool=0)
 HEAD = len(DATA) - len(split(DATA)[1])
+PARTS_END = HEAD + len(unpacked(DATA)[2])
 
 
 def read_all(data):
@@ -41,7 +42,7 @@ def test_every_flipped_byte_is_found(data, mask):
 
 
 def test_every_flipped_byte_of_the_payload_is_found_by_a_check():
-    for position in range(HEAD, len(DATA)):
+    for position in range(HEAD, PARTS_END):
         flipped = bytearray(DATA)
         flipped[position] ^= 0x10
         (damage,) = reader(flipped).check()
@@ -52,8 +53,9 @@ def test_every_flipped_byte_of_the_payload_is_found_by_a_check():
 def test_check_names_every_damaged_record_and_goes_on():
     data = file([plain("a"), plain("b"), coded("c", {"x": b"1234", "y": b"5678"}), plain("d")])
     damaged = bytearray(data)
+    end = len(data) - len(split(data)[1]) + len(unpacked(data)[2])
     for tensor in range(0, 32, 8):
-        damaged[len(data) - 32 + tensor] ^= 1
+        damaged[end - 32 + tensor] ^= 1
     assert [damage.record for damage in reader(damaged).check()] == ["a", "b", "c", "d"]
 
 
@@ -70,7 +72,7 @@ def test_file_with_more_than_it_announces_is_corrupt(more):
 
 def test_message_names_file_and_tensor_and_both_digests():
     damaged = bytearray(DATA)
-    damaged[-1] ^= 1
+    damaged[PARTS_END - 1] ^= 1
     opened = reader(damaged)
     with pytest.raises(CorruptError) as caught:
         opened.read(opened.records[-1])
@@ -84,7 +86,7 @@ class Cut(MemorySource):
     """Loses its end after it was opened."""
 
     def read(self, offset, length):
-        if offset > HEAD + 8:
+        if HEAD + 8 < offset < PARTS_END:
             raise TruncatedError("a", found="the end", expected="more", do="nothing")
         return super().read(offset, length)
 

@@ -1,4 +1,4 @@
-"""Headers made to harm: each is refused with an error of our tree, and none costs more than reading it.
+"""Headers of format 1 made to harm: each is refused with an error of our tree, and none costs more than reading it.
 
 The files here carry a right header digest: whoever means harm can compute one.
 """
@@ -10,7 +10,8 @@ import struct
 from contextlib import suppress
 
 import pytest
-from helpers.malformed import changed, coded, file, plain, reader, sealed, split
+from helpers.format_v1 import file_v1
+from helpers.malformed import changed, coded, plain, reader, sealed, split
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ from shrinkpoint.tensors.info import TensorInfo
 
 BUNDLE = [TensorInfo("x", (1,), "F32"), TensorInfo("y", (1,), "F32", offsets=(0,))]
 RECORDS = [plain("m", "U8", (3,)), plain("w", "F32", (2,)), coded("~b", {"p": b"1234", "q": b"56"}, BUNDLE)]
-DATA = file(RECORDS, tree=[1])
+DATA = file_v1(RECORDS, tree=[1])
 JUNK = [None, True, False, 0, 1, -1, 1.0, 1e300, 2**64, 10**400, "", "x", [], [1], ["x"], {}, {"x": 1}, [[]], [[], {}]]
 
 
@@ -160,7 +161,7 @@ def test_the_files_above_are_sound_but_for_their_change():
 def test_newer_version_is_told_as_such_whatever_else_it_changed():
     def change(entries, document):
         document.clear()
-        document.update(format=2, writer="shrinkpoint 9.1", novelty=[])
+        document.update(format=3, writer="shrinkpoint 9.1", novelty=[])
 
     with pytest.raises(VersionError, match=r"shrinkpoint 9\.1.*newer shrinkpoint"):
         reader(changed(DATA, change))

@@ -1,7 +1,7 @@
 """Writes the golden files of this release: one for every feature that a reader must support for ever.
 
 Run by `make golden` when a release has added a feature; never by a test. It adds what is missing and refuses to change
-what is there. `v1` is the format version; its folders hold files by kind of record, stores, and checkpoint directories.
+what is there. `v2` is for format 2; its folders hold files by kind of record, stores, and checkpoint directories.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from shrinkpoint.codec.codebook_tensor import CodebookTensor  # noqa: E402
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor  # noqa: E402
 from shrinkpoint.codec.reference import Reference  # noqa: E402
 from shrinkpoint.container import FileReader, FileWriter  # noqa: E402
+from shrinkpoint.container.metadata import FORMAT_VERSION  # noqa: E402
 from shrinkpoint.errors import LossWarning  # noqa: E402
 from shrinkpoint.schemes.plan import QuantizationPlan  # noqa: E402
 from shrinkpoint.storage import LocalStorage  # noqa: E402
@@ -41,7 +42,7 @@ from shrinkpoint.tensors.flat_state import flatten, unflatten  # noqa: E402
 from shrinkpoint.train import Checkpointer  # noqa: E402
 from shrinkpoint.train.dcp import Writer, load  # noqa: E402
 
-ROOT = HERE / "v1"
+ROOT = HERE / f"v{FORMAT_VERSION}"
 EXPECTED = ROOT / "expected.json"
 MAX_BYTES = 20_000
 """Largest golden file."""
@@ -226,7 +227,7 @@ def whole_numbers() -> Iterator[tuple[str, Golden]]:
 
 
 def large_header() -> Iterator[tuple[str, Golden]]:
-    """A header that is longer than the space that was reserved for it."""
+    """A file whose header got its space before the records were known."""
     state = {f"{i}.weight": randn(64, seed=i).bfloat16() for i in range(24)} | {"z": randn(300)}
     yield "large_header", Golden(state, spool=500)
 

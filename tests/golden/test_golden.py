@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.fingerprint import file_digests, fingerprint
@@ -20,15 +23,28 @@ from shrinkpoint.store.directory import verify_directory
 from shrinkpoint.tensors.flat_state import unflatten
 from shrinkpoint.train.dcp import load
 
-ROOT = Path(__file__).parent / "v1"
-EXPECTED = json.loads((ROOT / "expected.json").read_text())
+ROOT = Path(__file__).parent
+VERSIONS = ["v1", "v2"]
+"""Of the format; the folder of each says what its files hold."""
+
+
+def _expectations() -> dict[str, Any]:
+    """Of all versions, with the version as the first part of every path."""
+    merged: dict[str, Any] = {}
+    for version in VERSIONS:
+        for key, expected in json.loads((ROOT / version / "expected.json").read_text()).items():
+            merged.setdefault(key, {}).update({f"{version}/{name}": content for name, content in expected.items()})
+    return merged
+
+
+EXPECTED = _expectations()
 FOLDERS = [(run, folder) for run, folders in EXPECTED["runs"].items() for folder in folders]
 STORED = [(store, int(step)) for store, steps in EXPECTED["stores"].items() for step in steps]
 
 
 def listing() -> dict[str, tuple[int, int]]:
     """Size and time of change of everything there, directories included."""
-    stats = {path: path.stat() for path in [ROOT, *ROOT.rglob("*")]}
+    stats = {path: path.stat() for version in VERSIONS for path in [ROOT / version, *(ROOT / version).rglob("*")]}
     return {os.fspath(path): (stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
 
 
@@ -40,16 +56,17 @@ def nothing_is_written() -> Iterator[None]:
 
 
 def test_no_golden_file_is_missing_new_or_changed():
-    digests = file_digests(ROOT)
-    digests.pop("expected.json")
-    assert digests == EXPECTED["files"]
+    for version in VERSIONS:
+        digests = {f"{version}/{name}": digest for name, digest in file_digests(ROOT / version).items()}
+        digests.pop(f"{version}/expected.json")
+        assert digests == {name: digest for name, digest in EXPECTED["files"].items() if name.startswith(version)}
 
 
 def test_every_golden_file_has_an_expectation():
     parts = [name.split("/") for name in EXPECTED["files"]]
-    files = {"/".join(path) for path in parts if len(path) == 2}
-    assert files == EXPECTED["states"].keys() and len(files) > 25
-    directories = {"/".join(path[:2]) for path in parts if len(path) > 2}
+    files = {"/".join(path) for path in parts if len(path) == 3}
+    assert files == EXPECTED["states"].keys() and len(files) > 50
+    directories = {"/".join(path[:3]) for path in parts if len(path) > 3}
     assert directories == EXPECTED["stores"].keys() | EXPECTED["runs"].keys()
 
 
@@ -66,6 +83,43 @@ def test_a_golden_file_is_intact_as_far_as_the_container_goes(name):
     with LocalStorage(ROOT).open(name) as source:
         assert not list(FileReader(source, name).check())
     assert sp.inspect(ROOT / name).stored_bytes == (ROOT / name).stat().st_size
+
+
+@pytest.mark.parametrize("name", EXPECTED["states"])
+def test_a_golden_file_says_its_version(name):
+    data = (ROOT / name).read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    document = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["shrinkpoint"])
+    assert f"v{document['format']}" == name.split("/")[0]
+
+
+def test_the_reader_of_the_page_on_the_format_reads_every_file_of_the_format_it_describes():
+    page = (ROOT.parents[1] / "docs" / "format.md").read_text()
+    block = page[page.index("## A reader of the outer half") :].split("```")[1]
+    lines = [line[4:] for line in block.splitlines() if line.startswith((">>> ", "... "))]
+    names: dict[str, Any] = {}
+    exec("\n".join(lines), names)
+    for path in sorted((ROOT / "v2").rglob("*.safetensors")):
+        with LocalStorage(path.parent).open(path.name) as source:
+            reader = FileReader(source, path.name)
+            read = [(head, part, data) for head in reader.records for part, data in reader.read(head).parts.items()]
+        first = [head.infos[0] for head, _, _ in read]
+        expected = [
+            ([info.name, info.dtype, list(info.shape)], part, head.recipe, bytes(data))
+            for info, (head, part, data) in zip(first, read, strict=True)
+        ]
+        assert list(names["parts"](path.read_bytes())) == expected
+
+
+def test_a_delta_of_this_release_stands_on_a_file_of_format_1(tmp_path):
+    shutil.copy(ROOT / "v1" / "lossless" / "0.1.0_adam_base.safetensors", tmp_path / "base.safetensors")
+    state = sp.load(tmp_path / "base.safetensors")
+    name = next(iter(state["model"]))
+    state["model"][name] = state["model"][name] * 1.001
+    sp.save(state, tmp_path / "delta.safetensors", base=tmp_path / "base.safetensors")
+    assert fingerprint(sp.load(tmp_path / "delta.safetensors")) == fingerprint(state)
+    with LocalStorage(tmp_path).open("delta.safetensors") as source:
+        assert any(head.base for head in FileReader(source, "delta").records)
 
 
 @pytest.mark.parametrize("store, step", STORED)

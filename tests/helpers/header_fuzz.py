@@ -23,25 +23,28 @@ from typing import Any
 
 import torch
 from helpers.fingerprint import fingerprint
-from helpers.malformed import SEAL, sealed, split
+from helpers.malformed import SEAL, changed, repacked, split, unpacked, with_index
 from helpers.mutations import Mutator, canonical
 from helpers.paths import TESTS
 
 import shrinkpoint as sp
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.cli.report import file_report, list_plain_values
-from shrinkpoint.container import FileReader
+from shrinkpoint.container import FileReader, RecordHead
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.storage import LocalStorage
+from shrinkpoint.storage.base import MemorySource
 from shrinkpoint.store.checkpoint_file import build_state
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.directory import chain_paths, read_directory_manifest, verify_directory
 from shrinkpoint.store.partial_reader import PartialReader
 from shrinkpoint.train.dcp import load as load_shards
 
-GOLDEN = TESTS / "golden" / "v1"
-FILES = {path.name: path for path in GOLDEN.glob("*/*.safetensors")}
-"""Golden files by name; a chain shares a folder."""
+GOLDEN = TESTS / "golden"
+VERSIONS = ("v1", "v2")
+"""Of the format."""
+FILES = {f"{v}/{path.name}": path for v in VERSIONS for path in (GOLDEN / v).glob("*/*.safetensors")}
+"""Golden files by version and name; a chain shares a folder."""
 MEMORY = 1 << 30
 """Bytes of address space beyond what a warm process has; the files are small, and may ask for 32 MiB."""
 CASE_SECONDS = 20
@@ -57,20 +60,6 @@ def _alarm(*_: object) -> None:
 
 class Wrong(BaseException):
     """What no reader may do; the text says what it did."""
-
-
-def resealed(
-    data: bytes, change: Callable[[dict[str, Any], dict[str, Any]], None], payload: bytes | None = None
-) -> bytes:
-    """A file whose header `change(entries, document)` has altered."""
-    text, body = split(data)
-    outer = json.loads(text)
-    metadata = outer.pop("__metadata__")
-    document = json.loads(metadata["shrinkpoint"])
-    change(outer, document)
-    metadata["shrinkpoint"] = json.dumps(document)
-    whole = json.dumps({"__metadata__": metadata, **outer}, separators=(",", ":")).encode()
-    return sealed(whole, body if payload is None else payload)
 
 
 def altered(data: bytes, mutator: Mutator) -> tuple[bytes, bool]:
@@ -94,19 +83,27 @@ def altered(data: bytes, mutator: Mutator) -> tuple[bytes, bool]:
             return
         same = False
 
-    if mutator.random.random() < 0.15:
+    kind = mutator.random.random()
+    if kind < 0.15:
         return _other_payload(data, mutator), False
-    return resealed(data, change), same
+    if kind < 0.25 and "digests" in unpacked(data)[1]:
+        return _other_index(data, mutator), False
+    return changed(data, change), same
 
 
 def _said(document: dict[str, Any]) -> Any:
     """What a document says of values: digests vouch for them."""
-    return [[record[0], record[2], [row[:3] for row in record[4]]] for record in document["records"]]
+    if "digests" not in document:
+        return [[record[0], record[2], [row[:3] for row in record[4]]] for record in document["records"]]
+    tensors, records = document["tensors"], document["records"]
+    names = [document["patterns"], tensors["pattern"], tensors["numbers"]]
+    kinds = [[kind[:2] for kind in document["kinds"]], tensors["kind"]]
+    return [names, kinds, records["name"], records["tensors"], records["base"], document["digests"]]
 
 
 def _other_payload(data: bytes, mutator: Mutator) -> bytes:
     """Stored bytes that are others, with digests of them that are right."""
-    _, payload = split(data)
+    entries, document, payload = unpacked(data)
     if not payload:
         return data
     body = bytearray(payload)
@@ -114,19 +111,37 @@ def _other_payload(data: bytes, mutator: Mutator) -> bytes:
         body[mutator.random.randrange(len(body))] = mutator.random.choice(
             [0, 1, 127, 128, 255, mutator.random.randrange(256)]
         )
+    start = len(data) - len(split(data)[1])
+    heads = FileReader(MemorySource(data), "golden").records
+    own = [[xxh3_128(bytes(body[e.offset - start :][: e.size])) for e in head.parts.values()] for head in heads]
+    if "digests" in document:
+        records = zip(heads, own, strict=True)
+        document["digests"] = [digest for head, parts in records for digest in _digests_of(head, parts)]
+        return repacked(entries, document, bytes(body))
+    for record, parts in zip(document["records"], own, strict=True):
+        for part, found in zip(record[5], parts, strict=True):
+            whole = record[5][part] is None
+            record[5][part] = found
+            if whole and mutator.random.random() < 0.9:
+                record[2], record[5][part] = found, None
+    return repacked(entries, document, bytes(body))
 
-    def change(entries: dict[str, Any], document: dict[str, Any]) -> None:
-        left = [one["data_offsets"] for name, one in entries.items() if not name.startswith("~pad/")]
-        for record in document["records"]:
-            for part in record[5]:
-                begin, end = left.pop(0)
-                found = xxh3_128(bytes(body[begin:end]))
-                whole = record[5][part] is None
-                record[5][part] = found
-                if whole and mutator.random.random() < 0.9:
-                    record[2], record[5][part] = found, None
 
-    return resealed(data, change, bytes(body))
+def _digests_of(head: RecordHead, parts: list[str]) -> list[str]:
+    """The digests of a record in an index, with those of other stored bytes."""
+    base = [] if head.base is None else [head.base]
+    return [*parts, *base] if head.recipe == {"kind": "plain"} else [head.digest, *base, *parts]
+
+
+def _other_index(data: bytes, mutator: Mutator) -> bytes:
+    """An index of other bytes, with a digest of them that is right."""
+    entries, document, payload = unpacked(data)
+    index = bytearray(split(data)[1][len(payload) :])
+    for _ in range(mutator.random.choice([1, 1, 2, 8])):
+        place = mutator.random.randrange(len(index))
+        index[place : place + mutator.random.choice([0, 1, 1, 1, 4])] = bytes([mutator.random.randrange(256)])
+    outer = {"format": document["format"], "writer": document["writer"]}
+    return with_index(entries, outer, bytes(index), payload)
 
 
 def manifest_of(document: dict[str, Any]) -> bytes:
@@ -141,7 +156,7 @@ def golden(name: str) -> dict[str, str]:
 
 @cache
 def golden_step(name: str, step: int) -> dict[str, str]:
-    return fingerprint(sp.Store(GOLDEN / "stores" / name).load(step, keep=False))
+    return fingerprint(sp.Store(GOLDEN / name).load(step, keep=False))
 
 
 def tried(read: Callable[[], Any]) -> tuple[bool, Any]:
@@ -204,13 +219,14 @@ def _boxes(path: Path, mutator: Mutator) -> None:
             )
 
 
-STORES = ["0.1.0_store", "0.1.0_lossy_store", "0.1.0_tracked_store", "0.1.0_fisher_store"]
+KINDS_OF_STORES = ["0.1.0_store", "0.1.0_lossy_store", "0.1.0_tracked_store", "0.1.0_fisher_store"]
+STORES = [f"{version}/stores/{name}" for version in VERSIONS for name in KINDS_OF_STORES]
 
 
 def one_store(folder: Path, mutator: Mutator) -> str:
     name = mutator.random.choice(STORES)
     place = folder / "store"
-    shutil.copytree(GOLDEN / "stores" / name, place)
+    shutil.copytree(GOLDEN / name, place)
     try:
         steps = sorted(path.parent for path in place.glob("*/manifest.json"))
         step = mutator.random.choice(steps)
@@ -254,11 +270,11 @@ def _read_store(place: Path, name: str, same: bool) -> str:
 
 @cache
 def golden_steps(name: str) -> set[int]:
-    return set(sp.Store(GOLDEN / "stores" / name).steps())
+    return set(sp.Store(GOLDEN / name).steps())
 
 
 def one_folder(folder: Path, mutator: Mutator) -> str:
-    source = mutator.random.choice(sorted(path.parent for path in GOLDEN.glob("directories/*/*/shrinkpoint.json")))
+    source = mutator.random.choice(sorted(path.parent for path in GOLDEN.glob("*/directories/*/*/shrinkpoint.json")))
     place = folder / "checkpoint-1"
     shutil.copytree(source, place)
     try:
@@ -314,9 +330,11 @@ def main(count: int, seed: int, case: int | None) -> int:
     failures = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for path in FILES.values():
-            shutil.copy(path, folder / path.name)
-        sp.load(folder / "0.1.0_adam_step.safetensors", threads=1)
+        for key, path in FILES.items():
+            (folder / key).parent.mkdir(exist_ok=True)
+            shutil.copy(path, folder / key)
+        for version in VERSIONS:
+            sp.load(folder / version / "0.1.0_adam_step.safetensors", threads=1)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (most, most))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import struct
+import zlib
 
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.container import FileReader, FileWriter
@@ -25,9 +27,9 @@ def plain(name, dtype="F32", shape=(2,), seed=0):
 def coded(name, parts, members=None, base=None, recipe=None):
     """A record of any recipe."""
     infos = tuple(members or [TensorInfo(name, (3, 5), "BF16", Role.MOMENT2)])
-    return EncodedRecord(
-        name, infos, recipe or {"kind": "delta", "coder": "rans"}, parts, xxh3_128(name.encode()), base
-    )
+    is_plain = recipe == {"kind": "plain"}
+    digest = xxh3_128(b"".join(parts.values()) if is_plain else name.encode())
+    return EncodedRecord(name, infos, recipe or {"kind": "delta", "coder": "rans"}, parts, digest, base)
 
 
 def some():
@@ -98,12 +100,57 @@ def sealed(text, payload=b""):
     return bytes(data)
 
 
+def unpacked(data):
+    """The entries, the document and the payload of a file of either format.
+
+    Of format 2 the document is the index with the members of the header's own, and with `digests` in hex; neither
+    entries nor payload hold the index.
+    """
+    text, payload = split(data)
+    entries = json.loads(text)
+    document = json.loads(entries.pop("__metadata__")["shrinkpoint"])
+    if document["format"] == 1:
+        return entries, document, payload
+    begin, _ = entries.pop("~index")["data_offsets"]
+    inflater = zlib.decompressobj()
+    index = json.loads(inflater.decompress(payload[begin:]))
+    digests = [inflater.unused_data[i : i + 16].hex() for i in range(0, len(inflater.unused_data), 16)]
+    del document["index"]
+    return entries, {**document, **index, "digests": digests}, payload[:begin]
+
+
+def repacked(entries, document, payload):
+    """A file of these, sealed: the inverse of `unpacked`, which takes anything that JSON can say."""
+    metadata = {"format": "pt", "shrinkpoint.digest": "0" * 32}
+    if "digests" not in document:
+        metadata["shrinkpoint"] = json.dumps(document)
+        return sealed(_json_bytes({"__metadata__": metadata, **entries}), payload)
+    outer = {key: document[key] for key in ("format", "writer") if key in document}
+    index = {key: document[key] for key in document if key not in ("format", "writer", "digests")}
+    return with_index(entries, outer, zlib.compress(_json_bytes(index)) + _digest_bytes(document["digests"]), payload)
+
+
+def with_index(entries, outer, index, payload):
+    """A file of format 2 with this index; `outer` are the other members of the document in the header."""
+    metadata = {"format": "pt", "shrinkpoint.digest": "0" * 32}
+    metadata["shrinkpoint"] = json.dumps({**outer, "index": xxh3_128(index)})
+    begin = len(payload)
+    entry = {"dtype": "U8", "shape": [len(index)], "data_offsets": [begin, begin + len(index)]}
+    return sealed(_json_bytes({"__metadata__": metadata, **entries, "~index": entry}), payload + index)
+
+
+def _json_bytes(value):
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _digest_bytes(digests):
+    """The digests of an index; those that are none are left out."""
+    listed = digests if isinstance(digests, list) else []
+    return b"".join(bytes.fromhex(d) for d in listed if isinstance(d, str) and re.fullmatch("([0-9a-f]{2})*", d))
+
+
 def changed(data, change):
     """A file whose header `change(entries, document)` has altered, sealed again."""
-    text, payload = split(data)
-    outer = json.loads(text)
-    document = json.loads(outer["__metadata__"]["shrinkpoint"])
-    metadata = outer.pop("__metadata__")
-    change(outer, document)
-    metadata["shrinkpoint"] = json.dumps(document)
-    return sealed(json.dumps({"__metadata__": metadata, **outer}, separators=(",", ":")).encode(), payload)
+    entries, document, payload = unpacked(data)
+    change(entries, document)
+    return repacked(entries, document, payload)

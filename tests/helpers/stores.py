@@ -37,17 +37,22 @@ def state(seed: int) -> dict[str, Any]:
     }
 
 
-def flip(storage: Storage, key: str, at: int = -1) -> None:
-    """Turn one bit of a file, in place: under every name it has."""
+def flip(storage: Storage, key: str, at: int | None = None) -> None:
+    """Turn one bit of a file, in place: under every name it has. By default of the first byte behind its header."""
+    data = bytearray(storage.get(key))
+    at = payload_start(data) if at is None else at % len(data)
+    data[at] ^= 1
     if isinstance(storage, LocalStorage):
         with (storage.path / key).open("r+b") as file:
-            data = file.read()
-            file.seek(at % len(data))
-            file.write(bytes([data[at % len(data)] ^ 1]))
+            file.seek(at)
+            file.write(data[at : at + 1])
     else:
-        data = bytearray(storage.get(key))
-        data[at % len(data)] ^= 1
         storage.put(key, bytes(data))
+
+
+def payload_start(data: bytes | bytearray) -> int:
+    """Where the payload of a file of ours begins: its index is its end."""
+    return 8 + int.from_bytes(data[:8], "little")
 
 
 def remove(storage: Storage, step: int) -> None:

@@ -309,7 +309,7 @@ def test_a_lack_of_memory_is_an_error_of_ours(tmp_path):
 
 def test_a_shape_that_torch_cannot_count_is_refused_in_a_record():
     def change(_, document):
-        document["records"][0][4][0][2] = [2**62, 2**62, 0]
+        document["kinds"][0][1] = [2**62, 2**62, 0]
 
     data = file([plain("w", "F32", (0,))])
     with pytest.raises(CorruptError, match="a known dtype and size"):

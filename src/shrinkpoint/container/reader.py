@@ -7,10 +7,12 @@ from copy import copy
 from dataclasses import dataclass
 
 from shrinkpoint._native import Hasher, xxh3_128
-from shrinkpoint.container import header
-from shrinkpoint.container.header import Entry, Readable, RecordHead
-from shrinkpoint.container.strict_json import corrupt_error
-from shrinkpoint.errors import CorruptError, FormatError, StorageError
+from shrinkpoint.container import header, metadata_v1
+from shrinkpoint.container.header import Header, Readable
+from shrinkpoint.container.index import parse_index
+from shrinkpoint.container.metadata import FORMAT_VERSION, Entry, FileMetadata, RecordHead
+from shrinkpoint.container.strict_json import corrupt_error, expect_type, shorten
+from shrinkpoint.errors import CorruptError, FormatError, StorageError, VersionError
 from shrinkpoint.guard import no_gc, read_guard
 from shrinkpoint.tensors.info import EncodedRecord
 
@@ -52,7 +54,7 @@ class FileReader:
     def __init__(self, source: Readable, where: str) -> None:
         with read_guard(where), no_gc():
             head = header.decode_header(source, where)
-            parsed = header.parse_metadata(head, where)
+            parsed = _parse_metadata(head, source, where)
         self._source = source
         self._verified: set[tuple[str, str]] = set()  # (record, part) whose digest has been checked
         self.where, self.digest, self.size = where, head.digest, source.size
@@ -132,3 +134,23 @@ class FileReader:
         name = record.infos[0].name if len(record.infos) == 1 else record.name
         advice = "restore another checkpoint; `shrinkpoint verify` lists all damage"
         return corrupt_error(f"{self.where}: tensor {name!r}, part {part!r}", found, expected, advice)
+
+
+def _parse_metadata(head: Header, source: Readable, where: str) -> FileMetadata:
+    """Parse what a file of any version says of its records.
+
+    Raises:
+        VersionError: a newer release wrote the file.
+        CorruptError: it contradicts the entries or itself, or is malformed.
+    """
+    fields = head.fields
+    version = expect_type(fields.get("format"), int, where, "the format version")
+    if version > FORMAT_VERSION:
+        found = shorten(f"format version {version}, written by {fields.get('writer')!r}")
+        expected, do = f"at most version {FORMAT_VERSION}", "install a newer shrinkpoint to read it"
+        raise VersionError(where, found=found, expected=expected, do=do)
+    if version == FORMAT_VERSION:
+        return parse_index(head, fields, source, where)
+    if version == 1:
+        return metadata_v1.parse_metadata(head, where)
+    raise corrupt_error(where, f"format version {version}", f"1 to {FORMAT_VERSION}")

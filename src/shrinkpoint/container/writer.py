@@ -12,22 +12,17 @@ from typing import Protocol
 
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.container import header
-from shrinkpoint.container.header import (
-    FILLER_PREFIX,
-    FORMAT_VERSION,
-    RENAMED_PREFIX,
-    Slot,
-    filler_size,
-    is_plain,
-    is_standard_entry,
-    record_to_json,
-)
+from shrinkpoint.container.index import IndexBuilder
+from shrinkpoint.container.metadata import FORMAT_VERSION, is_plain, is_standard_entry
+from shrinkpoint.container.payload_layout import PayloadLayout
 from shrinkpoint.container.strict_json import MAX_JSON_DEPTH, count_nests, json_depth, max_nests
 from shrinkpoint.errors import PolicyError, StateError
 from shrinkpoint.tensors.info import JSON, EncodedRecord, TensorInfo
 
 _BLOCK = 8 << 20
 _MAX_VALUE_DEPTH = MAX_JSON_DEPTH - 8  # the header nests its values further
+_MIN_ENTRY_BYTES = 1 << 12
+"""Bytes of a tensor for which space in the header is reserved."""
 _ZEROS = bytes(header.ALIGN)
 
 
@@ -54,7 +49,7 @@ class FileWriter:
 
     The header comes first in the file but is complete last. Up to `spool` bytes of payload are buffered in memory, so
     that a small file gets a header without padding. In a larger file, space for the header is reserved by an estimate
-    from the expected tensors and the records so far; if it does not suffice, the payload is shifted.
+    from the tensors so far and the large ones to come; if it does not suffice, the payload is shifted.
 
     Args:
         sink: an empty file at offset 0.
@@ -73,19 +68,16 @@ class FileWriter:
         self, sink: Writable, *, scheme: str, parent: JSON, tree: JSON, expected: Sequence[TensorInfo] = ()
     ) -> None:
         self._sink = sink
-        self._json_prefix = (
-            f'{{"format":{FORMAT_VERSION},"writer":{_to_json(_writer_name(), "writer")},'
-            f'"scheme":{_to_json(scheme, "scheme")},'
-            f'"parent":{_to_json(parent, "parent")},"tree":{_to_json(tree, "state")}'
-        )
-        self._expected_names = {info.name for info in expected}
-        self._recipes: dict[str, int] = {}
-        self._rows: list[str] = []
-        self._slots: list[Slot] = []
-        self._entries: set[str] = set()
+        self._fields = [
+            f'"scheme":{_to_json(scheme, "scheme")}',
+            f'"parent":{_to_json(parent, "parent")}',
+            f'"tree":{_to_json(tree, "state")}',
+        ]
+        self._expected = {info.name: info for info in expected}
+        self._index = IndexBuilder()
+        self._layout = PayloadLayout()
         self._records: set[str] = set()
         self._tensors: set[str] = set()
-        self._payload_size = 0  # bytes of payload so far
         self._spooled: BytesIO | None = BytesIO()
         self._reserved = 0  # bytes reserved for length and header; 0 while the payload is buffered
 
@@ -100,32 +92,43 @@ class FileWriter:
             StorageError: writing failed.
         """
         self._check(encoded)
-        recipe = self._recipes.setdefault(_to_json(encoded.recipe, encoded.name), len(self._recipes))
-        begin = self._payload_size
-        digests = {part: self._write_part(encoded, part) for part in encoded.parts}
-        self._rows.append(_to_json(record_to_json(encoded, recipe, digests), encoded.name))
+        recipe = _to_json(encoded.recipe, encoded.name)
+        parts = [_bytes_of(data) for data in encoded.parts.values()]
+        digests = [xxh3_128(part) for part in parts]
+        if is_plain(encoded.recipe) and digests != [encoded.digest]:
+            raise _record_error(encoded, f"digest {encoded.digest} of bytes with {digests}")
+        begin = self._layout.size
+        tensor = encoded.infos[0] if is_standard_entry(encoded.recipe, encoded.infos) else None
+        for part in parts:
+            pad, _ = self._layout.add(part.nbytes, tensor)
+            self._write(_ZEROS[:pad])
+            self._write(part)
+        self._index.add(encoded, recipe, [part.nbytes for part in parts], digests)
         self._records.add(encoded.name)
         self._tensors.update(info.name for info in encoded.infos)
-        return self._payload_size - begin
+        return self._layout.size - begin
 
     def finish(self, report: JSON = None) -> WriteSummary:
-        """Write the header, which completes the file; its durability is up to the sink.
+        """Write the index and the header, which complete the file; its durability is up to the sink.
 
         Args:
             report: JSON for tools that inspect the file.
 
         Raises:
-            PolicyError: the header would be longer than safetensors allows, or have more items than readers accept.
+            PolicyError: the header would be longer than safetensors allows, or the index have more items than readers
+                accept.
             StateError: `report` is not JSON.
             StorageError: writing failed.
         """
-        document = self._metadata_json(report)
-        count, limit = count_nests(document), max_nests(len(document))
+        index, text = self._index.encode(self._fields, _to_json(report, "report"))
+        count, limit = count_nests(text), max_nests(len(text))
         if count > limit:
-            found = f"a header of {count} lists and objects"
+            found = f"an index of {count} lists and objects"
             do = "save many small values as one tensor or text, or the state in several files"
             raise PolicyError("container", found=found, expected=f"at most {limit}", do=do)
-        data, digest = header.encode_header(document, self._slots, self._reserved - 8)
+        self._layout.end(len(index))
+        (self._sink if self._spooled is None else self._spooled).write(index)
+        data, digest = header.encode_header(_metadata_json(index), self._layout.slots, self._reserved - 8)
         if len(data) - 8 > header.MAX_HEADER_BYTES:
             found = f"a header of {len(data) - 8} bytes for {len(self._tensors)} tensors"
             expected, do = f"at most {header.MAX_HEADER_BYTES}", "save the state in several files"
@@ -136,11 +139,7 @@ class FileWriter:
         self._sink.write(data)
         if self._spooled is not None:
             self._sink.write(self._spooled.getbuffer())
-        return WriteSummary(len(data) + self._payload_size, digest)
-
-    def _metadata_json(self, report: JSON) -> str:
-        recipes, rows = ",".join(self._recipes), ",".join(self._rows)
-        return f'{self._json_prefix},"recipes":[{recipes}],"records":[{rows}],"report":{_to_json(report, "report")}}}'
+        return WriteSummary(len(data) + self._layout.size, digest)
 
     def _check(self, encoded: EncodedRecord) -> None:
         names = [info.name for info in encoded.infos]
@@ -153,45 +152,23 @@ class FileWriter:
             fault = f"plain parts of {sizes} bytes for {encoded.infos}"
         else:
             return
-        raise PolicyError(f"record {encoded.name!r}", found=fault, do="report this: the scheme is at fault")
+        raise _record_error(encoded, fault)
 
-    def _write_part(self, encoded: EncodedRecord, part: str) -> str:
-        """Append one part to the payload; returns its digest."""
-        view = memoryview(encoded.parts[part])
-        data = view.cast("B") if view.nbytes else memoryview(b"")
-        if is_standard_entry(encoded.recipe, encoded.infos):
-            (info,) = encoded.infos
-            name, dtype, shape = info.name, info.dtype, info.shape
-        else:
-            name, dtype, shape = f"{encoded.name}/{part}", "U8", (len(data),)
-        pad = filler_size(dtype, len(data), self._payload_size)
-        if pad:
-            self._write_entry(f"{FILLER_PREFIX}{len(self._slots)}", "U8", (pad,), _ZEROS[:pad])
-        self._write_entry(name if self._is_free(name) else f"{RENAMED_PREFIX}{len(self._slots)}", dtype, shape, data)
-        return xxh3_128(data)
-
-    def _is_free(self, name: str) -> bool:
-        """Whether an entry may have this name: unused, not reserved, and valid Unicode, as safetensors requires."""
-        reserved = name == "__metadata__" or name.startswith((FILLER_PREFIX, RENAMED_PREFIX))
-        return not reserved and name not in self._entries and not any("\ud800" <= c <= "\udfff" for c in name)
-
-    def _write_entry(self, name: str, dtype: str, shape: tuple[int, ...], data: bytes | memoryview) -> None:
+    def _write(self, data: bytes | memoryview) -> None:
         if self._spooled is not None and self._spooled.tell() + len(data) > self.spool:
             self._start_streaming(self._spooled)
         if self._spooled is not None:
             self._spooled.write(data)
         else:
             self._sink.write(data)
-        self._slots.append(Slot(name, dtype, shape, self._payload_size, self._payload_size + len(data)))
-        self._entries.add(name)
-        self._payload_size += len(data)
 
     def _start_streaming(self, spooled: BytesIO) -> None:
         """Reserve space for the header, and write the buffered payload."""
-        header_so_far, _ = header.encode_header(self._metadata_json(None), self._slots)
-        # Each tensor to come takes one or two entries and a row.
-        coming = sum(4 * len(name) + 400 for name in self._expected_names - self._tensors)
-        self._reserved = len(header_so_far) + 4096 + coming
+        header_so_far, _ = header.encode_header(_metadata_json(b""), self._layout.slots)
+        # A tensor that is stored as it is takes two entries. Small ones share records, as a rule.
+        coming = [info for name, info in self._expected.items() if name not in self._tensors]
+        entries = sum(2 * len(info.name) + 240 for info in coming if info.nbytes >= _MIN_ENTRY_BYTES)
+        self._reserved = len(header_so_far) + 4096 + entries
         self._reserved += -self._reserved % header.ALIGN
         self._sink.write(b" " * self._reserved)
         self._sink.write(spooled.getbuffer())
@@ -199,12 +176,27 @@ class FileWriter:
 
     def _shift_payload(self, by: int) -> None:
         """Shift the payload towards the end of the file, last block first."""
-        for end in range(self._payload_size if by > 0 else 0, 0, -_BLOCK):
+        for end in range(self._layout.size if by > 0 else 0, 0, -_BLOCK):
             begin = self._reserved + max(0, end - _BLOCK)
             self._sink.seek(begin)
             block = self._sink.read(self._reserved + end - begin)
             self._sink.seek(begin + by)
             self._sink.write(block)
+
+
+def _metadata_json(index: bytes) -> str:
+    """What the header says besides its entries."""
+    fields = {"format": FORMAT_VERSION, "writer": _writer_name(), "index": xxh3_128(index)}
+    return json.dumps(fields, separators=(",", ":"))
+
+
+def _bytes_of(data: bytes | bytearray | memoryview) -> memoryview:
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def _record_error(encoded: EncodedRecord, fault: str) -> PolicyError:
+    return PolicyError(f"record {encoded.name!r}", found=fault, do="report this: the scheme is at fault")
 
 
 def _to_json(value: JSON, where: str) -> str:

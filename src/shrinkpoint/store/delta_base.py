@@ -301,8 +301,8 @@ class _FileScan:
             raise ChainError(file.where, found=found, expected=f"{file.size} bytes with {file.digest}", do=_DO)
         entries = [entry for record in reader.records for entry in record.parts.values()]
         self._parts = [(entry.offset, entry.size, entry.pad, entry.digest) for entry in entries]
-        self.header_bytes = min((offset - pad for offset, _, pad, _ in self._parts), default=file.size)
-        """Bytes of the header, which is read when the scan begins."""
+        self.header_bytes = size - sum(pad + part_size for _, part_size, pad, _ in self._parts)
+        """Bytes of the header and the index, which are read when the scan begins."""
         self._part_index = self._part_offset = 0  # the current part, and the bytes of it read so far
         self._hasher = Hasher()
 

@@ -8,8 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from shrinkpoint.codec.decoder import RecordView
-from shrinkpoint.container import FileReader
-from shrinkpoint.container.header import RecordHead
+from shrinkpoint.container import FileReader, RecordHead
 from shrinkpoint.errors import ChainError, NotFoundError, PolicyError
 from shrinkpoint.storage import LocalStorage, Source
 from shrinkpoint.store.chain import check_parent

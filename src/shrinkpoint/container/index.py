@@ -1,0 +1,368 @@
+"""The index of a file of format 2: all that a reader needs to know of its records, compressed, at the end of the file.
+
+A zlib stream of one JSON object, whose columns hold what records and tensors have in common once, and then the digests
+(docs/format.md).
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from shrinkpoint._native import xxh3_128
+from shrinkpoint.container.header import (
+    SIZE_LIMIT,
+    Header,
+    Readable,
+    Slot,
+    check_hexdigest,
+    nbytes_of,
+    shape_from_json,
+)
+from shrinkpoint.container.metadata import (
+    ROLES,
+    Entry,
+    FileMetadata,
+    RecordHead,
+    add_unique,
+    is_plain,
+    is_standard_entry,
+)
+from shrinkpoint.container.name_columns import NameColumns, check_patterns, join_names, name_chars
+from shrinkpoint.container.payload_layout import INDEX_ENTRY, PayloadLayout
+from shrinkpoint.container.strict_json import corrupt_error, expect_type, load_json
+from shrinkpoint.tensors.info import ITEMSIZE, JSON, EncodedRecord, Role, TensorInfo
+
+MIN_TEXT_LIMIT = 1 << 22
+"""Bytes that the JSON of any index may have."""
+MAX_TEXT_RATIO = 32
+"""Bytes that it may have for each byte of the index, beyond that."""
+MIN_SIZE_LIMIT = 1 << 24
+"""Limit of `description_size` in any file."""
+MAX_SIZE_RATIO = 64
+"""The same for each byte of the index, beyond that."""
+
+_DIGEST_BYTES = 16
+_KEYS = {
+    "scheme",
+    "parent",
+    "tree",
+    "report",
+    "recipes",
+    "patterns",
+    "kinds",
+    "tensors",
+    "part_names",
+    "records",
+    "sizes",
+}
+_TENSOR_COLUMNS = ("pattern", "numbers", "kind")
+_RECORD_COLUMNS = ("name", "recipe", "tensors", "parts", "base")
+_Kind = tuple[tuple[int, ...], str, Role, tuple[int, ...] | None]
+"""Shape, dtype, role and offsets of tensors."""
+
+
+class IndexBuilder:
+    """Collects the rows of the records of a file, in their order."""
+
+    def __init__(self) -> None:
+        self._names = NameColumns()
+        self._kinds: dict[_Kind, int] = {}
+        self._kind_column: list[int] = []
+        self._recipes: dict[str, int] = {}
+        self._part_names: dict[tuple[str, ...], int] = {}
+        self._records: dict[str, list[JSON]] = {column: [] for column in _RECORD_COLUMNS}
+        self._sizes: list[int] = []
+        self._digests = bytearray()
+
+    def add(self, record: EncodedRecord, recipe_json: str, sizes: Sequence[int], digests: Sequence[str]) -> None:
+        """Add a record.
+
+        Args:
+            recipe_json: its recipe as JSON.
+            sizes, digests: of its parts, in their order.
+        """
+        kinds = self._kinds
+        self._names.extend([info.name for info in record.infos])
+        previous, index = record.infos[0], -1
+        for info in record.infos:
+            is_new = info.shape != previous.shape or info.dtype != previous.dtype or info.role is not previous.role
+            if index < 0 or is_new or info.offsets != previous.offsets:
+                index = kinds.setdefault((info.shape, info.dtype, info.role, info.offsets), len(kinds))
+            previous = info
+            self._kind_column.append(index)
+        row = (
+            None if record.name == record.infos[0].name else record.name,
+            self._recipes.setdefault(recipe_json, len(self._recipes)),
+            len(record.infos),
+            self._part_names.setdefault(tuple(record.parts), len(self._part_names)),
+            int(record.base is not None),
+        )
+        for column, value in zip(self._records.values(), row, strict=True):
+            column.append(value)
+        own = [record.digest] if record.base is None else [record.digest, record.base]
+        if not is_plain(record.recipe):
+            self._sizes += sizes
+            own += digests
+        self._digests += bytes.fromhex("".join(own))
+
+    def encode(self, fields: Sequence[str], report_json: str) -> tuple[bytes, str]:
+        """Encode the index.
+
+        Args:
+            fields: the members `scheme`, `parent` and `tree` of the JSON object.
+            report_json: the report as JSON.
+
+        Returns:
+            The bytes, and the JSON text in them.
+        """
+        kinds = [_kind_to_json(kind) for kind in self._kinds]
+        names = self._names
+        tensors = dict(zip(_TENSOR_COLUMNS, (names.indexes, names.numbers, self._kind_column), strict=True))
+        columns = {
+            "patterns": names.patterns,
+            "kinds": kinds,
+            "tensors": tensors,
+            "part_names": list(self._part_names),
+            "records": self._records,
+            "sizes": self._sizes,
+        }
+        members = [*fields, f'"recipes":[{",".join(self._recipes)}]', _members(columns), f'"report":{report_json}']
+        text = "{" + ",".join(members) + "}"
+        data = zlib.compress(text.encode("ascii")) + self._digests
+        size = description_size(names.patterns, names.indexes, list(self._kinds), self._kind_column)
+        if len(text) > max_text_bytes(len(data)) or size > max_description_size(len(data)):
+            data = zlib.compress(text.encode("ascii"), 0) + self._digests  # readers bound what a byte expands to
+        return data, text
+
+
+def _members(columns: Mapping[str, JSON]) -> str:
+    return json.dumps(columns, separators=(",", ":"))[1:-1]
+
+
+def _kind_to_json(kind: _Kind) -> list[JSON]:
+    shape, dtype, role, offsets = kind
+    return [dtype, shape, role.value] if offsets is None else [dtype, shape, role.value, offsets]
+
+
+def max_text_bytes(index_bytes: int) -> int:
+    """Return the most bytes that the JSON of an index of `index_bytes` bytes may have."""
+    return max(MIN_TEXT_LIMIT, MAX_TEXT_RATIO * index_bytes)
+
+
+def max_description_size(index_bytes: int) -> int:
+    """Return the largest `description_size` of an index of `index_bytes` bytes."""
+    return max(MIN_SIZE_LIMIT, MAX_SIZE_RATIO * index_bytes)
+
+
+def description_size(
+    patterns: Sequence[JSON], indexes: Sequence[int], kinds: Sequence[_Kind], kind_column: Sequence[int]
+) -> int:
+    """Return about how many bytes the descriptions of all tensors take in memory: names, shapes, and 64 for each."""
+    dims = [len(shape) + len(offsets or ()) for shape, _, _, offsets in kinds]
+    sizes = sum(dims[kind] * times for kind, times in Counter(kind_column).items())
+    return name_chars(patterns, indexes) + 8 * sizes + 64 * len(indexes)
+
+
+def parse_index(header: Header, fields: Mapping[str, JSON], source: Readable, where: str) -> FileMetadata:
+    """Read the index of a file, and validate it against the entries of the header.
+
+    Args:
+        fields: the document in the header.
+
+    Raises:
+        CorruptError: the index is malformed, or contradicts the entries or itself.
+    """
+    data = _read_index(header, fields, source, where)
+    text, digests = _inflate(data, where)
+    document = expect_type(load_json(text, where, "the index"), dict, where, "the index")
+    if document.keys() != _KEYS:
+        raise corrupt_error(where, f"an index with the keys {sorted(document)}", f"{sorted(_KEYS)}")
+    if document["parent"] is not None:
+        expect_type(document["parent"], dict, where, "the parent")
+    infos = _parse_tensors(document, max_description_size(len(data)), where)
+    rows = _parse_rows(document, infos, digests, where)
+    records, layout = _place_records(rows, header.start, where)
+    layout.end(len(data))
+    _check_slots(header.slots, layout.slots, where)
+    return FileMetadata(
+        writer=expect_type(fields["writer"], str, where, "the writer"),
+        scheme=expect_type(document["scheme"], str, where, "the scheme"),
+        parent=document["parent"],
+        tree=document["tree"],
+        report=document["report"],
+        records=records,
+    )
+
+
+def _read_index(header: Header, fields: Mapping[str, JSON], source: Readable, where: str) -> bytes:
+    if fields.keys() != {"format", "writer", "index"}:
+        raise corrupt_error(where, f"version 2 with the keys {sorted(fields)}", "format, writer and index")
+    expected = check_hexdigest(fields["index"], where, "the digest of the index")
+    slot = header.slots[-1] if header.slots else None
+    if slot is None or slot.name != INDEX_ENTRY:
+        raise corrupt_error(where, "a file without an index", f"{INDEX_ENTRY!r} as its last entry")
+    data = bytes(source.read(header.start + slot.begin, slot.size))
+    digest = xxh3_128(data)
+    if digest != expected:
+        raise corrupt_error(where, f"an index with digest {digest}", expected)
+    return data
+
+
+def _inflate(data: bytes, where: str) -> tuple[bytes, bytes]:
+    """The JSON text of an index, and the digests behind it."""
+    limit = max_text_bytes(len(data))
+    inflater = zlib.decompressobj()
+    try:
+        text = inflater.decompress(data, limit + 1)
+    except zlib.error as error:
+        raise corrupt_error(where, f"an index that cannot be decompressed ({error})", "a zlib stream") from error
+    if len(text) > limit or not inflater.eof:
+        found = f"an index of {len(data)} bytes that is cut, or expands to more than {limit}"
+        raise corrupt_error(where, found, "a whole zlib stream, of what a writer compresses")
+    return text, inflater.unused_data
+
+
+def _columns(value: JSON, columns: Sequence[str], where: str, what: str) -> list[list[JSON]]:
+    fields = expect_type(value, dict, where, what)
+    if fields.keys() != {*columns}:
+        raise corrupt_error(where, f"{what} with the keys {sorted(fields)}", f"{sorted(columns)}")
+    return [expect_type(fields[column], list, where, f"{column!r} of {what}") for column in columns]
+
+
+def _check_numbers(numbers: list[JSON], begin: int, end: int, where: str, what: str) -> list[int]:
+    """Return `numbers` if all are whole and within `begin` to `end` - 1; else raise a CorruptError."""
+    if {*map(type, numbers)} <= {int} and (not numbers or (begin <= min(numbers) and max(numbers) < end)):
+        return numbers
+    for number in numbers:
+        if not begin <= expect_type(number, int, where, what) < end:
+            raise corrupt_error(where, f"{number} in {what}", f"a number from {begin} to {end - 1}")
+    return numbers
+
+
+def _parse_tensors(document: Mapping[str, JSON], limit: int, where: str) -> list[TensorInfo]:
+    patterns = check_patterns(document["patterns"], where)
+    kinds = [_kind_from_json(value, where) for value in expect_type(document["kinds"], list, where, "the kinds")]
+    indexes, numbers, kind_column = _columns(document["tensors"], _TENSOR_COLUMNS, where, "the tensors")
+    _check_numbers(indexes, 0, len(patterns), where, "the patterns of tensors")
+    _check_numbers(numbers, 1 - SIZE_LIMIT, SIZE_LIMIT, where, "the numbers in names")
+    _check_numbers(kind_column, 0, len(kinds), where, "the kinds of tensors")
+    if len(kind_column) != len(indexes):
+        raise corrupt_error(where, f"{len(kind_column)} kinds of {len(indexes)} tensors", "as many")
+    size = description_size(patterns, indexes, kinds, kind_column)
+    if size > limit:
+        raise corrupt_error(where, f"{len(indexes)} tensors, whose names and shapes take {size} bytes", f"{limit}")
+    names = join_names(patterns, indexes, numbers, where)
+    return [TensorInfo(name, *kinds[kind]) for name, kind in zip(names, kind_column, strict=True)]
+
+
+def _kind_from_json(value: JSON, where: str) -> _Kind:
+    what = "a kind of tensors"
+    fields = expect_type(value, list, where, what)
+    if len(fields) not in (3, 4):
+        raise corrupt_error(where, f"{what} with {len(fields)} fields", "3 or 4")
+    dtype = expect_type(fields[0], str, where, f"the dtype of {what}")
+    shape = shape_from_json(fields[1], where, f"the shape of {what}")
+    if dtype not in ITEMSIZE or nbytes_of(shape, ITEMSIZE[dtype]) is None:
+        found = f"tensors of dtype {dtype!r} and shape {list(shape)[:16]}"
+        raise corrupt_error(where, found, "a known dtype and size")
+    role = expect_type(fields[2], str, where, f"the role of {what}")
+    if role not in ROLES:
+        raise corrupt_error(where, f"{what} with the role {role!r}", f"one of {sorted(ROLES)}")
+    offsets = None if len(fields) == 3 else shape_from_json(fields[3], where, f"the offsets of {what}")
+    if offsets is not None and len(offsets) != len(shape):
+        raise corrupt_error(where, f"{what} with {len(offsets)} offsets", f"{len(shape)}")
+    return shape, dtype, ROLES[role], offsets
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A record whose parts have no place in the file yet; `parts` are (name, size, digest)."""
+
+    name: str
+    infos: tuple[TensorInfo, ...]
+    recipe: JSON
+    digest: str
+    base: str | None
+    parts: tuple[tuple[str, int, str], ...]
+
+
+def _parse_rows(document: Mapping[str, JSON], infos: list[TensorInfo], digests: bytes, where: str) -> Iterator[_Row]:
+    """The records in their order; every column is checked before the first of them."""
+    recipes = expect_type(document["recipes"], list, where, "the recipes")
+    part_names = [
+        _parse_part_names(value, where) for value in expect_type(document["part_names"], list, where, "parts")
+    ]
+    columns = _columns(document["records"], _RECORD_COLUMNS, where, "the records")
+    names, recipe_column, counts, parts, bases = columns
+    if len({*map(len, columns)}) > 1:
+        raise corrupt_error(where, f"columns of {[*map(len, columns)]} records", "columns of one length")
+    _check_numbers(recipe_column, 0, len(recipes), where, "the recipes of records")
+    _check_numbers(counts, 1, SIZE_LIMIT, where, "the tensors of records")
+    _check_numbers(parts, 0, len(part_names), where, "the parts of records")
+    _check_numbers(bases, 0, 2, where, "the bases of records")
+    if sum(counts) != len(infos):
+        raise corrupt_error(where, f"records of {sum(counts)} tensors", f"{len(infos)}, as many as there are")
+    plain = [is_plain(recipe) for recipe in recipes]
+    coded_parts = [part_names[p] for p, r in zip(parts, recipe_column, strict=True) if not plain[r]]
+    coded = sum(map(len, coded_parts))
+    sizes = expect_type(document["sizes"], list, where, "the sizes")
+    _check_numbers(sizes, 0, SIZE_LIMIT, where, "the sizes")
+    if len(sizes) != coded:
+        raise corrupt_error(where, f"{len(sizes)} sizes", f"{coded}, one for each part")
+    expected = _DIGEST_BYTES * (len(names) + sum(bases) + coded)
+    if len(digests) != expected:
+        raise corrupt_error(where, f"{len(digests)} bytes of digests", f"{expected}")
+    rows = zip(names, recipe_column, counts, parts, bases, strict=True)
+    hexdigits, size_column, tensors = digests.hex(), iter(sizes), iter(infos)
+    step = 2 * _DIGEST_BYTES
+    each_digest = (hexdigits[begin : begin + step] for begin in range(0, len(hexdigits), step))
+    for index, (name, recipe, count, part, base) in enumerate(rows):
+        own = tuple(islice(tensors, count))
+        name = own[0].name if name is None else expect_type(name, str, where, f"the name of record {index}")
+        digest = next(each_digest)
+        base_digest = next(each_digest) if base else None
+        if plain[recipe]:
+            size = sum(info.nbytes for info in own)
+            stored = tuple((part_name, size, digest) for part_name in part_names[part])
+        else:
+            stored = tuple((part_name, next(size_column), next(each_digest)) for part_name in part_names[part])
+        yield _Row(name, own, recipes[recipe], digest, base_digest, stored)
+
+
+def _parse_part_names(value: JSON, where: str) -> list[str]:
+    names = [expect_type(name, str, where, "the name of a part") for name in expect_type(value, list, where, "parts")]
+    add_unique(set(), names, where, "parts")
+    return names
+
+
+def _place_records(rows: Iterator[_Row], start: int, where: str) -> tuple[tuple[RecordHead, ...], PayloadLayout]:
+    """The records with the places of their parts; no two records and no two tensors have one name."""
+    layout, records = PayloadLayout(), []
+    record_names: set[str] = set()
+    tensor_names: set[str] = set()
+    for row in rows:
+        add_unique(record_names, [row.name], where, "records")
+        add_unique(tensor_names, [info.name for info in row.infos], where, "tensors")
+        if is_plain(row.recipe) and len(row.parts) != 1:
+            raise corrupt_error(where, f"record {row.name!r}, plain, with {len(row.parts)} parts", "one")
+        tensor = row.infos[0] if is_standard_entry(row.recipe, row.infos) else None
+        parts = {}
+        for part, size, digest in row.parts:
+            pad, entry = layout.add(size, tensor)
+            parts[part] = Entry(entry, start + layout.size - size, size, digest, pad)
+        records.append(RecordHead(row.name, row.infos, row.recipe, row.digest, row.base, parts))
+    return tuple(records), layout
+
+
+def _check_slots(slots: Sequence[Slot], expected: Sequence[Slot], where: str) -> None:
+    """Raise CorruptError unless the entries of the header are the ones that the index requires."""
+    for slot, required in zip(slots, expected, strict=False):
+        if slot != required:
+            raise corrupt_error(where, f"entry {slot}", f"{required}, as the index says")
+    if len(slots) != len(expected):
+        raise corrupt_error(where, f"{len(slots)} entries", f"{len(expected)}, as the index says")

@@ -1,0 +1,91 @@
+"""What a file says of its records, in the terms that all versions of the format share (docs/format.md)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shrinkpoint.container.header import ALIGN, SAFETENSORS_DTYPES
+from shrinkpoint.container.strict_json import corrupt_error
+from shrinkpoint.tensors.info import ITEMSIZE, JSON, Role, TensorInfo
+
+FORMAT_VERSION = 2
+"""The version that is written; readers know all up to it."""
+FILLER_PREFIX = "~pad/"
+"""Prefix of the filler entries of format 1, which align the next entry."""
+RENAMED_PREFIX = "~entry/"
+"""Prefix of entries whose own name is taken or reserved."""
+ROLES = {role.value: role for role in Role}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The location of one part of a record in the file.
+
+    Attributes:
+        name: name of the safetensors entry that holds it.
+        offset: bytes from the start of the file.
+        size: stored bytes.
+        digest: xxh3-128 of the stored bytes, in hex.
+        pad: filler bytes directly before it, all zero.
+    """
+
+    name: str
+    offset: int
+    size: int
+    digest: str
+    pad: int = 0
+
+
+@dataclass(frozen=True)
+class RecordHead:
+    """A record without its bytes: the fields of `tensors.info.EncodedRecord`, with entries as parts."""
+
+    name: str
+    infos: tuple[TensorInfo, ...]
+    recipe: JSON
+    digest: str
+    base: str | None
+    parts: Mapping[str, Entry]
+
+    @property
+    def stored(self) -> int:
+        """Stored bytes of its parts and their fillers."""
+        return sum(entry.pad + entry.size for entry in self.parts.values())
+
+
+@dataclass(frozen=True)
+class FileMetadata:
+    """Parsed metadata that agrees with the entries of the file."""
+
+    writer: str
+    scheme: str
+    parent: JSON
+    tree: JSON
+    report: JSON
+    records: tuple[RecordHead, ...] = field(repr=False)
+
+
+def is_plain(recipe: JSON) -> bool:
+    """Whether a record has one part, the uncompressed bytes of its tensors."""
+    return isinstance(recipe, dict) and recipe.get("kind") == "plain"
+
+
+def is_standard_entry(recipe: JSON, infos: Sequence[TensorInfo]) -> bool:
+    """Whether a record is stored as an ordinary entry, whose tensor any safetensors reader can read."""
+    return is_plain(recipe) and len(infos) == 1 and infos[0].dtype in SAFETENSORS_DTYPES
+
+
+def filler_size(dtype: str, size: int, begin: int) -> int:
+    """Return the filler bytes before an entry, which align multi-byte elements in a mapped file."""
+    return -begin % ALIGN if size and ITEMSIZE[dtype] > 1 else 0
+
+
+def add_unique(seen: set[str], names: Sequence[str], where: str, what: str) -> None:
+    """Add names to `seen`; raise CorruptError if one is there already."""
+    new = set(names)
+    if len(new) < len(names) or not seen.isdisjoint(new):
+        name = next(name for name, times in Counter(names).items() if times > 1 or name in seen)
+        raise corrupt_error(where, f"two {what} named {name!r}", "one")
+    seen |= new
