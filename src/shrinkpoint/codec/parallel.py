@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from typing import ParamSpec, TypeVar
 
 from shrinkpoint.codec.coder import default_threads
@@ -45,7 +45,7 @@ def submit_or_run(pool: ThreadPoolExecutor, function: Callable[P, T], *args: P.a
 MIN_PARALLEL_BYTES = 1 << 22
 """Bytes from which a single record may be coded by several threads."""
 MAX_AHEAD_BYTES = 1 << 25
-"""Bytes of records that `map_ordered` starts ahead of the first unfinished one; more only to occupy all threads."""
+"""Bytes of records that `map_ordered` begins behind the first unfinished one; more only to occupy all threads."""
 
 
 def native_threads(sizes: Sequence[int], workers: int) -> list[int]:
@@ -67,30 +67,35 @@ def map_ordered(function: Callable[[int, int], T], sizes: Sequence[int], workers
 
     Args:
         function: called in other threads if there are several workers.
-        sizes: bytes of each record. So many are begun ahead that threads are busy while the caller uses a result, but
-            no more than `workers + 1` unless they have less than `MAX_AHEAD_BYTES`: results wait in memory.
+        sizes: bytes of each record. Behind the first that is under way, `workers` more are begun, or as many as have
+            `MAX_AHEAD_BYTES`: results wait in memory.
     """
     counts = native_threads(sizes, workers)
     if workers == 1:
         yield from map(function, range(len(sizes)), counts)
         return
-    pending: deque[tuple[Future[T], int]] = deque()
-    pending_bytes = 0
+    starts = [0, *accumulate(sizes)]
+    futures: dict[int, Future[T]] = {}
     with ThreadPoolExecutor(workers) as executor:
+
+        def begin_behind(first: int) -> None:
+            """Begin what may be under way while record `first` is."""
+            index = first + len(futures)
+            while index < len(sizes) and (
+                index <= first + workers or starts[index + 1] - starts[first + 1] <= MAX_AHEAD_BYTES
+            ):
+                futures[index] = submit_or_run(executor, function, index, counts[index])
+                index += 1
+
         try:
-            for index, (size, count) in enumerate(zip(sizes, counts, strict=True)):
-                pending.append((submit_or_run(executor, function, index, count), size))
-                pending_bytes += size
-                while pending[0][0].done() or (len(pending) > workers and pending_bytes > MAX_AHEAD_BYTES):
-                    future, first_size = pending.popleft()
-                    pending_bytes -= first_size
-                    yield future.result()
-                    if not pending:
-                        break
-            while pending:
-                yield pending.popleft()[0].result()
+            begin_behind(0)
+            for index in range(len(sizes)):
+                result = futures.pop(index).result()
+                begin_behind(index + 1)  # so that threads are busy while the caller uses the result
+                yield result
+                del result
         finally:
-            for future, _ in pending:
+            for future in futures.values():
                 future.cancel()
 
 
