@@ -1,19 +1,22 @@
-"""GB/s of float32 on one core: every operator by its native and its torch path, and what else is at hand.
+"""GB/s of float32 and bfloat16 tensors on one core: every operator natively and by torch operations, and rivals.
 
 All subjects run in turns on one pinned core, so that a busy moment meets all of them; the first round does not count.
-Every subject makes a new message, and decodes into the same tensor.
+Every subject makes a new message, and decodes into the same tensor. Times are processor time, since others may use the
+machine too.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -29,7 +32,8 @@ SPECS = (
     *("top10", "top10:bf16", "top10:q4:64", "same:bf16", "rand10"),
 )
 NUMBERS = 1 << 20
-"""Of the tensor: 4 MiB of float32."""
+"""Of the tensor: 4 MiB of float32, 2 MiB of bfloat16."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -44,27 +48,37 @@ class Subject:
 
 
 def speeds(args: argparse.Namespace) -> dict[str, Any]:
-    """{"rows": of every subject GB/s each way and together, bytes, the relative error, break-even Mbit/s}."""
+    """By dtype {"bytes", "rows": of every subject GB/s each way and together, bytes, error, break-even Mbit/s}."""
     side = 256 if args.smoke else int(NUMBERS**0.5)
-    x = torch.randn(side, side, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(side, side, generator=torch.Generator().manual_seed(0))
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {args.core} if args.core in before else before)
+    found: dict[str, Any] = {"torch": torch.__version__, "repeats": args.repeats, "machine": _machine()}
+    found["date"] = time.strftime("%Y-%m-%d")
     try:
-        rows = _measured(subjects(x), x, args.repeats)
+        for name, dtype in DTYPES.items():
+            x = values.to(dtype)
+            found[name] = {"bytes": x.nbytes, "rows": _measured(subjects(x), x, args.repeats)}
     finally:
         os.sched_setaffinity(0, before)
-    return {"bytes": x.nbytes, "torch": torch.__version__, "repeats": args.repeats, "rows": rows}
+    return found
+
+
+def _machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} cores of {names[0]}" if names else platform.processor()
 
 
 def subjects(x: Tensor) -> list[Subject]:
-    """Ours by both paths, then the rivals that are installed."""
+    """Ours, by torch operations too where they are float32, then the rivals that are installed."""
     listed = []
     for spec in SPECS:
         operator = parse(spec)
         assert isinstance(operator, Compressor)
         context = CompressorContext(key=1, indices=torch.arange(0, x.numel(), 10) if spec.startswith("same") else None)
         listed.append(_subject(spec, "native", operator.encode, operator.decode, context))
-        if hasattr(operator, "_encode_torch"):
+        if hasattr(operator, "_encode_torch") and x.dtype == torch.float32:
             listed.append(_subject(spec, "torch", operator._encode_torch, operator._decode_torch, context))  # type: ignore[attr-defined]
     return listed + rivals()
 
@@ -76,8 +90,15 @@ def _subject(
 
 
 def rivals() -> list[Subject]:
-    cast = Subject("torch bf16 cast", "rival", Tensor.bfloat16, lambda y, out: out.copy_(y), lambda y: y.nbytes)
-    listed = [cast, *(_per_tensor(bits) for bits in (8, 4))]
+    copies: list[tuple[str, Callable[[Tensor], Tensor]]] = [
+        ("memcpy: torch's clone, and copy_ back", Tensor.clone),
+        ("torch: cast to bfloat16", Tensor.bfloat16),
+        ("torch: cast to float8_e4m3fn", lambda x: x.to(torch.float8_e4m3fn)),
+    ]
+    listed = [
+        Subject(name, "rival", encode, lambda y, out: out.copy_(y), lambda y: y.nbytes) for name, encode in copies
+    ]
+    listed += [_per_tensor(bits) for bits in (8, 4)]
     if find_spec("bitsandbytes"):
         listed += _bitsandbytes()
     return listed
@@ -90,7 +111,7 @@ def _per_tensor(bits: int) -> Subject:
         lo, hi = (float(one) for one in torch.aminmax(x))
         step = max(hi - lo, 1e-30) / (2**bits - 1)
         zero = min(max(round(-lo / step), 0), 2**bits - 1)
-        codes = torch.quantize_per_tensor(x, step, zero, torch.quint8).int_repr()
+        codes = torch.quantize_per_tensor(x.float(), step, zero, torch.quint8).int_repr()
         if bits == 8:
             return codes, (step, zero)
         half = codes.view(2, -1).clamp_(max=15)
@@ -147,7 +168,7 @@ def _measured(found: list[Subject], x: Tensor, repeats: int) -> list[dict[str, A
                 if turn:
                     taken.setdefault((one.name, one.path), []).append(marks)
                 else:
-                    error = float((x - out).norm() / x.norm())
+                    error = float((x.float() - out.float()).norm() / x.float().norm())
                     rows[one.name, one.path] = {
                         "name": one.name,
                         "path": one.path,
@@ -160,15 +181,15 @@ def _measured(found: list[Subject], x: Tensor, repeats: int) -> list[dict[str, A
 
 
 def _figures(raw: int, wire: int, turns: list[list[tuple[float, float]]]) -> dict[str, float]:
-    """Wall times, and the CPU time of both ways together; from the clocks before, between and after."""
-    encode = median(between[0] - before[0] for before, between, _ in turns)
-    decode = median(after[0] - between[0] for _, between, after in turns)
-    cpu = median(after[1] - before[1] for before, _, after in turns)
+    """Processor times, and the wall time of both ways together; from the clocks before, between and after."""
+    encode = median(max(between[1] - before[1], 1e-9) for before, between, _ in turns)
+    decode = median(max(after[1] - between[1], 1e-9) for _, between, after in turns)
+    wall = median(after[0] - before[0] for before, _, after in turns)
     return {
         "encode": raw / encode / 1e9,
         "decode": raw / decode / 1e9,
         "both": raw / (encode + decode) / 1e9,
-        "cpu": raw / max(cpu, 1e-9) / 1e9,
+        "wall": raw / wall / 1e9,
         "break_even": 8 * (raw - wire) / (encode + decode) / 1e6,
     }
 

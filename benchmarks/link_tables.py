@@ -79,17 +79,25 @@ def show(figures: dict[str, Any], parts: list[str]) -> None:
 
 
 def _speed(found: dict[str, Any]) -> list[tuple[bool, str]]:
-    print(f"\n{found['bytes'] / 1e6:.1f} MB of float32, one core, GB/s; medians of {found['repeats']}\n")
-    head = ("", "path", "ratio", "error", "encode", "decode", "both", "both, CPU", "pays below Mbit/s")
-    rows = []
-    for row in found["rows"]:
-        figures = [f"{found['bytes'] / row['wire']:.2f}", f"{row['error']:.4f}"]
-        figures += [f"{row[key]:.2f}" for key in ("encode", "decode", "both", "cpu")]
-        rows.append((row["name"], row["path"], *figures, f"{row['break_even']:.0f}"))
-    _print(head, rows, texts=2)
-    native = {row["name"]: row["both"] for row in found["rows"] if row["path"] == "native"}
-    text = "encode + decode of {} on one core: {:.2f} GB/s (at least {:g})"
-    return [(native[name] >= LEAST, text.format(name, native[name], LEAST)) for name in SPEEDS if name in native]
+    """Prints a table as docs/wire.md has it, GB/s of tensor bytes; and what is promised of it."""
+    print(f"\n{found['machine']}, torch {found['torch']}, {found['date']}; medians of {found['repeats']} turns\n")
+    wide, narrow = (
+        {(row["name"], row["path"]): row for row in found[name]["rows"]} for name in ("float32", "bfloat16")
+    )
+    ways = "float32: encode | decode | both | bfloat16: encode | decode | both"
+    print(f"| | {ways} | torch ops: both | error | pays below |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for (name, path), row in wide.items():
+        if path == "torch":
+            continue
+        figures = [f"{row[key]:.2f}" for row in (row, narrow[name, path]) for key in ("encode", "decode", "both")]
+        by_torch = f"{wide[name, 'torch']['both']:.2f}" if (name, "torch") in wide else ""
+        cells = (f"`{name}`" if path == "native" else name, *figures, by_torch, f"{row['error']:.3f}")
+        limit = row["break_even"] / 1000
+        print("|", " | ".join(cells), f"| {limit:.{int(limit < 10)}f} Gbit/s |" if limit > 0 else "| |")
+    text = "encode + decode of {} on one core: {:.2f} GB/s of float32 (at least {:g})"
+    both = {name: row["both"] for (name, path), row in wide.items() if path == "native"}
+    return [(both[name] >= LEAST, text.format(name, both[name], LEAST)) for name in SPEEDS if name in both]
 
 
 def _steps(title: str, found: dict[str, Any]) -> list[tuple[bool, str]]:

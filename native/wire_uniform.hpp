@@ -17,47 +17,31 @@ inline size_t wire_plane_bytes(size_t count, unsigned bits) { return wire_tiles(
 
 constexpr uint64_t kLowBits = 0x0101010101010101;  // of the bytes of a word
 
-// One plane of one tile, and back: byte j holds the codes j, j + 8 width, ... from its low bits up.
+// One plane of one tile, and back: byte j holds the codes j, j + 8 width, ... from its low bits up. Eight bytes are one
+// word: what a shift brings over from the next byte is masked.
 template <unsigned width>
 ALWAYS_INLINE void pack_plane(const uint8_t* codes, unsigned shift, uint8_t* out) {
-    if constexpr (width == 1) {  // each eighth of the tile is a word
-        uint64_t all = 0;
-        for (unsigned i = 0; i < 8; ++i) {
-            uint64_t word;
-            std::memcpy(&word, codes + 8 * i, 8);
-            all |= (word >> shift & kLowBits) << i;
-        }
-        std::memcpy(out, &all, 8);
-        return;
+    constexpr uint64_t mask = kLowBits * ((1u << width) - 1);
+    uint64_t packed[width] = {};
+    for (unsigned i = 0; i < 8 / width; ++i) {
+        uint64_t words[width];
+        std::memcpy(words, codes + 8 * width * i, sizeof words);
+        for (unsigned j = 0; j < width; ++j) packed[j] |= (words[j] >> shift & mask) << (width * i);
     }
-    constexpr uint8_t mask = static_cast<uint8_t>((1u << width) - 1);
-    for (unsigned j = 0; j < 8 * width; ++j) {
-        unsigned byte = 0;
-        for (unsigned i = 0; i < 8 / width; ++i) byte |= (codes[j + 8 * width * i] >> shift & mask) << (width * i);
-        out[j] = static_cast<uint8_t>(byte);
-    }
+    std::memcpy(out, packed, sizeof packed);
 }
 
 template <unsigned width>
 ALWAYS_INLINE void unpack_plane(const uint8_t* data, unsigned shift, uint8_t* codes) {
-    if constexpr (width == 1) {
-        uint64_t all;
-        std::memcpy(&all, data, 8);
-        for (unsigned i = 0; i < 8; ++i) {
-            uint64_t word = 0;
-            if (shift != 0) std::memcpy(&word, codes + 8 * i, 8);
-            word |= (all >> i & kLowBits) << shift;
-            std::memcpy(codes + 8 * i, &word, 8);
-        }
-        return;
+    constexpr uint64_t mask = kLowBits * ((1u << width) - 1);
+    uint64_t packed[width];
+    std::memcpy(packed, data, sizeof packed);
+    for (unsigned i = 0; i < 8 / width; ++i) {
+        uint64_t words[width] = {};
+        if (shift != 0) std::memcpy(words, codes + 8 * width * i, sizeof words);
+        for (unsigned j = 0; j < width; ++j) words[j] |= (packed[j] >> (width * i) & mask) << shift;
+        std::memcpy(codes + 8 * width * i, words, sizeof words);
     }
-    constexpr uint8_t mask = static_cast<uint8_t>((1u << width) - 1);
-    for (unsigned i = 0; i < 8 / width; ++i)
-        for (unsigned j = 0; j < 8 * width; ++j) {
-            const auto code = static_cast<uint8_t>((data[j] >> (width * i) & mask) << shift);
-            uint8_t& out = codes[j + 8 * width * i];
-            out = shift == 0 ? code : static_cast<uint8_t>(out | code);
-        }
 }
 
 template <unsigned width>
