@@ -191,7 +191,7 @@ def test_a_snapshot_is_not_changed_by_later_steps() -> None:
 
 def test_a_snapshot_reuses_the_memory_of_an_earlier_one() -> None:
     first = snapshot(flatten({"w": torch.ones(5), "b": torch.ones(2)}))
-    second = snapshot(flatten({"w": torch.zeros(5), "b": torch.zeros(3)}), reuse=first)
+    second = snapshot(flatten({"w": torch.zeros(5), "b": torch.zeros(3)}), reuse=first.tensors)
     assert second.tensors["w"].data_ptr() == first.tensors["w"].data_ptr()
     assert second.tensors["b"].tolist() == [0, 0, 0]
     assert second.tensors["w"].sum() == 0

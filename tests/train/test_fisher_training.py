@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.storage import MemoryStorage, Storage
 from shrinkpoint.store import SaveReport
+from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.train import GradientRecorder
 
 WARM = 60
@@ -237,6 +239,33 @@ def test_a_scheme_that_measures_nothing_plans_beside_the_loop_with_what_was_reco
             scheme.released.set()
         written.append(payload(storage, 1))
     assert written[0] == written[1]
+
+
+class WatchedFisher(sp.Fisher):
+    """Notes where the states lie that it plans for."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.addresses: list[dict[str, int]] = []
+
+    def plan(self, state: FlatState, *arguments: Any, **keywords: Any) -> Any:
+        self.addresses.append({name: tensor.data_ptr() for name, tensor in state.tensors.items()})
+        return super().plan(state, *arguments, **keywords)
+
+
+def test_in_the_background_a_copy_of_what_is_on_lattices_reuses_the_memory_of_the_last():
+    run, scheme = Run(steps=20), WatchedFisher(relative_error=0.1)
+    with sp.CheckpointManager(MemoryStorage(), scheme=scheme, background=True) as manager:
+        for step in range(4):
+            manager.save(step, rng=False, **run.steps(2).parts)
+            manager.wait()
+        reference = manager.store.reference
+    first, *later = scheme.addresses
+    coded = {name for name in first if reference.lattice_source(name) is not None}
+    exact = {name for name in first if reference.tensors[name].numel()} - coded
+    assert coded and exact
+    assert all(addresses[name] == first[name] for addresses in later for name in coded)
+    assert all(before[name] != after[name] for before, after in pairwise(scheme.addresses) for name in exact)
 
 
 def test_a_warning_from_beside_the_loop_names_the_line_that_saved():

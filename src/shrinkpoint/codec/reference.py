@@ -96,6 +96,18 @@ class Reference:
         """Return the codes that a tensor's values are made from; None if there are none."""
         return lattice_source(self.tensors, name)
 
+    def data_addresses(self) -> set[int]:
+        """Return the addresses of all values that are held, as `Tensor.data_ptr` gives them."""
+        originals = self.originals
+        held = [*as_decoded(self.tensors).held_tensors().values()]
+        if isinstance(originals, DecodedTensors):
+            held += originals.held_tensors().values()
+        else:
+            held += (
+                original.values if isinstance(original, RowSample) else original for original in originals.values()
+            )
+        return {tensor.data_ptr() for tensor in held}
+
     @property
     def codebook_tensors(self) -> dict[str, CodebookTensor]:
         """The quantized tensors that are codebook tensors, by name."""

@@ -44,15 +44,15 @@ class FlatState:
         return all(tensor.device.type == "cpu" for tensor in self.tensors.values())
 
 
-def snapshot(state: FlatState, *, reuse: FlatState | None = None) -> FlatState:
+def snapshot(state: FlatState, *, reuse: Mapping[str, torch.Tensor] | None = None) -> FlatState:
     """Copy a state: every tensor gets contiguous CPU memory of its own.
 
     Args:
         state: tensors on any device.
-        reuse: an earlier snapshot that is no longer needed; its memory is overwritten where name, shape and dtype
-            agree, which saves the page faults of new memory.
+        reuse: tensors of earlier snapshots that are no longer needed; their memory is overwritten where name, shape
+            and dtype agree, which saves the page faults of new memory.
     """
-    old = {} if reuse is None else reuse.tensors
+    old = reuse or {}
     arena = Arena()
     copies: dict[str, torch.Tensor] = {}
     with torch.no_grad():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from shrinkpoint import validate
+from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import StorageError, find_user_line, warn_at
 from shrinkpoint.schemes.base import Resumable, Scheme
 from shrinkpoint.schemes.registry import get_scheme
@@ -31,8 +32,9 @@ WriteState: TypeAlias = Callable[[FlatState, bool], SaveReport]
 class BackgroundSaver:
     """Base class of what saves a training loop's states, at once or in the background, one at a time.
 
-    A state that is written in the background or is not in host memory is copied first, and the writer keeps the copy
-    as the reference of the next delta. The memory of the copy before that is reused by the next one.
+    A state that is written in the background or is not in host memory is copied first. What the writer holds of the
+    copy, as the reference of the next delta, is kept; the memory of the rest, and of the copy before, is reused by the
+    next one.
 
     Args:
         scheme: "lossless", or a scheme with settings.
@@ -51,8 +53,8 @@ class BackgroundSaver:
         self._worker = BackgroundWorker()
         self._last_report: SaveReport | None = None
         self._lossy_restores = 0  # behind the state that is being trained
-        self._reference_snapshot: FlatState | None = None  # what the writer keeps as its reference
-        self._free_snapshot: FlatState | None = None  # the one before it, whose memory is free
+        self._held_copies: dict[str, torch.Tensor] = {}  # which the writer holds as its reference
+        self._free_copies: dict[str, torch.Tensor] = {}  # whose memory is free
 
     def __enter__(self) -> Self:
         return self
@@ -112,8 +114,9 @@ class BackgroundSaver:
         """Write a state, which the caller may change afterwards; `after` is then called in the thread that wrote it."""
         if not self._background and state.is_on_cpu:
             return self._write_state(state, write, after, adopt=False)
-        spare, self._free_snapshot = self._free_snapshot, None
-        copy = snapshot(state, reuse=spare)
+        free, self._free_copies = self._free_copies, {}
+        copy = snapshot(state, reuse=free)
+        del free  # what was not reused
         if not self._background:
             return self._write_state(copy, write, after, adopt=True)
         user_line = find_user_line()
@@ -133,7 +136,11 @@ class BackgroundSaver:
 
     def _drop_snapshots(self) -> None:
         """Free the memory of the copies; the writer must not use them any more."""
-        self._reference_snapshot, self._free_snapshot = None, None
+        self._held_copies, self._free_copies = {}, {}
+
+    def _last_reference(self) -> Reference | None:
+        """What the writer holds of the last checkpoint; None: nothing."""
+        raise NotImplementedError
 
     def _release(self) -> None:
         """Let go of what a subclass holds beside the copies."""
@@ -143,11 +150,15 @@ class BackgroundSaver:
     def _write_state(
         self, state: FlatState, write: WriteState, after: Callable[[], object], *, adopt: bool
     ) -> SaveReport:
-        # If writing fails, either snapshot may be the writer's reference: neither is reused then.
-        previous, self._reference_snapshot = self._reference_snapshot, None
+        # If writing fails, either copy may be the writer's reference: neither is reused then.
+        previous, self._held_copies = self._held_copies, {}
         report = write(state, adopt)
         if adopt:
-            self._reference_snapshot, self._free_snapshot = state, previous
+            reference = self._last_reference()
+            held = set() if reference is None else reference.data_addresses()
+            self._held_copies = {name: copy for name, copy in state.tensors.items() if copy.data_ptr() in held}
+            copies = previous | {name: copy for name, copy in state.tensors.items() if name not in self._held_copies}
+            self._free_copies = {name: copy for name, copy in copies.items() if copy.data_ptr() not in held}
         self._last_report = report
         after()
         return report

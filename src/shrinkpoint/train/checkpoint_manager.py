@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import MismatchError, PolicyError, warn_user
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
 from shrinkpoint.storage import Storage
@@ -24,8 +25,9 @@ from shrinkpoint.train.state_dicts import as_floats, mark_parameters
 class CheckpointManager(BackgroundSaver):
     """Saves a training loop's state into a store, and restores the loop from it.
 
-    Memory on the host, beyond the loop's own: one state, the reference of the next delta; with `background`, or a
-    state that is not on the CPU, a second one, the snapshot that is being written.
+    Memory on the host, beyond the loop's own: the reference of the next delta, one state, but a byte a value of what is
+    on lattices (the scheme `fisher`). With `background`, or a state that is not on the CPU, one state more: the
+    snapshot that is being written, whose memory the next one takes.
 
     Args:
         where: a directory, which need not exist yet, or a storage.
@@ -174,6 +176,9 @@ class CheckpointManager(BackgroundSaver):
         self._resume_from(checkpoint.manifest)
         seconds, extra = time.perf_counter() - start, checkpoint.state.get("extra")
         return RestoreResult.from_manifest(checkpoint.manifest, seconds, extra=extra, skipped=checkpoint.skipped)
+
+    def _last_reference(self) -> Reference | None:
+        return self.store.reference
 
     def _release(self) -> None:
         self._is_locked = False

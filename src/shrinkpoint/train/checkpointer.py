@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakSet
 
 from shrinkpoint import validate
+from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import MismatchError, ShrinkpointError, StorageError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.storage import local_path, storage_error
@@ -55,8 +56,9 @@ class SaveOptions:
 class Checkpointer(BackgroundSaver):
     """Saves the states of one run into directories, each a delta that needs no other directory to be read.
 
-    Memory on the host, beyond the loop's own: one state, the reference of the next delta; with `background`, or a
-    state that is not on the CPU, a second one, the snapshot that is being written.
+    Memory on the host, beyond the loop's own: the reference of the next delta, one state, but a byte a value of what is
+    on lattices (the scheme `fisher`). With `background`, or a state that is not on the CPU, one state more: the
+    snapshot that is being written, whose memory the next one takes.
 
     Args:
         scheme: "lossless", or a scheme with settings.
@@ -189,6 +191,9 @@ class Checkpointer(BackgroundSaver):
             return
         except OSError as error:
             raise storage_error(str(path), "deleting", error) from error
+
+    def _last_reference(self) -> Reference | None:
+        return self._delta_writer.last_reference
 
     def _release(self) -> None:
         self._delta_writer.drop()
