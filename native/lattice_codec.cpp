@@ -5,9 +5,9 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <stdexcept>
 
+#include "buffer.hpp"
 #include "lattice_cells.hpp"
 #include "simd.hpp"
 #include "tiles.hpp"
@@ -141,7 +141,8 @@ void by_turns(uint64_t count, unsigned threads, Work work, Turn turn) {
     Turns turns;
     parallel(chunk_count(count, kTurn), threads, [&](WorkQueue& indices) {
         const ScopedFpEnvironment floats;
-        const std::unique_ptr<Scratch> scratch(new Scratch);
+        std::vector<Scratch, UninitializedAllocator<Scratch>> memory(1);  // of the pool: its pages have been touched
+        Scratch* const scratch = memory.data();
         for (size_t index; indices.take(index);) {
             try {
                 const Span piece = span_of(index, count, kTurn, kTurn);

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.lattice_records import lattice_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native.test_lattice import SHAPES, lattice
 from torch import Tensor
 
 from shrinkpoint import _native
@@ -19,6 +19,8 @@ from shrinkpoint.codec.lattice import MAX_LATTICE_CODE, ZERO_CODE, Lattice, Latt
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
 several = settings(deadline=None, max_examples=150)
+SHAPES = [(1, 0), (1, 1), (1, 9), (9, 1), (3, 5), (1, 3000), (3000, 1), (5, 700), (700, 5)]
+"""No values, one, a row, a column, matrices; within a tile and beyond one."""
 
 
 @dataclass(frozen=True)
@@ -107,23 +109,24 @@ def points(random: np.random.Generator, grid: Lattice, shape: tuple[int, int], m
 def make(law: str, shape: tuple[int, int], random: int, *, same: bool, most: int = 3, spread: int = 20) -> Pair:
     generator = np.random.default_rng(random)
     seed = 0 if law == "log" else int(generator.integers(0, 3)) * 77
-    grid = lattice(generator, law, shape, seed=seed, step=int(generator.integers(1, 60)), spread=spread)
+    options = {"at": -40, "spread": spread, "random": random}
+    grid = lattice_of(law, shape, seed=seed, step=int(generator.integers(1, 60)), **options)
     parent_law = "linear" if law == "relative" else law
-    other = lattice(generator, parent_law, shape, seed=5 * (law != "log"), step=24, spread=spread)
+    other = lattice_of(parent_law, shape, seed=5, step=24, **(options | {"random": random + 1}))
     tensor = points(generator, grid, shape, most)
     moved = torch.from_numpy(generator.integers(-1, 2, shape).astype(np.int16))
     codes = (tensor.codes.to(torch.int16) + moved).clamp(-MAX_LATTICE_CODE, MAX_LATTICE_CODE)
     parent = LatticeTensor(codes, grid) if same and law != "relative" else points(generator, other, shape, most)
     second = None
     if law == "relative":
-        second = points(generator, lattice(generator, "log", shape, step=24, spread=spread), shape, 5)
+        second = points(generator, lattice_of("log", shape, step=24, **options), shape, 5)
     return Pair(tensor, parent, second)
 
 
 @several
 @given(
     st.sampled_from(["linear", "relative", "log"]),
-    st.sampled_from([shape for shape in SHAPES if shape != (0, 4)]),
+    st.sampled_from(SHAPES),
     st.integers(0, 1 << 32),
     st.booleans(),
     st.sampled_from([0, 3, 200, MAX_LATTICE_CODE]),

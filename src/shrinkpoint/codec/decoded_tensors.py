@@ -60,6 +60,10 @@ class DecodedTensors(Mapping[str, Tensor]):
         self._sources.update(sources._sources if isinstance(sources, DecodedTensors) else sources)
         self.names.extend(sources)
 
+    def skip(self, names: Iterable[str]) -> None:
+        """Number the tensors of the next record, which nobody needs."""
+        self.names.extend(names)
+
     def __getitem__(self, name: str) -> Tensor:
         source = self._sources[name]
         if isinstance(source, Tensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from typing import ParamSpec, TypeVar
@@ -13,7 +13,7 @@ from shrinkpoint.codec.decoded_tensors import DecodedTensors
 from shrinkpoint.codec.recipe import max_ordinal
 from shrinkpoint.codec.record import decode
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
-from shrinkpoint.tensors.info import JSON, EncodedRecord
+from shrinkpoint.tensors.info import JSON, EncodedRecord, TensorInfo
 from shrinkpoint.tensors.memory import Arena
 
 T = TypeVar("T")
@@ -106,7 +106,7 @@ def decode_all(
     *,
     where: str = "file",
     threads: int | None = None,
-    with_values: bool = True,
+    needed: Collection[int] | None = None,
 ) -> Reference:
     """Decode all records of a file: its tensors by name, in the order of the records, and their quantized forms.
 
@@ -116,7 +116,8 @@ def decode_all(
         reference: the decoded parent, if the file is a delta.
         where: the file, for messages.
         threads: number of threads; None: one per core.
-        with_values: as `decode` takes it.
+        needed: indices of the records to decode, and of what is on lattices codes alone; the others are only read, so
+            that `read` can verify them. None: decode all of them, with all values.
 
     Raises:
         FormatError: the bytes are damaged.
@@ -127,16 +128,19 @@ def decode_all(
     workers = default_threads(threads)
     arena = Arena()
 
-    def decode_record(index: int, native_threads: int) -> Reference:
+    def decode_record(index: int, native_threads: int) -> Reference | Sequence[TensorInfo]:
+        encoded = read(index)
+        if needed is not None and index not in needed:
+            return encoded.infos
         return decode(
-            read(index),
+            encoded,
             decoded,
             reference,
             quantized=quantized,
             where=where,
             allocate=arena.allocate,
             threads=native_threads,
-            with_values=with_values,
+            with_values=needed is None,
         )
 
     with ThreadPoolExecutor(workers) as pool:
@@ -144,18 +148,21 @@ def decode_all(
             # The list is complete before anything is added, because the workers read `decoded`.
             sizes = [recipes[index][2] for index in indices]
             for result in _map_largest_first(pool, decode_record, indices, sizes, workers):
-                decoded.add(result.tensors)
-                quantized.update(result.quantized)
+                if isinstance(result, Reference):
+                    decoded.add(result.tensors)
+                    quantized.update(result.quantized)
+                else:
+                    decoded.skip(info.name for info in result)
     return Reference(decoded, quantized)
 
 
 def _map_largest_first(
     pool: ThreadPoolExecutor,
-    decode_record: Callable[[int, int], Reference],
+    decode_record: Callable[[int, int], T],
     indices: Sequence[int],
     sizes: Sequence[int],
     workers: int,
-) -> Iterable[Reference]:
+) -> Iterable[T]:
     """The records in order; the largest is begun first, so that all threads end at about the same time.
 
     Records that have not been started are cancelled when one fails.
@@ -164,7 +171,7 @@ def _map_largest_first(
         return (decode_record(index, 1) for index in indices)
     order = sorted(range(len(indices)), key=lambda position: -sizes[position])
     counts = native_threads([sizes[position] for position in order], workers)
-    futures: dict[int, Future[Reference]] = {}
+    futures: dict[int, Future[T]] = {}
     try:
         for position, count in zip(order, counts, strict=True):
             futures[position] = submit_or_run(pool, decode_record, indices[position], count)

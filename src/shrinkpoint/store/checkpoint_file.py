@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -309,9 +309,19 @@ def read_file(
 
 
 def decode_records(
-    reader: FileReader, reference: Reference | None, *, threads: int | None = None, allowance: Allowance | None = None
+    reader: FileReader,
+    reference: Reference | None,
+    *,
+    threads: int | None = None,
+    allowance: Allowance | None = None,
+    records: Collection[int] | None = None,
 ) -> DecodedFile:
-    """Decode a file whose header has been read; raises as `read_file` does."""
+    """Decode a file whose header has been read; raises as `read_file` does.
+
+    Args:
+        records: decode these alone, and no values of what is on lattices; of the others, only the stored bytes are
+            compared with their digests. None: decode all.
+    """
     allowance = allowance or Allowance()
     workers = default_threads(threads)
     with read_guard(reader.where):
@@ -319,7 +329,7 @@ def decode_records(
         recipes = [(head.recipe, len(head.infos), sum(info.nbytes for info in head.infos)) for head in heads]
         allowance.admit(reader.where, reader.size, sum(nbytes for _, _, nbytes in recipes))
         read = partial(_read, reader)
-        decoded = decode_all(recipes, read, reference, where=reader.where, threads=workers)
+        decoded = decode_all(recipes, read, reference, where=reader.where, threads=workers, needed=records)
         return DecodedFile(reader.tree, decoded, allowance.max_copy_bytes)
 
 

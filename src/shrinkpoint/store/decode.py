@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.errors import NotFoundError
+from shrinkpoint.errors import NotFoundError, ShrinkpointError
 from shrinkpoint.storage import Storage
 from shrinkpoint.store.chain import ChainFile, chain_links, directory_chain, store_chain
 from shrinkpoint.store.checkpoint_file import Allowance, DecodedFile, decode_records
 from shrinkpoint.store.directory import read_directory_manifest
 from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.needed_records import needed_records
 
 
 def decode_chain(
     chain: Iterable[ChainFile], *, threads: int | None = None, max_bytes: int | None = None
 ) -> DecodedFile:
     """Decode the last file of a chain; at most two states are in memory at a time.
+
+    Of the files before, only the records are decoded that the last one needs, and only to codes of what is on lattices;
+    all other bytes are compared with their digests. The digests of the last file's values show whether all of this went
+    well. If not, every file is decoded whole, and the first one with an error is named.
 
     Args:
         chain: keyframe first; from `store_chain`, `directory_chain` or `file_chain`.
@@ -30,10 +36,31 @@ def decode_chain(
         FormatError: bytes are at fault.
         StorageError: reading failed.
     """
+    files = tuple(chain)
+    if len(files) > 1:
+        with suppress(ShrinkpointError):
+            return _decode_last(files, threads, max_bytes)
     decoded: DecodedFile | None = None
-    for _, content in iter_chain(chain, threads=threads, max_bytes=max_bytes):
+    for _, content in iter_chain(files, threads=threads, max_bytes=max_bytes):
         decoded = content
     assert decoded is not None
+    return decoded
+
+
+def _decode_last(files: Sequence[ChainFile], threads: int | None, max_bytes: int | None) -> DecodedFile:
+    needed: list[frozenset[int] | None] = [None]
+    names: frozenset[str] | None = None
+    for file in reversed(files):
+        indices, names = file.read(partial(needed_records, names=names))
+        needed.append(indices)
+    reference: Reference | None = None
+    allowance = Allowance(max_bytes)
+    for file, records in zip(files, [*reversed(needed[2:]), None], strict=True):
+        decode_file = partial(
+            decode_records, reference=reference, threads=threads, allowance=allowance, records=records
+        )
+        decoded = file.read(decode_file)
+        reference = decoded.reference
     return decoded
 
 

@@ -1,0 +1,133 @@
+"""A chain is decoded as far as its last file needs; where that fails, the error names the file at fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.strategies import difference
+from torch import nn
+
+from shrinkpoint import Fisher, Store
+from shrinkpoint.codec import record
+from shrinkpoint.errors import ChainError, CorruptError, ShrinkpointError
+from shrinkpoint.storage import LocalStorage, MemoryStorage
+from shrinkpoint.store import decode
+from shrinkpoint.store.chain import store_chain
+from shrinkpoint.store.needed_records import needed_records
+from shrinkpoint.tensors.flat_state import flatten
+
+
+def trained_chain(storage: Any, saves: int = 5, scheme: Any = None) -> list[dict[str, Any]]:
+    """Saves a run of Adam; the states as a reader of each file alone decodes them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    store, scheme = Store(storage), scheme or Fisher(relative_error=0.3)
+    with store:
+        for step in range(saves):
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.randn(16, 40)).square().mean().backward()
+                optimizer.step()
+            store.save(step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, scheme=scheme)
+    manifest = store.manifest()
+    contents = decode.iter_chain(store_chain(storage, manifest))
+    return [
+        dict(sorted((name, tensor.clone()) for name, tensor in file.reference.tensors.items())) for _, file in contents
+    ]
+
+
+def loaded(storage: Any, step: int | None = None) -> dict[str, torch.Tensor]:
+    return dict(sorted(flatten(Store(storage).load(step, keep=False)).tensors.items()))
+
+
+@pytest.mark.parametrize("scheme", ["fisher(relative_error=.3)", "lossless", "excp", "lc-checkpoint"])
+def test_a_chain_decodes_to_what_its_files_decode_to_one_by_one(scheme: str) -> None:
+    storage = MemoryStorage()
+    for step, expected in enumerate(trained_chain(storage, scheme=scheme)):
+        assert difference(loaded(storage, step), expected) is None
+
+
+def test_tensors_that_are_coded_anew_in_every_file_are_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, counts = MemoryStorage(), dict[str, int]()
+    trained_chain(storage)
+    original = record.decode
+
+    def counted(encoded: Any, *args: Any, **kwargs: Any) -> Any:
+        for info in encoded.infos:
+            counts[info.name] = counts.get(info.name, 0) + 1
+        return original(encoded, *args, **kwargs)
+
+    monkeypatch.setattr("shrinkpoint.codec.parallel.decode", counted)
+    loaded(storage)
+    firsts = [count for name, count in counts.items() if name.endswith("exp_avg")]
+    weights = [count for name, count in counts.items() if name.startswith("model/")]
+    assert firsts and set(firsts) == {1}
+    assert max(weights) == 5
+
+
+def test_needed_records_are_those_that_needed_ones_are_made_from() -> None:
+    storage = MemoryStorage()
+    trained_chain(storage, saves=2)
+    first, last = store_chain(storage, Store(storage).manifest())
+
+    def names_of(file: Any, names: Any) -> tuple[set[str], set[str]]:
+        def names_in(reader: Any) -> tuple[set[str], set[str]]:
+            indices, parents = needed_records(reader, names)
+            return {info.name for index in indices for info in reader.records[index].infos}, set(parents)
+
+        return file.read(names_in)  # type: ignore[no-any-return]
+
+    everything, parents = names_of(last, None)
+    assert {name for name in everything if name.endswith("exp_avg")} and not any(
+        name.endswith("exp_avg") for name in parents
+    )
+    assert names_of(first, parents)[0] >= parents
+    assert names_of(last, set()) == (set(), set()) == names_of(first, {"no such tensor"})
+    own, _ = names_of(first, {name for name in everything if name.endswith("exp_avg")})
+    assert {name for name in own if name.endswith("exp_avg_sq")}  # which first moments are relative to
+
+
+def payloads(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*/rank-*.safetensors"))
+
+
+def test_damage_of_any_file_is_found_also_where_no_record_is_needed(tmp_path: Path) -> None:
+    trained_chain(LocalStorage(tmp_path), saves=4)
+    for path in payloads(tmp_path):
+        data = path.read_bytes()
+        header = 8 + int.from_bytes(data[:8], "little")
+        for place in range(header, len(data), max(1, (len(data) - header) // 24)):
+            damaged = bytearray(data)
+            damaged[place] ^= 1
+            with path.open("r+b") as file:  # of all its hard links
+                file.write(damaged)
+            with pytest.raises(ShrinkpointError) as error:
+                loaded(LocalStorage(tmp_path), 3)
+            assert path.parent.name in str(error.value) or path.name in str(error.value) or "bases" in str(error.value)
+        with path.open("r+b") as file:
+            file.write(data)
+    loaded(LocalStorage(tmp_path), 3)
+
+
+def test_a_file_that_decodes_to_other_values_than_it_says_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = MemoryStorage()
+    trained_chain(storage, saves=3)
+    original = decode.decode_records
+    files: list[str] = []
+
+    def broken(reader: Any, *args: Any, records: Any = None, **kwargs: Any) -> Any:
+        files.append(reader.where)
+        if records is None and len(files) <= 3:  # the end of the quick way
+            raise CorruptError(reader.where, found="decoded values with digest 0", expected="others")
+        if len(files) >= 5:
+            raise ChainError(reader.where, found="a base with digest 0", expected="another", do="give the right one")
+        return original(reader, *args, records=records, **kwargs)
+
+    monkeypatch.setattr(decode, "decode_records", broken)
+    with pytest.raises(ChainError) as error:
+        loaded(storage)
+    assert error.value.where == files[1] == files[4]
