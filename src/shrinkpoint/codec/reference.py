@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
@@ -18,6 +19,7 @@ from shrinkpoint.codec.decoded_tensors import (
     tensor_rows,
 )
 from shrinkpoint.codec.lattice import LatticeTensor, as_matrix
+from shrinkpoint.tensors.dtypes import empty
 
 QuantizedTensor: TypeAlias = CodebookTensor | LatticeTensor
 """A quantized tensor: codes with the codebook or lattice that they index."""
@@ -39,6 +41,12 @@ class RowSample(NamedTuple):
     rows: slice
     values: Tensor
 
+    @classmethod
+    def from_tensor(cls, tensor: Tensor, rows: slice | None = None) -> RowSample:
+        """Copy rows of a tensor to host memory; None: as many as `sampled_rows` says."""
+        rows = sampled_rows(tensor.numel()) if rows is None else rows
+        return cls(tuple(tensor.shape), rows, as_matrix(tensor.detach())[rows].to("cpu", copy=True))
+
 
 def sampled_rows(numel: int) -> slice:
     """Return the rows of a tensor of so many values that are sampled: every n-th."""
@@ -48,6 +56,21 @@ def sampled_rows(numel: int) -> slice:
 def names_by_ordinal(tensors: Mapping[str, Tensor]) -> Sequence[str]:
     """Return the names of the file's earlier tensors in order, indexed by ordinal."""
     return tensors.names if isinstance(tensors, DecodedTensors) else list(tensors)
+
+
+def to_host(tensors: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
+    """Copy quantized tensors to host memory, by name; codes on CUDA devices through pinned memory, and all at once."""
+    out, is_pending = dict[str, QuantizedTensor](), False
+    for name, tensor in tensors.items():
+        if isinstance(tensor, LatticeTensor) and tensor.codes.is_cuda:
+            codes = empty(tuple(tensor.codes.shape), tensor.codes.dtype, pin=True)
+            codes.copy_(tensor.codes, non_blocking=True)
+            out[name], is_pending = replace(tensor, codes=codes), True
+        else:
+            out[name] = tensor.cpu()
+    if is_pending:
+        torch.cuda.synchronize()
+    return out
 
 
 @dataclass(frozen=True)

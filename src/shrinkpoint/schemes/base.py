@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from torch import Tensor
 
 from shrinkpoint import validate
-from shrinkpoint.codec.reference import QuantizedTensor, Reference
+from shrinkpoint.codec.reference import QuantizedTensor, Reference, RowSample
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON, EncodedRecord
 
@@ -28,6 +28,7 @@ class QuantizedState:
         exact: why tensors of floats stay exact, by name, where a scheme loses something of others.
         sampled_rows: rows of the quantized weights on which progress is measured, by name; without an entry, of which
             there are enough.
+        samples: rows of quantized weights as they were before, by name, where the state that was quantized lacks them.
         keyframe: no delta must be made of it, although there is a checkpoint for one to stand on.
     """
 
@@ -37,6 +38,7 @@ class QuantizedState:
     keyframe: bool = False
     exact: Mapping[str, str] = field(default_factory=dict, repr=False)
     sampled_rows: Mapping[str, slice] = field(default_factory=dict, repr=False)
+    samples: Mapping[str, RowSample] = field(default_factory=dict, repr=False)
 
 
 class Scheme(Protocol):

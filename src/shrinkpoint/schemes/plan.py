@@ -12,13 +12,13 @@ from shrinkpoint.codec.code_streams import CODERS
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.decoded_tensors import CastSource, DecodedTensors, LatticeSource, TensorSource
 from shrinkpoint.codec.lattice import LatticeTensor
-from shrinkpoint.codec.reference import QuantizedTensor, Reference
+from shrinkpoint.codec.reference import QuantizedTensor, Reference, RowSample
 from shrinkpoint.schemes import optimizer_state
 from shrinkpoint.schemes.base import QuantizedState
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
 from shrinkpoint.schemes.select import exact_reasons
 from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.info import JSON
+from shrinkpoint.tensors.info import JSON, Role
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class QuantizationPlan(RecordEncodingMixin):
         coders: coders that codes may be coded with.
         loss: for the manifest: what was tried, measured and chosen.
         keyframe: see `QuantizedState`.
-        sampled_rows: see `QuantizedState`.
+        sampled_rows, samples: see `QuantizedState`.
         min_size: how many values and axes a quantized weight has at least; None if this rank lacks parts of the state,
             and so cannot tell why tensors stay exact.
     """
@@ -46,6 +46,7 @@ class QuantizationPlan(RecordEncodingMixin):
     loss: JSON = None
     keyframe: bool = False
     sampled_rows: Mapping[str, slice] = field(default_factory=dict, repr=False)
+    samples: Mapping[str, RowSample] = field(default_factory=dict, repr=False)
     min_size: tuple[int, int] | None = None
 
     @torch.no_grad()
@@ -72,7 +73,24 @@ class QuantizationPlan(RecordEncodingMixin):
             self.keyframe,
             exact,
             self.sampled_rows,
+            self.samples,
         )
+
+    @property
+    def replaced_names(self) -> frozenset[str]:
+        """Names of tensors of which a state that is quantized needs only shape and dtype: codes say the rest."""
+        on_lattices = {name for name, quantized in self.quantized.items() if isinstance(quantized, LatticeTensor)}
+        return frozenset(on_lattices | {name for name, source in self.cast_sources.items() if source in on_lattices})
+
+    @torch.no_grad()
+    def with_samples(self, state: FlatState) -> QuantizationPlan:
+        """The same plan with the rows of weights on which progress is measured, copied from the state of the plan."""
+        samples = {
+            name: RowSample.from_tensor(state.tensors[name], self.sampled_rows.get(name))
+            for name in self.replaced_names & self.quantized.keys()
+            if state.infos[name].role not in (Role.MOMENT1, Role.MOMENT2)
+        }
+        return replace(self, samples=samples)
 
     @property
     def _nonfinite(self) -> list[str]:

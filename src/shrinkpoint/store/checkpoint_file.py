@@ -13,9 +13,8 @@ import torch
 
 from shrinkpoint.codec.coder import default_threads
 from shrinkpoint.codec.decoded_tensors import lattice_source
-from shrinkpoint.codec.lattice import as_matrix
 from shrinkpoint.codec.parallel import decode_all
-from shrinkpoint.codec.reference import QuantizedTensor, Reference, RowSample, sampled_rows
+from shrinkpoint.codec.reference import QuantizedTensor, Reference, RowSample
 from shrinkpoint.container import FileReader, FileWriter
 from shrinkpoint.errors import CorruptError, PolicyError
 from shrinkpoint.guard import read_guard
@@ -206,13 +205,12 @@ def _sample_weights(
     originals: Mapping[str, torch.Tensor], quantized: QuantizedState, codes: Mapping[str, QuantizedTensor]
 ) -> dict[str, RowSample]:
     """Copies of some rows of each quantized weight, as it was before."""
-    infos, samples = quantized.state.infos, {}
-    for name in codes:
-        if infos[name].role not in (Role.MOMENT1, Role.MOMENT2):
-            rows = quantized.sampled_rows.get(name, sampled_rows(infos[name].numel))
-            values = as_matrix(originals[name].detach())[rows]
-            samples[name] = RowSample(infos[name].shape, rows, values.to("cpu", copy=True))
-    return samples
+    infos = quantized.state.infos
+    return {
+        name: quantized.samples.get(name) or RowSample.from_tensor(originals[name], quantized.sampled_rows.get(name))
+        for name in codes
+        if infos[name].role not in (Role.MOMENT1, Role.MOMENT2)
+    }
 
 
 def _count_roles(roles: dict[str, RoleBytes], encoded: EncodedRecord, stored: int) -> None:

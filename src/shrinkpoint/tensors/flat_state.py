@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,20 +44,29 @@ class FlatState:
         return all(tensor.device.type == "cpu" for tensor in self.tensors.values())
 
 
-def snapshot(state: FlatState, *, reuse: Mapping[str, torch.Tensor] | None = None) -> FlatState:
+def snapshot(
+    state: FlatState,
+    *,
+    reuse: Mapping[str, torch.Tensor] | None = None,
+    without: Collection[str] = frozenset(),
+) -> FlatState:
     """Copy a state: every tensor gets contiguous CPU memory of its own.
 
     Args:
         state: tensors on any device.
         reuse: tensors of earlier snapshots that are no longer needed; their memory is overwritten where name, shape
             and dtype agree, which saves the page faults of new memory.
+        without: names of tensors whose values nobody needs; the copy has their shapes and dtypes only.
     """
     old = reuse or {}
     arena = Arena()
     copies: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for name, tensor in state.tensors.items():
-            copies[name] = copy_tensor(tensor, old.get(name), arena)
+            if name in without:
+                copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            else:
+                copies[name] = copy_tensor(tensor, old.get(name), arena)
     if any(tensor.is_cuda for tensor in state.tensors.values()):
         torch.cuda.synchronize()  # copies to pinned memory are asynchronous
     return replace(state, tensors=copies)
@@ -66,7 +75,7 @@ def snapshot(state: FlatState, *, reuse: Mapping[str, torch.Tensor] | None = Non
 def copy_tensor(tensor: torch.Tensor, target: torch.Tensor | None, arena: Arena) -> torch.Tensor:
     """Copy a tensor to contiguous CPU memory: `target` if shape and dtype agree, else new memory."""
     shape = tuple(tensor.shape)
-    if target is None or target.dtype != tensor.dtype or tuple(target.shape) != shape:
+    if target is None or target.is_meta or target.dtype != tensor.dtype or tuple(target.shape) != shape:
         if tensor.is_cuda or tensor.numel() == 0:
             target = empty(shape, tensor.dtype, pin=tensor.is_cuda)
         else:

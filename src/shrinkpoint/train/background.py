@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -32,9 +32,9 @@ WriteState: TypeAlias = Callable[[FlatState, bool], SaveReport]
 class BackgroundSaver:
     """Base class of what saves a training loop's states, at once or in the background, one at a time.
 
-    A state that is written in the background or is not in host memory is copied first. What the writer holds of the
-    copy, as the reference of the next delta, is kept; the memory of the rest, and of the copy before, is reused by the
-    next one.
+    A state that is written in the background or is not in host memory is copied first, but for values whose codes have
+    been planned already. What the writer holds of the copy, as the reference of the next delta, is kept; the memory of
+    the rest, and of the copy before, is reused by the next one.
 
     Args:
         scheme: "lossless", or a scheme with settings.
@@ -109,13 +109,23 @@ class BackgroundSaver:
             self.stall_seconds = time.perf_counter() - start
 
     def _save(
-        self, description: str, state: FlatState, write: WriteState, after: Callable[[], object] = lambda: None
+        self,
+        description: str,
+        state: FlatState,
+        write: WriteState,
+        after: Callable[[], object] = lambda: None,
+        without: Collection[str] = frozenset(),
     ) -> SaveReport | None:
-        """Write a state, which the caller may change afterwards; `after` is then called in the thread that wrote it."""
+        """Write a state, which the caller may change afterwards.
+
+        Args:
+            after: called in the thread that wrote it.
+            without: names of tensors whose values `write` does not read.
+        """
         if not self._background and state.is_on_cpu:
             return self._write_state(state, write, after, adopt=False)
         free, self._free_copies = self._free_copies, {}
-        copy = snapshot(state, reuse=free)
+        copy = snapshot(state, reuse=free, without=without)
         del free  # what was not reused
         if not self._background:
             return self._write_state(copy, write, after, adopt=True)

@@ -17,7 +17,7 @@ from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train import partial_restore, state_dicts
 from shrinkpoint.train.background import BackgroundSaver
-from shrinkpoint.train.planning import make_planner
+from shrinkpoint.train.planning import make_save_plan
 from shrinkpoint.train.restore import RestoreResult
 from shrinkpoint.train.state_dicts import as_floats, mark_parameters
 
@@ -109,16 +109,21 @@ class CheckpointManager(BackgroundSaver):
                 state["rng"] = get_rng_state()
             flat_state = mark_parameters(flatten(state), objects)
             reference = self.store.reference
-            plan = make_planner(self._scheme, flat_state, reference, objects, defer=self._background)
+            plan = make_save_plan(self._scheme, flat_state, reference, objects, defer=self._background)
             if plan is None:
                 return None
 
             def write(copy: FlatState, adopt: bool) -> SaveReport:
                 return self.store.save(
-                    step, copy, scheme=plan(copy), metrics=values, adopt=adopt, lossy_restores=self._lossy_restores
+                    step,
+                    copy,
+                    scheme=plan.make_scheme(copy),
+                    metrics=values,
+                    adopt=adopt,
+                    lossy_restores=self._lossy_restores,
                 )
 
-            return self._save(f"saving step {step}", flat_state, write, self._apply_retention)
+            return self._save(f"saving step {step}", flat_state, write, self._apply_retention, plan.replaced_names)
 
     def restore(
         self,

@@ -25,7 +25,7 @@ from shrinkpoint.store.delta_writer import DeltaWriter
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.train.background import BackgroundSaver
-from shrinkpoint.train.planning import make_planner
+from shrinkpoint.train.planning import make_save_plan
 from shrinkpoint.train.restore import RestoreResult
 from shrinkpoint.train.state_dicts import as_floats, mark_parameters
 
@@ -128,7 +128,9 @@ class Checkpointer(BackgroundSaver):
             reference = self._delta_writer.last_reference
             if keyframe and reference is not None:
                 reference = replace(reference, is_base=False)
-            plan = make_planner(self._scheme, flat_state, reference, objects or {}, self._model, defer=self._background)
+            plan = make_save_plan(
+                self._scheme, flat_state, reference, objects or {}, self._model, defer=self._background
+            )
             if plan is None:
                 return None
             with _WRITERS_LOCK:  # `wait_for_writes` finds this writer by the directory
@@ -136,9 +138,9 @@ class Checkpointer(BackgroundSaver):
                 _WRITERS.add(self)
 
             def write(copy: FlatState, adopt: bool) -> SaveReport:
-                return self._write(target, copy, plan(copy), options, adopt=adopt)
+                return self._write(target, copy, plan.make_scheme(copy), options, adopt=adopt)
 
-            return self._save(f"saving {target}", flat_state, write)
+            return self._save(f"saving {target}", flat_state, write, without=plan.replaced_names)
 
     def load(self, directory: str | Path, *, device: Device = None, tie: bool = True) -> RestoreResult[int | None]:
         """Load a checkpoint; the next save is a delta against it.

@@ -7,18 +7,31 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.base import Deferrable, PlanningScheme, Scheme
 from shrinkpoint.schemes.evaluate import ModelEvaluator, iter_modules
+from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.search.scheme import SearchScheme
 from shrinkpoint.tensors.flat_state import FlatState
 
 _CONTAINER_TYPES = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
-Planner: TypeAlias = Callable[[FlatState], Scheme]
-"""Returns the scheme that writes a state: the one that was saved, or a copy of it."""
+
+
+class SavePlan(NamedTuple):
+    """How one state is written.
+
+    Attributes:
+        make_scheme: returns the scheme that writes the state, or a copy of it.
+        replaced_names: tensors whose values were quantized already, and which a copy need not have.
+    """
+
+    make_scheme: Callable[[FlatState], Scheme]
+    replaced_names: frozenset[str] = frozenset()
+
+
 _MAX_NESTED = 64
 """The members of a longer list are not recorded: it holds many values of one kind, such as data."""
 
@@ -37,7 +50,7 @@ def require_single_process(scheme: Scheme, caller: str) -> None:
         raise PolicyError(caller, found=found, expected="a scheme for the one process that saves", do=do)
 
 
-def make_planner(
+def make_save_plan(
     scheme: Scheme,
     state: FlatState,
     reference: Reference | None,
@@ -45,15 +58,17 @@ def make_planner(
     model: str = "model",
     *,
     defer: bool,
-) -> Planner | None:
-    """A function that returns the scheme that writes this state: a plan if the scheme plans, else the scheme itself.
+) -> SavePlan | None:
+    """Plan how a state is written: by a quantization plan if the scheme plans, else by the scheme itself.
+
+    A state in host memory is planned for on its copy, beside the loop; one on an accelerator there and at once, so that
+    codes cross to the host and not values.
 
     Args:
         reference: the tensors of the previous checkpoint; None if there are none.
         objects: the live objects behind the state, by their name in it.
         model: name of the object that the scheme evaluates.
-        defer: plan when the planner is called, which may be in another thread while training goes on, if the scheme
-            needs nothing of the live objects by then; otherwise before this returns.
+        defer: the state is written in another thread while training goes on.
 
     Returns:
         None if another process writes.
@@ -62,19 +77,24 @@ def make_planner(
         PolicyError: the scheme evaluates a model, and there is none; or the evaluation failed.
     """
     if not isinstance(scheme, PlanningScheme):
-        return lambda _: scheme
+        return SavePlan(lambda _: scheme)
     evaluator, evaluate = None, scheme.evaluate
     if evaluate is not None and model not in objects:
         found, do = "a save without it", f"pass {model}=, which {scheme!r} evaluates"
         raise PolicyError(model, found=found, expected="the model", do=do)
     if evaluate is not None or [*iter_modules(objects.get(model))]:
         evaluator = ModelEvaluator(state, evaluate, objects[model], f"{model}/")
-    if defer and isinstance(scheme, Deferrable) and not scheme.needs_live_model:
+    if defer and state.is_on_cpu and isinstance(scheme, Deferrable) and not scheme.needs_live_model:
         if evaluator is not None:
             evaluator.recordings = scheme.recordings()
-        return lambda copy: scheme.plan(copy, reference, evaluator)
+        return SavePlan(lambda copy: scheme.plan(copy, reference, evaluator))
     plan = scheme.plan(state, reference, evaluator)
-    return (lambda _: plan) if scheme.is_writer else None
+    if not scheme.is_writer:
+        return None
+    if not isinstance(plan, QuantizationPlan) or (state.is_on_cpu and not defer):
+        return SavePlan(lambda _: plan)
+    sampled = plan.with_samples(state)
+    return SavePlan(lambda _: sampled, sampled.replaced_names)
 
 
 class AttributeSnapshot:
