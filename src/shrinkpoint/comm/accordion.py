@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+import torch
+from torch import Tensor
+
 from shrinkpoint import validate
 from shrinkpoint.errors import MismatchError
 
@@ -33,6 +36,7 @@ class Accordion(Generic[CompressorT]):
     Attributes:
         critical: whether the window under way is critical.
         previous: the norm of the previous window; nan if there was none.
+        step_square: the squared norm of the step under way, or of this rank's share of it; not part of `state_dict`.
 
     Raises:
         PolicyError: the threshold or the interval is not positive.
@@ -46,6 +50,7 @@ class Accordion(Generic[CompressorT]):
         self.previous = math.nan
         self.squares, self.steps, self.counted = 0.0, 0, 0
         self.rate, self.fell = math.inf, False
+        self.step_square: Tensor | float = 0.0
 
     @property
     def compressor(self) -> CompressorT:
@@ -60,16 +65,20 @@ class Accordion(Generic[CompressorT]):
         self.fell |= lr < self.rate
         self.rate = lr
 
-    def observe(self, squared_norm: float, all_reduce_sum: Callable[[list[float]], list[float]]) -> bool:
-        """Record the gradient norm of one step.
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Add a part of the step's gradient, any floating shape, to its norm; waits for no device."""
+        self.step_square = self.step_square + torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+
+    def end_step(self, all_reduce_sum: Callable[[list[float]], list[float]]) -> bool:
+        """Record the norm of the gradient that was added since the last step.
 
         Args:
-            squared_norm: of the step's gradient, or of this rank's share of it.
             all_reduce_sum: sums numbers over the group; called by every rank at the same step, once in a window.
 
         Returns:
             Whether the compressor in use changed.
         """
+        squared_norm, self.step_square = float(self.step_square), 0.0
         self.steps += 1
         if math.isfinite(squared_norm):
             self.squares, self.counted = self.squares + squared_norm, self.counted + 1

@@ -97,7 +97,6 @@ class DDPCompression:
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._accordion, self._average_compressor = accordion, average_compressor
         self._min_numel, self._nonfinite, self._timeout = min_numel, nonfinite, timeout
-        self._squared_norm: Tensor | float = 0.0
         compressor = compressor if accordion is None else accordion.compressor
         self._all_reduce = CompressedAllReduce(compressor, average_compressor, name="ddp")
         self.link_stats: dict[str, LinkStats] = self._all_reduce.link_stats
@@ -152,11 +151,9 @@ class DDPCompression:
         """Record the norm of the averaged gradients, and switch the compressor if the regime changes."""
         accordion = self._accordion
         assert accordion is not None
-        self._squared_norm = self._squared_norm + torch.linalg.vector_norm(buffer, dtype=torch.float64).square()
-        if last:
-            square, self._squared_norm = float(self._squared_norm), 0.0
-            if accordion.observe(square, lambda numbers: all_reduce_sum(numbers, self._group, buffer.device)):
-                self._all_reduce.switch(accordion.compressor, self._average_compressor)
+        accordion.add_gradient(buffer)
+        if last and accordion.end_step(lambda numbers: all_reduce_sum(numbers, self._group, buffer.device)):
+            self._all_reduce.switch(accordion.compressor, self._average_compressor)
 
     def _config(self) -> dict[str, Any]:
         """The configuration that all ranks, and a state to load, must have in common."""

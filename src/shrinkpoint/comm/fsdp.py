@@ -96,7 +96,6 @@ class FSDPCompression:
         self._original_comms: list[tuple[Any, Any, Any]] = []
         self._reduce_scatters: dict[str, _ReduceScatter] = {}
         self._reduced_modules: set[str] = set()
-        self._squared_norm: Tensor | float = 0.0
         for name, param_group in _param_groups(root):
             self._original_comms.append((param_group, param_group._all_gather_comm, param_group._reduce_scatter_comm))
             if weight_feedback is not None:
@@ -123,7 +122,7 @@ class FSDPCompression:
         }
         if self._accordion is not None:
             state["accordion"] = self._accordion.state_dict()
-            state["step"] = {"seen": sorted(self._reduced_modules), "square": float(self._squared_norm)}
+            state["step"] = {"seen": sorted(self._reduced_modules), "square": float(self._accordion.step_square)}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -141,7 +140,8 @@ class FSDPCompression:
             raise MismatchError("compress_fsdp", found=problem, expected=f"{self._config}", do=advice)
         if self._accordion is not None:
             self._accordion.load_state_dict(state["accordion"])
-            self._reduced_modules, self._squared_norm = set(state["step"]["seen"]), float(state["step"]["square"])
+            self._accordion.step_square = float(state["step"]["square"])
+            self._reduced_modules = set(state["step"]["seen"])
             self._switch(self._accordion.compressor)
         for name, saved_state in saved_states.items():
             self._reduce_scatters[name].scatter.load_state_dict(saved_state)
@@ -158,15 +158,14 @@ class FSDPCompression:
             return
         if name in self._reduced_modules:
             self._reduced_modules.clear()
-            square, self._squared_norm = float(self._squared_norm), 0.0
-            if self._accordion.observe(square, lambda numbers: all_reduce_sum(numbers, group, device)):
+            if self._accordion.end_step(lambda numbers: all_reduce_sum(numbers, group, device)):
                 self._switch(self._accordion.compressor)
         self._reduced_modules.add(name)
 
     def end_reduction(self, name: str, shard: Tensor, group: dist.ProcessGroup) -> None:
         """Called after the gradients of a module were summed; a PolicyError if they must be finite and are not."""
         if self._accordion is not None:
-            self._squared_norm = self._squared_norm + torch.linalg.vector_norm(shard, dtype=torch.float64).square()
+            self._accordion.add_gradient(shard)
         if not self._raise_nonfinite:
             return
         if all_reduce_sum([float(shard.isfinite().logical_not().sum())], group, shard.device)[0]:
