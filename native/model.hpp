@@ -64,6 +64,7 @@ struct Factors {
 // Everything a position's context may depend on besides the values themselves; null where the record has none.
 struct Arrays {
     const uint8_t* base = nullptr;          // as wide as the values
+    bool in_place = false;                   // values are decoded over the base
     const float* moment1 = nullptr;
     const float* moment2 = nullptr;
     const float* moment1_base = nullptr;

@@ -162,7 +162,12 @@ class ChunkDecoder {
    public:
     ChunkDecoder(const Model& model, const Arrays& arrays, const ContextTables& tables, const std::vector<uint32_t>& entries,
                  uint8_t* values)
-        : model_(model), contexts_(model, arrays), tables_(tables), entries_(entries), values_(values) {}
+        : model_(model),
+          contexts_(model, arrays),
+          tables_(tables),
+          entries_(entries),
+          values_(values),
+          in_place_(arrays.in_place && model.predictor == Predictor::Base) {}
 
     void begin(const uint8_t* data, size_t size, Span span) {
         uint32_t stream;
@@ -211,6 +216,7 @@ class ChunkDecoder {
         table_of_ = several ? tables_buffer_.data() : nullptr;
         if (!planes()) {
             contexts_.fill(span_.start + done_, count, tile_);
+            if (in_place_) hold_prediction(count);
             if (several) look_up(tables_.map.data(), tables_.map.size(), tile_.contexts, count, tables_buffer_.data());
             symbols_ = tile_.symbols;
             return;
@@ -219,6 +225,12 @@ class ChunkDecoder {
         symbols_ = symbols_buffer_.data();
         for (unsigned p = 0; several && p < bytes_of(model_); ++p)
             std::fill_n(tables_buffer_.data() + p * span_.count, span_.count, tables_.map[p]);
+    }
+
+    // Copies what is predicted, if it is the base itself, to where no value is written.
+    void hold_prediction(size_t count) {
+        std::memcpy(tile_.predicted, tile_.prediction, count * bytes_of(model_));
+        tile_.prediction = tile_.predicted;
     }
 
     // Turns the piece's symbols into values.
@@ -242,6 +254,7 @@ class ChunkDecoder {
     const ContextTables& tables_;
     const std::vector<uint32_t>& entries_;
     uint8_t* values_;
+    const bool in_place_;
     std::optional<RansDecoder> stream_;
     BitSpan extra_{};
     uint64_t position_ = 0;
@@ -393,6 +406,7 @@ void decode_chunks(const Model& model, Arrays arrays, Factors* factors, const ui
         factors->origin = range.start();
         arrays.factors = factors;
     }
+    arrays.in_place = arrays.base == values;
     const size_t all = chunk_count(range.count, range.chunk), chunks = range.last - range.first;
     if (reader.left() != all * sizeof(uint32_t)) throw Corrupt("the side data do not list one size a chunk");
     reader.take(range.first * sizeof(uint32_t));

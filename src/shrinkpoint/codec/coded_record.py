@@ -158,7 +158,9 @@ class CodedDecoder(RecordDecoder):
         context = self._coding_context(lo, hi, inputs.fetch)
         if inputs.digests is not None and context.base is not None:
             inputs.digests.check_base([context.base])
-        values = inputs.allocate((hi - lo) * self.unit)
+        values = context.base if inputs.overwrite_base and self._taps == 1 else None  # a tap needs the one before
+        if values is None or not values.flags.writeable:
+            values = inputs.allocate((hi - lo) * self.unit)
         for index, stream in enumerate(self._streams):
             context_of_tap = tap_context(self._number_format, values, context, stream.config, index, self._taps)
             out = tap(values, index, self._taps)

@@ -119,6 +119,16 @@ class DecodedTensors(Mapping[str, Tensor]):
         chosen = set(names)
         return DecodedTensors({name: self._self_contained(name, chosen) for name in names})
 
+    def needed_names(self) -> set[str]:
+        """Return the names of the tensors that others are made from."""
+        out = set()
+        for source in self._sources.values():
+            if isinstance(source, CastSource):
+                out.add(source.name)
+            elif isinstance(source, LatticeSource) and source.quantized.relative_to:
+                out.add(source.quantized.relative_to)
+        return out
+
     def without_values(self) -> DecodedTensors:
         """Return the same tensors, those that can be decoded without their values."""
         return DecodedTensors(

@@ -185,6 +185,7 @@ class DecodeInputs:
             whose steps depend on no other tensor; else None.
         with_values: whether values are wanted, and not only codes of what is on lattices; then digests of neither these
             tensors nor of their parents are compared.
+        overwrite_base: nobody else needs the parent's values of this record: they may be overwritten.
         digests: compared if given, which only the range of all units allows. For a smaller range, the digests of the
             stored bytes and of the headers of the chain guard the same values unless a writer was wrong.
     """
@@ -196,6 +197,7 @@ class DecodeInputs:
     digests: RecordDigests | None = None
     fetch_codes: Callable[[ByteRange], LatticeTensor | None] = lambda span: None
     with_values: bool = True
+    overwrite_base: bool = False
 
 
 class DecodedPart(NamedTuple):

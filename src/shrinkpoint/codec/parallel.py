@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from typing import ParamSpec, TypeVar
 
 from shrinkpoint.codec.coder import default_threads
-from shrinkpoint.codec.decoded_tensors import DecodedTensors
-from shrinkpoint.codec.recipe import max_ordinal
+from shrinkpoint.codec.decoded_tensors import DecodedTensors, as_decoded
+from shrinkpoint.codec.recipe import CodedRecipe, max_ordinal
+from shrinkpoint.codec.recipe import from_json as recipe_from_json
 from shrinkpoint.codec.record import decode
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.tensors.info import JSON, EncodedRecord, TensorInfo
@@ -107,6 +109,7 @@ def decode_all(
     where: str = "file",
     threads: int | None = None,
     needed: Collection[int] | None = None,
+    overwrite: bool = False,
 ) -> Reference:
     """Decode all records of a file: its tensors by name, in the order of the records, and their quantized forms.
 
@@ -118,6 +121,7 @@ def decode_all(
         threads: number of threads; None: one per core.
         needed: indices of the records to decode, and of what is on lattices codes alone; the others are only read, so
             that `read` can verify them. None: decode all of them, with all values.
+        overwrite: decode into the memory of the parent's tensors where that is possible. They must not be used again.
 
     Raises:
         FormatError: the bytes are damaged.
@@ -127,11 +131,14 @@ def decode_all(
     quantized: dict[str, QuantizedTensor] = {}
     workers = default_threads(threads)
     arena = Arena()
+    later_moments = _later_moments(recipes) if overwrite else set()
+    sources = set() if reference is None else as_decoded(reference.tensors).needed_names()
 
     def decode_record(index: int, native_threads: int) -> Reference | Sequence[TensorInfo]:
         encoded = read(index)
         if needed is not None and index not in needed:
             return encoded.infos
+        is_read_later = index in later_moments or any(info.name in sources for info in encoded.infos)
         return decode(
             encoded,
             decoded,
@@ -141,6 +148,7 @@ def decode_all(
             allocate=arena.allocate,
             threads=native_threads,
             with_values=needed is None,
+            overwrite_base=overwrite and not is_read_later,
         )
 
     with ThreadPoolExecutor(workers) as pool:
@@ -179,6 +187,20 @@ def _map_largest_first(
     finally:
         for future in futures.values():
             future.cancel()
+
+
+def _later_moments(recipes: Sequence[tuple[JSON, int, int]]) -> set[int]:
+    """The records whose tensors of the parent are read again by a later record: first moments under second ones."""
+    starts = [*accumulate((tensors for _, tensors, _ in recipes), initial=0)]
+    out: set[int] = set()
+    for data, tensors, _ in recipes:
+        try:
+            recipe = recipe_from_json(data, tensors)
+        except ValueError:  # the record's decoder says so
+            continue
+        if isinstance(recipe, CodedRecipe) and any(run.predictor == "square" for run in recipe.runs):
+            out.update(bisect_right(starts, first) - 1 for first, _ in recipe.moments)
+    return out
 
 
 def _independent_ranges(recipes: Sequence[tuple[JSON, int, int]]) -> Iterator[Sequence[int]]:

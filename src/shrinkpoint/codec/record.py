@@ -196,6 +196,7 @@ def decode(
     allocate: Callable[[int], Bytes] = _native.empty,
     threads: int | None = None,
     with_values: bool = True,
+    overwrite_base: bool = False,
 ) -> Reference:
     """Decode a record to tensors by name and their quantized forms, and check the digest of their values.
 
@@ -208,6 +209,7 @@ def decode(
         allocate: returns uninitialized memory; an `Arena` for all records of a file saves time.
         threads: number of threads; None: one per core.
         with_values: also decode values of what is on lattices; without, digests that need them are not compared.
+        overwrite_base: as in `DecodeInputs`; after an error the parent's tensors of this record are not to be used.
 
     Raises:
         CorruptError, TruncatedError: the bytes are damaged.
@@ -234,6 +236,7 @@ def decode(
             digests,
             sources.fetch_codes,
             with_values,
+            overwrite_base,
         )
         tensors: dict[str, TensorSource] = {}
         forms: dict[str, QuantizedTensor] = {}

@@ -313,12 +313,14 @@ def decode_records(
     threads: int | None = None,
     allowance: Allowance | None = None,
     records: Collection[int] | None = None,
+    overwrite: bool = False,
 ) -> DecodedFile:
     """Decode a file whose header has been read; raises as `read_file` does.
 
     Args:
         records: decode these alone, and no values of what is on lattices; of the others, only the stored bytes are
             compared with their digests. None: decode all.
+        overwrite: as in `decode_all`.
     """
     allowance = allowance or Allowance()
     workers = default_threads(threads)
@@ -327,7 +329,9 @@ def decode_records(
         recipes = [(head.recipe, len(head.infos), sum(info.nbytes for info in head.infos)) for head in heads]
         allowance.admit(reader.where, reader.size, sum(nbytes for _, _, nbytes in recipes))
         read = partial(_read, reader)
-        decoded = decode_all(recipes, read, reference, where=reader.where, threads=workers, needed=records)
+        decoded = decode_all(
+            recipes, read, reference, where=reader.where, threads=workers, needed=records, overwrite=overwrite
+        )
         return DecodedFile(reader.tree, decoded, allowance.max_copy_bytes)
 
 

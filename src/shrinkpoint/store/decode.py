@@ -20,7 +20,7 @@ from shrinkpoint.store.needed_records import needed_records
 def decode_chain(
     chain: Iterable[ChainFile], *, threads: int | None = None, max_bytes: int | None = None
 ) -> DecodedFile:
-    """Decode the last file of a chain; at most two states are in memory at a time.
+    """Decode the last file of a chain, each delta into the memory of its parent where that is possible.
 
     Of the files before, only the records are decoded that the last one needs, and only to codes of what is on lattices;
     all other bytes are compared with their digests. The digests of the last file's values show whether all of this went
@@ -57,7 +57,12 @@ def _decode_last(files: Sequence[ChainFile], threads: int | None, max_bytes: int
     allowance = Allowance(max_bytes)
     for file, records in zip(files, [*reversed(needed[2:]), None], strict=True):
         decode_file = partial(
-            decode_records, reference=reference, threads=threads, allowance=allowance, records=records
+            decode_records,
+            reference=reference,
+            threads=threads,
+            allowance=allowance,
+            records=records,
+            overwrite=True,
         )
         decoded = file.read(decode_file)
         reference = decoded.reference
