@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shrinkpoint.container import index as indexing
-from shrinkpoint.errors import CorruptError, FormatError, VersionError
+from shrinkpoint.errors import CorruptError, FormatError, PolicyError, VersionError
 from shrinkpoint.tensors.info import TensorInfo
 
 BUNDLE = [TensorInfo("x.7", (1,), "F32"), TensorInfo("x.9", (1,), "F32", offsets=(0,))]
@@ -222,6 +222,18 @@ def test_stream_that_expands_without_bound_is_refused_before_it_is_expanded(monk
     with pytest.raises(CorruptError, match="expands to more than"):
         reader(with_text(zlib.compress(b" " * (indexing.MIN_TEXT_LIMIT + 1))))
     assert not parsed
+
+
+def test_index_larger_than_a_header_may_be_is_refused_unread(monkeypatch):
+    monkeypatch.setattr(indexing, "MAX_INDEX_BYTES", len(SOUND) - 1)
+    with pytest.raises(CorruptError, match=f"an index of {len(SOUND)} bytes; expected at most"):
+        reader(with_text(SOUND))
+
+
+def test_state_of_a_larger_index_is_refused_when_it_is_saved(monkeypatch):
+    monkeypatch.setattr("shrinkpoint.container.writer.MAX_INDEX_BYTES", 100)
+    with pytest.raises(PolicyError, match="several files"):
+        file(RECORDS)
 
 
 BOMBS = {

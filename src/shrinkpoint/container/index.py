@@ -37,6 +37,8 @@ from shrinkpoint.container.payload_layout import INDEX_ENTRY, PayloadLayout
 from shrinkpoint.container.strict_json import corrupt_error, expect_type, load_json
 from shrinkpoint.tensors.info import ITEMSIZE, JSON, EncodedRecord, Role, TensorInfo
 
+MAX_INDEX_BYTES = 100_000_000
+"""Largest index, and largest JSON text in it, in bytes: as of a header."""
 MIN_TEXT_LIMIT = 1 << 22
 """Bytes that the JSON of any index may have."""
 MAX_TEXT_RATIO = 32
@@ -151,7 +153,7 @@ def _kind_to_json(kind: _Kind) -> list[JSON]:
 
 def max_text_bytes(index_bytes: int) -> int:
     """Return the most bytes that the JSON of an index of `index_bytes` bytes may have."""
-    return max(MIN_TEXT_LIMIT, MAX_TEXT_RATIO * index_bytes)
+    return min(MAX_INDEX_BYTES, max(MIN_TEXT_LIMIT, MAX_TEXT_RATIO * index_bytes))
 
 
 def max_description_size(index_bytes: int) -> int:
@@ -206,6 +208,8 @@ def _read_index(header: Header, fields: Mapping[str, JSON], source: Readable, wh
     slot = header.slots[-1] if header.slots else None
     if slot is None or slot.name != INDEX_ENTRY:
         raise corrupt_error(where, "a file without an index", f"{INDEX_ENTRY!r} as its last entry")
+    if slot.size > MAX_INDEX_BYTES:
+        raise corrupt_error(where, f"an index of {slot.size} bytes", f"at most {MAX_INDEX_BYTES}")
     data = bytes(source.read(header.start + slot.begin, slot.size))
     digest = xxh3_128(data)
     if digest != expected:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.container import header
-from shrinkpoint.container.index import IndexBuilder
+from shrinkpoint.container.index import MAX_INDEX_BYTES, IndexBuilder
 from shrinkpoint.container.metadata import FORMAT_VERSION, is_plain, is_standard_entry
 from shrinkpoint.container.payload_layout import PayloadLayout
 from shrinkpoint.container.strict_json import MAX_JSON_DEPTH, count_nests, json_depth, max_nests
@@ -126,6 +126,10 @@ class FileWriter:
             found = f"an index of {count} lists and objects"
             do = "save many small values as one tensor or text, or the state in several files"
             raise PolicyError("container", found=found, expected=f"at most {limit}", do=do)
+        if max(len(index), len(text)) > MAX_INDEX_BYTES:
+            found = f"an index of {len(index)} bytes, from {len(text)} of JSON, for {len(self._tensors)} tensors"
+            expected, do = f"at most {MAX_INDEX_BYTES} of each", "save the state in several files"
+            raise PolicyError("container", found=found, expected=expected, do=do)
         self._layout.end(len(index))
         (self._sink if self._spooled is None else self._spooled).write(index)
         data, digest = header.encode_header(_metadata_json(index), self._layout.slots, self._reserved - 8)
