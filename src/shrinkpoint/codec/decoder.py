@@ -181,6 +181,7 @@ class DecodeInputs:
         fetch_params: returns the quantizer parameters of the parent's tensor of a name.
         threads: native threads.
         allocate: returns uninitialized uint8 memory for values.
+        allocate_codes: the same for codes on lattices, which live longer than values.
         fetch_codes: returns the codes of the float32 tensor that a required range is all of, if it is on a lattice
             whose steps depend on no other tensor; else None.
         with_values: whether values are wanted, and not only codes of what is on lattices; then digests of neither these
@@ -198,6 +199,7 @@ class DecodeInputs:
     fetch_codes: Callable[[ByteRange], LatticeTensor | None] = lambda span: None
     with_values: bool = True
     overwrite_base: bool = False
+    allocate_codes: Callable[[int], Bytes] = _native.empty
 
 
 class DecodedPart(NamedTuple):

@@ -477,7 +477,7 @@ class _MemberDecoder:
         self._lattice = lattice.to_native(matrix_shape(span.info.shape))
         self._parent = None if parent is None else _FetchedValues(parent, span.info.dtype, inputs)
         self._squares = None if squares is None else _FetchedValues(squares, "F32", inputs)
-        self._codes, self._code_bytes = _native.empty(self.count), 1
+        self._codes, self._code_bytes = inputs.allocate_codes(self.count), 1
         self._values = None
         if inputs.with_values:
             is_native = span.info.dtype == "F32"

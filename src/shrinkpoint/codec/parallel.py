@@ -130,7 +130,7 @@ def decode_all(
     decoded = DecodedTensors()
     quantized: dict[str, QuantizedTensor] = {}
     workers = default_threads(threads)
-    arena = Arena()
+    arena, code_arena = Arena(), Arena()
     later_moments = _later_moments(recipes) if overwrite else set()
     sources = set() if reference is None else as_decoded(reference.tensors).needed_names()
 
@@ -146,6 +146,7 @@ def decode_all(
             quantized=quantized,
             where=where,
             allocate=arena.allocate,
+            allocate_codes=code_arena.allocate,
             threads=native_threads,
             with_values=needed is None,
             overwrite_base=overwrite and not is_read_later,

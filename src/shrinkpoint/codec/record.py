@@ -194,6 +194,7 @@ def decode(
     quantized: Mapping[str, QuantizedTensor] | None = None,
     where: str = "record",
     allocate: Callable[[int], Bytes] = _native.empty,
+    allocate_codes: Callable[[int], Bytes] = _native.empty,
     threads: int | None = None,
     with_values: bool = True,
     overwrite_base: bool = False,
@@ -207,6 +208,7 @@ def decode(
         reference: the decoded parent, if the file is a delta.
         where: the file, for messages.
         allocate: returns uninitialized memory; an `Arena` for all records of a file saves time.
+        allocate_codes: the same for codes on lattices, which a reference holds when the values are gone.
         threads: number of threads; None: one per core.
         with_values: also decode values of what is on lattices; without, digests that need them are not compared.
         overwrite_base: as in `DecodeInputs`; after an error the parent's tensors of this record are not to be used.
@@ -237,6 +239,7 @@ def decode(
             sources.fetch_codes,
             with_values,
             overwrite_base,
+            allocate_codes,
         )
         tensors: dict[str, TensorSource] = {}
         forms: dict[str, QuantizedTensor] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from shrinkpoint.store.checkpoint_file import Allowance, DecodedFile, decode_rec
 from shrinkpoint.store.directory import read_directory_manifest
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.needed_records import needed_records
+
+_MAX_KEPT_TENSORS = 1 << 12
+"""Tensors of a file up to which its header is parsed once for a chain; of larger ones, again before it is decoded."""
 
 
 def decode_chain(
@@ -48,25 +52,39 @@ def decode_chain(
 
 
 def _decode_last(files: Sequence[ChainFile], threads: int | None, max_bytes: int | None) -> DecodedFile:
-    needed: list[frozenset[int] | None] = [None]
+    steps: list[tuple[ChainFile, frozenset[int]]] = []
     names: frozenset[str] | None = None
     for file in reversed(files):
-        indices, names = file.read(partial(needed_records, names=names))
-        needed.append(indices)
+        reader = file.read(lambda reader: reader)
+        records, names = needed_records(reader, names)
+        is_small = sum(len(head.infos) for head in reader.records) <= _MAX_KEPT_TENSORS
+        steps.append((replace(file, header=reader) if is_small else file, records))
     reference: Reference | None = None
     allowance = Allowance(max_bytes)
-    for file, records in zip(files, [*reversed(needed[2:]), None], strict=True):
-        decode_file = partial(
+    for file, records in reversed(steps[1:]):
+        reference = _decode_file(file, reference, threads, allowance, records, overwrite=True).reference
+    return _decode_file(steps[0][0], reference, threads, allowance, None, overwrite=True)
+
+
+def _decode_file(
+    file: ChainFile,
+    reference: Reference | None,
+    threads: int | None,
+    allowance: Allowance,
+    records: frozenset[int] | None,
+    *,
+    overwrite: bool = False,
+) -> DecodedFile:
+    return file.read(
+        partial(
             decode_records,
             reference=reference,
             threads=threads,
             allowance=allowance,
             records=records,
-            overwrite=True,
+            overwrite=overwrite,
         )
-        decoded = file.read(decode_file)
-        reference = decoded.reference
-    return decoded
+    )
 
 
 def iter_chain(
@@ -76,7 +94,7 @@ def iter_chain(
     reference: Reference | None = None
     allowance = Allowance(max_bytes)
     for file in chain:
-        decoded = file.read(partial(decode_records, reference=reference, threads=threads, allowance=allowance))
+        decoded = _decode_file(file, reference, threads, allowance, None)
         reference = decoded.reference
         yield file, decoded
 
