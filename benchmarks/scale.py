@@ -76,7 +76,7 @@ def medians(rows: list[Row]) -> list[Row]:
     summary = []
     for group in groups.values():
         row = dict(group[0])
-        for key in ("seconds", "processor_seconds", "peak_states", "bytes", "stall_seconds"):
+        for key in ("seconds", "processor_seconds", "peak_states", "beyond_live_states", "bytes", "stall_seconds"):
             if key in row:
                 row[key] = median(one[key] for one in group)
         if "seconds" in row:
@@ -88,8 +88,11 @@ def medians(rows: list[Row]) -> list[Row]:
 
 def table(rows: list[Row]) -> Iterator[str]:
     """Lines of a Markdown table."""
-    yield "| model | threads | method | operation | s | GB/s | GB/s a core | peak, states | ratio | stall, s |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    yield (
+        "| model | threads | method | operation | s | GB/s | GB/s a core | peak, states | beyond live | ratio |"
+        " stall, s |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
     for row in rows:
         head = f"| {row['model']} | {row['threads']} | {row['method']} | {row['operation']} |"
         if "error" in row:
@@ -101,7 +104,7 @@ def table(rows: list[Row]) -> Iterator[str]:
         core = gigabytes / max(row["processor_seconds"], 1e-9)
         yield (
             f"{head} {row['seconds']:.3f} | {gigabytes / row['seconds']:.2f} | {core:.2f} |"
-            f" {row['peak_states']:.2f} | {ratio} | {stall} |"
+            f" {row['peak_states']:.2f} | {row['beyond_live_states']:.2f} | {ratio} | {stall} |"
         )
 
 
@@ -118,10 +121,12 @@ def ratios(rows: list[Row]) -> Iterator[tuple[str, float]]:
             a, b = seconds.get((model, threads, ours, operation)), seconds.get((model, threads, rival, other))
             if a and b:
                 yield f"{model}, {threads} threads: {ours} {operation} / {rival} {other}", a / b
-        copy = seconds.get((model, threads, "copy", "copy"))
-        for row in rows:
-            if copy and (row["model"], row["threads"]) == (model, threads) and "stall_seconds" in row:
-                yield f"{model}, {threads} threads: stall of {row['operation']} / copy", row["stall_seconds"] / copy
+        for operation in ("copy", "copy again"):
+            copy = seconds.get((model, threads, "copy", operation))
+            for row in rows:
+                if copy and (row["model"], row["threads"]) == (model, threads) and "stall_seconds" in row:
+                    name = f"{model}, {threads} threads: stall of {row['operation']} / {operation}"
+                    yield name, row["stall_seconds"] / copy
     for model, threads, method, operation in seconds:
         if threads == 2 and (one_thread := seconds.get((model, 1, method, operation))):
             yield f"{model}: {method} {operation}, 1 thread / 2", one_thread / seconds[model, 2, method, operation]
