@@ -1,5 +1,7 @@
 #include "buffer_pool.hpp"
 
+#include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <deque>
 #include <mutex>
@@ -54,13 +56,36 @@ class Pool {
 // A multiple of `unit` bytes, aligned to it.
 void* allocate_in(size_t unit, size_t size) { return std::aligned_alloc(unit, (size + unit - 1) / unit * unit); }
 
+#if defined(__linux__)
+constexpr size_t kLargePage = size_t{1} << 21;
+constexpr auto kSlowPage = std::chrono::milliseconds(1);  // a large page is cleared in a fourth of that
+constexpr int kSmallPageBlocks = 64;
+
+std::atomic<int> small_page_blocks{0};  // so many blocks more get small pages
+
+// Asks for large pages, a wish that may not be granted, if the first one comes fast. A hypervisor that has taken free
+// memory back gives it again with a fault for every 4 KiB: then large pages, which the kernel takes from memory that
+// was free for long, cost many times what small ones do, which it takes from memory that was in use a moment ago.
+void advise_large_pages(void* block, size_t size) {
+    if (small_page_blocks.load(std::memory_order_relaxed) > 0) {
+        small_page_blocks.fetch_sub(1, std::memory_order_relaxed);
+        return;
+    }
+    madvise(block, kLargePage, MADV_HUGEPAGE);
+    const auto start = std::chrono::steady_clock::now();
+    *static_cast<volatile char*>(block) = 0;
+    if (std::chrono::steady_clock::now() - start > kSlowPage)
+        small_page_blocks.store(kSmallPageBlocks, std::memory_order_relaxed);
+    else  // not for a last page that would be almost unused
+        madvise(block, size / kLargePage * kLargePage, MADV_HUGEPAGE);
+}
+#endif
+
 void* allocate(size_t size) {
 #if defined(__linux__)
-    constexpr size_t kLargePage = size_t{1} << 21;
     if (size >= 2 * kLargePage) {
         void* const block = allocate_in(kLargePage, size);
-        // A wish: whether it is granted changes nothing. Not for a last page that would be almost unused.
-        if (block != nullptr) madvise(block, size / kLargePage * kLargePage, MADV_HUGEPAGE);
+        if (block != nullptr) advise_large_pages(block, size);
         return block;
     }
 #endif

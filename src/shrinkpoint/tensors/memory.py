@@ -19,8 +19,8 @@ class Arena:
     """Allocates memory for the tensors of a state in a few large blocks; safe to use from several threads.
 
     Most tensors are much smaller than a huge page; allocated one by one, the page faults of their memory cost more
-    than copying or decoding them. The native buffer pool asks for huge pages, and reuses freed blocks for the next
-    file of a chain.
+    than copying or decoding them. The native buffer pool asks for huge pages where these come fast, and reuses freed
+    blocks for the next file of a chain.
 
     Block sizes double from 1 MiB to 32 MiB, so a small state uses little memory. An array that was allocated keeps its
     whole block alive, which costs nothing when all tensors of a state are used.
