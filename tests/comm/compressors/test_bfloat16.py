@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from shrinkpoint import _native
+from shrinkpoint.comm.compressors import hadamard, quantizers
 from shrinkpoint.comm.compressors.base import CompressorContext
 from shrinkpoint.comm.compressors.layout import fill_tensor
 from shrinkpoint.comm.spec import parse
@@ -71,3 +73,24 @@ def test_a_view_at_an_odd_place_and_one_that_is_not_contiguous_come_back_the_sam
         assert message.equal(compressor.encode(tensor.contiguous().clone(), CONTEXT))
         out = torch.zeros(wide.numel() + 1).bfloat16().as_strided(tensor.size(), tensor.stride(), 1)
         assert compressor.decode(message, out, CONTEXT).equal(compressor.decode(message, tensor.clone(), CONTEXT))
+
+
+def test_the_number_of_threads_changes_no_bit(monkeypatch):
+    tensor = torch.randn(300_001, generator=torch.Generator().manual_seed(3)).bfloat16()
+    for spec in ("q8", "q4:64", "q3:100", "n4:64", "block4:32", "h64(q4:64)"):
+        compressor, results = parse(spec), []
+        for threads in (1, 3):
+            for module in (quantizers, hadamard):
+                monkeypatch.setattr(module, "native_threads", lambda count, threads=threads: threads)
+            message = compressor.encode(tensor, CONTEXT)
+            results.append((message, compressor.decode(message, torch.empty_like(tensor), CONTEXT)))
+        assert all(one.equal(other) for one, other in zip(*results, strict=True))
+
+
+def test_buffers_of_half_a_value_or_at_an_odd_address_are_refused():
+    message, values = np.zeros(64, np.uint8), np.zeros(130, np.uint8)
+    for wrong in (values[:127], values[1:129]):
+        with pytest.raises(ValueError, match="values"):
+            _native.uniform_encode(wrong, 64, 4, message, bfloat16=True)
+        with pytest.raises(ValueError, match=r"values|wire"):
+            _native.blockfloat_encode(wrong, message, block=32, bits=4, bfloat16=True)
