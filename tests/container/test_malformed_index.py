@@ -252,17 +252,24 @@ def test_few_bytes_that_describe_very_much_are_refused(fields, monkeypatch):
         reader(with_text(zlib.compress(index_of({**DOCUMENT, "tensors": tensors, **fields})) + DIGESTS))
 
 
-def test_state_that_compresses_better_than_readers_allow_is_stored_uncompressed():
-    tree = [0] * 3_000_000
+def test_state_that_compresses_better_than_readers_allow_is_stored_uncompressed(monkeypatch):
+    tree = [0] * 30_000
+    small = file([plain("w")], tree=tree)
+    monkeypatch.setattr(indexing, "MIN_TEXT_LIMIT", 1 << 12)
+    with pytest.raises(CorruptError, match="expands to more than"):
+        reader(small)
     data = file([plain("w")], tree=tree)
     assert reader(data).tree == tree
-    assert len(data) > 6_000_000
+    assert len(small) < 2000 and len(data) > 60_000
 
 
-def test_very_many_tensors_of_few_bytes_are_written_so_that_they_are_read():
-    infos = [TensorInfo(str(i), (0,), "F32") for i in range(300_000)]
-    data = file([coded("~0", {"p": b""}, infos)])
-    assert [*reader(data).records[0].infos] == infos
+def test_very_many_tensors_of_few_bytes_are_written_so_that_they_are_read(monkeypatch):
+    infos = [TensorInfo(str(i), (0,), "F32") for i in range(3000)]
+    small = file([coded("~0", {"p": b""}, infos)])
+    monkeypatch.setattr(indexing, "MIN_SIZE_LIMIT", 1 << 16)
+    with pytest.raises(CorruptError, match="whose names and shapes take"):
+        reader(small)
+    assert [*reader(file([coded("~0", {"p": b""}, infos)])).records[0].infos] == infos
 
 
 def read_or_refused(data):
