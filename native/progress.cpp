@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "parallel.hpp"
+#include "predict.hpp"
 #include "simd.hpp"
 #include "tiles.hpp"
 
@@ -55,6 +56,7 @@ ProgressSums progress_sums(Floats weight, Floats parent_weight, Floats stored, F
                            unsigned threads) {
     std::vector<Lanes> pieces(chunk_count(count, kPiece));
     parallel(pieces.size(), threads, [&](WorkQueue& indices) {
+        const ScopedFpEnvironment floats;  // sums do not depend on what the caller's thread does with denormals
         const auto buffers = std::make_unique<Buffers>();
         for (size_t index; indices.take(index);) {
             const Span piece = span_of(index, count, kPiece, kPiece);

@@ -60,7 +60,7 @@ def test_check_names_every_damaged_record_and_goes_on():
 
 
 def test_check_reads_large_parts_in_windows(monkeypatch):
-    monkeypatch.setattr("shrinkpoint.container.reader._WINDOW", 7)
+    monkeypatch.setattr("shrinkpoint.container.reader.WINDOW_BYTES", 7)
     assert contents(file([plain("a", "F32", (9,)), plain("b", "U8", (14,))]))
 
 

@@ -54,3 +54,16 @@ def test_missing_or_short_arrays_are_refused():
         _native.progress_sums(data, data, data, data, 3)
     with pytest.raises(TypeError):
         _native.progress_sums(data, data, data, None, 2)  # type: ignore[arg-type]
+
+
+def test_sums_do_not_depend_on_what_the_thread_does_with_denormals():
+    tiny = torch.full((5000,), 1e-40)
+    arrays = [tensor_bytes(array) for array in (tiny, tiny * 0, tiny * 0.5, tiny * 0)]
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this machine cannot flush denormals")
+    try:
+        flushed = _native.progress_sums(*arrays, 5000, threads=1)
+    finally:
+        torch.set_flush_denormal(False)
+    assert flushed == _native.progress_sums(*arrays, 5000, threads=1)
+    assert flushed[0] > 0

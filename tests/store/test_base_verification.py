@@ -183,7 +183,7 @@ def test_touched_file_below_a_chain_costs_no_save(tmp_path, kind, resumed, caplo
 @pytest.mark.parametrize("kind", RUNS)
 def test_bad_sector_below_a_chain_costs_at_most_a_round_of_saves(tmp_path, kind, where, monkeypatch):
     monkeypatch.setattr(delta_base, "MIN_BYTES", 1)  # as if the files were large
-    monkeypatch.setattr(delta_base, "_WINDOW", 512)
+    monkeypatch.setattr(delta_base, "WINDOW_BYTES", 512)
     for number in range(LENGTH):
         run = RUNS[kind](tmp_path / f"{number}")
         for step in range(1, LENGTH + 1):
@@ -233,7 +233,7 @@ def test_whole_chain_is_gone_on_with_whoever_links_touches_or_copies_it(tmp_path
 
 def test_every_byte_is_read_once_in_a_round_and_little_more_than_a_share_a_save(tmp_path, monkeypatch):
     monkeypatch.setattr(delta_base, "MIN_BYTES", 1)
-    monkeypatch.setattr(delta_base, "_WINDOW", 256)
+    monkeypatch.setattr(delta_base, "WINDOW_BYTES", 256)
     read = []
     with sp.Store(tmp_path, keyframe_every=None) as store:
         store.save(1, {f"w{n}": torch.randn(2000) for n in range(20)})

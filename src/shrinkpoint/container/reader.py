@@ -16,7 +16,8 @@ from shrinkpoint.errors import CorruptError, FormatError, StorageError, VersionE
 from shrinkpoint.guard import no_gc, read_guard
 from shrinkpoint.tensors.info import EncodedRecord
 
-_WINDOW = 8 << 20
+WINDOW_BYTES = 8 << 20
+"""Bytes that are read at a time where only their digest is asked for."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,8 @@ class FileReader:
 
     def _digest(self, entry: Entry) -> str:
         hasher, end = Hasher(), entry.offset + entry.size
-        for begin in range(entry.offset, end, _WINDOW):
-            hasher.update(self._source.read(begin, min(_WINDOW, end - begin)))
+        for begin in range(entry.offset, end, WINDOW_BYTES):
+            hasher.update(self._source.read(begin, min(WINDOW_BYTES, end - begin)))
         return hasher.hexdigest()
 
     def _verify(self, record: RecordHead, part: str, digest: str) -> None:

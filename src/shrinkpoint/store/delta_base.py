@@ -23,6 +23,7 @@ from shrinkpoint._native import Hasher, progress_sums
 from shrinkpoint.codec.decoded_tensors import as_decoded, tensor_layout
 from shrinkpoint.codec.reference import Reference, RowSample
 from shrinkpoint.container import FileReader
+from shrinkpoint.container.reader import WINDOW_BYTES
 from shrinkpoint.errors import ChainError, CorruptError, ShrinkpointError, warn_user
 from shrinkpoint.storage import LocalStorage, Source, Storage
 from shrinkpoint.tensors.dtypes import as_native_float, tensor_bytes
@@ -36,7 +37,6 @@ MAX_SAVES_PER_PASS = 8
 MIN_BYTES = 8 << 20
 """Bytes that are read again at every save, if the chain has as many."""
 MISSING = "gone"
-_WINDOW = 8 << 20
 _DO = "the next checkpoint is a keyframe; `shrinkpoint verify --deep` says which others are damaged"
 _log = logging.getLogger("shrinkpoint")
 M = TypeVar("M")
@@ -322,7 +322,7 @@ class _FileScan:
 
     def _read_window(self, source: Source, where: str) -> int:
         offset, size, pad, digest = self._parts[self._part_index]
-        length = min(_WINDOW, size - self._part_offset)
+        length = min(WINDOW_BYTES, size - self._part_offset)
         if self._part_offset == 0 and pad and any(source.read(offset - pad, pad)):
             raise CorruptError(where, found=f"a filler that is not zero, at byte {offset - pad}", do=_DO)
         self._hasher.update(source.read(offset + self._part_offset, length))
