@@ -148,3 +148,16 @@ def test_any_optimizer_state_is_stored_all_the_same(state: Any, other: Any) -> N
     for name, facts in flat.optimizer_info.items():
         assert name in flat.tensors
         assert all(moment is None or moment in flat.tensors for moment in (facts.moment1, facts.moment2))
+
+
+def test_settings_of_a_dtype_without_numbers_are_left_out() -> None:
+    narrow = getattr(torch, "float4_e2m1fn_x2", None)
+    if narrow is None:
+        pytest.skip("this torch has no such dtype")
+    weight = torch.zeros(3, 2)
+    optimizer = {
+        "state": {0: {"exp_avg": weight.clone(), "exp_avg_sq": weight.clone(), "step": 3}},
+        "param_groups": [{"params": [0], "lr": torch.zeros((), dtype=torch.uint8).view(narrow), "eps": 1e-8}],
+    }
+    info = flatten({"model": {"layer.weight": weight}, "optimizer": optimizer}).optimizer_info["model/layer.weight"]
+    assert (info.lr, info.eps, info.step) == (None, 1e-8, 3)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shrinkpoint import _native
 from shrinkpoint.codec.coder import NUMBER_FORMATS, Bytes, CoderConfig, CodingContext, NumberFormat, Shapes
-from shrinkpoint.tensors.dtypes import tensor_bytes
+from shrinkpoint.tensors.dtypes import joined_bytes
 from shrinkpoint.tensors.info import TensorInfo
 
 TAP_SIZES = struct.Struct("<IQ")
@@ -37,8 +37,7 @@ def num_taps(info: TensorInfo) -> int:
 
 def pack_tensors(infos: Sequence[TensorInfo], source: Mapping[str, Tensor], taps: int) -> Bytes:
     """Return the numbers of all members as uint8, in coding order; shares memory with a single member without taps."""
-    arrays = [tensor_bytes(source[info.name]) for info in infos]
-    values = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    values = joined_bytes([source[info.name] for info in infos])
     return taps_outermost(values, _ITEMSIZES[infos[0].dtype], taps)
 
 
@@ -63,9 +62,9 @@ def is_codable_float(dtype: torch.dtype) -> bool:
 
 def pack_float32(names: Sequence[str], source: Mapping[str, Tensor], taps: int) -> Bytes:
     """Like `pack_tensors`, of float tensors converted to float32 (exact for the narrower dtypes)."""
-    floats = {name: source[name].to(torch.float32) for name in names}
-    infos = [TensorInfo(name, tuple(floats[name].shape), "F32") for name in names]
-    return pack_tensors(infos, floats, taps)
+    tensors = [source[name] for name in names]
+    floats = [tensor if tensor.dtype == torch.float32 else tensor.to(torch.float32) for tensor in tensors]
+    return taps_outermost(joined_bytes(floats), torch.float32.itemsize, taps)
 
 
 def matrix_shapes(infos: Sequence[TensorInfo], taps: int) -> Shapes:

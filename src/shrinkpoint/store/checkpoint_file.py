@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -17,12 +19,12 @@ from shrinkpoint.codec.parallel import decode_all
 from shrinkpoint.codec.reference import QuantizedTensor, Reference, RowSample
 from shrinkpoint.container import FileReader, FileWriter
 from shrinkpoint.errors import CorruptError, PolicyError
-from shrinkpoint.guard import read_guard
+from shrinkpoint.guard import no_gc, read_guard
 from shrinkpoint.schemes.base import QuantizedState, Scheme
 from shrinkpoint.schemes.select import summarize_reasons
 from shrinkpoint.storage import Source, Storage
 from shrinkpoint.store.manifest import LossIncrease
-from shrinkpoint.tensors.flat_state import copy_tensor, unflatten
+from shrinkpoint.tensors.flat_state import FlatState, copy_tensor, unflatten
 from shrinkpoint.tensors.info import JSON, EncodedRecord, Role
 from shrinkpoint.tensors.memory import Arena
 
@@ -32,6 +34,9 @@ MAX_EXPANSION = 1000
 """Bytes of tensors that each stored byte of a chain may decode to, beyond that."""
 ENV_VARIABLE = "SHRINKPOINT_MAX_BYTES"
 """The environment variable that is used where a caller gives no limit, for frameworks and the command line."""
+
+_MANY_TENSORS, _MAX_MEAN_BYTES = 1000, 1024
+"""From this number of tensors on, and up to this many bytes of each, a save is short and makes very many objects."""
 
 _DO = "if you trust it, pass max_bytes=, or set " + ENV_VARIABLE
 
@@ -176,7 +181,7 @@ def write_file(
     state = quantized.state
     roles: dict[str, RoleBytes] = {}
     codes: dict[str, QuantizedTensor] = {}
-    with storage.create(key) as sink:
+    with storage.create(key) as sink, _pause_gc(state):
         writer = FileWriter(sink, scheme=scheme.id, parent=parent, tree=state.tree, expected=list(state.infos.values()))
         for encoded in scheme.encode(state, reference, quantized=quantized.quantized, threads=threads):
             _count_roles(roles, encoded, writer.add(encoded))
@@ -213,12 +218,22 @@ def _sample_weights(
     }
 
 
+def _pause_gc(state: FlatState) -> AbstractContextManager[None]:
+    """Pauses the garbage collector for a state of very many small tensors, where it would take a third of the time."""
+    many = len(state.infos) >= _MANY_TENSORS and state.nbytes <= _MAX_MEAN_BYTES * len(state.infos)
+    return no_gc() if many else nullcontext()
+
+
 def _count_roles(roles: dict[str, RoleBytes], encoded: EncodedRecord, stored: int) -> None:
     """Add a record to the sizes by role; one with several roles has few bytes, and they count for the first."""
-    for index, info in enumerate(encoded.infos):
-        total = roles.get(info.role.value, RoleBytes())
-        own = 0 if index else stored
-        roles[info.role.value] = RoleBytes(total.raw + info.nbytes, total.stored + own, total.tensors + 1)
+    raw: dict[Role, int] = {}
+    tensors = Counter(info.role for info in encoded.infos)
+    for info in encoded.infos:
+        raw[info.role] = raw.get(info.role, 0) + info.nbytes
+    for role, count in tensors.items():
+        total = roles.get(role.value, RoleBytes())
+        own = stored if role is encoded.infos[0].role else 0
+        roles[role.value] = RoleBytes(total.raw + raw[role], total.stored + own, total.tensors + count)
 
 
 def _record_codes(

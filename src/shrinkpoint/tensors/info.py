@@ -35,6 +35,8 @@ class Role(str, Enum):
     ACTIVATION = "activation"
     OTHER = "other"
 
+    __hash__ = str.__hash__  # that of `Enum` is a function in Python
+
 
 @dataclass(frozen=True)
 class TensorInfo:

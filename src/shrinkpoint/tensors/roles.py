@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -47,7 +47,10 @@ def infer_roles(leaves: Sequence[Leaf], optimizers: Optimizers) -> tuple[dict[st
         optimizers: path and `state_dict` of each optimizer in it.
     """
     leaves_by_path = {leaf.path: leaf for leaf in leaves}
-    optimizer_ids = {id(leaf) for leaf in leaves if any(leaf.path[: len(path)] == path for path, _ in optimizers)}
+    optimizer_paths = {path for path, _ in optimizers}
+    optimizer_ids = {
+        id(leaf) for depth in {*map(len, optimizer_paths)} for leaf in leaves if leaf.path[:depth] in optimizer_paths
+    }
     module_leaves = [leaf for leaf in leaves if id(leaf) not in optimizer_ids]
     models = _parameter_sets(module_leaves)
     roles: dict[str, Role] = {}
@@ -58,8 +61,11 @@ def infer_roles(leaves: Sequence[Leaf], optimizers: Optimizers) -> tuple[dict[st
             if key in _SLOT_ROLES and leaf.tensor.is_floating_point():
                 roles.setdefault(_stored_name(leaf), _SLOT_ROLES[key])
         match = _best_match(slots, models)
+        settings: dict[int, dict[str, Any]] = {}
         for slot, leaf in match.pairs:
-            optimizer_info.setdefault(leaf.name, _optimizer_info(slot))
+            if slot.group not in settings:
+                settings[slot.group] = _group_settings(slot.settings)
+            optimizer_info.setdefault(leaf.name, _optimizer_info(slot, settings[slot.group]))
         for leaf in _module_parameters(match, leaves):
             roles.setdefault(leaf.name, Role.PARAMETER)
     state_dict_paths = _state_dicts(module_leaves)
@@ -105,14 +111,18 @@ class OptimizerSlot:
     @property
     def factors(self) -> tuple[Leaf, Leaf] | None:
         """Row and column means that replace a second moment; None if there are none."""
-        pairs = ((self.leaves[row], self.leaves[col]) for row, col in _FACTORS if {row, col} <= self.leaves.keys())
-        return next((pair for pair in pairs if all(leaf.tensor.dim() for leaf in pair)), None)
+        for row, column in _FACTORS:
+            if row in self.leaves and column in self.leaves:
+                pair = self.leaves[row], self.leaves[column]
+                if all(leaf.tensor.dim() for leaf in pair):
+                    return pair
+        return None
 
     @property
     def shape(self) -> tuple[int, ...] | None:
         """The parameter's shape, if the slot determines it."""
-        if self.factors is not None:
-            row, column = self.factors
+        if (factors := self.factors) is not None:
+            row, column = factors
             rows = tuple(row.tensor.shape)
             leading = rows[:-1] if row.tensor.dim() == column.tensor.dim() and rows[-1:] == (1,) else rows
             return (*leading, column.tensor.shape[-1])
@@ -151,8 +161,22 @@ def _stored_name(leaf: Leaf) -> str:
 
 def _optimizer_role(leaf: Leaf) -> Role:
     """The role of a tensor of an optimizer that is in no slot of `_SLOT_ROLES`."""
-    named = any(isinstance(key, str) and _MASTER.search(key) for key in leaf.path)
-    return Role.MASTER if named and _is_weight(leaf) else Role.OTHER
+    return Role.MASTER if _names_master(leaf.path) and _is_weight(leaf) else Role.OTHER
+
+
+def _names_master(path: StatePath) -> bool:
+    """Whether a key says that copies in full precision are below it."""
+    return any(_is_master_key(key) for key in path if isinstance(key, str))
+
+
+@lru_cache(maxsize=1024)
+def _is_master_key(key: str) -> bool:
+    return _MASTER.search(key) is not None
+
+
+@lru_cache(maxsize=1024)
+def _is_gradient_key(key: str) -> bool:
+    return _GRADIENT.fullmatch(key) is not None
 
 
 def _module_role(leaf: Leaf, state_dicts: Collection[StatePath] = ()) -> Role:
@@ -162,12 +186,12 @@ def _module_role(leaf: Leaf, state_dicts: Collection[StatePath] = ()) -> Role:
     that is a common name of buffers.
     """
     keys = [key for key in leaf.path if isinstance(key, str)]
-    last = keys[-1] if keys else ""
-    if any(_GRADIENT.fullmatch(key) for key in keys):
+    last = keys.pop() if keys else ""
+    if _GRADIENT.fullmatch(last) or (keys and any(map(_is_gradient_key, keys))):
         return Role.GRADIENT
     if _BUFFER.search(last):
         return Role.BUFFER
-    if any(_MASTER.search(key) for key in keys[:-1]) and _is_weight(leaf):
+    if keys and any(map(_is_master_key, keys)) and _is_weight(leaf):
         return Role.MASTER
     looks_like_a_name = "." in last or last in ("weight", "bias")
     if not looks_like_a_name and leaf.path[:-1] in state_dicts:
@@ -199,15 +223,18 @@ class ParameterSet:
 def _parameter_sets(leaves: Sequence[Leaf]) -> list[ParameterSet]:
     """Every nest that may be the model of an optimizer; moving averages last."""
     models: dict[StatePath, ParameterSet] = {}
-    seen: set[tuple[StatePath, str]] = set()
+    names: dict[StatePath, set[str]] = {}
     for leaf in leaves:
         if not leaf.name or not _is_weight(leaf) or _BUFFER.search(format_key(leaf.path[-1] if leaf.path else "")):
             continue
         for depth in range(len(leaf.path)):
             path = leaf.path[:depth]
-            if (path, leaf.name) not in seen:  # tied parameters count once
-                seen.add((path, leaf.name))
-                models.setdefault(path, ParameterSet(path)).leaves.append(leaf)
+            model = models.get(path)
+            if model is None:
+                model, names[path] = models.setdefault(path, ParameterSet(path)), set()
+            if leaf.name not in names[path]:  # tied parameters count once
+                names[path].add(leaf.name)
+                model.leaves.append(leaf)
     return sorted(models.values(), key=lambda model: any(_AVERAGE.search(format_key(key)) for key in model.path))
 
 
@@ -264,34 +291,42 @@ def _align(slots: Sequence[OptimizerSlot], model: ParameterSet) -> SlotMatch:
     return match
 
 
-def _optimizer_info(slot: OptimizerSlot) -> OptimizerInfo:
-    settings = slot.settings
+def _group_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `OptimizerInfo` that all parameters of a group share."""
     betas = settings.get("betas")
     beta1, beta2 = betas if isinstance(betas, tuple | list) and len(betas) == 2 else (settings.get("momentum"), None)
-    step = _number(slot.values.get("step", settings.get("step")))
+    return {
+        "lr": _number(settings.get("lr")),
+        "beta1": _number(beta1),
+        "beta2": _number(beta2),
+        "eps": _number(settings.get("eps")),
+        "weight_decay": _number(settings.get("weight_decay")),
+        "decoupled": bool(settings.get("decoupled_weight_decay", True)),
+    }
+
+
+def _optimizer_info(slot: OptimizerSlot, settings: dict[str, Any]) -> OptimizerInfo:
+    step = _number(slot.values.get("step", slot.settings.get("step")))
     return OptimizerInfo(
         moment1=_moment(slot, "exp_avg", "momentum_buffer"),
         moment2=_moment(slot, "exp_avg_sq"),
         step=None if step is None else int(step),
-        lr=_number(settings.get("lr")),
-        beta1=_number(beta1),
-        beta2=_number(beta2),
-        eps=_number(settings.get("eps")),
-        weight_decay=_number(settings.get("weight_decay")),
-        decoupled=bool(settings.get("decoupled_weight_decay", True)),
         factors=_factors(slot),
         blocks=_blocks(slot),
+        **settings,
     )
 
 
 def _factors(slot: OptimizerSlot) -> tuple[str, str] | None:
-    if slot.factors is None or not all(leaf.name for leaf in slot.factors):
+    if (factors := slot.factors) is None or not all(leaf.name for leaf in factors):
         return None
-    row, column = slot.factors
+    row, column = factors
     return row.name, column.name
 
 
 def _blocks(slot: OptimizerSlot) -> tuple[str, str, str] | None:
+    if _BNB_STATE not in slot.values and _BNB_MOMENT2[0] not in slot.leaves:
+        return None
     leaves = [slot.leaves[key] for key in _BNB_MOMENT2 if key in slot.leaves and slot.leaves[key].name]
     if len(leaves) < len(_BNB_MOMENT2) or leaves[0].tensor.dtype != torch.uint8:
         return None
@@ -300,13 +335,19 @@ def _blocks(slot: OptimizerSlot) -> tuple[str, str, str] | None:
 
 
 def _moment(slot: OptimizerSlot, *keys: str) -> str | None:
-    return next((slot.leaves[key].name for key in keys if key in slot.leaves and slot.leaves[key].name), None)
+    for key in keys:
+        if key in slot.leaves and slot.leaves[key].name:
+            return slot.leaves[key].name
+    return None
 
 
 def _number(value: Any) -> float | None:
     """A finite number as float, also from a tensor of one element; else None."""
     if isinstance(value, torch.Tensor):
-        value = value.item() if value.numel() == 1 and not value.is_complex() else None
+        try:
+            value = value.item() if value.numel() == 1 and not value.is_complex() else None
+        except NotImplementedError:  # torch has no numbers of some narrow dtypes
+            return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < float("inf") else None

@@ -79,13 +79,14 @@ def _overlap_groups(leaves: list[Leaf]) -> Iterator[list[Leaf]]:
     order = {id(leaf): index for index, leaf in enumerate(leaves)}
     storages: dict[tuple[object, ...], list[Leaf]] = {}
     for leaf in leaves:
-        if leaf.tensor.numel() == 0:
+        extent = leaf.extent
+        if extent == 0:
             yield [leaf]
             continue
         storage = leaf.tensor.untyped_storage()
-        size, used = storage.nbytes(), leaf.start + leaf.extent
+        size, used = storage.nbytes(), leaf.start + extent
         if used > size:
-            found, expected = f"a tensor whose storage has {size} bytes", f"its {leaf.extent} from {leaf.start} on"
+            found, expected = f"a tensor whose storage has {size} bytes", f"its {extent} from {leaf.start} on"
             do = "save it before its memory is freed"
             raise StateError(format_path(leaf.path), found=found, expected=expected, do=do)
         storages.setdefault((leaf.tensor.device, storage.data_ptr(), size), []).append(leaf)
@@ -167,7 +168,7 @@ def _storage_row(group: list[Leaf], start: int, end: int) -> torch.Tensor:
 
 def _standard_strides(tensor: torch.Tensor) -> torch.Tensor:
     """Give a contiguous tensor its standard strides; dimensions of size 1 may have others."""
-    if not tensor.is_contiguous() or 1 not in tensor.shape:
+    if 1 not in tensor.shape or not tensor.is_contiguous():
         return tensor
     strides = torch.empty(tuple(tensor.shape), device="meta").stride()
     return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)

@@ -21,7 +21,7 @@ import binascii
 import math
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -112,7 +112,7 @@ class TreeEncoder:
     def _dict(self, value: dict[Any, Any], path: StatePath) -> JSON:
         if is_optimizer_state(value):
             self.optimizers.append((path, value))
-        if all(type(key) is str and not key.startswith("$") and _is_unicode(key) for key in value):
+        if _are_plain(value):
             return {key: self.encode(item, (*path, key)) for key, item in value.items()}
         return {"$d": [[self._key(key, path), self.encode(item, (*path, key))] for key, item in value.items()]}
 
@@ -159,6 +159,11 @@ class TreeEncoder:
         leaf = Leaf(path, tensor)
         self.leaves.append(leaf)
         return leaf.reference
+
+
+def _are_plain(keys: Iterable[Any]) -> bool:
+    """Whether all keys are texts that an object of JSON can have, and none is a tag."""
+    return all(type(key) is str and not key.startswith("$") and _is_unicode(key) for key in keys)
 
 
 def is_optimizer_state(value: dict[Any, Any]) -> bool:

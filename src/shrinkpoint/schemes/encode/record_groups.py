@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,8 +17,9 @@ from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.pack import is_codable_float, num_numbers, num_taps
 from shrinkpoint.codec.recipe import MAX_TAPS
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
+from shrinkpoint.guard import no_gc
 from shrinkpoint.tensors.compare import same_bits
-from shrinkpoint.tensors.dtypes import as_bits, materialize, tensor_bytes, torch_dtype
+from shrinkpoint.tensors.dtypes import as_bits, joined_bytes, materialize, tensor_bytes, torch_dtype
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import OptimizerInfo, Role, TensorInfo
 
@@ -28,7 +29,10 @@ MAX_BUNDLE_NUMEL = 1 << 20
 """Number of values after which a shared record is full: decoding one small tensor decodes its whole record."""
 MAX_DIGEST_BYTES = 1 << 16
 """Bytes up to which whole tensors are hashed to find copies; of larger ones, only the first values."""
-_ROLE_ORDER = [Role.MOMENT1, Role.MOMENT2, Role.MASTER]  # contexts before the tensors that they are context for
+_MAX_KEY_BYTES = 256
+"""Bytes up to which they are compared themselves."""
+_MOMENT2, _MOMENTS = Role.MOMENT2, (Role.MOMENT1, Role.MOMENT2)
+_ROLE_ORDER = {Role.MOMENT1: 0, Role.MOMENT2: 1, Role.MASTER: 2}  # contexts before the tensors they are context for
 _Key = tuple[object, ...]
 """Tensors with equal keys share a record."""
 
@@ -44,13 +48,14 @@ class ContextMap:
     def __init__(self, state: FlatState, excluded: Collection[str]) -> None:
         self._state = state
         self._excluded = excluded
+        self._moments: dict[str, tuple[str, str] | None] = {}
         self._info_by_moment2 = {
             optimizer.moment2: optimizer for optimizer in state.optimizer_info.values() if optimizer.moment2 is not None
         }
 
     def optimizer_info(self, info: TensorInfo) -> OptimizerInfo | None:
         """Return what is known about the optimizer of a parameter, or of the parameter of a second moment."""
-        if info.role is Role.MOMENT2:
+        if info.role is _MOMENT2:
             return self._info_by_moment2.get(info.name)
         return self._state.optimizer_info.get(info.name)
 
@@ -59,20 +64,26 @@ class ContextMap:
 
         For a parameter these are its first and second moment; for a second moment, the first moment twice.
         """
+        if info.name not in self._moments:
+            self._moments[info.name] = self._find_moments(info)
+        return self._moments[info.name]
+
+    def _find_moments(self, info: TensorInfo) -> tuple[str, str] | None:
         optimizer = self.optimizer_info(info)
         if optimizer is None or optimizer.moment1 is None:
             return None
-        second = optimizer.moment1 if info.role is Role.MOMENT2 else optimizer.moment2
-        if second is None or not all(self._is_valid_context(name, info) for name in (optimizer.moment1, second)):
+        second = optimizer.moment1 if info.role is _MOMENT2 else optimizer.moment2
+        if second is None or not self._is_valid_context(optimizer.moment1, info):
             return None
-        return optimizer.moment1, second
+        is_valid = second == optimizer.moment1 or self._is_valid_context(second, info)
+        return (optimizer.moment1, second) if is_valid else None
 
     def _is_valid_context(self, name: str, info: TensorInfo) -> bool:
         """Whether a tensor can be context for another one: a moment of equal shape that is decoded first."""
         moment = self._state.infos.get(name)
         if moment is None or name in self._excluded or name == info.name or moment.shape != info.shape:
             return False
-        is_earlier = moment.role in (Role.MOMENT1, Role.MOMENT2) and moment.role is not info.role
+        is_earlier = moment.role in _MOMENTS and moment.role is not info.role
         # Only 32-bit floats are predicted, from 32-bit moments: rounding 64-bit ones depends on the machine's settings.
         is_exact = moment.dtype != "F64" or info.dtype == "F64"
         return is_earlier and is_exact and is_codable_float(tensor_layout(self._state.tensors, name)[1])
@@ -125,6 +136,13 @@ def plan_records(state: FlatState, reference: Reference | None, quantized: Mappi
         reference: the parent's decoded tensors; None: there is no parent.
         quantized: name of a quantized tensor -> its codes and codebook or lattice.
     """
+    with no_gc():
+        return _plan_records(state, reference, quantized)
+
+
+def _plan_records(
+    state: FlatState, reference: Reference | None, quantized: Mapping[str, QuantizedTensor]
+) -> RecordPlan:
     unchanged: list[TensorInfo] = []
     changed: list[TensorInfo] = []
     for info in state.infos.values():
@@ -210,21 +228,44 @@ def _find_copies(
             names_by_content.setdefault(_content_key(info, tensor), []).append(name)
             casts.add(info, tensor)
     copies = []
+    contents = _small_contents(infos, state)
     for info in sorted(infos, key=lambda info: info.dtype != "F32"):  # sources of casts first
-        tensor = state.tensors[info.name]
-        if info.nbytes == 0:
+        tensor, content = state.tensors[info.name], contents.get(info.name)
+        if content is None and info.nbytes == 0:
             continue
-        candidates = names_by_content.setdefault(_content_key(info, tensor), [])
-        source = next((name for name in candidates if same_bits(state.tensors[name], tensor)), None)
-        if source is None:
+        key = _content_key(info, tensor) if content is None else (info.dtype, info.shape, content)
+        candidates = names_by_content.setdefault(key, [])
+        equal = candidates if content is not None else _equal_names(candidates, tensor, state)
+        source = next(iter(equal), None)
+        if source is None and casts.has_narrow:
             wide = casts.sources(info, tensor)
             source = next((name for name in wide if _is_exact_cast(tensor, state.tensors[name])), None)
         if source is not None:
             copies.append((info, source))
             continue
         candidates.append(info.name)
-        casts.add(info, tensor)
+        if casts.has_narrow:
+            casts.add(info, tensor)
     return copies
+
+
+def _equal_names(names: Sequence[str], tensor: Tensor, state: FlatState) -> Iterator[str]:
+    return (name for name in names if same_bits(state.tensors[name], tensor))
+
+
+def _small_contents(infos: Sequence[TensorInfo], state: FlatState) -> dict[str, bytes]:
+    """The bytes of all small tensors, by name; copied together, not with some calls for each."""
+    small: dict[str, list[TensorInfo]] = {}
+    for info in infos:
+        if 0 < info.nbytes <= _MAX_KEY_BYTES and state.tensors[info.name].is_contiguous():
+            small.setdefault(info.dtype, []).append(info)
+    contents = {}
+    for members in small.values():
+        joined, start = joined_bytes([state.tensors[info.name] for info in members]).tobytes(), 0
+        for info in members:
+            end = start + info.nbytes
+            contents[info.name], start = joined[start:end], end
+    return contents
 
 
 def _content_key(info: TensorInfo, tensor: Tensor) -> _Key:
@@ -233,7 +274,7 @@ def _content_key(info: TensorInfo, tensor: Tensor) -> _Key:
         content = tensor_bytes(tensor)
         if info.nbytes > MAX_DIGEST_BYTES:
             content = content[: 64 * tensor.element_size()]
-        return (info.dtype, info.shape, content.tobytes() if content.nbytes <= 256 else xxh3_128(content))
+        return (info.dtype, info.shape, content.tobytes() if content.nbytes <= _MAX_KEY_BYTES else xxh3_128(content))
     first = as_bits(materialize(tensor)).reshape(-1)[:64]  # integers: torch warns when it copies complex32
     return (info.dtype, info.shape, tensor_bytes(first).tobytes())
 
@@ -257,6 +298,11 @@ class _CastIndex:
         """Whether some narrow tensor has the shape of this one."""
         return info.dtype == "F32" and info.shape in self._dtypes
 
+    @property
+    def has_narrow(self) -> bool:
+        """Whether any tensor may be a cast."""
+        return bool(self._dtypes)
+
     def add(self, info: TensorInfo, tensor: Tensor) -> None:
         """Add a tensor that others may be casts of."""
         if info.dtype == "F32":
@@ -265,8 +311,9 @@ class _CastIndex:
 
     def sources(self, info: TensorInfo, tensor: Tensor) -> list[str]:
         """Return the names of the tensors that a tensor may be a cast of."""
-        dtype = torch_dtype(info.dtype)
-        if dtype not in self._dtypes.get(info.shape, ()):
+        dtypes = self._dtypes.get(info.shape)
+        dtype = torch_dtype(info.dtype) if dtypes else None
+        if not dtypes or dtype not in dtypes:
             return []
         return self._names.get(self._cast_key(info, tensor, dtype), [])
 
@@ -379,6 +426,8 @@ def _own_record_name(info: TensorInfo) -> str:
 
 
 def _group_taps(info: TensorInfo) -> int:
+    if len(info.shape) < 3:
+        return 1
     taps = num_taps(info)
     is_float = NUMBER_FORMATS[info.dtype].is_float and not info.dtype.startswith("C")
     return taps if 1 < taps <= MAX_TAPS and is_float else 1
@@ -398,7 +447,7 @@ def _sort_key(group: RecordGroup, depths: Mapping[str, int]) -> tuple[int, int]:
 
 
 def _role_order(info: TensorInfo) -> int:
-    return _ROLE_ORDER.index(info.role) if info.role in _ROLE_ORDER else len(_ROLE_ORDER)
+    return _ROLE_ORDER.get(info.role, len(_ROLE_ORDER))
 
 
 def _dependency_depth(name: str, quantized: Mapping[str, QuantizedTensor]) -> int:
