@@ -50,6 +50,9 @@ def test_some_rows_are_those_of_all_values(name: str, rows: slice) -> None:
 @pytest.mark.parametrize("shape", [(), (9,), (1, 9), (9, 1), (3, 2, 4), (0, 4)])
 def test_rows_of_any_shape_are_decoded(shape: tuple[int, ...]) -> None:
     tensors = state(shape)
+    plain = points_of("linear", shape)
+    tensors.add({"plain": LatticeSource(plain, torch.float32), "all": plain.dequantize(torch.float32)})
+    assert all(torch.equal(tensors.rows("plain", rows), tensors.rows("all", rows)) for rows in ROWS)
     for name in ("v", "m", "w", "low"):
         for rows in ROWS:
             assert torch.equal(tensors.rows(name, rows), as_matrix(tensors[name])[rows])

@@ -164,16 +164,20 @@ class LatticeTensor:
             second_moments: the same rows of the tensor named by `relative_to`.
         """
         shape = _shape(as_matrix(self.codes))
-        codes, lattice = as_matrix(self.codes)[rows], self.lattice.to_native(shape)
-        indices = range(shape[0])[rows]
+        codes, indices = as_matrix(self.codes)[rows], range(shape[0])[rows]
         out = torch.empty(tuple(codes.shape), dtype=torch.float32)
-        runs = [(0, len(indices))] if indices.step == 1 else [(i, i + 1) for i in range(len(indices))]
-        for begin, end in runs if codes.numel() else ():
+        if not codes.numel():
+            return out.to(dtype)
+        lattice, runs, first_row = self.lattice.to_native(shape), [(0, len(indices))], indices.start
+        if self.lattice.seed and indices.step > 1:  # dither depends on the place in the whole tensor
+            runs = [(i, i + 1) for i in range(len(indices))]
+        elif not self.lattice.seed:
+            lattice, first_row = replace(self.lattice, rows=self.lattice.rows[rows]).to_native(_shape(codes)), 0
+        for begin, end in runs:
             squares = None if second_moments is None else tensor_bytes(second_moments[begin:end].to(torch.float32))
             values = out[begin:end].view(-1).numpy().view(np.uint8)
-            _native.lattice_values(
-                lattice, tensor_bytes(codes[begin:end]), values, squares=squares, first=indices[begin] * shape[1]
-            )
+            first = (first_row + begin * indices.step if self.lattice.seed else 0) * shape[1]
+            _native.lattice_values(lattice, tensor_bytes(codes[begin:end]), values, squares=squares, first=first)
         return out.to(dtype)
 
     def _dequantize_native(self, second_moments: Tensor | None) -> Tensor:
