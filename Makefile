@@ -66,9 +66,9 @@ $(VENV)/.bench: $(VENV)/.installed
 SECONDS ?= 60
 SEED ?= 1
 FUZZ := build/fuzz
-FUZZ_FLAGS := -std=gnu++17 -O1 -g -ffp-contract=off -Wall -Wextra -Wno-maybe-uninitialized -pthread -Inative -Inative/fuzz \
+FUZZ_FLAGS := -std=gnu++17 -O1 -g -ffp-contract=off -Wall -Wextra -Wno-maybe-uninitialized -pthread -Inative -Inative/fuzz -Inative/third_party \
   -fsanitize=address,undefined -fno-sanitize-recover=all
-FUZZ_OBJECTS := $(patsubst %.cpp,$(FUZZ)/%.o,$(notdir $(filter-out %/bindings.cpp %/bindings_quantizers.cpp %/bindings_wire_uniform.cpp %/bindings_wire_blocks.cpp %/bindings_wire_sparse.cpp %/checksum.cpp %/buffer_pool.cpp,\
+FUZZ_OBJECTS := $(patsubst %.cpp,$(FUZZ)/%.o,$(notdir $(filter-out %/bindings.cpp %/bindings_quantizers.cpp %/bindings_wire_uniform.cpp %/bindings_wire_blocks.cpp %/bindings_wire_sparse.cpp %/buffer_pool.cpp,\
   $(wildcard native/*.cpp)) $(wildcard native/fuzz/*.cpp)))
 vpath %.cpp native native/fuzz
 
@@ -89,7 +89,7 @@ CLANG ?= $(firstword $(foreach one,clang++ $(foreach n,22 21 20 19 18 17 16 15 1
 TARGET ?= chunks
 LIBFUZZER := build/libfuzzer
 CORPUS ?= $(LIBFUZZER)/corpus/$(TARGET)
-LIBFUZZER_FLAGS := -std=gnu++17 -O1 -g -ffp-contract=off -Wall -Wextra -pthread -Inative -Inative/fuzz \
+LIBFUZZER_FLAGS := -std=gnu++17 -O1 -g -ffp-contract=off -Wall -Wextra -pthread -Inative -Inative/fuzz -Inative/third_party \
   -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -DSHRINKPOINT_LIBFUZZER
 LIBFUZZER_OBJECTS := $(patsubst $(FUZZ)/%,$(LIBFUZZER)/%,$(FUZZ_OBJECTS))
 
