@@ -32,7 +32,8 @@ _INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 _NUMPY_CODES = "b1 i1 u1 i2 u2 i4 u4 i8 u8 f2 f4 f8 c8 c16"
 _TORCH_OF_NUMPY = {code: torch.from_numpy(np.empty(0, code)).dtype for code in _NUMPY_CODES.split()}
 _NUMPY_DTYPES = {
-    getattr(torch, name): np.dtype(name) for name in ("float32", "float64", "int64", "int32", "float16", "uint8")
+    getattr(torch, name): np.dtype(name)
+    for name in ("float32", "float64", "int64", "int32", "int16", "int8", "float16", "uint8")
 }
 """Common dtypes that numpy has as well."""
 
