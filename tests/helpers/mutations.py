@@ -148,7 +148,9 @@ class Mutator:
 
     def _tag(self, document: Any, holder: Any, key: Any) -> None:
         """A tag with something in it that tags have, over any tensor of the file."""
-        names = [row[0] for record in document.get("records", []) for row in _rows(record)] or ["w"]
+        records = document.get("records")  # which a mutation before may have made anything
+        names = [row[0] for record in records for row in _rows(record)] if isinstance(records, list) else []
+        names = names or ["w"]
         body = self.random.choice([self.view(names), self.view(names), self.junk(), holder[key]])
         if self.random.random() < 0.4:
             body = [self.random.choice(["<f4", "<i8", "|u1", "<c16", ">f8"]), body]
