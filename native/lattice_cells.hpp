@@ -18,7 +18,6 @@
 
 namespace shrinkpoint {
 
-constexpr size_t kPiece = size_t{1} << 17;  // positions that a thread takes at a time
 constexpr int32_t kMaxCode = (1 << 15) - 2;
 constexpr int16_t kZeroCode = -127;      // of powers: zero
 constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to whole numbers, half to even
@@ -72,27 +71,5 @@ void fill_cells(const Lattice& lattice, const float* squares, uint64_t start, si
 
 // The values that codes stand for.
 void values_of_codes(const Lattice& lattice, const int16_t* codes, size_t count, const Cells& cells, float* values);
-
-inline const float* offset_by(const float* squares, uint64_t start) {
-    return squares == nullptr ? nullptr : squares + start;
-}
-
-inline Floats offset_by(Floats all, uint64_t start) {
-    return all.data == nullptr ? all : Floats{all.data + start * all.bytes, all.bytes};
-}
-
-// work(piece, start, count, cells) for every tile.
-template <typename Work>
-void by_tiles(uint64_t count, unsigned threads, Work work) {
-    parallel(chunk_count(count, kPiece), threads, [&](WorkQueue& indices) {
-        const ScopedFpEnvironment floats;
-        const auto cells = std::make_unique<Cells>();  // all zeros, as dithers are without a seed
-        for (size_t index; indices.take(index);) {
-            const Span piece = span_of(index, count, kPiece, kPiece);
-            for (size_t done = 0; done < piece.count; done += kTile)
-                work(index, piece.start + done, std::min(kTile, piece.count - done), *cells);
-        }
-    });
-}
 
 }  // namespace shrinkpoint

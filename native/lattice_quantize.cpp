@@ -5,7 +5,9 @@
 #include <stdexcept>
 #include <vector>
 
+#include "lanes.hpp"
 #include "lattice_cells.hpp"
+#include "parallel_tiles.hpp"
 
 namespace shrinkpoint {
 
@@ -51,10 +53,7 @@ SHRINKPOINT_KERNEL(void, add_errors,
         sums.curvature[lane] += squares[i] * square;
         sums.squares[lane] += square;
     };
-    size_t i = 0;
-    for (; i + kLanes <= count; i += kLanes)
-        for (size_t lane = 0; lane < kLanes; ++lane) add(i + lane, lane);
-    for (size_t lane = 0; i < count; ++i, ++lane) add(i, lane);
+    by_lanes<kLanes>(count, add);
     lanes = sums;
 }
 
@@ -66,7 +65,7 @@ unsigned lattice_quantize(const Lattice& lattice, Floats values, const CodedMome
     if (seconds.lattice != nullptr && !seconds.lattice->powers)
         throw std::invalid_argument("second moments: points that stand for multiples");
     std::atomic<bool> fits{true}, narrow{true};
-    by_tiles(lattice.count(), threads, [&](size_t, uint64_t start, size_t count, Cells& cells) {
+    by_tiles<Cells>(lattice.count(), threads, [&](size_t, uint64_t start, size_t count, Cells& cells) {
         if (seconds.lattice != nullptr)
             fill_relative_cells(lattice, seconds, start, count, cells);
         else
@@ -88,7 +87,7 @@ ErrorSums quantization_error_sums(const Lattice& lattice, Codes codes, Floats va
     if (lattice.powers) throw std::invalid_argument("errors: points that stand for powers");
     static constexpr float kZeros[kTile] = {};
     std::vector<Lanes> pieces(chunk_count(lattice.count(), kPiece));
-    by_tiles(lattice.count(), threads, [&](size_t piece, uint64_t start, size_t count, Cells& cells) {
+    by_tiles<Cells>(lattice.count(), threads, [&](size_t piece, uint64_t start, size_t count, Cells& cells) {
         alignas(64) float slope_buffer[kTile], square_buffer[kTile];
         fill_cells(lattice, nullptr, start, count, cells);
         values_of_codes(lattice, read_codes(codes, start, count, cells.codes), count, cells, cells.values);

@@ -1,20 +1,16 @@
 #include "progress.hpp"
 
-#include <algorithm>
-#include <memory>
 #include <vector>
 
-#include "parallel.hpp"
-#include "predict.hpp"
+#include "lanes.hpp"
+#include "parallel_tiles.hpp"
 #include "simd.hpp"
-#include "tiles.hpp"
 
 namespace shrinkpoint {
 
 namespace {
 
-constexpr size_t kPiece = size_t{1} << 17;  // positions that a thread takes at a time
-constexpr size_t kLanes = 8;                // sums side by side, in every instruction set as many
+constexpr size_t kLanes = 8;
 
 struct Lanes {
     double movement[kLanes] = {}, stored_movement[kLanes] = {}, weight[kLanes] = {}, stored_weight[kLanes] = {};
@@ -37,17 +33,8 @@ SHRINKPOINT_KERNEL(void, add_products,
         sums.weight[lane] += now * now;
         sums.stored_weight[lane] += now * decoded;
     };
-    size_t i = 0;
-    for (; i + kLanes <= count; i += kLanes)
-        for (size_t lane = 0; lane < kLanes; ++lane) add(i + lane, lane);
-    for (size_t lane = 0; i < count; ++i, ++lane) add(i, lane);
+    by_lanes<kLanes>(count, add);
     lanes = sums;
-}
-
-double sum_lanes(const double* lanes) {
-    double sum = 0;
-    for (size_t lane = 0; lane < kLanes; ++lane) sum += lanes[lane];
-    return sum;
 }
 
 }  // namespace
@@ -55,20 +42,11 @@ double sum_lanes(const double* lanes) {
 ProgressSums progress_sums(Floats weight, Floats parent_weight, Floats stored, Floats parent_stored, uint64_t count,
                            unsigned threads) {
     std::vector<Lanes> pieces(chunk_count(count, kPiece));
-    parallel(pieces.size(), threads, [&](WorkQueue& indices) {
-        const ScopedFpEnvironment floats;  // sums do not depend on what the caller's thread does with denormals
-        const auto buffers = std::make_unique<Buffers>();
-        for (size_t index; indices.take(index);) {
-            const Span piece = span_of(index, count, kPiece, kPiece);
-            for (size_t done = 0; done < piece.count; done += kTile) {
-                const uint64_t start = piece.start + done;
-                const size_t length = std::min(kTile, piece.count - done);
-                add_products(read_floats(weight, start, length, buffers->weight),
-                             read_floats(parent_weight, start, length, buffers->parent_weight),
-                             read_floats(stored, start, length, buffers->stored),
-                             read_floats(parent_stored, start, length, buffers->parent_stored), length, pieces[index]);
-            }
-        }
+    by_tiles<Buffers>(count, threads, [&](size_t piece, uint64_t start, size_t length, Buffers& buffers) {
+        add_products(read_floats(weight, start, length, buffers.weight),
+                     read_floats(parent_weight, start, length, buffers.parent_weight),
+                     read_floats(stored, start, length, buffers.stored),
+                     read_floats(parent_stored, start, length, buffers.parent_stored), length, pieces[piece]);
     });
     ProgressSums sums;
     for (const Lanes& lanes : pieces) {  // in the order of pieces, whichever thread had them

@@ -6,6 +6,7 @@
 #include <memory>
 #include <stdexcept>
 
+#include "lanes.hpp"
 #include "lattice_cells.hpp"
 #include "lattice_grid.hpp"
 #include "parallel.hpp"
@@ -18,7 +19,7 @@ namespace shrinkpoint {
 namespace {
 
 constexpr size_t kBlockRows = 256, kBlockColumns = 1024;  // sums of logarithms of a block fit into 32 bits
-constexpr size_t kLanes = 8;                              // sums side by side, in every instruction set as many
+constexpr size_t kLanes = 8;
 constexpr int32_t kLogBits = 12;
 constexpr int32_t kSmallest = (127 - 120) << 23;  // the bits of 2^-120
 constexpr int32_t kInfinity = 0x7f800000;
@@ -43,25 +44,16 @@ struct ColumnSums {
     double sums[kBlockColumns];
 };
 
-double sum_lanes(const double* lanes) {
-    double sum = 0;
-    for (size_t lane = 0; lane < kLanes; ++lane) sum += lanes[lane];
-    return sum;
-}
-
 ALWAYS_INLINE double sum_of(const float* values, size_t count) {
     double lanes[kLanes] = {};
-    size_t i = 0;
-    for (; i + kLanes <= count; i += kLanes)
-        for (size_t lane = 0; lane < kLanes; ++lane) lanes[lane] += values[i + lane];
-    for (size_t lane = 0; i < count; ++i, ++lane) lanes[lane] += values[i];
+    by_lanes<kLanes>(count, [&](size_t i, size_t lane) { lanes[lane] += values[i]; });
     return sum_lanes(lanes);
 }
 
 // Adds up to kBlockColumns values of a row; returns 1 for a value that is not finite, and 2 for one below zero.
-SHRINKPOINT_KERNEL(int32_t, add_row,
-                   (const float* seconds, const float* firsts, size_t count, ColumnSums& columns, RowSums& row),
-                   (seconds, firsts, count, columns, row)) {
+template <bool kByColumn>
+ALWAYS_INLINE int32_t add_values_of_row(const float* seconds, const float* firsts, size_t count, ColumnSums& columns,
+                                        RowSums& row) {
     int32_t log_sum = 0, present_count = 0, infinite = 0, negative = 0;
     for (size_t i = 0; i < count; ++i) {
         const auto bits = static_cast<int32_t>(bits_of(seconds[i]));
@@ -70,31 +62,25 @@ SHRINKPOINT_KERNEL(int32_t, add_row,
         infinite |= ((bits & 0x7fffffff) >= kInfinity) | (first >= kInfinity);
         negative |= (bits < 0) & ((bits & 0x7fffffff) != 0);
         const int32_t log = log2_units(std::max(bits, kSmallest)) & -present;
-        columns.logs[i] += log;
-        columns.counts[i] += present;
+        if (kByColumn) columns.logs[i] += log, columns.counts[i] += present;
         log_sum += log;
         present_count += present;
     }
-    for (size_t i = 0; i < count; ++i) columns.sums[i] += seconds[i];
+    for (size_t i = 0; kByColumn && i < count; ++i) columns.sums[i] += seconds[i];
     row = {log_sum, present_count, sum_of(seconds, count)};
     return infinite | negative << 1;
 }
 
-// The same where no sums by column are wanted.
-SHRINKPOINT_KERNEL(int32_t, add_only_row, (const float* seconds, const float* firsts, size_t count, RowSums& row),
-                   (seconds, firsts, count, row)) {
-    int32_t log_sum = 0, present_count = 0, infinite = 0, negative = 0;
-    for (size_t i = 0; i < count; ++i) {
-        const auto bits = static_cast<int32_t>(bits_of(seconds[i]));
-        const auto first = static_cast<int32_t>(bits_of(firsts[i]) & 0x7fffffff);
-        const int32_t present = (bits > 0) | (first != 0);
-        infinite |= ((bits & 0x7fffffff) >= kInfinity) | (first >= kInfinity);
-        negative |= (bits < 0) & ((bits & 0x7fffffff) != 0);
-        log_sum += log2_units(std::max(bits, kSmallest)) & -present;
-        present_count += present;
-    }
-    row = {log_sum, present_count, sum_of(seconds, count)};
-    return infinite | negative << 1;
+SHRINKPOINT_KERNEL(int32_t, add_row,
+                   (const float* seconds, const float* firsts, size_t count, ColumnSums& columns, RowSums& row),
+                   (seconds, firsts, count, columns, row)) {
+    return add_values_of_row<true>(seconds, firsts, count, columns, row);
+}
+
+SHRINKPOINT_KERNEL(int32_t, add_row_without_columns,
+                   (const float* seconds, const float* firsts, size_t count, ColumnSums& columns, RowSums& row),
+                   (seconds, firsts, count, columns, row)) {
+    return add_values_of_row<false>(seconds, firsts, count, columns, row);
 }
 
 // Codes, and the values that they stand for.
@@ -110,7 +96,8 @@ SHRINKPOINT_KERNEL(void, quantize_row,
         const int32_t distance = log2_units(std::max(bits, kSmallest)) * kStepsPerOctave - exponent * (1 << kLogBits);
         const float position = static_cast<float>(distance) * scale;
         int32_t code = rounded(std::min(std::max(position, -200.0f), 200.0f));
-        code = std::min(std::max(code, kMinCode), kMaxPowerCode) & -static_cast<int32_t>(std::fabs(position) >= dead_zone);
+        code =
+            std::min(std::max(code, kMinCode), kMaxPowerCode) & -static_cast<int32_t>(std::fabs(position) >= dead_zone);
         const uint32_t value = power(exponent + step * code) & -static_cast<uint32_t>(present);
         codes[i] = static_cast<int8_t>(chosen(present, code, kZeroCode));
         decoded[i] = float_of(value);
@@ -124,10 +111,7 @@ SHRINKPOINT_KERNEL(double, sum_relative_squares, (const float* firsts, const flo
         const float relative = firsts[i] * firsts[i] / decoded[i];
         return relative <= std::numeric_limits<float>::max() ? relative : 0.0f;
     };
-    size_t i = 0;
-    for (; i + kLanes <= count; i += kLanes)
-        for (size_t lane = 0; lane < kLanes; ++lane) lanes[lane] += square(i + lane);
-    for (size_t lane = 0; i < count; ++i, ++lane) lanes[lane] += square(i);
+    by_lanes<kLanes>(count, [&](size_t i, size_t lane) { lanes[lane] += square(i); });
     return sum_lanes(lanes);
 }
 
@@ -139,8 +123,8 @@ struct Buffers {
 
 // A block of a matrix: rows [first_row, end_row), `count` columns from `column` on.
 struct Block {
-    size_t index;      // of its rows
-    size_t segment;    // of its columns
+    size_t index;    // of its rows
+    size_t segment;  // of its columns
     uint64_t first_row, end_row, column;
     size_t count;
 };
@@ -176,6 +160,7 @@ SecondMomentSums second_moment_sums(Floats seconds, Floats firsts, uint64_t rows
     std::vector<int32_t> log_parts(partial_count), count_parts(partial_count);
     std::vector<double> sum_parts(partial_count);
     std::atomic<int32_t> flags{0};
+    const auto add = by_column ? add_row : add_row_without_columns;
     by_blocks(rows, columns, threads, [&](const Block& block, Buffers& buffers) {
         int32_t block_flags = 0;
         if (by_column) buffers.columns = {};
@@ -184,8 +169,7 @@ SecondMomentSums second_moment_sums(Floats seconds, Floats firsts, uint64_t rows
             const float* values = read_floats(seconds, start, block.count, buffers.seconds);
             const float* first_values = read_floats(others, start, block.count, buffers.firsts);
             RowSums& sums = row_parts[row * segments + block.segment];
-            block_flags |= by_column ? add_row(values, first_values, block.count, buffers.columns, sums)
-                                        : add_only_row(values, first_values, block.count, sums);
+            block_flags |= add(values, first_values, block.count, buffers.columns, sums);
         }
         flags |= block_flags;
         if (!by_column) return;
@@ -204,7 +188,8 @@ SecondMomentSums second_moment_sums(Floats seconds, Floats firsts, uint64_t rows
         }
     if (!by_column) return out;
     out.column_logs.resize(columns), out.column_counts.resize(columns), out.column_sums.resize(columns);
-    for (uint64_t place = 0, column = 0; place < partial_count; ++place, column = column + 1 == columns ? 0 : column + 1) {
+    for (uint64_t place = 0, column = 0; place < partial_count;
+         ++place, column = column + 1 == columns ? 0 : column + 1) {
         out.column_logs[column] += log_parts[place], out.column_counts[column] += count_parts[place];
         out.column_sums[column] += sum_parts[place];
     }

@@ -1,23 +1,26 @@
 #include "value_sums.hpp"
 
 #include <algorithm>
-#include <memory>
 #include <vector>
 
+#include "lanes.hpp"
 #include "lattice_cells.hpp"
-#include "parallel.hpp"
+#include "parallel_tiles.hpp"
 #include "simd.hpp"
-#include "tiles.hpp"
 
 namespace shrinkpoint {
 
 namespace {
 
-constexpr size_t kLanes = 16;  // sums side by side, in every instruction set as many
+constexpr size_t kLanes = 16;
 
 struct Lanes {
     double sum[kLanes] = {}, squares[kLanes] = {};
     int32_t max_bits = 0;
+};
+
+struct Buffer {
+    float values[kTile];
 };
 
 // Sums are of the distances from `origin`, so that nothing is lost where the mean is far from zero.
@@ -34,10 +37,7 @@ SHRINKPOINT_KERNEL(void, add_values, (const float* values, size_t count, double 
         sum[lane] += distance;
         squares[lane] += distance * distance;
     };
-    size_t i = 0;
-    for (; i + kLanes <= count; i += kLanes)
-        for (size_t lane = 0; lane < kLanes; ++lane) add(i + lane, lane);
-    for (size_t lane = 0; i < count; ++i, ++lane) add(i, lane);
+    by_lanes<kLanes>(count, add);
     std::copy_n(sum, kLanes, lanes.sum), std::copy_n(squares, kLanes, lanes.squares);
 }
 
@@ -49,17 +49,8 @@ ValueSums value_sums(Floats values, uint64_t count, unsigned threads) {
     std::vector<Lanes> pieces(chunk_count(count, kPiece));
     float first;
     const double origin = *read_floats(values, 0, 1, &first);
-    parallel(pieces.size(), threads, [&](WorkQueue& indices) {
-        const ScopedFpEnvironment floats;
-        const auto buffer = std::make_unique<float[]>(kTile);
-        for (size_t index; indices.take(index);) {
-            const Span piece = span_of(index, count, kPiece, kPiece);
-            for (size_t done = 0; done < piece.count; done += kTile) {
-                const size_t length = std::min(kTile, piece.count - done);
-                add_values(read_floats(values, piece.start + done, length, buffer.get()), length, origin,
-                           pieces[index]);
-            }
-        }
+    by_tiles<Buffer>(count, threads, [&](size_t piece, uint64_t start, size_t length, Buffer& buffer) {
+        add_values(read_floats(values, start, length, buffer.values), length, origin, pieces[piece]);
     });
     int32_t max_bits = 0;
     double sum = 0, squares = 0;

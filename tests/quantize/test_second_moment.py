@@ -66,6 +66,10 @@ def test_the_native_core_and_torch_give_the_same_sums_and_codes(shape, dtype):
             a, b = getattr(native, name), getattr(plain, name)
             assert torch.equal(a.rows, b.rows) and torch.equal(a.columns, b.columns)
         torch.testing.assert_close(native.values.rows, plain.values.rows, rtol=1e-12, atol=0)
+        by_row = second_moment_sums(v, first, by_column=False)
+        for name in ("logs", "counts", "values"):
+            part = getattr(by_row, name)
+            assert torch.equal(part.rows, getattr(native, name).rows) and not part.columns.numel()
         torch.testing.assert_close(native.values.columns, plain.values.columns, rtol=1e-12, atol=0)
         for step in (4, 24) if v.numel() else ():
             lattice = lattice_of(shape, step)

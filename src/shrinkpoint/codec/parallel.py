@@ -127,10 +127,8 @@ def decode_all(
         FormatError: the bytes are damaged.
         ChainError: the parent is missing or another one.
     """
-    decoded = DecodedTensors()
-    quantized: dict[str, QuantizedTensor] = {}
-    workers = default_threads(threads)
-    arena, code_arena = Arena(), Arena()
+    decoded, quantized = DecodedTensors(), dict[str, QuantizedTensor]()
+    workers, arena, code_arena = default_threads(threads), Arena(), Arena()
     later_moments = _later_moments(recipes) if overwrite else set()
     sources = set() if reference is None else as_decoded(reference.tensors).needed_names()
 

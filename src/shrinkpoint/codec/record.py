@@ -241,17 +241,23 @@ def decode(
             overwrite_base,
             allocate_codes,
         )
-        tensors: dict[str, TensorSource] = {}
-        forms: dict[str, QuantizedTensor] = {}
-        for info, part in zip(encoded.infos, decoder.decode(0, decoder.count, inputs), strict=True):
-            values = None if part.values is None else tensor_from_bytes(part.values, info)
-            if part.quantized is not None:
-                forms[info.name] = part.quantized
-            if isinstance(part.quantized, LatticeTensor):
-                tensors[info.name] = LatticeSource(part.quantized, torch_dtype(info.dtype), values)
-            elif values is not None:
-                tensors[info.name] = values
-        return Reference(DecodedTensors(tensors), forms)
+        parts = decoder.decode(0, decoder.count, inputs)
+        return _decoded_reference(encoded.infos, parts)
+
+
+def _decoded_reference(infos: Sequence[TensorInfo], parts: Sequence[DecodedPart]) -> Reference:
+    """The tensors of a record: on lattices those of codes, with values where these were decoded."""
+    tensors: dict[str, TensorSource] = {}
+    forms: dict[str, QuantizedTensor] = {}
+    for info, part in zip(infos, parts, strict=True):
+        values = None if part.values is None else tensor_from_bytes(part.values, info)
+        if part.quantized is not None:
+            forms[info.name] = part.quantized
+        if isinstance(part.quantized, LatticeTensor):
+            tensors[info.name] = LatticeSource(part.quantized, torch_dtype(info.dtype), values)
+        elif values is not None:
+            tensors[info.name] = values
+    return Reference(DecodedTensors(tensors), forms)
 
 
 class _DecodedSources:

@@ -175,8 +175,7 @@ def kmeans_codebook(
             previous, centers = None, fresh  # the previous centers are of other weights
     if previous is not None and _max_center_move(previous, centers) < MIN_CENTER_MOVE:
         return previous.float()
-    limit = torch.finfo(torch.float32).max  # a representative may lie above the largest value
-    return centers.clamp(-limit, limit).float()
+    return _to_float32(centers)
 
 
 def _normalize(values: Tensor) -> Tensor:
@@ -189,6 +188,12 @@ def _mean_squared_error(points: _Array, counts: _Array, centers: Tensor) -> floa
     levels = centers.sort().values.numpy()
     nearest = levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, points)]
     return float((counts * (points - nearest) ** 2).sum() / counts.sum())
+
+
+def _to_float32(centers: Tensor) -> Tensor:
+    """Centers rounded to float32; one may lie above its largest value, as that of a bucket does."""
+    limit = torch.finfo(torch.float32).max
+    return centers.clamp(-limit, limit).float()
 
 
 def _is_poor_fit(points: _Array, counts: _Array, centers: Tensor) -> bool:

@@ -41,7 +41,7 @@ class MomentStatistics:
         if (name, first is not None) not in self._sums:
             v, m = (None if key is None else as_native_float(self._tensors[key]) for key in (name, first))
             assert v is not None
-            self._sums[name, first is not None] = second_moment_sums(v, m)
+            self._sums[name, first is not None] = second_moment_sums(v, m, by_column=v.dim() > 1)
         return self._sums[name, first is not None]
 
     def is_finite(self, name: str) -> bool:
