@@ -149,9 +149,13 @@ def is_current(manifests: Mapping[int, Manifest], base: ChainLink) -> bool:
     return manifest is not None and manifest.digest == base.digest
 
 
-def ancestors(manifests: Mapping[int, Manifest], step: int) -> tuple[int, ...]:
-    """The steps that `step` depends on, keyframe first; those that are gone or were saved again are left out."""
-    return tuple(base.step for base in manifests[step].bases if is_current(manifests, base))
+def ancestors(digests: Mapping[int, str], manifest: Manifest) -> list[int]:
+    """The steps that a checkpoint depends on, keyframe first; those that are gone or were saved again are left out.
+
+    Args:
+        digests: `Manifest.digest` by step of every checkpoint.
+    """
+    return [base.step for base in manifest.bases if digests.get(base.step) == base.digest]
 
 
 def describe_steps(manifests: Mapping[int, Manifest]) -> str:

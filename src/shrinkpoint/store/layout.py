@@ -21,6 +21,7 @@ MAX_STEP = 10**15
 MANIFEST = "manifest.json"
 FORGOTTEN = "forgotten"
 PAYLOAD = re.compile(r"rank-[0-9]{5}(\.[1-9][0-9]{0,8})?\.safetensors")
+_STEP_DIR = re.compile(r"step-([0-9]{9}|[1-9][0-9]{9,14})")
 BASE = re.compile(r"bases/[0-9a-f]{32}\.safetensors")
 
 
@@ -69,10 +70,8 @@ def is_step_dir(name: str) -> bool:
 
 def step_of_dir(name: str) -> int | None:
     """The step whose directory has this name; None for one that no store writes."""
-    digits = name[5:]
-    if not (name.startswith("step-") and digits.isascii() and digits.isdecimal() and len(digits) <= 15):
-        return None
-    return int(digits) if step_dir(int(digits)) == name else None
+    match = _STEP_DIR.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def check_step(step: SupportsIndex) -> int:

@@ -145,9 +145,10 @@ def apply_policy(
     visible = [by_step[step] for step in reasons if step not in forgotten]
     for step, reason in _rule_matches(visible, keep, now):
         reasons[step].append(reason)
+    digests = {step: manifest.digest for step, manifest in by_step.items()}
     for step in [step for step, why in reasons.items() if why]:
         reason = f"base of step {step}"
-        for base in chain.ancestors(by_step, step):
+        for base in chain.ancestors(digests, by_step[step]):
             reasons[base].append(reason)
     keep_steps = tuple(step for step, why in reasons.items() if why)
     drop_steps = tuple(step for step, why in reasons.items() if not why)
