@@ -4,6 +4,7 @@
 #include <cstring>
 #include <memory>
 
+#include "code_counts.hpp"
 #include "context_clustering.hpp"
 #include "model.hpp"
 #include "tiles.hpp"
@@ -15,16 +16,22 @@ class TileHistogram {
    public:
     TileHistogram(const Model& model, const Arrays& arrays)
         : model_(model),
+          arrays_(arrays),
           contexts_(context_count(model, arrays)),
           lanes_(contexts_ <= 64 ? 4 : 1),
           counts_(size_t{lanes_} * contexts_ * 256),
-          contexts_of_(model, arrays) {
+          contexts_of_(model, arrays),
+          is_code_under_code_(model.tokens == Tokens::Codes && model.predictor == Predictor::Base && !arrays.moments()),
+          code_counts_(contexts_ - 1) {
         std::fill(counts_.begin(), counts_.end(), 0);
     }
 
     void add(const uint8_t* values, Span span) {
         positions_ += span.count;
         if (model_.tokens == Tokens::Planes) return add_planes(values, span);
+        if (is_code_under_code_ &&
+            code_counts_.add(values + span.start, arrays_.base + span.start, span.count, counts_.data()))
+            return;
         contexts_of_.fill(span.start, span.count, tile_);
         tokenise(model_, values, span.start, span.count, tile_);
         count_symbols(span.count);
@@ -80,10 +87,13 @@ class TileHistogram {
     }
 
     const Model& model_;
+    const Arrays& arrays_;
     unsigned contexts_, lanes_;
     ContextCounts counts_;
     uint64_t extra_bits_ = 0, positions_ = 0;
     Contexts contexts_of_;
+    const bool is_code_under_code_;
+    CodeCounts code_counts_;
     Tile tile_;
 };
 

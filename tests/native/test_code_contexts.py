@@ -66,3 +66,25 @@ def test_moments_say_where_codes_go(bins: int) -> None:
     assert with_moments < 0.9 * alone
     # Fewer codes in the contexts leave more of them to the moments.
     assert with_moments <= size(0, after, base=before, moment1=moment1, moment2=moment2)
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.01, 0.3, 1.0])
+@pytest.mark.parametrize(("contexts", "top"), [(1, 0), (2, 1), (17, 255), (40, 20), (256, 0)])
+def test_all_instruction_sets_count_the_same_codes(contexts: int, top: int, shift: float) -> None:
+    """Tables are made from the counts: of codes that are mostly the parent's, under few contexts and many, and not."""
+    random = np.random.default_rng(contexts)
+    share = 1 / np.arange(1, contexts + 1)
+    before = random.choice(contexts, 5 * 2048 * 64 + 77, p=share / share.sum()).astype(np.uint8)
+    moves = random.geometric(0.5, before.size) * random.choice([-1, 1], before.size)
+    after = (before + moves * (random.random(before.size) < shift)).astype(np.uint8)
+    after[: 3 * 2048] = random.integers(0, 256, 3 * 2048)  # so that what is frequent is not frequent from the start
+    widest = _native._use_simd(2)
+    try:
+        written = {}
+        for level in range(widest + 1):
+            _native._use_simd(level)
+            side, codes = _native.encode(model(top), after, base=before)
+            written[level] = side.tobytes() + codes.tobytes()
+    finally:
+        _native._use_simd(widest)
+    assert len(set(written.values())) == 1
