@@ -8,13 +8,13 @@ import zlib
 from contextlib import suppress
 
 import pytest
-from helpers.malformed import changed, coded, file, plain, reader, sealed, split, unpacked, with_index
+from helpers.malformed import assert_corrupt, changed, coded, file, plain, reader, sealed, split, unpacked, with_index
 from helpers.mutations import Mutator, at, everywhere
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shrinkpoint.container import index as indexing
-from shrinkpoint.errors import CorruptError, FormatError, PolicyError, VersionError
+from shrinkpoint.errors import CorruptError, FormatError, PolicyError
 from shrinkpoint.tensors.info import TensorInfo
 
 BUNDLE = [TensorInfo("x.7", (1,), "F32"), TensorInfo("x.9", (1,), "F32", offsets=(0,))]
@@ -137,23 +137,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE.keys())
 def test_index_that_lies_is_corrupt(change):
-    with pytest.raises(CorruptError) as caught:
-        reader(changed(DATA, change))
-    assert all([caught.value.where == "a.safetensors", caught.value.found, caught.value.expected, caught.value.do])
-    assert len(str(caught.value)) < 1000
-
-
-def test_the_files_above_are_sound_but_for_their_change():
-    assert [head.name for head in reader(changed(DATA, lambda *_: None)).records] == ["m", "w", "~b"]
-
-
-def test_newer_version_is_told_as_such_whatever_else_it_changed():
-    def change(entries, document):
-        document.clear()
-        document.update(format=3, writer="shrinkpoint 9.1", novelty=[])
-
-    with pytest.raises(VersionError, match=r"shrinkpoint 9\.1.*newer shrinkpoint"):
-        reader(changed(DATA, change))
+    assert_corrupt(DATA, change)
 
 
 def with_text(index):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 import sys
-import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,16 +17,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+from golden.stores import RUNS, STORES, randn  # noqa: E402
 from helpers.codebooks import Rounding, moved, symbols_of  # noqa: E402
 from helpers.fingerprint import file_digests, fingerprint  # noqa: E402
 from helpers.lattice_records import lattice_of, made, points_of, told_by_contexts  # noqa: E402
 from helpers.round_trip import Loop  # noqa: E402
-from helpers.strategies import TORCH_DTYPES, difference  # noqa: E402
+from helpers.strategies import TORCH_DTYPES  # noqa: E402
 
 import shrinkpoint as sp  # noqa: E402
 from shrinkpoint.codec.codebook_tensor import CodebookTensor  # noqa: E402
@@ -35,12 +34,9 @@ from shrinkpoint.codec.lattice import Lattice, LatticeTensor  # noqa: E402
 from shrinkpoint.codec.reference import Reference  # noqa: E402
 from shrinkpoint.container import FileReader, FileWriter  # noqa: E402
 from shrinkpoint.container.metadata import FORMAT_VERSION  # noqa: E402
-from shrinkpoint.errors import LossWarning  # noqa: E402
 from shrinkpoint.schemes.plan import QuantizationPlan  # noqa: E402
 from shrinkpoint.storage import LocalStorage  # noqa: E402
 from shrinkpoint.tensors.flat_state import flatten, unflatten  # noqa: E402
-from shrinkpoint.train import Checkpointer  # noqa: E402
-from shrinkpoint.train.dcp import Writer, load  # noqa: E402
 
 ROOT = HERE / f"v{FORMAT_VERSION}"
 EXPECTED = ROOT / "expected.json"
@@ -68,10 +64,6 @@ class Golden:
     base: str | None = None
     scheme: Any = None
     spool: int = FileWriter.spool
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def optimizer_state(moment1: torch.Tensor, moment2: torch.Tensor) -> dict[str, Any]:
@@ -481,102 +473,6 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def write_store(place: Path) -> dict[str, str]:
-    """A store with two chains and a forgotten step; fingerprints by step."""
-    expected = {}
-    loop = Loop(width=4)
-    with sp.Store(place, keyframe_every=3) as store:
-        for step in (1, 2, 3, 4):
-            state = loop.steps(1)
-            store.save(step, state, metrics={"val_loss": 1 / step, "nan": float("nan")})
-            expected[str(step)] = fingerprint(state)
-        store.forget(2)
-    (place / ".shrinkpoint-lock").unlink(missing_ok=True)
-    return expected
-
-
-def write_lossy_store(place: Path) -> dict[str, str]:
-    """A store whose checkpoints are lossy, but for one in the middle, with one that was written again."""
-    expected = {}
-    loop, scheme = Loop(width=4), Rounding(loss={"chosen": {"bins": 8}, "degradation": 0.01, "worst": float("nan")})
-    with warnings.catch_warnings(), sp.Store(place, keyframe_every=9) as store:
-        warnings.simplefilter("ignore", LossWarning)
-        for step in (1, 2, 3, 4, 5):
-            state = {"model": loop.steps(1)["model"]}
-            lossy = step != 3
-            store.save(step, state, scheme=scheme if lossy else "lossless", lossy_restores=step // 4)
-            expected[str(step)] = fingerprint(scheme.expected(state) if lossy else state)
-        store.forget(4)
-        store.compact()
-    (place / ".shrinkpoint-lock").unlink(missing_ok=True)
-    return expected
-
-
-def write_tracked_store(place: Path) -> dict[str, str]:
-    """A store whose deltas are differences to what a reader has, with one that was written again."""
-    expected: dict[str, Any] = {}
-    weight, scheme, held = randn(64, 64).bfloat16().float(), sp.LCCheckpoint(bits=3), None
-    with warnings.catch_warnings(), sp.Store(place, keyframe_every=9) as store:
-        warnings.simplefilter("ignore", LossWarning)
-        for step in (1, 2, 3, 4):
-            state = {"model": {"w.weight": weight + (step - 1) * 1e-3 * randn(64, 64, seed=step)}}
-            kept = scheme.quantize(flatten(state), held).state
-            held = Reference(kept.tensors)
-            expected[str(step)] = fingerprint(unflatten(kept.tree, kept.tensors))
-            store.save(step, state, scheme=scheme)
-        store.forget(3)
-        store.compact()
-    (place / ".shrinkpoint-lock").unlink(missing_ok=True)
-    return expected
-
-
-def write_fisher_store(place: Path) -> dict[str, str]:
-    """A store of points, with a restore in the middle and one checkpoint that was written again."""
-    expected: dict[str, Any] = {}
-    loop, scheme = Loop(width=6), sp.Fisher(relative_error=0.1)
-    with warnings.catch_warnings(), sp.Store(place, keyframe_every=9) as store:
-        warnings.simplefilter("ignore", LossWarning)
-        for step in (1, 2, 3, 4):
-            state, restores = loop.steps(2), step // 3
-            scheme.resume(store.manifest(step - 1).loss if step > 1 else None, restores)
-            store.save(step, state, scheme=scheme, lossy_restores=restores)
-            assert store.reference is not None
-            flat = flatten(state)
-            expected[str(step)] = fingerprint(unflatten(flat.tree, dict(store.reference.tensors)))
-        store.forget(3)
-        store.compact()
-    (place / ".shrinkpoint-lock").unlink(missing_ok=True)
-    return expected
-
-
-def write_directories(place: Path) -> dict[str, dict[str, str]]:
-    """A chain of three, of which the first has been deleted; fingerprints by folder."""
-    expected, loop = {}, Loop(width=4)
-    with Checkpointer(keyframe_every=3) as trail:
-        for step in (1, 2, 3):
-            state = loop.steps(1)
-            trail.save(place / f"checkpoint-{step}", state, step=step, metrics={"loss": float("nan")}, extra={"a": [1]})
-            expected[f"checkpoint-{step}"] = fingerprint(state)
-        trail.discard(place / "checkpoint-1")
-    del expected["checkpoint-1"]
-    return expected
-
-
-def write_shards(place: Path) -> dict[str, dict[str, str]]:
-    """Two checkpoints of one rank, with values that are no tensors; fingerprints by folder."""
-    expected, loop = {}, Loop(width=4)
-    for step in (1, 2):
-        model = loop.steps(1)["model"]
-        state = {"model": model, "more": {"epoch": step, "names": ["a", "b"], "scalar": torch.tensor(step)}}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says that there is one process
-            dcp.save(state, storage_writer=Writer(place / f"step-{step}"), no_dist=True)
-        read = load(place / f"step-{step}")
-        assert difference(read, state) is None
-        expected[f"step-{step}"] = fingerprint(read)
-    return expected
-
-
 def as_read(golden: Golden) -> Any:
     """What a reader must get: the state itself, or the values that a lossy scheme makes of it."""
     if golden.scheme is None or isinstance(golden.scheme, sp.Lossless):
@@ -658,13 +554,6 @@ KINDS = {
 }
 """Folder of the files that stand alone, and what generates them; a delta lies in the folder of its base, by whose file
 name it refers to it."""
-STORES = {
-    "store": write_store,
-    "lossy_store": write_lossy_store,
-    "tracked_store": write_tracked_store,
-    "fisher_store": write_fisher_store,
-}
-RUNS = {"folders": write_directories, "shards": write_shards}
 
 if __name__ == "__main__":
     main()

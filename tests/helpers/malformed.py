@@ -8,9 +8,12 @@ import re
 import struct
 import zlib
 
+import pytest
+
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.container import FileReader, FileWriter
 from shrinkpoint.container.header import PREFIX
+from shrinkpoint.errors import CorruptError
 from shrinkpoint.storage.base import MemorySource
 from shrinkpoint.tensors.info import EncodedRecord, Role, TensorInfo
 
@@ -154,3 +157,12 @@ def changed(data, change):
     entries, document, payload = unpacked(data)
     change(entries, document)
     return repacked(entries, document, payload)
+
+
+def assert_corrupt(data, change):
+    """A sound file is refused, in few words, for what `change(entries, document)` alters in its header."""
+    assert reader(changed(data, lambda *_: None)).records
+    with pytest.raises(CorruptError) as caught:
+        reader(changed(data, change))
+    assert all([caught.value.where == "a.safetensors", caught.value.found, caught.value.expected, caught.value.do])
+    assert len(str(caught.value)) < 1000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -168,13 +168,6 @@ def test_native_says_what_torch_says(case: Case) -> None:
     agree(case)
 
 
-@pytest.fixture
-def narrowing() -> Iterator[None]:
-    yield
-    _native._use_simd(2)
-
-
-@pytest.mark.usefixtures("narrowing")
 @pytest.mark.parametrize("law", ["linear", "relative", "log"])
 def test_every_instruction_set_and_number_of_threads_gives_the_same_bits(law: str) -> None:
     case = make(law, (90, 3001), 7, most=200, seed=5, step=24)  # several pieces, rows across tiles

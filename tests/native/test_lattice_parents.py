@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -138,13 +137,6 @@ def test_codes_predict_as_their_values_do(
     make(law, shape, random, same=same, most=most, spread=spread).agree()
 
 
-@pytest.fixture
-def narrowing() -> Iterator[None]:
-    yield
-    _native._use_simd(2)
-
-
-@pytest.mark.usefixtures("narrowing")
 @pytest.mark.parametrize("law", ["linear", "relative", "log"])
 def test_every_instruction_set_and_number_of_threads_gives_the_same_bits(law: str) -> None:
     for most in (0, 1, 2):

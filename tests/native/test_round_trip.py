@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -21,12 +20,6 @@ each_run = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 
 def with_moments(run: Run) -> bool:
     return run.tokens == "codes" or (run.mantissa > 0 and run.tokens == "delta")
-
-
-@pytest.fixture
-def narrowing() -> Iterator[None]:
-    yield
-    _native._use_simd(2)
 
 
 def round_trip(case: Case) -> tuple[bytes, bytes]:
@@ -62,7 +55,6 @@ def test_threads_change_no_byte(run: Run) -> None:
         np.testing.assert_array_equal(case.decode(*alone, threads=threads), case.values)
 
 
-@pytest.mark.usefixtures("narrowing")
 @each_run
 @pytest.mark.parametrize("kind", ["normal", "wild"])
 def test_instruction_sets_change_no_byte(run: Run, kind: str) -> None:
@@ -75,7 +67,6 @@ def test_instruction_sets_change_no_byte(run: Run, kind: str) -> None:
         np.testing.assert_array_equal(case.decode(*plain), case.values)
 
 
-@pytest.mark.usefixtures("narrowing")
 @settings(deadline=None, max_examples=60)
 @given(cases)
 def test_instruction_sets_change_no_byte_of_small_records(case: Case) -> None:
@@ -87,7 +78,6 @@ def test_instruction_sets_change_no_byte_of_small_records(case: Case) -> None:
         np.testing.assert_array_equal(case.decode(*plain), case.values)
 
 
-@pytest.mark.usefixtures("narrowing")
 def test_factors_are_fitted_alike_by_every_instruction_set() -> None:
     case = replace(make(5, Run("level", 32, 23, fine=2, companion="moment1"), 65536 + 7), shapes=[(64, 1024), (1, 7)])
     written = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +16,6 @@ SAMPLED = {name: run for name, run in RUNS.items() if run.tokens in ("level", "d
 COUNT = 3 * 65536 + 1001  # every third tile is in the sample
 TILE = 2048
 each_run = pytest.mark.parametrize("run", SAMPLED.values(), ids=SAMPLED)
-
-
-@pytest.fixture(autouse=True)
-def widest() -> Iterator[None]:
-    yield
-    _native._use_simd(2)
 
 
 def with_outliers(case: Case, places: list[int], seed: int = 0) -> Case:

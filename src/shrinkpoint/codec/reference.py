@@ -43,14 +43,9 @@ class RowSample(NamedTuple):
 
     @classmethod
     def from_tensor(cls, tensor: Tensor, rows: slice | None = None) -> RowSample:
-        """Copy rows of a tensor to host memory; None: as many as `sampled_rows` says."""
-        rows = sampled_rows(tensor.numel()) if rows is None else rows
+        """Copy rows of a tensor to host memory; None: every n-th, of about `MAX_SAMPLED_VALUES` values."""
+        rows = slice(0, None, max(1, tensor.numel() // MAX_SAMPLED_VALUES)) if rows is None else rows
         return cls(tuple(tensor.shape), rows, as_matrix(tensor.detach())[rows].to("cpu", copy=True))
-
-
-def sampled_rows(numel: int) -> slice:
-    """Return the rows of a tensor of so many values that are sampled: every n-th."""
-    return slice(0, None, max(1, numel // MAX_SAMPLED_VALUES))
 
 
 def names_by_ordinal(tensors: Mapping[str, Tensor]) -> Sequence[str]:

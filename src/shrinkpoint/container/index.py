@@ -184,21 +184,12 @@ def parse_index(header: Header, fields: Mapping[str, JSON], source: Readable, wh
     document = expect_type(load_json(text, where, "the index"), dict, where, "the index")
     if document.keys() != _KEYS:
         raise corrupt_error(where, f"an index with the keys {sorted(document)}", f"{sorted(_KEYS)}")
-    if document["parent"] is not None:
-        expect_type(document["parent"], dict, where, "the parent")
     infos = _parse_tensors(document, max_description_size(len(data)), where)
     rows = _parse_rows(document, infos, digests, where)
     records, layout = _place_records(rows, header.start, where)
     layout.end(len(data))
     _check_slots(header.slots, layout.slots, where)
-    return FileMetadata(
-        writer=expect_type(fields["writer"], str, where, "the writer"),
-        scheme=expect_type(document["scheme"], str, where, "the scheme"),
-        parent=document["parent"],
-        tree=document["tree"],
-        report=document["report"],
-        records=records,
-    )
+    return FileMetadata.from_json(document, fields["writer"], records, where)
 
 
 def _read_index(header: Header, fields: Mapping[str, JSON], source: Readable, where: str) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shrinkpoint.container.header import ALIGN, SAFETENSORS_DTYPES
-from shrinkpoint.container.strict_json import corrupt_error
+from shrinkpoint.container.strict_json import corrupt_error, expect_type
 from shrinkpoint.tensors.info import ITEMSIZE, JSON, Role, TensorInfo
 
 FORMAT_VERSION = 2
@@ -65,6 +65,20 @@ class FileMetadata:
     tree: JSON
     report: JSON
     records: tuple[RecordHead, ...] = field(repr=False)
+
+    @classmethod
+    def from_json(
+        cls, fields: Mapping[str, JSON], writer: JSON, records: tuple[RecordHead, ...], where: str
+    ) -> FileMetadata:
+        """Return the metadata of a file, whose format says in which object its `fields` are.
+
+        Raises:
+            CorruptError: a field has another type than it must.
+        """
+        parent = None if fields["parent"] is None else expect_type(fields["parent"], dict, where, "the parent")
+        writer = expect_type(writer, str, where, "the writer")
+        scheme = expect_type(fields["scheme"], str, where, "the scheme")
+        return cls(writer, scheme, parent, fields["tree"], fields["report"], records)
 
 
 def is_plain(recipe: JSON) -> bool:

@@ -32,16 +32,7 @@ def parse_metadata(header: Header, where: str) -> FileMetadata:
     fields = header.fields
     if fields.keys() != _KEYS:
         raise corrupt_error(where, f"version 1 with the keys {sorted(fields)}", f"{sorted(_KEYS)}")
-    if fields["parent"] is not None:
-        expect_type(fields["parent"], dict, where, "the parent")
-    return FileMetadata(
-        writer=expect_type(fields["writer"], str, where, "the writer"),
-        scheme=expect_type(fields["scheme"], str, where, "the scheme"),
-        parent=fields["parent"],
-        tree=fields["tree"],
-        report=fields["report"],
-        records=_records_from_json(header, fields, where),
-    )
+    return FileMetadata.from_json(fields, fields["writer"], _records_from_json(header, fields, where), where)
 
 
 def _records_from_json(header: Header, fields: Mapping[str, JSON], where: str) -> tuple[RecordHead, ...]:

@@ -1,0 +1,131 @@
+"""Writes the golden stores and checkpoint directories; `make.py` says when."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from helpers.codebooks import Rounding
+from helpers.fingerprint import fingerprint
+from helpers.round_trip import Loop
+from helpers.strategies import difference
+
+import shrinkpoint as sp
+from shrinkpoint.codec.reference import Reference
+from shrinkpoint.errors import LossWarning
+from shrinkpoint.tensors.flat_state import flatten, unflatten
+from shrinkpoint.train import Checkpointer
+from shrinkpoint.train.dcp import Writer, load
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def write_store(place: Path) -> dict[str, str]:
+    """A store with two chains and a forgotten step; fingerprints by step."""
+    expected = {}
+    loop = Loop(width=4)
+    with sp.Store(place, keyframe_every=3) as store:
+        for step in (1, 2, 3, 4):
+            state = loop.steps(1)
+            store.save(step, state, metrics={"val_loss": 1 / step, "nan": float("nan")})
+            expected[str(step)] = fingerprint(state)
+        store.forget(2)
+    (place / ".shrinkpoint-lock").unlink(missing_ok=True)
+    return expected
+
+
+def write_lossy_store(place: Path) -> dict[str, str]:
+    """A store whose checkpoints are lossy, but for one in the middle, with one that was written again."""
+    expected = {}
+    loop, scheme = Loop(width=4), Rounding(loss={"chosen": {"bins": 8}, "degradation": 0.01, "worst": float("nan")})
+    with warnings.catch_warnings(), sp.Store(place, keyframe_every=9) as store:
+        warnings.simplefilter("ignore", LossWarning)
+        for step in (1, 2, 3, 4, 5):
+            state = {"model": loop.steps(1)["model"]}
+            lossy = step != 3
+            store.save(step, state, scheme=scheme if lossy else "lossless", lossy_restores=step // 4)
+            expected[str(step)] = fingerprint(scheme.expected(state) if lossy else state)
+        store.forget(4)
+        store.compact()
+    (place / ".shrinkpoint-lock").unlink(missing_ok=True)
+    return expected
+
+
+def write_tracked_store(place: Path) -> dict[str, str]:
+    """A store whose deltas are differences to what a reader has, with one that was written again."""
+    expected: dict[str, Any] = {}
+    weight, scheme, held = randn(64, 64).bfloat16().float(), sp.LCCheckpoint(bits=3), None
+    with warnings.catch_warnings(), sp.Store(place, keyframe_every=9) as store:
+        warnings.simplefilter("ignore", LossWarning)
+        for step in (1, 2, 3, 4):
+            state = {"model": {"w.weight": weight + (step - 1) * 1e-3 * randn(64, 64, seed=step)}}
+            kept = scheme.quantize(flatten(state), held).state
+            held = Reference(kept.tensors)
+            expected[str(step)] = fingerprint(unflatten(kept.tree, kept.tensors))
+            store.save(step, state, scheme=scheme)
+        store.forget(3)
+        store.compact()
+    (place / ".shrinkpoint-lock").unlink(missing_ok=True)
+    return expected
+
+
+def write_fisher_store(place: Path) -> dict[str, str]:
+    """A store of points, with a restore in the middle and one checkpoint that was written again."""
+    expected: dict[str, Any] = {}
+    loop, scheme = Loop(width=6), sp.Fisher(relative_error=0.1)
+    with warnings.catch_warnings(), sp.Store(place, keyframe_every=9) as store:
+        warnings.simplefilter("ignore", LossWarning)
+        for step in (1, 2, 3, 4):
+            state, restores = loop.steps(2), step // 3
+            scheme.resume(store.manifest(step - 1).loss if step > 1 else None, restores)
+            store.save(step, state, scheme=scheme, lossy_restores=restores)
+            assert store.reference is not None
+            flat = flatten(state)
+            expected[str(step)] = fingerprint(unflatten(flat.tree, dict(store.reference.tensors)))
+        store.forget(3)
+        store.compact()
+    (place / ".shrinkpoint-lock").unlink(missing_ok=True)
+    return expected
+
+
+def write_directories(place: Path) -> dict[str, dict[str, str]]:
+    """A chain of three, of which the first has been deleted; fingerprints by folder."""
+    expected, loop = {}, Loop(width=4)
+    with Checkpointer(keyframe_every=3) as trail:
+        for step in (1, 2, 3):
+            state = loop.steps(1)
+            trail.save(place / f"checkpoint-{step}", state, step=step, metrics={"loss": float("nan")}, extra={"a": [1]})
+            expected[f"checkpoint-{step}"] = fingerprint(state)
+        trail.discard(place / "checkpoint-1")
+    del expected["checkpoint-1"]
+    return expected
+
+
+def write_shards(place: Path) -> dict[str, dict[str, str]]:
+    """Two checkpoints of one rank, with values that are no tensors; fingerprints by folder."""
+    expected, loop = {}, Loop(width=4)
+    for step in (1, 2):
+        model = loop.steps(1)["model"]
+        state = {"model": model, "more": {"epoch": step, "names": ["a", "b"], "scalar": torch.tensor(step)}}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that there is one process
+            dcp.save(state, storage_writer=Writer(place / f"step-{step}"), no_dist=True)
+        read = load(place / f"step-{step}")
+        assert difference(read, state) is None
+        expected[f"step-{step}"] = fingerprint(read)
+    return expected
+
+
+STORES: dict[str, Callable[[Path], dict[str, str]]] = {
+    "store": write_store,
+    "lossy_store": write_lossy_store,
+    "tracked_store": write_tracked_store,
+    "fisher_store": write_fisher_store,
+}
+RUNS: dict[str, Callable[[Path], dict[str, dict[str, str]]]] = {"folders": write_directories, "shards": write_shards}
