@@ -7,6 +7,7 @@ States are those of GPTs with AdamW's moments, some simulated training steps apa
 so that each method sees the same. Every method runs in a process of its own (`scale_methods.py`), methods in turn and
 rounds after each other, so that a change of the machine's speed meets them all. Files are written to `--folder`, on
 the disk that is to be measured. Ours brings its files to the disk (fsync); `torch.save` is measured with and without.
+The last table has the figures that there are targets for (`scale_report.py`).
 """
 
 from __future__ import annotations
@@ -20,28 +21,13 @@ import tempfile
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import torch
-from plot import Line, Panel, write
 from scale_methods import METHODS
+from scale_report import Row, draw, figure_table, figures, operation_table, summarize
 from scale_states import MODELS, make_states
 
 HERE = Path(__file__).resolve().parent
-Row = dict[str, Any]
-RATIOS = (
-    ("fisher", "keyframe", "torch.save", "keyframe"),
-    ("fisher", "keyframe", "torch.save", "keyframe, synced"),
-    ("fisher", "delta, warm", "torch.save", "keyframe"),
-    ("fisher", "load keyframe", "torch.save", "load keyframe"),
-    ("fisher", "load delta", "torch.save", "load keyframe"),
-    ("lossless", "keyframe", "torch.save", "keyframe"),
-    ("lossless", "keyframe", "zipnn", "keyframe"),
-    ("lossless", "delta, warm", "torch.save", "keyframe"),
-    ("lossless", "load keyframe", "torch.save", "load keyframe"),
-    ("lossless", "load keyframe", "zipnn", "load keyframe"),
-)
 
 
 def measure(arguments: argparse.Namespace, model: str, method: str, threads: int) -> list[Row]:
@@ -68,90 +54,17 @@ def measure(arguments: argparse.Namespace, model: str, method: str, threads: int
     return [common | {"state_bytes": result["state_bytes"]} | row for row in result["rows"]]
 
 
-def medians(rows: list[Row]) -> list[Row]:
-    """One row of each operation with the medians of all rounds."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["model"], row["threads"], row["method"], row["operation"]), []).append(row)
-    summary = []
-    for group in groups.values():
-        row = dict(group[0])
-        for key in ("seconds", "processor_seconds", "peak_states", "beyond_live_states", "bytes", "stall_seconds"):
-            if key in row:
-                row[key] = median(one[key] for one in group)
-        if "seconds" in row:
-            row["spread"] = [min(one["seconds"] for one in group), max(one["seconds"] for one in group)]
-            row["rounds"] = len(group)
-        summary.append(row)
-    return summary
-
-
-def table(rows: list[Row]) -> Iterator[str]:
-    """Lines of a Markdown table."""
-    yield (
-        "| model | threads | method | operation | s | GB/s | GB/s a core | peak, states | beyond live | ratio |"
-        " stall, s |"
-    )
-    yield "|---|---|---|---|---|---|---|---|---|---|---|"
-    for row in rows:
-        head = f"| {row['model']} | {row['threads']} | {row['method']} | {row['operation']} |"
-        if "error" in row:
-            yield f"{head} {row['error']} |"
-            continue
-        gigabytes = row["state_bytes"] / 1e9
-        ratio = f"{row['state_bytes'] / row['bytes']:.2f}" if "bytes" in row else ""
-        stall = f"{row['stall_seconds']:.3f}" if "stall_seconds" in row else ""
-        core = gigabytes / max(row["processor_seconds"], 1e-9)
-        yield (
-            f"{head} {row['seconds']:.3f} | {gigabytes / row['seconds']:.2f} | {core:.2f} |"
-            f" {row['peak_states']:.2f} | {row['beyond_live_states']:.2f} | {ratio} | {stall} |"
-        )
-
-
-def ratios(rows: list[Row]) -> Iterator[tuple[str, float]]:
-    """Times of ours over those of what people use, the gain of two threads, and the cost of a parameter by size."""
-    seconds = {
-        (row["model"], row["threads"], row["method"], row["operation"]): row["seconds"]
-        for row in rows
-        if "seconds" in row
-    }
-    sizes = {row["model"]: row["state_bytes"] for row in rows if "state_bytes" in row}
-    for (model, threads), _ in dict.fromkeys(((key[0], key[1]), None) for key in seconds).items():
-        for ours, operation, rival, other in RATIOS:
-            a, b = seconds.get((model, threads, ours, operation)), seconds.get((model, threads, rival, other))
-            if a and b:
-                yield f"{model}, {threads} threads: {ours} {operation} / {rival} {other}", a / b
-        for operation in ("copy", "copy again"):
-            copy = seconds.get((model, threads, "copy", operation))
-            for row in rows:
-                if copy and (row["model"], row["threads"]) == (model, threads) and "stall_seconds" in row:
-                    name = f"{model}, {threads} threads: stall of {row['operation']} / {operation}"
-                    yield name, row["stall_seconds"] / copy
-    for model, threads, method, operation in seconds:
-        if threads == 2 and (one_thread := seconds.get((model, 1, method, operation))):
-            yield f"{model}: {method} {operation}, 1 thread / 2", one_thread / seconds[model, 2, method, operation]
-        if model == "350M" and (small := seconds.get(("30M", threads, method, operation))):
-            cost = seconds[model, threads, method, operation] / sizes[model] / (small / sizes["30M"])
-            yield f"{threads} threads: {method} {operation}, cost a parameter at 350M / 30M", cost
-
-
-def draw(rows: list[Row], path: Path) -> None:
-    """GB/s of raw state by method, a panel for each operation; at the largest number of threads."""
-    threads = max(row["threads"] for row in rows)
-    panels = []
-    for operation in ("keyframe", "delta, warm", "load keyframe", "load delta"):
-        lines = []
-        for model in MODELS:
-            chosen = [
-                row
-                for row in rows
-                if (row["model"], row["operation"], row["threads"]) == (model, operation, threads) and "seconds" in row
-            ]
-            if chosen:
-                speeds = [row["state_bytes"] / 1e9 / row["seconds"] for row in chosen]
-                lines.append(Line(model, [row["method"] for row in chosen], speeds, kind="bars"))
-        panels.append(Panel(operation, "", "GB/s of raw state", lines))
-    write(panels, path, f"Saves and loads, {threads} threads")
+def measure_all(arguments: argparse.Namespace) -> Iterator[Row]:
+    """All rounds of all methods."""
+    for model in arguments.models:
+        make_states(arguments.folder / model, model, 3, arguments.steps)
+        has_chain = MODELS[model].parameters <= MODELS[arguments.max_chain].parameters
+        methods = [method for method in arguments.methods if method != "chain" or has_chain]
+        for number in range(arguments.repeats):
+            for threads in arguments.threads:
+                for method in methods:
+                    print(f"{model}, round {number + 1}, {threads} threads: {method}", file=sys.stderr, flush=True)
+                    yield from measure(arguments, model, method, threads)
 
 
 def main() -> None:
@@ -161,31 +74,33 @@ def main() -> None:
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--repeats", type=int, default=3, help="rounds")
     parser.add_argument("--steps", type=int, default=10, help="simulated training steps between saves")
+    parser.add_argument("--max-chain", choices=MODELS, default="124M", help="largest model of the method chain")
     parser.add_argument("--folder", type=Path, help="for states and checkpoints; a temporary one if left out")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "scale.json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         arguments.folder = arguments.folder or Path(temporary)
-        rows = list(_measure_all(arguments))
-    summary = medians(rows)
-    print("\n".join(table(summary)))
-    comparisons = dict(ratios(summary))
-    print("\n" + "\n".join(f"{value:6.2f}  {name}" for name, value in comparisons.items()))
-    system = {"torch": torch.__version__, "python": sys.version.split()[0], "cores": os.cpu_count()}
-    document = {"date": date.today().isoformat(), "system": system, "rows": summary, "ratios": comparisons}
+        rows = summarize(measure_all(arguments))
+    found = list(figures(rows))
+    print("\n".join((*operation_table(rows), "", *figure_table(found))))
     arguments.out.parent.mkdir(exist_ok=True)
-    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
-    draw(summary, arguments.out.with_suffix(""))
+    system = {"torch": torch.__version__, "python": sys.version.split()[0], "cores": os.cpu_count()}
+    head = {"date": date.today().isoformat(), "system": system, "times": ["median", "least"]}
+    lists = {
+        "rows": rows,
+        "figures": [figure._asdict() | {"values": [round(value, 3) for value in figure.values]} for figure in found],
+    }
+    arguments.out.write_text(_json_lines(head, lists))
+    draw(rows, MODELS, arguments.out.with_suffix(""))
 
 
-def _measure_all(arguments: argparse.Namespace) -> Iterator[Row]:
-    for model in arguments.models:
-        make_states(arguments.folder / model, model, 3, arguments.steps)
-        for number in range(arguments.repeats):
-            for threads in arguments.threads:
-                for method in arguments.methods:
-                    print(f"{model}, round {number + 1}, {threads} threads: {method}", file=sys.stderr, flush=True)
-                    yield from measure(arguments, model, method, threads)
+def _json_lines(head: Row, lists: dict[str, list[Row]]) -> str:
+    """JSON with one entry of each list a line."""
+    parts = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    for key, entries in lists.items():
+        inner = ",\n".join("  " + json.dumps(entry) for entry in entries)
+        parts.append(f" {json.dumps(key)}: [\n{inner}\n ]")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 if __name__ == "__main__":

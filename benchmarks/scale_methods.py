@@ -1,8 +1,8 @@
 """One method of saving on one state, in a process of its own that `scale.py` starts: settings and rows are JSON.
 
-Every operation is timed by the clock and by the processor. The largest resident memory during it is taken over what was
-resident before, and over what was resident when there was nothing but the live state: what a method holds from save to
-save counts there, too. Linux only."""
+Every operation is timed by the clock and by the processor, of which user time leaves out what the system does: giving
+memory, writing files. The largest resident memory during it is taken over what was resident before, and over what was
+resident when there was nothing but the live state: what a method holds from save to save counts there. Linux only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RELATIVE_ERROR = 0.3
 
 
 class Meter:
-    """Runs operations and keeps a row of each: seconds, processor seconds, peak memory, bytes."""
+    """Runs operations and keeps a row of each: seconds, processor and user seconds, peak memory, bytes."""
 
     def __init__(self, live: LiveState) -> None:
         self._live = live
@@ -48,14 +48,16 @@ class Meter:
         """
         _return_memory()
         before = resident_bytes("VmRSS")
-        processor, clock = _processor_seconds(), time.perf_counter()
+        start, clock = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         result = work()
-        seconds, processor = time.perf_counter() - clock, _processor_seconds() - processor
+        seconds, end = time.perf_counter() - clock, resource.getrusage(resource.RUSAGE_SELF)
         peak = resident_bytes("VmHWM")
+        user = end.ru_utime - start.ru_utime
         row = {
             "operation": operation,
             "seconds": seconds,
-            "processor_seconds": processor,
+            "processor_seconds": user + end.ru_stime - start.ru_stime,
+            "user_seconds": user,
             "peak_states": max(0, peak - before) / self._live.nbytes,
             "beyond_live_states": max(0, peak - self._live_bytes) / self._live.nbytes,
         }
@@ -68,11 +70,6 @@ def _return_memory() -> None:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-
-
-def _processor_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def _size(path: Path) -> int:

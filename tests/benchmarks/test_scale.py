@@ -1,0 +1,90 @@
+"""Promise: the benchmark of sizes runs, and says of every figure whether it meets its target."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from helpers.paths import REPOSITORY
+
+BENCHMARKS = REPOSITORY / "benchmarks"
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("scale_report")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is measured by /proc")
+def test_a_tiny_model_is_measured_in_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    scale = importlib.import_module("scale")
+    monkeypatch.setattr(scale, "draw", lambda *arguments: None)
+    options = ["--models", "tiny", "--repeats", "2", "--methods", "fisher", "--threads", "1"]
+    monkeypatch.setattr(sys, "argv", ["scale.py", *options, "--out", str(tmp_path / "scale.json")])
+    scale.main()
+    document = json.loads((tmp_path / "scale.json").read_text())
+    assert [row for row in document["rows"] if "error" in row] == []
+    assert {row["rounds"] for row in document["rows"]} == {2}
+    assert all(least <= median for row in document["rows"] for median, least in [row["user_seconds"]])
+    assert any("fisher delta, GB/s a core" in figure["name"] for figure in document["figures"])
+    assert ">= 1.5" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is measured by /proc")
+@pytest.mark.filterwarnings("ignore::shrinkpoint.errors.LossWarning")
+@pytest.mark.parametrize("method", ["copy", "torch.save", "safetensors", "lossless", "background", "chain"])
+def test_every_method_has_rows(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    methods, states = importlib.import_module("scale_methods"), importlib.import_module("scale_states")
+    states.make_states(tmp_path, "tiny", 2, 1)
+    live = states.LiveState(tmp_path, "tiny")
+    meter = methods.Meter(live)
+    (tmp_path / "work").mkdir()
+    methods.METHODS[method](meter, live, tmp_path / "work", 1)
+    assert len(meter.rows) >= 2
+    assert all(row["seconds"] > 0 and row["user_seconds"] <= row["processor_seconds"] for row in meter.rows)
+
+
+def _row(operation: str, threads: int, seconds: float, method: str = "fisher", **more: float) -> dict[str, object]:
+    times = {"seconds": seconds, "processor_seconds": seconds, "user_seconds": seconds}
+    sizes = {"state_bytes": 10**9, "peak_states": 0.5, "beyond_live_states": 0.5}
+    return {"model": "30M", "threads": threads, "method": method, "operation": operation} | times | sizes | more
+
+
+def test_figures_are_of_the_median_and_of_the_least_of_all_rounds(report: ModuleType) -> None:
+    rounds = [
+        _row("keyframe", threads, seconds) for threads, slow in ((1, 2.0), (2, 1.0)) for seconds in (slow, 0.4, 9.0)
+    ]
+    rounds += [_row("keyframe", 2, 1.5, method="torch.save") for _ in range(3)]
+    figures = {figure.name: figure for figure in report.figures(report.summarize(rounds))}
+    speed = figures["30M, 1 thread: fisher keyframe, GB/s a core"]
+    assert speed.values == pytest.approx([0.5, 2.5, 2.5]) and speed.verdict == "at best"
+    against = figures["30M, 2 threads: fisher keyframe, seconds / torch.save keyframe"]
+    assert against.values[0] == pytest.approx(2 / 3) and against.verdict == "yes"
+    assert figures["30M: fisher keyframe, 1 thread / 2"].values[0] == pytest.approx(2)
+    assert figures["30M, 1 thread: fisher keyframe, states beyond the live one"].verdict == "no"
+
+
+def test_a_stall_is_compared_with_a_copy(report: ModuleType) -> None:
+    rounds = [
+        _row("copy", 1, 0.2, method="copy"),
+        _row("lossless, keyframe", 1, 3.0, method="background", stall_seconds=0.22, beyond_live_states=2.1),
+    ]
+    figures = {figure.name: figure for figure in report.figures(report.summarize(rounds))}
+    assert figures["30M, 1 thread: lossless, keyframe, stall / copy"].verdict == "yes"
+    assert figures["30M, 1 thread: lossless, keyframe in the background, states beyond the live one"].verdict == "yes"
+
+
+def test_a_method_that_failed_is_a_row_of_its_own(report: ModuleType) -> None:
+    failed = {"model": "30M", "threads": 1, "method": "zipnn", "operation": "", "error": "No module named 'zipnn'"}
+    rows = report.summarize([_row("keyframe", 1, 1.0), failed])
+    assert any("No module named" in line for line in report.operation_table(rows))
+    assert [figure for figure in report.figures(rows) if "zipnn" in figure.name] == []
