@@ -5,7 +5,8 @@
 
 States are those of GPTs with AdamW's moments, some simulated training steps apart (`scale_states.py`), read from files
 so that each method sees the same. Every method runs in a process of its own (`scale_methods.py`), methods in turn and
-rounds after each other, so that a change of the machine's speed meets them all. Files are written to `--folder`, on
+rounds after each other, so that a change of the machine's speed meets them all; once more in the first round, for what
+it holds in memory. Files are written to `--folder`, on
 the disk that is to be measured. Ours brings its files to the disk (fsync); `torch.save` is measured with and without.
 The last table has the figures that there are targets for (`scale_report.py`).
 """
@@ -30,20 +31,23 @@ from scale_states import MODELS, make_states
 HERE = Path(__file__).resolve().parent
 
 
-def measure(arguments: argparse.Namespace, model: str, method: str, threads: int) -> list[Row]:
-    """One round of a method, in a process of its own; one row with an error if it fails or has no memory left."""
+def measure(arguments: argparse.Namespace, model: str, method: str, threads: int, what: str) -> list[Row]:
+    """One round of a method, in a process of its own; one row with an error if it fails or has no memory left.
+
+    Args:
+        what: `times`, or `memory`: memory that is freed then goes back to the system at once, so that what is resident
+            is in use. That costs time which no training loop pays.
+    """
     settings = {
         "states": str(arguments.folder / model),
         "model": model,
         "method": method,
         "threads": threads,
+        "what": what,
     }
-    environment = {
-        "OMP_WAIT_POLICY": "PASSIVE",
-        **os.environ,
-        "OMP_NUM_THREADS": str(threads),
-        "MALLOC_MMAP_THRESHOLD_": "65536",  # freed memory goes back to the system, so that what is resident is in use
-    }
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "OMP_NUM_THREADS": str(threads)}
+    if what == "memory":
+        environment["MALLOC_MMAP_THRESHOLD_"] = "65536"
     command = [sys.executable, str(HERE / "scale_methods.py"), json.dumps(settings)]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     common = {"model": model, "method": method, "threads": threads}
@@ -63,8 +67,9 @@ def measure_all(arguments: argparse.Namespace) -> Iterator[Row]:
         for number in range(arguments.repeats):
             for threads in arguments.threads:
                 for method in methods:
-                    print(f"{model}, round {number + 1}, {threads} threads: {method}", file=sys.stderr, flush=True)
-                    yield from measure(arguments, model, method, threads)
+                    for what in ("memory", "times") if number == 0 else ("times",):
+                        print(f"{model}, {threads} threads, round {number + 1}: {method}, {what}", file=sys.stderr)
+                        yield from measure(arguments, model, method, threads, what)
 
 
 def main() -> None:

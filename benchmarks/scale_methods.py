@@ -32,10 +32,14 @@ RELATIVE_ERROR = 0.3
 
 
 class Meter:
-    """Runs operations and keeps a row of each: seconds, processor and user seconds, peak memory, bytes."""
+    """Runs operations and keeps a row of each: seconds, processor and user seconds or peak memory; bytes.
 
-    def __init__(self, live: LiveState) -> None:
-        self._live = live
+    Args:
+        of_memory: measure memory and no times.
+    """
+
+    def __init__(self, live: LiveState, of_memory: bool) -> None:
+        self._live, self.of_memory = live, of_memory
         _return_memory()
         self._live_bytes = resident_bytes("VmRSS")
         self.rows: list[dict[str, Any]] = []
@@ -46,21 +50,25 @@ class Meter:
         Args:
             size: bytes written, asked afterwards.
         """
-        _return_memory()
-        before = resident_bytes("VmRSS")
-        start, clock = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-        result = work()
-        seconds, end = time.perf_counter() - clock, resource.getrusage(resource.RUSAGE_SELF)
-        peak = resident_bytes("VmHWM")
-        user = end.ru_utime - start.ru_utime
-        row = {
-            "operation": operation,
-            "seconds": seconds,
-            "processor_seconds": user + end.ru_stime - start.ru_stime,
-            "user_seconds": user,
-            "peak_states": max(0, peak - before) / self._live.nbytes,
-            "beyond_live_states": max(0, peak - self._live_bytes) / self._live.nbytes,
-        }
+        gc.collect()
+        row: dict[str, Any] = {"operation": operation}
+        if self.of_memory:
+            _return_memory()
+            before = resident_bytes("VmRSS")
+            result = work()
+            peak = resident_bytes("VmHWM")
+            row["peak_states"] = max(0, peak - before) / self._live.nbytes
+            row["beyond_live_states"] = max(0, peak - self._live_bytes) / self._live.nbytes
+        else:
+            start, clock = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+            result = work()
+            seconds, end = time.perf_counter() - clock, resource.getrusage(resource.RUSAGE_SELF)
+            user = end.ru_utime - start.ru_utime
+            row |= {
+                "seconds": seconds,
+                "processor_seconds": user + end.ru_stime - start.ru_stime,
+                "user_seconds": user,
+            }
         self.rows.append(row | ({} if size is None else {"bytes": size()}))
         return result
 
@@ -208,7 +216,8 @@ def background(meter: Meter, live: LiveState, folder: Path, threads: int) -> Non
             for step in range(_count_states(folder)):
                 live.load(step)
                 meter.run(f"{name}, {('keyframe', 'delta', 'delta, warm')[min(step, 2)]}", partial(save, step))
-                meter.rows[-1]["stall_seconds"] = manager.stall_seconds
+                if not meter.of_memory:
+                    meter.rows[-1]["stall_seconds"] = manager.stall_seconds
         shutil.rmtree(where)
 
 
@@ -262,7 +271,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     states = Path(settings["states"])
     live = LiveState(states, settings["model"])
-    meter = Meter(live)
+    meter = Meter(live, settings["what"] == "memory")
     with _work_folder(states) as folder:
         METHODS[settings["method"]](meter, live, folder, threads)
     print(json.dumps({"state_bytes": live.nbytes, "rows": meter.rows}))

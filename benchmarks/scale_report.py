@@ -75,15 +75,15 @@ def summarize(rows: Iterable[Row]) -> list[Row]:
         groups.setdefault((row["model"], row["threads"], row["method"], row["operation"]), []).append(row)
     summary = []
     for group in groups.values():
-        row = dict(group[0])
+        row = {key: value for round_ in group for key, value in round_.items()}
         for key in TIMES:
-            if key in row:
-                row[key] = [round(statistic(round_[key] for round_ in group), 4) for statistic in (median, min)]
+            if values := [round_[key] for round_ in group if key in round_]:
+                row[key] = [round(statistic(values), 4) for statistic in (median, min)]
         for key in SIZES:
-            if key in row:
-                row[key] = round(median(round_[key] for round_ in group), 3)
+            if values := [round_[key] for round_ in group if key in round_]:
+                row[key] = round(median(values), 3)
         if "seconds" in row:
-            row["rounds"] = len(group)
+            row["rounds"] = sum("seconds" in round_ for round_ in group)
         summary.append(row)
     return summary
 
@@ -222,8 +222,8 @@ def operation_table(rows: Iterable[Row]) -> Iterator[str]:
     lines = [[*head, "peak, states", "beyond live", "ratio", "stall, s"]]
     for row in rows:
         names = [row["model"], str(row["threads"]), row["method"], row["operation"]]
-        if "error" in row:
-            lines.append([*names, row["error"]])
+        if "error" in row or not {"seconds", "peak_states"} <= row.keys():
+            lines.append([*names, row.get("error", "not measured whole")])
             continue
         gigabytes = row["state_bytes"] / 1e9
         lines.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -46,11 +47,19 @@ def test_every_method_has_rows(method: str, tmp_path: Path, monkeypatch: pytest.
     methods, states = importlib.import_module("scale_methods"), importlib.import_module("scale_states")
     states.make_states(tmp_path, "tiny", 2, 1)
     live = states.LiveState(tmp_path, "tiny")
-    meter = methods.Meter(live)
-    (tmp_path / "work").mkdir()
-    methods.METHODS[method](meter, live, tmp_path / "work", 1)
-    assert len(meter.rows) >= 2
-    assert all(row["seconds"] > 0 and row["user_seconds"] <= row["processor_seconds"] for row in meter.rows)
+    work = tmp_path / "work"
+    work.mkdir()
+    meters = [methods.Meter(live, of_memory) for of_memory in (False, True)]
+    for meter in meters:
+        methods.METHODS[method](meter, live, work, 1)
+        shutil.rmtree(work)
+        work.mkdir()
+    times, memory = (meter.rows for meter in meters)
+    assert [row["operation"] for row in times] == [row["operation"] for row in memory]
+    assert len(times) >= 2
+    assert all(row["seconds"] > 0 and row["user_seconds"] <= row["processor_seconds"] for row in times)
+    assert not any("seconds" in key for row in memory for key in row)
+    assert all(row["beyond_live_states"] >= 0 for row in memory)
 
 
 def _row(operation: str, threads: int, seconds: float, method: str = "fisher", **more: float) -> dict[str, object]:
