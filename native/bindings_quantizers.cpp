@@ -279,6 +279,29 @@ void decode_values(const Lattice& lattice, nb::handle codes, nb::handle values, 
     lattice_values(lattice, code_data, square_data, value_data, positions, threads);
 }
 
+// Runs of positions that lie in a lattice's tensor.
+Runs runs_of(const Lattice& lattice, uint64_t first, uint64_t length, uint64_t stride, uint64_t count) {
+    const uint64_t size = lattice.count();
+    const bool begins = length != 0 && length <= size && first <= size - length;
+    const bool ends = count <= 1 || (begins && stride >= length && stride <= (size - length - first) / (count - 1));
+    const bool fits = count == 0 || (begins && ends);
+    if (!fits) throw nb::value_error("runs: positions beyond the tensor");
+    return {first, length, stride, count};
+}
+
+void decode_run_values(const Lattice& lattice, nb::handle codes, nb::handle values, nb::handle squares, uint64_t first,
+                       uint64_t length, uint64_t stride, uint64_t count) {
+    const Bytes code_bytes(codes), square_bytes(squares), value_bytes(values, PyBUF_WRITABLE);
+    check_overlap(value_bytes, {&code_bytes, &square_bytes});
+    const Runs runs = runs_of(lattice, first, length, stride, count);
+    const uint64_t total = runs.length * runs.count;
+    const Codes code_data = required_codes(lattice.count(), code_bytes);
+    const auto* square_data = optional_array<const float>(total, square_bytes, "squares");
+    auto* value_data = array_of_size<float>(total, value_bytes, "values");
+    nb::gil_scoped_release release;
+    lattice_run_values(lattice, code_data, {reinterpret_cast<const uint8_t*>(square_data), 4}, runs, value_data);
+}
+
 unsigned quantize_lattice(const Lattice& lattice, nb::handle values, nb::handle codes, const Lattice* seconds,
                           nb::handle second_codes, nb::handle previous, float hysteresis, unsigned threads) {
     const Bytes input_bytes(values), second_bytes(second_codes), previous_bytes(previous),
@@ -314,6 +337,22 @@ nb::tuple sum_errors(const Lattice& lattice, nb::handle codes, nb::handle values
     return nb::make_tuple(sums.slope, sums.curvature, sums.squares);
 }
 
+nb::tuple sum_hysteresis(const Lattice& lattice, nb::handle weight, nb::handle decoded, nb::handle original,
+                         float max_hysteresis, size_t levels, uint64_t first, uint64_t length, uint64_t stride,
+                         uint64_t count) {
+    const Bytes weight_bytes(weight), decoded_bytes(decoded), original_bytes(original);
+    const Runs runs = runs_of(lattice, first, length, stride, count);
+    const Floats weight_floats = matrix_of(count, length, weight_bytes, "weight");
+    const Floats decoded_floats = matrix_of(count, length, decoded_bytes, "decoded");
+    const Floats original_floats = matrix_of(count, length, original_bytes, "original");
+    HysteresisSums sums;
+    {
+        nb::gil_scoped_release release;
+        sums = hysteresis_sums(lattice, runs, weight_floats, decoded_floats, original_floats, max_hysteresis, levels);
+    }
+    return nb::make_tuple(sums.movement, array_of(std::move(sums.written)));
+}
+
 void bind_lattice(nb::module_& m) {
     nb::class_<Lattice>(m, "Lattice")
         .def(
@@ -336,9 +375,13 @@ void bind_lattice(nb::module_& m) {
           "digest"_a.none() = nb::none(), "first"_a.none() = nb::none(), "threads"_a = 1);
     m.def("lattice_values", decode_values, "lattice"_a, "codes"_a, "values"_a, nb::kw_only(),
           "squares"_a.none() = nb::none(), "first"_a.none() = nb::none(), "threads"_a = 1);
+    m.def("lattice_run_values", decode_run_values, "lattice"_a, "codes"_a, "values"_a, nb::kw_only(),
+          "squares"_a.none() = nb::none(), "first"_a, "length"_a, "stride"_a, "count"_a);
     m.def("lattice_quantize", quantize_lattice, "lattice"_a, "values"_a, "codes"_a, nb::kw_only(),
           "seconds"_a.none() = nb::none(), "second_codes"_a.none() = nb::none(), "previous"_a.none() = nb::none(),
           "hysteresis"_a = 0.5f, "threads"_a = 1);
+    m.def("hysteresis_sums", sum_hysteresis, "lattice"_a, "weight"_a, "decoded"_a, "original"_a, nb::kw_only(),
+          "max_hysteresis"_a, "levels"_a, "first"_a, "length"_a, "stride"_a, "count"_a);
     m.def("quantization_error_sums", sum_errors, "lattice"_a, "codes"_a, "values"_a, nb::kw_only(),
           "slopes"_a.none() = nb::none(), "squares"_a.none() = nb::none(), "threads"_a = 1);
 }

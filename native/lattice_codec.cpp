@@ -348,6 +348,24 @@ DecodeResult lattice_decode(const Lattice& lattice, const uint8_t* tokens, const
     return {used, narrow};
 }
 
+void lattice_run_values(const Lattice& lattice, Codes codes, Floats squares, Runs runs, float* values) {
+    const ScopedFpEnvironment floats;
+    std::vector<Scratch, UninitializedAllocator<Scratch>> memory(1);
+    Scratch& scratch = memory.front();
+    for (uint64_t run = 0, place = 0; run < runs.count; ++run) {
+        const uint64_t begin = runs.first + run * runs.stride, end = begin + runs.length;
+        for (uint64_t start = begin; start < end; start += kTile) {
+            const auto count = static_cast<size_t>(std::min<uint64_t>(kTile, end - start));
+            const float* square_values =
+                squares.data == nullptr ? nullptr : read_floats(squares, place, count, scratch.squares);
+            fill_cells(lattice, square_values, start, count, scratch.cells);
+            values_of_codes(lattice, read_codes(codes, start, count, scratch.cells.codes), count, scratch.cells,
+                            values + place);
+            place += count;
+        }
+    }
+}
+
 void lattice_values(const Lattice& lattice, Codes codes, const Values& squares, float* values, Positions positions,
                     unsigned threads) {
     const auto work = [&](size_t, uint64_t start, size_t count, Scratch& scratch, size_t) {

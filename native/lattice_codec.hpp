@@ -72,6 +72,9 @@ DecodeResult lattice_decode(const Lattice& lattice, const uint8_t* tokens, const
                             const int32_t* escapes, size_t escape_count, const Values& squares, int16_t* guesses,
                             const Decoded& out, Positions positions, unsigned threads);
 
+// The values of runs of positions; `codes` holds those of the whole tensor, `squares` and `values` those of the runs.
+void lattice_run_values(const Lattice& lattice, Codes codes, Floats squares, Runs runs, float* values);
+
 // The values of some positions; `codes` and `squares` hold those of these alone.
 void lattice_values(const Lattice& lattice, Codes codes, const Values& squares, float* values, Positions positions,
                     unsigned threads);

@@ -48,6 +48,11 @@ class Lattice {
     std::vector<int32_t> row_classes, column_classes;  // the exponents, less their mean
 };
 
+// `count` runs of `length` positions each, whose starts are `stride` apart, such as some rows of a tensor.
+struct Runs {
+    uint64_t first, length, stride, count;
+};
+
 // Of the positions [start, start + count), row by row: the steps, how large they are beside the tensor's usual one, and
 // their exponents.
 void fill_steps(const Lattice& lattice, uint64_t start, size_t count, float* out);

@@ -1,6 +1,8 @@
 // Values -> the codes of the nearest points of a lattice.
 #pragma once
+#include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "floats.hpp"
 #include "lattice_codes.hpp"
@@ -14,6 +16,22 @@ namespace shrinkpoint {
 // of no use. Throws std::invalid_argument for lattices of the wrong kind.
 unsigned lattice_quantize(const Lattice& lattice, Floats values, const CodedMoments& seconds, Codes previous,
                           float hysteresis, uint8_t* codes, unsigned code_bytes, unsigned threads);
+
+constexpr size_t kMaxHysteresisLevels = 4096;
+
+// How much of a weight's movement since the parent checkpoint is written. In the index-th place is the sum of
+// movement times written movement of values with an offset from the parent's points, in steps, above the index-th of
+// `levels` + 1 thresholds but not above the next one; thresholds lie evenly from 1/2 to the largest hysteresis, and the
+// last place is for what is beyond. What is nearer is never written.
+struct HysteresisSums {
+    double movement = 0;  // squared, of all values
+    std::vector<double> written;
+};
+
+// Of runs of positions, whose values, decoded parent and originals of the parent are given. One thread: these are
+// samples. Throws std::invalid_argument.
+HysteresisSums hysteresis_sums(const Lattice& lattice, Runs runs, Floats values, Floats decoded, Floats originals,
+                               float max_hysteresis, size_t levels);
 
 // Sums over the errors e = decoded - value, rounded to float32: of slopes times e, of squares times e * e, and of e * e.
 // Slopes and squares may be none, which count as 0.

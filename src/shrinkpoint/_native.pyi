@@ -190,6 +190,30 @@ def lattice_values(
     first: int | None = None,
     threads: int = 1,
 ) -> None: ...
+def lattice_run_values(
+    lattice: Lattice,
+    codes: Buffer,
+    values: Bytes,
+    *,
+    squares: Buffer | None = None,
+    first: int,
+    length: int,
+    stride: int,
+    count: int,
+) -> None: ...
+def hysteresis_sums(
+    lattice: Lattice,
+    weight: Buffer,
+    decoded: Buffer,
+    original: Buffer,
+    *,
+    max_hysteresis: float,
+    levels: int,
+    first: int,
+    length: int,
+    stride: int,
+    count: int,
+) -> tuple[float, NDArray[np.float64]]: ...
 def lattice_quantize(
     lattice: Lattice,
     values: Buffer,

@@ -33,6 +33,8 @@ _POWERS = tuple(
 )
 _DITHER_LEVELS = 256
 _MASK_32_BITS = (1 << 32) - 1
+_NATIVE_FORM = "_native_form"  # the attribute that caches the native core's form of a lattice
+_MIN_VALUES_PER_EXPONENT = 32  # of a tensor whose lattice is cached: the form takes ten bytes an exponent
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,11 +94,22 @@ class Lattice:
     def to_native(self, shape: tuple[int, int]) -> _native.Lattice:
         """Return the native core's form of this lattice, for matrices of `shape`.
 
+        It is made once, unless the tensor has so few values that it would take more memory than their codes.
+
         Raises:
             ValueError: the numbers of rows or columns do not fit the shape.
         """
+        cached: tuple[tuple[int, int], _native.Lattice] | None = self.__dict__.get(_NATIVE_FORM)
+        if cached is not None and cached[0] == shape:
+            return cached[1]
         rows, columns = tensor_bytes(self.rows), tensor_bytes(self.columns)
-        return _native.Lattice(rows, columns, *shape, powers=self.spacing == "log", step=self.step, seed=self.seed)
+        form = _native.Lattice(rows, columns, *shape, powers=self.spacing == "log", step=self.step, seed=self.seed)
+        if _MIN_VALUES_PER_EXPONENT * (self.rows.numel() + self.columns.numel()) <= shape[0] * shape[1]:
+            self.__dict__[_NATIVE_FORM] = shape, form
+        return form
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != _NATIVE_FORM}
 
 
 @dataclass(frozen=True)
@@ -159,26 +172,25 @@ class LatticeTensor:
         """Return the values of some rows of the tensor viewed as a matrix; codes are on the CPU.
 
         Args:
-            rows: of any stride.
+            rows: of any stride above 0.
             dtype: of the result.
             second_moments: the same rows of the tensor named by `relative_to`.
         """
-        shape = _shape(as_matrix(self.codes))
-        codes, indices = as_matrix(self.codes)[rows], range(shape[0])[rows]
-        out = torch.empty(tuple(codes.shape), dtype=torch.float32)
-        if not codes.numel():
-            return out.to(dtype)
-        lattice, runs, first_row = self.lattice.to_native(shape), [(0, len(indices))], indices.start
-        if self.lattice.seed and indices.step > 1:  # dither depends on the place in the whole tensor
-            runs = [(i, i + 1) for i in range(len(indices))]
-        elif not self.lattice.seed:
-            lattice, first_row = replace(self.lattice, rows=self.lattice.rows[rows]).to_native(_shape(codes)), 0
-        for begin, end in runs:
-            squares = None if second_moments is None else tensor_bytes(second_moments[begin:end].to(torch.float32))
-            values = out[begin:end].view(-1).numpy().view(np.uint8)
-            first = (first_row + begin * indices.step if self.lattice.seed else 0) * shape[1]
-            _native.lattice_values(lattice, tensor_bytes(codes[begin:end]), values, squares=squares, first=first)
-        return out.to(dtype)
+        height, width = shape = matrix_shape(tuple(self.codes.shape))
+        indices = range(height)[rows]
+        out = np.empty((len(indices), width), np.float32)
+        if out.size:
+            _native.lattice_run_values(
+                self.lattice.to_native(shape),
+                tensor_bytes(self.codes),
+                out.reshape(-1).view(np.uint8),
+                squares=None if second_moments is None else tensor_bytes(second_moments.to(torch.float32)),
+                first=indices.start * width,
+                length=width,
+                stride=indices.step * width,
+                count=len(indices),
+            )
+        return torch.from_numpy(out).to(dtype)
 
     def _dequantize_native(self, second_moments: Tensor | None) -> Tensor:
         lattice = self.lattice.to_native(_shape(as_matrix(self.codes)))

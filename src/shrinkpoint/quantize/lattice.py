@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shrinkpoint import _native
@@ -106,6 +108,43 @@ def quantization_error_sums(
     slope = 0.0 if slopes is None else float((slopes.to(errors.device) * errors).sum())
     curvature = 0.0 if squares is None else float((squares.to(errors.device) * square_errors).sum())
     return slope, curvature, float(square_errors.sum())
+
+
+def hysteresis_sums(
+    rows: Tensor,
+    lattice: Lattice,
+    decoded: Tensor,
+    original: Tensor,
+    indices: range,
+    max_hysteresis: float,
+    levels: int,
+) -> tuple[float, NDArray[np.float64]]:
+    """Sum how much of a weight's movement since the parent checkpoint is written, by the hysteresis that allows it.
+
+    Args:
+        rows: some rows of the weight, viewed as a matrix; like `decoded` and `original` 2-d, on the CPU.
+        lattice: of the whole weight, of spacing "linear".
+        decoded: the same rows of the parent checkpoint, which lie on the lattice.
+        original: the same rows before they were quantized there.
+        indices: which rows these are.
+        max_hysteresis: in steps, above 1/2.
+        levels: the number of equal parts of the range from 1/2 to `max_hysteresis`.
+
+    Returns:
+        The squared movement, and by level the movement times what is written of it where values lie that far from the
+        parent's points; the last one, of `levels` + 1, is of values beyond. What lies nearer is not written.
+    """
+    width = rows.shape[1]
+    return _native.hysteresis_sums(
+        lattice.to_native((lattice.rows.numel(), width)),
+        *(tensor_bytes(as_native_float(matrix)) for matrix in (rows, decoded, original)),
+        max_hysteresis=max_hysteresis,
+        levels=levels,
+        first=indices.start * width,
+        length=width,
+        stride=indices.step * width,
+        count=len(indices),
+    )
 
 
 def lattice_positions(tensor: Tensor, lattice: Lattice, second_moments: Tensor | None = None) -> Tensor:

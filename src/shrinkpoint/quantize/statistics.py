@@ -235,30 +235,39 @@ CODE_LIMIT = 4096
 
 @dataclass(frozen=True)
 class ValueSums:
-    """The largest magnitude of a tensor (nan if a value is), the mean, and the sum of squared distances from it."""
+    """The largest magnitude of a tensor (nan if a value is), the mean, and the sum of squared distances from it.
+
+    Attributes:
+        count: of the values.
+    """
 
     max_magnitude: float
     mean: float
     squared_deviations: float
+    count: int
+
+    @property
+    def std(self) -> float:
+        """The population standard deviation."""
+        return math.sqrt(self.squared_deviations / max(1, self.count))
 
 
 def value_sums(tensor: Tensor) -> ValueSums:
     """Compute the largest magnitude, mean and squared deviations of a floating-point tensor in one pass, in float64."""
-    values = as_native_float(tensor)
+    values, count = as_native_float(tensor), tensor.numel()
     if values.device.type == "cpu":
-        count, threads = values.numel(), torch.get_num_threads()
-        return ValueSums(*_native.value_sums(tensor_bytes(values), count, threads=threads))
-    if not values.numel():
-        return ValueSums(0.0, 0.0, 0.0)
+        return ValueSums(*_native.value_sums(tensor_bytes(values), count, threads=torch.get_num_threads()), count)
+    if not count:
+        return ValueSums(0.0, 0.0, 0.0, 0)
     low, high = (float(end) for end in torch.aminmax(values))
     largest = math.nan if math.isnan(low) else max(-low, high)
     mean = values.mean(dtype=torch.float64)
-    return ValueSums(largest, float(mean), float((values - mean).square().sum()))
+    return ValueSums(largest, float(mean), float((values - mean).square().sum()), count)
 
 
 def weight_std(weight: Tensor) -> float:
     """Return the population standard deviation of a weight, computed in float64."""
-    return math.sqrt(value_sums(weight).squared_deviations / max(1, weight.numel()))
+    return value_sums(weight).std
 
 
 def count_codes(codes: Tensor) -> Tensor:

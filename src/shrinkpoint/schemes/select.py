@@ -17,7 +17,7 @@ from torch import Tensor
 from shrinkpoint.codec.lattice import LatticeTensor, as_matrix
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.errors import warn_user
-from shrinkpoint.quantize.statistics import value_sums
+from shrinkpoint.quantize.statistics import ValueSums, value_sums
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.dtypes import as_bits
 from shrinkpoint.tensors.flat_state import FlatState
@@ -38,12 +38,14 @@ class TensorSelection:
         cast_sources: by the name of a copy (narrower, or tied), the name of the selected tensor that it is a cast of.
         nonfinite: global names of weights that would have been selected but hold a nan or an infinity.
         global_names: names of the selected weights of all ranks, in the same order on every rank.
+        sums: of the values of local tensors that could have been selected, by name.
     """
 
     tensors: dict[str, Tensor] = field(repr=False)
     cast_sources: dict[str, str]
     nonfinite: tuple[str, ...] = ()
     global_names: tuple[str, ...] = ()
+    sums: Mapping[str, ValueSums] = field(default_factory=dict, repr=False)
 
     def warn_nonfinite(self) -> None:
         """Warn of weights that stay exact since they are not finite."""
@@ -112,11 +114,12 @@ def select_tensors(
     }
     optimized = frozenset() if optimized_names is None else frozenset(optimized_names)
     colocated = _group_by_shard(global_tensors, candidates)
+    sums = {name: value_sums(tensor) for name, tensor in candidates.items()}
     reports = global_tensors.reduce(
         {
             name: _ShardReport(
                 is_quantizable=quantizable is None or name in quantizable,
-                is_finite=math.isfinite(max_abs(tensor)),
+                is_finite=math.isfinite(sums[name].max_magnitude),
                 is_float32=tensor.dtype == torch.float32,
                 is_optimized=name in optimized,
                 masters=_find_masters(name, candidates, colocated, global_tensors),
@@ -139,6 +142,7 @@ def select_tensors(
         {name: source for name, source in local_sources.items() if source is not None},
         nonfinite,
         names,
+        sums,
     )
 
 

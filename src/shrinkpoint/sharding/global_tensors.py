@@ -23,6 +23,7 @@ from shrinkpoint.tensors.info import Role
 
 T = TypeVar("T")
 R = TypeVar("R")
+X = TypeVar("X")
 
 
 @dataclass(frozen=True)
@@ -268,9 +269,9 @@ class GlobalTensors:
 
     def reduce_statistic(
         self,
-        tensors: Mapping[str, Tensor],
-        compute: Callable[[Tensor], R],
-        compute_part: Callable[[Tensor], T],
+        tensors: Mapping[str, X],
+        compute: Callable[[X], R],
+        compute_part: Callable[[X], T],
         merge: Callable[[list[T]], R],
     ) -> dict[str, R]:
         """A statistic of each global tensor: computed by a rank that has all of it, else merged from its shards."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from shrinkpoint.quantize.statistics import count_codes, entropy_bits, entropy_bits_of_counts, weight_std
+from shrinkpoint.quantize.statistics import ValueSums, count_codes, entropy_bits, entropy_bits_of_counts, value_sums
 from shrinkpoint.sharding.global_stats import HistogramSum
 from shrinkpoint.sharding.global_tensors import GlobalTensors, count_mean_m2, merge_mean_std
 
@@ -20,6 +20,7 @@ class GlobalWeights:
         tensors: all tensors of the state, on all ranks.
         local: this rank's shards of the weights, by name; none of them empty, all finite.
         global_names: names of the weights of all ranks, in the same order on every rank.
+        sums: of the values of local shards, by name, as far as they have been computed.
 
     Attributes:
         tensors, local: as given.
@@ -27,11 +28,21 @@ class GlobalWeights:
         std: the standard deviation of each global weight, by global name.
     """
 
-    def __init__(self, tensors: GlobalTensors, local: Mapping[str, Tensor], global_names: Iterable[str]) -> None:
+    def __init__(
+        self,
+        tensors: GlobalTensors,
+        local: Mapping[str, Tensor],
+        global_names: Iterable[str],
+        sums: Mapping[str, ValueSums] | None = None,
+    ) -> None:
         self.tensors, self.local = tensors, dict(local)
         self.templates = {name: torch.empty(tensors.shapes[name], device="meta") for name in global_names}
+        sums = sums or {}
         self.std = tensors.reduce_statistic(
-            self.local, weight_std, count_mean_m2, lambda parts: merge_mean_std(parts)[1]
+            {name: (shard, sums.get(name)) for name, shard in self.local.items()},
+            lambda pair: (pair[1] or value_sums(pair[0])).std,
+            lambda pair: count_mean_m2(pair[0]),
+            lambda parts: merge_mean_std(parts)[1],
         )
 
     def global_name(self, name: str) -> str:

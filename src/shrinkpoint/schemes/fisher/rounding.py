@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shrinkpoint.codec.lattice import MAX_LATTICE_CODE, Lattice, LatticeTensor, as_matrix, dither
 from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, Reference
-from shrinkpoint.quantize.lattice import lattice_positions, quantize_to_lattice
+from shrinkpoint.quantize.lattice import hysteresis_sums, lattice_positions, quantize_to_lattice
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights
 from shrinkpoint.schemes.select import equal_elements
+
+_HYSTERESIS_LEVELS = 64
 
 
 @dataclass(frozen=True)
@@ -89,76 +93,34 @@ def fit_hysteresis(
 ) -> float:
     """The largest hysteresis, in steps, that retains enough of the weights' progress; a collective.
 
-    Progress is measured on a sample of the rows of each weight, by bisection.
+    Progress is measured on a sample of the rows of each weight, for 64 thresholds at once.
 
     Args:
         lattices, previous: by local name.
         min_retained: the share of progress since the parent checkpoint that must remain.
         max_hysteresis: at most; at least 1/2, rounding to the nearest.
     """
-    samples = []
+    written, movement, has_sample = np.zeros(_HYSTERESIS_LEVELS + 1), 0.0, False
     for name, points in previous.items():
         rows = weights.sampled_rows(name, MAX_SAMPLED_VALUES)
         original = points.originals(rows) if weights.is_primary(name) else None
         if original is not None:
-            weight, lattice = weights.local[name], lattices[name]
-            samples.append(
-                _WeightSample.from_weight(weight, lattice, points.values(rows), original, rows, max_hysteresis)
+            matrix = as_matrix(weights.local[name])
+            values, indices = matrix[rows].cpu(), range(matrix.shape[0])[rows]
+            squared, parts = hysteresis_sums(
+                values, lattices[name], points.values(rows), original, indices, max_hysteresis, _HYSTERESIS_LEVELS
             )
-    if not any(weights.tensors.sum_over_ranks(len(samples))):
+            movement, written, has_sample = movement + squared, written + parts, True
+    reports = weights.tensors.all_gather((has_sample, movement, written.tolist()))
+    if not any(has_any for has_any, *_ in reports):
         return 0.5
-    low, high = 0.5, max_hysteresis
-    for _ in range(6):
-        middle = (low + high) / 2
-        progress = [sample.progress(middle) for sample in samples]
-        retained, moved = weights.tensors.sum_over_ranks(
-            sum(written for written, _ in progress), sum(moved for _, moved in progress)
-        )
-        low, high = (middle, high) if retained >= min_retained * moved else (low, middle)
-    return low
-
-
-@dataclass(frozen=True)
-class _WeightSample:
-    """Progress of some rows of a weight: what is written depends on hysteresis for few of the values only.
-
-    Attributes:
-        movement: the squared distance that training went since the parent checkpoint.
-        written: how much of it is written with the largest hysteresis.
-        offsets: distances from the previous points, in steps, of those values that are written with less of it only.
-        gains: how much is written of these.
-    """
-
-    movement: float
-    written: float
-    offsets: Tensor
-    gains: Tensor
-
-    @classmethod
-    def from_weight(
-        cls,
-        weight: Tensor,
-        lattice: Lattice,
-        decoded: Tensor,
-        original: Tensor,
-        sampled_rows: slice,
-        max_hysteresis: float,
-    ) -> _WeightSample:
-        now = as_matrix(weight)[sampled_rows].to(torch.float32)
-        decoded, original = (rows.to(weight.device, torch.float32) for rows in (decoded, original))
-        steps = replace(lattice, rows=lattice.rows[sampled_rows]).scales(device=weight.device)
-        movement = now - original
-        offsets = (now - decoded) / steps
-        gains = offsets.round() * steps * movement
-        offsets = offsets.abs()
-        always = offsets > max_hysteresis
-        sometimes = (offsets > 0.5) & ~always
-        written = float((gains * always).sum())
-        return cls(float(movement.square().sum()), written, offsets[sometimes], gains[sometimes])
-
-    def progress(self, hysteresis: float) -> tuple[float, float]:
-        """(movement that is written, squared movement), each as a sum over all values."""
-        return self.written + float((self.gains * (self.offsets > hysteresis)).sum()), self.movement
+    moved = math.fsum(movement for _, movement, _ in reports)
+    by_threshold = [math.fsum(parts) for parts in zip(*(parts for *_, parts in reports), strict=True)]
+    low, high = 0, _HYSTERESIS_LEVELS
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if math.fsum(by_threshold[middle:]) >= min_retained * moved else (low, middle)
+    return 0.5 + (max_hysteresis - 0.5) * low / _HYSTERESIS_LEVELS
 
 
 MIN_UNCHANGED_SHARE = 1 / 16
@@ -213,8 +175,10 @@ def choose_stochastic_rounding(
     roundings: dict[str, StochasticRounding] = {}
     for name in names:
         weight, points = weights.local[name], parent.quantized[name]
+        if not isinstance(points, LatticeTensor) or points.lattice.seed == seeds[name]:
+            continue
         values = parent.get_like(name, tuple(weight.shape), weight.dtype)
-        if isinstance(points, LatticeTensor) and points.lattice.seed != seeds[name] and values is not None:
+        if values is not None:
             roundings[name] = StochasticRounding(points, as_matrix(equal_elements(weight, values)), seeds[name])
     shares = weights.share_by_tensor(
         {name: (int(rounding.unchanged.sum()), rounding.unchanged.numel()) for name, rounding in roundings.items()}

@@ -205,7 +205,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             if problem is None:
                 points |= self._quantize_moments(state, reference, statistics, tensors)
             if problem is None and not is_idle:
-                weights = GlobalWeights(tensors, selection.tensors, selection.global_names)
+                weights = GlobalWeights(tensors, selection.tensors, selection.global_names, selection.sums)
                 choice = self._quantize_weights(weights, state, selection, base, evaluator, points, metric, statistics)
         if choice.left_out:
             left_out = ", ".join(choice.left_out)

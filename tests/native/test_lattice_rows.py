@@ -1,0 +1,134 @@
+"""Some rows of a tensor on a lattice: their values, and what hysteresis would write of their movement."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from shrinkpoint import _native
+from shrinkpoint.codec.lattice import Lattice, LatticeTensor, as_matrix
+from shrinkpoint.quantize.lattice import hysteresis_sums, quantize_to_lattice
+from shrinkpoint.tensors.dtypes import tensor_bytes
+
+SHAPES = [(1, 5000), (5000, 1), (64, 40), (7, 2049), (33, 3, 5), (40,)]
+ROWS = [slice(0, None, 1), slice(1, None, 3), slice(0, 4), slice(2, 2)]
+
+
+def random_points(shape: tuple[int, ...], spacing: str, seed: int) -> LatticeTensor:
+    generator = torch.Generator().manual_seed(len(shape))
+    rows, columns = as_matrix(torch.empty(shape)).shape
+    sides = torch.randint(-9, 9, (rows,), generator=generator).short(), torch.zeros(1, dtype=torch.int16)
+    if rows > 1 and spacing != "relative":
+        sides = sides[0], torch.randint(-9, 9, (columns,), generator=generator).short()
+    codes = torch.randint(-99, 99, shape, generator=generator).to(torch.int8)
+    return LatticeTensor(codes, Lattice(spacing, *sides, seed=seed))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("spacing", "seed"), [("linear", 0), ("linear", 7), ("log", 0), ("relative", 9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_have_the_values_they_have_in_the_whole_tensor(shape, rows, spacing, seed, dtype):
+    points = random_points(shape, spacing, seed)
+    squares = torch.rand(shape) if spacing == "relative" else None
+    whole = as_matrix(points.dequantize(dtype, squares))
+    some = points.dequantize_rows(rows, dtype, None if squares is None else as_matrix(squares)[rows])
+    assert torch.equal(some, whole[rows]) and some.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        {"first": 1, "length": 8, "stride": 8, "count": 8},  # one position beyond
+        {"first": 0, "length": 8, "stride": 1 << 63, "count": 3},
+        {"first": 0, "length": 8, "stride": 0, "count": 1 << 61},  # as many bytes as fit into 64 bits
+        {"first": 0, "length": 0, "stride": 8, "count": 1 << 40},
+        {"first": 65, "length": 1, "stride": 1, "count": 1},
+        {"first": 0, "length": 65, "stride": 65, "count": 1},
+    ],
+)
+def test_rows_beyond_the_tensor_are_refused(runs):
+    points = random_points((8, 8), "linear", 0)
+    native, codes = points.lattice.to_native((8, 8)), tensor_bytes(points.codes)
+    out = np.zeros(4 * runs["length"] * runs["count"] % (1 << 64) % 4096, np.uint8)
+    with pytest.raises(ValueError, match="beyond"):
+        _native.lattice_run_values(native, codes, out, **runs)
+    values = tensor_bytes(points.codes.float())
+    with pytest.raises(ValueError, match="beyond"):
+        _native.hysteresis_sums(native, values, values, values, max_hysteresis=0.75, levels=4, **runs)
+
+
+def test_rows_need_as_many_values_as_they_have():
+    points = random_points((8, 8), "linear", 0)
+    native, codes, rows = points.lattice.to_native((8, 8)), tensor_bytes(points.codes), {"first": 0, "stride": 16}
+    with pytest.raises(ValueError, match="values"):
+        _native.lattice_run_values(native, codes, np.zeros(4, np.uint8), length=8, count=2, **rows)
+    with pytest.raises(ValueError, match="decoded"):
+        arrays = np.zeros(64, np.uint8), np.zeros(60, np.uint8), np.zeros(64, np.uint8)
+        _native.hysteresis_sums(native, *arrays, max_hysteresis=0.75, levels=4, length=8, count=2, **rows)
+
+
+@pytest.mark.parametrize(("max_hysteresis", "levels"), [(0.5, 4), (0.75, 0), (0.75, 1 << 13), (float("nan"), 4)])
+def test_a_hysteresis_without_a_range_is_refused(max_hysteresis, levels):
+    x = torch.ones(4, 4)
+    with pytest.raises(ValueError, match="hysteresis"):
+        hysteresis_sums(x, random_points((4, 4), "linear", 0).lattice, x, x, range(4), max_hysteresis, levels)
+
+
+def movement_written(weight: Tensor, points: LatticeTensor, original: Tensor, hysteresis: float) -> float:
+    """Written times training's movement, with the points that a hysteresis leaves."""
+    quantized = quantize_to_lattice(weight, points.lattice, previous_codes=points.codes, hysteresis=hysteresis)
+    assert quantized is not None
+    moved = quantized.dequantize(torch.float64) - points.dequantize(torch.float64)
+    return float((moved * (weight - original).double()).sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("far", [0.3, 4.0])
+def test_sums_by_level_are_what_each_hysteresis_writes(dtype, far):
+    generator = torch.Generator().manual_seed(3)
+    original = torch.randn(300, 70, generator=generator).to(dtype)
+    rows, columns = torch.randint(-20, -10, (300,)).short(), torch.randint(-3, 3, (70,)).short()
+    lattice = Lattice("linear", rows, columns)
+    points = quantize_to_lattice(original, lattice)
+    assert points is not None
+    steps = lattice.scales()
+    weight = (original.float() + far * steps * torch.randn(300, 70, generator=generator)).to(dtype)
+    decoded = points.dequantize(torch.float32)
+    squared, written = hysteresis_sums(weight, lattice, decoded, original, range(300), 0.75, 8)
+    assert squared == pytest.approx(float((weight.float() - original.float()).double().square().sum()), rel=1e-9)
+    for level in range(1, 9):  # at exactly half a step, codes go to the even one
+        expected = movement_written(weight, points, original, 0.5 + level / 32)
+        assert written[level:].sum() == pytest.approx(expected, rel=1e-4)
+    some = slice(5, None, 7)
+    parts = [matrix[some] for matrix in (weight, decoded, original)]
+    part = hysteresis_sums(parts[0], lattice, parts[1], parts[2], range(300)[some], 0.75, 8)
+    other = replace(lattice, rows=lattice.rows[some])
+    whole = hysteresis_sums(parts[0], other, parts[1], parts[2], range(len(parts[0])), 0.75, 8)
+    assert part[0] == whole[0] and np.array_equal(part[1], whole[1])
+
+
+def test_sums_do_not_depend_on_instructions():
+    generator = torch.Generator().manual_seed(1)
+    arrays = [torch.randn(50, 900, generator=generator) for _ in range(3)]
+    lattice = Lattice("linear", torch.zeros(50, dtype=torch.int16), torch.zeros(900, dtype=torch.int16))
+    widest = _native._use_simd(2)
+    try:
+        results = []
+        for level in (0, 1, 2):
+            _native._use_simd(level)
+            results.append(hysteresis_sums(arrays[0], lattice, *arrays[1:], range(50), 0.75, 64))
+    finally:
+        _native._use_simd(widest)
+    assert all(result[0] == results[0][0] and np.array_equal(result[1], results[0][1]) for result in results)
+
+
+def test_a_lattice_that_has_been_used_can_be_copied():
+    points = random_points((100, 100), "linear", 5)
+    points.dequantize(torch.float32)
+    assert copy.deepcopy(points.lattice) == points.lattice
