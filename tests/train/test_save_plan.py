@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from helpers.small_training import Run
 from helpers.strategies import same
 
 import shrinkpoint as sp
+from shrinkpoint.schemes import optimizer_state, plan
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.tensors import flat_state
 from shrinkpoint.tensors.flat_state import FlatState
@@ -96,3 +99,26 @@ def test_exact_tensors_are_copied_whatever_is_left_out():
     for name, tensor in flat.tensors.items():
         assert torch.equal(again.tensors[name], tensor) and again.tensors[name].data_ptr() != tensor.data_ptr()
         assert name == first or again.tensors[name].data_ptr() == copy.tensors[name].data_ptr()
+
+
+def test_moments_are_quantized_beside_the_loop_where_a_search_measures_weights(tmp_path, monkeypatch):
+    threads = []
+
+    def quantize_moments(state, stats):
+        threads.append(threading.current_thread())
+        return optimizer_state.quantize_moments(state, stats)
+
+    stand_in = SimpleNamespace(**vars(optimizer_state) | {"quantize_moments": quantize_moments})
+    monkeypatch.setattr(plan, "optimizer_state", stand_in)
+    payloads = []
+    for in_background in (False, True):
+        torch.manual_seed(0)
+        run, folder = Run(steps=3), tmp_path / str(in_background)
+        search = sp.Inshrinkerator(threshold=0.2, evaluate=run.evaluate, optimizer="lossy")
+        with sp.CheckpointManager(folder, scheme=search, background=in_background) as manager:
+            for step in range(2):
+                manager.save(step, **run.steps(2).parts, rng=False)
+                manager.wait()
+        payloads.append([path.read_bytes() for path in sorted(folder.rglob("rank-*.safetensors"))])
+    assert payloads[0] == payloads[1] and len(payloads[0]) == 2
+    assert [thread is threading.main_thread() for thread in threads] == [True, True, False, False]

@@ -17,6 +17,7 @@ from shrinkpoint.schemes import optimizer_state
 from shrinkpoint.schemes.base import QuantizedState
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
 from shrinkpoint.schemes.select import exact_reasons
+from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON, Role
 
@@ -29,7 +30,8 @@ class QuantizationPlan(RecordEncodingMixin):
         id: of the scheme that chose them.
         quantized: the quantized tensors by name, on the CPU.
         cast_sources: name of a narrower copy -> name of the weight it is a cast of.
-        optimizer: mode for the optimizer's moments.
+        optimizer: what becomes of moments that are not in `quantized`, once the plan is applied; nothing was measured
+            with it, so that it need not be done while a model waits.
         coders: coders that codes may be coded with.
         loss: for the manifest: what was tried, measured and chosen.
         keyframe: see `QuantizedState`.
@@ -53,9 +55,13 @@ class QuantizationPlan(RecordEncodingMixin):
     def quantize(self, state: FlatState, reference: Reference | None) -> QuantizedState:
         """Replace values by the chosen ones; `state` is the state that was planned for, or a copy of it."""
         changed: dict[str, TensorSource] = {}
+        quantized_tensors = dict(self.quantized)
         if self.optimizer == "reset":
             changed.update(optimizer_state.zeroed_moments(state))
-        for name, quantized in self.quantized.items():
+        elif self.optimizer == "lossy":
+            moments = optimizer_state.quantize_moments(state, GlobalStats.from_state(state))
+            quantized_tensors |= {name: moment.cpu() for name, moment in moments}
+        for name, quantized in quantized_tensors.items():
             dtype = state.tensors[name].dtype
             if isinstance(quantized, LatticeTensor):
                 changed[name] = LatticeSource(quantized, dtype)
@@ -68,7 +74,7 @@ class QuantizationPlan(RecordEncodingMixin):
         exact = {} if self.min_size is None else exact_reasons(state, changed, self._nonfinite, *self.min_size)
         return QuantizedState(
             replace(state, tensors=tensors),
-            dict(self.quantized),
+            quantized_tensors,
             self.loss,
             self.keyframe,
             exact,

@@ -167,8 +167,10 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
         moments = {name: codes.cpu() for name, codes in self.quantize_optimizer(owned, residuals, stats).items()}
         selection.warn_nonfinite()
         num_residuals, num_moments = tensors.sum_over_ranks(len(residuals), len(moments))
-        if self._optimizer == "lossy":
+        optimizer = self._optimizer
+        if optimizer == "lossy" and global_tensors is not None:  # levels are of all ranks: now, while these take part
             moments |= {name: codes.cpu() for name, codes in optimizer_state.quantize_moments(state, stats)}
+            optimizer = "exact"
         loss: JSON = None
         if num_residuals or num_moments or self._optimizer != "exact":
             mode = "lossy" if num_moments else self._optimizer
@@ -181,7 +183,7 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
             self.id,
             {**residuals, **moments},
             selection.cast_sources,
-            self._optimizer,
+            optimizer,
             self.coders,
             loss,
             keyframe=bool(diverged),

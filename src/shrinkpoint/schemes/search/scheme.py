@@ -256,11 +256,12 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
             "seconds": round(time.perf_counter() - start, 3),
         }
         selection.warn_nonfinite()
-        optimizer = "exact" if choice.lossless else self._optimizer
+        optimizer: optimizer_state.Mode = "exact" if choice.lossless else self._optimizer
         quantized: dict[str, QuantizedTensor] = {**unchanged}
         quantized |= {name: tensor.cpu() for name, tensor in choice.quantized.items()}
-        if optimizer == "lossy":
+        if optimizer == "lossy" and global_tensors is not None:  # levels are of all ranks: now, while these take part
             quantized |= {name: tensor.cpu() for name, tensor in optimizer_state.quantize_moments(state, stats)}
+            optimizer = "exact"
         # a single rank cannot tell why a shard stays exact
         min_size = (MIN_WEIGHT_NUMEL, 2) if tensors.is_complete else None
         return QuantizationPlan(
