@@ -43,17 +43,6 @@ SHRINKPOINT_KERNEL(void, add_pushes,
     }
 }
 
-// Differences modulo 256, taken as signed: 0, -1, 1, -2, ... are the symbols 0, 1, 2, 3, ... Contexts of neighbouring
-// codes then have like symbols and share a table, of which there are fewer than codes.
-SHRINKPOINT_KERNEL(void, fold, (const uint8_t* values, const uint8_t* base, size_t count, uint8_t* symbols),
-                   (values, base, count, symbols)) {
-    for (size_t i = 0; i < count; ++i) {
-        const auto difference = static_cast<uint8_t>(values[i] - base[i]);
-        const auto negative = static_cast<uint8_t>(0 - (difference >> 7));
-        symbols[i] = static_cast<uint8_t>(static_cast<uint8_t>(difference << 1) ^ negative);
-    }
-}
-
 SHRINKPOINT_KERNEL(void, unfold, (const uint8_t* symbols, const uint8_t* base, size_t count, uint8_t* values),
                    (symbols, base, count, values)) {
     for (size_t i = 0; i < count; ++i) {
@@ -65,6 +54,21 @@ SHRINKPOINT_KERNEL(void, unfold, (const uint8_t* symbols, const uint8_t* base, s
 const uint8_t* prediction_of(const Tile& tile) { return static_cast<const uint8_t*>(tile.prediction); }
 
 }  // namespace
+
+// Differences modulo 256, taken as signed: 0, -1, 1, -2, ... are the symbols 0, 1, 2, 3, ... Contexts of neighbouring
+// codes then have like symbols and share a table, of which there are fewer than codes.
+SHRINKPOINT_KERNEL(void, fold_codes, (const uint8_t* values, const uint8_t* base, size_t count, uint8_t* symbols),
+                   (values, base, count, symbols)) {
+    for (size_t i = 0; i < count; ++i) {
+        const auto difference = static_cast<uint8_t>(values[i] - base[i]);
+        const auto negative = static_cast<uint8_t>(0 - (difference >> 7));
+        symbols[i] = static_cast<uint8_t>(static_cast<uint8_t>(difference << 1) ^ negative);
+    }
+}
+
+bool is_under_parent(const Model& model, const Arrays& arrays) {
+    return model.tokens == Tokens::Codes && model.predictor == Predictor::Base && !arrays.moments();
+}
 
 unsigned code_context_count(const Model& model, const Arrays& arrays) {
     const Layout layout = layout_of(model, arrays);
@@ -86,7 +90,7 @@ void code_contexts(const Model& model, const Arrays& arrays, uint64_t start, siz
 void code_tokens(const Model& model, const uint8_t* values, size_t count, Tile& tile) {
     tile.uniform = 0;
     if (model.predictor == Predictor::Base)
-        fold(values, prediction_of(tile), count, tile.symbols);
+        fold_codes(values, prediction_of(tile), count, tile.symbols);
     else
         std::memcpy(tile.symbols, values, count);
 }

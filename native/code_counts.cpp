@@ -74,20 +74,18 @@ SHRINKPOINT_AVX512 void count_common(const uint8_t* values, const uint8_t* base,
 }  // namespace
 
 void CodeCounts::choose_common(const uint32_t* counts) {
-    const size_t contexts = size_t{largest_} + 1;
-    const uint64_t all = std::accumulate(counts, counts + contexts * 256, uint64_t{0});
-    std::vector<uint8_t> candidates;
-    for (size_t c = 0; c < contexts; ++c)
-        if (counts[c * 256] > all / 256) candidates.push_back(static_cast<uint8_t>(c));
-    std::sort(candidates.begin(), candidates.end(),
-              [&](uint8_t a, uint8_t b) { return counts[size_t{a} * 256] > counts[size_t{b} * 256]; });
-    commons_ = std::min(candidates.size(), kMaxCommon);
-    uint64_t counted = 0;
-    for (size_t k = 0; k < commons_; ++k) {
-        common_[k] = candidates[k];
-        counted += counts[size_t{common_[k]} * 256];
+    const auto frequency = [&](size_t context) { return counts[context * 256]; };
+    std::vector<uint8_t> contexts(size_t{largest_} + 1);
+    std::iota(contexts.begin(), contexts.end(), uint8_t{0});
+    uint64_t all = 0;
+    for (const uint8_t context : contexts) all += frequency(context);
+    std::sort(contexts.begin(), contexts.end(), [&](uint8_t a, uint8_t b) { return frequency(a) > frequency(b); });
+    commons_ = 0;
+    while (commons_ < std::min(contexts.size(), kMaxCommon) && frequency(contexts[commons_]) > all / 256) {
+        common_[commons_] = contexts[commons_];
+        ++commons_;
     }
-    helps_ = counted > all / 2;
+    helps_ = commons_ > 0;
 }
 
 bool CodeCounts::add(const uint8_t* values, const uint8_t* base, size_t count, uint32_t* counts) {
@@ -101,6 +99,7 @@ bool CodeCounts::add(const uint8_t* values, const uint8_t* base, size_t count, u
         const size_t position = rest.positions[i];
         ++counts[size_t{rest.contexts[position]} * 256 + rest.symbols[position]];
     }
+    helps_ = rest.count < count / 2;
     return true;
 }
 #else

@@ -82,10 +82,12 @@ void add(Histogram& histogram, const Context& context) {
 Prices prices(const Histogram& histogram) {
     uint64_t total = 0;
     for (const uint64_t n : histogram) total += n;
-    const double all = static_cast<double>(total) + 2;
+    const double all = std::log2(static_cast<double>(total) + 2);
     Prices out;
+    out.fill(static_cast<float>(all - std::log2(1.0 / 128)));
     for (unsigned s = 0; s < 256; ++s)
-        out[s] = static_cast<float>(std::log2(all) - std::log2(static_cast<double>(histogram[s]) + 1.0 / 128));
+        if (histogram[s] != 0)
+            out[s] = static_cast<float>(all - std::log2(static_cast<double>(histogram[s]) + 1.0 / 128));
     return out;
 }
 
@@ -134,31 +136,48 @@ std::vector<unsigned> assign(const std::vector<Context>& contexts, std::vector<H
     return out;
 }
 
+// What a table costs, and its symbols under it.
+struct Costs {
+    explicit Costs(const Histogram& histogram) : symbols(entropy_bits(histogram)), table(table_bits(histogram)) {}
+
+    double symbols, table;
+};
+
+Histogram operator+(Histogram a, const Histogram& b) {
+    for (unsigned s = 0; s < 256; ++s) a[s] += b[s];
+    return a;
+}
+
 bool empty(const Histogram& histogram) {
     return std::all_of(histogram.begin(), histogram.end(), [](uint64_t n) { return n == 0; });
 }
 
 // Joins two tables as long as that saves more of table than it costs in symbols.
 void merge(std::vector<Histogram>& centres, std::vector<unsigned>& assignment) {
+    std::vector<Costs> costs(centres.begin(), centres.end());
+    const auto gain_of = [&](size_t a, size_t b) {
+        if (empty(centres[a]) || empty(centres[b])) return 0.0;
+        const Costs both(centres[a] + centres[b]);
+        return costs[a].symbols + costs[b].symbols - both.symbols + costs[a].table + costs[b].table - both.table;
+    };
+    std::array<std::array<double, kMaxTables>, kMaxTables> gains;  // of a < b
+    for (size_t a = 0; a < centres.size(); ++a)
+        for (size_t b = a + 1; b < centres.size(); ++b) gains[a][b] = gain_of(a, b);
     while (true) {
         double best_gain = 0;
         size_t best_a = 0, best_b = 0;
-        for (size_t a = 0; a < centres.size(); ++a) {
-            if (empty(centres[a])) continue;
-            for (size_t b = a + 1; b < centres.size(); ++b) {
-                if (empty(centres[b])) continue;
-                Histogram both = centres[a];
-                for (unsigned s = 0; s < 256; ++s) both[s] += centres[b][s];
-                const double gain = entropy_bits(centres[a]) + entropy_bits(centres[b]) - entropy_bits(both) +
-                                    table_bits(centres[a]) + table_bits(centres[b]) - table_bits(both);
-                if (gain > best_gain) best_gain = gain, best_a = a, best_b = b;
-            }
-        }
+        for (size_t a = 0; a < centres.size(); ++a)
+            for (size_t b = a + 1; b < centres.size(); ++b)
+                if (gains[a][b] > best_gain) best_gain = gains[a][b], best_a = a, best_b = b;
         if (best_gain <= 0) return;
-        for (unsigned s = 0; s < 256; ++s) centres[best_a][s] += centres[best_b][s];
+        centres[best_a] = centres[best_a] + centres[best_b];
+        costs[best_a] = Costs(centres[best_a]);
         centres[best_b].fill(0);
         std::replace(assignment.begin(), assignment.end(), static_cast<unsigned>(best_b),
                      static_cast<unsigned>(best_a));
+        for (size_t a = 0; a < centres.size(); ++a)
+            for (size_t b = a + 1; b < centres.size(); ++b)
+                if (a == best_a || a == best_b || b == best_a || b == best_b) gains[a][b] = gain_of(a, b);
     }
 }
 

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <memory>
 
+#include "byte_model.hpp"
 #include "code_counts.hpp"
 #include "context_clustering.hpp"
 #include "model.hpp"
@@ -21,7 +22,7 @@ class TileHistogram {
           lanes_(contexts_ <= 64 ? 4 : 1),
           counts_(size_t{lanes_} * contexts_ * 256),
           contexts_of_(model, arrays),
-          is_code_under_code_(model.tokens == Tokens::Codes && model.predictor == Predictor::Base && !arrays.moments()),
+          is_under_parent_(is_under_parent(model, arrays)),
           code_counts_(contexts_ - 1) {
         std::fill(counts_.begin(), counts_.end(), 0);
     }
@@ -29,7 +30,7 @@ class TileHistogram {
     void add(const uint8_t* values, Span span) {
         positions_ += span.count;
         if (model_.tokens == Tokens::Planes) return add_planes(values, span);
-        if (is_code_under_code_ &&
+        if (is_under_parent_ &&
             code_counts_.add(values + span.start, arrays_.base + span.start, span.count, counts_.data()))
             return;
         contexts_of_.fill(span.start, span.count, tile_);
@@ -92,7 +93,7 @@ class TileHistogram {
     ContextCounts counts_;
     uint64_t extra_bits_ = 0, positions_ = 0;
     Contexts contexts_of_;
-    const bool is_code_under_code_;
+    const bool is_under_parent_;
     CodeCounts code_counts_;
     Tile tile_;
 };

@@ -44,44 +44,36 @@ Frequencies normalise(const Histogram& histogram) {
     return out;
 }
 
-EncoderTable encoder_table(const Frequencies& frequencies) {
-    EncoderTable table{};
-    uint32_t cumulative = 0;
-    for (unsigned s = 0; s < 256; ++s) {
-        const uint64_t f = frequencies[s];
-        if (f > 0) table[s] = {((uint64_t{1} << 44) + f - 1) / f, frequencies[s], static_cast<uint16_t>(cumulative)};
-        cumulative += frequencies[s];
-    }
-    return table;
-}
-
 void decoder_table(const Frequencies& frequencies, uint32_t* entries) {
     for (uint32_t s = 0; s < 256; ++s)
         for (uint32_t i = 0; i < frequencies[s]; ++i) *entries++ = s | (frequencies[s] - 1u) << 8 | i << 20;
 }
 
+RansEncoder::RansEncoder(const std::vector<Frequencies>& tables) : tables_(tables.size()) {
+    for (size_t t = 0; t < tables.size(); ++t) {
+        uint32_t cumulative = 0;
+        for (unsigned s = 0; s < 256; ++s) {
+            const uint64_t f = tables[t][s];
+            if (f > 0)
+                tables_[t][s] = {((uint64_t{1} << 44) + f - 1) / f, tables[t][s], static_cast<uint16_t>(cumulative)};
+            cumulative += tables[t][s];
+        }
+    }
 #if defined(SHRINKPOINT_X86)
-namespace {
-
-std::vector<PackedTable> pack(const std::vector<EncoderTable>& encoders) {
-    std::vector<PackedTable> out(encoders.size());
-    for (size_t t = 0; t < encoders.size(); ++t)
-        for (unsigned s = 0; s < 256; ++s)
-            out[t][s] = encoders[t][s].frequency | uint32_t{encoders[t][s].cumulative} << 16;
-    return out;
+    packed_ = std::make_unique<PackedTables>(tables);
+#endif
 }
 
-}  // namespace
-#endif
+RansEncoder::~RansEncoder() = default;
 
-size_t rans_encode(const uint8_t* symbols, const uint8_t* tables, size_t count,
-                   const std::vector<EncoderTable>& encoders, uint8_t* out, size_t capacity) {
+size_t RansEncoder::encode(const uint8_t* symbols, const uint8_t* tables, size_t count, uint8_t* out,
+                           size_t capacity) const {
     const unsigned lanes = lanes_for(count);
     uint32_t states[kMaxLanes];
     std::fill_n(states, kMaxLanes, kRansLow);
     uint8_t* next = out + capacity;
     const auto step = [&](size_t i, uint32_t& state) {
-        const EncoderSymbol& symbol = encoders[tables != nullptr ? tables[i] : 0][symbols[i]];
+        const Symbol& symbol = tables_[tables != nullptr ? tables[i] : 0][symbols[i]];
         uint32_t x = state;
         const bool emit = (x >> 20) >= symbol.frequency;
         const auto word = static_cast<uint16_t>(x);
@@ -95,8 +87,7 @@ size_t rans_encode(const uint8_t* symbols, const uint8_t* tables, size_t count,
     while (i % lanes != 0) --i, step(i, states[i % lanes]);
 #if defined(SHRINKPOINT_X86)
     if (lanes == kMaxLanes && simd() == Simd::Avx512) {
-        const std::vector<PackedTable> packed = pack(encoders);
-        encode_rounds_avx512(symbols, tables, i, packed.data(), states, next);
+        encode_rounds_avx512(symbols, tables, i, *packed_, states, next);
         i = 0;
     }
 #endif

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace shrinkpoint {
@@ -25,23 +26,34 @@ using Frequencies = std::array<uint16_t, 256>;  // sum to kProbabilityScale
 // Frequencies of a histogram that is not all zero; every symbol that occurs keeps at least one.
 Frequencies normalise(const Histogram& histogram);
 
-struct EncoderSymbol {
-    uint64_t reciprocal;  // ceil(2^44 / frequency)
-    uint16_t frequency, cumulative;
-};
-using EncoderTable = std::array<EncoderSymbol, 256>;
-EncoderTable encoder_table(const Frequencies& frequencies);
-
 // Entry for each of the 2^12 slots: symbol | (frequency - 1) << 8 | (slot - cumulative) << 20.
 void decoder_table(const Frequencies& frequencies, uint32_t* entries);
 
 // Upper bound of a stream's bytes.
 inline size_t rans_bound(size_t count) { return 2 * count + 4 * kMaxLanes + 2; }
 
-// Writes at the end of out[0, capacity) and returns the size; capacity must be rans_bound(count). `tables` has the
-// table of each symbol; null where all are under the first.
-size_t rans_encode(const uint8_t* symbols, const uint8_t* tables, size_t count,
-                   const std::vector<EncoderTable>& encoders, uint8_t* out, size_t capacity);
+class PackedTables;
+
+// Encodes streams under some tables, at least one.
+class RansEncoder {
+   public:
+    explicit RansEncoder(const std::vector<Frequencies>& tables);
+    ~RansEncoder();
+
+    size_t tables() const { return tables_.size(); }
+
+    // Writes at the end of out[0, capacity) and returns the size; capacity must be rans_bound(count). `tables` has the
+    // table of each symbol; null where all are under the first.
+    size_t encode(const uint8_t* symbols, const uint8_t* tables, size_t count, uint8_t* out, size_t capacity) const;
+
+   private:
+    struct Symbol {
+        uint64_t reciprocal;  // ceil(2^44 / frequency)
+        uint16_t frequency, cumulative;
+    };
+    std::vector<std::array<Symbol, 256>> tables_;
+    std::unique_ptr<PackedTables> packed_;  // where vectors look them up
+};
 
 // Decodes a stream piece by piece. Never reads outside [data, data + size).
 class RansDecoder {

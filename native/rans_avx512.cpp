@@ -3,6 +3,9 @@
 #if defined(SHRINKPOINT_X86)
 #include <immintrin.h>
 
+#include <algorithm>
+#include <cmath>
+
 namespace shrinkpoint {
 
 namespace {
@@ -95,59 +98,123 @@ SHRINKPOINT_AVX512 size_t decode_two(DecodeRun& a, DecodeRun& b, size_t count, c
     return i;
 }
 
+constexpr size_t kRegisterEntries = 64;  // of an encoder's tables that are looked up without memory
+
 // Lane k's number.
 INLINE512 __m256i iota16() { return _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 
-// states / frequency and the rest, exactly. The float quotient is off by one at most, as states < frequency * 2^20;
-// the rest tells in which direction.
-INLINE512 __m512i divided(__m512i x, __m512i frequency, __m512i& rest) {
-    const __m512 divisor = _mm512_cvtepi32_ps(frequency);
-    const __m512 rough = _mm512_rcp14_ps(divisor);
-    const __m512 reciprocal = _mm512_mul_ps(rough, _mm512_fnmadd_ps(rough, divisor, _mm512_set1_ps(2)));
-    __m512i quotient = _mm512_cvttps_epi32(_mm512_mul_ps(_mm512_cvtepu32_ps(x), reciprocal));
-    rest = _mm512_sub_epi32(x, _mm512_mullo_epi32(quotient, frequency));
-    const __mmask16 above = _mm512_movepi32_mask(rest);
-    rest = _mm512_mask_add_epi32(rest, above, rest, frequency);
-    quotient = _mm512_mask_sub_epi32(quotient, above, quotient, _mm512_set1_epi32(1));
-    const __mmask16 below = _mm512_cmpge_epi32_mask(rest, frequency);
-    rest = _mm512_mask_sub_epi32(rest, below, rest, frequency);
-    return _mm512_mask_add_epi32(quotient, below, quotient, _mm512_set1_epi32(1));
+// What an encoder needs of sixteen symbols. The reciprocal is at most 1 / frequency and less by 2^-21 of it at most.
+struct Entries {
+    __m512i frequency, cumulative;
+    __m512 reciprocal;
+};
+
+INLINE512 Entries unpacked(__m512i entry, __m512 reciprocal) {
+    return {_mm512_and_si512(entry, _mm512_set1_epi32(0xffff)), _mm512_srli_epi32(entry, 16), reciprocal};
 }
 
+// Tables of at most kRegisterEntries entries, all of them in registers.
+class EntriesInRegisters {
+   public:
+    INLINE512 explicit EntriesInRegisters(const PackedTables& tables)
+        : symbol_bits_(_mm_cvtsi32_si128(static_cast<int>(tables.symbol_bits))) {
+        for (unsigned k = 0; k < kRegisters; ++k) {
+            entries_[k] = _mm512_loadu_si512(tables.entries.data() + 16 * k);
+            reciprocals_[k] = _mm512_loadu_ps(tables.reciprocals.data() + 16 * k);
+        }
+    }
+
+    template <bool ContextTables>
+    INLINE512 Entries at(const uint8_t* symbols, const uint8_t* tables) const {
+        __m512i index = bytes16(symbols);
+        if (ContextTables) index = _mm512_or_si512(_mm512_sll_epi32(bytes16(tables), symbol_bits_), index);
+        const __mmask16 upper = _mm512_test_epi32_mask(index, _mm512_set1_epi32(32));
+        const __m512i low = _mm512_permutex2var_epi32(entries_[0], index, entries_[1]);
+        const __m512i high = _mm512_permutex2var_epi32(entries_[2], index, entries_[3]);
+        const __m512 low_reciprocal = _mm512_permutex2var_ps(reciprocals_[0], index, reciprocals_[1]);
+        const __m512 high_reciprocal = _mm512_permutex2var_ps(reciprocals_[2], index, reciprocals_[3]);
+        return unpacked(_mm512_mask_blend_epi32(upper, low, high),
+                        _mm512_mask_blend_ps(upper, low_reciprocal, high_reciprocal));
+    }
+
+   private:
+    static constexpr unsigned kRegisters = kRegisterEntries / 16;
+    __m128i symbol_bits_;
+    __m512i entries_[kRegisters];
+    __m512 reciprocals_[kRegisters];
+};
+
+class EntriesInMemory {
+   public:
+    INLINE512 explicit EntriesInMemory(const PackedTables& tables) : entries_(tables.entries.data()) {}
+
+    template <bool ContextTables>
+    INLINE512 Entries at(const uint8_t* symbols, const uint8_t* tables) const {
+        __m512i index = bytes16(symbols);
+        if (ContextTables) index = _mm512_or_si512(_mm512_slli_epi32(bytes16(tables), 8), index);
+        Entries out = unpacked(load16(index, entries_), _mm512_setzero_ps());
+        const __m512 divisor = _mm512_cvtepi32_ps(out.frequency), rough = _mm512_rcp14_ps(divisor);
+        const __m512 below_two = _mm512_set1_ps(2 - 0x1p-22f);  // by more than what is rounded here
+        out.reciprocal = _mm512_mul_ps(rough, _mm512_fnmadd_ps(rough, divisor, below_two));
+        return out;
+    }
+
+   private:
+    const uint32_t* entries_;
+};
+
 // Sixteen lanes take one symbol each; the words they emit go in front of `next`.
-template <bool ContextTables>
-INLINE512 __m512i put16(__m512i states, const uint8_t* symbols, const uint8_t* tables, const PackedTable* packed,
-                        uint8_t*& next) {
-    __m512i index = bytes16(symbols);
-    if (ContextTables) index = _mm512_or_si512(_mm512_slli_epi32(bytes16(tables), 8), index);
-    const __m512i entry = load16(index, packed->data());
-    const __m512i frequency = _mm512_and_si512(entry, _mm512_set1_epi32(0xffff));
-    const __mmask16 emit = _mm512_cmpge_epu32_mask(_mm512_srli_epi32(states, 20), frequency);
+INLINE512 __m512i put16(__m512i states, const Entries& symbols, uint8_t*& next) {
+    const __mmask16 emit = _mm512_cmpge_epu32_mask(_mm512_srli_epi32(states, 20), symbols.frequency);
     const auto emitted = static_cast<unsigned>(__builtin_popcount(emit));
     // The words are turned to the end of the register, so that a whole one can be stored: masked stores are slow.
     const __m256i words = _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(emit, states));
     const __m256i turn = _mm256_add_epi16(iota16(), _mm256_set1_epi16(static_cast<int16_t>(emitted)));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(next - 32), _mm256_permutexvar_epi16(turn, words));
     next -= 2 * emitted;
-    __m512i rest;
-    const __m512i quotient = divided(_mm512_mask_srli_epi32(states, emit, states, 16), frequency, rest);
-    const __m512i offset = _mm512_add_epi32(rest, _mm512_srli_epi32(entry, 16));
-    return _mm512_add_epi32(_mm512_slli_epi32(quotient, kProbabilityBits), offset);
+    // The quotient is less than 2^20. All roundings are down, so it is right or too small by one; the rest tells.
+    constexpr int kDown = _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC;
+    const __m512i x = _mm512_mask_srli_epi32(states, emit, states, 16);
+    const __m512 rounded = _mm512_cvt_roundepu32_ps(x, kDown);
+    const __m512i quotient = _mm512_cvttps_epi32(_mm512_mul_round_ps(rounded, symbols.reciprocal, kDown));
+    const __m512i unused = _mm512_sub_epi32(_mm512_set1_epi32(kProbabilityScale), symbols.frequency);
+    const __m512i sum = _mm512_add_epi32(x, _mm512_mullo_epi32(quotient, unused));
+    const __m512i rest = _mm512_sub_epi32(sum, _mm512_slli_epi32(quotient, kProbabilityBits));
+    const __mmask16 small = _mm512_cmpge_epu32_mask(rest, symbols.frequency);
+    const __m512i next_states = _mm512_add_epi32(sum, symbols.cumulative);
+    return _mm512_mask_add_epi32(next_states, small, next_states, unused);
 }
 
-template <bool ContextTables>
+template <typename Tables, bool ContextTables>
 SHRINKPOINT_AVX512 void encode_all(const uint8_t* symbols, const uint8_t* tables, size_t count,
-                                   const PackedTable* packed, uint32_t* states, uint8_t*& next) {
+                                   const PackedTables& packed, uint32_t* states, uint8_t*& next) {
+    const Tables entries(packed);
     __m512i first = _mm512_loadu_si512(states), second = _mm512_loadu_si512(states + 16);
     uint8_t* at = next;
     for (size_t i = count; i > 0;) {
         i -= kMaxLanes;
-        second = put16<ContextTables>(second, symbols + i + 16, from<ContextTables>(tables, i + 16), packed, at);
-        first = put16<ContextTables>(first, symbols + i, from<ContextTables>(tables, i), packed, at);
+        const uint8_t* const table = from<ContextTables>(tables, i);
+        second = put16(second, entries.template at<ContextTables>(symbols + i + 16, from<ContextTables>(table, 16)), at);
+        first = put16(first, entries.template at<ContextTables>(symbols + i, table), at);
     }
     next = at;
     _mm512_storeu_si512(states, first);
     _mm512_storeu_si512(states + 16, second);
+}
+
+template <typename Tables>
+void encode_with(const uint8_t* symbols, const uint8_t* tables, size_t count, const PackedTables& packed,
+                 uint32_t* states, uint8_t*& next) {
+    if (tables != nullptr)
+        encode_all<Tables, true>(symbols, tables, count, packed, states, next);
+    else
+        encode_all<Tables, false>(symbols, tables, count, packed, states, next);
+}
+
+// The largest float that is not above 1 / frequency.
+float reciprocal_below(uint16_t frequency) {
+    const float nearest = 1.0f / static_cast<float>(frequency);
+    return static_cast<double>(nearest) * frequency > 1 ? std::nextafter(nearest, 0.0f) : nearest;
 }
 
 }  // namespace
@@ -160,12 +227,32 @@ size_t decode_rounds_avx512(DecodeRun& a, DecodeRun& b, size_t count, const uint
     return a.tables != nullptr ? decode_two<true>(a, b, count, entries) : decode_two<false>(a, b, count, entries);
 }
 
-void encode_rounds_avx512(const uint8_t* symbols, const uint8_t* tables, size_t count, const PackedTable* packed,
+PackedTables::PackedTables(const std::vector<Frequencies>& tables) : symbol_bits(0) {
+    for (const Frequencies& table : tables)
+        for (unsigned s = 0; s < 256; ++s)
+            while (table[s] != 0 && s >> symbol_bits != 0) ++symbol_bits;
+    const bool fit = tables.size() << symbol_bits <= kRegisterEntries;
+    if (!fit) symbol_bits = 8;
+    entries.resize(std::max<size_t>(kRegisterEntries, tables.size() << symbol_bits));
+    if (fit) reciprocals.resize(kRegisterEntries);
+    for (size_t t = 0; t < tables.size(); ++t) {
+        uint32_t cumulative = 0;
+        for (unsigned s = 0; s < 256; ++s) {
+            const size_t index = t << symbol_bits | s;
+            if (tables[t][s] == 0) continue;
+            entries[index] = tables[t][s] | cumulative << 16;
+            if (fit) reciprocals[index] = reciprocal_below(tables[t][s]);
+            cumulative += tables[t][s];
+        }
+    }
+}
+
+void encode_rounds_avx512(const uint8_t* symbols, const uint8_t* tables, size_t count, const PackedTables& packed,
                           uint32_t* states, uint8_t*& next) {
-    if (tables != nullptr)
-        encode_all<true>(symbols, tables, count, packed, states, next);
+    if (packed.reciprocals.empty())
+        encode_with<EntriesInMemory>(symbols, tables, count, packed, states, next);
     else
-        encode_all<false>(symbols, tables, count, packed, states, next);
+        encode_with<EntriesInRegisters>(symbols, tables, count, packed, states, next);
 }
 
 }  // namespace shrinkpoint

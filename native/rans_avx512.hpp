@@ -1,8 +1,8 @@
 // The rounds of 32 lanes, sixteen lanes a register.
 #pragma once
-#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "rans.hpp"
 #include "simd.hpp"
@@ -27,13 +27,24 @@ size_t decode_rounds_avx512(DecodeRun& run, size_t count, const uint32_t* entrie
 // Both have tables or neither has.
 size_t decode_rounds_avx512(DecodeRun& a, DecodeRun& b, size_t count, const uint32_t* entries);
 
-using PackedTable = std::array<uint32_t, 256>;  // frequency | cumulative << 16
+// Tables of an encoder as vectors look them up.
+class PackedTables {
+   public:
+    explicit PackedTables(const std::vector<Frequencies>& tables);
+
+    // Of a symbol under a table: table << symbol_bits | symbol.
+    unsigned symbol_bits;
+    std::vector<uint32_t> entries;   // frequency | cumulative << 16
+    std::vector<float> reciprocals;  // of the frequencies, rounded down; none for more entries than registers hold
+};
 
 // Encodes symbols[0, count), last first; count is a multiple of 32. Words go in front of `next`, and up to 32 bytes
 // there are overwritten. `tables` may be null as above.
-void encode_rounds_avx512(const uint8_t* symbols, const uint8_t* tables, size_t count, const PackedTable* packed,
+void encode_rounds_avx512(const uint8_t* symbols, const uint8_t* tables, size_t count, const PackedTables& packed,
                           uint32_t* states, uint8_t*& next);
 
+#else
+class PackedTables {};
 #endif
 
 }  // namespace shrinkpoint

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "bit_writer.hpp"
+#include "byte_model.hpp"
 #include "context_clustering.hpp"
 #include "error.hpp"
 #include "table_map.hpp"
@@ -96,8 +97,13 @@ class Places {
 class ChunkEncoder {
    public:
     ChunkEncoder(const Model& model, const Arrays& arrays, const ContextTables& tables, const SymbolRange& cover,
-                 const std::vector<EncoderTable>& encoders)
-        : model_(model), contexts_(model, arrays), tables_(tables), cover_(cover), encoders_(encoders) {}
+                 const RansEncoder& rans)
+        : model_(model),
+          contexts_(model, arrays),
+          tables_(tables),
+          cover_(cover),
+          rans_(rans),
+          parent_(is_under_parent(model, arrays) ? arrays.base : nullptr) {}
 
     // Returns the size of the chunk. Throws Uncovered, and DropsBits.
     uint32_t encode(const uint8_t* values, Span span, size_t index, Places& places, uint8_t* out) {
@@ -107,10 +113,11 @@ class ChunkEncoder {
         if (several()) table_of_.resize(count);
         extra_.resize(span.count * bytes_of(model_) + 2 * kBitSlack);
         const size_t extra_size = model_.tokens == Tokens::Planes ? tokens_of_planes(values, span)
+                                  : parent_ != nullptr            ? tokens_of_codes(values, span)
                                                                   : tokens_of_values(values, span);
         stream_.resize(rans_bound(count));
-        const size_t size = rans_encode(symbols_.data(), several() ? table_of_.data() : nullptr, count, encoders_,
-                                        stream_.data(), stream_.size());
+        const size_t size = rans_.encode(symbols_.data(), several() ? table_of_.data() : nullptr, count, stream_.data(),
+                                         stream_.size());
         uint8_t* const place = out + places.take(index, 4 + size + extra_size);
         const auto announced = static_cast<uint32_t>(size);
         std::memcpy(place, &announced, 4);
@@ -120,13 +127,20 @@ class ChunkEncoder {
     }
 
    private:
-    bool several() const { return encoders_.size() > 1; }
+    bool several() const { return rans_.tables() > 1; }
 
     size_t tokens_of_planes(const uint8_t* values, Span span) {
         const unsigned bytes = bytes_of(model_);
         split_planes(values + span.start * bytes, span.count, bytes, symbols_.data());
         for (unsigned p = 0; several() && p < bytes; ++p)
             std::fill_n(table_of_.data() + p * span.count, span.count, tables_.map[p]);
+        return BitWriter(extra_.data()).finish();
+    }
+
+    size_t tokens_of_codes(const uint8_t* values, Span span) {
+        fold_codes(values + span.start, parent_ + span.start, span.count, symbols_.data());
+        if (several())
+            look_up_bytes(tables_.map.data(), tables_.map.size(), parent_ + span.start, span.count, table_of_.data());
         return BitWriter(extra_.data()).finish();
     }
 
@@ -152,7 +166,8 @@ class ChunkEncoder {
     Contexts contexts_;
     const ContextTables& tables_;
     const SymbolRange cover_;
-    const std::vector<EncoderTable>& encoders_;
+    const RansEncoder& rans_;
+    const uint8_t* const parent_;  // of codes under nothing but the parent's
     Buffer symbols_, table_of_, extra_, stream_;
     Tile tile_;
 };
@@ -337,8 +352,7 @@ SampledTables sampled_tables(const Model& model, const Arrays& arrays, const uin
 EncodedRecord encode_with(const SampledTables& sampled, const Model& model, const Arrays& arrays,
                           const uint8_t* values, uint64_t count, size_t chunk, unsigned threads) {
     const ContextTables& tables = sampled.tables;
-    std::vector<EncoderTable> encoders;
-    for (const Frequencies& frequencies : tables.frequencies) encoders.push_back(encoder_table(frequencies));
+    const RansEncoder rans(tables.frequencies);
     const size_t chunks = chunk_count(count, chunk), per_value = model.tokens == Tokens::Planes ? bytes_of(model) : 1;
     // What is not used of it is never touched.
     Buffer codes(rans_bound(count * per_value) + count * bytes_of(model) + chunks * (rans_bound(0) + 4 * kBitSlack));
@@ -347,7 +361,7 @@ EncodedRecord encode_with(const SampledTables& sampled, const Model& model, cons
     parallel(chunks, threads, [&](WorkQueue& indices) {
         const ScopedFpEnvironment floats;
         try {
-            const auto encoder = std::make_unique<ChunkEncoder>(model, arrays, tables, sampled.cover, encoders);
+            const auto encoder = std::make_unique<ChunkEncoder>(model, arrays, tables, sampled.cover, rans);
             for (size_t i; indices.take(i);)
                 sizes[i] = encoder->encode(values, span_of(i, count, chunk, chunk), i, places, codes.data());
         } catch (...) {

@@ -1,5 +1,6 @@
 #include "table_map.hpp"
 
+#include <algorithm>
 #include <cstring>
 
 #include "model.hpp"
@@ -38,6 +39,26 @@ SHRINKPOINT_AVX512 size_t look_up_avx512(const uint8_t* map, const uint16_t* con
     return i;
 }
 
+// A map of 256 entries in four registers.
+SHRINKPOINT_AVX512 size_t look_up_bytes_avx512(const uint8_t* map, const uint8_t* contexts, size_t count,
+                                               uint8_t* tables) {
+    __m512i words[4];
+    for (unsigned k = 0; k < 4; ++k) words[k] = _mm512_loadu_si512(map + 64 * k);
+    const __m512i odd = _mm512_set1_epi16(1), upper_half = _mm512_set1_epi16(128);
+    size_t i = 0;
+    for (; i + 32 <= count; i += 32) {
+        const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(contexts + i));
+        const __m512i context = _mm512_cvtepu8_epi16(bytes);
+        const __m512i word = _mm512_srli_epi16(context, 1);
+        const __mmask32 upper = _mm512_test_epi16_mask(context, upper_half);
+        __m512i both = _mm512_permutex2var_epi16(words[0], word, words[1]);
+        both = _mm512_mask_blend_epi16(upper, both, _mm512_permutex2var_epi16(words[2], word, words[3]));
+        both = _mm512_mask_srli_epi16(both, _mm512_test_epi16_mask(context, odd), both, 8);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(tables + i), _mm512_cvtepi16_epi8(both));
+    }
+    return i;
+}
+
 }  // namespace
 #endif
 
@@ -53,6 +74,17 @@ void look_up(const uint8_t* map, size_t size, const uint16_t* contexts, size_t c
     (void)size;
 #endif
     for (; i < count; ++i) tables[i] = map[contexts[i]];
+}
+
+void look_up_bytes(const uint8_t* map, size_t size, const uint8_t* contexts, size_t count, uint8_t* tables) {
+    uint8_t whole[256];
+    std::memcpy(whole, map, size);
+    std::fill(whole + size, whole + 256, map[size - 1]);
+    size_t i = 0;
+#if defined(SHRINKPOINT_X86)
+    if (simd() == Simd::Avx512) i = look_up_bytes_avx512(whole, contexts, count, tables);
+#endif
+    for (; i < count; ++i) tables[i] = whole[contexts[i]];
 }
 
 }  // namespace shrinkpoint

@@ -227,8 +227,6 @@ struct Stream {
 };
 
 Stream make_stream(Choices& choose, const std::vector<Frequencies>& frequencies, size_t count, bool several) {
-    std::vector<EncoderTable> encoders;
-    for (const Frequencies& one : frequencies) encoders.push_back(encoder_table(one));
     Stream out;
     for (size_t i = 0; i < count; ++i) {
         const unsigned table = several ? choose.below(static_cast<unsigned>(frequencies.size())) : 0;
@@ -238,8 +236,8 @@ Stream make_stream(Choices& choose, const std::vector<Frequencies>& frequencies,
         out.symbols.push_back(symbol);
     }
     const Exact tables(out.tables), symbols(out.symbols), space(Bytes(rans_bound(count)));
-    const size_t size = rans_encode(symbols.data(), several ? tables.data() : nullptr, count, encoders, space.data(),
-                                    rans_bound(count));
+    const size_t size = RansEncoder(frequencies).encode(symbols.data(), several ? tables.data() : nullptr, count,
+                                                        space.data(), rans_bound(count));
     out.data.assign(space.data() + rans_bound(count) - size, space.data() + rans_bound(count));
     return out;
 }

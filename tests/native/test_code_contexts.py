@@ -68,16 +68,17 @@ def test_moments_say_where_codes_go(bins: int) -> None:
     assert with_moments <= size(0, after, base=before, moment1=moment1, moment2=moment2)
 
 
+@pytest.mark.parametrize("unlike", [0, 3 * 2048])
 @pytest.mark.parametrize("shift", [0.0, 0.01, 0.3, 1.0])
 @pytest.mark.parametrize(("contexts", "top"), [(1, 0), (2, 1), (17, 255), (40, 20), (256, 0)])
-def test_all_instruction_sets_count_the_same_codes(contexts: int, top: int, shift: float) -> None:
-    """Tables are made from the counts: of codes that are mostly the parent's, under few contexts and many, and not."""
+def test_all_instruction_sets_write_the_same_codes(contexts: int, top: int, shift: float, unlike: int) -> None:
+    """Of codes that are mostly the parent's or not, under few contexts or many, with few symbols or all of them."""
     random = np.random.default_rng(contexts)
     share = 1 / np.arange(1, contexts + 1)
     before = random.choice(contexts, 5 * 2048 * 64 + 77, p=share / share.sum()).astype(np.uint8)
     moves = random.geometric(0.5, before.size) * random.choice([-1, 1], before.size)
     after = (before + moves * (random.random(before.size) < shift)).astype(np.uint8)
-    after[: 3 * 2048] = random.integers(0, 256, 3 * 2048)  # so that what is frequent is not frequent from the start
+    after[:unlike] = random.integers(0, 256, unlike)  # what is frequent later is not frequent from the start
     widest = _native._use_simd(2)
     try:
         written = {}
