@@ -27,6 +27,26 @@ ALWAYS_INLINE int32_t less(uint32_t level, int32_t predicted) {
     return static_cast<int32_t>(level - static_cast<uint32_t>(predicted));
 }
 
+// Contexts from the companion's residuals; a dead factor has a context of its own, and the bias for its level. Masks
+// instead of choices, which would become branches around the stores.
+template <typename Residual>
+ALWAYS_INLINE void residual_contexts(const Model& model, size_t count, Tile& tile, Residual context_of) {
+    int32_t* __restrict levels = tile.levels;
+    uint16_t* __restrict contexts = tile.contexts;
+    const int32_t bias = model.bias;
+    for (size_t i = 0; i < count; ++i) {
+        const int32_t level = levels[i], dead = -static_cast<int32_t>(level == kZeroLevel);
+        const int32_t context = context_of(i, level);
+        contexts[i] = static_cast<uint16_t>(context ^ ((context ^ static_cast<int32_t>(kDeadContext)) & dead));
+        levels[i] = level ^ ((level ^ bias) & dead);
+    }
+}
+
+ALWAYS_INLINE int32_t residual_context(bool zero, int32_t residual) {
+    return zero ? static_cast<int32_t>(kCompanionZero)
+                : clamp_int(residual, 0, static_cast<int32_t>(kResidualContexts) - 1);
+}
+
 template <typename U>
 ALWAYS_INLINE void level_contexts(const Model& model, const Arrays& arrays, uint64_t start, size_t count, Tile& tile) {
     if (arrays.factors != nullptr && !arrays.factors->empty())
@@ -36,29 +56,22 @@ ALWAYS_INLINE void level_contexts(const Model& model, const Arrays& arrays, uint
     const unsigned drop = model.mantissa - model.fine;
     if (model.companion == Companion::Base) {
         const U* base = reinterpret_cast<const U*>(arrays.base) + start;
-        for (size_t i = 0; i < count; ++i) {
+        residual_contexts(model, count, tile, [=](size_t i, int32_t level) {
             const U magnitude = base[i] & magnitude_mask<U>;
-            const int32_t residual = less(held_level<U>(static_cast<U>(magnitude >> drop)) + 24, tile.levels[i]);
-            tile.contexts[i] = static_cast<uint16_t>(
-                magnitude == 0 ? kCompanionZero : static_cast<unsigned>(clamp_int(residual, 0, kResidualContexts - 1)));
-        }
+            const int32_t residual = less(held_level<U>(static_cast<U>(magnitude >> drop)) + 24, level);
+            return residual_context(magnitude == 0, residual);
+        });
     } else if (model.companion == Companion::Moment1) {
         const float* moment = arrays.moment1 + start;
         const uint32_t half = 127u << model.fine;
-        for (size_t i = 0; i < count; ++i) {
+        const unsigned fine = 23 - model.fine;
+        residual_contexts(model, count, tile, [=](size_t i, int32_t level) {
             const uint32_t magnitude = float_bits(moment[i]) & 0x7fffffffu;
-            const uint32_t level = 2 * held_level(magnitude >> (23 - model.fine)) - half;
-            const int32_t residual = less(level, tile.levels[i]) / 2 + 24;
-            tile.contexts[i] = static_cast<uint16_t>(
-                magnitude == 0 ? kCompanionZero : static_cast<unsigned>(clamp_int(residual, 0, kResidualContexts - 1)));
-        }
+            const int32_t residual = less(2 * held_level(magnitude >> fine) - half, level) / 2 + 24;
+            return residual_context(magnitude == 0, residual);
+        });
     } else {
-        std::fill_n(tile.contexts, count, uint16_t{0});
-    }
-    for (size_t i = 0; i < count; ++i) {
-        const bool dead = tile.levels[i] == kZeroLevel;
-        tile.contexts[i] = dead ? uint16_t{kDeadContext} : tile.contexts[i];
-        tile.levels[i] = dead ? model.bias : tile.levels[i];
+        residual_contexts(model, count, tile, [](size_t, int32_t) { return 0; });
     }
 }
 
