@@ -38,11 +38,16 @@ SHRINKPOINT_KERNEL(bool, narrow_codes, (const int16_t* codes, size_t count, int8
     return lost == 0;
 }
 
-void fill_cells(const Lattice& lattice, const float* squares, uint64_t start, size_t count, Cells& cells) {
+void fill_offsets(const Lattice& lattice, uint64_t start, size_t count, Cells& cells) {
     if (lattice.powers) return fill_exponents(lattice, start, count, cells.exponents);
+    if (lattice.seed != 0) fill_dithers(lattice.seed, start, count, cells.dithers);
+}
+
+void fill_cells(const Lattice& lattice, const float* squares, uint64_t start, size_t count, Cells& cells) {
+    fill_offsets(lattice, start, count, cells);
+    if (lattice.powers) return;
     fill_steps(lattice, start, count, cells.steps);
     if (squares != nullptr) multiply(squares, count, cells.steps);
-    if (lattice.seed != 0) fill_dithers(lattice.seed, start, count, cells.dithers);
 }
 
 void fill_relative_cells(const Lattice& lattice, const CodedMoments& seconds, uint64_t start, size_t count,

@@ -66,6 +66,9 @@ struct alignas(64) Cells {
 void fill_relative_cells(const Lattice& lattice, const CodedMoments& seconds, uint64_t start, size_t count,
                          Cells& cells);
 
+// Exponents, or dithers, of `count` positions from `start` on: all that a guess without parent takes.
+void fill_offsets(const Lattice& lattice, uint64_t start, size_t count, Cells& cells);
+
 // Steps or exponents, and dithers, of `count` positions from `start` on; `squares` are theirs, or null.
 void fill_cells(const Lattice& lattice, const float* squares, uint64_t start, size_t count, Cells& cells);
 

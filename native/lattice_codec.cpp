@@ -48,6 +48,18 @@ SHRINKPOINT_KERNEL(void, guess_multiples,
     }
 }
 
+// The same without a parent: the nearest point to 0 is that of code 0, and missed by the dither alone.
+SHRINKPOINT_KERNEL(void, guess_zeros,
+                   (const float* dithers, const uint8_t* classes, size_t count, int16_t* guesses, uint8_t* contexts),
+                   (dithers, classes, count, guesses, contexts)) {
+    for (size_t i = 0; i < count; ++i) {
+        const auto offset = static_cast<int32_t>((0.5f - dithers[i]) * kOffsets);
+        guesses[i] = 0;
+        contexts[i] =
+            static_cast<uint8_t>(chosen(std::fabs(dithers[i]) < kNear, kOffsets, offset) * kStepClasses + classes[i]);
+    }
+}
+
 // The same where the parent is on this very lattice: its codes are the guesses, and what they are missed by is rounding.
 SHRINKPOINT_KERNEL(void, guess_same,
                    (const int16_t* parent, const uint8_t* classes, size_t count, int16_t* guesses, uint8_t* contexts),
@@ -134,7 +146,7 @@ struct Scratch {
     float values[kTurn], parent[kTurn];
 };
 
-// work(piece, start, count, scratch, place in the piece) for every tile, and then turn(count, scratch) for every piece,
+// work(piece, start, count, scratch, place in the piece) for every tile, and then turn(span, scratch) for every piece,
 // in the order of pieces.
 template <typename Work, typename Turn>
 void by_turns(uint64_t count, unsigned threads, Work work, Turn turn) {
@@ -148,7 +160,7 @@ void by_turns(uint64_t count, unsigned threads, Work work, Turn turn) {
                 const Span piece = span_of(index, count, kTurn, kTurn);
                 for (size_t done = 0; done < piece.count; done += kTile)
                     work(index, piece.start + done, std::min(kTile, piece.count - done), *scratch, done);
-                turns.take(index, [&] { turn(piece.count, *scratch); });
+                turns.take(index, [&] { turn(piece, *scratch); });
             } catch (...) {
                 turns.fail();
                 throw;
@@ -193,6 +205,9 @@ class PointPredictor {
     PointPredictor(const Lattice& lattice, const Known& known)
         : lattice_(lattice), known_(known), is_same_(is_same_lattice(lattice, known)) {}
 
+    // Whether `predict` looks at the steps of the cells; where not, their dithers or exponents are enough.
+    bool needs_steps(bool all) const { return is_same_ ? all : !known_.parent.none(); }
+
     // `values` has room for the parent's, which are made where they are needed or `all` of them are asked for.
     void predict(uint64_t first, uint64_t start, size_t count, bool all, Scratch& scratch, float* values,
                  int16_t* guesses, uint8_t* contexts) const {
@@ -221,9 +236,7 @@ class PointPredictor {
             std::fill_n(contexts, count, uint8_t{0});
             return;
         }
-        std::fill_n(cells.parent, count, 0.0f);
-        std::fill_n(cells.values, count, 1.0f);  // whatever a step is, it does not move 0
-        guess_multiples(cells.parent, cells.values, cells.dithers, cells.classes, count, guesses, contexts);
+        guess_zeros(cells.dithers, cells.classes, count, guesses, contexts);
     }
 
     const Lattice& lattice_;
@@ -271,14 +284,19 @@ bool add_escapes(const uint8_t* tokens, const uint8_t* contexts, size_t count, c
 void lattice_predict(const Lattice& lattice, const Known& known, Hasher* base, int16_t* guesses, uint8_t* contexts,
                      Positions positions, unsigned threads) {
     const PointPredictor predictor(lattice, known);
+    const bool needs_steps = predictor.needs_steps(base != nullptr);
     const auto work = [&](size_t, uint64_t start, size_t count, Scratch& scratch, size_t place) {
-        const float* squares = read_squares(known.squares, positions.first, start, count, scratch);
-        fill_cells(lattice, squares, positions.first + start, count, scratch.cells);
+        const uint64_t place_in_tensor = positions.first + start;
+        if (needs_steps)
+            fill_cells(lattice, read_squares(known.squares, positions.first, start, count, scratch), place_in_tensor,
+                       count, scratch.cells);
+        else
+            fill_offsets(lattice, place_in_tensor, count, scratch.cells);
         predictor.predict(positions.first, start, count, base != nullptr, scratch, scratch.parent + place,
                           guesses + start, contexts + start);
     };
     by_turns(positions.count, threads, work,
-             [&](size_t count, Scratch& scratch) { update(base, scratch.parent, count); });
+             [&](const Span& piece, Scratch& scratch) { update(base, scratch.parent, piece.count); });
 }
 
 Differences lattice_encode(const Lattice& lattice, Codes codes, const Known& known, Floats expected,
@@ -302,9 +320,9 @@ Differences lattice_encode(const Lattice& lattice, Codes codes, const Known& kno
         values_of_codes(lattice, tile_codes, count, cells, scratch.values + place);
         if (expected.data != nullptr && !is_same(scratch.values + place, expected, start, count)) same = false;
     };
-    by_turns(lattice.count(), threads, work, [&](size_t count, Scratch& scratch) {
-        update(digests.values, scratch.values, count);
-        update(digests.base, scratch.parent, count);
+    by_turns(lattice.count(), threads, work, [&](const Span& piece, Scratch& scratch) {
+        update(digests.values, scratch.values, piece.count);
+        update(digests.base, scratch.parent, piece.count);
     });
     Differences out;
     for (const auto& some : escapes) out.escapes.insert(out.escapes.end(), some.begin(), some.end());
@@ -340,11 +358,10 @@ DecodeResult lattice_decode(const Lattice& lattice, const uint8_t* tokens, const
                    count, scratch.cells);
         values_of_codes(lattice, codes, count, scratch.cells,
                         out.values != nullptr ? out.values + start : scratch.values + place);
-        if (out.values != nullptr && out.digest != nullptr)
-            std::memcpy(scratch.values + place, out.values + start, 4 * count);
     };
-    by_turns(positions.count, threads, work,
-             [&](size_t count, Scratch& scratch) { update(out.digest, scratch.values, count); });
+    by_turns(positions.count, threads, work, [&](const Span& piece, Scratch& scratch) {
+        update(out.digest, out.values != nullptr ? out.values + piece.start : scratch.values, piece.count);
+    });
     return {used, narrow};
 }
 
@@ -374,7 +391,7 @@ void lattice_values(const Lattice& lattice, Codes codes, const Values& squares, 
         values_of_codes(lattice, read_codes(codes, start, count, scratch.cells.codes), count, scratch.cells,
                         values + start);
     };
-    by_turns(positions.count, threads, work, [](size_t, Scratch&) {});
+    by_turns(positions.count, threads, work, [](const Span&, Scratch&) {});
 }
 
 }  // namespace shrinkpoint

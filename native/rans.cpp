@@ -106,56 +106,74 @@ size_t RansEncoder::encode(const uint8_t* symbols, const uint8_t* tables, size_t
 }
 
 RansDecoder::RansDecoder(const uint8_t* data, size_t size, size_t count, const uint32_t* entries)
-    : entries_(entries), end_(data + size), lanes_(lanes_for(count)) {
+    : entries_(entries), end_(data + size), limit_(end_), lanes_(lanes_for(count)) {
     if (size < 4 * lanes_) throw Truncated("a symbol stream is shorter than its states");
     std::fill_n(states_, kMaxLanes, kRansLow);
     std::memcpy(states_, data, 4 * lanes_);
     next_ = data + 4 * lanes_;
 }
 
+// Copies the last bytes, too few for a round, to where zeros follow them: rounds go on there as long as the stream is
+// valid, and a stream of few bits a symbol has many rounds in them. Returns whether there is more to read now.
+bool RansDecoder::enter_tail() {
+    const auto rest = static_cast<size_t>(end_ - next_);
+    if (limit_ != end_ || rest >= kRoundReach) return false;
+    std::memset(tail_, 0, sizeof tail_);
+    std::memcpy(tail_, next_, rest);
+    next_ = tail_, end_ = tail_ + rest, limit_ = tail_ + sizeof tail_;
+    return true;
+}
+
+void RansDecoder::check_end() const {
+    if (next_ > end_) throw Truncated("a symbol stream ends before its last symbol");
+}
+
 template <unsigned Lanes>
 void RansDecoder::decode_lanes(const uint8_t* tables, size_t count, uint8_t* symbols) {
     const uint32_t* const entries = entries_;
-    const uint8_t* next = next_;
-    uint32_t states[Lanes];
-    std::memcpy(states, states_, sizeof states);
     const auto advance = [&](size_t i, uint32_t& state) {
         const uint32_t entry = entries[(tables != nullptr ? uint32_t{tables[i]} << kProbabilityBits : 0) | (state & kSlotMask)];
         symbols[i] = static_cast<uint8_t>(entry);
         return (((entry >> 8) & 0xfff) + 1) * (state >> kProbabilityBits) + (entry >> 20);
     };
     size_t i = 0;
+    do {
+        const uint8_t* next = next_;
+        uint32_t states[Lanes];
+        std::memcpy(states, states_, sizeof states);
 #if defined(SHRINKPOINT_X86)
-    if (Lanes == kMaxLanes && simd() == Simd::Avx512) {
-        DecodeRun run{tables, symbols, next, end_, states};
-        i = decode_rounds_avx512(run, count, entries);
-        next = run.next;
-    }
-#endif
-    for (; i + Lanes <= count && static_cast<size_t>(end_ - next) >= 2 * Lanes; i += Lanes) {
-#pragma GCC unroll 32
-        for (unsigned lane = 0; lane < Lanes; ++lane) {
-            const uint32_t x = advance(i + lane, states[lane]);
-            uint16_t word;
-            std::memcpy(&word, next, 2);
-            const uint32_t low = x < kRansLow;  // no branch: it would be mispredicted at every third symbol
-            states[lane] = x << (16 * low) | (word & (0 - low));
-            next += 2 * low;
+        if (Lanes == kMaxLanes && simd() == Simd::Avx512) {
+            DecodeRun run{tables != nullptr ? tables + i : nullptr, symbols + i, next, limit_, states};
+            i += decode_rounds_avx512(run, count - i, entries);
+            next = run.next;
         }
-    }
+#endif
+        for (; i + Lanes <= count && static_cast<size_t>(limit_ - next) >= kRoundReach; i += Lanes) {
+#pragma GCC unroll 32
+            for (unsigned lane = 0; lane < Lanes; ++lane) {
+                const uint32_t x = advance(i + lane, states[lane]);
+                uint16_t word;
+                std::memcpy(&word, next, 2);
+                const uint32_t low = x < kRansLow;  // no branch: it would be mispredicted at every third symbol
+                states[lane] = x << (16 * low) | (word & (0 - low));
+                next += 2 * low;
+            }
+        }
+        next_ = next;
+        std::memcpy(states_, states, sizeof states);
+    } while (i + Lanes <= count && enter_tail());
+    check_end();
     for (; i < count; ++i) {
-        uint32_t x = advance(i, states[i % Lanes]);
+        uint32_t x = advance(i, states_[i % Lanes]);
         if (x < kRansLow) {
-            if (end_ - next < 2) throw Truncated("a symbol stream ends before its last symbol");
+            if (end_ - next_ < 2) throw Truncated("a symbol stream ends before its last symbol");
             uint16_t word;
-            std::memcpy(&word, next, 2);
-            next += 2;
+            std::memcpy(&word, next_, 2);
+            next_ += 2;
             x = x << 16 | word;
         }
-        states[i % Lanes] = x;
+        states_[i % Lanes] = x;
     }
-    next_ = next;
-    std::memcpy(states_, states, sizeof states);
 }
 
 void RansDecoder::decode(const uint8_t* tables, size_t count, uint8_t* symbols) {
@@ -167,17 +185,21 @@ void RansDecoder::decode(const uint8_t* tables, size_t count, uint8_t* symbols) 
 
 void RansDecoder::decode_two(RansDecoder& a, const uint8_t* tables_a, uint8_t* symbols_a, RansDecoder& b,
                              const uint8_t* tables_b, uint8_t* symbols_b, size_t count) {
+    const auto from = [](const uint8_t* tables, size_t i) { return tables != nullptr ? tables + i : nullptr; };
     size_t done = 0;
 #if defined(SHRINKPOINT_X86)
     if (a.lanes_ == kMaxLanes && b.lanes_ == kMaxLanes && simd() == Simd::Avx512) {
-        DecodeRun run_a{tables_a, symbols_a, a.next_, a.end_, a.states_};
-        DecodeRun run_b{tables_b, symbols_b, b.next_, b.end_, b.states_};
-        done = decode_rounds_avx512(run_a, run_b, count, a.entries_);
-        a.next_ = run_a.next, b.next_ = run_b.next;
+        do {
+            DecodeRun run_a{from(tables_a, done), symbols_a + done, a.next_, a.limit_, a.states_};
+            DecodeRun run_b{from(tables_b, done), symbols_b + done, b.next_, b.limit_, b.states_};
+            done += decode_rounds_avx512(run_a, run_b, count - done, a.entries_);
+            a.next_ = run_a.next, b.next_ = run_b.next;
+        } while (done + kMaxLanes <= count && (a.enter_tail() | b.enter_tail()));
+        a.check_end(), b.check_end();
     }
 #endif
-    a.decode(tables_a != nullptr ? tables_a + done : nullptr, count - done, symbols_a + done);
-    b.decode(tables_b != nullptr ? tables_b + done : nullptr, count - done, symbols_b + done);
+    a.decode(from(tables_a, done), count - done, symbols_a + done);
+    b.decode(from(tables_b, done), count - done, symbols_b + done);
 }
 
 void RansDecoder::finish() const {

@@ -16,6 +16,7 @@ constexpr unsigned kProbabilityBits = 12;
 constexpr uint32_t kProbabilityScale = 1u << kProbabilityBits;
 constexpr uint32_t kRansLow = 1u << 16;  // states stay at or above it
 constexpr unsigned kMaxLanes = 32;
+constexpr size_t kRoundReach = 2 * kMaxLanes + 32;  // a round takes at most 64 bytes and looks at 32 more
 constexpr size_t kFewSymbols = 1 << 15;  // below this, the states of 32 lanes would weigh too much
 
 inline unsigned lanes_for(size_t count) { return count < kFewSymbols ? 4 : kMaxLanes; }
@@ -60,6 +61,8 @@ class RansDecoder {
    public:
     // `entries` holds kProbabilityScale entries a table.
     RansDecoder(const uint8_t* data, size_t size, size_t count, const uint32_t* entries);
+    RansDecoder(const RansDecoder&) = delete;
+    RansDecoder& operator=(const RansDecoder&) = delete;
     // The next `count` symbols; all but the last call must ask for a multiple of the lanes. `tables` as above.
     void decode(const uint8_t* tables, size_t count, uint8_t* symbols);
     // Throws Corrupt unless the stream ended exactly where the encoder began.
@@ -72,12 +75,16 @@ class RansDecoder {
    private:
     template <unsigned Lanes>
     void decode_lanes(const uint8_t* tables, size_t count, uint8_t* symbols);
+    bool enter_tail();
+    void check_end() const;
 
     const uint32_t* entries_;
     const uint8_t* next_;
-    const uint8_t* end_;
+    const uint8_t* end_;    // of the stream
+    const uint8_t* limit_;  // up to which rounds may read: beyond `end_` once the tail is entered
     unsigned lanes_;
     uint32_t states_[kMaxLanes];
+    uint8_t tail_[3 * kRoundReach];  // the last bytes, and zeros
 };
 
 }  // namespace shrinkpoint

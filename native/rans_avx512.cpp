@@ -60,8 +60,7 @@ INLINE512 __m512i get16(__m512i states, const uint8_t* tables, const uint32_t* e
     return _mm512_mask_or_epi32(x, low, _mm512_slli_epi32(x, 16), _mm512_maskz_expand_epi32(low, words));
 }
 
-// A round takes at most 64 bytes and looks at 32 more.
-constexpr ptrdiff_t kReach = 2 * kMaxLanes + 32;
+constexpr ptrdiff_t kReach = kRoundReach;
 
 template <bool ContextTables>
 SHRINKPOINT_AVX512 size_t decode_one(DecodeRun& run, size_t count, const uint32_t* entries) {

@@ -257,3 +257,30 @@ def test_what_may_not_be_written_is_no_place_for_numbers() -> None:
     for out in (bytes(600), np.zeros((300, 2), np.uint8)[:, 0]):
         with pytest.raises((BufferError, ValueError)):
             _native.decode(SMALL["planes"].model(), side, codes, out, chunk=64)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("others", [0, 3, 40])
+def test_the_end_of_a_stream_of_few_bits_a_symbol_is_read_and_its_loss_noticed(level: int, others: int) -> None:
+    """Most of 80,000 symbols cost next to nothing, so that many of them are decoded from the last bytes."""
+    values = np.zeros(80_000, np.uint8)
+    values[:: values.size // others if others else values.size + 1] = 7
+    model = Model()
+    model.tokens, model.width = Tokens.CODES, 8
+    before = _native._use_simd(2)
+    try:
+        _native._use_simd(level)
+        side, codes = _native.encode(model, values, chunk=40_000)
+        out = np.empty_like(values)
+        _native.decode(model, side, codes, out, chunk=40_000)
+        assert np.array_equal(out, values)
+        size = int.from_bytes(codes[:4].tobytes(), "little")
+        for missing in (2, 4):  # words of the first chunk's symbols, which then follow one another too early
+            short = np.concatenate([codes[: 4 + size - missing], codes[4 + size :]])
+            short[:4] = np.frombuffer((size - missing).to_bytes(4, "little"), np.uint8)
+            sizes = np.frombuffer(side[-8:].tobytes(), "<u4") - np.array([missing, 0], "<u4")
+            resized_side = np.concatenate([side[:-8], sizes.view(np.uint8)])
+            with pytest.raises((Corrupt, Truncated)):
+                _native.decode(model, resized_side, short, out, chunk=40_000)
+    finally:
+        _native._use_simd(before)

@@ -24,7 +24,7 @@ from shrinkpoint.schemes.base import QuantizedState, Scheme
 from shrinkpoint.schemes.select import summarize_reasons
 from shrinkpoint.storage import Source, Storage
 from shrinkpoint.store.manifest import LossIncrease
-from shrinkpoint.tensors.flat_state import FlatState, copy_tensor, unflatten
+from shrinkpoint.tensors.flat_state import copy_tensor, unflatten
 from shrinkpoint.tensors.info import JSON, EncodedRecord, Role
 from shrinkpoint.tensors.memory import Arena
 
@@ -36,7 +36,8 @@ ENV_VARIABLE = "SHRINKPOINT_MAX_BYTES"
 """The environment variable that is used where a caller gives no limit, for frameworks and the command line."""
 
 _MANY_TENSORS, _MAX_MEAN_BYTES = 1000, 1024
-"""From this number of tensors on, and up to this many bytes of each, a save is short and makes very many objects."""
+"""From this number of tensors on, and up to this many bytes of each, a save or load is short and makes very many
+objects."""
 
 _DO = "if you trust it, pass max_bytes=, or set " + ENV_VARIABLE
 
@@ -181,7 +182,7 @@ def write_file(
     state = quantized.state
     roles: dict[str, RoleBytes] = {}
     codes: dict[str, QuantizedTensor] = {}
-    with storage.create(key) as sink, _pause_gc(state):
+    with storage.create(key) as sink, _pause_gc(len(state.infos), state.nbytes):
         writer = FileWriter(sink, scheme=scheme.id, parent=parent, tree=state.tree, expected=list(state.infos.values()))
         for encoded in scheme.encode(state, reference, quantized=quantized.quantized, threads=threads):
             _count_roles(roles, encoded, writer.add(encoded))
@@ -218,9 +219,9 @@ def _sample_weights(
     }
 
 
-def _pause_gc(state: FlatState) -> AbstractContextManager[None]:
+def _pause_gc(tensors: int, nbytes: int) -> AbstractContextManager[None]:
     """Pauses the garbage collector for a state of very many small tensors, where it would take a third of the time."""
-    many = len(state.infos) >= _MANY_TENSORS and state.nbytes <= _MAX_MEAN_BYTES * len(state.infos)
+    many = tensors >= _MANY_TENSORS and nbytes <= _MAX_MEAN_BYTES * tensors
     return no_gc() if many else nullcontext()
 
 
@@ -342,11 +343,13 @@ def decode_records(
     with read_guard(reader.where):
         heads = reader.records
         recipes = [(head.recipe, len(head.infos), sum(info.nbytes for info in head.infos)) for head in heads]
-        allowance.admit(reader.where, reader.size, sum(nbytes for _, _, nbytes in recipes))
+        raw = sum(nbytes for _, _, nbytes in recipes)
+        allowance.admit(reader.where, reader.size, raw)
         read = partial(_read, reader)
-        decoded = decode_all(
-            recipes, read, reference, where=reader.where, threads=workers, needed=records, overwrite=overwrite
-        )
+        with _pause_gc(sum(tensors for _, tensors, _ in recipes), raw):
+            decoded = decode_all(
+                recipes, read, reference, where=reader.where, threads=workers, needed=records, overwrite=overwrite
+            )
         return DecodedFile(reader.tree, decoded, allowance.max_copy_bytes)
 
 
