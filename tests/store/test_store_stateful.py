@@ -18,6 +18,8 @@ from shrinkpoint.store.retention import apply_policy
 from shrinkpoint.tensors.flat_state import flatten, snapshot
 
 steps = st.integers(1, 12)
+MAX_TRAINED = 8
+"""Checkpoints from which on none are trained: all of their chains are decoded after every step of the machine."""
 
 
 class Machine(RuleBasedStateMachine):
@@ -52,6 +54,7 @@ class Machine(RuleBasedStateMachine):
         if self.damaged & {base.digest for base in self.store.manifest(step).bases}:
             self.hurt.add(step)  # a save vouches for its parent's header, and does not read all of the chain again
 
+    @precondition(lambda self: len(self.model) < MAX_TRAINED)
     @rule(count=st.integers(1, 4))
     def train(self, count: int) -> None:
         for _ in range(count):
