@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,14 @@ MIN_FREE = 4 << 30
 
 
 def pytest_configure() -> None:
-    """Where pytest makes `tmp_path`; PYTEST_DEBUG_TEMPROOT of the caller's, or --basetemp, goes before."""
+    """Where pytest makes `tmp_path`, and `tempfile` its directories, here and in every process a test starts.
+
+    PYTEST_DEBUG_TEMPROOT and TMPDIR of the caller's, or --basetemp, go before.
+    """
     if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= MIN_FREE:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+        os.environ.setdefault("TMPDIR", str(MEMORY))
+        tempfile.tempdir = None  # it is read again
 
 
 LONGEST_FIRST = (

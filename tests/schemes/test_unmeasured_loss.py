@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from helpers.processes import run_forked
 from helpers.sharded_states import Ranks, cut
 from helpers.small_state import run as tiny_run
 from helpers.small_training import Run, Silent
@@ -141,12 +140,13 @@ def test_of_several_ranks_one_says_it(name):
 
 def test_without_any_filter_a_user_reads_one_line():
     code = (
-        "import torch, shrinkpoint as sp; from shrinkpoint.storage import MemoryStorage\n"
+        "import sys, torch, shrinkpoint as sp; from shrinkpoint.storage import MemoryStorage\n"
+        "sys.stderr = sys.stdout\n"
         "store, scheme = sp.Store(MemoryStorage()), sp.Fisher(relative_error=.3)\n"
         "for step in range(3): store.save(step, {'a.weight': torch.randn(64, 64)}, scheme=scheme)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr.count("UnmeasuredLossWarning") == 1 and "fisher(relative_error=0.3)" in done.stderr
+    text = run_forked(code)
+    assert text.count("UnmeasuredLossWarning") == 1 and "fisher(relative_error=0.3)" in text
 
 
 # how far a measurement can be trusted

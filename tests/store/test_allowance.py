@@ -290,7 +290,7 @@ from shrinkpoint.errors import CorruptError
 torch.set_num_threads(1)
 sp.load(sys.argv[2], threads=1)
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + (400 << 20),) * 2)
+resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20),) * 2)
 try:
     sp.load(sys.argv[1], threads=1, max_bytes=1 << 40)
 except CorruptError as error:
@@ -300,7 +300,7 @@ sys.exit(4)
 
 
 def test_a_lack_of_memory_is_an_error_of_ours(tmp_path):
-    sp.save({"w": torch.zeros(3 << 28, dtype=torch.uint8)}, tmp_path / "a")
+    sp.save({"w": torch.zeros(3 << 27, dtype=torch.uint8)}, tmp_path / "a")
     sp.save({"w": torch.zeros(1 << 10)}, tmp_path / "b")
     command = [sys.executable, "-c", PROGRAM, tmp_path / "a", tmp_path / "b"]
     done = subprocess.run(command, check=False, timeout=PATIENCE)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.faulty_storage import FaultyStorage
+from helpers.processes import run_forked
 from helpers.strategies import difference, same
-from helpers.timeouts import PATIENCE
 from torch import nn
 
 from shrinkpoint.errors import (
@@ -267,9 +265,7 @@ except LockedError as error:
 def test_a_second_process_that_saves_is_refused_at_once(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, extra="mine")
-        second = [sys.executable, "-c", SECOND, str(tmp_path)]
-        done = subprocess.run(second, capture_output=True, text=True, timeout=PATIENCE, check=True)
-        assert done.stdout.startswith("refused:")
+        assert run_forked(SECOND, str(tmp_path)).startswith("refused:")
         manager.save(2, extra="mine")
     assert CheckpointManager(tmp_path).store.steps() == [1, 2]
 
