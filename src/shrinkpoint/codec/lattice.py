@@ -128,7 +128,7 @@ class LatticeTensor:
 
     def cpu(self) -> LatticeTensor:
         """Return the same tensor in CPU memory."""
-        return replace(self, codes=self.codes.cpu())
+        return self if self.codes.is_cpu else replace(self, codes=self.codes.cpu())
 
     def narrow(self) -> LatticeTensor:
         """Return the same tensor with codes of one byte, if all of them fit."""

@@ -307,10 +307,13 @@ def unchanged_tensors(
     """
     names = list(names)
     unchanged: dict[str, QuantizedTensor] = {}
-    for name in names:
+    origins = {name: None if reference is None else reference.quantized.get(name) for name in names}
+    # Those that others are relative to come first: where one has changed, the others cannot be written again.
+    for name, origin in sorted(origins.items(), key=lambda item: _relative_to(item[1]) != ""):
         tensor = state.tensors[name]
-        origin = None if reference is None else reference.quantized.get(name)
         if origin is None or reference is None or not _is_self_contained(origin):
+            continue
+        if _relative_to(origin) and _relative_to(origin) not in unchanged:
             continue
         if reference.has_like(name, tuple(tensor.shape), tensor.dtype) and _equals_parent(tensor, name, reference):
             unchanged[name] = origin
@@ -322,7 +325,9 @@ def unchanged_tensors(
         {name: name in unchanged and _relative_to(unchanged[name]) in local for name in names}
     )
     complete = independent | dependent
-    return {name: origin for name, origin in unchanged.items() if global_tensors.global_name(name) in complete}
+    return {
+        name: unchanged[name] for name in names if name in unchanged and global_tensors.global_name(name) in complete
+    }
 
 
 def _equals_parent(tensor: Tensor, name: str, reference: Reference) -> bool:
@@ -355,7 +360,7 @@ def _is_self_contained(quantized_tensor: QuantizedTensor) -> bool:
     )
 
 
-def _relative_to(quantized_tensor: QuantizedTensor) -> str:
+def _relative_to(quantized_tensor: QuantizedTensor | None) -> str:
     """The name of the tensor that a tensor's codes are relative to; "" if they are not."""
     return quantized_tensor.relative_to if isinstance(quantized_tensor, LatticeTensor) else ""
 

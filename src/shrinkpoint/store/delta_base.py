@@ -19,10 +19,11 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from shrinkpoint._native import Hasher, progress_sums
+from shrinkpoint._native import Hasher, progress_sums, xxh3_128
 from shrinkpoint.codec.decoded_tensors import as_decoded, tensor_layout
 from shrinkpoint.codec.reference import Reference, RowSample
 from shrinkpoint.container import FileReader
+from shrinkpoint.container.header import read_digest
 from shrinkpoint.container.reader import WINDOW_BYTES
 from shrinkpoint.errors import ChainError, CorruptError, ShrinkpointError, warn_user
 from shrinkpoint.storage import LocalStorage, Source, Storage
@@ -222,13 +223,14 @@ class StoredFile:
 class BaseVerifier:
     """Finds damage in a chain before another delta is written against it.
 
-    Memory: one row for each part of the file that is being read again.
+    Memory: one row for each part of each file of the chain.
     """
 
     def __init__(self) -> None:
         self._stamps: dict[str, object] = {}
         self._queue: list[str] = []  # digests of the files still to be read in this pass
         self._scan: _FileScan | None = None  # the file that is being read
+        self._scans: dict[str, _FileScan] = {}  # by digest, of files that have been read before
 
     def mark_verified(self, stamps: Mapping[str, object]) -> None:
         """Record files that this process has just written, or has read completely.
@@ -249,16 +251,18 @@ class BaseVerifier:
         files = [file for file in files if file.is_readable]
         stamps = {file.digest: self._stamps[file.digest] for file in files if file.digest in self._stamps}
         self._stamps = stamps
+        self._scans = {file.digest: self._scans[file.digest] for file in files if file.digest in self._scans}
         try:
             for file in files:
                 stamp = file.stamp()
                 if file.digest not in stamps or stamps[file.digest] != stamp:
-                    _FileScan(file).read(file, file.size)
+                    self._begin_scan(file).read(file, file.size)
                     stamps[file.digest] = stamp  # taken before reading
             self._read_share({file.digest: file for file in files})
         except ShrinkpointError as error:
             self._scan, self._queue = None, []
             stamps.clear()
+            self._scans.clear()
             _log.warning("no delta is written against this, the next checkpoint is a keyframe: %s", error)
             return error
         return None
@@ -277,7 +281,7 @@ class BaseVerifier:
                 file = files.get(self._queue.pop(0))
                 if file is None:  # of an earlier chain
                     continue
-                self._scan = _FileScan(file)
+                self._scan = self._begin_scan(file)
                 budget -= self._scan.header_bytes
             scan = self._scan
             if scan.digest not in files:
@@ -286,6 +290,15 @@ class BaseVerifier:
             budget -= scan.read(files[scan.digest], max(budget, 1))
             if scan.is_done:
                 self._scan = None
+
+    def _begin_scan(self, file: StoredFile) -> _FileScan:
+        """Begin to read a file; its index is parsed the first time only."""
+        scan = self._scans.get(file.digest)
+        if scan is None:
+            scan = self._scans[file.digest] = _FileScan(file)
+        else:
+            scan.restart(file)
+        return scan
 
 
 class _FileScan:
@@ -296,13 +309,24 @@ class _FileScan:
         with file.storage.open(file.key) as source:
             _drop_page_cache(source)
             reader, size = FileReader(source, file.where), source.size
-        if reader.digest != file.digest or size != file.size:
-            found = f"{size} bytes with header digest {reader.digest}"
-            raise ChainError(file.where, found=found, expected=f"{file.size} bytes with {file.digest}", do=_DO)
-        entries = [entry for record in reader.records for entry in record.parts.values()]
-        self._parts = [(entry.offset, entry.size, entry.pad, entry.digest) for entry in entries]
+            _check_same_file(file, reader.digest, size)
+            entries = [entry for record in reader.records for entry in record.parts.values()]
+            self._parts = [(entry.offset, entry.size, entry.pad, entry.digest) for entry in entries]
+            end = max((offset + length for offset, length, *_ in self._parts), default=size)
+            if end < size:  # the index, which the header's digest covers: it is a part like others from now on
+                self._parts.append((end, size - end, 0, xxh3_128(source.read(end, size - end))))
         self.header_bytes = size - sum(pad + part_size for _, part_size, pad, _ in self._parts)
-        """Bytes of the header and the index, which are read when the scan begins."""
+        """Bytes of the header, which are read when the scan begins."""
+        self._reset()
+
+    def restart(self, file: StoredFile) -> None:
+        """Compare the header with its digest, and begin again with the first part."""
+        with file.storage.open(file.key) as source:
+            _drop_page_cache(source)
+            _check_same_file(file, read_digest(source, file.where), source.size)
+        self._reset()
+
+    def _reset(self) -> None:
         self._part_index = self._part_offset = 0  # the current part, and the bytes of it read so far
         self._hasher = Hasher()
 
@@ -313,11 +337,11 @@ class _FileScan:
 
     def read(self, file: StoredFile, max_bytes: int) -> int:
         """Read on by `max_bytes` bytes or a little more, and return how many were read."""
-        read = 0
+        read, where = 0, file.where
         with file.storage.open(file.key) as source:
             _drop_page_cache(source)
             while read < max_bytes and not self.is_done:
-                read += self._read_window(source, file.where)
+                read += self._read_window(source, where)
         return read
 
     def _read_window(self, source: Source, where: str) -> int:
@@ -334,6 +358,12 @@ class _FileScan:
                 raise CorruptError(where, found=found, expected=digest, do=_DO)
             self._part_index, self._part_offset, self._hasher = self._part_index + 1, 0, Hasher()
         return length + pad
+
+
+def _check_same_file(file: StoredFile, digest: str, size: int) -> None:
+    if digest != file.digest or size != file.size:
+        found = f"{size} bytes with header digest {digest}"
+        raise ChainError(file.where, found=found, expected=f"{file.size} bytes with {file.digest}", do=_DO)
 
 
 def _drop_page_cache(source: Source) -> None:

@@ -73,7 +73,7 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_native_float(tensor: torch.Tensor) -> torch.Tensor:
     """Cast to float32 unless the native core reads the dtype (float32, bfloat16); on its device, without gradient."""
-    tensor = tensor.detach()
+    tensor = tensor.detach() if tensor.requires_grad else tensor
     return tensor if tensor.dtype in (torch.float32, torch.bfloat16) else tensor.to(torch.float32)
 
 
@@ -108,10 +108,11 @@ def numpy_dtype(text: str) -> np.dtype[np.generic] | None:
 
 def tensor_bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """Return the row-major values as uint8, 1-d; shares memory if the tensor is contiguous and on the CPU."""
-    is_lazy = tensor.is_conj() or tensor.is_neg()
-    if tensor.dtype in _NUMPY_DTYPES and tensor.is_cpu and tensor.is_contiguous() and not is_lazy:  # the fast path
-        return tensor.detach().numpy().reshape(-1).view(np.uint8)
-    flat = as_bits(materialize(tensor.detach())).to("cpu").contiguous().reshape(-1)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dtype in _NUMPY_DTYPES and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
+        return tensor.numpy().reshape(-1).view(np.uint8)  # the fast path; a real tensor is never conjugated lazily
+    flat = as_bits(materialize(tensor)).to("cpu").contiguous().reshape(-1)
     if flat.numel() == 0:
         return np.empty(0, np.uint8)
     if flat.stride() != (1,):  # a single element may have any
