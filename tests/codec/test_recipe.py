@@ -22,11 +22,13 @@ from shrinkpoint.codec.recipe import (
     LatticeRecipe,
     LzmaCodes,
     PlainRecipe,
+    RecipeParser,
     SameRecipe,
     from_json,
-    max_ordinal,
     to_json,
 )
+from shrinkpoint.codec.recipe import ordinals as ordinals_of
+from shrinkpoint.tensors.info import JSON
 
 ordinals = st.lists(st.integers(0, 2**40), max_size=8).map(tuple) | st.builds(
     lambda first, step, count: tuple(range(first, first + step * count, step)),
@@ -49,6 +51,10 @@ runs = st.builds(
     parameters=st.just(()) | st.tuples(*[st.floats(allow_nan=False, allow_infinity=False)] * 4),
     chunk=st.integers(1, MAX_CHUNK),
 )
+
+
+def max_ordinal_of(data: JSON) -> int:
+    return max(ordinals_of(from_json(data)), default=-1)
 
 
 @st.composite
@@ -136,7 +142,7 @@ def test_a_quantized_recipe_says_only_what_is_not_usual():
         "base": True,
         "moments": [[[3, 2, 2]], [[4, 2, 2]]],
     }
-    assert max_ordinal(to_json(how)) == 6 and max_ordinal(to_json(CodebookRecipe(4, 0, BitPacked(2)))) == -1
+    assert max_ordinal_of(to_json(how)) == 6 and max_ordinal_of(to_json(CodebookRecipe(4, 0, BitPacked(2)))) == -1
     how = CodebookRecipe(15, 2, CoderConfig("codes", "base"), residual=True, contexts=(4, 5, 6, 9))
     assert to_json(how) == {
         "kind": "quantized",
@@ -146,14 +152,14 @@ def test_a_quantized_recipe_says_only_what_is_not_usual():
         "residual": True,
         "under": [[4, 1, 3], [9, 0, 1]],
     }
-    assert max_ordinal(to_json(how)) == 9
+    assert max_ordinal_of(to_json(how)) == 9
     assert to_json(CodebookRecipe(15, 2, LzmaCodes(4)))["codes"] == {"lzma": 4}
 
 
 def test_a_gridded_recipe_says_only_what_is_not_usual():
     run = CoderConfig("codes", predictor="base", top=135)
     usual = {"kind": "gridded", "law": "linear", "run": {"tokens": "codes", "predictor": "base", "top": 135}}
-    assert to_json(LatticeRecipe("linear", run)) == usual and max_ordinal(usual) == -1
+    assert to_json(LatticeRecipe("linear", run)) == usual and max_ordinal_of(usual) == -1
     assert to_json(LatticeRecipe("linear", run, base=True)) == {**usual, "base": True}
     assert to_json(LatticeRecipe("linear", run, base=True, inherited=True)) == {
         **usual,
@@ -162,7 +168,7 @@ def test_a_gridded_recipe_says_only_what_is_not_usual():
     }
     assert to_json(LatticeRecipe("log", run, 24)) == {**usual, "law": "log", "step": 24}
     relative = to_json(LatticeRecipe("relative", run, relative_to=(4, 5, 6, 9)))
-    assert relative == {**usual, "law": "relative", "others": [[4, 1, 3], [9, 0, 1]]} and max_ordinal(relative) == 9
+    assert relative == {**usual, "law": "relative", "others": [[4, 1, 3], [9, 0, 1]]} and max_ordinal_of(relative) == 9
 
 
 junk = st.recursive(
@@ -387,3 +393,13 @@ def test_json_that_is_no_recipe_raises_nothing_but_value_errors(value, key, data
 def test_what_no_encoder_writes_is_refused(recipe):
     with pytest.raises(ValueError):
         from_json(recipe)
+
+
+def test_a_parser_gives_what_from_json_does_for_each_number_of_tensors() -> None:
+    parse, copies = RecipeParser(), {"kind": "copy", "of": [[4, 1, 3]]}
+    assert parse(copies, 3) == parse(copies, 4) == from_json(copies)
+    assert parse(copies, 3) is parse(copies, 3)
+    for _ in range(2):
+        assert parse.parse_valid(copies, 2) is None
+        with pytest.raises(ValueError, match="3 ordinals for 2 tensors"):
+            parse(copies, 2)

@@ -17,6 +17,7 @@ from shrinkpoint.storage import LocalStorage, MemoryStorage
 from shrinkpoint.store import decode
 from shrinkpoint.store.chain import store_chain
 from shrinkpoint.store.needed_records import needed_records
+from shrinkpoint.tensors.dtypes import tensor_bytes
 from shrinkpoint.tensors.flat_state import flatten
 
 
@@ -131,3 +132,27 @@ def test_a_file_that_decodes_to_other_values_than_it_says_is_named(monkeypatch: 
     with pytest.raises(ChainError) as error:
         loaded(storage)
     assert error.value.where == files[1] == files[4]
+
+
+@pytest.mark.parametrize("scheme", ["fisher(relative_error=.3)", "lossless", "excp"])
+def test_a_parent_of_other_values_shows_in_the_last_file_and_is_named(
+    scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the last file's values are compared with digests at first; where they differ, all files' are."""
+    storage = MemoryStorage()
+    trained_chain(storage, saves=3, scheme=scheme)
+    files, original = [file.keys for file in store_chain(storage, Store(storage).manifest())], decode.decode_records
+
+    def wrong_keyframe(reader: Any, reference: Any, **kwargs: Any) -> Any:
+        decoded = original(reader, reference, **kwargs)
+        if reader.parent is None:
+            codes = [tensor.codes for tensor in decoded.reference.quantized.values()]
+            for tensor in (*decoded.reference.tensors.held_tensors().values(), *codes):
+                values = tensor_bytes(tensor)  # in its own memory
+                values ^= 1
+        return decoded
+
+    monkeypatch.setattr(decode, "decode_records", wrong_keyframe)
+    with pytest.raises(ShrinkpointError) as error:
+        loaded(storage)
+    assert any(key in str(error.value) for key in files[1])

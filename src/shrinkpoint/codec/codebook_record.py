@@ -343,9 +343,9 @@ class CodebookDecoder(RecordDecoder):
 
     def decode(self, lo: int, hi: int, inputs: DecodeInputs) -> list[DecodedPart]:
         recipe, ranges = self._recipe, [*self._tensor_ranges(lo, hi)]
-        if inputs.digests is not None and self.uses_parent:
+        if inputs.base_digests is not None and self.uses_parent:
             parents = self._parent_codes(lo, hi) if recipe.base else []
-            inputs.digests.check_base(map(inputs.fetch, parents + self._parent_ranges(lo, hi)))
+            inputs.base_digests.check_base(map(inputs.fetch, parents + self._parent_ranges(lo, hi)))
         if not self._centers:
             self.quantizer_params(inputs.fetch_params)
         codes = self._decode_codes(lo, hi, inputs)
@@ -361,8 +361,8 @@ class CodebookDecoder(RecordDecoder):
             tensor = CodebookTensor(member, self._centers[index], values, recipe.first, recipe.residual, name)
             base = None if base is None else base.reshape(member.shape)
             out.append(DecodedPart(tensor_bytes(tensor.dequantize(torch_dtype(info.dtype), base)), tensor))
-        if inputs.digests is not None:
-            inputs.digests.check_values(part.values for part in out if part.values is not None)
+        if inputs.value_digests is not None:
+            inputs.value_digests.check_values(part.values for part in out if part.values is not None)
         return out
 
     def _decode_codes(self, lo: int, hi: int, inputs: DecodeInputs) -> Bytes:

@@ -156,8 +156,8 @@ class CodedDecoder(RecordDecoder):
 
     def decode(self, lo: int, hi: int, inputs: DecodeInputs) -> list[DecodedPart]:
         context = self._coding_context(lo, hi, inputs.fetch)
-        if inputs.digests is not None and context.base is not None:
-            inputs.digests.check_base([context.base])
+        if inputs.base_digests is not None and context.base is not None:
+            inputs.base_digests.check_base([context.base])
         values = context.base if inputs.overwrite_base and self._taps == 1 else None  # a tap needs the one before
         if values is None or not values.flags.writeable:
             values = inputs.allocate((hi - lo) * self.unit)
@@ -167,8 +167,8 @@ class CodedDecoder(RecordDecoder):
             assert out is not None
             codes = self._view.read_array("codes", *stream.byte_range(lo, hi))
             stream.decode(self._number_format, codes, out, context_of_tap, lo, inputs.threads)
-        if inputs.digests is not None:
-            inputs.digests.check_values([values])
+        if inputs.value_digests is not None:
+            inputs.value_digests.check_values([values])
         values = taps_innermost(values, self._number_format.itemsize, self._taps)
         return self._split(values, lo, hi)
 

@@ -148,9 +148,8 @@ class CoderConfig:
         """
         if not isinstance(data, dict) or "tokens" not in data:
             raise ValueError("a run is not an object, or has no tokens")
-        kinds = {field_.name: type(field_.default) for field_ in fields(cls)[1:]} | {"tokens": str}
         for name, value in data.items():
-            kind = list if name == "parameters" else kinds.get(name)
+            kind = list if name == "parameters" else _FIELD_TYPES.get(name)
             if kind is None or type(value) is not kind:
                 raise ValueError(f"a run has {name}={value!r}")
         config = cls(**{**data, "parameters": tuple(data.get("parameters", ()))})
@@ -252,6 +251,9 @@ class CoderConfig:
             "moment1_base": context.moment1_base if self.predictor == "square" else None,
             "hint": context.hint,
         }
+
+
+_FIELD_TYPES = {field_.name: type(field_.default) for field_ in fields(CoderConfig)[1:]} | {"tokens": str}
 
 
 @dataclass(frozen=True)

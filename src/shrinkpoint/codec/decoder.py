@@ -102,6 +102,7 @@ class RecordView:
         read: (part, begin, end) -> verified bytes; raises only errors of `shrinkpoint.errors`.
         tensor_at: ordinal -> tensor of an earlier record of the file; raises `LookupError`.
         parent_tensor: name -> tensor of the parent; None if there is no parent or no such tensor.
+        known_recipe: the same recipe, if it has been parsed already.
     """
 
     infos: tuple[TensorInfo, ...]
@@ -110,6 +111,7 @@ class RecordView:
     read: Callable[[str, int, int], memoryview]
     tensor_at: Callable[[int], TensorInfo]
     parent_tensor: Callable[[str], TensorInfo | None]
+    known_recipe: Recipe | None = None
 
     def read_array(self, part: str, begin: int = 0, end: int | None = None) -> Bytes:
         """Read a range of a part; by default all of it."""
@@ -118,7 +120,7 @@ class RecordView:
     @cached_property
     def parsed_recipe(self) -> Recipe:
         """The recipe; raises ValueError if no encoder writes it."""
-        return recipes.from_json(self.recipe, len(self.infos))
+        return self.known_recipe or recipes.from_json(self.recipe, len(self.infos))
 
     @cached_property
     def offsets(self) -> dict[str, int]:
@@ -184,9 +186,10 @@ class DecodeInputs:
         allocate_codes: the same for codes on lattices, which live longer than values.
         fetch_codes: returns the codes of the float32 tensor that a required range is all of, if it is on a lattice
             whose steps depend on no other tensor; else None.
-        with_values: whether values are wanted, and not only codes of what is on lattices; then digests of neither these
-            tensors nor of their parents are compared.
+        with_values: whether values are wanted, and not only what a later file of the chain is decoded from: then of
+            what is on lattices codes alone are decoded, and no digests of values are compared.
         overwrite_base: nobody else needs the parent's values of this record: they may be overwritten.
+        trust_base: the digest of the parent's values need not be compared: a wrong parent shows in the values'.
         digests: compared if given, which only the range of all units allows. For a smaller range, the digests of the
             stored bytes and of the headers of the chain guard the same values unless a writer was wrong.
     """
@@ -200,6 +203,17 @@ class DecodeInputs:
     with_values: bool = True
     overwrite_base: bool = False
     allocate_codes: Callable[[int], Bytes] = _native.empty
+    trust_base: bool = False
+
+    @property
+    def value_digests(self) -> RecordDigests | None:
+        """The digests, if the one of the values is to be compared."""
+        return self.digests if self.with_values else None
+
+    @property
+    def base_digests(self) -> RecordDigests | None:
+        """The digests, if the one of the parent's values is to be compared."""
+        return None if self.trust_base else self.value_digests
 
 
 class DecodedPart(NamedTuple):

@@ -385,22 +385,21 @@ class LatticeDecoder(RecordDecoder):
             _MemberDecoder(self._lattices[span.member], span, parent, squares, inputs)
             for span, parent, squares in sources
         ]
-        digests = inputs.digests if inputs.with_values else None
-        values = base = None
-        if digests is not None:
-            values = _native.Hasher() if all(info.dtype == "F32" for info in self._view.infos) else None
-            base = self._base_hasher(inputs) if self._recipe.base else None
+        digests, base_digests = inputs.value_digests, inputs.base_digests
+        is_native = all(info.dtype == "F32" for info in self._view.infos)
+        values = _native.Hasher() if digests is not None and is_native else None
+        base = self._base_hasher(inputs) if base_digests is not None and self._recipe.base else None
         try:
             self._decode_blocks(lo, hi, members, values, base, inputs.threads)
         except (ValueError, _native.Corrupt, _native.Truncated):
-            if digests is not None and base is not None:  # of another parent nothing else can be expected
+            if base_digests is not None and base is not None:  # of another parent nothing else can be expected
                 whole = self._base_hasher(inputs)
                 for parent in parents:
                     whole.update(inputs.fetch(parent))
-                digests.check_base_digest(whole.hexdigest())
+                base_digests.check_base_digest(whole.hexdigest())
             raise
-        if digests is not None and base is not None:
-            digests.check_base_digest(base.hexdigest())
+        if base_digests is not None and base is not None:
+            base_digests.check_base_digest(base.hexdigest())
         out = [member.part() for member in members]
         if digests is not None and values is not None:
             digests.check_values_digest(values.hexdigest())

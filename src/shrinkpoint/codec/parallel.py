@@ -11,8 +11,7 @@ from typing import ParamSpec, TypeVar
 
 from shrinkpoint.codec.coder import default_threads
 from shrinkpoint.codec.decoded_tensors import DecodedTensors, as_decoded
-from shrinkpoint.codec.recipe import CodedRecipe, max_ordinal
-from shrinkpoint.codec.recipe import from_json as recipe_from_json
+from shrinkpoint.codec.recipe import CodedRecipe, Recipe, RecipeParser, ordinals
 from shrinkpoint.codec.record import decode
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.tensors.info import JSON, EncodedRecord, TensorInfo
@@ -121,7 +120,8 @@ def decode_all(
         threads: number of threads; None: one per core.
         needed: indices of the records to decode, and of what is on lattices codes alone; the others are only read, so
             that `read` can verify them. None: decode all of them, with all values.
-        overwrite: decode into the memory of the parent's tensors where that is possible. They must not be used again.
+        overwrite: the parent was decoded for this file alone. So its tensors are overwritten where that is possible,
+            and must not be used again; nor are they compared with digests, as this file's values are.
 
     Raises:
         FormatError: the bytes are damaged.
@@ -129,7 +129,9 @@ def decode_all(
     """
     decoded, quantized = DecodedTensors(), dict[str, QuantizedTensor]()
     workers, arena, code_arena = default_threads(threads), Arena(), Arena()
-    later_moments = _later_moments(recipes) if overwrite else set()
+    parser, counts = RecipeParser(), [tensors for _, tensors, _ in recipes]
+    parsed = [parser.parse_valid(recipe, tensors) for recipe, tensors, _ in recipes]
+    later_moments = _later_moments(parsed, counts) if overwrite else set()
     sources = set() if reference is None else as_decoded(reference.tensors).needed_names()
 
     def decode_record(index: int, native_threads: int) -> Reference | Sequence[TensorInfo]:
@@ -143,15 +145,17 @@ def decode_all(
             reference,
             quantized=quantized,
             where=where,
+            recipe=parsed[index],
             allocate=arena.allocate,
             allocate_codes=code_arena.allocate,
             threads=native_threads,
             with_values=needed is None,
             overwrite_base=overwrite and not is_read_later,
+            trust_base=overwrite,
         )
 
     with ThreadPoolExecutor(workers) as pool:
-        for indices in _independent_ranges(recipes):
+        for indices in _independent_ranges(parsed, counts):
             # The list is complete before anything is added, because the workers read `decoded`.
             sizes = [recipes[index][2] for index in indices]
             for result in _map_largest_first(pool, decode_record, indices, sizes, workers):
@@ -188,25 +192,21 @@ def _map_largest_first(
             future.cancel()
 
 
-def _later_moments(recipes: Sequence[tuple[JSON, int, int]]) -> set[int]:
+def _later_moments(recipes: Sequence[Recipe | None], counts: Sequence[int]) -> set[int]:
     """The records whose tensors of the parent are read again by a later record: first moments under second ones."""
-    starts = [*accumulate((tensors for _, tensors, _ in recipes), initial=0)]
+    starts = [*accumulate(counts, initial=0)]
     out: set[int] = set()
-    for data, tensors, _ in recipes:
-        try:
-            recipe = recipe_from_json(data, tensors)
-        except ValueError:  # the record's decoder says so
-            continue
+    for recipe in recipes:
         if isinstance(recipe, CodedRecipe) and any(run.predictor == "square" for run in recipe.runs):
             out.update(bisect_right(starts, first) - 1 for first, _ in recipe.moments)
     return out
 
 
-def _independent_ranges(recipes: Sequence[tuple[JSON, int, int]]) -> Iterator[Sequence[int]]:
+def _independent_ranges(recipes: Sequence[Recipe | None], counts: Sequence[int]) -> Iterator[Sequence[int]]:
     """Split the records into consecutive ranges in which no record needs a tensor of its own range."""
     start = num_decoded = num_tensors = 0
-    for index, (recipe, tensors, _) in enumerate(recipes):
-        if max_ordinal(recipe, tensors) >= num_decoded and index > start:
+    for index, (recipe, tensors) in enumerate(zip(recipes, counts, strict=True)):
+        if index > start and recipe is not None and max(ordinals(recipe), default=-1) >= num_decoded:
             yield range(start, index)
             start, num_decoded = index, num_tensors
         num_tensors += tensors

@@ -215,12 +215,24 @@ def ordinals(recipe: Recipe) -> list[int]:
     return []
 
 
-def max_ordinal(data: JSON, members: int | None = None) -> int:
-    """Return the largest ordinal that a recipe refers to; -1 for none or for a malformed recipe."""
-    try:
-        return max(ordinals(from_json(data, members)), default=-1)
-    except ValueError:
-        return -1
+class RecipeParser:
+    """Parses the recipes of a file as `from_json` does, each once: many records share one."""
+
+    def __init__(self) -> None:
+        self._parsed: dict[tuple[int, int], tuple[JSON, Recipe]] = {}  # holds the JSON, so that its id stays its own
+
+    def __call__(self, data: JSON, members: int) -> Recipe:
+        parsed = self._parsed.get((id(data), members))
+        if parsed is None:
+            parsed = self._parsed[id(data), members] = (data, from_json(data, members))
+        return parsed[1]
+
+    def parse_valid(self, data: JSON, members: int) -> Recipe | None:
+        """Parse a recipe; None if it is malformed, which the record's decoder reports."""
+        try:
+            return self(data, members)
+        except ValueError:
+            return None
 
 
 def from_json(data: JSON, members: int | None = None) -> Recipe:

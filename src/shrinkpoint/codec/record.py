@@ -39,7 +39,15 @@ from shrinkpoint.codec.decoder import (
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.lattice_record import LatticeDecoder
 from shrinkpoint.codec.pack import digest_arrays, pack_tensors
-from shrinkpoint.codec.recipe import CodebookRecipe, CodedRecipe, CopyRecipe, LatticeRecipe, PlainRecipe, SameRecipe
+from shrinkpoint.codec.recipe import (
+    CodebookRecipe,
+    CodedRecipe,
+    CopyRecipe,
+    LatticeRecipe,
+    PlainRecipe,
+    Recipe,
+    SameRecipe,
+)
 from shrinkpoint.codec.reference import QuantizedTensor, Reference, names_by_ordinal
 from shrinkpoint.errors import ChainError
 from shrinkpoint.tensors.dtypes import dtype_name, tensor_bytes, tensor_from_bytes, torch_dtype
@@ -193,11 +201,13 @@ def decode(
     *,
     quantized: Mapping[str, QuantizedTensor] | None = None,
     where: str = "record",
+    recipe: Recipe | None = None,
     allocate: Callable[[int], Bytes] = _native.empty,
     allocate_codes: Callable[[int], Bytes] = _native.empty,
     threads: int | None = None,
     with_values: bool = True,
     overwrite_base: bool = False,
+    trust_base: bool = False,
 ) -> Reference:
     """Decode a record to tensors by name and their quantized forms, and check the digest of their values.
 
@@ -207,10 +217,11 @@ def decode(
         quantized: the quantized form of those of them that are quantized.
         reference: the decoded parent, if the file is a delta.
         where: the file, for messages.
+        recipe: that of the record, if it has been parsed already.
         allocate: returns uninitialized memory; an `Arena` for all records of a file saves time.
         allocate_codes: the same for codes on lattices, which a reference holds when the values are gone.
         threads: number of threads; None: one per core.
-        with_values: also decode values of what is on lattices; without, digests that need them are not compared.
+        with_values, trust_base: as in `DecodeInputs`.
         overwrite_base: as in `DecodeInputs`; after an error the parent's tensors of this record are not to be used.
 
     Raises:
@@ -221,7 +232,7 @@ def decode(
     digests = RecordDigests(where, encoded.digest, encoded.base)
     with decode_errors(where):
         sources = _DecodedSources(decoded, quantized or {}, reference, digests)
-        view = sources.view(encoded)
+        view = sources.view(encoded, recipe)
         if isinstance(view.parsed_recipe, SameRecipe):
             parent = sources.check_parent(encoded.infos)
             if with_values:
@@ -240,6 +251,7 @@ def decode(
             with_values,
             overwrite_base,
             allocate_codes,
+            trust_base,
         )
         parts = decoder.decode(0, decoder.count, inputs)
         return _decoded_reference(encoded.infos, parts)
@@ -273,14 +285,14 @@ class _DecodedSources:
         self._own, self._own_quantized, self._digests = decoded, quantized, digests
         self._reference = reference
 
-    def view(self, encoded: EncodedRecord) -> RecordView:
+    def view(self, encoded: EncodedRecord, recipe: Recipe | None) -> RecordView:
         parts = {name: memoryview(part) for name, part in encoded.parts.items()}
 
         def read(part: str, begin: int, end: int) -> memoryview:
             return parts[part][begin:end]
 
         sizes = {name: part.nbytes for name, part in parts.items()}
-        return RecordView(encoded.infos, encoded.recipe, sizes, read, self._tensor_at, self._parent_tensor)
+        return RecordView(encoded.infos, encoded.recipe, sizes, read, self._tensor_at, self._parent_tensor, recipe)
 
     @cached_property
     def _names(self) -> Sequence[str]:

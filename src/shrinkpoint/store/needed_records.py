@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from shrinkpoint.codec import recipe as recipes
-from shrinkpoint.codec.recipe import CopyRecipe, LatticeRecipe, PlainRecipe, Recipe
+from shrinkpoint.codec.recipe import CopyRecipe, LatticeRecipe, PlainRecipe, Recipe, RecipeParser
 from shrinkpoint.container import FileReader
 from shrinkpoint.container.metadata import RecordHead
 
@@ -20,7 +20,7 @@ def needed_records(reader: FileReader, names: Collection[str] | None) -> tuple[f
     Returns:
         Indices of records, and names; more than needed where a recipe does not say exactly what it needs.
     """
-    heads = reader.records
+    heads, parse = reader.records, RecipeParser()
     record_of = {info.name: index for index, head in enumerate(heads) for info in head.infos}
     by_ordinal = [info.name for head in heads for info in head.infos]
     needed = set(range(len(heads))) if names is None else {record_of[name] for name in names if name in record_of}
@@ -30,7 +30,7 @@ def needed_records(reader: FileReader, names: Collection[str] | None) -> tuple[f
             continue
         head = heads[index]
         try:
-            recipe = recipes.from_json(head.recipe, len(head.infos))
+            recipe = parse(head.recipe, len(head.infos))
             others = [by_ordinal[ordinal] for ordinal in recipes.ordinals(recipe)]
         except (ValueError, LookupError):  # decoding it says what is wrong
             continue
