@@ -1,5 +1,7 @@
 #include "lattice_cells.hpp"
 
+#include "lattice_powers.hpp"
+
 namespace shrinkpoint {
 
 namespace {
@@ -12,15 +14,6 @@ SHRINKPOINT_KERNEL(void, make_multiples,
                    (const int16_t* codes, const float* steps, const float* dithers, size_t count, float* values),
                    (codes, steps, dithers, count, values)) {
     for (size_t i = 0; i < count; ++i) values[i] = (static_cast<float>(codes[i]) + dithers[i]) * steps[i];
-}
-
-SHRINKPOINT_KERNEL(void, make_powers,
-                   (const int16_t* codes, const int32_t* exponents, int32_t step, size_t count, float* values),
-                   (codes, exponents, step, count, values)) {
-    for (size_t i = 0; i < count; ++i) {
-        const uint32_t bits = power(exponents[i] + step * codes[i]);
-        values[i] = float_of(codes[i] == kZeroCode ? 0 : bits);
-    }
 }
 
 }  // namespace

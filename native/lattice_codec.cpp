@@ -78,12 +78,12 @@ SHRINKPOINT_KERNEL(void, guess_powers,
                    (const float* parent, const int32_t* exponents, int32_t step, size_t count, int16_t* guesses,
                     uint8_t* contexts),
                    (parent, exponents, step, count, guesses, contexts)) {
-    const auto width = static_cast<float>(step);
+    const float inverse = 1 / static_cast<float>(step);
     for (size_t i = 0; i < count; ++i) {
         const auto bits = static_cast<int32_t>(bits_of(parent[i]));
         const int32_t distance = (bits >> 20) - 127 * kStepsPerOctave - exponents[i];
-        // Exact: both are below 2^24, and a quotient that is not whole is further from whole ones than it is rounded.
-        float quotient = static_cast<float>(4 * distance) / width;
+        // Never near a whole number, by what is added: so the product is on the same side of it as the quotient.
+        float quotient = (static_cast<float>(4 * distance) + 0.5f) * inverse;
         quotient = std::min(std::max(quotient, -kQuarters - 1.0f), kQuarters + 1.0f);
         int32_t quarters = static_cast<int32_t>(quotient);
         quarters -= static_cast<float>(quarters) > quotient;
@@ -93,8 +93,27 @@ SHRINKPOINT_KERNEL(void, guess_powers,
     }
 }
 
+// Whether no difference is an escape and all codes are small: then these are the tokens. In arithmetic of 16 bits, which
+// may wrap where that is not so.
+SHRINKPOINT_KERNEL(bool, subtract_small,
+                   (const int16_t* codes, const int16_t* guesses, const uint8_t* contexts, size_t count,
+                    uint8_t* tokens),
+                   (codes, guesses, contexts, count, tokens)) {
+    uint16_t above_byte = 0, above_half = 0;
+    for (size_t i = 0; i < count; ++i) {
+        const auto code = static_cast<uint16_t>(codes[i]), guess = static_cast<uint16_t>(guesses[i]);
+        const auto difference = static_cast<uint16_t>(code - guess);
+        const auto from_least = static_cast<uint16_t>(difference - (kEscape + 1));
+        above_byte = static_cast<uint16_t>(above_byte | from_least | static_cast<uint16_t>(from_least + 1));
+        above_half = static_cast<uint16_t>(above_half | static_cast<uint16_t>(code + 0x4000) |
+                                           static_cast<uint16_t>(guess + 0x4000));
+        tokens[i] = static_cast<uint8_t>(contexts[i] + difference);
+    }
+    return above_byte < 0x100 && above_half < 0x8000;
+}
+
 // Returns how many differences are escapes, and 2^31 where a code is out of range.
-SHRINKPOINT_KERNEL(uint32_t, subtract,
+SHRINKPOINT_KERNEL(uint32_t, subtract_large,
                    (const int16_t* codes, const int16_t* guesses, const uint8_t* contexts, size_t count,
                     uint8_t* tokens),
                    (codes, guesses, contexts, count, tokens)) {
@@ -134,6 +153,7 @@ SHRINKPOINT_KERNEL(size_t, count_escapes, (const uint8_t* tokens, const uint8_t*
 
 // Positions whose values one thread makes before their digest, and, where there are several threads, takes at a time.
 constexpr size_t kTurn = 16 * kTile;
+constexpr size_t kBlock = kTile / 4;  // positions of which all scratch memory is in the nearest cache
 
 // What one thread works with; nothing but dithers is cleared, as many tensors are small.
 struct Scratch {
@@ -146,7 +166,7 @@ struct Scratch {
     float values[kTurn], parent[kTurn];
 };
 
-// work(piece, start, count, scratch, place in the piece) for every tile, and then turn(span, scratch) for every piece,
+// work(piece, start, count, scratch, place in the piece) for every block, and then turn(span, scratch) for every piece,
 // in the order of pieces.
 template <typename Work, typename Turn>
 void by_turns(uint64_t count, unsigned threads, Work work, Turn turn) {
@@ -158,8 +178,8 @@ void by_turns(uint64_t count, unsigned threads, Work work, Turn turn) {
         for (size_t index; indices.take(index);) {
             try {
                 const Span piece = span_of(index, count, kTurn, kTurn);
-                for (size_t done = 0; done < piece.count; done += kTile)
-                    work(index, piece.start + done, std::min(kTile, piece.count - done), *scratch, done);
+                for (size_t done = 0; done < piece.count; done += kBlock)
+                    work(index, piece.start + done, std::min(kBlock, piece.count - done), *scratch, done);
                 turns.take(index, [&] { turn(piece, *scratch); });
             } catch (...) {
                 turns.fail();
@@ -310,7 +330,9 @@ Differences lattice_encode(const Lattice& lattice, Codes codes, const Known& kno
         predictor.predict(0, start, count, digests.base != nullptr, scratch, scratch.parent + place, cells.guesses,
                           contexts + start);
         const int16_t* tile_codes = read_codes(codes, start, count, cells.codes);
-        const uint32_t report = subtract(tile_codes, cells.guesses, contexts + start, count, tokens + start);
+        uint32_t report = 0;
+        if (!subtract_small(tile_codes, cells.guesses, contexts + start, count, tokens + start))
+            report = subtract_large(tile_codes, cells.guesses, contexts + start, count, tokens + start);
         if (report >> 31 != 0) in_range = false;
         for (size_t i = 0; (report & 0x7fffffff) != 0 && i < count; ++i) {
             const int32_t difference = tile_codes[i] - cells.guesses[i];

@@ -14,6 +14,8 @@ constexpr int32_t kStepClasses = 8;  // half octaves by which contexts tell step
 constexpr uint32_t kEighths[kStepsPerOctave] = {0x3f800000, 0x3f8b95c2, 0x3f9837f0, 0x3fa5fed7,
                                         0x3fb504f3, 0x3fc5672a, 0x3fd744fd, 0x3feac0c7};  // 2^(k / 8)
 
+constexpr int32_t kMinOctave = -126, kMaxOctave = 127;  // of the normal numbers
+
 // kEighths[k] for k below 8, without a look-up: loops become vectors.
 ALWAYS_INLINE uint32_t eighth(uint32_t k) {
     const uint32_t low = 0 - (k & 1), middle = 0 - (k >> 1 & 1), high = 0 - (k >> 2);
@@ -25,7 +27,7 @@ ALWAYS_INLINE uint32_t eighth(uint32_t k) {
 
 // The bits of 2^(exponent / 8); beyond the normal numbers, the octave stays.
 ALWAYS_INLINE uint32_t power(int32_t exponent) {
-    const int32_t octave = std::min(std::max(exponent >> 3, -126), 127);
+    const int32_t octave = std::min(std::max(exponent >> 3, kMinOctave), kMaxOctave);
     return eighth(static_cast<uint32_t>(exponent & (kStepsPerOctave - 1))) + (static_cast<uint32_t>(octave) << 23);
 }
 
