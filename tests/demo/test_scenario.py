@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from helpers.forked_training import ForkedTraining
 from rich.console import Console
 
-from shrinkpoint.demo import scenario
+from shrinkpoint.demo import processes, scenario
 from shrinkpoint.demo.digests import state_digests
 from shrinkpoint.demo.processes import TrainingProcess, kill_during_save
 from shrinkpoint.demo.run import remove_previous_store, run_demo
@@ -93,6 +96,12 @@ def finished(options: DemoOptions) -> tuple[bool, str, dict[str, Any]]:
     return passed, " ".join(text.getvalue().split()), json.loads(options.record_path.read_text())
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "subprocess", SimpleNamespace(Popen=ForkedTraining, PIPE=subprocess.PIPE))
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_killed_run_that_had_differed_before_the_kill_is_not_put_down_to_the_store(tmp_path: Path) -> None:
     passed, text, record = finished(tiny(tmp_path / "demo", disturb=("killed", 5)))
     assert not passed and record["cause"] == "training" and len(record["findings"]) == 1
@@ -101,12 +110,14 @@ def test_a_killed_run_that_had_differed_before_the_kill_is_not_put_down_to_the_s
     assert all(not check["names"] and not check["error"] for check in record["checkpoints"])
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_difference_after_the_restore_is_judged_by_training_from_the_checkpoint_again(tmp_path: Path) -> None:
     passed, text, record = finished(tiny(tmp_path / "demo", disturb=("resumed", 24)))
     assert not passed and record["cause"] == "training"
     assert "After step 24 the resumed process differs" in text and "came out as the one never killed" in text
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_checkpoint_that_was_damaged_after_the_kill_is_named_and_the_run_still_ends_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

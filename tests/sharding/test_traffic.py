@@ -15,8 +15,8 @@ from shrinkpoint.codec.lattice import matrix_shape
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 
-WIDTHS = (1, 2, 8, 64)
-MAX_GROWTH = 7
+MANY = 32
+MAX_GROWTH = 5
 MAX_BYTES_PER_TENSOR = 2048
 SIZE = 128
 BINS = {"bins": 16, "embedding_bins": 16, "prune": 0.1, "protect": 0.005}
@@ -70,7 +70,7 @@ def test_the_bytes_that_a_rank_receives_do_not_grow_with_the_number_of_ranks(nam
     The rest of the growth are headers of small messages, which a state of this size has little else than.
     """
     (flat, _), received = gpt_states(), dict[int, int]()
-    for width in WIDTHS:
+    for width in (1, 2, MANY):
         ranks = Ranks(width)
         checkpoints = saved(SCHEMES[name], gpt_states(), width, ranks=ranks)
         received[width] = max(*ranks.received, *ranks.sent)
@@ -79,5 +79,5 @@ def test_the_bytes_that_a_rank_receives_do_not_grow_with_the_number_of_ranks(nam
             expected = whole(SCHEMES[name](), gpt_states())
             assert [other(a, b) for a, b in zip(expected, checkpoints, strict=True)] == [[], []]
     assert received[1] == 0
-    assert received[64] < MAX_GROWTH * received[2]
-    assert received[64] / 2 < 2 * 8 * sum_rows_and_columns(flat) + MAX_BYTES_PER_TENSOR * len(flat.tensors)
+    assert received[MANY] < MAX_GROWTH * received[2]
+    assert received[MANY] / 2 < 2 * 8 * sum_rows_and_columns(flat) + MAX_BYTES_PER_TENSOR * len(flat.tensors)
