@@ -20,6 +20,7 @@ def quantize_to_lattice(
     relative_to: str = "",
     previous_codes: Tensor | None = None,
     hysteresis: float = 0.5,
+    threads: int | None = None,
 ) -> LatticeTensor | None:
     """Quantize each value to its nearest point, or keep its previous code within `hysteresis` steps.
 
@@ -30,12 +31,16 @@ def quantize_to_lattice(
         relative_to: the name of that second moment.
         previous_codes: int8 or int16, the codes of the previous checkpoint on the same lattice; or None.
         hysteresis: at least 1/2.
+        threads: native threads; None: as many as torch uses.
 
     Returns:
         The quantized tensor, with codes of one byte if all of them fit; None if some value lies beyond all points.
     """
-    quantize = _quantize_native if tensor.device.type == "cpu" else _quantize_torch
-    codes = quantize(tensor, lattice, second_moment, previous_codes, hysteresis)
+    if tensor.device.type == "cpu":
+        threads = threads or torch.get_num_threads()
+        codes = _quantize_native(tensor, lattice, second_moment, previous_codes, hysteresis, threads)
+    else:
+        codes = _quantize_torch(tensor, lattice, second_moment, previous_codes, hysteresis)
     return None if codes is None else LatticeTensor(codes.reshape(tensor.shape), lattice, relative_to)
 
 
@@ -45,6 +50,7 @@ def _quantize_native(
     second_moment: LatticeTensor | None,
     previous_codes: Tensor | None,
     hysteresis: float,
+    threads: int,
 ) -> Tensor | None:
     shape = matrix_shape(tuple(tensor.shape))
     for dtype in (torch.int8, torch.int16):
@@ -57,7 +63,7 @@ def _quantize_native(
             second_codes=None if second_moment is None else tensor_bytes(second_moment.codes.cpu()),
             previous=None if previous_codes is None else tensor_bytes(previous_codes.cpu()),
             hysteresis=hysteresis,
-            threads=torch.get_num_threads(),
+            threads=threads,
         )
         if code_bytes <= dtype.itemsize:
             return codes if code_bytes else None
@@ -84,7 +90,11 @@ def _quantize_torch(
 
 
 def quantization_error_sums(
-    weight: Tensor, quantized: LatticeTensor, slopes: Tensor | None, squares: Tensor | None
+    weight: Tensor,
+    quantized: LatticeTensor,
+    slopes: Tensor | None,
+    squares: Tensor | None,
+    threads: int | None = None,
 ) -> tuple[float, float, float]:
     """Sum over the errors e of a quantized weight: slopes times e, squares times e^2, and e^2, in float64.
 
@@ -92,6 +102,7 @@ def quantization_error_sums(
         weight: floats of 16 or 32 bits; errors are those of the decoded float32 values.
         quantized: of spacing "linear", on the device of `weight`.
         slopes, squares: matrices of as many values, float32 or bfloat16; None: zero.
+        threads: native threads; None: as many as torch uses.
     """
     if weight.device.type == "cpu":
         return _native.quantization_error_sums(
@@ -100,7 +111,7 @@ def quantization_error_sums(
             tensor_bytes(as_native_float(weight)),
             slopes=None if slopes is None else tensor_bytes(slopes.cpu()),
             squares=None if squares is None else tensor_bytes(squares.cpu()),
-            threads=torch.get_num_threads(),
+            threads=threads or torch.get_num_threads(),
         )
     errors = as_matrix(quantized.dequantize(torch.float32)) - as_matrix(weight).to(torch.float32)
     errors = errors.to(torch.float64)

@@ -64,13 +64,16 @@ class SecondMomentSums:
         return int(self.counts.rows.sum()) < numel
 
 
-def second_moment_sums(v: Tensor, m: Tensor | None = None, *, by_column: bool = True) -> SecondMomentSums:
+def second_moment_sums(
+    v: Tensor, m: Tensor | None = None, *, by_column: bool = True, threads: int | None = None
+) -> SecondMomentSums:
     """Sum a second moment, its logarithms and what is present, by row and by column, in one pass.
 
     Args:
         v: float32 or bfloat16, of any shape.
         m: the first moment, of the same shape, float32 or bfloat16; None: unknown.
         by_column: also sum by column.
+        threads: native threads; None: as many as torch uses.
     """
     if v.device.type != "cpu":
         return _second_moment_sums_torch(v, m, by_column)
@@ -81,7 +84,7 @@ def second_moment_sums(v: Tensor, m: Tensor | None = None, *, by_column: bool = 
         columns,
         firsts=None if m is None else tensor_bytes(m),
         by_column=by_column,
-        threads=torch.get_num_threads(),
+        threads=threads or torch.get_num_threads(),
     )
     tensors = [torch.from_numpy(array) for array in sums]
     logs, counts, values = (MatrixSums(*tensors[i : i + 2]) for i in (0, 2, 4))
@@ -118,7 +121,7 @@ def _log2_units(bits: Tensor) -> Tensor:
 
 
 def quantize_second_moment(
-    v: Tensor, m: Tensor | None, lattice: Lattice, dead_zone: float
+    v: Tensor, m: Tensor | None, lattice: Lattice, dead_zone: float, threads: int | None = None
 ) -> tuple[LatticeTensor, Tensor | None]:
     """Quantize a finite second moment to powers of two; where it is not present it stays zero.
 
@@ -127,6 +130,7 @@ def quantize_second_moment(
         m: the first moment, of the same shape: what is not zero there counts as present in `v`. None: unknown.
         lattice: of spacing "log".
         dead_zone: half the width of what becomes the mean of row and column, in steps.
+        threads: native threads; None: as many as torch uses.
 
     Returns:
         The quantized tensor, and the sums by row (float64) of `m^2 / v'` where that is finite, v' being the decoded
@@ -144,7 +148,7 @@ def quantize_second_moment(
         firsts=None if m is None else tensor_bytes(m),
         step=lattice.step,
         dead_zone=dead_zone,
-        threads=torch.get_num_threads(),
+        threads=threads or torch.get_num_threads(),
     )
     quantized = LatticeTensor(torch.from_numpy(codes).view(torch.int8).reshape(v.shape), lattice)
     return quantized, None if m is None else torch.from_numpy(sums)

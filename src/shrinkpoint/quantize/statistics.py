@@ -252,11 +252,16 @@ class ValueSums:
         return math.sqrt(self.squared_deviations / max(1, self.count))
 
 
-def value_sums(tensor: Tensor) -> ValueSums:
-    """Compute the largest magnitude, mean and squared deviations of a floating-point tensor in one pass, in float64."""
+def value_sums(tensor: Tensor, threads: int | None = None) -> ValueSums:
+    """Compute the largest magnitude, mean and squared deviations of a floating-point tensor in one pass, in float64.
+
+    Args:
+        threads: native threads; None: as many as torch uses.
+    """
     values, count = as_native_float(tensor), tensor.numel()
     if values.device.type == "cpu":
-        return ValueSums(*_native.value_sums(tensor_bytes(values), count, threads=torch.get_num_threads()), count)
+        threads = threads or torch.get_num_threads()
+        return ValueSums(*_native.value_sums(tensor_bytes(values), count, threads=threads), count)
     if not count:
         return ValueSums(0.0, 0.0, 0.0, 0)
     low, high = (float(end) for end in torch.aminmax(values))

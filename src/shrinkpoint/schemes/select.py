@@ -17,6 +17,7 @@ from torch import Tensor
 from shrinkpoint.codec.lattice import LatticeTensor, as_matrix
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.errors import warn_user
+from shrinkpoint.quantize.map_tensors import map_tensors
 from shrinkpoint.quantize.statistics import ValueSums, value_sums
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.dtypes import as_bits
@@ -114,7 +115,7 @@ def select_tensors(
     }
     optimized = frozenset() if optimized_names is None else frozenset(optimized_names)
     colocated = _group_by_shard(global_tensors, candidates)
-    sums = {name: value_sums(tensor) for name, tensor in candidates.items()}
+    sums = map_tensors(lambda name, threads: value_sums(candidates[name], threads), candidates)
     reports = global_tensors.reduce(
         {
             name: _ShardReport(

@@ -153,14 +153,17 @@ class Curvature:
             return cls(squares, first, relative_only=squares is None, first_factor=factor)
         return cls((first.to(torch.float32) * factor).square(), first, relative_only=True, first_factor=factor)
 
-    def rise_terms(self, weight: Tensor, quantized: LatticeTensor) -> tuple[float, float]:
+    def rise_terms(self, weight: Tensor, quantized: LatticeTensor, threads: int | None = None) -> tuple[float, float]:
         """(slope term, curvature term of one loss term) of the rise that quantizing a weight causes.
 
         Both are 0 if unknown.
+
+        Args:
+            threads: native threads; None: as many as torch uses.
         """
         is_constant = self.second is not None and self.second.numel() > 0 and self.second.stride() == (0, 0)
         squares = None if is_constant else self.second
-        slope, curvature, error = quantization_error_sums(weight, quantized, self.first, squares)
+        slope, curvature, error = quantization_error_sums(weight, quantized, self.first, squares, threads)
         if is_constant and self.second is not None:
             curvature = error * float(self.second[0, 0])
         return self.first_factor * slope, self.second_factor * curvature / 2

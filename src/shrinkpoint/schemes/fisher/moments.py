@@ -26,6 +26,7 @@ from shrinkpoint.codec.lattice import (
     scale_counts,
 )
 from shrinkpoint.quantize.lattice import quantize_to_lattice
+from shrinkpoint.quantize.map_tensors import map_tensors
 from shrinkpoint.quantize.second_moment import (
     LOG_UNITS_PER_OCTAVE,
     SecondMomentSums,
@@ -151,18 +152,21 @@ class _MomentQuantizer:
         valid = self._tensors.tensors_where_all({name: not sums[name].has_negative for name in moments})
         sums = {name: sums[name] for name in moments if self._tensors.global_name(name) in valid}
         exponents = self._split_second_exponents(sums)
-        points = {}
         # finer if it is not a decaying average
         finer = replace(self._precision, second_step=self._precision.accumulator_step, dead_zone=0.5)
-        for name in sums:
+
+        def quantize(name: str, threads: int) -> tuple[LatticeTensor, Tensor | None]:
             v, m = moments[name], firsts[name]
             precision = self._precision if self._slot(name) in _AVERAGE_SLOTS else finer
             rows, columns = exponents.get(name) or second_exponents(tuple(v.shape), sums[name])
             lattice = Lattice("log", rows, columns, step=precision.second_step)
-            points[name], relative_sums = quantize_second_moment(v, m, lattice, precision.dead_zone)
+            return quantize_second_moment(v, m, lattice, precision.dead_zone, threads)
+
+        results = map_tensors(quantize, {name: moments[name] for name in sums})
+        for name, (_, relative_sums) in results.items():
             if relative_sums is not None:
                 self._relative_sums[self._firsts[name]] = relative_sums
-        return points
+        return {name: points for name, (points, _) in results.items()}
 
     def _slot(self, name: str) -> str:
         """The optimizer's name for a moment; torch.distributed.checkpoint joins names with dots."""
@@ -209,15 +213,16 @@ class _MomentQuantizer:
             return rows, torch.zeros(matrix_shape(tuple(moments[name].shape))[1], dtype=torch.float64)
 
         sums = tensors.marginals((name for name in names if not tensors.is_whole(name)), local_sums)
-        points = dict[str, LatticeTensor | None]()
-        for name in names:
+
+        def quantize(name: str, threads: int) -> LatticeTensor | None:
             m, total = moments[name], sums.get(tensors.global_name(name))
             if name in momentum:
-                points[name] = self._quantize_momentum(name, m, seeds[name], total)
-            else:
-                second = self._pairs[name]
-                rows = self._row_exponents(name, None if tensors.is_whole(name) else total)
-                points[name] = quantize_first(m, second_points[second], second, seeds[name], rows)
+                return self._quantize_momentum(name, m, seeds[name], total)
+            second = self._pairs[name]
+            rows = self._row_exponents(name, None if tensors.is_whole(name) else total)
+            return quantize_first(m, second_points[second], second, seeds[name], rows, threads)
+
+        points = map_tensors(quantize, {name: moments[name] for name in names})
         failed = tensors.union(name for name, lattice in points.items() if lattice is None)
         return {n: x for n, x in points.items() if x is not None and tensors.global_name(n) not in failed}
 
@@ -252,14 +257,17 @@ class _MomentQuantizer:
         return part.rows, part.columns
 
 
-def quantize_first(m: Tensor, v: LatticeTensor, relative_to: str, seed: int, rows: Tensor) -> LatticeTensor | None:
+def quantize_first(
+    m: Tensor, v: LatticeTensor, relative_to: str, seed: int, rows: Tensor, threads: int | None = None
+) -> LatticeTensor | None:
     """Quantize a first moment relative to the square root of `v`, which is named `relative_to`.
 
     Args:
         rows: exponents of rows; `first_row_exponents`.
+        threads: native threads; None: as many as torch uses.
     """
     lattice = Lattice("relative", rows, torch.zeros(1, dtype=torch.int16), seed=seed)
-    return quantize_to_lattice(m, lattice, second_moment=v, relative_to=relative_to)
+    return quantize_to_lattice(m, lattice, second_moment=v, relative_to=relative_to, threads=threads)
 
 
 def first_row_exponents(means: Tensor, precision: MomentPrecision) -> Tensor:

@@ -6,11 +6,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from shrinkpoint.codec.lattice import as_matrix, matrix_shape
+from shrinkpoint.quantize.map_tensors import map_tensors
 from shrinkpoint.quantize.second_moment import SecondMomentSums, second_moment_sums
 from shrinkpoint.schemes.select import max_abs
 from shrinkpoint.sharding.global_tensors import GlobalTensors, Marginals, TensorShard
@@ -39,10 +41,15 @@ class MomentStatistics:
         """
         first = self._pairs.get(name) if with_first else None
         if (name, first is not None) not in self._sums:
-            v, m = (None if key is None else as_native_float(self._tensors[key]) for key in (name, first))
-            assert v is not None
-            self._sums[name, first is not None] = second_moment_sums(v, m, by_column=v.dim() > 1)
+            others = {name} if first is None else self._pairs  # what is asked of a pair is asked of all soon
+            sums = map_tensors(partial(self._sum, with_first=with_first), {key: self._tensors[key] for key in others})
+            self._sums |= {(key, first is not None): result for key, result in sums.items()}
         return self._sums[name, first is not None]
+
+    def _sum(self, name: str, threads: int, *, with_first: bool) -> SecondMomentSums:
+        v, first = as_native_float(self._tensors[name]), self._pairs.get(name) if with_first else None
+        m = None if first is None else as_native_float(self._tensors[first])
+        return second_moment_sums(v, m, by_column=v.dim() > 1, threads=threads)
 
     def is_finite(self, name: str) -> bool:
         """Whether all values of a moment are finite."""

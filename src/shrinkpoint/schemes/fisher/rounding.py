@@ -58,23 +58,25 @@ class PreviousPoints:
 
 
 def quantize_weight(
-    weight: Tensor, lattice: Lattice, previous: PreviousPoints | None, hysteresis: float
+    weight: Tensor,
+    lattice: Lattice,
+    previous: PreviousPoints | None,
+    hysteresis: float,
+    threads: int | None = None,
 ) -> LatticeTensor | None:
     """The nearest point of each value, or its previous one if that is at most `hysteresis` steps away.
 
     Args:
         hysteresis: in steps, at least 1/2 (the nearest). Weights that only fluctuate then keep their points, and a
             checkpoint is more of an average over time.
+        threads: native threads; None: as many as torch uses.
 
     Returns:
         None if codes do not reach as far as the weight, or its dtype not as far as the points.
     """
-    return points_in_range(
-        quantize_to_lattice(
-            weight, lattice, previous_codes=None if previous is None else previous.codes, hysteresis=hysteresis
-        ),
-        weight.dtype,
-    )
+    codes = None if previous is None else previous.codes
+    points = quantize_to_lattice(weight, lattice, previous_codes=codes, hysteresis=hysteresis, threads=threads)
+    return points_in_range(points, weight.dtype)
 
 
 def points_in_range(points: LatticeTensor | None, dtype: torch.dtype) -> LatticeTensor | None:

@@ -20,6 +20,7 @@ from shrinkpoint.codec.lattice import (
 )
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.quantize.layer_types import EMBEDDING, HEAD, layer_type_from_name
+from shrinkpoint.quantize.map_tensors import map_tensors
 from shrinkpoint.schemes.fisher.curvature import Curvature
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights, total_entropy_bits
 from shrinkpoint.schemes.fisher.rounding import (
@@ -264,9 +265,10 @@ class StepCandidates:
         previous = {name: self._previous_points(name, lattice) for name, lattice in lattices.items()}
         comparable = {name: points for name, points in previous.items() if points is not None}
         hysteresis = fit_hysteresis(self._global, lattices, comparable, MIN_RETAINED, MAX_HYSTERESIS)
-        results = {
-            name: self._quantize_weight(name, lattice, previous[name], hysteresis) for name, lattice in lattices.items()
-        }
+        results = map_tensors(
+            lambda name, threads: self._quantize_weight(name, lattices[name], previous[name], hysteresis, threads),
+            {name: self.weights[name] for name in lattices},
+        )
         left_out = tensors.union(name for name, points in results.items() if points is None)
         points = {
             name: points
@@ -290,11 +292,10 @@ class StepCandidates:
 
     def _rise_terms(self, points: Mapping[str, LatticeTensor]) -> tuple[float, float]:
         """This rank's part of the slope term and the curvature term of the predicted rise."""
-        terms = [
-            self.curvatures[name].rise_terms(self.weights[name], quantized)
-            for name, quantized in points.items()
-            if self._global.is_primary(name)
-        ]
+        terms = map_tensors(
+            lambda name, threads: self.curvatures[name].rise_terms(self.weights[name], points[name], threads),
+            {name: self.weights[name] for name in points if self._global.is_primary(name)},
+        ).values()
         return sum(slope for slope, _ in terms), sum(curvature for _, curvature in terms)
 
     def _fresh_lattice(
@@ -306,12 +307,12 @@ class StepCandidates:
         return None if lattice is None else replace(shard.spec.slice_lattice(lattice, shard.sizes), seed=seed)
 
     def _quantize_weight(
-        self, name: str, lattice: Lattice, previous: PreviousPoints | None, hysteresis: float
+        self, name: str, lattice: Lattice, previous: PreviousPoints | None, hysteresis: float, threads: int
     ) -> LatticeTensor | None:
         weight = self.weights[name]
         if name in self._stochastic:
             return points_in_range(self._stochastic[name].quantize(weight, lattice), weight.dtype)
-        return quantize_weight(weight, lattice, previous, hysteresis)
+        return quantize_weight(weight, lattice, previous, hysteresis, threads)
 
     def _previous_points(self, name: str, lattice: Lattice) -> PreviousPoints | None:
         """The parent's points on this lattice; None for weights with stochastic rounding, which have no hysteresis."""
