@@ -36,7 +36,7 @@ class Pool {
     // Keeps a block; true unless the caller must free it.
     bool give(Header* header) {
         const std::lock_guard lock(mutex_);
-        if (header->size > kPoolBound / 2) return false;
+        if (header->size > kMaxPooled) return false;
         free_.push_back(header);
         kept_ += header->size;
         while (kept_ > kPoolBound) {
