@@ -15,6 +15,7 @@
 #include "predict.hpp"
 #include "python.hpp"
 #include "simd.hpp"
+#include "stream_copy.hpp"
 #include "tokens.hpp"
 
 using namespace nanobind::literals;
@@ -320,6 +321,15 @@ NB_MODULE(_native, m) {
             return array_of(std::move(out));
         },
         "planes"_a, "width"_a);
+    m.def(
+        "stream_copy",
+        [](nb::handle source, nb::handle target, unsigned threads) {
+            const Bytes from(source), to(target, PyBUF_WRITABLE);
+            uint8_t* const out = to.checked(from.size(), 1, "target");
+            nb::gil_scoped_release release;
+            stream_copy(from.data(), from.size(), out, threads);
+        },
+        "source"_a, "target"_a, "threads"_a = 1);
     nb::class_<Hasher>(m, "Hasher")
         .def(nb::init<>())
         .def("update",

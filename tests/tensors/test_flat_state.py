@@ -197,6 +197,20 @@ def test_a_snapshot_reuses_the_memory_of_an_earlier_one() -> None:
     assert second.tensors["w"].sum() == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.bool])
+def test_a_snapshot_of_large_tensors_has_their_bits_wherever_they_lie(dtype: torch.dtype) -> None:
+    numel = (3 << 20) // dtype.itemsize + 5
+    data = torch.randint(0, 2, ((numel + 3) * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+    tensors = {"whole": data[:numel], "offset": data[3:], "transposed": data[: numel // 2 * 2].reshape(-1, 2).T}
+    tensors |= {"conjugated": data[1:].conj()} if dtype.is_complex else {}
+    flat = flatten({name: tensor.clone() if name == "whole" else tensor for name, tensor in tensors.items()})
+    earlier = {name: torch.ones_like(tensor.resolve_conj().contiguous()) for name, tensor in flat.tensors.items()}
+    for reuse in ({}, earlier):
+        copies = snapshot(flat, reuse=reuse).tensors
+        assert all(bool((copies[name] == tensor).all()) for name, tensor in flat.tensors.items())
+        assert not {copy.data_ptr() for copy in copies.values()} & {tensor.data_ptr() for tensor in tensors.values()}
+
+
 def test_of_parameters_alone_it_comes_back_whether_they_require_a_gradient():
     """As the documentation says; of a plain tensor it is a matter of the graph that made it."""
     state = {"p": torch.nn.Parameter(torch.ones(2)), "q": torch.nn.Parameter(torch.ones(2), requires_grad=False)}

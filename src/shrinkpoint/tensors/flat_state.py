@@ -8,13 +8,17 @@ from typing import Any
 
 import torch
 
+from shrinkpoint._native import stream_copy
 from shrinkpoint.guard import no_gc, read_guard
-from shrinkpoint.tensors.dtypes import as_bits, dtype_name, empty
+from shrinkpoint.tensors.dtypes import as_bits, dtype_name, empty, tensor_bytes
 from shrinkpoint.tensors.info import JSON, OptimizerInfo, Role, TensorInfo
 from shrinkpoint.tensors.memory import Arena
 from shrinkpoint.tensors.roles import infer_roles
 from shrinkpoint.tensors.shared_storage import deduplicate
 from shrinkpoint.tensors.tree import MAX_COPY_BYTES, TreeDecoder, TreeEncoder
+
+_MIN_STREAMED_BYTES = 1 << 20
+"""Bytes of a tensor from which it is copied past the caches: its copy is read later than they hold it."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +84,16 @@ def copy_tensor(tensor: torch.Tensor, target: torch.Tensor | None, arena: Arena)
             target = empty(shape, tensor.dtype, pin=tensor.is_cuda)
         else:
             target = torch.from_numpy(arena.allocate(tensor.nbytes)).view(tensor.dtype).reshape(shape)
-    as_bits(target).copy_(as_bits(tensor), non_blocking=tensor.is_cuda)
+    if tensor.nbytes >= _MIN_STREAMED_BYTES and _is_plain(tensor) and _is_plain(target):
+        stream_copy(tensor_bytes(tensor), tensor_bytes(target), torch.get_num_threads())
+    else:
+        as_bits(target).copy_(as_bits(tensor), non_blocking=tensor.is_cuda)
     return target
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether `tensor_bytes` shares a tensor's memory."""
+    return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def flatten(state: Any) -> FlatState:
