@@ -34,10 +34,14 @@ def pytest_configure() -> None:
 LONGEST_FIRST = (
     "tests/store/test_header_mutations.py",
     "tests/train/test_crash_recovery.py",
+    "tests/demo/test_scenario.py",
+    "tests/test_lazy_imports.py",
+    "tests/test_examples.py",
     "tests/comm/test_ddp.py",
     "tests/comm/pipeline/test_state_dict.py",
     "tests/train",
     "tests/comm",
+    "tests/schemes",
     "tests/store",
     "tests",
 )
