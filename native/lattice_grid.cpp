@@ -105,13 +105,13 @@ SHRINKPOINT_KERNEL(void, fill_exponents, (const Lattice& lattice, uint64_t start
 
 SHRINKPOINT_KERNEL(void, fill_dithers, (uint32_t seed, uint64_t start, size_t count, float* out),
                    (seed, start, count, out)) {
-    const auto first = static_cast<uint32_t>(start);
-    for (size_t i = 0; i < count; ++i) {
-        uint32_t x = (first + static_cast<uint32_t>(i)) * 0x9E3779B1u + seed;
+    uint32_t next = static_cast<uint32_t>(start) * 0x9E3779B1u + seed;
+    for (size_t i = 0; i < count; ++i, next += 0x9E3779B1u) {
+        uint32_t x = next;
         x = (x ^ x >> 16) * 0x7FEB352Du;
         x = (x ^ x >> 15) * 0x846CA68Bu;
         x = (x ^ x >> 16) >> 24;
-        out[i] = (static_cast<float>(static_cast<int32_t>(x)) + 0.5f) / 256 - 0.5f;
+        out[i] = static_cast<float>(static_cast<int32_t>(x)) / 256 + (1.0f / 512 - 0.5f);  // exact: multiples of 1/512
     }
 }
 

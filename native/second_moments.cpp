@@ -9,6 +9,7 @@
 #include "lanes.hpp"
 #include "lattice_cells.hpp"
 #include "lattice_grid.hpp"
+#include "lattice_powers.hpp"
 #include "parallel.hpp"
 #include "predict.hpp"
 #include "simd.hpp"
@@ -83,11 +84,13 @@ SHRINKPOINT_KERNEL(int32_t, add_row_without_columns,
     return add_values_of_row<false>(seconds, firsts, count, columns, row);
 }
 
-// Codes, and the values that they stand for.
+// Codes, of one byte and of two, and the exponents of code 0.
 SHRINKPOINT_KERNEL(void, quantize_row,
                    (const float* seconds, const float* firsts, size_t count, int32_t row_exponent,
-                    const int32_t* column_exponents, int32_t step, float dead_zone, int8_t* codes, float* decoded),
-                   (seconds, firsts, count, row_exponent, column_exponents, step, dead_zone, codes, decoded)) {
+                    const int32_t* column_exponents, int32_t step, float dead_zone, int8_t* codes, int16_t* wide_codes,
+                    int32_t* exponents),
+                   (seconds, firsts, count, row_exponent, column_exponents, step, dead_zone, codes, wide_codes,
+                    exponents)) {
     const float scale = 1.0f / static_cast<float>(step << kLogBits);
     for (size_t i = 0; i < count; ++i) {
         const auto bits = static_cast<int32_t>(bits_of(seconds[i]));
@@ -98,9 +101,9 @@ SHRINKPOINT_KERNEL(void, quantize_row,
         int32_t code = rounded(std::min(std::max(position, -200.0f), 200.0f));
         code =
             std::min(std::max(code, kMinCode), kMaxPowerCode) & -static_cast<int32_t>(std::fabs(position) >= dead_zone);
-        const uint32_t value = power(exponent + step * code) & -static_cast<uint32_t>(present);
-        codes[i] = static_cast<int8_t>(chosen(present, code, kZeroCode));
-        decoded[i] = float_of(value);
+        code = chosen(present, code, kZeroCode);
+        codes[i] = static_cast<int8_t>(code), wide_codes[i] = static_cast<int16_t>(code);
+        exponents[i] = exponent;
     }
 }
 
@@ -117,7 +120,8 @@ SHRINKPOINT_KERNEL(double, sum_relative_squares, (const float* firsts, const flo
 
 struct Buffers {
     float seconds[kBlockColumns], firsts[kBlockColumns], decoded[kBlockColumns];
-    int32_t exponents[kBlockColumns];
+    int32_t column_exponents[kBlockColumns], exponents[kBlockColumns];
+    int16_t codes[kBlockColumns];
     ColumnSums columns;
 };
 
@@ -204,16 +208,16 @@ std::vector<double> quantize_second_moments(Floats seconds, Floats firsts, uint6
     std::vector<double> parts(firsts.data == nullptr ? 0 : rows * segments);
     by_blocks(rows, columns, threads, [&](const Block& block, Buffers& buffers) {
         for (size_t i = 0; i < block.count; ++i)
-            buffers.exponents[i] = grid.columns[grid.column_count == 1 ? 0 : block.column + i];
+            buffers.column_exponents[i] = grid.columns[grid.column_count == 1 ? 0 : block.column + i];
         for (uint64_t row = block.first_row; row < block.end_row; ++row) {
             const uint64_t start = row * columns + block.column;
             const float* values = read_floats(seconds, start, block.count, buffers.seconds);
             const float* first_values = read_floats(others, start, block.count, buffers.firsts);
-            quantize_row(values, first_values, block.count, grid.rows[row], buffers.exponents, grid.step, dead_zone,
-                         codes + start, buffers.decoded);
-            if (!parts.empty())
-                parts[row * segments + block.segment] =
-                    sum_relative_squares(first_values, buffers.decoded, block.count);
+            quantize_row(values, first_values, block.count, grid.rows[row], buffers.column_exponents, grid.step,
+                         dead_zone, codes + start, buffers.codes, buffers.exponents);
+            if (parts.empty()) continue;
+            make_powers(buffers.codes, buffers.exponents, grid.step, block.count, buffers.decoded);
+            parts[row * segments + block.segment] = sum_relative_squares(first_values, buffers.decoded, block.count);
         }
     });
     if (parts.empty()) return parts;

@@ -329,6 +329,12 @@ def test_what_is_asked_for_by_error_or_ratio_is_measured_too_where_it_can_be():
         assert line["rise"] == pytest.approx(chain.rise, rel=1e-3) and chain.calls == 4
 
 
+@pytest.mark.parametrize("options", [{"relative_error": 0.05}, {"ratio": 6}])
+def test_what_is_asked_for_by_error_or_ratio_is_predicted_where_the_number_of_terms_is_known(options):
+    (known,), (unknown,) = (Chain(Bowl(), terms=terms, **options).save()["tried"] for terms in (TERMS, None))
+    assert known["curvature"] > 0 and unknown["curvature"] is None and known["slope"] == unknown["slope"]
+
+
 @pytest.mark.parametrize("options", [{"relative_error": 0.05}, {"ratio": 8}])
 def test_the_same_error_is_better_where_the_loss_is_known(options):
     """Of the same number of bits, more go where it matters."""

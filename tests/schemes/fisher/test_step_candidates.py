@@ -57,6 +57,13 @@ def test_a_draft_predicts_from_its_own_errors():
     assert draft.curvature_term == pytest.approx(sum(second for _, second in rises))
 
 
+def test_points_and_slope_do_not_depend_on_whether_the_curvature_term_is_asked_for():
+    made = drafts()
+    whole, part = made.quantize(-8), made.quantize(-8, with_curvature=False)
+    assert part.curvature_term == 0 < whole.curvature_term and part.slope_term == whole.slope_term
+    assert all(torch.equal(part.points[name].codes, points.codes) for name, points in whole.points.items())
+
+
 def test_smaller_steps_lose_less_and_cost_more():
     made = drafts()
     sizes = [*range(-48, 1, 8)]

@@ -153,18 +153,21 @@ class Curvature:
             return cls(squares, first, relative_only=squares is None, first_factor=factor)
         return cls((first.to(torch.float32) * factor).square(), first, relative_only=True, first_factor=factor)
 
-    def rise_terms(self, weight: Tensor, quantized: LatticeTensor, threads: int | None = None) -> tuple[float, float]:
+    def rise_terms(
+        self, weight: Tensor, quantized: LatticeTensor, threads: int | None = None, *, with_curvature: bool = True
+    ) -> tuple[float, float]:
         """(slope term, curvature term of one loss term) of the rise that quantizing a weight causes.
 
         Both are 0 if unknown.
 
         Args:
             threads: native threads; None: as many as torch uses.
+            with_curvature: False: the second moments are not read, and the curvature term is 0.
         """
         is_constant = self.second is not None and self.second.numel() > 0 and self.second.stride() == (0, 0)
-        squares = None if is_constant else self.second
+        squares = self.second if with_curvature and not is_constant else None
         slope, curvature, error = quantization_error_sums(weight, quantized, self.first, squares, threads)
-        if is_constant and self.second is not None:
+        if is_constant and with_curvature and self.second is not None:
             curvature = error * float(self.second[0, 0])
         return self.first_factor * slope, self.second_factor * curvature / 2
 

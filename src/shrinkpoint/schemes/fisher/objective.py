@@ -161,7 +161,7 @@ class ErrorTarget(Objective):
         self, candidates: StepCandidates, memory: RunMemory, measure: Measure | None, state_bits: StateBits
     ) -> StepChoice:
         log_step = to_log_step(min(max(self.error * math.sqrt(12), _MIN_STEP), _MAX_STEP))
-        return _accept(candidates.quantize(log_step), memory, measure)
+        return _accept(_quantize(candidates, log_step, memory), memory, measure)
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class RatioTarget(Objective):
             low, high = (low, middle) if candidates.bits(middle) <= target else (middle + 1, high)
         if low == MAX_LOG_STEP and candidates.bits(low) > target:
             self._report_unreachable(state_bits.ratio(candidates.bits(low)), state_bits.is_first)
-        return _accept(candidates.quantize(low), memory, measure)
+        return _accept(_quantize(candidates, low, memory), memory, measure)
 
     def _report_unreachable(self, reachable: float, is_first: bool) -> None:
         """Raise at the first checkpoint of a run, warn at later ones: what is reachable changes during a run."""
@@ -332,6 +332,11 @@ def _parse_budget(budget: Any) -> float:
     if validate.parse_percent(budget) is None:
         raise validate.argument_error("budget", budget, expected, "write a number and %")
     return validate.check_fraction("budget", budget)
+
+
+def _quantize(candidates: StepCandidates, log_step: int, memory: RunMemory) -> QuantizedWeights:
+    """Quantize for a target that does not depend on the rise, which is predicted only where N is known."""
+    return candidates.quantize(log_step, with_curvature=memory.num_terms is not None)
 
 
 def _accept(weights: QuantizedWeights, memory: RunMemory, measure: Measure | None) -> StepChoice:

@@ -161,7 +161,8 @@ class QuantizedWeights:
         log_step: the step size in eighths of an octave: 0 is one standard deviation, in the geometric mean over all
             weights.
         points: this rank's points, by local name.
-        slope_term, curvature_term: the two terms of the predicted rise; the second one for a single loss term.
+        slope_term, curvature_term: the two terms of the predicted rise; the second one for a single loss term, and 0
+            if it was not asked for.
         hysteresis: in steps; see `steps.quantize_weight`.
         left_out: global names of weights that stay exact, because points do not reach as far as they do.
         dtypes: of the weights, by local name.
@@ -258,8 +259,12 @@ class StepCandidates:
             total += self.curvatures[name].weighted_sum(*squared) / 24
         return self._global.tensors.sum_over_ranks(total)[0]
 
-    def quantize(self, log_step: int) -> QuantizedWeights:
-        """Quantize with steps of this size; weights that codes do not reach as far as are left out."""
+    def quantize(self, log_step: int, *, with_curvature: bool = True) -> QuantizedWeights:
+        """Quantize with steps of this size; weights that codes do not reach as far as are left out.
+
+        Args:
+            with_curvature: compute the curvature term; on all ranks or on none.
+        """
         tensors = self._global.tensors
         lattices = {name: self._lattice_at(name, log_step) for name in self.unit_lattices}
         previous = {name: self._previous_points(name, lattice) for name, lattice in lattices.items()}
@@ -275,7 +280,7 @@ class StepCandidates:
             for name, points in results.items()
             if points is not None and self._global.global_name(name) not in left_out
         }
-        slope, curvature = tensors.sum_over_ranks(*self._rise_terms(points))
+        slope, curvature = tensors.sum_over_ranks(*self._rise_terms(points, with_curvature=with_curvature))
         names = dict.fromkeys((*map(self._global.global_name, self.unit_lattices), *sorted(left_out)))
         ordered = tuple(name for name in names if name in left_out)
         dtypes = {name: self.weights[name].dtype for name in points}
@@ -290,12 +295,15 @@ class StepCandidates:
         """The standard deviation of the global tensor of a local weight."""
         return self._global.std[self._global.global_name(name)]
 
-    def _rise_terms(self, points: Mapping[str, LatticeTensor]) -> tuple[float, float]:
+    def _rise_terms(self, points: Mapping[str, LatticeTensor], *, with_curvature: bool) -> tuple[float, float]:
         """This rank's part of the slope term and the curvature term of the predicted rise."""
-        terms = map_tensors(
-            lambda name, threads: self.curvatures[name].rise_terms(self.weights[name], points[name], threads),
-            {name: self.weights[name] for name in points if self._global.is_primary(name)},
-        ).values()
+
+        def compute(name: str, threads: int) -> tuple[float, float]:
+            weight, curvature = self.weights[name], self.curvatures[name]
+            return curvature.rise_terms(weight, points[name], threads, with_curvature=with_curvature)
+
+        weights = {name: self.weights[name] for name in points if self._global.is_primary(name)}
+        terms = map_tensors(compute, weights).values()
         return sum(slope for slope, _ in terms), sum(curvature for _, curvature in terms)
 
     def _fresh_lattice(
