@@ -128,19 +128,32 @@ SHRINKPOINT_KERNEL(uint32_t, subtract_large,
     return escapes | out_of_range << 31;
 }
 
-// Returns the same; what escapes are is not added yet.
-SHRINKPOINT_KERNEL(uint32_t, add, (const uint8_t* tokens, const uint8_t* contexts, size_t count, int16_t* codes),
-                   (tokens, contexts, count, codes)) {
-    uint32_t escapes = 0, out_of_range = 0;
+struct Sums {
+    uint16_t escapes = 0;  // how many there are
+    bool in_range = true, narrow = true;
+};
+
+// Adds differences to the guesses of up to kTile codes; what escapes are is not added yet. The codes go to `narrow` as
+// well, as far as they fit. All in 16 bits, where the sum of two of one sign that has the other is out of range.
+SHRINKPOINT_KERNEL(Sums, add,
+                   (const uint8_t* tokens, const uint8_t* contexts, size_t count, int16_t* codes, int8_t* narrow),
+                   (tokens, contexts, count, codes, narrow)) {
+    constexpr uint16_t kFirstInvalid = kMaxCode + 1, kInvalid = 3;  // 32767, -32768, -32767
+    uint16_t escapes = 0, out_of_range = 0, lost = 0;
     for (size_t i = 0; i < count; ++i) {
-        const int32_t difference = static_cast<int8_t>(tokens[i] - contexts[i]);
-        const bool large = difference == kEscape;
-        const int32_t code = codes[i] + (large ? 0 : difference);
-        escapes += large;
-        out_of_range |= code > kMaxCode || code < -kMaxCode;
+        const auto difference = static_cast<int16_t>(static_cast<int8_t>(tokens[i] - contexts[i]));
+        const auto large = static_cast<uint16_t>(difference == kEscape ? 0xffff : 0);
+        const auto guess = static_cast<uint16_t>(codes[i]);
+        const auto added = static_cast<uint16_t>(static_cast<uint16_t>(difference) & ~large);
+        const auto code = static_cast<uint16_t>(guess + added);
+        const auto invalid = static_cast<uint16_t>(static_cast<uint16_t>(code - kFirstInvalid) < kInvalid ? 0x8000 : 0);
+        escapes = static_cast<uint16_t>(escapes - large);
+        out_of_range = static_cast<uint16_t>(out_of_range | ((code ^ guess) & (code ^ added)) | invalid);
         codes[i] = static_cast<int16_t>(code);
+        narrow[i] = static_cast<int8_t>(code);
+        lost = static_cast<uint16_t>(lost | (static_cast<uint16_t>(narrow[i]) ^ code));
     }
-    return escapes | out_of_range << 31;
+    return {escapes, (out_of_range & 0x8000) == 0, lost == 0};
 }
 
 SHRINKPOINT_KERNEL(size_t, count_escapes, (const uint8_t* tokens, const uint8_t* contexts, size_t count),
@@ -362,19 +375,21 @@ DecodeResult lattice_decode(const Lattice& lattice, const uint8_t* tokens, const
     std::atomic<bool> narrow{true};
     const auto work = [&](size_t piece, uint64_t start, size_t count, Scratch& scratch, size_t place) {
         int16_t* codes = guesses + start;
-        const uint32_t report = add(tokens + start, contexts + start, count, codes);
-        const size_t large = report & 0x7fffffff;
-        bool in_range = report >> 31 == 0;
+        int8_t unused[kTile];
+        const bool wants_narrow = out.codes != nullptr && out.code_bytes == 1;
+        int8_t* const narrow_place = wants_narrow ? reinterpret_cast<int8_t*>(out.codes) + start : unused;
+        Sums sums = add(tokens + start, contexts + start, count, codes, narrow_place);
+        const size_t large = sums.escapes;
         if (large > escape_count - std::min(escape_count, first_escape[piece]))
             throw std::invalid_argument("more large differences than escapes");
-        if (large != 0)
-            in_range &= add_escapes(tokens + start, contexts + start, count, escapes + first_escape[piece], codes);
+        if (large != 0) {
+            sums.in_range &= add_escapes(tokens + start, contexts + start, count, escapes + first_escape[piece], codes);
+            sums.narrow = narrow_codes(codes, count, narrow_place);
+        }
         first_escape[piece] += large;
-        if (!in_range) throw std::invalid_argument("a point that is too far out");
+        if (!sums.in_range) throw std::invalid_argument("a point that is too far out");
         if (out.codes != nullptr && out.code_bytes == 2) std::memcpy(out.codes + 2 * start, codes, 2 * count);
-        if (out.codes != nullptr && out.code_bytes == 1 &&
-            !narrow_codes(codes, count, reinterpret_cast<int8_t*>(out.codes) + start))
-            narrow = false;
+        if (wants_narrow && !sums.narrow) narrow = false;
         if (!has_values) return;
         fill_cells(lattice, read_squares(squares, positions.first, start, count, scratch), positions.first + start,
                    count, scratch.cells);

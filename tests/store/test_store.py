@@ -14,9 +14,10 @@ from helpers.mutations import canonical
 from helpers.stores import PLACES, flip, payloads, place, remove, state
 from helpers.strategies import difference
 
+import shrinkpoint.store.store as store_module
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.container import FileReader
-from shrinkpoint.errors import ChainError, LockedError, NotFoundError, PolicyError, StateError
+from shrinkpoint.errors import ChainError, CorruptError, LockedError, NotFoundError, PolicyError, StateError
 from shrinkpoint.storage import LocalStorage, Storage
 from shrinkpoint.store import Store, decode
 from shrinkpoint.tensors.flat_state import flatten, snapshot
@@ -130,6 +131,49 @@ def test_loading_for_mere_reading_leaves_the_next_delta_alone(storage: Storage) 
     store.load(1, keep=False)
     store.save(3, state(3))
     assert store.manifest(3).bases[-1].step == 2
+
+
+def test_a_save_after_a_load_is_a_delta_for_which_the_state_is_decoded_again(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(storage, 1, 2).close()
+    store, loads, original = Store(storage), list[str](), store_module.decode_chain
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        loads.append("load")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(store_module, "decode_chain", counted)
+    loaded = store.load(2)
+    loaded["model"]["w"].zero_()  # which is the caller's alone
+    assert len(loads) == 1
+    store.save(3, state(3))
+    assert len(loads) == 2 and store.manifest(3).bases[-1].step == 2
+    store.save(4, state(4))
+    assert len(loads) == 2
+    assert_loads(store, 2, 3, 4)
+
+
+def test_a_save_after_a_load_is_a_keyframe_where_the_state_cannot_be_decoded_again(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(storage, 1, 2).close()
+    store, loads, original = Store(storage), list[str](), store_module.decode_chain
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        loads.append("load")
+        if len(loads) > 1:
+            raise CorruptError("a file", found="damage")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(store_module, "decode_chain", once)
+    store.load(2)
+    store.save(3, state(3))
+    assert store.manifest(3).bases == ()
+    store.save(4, state(4))
+    assert store.manifest(4).bases[-1].step == 3
+    monkeypatch.undo()
+    assert_loads(store, 1, 2, 3, 4)
 
 
 def test_two_states_at_most_are_in_memory_while_a_chain_is_walked(

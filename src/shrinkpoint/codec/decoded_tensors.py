@@ -162,6 +162,20 @@ def _held_bytes(source: TensorSource) -> int:
     return source.quantized.codes.nbytes + (0 if source.values is None else source.values.nbytes)
 
 
+_MAX_EXACT_SHARE = 8
+
+
+def is_mostly_codes(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether at most an eighth of the values' bytes belong to tensors that are held as values alone."""
+    exact = coded = 0
+    for source in as_decoded(tensors)._sources.values():
+        if isinstance(source, Tensor):
+            exact += source.nbytes
+        elif isinstance(source, LatticeSource):
+            coded += source.quantized.codes.numel() * source.dtype.itemsize
+    return exact <= (exact + coded) // _MAX_EXACT_SHARE
+
+
 def as_decoded(tensors: Mapping[str, Tensor]) -> DecodedTensors:
     """Return any tensors by name as `DecodedTensors`."""
     return tensors if isinstance(tensors, DecodedTensors) else DecodedTensors(tensors)

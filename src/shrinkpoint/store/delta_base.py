@@ -95,21 +95,39 @@ class ReferenceCache(Generic[M]):
     def __init__(self) -> None:
         self.manifest: M | None = None
         self._reference = Reference({})
+        self._decode: Callable[[], Reference] | None = None
 
     @property
     def reference(self) -> Reference:
+        """What is held; empty if it was to be decoded again and could not be: then nothing is held any more."""
+        if self._decode is not None:
+            manifest, decode = self.manifest, self._decode
+            try:
+                reference = decode()
+            except (ShrinkpointError, MemoryError) as error:
+                _log.warning("no delta is written against this, the next checkpoint is a keyframe: %s", error)
+                self.drop()
+            else:
+                assert manifest is not None
+                self.adopt(manifest, reference)
         return self._reference
 
     def drop(self) -> None:
         """Free the tensors: the next save is a keyframe."""
-        self.manifest, self._reference = None, Reference({})
+        self.manifest, self._reference, self._decode = None, Reference({}), None
+
+    def adopt_encoded(self, manifest: M, decode: Callable[[], Reference]) -> None:
+        """Hold no tensors: `decode` returns them when the next delta needs them."""
+        self.drop()
+        self._decode = decode
+        self.manifest = manifest
 
     def adopt(self, manifest: M, reference: Reference) -> None:
         """Hold these tensors themselves; the caller no longer writes to them.
 
         A reference without originals is one that was loaded: what it decodes to is what training goes on from.
         """
-        self.manifest = None  # until all is assigned: an interrupt may come at any line
+        self.manifest = self._decode = None  # until all is assigned: an interrupt may come at any line
         tensors = as_decoded(reference.tensors).without_values()
         originals = reference.originals or tensors.subset(reference.quantized)
         self._reference = Reference(tensors, dict(reference.quantized), originals)
@@ -139,7 +157,7 @@ class ReferenceCache(Generic[M]):
         Args:
             stored: the state as a reader decodes it, with a sample of the originals.
         """
-        if self.manifest is None:
+        if self.manifest is None or self._decode is not None:  # what is decoded when needed has no originals
             return None
         parent, weights = self._reference, dict[str, _SampledWeight]()
         for name, sample in stored.originals.items():

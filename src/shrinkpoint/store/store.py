@@ -7,10 +7,12 @@ import weakref
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shrinkpoint import validate
+from shrinkpoint.codec.decoded_tensors import is_mostly_codes
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import ChainError, FormatError, NotFoundError, PolicyError, StorageError
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
@@ -64,8 +66,9 @@ class Store:
     Reading never locks. The first save takes the store's lock, removes the files of interrupted saves, and keeps the
     lock until `close`; a second process that saves gets an error. Several threads of a process may share one store.
 
-    Memory: after a save or a load, one state on the CPU, the reference of the next delta; `load` needs two at a time.
-    Of a tensor on a lattice (the scheme `fisher`) it is a byte a value, and a sample of a weight's original values.
+    Memory: after a save, one state on the CPU, the reference of the next delta. Of a tensor on a lattice (the scheme
+    `fisher`) it is a byte a value, and a sample of a weight's original values. After a load of exact tensors nothing is
+    held: the next save decodes them again.
 
     Args:
         where: a directory, which need not exist yet, or a storage.
@@ -187,6 +190,8 @@ class Store:
             listing = self._lister.scan_chain(step, reference_step)
             parent = None if keyframe else self._delta_parent(listing, step)
             reference = self._reference_cache.reference if parent else None
+            if self._reference_cache.manifest is None:  # it could not be decoded again
+                parent = reference = None
             return CheckpointTransaction(self.storage, listing, step, parent, reference)
 
     def _check_idle(self) -> None:
@@ -291,7 +296,7 @@ class Store:
             step: None: the newest.
             device: of its tensors; None: the CPU.
             tie: tensors that shared memory share it again.
-            keep: hold the loaded tensors as the reference of the next delta; False takes less memory.
+            keep: the next save is a delta against this checkpoint; False takes less memory.
             max_bytes: how much memory the tensors of one checkpoint may take; None: 1 GiB, or 1000 times the bytes of
                 its chain if that is more (`SHRINKPOINT_MAX_BYTES` in the environment says otherwise).
 
@@ -335,10 +340,15 @@ class Store:
                 self._reference_cache.drop()  # else there would be three states in memory
             stamps = self._stamps(manifest) if keep else {}
             files = chain.store_chain(self.storage, manifest)
-            decoded = decode_chain(files, threads=self._threads, max_bytes=max_bytes)
-            state = build_state(decoded, f"step {manifest.step}", tie=tie, device=device, copy=keep)
-            if keep:
+            decode = partial(decode_chain, files, threads=self._threads, max_bytes=max_bytes)
+            decoded = decode()
+            holds = keep and is_mostly_codes(decoded.reference.tensors)
+            state = build_state(decoded, f"step {manifest.step}", tie=tie, device=device, copy=holds)
+            if holds:
                 self._reference_cache.adopt(manifest, decoded.reference)
+            elif keep:  # a copy of all tensors would take as long as decoding them, and a state of memory
+                self._reference_cache.adopt_encoded(manifest, lambda: decode().reference)
+            if keep:
                 self._base_verifier.mark_verified(stamps)
             return state
 

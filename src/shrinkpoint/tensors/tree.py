@@ -267,24 +267,6 @@ class TreeDecoder:
         self._tensors, self._tie, self._where = tensors, tie, where
         self._remaining = max_bytes
         self._used_names: set[str] = set()
-        self._tags: dict[str, Callable[[JSON, StatePath], Any]] = {
-            "$t": self._tensor,
-            "$p": lambda body, path: self._parameter(body, path, grad=True),
-            "$q": lambda body, path: self._parameter(body, path, grad=False),
-            "$n": self._array,
-            "$g": self._numpy_scalar,
-            "$u": lambda body, path: tuple(self._items(body, path)),
-            "$z": self._size,
-            "$i": self._integer,
-            "$f": self._float,
-            "$s": self._text,
-            "$b": self._short_bytes,
-            "$B": self._long_bytes,
-            "$d": self._pairs,
-            "$o": lambda body, path: OrderedDict(self._dict(body, path)),
-            "$m": self._with_metadata,
-            "$c": lambda body, path: Counter(self._dict(body, path)),
-        }
 
     def decode(self, tree: JSON, path: StatePath = ()) -> Any:
         """Return the value of `tree`, which is at `path` of the state.
@@ -306,9 +288,9 @@ class TreeDecoder:
         tag = next(iter(tree), "")
         if len(tree) != 1 or not tag.startswith("$"):
             return self._dict(tree, path)
-        if tag not in self._tags:
-            self._raise_corrupt(path, f"the tag {short_repr(tag)}", "one of " + " ".join(self._tags))
-        return self._tags[tag](tree[tag], path)
+        if tag not in _DECODERS:
+            self._raise_corrupt(path, f"the tag {short_repr(tag)}", "one of " + " ".join(_DECODERS))
+        return _DECODERS[tag](self, tree[tag], path)
 
     def _items(self, body: JSON, path: StatePath) -> list[Any]:
         if type(body) is not list:
@@ -479,6 +461,27 @@ class TreeDecoder:
 
     def _raise_corrupt(self, path: StatePath, found: str, expected: str) -> NoReturn:
         raise CorruptError(f"{self._where}: {format_path(path)}", found=found, expected=expected)
+
+
+_DECODERS: dict[str, Callable[[TreeDecoder, JSON, StatePath], Any]] = {
+    "$t": TreeDecoder._tensor,
+    "$p": lambda self, body, path: self._parameter(body, path, grad=True),
+    "$q": lambda self, body, path: self._parameter(body, path, grad=False),
+    "$n": TreeDecoder._array,
+    "$g": TreeDecoder._numpy_scalar,
+    "$u": lambda self, body, path: tuple(self._items(body, path)),
+    "$z": TreeDecoder._size,
+    "$i": TreeDecoder._integer,
+    "$f": TreeDecoder._float,
+    "$s": TreeDecoder._text,
+    "$b": TreeDecoder._short_bytes,
+    "$B": TreeDecoder._long_bytes,
+    "$d": TreeDecoder._pairs,
+    "$o": lambda self, body, path: OrderedDict(self._dict(body, path)),
+    "$m": TreeDecoder._with_metadata,
+    "$c": lambda self, body, path: Counter(self._dict(body, path)),
+}
+"""By the tag of an object. No methods bound to a decoder: as a cycle with it they would hold the tensors of a state."""
 
 
 def _are_counts(values: JSON) -> bool:

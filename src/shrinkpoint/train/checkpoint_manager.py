@@ -108,7 +108,7 @@ class CheckpointManager(BackgroundSaver):
             if rng:
                 state["rng"] = get_rng_state()
             flat_state = mark_parameters(flatten(state), objects)
-            reference = self.store.reference
+            reference = self.store.reference if isinstance(self._scheme, PlanningScheme) else None
             plan = make_save_plan(self._scheme, flat_state, reference, objects, defer=self._background)
             if plan is None:
                 return None
