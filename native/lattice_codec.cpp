@@ -71,6 +71,16 @@ SHRINKPOINT_KERNEL(void, guess_same,
     }
 }
 
+// Quarters of a step that `distance` eighths of an octave are, rounded down; `inverse` is that of a step's eighths.
+ALWAYS_INLINE int32_t quarters_of(int32_t distance, float inverse) {
+    // Never near a whole number, by what is added: so the product is on the same side of it as the quotient.
+    float quotient = (static_cast<float>(4 * distance) + 0.5f) * inverse;
+    quotient = std::min(std::max(quotient, -kQuarters - 1.0f), kQuarters + 1.0f);
+    int32_t quarters = static_cast<int32_t>(quotient);
+    quarters -= static_cast<float>(quarters) > quotient;
+    return std::min(std::max(quarters, -kQuarters), kQuarters - 1) + kQuarters;
+}
+
 // Most values are where their row and column say, whatever the parent's were: so that is the guess, and the parent's
 // point is context, by how many quarters of a step it is above them. The parent's values are taken as integers: an
 // octave has eight parts of equal width, nearly those of powers of two.
@@ -81,15 +91,25 @@ SHRINKPOINT_KERNEL(void, guess_powers,
     const float inverse = 1 / static_cast<float>(step);
     for (size_t i = 0; i < count; ++i) {
         const auto bits = static_cast<int32_t>(bits_of(parent[i]));
-        const int32_t distance = (bits >> 20) - 127 * kStepsPerOctave - exponents[i];
-        // Never near a whole number, by what is added: so the product is on the same side of it as the quotient.
-        float quotient = (static_cast<float>(4 * distance) + 0.5f) * inverse;
-        quotient = std::min(std::max(quotient, -kQuarters - 1.0f), kQuarters + 1.0f);
-        int32_t quarters = static_cast<int32_t>(quotient);
-        quarters -= static_cast<float>(quarters) > quotient;
-        quarters = std::min(std::max(quarters, -kQuarters), kQuarters - 1) + kQuarters;
+        const int32_t quarters = quarters_of((bits >> 20) - 127 * kStepsPerOctave - exponents[i], inverse);
         guesses[i] = static_cast<int16_t>(chosen(bits == 0, kZeroCode, 0));
         contexts[i] = static_cast<uint8_t>(chosen(bits == 0, 2 * kQuarters, quarters));
+    }
+}
+
+// The same where the parent's values are powers of two: of 2^(k / 8) within an octave, k - 1 eighths are below it.
+SHRINKPOINT_KERNEL(void, guess_powers_of_codes,
+                   (const int16_t* codes, const int32_t* code_exponents, int32_t code_step, const int32_t* exponents,
+                    int32_t step, size_t count, int16_t* guesses, uint8_t* contexts),
+                   (codes, code_exponents, code_step, exponents, step, count, guesses, contexts)) {
+    const float inverse = 1 / static_cast<float>(step);
+    for (size_t i = 0; i < count; ++i) {
+        const int32_t exponent = code_exponents[i] + code_step * codes[i];
+        const int32_t eighths = exponent & (kStepsPerOctave - 1);
+        const int32_t octave = std::min(std::max(exponent >> 3, -126), 127);
+        const int32_t quarters = quarters_of(octave * kStepsPerOctave + eighths - (eighths > 0) - exponents[i], inverse);
+        guesses[i] = static_cast<int16_t>(chosen(codes[i] == kZeroCode, kZeroCode, 0));
+        contexts[i] = static_cast<uint8_t>(chosen(codes[i] == kZeroCode, 2 * kQuarters, quarters));
     }
 }
 
@@ -254,6 +274,13 @@ class PointPredictor {
             return;
         }
         if (parent.none()) return guess_without(count, cells, guesses, contexts);
+        if (!all && lattice_.powers && parent.lattice != nullptr && parent.lattice->powers) {
+            Cells& parent_cells = scratch.parent_cells;
+            fill_exponents(*parent.lattice, first + start, count, parent_cells.exponents);
+            const int16_t* codes = read_codes(parent.codes, start, count, parent_cells.codes);
+            return guess_powers_of_codes(codes, parent_cells.exponents, parent.lattice->step, cells.exponents,
+                                         lattice_.step, count, guesses, contexts);
+        }
         const float* parent_values = read_values(parent, first, start, count, scratch.parent_cells, values);
         if (all && parent_values != values) std::memcpy(values, parent_values, 4 * count);
         if (lattice_.powers)

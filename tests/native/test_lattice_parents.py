@@ -76,6 +76,9 @@ class Pair:
         parent, squares = self.as_codes(self.parent), self.as_codes(self.second)
         _native.lattice_predict(native, guesses, again, parent=parent, squares=squares, base=base, threads=threads)
         assert again.tobytes() == found[0] and base.hexdigest() == found[4]
+        alone, contexts_alone = np.zeros_like(guesses), np.zeros_like(again)  # without the parent's values
+        _native.lattice_predict(native, alone, contexts_alone, parent=parent, squares=squares, threads=threads)
+        assert np.array_equal(alone, guesses) and np.array_equal(contexts_alone, again)
         narrow, out = np.zeros(count, np.uint8), np.zeros(4 * count, np.uint8)
         used, fits = _native.lattice_decode(
             native,
