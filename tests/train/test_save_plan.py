@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,25 +19,28 @@ from shrinkpoint.schemes import optimizer_state, plan
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.tensors import flat_state
 from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.train import background
+from shrinkpoint.train import state_copy
+
+SCHEMES: dict[str, Callable[[Run], Any]] = {
+    "fisher, measured": lambda run: sp.Fisher(budget="5%", evaluate=run.evaluate),
+    "fisher": lambda run: sp.Fisher(relative_error=0.2),
+    "lossless": lambda run: "lossless",
+}
 
 
-def scheme(run: Run, *, measured: bool) -> sp.Fisher:
-    return sp.Fisher(budget="5%", evaluate=run.evaluate) if measured else sp.Fisher(relative_error=0.2)
-
-
-def chain(folder: Path, *, measured: bool, in_background: bool) -> list[bytes]:
+def chain(folder: Path, kind: str, *, in_background: bool, make: Callable[..., Run] = Run) -> list[bytes]:
     """The payloads of a run of five saves with a resume after the third."""
-    run, reports = Run(steps=3), []
+    run, reports = make(steps=3), []
     for part in (range(3), range(3, 5)):
-        with sp.CheckpointManager(folder, scheme=scheme(run, measured=measured), background=in_background) as manager:
+        with sp.CheckpointManager(folder, scheme=SCHEMES[kind](run), background=in_background) as manager:
             if part.start:
                 manager.restore(**run.parts, rng=False)
             for step in part:
-                run.steps(2)
-                manager.save(step, **run.parts, rng=False)
+                manager.save(step, **run.steps(2).parts, rng=False)
+                run.steps(1)  # while the state is on its way to the host
                 reports.append(manager.wait() if in_background else manager._last_report)
-    assert reports[1].retention is not None and [report.keyframe for report in reports[:3]] == [True, False, False]
+    assert (reports[1].retention is None) == (kind == "lossless")
+    assert [report.keyframe for report in reports[:3]] == [True, False, False]
     return [path.read_bytes() for path in sorted(folder.rglob("rank-*.safetensors"))]
 
 
@@ -43,49 +49,101 @@ def elsewhere(monkeypatch):
     """Every state counts as one on an accelerator; the names of which copies have no values are collected."""
     names: list[frozenset[str]] = []
 
-    def snapshot(state, *, reuse=None, without=frozenset()):
+    def snapshot(state, *, reuse=None, without=frozenset(), wait=True):
         names.append(without)
         return flat_state.snapshot(state, reuse=reuse, without=without)
 
     monkeypatch.setattr(FlatState, "is_on_cpu", property(lambda self: False))
-    monkeypatch.setattr(background, "snapshot", snapshot)
+    monkeypatch.setattr(state_copy, "snapshot", snapshot)
     return names
 
 
+@pytest.mark.parametrize("free_bytes", [0, 1 << 40])
 @pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("kind", SCHEMES)
 def test_codes_alone_are_copied_from_an_accelerator_and_the_files_are_the_same(
-    tmp_path, elsewhere, monkeypatch, measured, in_background
+    tmp_path, elsewhere, monkeypatch, kind, in_background, free_bytes
 ):
+    monkeypatch.setattr(flat_state, "_free_bytes", lambda device: free_bytes)
     torch.manual_seed(0)
-    moved = chain(tmp_path / "moved", measured=measured, in_background=in_background)
+    moved = chain(tmp_path / "moved", kind, in_background=in_background)
     assert len(elsewhere) == 5
-    for names in elsewhere:
+    for names in elsewhere if kind != "lossless" else ():
         assert any(name.endswith("weight") for name in names) and any(name.endswith("exp_avg") for name in names)
     monkeypatch.undo()
     torch.manual_seed(0)
-    assert chain(tmp_path / "here", measured=measured, in_background=False) == moved
+    assert chain(tmp_path / "here", kind, in_background=False) == moved
+
+
+def test_what_measures_nothing_is_planned_for_beside_the_loop_where_there_is_memory_for_a_copy(elsewhere, monkeypatch):
+    threads, plan_state = [], sp.Fisher.plan
+
+    def plan_and_note(*arguments, **settings):
+        threads.append(threading.current_thread())
+        return plan_state(*arguments, **settings)
+
+    monkeypatch.setattr(sp.Fisher, "plan", plan_and_note)
+    for free_bytes in (0, 1 << 40):
+        monkeypatch.setattr(flat_state, "_free_bytes", lambda device, size=free_bytes: size)
+        chain_storage, run = MemoryStorage(), Run(steps=3)
+        with sp.CheckpointManager(chain_storage, scheme=SCHEMES["fisher"](run), background=True) as manager:
+            manager.save(0, **run.parts)
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("free_bytes", [0, 1 << 40])
+@pytest.mark.parametrize("kind", ["fisher", "lossless"])
+def test_the_state_on_a_gpu_is_saved_as_it_was_whatever_is_enqueued_afterwards(tmp_path, monkeypatch, kind, free_bytes):
+    monkeypatch.setattr(flat_state, "_free_bytes", lambda device: free_bytes)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)]).to("cuda")
+    optimizer = torch.optim.Adam(model.parameters())
+    moved, here = (
+        sp.CheckpointManager(tmp_path / name, scheme=SCHEMES[kind](Run()), background=name == "moved")
+        for name in ("moved", "here")
+    )
+    with moved, here:
+        for step in range(4):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            still = copy.deepcopy(state)
+            moved.save(
+                step, rng=False, **{name: SimpleNamespace(state_dict=lambda x=x: x) for name, x in state.items()}
+            )
+            for parameter in model.parameters():  # at once, and for long
+                for _ in range(20):
+                    parameter.data.mul_(0.9).add_(1)
+                optimizer.state[parameter]["exp_avg"].zero_()
+            here.save(step, rng=False, **{name: SimpleNamespace(state_dict=lambda x=x: x) for name, x in still.items()})
+            model.load_state_dict(still["model"])
+            optimizer.load_state_dict(still["optimizer"])
+    for step in range(4):
+        assert same(sp.Store(tmp_path / "moved").load(step), sp.Store(tmp_path / "here").load(step))
 
 
 def test_a_plan_that_measures_saves_the_copy_of_what_it_has_quantized(monkeypatch):
     """In the background, and in host memory."""
     copies = []
 
-    def snapshot(state, *, reuse=None, without=frozenset()):
+    def snapshot(state, *, reuse=None, without=frozenset(), wait=True):
         copies.append(flat_state.snapshot(state, reuse=reuse, without=without))
         return copies[-1]
 
-    monkeypatch.setattr(background, "snapshot", snapshot)
+    monkeypatch.setattr(state_copy, "snapshot", snapshot)
     run = Run(steps=3)
-    with sp.CheckpointManager(MemoryStorage(), scheme=scheme(run, measured=True), background=True) as manager:
+    with sp.CheckpointManager(MemoryStorage(), scheme=SCHEMES["fisher, measured"](run), background=True) as manager:
         for step in range(3):
             manager.save(step, **run.steps(1).parts, rng=False)
             expected = run.photo()
         manager.wait()
         state = manager.store.load()
-    for copy in copies:
-        held = sum(tensor.nbytes for tensor in copy.tensors.values() if not tensor.is_meta)
-        assert held < 0.1 * copy.nbytes
+    for host_copy in copies:
+        held = sum(tensor.nbytes for tensor in host_copy.tensors.values() if not tensor.is_meta)
+        assert held < 0.1 * host_copy.nbytes
     assert not same(state["model"], expected["model"]) and state["model"].keys() == expected["model"].keys()
 
 
@@ -93,12 +151,12 @@ def test_exact_tensors_are_copied_whatever_is_left_out():
     run = Run(steps=1)
     flat = flat_state.flatten({"model": run.model.state_dict()})
     first = next(iter(flat.tensors))
-    copy = flat_state.snapshot(flat, without={first})
-    again = flat_state.snapshot(flat, reuse=copy.tensors)
-    assert copy.tensors[first].is_meta and copy.tensors[first].shape == flat.tensors[first].shape
+    partial = flat_state.snapshot(flat, without={first})
+    again = flat_state.snapshot(flat, reuse=partial.tensors)
+    assert partial.tensors[first].is_meta and partial.tensors[first].shape == flat.tensors[first].shape
     for name, tensor in flat.tensors.items():
         assert torch.equal(again.tensors[name], tensor) and again.tensors[name].data_ptr() != tensor.data_ptr()
-        assert name == first or again.tensors[name].data_ptr() == copy.tensors[name].data_ptr()
+        assert name == first or again.tensors[name].data_ptr() == partial.tensors[name].data_ptr()
 
 
 def test_moments_are_quantized_beside_the_loop_where_a_search_measures_weights(tmp_path, monkeypatch):

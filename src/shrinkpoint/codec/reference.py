@@ -54,17 +54,22 @@ def names_by_ordinal(tensors: Mapping[str, Tensor]) -> Sequence[str]:
 
 
 def to_host(tensors: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
-    """Copy quantized tensors to host memory, by name; codes on CUDA devices through pinned memory, and all at once."""
-    out, is_pending = dict[str, QuantizedTensor](), False
+    """Copy quantized tensors to host memory, by name; those that are there already are the same.
+
+    Codes on lattices come from CUDA devices into pinned memory, all at once, and may arrive later, when this thread's
+    streams there have got so far.
+    """
+    out = dict[str, QuantizedTensor]()
     for name, tensor in tensors.items():
-        if isinstance(tensor, LatticeTensor) and tensor.codes.is_cuda:
+        if tensor.codes.device.type == "cpu":
+            out[name] = tensor
+        elif isinstance(tensor, LatticeTensor) and tensor.codes.is_cuda:
             codes = empty(tuple(tensor.codes.shape), tensor.codes.dtype, pin=True)
             codes.copy_(tensor.codes, non_blocking=True)
-            out[name], is_pending = replace(tensor, codes=codes), True
+            tensor.codes.record_stream(torch.cuda.current_stream(tensor.codes.device))
+            out[name] = replace(tensor, codes=codes)
         else:
             out[name] = tensor.cpu()
-    if is_pending:
-        torch.cuda.synchronize()
     return out
 
 

@@ -12,7 +12,7 @@ from shrinkpoint.codec.code_streams import CODERS
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.decoded_tensors import CastSource, DecodedTensors, LatticeSource, TensorSource
 from shrinkpoint.codec.lattice import LatticeTensor
-from shrinkpoint.codec.reference import QuantizedTensor, Reference, RowSample
+from shrinkpoint.codec.reference import QuantizedTensor, Reference, RowSample, to_host
 from shrinkpoint.schemes import optimizer_state
 from shrinkpoint.schemes.base import QuantizedState
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
@@ -20,6 +20,7 @@ from shrinkpoint.schemes.select import exact_reasons
 from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON, Role
+from shrinkpoint.tensors.side_streams import wait_for_devices
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class QuantizationPlan(RecordEncodingMixin):
 
     Attributes:
         id: of the scheme that chose them.
-        quantized: the quantized tensors by name, on the CPU.
+        quantized: the quantized tensors by name, on the CPU or where they were planned.
         cast_sources: name of a narrower copy -> name of the weight it is a cast of.
         optimizer: what becomes of moments that are not in `quantized`, once the plan is applied; nothing was measured
             with it, so that it need not be done while a model waits.
@@ -55,7 +56,8 @@ class QuantizationPlan(RecordEncodingMixin):
     def quantize(self, state: FlatState, reference: Reference | None) -> QuantizedState:
         """Replace values by the chosen ones; `state` is the state that was planned for, or a copy of it."""
         changed: dict[str, TensorSource] = {}
-        quantized_tensors = dict(self.quantized)
+        quantized_tensors = to_host(self.quantized)
+        wait_for_devices(tensor.codes for tensor in self.quantized.values())
         if self.optimizer == "reset":
             changed.update(optimizer_state.zeroed_moments(state))
         elif self.optimizer == "lossy":
@@ -87,6 +89,10 @@ class QuantizationPlan(RecordEncodingMixin):
         """Names of tensors of which a state that is quantized needs only shape and dtype: codes say the rest."""
         on_lattices = {name for name, quantized in self.quantized.items() if isinstance(quantized, LatticeTensor)}
         return frozenset(on_lattices | {name for name, source in self.cast_sources.items() if source in on_lattices})
+
+    def to_host(self) -> QuantizationPlan:
+        """The same plan with codes in CPU memory, where they may arrive later: see `reference.to_host`."""
+        return replace(self, quantized=to_host(self.quantized))
 
     @torch.no_grad()
     def with_samples(self, state: FlatState) -> QuantizationPlan:

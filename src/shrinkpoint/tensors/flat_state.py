@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +17,7 @@ from shrinkpoint.tensors.info import JSON, OptimizerInfo, Role, TensorInfo
 from shrinkpoint.tensors.memory import Arena
 from shrinkpoint.tensors.roles import infer_roles
 from shrinkpoint.tensors.shared_storage import deduplicate
+from shrinkpoint.tensors.side_streams import wait_for_devices
 from shrinkpoint.tensors.tree import MAX_COPY_BYTES, TreeDecoder, TreeEncoder
 
 _MIN_STREAMED_BYTES = 1 << 20
@@ -53,6 +56,7 @@ def snapshot(
     *,
     reuse: Mapping[str, torch.Tensor] | None = None,
     without: Collection[str] = frozenset(),
+    wait: bool = True,
 ) -> FlatState:
     """Copy a state: every tensor gets contiguous CPU memory of its own.
 
@@ -61,6 +65,7 @@ def snapshot(
         reuse: tensors of earlier snapshots that are no longer needed; their memory is overwritten where name, shape
             and dtype agree, which saves the page faults of new memory.
         without: names of tensors whose values nobody needs; the copy has their shapes and dtypes only.
+        wait: False: values from CUDA devices may arrive later, when this thread's streams there have got so far.
     """
     old = reuse or {}
     arena = Arena()
@@ -71,9 +76,41 @@ def snapshot(
                 copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
             else:
                 copies[name] = copy_tensor(tensor, old.get(name), arena)
-    if any(tensor.is_cuda for tensor in state.tensors.values()):
-        torch.cuda.synchronize()  # copies to pinned memory are asynchronous
+    if wait:
+        wait_for_devices(state.tensors.values())  # copies to pinned memory are asynchronous
     return replace(state, tensors=copies)
+
+
+def can_copy_on_devices(state: FlatState) -> bool:
+    """Whether there is memory for a copy of the state where it is.
+
+    On a CUDA device the copy must leave as much memory free as it takes: what training allocates may vary.
+    """
+    sizes = Counter[torch.device]()
+    for tensor in state.tensors.values():
+        sizes[tensor.device] += tensor.nbytes
+    return all(2 * size <= _free_bytes(device) for device, size in sizes.items())
+
+
+def copy_on_devices(state: FlatState) -> FlatState | None:
+    """Copy a state to where it is, contiguous; None if there is no memory for that."""
+    if not can_copy_on_devices(state):
+        return None
+    try:
+        copies = {
+            name: as_bits(tensor).clone(memory_format=torch.contiguous_format).view(tensor.dtype)
+            for name, tensor in state.tensors.items()
+        }
+    except torch.OutOfMemoryError:
+        return None
+    return replace(state, tensors=copies)
+
+
+def _free_bytes(device: torch.device) -> float:
+    """Memory of a device that neither this process nor another has taken; of the host, whatever is asked for."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return math.inf if device.type == "cpu" else 0
 
 
 def copy_tensor(tensor: torch.Tensor, target: torch.Tensor | None, arena: Arena) -> torch.Tensor:

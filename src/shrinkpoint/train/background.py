@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -19,22 +19,25 @@ from shrinkpoint.schemes.base import Resumable, Scheme
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.store.checkpoint_file import SaveReport
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.tensors.flat_state import FlatState, snapshot
+from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.side_streams import SideStreams
+from shrinkpoint.train.planning import SavePlan
+from shrinkpoint.train.state_copy import StateCopy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _log = logging.getLogger("shrinkpoint")
-WriteState: TypeAlias = Callable[[FlatState, bool], SaveReport]
-"""Writes a state; if the second argument is true, the state is a snapshot that the writer may keep as a reference."""
+WriteState: TypeAlias = Callable[[FlatState, Scheme, bool], SaveReport]
+"""Writes a state by a scheme; if the last argument is true, the state is a copy that the writer may keep."""
 
 
 class BackgroundSaver:
     """Base class of what saves a training loop's states, at once or in the background, one at a time.
 
-    A state that is written in the background or is not in host memory is copied first, but for values whose codes have
-    been planned already. What the writer holds of the copy, as the reference of the next delta, is kept; the memory of
-    the rest, and of the copy before, is reused by the next one.
+    A state that is written in the background or is not in host memory is copied first (`StateCopy`), but for values
+    whose codes have been planned already. What the writer holds of the copy, as the reference of the next delta, is
+    kept; the memory of the rest, and of the copy before, is reused by the next one.
 
     Args:
         scheme: "lossless", or a scheme with settings.
@@ -50,7 +53,7 @@ class BackgroundSaver:
     def __init__(self, scheme: str | Scheme, *, background: bool) -> None:
         self.stall_seconds = 0.0
         self._scheme, self._background = get_scheme(scheme), validate.check_bool("background", background)
-        self._worker = BackgroundWorker()
+        self._worker, self._streams = BackgroundWorker(), SideStreams()
         self._last_report: SaveReport | None = None
         self._lossy_restores = 0  # behind the state that is being trained
         self._held_copies: dict[str, torch.Tensor] = {}  # which the writer holds as its reference
@@ -112,28 +115,27 @@ class BackgroundSaver:
         self,
         description: str,
         state: FlatState,
+        plan: SavePlan,
         write: WriteState,
         after: Callable[[], object] = lambda: None,
-        without: Collection[str] = frozenset(),
     ) -> SaveReport | None:
         """Write a state, which the caller may change afterwards.
 
         Args:
             after: called in the thread that wrote it.
-            without: names of tensors whose values `write` does not read.
         """
         if not self._background and state.is_on_cpu:
-            return self._write_state(state, write, after, adopt=False)
-        free, self._free_copies = self._free_copies, {}
-        copy = snapshot(state, reuse=free, without=without)
-        del free  # what was not reused
+            return self._write_state(lambda: (state, plan.scheme_for(state)), write, after, adopt=False)
+        reuse, self._free_copies = self._free_copies, {}
+        copy = StateCopy(state, plan, reuse, self._streams, background=self._background)
+        del reuse  # what was not reused
         if not self._background:
-            return self._write_state(copy, write, after, adopt=True)
+            return self._write_state(copy.finish, write, after, adopt=True)
         user_line = find_user_line()
 
         def write_copy() -> None:
             with warn_at(user_line):
-                self._write_state(copy, write, after, adopt=True)
+                self._write_state(copy.finish, write, after, adopt=True)
 
         self._worker.start(description, write_copy)
         return None
@@ -158,11 +160,17 @@ class BackgroundSaver:
 
     @torch.no_grad()
     def _write_state(
-        self, state: FlatState, write: WriteState, after: Callable[[], object], *, adopt: bool
+        self,
+        finish: Callable[[], tuple[FlatState, Scheme]],
+        write: WriteState,
+        after: Callable[[], object],
+        *,
+        adopt: bool,
     ) -> SaveReport:
         # If writing fails, either copy may be the writer's reference: neither is reused then.
         previous, self._held_copies = self._held_copies, {}
-        report = write(state, adopt)
+        state, scheme = finish()
+        report = write(state, scheme, adopt)
         if adopt:
             reference = self._last_reference()
             held = set() if reference is None else reference.data_addresses()

@@ -27,7 +27,8 @@ class CheckpointManager(BackgroundSaver):
 
     Memory on the host, beyond the loop's own: the reference of the next delta, one state, but a byte a value of what is
     on lattices (the scheme `fisher`). With `background`, or a state that is not on the CPU, one state more: the
-    snapshot that is being written, whose memory the next one takes.
+    snapshot that is being written, whose memory the next one takes. With `background`, CUDA devices that have twice the
+    state's size free hold a copy of it until it has been planned for and brought to the host.
 
     Args:
         where: a directory, which need not exist yet, or a storage.
@@ -113,17 +114,17 @@ class CheckpointManager(BackgroundSaver):
             if plan is None:
                 return None
 
-            def write(copy: FlatState, adopt: bool) -> SaveReport:
+            def write(copy: FlatState, scheme: Scheme, adopt: bool) -> SaveReport:
                 return self.store.save(
                     step,
                     copy,
-                    scheme=plan.make_scheme(copy),
+                    scheme=scheme,
                     metrics=values,
                     adopt=adopt,
                     lossy_restores=self._lossy_restores,
                 )
 
-            return self._save(f"saving step {step}", flat_state, write, self._apply_retention, plan.replaced_names)
+            return self._save(f"saving step {step}", flat_state, plan, write, self._apply_retention)
 
     def restore(
         self,

@@ -58,7 +58,8 @@ class Checkpointer(BackgroundSaver):
 
     Memory on the host, beyond the loop's own: the reference of the next delta, one state, but a byte a value of what is
     on lattices (the scheme `fisher`). With `background`, or a state that is not on the CPU, one state more: the
-    snapshot that is being written, whose memory the next one takes.
+    snapshot that is being written, whose memory the next one takes. With `background`, CUDA devices that have twice the
+    state's size free hold a copy of it until it has been planned for and brought to the host.
 
     Args:
         scheme: "lossless", or a scheme with settings.
@@ -137,10 +138,10 @@ class Checkpointer(BackgroundSaver):
                 self._pending_directory = os.path.realpath(target)
                 _WRITERS.add(self)
 
-            def write(copy: FlatState, adopt: bool) -> SaveReport:
-                return self._write(target, copy, plan.make_scheme(copy), options, adopt=adopt)
+            def write(copy: FlatState, scheme: Scheme, adopt: bool) -> SaveReport:
+                return self._write(target, copy, scheme, options, adopt=adopt)
 
-            return self._save(f"saving {target}", flat_state, write, without=plan.replaced_names)
+            return self._save(f"saving {target}", flat_state, plan, write)
 
     def load(self, directory: str | Path, *, device: Device = None, tie: bool = True) -> RestoreResult[int | None]:
         """Load a checkpoint; the next save is a delta against it.

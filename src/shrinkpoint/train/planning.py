@@ -15,7 +15,7 @@ from shrinkpoint.schemes.base import Deferrable, PlanningScheme, Scheme
 from shrinkpoint.schemes.evaluate import ModelEvaluator, iter_modules
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.search.scheme import SearchScheme
-from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.flat_state import FlatState, can_copy_on_devices
 
 _CONTAINER_TYPES = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 
@@ -24,12 +24,16 @@ class SavePlan(NamedTuple):
     """How one state is written.
 
     Attributes:
-        make_scheme: returns the scheme that writes the state, or a copy of it.
-        replaced_names: tensors whose values were quantized already, and which a copy need not have.
+        scheme: writes the state, or a copy of it, unless there is `plan_copy`.
+        plan_copy: plans for a copy of the state, beside the loop, where the copy is.
     """
 
-    make_scheme: Callable[[FlatState], Scheme]
-    replaced_names: frozenset[str] = frozenset()
+    scheme: Scheme
+    plan_copy: Callable[[FlatState], Scheme] | None = None
+
+    def scheme_for(self, copy: FlatState) -> Scheme:
+        """The scheme that writes a copy of the state, or the state."""
+        return self.scheme if self.plan_copy is None else self.plan_copy(copy)
 
 
 _MAX_NESTED = 64
@@ -61,8 +65,8 @@ def make_save_plan(
 ) -> SavePlan | None:
     """Plan how a state is written: by a quantization plan if the scheme plans, else by the scheme itself.
 
-    A state in host memory is planned for on its copy, beside the loop; one on an accelerator there and at once, so that
-    codes cross to the host and not values.
+    A state is planned for on a copy, beside the loop, if nothing is measured and there is memory for the copy where the
+    state is; else at once. On an accelerator that is done there, so that codes cross to the host and not values.
 
     Args:
         reference: the tensors of the previous checkpoint; None if there are none.
@@ -77,24 +81,28 @@ def make_save_plan(
         PolicyError: the scheme evaluates a model, and there is none; or the evaluation failed.
     """
     if not isinstance(scheme, PlanningScheme):
-        return SavePlan(lambda _: scheme)
+        return SavePlan(scheme)
     evaluator, evaluate = None, scheme.evaluate
     if evaluate is not None and model not in objects:
         found, do = "a save without it", f"pass {model}=, which {scheme!r} evaluates"
         raise PolicyError(model, found=found, expected="the model", do=do)
     if evaluate is not None or [*iter_modules(objects.get(model))]:
         evaluator = ModelEvaluator(state, evaluate, objects[model], f"{model}/")
-    if defer and state.is_on_cpu and isinstance(scheme, Deferrable) and not scheme.needs_live_model:
+    if defer and isinstance(scheme, Deferrable) and not scheme.needs_live_model and can_copy_on_devices(state):
         if evaluator is not None:
             evaluator.recordings = scheme.recordings()
-        return SavePlan(lambda copy: scheme.plan(copy, reference, evaluator))
+        return SavePlan(scheme, lambda copy: _with_samples(scheme.plan(copy, reference, evaluator), copy))
     plan = scheme.plan(state, reference, evaluator)
     if not scheme.is_writer:
         return None
-    if not isinstance(plan, QuantizationPlan) or (state.is_on_cpu and not defer):
-        return SavePlan(lambda _: plan)
-    sampled = plan.with_samples(state)
-    return SavePlan(lambda _: sampled, sampled.replaced_names)
+    if isinstance(plan, QuantizationPlan) and (defer or not state.is_on_cpu):
+        plan = plan.with_samples(state)
+    return SavePlan(plan)
+
+
+def _with_samples(plan: Scheme, copy: FlatState) -> Scheme:
+    """The plan for a copy, with the rows that are needed of it where it does not stay."""
+    return plan if copy.is_on_cpu or not isinstance(plan, QuantizationPlan) else plan.with_samples(copy)
 
 
 class AttributeSnapshot:

@@ -227,7 +227,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             casts, mode = selection.cast_sources, "reset" if self._moments == "drop" else "exact"
         return QuantizationPlan(
             self.id,
-            {name: _to_host(tensor) for name, tensor in points.items()},
+            {name: _narrow(tensor) for name, tensor in points.items()},
             casts,
             mode,
             self.coders,
@@ -453,10 +453,9 @@ def _select(
     return selection.exclude(unchanged, tensors), unchanged
 
 
-def _to_host(quantized_tensor: QuantizedTensor) -> QuantizedTensor:
-    """The same tensor in CPU memory, in as few bytes a code as it needs."""
-    on_host = quantized_tensor.cpu()
-    return on_host.narrow() if isinstance(on_host, LatticeTensor) else on_host
+def _narrow(quantized_tensor: QuantizedTensor) -> QuantizedTensor:
+    """The same tensor in as few bytes a code as it needs."""
+    return quantized_tensor.narrow() if isinstance(quantized_tensor, LatticeTensor) else quantized_tensor
 
 
 def _is_inherited(name: str, points: QuantizedTensor, reference: Reference | None) -> bool:
