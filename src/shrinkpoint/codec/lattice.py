@@ -67,6 +67,8 @@ class Lattice:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Lattice):
             return NotImplemented
+        if self is other:
+            return True
         same_settings = (self.spacing, self.step, self.seed) == (other.spacing, other.step, other.seed)
         return same_settings and torch.equal(self.rows, other.rows) and torch.equal(self.columns, other.columns)
 

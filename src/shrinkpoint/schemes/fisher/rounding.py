@@ -48,6 +48,13 @@ class PreviousPoints:
             return None
         return cls(points.codes, name, reference)
 
+    @property
+    def lattice(self) -> Lattice:
+        """The lattice as the parent checkpoint holds it."""
+        points = self.reference.quantized[self.name]
+        assert isinstance(points, LatticeTensor)
+        return points.lattice
+
     def values(self, rows: slice) -> Tensor:
         """What a reader decoded of some rows of the weight, viewed as a matrix."""
         return self.reference.rows(self.name, rows)

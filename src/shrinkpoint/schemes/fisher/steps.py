@@ -269,6 +269,7 @@ class StepCandidates:
         lattices = {name: self._lattice_at(name, log_step) for name in self.unit_lattices}
         previous = {name: self._previous_points(name, lattice) for name, lattice in lattices.items()}
         comparable = {name: points for name, points in previous.items() if points is not None}
+        lattices |= {name: points.lattice for name, points in comparable.items()}  # equal, with the forms they have
         hysteresis = fit_hysteresis(self._global, lattices, comparable, MIN_RETAINED, MAX_HYSTERESIS)
         results = map_tensors(
             lambda name, threads: self._quantize_weight(name, lattices[name], previous[name], hysteresis, threads),
