@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from contracts.storage import StorageSuite
 
+from shrinkpoint._native import xxh3_128
 from shrinkpoint.errors import NotFoundError, StorageError, TruncatedError
 from shrinkpoint.storage import LocalStorage, Storage, local
 
@@ -218,6 +219,16 @@ class TestReading:
         monkeypatch.setattr(local, "FileIO", Slow)
         storage.put("a", bytes(range(100)))
         assert storage.get("a") == bytes(range(100))
+
+    @pytest.mark.parametrize("length", [0, 1, 70_000, (1 << 20) - 1, 1 << 20, (1 << 20) + 12_345, 3 << 19])
+    def test_bytes_read_with_their_digest_are_those_that_are_read_without(self, storage, length):
+        data = os.urandom((3 << 19) + 7)
+        storage.put("a", data)
+        with storage.open("a") as source:
+            found, digest = source.read_hashed(7, length)
+            assert bytes(found) == data[7 : 7 + length] and digest == xxh3_128(data[7 : 7 + length])
+            with pytest.raises(TruncatedError):
+                source.read_hashed(8 + len(data) - length, length)
 
     @pytest.mark.parametrize("size", [3, 300_000])
     def test_disk_that_fails_to_read_is_a_storage_error(self, storage, monkeypatch, size):

@@ -88,8 +88,8 @@ class FileReader:
         """
         parts = {}
         for part, entry in record.parts.items():
-            data = self._source.read(entry.offset, entry.size)
-            self._verify(record, part, xxh3_128(data))
+            data, digest = self._read_hashed(entry.offset, entry.size)
+            self._verify(record, part, digest)
             parts[part] = memoryview(data)
         return EncodedRecord(record.name, record.infos, record.recipe, parts, record.digest, record.base)
 
@@ -116,6 +116,14 @@ class FileReader:
                     self._verify(record, part, self._digest(entry))
                 except (FormatError, StorageError) as error:
                     yield Damage(record.name, tuple(info.name for info in record.infos), error)
+
+    def _read_hashed(self, offset: int, length: int) -> tuple[bytes | memoryview, str]:
+        read_hashed = getattr(self._source, "read_hashed", None)  # where the storage can do that
+        if read_hashed is None:
+            data = self._source.read(offset, length)
+            return data, xxh3_128(data)
+        hashed: tuple[bytes | memoryview, str] = read_hashed(offset, length)
+        return hashed
 
     def _digest(self, entry: Entry) -> str:
         hasher, end = Hasher(), entry.offset + entry.size

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
-from shrinkpoint._native import empty
+from shrinkpoint._native import Hasher, empty, xxh3_128
 from shrinkpoint.errors import LockedError, NotFoundError, ShrinkpointError, StorageError, TruncatedError
 from shrinkpoint.storage.base import RESERVED, Buffer, Keys, Sink, Source, check_key, storage_error
 from shrinkpoint.storage.paths import is_regular, local_path, open_regular, what_is_at
@@ -28,6 +28,7 @@ LOCK = RESERVED + "lock"
 _TEMPORARY = re.compile(re.escape(RESERVED) + "tmp-[0-9a-f]{16}")
 _MIN_POOLED_BYTES = 1 << 16  # from which the native pool has memory to reuse
 _WRITEBACK_BYTES = 1 << 23  # that the disk begins to write at once
+_HASHED_BYTES = 1 << 19  # that are read and hashed at a time
 _MAX_READ_BYTES = 1 << 30  # of one read call; systems move less than 2 GiB at once
 _LINK_ERRNOS = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
@@ -61,14 +62,31 @@ class LocalSource(Source):
                 part = os.pread(self._file.fileno(), length, offset)
             if len(part) == length:
                 return part
-        data, done = empty(length).data, 0  # new memory would take a page fault for every 4 KiB
+        data = empty(length).data  # new memory would take a page fault for every 4 KiB
+        for _ in self._fill(data, offset, _MAX_READ_BYTES):
+            pass
+        return data.toreadonly()
+
+    def read_hashed(self, offset: int, length: int) -> tuple[bytes | memoryview, str]:
+        """Read bytes with their digest, which is taken piece by piece while these are in the processor's cache."""
+        if length < 2 * _HASHED_BYTES or offset + length > self._size:
+            data = self.read(offset, length)
+            return data, xxh3_128(data)
+        data, hasher = empty(length).data, Hasher()
+        for piece in self._fill(data, offset, _HASHED_BYTES):
+            hasher.update(piece)
+        return data.toreadonly(), hasher.hexdigest()
+
+    def _fill(self, data: memoryview, offset: int, most: int) -> Iterator[memoryview]:
+        """Read into `data` from `offset` on, at most so many bytes at a time; yields what has been read."""
+        done, length = 0, data.nbytes
         while done < length:
             with _os_errors(self._where, "reading"):
-                count = os.preadv(self._file.fileno(), [data[done : done + _MAX_READ_BYTES]], offset + done)
+                count = os.preadv(self._file.fileno(), [data[done : done + most]], offset + done)
             if count == 0:  # the file was truncated after it was opened
                 raise self._truncated_error(offset + done, offset, length)
+            yield data[done : done + count]
             done += count
-        return data.toreadonly()
 
     def forget_pages(self) -> None:
         """Ask the kernel to drop cached pages, which hide a bad sector: the next read goes to the disk."""
