@@ -236,7 +236,7 @@ def operation_table(rows: Iterable[Row]) -> Iterator[str]:
                 f"{row['stall_seconds'][0]:.3f} ({row['stall_seconds'][1]:.3f})" if "stall_seconds" in row else "",
             ]
         )
-    yield from _markdown(lines)
+    yield from markdown(lines)
 
 
 def figure_table(found: Iterable[Figure]) -> Iterator[str]:
@@ -246,10 +246,10 @@ def figure_table(found: Iterable[Figure]) -> Iterator[str]:
         target = "" if figure.target is None else f"{'<=' if figure.at_most else '>='} {figure.target:g}"
         values = [f"{value:.2f}" for value in figure.values] + [""] * (3 - len(figure.values))
         lines.append([figure.name, target, *values, figure.verdict])
-    yield from _markdown(lines)
+    yield from markdown(lines)
 
 
-def _markdown(lines: Sequence[Sequence[str]]) -> Iterator[str]:
+def markdown(lines: Sequence[Sequence[str]]) -> Iterator[str]:
     """A table with columns of one width each; an error, in a row that ends early, takes what it needs."""
     full = [line for line in lines if len(line) == len(lines[0])]
     widths = [max(map(len, column)) for column in zip(*full, strict=True)]

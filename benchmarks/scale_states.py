@@ -53,22 +53,28 @@ class GPTShapes:
         return sum(torch.Size(shape).numel() for _, shape in self.shapes())
 
 
-MODELS = {"tiny": GPTShapes(2, 64), "30M": GPTShapes(6, 384), "124M": GPTShapes(12, 768), "350M": GPTShapes(24, 1024)}
+MODELS = {
+    "tiny": GPTShapes(2, 64),
+    "30M": GPTShapes(6, 384),
+    "124M": GPTShapes(12, 768),
+    "350M": GPTShapes(24, 1024),
+    "1.5B": GPTShapes(48, 1600),
+}
 
 
-class _Weight:
-    """One parameter in training: its value, its moments, and the distribution of its gradient."""
+class Weight:
+    """One parameter in training: its value, its moments, and the distribution of its gradient, where `generator` is."""
 
     def __init__(self, shape: tuple[int, ...], generator: torch.Generator) -> None:
         def normal(*sizes: int) -> Tensor:
-            return torch.randn(sizes, generator=generator)
+            return torch.randn(sizes, generator=generator, device=generator.device)
 
         self._generator = generator
-        self._scale = 1e-4 * (normal(shape[0]).exp() if len(shape) > 0 else torch.ones(()))
+        self._scale = 1e-4 * (normal(shape[0]).exp() if len(shape) > 0 else torch.ones((), device=generator.device))
         if len(shape) > 1:
             self._scale = self._scale[:, None] * normal(shape[1]).mul(0.5).exp()
         self._direction = normal(*shape).mul_(0.2)
-        self.value = normal(*shape).mul_(0.02) if len(shape) > 1 else torch.ones(shape)
+        self.value = normal(*shape).mul_(0.02) if len(shape) > 1 else torch.ones(shape, device=generator.device)
         beta1, beta2 = BETAS
         spread = ((1 - beta1) / (1 + beta1)) ** 0.5, (2 * (1 - beta2) / (1 + beta2)) ** 0.5
         self.moment1 = (normal(*shape).mul_(spread[0]) + self._direction).mul_(self._scale)
@@ -77,7 +83,8 @@ class _Weight:
     def advance(self, steps: int) -> None:
         """AdamW steps with fresh gradients."""
         for _ in range(steps):
-            gradient = torch.randn(self.value.shape, generator=self._generator).add_(self._direction).mul_(self._scale)
+            gradient = torch.randn(self.value.shape, generator=self._generator, device=self.value.device)
+            gradient.add_(self._direction).mul_(self._scale)
             self.moment1.lerp_(gradient, 1 - BETAS[0])
             self.moment2.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
             self.value.mul_(1 - LEARNING_RATE * 0.1)
@@ -88,7 +95,7 @@ def training_states(shapes: GPTShapes, saves: int, steps: int, seed: int = 0) ->
     """States, `steps` training steps apart: values and moments by kind and name (`exp_avg.norm.weight`)."""
     states: list[dict[str, Tensor]] = [{} for _ in range(saves)]
     for index, (name, shape) in enumerate(shapes.shapes()):
-        weight = _Weight(shape, torch.Generator().manual_seed(seed * 1_000_003 + index))
+        weight = Weight(shape, torch.Generator().manual_seed(seed * 1_000_003 + index))
         for number, state in enumerate(states):
             weight.advance(0 if number == 0 else steps)
             for kind, tensor in (("value", weight.value), ("exp_avg", weight.moment1), ("exp_avg_sq", weight.moment2)):
@@ -125,7 +132,7 @@ def make_states(folder: Path, model: str, saves: int, steps: int, seed: int = 0)
     done.write_text(json.dumps(settings))
 
 
-class _StateHolder:
+class StateHolder:
     """Has a state dict."""
 
     def __init__(self, state: dict[str, Any]) -> None:
@@ -150,7 +157,7 @@ class LiveState:
     @property
     def objects(self) -> dict[str, Any]:
         """The model and the optimizer, as far as a manager asks for them."""
-        return {name: _StateHolder(state) for name, state in self.state.items()}
+        return {name: StateHolder(state) for name, state in self.state.items()}
 
     @property
     def tensors(self) -> dict[str, Tensor]:
