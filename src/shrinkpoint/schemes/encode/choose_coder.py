@@ -36,12 +36,16 @@ def coder_configs(
     if not number.is_float:
         yield from _integer_configs(number, context)
         return
-    union = _union(number, record.values, exact)
+    words = record.values.view(f"u{number.itemsize}")
+    sample = _sample(words)
+    union = int(np.bitwise_or.reduce(words if exact else sample))
     sign, shift = bool(union >> (number.width - 1)), _trailing_zeros(union, number.mantissa)
     if record.context.base is not None:
         base_zeros = _trailing_zeros(_union(number, record.context.base, exact), number.mantissa) if shift else 0
         yield from _delta_configs(number, context, role, info, min(shift, base_zeros))
-    yield from _level_configs(number, values.view(f"u{number.itemsize}"), context, role, sign, shift)
+    if values.nbytes < record.nbytes:
+        sample = _sample(values.view(words.dtype))
+    yield from _level_configs(number, sample, context, role, sign, shift)
 
 
 def choose_smallest(
@@ -95,14 +99,15 @@ def _delta_configs(
 
 def _level_configs(
     number: NumberFormat,
-    words: _Words,
+    sample: _Words,
     context: CodingContext,
     role: Role,
     sign: bool,
     shift: int,
 ) -> Iterator[CoderConfig]:
     fine = min(3 if number.width == 16 and role is not Role.PARAMETER else 2, number.mantissa - shift)
-    largest = int((_sample(words) & words.dtype.type((1 << (number.width - 1)) - 1)).max()) >> (number.mantissa - fine)
+    magnitudes = sample & sample.dtype.type((1 << (number.width - 1)) - 1)
+    largest = int(magnitudes.max()) >> (number.mantissa - fine)
     bias = largest + _LEVEL_MARGIN - 126
     plain = CoderConfig("level", fine=fine, shift=shift, sign=sign, bias=bias)
     if number.width <= 32 and context.shapes is not None:
@@ -116,7 +121,8 @@ def _level_configs(
 
 
 def _sample(words: _Words) -> _Words:
-    return words[:: max(1, words.size // _SAMPLE_SIZE)]
+    """Some values from all over the array, in memory of their own: to read each of them there is a cache miss."""
+    return np.ascontiguousarray(words[:: max(1, words.size // _SAMPLE_SIZE)])
 
 
 def _union(number: NumberFormat, values: Bytes, exact: bool) -> int:
