@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from helpers.processes import run_forked
 from helpers.round_trip import Loop, write
 from helpers.strategies import bits, difference
 from hypothesis import given, settings
@@ -169,3 +171,32 @@ def test_a_record_gets_all_threads_where_others_cannot_occupy_them():
     assert native_threads([large // 2] * 4, 4) == [1, 1, 1, 1]
     assert native_threads([2 * MAX_AHEAD_BYTES, *[large] * 30], 2)[0] == 2
     assert native_threads([large] * 2, 1) == [1, 1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_forked_processes_compute_on_several_threads() -> None:
+    """torch replaces its thread pool after a fork, which goes wrong where several threads call it first."""
+    code = """
+        import os, threading, torch
+        from shrinkpoint.codec.parallel import map_ordered
+
+        def join(index, threads):
+            barrier.wait()  # so that all threads call torch at once
+            return torch.cat([values, values])
+
+        torch.set_num_threads(2)
+        values, barrier = torch.ones(100_000), threading.Barrier(8)
+        failed = 0
+        for _ in range(12):
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    list(map_ordered(join, [4_000_000] * 8, 8))
+                    code = 0
+                finally:
+                    os._exit(code)
+            failed += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
+        print(failed)
+    """
+    assert run_forked(code).strip() == "0"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from typing import ParamSpec, TypeVar
+
+import torch
 
 from shrinkpoint.codec.coder import default_threads
 from shrinkpoint.codec.decoded_tensors import DecodedTensors, as_decoded
@@ -19,6 +22,30 @@ from shrinkpoint.tensors.memory import Arena
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+_has_forked = False
+
+
+def _mark_fork() -> None:
+    global _has_forked
+    _has_forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_mark_fork)
+
+
+def thread_pool(workers: int) -> ThreadPoolExecutor:
+    """Return a pool whose threads may call torch, in a forked process, too.
+
+    After a fork torch replaces its own pool as soon as a new thread calls it. Where two do so at once, one of them
+    finds no pool and fails ("Invalid thread pool!"): so this thread goes before them.
+    """
+    global _has_forked
+    if _has_forked:
+        torch.set_num_threads(torch.get_num_threads())
+        _has_forked = False
+    return ThreadPoolExecutor(workers)
 
 
 def submit_or_run(pool: ThreadPoolExecutor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -77,7 +104,7 @@ def map_ordered(function: Callable[[int, int], T], sizes: Sequence[int], workers
         return
     starts = [0, *accumulate(sizes)]
     futures: dict[int, Future[T]] = {}
-    with ThreadPoolExecutor(workers) as executor:
+    with thread_pool(workers) as executor:
 
         def begin_behind(first: int) -> None:
             """Begin what may be under way while record `first` is."""
@@ -154,7 +181,7 @@ def decode_all(
             trust_base=overwrite,
         )
 
-    with ThreadPoolExecutor(workers) as pool:
+    with thread_pool(workers) as pool:
         for indices in _independent_ranges(parsed, counts):
             # The list is complete before anything is added, because the workers read `decoded`.
             sizes = [recipes[index][2] for index in indices]
