@@ -2,6 +2,7 @@
 
     python benchmarks/scale.py                    # 30, 124 and 350 M parameters, 1 and 2 threads: 1 hour, 20 GiB
     python benchmarks/scale.py --models 30M --repeats 5
+    python benchmarks/scale.py --models 124M --repeats 1 --add    # beside the models that the results have already
 
 States are those of GPTs with AdamW's moments, some simulated training steps apart (`scale_states.py`), read from files
 so that each method sees the same. Every method runs in a process of its own (`scale_methods.py`), methods in turn and
@@ -72,6 +73,13 @@ def measure_all(arguments: argparse.Namespace) -> Iterator[Row]:
                         yield from measure(arguments, model, method, threads, what)
 
 
+def earlier_rows(arguments: argparse.Namespace) -> list[Row]:
+    """Rows of other models in results that are added to."""
+    if not arguments.add or not arguments.out.exists():
+        return []
+    return [row for row in json.loads(arguments.out.read_text())["rows"] if row["model"] not in arguments.models]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["30M", "124M", "350M"])
@@ -80,12 +88,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="rounds")
     parser.add_argument("--steps", type=int, default=10, help="simulated training steps between saves")
     parser.add_argument("--max-chain", choices=MODELS, default="124M", help="largest model of the method chain")
+    parser.add_argument("--add", action="store_true", help="to the results of other models in --out")
     parser.add_argument("--folder", type=Path, help="for states and checkpoints; a temporary one if left out")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "scale.json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         arguments.folder = arguments.folder or Path(temporary)
-        rows = summarize(measure_all(arguments))
+        rows = [*earlier_rows(arguments), *summarize(measure_all(arguments))]
     found = list(figures(rows))
     print("\n".join((*operation_table(rows), "", *figure_table(found))))
     arguments.out.parent.mkdir(exist_ok=True)

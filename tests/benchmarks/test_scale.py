@@ -30,9 +30,12 @@ def test_a_tiny_model_is_measured_in_rounds(
     scale = importlib.import_module("scale")
     monkeypatch.setattr(scale, "draw", lambda *arguments: None)
     options = ["--models", "tiny", "--repeats", "2", "--methods", "fisher", "--threads", "1"]
-    monkeypatch.setattr(sys, "argv", ["scale.py", *options, "--out", str(tmp_path / "scale.json")])
+    monkeypatch.setattr(sys, "argv", ["scale.py", *options, "--add", "--out", str(tmp_path / "scale.json")])
+    other = _row("keyframe", 1, 1.0) | {key: [1.0, 1.0] for key in ("seconds", "processor_seconds", "user_seconds")}
+    (tmp_path / "scale.json").write_text(json.dumps({"rows": [other, other | {"model": "tiny"}]}))
     scale.main()
     document = json.loads((tmp_path / "scale.json").read_text())
+    assert document["rows"].pop(0) == other
     assert [row for row in document["rows"] if "error" in row] == []
     assert {row["rounds"] for row in document["rows"]} == {2}
     assert all(least <= median for row in document["rows"] for median, least in [row["user_seconds"]])
