@@ -19,7 +19,7 @@ from shrinkpoint._native import xxh3_128
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import ChainError, CorruptError, LockedError, NotFoundError, PolicyError, StateError
 from shrinkpoint.storage import LocalStorage, Storage
-from shrinkpoint.store import Store, decode
+from shrinkpoint.store import Store, decode, delta_base
 from shrinkpoint.tensors.flat_state import flatten, snapshot
 
 
@@ -50,6 +50,27 @@ def test_every_checkpoint_of_a_chain_comes_back(storage: Storage) -> None:
     assert_loads(Store(storage), 1, 2, 3, 4, 5)
     assert difference(store.load(), state(5)) is None
     assert store.verify(deep=True) == []
+
+
+@pytest.mark.parametrize(("keyframe_every", "is_bounded"), [(20, True), (None, False)])
+def test_a_chain_ends_where_a_restore_would_read_four_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keyframe_every: int | None, is_bounded: bool
+) -> None:
+    monkeypatch.setattr(delta_base, "MIN_CHAIN_BYTES", 0)
+    store = Store(tmp_path, keyframe_every=keyframe_every)
+    for step in range(12):
+        store.save(step, {"w": torch.randn(20_000, generator=torch.Generator().manual_seed(step))})
+    manifests = store.list()
+    for manifest in manifests:
+        before = sum(base.size for base in manifest.bases)
+        assert before < 4 * manifest.raw_bytes or not is_bounded
+    assert (max(manifest.depth for manifest in manifests) < 11) == is_bounded
+    assert manifests[1].depth == 1  # a few deltas are no reason
+
+
+def test_small_states_have_chains_of_any_size(tmp_path: Path) -> None:
+    store = saved(LocalStorage(tmp_path), *range(12))
+    assert [one.depth for one in store.list()] == [*range(12)]
 
 
 def test_a_store_that_is_not_there_yet_is_empty(tmp_path: Path) -> None:

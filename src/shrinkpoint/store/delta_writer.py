@@ -19,7 +19,14 @@ from shrinkpoint.storage import LocalStorage, local_path
 from shrinkpoint.store import layout
 from shrinkpoint.store.chain import directory_chain
 from shrinkpoint.store.checkpoint_file import DecodedFile, SaveReport, write_file
-from shrinkpoint.store.delta_base import BaseVerifier, ReferenceCache, StoredFile, as_delta_base, warn_low_retention
+from shrinkpoint.store.delta_base import (
+    BaseVerifier,
+    ReferenceCache,
+    StoredFile,
+    as_delta_base,
+    is_chain_full,
+    warn_low_retention,
+)
 from shrinkpoint.store.directory import own_keys, read_directory_manifest
 from shrinkpoint.store.manifest import Payload
 from shrinkpoint.tensors.flat_state import FlatState
@@ -37,7 +44,8 @@ class DeltaWriter:
     Memory: one state on the CPU; of a tensor on a lattice a byte a value, and a sample of its original values.
 
     Args:
-        keyframe_every: a chain has at most this many files, its keyframe included; None: no bound.
+        keyframe_every: a chain has at most this many files, its keyframe included; it ends earlier where they have four
+            times the bytes of the state. None: no bound.
         threads: native threads for coding; None: every core.
 
     Raises:
@@ -46,7 +54,7 @@ class DeltaWriter:
 
     def __init__(self, *, keyframe_every: int | None = 20, threads: int | None = None) -> None:
         keyframe_every, threads = validate.check_keyframe_every(keyframe_every), validate.check_threads(threads)
-        self._max_files, self._threads = keyframe_every, threads
+        self._keyframe_every, self._threads = keyframe_every, threads
         self._can_link = True  # until a link fails
         self._reference_cache: ReferenceCache[Payload] = ReferenceCache()
         self._base_verifier = BaseVerifier()
@@ -184,7 +192,8 @@ class DeltaWriter:
         payload = self._reference_cache.manifest
         if payload is None or self._base_dir is None or not self._can_link:
             return None
-        if self._max_files is not None and len(payload.bases) + 1 >= self._max_files:
+        sizes = [size for _, size in (*payload.bases, (payload.digest, payload.size))]
+        if is_chain_full(sizes, payload.raw_bytes, self._keyframe_every):
             return None
         return payload if all(path.is_file() for path, _ in _base_files(self._base_dir, payload)) else None
 

@@ -27,6 +27,7 @@ from shrinkpoint.store.delta_base import (
     ReferenceCache,
     StoredFile,
     as_delta_base,
+    is_chain_full,
     warn_low_retention,
 )
 from shrinkpoint.store.listing import Lister, Listing, SkippedCheckpoint, forget
@@ -72,7 +73,8 @@ class Store:
 
     Args:
         where: a directory, which need not exist yet, or a storage.
-        keyframe_every: maximum number of checkpoints in a chain, its keyframe included; None: no limit.
+        keyframe_every: maximum number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
+            files have four times the bytes of the state. None: no limit.
         threads: native threads for coding; None: every core.
 
     Attributes:
@@ -264,7 +266,8 @@ class Store:
         parent = listing.manifests.get(reference.step) if reference is not None else None
         if reference is None or parent is None or parent.id != reference.id or parent.step >= step:
             return None
-        if self._keyframe_every is not None and parent.depth + 1 >= self._keyframe_every:
+        sizes = [link.size for link in chain.chain_links(parent)]
+        if is_chain_full(sizes, parent.raw_bytes, self._keyframe_every):
             return None
         if any(key not in listing for key in listing.directories[parent.step].needed_keys):
             return None
