@@ -222,11 +222,11 @@ def background(meter: Meter, live: LiveState, folder: Path, threads: int) -> Non
 
 
 def chain(meter: Meter, live: LiveState, folder: Path, threads: int) -> None:
-    """Loads of the end of a chain of 20, lossless and Fisher, beside its keyframe's."""
+    """Loads of the end of a chain of 20 beside its keyframe's, lossless and Fisher; its size does not end it."""
     count = _count_states(folder)
     for name, scheme in (("lossless", "lossless"), ("fisher", sp.Fisher(relative_error=RELATIVE_ERROR))):
         where = folder / name
-        with sp.CheckpointManager(where, scheme=scheme, threads=threads) as manager:
+        with sp.CheckpointManager(where, scheme=scheme, threads=threads, keyframe_every=None) as manager:
             for step in range(20):
                 live.load(step % count)
                 manager.save(step, **live.objects, rng=False)
