@@ -97,3 +97,20 @@ def test_a_scheme_that_has_chosen_is_copied_and_pickled_like_a_new_one() -> None
     for other in (copy.deepcopy(scheme), pickle.loads(pickle.dumps(scheme))):
         assert other == scheme == Lossless() and hash(other) == hash(scheme)
         assert difference(write(states[1], files[0], scheme=other).read(), states[1]) is None
+
+
+@pytest.mark.parametrize("seed", [3, 4, 7])  # ten steps apart, parents predict the weights of these best
+def test_a_step_after_the_parent_is_predicted_whatever_was_chosen_for_several(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256))
+    optimizer, scheme = torch.optim.AdamW(model.parameters(), lr=1e-3), Lossless()
+    states = []
+    for steps in (100, 10, 1):
+        for _ in range(steps):
+            x = torch.randn(32, 256)
+            optimizer.zero_grad()
+            (model(x) - x.roll(1, 1)).square().mean().backward()
+            optimizer.step()
+        states.append(copy.deepcopy({"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}))
+    files = chain(states, scheme=scheme)
+    assert files[2].report.stored_bytes <= 1.05 * write(states[2], files[1], scheme=Lossless()).report.stored_bytes

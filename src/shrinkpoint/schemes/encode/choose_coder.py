@@ -16,6 +16,7 @@ from shrinkpoint.tensors.info import OptimizerInfo, Role
 _Words: TypeAlias = np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]
 _SAMPLE_SIZE = 1 << 15
 """Number of values in the sample on which configurations are compared."""
+_COARSE_STRIDE = 8  # times that of the sample by which a coder is chosen
 _LEVEL_MARGIN = 8
 """Levels above the largest of the sample that still have a token of their own."""
 
@@ -62,6 +63,21 @@ def choose_smallest(
     costs = [(config.estimate_bytes(number, values, context, stride, threads), config) for config in (first, *rest)]
     cost, config = min(costs, key=lambda pair: pair[0])
     return config, cost
+
+
+def is_far_smaller(
+    number: NumberFormat, values: Bytes, context: CodingContext, prediction: CoderConfig, chosen: CoderConfig
+) -> bool:
+    """Whether a prediction by the optimizer's arithmetic takes less than half of what a choice of earlier saves does.
+
+    It is exact one step after the parent, and no better than others some steps later: so a choice made then says
+    nothing about now. A few tiles tell.
+    """
+    if prediction.predictor not in ("adam", "square") or prediction.predictor == chosen.predictor:
+        return False
+    stride = _COARSE_STRIDE * sample_stride(values.nbytes // number.itemsize)
+    predicted, usual = (config.estimate_bytes(number, values, context, stride, 1) for config in (prediction, chosen))
+    return 2 * predicted < usual
 
 
 def sample_stride(count: int) -> int:

@@ -12,7 +12,7 @@ from shrinkpoint.codec.coded_record import RecordInput, coding_context, encode
 from shrinkpoint.codec.coder import NUMBER_FORMATS, Bytes, CoderConfig, CodingContext
 from shrinkpoint.codec.pack import pack_tensors, tap, tap_context
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.schemes.encode.choose_coder import choose_smallest, coder_configs, sample_stride
+from shrinkpoint.schemes.encode.choose_coder import choose_smallest, coder_configs, is_far_smaller, sample_stride
 from shrinkpoint.schemes.encode.coder_choices import CoderChoice, SaveChoices, config_kind
 from shrinkpoint.schemes.encode.record_groups import ContextMap, RecordGroup
 from shrinkpoint.tensors.flat_state import FlatState
@@ -125,13 +125,17 @@ class ValueEncoder:
         return values, context, coder_configs(record, values, context, self.contexts.optimizer_info(info), exact=exact)
 
     def _configs_of(self, record: RecordInput, choice: CoderChoice, exact: bool) -> tuple[CoderConfig, ...] | None:
-        """The configurations of the chosen kinds; None if one cannot code these numbers."""
-        _, _, candidates = self._first_configs(record, exact)
+        """The configurations of the chosen kinds; None if one cannot code these numbers, or does not fit them."""
+        values, context, generated = self._first_configs(record, exact)
+        candidates = list(generated)
         first = next((config for config in candidates if config_kind(config) == choice.configs[0]), None)
         if first is None or record.taps == 1:
-            return None if first is None else (first,)
-        candidates = _later_taps(record.context, first)
-        later = next((config for config in candidates if config_kind(config) == choice.configs[1]), None)
+            number, prediction = NUMBER_FORMATS[record.infos[0].dtype], candidates[0]
+            if first is None or is_far_smaller(number, values, context, prediction, first):
+                return None
+            return (first,)
+        later_candidates = _later_taps(record.context, first)
+        later = next((config for config in later_candidates if config_kind(config) == choice.configs[1]), None)
         return None if later is None else (first, later)
 
     def _choose_configs(self, record: RecordInput, exact: bool, threads: int) -> tuple[tuple[CoderConfig, ...], float]:
