@@ -15,8 +15,6 @@ namespace shrinkpoint {
 #if defined(SHRINKPOINT_X86)
 namespace {
 
-#define INLINE512 SHRINKPOINT_AVX512 ALWAYS_INLINE
-
 constexpr size_t kLanes = 64, kBlocks = 4;
 constexpr size_t kTilesBetweenChoices = 64;
 

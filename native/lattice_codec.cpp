@@ -81,6 +81,12 @@ ALWAYS_INLINE int32_t quarters_of(int32_t distance, float inverse) {
     return std::min(std::max(quarters, -kQuarters), kQuarters - 1) + kQuarters;
 }
 
+// The guess and the context of a power: those of zero, or of the point that `quarters` tells from its parent's.
+ALWAYS_INLINE void put_power(bool zero, int32_t quarters, int16_t& guess, uint8_t& context) {
+    guess = static_cast<int16_t>(chosen(zero, kZeroCode, 0));
+    context = static_cast<uint8_t>(chosen(zero, 2 * kQuarters, quarters));
+}
+
 // Most values are where their row and column say, whatever the parent's were: so that is the guess, and the parent's
 // point is context, by how many quarters of a step it is above them. The parent's values are taken as integers: an
 // octave has eight parts of equal width, nearly those of powers of two.
@@ -92,8 +98,7 @@ SHRINKPOINT_KERNEL(void, guess_powers,
     for (size_t i = 0; i < count; ++i) {
         const auto bits = static_cast<int32_t>(bits_of(parent[i]));
         const int32_t quarters = quarters_of((bits >> 20) - 127 * kStepsPerOctave - exponents[i], inverse);
-        guesses[i] = static_cast<int16_t>(chosen(bits == 0, kZeroCode, 0));
-        contexts[i] = static_cast<uint8_t>(chosen(bits == 0, 2 * kQuarters, quarters));
+        put_power(bits == 0, quarters, guesses[i], contexts[i]);
     }
 }
 
@@ -106,10 +111,10 @@ SHRINKPOINT_KERNEL(void, guess_powers_of_codes,
     for (size_t i = 0; i < count; ++i) {
         const int32_t exponent = code_exponents[i] + code_step * codes[i];
         const int32_t eighths = exponent & (kStepsPerOctave - 1);
-        const int32_t octave = std::min(std::max(exponent >> 3, -126), 127);
-        const int32_t quarters = quarters_of(octave * kStepsPerOctave + eighths - (eighths > 0) - exponents[i], inverse);
-        guesses[i] = static_cast<int16_t>(chosen(codes[i] == kZeroCode, kZeroCode, 0));
-        contexts[i] = static_cast<uint8_t>(chosen(codes[i] == kZeroCode, 2 * kQuarters, quarters));
+        const int32_t of_octave = eighths - (eighths > 0);
+        const int32_t quarters =
+            quarters_of(octave_of(exponent) * kStepsPerOctave + of_octave - exponents[i], inverse);
+        put_power(codes[i] == kZeroCode, quarters, guesses[i], contexts[i]);
     }
 }
 
@@ -433,18 +438,13 @@ void lattice_run_values(const Lattice& lattice, Codes codes, Floats squares, Run
     const ScopedFpEnvironment floats;
     std::vector<Scratch, UninitializedAllocator<Scratch>> memory(1);
     Scratch& scratch = memory.front();
-    for (uint64_t run = 0, place = 0; run < runs.count; ++run) {
-        const uint64_t begin = runs.first + run * runs.stride, end = begin + runs.length;
-        for (uint64_t start = begin; start < end; start += kTile) {
-            const auto count = static_cast<size_t>(std::min<uint64_t>(kTile, end - start));
-            const float* square_values =
-                squares.data == nullptr ? nullptr : read_floats(squares, place, count, scratch.squares);
-            fill_cells(lattice, square_values, start, count, scratch.cells);
-            values_of_codes(lattice, read_codes(codes, start, count, scratch.cells.codes), count, scratch.cells,
-                            values + place);
-            place += count;
-        }
-    }
+    by_tiles_of(runs, kTile, [&](uint64_t start, size_t count, uint64_t place) {
+        const float* square_values =
+            squares.data == nullptr ? nullptr : read_floats(squares, place, count, scratch.squares);
+        fill_cells(lattice, square_values, start, count, scratch.cells);
+        values_of_codes(lattice, read_codes(codes, start, count, scratch.cells.codes), count, scratch.cells,
+                        values + place);
+    });
 }
 
 void lattice_values(const Lattice& lattice, Codes codes, const Values& squares, float* values, Positions positions,

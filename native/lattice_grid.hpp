@@ -25,10 +25,13 @@ ALWAYS_INLINE uint32_t eighth(uint32_t k) {
     return chosen(high, chosen(middle, a, b), chosen(middle, c, d));
 }
 
-// The bits of 2^(exponent / 8); beyond the normal numbers, the octave stays.
+// Whole octaves of an exponent; beyond the normal numbers, the octave stays.
+ALWAYS_INLINE int32_t octave_of(int32_t exponent) { return std::min(std::max(exponent >> 3, kMinOctave), kMaxOctave); }
+
+// The bits of 2^(exponent / 8).
 ALWAYS_INLINE uint32_t power(int32_t exponent) {
-    const int32_t octave = std::min(std::max(exponent >> 3, kMinOctave), kMaxOctave);
-    return eighth(static_cast<uint32_t>(exponent & (kStepsPerOctave - 1))) + (static_cast<uint32_t>(octave) << 23);
+    const auto part = static_cast<uint32_t>(exponent & (kStepsPerOctave - 1));
+    return eighth(part) + (static_cast<uint32_t>(octave_of(exponent)) << 23);
 }
 
 // The lattice of a tensor, seen as a matrix of `rows` times `columns`: exponents of its steps. `powers`: points stand
@@ -54,6 +57,20 @@ class Lattice {
 struct Runs {
     uint64_t first, length, stride, count;
 };
+
+// work(start, count, place) for every tile of every run: its positions in the tensor, and in the runs put together.
+template <typename Work>
+void by_tiles_of(const Runs& runs, size_t tile, Work work) {
+    uint64_t place = 0;
+    for (uint64_t run = 0; run < runs.count; ++run) {
+        const uint64_t begin = runs.first + run * runs.stride, end = begin + runs.length;
+        for (uint64_t start = begin; start < end; start += tile) {
+            const auto count = static_cast<size_t>(std::min<uint64_t>(tile, end - start));
+            work(start, count, place);
+            place += count;
+        }
+    }
+}
 
 // Of the positions [start, start + count), row by row: the steps, how large they are beside the tensor's usual one, and
 // their exponents.

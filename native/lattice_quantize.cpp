@@ -113,21 +113,16 @@ HysteresisSums hysteresis_sums(const Lattice& lattice, Runs runs, Floats values,
     const float scale = static_cast<float>(levels) / (max_hysteresis - 0.5f);
     HysteresisSums out;
     out.written.resize(levels + 1);
-    for (uint64_t run = 0, place = 0; run < runs.count; ++run) {
-        const uint64_t begin = runs.first + run * runs.stride, end = begin + runs.length;
-        for (uint64_t start = begin; start < end; start += kTile) {
-            const auto count = static_cast<size_t>(std::min<uint64_t>(kTile, end - start));
-            fill_steps(lattice, start, count, cells->steps);
-            out.movement += measure_movement(
-                read_floats(values, place, count, value_buffer), read_floats(decoded, place, count, cells->values),
-                read_floats(originals, place, count, original_buffer), cells->steps, count, offsets, written);
-            for (size_t i = 0; i < count; ++i)
-                if (offsets[i] > 0.5f)
-                    out.written[static_cast<size_t>(std::ceil(std::min((offsets[i] - 0.5f) * scale, last + 1))) - 1] +=
-                        written[i];
-            place += count;
-        }
-    }
+    by_tiles_of(runs, kTile, [&](uint64_t start, size_t count, uint64_t place) {
+        fill_steps(lattice, start, count, cells->steps);
+        out.movement += measure_movement(
+            read_floats(values, place, count, value_buffer), read_floats(decoded, place, count, cells->values),
+            read_floats(originals, place, count, original_buffer), cells->steps, count, offsets, written);
+        for (size_t i = 0; i < count; ++i)
+            if (offsets[i] > 0.5f)
+                out.written[static_cast<size_t>(std::ceil(std::min((offsets[i] - 0.5f) * scale, last + 1))) - 1] +=
+                    written[i];
+    });
     return out;
 }
 

@@ -1,8 +1,9 @@
-// WorkQueue 0..count-1 shared out among threads; the first exception is passed on.
+// Work in chunks 0..count-1, shared out among threads; the first exception is passed on.
 #pragma once
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <mutex>
 #include <system_error>
@@ -10,6 +11,19 @@
 #include <vector>
 
 namespace shrinkpoint {
+
+inline size_t chunk_count(uint64_t count, size_t chunk) { return static_cast<size_t>((count + chunk - 1) / chunk); }
+
+struct Span {
+    uint64_t start;
+    size_t count;
+};
+
+// At most `length` positions from the start of the index-th chunk.
+inline Span span_of(size_t index, uint64_t count, size_t chunk, size_t length) {
+    const uint64_t start = static_cast<uint64_t>(index) * chunk;
+    return {start, static_cast<size_t>(std::min<uint64_t>(length, count - start))};
+}
 
 class WorkQueue {
    public:

@@ -10,8 +10,6 @@ namespace shrinkpoint {
 
 namespace {
 
-#define INLINE512 SHRINKPOINT_AVX512 ALWAYS_INLINE
-
 // base[index] of four 16-bit indices.
 INLINE512 __m128i load4(uint64_t indices, const uint32_t* base) {
     __m128i out = _mm_cvtsi32_si128(static_cast<int>(base[indices & 0xffff]));

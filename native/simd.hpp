@@ -14,6 +14,10 @@
 #define ALWAYS_INLINE inline
 #endif
 
+#if defined(SHRINKPOINT_X86)
+#define INLINE512 SHRINKPOINT_AVX512 ALWAYS_INLINE
+#endif
+
 namespace shrinkpoint {
 
 enum class Simd : int { None = 0, Avx2 = 1, Avx512 = 2 };

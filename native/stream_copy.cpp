@@ -48,10 +48,10 @@ void copy_piece(const uint8_t* source, size_t size, uint8_t* target) { std::memc
 }  // namespace
 
 void stream_copy(const uint8_t* source, size_t size, uint8_t* target, unsigned threads) {
-    parallel((size + kPiece - 1) / kPiece, threads, [&](WorkQueue& indices) {
+    parallel(chunk_count(size, kPiece), threads, [&](WorkQueue& indices) {
         for (size_t i; indices.take(i);) {
-            const size_t begin = i * kPiece;
-            copy_piece(source + begin, std::min(kPiece, size - begin), target + begin);
+            const Span piece = span_of(i, size, kPiece, kPiece);
+            copy_piece(source + piece.start, piece.count, target + piece.start);
         }
     });
 }

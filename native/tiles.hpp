@@ -1,25 +1,12 @@
-// Stretches of a record: chunks, and the tiles in which they are worked through.
+// The tiles in which a record is worked through, and their contexts.
 #pragma once
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
+#include "parallel.hpp"
 #include "tokens.hpp"
 
 namespace shrinkpoint {
-
-inline size_t chunk_count(uint64_t count, size_t chunk) { return static_cast<size_t>((count + chunk - 1) / chunk); }
-
-struct Span {
-    uint64_t start;
-    size_t count;
-};
-
-// At most `length` positions from the start of the index-th chunk.
-inline Span span_of(size_t index, uint64_t count, size_t chunk, size_t length) {
-    const uint64_t start = static_cast<uint64_t>(index) * chunk;
-    return {start, static_cast<size_t>(std::min<uint64_t>(length, count - start))};
-}
 
 inline unsigned bytes_of(const Model& model) { return model.width / 8; }
 

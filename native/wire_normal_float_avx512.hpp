@@ -43,13 +43,13 @@ struct LevelCells {
 
 class LevelLookup {
    public:
-    SHRINKPOINT_AVX512 ALWAYS_INLINE explicit LevelLookup(const LevelCells& cells)
+    INLINE512 explicit LevelLookup(const LevelCells& cells)
         : thresholds_(_mm512_load_ps(cells.thresholds)), low_(_mm512_load_ps(cells.low)),
           high_(_mm512_load_ps(cells.high)), codes_(_mm512_load_si512(cells.codes)), largest_(cells.largest),
           sign_(_mm512_set1_epi32(cells.levels)) {}
 
     // Codes of 64 values, and the bits of their scale.
-    SHRINKPOINT_AVX512 ALWAYS_INLINE uint16_t encode(const float* values, uint8_t* out) const {
+    INLINE512 uint16_t encode(const float* values, uint8_t* out) const {
         const __m512 factor = _mm512_set1_ps(static_cast<float>(kRootHalfPi / kUsualGroup));
         __m512 sizes[4], parts[4];
         for (int i = 0; i < 4; ++i) sizes[i] = _mm512_abs_ps(_mm512_loadu_ps(values + 16 * i));
@@ -80,28 +80,28 @@ class LevelLookup {
     __m512i sign_;
 
     // Of a magnitude; times four is exact, wherever it comes.
-    SHRINKPOINT_AVX512 ALWAYS_INLINE static __m512i cell_of(__m512 size, __m512 inverse) {
+    INLINE512 static __m512i cell_of(__m512 size, __m512 inverse) {
         const __m512 place = _mm512_mul_ps(size, _mm512_mul_ps(inverse, _mm512_set1_ps(LevelCells::kCellsPerUnit)));
         return _mm512_cvttps_epi32(_mm512_min_ps(place, _mm512_set1_ps(LevelCells::kCells - 1)));
     }
 
-    SHRINKPOINT_AVX512 ALWAYS_INLINE __mmask16 above(__m512 scaled, __m512i cell) const {
+    INLINE512 __mmask16 above(__m512 scaled, __m512i cell) const {
         return _mm512_cmp_ps_mask(scaled, _mm512_permutexvar_ps(cell, thresholds_), _CMP_GT_OQ);
     }
 
     // The sum of 64 by adding halves, as halved() does, but for the last four.
-    SHRINKPOINT_AVX512 ALWAYS_INLINE static __m128 four_sums(const __m512* x) {
+    INLINE512 static __m128 four_sums(const __m512* x) {
         const __m512 all = _mm512_add_ps(_mm512_add_ps(x[0], x[2]), _mm512_add_ps(x[1], x[3]));
         const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
         return _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     }
 
-    SHRINKPOINT_AVX512 ALWAYS_INLINE static float sum(const __m512* x) {
+    INLINE512 static float sum(const __m512* x) {
         const __m128 four = four_sums(x), two = _mm_add_ps(four, _mm_movehl_ps(four, four));
         return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
     }
 
-    SHRINKPOINT_AVX512 ALWAYS_INLINE __m128 errors(const __m512* sizes, __m512 inverse) const {
+    INLINE512 __m128 errors(const __m512* sizes, __m512 inverse) const {
         __m512 squares[4];
         for (int i = 0; i < 4; ++i) {
             const __m512 scaled = _mm512_mul_ps(sizes[i], inverse);
@@ -115,14 +115,14 @@ class LevelLookup {
     }
 
     // As nearest_brief.
-    SHRINKPOINT_AVX512 ALWAYS_INLINE static __m128 nearest_briefs(__m128 x) {
+    INLINE512 static __m128 nearest_briefs(__m128 x) {
         const __m128i word = _mm_castps_si128(x), odd = _mm_and_si128(_mm_srli_epi32(word, 16), _mm_set1_epi32(1));
         const __m128i rounded = _mm_add_epi32(_mm_add_epi32(word, _mm_set1_epi32(0x7FFF)), odd);
         return _mm_castsi128_ps(_mm_and_si128(rounded, _mm_set1_epi32(static_cast<int>(0xFFFF0000u))));
     }
 
     // As Levels::best, all four scales side by side.
-    SHRINKPOINT_AVX512 ALWAYS_INLINE float best(const __m512* sizes, float mean, float first) const {
+    INLINE512 float best(const __m512* sizes, float mean, float first) const {
         const __m512 largest = _mm512_max_ps(_mm512_max_ps(sizes[0], sizes[1]), _mm512_max_ps(sizes[2], sizes[3]));
         const float most = _mm512_reduce_max_ps(largest) * (1 / largest_), spread = most - mean;
         const __m128 tried = _mm_setr_ps(first, mean + spread * 0.25f, mean + spread * 0.5f, most);
