@@ -59,7 +59,8 @@ class Importer:
     Args:
         storage: the store's storage; if it has checkpoints of the same run, the import continues after them.
         scheme: how to compress every checkpoint; None: lossless.
-        keyframe_every: checkpoints in a chain, its keyframe included; None: one chain.
+        keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
+            files have four times the bytes of the state. None: one chain.
         force: save again what is in the store and differs.
         opaque: keep files that cannot be read without running them as their bytes, however large.
     """

@@ -54,8 +54,8 @@ def zeroed_moments(state: FlatState) -> Iterator[tuple[str, Tensor]]:
         yield name, torch.zeros_like(state.tensors[name], device="cpu", memory_format=torch.contiguous_format)
 
 
-def quantize_moments(state: FlatState, stats: GlobalStats) -> Iterator[tuple[str, CodebookTensor]]:
-    """Yield the name and the codes of each moment that is large enough and finite; a collective.
+def quantize_moments(state: FlatState, stats: GlobalStats) -> dict[str, CodebookTensor]:
+    """Return the codes of each moment that is large enough and finite, on the CPU; a collective.
 
     The others stay exact. Levels are those of the global moment.
     """
@@ -67,9 +67,11 @@ def quantize_moments(state: FlatState, stats: GlobalStats) -> Iterator[tuple[str
     finite = stats.tensors_where_all({name: bool(moment.isfinite().all()) for name, moment in moments.items()})
     moments = {name: x for name, x in moments.items() if stats.global_name(name) in finite and x.numel()}
     limits = _global_limits({name: x for name, x in moments.items() if not stats.is_whole(name)}, stats)
+    codes = {}
     for name, moment in moments.items():
         is_signed = state.infos[name].role is Role.MOMENT1
-        yield name, quantize_log(moment, signed=is_signed, limits=limits.get(stats.global_name(name)))
+        codes[name] = quantize_log(moment, signed=is_signed, limits=limits.get(stats.global_name(name))).cpu()
+    return codes
 
 
 def _global_limits(moments: Mapping[str, Tensor], stats: GlobalStats) -> dict[str, tuple[float, float]]:

@@ -61,8 +61,7 @@ class QuantizationPlan(RecordEncodingMixin):
         if self.optimizer == "reset":
             changed.update(optimizer_state.zeroed_moments(state))
         elif self.optimizer == "lossy":
-            moments = optimizer_state.quantize_moments(state, GlobalStats.from_state(state))
-            quantized_tensors |= {name: moment.cpu() for name, moment in moments}
+            quantized_tensors |= optimizer_state.quantize_moments(state, GlobalStats.from_state(state))
         for name, quantized in quantized_tensors.items():
             dtype = state.tensors[name].dtype
             if isinstance(quantized, LatticeTensor):

@@ -169,7 +169,7 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
         num_residuals, num_moments = tensors.sum_over_ranks(len(residuals), len(moments))
         optimizer = self._optimizer
         if optimizer == "lossy" and global_tensors is not None:  # levels are of all ranks: now, while these take part
-            moments |= {name: codes.cpu() for name, codes in optimizer_state.quantize_moments(state, stats)}
+            moments |= optimizer_state.quantize_moments(state, stats)
             optimizer = "exact"
         loss: JSON = None
         if num_residuals or num_moments or self._optimizer != "exact":

@@ -73,7 +73,7 @@ class Store:
 
     Args:
         where: a directory, which need not exist yet, or a storage.
-        keyframe_every: maximum number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
+        keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
             files have four times the bytes of the state. None: no limit.
         threads: native threads for coding; None: every core.
 

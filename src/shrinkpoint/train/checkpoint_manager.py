@@ -35,7 +35,8 @@ class CheckpointManager(BackgroundSaver):
         scheme: "lossless", or a scheme with settings. One that searches evaluates `model` during `save`, before
             it returns; in a group of replicas all of them call `save`, and only the first one writes.
         keep: which checkpoints to keep, applied after every save; None keeps all.
-        keyframe_every: maximum number of checkpoints in a chain, its keyframe included; None: no maximum.
+        keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
+            files have four times the bytes of the state. None: no limit.
         background: `save` returns as soon as the state is copied, and the copy is written beside the loop.
         threads: native threads for coding; None: every core.
 

@@ -63,7 +63,8 @@ class Checkpointer(BackgroundSaver):
 
     Args:
         scheme: "lossless", or a scheme with settings.
-        keyframe_every: maximum number of checkpoints in a chain, its keyframe included; None: no maximum.
+        keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
+            files have four times the bytes of the state. None: no limit.
         background: `save` returns as soon as the state is copied, and the copy is written beside the loop; a save
             waits for the previous one.
         threads: native threads for coding; None: every core.

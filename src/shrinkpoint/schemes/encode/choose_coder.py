@@ -17,6 +17,7 @@ _Words: TypeAlias = np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]
 _SAMPLE_SIZE = 1 << 15
 """Number of values in the sample on which configurations are compared."""
 _COARSE_STRIDE = 8  # times that of the sample by which a coder is chosen
+_EXACT_SHARE = 1 / 8  # of the bytes of values: what is predicted bit for bit takes less
 _LEVEL_MARGIN = 8
 """Levels above the largest of the sample that still have a token of their own."""
 
@@ -71,13 +72,14 @@ def is_far_smaller(
     """Whether a prediction by the optimizer's arithmetic takes less than half of what a choice of earlier saves does.
 
     It is exact one step after the parent, and no better than others some steps later: so a choice made then says
-    nothing about now. A few tiles tell.
+    nothing about now. A few tiles tell. Where it is not exact, the choice need not be measured.
     """
     if prediction.predictor not in ("adam", "square") or prediction.predictor == chosen.predictor:
         return False
     stride = _COARSE_STRIDE * sample_stride(values.nbytes // number.itemsize)
-    predicted, usual = (config.estimate_bytes(number, values, context, stride, 1) for config in (prediction, chosen))
-    return 2 * predicted < usual
+    predicted = prediction.estimate_bytes(number, values, context, stride, 1)
+    is_exact = predicted < values.nbytes * _EXACT_SHARE
+    return is_exact and 2 * predicted < chosen.estimate_bytes(number, values, context, stride, 1)
 
 
 def sample_stride(count: int) -> int:

@@ -260,7 +260,7 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
         quantized: dict[str, QuantizedTensor] = {**unchanged}
         quantized |= {name: tensor.cpu() for name, tensor in choice.quantized.items()}
         if optimizer == "lossy" and global_tensors is not None:  # levels are of all ranks: now, while these take part
-            quantized |= {name: tensor.cpu() for name, tensor in optimizer_state.quantize_moments(state, stats)}
+            quantized |= optimizer_state.quantize_moments(state, stats)
             optimizer = "exact"
         # a single rank cannot tell why a shard stays exact
         min_size = (MIN_WEIGHT_NUMEL, 2) if tensors.is_complete else None

@@ -58,7 +58,8 @@ class AcceleratorCheckpointer:
     Args:
         accelerator: models may be prepared, and objects registered, before or after.
         scheme: "lossless", or a scheme. Its `evaluate` is called with the unwrapped model, on the writing process.
-        keyframe_every: greatest number of checkpoints in a chain, including its keyframe; None: unlimited.
+        keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
+            files have four times the bytes of the state. None: no limit.
         background: `save_state` returns once the state is copied, and the copy is written while training continues.
         threads: native threads for coding; None: all cores.
 

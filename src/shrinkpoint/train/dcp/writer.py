@@ -80,7 +80,8 @@ class Writer(CheckpointDirectory, StorageWriter):
     Args:
         path: directory of the next checkpoint; None: it is passed to `dcp.save`.
         scheme: "lossless", or a scheme with settings, which decides for global tensors over all ranks.
-        keyframe_every: maximum number of checkpoints in a chain, its keyframe included; None: no maximum.
+        keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
+            files have four times the bytes of the state. None: no limit.
         chain: name of the chain; None: paths that differ only in numbers are one chain.
         threads: native threads for coding; None: every core, shared with the other ranks on this machine.
         group: what is passed to `dcp.save` as `process_group`; only a lossy scheme needs it.

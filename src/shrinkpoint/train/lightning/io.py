@@ -50,7 +50,8 @@ class ShrinkIO(CheckpointIO):
 
     Args:
         scheme: "lossless", or a scheme without a process group: only rank 0 calls it.
-        keyframe_every: greatest number of checkpoints in a chain, including its keyframe; None: unlimited.
+        keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
+            files have four times the bytes of the state. None: no limit.
         background: a save returns once the state is copied, and the copy is written while training continues, one at a
             time: a save that comes too early waits. A directory that Lightning removes meanwhile is removed after the
             write has succeeded, and kept if it failed. A save outside of training is waited for, and so is one on

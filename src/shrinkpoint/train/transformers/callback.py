@@ -38,7 +38,8 @@ class ShrinkCallback(TrainerCallback):
 
     Args:
         scheme: for the optimizer state: "lossless", or a scheme that needs no model and no process group.
-        keyframe_every: greatest number of checkpoints in a chain; None: unlimited.
+        keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
+            files have four times the bytes of the state. None: no limit.
         background: write checkpoints while training continues.
         threads: native threads for coding; None: all cores.
         resume_from_checkpoint: directory to resume from, if it is not inside `output_dir`.

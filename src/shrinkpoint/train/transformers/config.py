@@ -48,7 +48,8 @@ class ShrinkConfig:
             with. Whether higher is better follows `greater_is_better` if it is `metric_for_best_model`, else its name.
         batches: number of batches of the evaluation dataset for one evaluation; None: all.
         gradients: record gradients for the scheme, over the steps before each save.
-        keyframe_every: greatest number of checkpoints in a chain; None: unlimited.
+        keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
+            files have four times the bytes of the state. None: no limit.
         background: write checkpoints while training continues, one at a time: a save that comes too early waits.
             Older checkpoints are deleted only once the new one is complete.
         threads: native threads for coding; None: all cores.
