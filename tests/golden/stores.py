@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +41,27 @@ def write_store(place: Path) -> dict[str, str]:
     return expected
 
 
+@contextmanager
+def lossy_store(place: Path, forgotten: int) -> Iterator[sp.Store]:
+    """A store of lossy checkpoints in one chain; at the end a step is forgotten and what stands on it written again."""
+    with warnings.catch_warnings(), sp.Store(place, keyframe_every=9) as store:
+        warnings.simplefilter("ignore", LossWarning)
+        yield store
+        store.forget(forgotten)
+        store.compact()
+    (place / ".shrinkpoint-lock").unlink(missing_ok=True)
+
+
 def write_lossy_store(place: Path) -> dict[str, str]:
     """A store whose checkpoints are lossy, but for one in the middle, with one that was written again."""
     expected = {}
     loop, scheme = Loop(width=4), Rounding(loss={"chosen": {"bins": 8}, "degradation": 0.01, "worst": float("nan")})
-    with warnings.catch_warnings(), sp.Store(place, keyframe_every=9) as store:
-        warnings.simplefilter("ignore", LossWarning)
+    with lossy_store(place, forgotten=4) as store:
         for step in (1, 2, 3, 4, 5):
             state = {"model": loop.steps(1)["model"]}
             lossy = step != 3
             store.save(step, state, scheme=scheme if lossy else "lossless", lossy_restores=step // 4)
             expected[str(step)] = fingerprint(scheme.expected(state) if lossy else state)
-        store.forget(4)
-        store.compact()
-    (place / ".shrinkpoint-lock").unlink(missing_ok=True)
     return expected
 
 
@@ -61,17 +69,13 @@ def write_tracked_store(place: Path) -> dict[str, str]:
     """A store whose deltas are differences to what a reader has, with one that was written again."""
     expected: dict[str, Any] = {}
     weight, scheme, held = randn(64, 64).bfloat16().float(), sp.LCCheckpoint(bits=3), None
-    with warnings.catch_warnings(), sp.Store(place, keyframe_every=9) as store:
-        warnings.simplefilter("ignore", LossWarning)
+    with lossy_store(place, forgotten=3) as store:
         for step in (1, 2, 3, 4):
             state = {"model": {"w.weight": weight + (step - 1) * 1e-3 * randn(64, 64, seed=step)}}
             kept = scheme.quantize(flatten(state), held).state
             held = Reference(kept.tensors)
             expected[str(step)] = fingerprint(unflatten(kept.tree, kept.tensors))
             store.save(step, state, scheme=scheme)
-        store.forget(3)
-        store.compact()
-    (place / ".shrinkpoint-lock").unlink(missing_ok=True)
     return expected
 
 
@@ -79,8 +83,7 @@ def write_fisher_store(place: Path) -> dict[str, str]:
     """A store of points, with a restore in the middle and one checkpoint that was written again."""
     expected: dict[str, Any] = {}
     loop, scheme = Loop(width=6), sp.Fisher(relative_error=0.1)
-    with warnings.catch_warnings(), sp.Store(place, keyframe_every=9) as store:
-        warnings.simplefilter("ignore", LossWarning)
+    with lossy_store(place, forgotten=3) as store:
         for step in (1, 2, 3, 4):
             state, restores = loop.steps(2), step // 3
             scheme.resume(store.manifest(step - 1).loss if step > 1 else None, restores)
@@ -88,9 +91,6 @@ def write_fisher_store(place: Path) -> dict[str, str]:
             assert store.reference is not None
             flat = flatten(state)
             expected[str(step)] = fingerprint(unflatten(flat.tree, dict(store.reference.tensors)))
-        store.forget(3)
-        store.compact()
-    (place / ".shrinkpoint-lock").unlink(missing_ok=True)
     return expected
 
 

@@ -154,17 +154,25 @@ def test_loading_for_mere_reading_leaves_the_next_delta_alone(storage: Storage) 
     assert store.manifest(3).bases[-1].step == 2
 
 
+def count_loads(monkeypatch: pytest.MonkeyPatch, *, fail_after: int | None = None) -> list[str]:
+    """Grows by an entry whenever a store decodes a chain; after so many, files are damaged."""
+    loads, original = list[str](), store_module.decode_chain
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        loads.append("load")
+        if fail_after is not None and len(loads) > fail_after:
+            raise CorruptError("a file", found="damage")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(store_module, "decode_chain", counted)
+    return loads
+
+
 def test_a_save_after_a_load_is_a_delta_for_which_the_state_is_decoded_again(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(storage, 1, 2).close()
-    store, loads, original = Store(storage), list[str](), store_module.decode_chain
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        loads.append("load")
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(store_module, "decode_chain", counted)
+    store, loads = Store(storage), count_loads(monkeypatch)
     loaded = store.load(2)
     loaded["model"]["w"].zero_()  # which is the caller's alone
     assert len(loads) == 1
@@ -179,17 +187,10 @@ def test_a_save_after_a_load_is_a_keyframe_where_the_state_cannot_be_decoded_aga
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(storage, 1, 2).close()
-    store, loads, original = Store(storage), list[str](), store_module.decode_chain
-
-    def once(*args: Any, **kwargs: Any) -> Any:
-        loads.append("load")
-        if len(loads) > 1:
-            raise CorruptError("a file", found="damage")
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(store_module, "decode_chain", once)
+    store, loads = Store(storage), count_loads(monkeypatch, fail_after=1)
     store.load(2)
     store.save(3, state(3))
+    assert len(loads) == 2
     assert store.manifest(3).bases == ()
     store.save(4, state(4))
     assert store.manifest(4).bases[-1].step == 3
