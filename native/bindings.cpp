@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <deque>
 #include <memory>
 #include <optional>
 
@@ -323,13 +324,19 @@ NB_MODULE(_native, m) {
         "planes"_a, "width"_a);
     m.def(
         "stream_copy",
-        [](nb::handle source, nb::handle target, unsigned threads) {
-            const Bytes from(source), to(target, PyBUF_WRITABLE);
-            uint8_t* const out = to.checked(from.size(), 1, "target");
+        [](const std::vector<nb::object>& sources, const std::vector<nb::object>& targets, unsigned threads) {
+            if (sources.size() != targets.size()) throw nb::value_error("as many targets as sources are needed");
+            std::deque<Bytes> held;
+            std::vector<Copy> copies;
+            for (size_t i = 0; i < sources.size(); ++i) {
+                const Bytes& from = held.emplace_back(sources[i]);
+                const Bytes& to = held.emplace_back(targets[i], PyBUF_WRITABLE);
+                copies.push_back({from.data(), from.size(), to.checked(from.size(), 1, "target")});
+            }
             nb::gil_scoped_release release;
-            stream_copy(from.data(), from.size(), out, threads);
+            stream_copy(copies, threads);
         },
-        "source"_a, "target"_a, "threads"_a = 1);
+        "sources"_a, "targets"_a, "threads"_a = 1);
     nb::class_<Hasher>(m, "Hasher")
         .def(nb::init<>())
         .def("update",

@@ -14,7 +14,7 @@ namespace shrinkpoint {
 
 namespace {
 
-constexpr size_t kPiece = size_t{1} << 21;  // bytes that a thread takes at a time
+constexpr size_t kPiece = size_t{1} << 21;  // bytes that a thread takes at a time, at most
 
 #if defined(SHRINKPOINT_X86)
 
@@ -47,12 +47,17 @@ void copy_piece(const uint8_t* source, size_t size, uint8_t* target) { std::memc
 
 }  // namespace
 
-void stream_copy(const uint8_t* source, size_t size, uint8_t* target, unsigned threads) {
-    parallel(chunk_count(size, kPiece), threads, [&](WorkQueue& indices) {
-        for (size_t i; indices.take(i);) {
-            const Span piece = span_of(i, size, kPiece, kPiece);
-            copy_piece(source + piece.start, piece.count, target + piece.start);
-        }
+void stream_copy(const std::vector<Copy>& copies, unsigned threads) {
+    std::vector<Copy> pieces;
+    size_t total = 0;
+    for (const Copy& copy : copies) {
+        total += copy.size;
+        for (size_t begin = 0; begin < copy.size; begin += kPiece)
+            pieces.push_back({copy.source + begin, std::min(kPiece, copy.size - begin), copy.target + begin});
+    }
+    const size_t useful_threads = std::min<size_t>(threads, total / kPiece + 1);
+    parallel(pieces.size(), static_cast<unsigned>(useful_threads), [&](WorkQueue& indices) {
+        for (size_t i; indices.take(i);) copy_piece(pieces[i].source, pieces[i].size, pieces[i].target);
     });
 }
 

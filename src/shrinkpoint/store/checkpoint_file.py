@@ -24,9 +24,8 @@ from shrinkpoint.schemes.base import QuantizedState, Scheme
 from shrinkpoint.schemes.select import summarize_reasons
 from shrinkpoint.storage import Source, Storage
 from shrinkpoint.store.manifest import LossIncrease
-from shrinkpoint.tensors.flat_state import copy_tensor, unflatten
+from shrinkpoint.tensors.flat_state import copy_tensors, unflatten
 from shrinkpoint.tensors.info import JSON, EncodedRecord, Role
-from shrinkpoint.tensors.memory import Arena
 
 MIN_LIMIT = 1 << 30
 """Bytes of tensors that any file may hold, however small it is."""
@@ -382,10 +381,8 @@ def _to_device(tensors: Mapping[str, torch.Tensor], device: Device, copy: bool) 
     try:
         shared = {name for name in tensors if lattice_source(tensors, name) is None} if copy else set()
         if device is None or torch.device(device).type == "cpu":
-            arena = Arena()  # new memory of each tensor's own would take a page fault for every 4 KiB
-            return {
-                name: copy_tensor(tensor, None, arena) if name in shared else tensor for name, tensor in tensors.items()
-            }
+            copies = copy_tensors({name: tensors[name] for name in shared})
+            return {name: copies.get(name, tensor) for name, tensor in tensors.items()}
         return {name: tensor.to(device, copy=name in shared) for name, tensor in tensors.items()}
     except (AssertionError, RuntimeError, TypeError) as error:  # torch has no error of its own for "no such device"
         expected, do = "a place for the state", "name a device that is here, or make room on it"

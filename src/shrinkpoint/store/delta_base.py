@@ -28,8 +28,7 @@ from shrinkpoint.container.reader import WINDOW_BYTES
 from shrinkpoint.errors import ChainError, CorruptError, ShrinkpointError, warn_user
 from shrinkpoint.storage import LocalStorage, Source, Storage
 from shrinkpoint.tensors.dtypes import as_native_float, tensor_bytes
-from shrinkpoint.tensors.flat_state import copy_tensor
-from shrinkpoint.tensors.memory import Arena
+from shrinkpoint.tensors.flat_state import copy_tensors
 
 MIN_RETENTION = 0.7
 """A checkpoint with a lower fraction raises a warning."""
@@ -143,14 +142,11 @@ class ReferenceCache(Generic[M]):
         The checkpoint is committed already: without a reference the next one is a keyframe. Codes and samples are not
         shared with the caller and need no copy.
         """
-        buffers, arena = as_decoded(self._reference.tensors).held_tensors(), Arena()
+        buffers = as_decoded(self._reference.tensors).held_tensors()
         self.drop()
         tensors = as_decoded(reference.tensors).without_values()
         try:
-            copies = {
-                name: copy_tensor(tensor.detach(), buffers.pop(name, None), arena)
-                for name, tensor in tensors.held_tensors().items()
-            }
+            copies = copy_tensors(tensors.held_tensors(), buffers)
         except (MemoryError, RuntimeError):  # torch reports an allocation that failed as a RuntimeError
             return
         self.adopt(manifest, replace(reference, tensors=tensors.replace_tensors(copies)))

@@ -20,7 +20,7 @@ from shrinkpoint.tensors.shared_storage import deduplicate
 from shrinkpoint.tensors.side_streams import wait_for_devices
 from shrinkpoint.tensors.tree import MAX_COPY_BYTES, TreeDecoder, TreeEncoder
 
-_MIN_STREAMED_BYTES = 1 << 20
+_MIN_STREAMED_BYTES = 1 << 16
 """Bytes of a tensor from which it is copied past the caches: its copy is read later than they hold it."""
 
 
@@ -67,15 +67,11 @@ def snapshot(
         without: names of tensors whose values nobody needs; the copy has their shapes and dtypes only.
         wait: False: values from CUDA devices may arrive later, when this thread's streams there have got so far.
     """
-    old = reuse or {}
-    arena = Arena()
-    copies: dict[str, torch.Tensor] = {}
-    with torch.no_grad():
-        for name, tensor in state.tensors.items():
-            if name in without:
-                copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            else:
-                copies[name] = copy_tensor(tensor, old.get(name), arena)
+    copies = copy_tensors({name: tensor for name, tensor in state.tensors.items() if name not in without}, reuse)
+    copies = {
+        name: copies[name] if name in copies else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in state.tensors.items()
+    }
     if wait:
         wait_for_devices(state.tensors.values())  # copies to pinned memory are asynchronous
     return replace(state, tensors=copies)
@@ -113,19 +109,37 @@ def _free_bytes(device: torch.device) -> float:
     return math.inf if device.type == "cpu" else 0
 
 
-def copy_tensor(tensor: torch.Tensor, target: torch.Tensor | None, arena: Arena) -> torch.Tensor:
-    """Copy a tensor to contiguous CPU memory: `target` if shape and dtype agree, else new memory."""
-    shape = tuple(tensor.shape)
-    if target is None or target.is_meta or target.dtype != tensor.dtype or tuple(target.shape) != shape:
-        if tensor.is_cuda or tensor.numel() == 0:
-            target = empty(shape, tensor.dtype, pin=tensor.is_cuda)
+@torch.no_grad()
+def copy_tensors(
+    tensors: Mapping[str, torch.Tensor], reuse: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Copy tensors to contiguous CPU memory; values from CUDA devices may arrive later.
+
+    Args:
+        reuse: tensors whose memory is overwritten where name, shape and dtype agree.
+    """
+    old, arena = reuse or {}, Arena()
+    copies: dict[str, torch.Tensor] = {}
+    streamed: list[str] = []
+    for name, tensor in tensors.items():
+        target = copies[name] = _usable_target(tensor, old.get(name), arena)
+        if tensor.nbytes >= _MIN_STREAMED_BYTES and _is_plain(tensor) and _is_plain(target):
+            streamed.append(name)
         else:
-            target = torch.from_numpy(arena.allocate(tensor.nbytes)).view(tensor.dtype).reshape(shape)
-    if tensor.nbytes >= _MIN_STREAMED_BYTES and _is_plain(tensor) and _is_plain(target):
-        stream_copy(tensor_bytes(tensor), tensor_bytes(target), torch.get_num_threads())
-    else:
-        as_bits(target).copy_(as_bits(tensor), non_blocking=tensor.is_cuda)
-    return target
+            as_bits(target).copy_(as_bits(tensor), non_blocking=tensor.is_cuda)
+    sources, targets = ([tensor_bytes(group[name]) for name in streamed] for group in (tensors, copies))
+    stream_copy(sources, targets, torch.get_num_threads())
+    return copies
+
+
+def _usable_target(tensor: torch.Tensor, target: torch.Tensor | None, arena: Arena) -> torch.Tensor:
+    """`target` if its memory, shape and dtype are usable for a copy of a tensor; else new memory."""
+    shape = tuple(tensor.shape)
+    if target is not None and not target.is_meta and target.dtype == tensor.dtype and tuple(target.shape) == shape:
+        return target
+    if tensor.is_cuda or tensor.numel() == 0:
+        return empty(shape, tensor.dtype, pin=tensor.is_cuda)
+    return torch.from_numpy(arena.allocate(tensor.nbytes)).view(tensor.dtype).reshape(shape)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
