@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,6 +84,24 @@ def test_reused_memory_never_spoils_a_delta() -> None:
     manager.save(10, extra=big(10.0))
     manager.close()
     assert manager.restore().extra["wide"].tolist() == [[10.0] * 3] * 4
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="page faults of one thread are counted on Linux")
+def test_the_second_save_waits_for_no_new_memory() -> None:
+    """The first one's copy is the reference of the second: its own was taken and touched beside the loop."""
+    tensors = {f"part {index}": torch.full((225_000,), 1.0 + index) for index in range(4)}
+    with CheckpointManager(MemoryStorage(), background=True) as manager:
+        manager.save(0, extra=tensors)
+        manager.wait()
+        before = _page_faults()
+        manager.save(1, extra=tensors)
+        assert _page_faults() - before < sum(tensor.nbytes for tensor in tensors.values()) / 4096 / 2
+
+
+def _page_faults() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
 
 @pytest.mark.parametrize("tell", ["save", "wait", "close"])

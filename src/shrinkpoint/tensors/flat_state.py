@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -140,6 +141,19 @@ def _usable_target(tensor: torch.Tensor, target: torch.Tensor | None, arena: Are
     if tensor.is_cuda or tensor.numel() == 0:
         return empty(shape, tensor.dtype, pin=tensor.is_cuda)
     return torch.from_numpy(arena.allocate(tensor.nbytes)).view(tensor.dtype).reshape(shape)
+
+
+def allocate_like(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Allocate CPU tensors of these shapes and dtypes, every page of which has been touched.
+
+    Raises:
+        MemoryError: there is not enough.
+    """
+    arena = Arena()
+    copies = {name: _usable_target(tensor, None, arena) for name, tensor in tensors.items()}
+    for copy in copies.values():
+        tensor_bytes(copy)[:: mmap.PAGESIZE] = 0
+    return copies
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

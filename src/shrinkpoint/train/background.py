@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,7 +19,7 @@ from shrinkpoint.schemes.base import Resumable, Scheme
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.store.checkpoint_file import SaveReport
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.flat_state import FlatState, allocate_like
 from shrinkpoint.tensors.side_streams import SideStreams
 from shrinkpoint.train.planning import SavePlan
 from shrinkpoint.train.state_copy import StateCopy
@@ -131,14 +131,22 @@ class BackgroundSaver:
         del reuse  # what was not reused
         if not self._background:
             return self._write_state(copy.finish, write, after, adopt=True)
-        user_line = find_user_line()
+        user_line, is_on_cpu = find_user_line(), state.is_on_cpu
 
         def write_copy() -> None:
             with warn_at(user_line):
                 self._write_state(copy.finish, write, after, adopt=True)
+            if is_on_cpu:
+                self._prepare_memory()
 
         self._worker.start(description, write_copy)
         return None
+
+    def _prepare_memory(self) -> None:
+        """Take what memory the next copy needs beside the free one: in the loop its page faults would be waited for."""
+        missing = {name: copy for name, copy in self._held_copies.items() if name not in self._free_copies}
+        with suppress(MemoryError):
+            self._free_copies |= allocate_like(missing)
 
     def _resume_from(self, manifest: Manifest[Any]) -> None:
         """Note that a checkpoint was restored, and let the scheme go on from there."""
