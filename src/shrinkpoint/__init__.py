@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from shrinkpoint.schemes import Lossless as Lossless
     from shrinkpoint.store import Keep as Keep
     from shrinkpoint.store import Store as Store
+    from shrinkpoint.store.load import load as load
     from shrinkpoint.store.single_file import inspect as inspect
-    from shrinkpoint.store.single_file import load as load
     from shrinkpoint.store.single_file import save as save
     from shrinkpoint.train import CheckpointManager as CheckpointManager
 
@@ -54,7 +54,7 @@ _MODULES = {
     "inspect": "store.single_file",
     "Keep": "store.retention",
     "LCCheckpoint": "schemes",
-    "load": "store.single_file",
+    "load": "store.load",
     "Lossless": "schemes",
     "QD": "schemes",
     "save": "store.single_file",

@@ -16,7 +16,7 @@ from shrinkpoint.demo.workload import GPT, Batches, GPTConfig, stdlib_text
 from shrinkpoint.errors import NotFoundError
 from shrinkpoint.schemes.evaluate import call_evaluate, relative_degradation
 from shrinkpoint.store import Store
-from shrinkpoint.store.single_file import load
+from shrinkpoint.store.load import load
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 
 

@@ -135,6 +135,8 @@ def decode_all(
     where: str = "file",
     threads: int | None = None,
     needed: Collection[int] | None = None,
+    skip: Callable[[int], Sequence[TensorInfo]] | None = None,
+    with_values: bool = True,
     overwrite: bool = False,
 ) -> Reference:
     """Decode all records of a file: its tensors by name, in the order of the records, and their quantized forms.
@@ -145,8 +147,9 @@ def decode_all(
         reference: the decoded parent, if the file is a delta.
         where: the file, for messages.
         threads: number of threads; None: one per core.
-        needed: indices of the records to decode, and of what is on lattices codes alone; the others are only read, so
-            that `read` can verify them. None: decode all of them, with all values.
+        needed: indices of the records to decode; None: all.
+        skip: called instead with the index of every other record; returns its tensors.
+        with_values: False: of what is on lattices decode the codes alone.
         overwrite: the parent was decoded for this file alone. So its tensors are overwritten where that is possible,
             and must not be used again; nor are they compared with digests, as this file's values are.
 
@@ -162,9 +165,9 @@ def decode_all(
     sources = set() if reference is None else as_decoded(reference.tensors).needed_names()
 
     def decode_record(index: int, native_threads: int) -> Reference | Sequence[TensorInfo]:
+        if needed is not None and skip is not None and index not in needed:
+            return skip(index)
         encoded = read(index)
-        if needed is not None and index not in needed:
-            return encoded.infos
         is_read_later = index in later_moments or any(info.name in sources for info in encoded.infos)
         return decode(
             encoded,
@@ -176,7 +179,7 @@ def decode_all(
             allocate=arena.allocate,
             allocate_codes=code_arena.allocate,
             threads=native_threads,
-            with_values=needed is None,
+            with_values=with_values,
             overwrite_base=overwrite and not is_read_later,
             trust_base=overwrite,
         )

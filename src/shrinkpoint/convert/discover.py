@@ -19,7 +19,7 @@ from shrinkpoint.store import Store
 from shrinkpoint.store.checkpoint_file import build_state
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.directory import find_checkpoints, read_directory_manifest
-from shrinkpoint.store.single_file import load
+from shrinkpoint.store.load import load
 
 _STEP_PATTERN = re.compile(
     r"(?:^|[^a-z])(?:global[-_]?)?(step|checkpoint|ckpt|iteration|iter|it|update|epoch|ep)s?[-_=.]?0*(\d{1,15})(?!\d)",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ from shrinkpoint.schemes.select import summarize_reasons
 from shrinkpoint.storage import Source, Storage
 from shrinkpoint.store.manifest import LossIncrease
 from shrinkpoint.tensors.flat_state import copy_tensors, unflatten
-from shrinkpoint.tensors.info import JSON, EncodedRecord, Role
+from shrinkpoint.tensors.info import JSON, EncodedRecord, Role, TensorInfo
 
 MIN_LIMIT = 1 << 30
 """Bytes of tensors that any file may hold, however small it is."""
@@ -328,32 +328,51 @@ def decode_records(
     threads: int | None = None,
     allowance: Allowance | None = None,
     records: Collection[int] | None = None,
+    verify_others: bool = True,
+    with_values: bool = True,
     overwrite: bool = False,
 ) -> DecodedFile:
     """Decode a file whose header has been read; raises as `read_file` does.
 
     Args:
-        records: decode these alone, and no values of what is on lattices; of the others, only the stored bytes are
-            compared with their digests. None: decode all.
-        overwrite: as in `decode_all`.
+        records: decode these alone; None: all.
+        verify_others: compare the stored bytes of the other records with their digests; False: do not read them, nor
+            count what they would decode to.
+        with_values, overwrite: as in `decode_all`.
     """
     allowance = allowance or Allowance()
     workers = default_threads(threads)
     with read_guard(reader.where):
         heads = reader.records
         recipes = [(head.recipe, len(head.infos), sum(info.nbytes for info in head.infos)) for head in heads]
-        raw = sum(nbytes for _, _, nbytes in recipes)
+        counted = range(len(recipes)) if records is None or verify_others else records
+        raw = sum(recipes[index][2] for index in counted)
         allowance.admit(reader.where, reader.size, raw)
-        read = partial(_read, reader)
         with _pause_gc(sum(tensors for _, tensors, _ in recipes), raw):
             decoded = decode_all(
-                recipes, read, reference, where=reader.where, threads=workers, needed=records, overwrite=overwrite
+                recipes,
+                partial(_read, reader),
+                reference,
+                where=reader.where,
+                threads=workers,
+                needed=records,
+                skip=partial(_verify if verify_others else _infos, reader),
+                with_values=with_values,
+                overwrite=overwrite,
             )
         return DecodedFile(reader.tree, decoded, allowance.max_copy_bytes)
 
 
 def _read(reader: FileReader, index: int) -> EncodedRecord:
     return reader.read(reader.records[index])
+
+
+def _verify(reader: FileReader, index: int) -> Sequence[TensorInfo]:
+    return _read(reader, index).infos
+
+
+def _infos(reader: FileReader, index: int) -> Sequence[TensorInfo]:
+    return reader.records[index].infos
 
 
 def build_state(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import NotFoundError, ShrinkpointError
@@ -16,13 +17,21 @@ from shrinkpoint.store.checkpoint_file import Allowance, DecodedFile, decode_rec
 from shrinkpoint.store.directory import read_directory_manifest
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.needed_records import needed_records
+from shrinkpoint.tensors.info import JSON
+from shrinkpoint.tensors.tree_selection import SelectedLeaves
 
+SelectLeaves: TypeAlias = Callable[[JSON, str], SelectedLeaves]
+"""Selects leaves of a state's tree; the second argument is the file, for messages."""
 _MAX_KEPT_TENSORS = 1 << 12
 """Tensors of a file up to which its header is parsed once for a chain; of larger ones, again before it is decoded."""
 
 
 def decode_chain(
-    chain: Iterable[ChainFile], *, threads: int | None = None, max_bytes: int | None = None
+    chain: Iterable[ChainFile],
+    *,
+    select: SelectLeaves | None = None,
+    threads: int | None = None,
+    max_bytes: int | None = None,
 ) -> DecodedFile:
     """Decode the last file of a chain, each delta into the memory of its parent where that is possible.
 
@@ -32,59 +41,61 @@ def decode_chain(
 
     Args:
         chain: keyframe first; from `store_chain`, `directory_chain` or `file_chain`.
+        select: decode what the selected leaves need, and read nothing else; the result has the tree of these alone, and
+            perhaps other tensors besides. None: all.
         threads: native threads; None: every core.
         max_bytes: limit on the bytes of tensors in one file; None: the default of `Allowance`.
 
     Raises:
+        whatever `select` raises.
         ChainError: a base is missing, or none found is the one the delta was made against.
         FormatError: bytes are at fault.
         StorageError: reading failed.
     """
     files = tuple(chain)
-    if len(files) > 1:
+    selected: SelectedLeaves | None = None
+    if select is not None:
+        reader = files[-1].read(lambda reader: reader)
+        selected = select(reader.tree, reader.where)
+    if len(files) > 1 or selected is not None:
         with suppress(ShrinkpointError):
-            return _decode_last(files, threads, max_bytes)
+            content = _decode_last(files, threads, max_bytes, None if selected is None else selected.tensors)
+            return content if selected is None else replace(content, tree=selected.tree)
     decoded: DecodedFile | None = None
     for _, content in iter_chain(files, threads=threads, max_bytes=max_bytes):
         decoded = content
     assert decoded is not None
-    return decoded
+    return decoded if selected is None else replace(decoded, tree=selected.tree)
 
 
-def _decode_last(files: Sequence[ChainFile], threads: int | None, max_bytes: int | None) -> DecodedFile:
+def _decode_last(
+    files: Sequence[ChainFile], threads: int | None, max_bytes: int | None, selected: frozenset[str] | None
+) -> DecodedFile:
+    """Decode the last file of a chain, or some of its tensors; of a file before it, what that needs."""
     steps: list[tuple[ChainFile, frozenset[int]]] = []
-    names: frozenset[str] | None = None
+    names = selected
     for file in reversed(files):
         reader = file.read(lambda reader: reader)
         records, names = needed_records(reader, names)
         is_small = sum(len(head.infos) for head in reader.records) <= _MAX_KEPT_TENSORS
         steps.append((replace(file, header=reader) if is_small else file, records))
-    reference: Reference | None = None
+    content: DecodedFile | None = None
     allowance = Allowance(max_bytes)
-    for file, records in reversed(steps[1:]):
-        reference = _decode_file(file, reference, threads, allowance, records, overwrite=True).reference
-    return _decode_file(steps[0][0], reference, threads, allowance, None, overwrite=True)
-
-
-def _decode_file(
-    file: ChainFile,
-    reference: Reference | None,
-    threads: int | None,
-    allowance: Allowance,
-    records: frozenset[int] | None,
-    *,
-    overwrite: bool = False,
-) -> DecodedFile:
-    return file.read(
-        partial(
+    for file, records in reversed(steps):
+        is_last = file is steps[0][0]
+        decode = partial(
             decode_records,
-            reference=reference,
+            reference=None if content is None else content.reference,
             threads=threads,
             allowance=allowance,
-            records=records,
-            overwrite=overwrite,
+            records=None if is_last and selected is None else records,
+            verify_others=selected is None,
+            with_values=is_last,
+            overwrite=True,
         )
-    )
+        content = file.read(decode)
+    assert content is not None
+    return content
 
 
 def iter_chain(
@@ -94,7 +105,7 @@ def iter_chain(
     reference: Reference | None = None
     allowance = Allowance(max_bytes)
     for file in chain:
-        decoded = _decode_file(file, reference, threads, allowance, None)
+        decoded = file.read(partial(decode_records, reference=reference, threads=threads, allowance=allowance))
         reference = decoded.reference
         yield file, decoded
 

@@ -100,13 +100,13 @@ def _identify_directory(path: Path) -> Identification:
     with os.scandir(path) as entries:
         names = [entry.name for entry in islice(entries, MAX_ENTRIES)]
     if is_checkpoint(path):
-        do = "load it with the framework that saved it, or `shrinkpoint export` it"
+        do = f"load it with the framework that saved it, or with shrinkpoint.load({str(path)!r})"
         return Identification("a framework's checkpoint", do, is_foreign=False)
     if any(_STEP.fullmatch(name) for name in names):
-        do = f"load it with shrinkpoint.Store({str(path)!r}).restore(), or with a CheckpointManager"
+        do = f"load it with shrinkpoint.load({str(path)!r}), or with a CheckpointManager"
         return Identification("a store", do, is_foreign=False)
     if _STEP.fullmatch(path.name) and any(layout.step_of(f"{path.name}/{name}") is not None for name in names):
-        do = f"load it with shrinkpoint.Store({str(path.parent)!r}).load({int(path.name[5:])})"
+        do = f"load it with shrinkpoint.load({str(path.parent)!r}, step={int(path.name[5:])})"
         return Identification("the directory of a store's checkpoint", do, is_foreign=False)
     if checkpoints := find_checkpoints(path):
         do = f"name one checkpoint, such as {checkpoints[-1]}, and load it with the framework that saved it"

@@ -1,4 +1,4 @@
-"""Saves a state to one file, and loads and inspects such files: `save`, `load`, `inspect`."""
+"""Saves a state to one file, and inspects and decodes such files: `save`, `inspect`, `decode_file`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.storage import LocalStorage, local_path
 from shrinkpoint.store.chain import file_chain, read_header
-from shrinkpoint.store.checkpoint_file import DecodedFile, Device, SaveReport, build_state, write_file
+from shrinkpoint.store.checkpoint_file import DecodedFile, SaveReport, write_file
 from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.tensors.flat_state import flatten
 from shrinkpoint.tensors.info import TensorInfo
@@ -91,38 +91,6 @@ def save(
     return written.report
 
 
-def load(
-    path: str | Path,
-    *,
-    base: str | Path | None = None,
-    device: Device = None,
-    tie: bool = True,
-    threads: int | None = None,
-    max_bytes: int | None = None,
-) -> Any:
-    """Load the state of a file that `save` wrote, or of a payload in a store.
-
-    Args:
-        base: where the file's base is now; None: beside it, under the name it was saved with.
-        device: of its tensors; None: the CPU.
-        tie: tensors that shared memory share it again.
-        threads: native threads; None: every core.
-        max_bytes: how much memory the tensors of one file may take; None: 1 GiB, or 1000 times the bytes of the file
-            and its bases if that is more (`SHRINKPOINT_MAX_BYTES` in the environment says otherwise).
-
-    Raises:
-        NotFoundError: there is no such file.
-        ChainError: a base is missing, or is another than the delta was made against.
-        FormatError: bytes are at fault, or ask for more memory than they may.
-        StorageError: reading failed.
-        PolicyError: the device is not there, or is full; a limit that is none.
-    """
-    threads, tie = validate.check_threads(threads), validate.check_bool("tie", tie)
-    base_path = None if base is None else local_path(base, "base").absolute()
-    decoded, _ = decode_file(local_path(path).absolute(), base_path, threads=threads, max_bytes=max_bytes)
-    return build_state(decoded, str(path), tie=tie, device=device)
-
-
 def inspect(path: str | Path) -> FileInfo:
     """Read the header of a file; nothing is decoded.
 
@@ -140,7 +108,7 @@ def inspect(path: str | Path) -> FileInfo:
 def decode_file(
     path: Path, base: Path | None = None, *, threads: int | None = None, max_bytes: int | None = None
 ) -> tuple[DecodedFile, str]:
-    """A file's content, decoded from its keyframe, and its header digest; raises as `load` does."""
+    """A file's content, decoded from its keyframe, and its header digest; raises as `load.load` does."""
     chain = file_chain(path, base)
     return decode_chain(chain, threads=threads, max_bytes=max_bytes), chain[-1].digest
 

@@ -309,7 +309,7 @@ class TreeDecoder:
     def _pairs(self, body: JSON, path: StatePath) -> dict[Any, Any]:
         if type(body) is not list or not all(type(pair) is list and len(pair) == 2 for pair in body):
             self._raise_corrupt(path, "keys and values", "a list of pairs")
-        keys = [self._key(key, path) for key, _ in body]
+        keys = [self.decode_key(key, path) for key, _ in body]
         if max(Counter(map(hash, keys)).values(), default=0) > MAX_SAME_HASH:
             self._raise_corrupt(path, "keys made to collide", f"at most {MAX_SAME_HASH} of one hash")
         items = {key: self.decode(item, (*path, key)) for key, (_, item) in zip(keys, body, strict=True)}
@@ -317,9 +317,10 @@ class TreeDecoder:
             self._raise_corrupt(path, "a key that occurs twice", "different keys")
         return items
 
-    def _key(self, tree: JSON, path: StatePath, depth: int = 1) -> Any:
+    def decode_key(self, tree: JSON, path: StatePath, depth: int = 1) -> Any:
+        """Return the key `tree` of the dict at `path`; raises as `decode` does."""
         if type(tree) is dict and list(tree) == ["$u"] and type(tree["$u"]) is list and len(path) + depth <= MAX_DEPTH:
-            return tuple(self._key(part, path, depth + 1) for part in tree["$u"])
+            return tuple(self.decode_key(part, path, depth + 1) for part in tree["$u"])
         if type(tree) is not list and (type(tree) is not dict or list(tree) in (["$i"], ["$f"], ["$s"])):
             return self.decode(tree, path)
         return self._raise_corrupt(path, f"the key {short_repr(tree)}", "a plain value or a tuple of them")

@@ -1,0 +1,172 @@
+"""Loads a state, or a part of it, from wherever it lies: a file, a store, a framework's directory or run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shrinkpoint import validate
+from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
+from shrinkpoint.storage import LocalStorage, Storage, local_path, what_is_at
+from shrinkpoint.store import chain as chains
+from shrinkpoint.store.checkpoint_file import Device, build_state
+from shrinkpoint.store.decode import SelectLeaves, decode_chain
+from shrinkpoint.store.directory import find_checkpoints, read_directory_manifest
+from shrinkpoint.store.identify import identify
+from shrinkpoint.store.listing import list_steps
+from shrinkpoint.store.store import Store
+from shrinkpoint.tensors.info import JSON
+from shrinkpoint.tensors.tree_selection import SelectedLeaves, match_patterns, select_leaves
+
+_MAX_LISTED = 6
+"""Names that an error lists of those that exist."""
+
+
+def load(
+    where: str | Path | Storage,
+    *,
+    step: int | None = None,
+    only: str | Sequence[str] | None = None,
+    base: str | Path | None = None,
+    device: Device = None,
+    tie: bool = True,
+    threads: int | None = None,
+    max_bytes: int | None = None,
+) -> Any:
+    """Load a state, or the part of it that `only` names.
+
+    Args:
+        where: a file that `save` wrote, or a payload; a store, as a directory or a storage; a checkpoint directory of a
+            framework, or its run.
+        step: of a store or run: which checkpoint; None: the newest.
+        only: a pattern of names, or several, such as "model.*": load what matches, and decode only what that needs.
+            Keys are joined by "." or, as `inspect` shows them, by "/"; "*" matches any of these, too. A pattern
+            that matches a dict, list or tuple takes all that is in it. The nest stays; of lists, what does not match is
+            left out.
+        base: where a file's base is now; None: beside it, under the name it was saved with.
+        device: of its tensors; None: the CPU.
+        tie: tensors that shared memory share it again.
+        threads: native threads; None: every core.
+        max_bytes: how much memory the tensors of one file may take; None: 1 GiB, or 1000 times the bytes of the file
+            and its bases if that is more (`SHRINKPOINT_MAX_BYTES` in the environment says otherwise).
+
+    Raises:
+        NotFoundError: there is no such file, or no checkpoint of that step; nothing matches `only`.
+        ChainError: a base is missing, or is another than the delta was made against.
+        FormatError: bytes are at fault, or ask for more memory than they may.
+        MismatchError: several ranks wrote the directory: torch.distributed.checkpoint reads it.
+        StorageError: reading failed.
+        PolicyError: the device is not there, or is full; a limit that is none; a step or a base of what has none.
+    """
+    threads, tie = validate.check_threads(threads), validate.check_bool("tie", tie)
+    base_path = None if base is None else local_path(base, "base").absolute()
+    select = None if only is None else select_patterns(only)
+    files = find_chain(where, step, base_path)
+    decoded = decode_chain(files, select=select, threads=threads, max_bytes=max_bytes)
+    return build_state(decoded, _describe(where), tie=tie, device=device)
+
+
+def select_patterns(only: str | Sequence[str]) -> SelectLeaves:
+    """A function that selects the leaves of a tree that match; it raises NotFoundError where none does.
+
+    Raises:
+        PolicyError: not a pattern, nor several.
+    """
+    patterns = [only] if isinstance(only, str) else [*only] if isinstance(only, Sequence) else []
+    if not patterns or not all(type(pattern) is str and pattern for pattern in patterns):
+        raise validate.argument_error("only", only, "a pattern of names, or a list of some", 'say e.g. "model.*"')
+    matches = match_patterns(patterns)
+
+    def select(tree: JSON, where: str) -> SelectedLeaves:
+        selected = select_leaves(tree, matches, where)
+        if selected.is_empty:
+            do = "see `shrinkpoint show --tensors --values` for all names"
+            found = f"nothing named like {' or '.join(map(repr, patterns))}"
+            raise NotFoundError(where, found=found, expected=list_names(selected.names), do=do)
+        return selected
+
+    return select
+
+
+def list_names(names: Sequence[str]) -> str:
+    """The names that exist, for a message: the first few of each group at the top.
+
+    >>> list_names(["model/a", "model/b", "model/c", "extra/epoch", "step"])
+    'one of model/a, model/b, ... (3 below model), extra/epoch, step'
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(name.partition("/")[0], []).append(name)
+    parts = []
+    for group, members in [*groups.items()][:_MAX_LISTED]:
+        shown = members if len(members) < 3 else [*members[:2], f"... ({len(members)} below {group})"]
+        parts += shown
+    more = [f"... ({len(names)} in all)"] if len(groups) > _MAX_LISTED else []
+    return "one of " + ", ".join([*parts, *more]) if names else "a state that is not empty"
+
+
+def find_chain(
+    where: str | Path | Storage, step: int | None = None, base: Path | None = None
+) -> tuple[chains.ChainFile, ...]:
+    """The files that a checkpoint is decoded from, wherever it lies; `load` says what `where` may be.
+
+    Raises:
+        NotFoundError, ChainError, FormatError, MismatchError, StorageError, PolicyError: as `load`.
+    """
+    if not isinstance(where, str | Path):
+        return _store_chain(where, step)
+    path = local_path(where).absolute()
+    if what_is_at(path) != "a directory":
+        _check_absent("step", step, str(where), "a file has none: name the store")
+        return chains.file_chain(path, base)
+    _check_absent("base", base, str(where), "a checkpoint in a directory names its own")
+    storage = LocalStorage(path)
+    if list_steps(storage):
+        return _store_chain(storage, step)
+    return _directory_chain(find_directory(path, step))
+
+
+def find_directory(path: Path, step: int | None) -> Path:
+    """A framework's checkpoint directory: `path` itself, or of a run the newest one or that of a step.
+
+    Raises:
+        NotFoundError: there is none.
+        FormatError, StorageError: a manifest cannot be read.
+    """
+    directories = find_checkpoints(path)
+    if not directories:
+        identity = identify(path)
+        found, do = ("a directory", "check the path") if identity is None else (identity.description, identity.do)
+        raise NotFoundError(str(path), found=found, expected="a file, a store or a checkpoint of shrinkpoint", do=do)
+    if step is None:
+        return directories[-1]
+    steps: dict[int | None, Path] = {}
+    for directory in directories:
+        steps[read_directory_manifest(directory).step] = directory
+    if step not in steps:
+        numbers = sorted(number for number in steps if number is not None)
+        expected = f"one of {', '.join(map(str, numbers))}" if numbers else "a checkpoint that has a step"
+        raise NotFoundError(str(path), found=f"no checkpoint of step {step}", expected=expected, do="name one of them")
+    return steps[step]
+
+
+def _directory_chain(directory: Path) -> tuple[chains.ChainFile, ...]:
+    payloads = read_directory_manifest(directory).payloads
+    if len(payloads) != 1:
+        found, do = f"the payloads of {len(payloads)} ranks", "read it with shrinkpoint.train.dcp.load"
+        raise MismatchError(str(directory), found=found, expected="the payload of one process", do=do)
+    return chains.directory_chain(directory, payloads[0])
+
+
+def _store_chain(storage: Storage, step: int | None) -> tuple[chains.ChainFile, ...]:
+    return chains.store_chain(storage, Store(storage).manifest(step))
+
+
+def _check_absent(name: str, value: object, where: str, do: str) -> None:
+    if value is not None:
+        raise PolicyError(where, found=f"{name}={value!r}", expected=f"no {name}", do=do)
+
+
+def _describe(where: str | Path | Storage) -> str:
+    return str(where) if isinstance(where, str | Path) else where.describe()

@@ -1,0 +1,165 @@
+"""`load` takes a state, or a part of it, from wherever it lies, and decodes no more than the part needs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from glob import escape
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.strategies import difference, states
+from hypothesis import given
+from torch import nn
+
+import shrinkpoint as sp
+from shrinkpoint.errors import CorruptError, NotFoundError, PolicyError
+from shrinkpoint.storage import LocalStorage, MemoryStorage
+from shrinkpoint.store import decode
+from shrinkpoint.tensors.names import named_leaves
+from shrinkpoint.train import Checkpointer
+
+
+def trained(storage: Any, saves: int = 3, scheme: str = "lossless") -> list[dict[str, Any]]:
+    """A run of Adam in a store; the states as they load."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(60, 80), nn.Tanh(), nn.Linear(80, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with sp.Store(storage) as store:
+        for step in range(saves):
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.randn(16, 60)).square().mean().backward()
+                optimizer.step()
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": {"epoch": step}}
+            store.save(step, state, scheme=scheme)
+        return [store.load(step) for step in range(saves)]
+
+
+@pytest.mark.parametrize("scheme", ["lossless", "fisher(relative_error=.3)", "excp", "lc-checkpoint"])
+def test_a_part_has_the_bits_that_the_whole_has(tmp_path, scheme):
+    states = trained(tmp_path / "run", scheme=scheme)
+    for step, state in enumerate(states):
+        assert difference(sp.load(tmp_path / "run", step=step), state) is None
+        model, second = state["model"], state["optimizer"]["state"][1]["exp_avg_sq"]
+        biases = {name: tensor for name, tensor in model.items() if "bias" in name}
+        for only, expected in (
+            ("model.*", {"model": model}),
+            ("model", {"model": model}),
+            ("model/2.weight", {"model": {"2.weight": model["2.weight"]}}),
+            (["extra*", "*.bias"], {"model": biases, "extra": state["extra"]}),
+            ("optimizer.state.1.exp_avg_sq", {"optimizer": {"state": {1: {"exp_avg_sq": second}}}}),
+            ("*", state),
+        ):
+            part = sp.load(tmp_path / "run", step=step, only=only)
+            assert difference(named_leaves(part), named_leaves(expected)) is None, only
+    assert difference(sp.load(tmp_path / "run"), states[-1]) is None
+
+
+@given(states())
+def test_any_leaf_of_any_nest_can_be_loaded_alone(state):
+    storage = MemoryStorage()
+    with sp.Store(storage) as store:
+        store.save(1, state)
+    leaves = named_leaves(store.load(1))
+    for name in [*leaves][:5]:
+        if "%" in name:  # a name that several leaves may have, or that is not what the keys say
+            continue
+        part = named_leaves(sp.load(storage, only=escape(name)))
+        assert [*part.values()], name
+        assert any(difference(value, leaves[name]) is None for value in part.values())
+
+
+def test_only_what_a_part_needs_is_decoded(tmp_path, monkeypatch):
+    trained(tmp_path / "run", scheme="fisher(relative_error=.3)")
+    decoded, original = Counter[str](), decode.decode_records
+
+    def counted(reader: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(reader, *args, **kwargs)
+        decoded.update(result.reference.tensors)
+        return result
+
+    monkeypatch.setattr("shrinkpoint.store.decode.decode_records", counted)
+    sp.load(tmp_path / "run", only="extra")
+    assert not decoded
+    sp.load(tmp_path / "run", step=0, only="model.0.weight")
+    assert "model/0.weight" in decoded and all(name.startswith("model/") for name in decoded)
+    decoded.clear()
+    sp.load(tmp_path / "run", only="optimizer.state.0.step")
+    assert not any(name.startswith("model/") for name in decoded)
+
+
+def test_damage_elsewhere_does_not_concern_a_part(tmp_path):
+    state = {"model": {"w.weight": torch.randn(300, 40)}, "optimizer": {"m": torch.randn(300, 40)}}
+    sp.save(state, tmp_path / "a")
+    data = bytearray((tmp_path / "a").read_bytes())
+    found = set()
+    for place in range(len(data) // 4, len(data), len(data) // 8):
+        (tmp_path / "b").write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        with pytest.raises(CorruptError):
+            sp.load(tmp_path / "b")
+        for only in ("model", "optimizer"):
+            try:
+                part = sp.load(tmp_path / "b", only=only)
+            except CorruptError:
+                continue
+            found.add(only)
+            assert difference(part, {only: state[only]}) is None
+    assert found == {"model", "optimizer"}
+
+
+def test_a_part_takes_no_memory_for_the_rest(tmp_path):
+    sp.save({"small": torch.arange(1, 4), "large": torch.randn(1000, 50)}, tmp_path / "a")
+    with pytest.raises(CorruptError, match="at most"):
+        sp.load(tmp_path / "a", max_bytes=1000)
+    assert sp.load(tmp_path / "a", max_bytes=1000, only="small")["small"].tolist() == [1, 2, 3]
+
+
+def test_items_of_lists_keep_their_values_when_others_go(tmp_path):
+    state = {"rows": [torch.full((3,), float(i)) for i in range(4)], "pair": (1, torch.ones(2)), "n": np.arange(3)}
+    sp.save(state, tmp_path / "a")
+    part = sp.load(tmp_path / "a", only=["rows.[13]", "pair.1", "n"])
+    assert [row[0].item() for row in part["rows"]] == [1, 3]
+    assert type(part["pair"]) is tuple and part["pair"][0].tolist() == [1, 1]
+    assert part["n"].tolist() == [0, 1, 2]
+
+
+def test_ties_within_a_part_are_kept_or_cut(tmp_path):
+    x = torch.randn(30, 40)
+    sp.save({"model": {"wte": x, "head": x, "row": x[3]}, "other": x}, tmp_path / "a")
+    part = sp.load(tmp_path / "a", only="model")["model"]
+    assert part["wte"].data_ptr() == part["head"].data_ptr() and torch.equal(part["row"], x[3])
+    assert torch.equal(sp.load(tmp_path / "a", only="other")["other"], x)
+    apart = sp.load(tmp_path / "a", only="model", tie=False)["model"]
+    assert apart["wte"].data_ptr() != apart["head"].data_ptr()
+
+
+def test_where_nothing_matches_the_names_that_exist_are_named(tmp_path):
+    trained(tmp_path / "run", saves=1)
+    with pytest.raises(NotFoundError, match=r"weights.*model/0.weight.*extra/epoch") as caught:
+        sp.load(tmp_path / "run", only="weights.*")
+    assert "show" in caught.value.do
+    for only in ([], [""], 3, ["a", 3]):
+        with pytest.raises(PolicyError):
+            sp.load(tmp_path / "run", only=only)
+
+
+def test_a_store_a_run_and_a_checkpoint_directory_are_loaded_by_step(tmp_path):
+    trained(tmp_path / "store")
+    assert sp.load(tmp_path / "store")["extra"] == {"epoch": 2}
+    assert sp.load(LocalStorage(tmp_path / "store"), step=1, only="extra") == {"extra": {"epoch": 1}}
+    for step in (5, 10):
+        Checkpointer().save(tmp_path / "run" / f"checkpoint-{step}", {"at": step}, step=step)
+    assert sp.load(tmp_path / "run") == sp.load(tmp_path / "run" / "checkpoint-10") == {"at": 10}
+    assert sp.load(tmp_path / "run", step=5) == {"at": 5}
+    for where, options, error, text in (
+        (tmp_path / "store", {"step": 7}, NotFoundError, "one of 0, 1, 2"),
+        (tmp_path / "run", {"step": 7}, NotFoundError, "one of 5, 10"),
+        (tmp_path / "run" / "checkpoint-5", {"step": 10}, NotFoundError, "one of 5"),
+        (tmp_path / "store", {"base": tmp_path}, PolicyError, "base"),
+        (tmp_path / "file", {"step": 1}, PolicyError, "step"),
+    ):
+        sp.save({}, tmp_path / "file")
+        with pytest.raises(error, match=text):
+            sp.load(where, **options)
