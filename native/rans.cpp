@@ -14,6 +14,7 @@ namespace shrinkpoint {
 namespace {
 
 constexpr uint32_t kSlotMask = kProbabilityScale - 1;
+constexpr uint32_t kFewSlots = kProbabilityScale - kProbabilityScale / 32;
 
 }  // namespace
 
@@ -47,6 +48,16 @@ Frequencies normalise(const Histogram& histogram) {
 void decoder_table(const Frequencies& frequencies, uint32_t* entries) {
     for (uint32_t s = 0; s < 256; ++s)
         for (uint32_t i = 0; i < frequencies[s]; ++i) *entries++ = s | (frequencies[s] - 1u) << 8 | i << 20;
+}
+
+DecoderTables::DecoderTables(const std::vector<Frequencies>& tables)
+    : entries(tables.size() * kProbabilityScale), count(tables.size()) {
+    for (size_t t = 0; t < count; ++t) decoder_table(tables[t], entries.data() + t * kProbabilityScale);
+    for (size_t t = 0; t < count && count <= kMaxTables; ++t) {
+        uint32_t end = 0;
+        for (unsigned s = 0; s < kFirst; ++s) ends[s][t] = end += tables[t][s];
+        few = few || end >= kFewSlots;
+    }
 }
 
 RansEncoder::RansEncoder(const std::vector<Frequencies>& tables) : tables_(tables.size()) {
@@ -105,8 +116,8 @@ size_t RansEncoder::encode(const uint8_t* symbols, const uint8_t* tables, size_t
     return static_cast<size_t>(out + capacity - next);
 }
 
-RansDecoder::RansDecoder(const uint8_t* data, size_t size, size_t count, const uint32_t* entries)
-    : entries_(entries), end_(data + size), limit_(end_), lanes_(lanes_for(count)) {
+RansDecoder::RansDecoder(const uint8_t* data, size_t size, size_t count, const DecoderTables& tables)
+    : all_(tables), end_(data + size), limit_(end_), lanes_(lanes_for(count)) {
     if (size < 4 * lanes_) throw Truncated("a symbol stream is shorter than its states");
     std::fill_n(states_, kMaxLanes, kRansLow);
     std::memcpy(states_, data, 4 * lanes_);
@@ -130,7 +141,7 @@ void RansDecoder::check_end() const {
 
 template <unsigned Lanes>
 void RansDecoder::decode_lanes(const uint8_t* tables, size_t count, uint8_t* symbols) {
-    const uint32_t* const entries = entries_;
+    const uint32_t* const entries = all_.entries.data();
     const auto advance = [&](size_t i, uint32_t& state) {
         const uint32_t entry = entries[(tables != nullptr ? uint32_t{tables[i]} << kProbabilityBits : 0) | (state & kSlotMask)];
         symbols[i] = static_cast<uint8_t>(entry);
@@ -144,7 +155,7 @@ void RansDecoder::decode_lanes(const uint8_t* tables, size_t count, uint8_t* sym
 #if defined(SHRINKPOINT_X86)
         if (Lanes == kMaxLanes && simd() == Simd::Avx512) {
             DecodeRun run{tables != nullptr ? tables + i : nullptr, symbols + i, next, limit_, states};
-            i += decode_rounds_avx512(run, count - i, entries);
+            i += decode_rounds_avx512(run, count - i, all_, turns_by_slot_);
             next = run.next;
         }
 #endif
@@ -192,7 +203,7 @@ void RansDecoder::decode_two(RansDecoder& a, const uint8_t* tables_a, uint8_t* s
         do {
             DecodeRun run_a{from(tables_a, done), symbols_a + done, a.next_, a.limit_, a.states_};
             DecodeRun run_b{from(tables_b, done), symbols_b + done, b.next_, b.limit_, b.states_};
-            done += decode_rounds_avx512(run_a, run_b, count - done, a.entries_);
+            done += decode_rounds_avx512(run_a, run_b, count - done, a.all_, a.turns_by_slot_);
             a.next_ = run_a.next, b.next_ = run_b.next;
         } while (done + kMaxLanes <= count && (a.enter_tail() | b.enter_tail()));
         a.check_end(), b.check_end();

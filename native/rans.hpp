@@ -56,11 +56,24 @@ class RansEncoder {
     std::unique_ptr<PackedTables> packed_;  // where vectors look them up
 };
 
+// Tables of a decoder: by the slot, and, where few symbols have most slots, by the ends of theirs.
+class DecoderTables {
+   public:
+    explicit DecoderTables(const std::vector<Frequencies>& tables);
+
+    static constexpr unsigned kFirst = 3, kMaxTables = 16;
+
+    std::vector<uint32_t> entries;  // kProbabilityScale a table
+    size_t count;
+    // Behind the slots of symbol 0, of 0 and 1, and of 0 to 2, of each table; `few`: some table has nearly all slots there.
+    uint32_t ends[kFirst][kMaxTables] = {};
+    bool few = false;
+};
+
 // Decodes a stream piece by piece. Never reads outside [data, data + size).
 class RansDecoder {
    public:
-    // `entries` holds kProbabilityScale entries a table.
-    RansDecoder(const uint8_t* data, size_t size, size_t count, const uint32_t* entries);
+    RansDecoder(const uint8_t* data, size_t size, size_t count, const DecoderTables& tables);
     RansDecoder(const RansDecoder&) = delete;
     RansDecoder& operator=(const RansDecoder&) = delete;
     // The next `count` symbols; all but the last call must ask for a multiple of the lanes. `tables` as above.
@@ -68,7 +81,7 @@ class RansDecoder {
     // Throws Corrupt unless the stream ended exactly where the encoder began.
     void finish() const;
 
-    // What a.decode and b.decode do, faster: neither stream waits for the other. Same entries.
+    // What a.decode and b.decode do, faster: neither stream waits for the other. Same tables.
     static void decode_two(RansDecoder& a, const uint8_t* tables_a, uint8_t* symbols_a, RansDecoder& b,
                            const uint8_t* tables_b, uint8_t* symbols_b, size_t count);
 
@@ -78,7 +91,8 @@ class RansDecoder {
     bool enter_tail();
     void check_end() const;
 
-    const uint32_t* entries_;
+    const DecoderTables& all_;
+    unsigned turns_by_slot_ = 0;  // pieces that are decoded by slots until those of few symbols are tried again
     const uint8_t* next_;
     const uint8_t* end_;    // of the stream
     const uint8_t* limit_;  // up to which rounds may read: beyond `end_` once the tail is entered

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 namespace shrinkpoint {
 
@@ -40,59 +41,139 @@ INLINE512 const uint8_t* from(const uint8_t* tables, size_t i) {
     return ContextTables ? tables + i : nullptr;
 }
 
-// One renormalised step of sixteen lanes.
-template <bool ContextTables>
-INLINE512 __m512i get16(__m512i states, const uint8_t* tables, const uint32_t* entries, uint8_t* symbols,
-                        const uint8_t*& next) {
-    __m512i index = _mm512_and_si512(states, _mm512_set1_epi32(kProbabilityScale - 1));
-    if (ContextTables) index = _mm512_or_si512(_mm512_slli_epi32(bytes16(tables), kProbabilityBits), index);
-    const __m512i entry = load16(index, entries);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(symbols), _mm512_cvtepi32_epi8(entry));
-    const __m512i less_one = _mm512_and_si512(_mm512_srli_epi32(entry, 8), _mm512_set1_epi32(0xfff));
+// What sixteen slots say: the frequencies of their symbols, and how far behind the first slots of these they are.
+struct Step {
+    __m512i frequency, place;
+};
+
+// Sixteen states, each renormalised after a symbol.
+INLINE512 __m512i advanced(__m512i states, const Step& step, const uint8_t*& next) {
     const __m512i high = _mm512_srli_epi32(states, kProbabilityBits);
-    const __m512i bias = _mm512_add_epi32(high, _mm512_srli_epi32(entry, 20));
-    const __m512i x = _mm512_add_epi32(_mm512_mullo_epi32(less_one, high), bias);
+    const __m512i x = _mm512_add_epi32(_mm512_mullo_epi32(step.frequency, high), step.place);
     const __mmask16 low = _mm512_cmplt_epu32_mask(x, _mm512_set1_epi32(kRansLow));
     const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(next)));
     next += 2 * __builtin_popcount(low);
     return _mm512_mask_or_epi32(x, low, _mm512_slli_epi32(x, 16), _mm512_maskz_expand_epi32(low, words));
 }
 
+// Looks every slot up.
+class BySlot {
+   public:
+    INLINE512 explicit BySlot(const DecoderTables& tables) : entries_(tables.entries.data()) {}
+
+    template <bool ContextTables>
+    INLINE512 Step get(__m512i slots, const uint8_t* tables, uint8_t* symbols) {
+        __m512i index = slots;
+        if (ContextTables) index = _mm512_or_si512(_mm512_slli_epi32(bytes16(tables), kProbabilityBits), index);
+        const __m512i entry = load16(index, entries_);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(symbols), _mm512_cvtepi32_epi8(entry));
+        const __m512i less_one = _mm512_and_si512(_mm512_srli_epi32(entry, 8), _mm512_set1_epi32(0xfff));
+        return {_mm512_add_epi32(less_one, _mm512_set1_epi32(1)), _mm512_srli_epi32(entry, 20)};
+    }
+
+    size_t misses() const { return 0; }
+
+   private:
+    const uint32_t* entries_;
+};
+
+// Compares slots with the ends of those of the first symbols, and looks all up where one of sixteen is of another.
+class ByEnds {
+   public:
+    INLINE512 explicit ByEnds(const DecoderTables& tables) : by_slot_(tables) {
+        for (unsigned s = 0; s < DecoderTables::kFirst; ++s) ends_[s] = _mm512_loadu_si512(tables.ends[s]);
+    }
+
+    template <bool ContextTables>
+    INLINE512 Step get(__m512i slots, const uint8_t* tables, uint8_t* symbols) {
+        const __m512i table = ContextTables ? bytes16(tables) : _mm512_setzero_si512();
+        const __m512i first = _mm512_permutexvar_epi32(table, ends_[0]);
+        const __m512i second = _mm512_permutexvar_epi32(table, ends_[1]);
+        const __m512i third = _mm512_permutexvar_epi32(table, ends_[2]);
+        if (__builtin_expect(_mm512_cmpge_epu32_mask(slots, third) != 0, 0)) {
+            ++misses_;
+            return by_slot_.get<ContextTables>(slots, tables, symbols);
+        }
+        const __mmask16 not_first = _mm512_cmpge_epu32_mask(slots, first);
+        const __mmask16 is_third = _mm512_cmpge_epu32_mask(slots, second);
+        const __m128i one = _mm_set1_epi8(1);
+        const __m128i symbol = _mm_maskz_mov_epi8(not_first, one);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(symbols), _mm_mask_add_epi8(symbol, is_third, symbol, one));
+        const __m512i begin = _mm512_mask_mov_epi32(_mm512_maskz_mov_epi32(not_first, first), is_third, second);
+        const __m512i end = _mm512_mask_mov_epi32(_mm512_mask_mov_epi32(first, not_first, second), is_third, third);
+        return {_mm512_sub_epi32(end, begin), _mm512_sub_epi32(slots, begin)};
+    }
+
+    size_t misses() const { return misses_; }
+
+   private:
+    BySlot by_slot_;
+    __m512i ends_[DecoderTables::kFirst];
+    size_t misses_ = 0;
+};
+
+// One symbol of each of sixteen lanes.
+template <bool ContextTables, typename Tables>
+INLINE512 __m512i get16(__m512i states, Tables& all, const uint8_t* tables, uint8_t* symbols, const uint8_t*& next) {
+    const __m512i slots = _mm512_and_si512(states, _mm512_set1_epi32(kProbabilityScale - 1));
+    return advanced(states, all.template get<ContextTables>(slots, tables, symbols), next);
+}
+
 constexpr ptrdiff_t kReach = kRoundReach;
 
-template <bool ContextTables>
-SHRINKPOINT_AVX512 size_t decode_one(DecodeRun& run, size_t count, const uint32_t* entries) {
+template <bool ContextTables, typename Tables>
+SHRINKPOINT_AVX512 size_t decode_one(DecodeRun& run, size_t count, const DecoderTables& tables, size_t& misses) {
+    Tables all(tables);
     __m512i first = _mm512_loadu_si512(run.states), second = _mm512_loadu_si512(run.states + 16);
     const uint8_t* at = run.next;
     size_t i = 0;
     for (; i + kMaxLanes <= count && run.end - at >= kReach; i += kMaxLanes) {
-        first = get16<ContextTables>(first, from<ContextTables>(run.tables, i), entries, run.symbols + i, at);
-        second = get16<ContextTables>(second, from<ContextTables>(run.tables, i + 16), entries, run.symbols + i + 16, at);
+        first = get16<ContextTables>(first, all, from<ContextTables>(run.tables, i), run.symbols + i, at);
+        second = get16<ContextTables>(second, all, from<ContextTables>(run.tables, i + 16), run.symbols + i + 16, at);
     }
     run.next = at;
     _mm512_storeu_si512(run.states, first);
     _mm512_storeu_si512(run.states + 16, second);
+    misses = all.misses();
     return i;
 }
 
-template <bool ContextTables>
-SHRINKPOINT_AVX512 size_t decode_two(DecodeRun& a, DecodeRun& b, size_t count, const uint32_t* entries) {
+template <bool ContextTables, typename Tables>
+SHRINKPOINT_AVX512 size_t decode_two(DecodeRun& a, DecodeRun& b, size_t count, const DecoderTables& tables,
+                                     size_t& misses) {
+    Tables all(tables);
     __m512i a1 = _mm512_loadu_si512(a.states), a2 = _mm512_loadu_si512(a.states + 16);
     __m512i b1 = _mm512_loadu_si512(b.states), b2 = _mm512_loadu_si512(b.states + 16);
     const uint8_t *at = a.next, *bt = b.next;
     size_t i = 0;
     for (; i + kMaxLanes <= count && a.end - at >= kReach && b.end - bt >= kReach; i += kMaxLanes) {
-        a1 = get16<ContextTables>(a1, from<ContextTables>(a.tables, i), entries, a.symbols + i, at);
-        b1 = get16<ContextTables>(b1, from<ContextTables>(b.tables, i), entries, b.symbols + i, bt);
-        a2 = get16<ContextTables>(a2, from<ContextTables>(a.tables, i + 16), entries, a.symbols + i + 16, at);
-        b2 = get16<ContextTables>(b2, from<ContextTables>(b.tables, i + 16), entries, b.symbols + i + 16, bt);
+        a1 = get16<ContextTables>(a1, all, from<ContextTables>(a.tables, i), a.symbols + i, at);
+        b1 = get16<ContextTables>(b1, all, from<ContextTables>(b.tables, i), b.symbols + i, bt);
+        a2 = get16<ContextTables>(a2, all, from<ContextTables>(a.tables, i + 16), a.symbols + i + 16, at);
+        b2 = get16<ContextTables>(b2, all, from<ContextTables>(b.tables, i + 16), b.symbols + i + 16, bt);
     }
     a.next = at, b.next = bt;
     _mm512_storeu_si512(a.states, a1);
     _mm512_storeu_si512(a.states + 16, a2);
     _mm512_storeu_si512(b.states, b1);
     _mm512_storeu_si512(b.states + 16, b2);
+    misses = all.misses();
     return i;
+}
+
+constexpr unsigned kTurnsBySlot = 63;
+
+// decode(by_ends, misses): by the ends of the first symbols, if these are what most steps have; else by slots.
+template <typename Decode>
+size_t by_ends_or_slots(size_t streams, const DecoderTables& tables, unsigned& turns_by_slot, Decode decode) {
+    size_t misses = 0;
+    if (!tables.few || turns_by_slot > 0) {
+        turns_by_slot -= turns_by_slot > 0;
+        return decode(std::false_type(), misses);
+    }
+    const size_t done = decode(std::true_type(), misses);
+    if (misses > streams * done / kMaxLanes) turns_by_slot = kTurnsBySlot;  // half of the steps, of sixteen lanes each
+    return done;
 }
 
 constexpr size_t kRegisterEntries = 64;  // of an encoder's tables that are looked up without memory
@@ -216,12 +297,21 @@ float reciprocal_below(uint16_t frequency) {
 
 }  // namespace
 
-size_t decode_rounds_avx512(DecodeRun& run, size_t count, const uint32_t* entries) {
-    return run.tables != nullptr ? decode_one<true>(run, count, entries) : decode_one<false>(run, count, entries);
+size_t decode_rounds_avx512(DecodeRun& run, size_t count, const DecoderTables& tables, unsigned& turns_by_slot) {
+    return by_ends_or_slots(1, tables, turns_by_slot, [&](auto by_ends, size_t& misses) {
+        using Tables = std::conditional_t<by_ends, ByEnds, BySlot>;
+        return run.tables != nullptr ? decode_one<true, Tables>(run, count, tables, misses)
+                                     : decode_one<false, Tables>(run, count, tables, misses);
+    });
 }
 
-size_t decode_rounds_avx512(DecodeRun& a, DecodeRun& b, size_t count, const uint32_t* entries) {
-    return a.tables != nullptr ? decode_two<true>(a, b, count, entries) : decode_two<false>(a, b, count, entries);
+size_t decode_rounds_avx512(DecodeRun& a, DecodeRun& b, size_t count, const DecoderTables& tables,
+                            unsigned& turns_by_slot) {
+    return by_ends_or_slots(2, tables, turns_by_slot, [&](auto by_ends, size_t& misses) {
+        using Tables = std::conditional_t<by_ends, ByEnds, BySlot>;
+        return a.tables != nullptr ? decode_two<true, Tables>(a, b, count, tables, misses)
+                                   : decode_two<false, Tables>(a, b, count, tables, misses);
+    });
 }
 
 PackedTables::PackedTables(const std::vector<Frequencies>& tables) : symbol_bits(0) {

@@ -21,11 +21,14 @@ struct DecodeRun {
 };
 
 // As many whole rounds as can be read without looking past `end`; returns the symbols done and moves `next`.
-size_t decode_rounds_avx512(DecodeRun& run, size_t count, const uint32_t* entries);
+// `turns_by_slot` is 0 at first, and kept between the calls of one stream: where the first symbols of the tables prove
+// rare, so many calls look all of them up by their slots.
+size_t decode_rounds_avx512(DecodeRun& run, size_t count, const DecoderTables& tables, unsigned& turns_by_slot);
 
 // The same rounds of two streams, turn and turn about: a round waits for the one before it in its own stream only.
 // Both have tables or neither has.
-size_t decode_rounds_avx512(DecodeRun& a, DecodeRun& b, size_t count, const uint32_t* entries);
+size_t decode_rounds_avx512(DecodeRun& a, DecodeRun& b, size_t count, const DecoderTables& tables,
+                            unsigned& turns_by_slot);
 
 // Tables of an encoder as vectors look them up.
 class PackedTables {

@@ -175,13 +175,14 @@ class ChunkEncoder {
 // One chunk being decoded: piece by piece, so that two can be decoded side by side.
 class ChunkDecoder {
    public:
-    ChunkDecoder(const Model& model, const Arrays& arrays, const ContextTables& tables, const std::vector<uint32_t>& entries,
+    ChunkDecoder(const Model& model, const Arrays& arrays, const ContextTables& tables, const DecoderTables& decoder_tables,
                  uint8_t* values)
         : model_(model),
           contexts_(model, arrays),
           tables_(tables),
-          entries_(entries),
+          decoder_tables_(decoder_tables),
           values_(values),
+          parent_(is_under_parent(model, arrays) ? arrays.base : nullptr),
           in_place_(arrays.in_place && model.predictor == Predictor::Base) {}
 
     void begin(const uint8_t* data, size_t size, Span span) {
@@ -191,7 +192,7 @@ class ChunkDecoder {
         if (stream > size - 4 || size - 4 - stream < kBitSlack) throw Truncated("a chunk is shorter than it announces");
         extra_ = {data + 4 + stream, data + size};
         position_ = 0, done_ = 0, span_ = span;
-        stream_.emplace(data + 4, stream, span.count * (planes() ? bytes_of(model_) : 1), entries_.data());
+        stream_.emplace(data + 4, stream, span.count * (planes() ? bytes_of(model_) : 1), decoder_tables_);
     }
 
     bool more() const { return done_ < span_.count; }
@@ -226,13 +227,22 @@ class ChunkDecoder {
     // Finds the table of each symbol of the next piece and a place for the symbols.
     void prepare() {
         const size_t count = piece();
-        const bool several = entries_.size() > kProbabilityScale;
+        const bool several = decoder_tables_.count > 1;
         if (several && tables_buffer_.size() < count) tables_buffer_.resize(count);
         table_of_ = several ? tables_buffer_.data() : nullptr;
         if (!planes()) {
-            contexts_.fill(span_.start + done_, count, tile_);
+            const uint64_t start = span_.start + done_;
+            if (parent_ == nullptr) {
+                contexts_.fill(start, count, tile_);
+                if (several)
+                    look_up(tables_.map.data(), tables_.map.size(), tile_.contexts, count, tables_buffer_.data());
+            } else {
+                tile_.prediction = parent_ + start;
+                if (several)
+                    look_up_bytes(tables_.map.data(), tables_.map.size(), parent_ + start, count,
+                                  tables_buffer_.data());
+            }
             if (in_place_) hold_prediction(count);
-            if (several) look_up(tables_.map.data(), tables_.map.size(), tile_.contexts, count, tables_buffer_.data());
             symbols_ = tile_.symbols;
             return;
         }
@@ -267,8 +277,9 @@ class ChunkDecoder {
     const Model& model_;
     Contexts contexts_;
     const ContextTables& tables_;
-    const std::vector<uint32_t>& entries_;
+    const DecoderTables& decoder_tables_;
     uint8_t* values_;
+    const uint8_t* const parent_;  // of codes under nothing but the parent's
     const bool in_place_;
     std::optional<RansDecoder> stream_;
     BitSpan extra_{};
@@ -430,13 +441,11 @@ void decode_chunks(const Model& model, Arrays arrays, Factors* factors, const ui
     for (const uint32_t size : sizes) starts.push_back(starts.back() + size);
     if (starts.back() > codes_size) throw Truncated("the codes are shorter than their chunks");
     if (starts.back() < codes_size) throw Corrupt("the codes are longer than their chunks");
-    std::vector<uint32_t> entries(tables.frequencies.size() * kProbabilityScale);
-    for (size_t t = 0; t < tables.frequencies.size(); ++t)
-        decoder_table(tables.frequencies[t], entries.data() + t * kProbabilityScale);
+    const DecoderTables decoder_tables(tables.frequencies);
     parallel((chunks + 1) / 2, threads, [&](WorkQueue& indices) {
         const ScopedFpEnvironment floats;
-        const auto one = std::make_unique<ChunkDecoder>(model, arrays, tables, entries, values);
-        const auto other = std::make_unique<ChunkDecoder>(model, arrays, tables, entries, values);
+        const auto one = std::make_unique<ChunkDecoder>(model, arrays, tables, decoder_tables, values);
+        const auto other = std::make_unique<ChunkDecoder>(model, arrays, tables, decoder_tables, values);
         const auto begin = [&](ChunkDecoder& decoder, size_t i) {
             decoder.begin(codes + starts[i], sizes[i], span_of(i, range.values(), range.chunk, range.chunk));
         };

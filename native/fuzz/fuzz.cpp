@@ -243,13 +243,13 @@ Stream make_stream(Choices& choose, const std::vector<Frequencies>& frequencies,
 }
 
 // Decodes one stream in pieces, or two at once; true where neither is refused.
-bool decode_streams(Choices& choose, const Stream& a, const Stream* b, const Exact& entries, const Exact& out_a,
+bool decode_streams(Choices& choose, const Stream& a, const Stream* b, const DecoderTables& tables, const Exact& out_a,
                     const Exact& out_b) {
     const size_t count = a.symbols.size();
     const Exact data_a(a.data), tables_a(a.tables), data_b(b ? b->data : Bytes()), tables_b(b ? b->tables : Bytes());
     const auto at = [](const Bytes& all, const Exact& exact, size_t i) { return all.empty() ? nullptr : exact.data() + i; };
     return passes([&] {
-        RansDecoder first(data_a.data(), a.data.size(), count, entries.words());
+        RansDecoder first(data_a.data(), a.data.size(), count, tables);
         if (b == nullptr) {
             for (size_t done = 0, piece; done < count; done += piece) {
                 piece = std::min<size_t>(count - done, kMaxLanes * (1 + choose.below(64)));
@@ -257,7 +257,7 @@ bool decode_streams(Choices& choose, const Stream& a, const Stream* b, const Exa
             }
             return first.finish();
         }
-        RansDecoder second(data_b.data(), b->data.size(), count, entries.words());
+        RansDecoder second(data_b.data(), b->data.size(), count, tables);
         RansDecoder::decode_two(first, at(a.tables, tables_a, 0), out_a.data(), second, at(b->tables, tables_b, 0),
                                 out_b.data(), count);
         first.finish(), second.finish();
@@ -270,14 +270,12 @@ void fuzz_rans(Choices& choose) {
     const ContextTables tables = make_tables(choose, 1 + choose.below(16));
     const bool several = choose.one_in(2);
     const size_t count = choose.one_in(4) ? kFewSymbols + choose.below(3000) : 1 + choose.below(3000);
-    const Exact entries(Bytes(4 * kProbabilityScale * tables.frequencies.size()));
-    for (size_t t = 0; t < tables.frequencies.size(); ++t)
-        decoder_table(tables.frequencies[t], entries.words() + t * kProbabilityScale);
+    const DecoderTables decoder_tables(tables.frequencies);
     const Stream a = make_stream(choose, tables.frequencies, count, several);
     const Stream b = make_stream(choose, tables.frequencies, count, several);
     const Exact out_a{Bytes(count)}, out_b{Bytes(count)};
     const bool two = choose.one_in(2);
-    expect(decode_streams(choose, a, two ? &b : nullptr, entries, out_a, out_b), "a valid symbol stream is refused");
+    expect(decode_streams(choose, a, two ? &b : nullptr, decoder_tables, out_a, out_b), "a valid symbol stream is refused");
     expect(std::equal(a.symbols.begin(), a.symbols.end(), out_a.data()), "symbols do not come back");
     expect(!two || std::equal(b.symbols.begin(), b.symbols.end(), out_b.data()), "symbols do not come back");
     for (unsigned i = 0; i < 8; ++i) {
@@ -286,7 +284,7 @@ void fuzz_rans(Choices& choose) {
             mutant.data = choose.bytes(choose.below(400));
         else
             mutate(choose, mutant.data, b.data);
-        decode_streams(choose, mutant, two ? &b : nullptr, entries, out_a, out_b);
+        decode_streams(choose, mutant, two ? &b : nullptr, decoder_tables, out_a, out_b);
     }
 }
 

@@ -71,7 +71,7 @@ def test_moments_say_where_codes_go(bins: int) -> None:
 @pytest.mark.parametrize("unlike", [0, 3 * 2048])
 @pytest.mark.parametrize("shift", [0.0, 0.01, 0.3, 1.0])
 @pytest.mark.parametrize(("contexts", "top"), [(1, 0), (2, 1), (17, 255), (40, 20), (256, 0)])
-def test_all_instruction_sets_write_the_same_codes(contexts: int, top: int, shift: float, unlike: int) -> None:
+def test_all_instruction_sets_write_and_read_the_same_codes(contexts: int, top: int, shift: float, unlike: int) -> None:
     """Of codes that are mostly the parent's or not, under few contexts or many, with few symbols or all of them."""
     random = np.random.default_rng(contexts)
     share = 1 / np.arange(1, contexts + 1)
@@ -86,6 +86,9 @@ def test_all_instruction_sets_write_the_same_codes(contexts: int, top: int, shif
             _native._use_simd(level)
             side, codes = _native.encode(model(top), after, base=before)
             written[level] = side.tobytes() + codes.tobytes()
+            again = np.empty_like(after)
+            _native.decode(model(top), side, codes, again, base=before)
+            assert np.array_equal(again, after)
     finally:
         _native._use_simd(widest)
     assert len(set(written.values())) == 1
