@@ -302,6 +302,10 @@ void decode_run_values(const Lattice& lattice, nb::handle codes, nb::handle valu
     lattice_run_values(lattice, code_data, {reinterpret_cast<const uint8_t*>(square_data), 4}, runs, value_data);
 }
 
+ErrorWeights error_weights_of(uint64_t count, const Bytes& slopes, const Bytes& squares) {
+    return {floats_of(count, slopes, "slopes"), floats_of(count, squares, "squares")};
+}
+
 unsigned quantize_lattice(const Lattice& lattice, nb::handle values, nb::handle codes, const Lattice* seconds,
                           nb::handle second_codes, nb::handle previous, float hysteresis, unsigned threads) {
     const Bytes input_bytes(values), second_bytes(second_codes), previous_bytes(previous),
@@ -322,17 +326,35 @@ unsigned quantize_lattice(const Lattice& lattice, nb::handle values, nb::handle 
                             threads);
 }
 
+nb::tuple quantize_with_errors(const Lattice& lattice, nb::handle values, nb::handle codes, nb::handle slopes,
+                               nb::handle squares, nb::handle previous, float hysteresis, unsigned threads) {
+    const Bytes input_bytes(values), slope_bytes(slopes), square_bytes(squares), previous_bytes(previous),
+        code_bytes(codes, PyBUF_WRITABLE);
+    check_overlap(code_bytes, {&input_bytes, &slope_bytes, &square_bytes, &previous_bytes});
+    const Floats floats = matrix_of(lattice.rows, lattice.columns, input_bytes, "values");
+    const ErrorWeights weights = error_weights_of(lattice.count(), slope_bytes, square_bytes);
+    const Codes previous_data = codes_of(lattice.count(), previous_bytes, "previous");
+    const Codes out = required_codes(lattice.count(), code_bytes);
+    ErrorSums sums;
+    unsigned bytes = 0;
+    {
+        nb::gil_scoped_release release;
+        bytes = lattice_quantize(lattice, floats, {}, previous_data, hysteresis, code_bytes.data(), out.bytes, threads,
+                                 weights, &sums);
+    }
+    return nb::make_tuple(bytes, nb::make_tuple(sums.slope, sums.curvature, sums.squares));
+}
+
 nb::tuple sum_errors(const Lattice& lattice, nb::handle codes, nb::handle values, nb::handle slopes,
                      nb::handle squares, unsigned threads) {
     const Bytes code_bytes(codes), value_bytes(values), slope_bytes(slopes), square_bytes(squares);
     const Codes code_data = required_codes(lattice.count(), code_bytes);
     const Floats value_floats = matrix_of(lattice.rows, lattice.columns, value_bytes, "values");
-    const Floats slope_floats = floats_of(lattice.count(), slope_bytes, "slopes");
-    const Floats square_floats = floats_of(lattice.count(), square_bytes, "squares");
+    const ErrorWeights weights = error_weights_of(lattice.count(), slope_bytes, square_bytes);
     ErrorSums sums;
     {
         nb::gil_scoped_release release;
-        sums = quantization_error_sums(lattice, code_data, value_floats, slope_floats, square_floats, threads);
+        sums = quantization_error_sums(lattice, code_data, value_floats, weights, threads);
     }
     return nb::make_tuple(sums.slope, sums.curvature, sums.squares);
 }
@@ -379,6 +401,9 @@ void bind_lattice(nb::module_& m) {
           "squares"_a.none() = nb::none(), "first"_a, "length"_a, "stride"_a, "count"_a);
     m.def("lattice_quantize", quantize_lattice, "lattice"_a, "values"_a, "codes"_a, nb::kw_only(),
           "seconds"_a.none() = nb::none(), "second_codes"_a.none() = nb::none(), "previous"_a.none() = nb::none(),
+          "hysteresis"_a = 0.5f, "threads"_a = 1);
+    m.def("lattice_quantize_with_errors", quantize_with_errors, "lattice"_a, "values"_a, "codes"_a, nb::kw_only(),
+          "slopes"_a.none() = nb::none(), "squares"_a.none() = nb::none(), "previous"_a.none() = nb::none(),
           "hysteresis"_a = 0.5f, "threads"_a = 1);
     m.def("hysteresis_sums", sum_hysteresis, "lattice"_a, "weight"_a, "decoded"_a, "original"_a, nb::kw_only(),
           "max_hysteresis"_a, "levels"_a, "first"_a, "length"_a, "stride"_a, "count"_a);

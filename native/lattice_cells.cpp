@@ -6,8 +6,8 @@ namespace shrinkpoint {
 
 namespace {
 
-SHRINKPOINT_KERNEL(void, multiply, (const float* squares, size_t count, float* out), (squares, count, out)) {
-    for (size_t i = 0; i < count; ++i) out[i] *= std::sqrt(squares[i]);
+SHRINKPOINT_KERNEL(void, multiply, (const float* roots, size_t count, float* out), (roots, count, out)) {
+    for (size_t i = 0; i < count; ++i) out[i] *= roots[i];
 }
 
 SHRINKPOINT_KERNEL(void, make_multiples,
@@ -36,19 +36,23 @@ void fill_offsets(const Lattice& lattice, uint64_t start, size_t count, Cells& c
     if (lattice.seed != 0) fill_dithers(lattice.seed, start, count, cells.dithers);
 }
 
-void fill_cells(const Lattice& lattice, const float* squares, uint64_t start, size_t count, Cells& cells) {
+void fill_cells(const Lattice& lattice, const float* roots, uint64_t start, size_t count, Cells& cells) {
     fill_offsets(lattice, start, count, cells);
     if (lattice.powers) return;
     fill_steps(lattice, start, count, cells.steps);
-    if (squares != nullptr) multiply(squares, count, cells.steps);
+    if (roots != nullptr) multiply(roots, count, cells.steps);
 }
 
 void fill_relative_cells(const Lattice& lattice, const CodedMoments& seconds, uint64_t start, size_t count,
                          Cells& cells) {
-    fill_exponents(*seconds.lattice, start, count, cells.exponents);
-    make_powers(read_codes(seconds.codes, start, count, cells.codes), cells.exponents, seconds.lattice->step, count,
-                cells.values);
+    roots_of_codes(*seconds.lattice, seconds.codes, 0, start, count, cells, cells.values);
     fill_cells(lattice, cells.values, start, count, cells);
+}
+
+void roots_of_codes(const Lattice& seconds, Codes codes, uint64_t first, uint64_t start, size_t count, Cells& cells,
+                    float* roots) {
+    fill_exponents(seconds, first + start, count, cells.exponents);
+    make_power_roots(read_codes(codes, start, count, cells.codes), cells.exponents, seconds.step, count, roots);
 }
 
 void values_of_codes(const Lattice& lattice, const int16_t* codes, size_t count, const Cells& cells, float* values) {

@@ -69,8 +69,13 @@ void fill_relative_cells(const Lattice& lattice, const CodedMoments& seconds, ui
 // Exponents, or dithers, of `count` positions from `start` on: all that a guess without parent takes.
 void fill_offsets(const Lattice& lattice, uint64_t start, size_t count, Cells& cells);
 
-// Steps or exponents, and dithers, of `count` positions from `start` on; `squares` are theirs, or null.
-void fill_cells(const Lattice& lattice, const float* squares, uint64_t start, size_t count, Cells& cells);
+// Steps or exponents, and dithers, of `count` positions from `start` on; `roots` are those of their second moments, or
+// null.
+void fill_cells(const Lattice& lattice, const float* roots, uint64_t start, size_t count, Cells& cells);
+
+// The roots of second moments, from their codes on a lattice of powers; `cells` are scratch memory.
+void roots_of_codes(const Lattice& seconds, Codes codes, uint64_t first, uint64_t start, size_t count, Cells& cells,
+                    float* roots);
 
 // The values that codes stand for.
 void values_of_codes(const Lattice& lattice, const int16_t* codes, size_t count, const Cells& cells, float* values);

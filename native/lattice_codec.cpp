@@ -9,6 +9,7 @@
 
 #include "buffer.hpp"
 #include "lattice_cells.hpp"
+#include "lattice_powers.hpp"
 #include "simd.hpp"
 #include "tiles.hpp"
 #include "turns.hpp"
@@ -200,7 +201,7 @@ struct Scratch {
     }
 
     Cells cells, parent_cells, square_cells;
-    float squares[kTile];
+    float roots[kTile];
     float values[kTurn], parent[kTurn];
 };
 
@@ -235,9 +236,15 @@ const float* read_values(const Values& source, uint64_t first, uint64_t start, s
     return out;
 }
 
-const float* read_squares(const Values& squares, uint64_t first, uint64_t start, size_t count, Scratch& scratch) {
+// The roots of as many second moments; null if there are none.
+const float* read_roots(const Values& squares, uint64_t first, uint64_t start, size_t count, Scratch& scratch) {
     if (squares.none()) return nullptr;
-    return read_values(squares, first, start, count, scratch.square_cells, scratch.squares);
+    float* const roots = scratch.roots;
+    if (squares.lattice != nullptr && squares.lattice->powers)
+        roots_of_codes(*squares.lattice, squares.codes, first, start, count, scratch.square_cells, roots);
+    else
+        take_roots(read_values(squares, first, start, count, scratch.square_cells, roots), count, roots);
+    return roots;
 }
 
 int32_t largest(const std::vector<int16_t>& exponents) {
@@ -353,7 +360,7 @@ void lattice_predict(const Lattice& lattice, const Known& known, Hasher* base, i
     const auto work = [&](size_t, uint64_t start, size_t count, Scratch& scratch, size_t place) {
         const uint64_t place_in_tensor = positions.first + start;
         if (needs_steps)
-            fill_cells(lattice, read_squares(known.squares, positions.first, start, count, scratch), place_in_tensor,
+            fill_cells(lattice, read_roots(known.squares, positions.first, start, count, scratch), place_in_tensor,
                        count, scratch.cells);
         else
             fill_offsets(lattice, place_in_tensor, count, scratch.cells);
@@ -371,7 +378,7 @@ Differences lattice_encode(const Lattice& lattice, Codes codes, const Known& kno
     std::atomic<bool> in_range{true}, same{true};
     const auto work = [&](size_t piece, uint64_t start, size_t count, Scratch& scratch, size_t place) {
         Cells& cells = scratch.cells;
-        fill_cells(lattice, read_squares(known.squares, 0, start, count, scratch), start, count, cells);
+        fill_cells(lattice, read_roots(known.squares, 0, start, count, scratch), start, count, cells);
         predictor.predict(0, start, count, digests.base != nullptr, scratch, scratch.parent + place, cells.guesses,
                           contexts + start);
         const int16_t* tile_codes = read_codes(codes, start, count, cells.codes);
@@ -423,7 +430,7 @@ DecodeResult lattice_decode(const Lattice& lattice, const uint8_t* tokens, const
         if (out.codes != nullptr && out.code_bytes == 2) std::memcpy(out.codes + 2 * start, codes, 2 * count);
         if (wants_narrow && !sums.narrow) narrow = false;
         if (!has_values) return;
-        fill_cells(lattice, read_squares(squares, positions.first, start, count, scratch), positions.first + start,
+        fill_cells(lattice, read_roots(squares, positions.first, start, count, scratch), positions.first + start,
                    count, scratch.cells);
         values_of_codes(lattice, codes, count, scratch.cells,
                         out.values != nullptr ? out.values + start : scratch.values + place);
@@ -439,9 +446,9 @@ void lattice_run_values(const Lattice& lattice, Codes codes, Floats squares, Run
     std::vector<Scratch, UninitializedAllocator<Scratch>> memory(1);
     Scratch& scratch = memory.front();
     by_tiles_of(runs, kTile, [&](uint64_t start, size_t count, uint64_t place) {
-        const float* square_values =
-            squares.data == nullptr ? nullptr : read_floats(squares, place, count, scratch.squares);
-        fill_cells(lattice, square_values, start, count, scratch.cells);
+        if (squares.data != nullptr)
+            take_roots(read_floats(squares, place, count, scratch.roots), count, scratch.roots);
+        fill_cells(lattice, squares.data == nullptr ? nullptr : scratch.roots, start, count, scratch.cells);
         values_of_codes(lattice, read_codes(codes, start, count, scratch.cells.codes), count, scratch.cells,
                         values + place);
     });
@@ -450,7 +457,7 @@ void lattice_run_values(const Lattice& lattice, Codes codes, Floats squares, Run
 void lattice_values(const Lattice& lattice, Codes codes, const Values& squares, float* values, Positions positions,
                     unsigned threads) {
     const auto work = [&](size_t, uint64_t start, size_t count, Scratch& scratch, size_t) {
-        fill_cells(lattice, read_squares(squares, positions.first, start, count, scratch), positions.first + start,
+        fill_cells(lattice, read_roots(squares, positions.first, start, count, scratch), positions.first + start,
                    count, scratch.cells);
         values_of_codes(lattice, read_codes(codes, start, count, scratch.cells.codes), count, scratch.cells,
                         values + start);

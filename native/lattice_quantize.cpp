@@ -44,20 +44,62 @@ struct Lanes {
     double slope[kLanes] = {}, curvature[kLanes] = {}, squares[kLanes] = {};
 };
 
-SHRINKPOINT_KERNEL(void, add_errors,
-                   (const float* values, const float* decoded, const float* slopes, const float* squares, size_t count,
-                    Lanes& lanes),
-                   (values, decoded, slopes, squares, count, lanes)) {
+template <bool kCurved>
+ALWAYS_INLINE void add_weighted(const float* values, const float* decoded, const float* slopes, const float* squares,
+                                size_t count, Lanes& lanes) {
     Lanes sums = lanes;
     const auto add = [&](size_t i, size_t lane) {
         const double error = decoded[i] - values[i], square = error * error;
         sums.slope[lane] += slopes[i] * error;
-        sums.curvature[lane] += squares[i] * square;
+        if (kCurved) sums.curvature[lane] += squares[i] * square;
         sums.squares[lane] += square;
     };
     by_lanes<kLanes>(count, add);
     lanes = sums;
 }
+
+SHRINKPOINT_KERNEL(void, add_curved_errors,
+                   (const float* values, const float* decoded, const float* slopes, const float* squares, size_t count,
+                    Lanes& lanes),
+                   (values, decoded, slopes, squares, count, lanes)) {
+    add_weighted<true>(values, decoded, slopes, squares, count, lanes);
+}
+
+SHRINKPOINT_KERNEL(void, add_errors,
+                   (const float* values, const float* decoded, const float* slopes, size_t count, Lanes& lanes),
+                   (values, decoded, slopes, count, lanes)) {
+    add_weighted<false>(values, decoded, slopes, nullptr, count, lanes);
+}
+
+// Sums of errors, by pieces of an array that several threads take.
+class ErrorPieces {
+ public:
+    ErrorPieces(const ErrorWeights& weights, uint64_t count) : weights_(weights), pieces_(chunk_count(count, kPiece)) {}
+
+    void add(size_t piece, uint64_t start, size_t count, const float* values, const float* decoded) {
+        static constexpr float kZeros[kTile] = {};
+        alignas(64) float slope_buffer[kTile], square_buffer[kTile];
+        const Floats slopes = weights_.slopes, squares = weights_.squares;
+        const float* by = slopes.data == nullptr ? kZeros : read_floats(slopes, start, count, slope_buffer);
+        if (squares.data == nullptr) return add_errors(values, decoded, by, count, pieces_[piece]);
+        add_curved_errors(values, decoded, by, read_floats(squares, start, count, square_buffer), count,
+                          pieces_[piece]);
+    }
+
+    ErrorSums sum() const {
+        ErrorSums out;
+        for (const Lanes& lanes : pieces_)  // in the order of pieces, whichever thread had them
+            for (size_t lane = 0; lane < kLanes; ++lane) {
+                out.slope += lanes.slope[lane], out.curvature += lanes.curvature[lane];
+                out.squares += lanes.squares[lane];
+            }
+        return out;
+    }
+
+ private:
+    const ErrorWeights weights_;
+    std::vector<Lanes> pieces_;
+};
 
 // Offsets from the previous points in steps, what of the movement since the parent is written where codes follow them,
 // and the sum of the squared movement.
@@ -79,12 +121,14 @@ SHRINKPOINT_KERNEL(double, measure_movement,
 }  // namespace
 
 unsigned lattice_quantize(const Lattice& lattice, Floats values, const CodedMoments& seconds, Codes previous,
-                          float hysteresis, uint8_t* codes, unsigned code_bytes, unsigned threads) {
+                          float hysteresis, uint8_t* codes, unsigned code_bytes, unsigned threads,
+                          const ErrorWeights& weights, ErrorSums* errors) {
     if (lattice.powers) throw std::invalid_argument("nearest: points that stand for powers");
     if (seconds.lattice != nullptr && !seconds.lattice->powers)
         throw std::invalid_argument("second moments: points that stand for multiples");
     std::atomic<bool> fits{true}, narrow{true};
-    by_tiles<Cells>(lattice.count(), threads, [&](size_t, uint64_t start, size_t count, Cells& cells) {
+    ErrorPieces pieces(weights, errors == nullptr ? 0 : lattice.count());
+    by_tiles<Cells>(lattice.count(), threads, [&](size_t piece, uint64_t start, size_t count, Cells& cells) {
         if (seconds.lattice != nullptr)
             fill_relative_cells(lattice, seconds, start, count, cells);
         else
@@ -97,7 +141,11 @@ unsigned lattice_quantize(const Lattice& lattice, Floats values, const CodedMome
                              read_codes(previous, start, count, cells.codes), hysteresis, count, tile_codes);
         if (code_bytes == 1 && !narrow_codes(tile_codes, count, reinterpret_cast<int8_t*>(codes) + start))
             narrow = false;
+        if (errors == nullptr) return;
+        values_of_codes(lattice, tile_codes, count, cells, cells.values);
+        pieces.add(piece, start, count, tile_values, cells.values);
     });
+    if (errors != nullptr) *errors = pieces.sum();
     return !fits ? 0 : code_bytes == 1 && narrow ? 1 : 2;
 }
 
@@ -126,27 +174,16 @@ HysteresisSums hysteresis_sums(const Lattice& lattice, Runs runs, Floats values,
     return out;
 }
 
-ErrorSums quantization_error_sums(const Lattice& lattice, Codes codes, Floats values, Floats slopes, Floats squares,
+ErrorSums quantization_error_sums(const Lattice& lattice, Codes codes, Floats values, const ErrorWeights& weights,
                                   unsigned threads) {
     if (lattice.powers) throw std::invalid_argument("errors: points that stand for powers");
-    static constexpr float kZeros[kTile] = {};
-    std::vector<Lanes> pieces(chunk_count(lattice.count(), kPiece));
+    ErrorPieces pieces(weights, lattice.count());
     by_tiles<Cells>(lattice.count(), threads, [&](size_t piece, uint64_t start, size_t count, Cells& cells) {
-        alignas(64) float slope_buffer[kTile], square_buffer[kTile];
         fill_cells(lattice, nullptr, start, count, cells);
         values_of_codes(lattice, read_codes(codes, start, count, cells.codes), count, cells, cells.values);
-        add_errors(read_floats(values, start, count, cells.parent), cells.values,
-                   slopes.data == nullptr ? kZeros : read_floats(slopes, start, count, slope_buffer),
-                   squares.data == nullptr ? kZeros : read_floats(squares, start, count, square_buffer), count,
-                   pieces[piece]);
+        pieces.add(piece, start, count, read_floats(values, start, count, cells.parent), cells.values);
     });
-    ErrorSums out;
-    for (const Lanes& lanes : pieces)  // in the order of pieces, whichever thread had them
-        for (size_t lane = 0; lane < kLanes; ++lane) {
-            out.slope += lanes.slope[lane], out.curvature += lanes.curvature[lane];
-            out.squares += lanes.squares[lane];
-        }
-    return out;
+    return pieces.sum();
 }
 
 }  // namespace shrinkpoint

@@ -10,12 +10,24 @@
 
 namespace shrinkpoint {
 
+// What errors of quantization, and their squares, are multiplied with; either may be none, which counts as 0.
+struct ErrorWeights {
+    Floats slopes, squares;
+};
+
+// Sums over the errors e = decoded - value, rounded to float32: of slopes times e, of squares times e * e, and of e * e.
+struct ErrorSums {
+    double slope = 0, curvature = 0, squares = 0;
+};
+
 // Codes of the points nearest to values, but that of `previous`, which may be none, where the value is at most
 // `hysteresis` steps from it. Steps are relative to the roots of `seconds`, if these have a lattice. Returns the bytes
 // that a code needs: 0 where points do not reach as far as the values do; where it is more than codes have, they are
-// of no use. Throws std::invalid_argument for lattices of the wrong kind.
+// of no use, nor are the sums of errors, which are computed where there is a place for them. Throws
+// std::invalid_argument for lattices of the wrong kind.
 unsigned lattice_quantize(const Lattice& lattice, Floats values, const CodedMoments& seconds, Codes previous,
-                          float hysteresis, uint8_t* codes, unsigned code_bytes, unsigned threads);
+                          float hysteresis, uint8_t* codes, unsigned code_bytes, unsigned threads,
+                          const ErrorWeights& weights = {}, ErrorSums* errors = nullptr);
 
 constexpr size_t kMaxHysteresisLevels = 4096;
 
@@ -33,13 +45,8 @@ struct HysteresisSums {
 HysteresisSums hysteresis_sums(const Lattice& lattice, Runs runs, Floats values, Floats decoded, Floats originals,
                                float max_hysteresis, size_t levels);
 
-// Sums over the errors e = decoded - value, rounded to float32: of slopes times e, of squares times e * e, and of e * e.
-// Slopes and squares may be none, which count as 0.
-struct ErrorSums {
-    double slope = 0, curvature = 0, squares = 0;
-};
-
-ErrorSums quantization_error_sums(const Lattice& lattice, Codes codes, Floats values, Floats slopes, Floats squares,
+// The same sums for codes on a lattice of multiples.
+ErrorSums quantization_error_sums(const Lattice& lattice, Codes codes, Floats values, const ErrorWeights& weights,
                                   unsigned threads);
 
 }  // namespace shrinkpoint

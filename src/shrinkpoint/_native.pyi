@@ -226,6 +226,17 @@ def lattice_quantize(
     hysteresis: float = 0.5,
     threads: int = 1,
 ) -> int: ...
+def lattice_quantize_with_errors(
+    lattice: Lattice,
+    values: Buffer,
+    codes: Bytes,
+    *,
+    slopes: Buffer | None = None,
+    squares: Buffer | None = None,
+    previous: Buffer | None = None,
+    hysteresis: float = 0.5,
+    threads: int = 1,
+) -> tuple[int, tuple[float, float, float]]: ...
 def quantization_error_sums(
     lattice: Lattice,
     codes: Buffer,

@@ -16,7 +16,7 @@ from reference import lattice as reference
 from torch import Tensor
 
 from shrinkpoint import _native
-from shrinkpoint.codec.lattice import MAX_LATTICE_CODE, ZERO_CODE, Lattice
+from shrinkpoint.codec.lattice import MAX_LATTICE_CODE, ZERO_CODE, Lattice, LatticeTensor
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
 Bytes = NDArray[np.uint8]
@@ -265,6 +265,23 @@ FLAT = _native.Lattice(_shorts(0, 0), _shorts(0), 2, 3)
 
 def _bytes(count: int) -> Bytes:
     return np.zeros(count, np.uint8)
+
+
+@pytest.mark.usefixtures("instruction_set")
+def test_roots_of_codes_are_the_roots_of_the_values_they_stand_for():
+    """Within all octaves and at their ends, where the octave stays, and of zero."""
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.arange(-960, 961, 30, dtype=torch.int16)
+    codes = torch.randint(ZERO_CODE, 128, (rows.numel(), 40), generator=generator).to(torch.int8)
+    seconds = Lattice("log", rows, torch.arange(40, dtype=torch.int16), step=3)
+    values = LatticeTensor(codes, seconds).dequantize(torch.float32)
+    relative = Lattice("relative", torch.zeros(rows.numel(), dtype=torch.int16), torch.zeros(1, dtype=torch.int16))
+    shape, out = (rows.numel(), 40), np.empty((2, codes.numel()), np.float32)
+    for squares, place in ((tensor_bytes(values), out[0]), ((seconds.to_native(shape), tensor_bytes(codes)), out[1])):
+        multiples = tensor_bytes(torch.ones_like(codes))
+        _native.lattice_values(relative.to_native(shape), multiples, place.view(np.uint8), squares=squares)
+    assert (out[0] == np.sqrt(values.numpy().astype(np.float64)).astype(np.float32).reshape(-1)).all()
+    assert (out[0].view(np.int32) == out[1].view(np.int32)).all() and (out == 0).any()
 
 
 WRONG: dict[str, Callable[[], Any]] = {

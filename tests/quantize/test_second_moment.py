@@ -14,7 +14,12 @@ from torch import Tensor
 from shrinkpoint import _native
 from shrinkpoint.codec.lattice import ZERO_CODE, Lattice, as_matrix
 from shrinkpoint.quantize import second_moment
-from shrinkpoint.quantize.lattice import quantization_error_sums, quantize_to_lattice
+from shrinkpoint.quantize.lattice import (
+    ErrorWeights,
+    quantization_error_sums,
+    quantize_to_lattice,
+    quantize_with_errors,
+)
 from shrinkpoint.quantize.second_moment import (
     LOG_UNITS_PER_OCTAVE,
     quantize_second_moment,
@@ -147,7 +152,17 @@ def test_sums_over_the_errors_of_a_weight(shape):
     points = quantize_to_lattice(weight, lattice)
     assert points is not None and points.codes.dtype == torch.int8
     error = (points.dequantize(torch.float32) - weight).double()
-    found = quantization_error_sums(weight, points, as_matrix(slopes), as_matrix(curved))
+    weights = ErrorWeights(as_matrix(slopes), as_matrix(curved))
+    found = quantization_error_sums(weight, points, weights)
     expected = (slopes * error).sum(), (curved * error.square()).sum(), error.square().sum()
     assert found == pytest.approx([float(part) for part in expected], rel=1e-9)
-    assert quantization_error_sums(weight, points, None, None) == (0.0, 0.0, pytest.approx(float(expected[2])))
+    assert quantization_error_sums(weight, points, ErrorWeights()) == (0.0, 0.0, pytest.approx(float(expected[2])))
+    for part in (weights, ErrorWeights(), ErrorWeights(slopes=weights.slopes)):
+        both = quantize_with_errors(weight, lattice, part)  # the same sums to the last bit, and the same points
+        assert both is not None and both[1] == quantization_error_sums(weight, points, part)
+        assert torch.equal(both[0].codes, points.codes)
+    for scale, dtype in ((300, torch.int16), (1e9, None)):  # with codes of two bytes, and beyond all points
+        wide = quantize_with_errors(weight * scale, lattice, weights)
+        assert (None if wide is None else wide[0].codes.dtype) == dtype
+        if wide is not None:
+            assert wide[1] == quantization_error_sums(weight * scale, wide[0], weights)

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from shrinkpoint import _native
+from shrinkpoint.codec.coder import Bytes
 from shrinkpoint.codec.lattice import MAX_LATTICE_CODE, Lattice, LatticeTensor, as_matrix, matrix_shape
 from shrinkpoint.tensors.dtypes import as_native_float, tensor_bytes
+
+
+class ErrorWeights(NamedTuple):
+    """What errors of quantization, and their squares, are multiplied with.
+
+    Attributes:
+        slopes, squares: matrices of as many values, float32 or bfloat16; None: zero.
+    """
+
+    slopes: Tensor | None = None
+    squares: Tensor | None = None
+
+    def native_arrays(self) -> dict[str, Bytes | None]:
+        """The same as arguments of the native core."""
+        return {name: None if x is None else tensor_bytes(x.cpu()) for name, x in self._asdict().items()}
+
+
+class ErrorSums(NamedTuple):
+    """Sums over the errors e of quantization, in float64: of slopes times e, of squares times e^2, and of e^2."""
+
+    slope: float
+    curvature: float
+    squares: float
 
 
 def quantize_to_lattice(
@@ -42,6 +68,38 @@ def quantize_to_lattice(
     else:
         codes = _quantize_torch(tensor, lattice, second_moment, previous_codes, hysteresis)
     return None if codes is None else LatticeTensor(codes.reshape(tensor.shape), lattice, relative_to)
+
+
+def quantize_with_errors(
+    tensor: Tensor,
+    lattice: Lattice,
+    weights: ErrorWeights,
+    *,
+    previous_codes: Tensor | None = None,
+    hysteresis: float = 0.5,
+    threads: int | None = None,
+) -> tuple[LatticeTensor, ErrorSums] | None:
+    """Quantize as `quantize_to_lattice` does, and sum the errors in the same pass over the values.
+
+    Args:
+        lattice: of spacing "linear".
+        weights: of the errors.
+    """
+    if tensor.device.type != "cpu":
+        points = quantize_to_lattice(tensor, lattice, previous_codes=previous_codes, hysteresis=hysteresis)
+        return None if points is None else (points, quantization_error_sums(tensor, points, weights))
+    form, values = lattice.to_native(matrix_shape(tuple(tensor.shape))), tensor_bytes(as_native_float(tensor))
+    previous, arrays = None if previous_codes is None else tensor_bytes(previous_codes.cpu()), weights.native_arrays()
+    threads = threads or torch.get_num_threads()
+    for dtype in (torch.int8, torch.int16):
+        codes = torch.from_numpy(_native.empty(dtype.itemsize * tensor.numel())).view(dtype)
+        code_bytes, sums = _native.lattice_quantize_with_errors(
+            form, values, tensor_bytes(codes), previous=previous, hysteresis=hysteresis, threads=threads, **arrays
+        )
+        if code_bytes <= dtype.itemsize:
+            points = LatticeTensor(codes.reshape(tensor.shape), lattice)
+            return (points, ErrorSums(*sums)) if code_bytes else None
+    return None
 
 
 def _quantize_native(
@@ -90,35 +148,32 @@ def _quantize_torch(
 
 
 def quantization_error_sums(
-    weight: Tensor,
-    quantized: LatticeTensor,
-    slopes: Tensor | None,
-    squares: Tensor | None,
-    threads: int | None = None,
-) -> tuple[float, float, float]:
-    """Sum over the errors e of a quantized weight: slopes times e, squares times e^2, and e^2, in float64.
+    weight: Tensor, quantized: LatticeTensor, weights: ErrorWeights, threads: int | None = None
+) -> ErrorSums:
+    """Sum the errors of a quantized weight.
 
     Args:
         weight: floats of 16 or 32 bits; errors are those of the decoded float32 values.
         quantized: of spacing "linear", on the device of `weight`.
-        slopes, squares: matrices of as many values, float32 or bfloat16; None: zero.
+        weights: of the errors.
         threads: native threads; None: as many as torch uses.
     """
     if weight.device.type == "cpu":
-        return _native.quantization_error_sums(
+        sums = _native.quantization_error_sums(
             quantized.lattice.to_native(matrix_shape(tuple(weight.shape))),
             tensor_bytes(quantized.codes),
             tensor_bytes(as_native_float(weight)),
-            slopes=None if slopes is None else tensor_bytes(slopes.cpu()),
-            squares=None if squares is None else tensor_bytes(squares.cpu()),
             threads=threads or torch.get_num_threads(),
+            **weights.native_arrays(),
         )
+        return ErrorSums(*sums)
     errors = as_matrix(quantized.dequantize(torch.float32)) - as_matrix(weight).to(torch.float32)
     errors = errors.to(torch.float64)
     square_errors = errors.square()
+    slopes, squares = weights
     slope = 0.0 if slopes is None else float((slopes.to(errors.device) * errors).sum())
     curvature = 0.0 if squares is None else float((squares.to(errors.device) * square_errors).sum())
-    return slope, curvature, float(square_errors.sum())
+    return ErrorSums(slope, curvature, float(square_errors.sum()))
 
 
 def hysteresis_sums(

@@ -170,7 +170,7 @@ def lattice(shape: tuple[int, int] = (48, 64), seed: int = 0) -> Lattice:
 def points(x: Tensor, on: Lattice, before: PreviousPoints | None = None, hold: float = 0.5) -> LatticeTensor:
     found = quantize_weight(x, on, before, hold)
     assert found is not None
-    return found
+    return found[0]
 
 
 def before(x: Tensor, on: Lattice, original: bool = True) -> PreviousPoints:

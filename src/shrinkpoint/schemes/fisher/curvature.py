@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec.lattice import LatticeTensor, as_matrix
-from shrinkpoint.quantize.lattice import quantization_error_sums
+from shrinkpoint.quantize.lattice import ErrorSums, ErrorWeights, quantization_error_sums
 from shrinkpoint.quantize.second_moment import MatrixSums, second_moment_sums
 from shrinkpoint.schemes.fisher import optimizer_moments
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights
@@ -164,12 +164,25 @@ class Curvature:
             threads: native threads; None: as many as torch uses.
             with_curvature: False: the second moments are not read, and the curvature term is 0.
         """
-        is_constant = self.second is not None and self.second.numel() > 0 and self.second.stride() == (0, 0)
-        squares = self.second if with_curvature and not is_constant else None
-        slope, curvature, error = quantization_error_sums(weight, quantized, self.first, squares, threads)
-        if is_constant and with_curvature and self.second is not None:
-            curvature = error * float(self.second[0, 0])
-        return self.first_factor * slope, self.second_factor * curvature / 2
+        weights = self.error_weights(with_curvature=with_curvature)
+        sums = quantization_error_sums(weight, quantized, weights, threads)
+        return self.rise_of_errors(sums, with_curvature=with_curvature)
+
+    def error_weights(self, *, with_curvature: bool) -> ErrorWeights:
+        """What errors are multiplied with for `rise_of_errors`."""
+        return ErrorWeights(self.first, self.second if with_curvature and not self._is_constant else None)
+
+    def rise_of_errors(self, sums: ErrorSums, *, with_curvature: bool) -> tuple[float, float]:
+        """The two terms of `rise_terms`, from the sums over all errors, weighted by `error_weights`."""
+        curvature = sums.curvature
+        if with_curvature and self._is_constant and self.second is not None:
+            curvature = sums.squares * float(self.second[0, 0])
+        return self.first_factor * sums.slope, self.second_factor * curvature / 2
+
+    @property
+    def _is_constant(self) -> bool:
+        """Whether the squares are a single number for all weights."""
+        return self.second is not None and self.second.numel() > 0 and self.second.stride() == (0, 0)
 
     def weighted_sum(self, rows: Tensor, columns: Tensor) -> float:
         """The sum of the squares times a factor for each row and each column; 0 if unknown.
@@ -179,7 +192,7 @@ class Curvature:
         """
         if self.second is None:
             return 0.0
-        if self.second.stride() == (0, 0):
+        if self._is_constant:
             count = self.second.shape[1] if columns.numel() == 1 else 1
             row_sums = self.second[:, 0].to(torch.float64) * columns.sum(dtype=torch.float64) * count
         elif columns.numel() == 1:

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from shrinkpoint.codec.lattice import MAX_LATTICE_CODE, Lattice, LatticeTensor, as_matrix, dither
 from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, Reference
-from shrinkpoint.quantize.lattice import hysteresis_sums, lattice_positions, quantize_to_lattice
+from shrinkpoint.quantize.lattice import (
+    ErrorSums,
+    ErrorWeights,
+    hysteresis_sums,
+    lattice_positions,
+    quantize_with_errors,
+)
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights
 from shrinkpoint.schemes.select import equal_elements
 
@@ -69,21 +75,25 @@ def quantize_weight(
     lattice: Lattice,
     previous: PreviousPoints | None,
     hysteresis: float,
+    weights: ErrorWeights | None = None,
     threads: int | None = None,
-) -> LatticeTensor | None:
-    """The nearest point of each value, or its previous one if that is at most `hysteresis` steps away.
+) -> tuple[LatticeTensor, ErrorSums] | None:
+    """The nearest point of each value, or its previous one if that is at most `hysteresis` steps away; and the errors.
 
     Args:
         hysteresis: in steps, at least 1/2 (the nearest). Weights that only fluctuate then keep their points, and a
             checkpoint is more of an average over time.
+        weights: of the errors; None: zero.
         threads: native threads; None: as many as torch uses.
 
     Returns:
         None if codes do not reach as far as the weight, or its dtype not as far as the points.
     """
     codes = None if previous is None else previous.codes
-    points = quantize_to_lattice(weight, lattice, previous_codes=codes, hysteresis=hysteresis, threads=threads)
-    return points_in_range(points, weight.dtype)
+    result = quantize_with_errors(
+        weight, lattice, weights or ErrorWeights(), previous_codes=codes, hysteresis=hysteresis, threads=threads
+    )
+    return None if result is None or points_in_range(result[0], weight.dtype) is None else result
 
 
 def points_in_range(points: LatticeTensor | None, dtype: torch.dtype) -> LatticeTensor | None:

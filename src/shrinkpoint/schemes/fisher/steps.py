@@ -272,16 +272,20 @@ class StepCandidates:
         lattices |= {name: points.lattice for name, points in comparable.items()}  # equal, with the forms they have
         hysteresis = fit_hysteresis(self._global, lattices, comparable, MIN_RETAINED, MAX_HYSTERESIS)
         results = map_tensors(
-            lambda name, threads: self._quantize_weight(name, lattices[name], previous[name], hysteresis, threads),
+            lambda name, threads: self._quantize_weight(
+                name, lattices[name], previous[name], hysteresis, threads, with_curvature=with_curvature
+            ),
             {name: self.weights[name] for name in lattices},
         )
-        left_out = tensors.union(name for name, points in results.items() if points is None)
-        points = {
-            name: points
-            for name, points in results.items()
-            if points is not None and self._global.global_name(name) not in left_out
+        left_out = tensors.union(name for name, result in results.items() if result is None)
+        accepted = {
+            name: result
+            for name, result in results.items()
+            if result is not None and self._global.global_name(name) not in left_out
         }
-        slope, curvature = tensors.sum_over_ranks(*self._rise_terms(points, with_curvature=with_curvature))
+        points = {name: weight_points for name, (weight_points, _) in accepted.items()}
+        terms = [weight_terms for name, (_, weight_terms) in accepted.items() if self._global.is_primary(name)]
+        slope, curvature = tensors.sum_over_ranks(sum(slope for slope, _ in terms), sum(term for _, term in terms))
         names = dict.fromkeys((*map(self._global.global_name, self.unit_lattices), *sorted(left_out)))
         ordered = tuple(name for name in names if name in left_out)
         dtypes = {name: self.weights[name].dtype for name in points}
@@ -296,17 +300,6 @@ class StepCandidates:
         """The standard deviation of the global tensor of a local weight."""
         return self._global.std[self._global.global_name(name)]
 
-    def _rise_terms(self, points: Mapping[str, LatticeTensor], *, with_curvature: bool) -> tuple[float, float]:
-        """This rank's part of the slope term and the curvature term of the predicted rise."""
-
-        def compute(name: str, threads: int) -> tuple[float, float]:
-            weight, curvature = self.weights[name], self.curvatures[name]
-            return curvature.rise_terms(weight, points[name], threads, with_curvature=with_curvature)
-
-        weights = {name: self.weights[name] for name in points if self._global.is_primary(name)}
-        terms = map_tensors(compute, weights).values()
-        return sum(slope for slope, _ in terms), sum(curvature for _, curvature in terms)
-
     def _fresh_lattice(
         self, name: str, curvature: Curvature, typical: float, seed: int, scale: float
     ) -> Lattice | None:
@@ -316,12 +309,27 @@ class StepCandidates:
         return None if lattice is None else replace(shard.spec.slice_lattice(lattice, shard.sizes), seed=seed)
 
     def _quantize_weight(
-        self, name: str, lattice: Lattice, previous: PreviousPoints | None, hysteresis: float, threads: int
-    ) -> LatticeTensor | None:
-        weight = self.weights[name]
+        self,
+        name: str,
+        lattice: Lattice,
+        previous: PreviousPoints | None,
+        hysteresis: float,
+        threads: int,
+        *,
+        with_curvature: bool,
+    ) -> tuple[LatticeTensor, tuple[float, float]] | None:
+        """The points of a weight, and the slope term and the curvature term of the rise that their errors cause."""
+        weight, curvature = self.weights[name], self.curvatures[name]
         if name in self._stochastic:
-            return points_in_range(self._stochastic[name].quantize(weight, lattice), weight.dtype)
-        return quantize_weight(weight, lattice, previous, hysteresis, threads)
+            points = points_in_range(self._stochastic[name].quantize(weight, lattice), weight.dtype)
+            if points is None:
+                return None
+            return points, curvature.rise_terms(weight, points, threads, with_curvature=with_curvature)
+        weights = curvature.error_weights(with_curvature=with_curvature)
+        result = quantize_weight(weight, lattice, previous, hysteresis, weights, threads)
+        if result is None:
+            return None
+        return result[0], curvature.rise_of_errors(result[1], with_curvature=with_curvature)
 
     def _previous_points(self, name: str, lattice: Lattice) -> PreviousPoints | None:
         """The parent's points on this lattice; None for weights with stochastic rounding, which have no hysteresis."""
