@@ -251,6 +251,8 @@ def test_every_byte_is_read_once_in_a_round_and_little_more_than_a_share_a_save(
         for _ in range(MAX_SAVES_PER_PASS):
             read.clear()
             assert seen.find_damage(links) is None
+            with seen.read_share():
+                pass
             shares.append(set().union(*(range(at, at + length) for at, length in read)))
     size = links[0].size
     assert set().union(*shares) == set(range(size))

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shrinkpoint._native import Hasher, progress_sums, xxh3_128
 from shrinkpoint.codec.decoded_tensors import as_decoded, tensor_layout
+from shrinkpoint.codec.parallel import submit_or_run, thread_pool
 from shrinkpoint.codec.reference import Reference, RowSample
 from shrinkpoint.container import FileReader
 from shrinkpoint.container.header import read_digest
@@ -233,6 +234,11 @@ class StoredFile:
         return self.storage.describe(self.key)
 
     @property
+    def is_local(self) -> bool:
+        """Whether it is a file of this machine, which is read while others are written."""
+        return isinstance(self.storage, LocalStorage)
+
+    @property
     def is_readable(self) -> bool:
         """Whether its bytes can be read again; a storage that only counts bytes keeps none."""
         return getattr(self.storage, "keeps_payloads", True)
@@ -262,6 +268,8 @@ class BaseVerifier:
         self._queue: list[str] = []  # digests of the files still to be read in this pass
         self._scan: _FileScan | None = None  # the file that is being read
         self._scans: dict[str, _FileScan] = {}  # by digest, of files that have been read before
+        self._due: dict[str, StoredFile] = {}  # the chain of which a share is to be read; empty: none is
+        self._damage: dict[str, Exception] = {}  # by digest of a file, found since the last `find_damage`
 
     def mark_verified(self, stamps: Mapping[str, object]) -> None:
         """Record files that this process has just written, or has read completely.
@@ -270,11 +278,14 @@ class BaseVerifier:
             stamps: `StoredFile.stamp` by digest, taken before reading.
         """
         self._stamps.update(stamps)
+        for digest in stamps:
+            self._damage.pop(digest, None)
 
-    def find_damage(self, files: Sequence[StoredFile]) -> ShrinkpointError | None:
-        """The first damage found in a chain; None if none is known so far.
+    def find_damage(self, files: Sequence[StoredFile]) -> Exception | None:
+        """The first damage found in a chain; None if none is known so far. Damage is logged.
 
-        Reads files that are unknown or have changed, and an eighth of all bytes besides. Damage is logged.
+        Reads files that are unknown or have changed, and a chain of `MIN_BYTES` or on a custom storage besides. Of
+        another one a share is due: `read_share` reads it, and what is wrong with it is found by the next call.
 
         Args:
             files: the chain, keyframe first.
@@ -289,14 +300,37 @@ class BaseVerifier:
                 if file.digest not in stamps or stamps[file.digest] != stamp:
                     self._begin_scan(file).read(file, file.size)
                     stamps[file.digest] = stamp  # taken before reading
-            self._read_share({file.digest: file for file in files})
+            self._due = {file.digest: file for file in files}
+            if sum(file.size for file in files) <= MIN_BYTES or not all(file.is_local for file in files):
+                self._check_share()
         except ShrinkpointError as error:
-            self._scan, self._queue = None, []
+            self._damage[files[0].digest] = error
+        damage, self._damage = self._damage, {}
+        found = next((damage[file.digest] for file in files if file.digest in damage), None)
+        if found is not None:
+            self._scan, self._queue, self._due = None, [], {}
             stamps.clear()
             self._scans.clear()
-            _log.warning("no delta is written against this, the next checkpoint is a keyframe: %s", error)
-            return error
-        return None
+            _log.warning("no delta is written against this, the next checkpoint is a keyframe: %s", found)
+        return found
+
+    @contextmanager
+    def read_share(self) -> Iterator[None]:
+        """Read the share of the chain that is due, an eighth of all bytes, beside the block, and wait for it after."""
+        if not self._due:
+            yield
+            return
+        with thread_pool(1) as pool:
+            submit_or_run(pool, self._check_share)
+            yield
+
+    def _check_share(self) -> None:
+        """Read the share that is due; an error of it counts for the whole chain."""
+        due, self._due = self._due, {}
+        try:
+            self._read_share(due)
+        except (ShrinkpointError, OSError, MemoryError) as error:
+            self._damage.update(dict.fromkeys(due, error))
 
     def _read_share(self, files: dict[str, StoredFile]) -> None:
         """Read the next share of the chain."""

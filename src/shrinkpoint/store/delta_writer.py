@@ -116,16 +116,17 @@ class DeltaWriter:
             written_keys.append(key)
             # By this a reader of the payload finds its base.
             parent = None if base is None else {"name": layout.base_name(base.digest), "digest": base.digest}
-            written = write_file(
-                storage,
-                key,
-                quantized,
-                scheme=scheme,
-                reference=reference,
-                parent=parent,
-                originals=state.tensors,
-                threads=self._threads,
-            )
+            with self._base_verifier.read_share():
+                written = write_file(
+                    storage,
+                    key,
+                    quantized,
+                    scheme=scheme,
+                    reference=reference,
+                    parent=parent,
+                    originals=state.tensors,
+                    threads=self._threads,
+                )
             retention = self._reference_cache.retained_progress(written.reference)
             report = replace(written.report, retention=retention)
             warn_low_retention(retention)

@@ -168,7 +168,8 @@ class Store:
             StorageError: the store cannot be read, or orphaned files cannot be removed.
         """
         transaction = self._begin(step, keyframe)
-        self._transaction = weakref.ref(transaction)
+        with self._base_verifier.read_share():  # at once: nobody tells when files may be deleted
+            self._transaction = weakref.ref(transaction)
         return transaction
 
     def lock(self) -> None:
@@ -240,7 +241,8 @@ class Store:
                 if isinstance(scheme, PlanningScheme):  # a plan for a keyframe uses the previous checkpoint, too
                     is_delta = transaction.parent is not None
                     scheme = scheme.plan(flat_state, as_delta_base(self.reference, base=is_delta))
-                report = transaction.add(flat_state, scheme=scheme, threads=self._threads)
+                with self._base_verifier.read_share():
+                    report = transaction.add(flat_state, scheme=scheme, threads=self._threads)
                 manifest = transaction.commit(metrics=metrics, lossy_restores=lossy_restores, note=note)
             assert transaction.reference is not None
             retention = self._reference_cache.retained_progress(transaction.reference)
