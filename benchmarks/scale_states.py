@@ -54,7 +54,7 @@ class GPTShapes:
 
 
 MODELS = {
-    "tiny": GPTShapes(2, 64),
+    "tiny": GPTShapes(2, 64, vocabulary=1000),  # for tests
     "30M": GPTShapes(6, 384),
     "124M": GPTShapes(12, 768),
     "350M": GPTShapes(24, 1024),

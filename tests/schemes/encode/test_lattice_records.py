@@ -134,6 +134,20 @@ def test_weights_that_stay_exact_are_coded_under_moments_that_are_points():
     assert places == sorted(places)
 
 
+def test_a_weight_stays_exact_while_its_second_moment_is_the_parents_and_others_are_not():
+    """Its first moment shares a record with those that are relative to second moments of this file."""
+    loop, file, second = Loop(), None, None
+    for _ in range(2):
+        points = dict(fisher().plan(flatten(loop.steps(3)), None).quantized)
+        del points["model/2.weight"]
+        points[SECOND] = second = second or points[SECOND]
+        file = put(loop.state(), settled(points), file)  # type: ignore[arg-type]
+    assert file is not None and file.kinds()[SECOND] == "same"
+    assert file.recipes()["model/2.weight"]["moments"]
+    names = [name for record in file.records() for name in names_of(record)]
+    assert names.index(FIRST) < names.index("model/2.weight")
+
+
 def names_of(record: Any) -> list[str]:
     return [info.name for info in record.infos]
 

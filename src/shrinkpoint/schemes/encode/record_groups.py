@@ -159,7 +159,8 @@ def _plan_records(
     groups += _codebook_groups(codebook_infos, contexts, reference, state, quantized)
     groups += _lattice_groups(lattice_infos, reference, state, quantized)
     depths = {name: _dependency_depth(name, quantized) for name in quantized}
-    return RecordPlan(unchanged, sorted(groups, key=lambda group: _sort_key(group, depths)), copies, contexts)
+    groups.sort(key=lambda group: _sort_key(group, depths))
+    return RecordPlan(unchanged, _contexts_first(groups), copies, contexts)
 
 
 # unchanged tensors
@@ -444,6 +445,33 @@ def _sort_key(group: RecordGroup, depths: Mapping[str, int]) -> tuple[int, int]:
     """Contexts before the tensors that they are context for."""
     names = [info.name for info in group.infos] + [name for pair in group.moments for name in pair]
     return max(depths.get(name, 0) for name in names), _role_order(group.infos[0])
+
+
+def _contexts_first(groups: Sequence[RecordGroup]) -> list[RecordGroup]:
+    """Move groups behind those that hold their contexts; the order stays as it is otherwise.
+
+    Depths are not enough: a first moment whose second moment is the parent's depends on no codes of this file, but
+    shares its record with others, which comes after the records that those depend on.
+    """
+    numbers = {info.name: number for number, group in enumerate(groups) for info in group.infos}
+    waiting = [
+        (group, {numbers[name] for name in _context_tensors(group) if name in numbers} - {number})
+        for number, group in enumerate(groups)
+    ]
+    ordered: list[RecordGroup] = []
+    done = set[int]()
+    while waiting:
+        ready = next((index for index, (_, contexts) in enumerate(waiting) if contexts <= done), 0)
+        group, _ = waiting.pop(ready)
+        ordered.append(group)
+        done.add(numbers[group.infos[0].name])
+    return ordered
+
+
+def _context_tensors(group: RecordGroup) -> Iterator[str]:
+    """Names of the tensors of the same file that must be decoded before this group."""
+    yield from (name for pair in group.moments for name in pair)
+    yield from group.context_names
 
 
 def _role_order(info: TensorInfo) -> int:
