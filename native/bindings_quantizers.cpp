@@ -232,7 +232,8 @@ nb::tuple encode_lattice(const Lattice& lattice, nb::handle codes, nb::handle co
         const auto* escape_data = reinterpret_cast<const uint8_t*>(differences.escapes.data());
         escapes.assign(escape_data, escape_data + 4 * differences.escapes.size());
     }
-    return nb::make_tuple(array_of(std::move(escapes)), differences.in_range, differences.same);
+    return nb::make_tuple(array_of(std::move(escapes)), static_cast<int>(differences.largest_context),
+                          differences.in_range, differences.same);
 }
 
 nb::tuple decode_lattice(const Lattice& lattice, nb::handle tokens, nb::handle contexts, nb::handle escapes,
@@ -385,7 +386,8 @@ void bind_lattice(nb::module_& m) {
                                    step, seed);
             },
             "rows"_a, "columns"_a, "height"_a, "width"_a, nb::kw_only(), "powers"_a = false, "step"_a = 1,
-            "seed"_a = 0);
+            "seed"_a = 0)
+        .def_prop_ro("has_normal_steps", &Lattice::has_normal_steps);
     m.def("lattice_predict", predict_lattice, "lattice"_a, "guesses"_a, "contexts"_a, nb::kw_only(),
           "parent"_a.none() = nb::none(), "squares"_a.none() = nb::none(), "base"_a.none() = nb::none(),
           "first"_a.none() = nb::none(), "threads"_a = 1);
@@ -436,15 +438,18 @@ nb::tuple sum_second_moments(nb::handle seconds, uint64_t rows, uint64_t columns
     const Bytes second_bytes(seconds), first_bytes(firsts);
     const Floats second_floats = matrix_of(rows, columns, second_bytes, "seconds");
     const Floats first_floats = floats_of(rows * columns, first_bytes, "firsts");
-    SecondMomentSums sums;
+    std::vector<double> all;
+    bool finite = false, negative = false;
     {
         nb::gil_scoped_release release;
-        sums = second_moment_sums(second_floats, first_floats, rows, columns, by_column, threads);
+        const SecondMomentSums sums =
+            second_moment_sums(second_floats, first_floats, rows, columns, by_column, threads);
+        finite = sums.finite, negative = sums.negative;
+        for (const auto* part : {&sums.row_logs, &sums.column_logs, &sums.row_counts, &sums.column_counts,
+                                 &sums.row_sums, &sums.column_sums})
+            all.insert(all.end(), part->begin(), part->end());
     }
-    return nb::make_tuple(sums.finite, sums.negative, array_of(std::move(sums.row_logs)),
-                          array_of(std::move(sums.column_logs)), array_of(std::move(sums.row_counts)),
-                          array_of(std::move(sums.column_counts)), array_of(std::move(sums.row_sums)),
-                          array_of(std::move(sums.column_sums)));
+    return nb::make_tuple(finite, negative, array_of(std::move(all)));
 }
 
 nb::ndarray<nb::numpy, double, nb::ndim<1>> quantize_seconds(nb::handle seconds, uint64_t rows, uint64_t columns,

@@ -138,6 +138,12 @@ SHRINKPOINT_KERNEL(bool, subtract_small,
     return above_byte < 0x100 && above_half < 0x8000;
 }
 
+SHRINKPOINT_KERNEL(uint8_t, largest_of, (const uint8_t* bytes, size_t count), (bytes, count)) {
+    uint8_t out = 0;
+    for (size_t i = 0; i < count; ++i) out = std::max(out, bytes[i]);
+    return out;
+}
+
 // Returns how many differences are escapes, and 2^31 where a code is out of range.
 SHRINKPOINT_KERNEL(uint32_t, subtract_large,
                    (const int16_t* codes, const int16_t* guesses, const uint8_t* contexts, size_t count,
@@ -375,6 +381,7 @@ Differences lattice_encode(const Lattice& lattice, Codes codes, const Known& kno
                            ValueDigests digests, uint8_t* contexts, uint8_t* tokens, unsigned threads) {
     const PointPredictor predictor(lattice, known);
     std::vector<std::vector<int32_t>> escapes(chunk_count(lattice.count(), kTurn));
+    std::vector<uint8_t> largest_contexts(escapes.size());
     std::atomic<bool> in_range{true}, same{true};
     const auto work = [&](size_t piece, uint64_t start, size_t count, Scratch& scratch, size_t place) {
         Cells& cells = scratch.cells;
@@ -386,6 +393,7 @@ Differences lattice_encode(const Lattice& lattice, Codes codes, const Known& kno
         if (!subtract_small(tile_codes, cells.guesses, contexts + start, count, tokens + start))
             report = subtract_large(tile_codes, cells.guesses, contexts + start, count, tokens + start);
         if (report >> 31 != 0) in_range = false;
+        largest_contexts[piece] = std::max(largest_contexts[piece], largest_of(contexts + start, count));
         for (size_t i = 0; (report & 0x7fffffff) != 0 && i < count; ++i) {
             const int32_t difference = tile_codes[i] - cells.guesses[i];
             if (std::abs(difference) >= -kEscape) escapes[piece].push_back(difference);
@@ -400,6 +408,7 @@ Differences lattice_encode(const Lattice& lattice, Codes codes, const Known& kno
     });
     Differences out;
     for (const auto& some : escapes) out.escapes.insert(out.escapes.end(), some.begin(), some.end());
+    out.largest_context = largest_of(largest_contexts.data(), largest_contexts.size());
     out.in_range = in_range, out.same = same;
     return out;
 }

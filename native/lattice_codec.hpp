@@ -45,6 +45,7 @@ void lattice_predict(const Lattice& lattice, const Known& known, Hasher* base, i
 
 struct Differences {
     std::vector<int32_t> escapes;  // too large for a byte
+    uint8_t largest_context = 0;
     bool in_range = true;          // every code is one that a reader takes
     bool same = true;              // and stands for the value that was expected; a nan of 16 bits never does
 };

@@ -9,6 +9,7 @@ namespace shrinkpoint {
 namespace {
 
 constexpr int32_t kMaxStep = 1 << 12;
+constexpr int32_t kMaxScaleExponent = 120 * kStepsPerOctave;
 constexpr uint64_t kMaxIndices = uint64_t{1} << 56;  // so that bytes of them can be counted
 
 std::vector<float> steps_of(const std::vector<int16_t>& exponents) {
@@ -81,6 +82,16 @@ Lattice::Lattice(bool is_powers, std::vector<int16_t> by_row, std::vector<int16_
     }
     row_steps = steps_of(row_exponents), column_steps = steps_of(column_exponents);
     row_classes = classes_of(row_exponents), column_classes = classes_of(column_exponents);
+}
+
+bool Lattice::has_normal_steps() const {
+    int32_t low = 0, high = 0;
+    for (const std::vector<int16_t>* side : {&row_exponents, &column_exponents}) {
+        if (side->empty()) continue;
+        const auto [least, most] = std::minmax_element(side->begin(), side->end());
+        low += *least, high += *most;
+    }
+    return low >= -kMaxScaleExponent && high <= kMaxScaleExponent;
 }
 
 SHRINKPOINT_KERNEL(void, fill_steps, (const Lattice& lattice, uint64_t start, size_t count, float* out),

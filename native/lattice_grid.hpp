@@ -44,6 +44,9 @@ class Lattice {
 
     uint64_t count() const { return rows * columns; }
 
+    // Whether every step is a normal float: the exponents of a row and a column together are within 120 octaves.
+    bool has_normal_steps() const;
+
     bool powers;
     uint64_t rows, columns;
     int32_t step;

@@ -62,6 +62,8 @@ class Lattice:
         step: int = 1,
         seed: int = 0,
     ) -> None: ...
+    @property
+    def has_normal_steps(self) -> bool: ...
 
 LatticeValues: TypeAlias = Buffer | tuple[Lattice, Buffer]
 """Float32 values: their bytes, or a lattice and codes on it."""
@@ -167,7 +169,7 @@ def lattice_encode(
     digest: Hasher | None = None,
     base: Hasher | None = None,
     threads: int = 1,
-) -> tuple[Bytes, bool, bool]: ...
+) -> tuple[Bytes, int, bool, bool]: ...
 def lattice_decode(
     lattice: Lattice,
     tokens: Buffer,
@@ -254,7 +256,7 @@ def second_moment_sums(
     firsts: Buffer | None = None,
     by_column: bool = True,
     threads: int = 1,
-) -> tuple[bool, bool, Doubles, Doubles, Doubles, Doubles, Doubles, Doubles]: ...
+) -> tuple[bool, bool, Doubles]: ...
 def quantize_second_moments(
     seconds: Buffer,
     rows: int,

@@ -60,8 +60,11 @@ class Case:
         known = {"parent": self.parent, "expected": expected}
         given = {name: None if one is None else tensor_bytes(one) for name, one in known.items()}
         arguments = given | self.arguments()
-        found = _native.lattice_encode(self.native, tensor_bytes(self.codes), contexts, tokens, **arguments)
-        return contexts, tokens, *found
+        escapes, largest, *checks = _native.lattice_encode(
+            self.native, tensor_bytes(self.codes), contexts, tokens, **arguments
+        )
+        assert largest == contexts.max(initial=0)
+        return contexts, tokens, escapes, *checks
 
     def with_narrow_codes(self) -> Case | None:
         """The same with codes of one byte; None if they do not fit."""

@@ -44,7 +44,7 @@ class Pair:
         """Contexts, tokens and escapes, and the digests of values and parent."""
         contexts, tokens = (np.full(self.tensor.codes.numel(), 0xA5, np.uint8) for _ in range(2))
         digest, base = _native.Hasher(), _native.Hasher()
-        escapes, in_range, same = _native.lattice_encode(
+        escapes, _, in_range, same = _native.lattice_encode(
             self.tensor.lattice.to_native(self.shape),
             tensor_bytes(self.tensor.codes),
             contexts,

@@ -92,18 +92,19 @@ def encode_lattice_record(record: LatticeInput, *, threads: int | None = None) -
     lattices = [tensor.lattice for tensor in record.quantized]
     _check_input(record)
     parents = _parent_lattices(infos, reference)
-    inherited = _without_seeds(parents) == _without_seeds(lattices)
+    inherited = len(parents) == len(lattices) and all(map(Lattice.has_equal_steps, parents, lattices))
     digests = _Digests(_native.Hasher(), None if reference is None else _native.Hasher())
     if digests.base is not None:
         for exponents in _exponents(parents if inherited else []):
             digests.base.update(exponents)
     ends = [*accumulate((info.numel for info in infos), initial=0)]
     contexts, tokens = _native.empty(ends[-1]), _native.empty(ends[-1])
-    escapes = b"".join(
-        _encode_tokens(record, index, contexts[begin:end], tokens[begin:end], digests, workers)
-        for index, (begin, end) in enumerate(pairwise(ends))
-    )
-    config = CoderConfig("codes", predictor="base", top=int(contexts.max(initial=0)))
+    escape_parts, top = list[bytes](), 0
+    for index, (begin, end) in enumerate(pairwise(ends)):
+        part, largest = _encode_tokens(record, index, contexts[begin:end], tokens[begin:end], digests, workers)
+        escape_parts.append(part)
+        top = max(top, largest)
+    escapes, config = b"".join(escape_parts), CoderConfig("codes", predictor="base", top=top)
     side = coded = np.empty(0, np.uint8)
     if tokens.size:
         side, coded = config.encode(BYTE_FORMAT, tokens, CodingContext(base=contexts), workers)
@@ -150,8 +151,10 @@ def _exponents(lattices: Iterable[Lattice]) -> list[Bytes]:
 
 def _encode_tokens(
     record: LatticeInput, index: int, contexts: Bytes, tokens: Bytes, digests: _Digests, threads: int
-) -> bytes:
-    """Fill in the contexts and tokens of one tensor, and return its escapes: int32, the differences beyond a byte.
+) -> tuple[bytes, int]:
+    """Fill in the contexts and tokens of one tensor; return its escapes and the largest context.
+
+    Escapes are differences beyond a byte, int32.
 
     Values and those of the parent are decoded tile by tile, and go into the digests. Only those of 16 bits are decoded
     whole, since torch's own rounding decides.
@@ -169,7 +172,7 @@ def _encode_tokens(
             raise ValueError(_OTHER_VALUES)
         digests.values.update(tensor_bytes(values))
     parent, base = _parent_values(record, info, digests)
-    escapes, in_range, same = _native.lattice_encode(
+    escapes, largest_context, in_range, same = _native.lattice_encode(
         quantized.lattice.to_native(matrix_shape(info.shape)),
         tensor_bytes(quantized.codes),
         contexts,
@@ -185,7 +188,7 @@ def _encode_tokens(
         raise ValueError(f"lattice tensor {info.name!r}: codes out of range")
     if not same:
         raise ValueError(_OTHER_VALUES)
-    return escapes.tobytes()
+    return escapes.tobytes(), largest_context
 
 
 _OTHER_VALUES = "lattice tensors that stand for other values than the tensors have"
@@ -229,7 +232,8 @@ def _encode_exponents(lattices: Sequence[Lattice]) -> bytes:
     if not lattices:
         return b""
     exponents = np.concatenate([side.numpy() for lattice in lattices for side in (lattice.rows, lattice.columns)])
-    differences = np.diff(exponents.astype(np.int32), prepend=0)
+    differences = exponents.astype(np.int32)
+    differences[1:] -= exponents[:-1]
     large = np.abs(differences) > -_ESCAPE - 1
     escapes = differences[large].astype("<i4")
     differences[large] = _ESCAPE
@@ -245,7 +249,7 @@ def _decode_lattices(
     seeds, data = np.frombuffer(data[: 4 * len(infos)].tobytes(), "<u4"), data[4 * len(infos) :]
     if seeds.size != len(infos):
         raise _native.Truncated("the lattices end too early")
-    lattices = parents if recipe.inherited else _decode_exponents(data, infos, recipe)
+    lattices = parents if recipe.inherited else _decode_exponents(data, infos, recipe, seeds.tolist())
     if len(lattices) != len(infos) or not all(map(_fits_shape, lattices, infos)):
         raise ValueError("a parent whose tensors are not on lattices of these shapes")
     if any(lattice.spacing != recipe.spacing or lattice.step != recipe.step for lattice in lattices):
@@ -254,10 +258,15 @@ def _decode_lattices(
         raise ValueError("bytes behind inherited lattices")
     if recipe.spacing == "log" and seeds.any():
         raise ValueError('dither with spacing "log", which has none')
-    return [replace(lattice, seed=int(seed)) for lattice, seed in zip(lattices, seeds, strict=True)]
+    return [
+        lattice if lattice.seed == seed else replace(lattice, seed=seed)
+        for lattice, seed in zip(lattices, seeds.tolist(), strict=True)
+    ]
 
 
-def _decode_exponents(data: Bytes, infos: Sequence[TensorInfo], recipe: LatticeRecipe) -> list[Lattice]:
+def _decode_exponents(
+    data: Bytes, infos: Sequence[TensorInfo], recipe: LatticeRecipe, seeds: Sequence[int]
+) -> list[Lattice]:
     counts = [scale_counts(recipe.spacing, info.shape) for info in infos]
     total = sum(rows + columns for rows, columns in counts)
     nside, nescapes = _SIDE_SIZES.unpack(data[: _SIDE_SIZES.size].tobytes())
@@ -274,19 +283,17 @@ def _decode_exponents(data: Bytes, infos: Sequence[TensorInfo], recipe: LatticeR
     parts = np.split(exponents.astype(np.int16), np.cumsum([n for pair in counts for n in pair])[:-1])
     sides = [torch.from_numpy(part) for part in parts]
     lattices = [
-        Lattice(recipe.spacing, rows, columns, recipe.step)
-        for rows, columns in zip(sides[::2], sides[1::2], strict=True)
+        Lattice(recipe.spacing, rows, columns, recipe.step, seed)
+        for rows, columns, seed in zip(sides[::2], sides[1::2], seeds, strict=True)
     ]
-    if not all(map(_is_in_range, lattices)):
+    if not all(map(_is_in_range, lattices, infos)):
         raise ValueError("scales out of range")
     return lattices
 
 
-def _is_in_range(lattice: Lattice) -> bool:
+def _is_in_range(lattice: Lattice, info: TensorInfo) -> bool:
     """Whether every scale is a normal float32."""
-    ranges = [(int(side.min()), int(side.max())) for side in (lattice.rows, lattice.columns) if side.numel()]
-    low, high = (sum(limits[i] for limits in ranges) for i in range(2))
-    return low >= -MAX_SCALE_EXPONENT and high <= MAX_SCALE_EXPONENT
+    return lattice.to_native(matrix_shape(info.shape)).has_normal_steps
 
 
 def _parent_lattices(infos: Sequence[TensorInfo], reference: Reference | None) -> list[Lattice]:
@@ -301,10 +308,6 @@ def _parent_lattices(infos: Sequence[TensorInfo], reference: Reference | None) -
 
 def _fits_shape(lattice: Lattice, info: TensorInfo) -> bool:
     return (lattice.rows.numel(), lattice.columns.numel()) == scale_counts(lattice.spacing, info.shape)
-
-
-def _without_seeds(lattices: Sequence[Lattice]) -> list[Lattice]:
-    return [replace(lattice, seed=0) for lattice in lattices]
 
 
 def _resolve_escapes(tokens: NDArray[np.int8], escapes: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -328,7 +331,7 @@ def _check_input(record: LatticeInput) -> None:
         shapes = {tuple(member.codes.shape), info.shape if tensor is None else tuple(tensor.shape)}
         if shapes != {info.shape} or not _fits_shape(member.lattice, info):
             raise ValueError(f"lattice tensor {info.name!r} of another shape than its values")
-        if not _is_in_range(member.lattice) or (first.spacing == "log" and member.lattice.seed):
+        if not _is_in_range(member.lattice, info) or (first.spacing == "log" and member.lattice.seed):
             raise ValueError(f"lattice tensor {info.name!r}: scales or seed out of range")
 
 

@@ -78,7 +78,7 @@ def second_moment_sums(
     if v.device.type != "cpu":
         return _second_moment_sums_torch(v, m, by_column)
     rows, columns = matrix_shape(tuple(v.shape))
-    is_finite, has_negative, *sums = _native.second_moment_sums(
+    is_finite, has_negative, sums = _native.second_moment_sums(
         tensor_bytes(v),
         rows,
         columns,
@@ -86,7 +86,7 @@ def second_moment_sums(
         by_column=by_column,
         threads=threads or torch.get_num_threads(),
     )
-    tensors = [torch.from_numpy(array) for array in sums]
+    tensors = torch.split(torch.from_numpy(sums), 3 * [rows, columns if by_column else 0])
     logs, counts, values = (MatrixSums(*tensors[i : i + 2]) for i in (0, 2, 4))
     return SecondMomentSums(is_finite, has_negative, logs, counts, values)
 

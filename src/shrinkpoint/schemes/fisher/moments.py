@@ -14,7 +14,9 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shrinkpoint.codec.lattice import (
@@ -332,21 +334,27 @@ def second_exponents_from_sums(logs: Marginals, present: Marginals | None) -> Ex
         present: counts of these values; None: all of them are.
     """
     nrows, ncolumns = scale_counts("log", logs.shape)
-    unit = STEPS_PER_OCTAVE / LOG_UNITS_PER_OCTAVE
+    unit, limit = STEPS_PER_OCTAVE / LOG_UNITS_PER_OCTAVE, MAX_SCALE_EXPONENT // 2
     if present is None:
-        rows, columns, mean = logs.mean_along(1), logs.mean_along(0), logs.mean
+        mean, rows, columns = logs.mean, logs.mean_along(1).numpy(), logs.mean_along(0).numpy()
     else:
         mean = logs.total / max(1.0, present.total)
-        pairs = ((logs.row_sums, present.row_sums), (logs.column_sums, present.column_sums))
-        rows, columns = (torch.where(n > 0, sums / n.clamp(min=1), mean) for sums, n in pairs)
-        rows = rows if nrows > 1 else torch.tensor([mean])
-    return _round_exponents(rows * unit, torch.zeros(1) if ncolumns == 1 else (columns - mean) * unit)
+        rows = _means(logs.row_sums, present.row_sums, mean) if nrows > 1 else np.full(1, mean, np.float32)
+        columns = _means(logs.column_sums, present.column_sums, mean) if ncolumns > 1 else np.zeros(1)
+    columns = np.zeros(1) if ncolumns == 1 else (columns - mean) * unit
+    bounds = (-2 * limit + limit // 4, limit), (-limit // 4, limit // 4)
+    by_row, by_column = (
+        torch.from_numpy(np.rint(side).clip(*ends).astype(np.int16))
+        for side, ends in zip((rows * unit, columns), bounds, strict=True)
+    )
+    return by_row, by_column
 
 
-def _round_exponents(rows: Tensor, columns: Tensor) -> Exponents:
-    limit = MAX_SCALE_EXPONENT // 2
-    rows = rows.round().clamp(-2 * limit + limit // 4, limit)
-    return rows.to(torch.int16).cpu(), columns.round().clamp(-limit // 4, limit // 4).to(torch.int16).cpu()
+def _means(sums: Tensor, counts: Tensor, mean: float) -> NDArray[np.float64]:
+    """Means of rows or columns, given sums and counts; `mean` where nothing was counted. numpy: these are short."""
+    present = counts.numpy()
+    means = sums.numpy() / np.maximum(present, 1)
+    return means if present.all() else np.where(present > 0, means, mean)
 
 
 def _log2_exponents(values: Tensor) -> Tensor:
