@@ -133,3 +133,29 @@ def test_a_failed_write_leaves_nothing(run, store, tmp_path):
 def test_a_delta_file_is_exported_with_the_bases_it_names(run, payload, tmp_path, state_at):
     assert run("export", payload(30), tmp_path / "x.safetensors").code == 0
     assert torch.equal(load_file(tmp_path / "x.safetensors")["model/weight"], state_at(30)["model"]["weight"])
+
+
+def test_a_model_is_exported_for_hugging_face(run, tmp_path):
+    from helpers.huggingface import gpt2
+    from transformers import AutoModelForCausalLM
+
+    models = {step: gpt2(layers=step) for step in (1, 2)}
+    with Store(tmp_path / "run") as opened:
+        for step, model in models.items():
+            opened.save(step, {"model": model.state_dict(), "optimizer": {"m": torch.ones(3)}})
+    models[2].save_pretrained(tmp_path / "stock")
+    out = tmp_path / "out"
+    assert run("export", tmp_path / "run", out, "--hf").code == 3  # no configuration
+    done = run("export", tmp_path / "run", out, "--hf", "--config", tmp_path / "stock", "--max-shard-size", "20KB")
+    assert done.code == 0 and "for from_pretrained" in done.stdout
+    assert (out / "model.safetensors.index.json").is_file()
+    loaded = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in models[2].state_dict().items())
+    models[1].save_pretrained(tmp_path / "stock")
+    arguments = ("--hf", "--config", tmp_path / "stock" / "config.json", "--force", "--json")
+    again = json.loads(run("export", f"{tmp_path / 'run'}@1", out, *arguments).stdout)
+    assert again["files"] == ["config.json", "generation_config.json", "model.safetensors"] and again["to"] == "hf"
+    assert again["bytes"] == sum(path.stat().st_size for path in out.iterdir())
+    for wrong in (["--hf", "--to", "torch"], ["--hf", "--only", "model"], ["--to", "torch", "--config", "x"]):
+        assert run("export", tmp_path / "run", tmp_path / "other.pt", *wrong).code == 2
+    assert not (tmp_path / "other.pt").exists()

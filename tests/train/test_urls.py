@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
-from transformers import Trainer, TrainingArguments
+from transformers import GPT2Model, Trainer, TrainingArguments
 
 import shrinkpoint as sp
 from shrinkpoint.cli.app import app
@@ -73,7 +73,7 @@ def _fit(place, **settings):
 ENTRIES = {
     "save path": lambda place: sp.save(STATE, place),
     "save base": lambda place: sp.save(STATE, "never", base=place),
-    "load path": sp.load,
+    "load where": sp.load,
     "load base": lambda place: sp.load("never", base=place),
     "inspect path": sp.inspect,
     "Store where": sp.Store,
@@ -92,6 +92,9 @@ ENTRIES = {
     "dcp.load directory": dcp.load,
     "dcp.latest_valid root": dcp.latest_valid,
     "transformers.latest_valid output_dir": hugging.latest_valid,
+    "transformers.from_pretrained where": lambda place: hugging.from_pretrained(GPT2Model, place),
+    "transformers.export_pretrained where": lambda place: hugging.export_pretrained(place, "never"),
+    "transformers.export_pretrained out": lambda place: hugging.export_pretrained("never", place),
     "transformers.ShrinkTrainer": _trainer,
     "transformers.ShrinkCallback": _stock_trainer,
     "transformers.ShrinkCallback resume_from_checkpoint": lambda place: hugging.ShrinkCallback(

@@ -18,7 +18,7 @@ from shrinkpoint.container.header import SAFETENSORS_DTYPES
 from shrinkpoint.convert import dcp, directory, safetensors_file, torch_file
 from shrinkpoint.convert.part import STATE_KEY, TENSOR_SUFFIXES, origin_info
 from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError, StorageError
-from shrinkpoint.storage import atomic_replace
+from shrinkpoint.storage import atomic_replace, check_no_loss
 from shrinkpoint.tensors.compare import same_bits
 from shrinkpoint.tensors.dtypes import dtype_name
 from shrinkpoint.tensors.flat_state import flatten
@@ -197,23 +197,8 @@ def _write_form(out: Path, state: Any, description: Mapping[str, Any]) -> int:
         else:
             do = "use a newer release, or say --to torch"
             raise CorruptError(str(out), found=f"the form {form!r:.40}", expected="a known one", do=do)
-        _check_no_loss(out, temporary)
+        check_no_loss(out, temporary)
     return num_omitted
-
-
-def _check_no_loss(out: Path, replacement: Path) -> None:
-    """Raises `PolicyError` where files would go that nothing replaces: a directory is easily named by mistake."""
-    if not out.is_dir():
-        return
-    if not replacement.is_dir():
-        do = f"name a file, such as {out / 'checkpoint'}"
-        raise PolicyError(str(out), found="a directory", expected="the name of a file", do=do)
-    if out.is_symlink():
-        raise PolicyError(str(out), found="a link", expected="a new name", do="name another place")
-    for path in sorted(out.rglob("*")):
-        if not path.is_dir() and not (replacement / path.relative_to(out)).is_file():
-            expected, do = "no file that would be lost", "choose a new name, or remove it first"
-            raise PolicyError(str(out), found=f"another file there, {path.name}", expected=expected, do=do)
 
 
 def describe_written_difference(out: Path, state: Any, description: Mapping[str, Any], *, exact: bool) -> str:

@@ -20,7 +20,7 @@ from io import FileIO
 from pathlib import Path
 
 from shrinkpoint._native import Hasher, empty, xxh3_128
-from shrinkpoint.errors import LockedError, NotFoundError, ShrinkpointError, StorageError, TruncatedError
+from shrinkpoint.errors import LockedError, NotFoundError, PolicyError, ShrinkpointError, StorageError, TruncatedError
 from shrinkpoint.storage.base import RESERVED, Buffer, Keys, Sink, Source, check_key, storage_error
 from shrinkpoint.storage.paths import is_regular, local_path, open_regular, what_is_at
 
@@ -363,6 +363,28 @@ def atomic_replace(target: Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
         else:
             temporary.unlink(missing_ok=True)
+
+
+def check_no_loss(out: Path, replacement: Path, stale: re.Pattern[str] | None = None) -> None:
+    """Raises `PolicyError` where files would go that nothing replaces: a directory is easily named by mistake.
+
+    Args:
+        out: what `atomic_replace` is about to replace.
+        replacement: by what.
+        stale: names of files that may go, as of an earlier replacement in other parts; None: no files may go.
+    """
+    if not out.is_dir():
+        return
+    if not replacement.is_dir():
+        do = f"name a file, such as {out / 'checkpoint'}"
+        raise PolicyError(str(out), found="a directory", expected="the name of a file", do=do)
+    if out.is_symlink():
+        raise PolicyError(str(out), found="a link", expected="a new name", do="name another place")
+    for path in sorted(out.rglob("*")):
+        is_stale = stale is not None and stale.fullmatch(path.relative_to(out).as_posix())
+        if not path.is_dir() and not is_stale and not (replacement / path.relative_to(out)).is_file():
+            expected, do = "no file that would be lost", "choose a new name, or remove it first"
+            raise PolicyError(str(out), found=f"another file there, {path.name}", expected=expected, do=do)
 
 
 def _replace_durably(temporary: Path, target: Path) -> None:

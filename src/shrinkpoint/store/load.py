@@ -73,20 +73,35 @@ def select_patterns(only: str | Sequence[str]) -> SelectLeaves:
     Raises:
         PolicyError: not a pattern, nor several.
     """
-    patterns = [only] if isinstance(only, str) else [*only] if isinstance(only, Sequence) else []
-    if not patterns or not all(type(pattern) is str and pattern for pattern in patterns):
-        raise validate.argument_error("only", only, "a pattern of names, or a list of some", 'say e.g. "model.*"')
+    patterns = check_patterns(only)
     matches = match_patterns(patterns)
 
     def select(tree: JSON, where: str) -> SelectedLeaves:
         selected = select_leaves(tree, matches, where)
         if selected.is_empty:
-            do = "see `shrinkpoint show --tensors --values` for all names"
-            found = f"nothing named like {' or '.join(map(repr, patterns))}"
-            raise NotFoundError(where, found=found, expected=list_names(selected.names), do=do)
+            raise no_match_error(where, patterns, selected.names)
         return selected
 
     return select
+
+
+def check_patterns(only: str | Sequence[str]) -> list[str]:
+    """The patterns of names in `only`.
+
+    Raises:
+        PolicyError: not a pattern, nor several.
+    """
+    patterns = [only] if isinstance(only, str) else [*only] if isinstance(only, Sequence) else []
+    if not patterns or not all(type(pattern) is str and pattern for pattern in patterns):
+        raise validate.argument_error("only", only, "a pattern of names, or a list of some", 'say e.g. "model.*"')
+    return patterns
+
+
+def no_match_error(where: str, patterns: Sequence[str], names: Sequence[str]) -> NotFoundError:
+    """The error for patterns that no name of a state matches."""
+    found = f"nothing named like {' or '.join(map(repr, patterns))}"
+    do = "see `shrinkpoint show --tensors --values` for all names"
+    return NotFoundError(where, found=found, expected=list_names(names), do=do)
 
 
 def list_names(names: Sequence[str]) -> str:

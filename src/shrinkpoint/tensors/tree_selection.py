@@ -50,6 +50,11 @@ def match_patterns(patterns: Sequence[str]) -> MatchPath:
     return matches
 
 
+def is_selected(path: StatePath, matches: MatchPath) -> bool:
+    """Whether a path, or that of a container that it is in, is selected."""
+    return any(matches(path[:length]) for length in range(1, len(path) + 1))
+
+
 def select_leaves(tree: JSON, matches: MatchPath, where: str) -> SelectedLeaves:
     """Select leaves of a tree, which need not be trusted.
 

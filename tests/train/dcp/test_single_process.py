@@ -328,3 +328,16 @@ def test_what_is_on_a_device_is_saved_and_comes_back_there(tmp_path: Path) -> No
     assert torch.equal(target["x"], state["x"])
     assert int(target["n"]) == 1
     assert directories.read_directory_manifest(tmp_path / "step-1").depth == 1
+
+
+def test_a_part_of_a_state_is_loaded_by_patterns(tmp_path):
+    state = {"model": {"w.weight": torch.randn(300, 40)}, "optimizer": {"m": torch.randn(300, 40)}, "steps": [1, 2]}
+    dcp.save(state, storage_writer=Writer(tmp_path / "a"))
+    for only in ("model.*", "model", ["model/w.weight"]):
+        part = load(tmp_path / "a", only=only)
+        assert [*part] == ["model"] and torch.equal(part["model"]["w.weight"], state["model"]["w.weight"])
+    assert load(tmp_path / "a", only=["steps", "*.m"]).keys() == {"optimizer", "steps"}
+    with pytest.raises(errors.NotFoundError, match=r"'head.\*'.*optimizer/m"):
+        load(tmp_path / "a", only="head.*")
+    with pytest.raises(errors.PolicyError):
+        load(tmp_path / "a", only=[])

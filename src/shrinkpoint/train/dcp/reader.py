@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,11 @@ from torch.futures import Future
 from shrinkpoint.errors import CorruptError, MismatchError, PolicyError
 from shrinkpoint.storage import local_path
 from shrinkpoint.store.directory import MANIFEST, read_directory_manifest
+from shrinkpoint.store.load import check_patterns, no_match_error
 from shrinkpoint.store.manifest import DirectoryManifest
 from shrinkpoint.tensors.dtypes import as_bits, empty, torch_dtype
+from shrinkpoint.tensors.names import tensor_name
+from shrinkpoint.tensors.tree_selection import is_selected, match_patterns
 from shrinkpoint.train.dcp import chain_registry
 from shrinkpoint.train.dcp.checkpoint_metadata import (
     DCP_KEY,
@@ -171,34 +174,39 @@ def _copy_values(target: Tensor, values: Tensor) -> None:
 
 
 @torch.no_grad()
-def load(directory: str | Path, *, nested: bool = True, threads: int | None = None) -> dict[str, Any]:
-    """The state dict that was saved, with every global tensor on the CPU.
+def load(
+    directory: str | Path, *, only: str | Sequence[str] | None = None, nested: bool = True, threads: int | None = None
+) -> dict[str, Any]:
+    """The state dict that was saved, or a part of it, with every global tensor on the CPU.
 
-    Memory: the state, and one payload with its reference.
+    Memory: the state, and one payload with its reference; of a small part of a payload only that part.
 
     Args:
+        only: a pattern of names, or several, such as "model.*", as of `shrinkpoint.load`; None: all.
         nested: False: values by fully qualified name, as torch stores them.
         threads: native threads for decoding; None: every core.
 
     Raises:
-        NotFoundError: there is no checkpoint of ours.
+        NotFoundError: there is no checkpoint of ours; nothing matches `only`.
         MismatchError: another framework wrote it.
+        PolicyError: `only` is no pattern, nor several.
         ChainError, FormatError: bytes are damaged or missing.
         StorageError: reading failed.
     """
     root = local_path(directory, "directory").absolute()
     manifest, metadata = open_checkpoint(root)
+    entries = [*metadata.entries.values()] if only is None else _select_entries(metadata, only, str(root))
     chunks_by_payload: dict[int, list[tuple[EntryMetadata, ChunkMetadata]]] = {}
-    for entry in metadata.entries.values():
+    for entry in entries:
         for chunk in entry.chunks:
             chunks_by_payload.setdefault(chunk.payload, []).append((entry, chunk))
     for index, chunks in sorted(chunks_by_payload.items()):  # before memory for what the manifest declares is allocated
         check_stored_tensors(root, manifest, index, [(entry, chunk) for entry, chunk in chunks if entry.is_tensor])
-    state: dict[str, Any] = {
-        entry.fqn: _allocate(entry, root) if entry.is_tensor else None for entry in metadata.entries.values()
-    }
+    state: dict[str, Any] = {entry.fqn: _allocate(entry, root) if entry.is_tensor else None for entry in entries}
     for index, chunks in sorted(chunks_by_payload.items()):
-        with PayloadReader(root, manifest, index, threads, whole=True) as payload:
+        requested = sum(entry.nbytes(chunk.sizes) for entry, chunk in chunks if entry.is_tensor)
+        whole = only is None or 2 * requested >= manifest.payloads[index].raw_bytes
+        with PayloadReader(root, manifest, index, threads, whole=whole) as payload:
             for entry, chunk in chunks:
                 if not entry.is_tensor:
                     state[entry.fqn] = payload.load_object(entry.fqn)
@@ -206,6 +214,16 @@ def load(directory: str | Path, *, nested: bool = True, threads: int | None = No
                 values = payload.read_box(entry, chunk, (0,) * len(chunk.sizes), chunk.sizes)
                 as_bits(state[entry.fqn])[box_slices(chunk.offsets, chunk.sizes)].copy_(as_bits(values))
     return _unflatten(state, metadata.entries) if nested else state
+
+
+def _select_entries(metadata: CheckpointMetadata, only: str | Sequence[str], where: str) -> list[EntryMetadata]:
+    patterns = check_patterns(only)
+    matches = match_patterns(patterns)
+    paths = {fqn: tuple(entry.path or (fqn,)) for fqn, entry in metadata.entries.items()}
+    selected = [entry for fqn, entry in metadata.entries.items() if is_selected(paths[fqn], matches)]
+    if not selected:
+        raise no_match_error(where, patterns, [tensor_name(path) for path in paths.values()])
+    return selected
 
 
 def _allocate(entry: EntryMetadata, root: Path) -> Tensor:

@@ -6,8 +6,9 @@ try:
     from shrinkpoint.train.transformers.callback import ShrinkCallback
     from shrinkpoint.train.transformers.checkpoint_dirs import latest_valid
     from shrinkpoint.train.transformers.config import ShrinkConfig
+    from shrinkpoint.train.transformers.pretrained import export_pretrained, from_pretrained
     from shrinkpoint.train.transformers.trainer import ShrinkTrainer
 except ModuleNotFoundError as error:
     raise missing_extra(error, "transformers") from None
 
-__all__ = ["ShrinkCallback", "ShrinkConfig", "ShrinkTrainer", "latest_valid"]
+__all__ = ["ShrinkCallback", "ShrinkConfig", "ShrinkTrainer", "export_pretrained", "from_pretrained", "latest_valid"]

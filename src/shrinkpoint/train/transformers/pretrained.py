@@ -1,0 +1,327 @@
+"""Loads a Hugging Face model straight from a compressed checkpoint, and exports it for those that read no others."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers.utils import logging
+
+from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
+from shrinkpoint.storage import atomic_replace, check_no_loss, local_path
+from shrinkpoint.train.transformers.checkpoint_dirs import WEIGHT_FILES
+from shrinkpoint.train.transformers.weights import CONFIG_FILE, SMALL_FILES, PretrainedWeights, load_weights
+
+_GENERATION_FILE = "generation_config.json"
+_MAX_LISTED = 3
+_MODEL_ARGUMENTS = ("dtype", "torch_dtype", "quantization_config")
+"""Arguments that `AutoConfig` would take away from the model."""
+
+
+def from_pretrained(
+    model_class: Any,
+    where: str | Path,
+    *model_args: Any,
+    step: int | None = None,
+    key: str | Sequence[str | int] | None = None,
+    strict: bool = True,
+    config: Any = None,
+    threads: int | None = None,
+    max_bytes: int | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Load a model as `model_class.from_pretrained` does, from a compressed checkpoint.
+
+    Only the weights are decoded, into the memory that the model then uses; nothing is written to the disk.
+
+    Args:
+        model_class: a model's class, or an Auto class such as `AutoModelForCausalLM`.
+        where: a checkpoint directory of a `ShrinkTrainer` or another integration, its run, a store, or a file.
+        step: of a run or store: which checkpoint; None: the newest.
+        key: the key of the weights in the state, or a path of keys; None: "model", or what the integrations use.
+        strict: False: tensors that the model has and the checkpoint lacks are initialized, and others ignored.
+        config: a configuration, or what its class's `from_pretrained` takes; None: `config.json` in the directory.
+        threads: native threads for decoding; None: every core.
+        max_bytes: as of `shrinkpoint.load`.
+        model_args, kwargs: passed on: `dtype`, `device_map`, `attn_implementation`, `key_mapping`, ...
+
+    Returns:
+        The model in evaluation mode; with `output_loading_info=True` also what was missing.
+
+    Raises:
+        NotFoundError: there is no such checkpoint, no weights in it, or no configuration.
+        MismatchError: names or shapes of the weights are not those of the model.
+        ChainError, FormatError, StorageError: the checkpoint does not load.
+        PolicyError: an argument that means nothing here.
+    """
+    _check_arguments(model_class, kwargs)
+    weights = load_weights(where, step, key, threads=threads, max_bytes=max_bytes)
+    with weights.small_files() as directory:
+        return _build_model(model_class, weights, directory, model_args, config=config, strict=strict, kwargs=kwargs)
+
+
+@dataclass(frozen=True)
+class PretrainedExport:
+    """What `export_pretrained` wrote.
+
+    Attributes:
+        path: the directory.
+        tensors: how many.
+        nbytes: of all files.
+        files: their names, sorted.
+    """
+
+    path: Path
+    tensors: int
+    nbytes: int
+    files: tuple[str, ...]
+
+
+def export_pretrained(
+    where: str | Path,
+    out: str | Path,
+    *,
+    step: int | None = None,
+    key: str | Sequence[str | int] | None = None,
+    model_class: Any = None,
+    config: Any = None,
+    max_shard_size: int | str | None = None,
+    force: bool = False,
+    threads: int | None = None,
+    max_bytes: int | None = None,
+) -> PretrainedExport:
+    """Write the model of a compressed checkpoint as a directory that every `from_pretrained` reads.
+
+    The values are those of the checkpoint, bit for bit, in its dtypes; names and files are those of `save_pretrained`.
+    Files of the tokenizer, of a processor and of the generation's settings are copied from where `config.json` lies.
+
+    Args:
+        where, step, key, threads, max_bytes: as of `from_pretrained`.
+        out: the directory, which must be new.
+        model_class: None: the one that the configuration names.
+        config: a configuration; None: `config.json` in the directory of the checkpoint.
+        max_shard_size: bytes of a file, or a text such as "5GB"; a larger model gets several, and an index. None: that
+            of transformers.
+        force: replace `out`, if all files in it are replaced, or are weights of an earlier export.
+
+    Raises:
+        NotFoundError, MismatchError, ChainError, FormatError: as `from_pretrained`.
+        PolicyError: `out` exists; the configuration names no class of transformers.
+        StorageError: reading or writing failed; `out` is what it was.
+    """
+    target = local_path(out, "out").absolute()
+    if target.exists() and not force:
+        raise PolicyError(
+            str(out), found="a name that exists", expected="a new name", do="pass force=True to replace it"
+        )
+    weights = load_weights(where, step, key, threads=threads, max_bytes=max_bytes)
+    with weights.small_files() as directory, _without_progress(), atomic_replace(target) as temporary:
+        if not isinstance(config, PreTrainedConfig):
+            config, _ = _load_config(AutoConfig, _config_source(config, weights, directory), {})
+        model_class = _named_class(config, weights.where) if model_class is None else model_class
+        dtype, saved = _main_dtype(weights.tensors), dict(weights.tensors)
+        model = _build_model(model_class, weights, directory, (), config=config, strict=True, kwargs={"dtype": dtype})
+        state = model.state_dict()
+        # the dtype of the model is one, those of the checkpoint may be several
+        state.update({name: tensor for name, tensor in saved.items() if _is_cast(state.get(name), tensor)})
+        with torch.device("meta"):  # a model that was loaded writes names as it found them; a new one, public names
+            writer = type(model)(model.config).to(dtype)
+        if model.can_generate():
+            writer.generation_config = model.generation_config
+        shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+        temporary.mkdir(parents=True)
+        try:
+            writer.save_pretrained(temporary, state_dict=state, **shards)
+        except ValueError as error:  # a size that is none
+            raise PolicyError(
+                "max_shard_size", found=str(error)[:200], expected="a size", do="say e.g. '5GB'"
+            ) from error
+        _copy_small_files(directory, temporary)
+        check_no_loss(target, temporary, WEIGHT_FILES)
+        files = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
+        nbytes, names = sum(path.stat().st_size for path in files), [path.name for path in files]
+    return PretrainedExport(target, len(saved), nbytes, tuple(names))
+
+
+def _build_model(
+    model_class: Any,
+    weights: PretrainedWeights,
+    directory: Path | None,
+    model_args: Sequence[Any],
+    *,
+    config: Any,
+    strict: bool,
+    kwargs: Mapping[str, Any],
+) -> Any:
+    options = dict(kwargs)
+    if not isinstance(config, PreTrainedConfig):
+        config_class = AutoConfig if _is_auto(model_class) else model_class.config_class
+        config, options = _load_config(config_class, _config_source(config, weights, directory), options)
+    if _is_auto(model_class):
+        model_class, config = _resolve_auto(model_class, config, options)
+    if directory is not None and (directory / _GENERATION_FILE).is_file():
+        options.setdefault("generation_config", GenerationConfig.from_pretrained(str(directory)))
+    returns_info = options.pop("output_loading_info", False)
+    ignores_sizes = options.pop("ignore_mismatched_sizes", False)
+    model, info = model_class.from_pretrained(
+        None,
+        *model_args,
+        config=config,
+        state_dict=dict(weights.tensors),
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # `_check_fit` is what refuses them
+        **options,
+    )
+    _check_fit(info, weights, type(model).__name__, strict=strict, ignores_sizes=ignores_sizes)
+    _separate_memory(model)
+    model.config.name_or_path = weights.where
+    return (model, info) if returns_info else model
+
+
+def _check_arguments(model_class: Any, kwargs: Mapping[str, Any]) -> None:
+    if not hasattr(model_class, "from_pretrained"):
+        found, do = repr(model_class)[:80], "pass e.g. AutoModelForCausalLM"
+        raise PolicyError("from_pretrained", found=found, expected="a class of a model, or an Auto class", do=do)
+    for name in ("state_dict", "gguf_file", "subfolder", "variant"):
+        if kwargs.get(name) is not None:
+            found, do = f"{name}=", f"leave it out, or call {model_class.__name__}.from_pretrained"
+            raise PolicyError("from_pretrained", found=found, expected="weights of a compressed checkpoint", do=do)
+    device_map = kwargs.get("device_map")
+    if isinstance(device_map, Mapping) and "disk" in device_map.values():
+        found, do = "a part of the model on the disk", "export it first, with export_pretrained"
+        raise PolicyError("device_map", found=found, expected="devices, or the CPU", do=do)
+
+
+def _is_auto(model_class: Any) -> bool:
+    return hasattr(model_class, "from_config")
+
+
+def _config_source(config: Any, weights: PretrainedWeights, directory: Path | None) -> Any:
+    """What a configuration is read from.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    if config is not None:
+        return config
+    if directory is None:
+        places = " or ".join(str(path) for path in weights.directories[:2])
+        do = "pass config=, or write one there: model.config.save_pretrained(directory)"
+        raise NotFoundError(weights.where, found="no configuration", expected=f"{CONFIG_FILE} in {places}", do=do)
+    return str(directory)
+
+
+def _load_config(config_class: Any, source: Any, options: Mapping[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """A configuration with those options that are its attributes, and the other options.
+
+    Raises:
+        PolicyError: there is none at `source`, or it cannot be read.
+    """
+    others = {name: value for name, value in options.items() if name not in _MODEL_ARGUMENTS}
+    try:
+        config, unused = config_class.from_pretrained(str(source), return_unused_kwargs=True, **others)
+    except (OSError, ValueError, KeyError) as error:
+        expected, do = "a configuration of transformers", "pass config=, a configuration or its directory"
+        raise PolicyError(str(source), found=f"{error!s:.300}", expected=expected, do=do) from error
+    # the Auto class needs these again
+    reserved = {name: options[name] for name in (*_MODEL_ARGUMENTS, "trust_remote_code") if name in options}
+    return config, {**unused, **reserved}
+
+
+def _resolve_auto(auto_class: Any, config: PreTrainedConfig, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The class that an Auto class makes of a configuration, and the configuration that this class takes."""
+    trust = {name: options[name] for name in ("trust_remote_code",) if name in options}
+    with torch.device("meta"):
+        model = auto_class.from_config(config, **trust)
+    return type(model), config if type(model.config) is type(config) else model.config
+
+
+def _named_class(config: PreTrainedConfig, where: str) -> Any:
+    """The class that a configuration names."""
+    names = config.architectures or []
+    model_class = getattr(transformers, names[0], None) if names else None
+    if model_class is None:
+        found = f"the architecture {names[0]!r}" if names else "a configuration without architectures"
+        do = "pass model_class=, such as AutoModelForCausalLM"
+        raise PolicyError(where, found=found, expected="the name of a class of transformers", do=do)
+    return model_class
+
+
+def _check_fit(
+    info: Mapping[str, Any], weights: PretrainedWeights, name: str, *, strict: bool, ignores_sizes: bool
+) -> None:
+    """Raise unless names and shapes of the weights are those of the model."""
+    problems = []
+    if strict:
+        problems += _problem(sorted(info["missing_keys"]), "that it needs and the checkpoint lacks")
+        problems += _problem(_lost_names(weights.tensors, info["unexpected_keys"]), "that it does not have")
+    wrong = [] if ignores_sizes else sorted(info["mismatched_keys"], key=lambda item: str(item[0]))
+    texts = [f"{key} {list(saved)} for {list(own)}" for key, saved, own in wrong]
+    problems += _problem(texts, "of another shape")
+    if not problems:
+        return
+    do = "name the class and the configuration that were trained"
+    do += "; ignore_mismatched_sizes=True initializes these" if wrong else ""
+    do += "; strict=False takes what fits" if len(problems) > bool(wrong) else ""
+    raise MismatchError(weights.where, found=" and ".join(problems), expected=f"the tensors of a {name}", do=do)
+
+
+def _problem(names: Sequence[str], what: str) -> list[str]:
+    shown = ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")
+    return [f"{len(names)} {what} ({shown})"] if names else []
+
+
+def _lost_names(tensors: Mapping[str, Tensor], unexpected: set[str]) -> list[str]:
+    """The unexpected names whose values the model has under no other name, as it has those of tied weights."""
+    loaded = {tensor.data_ptr() for name, tensor in tensors.items() if name not in unexpected}
+    return sorted(name for name in unexpected if name not in tensors or tensors[name].data_ptr() not in loaded)
+
+
+def _separate_memory(model: Any) -> None:
+    """Give parameters that share memory and are not tied in the model memory of their own."""
+    addresses: set[int] = set()
+    for parameter in model.parameters():
+        if parameter.numel() and parameter.device.type != "meta":
+            if parameter.data_ptr() in addresses:
+                parameter.data = parameter.data.clone()
+            addresses.add(parameter.data_ptr())
+
+
+def _main_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """The floating dtype of most values."""
+    counts: dict[torch.dtype, int] = {}
+    for tensor in tensors.values():
+        if tensor.is_floating_point():
+            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
+    return max(counts, key=lambda dtype: counts[dtype], default=torch.get_default_dtype())
+
+
+def _is_cast(loaded: Tensor | None, saved: Tensor) -> bool:
+    return loaded is not None and loaded.shape == saved.shape and loaded.dtype != saved.dtype
+
+
+def _copy_small_files(source: Path | None, target: Path) -> None:
+    """Copy what belongs to a model, except for its configuration, which was written with the weights."""
+    for path in [] if source is None else sorted(source.iterdir()):
+        if path.is_file() and path.name != CONFIG_FILE and SMALL_FILES.fullmatch(path.name):
+            shutil.copyfile(path, target / path.name)
+
+
+@contextmanager
+def _without_progress() -> Iterator[None]:
+    """Show no progress bars of transformers."""
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()

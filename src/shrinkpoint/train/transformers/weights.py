@@ -1,0 +1,209 @@
+"""Finds a model's weights in a checkpoint of any kind, and decodes them alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from glob import escape
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch import Tensor
+
+from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
+from shrinkpoint.storage import LocalStorage, local_path, what_is_at
+from shrinkpoint.store.checkpoint_file import build_state
+from shrinkpoint.store.decode import decode_chain
+from shrinkpoint.store.directory import is_checkpoint, read_directory_manifest
+from shrinkpoint.store.listing import list_steps
+from shrinkpoint.store.load import find_chain, find_directory, list_names
+from shrinkpoint.tensors.info import JSON
+from shrinkpoint.tensors.names import StatePath, tensor_name
+from shrinkpoint.tensors.tree_selection import SelectedLeaves, select_leaves
+from shrinkpoint.train.checkpointer import wait_for_writes
+
+CONFIG_FILE = "config.json"
+SMALL_FILES = re.compile(
+    r"config\.json|generation_config\.json|tokenizer.*\.json|(special_tokens_map|added_tokens|vocab|chat_template)\.json"
+    r"|(pre|video_pre)?processor_config\.json|vocab\.txt|merges\.txt|.*\.(model|tiktoken|jinja)"
+)
+"""Names of the files beside a model's weights: of its configuration, of its tokenizer or processor."""
+_PLAIN_FILES = ("model.safetensors", "pytorch_model.bin")
+_WEIGHT_FILES = (*_PLAIN_FILES, *(f"{name}.index.json" for name in _PLAIN_FILES))
+_PATHS: tuple[StatePath, ...] = (
+    ("model",),
+    ("state_dict",),  # Lightning
+    *(("state", name) for name in _WEIGHT_FILES),  # converted directories, then files
+    ("state", "model"),
+    ("state", "state_dict"),
+    ("state",),
+)
+"""Where the weights may be in a state, in the order in which to look."""
+_EXPECTED = 'a dict of tensors by name under "model" or "state_dict", or as the state itself'
+
+
+@dataclass(frozen=True)
+class PretrainedWeights:
+    """The weights of a model, and the small files that belong to it.
+
+    Attributes:
+        where: the checkpoint, for messages.
+        tensors: by name; tied ones share memory.
+        directories: where small files may lie, in the order in which to look.
+        files: small files that the checkpoint itself holds, by name.
+    """
+
+    where: str
+    tensors: dict[str, Tensor]
+    directories: tuple[Path, ...]
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    @contextmanager
+    def small_files(self) -> Iterator[Path | None]:
+        """A directory with the model's configuration, and perhaps its tokenizer; None if there is no configuration."""
+        if CONFIG_FILE in self.files:
+            with TemporaryDirectory() as directory:
+                for name, data in self.files.items():
+                    Path(directory, name).write_bytes(data)
+                yield Path(directory)
+        else:
+            yield next((path for path in self.directories if (path / CONFIG_FILE).is_file()), None)
+
+
+def load_weights(
+    where: str | Path,
+    step: int | None,
+    key: str | Sequence[str | int] | None,
+    *,
+    threads: int | None = None,
+    max_bytes: int | None = None,
+) -> PretrainedWeights:
+    """Decode the weights of a checkpoint, and nothing else of it.
+
+    Args:
+        where: a file, a store, a checkpoint directory of a framework, or its run.
+        step: of a store or run; None: the newest.
+        key: the key of the weights in the state, or the path of keys; None: they are looked for.
+
+    Raises:
+        NotFoundError: there is no such checkpoint, or it holds no weights.
+        MismatchError: what is there is no dict of tensors.
+        ChainError, FormatError, StorageError, PolicyError: as `shrinkpoint.load`.
+    """
+    wait_for_writes(where)
+    path = local_path(where).absolute()
+    is_directory = what_is_at(path) == "a directory"
+    directories = [path if is_directory else path.parent]
+    if is_directory and not list_steps(LocalStorage(path)):
+        directory = find_directory(path, step)
+        directories = [*dict.fromkeys((directory, *directories, directory.parent))]
+        if len(read_directory_manifest(directory).payloads) != 1 or _is_dcp(directory):
+            return PretrainedWeights(str(where), _load_distributed(directory, key, threads), tuple(directories))
+    search = _WeightSearch(_as_path(key), directories)
+    decoded = decode_chain(find_chain(path, step), select=search.select, threads=threads, max_bytes=max_bytes)
+    state = build_state(decoded, str(where))
+    value, files = state, {}
+    for part in search.path:
+        value = value[0] if type(value) is list else value[part]  # of a list, the selected item alone is there
+    if search.path[:1] == ("state",):
+        files = {name: data for name, data in state["state"].items() if type(data) is bytes}
+    return PretrainedWeights(str(where), _check_tensors(value, str(where), search.path), tuple(directories), files)
+
+
+class _WeightSearch:
+    """Selects the weights in a state's tree, and the small files of a converted directory.
+
+    Attributes:
+        path: where the weights are, once `select` was called.
+    """
+
+    def __init__(self, path: StatePath | None, directories: Sequence[Path]) -> None:
+        self.path: StatePath = ()
+        self._paths, self._is_free = (_PATHS, True) if path is None else ((path,), False)
+        self._directories = directories
+
+    def select(self, tree: JSON, where: str) -> SelectedLeaves:
+        """The leaves of the weights; raises NotFoundError if there are none."""
+        selected = SelectedLeaves({}, frozenset(), (), True)
+        for path in self._paths:
+            selected = select_leaves(tree, partial(_belongs_to_weights, weights=path), where)
+            if selected.tensors and any(name.startswith(f"{tensor_name(path)}/") for name in selected.names):
+                self.path = path
+                return selected
+        if self._is_free and not any("/" in name for name in selected.names):
+            selected = select_leaves(tree, bool, where)
+            if selected.tensors:
+                return selected
+        raise _no_weights_error(where, selected.names, self._directories)
+
+
+def _belongs_to_weights(path: StatePath, weights: StatePath) -> bool:
+    """Whether a path is that of the weights, or of a small file beside them in a converted directory."""
+    is_beside = len(weights) == len(path) == 2 and weights[0] == path[0] == "state"
+    return path == weights or bool(is_beside and SMALL_FILES.fullmatch(str(path[1])))
+
+
+def _is_dcp(directory: Path) -> bool:
+    from shrinkpoint.train.dcp.checkpoint_metadata import DCP_KEY
+
+    extra = read_directory_manifest(directory).extra
+    return isinstance(extra, dict) and DCP_KEY in extra
+
+
+def _load_distributed(directory: Path, key: str | Sequence[str | int] | None, threads: int | None) -> dict[str, Tensor]:
+    """The weights of a checkpoint of torch.distributed.checkpoint; only what they are made of is decoded."""
+    from shrinkpoint.train.dcp.reader import load, open_checkpoint
+
+    entries = open_checkpoint(directory)[1].entries
+    paths = [tuple(entry.path or (fqn,)) for fqn, entry in entries.items()]
+    requested = _as_path(key)
+    for prefix in _PATHS if requested is None else (requested,):
+        if any(path[: len(prefix)] == prefix and len(path) > len(prefix) for path in paths):
+            value: Any = load(directory, only=escape(tensor_name(prefix)), threads=threads)
+            for part in prefix:
+                value = value[part]
+            return _check_tensors(value, str(directory), prefix)
+    if requested is None and all(len(path) == 1 for path in paths):
+        return _check_tensors(load(directory, threads=threads), str(directory), ())
+    raise _no_weights_error(str(directory), [tensor_name(path) for path in paths], [directory])
+
+
+def _as_path(key: str | Sequence[str | int] | None) -> StatePath | None:
+    if key is None:
+        return None
+    path = (key,) if isinstance(key, str) else tuple(key) if isinstance(key, Sequence) else ()
+    if not path or not all(type(part) in (str, int) for part in path):
+        found, do = repr(key)[:80], 'say e.g. key="ema", or key=("nets", "ema")'
+        raise PolicyError("key", found=found, expected="a key of the state, or a path of keys", do=do)
+    return path
+
+
+def _check_tensors(value: Any, where: str, path: StatePath) -> dict[str, Tensor]:
+    """`value` as tensors by name.
+
+    Raises:
+        MismatchError: it is another nest.
+    """
+    if type(value) is list and len(value) == 1:  # Accelerate saves a list of models
+        return _check_tensors(value[0], where, path)
+    found = f"a {type(value).__name__}"
+    if isinstance(value, dict):
+        wrong = [key for key, item in value.items() if type(key) is not str or not isinstance(item, Tensor)]
+        if not wrong:
+            return dict(value)
+        found = f"{type(value[wrong[0]]).__name__} under {wrong[0]!r:.80}"
+    do = "say where the weights are: key=, a key or a path of keys"
+    raise MismatchError(f"{where}: {tensor_name(path)}", found=found, expected="a dict of tensors by name", do=do)
+
+
+def _no_weights_error(where: str, names: Sequence[str], directories: Sequence[Path]) -> NotFoundError:
+    do = "say where they are with key="
+    for directory in directories:
+        if is_checkpoint(directory) and any((directory / name).is_file() for name in _WEIGHT_FILES):
+            do = f"the weights beside it are plain: call from_pretrained({str(directory)!r}) of the class itself"
+    found = f"no weights, but {list_names(names).removeprefix('one of ')}"
+    return NotFoundError(where, found=found, expected=_EXPECTED, do=do)
