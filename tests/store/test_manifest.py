@@ -57,6 +57,12 @@ def test_anything_a_loop_reports_comes_back(metrics: dict[str, float], note: str
     assert same(decode_store_manifest(encode_store_manifest(made), "here"), made)
 
 
+def test_what_a_save_measured_of_itself_comes_back_and_may_be_missing() -> None:
+    stats = {"seconds": 1.25, "stall": math.inf}
+    back = decode_store_manifest(encode_store_manifest(replace(DELTA, stats=stats)), "here")
+    assert back.stats == stats and "stats" not in document()
+
+
 LOSSY = replace(DELTA, loss={"chosen": {"bins": 8}, "degradation": 0.01, "tried": [{"bins": 4}, [1, None, True, "x"]]})
 
 

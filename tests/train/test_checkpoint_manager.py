@@ -22,6 +22,7 @@ from shrinkpoint.errors import (
     StateError,
     StorageError,
 )
+from shrinkpoint.schemes import Fisher
 from shrinkpoint.storage import LocalStorage, MemoryStorage
 from shrinkpoint.store import Keep
 from shrinkpoint.train import CheckpointManager
@@ -80,6 +81,21 @@ def test_everything_comes_back(tmp_path: Path, background: bool) -> None:
     assert difference(at.extra, extra) is None
     assert difference(saved, other.copy()) is None
     assert at.report.raw_bytes == report.raw_bytes
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_manifest_says_how_long_writing_took_and_the_loop_waited(tmp_path: Path, background: bool) -> None:
+    loop, scheme = Loop(width=2000), Fisher(relative_error=0.3)
+    with CheckpointManager(tmp_path, scheme=scheme, background=background) as manager:
+        for step in (1, 2):
+            loop.step()
+            manager.save(step, **loop.parts)
+            report = manager.wait()
+            stall, stats = manager.stall_seconds, manager.store.manifest(step).stats
+            assert report is not None and stats["seconds"] == pytest.approx(report.seconds, abs=1e-6)
+            assert 0 < stats["stall"] <= stall + 1e-6
+            assert stats.get("retention") == (None if report.retention is None else round(report.retention, 6))
+    assert "retention" in stats
 
 
 def test_an_empty_store_restores_nothing(tmp_path: Path) -> None:

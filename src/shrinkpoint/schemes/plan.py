@@ -72,7 +72,7 @@ class QuantizationPlan(RecordEncodingMixin):
             if source in changed:
                 changed[name] = CastSource(source, state.tensors[name].dtype)
         tensors = DecodedTensors({name: changed.get(name, tensor) for name, tensor in state.tensors.items()})
-        exact = {} if self.min_size is None else exact_reasons(state, changed, self._nonfinite, *self.min_size)
+        exact = {} if self.min_size is None else exact_reasons(state, changed, self._left_out, *self.min_size)
         return QuantizedState(
             replace(state, tensors=tensors),
             quantized_tensors,
@@ -104,9 +104,11 @@ class QuantizationPlan(RecordEncodingMixin):
         return replace(self, samples=samples)
 
     @property
-    def _nonfinite(self) -> list[str]:
-        names = self.loss.get("left_out") if isinstance(self.loss, dict) else None
-        return names if isinstance(names, list) else []
+    def _left_out(self) -> dict[str, str]:
+        """Why weights that would have been quantized stay exact, by name, from what the manifest records."""
+        loss = self.loss if isinstance(self.loss, dict) else {}
+        reasons = dict.fromkeys(loss.get("left_out") or (), "not finite")
+        return reasons | dict.fromkeys(loss.get("out_of_reach") or (), "out of reach of its steps")
 
 
 def _parent_values(codebook_tensor: CodebookTensor, name: str, reference: Reference | None) -> Tensor | None:

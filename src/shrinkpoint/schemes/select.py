@@ -374,13 +374,13 @@ _MAX_NAMES = 4
 
 
 def exact_reasons(
-    state: FlatState, lossy: Collection[str], nonfinite: Collection[str], min_numel: int, min_dims: int
+    state: FlatState, lossy: Collection[str], left_out: Mapping[str, str], min_numel: int, min_dims: int
 ) -> dict[str, str]:
     """Give the reason why each tensor of floats that is not lossy stays exact, by name.
 
     Args:
         lossy: names of the lossy tensors.
-        nonfinite: names of weights that are not finite.
+        left_out: reasons of weights that would have been quantized, by name.
         min_numel, min_dims: how many values and dimensions a weight has at least that the scheme quantizes.
     """
     optimizer_groups = {name.rpartition("/")[0] for name, info in state.infos.items() if info.role in _MOMENTS}
@@ -392,7 +392,7 @@ def exact_reasons(
         if info.role in _MOMENTS or name.rpartition("/")[0] in optimizer_groups:
             out[name] = _OPTIMIZER
         else:
-            out[name] = "not finite" if name in nonfinite else _exact_reason(info, tensor, min_numel, min_dims)
+            out[name] = left_out.get(name) or _exact_reason(info, tensor, min_numel, min_dims)
     return out
 
 

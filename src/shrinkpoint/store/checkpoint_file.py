@@ -117,6 +117,15 @@ class SaveReport:
         sizes = f"{self.stored_bytes:,} bytes of {self.raw_bytes:,} ({self.ratio:.3g}x)"
         return f"{self.path}: {self.scheme}, {kind}, {sizes}, {lost}"
 
+    def stats(self, stall: float | None = None) -> dict[str, float]:
+        """What a manifest records of the save, as far as it is known.
+
+        Args:
+            stall: seconds for which the training loop waited.
+        """
+        values = {"seconds": self.seconds, "retention": self.retention, "stall": stall}
+        return {name: round(value, 6) for name, value in values.items() if value is not None}
+
     @property
     def ratio(self) -> float:
         """Raw bytes for each stored byte, of the whole state and the whole file."""

@@ -123,6 +123,7 @@ def commit(
     lossy_restores: int = 0,
     loss: JSON = None,
     note: str = "",
+    stats: Mapping[str, float] | None = None,
     extra: JSON = None,
     id: str | None = None,
 ) -> DirectoryManifest:
@@ -130,6 +131,7 @@ def commit(
 
     Args:
         payloads: one for each rank, written already.
+        stats: what the save measured of itself.
         id: random hex, unique to this save; None: a new one.
 
     Raises:
@@ -149,6 +151,7 @@ def commit(
         lossy_restores=lossy_restores,
         loss=loss,
         note=note,
+        stats=dict(stats or {}),
         extra=extra,
     )
     storage.put(MANIFEST, encode_directory_manifest(manifest))

@@ -104,6 +104,8 @@ class Manifest(Generic[StepT]):
         loss: what this checkpoint lost, and what was tried and measured to decide it; None: nothing.
         note: free text.
         bases: the files that a store's delta depends on, keyframe first, by rising step; empty for a keyframe.
+        stats: what the save measured of itself, as far as it did: `seconds` of writing, `stall`, the seconds for which
+            the training loop waited, and `retention` (see `SaveReport`).
         extra: what a framework's own reader needs; None in a store.
         stored_bytes: bytes of the payloads, without the files they depend on; computed unless given, as a store's
             manifest records it.
@@ -119,6 +121,7 @@ class Manifest(Generic[StepT]):
     loss: JSON = None
     note: str = ""
     bases: tuple[ChainLink, ...] = ()
+    stats: Mapping[str, float] = field(default_factory=dict)
     extra: JSON = None
     stored_bytes: int = -1
 
@@ -223,7 +226,7 @@ def _decode(data: bytes, where: str, supported: int, from_json: Callable[[Mappin
 
 def _shared_to_json(manifest: DirectoryManifest) -> dict[str, JSON]:
     """The fields that both encodings have, under the same keys."""
-    return {
+    document = {
         "id": manifest.id,
         "created": manifest.created,
         "scheme": manifest.scheme,
@@ -233,6 +236,9 @@ def _shared_to_json(manifest: DirectoryManifest) -> dict[str, JSON]:
         "loss": json_safe(manifest.loss),
         "note": manifest.note,
     }
+    if manifest.stats:  # those of earlier releases have none
+        document["stats"] = {name: _json_number(value) for name, value in manifest.stats.items()}
+    return document
 
 
 def _shared_from_json(document: Mapping[str, JSON]) -> dict[str, Any]:
@@ -252,6 +258,7 @@ def _shared_from_json(document: Mapping[str, JSON]) -> dict[str, Any]:
         "lossy_restores": _count(document["lossy_restores"]),
         "loss": document.get("loss"),
         "note": _expect(document["note"], str),
+        "stats": {name: float(value) for name, value in _expect(document.get("stats", {}), dict).items()},
     }
 
 

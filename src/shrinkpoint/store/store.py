@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -215,6 +215,7 @@ class Store:
         adopt: bool = False,
         lossy_restores: int = 0,
         note: str = "",
+        stall: Callable[[], float] | None = None,
     ) -> SaveReport:
         """Save a state; when this returns, it is durable. A step that is saved again replaces the old one, atomically.
 
@@ -227,6 +228,7 @@ class Store:
             adopt: take over the tensors of `state`, which came from `snapshot`, instead of copying them.
             lossy_restores: number of restores from lossy checkpoints behind this state.
             note: free text.
+            stall: returns the seconds for which a training loop waited, for the manifest; called before it is written.
 
         Raises:
             StateError: the state holds something that cannot be stored.
@@ -243,10 +245,11 @@ class Store:
                     scheme = scheme.plan(flat_state, as_delta_base(self.reference, base=is_delta))
                 with self._base_verifier.read_share():
                     report = transaction.add(flat_state, scheme=scheme, threads=self._threads)
-                manifest = transaction.commit(metrics=metrics, lossy_restores=lossy_restores, note=note)
-            assert transaction.reference is not None
-            retention = self._reference_cache.retained_progress(transaction.reference)
-            report = replace(report, retention=retention)
+                assert transaction.reference is not None
+                retention = self._reference_cache.retained_progress(transaction.reference)
+                report = replace(report, retention=retention)
+                stats = report.stats(stall() if stall is not None else None)
+                manifest = transaction.commit(metrics=metrics, lossy_restores=lossy_restores, note=note, stats=stats)
             store_reference = self._reference_cache.adopt if adopt else self._reference_cache.copy
             store_reference(manifest, transaction.reference)
             key = manifest.key(manifest.payloads[0].name)

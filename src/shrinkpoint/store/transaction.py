@@ -179,11 +179,13 @@ class CheckpointTransaction:
         metrics: Mapping[str, float] | None = None,
         lossy_restores: int = 0,
         note: str = "",
+        stats: Mapping[str, float] | None = None,
         metadata_from: Manifest | None = None,
     ) -> Manifest:
         """Write the manifest, by which the checkpoint exists.
 
         Args:
+            stats: what the save measured of itself.
             metadata_from: the checkpoint that is rewritten: take everything but the files from it.
 
         Raises:
@@ -204,6 +206,7 @@ class CheckpointTransaction:
             lossy_restores=lossy_restores,
             loss=report.loss_report,
             note=note,
+            stats=dict(stats or {}),
         )
         if metadata_from is not None:
             payloads, bases = manifest.payloads, manifest.bases

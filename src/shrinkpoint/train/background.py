@@ -52,6 +52,7 @@ class BackgroundSaver:
 
     def __init__(self, scheme: str | Scheme, *, background: bool) -> None:
         self.stall_seconds = 0.0
+        self._stalls_since: float | None = None  # when `save` was called, while it has not returned
         self._scheme, self._background = get_scheme(scheme), validate.check_bool("background", background)
         self._worker, self._streams = BackgroundWorker(), SideStreams()
         self._last_report: SaveReport | None = None
@@ -104,12 +105,17 @@ class BackgroundSaver:
     @contextmanager
     def _next_save(self) -> Iterator[None]:
         """Wait for the save before, and set `stall_seconds` to the duration of the block."""
-        start = time.perf_counter()
+        self._stalls_since = start = time.perf_counter()
         try:
             self.wait()
             yield
         finally:
-            self.stall_seconds = time.perf_counter() - start
+            self.stall_seconds, self._stalls_since = time.perf_counter() - start, None
+
+    def _stall(self) -> float:
+        """Seconds for which the save that is being written has held up the loop until now."""
+        start = self._stalls_since
+        return self.stall_seconds if start is None else time.perf_counter() - start
 
     def _save(
         self,

@@ -123,6 +123,7 @@ class CheckpointManager(BackgroundSaver):
                     metrics=values,
                     adopt=adopt,
                     lossy_restores=self._lossy_restores,
+                    stall=self._stall,
                 )
 
             return self._save(f"saving step {step}", flat_state, plan, write, self._apply_retention)

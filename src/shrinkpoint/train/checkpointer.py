@@ -213,6 +213,7 @@ class Checkpointer(BackgroundSaver):
                 scheme=report.scheme,
                 lossy_restores=self._lossy_restores,
                 loss=report.loss_report,
+                stats=report.stats(self._stall()),
                 **options.manifest_fields(),
             )
         except BaseException:

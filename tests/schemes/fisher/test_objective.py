@@ -309,6 +309,9 @@ def test_weights_that_cannot_be_written_so_finely_are_exact_and_named(error):
     with pytest.warns(LossWarning, match=r"no points of these steps reach .*model/a\.weight"):
         said = chain.save()
     assert said["left_out"] == [f"model/{name}" for name in bowl.center] and bowl.rise(chain.model) == 0
+    assert (
+        "out of reach of its steps" in chain.report.exact.values() and "not finite" not in chain.report.exact.values()
+    )
 
 
 def test_the_largest_error_leaves_hardly_more_than_signs():

@@ -256,6 +256,8 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         }
         if metric is not None:
             record |= {"quality": finite_or_text(metric.baseline.value), "noise": self._calibration.noise}
+        if choice.left_out:
+            record["out_of_reach"] = [*choice.left_out]
         if choice.interval is not None:
             record["interval"] = [finite_or_text(end) for end in choice.interval]
         return record | {"seconds": round(time.perf_counter() - start, 3)}

@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -62,6 +62,7 @@ class _WriteInfo(NamedTuple):
     scheme: str
     loss: JSON
     lossy_restores: int
+    stats: dict[str, float]
 
 
 class CheckpointExistsError(PolicyError, RuntimeError):
@@ -203,6 +204,7 @@ class Writer(CheckpointDirectory, StorageWriter):
             scheme=writes[0].scheme,
             lossy_restores=max(write.lossy_restores for write in writes),
             loss=next((write.loss for write in writes if write.loss is not None), None),
+            stats=_worst_stats([write.stats for write in writes]),
             id=self.save_id,
             **options.manifest_fields(),
         )
@@ -243,7 +245,7 @@ class Writer(CheckpointDirectory, StorageWriter):
                 directory, copy or collected.state, scheme=scheme, rank=rank, adopt=copy is not None
             )
             payload = chain.record_write(directory)
-            write = _WriteInfo(payload, report.scheme, report.loss_report, chain.lossy_restores)
+            write = _WriteInfo(payload, report.scheme, report.loss_report, chain.lossy_restores, report.stats())
         results = [WriteResult(index, nbytes, None) for index, nbytes in collected.item_nbytes.items()]
         return [*results, WriteResult(MetadataIndex("~payload"), payload.size, write)]
 
@@ -286,6 +288,13 @@ class Writer(CheckpointDirectory, StorageWriter):
             found = f"{dist.get_world_size(self._group)} ranks in its group, while {world_size} save"
             raise PolicyError("Writer", found=found, do="pass group=, the same as process_group= of dcp.save")
         return make_collectives(self._group)
+
+
+def _worst_stats(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The longest time and the least retention of all ranks, as far as they are known."""
+    names = dict.fromkeys(name for rank in stats for name in rank)
+    by_name = {name: [rank[name] for rank in stats if name in rank] for name in names}
+    return {name: min(values) if name == "retention" else max(values) for name, values in by_name.items()}
 
 
 def _merge_results(results: list[list[WriteResult]]) -> tuple[list[_WriteInfo], dict[MetadataIndex, int]]:
