@@ -23,9 +23,9 @@ from workload_small import Small, Training
 from workloads import fingerprint
 
 import shrinkpoint as sp
-from shrinkpoint.cli.report import TensorRow, file_report
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import LossWarning
+from shrinkpoint.report.files import TensorRow, file_report
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL
 from shrinkpoint.storage import MemoryStorage, Storage

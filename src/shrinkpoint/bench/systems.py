@@ -19,8 +19,8 @@ from shrinkpoint.schemes.evaluate import Evaluate
 from shrinkpoint.schemes.registry import make_scheme, needs_evaluation
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store import Store
-from shrinkpoint.store.checkpoint_file import SaveReport
 from shrinkpoint.store.decode import iter_checkpoints
+from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import unflatten
 from shrinkpoint.tensors.info import JSON
 

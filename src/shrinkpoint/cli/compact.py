@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from shrinkpoint.cli import humanize
+from shrinkpoint import humanize
 from shrinkpoint.cli.arguments import JsonOption, Location, StoreArgument, find_manifest, open_store
 from shrinkpoint.cli.console import Column, print_json, print_line, print_table, spinner
-from shrinkpoint.cli.report import CheckpointReport, checkpoint_report
+from shrinkpoint.report.checkpoints import CheckpointReport, checkpoint_report
 from shrinkpoint.store import chain
 from shrinkpoint.store.listing import Listing
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shrinkpoint import errors
-from shrinkpoint.cli.humanize import printable
+from shrinkpoint.humanize import printable
 from shrinkpoint.store.manifest import json_safe
 
 _UNBOUNDED_WIDTH = 100_000

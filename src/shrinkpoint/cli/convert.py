@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shrinkpoint.cli import humanize
+from shrinkpoint import humanize
 from shrinkpoint.cli.arguments import HigherIsBetterOption, JsonOption, ThresholdOption, import_function, parse_share
 from shrinkpoint.cli.console import Column, print_json, print_line, print_note, print_table, spinner
 from shrinkpoint.errors import CorruptError, LossWarning, PolicyError, ShrinkpointError

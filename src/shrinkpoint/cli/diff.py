@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shrinkpoint.cli import humanize
+from shrinkpoint import humanize
 from shrinkpoint.cli.arguments import JsonOption, parse_location
 from shrinkpoint.cli.console import Column, ExitCode, print_json, print_line, print_table, spinner
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shrinkpoint.cli import humanize
+from shrinkpoint import humanize
 from shrinkpoint.cli.arguments import JsonOption, StoreArgument, open_store, preview, require_step
 from shrinkpoint.cli.console import print_json, print_line
 from shrinkpoint.store.listing import forget, scan

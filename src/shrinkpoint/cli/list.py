@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from shrinkpoint.cli import humanize
+from shrinkpoint import humanize
 from shrinkpoint.cli.arguments import JsonOption, Location, RunArgument, open_store
 from shrinkpoint.cli.console import Column, print_json, print_line, print_note, print_table
-from shrinkpoint.cli.report import CheckpointReport, StoreReport, run_report, store_report
+from shrinkpoint.report.checkpoints import CheckpointReport, StoreReport, run_report, store_report
 from shrinkpoint.store.directory import find_checkpoints
 from shrinkpoint.store.manifest import LossIncrease
 

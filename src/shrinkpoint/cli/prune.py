@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from shrinkpoint.cli import humanize
+from shrinkpoint import humanize
 from shrinkpoint.cli.arguments import JsonOption, StoreArgument, open_store, preview
 from shrinkpoint.cli.console import Column, print_json, print_line, print_table
 from shrinkpoint.store.listing import Listing, scan

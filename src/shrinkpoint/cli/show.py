@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from shrinkpoint.cli import humanize
+from shrinkpoint import humanize
 from shrinkpoint.cli.arguments import (
     JsonOption,
     LocationArgument,
@@ -19,8 +19,9 @@ from shrinkpoint.cli.arguments import (
     parse_location,
 )
 from shrinkpoint.cli.console import Column, print_json, print_line, print_pairs, print_table
-from shrinkpoint.cli.report import CheckpointReport, FileReport, TensorRow, checkpoint_report, file_report
 from shrinkpoint.container import FileReader
+from shrinkpoint.report.checkpoints import CheckpointReport, checkpoint_report
+from shrinkpoint.report.files import FileReport, TensorRow, file_report
 from shrinkpoint.storage import LocalStorage, Storage
 from shrinkpoint.store.directory import read_directory_manifest
 from shrinkpoint.store.manifest import LossIncrease

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from shrinkpoint.cli import humanize
+from shrinkpoint import humanize
 from shrinkpoint.cli.arguments import (
     OWN_CHECKPOINT,
     JsonOption,

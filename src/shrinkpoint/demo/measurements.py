@@ -17,7 +17,8 @@ from shrinkpoint.schemes.fisher import Fisher
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store import Store
-from shrinkpoint.store.checkpoint_file import SaveReport, read_file, write_file
+from shrinkpoint.store.checkpoint_file import read_file, write_file
+from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import FlatState, flatten, snapshot
 
 LOSS_BUDGET = "1%"

@@ -11,7 +11,7 @@ from shrinkpoint.demo.measurements import LOSS_BUDGET, Measurements
 from shrinkpoint.demo.scenario import DemoOptions, DemoResult
 from shrinkpoint.demo.training_log import TrainingLog
 from shrinkpoint.demo.verdict import CheckpointCheck
-from shrinkpoint.store.checkpoint_file import RoleBytes
+from shrinkpoint.store.save_report import RoleBytes
 
 ROLE_TITLES = {"parameter": "parameters", "moment1": "first moments", "moment2": "second moments"}
 SECTION_TITLES = {"extra": "data order", "rng": "random generators"}

@@ -10,16 +10,16 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shrinkpoint.store.checkpoint_file import SaveReport as SaveReport
     from shrinkpoint.store.listing import SkippedCheckpoint as SkippedCheckpoint
     from shrinkpoint.store.listing import scan as scan
     from shrinkpoint.store.retention import Keep as Keep
+    from shrinkpoint.store.save_report import SaveReport as SaveReport
     from shrinkpoint.store.store import Store as Store
     from shrinkpoint.store.store import StoreRestore as StoreRestore
 
 _MODULES = {
     "Keep": "retention",
-    "SaveReport": "checkpoint_file",
+    "SaveReport": "save_report",
     "scan": "listing",
     "SkippedCheckpoint": "listing",
     "Store": "store",

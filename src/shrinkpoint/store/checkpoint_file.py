@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,9 +23,9 @@ from shrinkpoint.guard import no_gc, read_guard
 from shrinkpoint.schemes.base import QuantizedState, Scheme
 from shrinkpoint.schemes.select import summarize_reasons
 from shrinkpoint.storage import Source, Storage
-from shrinkpoint.store.manifest import LossIncrease
+from shrinkpoint.store.save_report import RoleBytes, SaveReport
 from shrinkpoint.tensors.flat_state import copy_tensors, unflatten
-from shrinkpoint.tensors.info import JSON, EncodedRecord, Role, TensorInfo
+from shrinkpoint.tensors.info import EncodedRecord, Role, TensorInfo
 
 MIN_LIMIT = 1 << 30
 """Bytes of tensors that any file may hold, however small it is."""
@@ -42,104 +42,6 @@ _DO = "if you trust it, pass max_bytes=, or set " + ENV_VARIABLE
 
 
 Device: TypeAlias = str | torch.device | None
-
-
-@dataclass(frozen=True)
-class RoleBytes:
-    """Sizes of the tensors of one role.
-
-    Attributes:
-        raw: bytes of the tensors.
-        stored: bytes of their records.
-        tensors: how many there are.
-    """
-
-    raw: int = 0
-    stored: int = 0
-    tensors: int = 0
-
-
-@dataclass(frozen=True)
-class SaveReport:
-    """The result of a save.
-
-    Attributes:
-        path: where the checkpoint went.
-        scheme: which scheme wrote it.
-        keyframe: True when it needs no other checkpoint.
-        raw_bytes: bytes of the tensors of the state, each storage once.
-        stored_bytes: bytes of the whole file, header included.
-        seconds: from the first tensor to the durable file.
-        roles: bytes by role name.
-        digest: the file's header digest, which authenticates every other byte.
-        retention: fraction of the weights' progress since the previous checkpoint that this one holds, estimated from
-            about 2^16 values of each weight (see `store.delta_base`); None: nothing was lost, or there is no previous
-            one.
-        loss_report: what a searched scheme tried, measured and chose; None: nothing was searched.
-        exact: why floating-point tensors stayed exact under a lossy scheme, by name; empty for sharded tensors.
-    """
-
-    path: str
-    scheme: str
-    keyframe: bool
-    raw_bytes: int
-    stored_bytes: int
-    seconds: float
-    roles: dict[str, RoleBytes] = field(default_factory=dict)
-    digest: str = ""
-    retention: float | None = None
-    loss_report: JSON = None
-    exact: Mapping[str, str] = field(default_factory=dict, repr=False)
-
-    @property
-    def loss_increase(self) -> float | None:
-        """Relative increase of the loss, or fall of a score, measured for a restore: .01 is one per cent.
-
-        0 where no weight lost anything; None: not measured.
-        """
-        increase = LossIncrease.from_loss(self.loss_report)
-        return increase.value if increase.is_lossy else 0.0
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether the loss was measured; True where nothing was lost."""
-        return LossIncrease.from_loss(self.loss_report).is_measured
-
-    def __str__(self) -> str:
-        """One line: what was written, how small, and what that costs.
-
-        >>> str(SaveReport("a", "fisher", True, 2200, 100, 1.0, loss_report={"chosen": {}, "measured": False}))
-        'a: fisher, keyframe, 100 bytes of 2,200 (22x), loss not measured'
-        """
-        kind = "keyframe" if self.keyframe else "delta"
-        increase = str(LossIncrease.from_loss(self.loss_report))
-        lost = f"loss {increase}" if increase else "nothing lost"
-        sizes = f"{self.stored_bytes:,} bytes of {self.raw_bytes:,} ({self.ratio:.3g}x)"
-        return f"{self.path}: {self.scheme}, {kind}, {sizes}, {lost}"
-
-    def stats(self, stall: float | None = None) -> dict[str, float]:
-        """What a manifest records of the save, as far as it is known.
-
-        Args:
-            stall: seconds for which the training loop waited.
-        """
-        values = {"seconds": self.seconds, "retention": self.retention, "stall": stall}
-        return {name: round(value, 6) for name, value in values.items() if value is not None}
-
-    @property
-    def ratio(self) -> float:
-        """Raw bytes for each stored byte, of the whole state and the whole file."""
-        return self.raw_bytes / self.stored_bytes if self.stored_bytes else 1.0
-
-    @property
-    def weights_ratio(self) -> float:
-        """Raw bytes for each stored byte of the weights, the file's header left out.
-
-        Master copies count as weights; a cast of them takes no bytes of its own. Infinite if no weight takes any.
-        """
-        weights = [self.roles[role.value] for role in (Role.PARAMETER, Role.MASTER) if role.value in self.roles]
-        raw, stored = sum(role.raw for role in weights), sum(role.stored for role in weights)
-        return raw / stored if stored else float("inf") if raw else 1.0
 
 
 class WriteResult(NamedTuple):

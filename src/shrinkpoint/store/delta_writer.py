@@ -18,7 +18,7 @@ from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.storage import LocalStorage, local_path
 from shrinkpoint.store import layout
 from shrinkpoint.store.chain import directory_chain
-from shrinkpoint.store.checkpoint_file import DecodedFile, SaveReport, write_file
+from shrinkpoint.store.checkpoint_file import DecodedFile, write_file
 from shrinkpoint.store.delta_base import (
     BaseVerifier,
     ReferenceCache,
@@ -29,6 +29,7 @@ from shrinkpoint.store.delta_base import (
 )
 from shrinkpoint.store.directory import own_keys, read_directory_manifest
 from shrinkpoint.store.manifest import Payload
+from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import FlatState
 
 _BASE_DIR_PREFIX = ".shrinkpoint.base-"

@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
+from shrinkpoint import humanize
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.container.strict_json import MAX_JSON_DEPTH, check_nests, json_depth, shorten
 from shrinkpoint.errors import CorruptError, TruncatedError, VersionError
@@ -128,6 +129,12 @@ class Manifest(Generic[StepT]):
     def __post_init__(self) -> None:
         if self.stored_bytes < 0:
             object.__setattr__(self, "stored_bytes", sum(payload.size for payload in self.payloads))
+
+    def __repr__(self) -> str:
+        """Which checkpoint it is and what it takes, in one short line."""
+        step = "no step" if self.step is None else f"step {self.step}"
+        kind = f"delta {self.depth}" if self.depth else "keyframe"
+        return f"<Manifest {step}, {self.scheme}, {kind}, {humanize.sizes(self.raw_bytes, self.stored_bytes)}>"
 
     @property
     def raw_bytes(self) -> int:
@@ -435,6 +442,7 @@ class LossIncrease:
         is_lossy: a restore gives other values than were saved.
         is_measured: whether the increase was measured; True where nothing was lost.
         value: relative to the loss before the save: .01 is one per cent; 0 if no weight changed; None if unknown.
+        predicted: the same where a scheme expects it and has not measured it.
         interval: 95 % confidence interval of `value` on other examples of the same kind; None if unknown.
     """
 
@@ -442,6 +450,7 @@ class LossIncrease:
     is_measured: bool = True
     value: float | None = None
     interval: tuple[float, float] | None = None
+    predicted: float | None = None
 
     @classmethod
     def from_loss(cls, loss: JSON) -> LossIncrease:
@@ -457,12 +466,14 @@ class LossIncrease:
         ends = loss.get("interval")
         low, high = (_number(end) for end in ends) if isinstance(ends, list) and len(ends) == 2 else (None, None)
         interval = None if low is None or high is None else (low / scale, high / scale)
-        share = None if value is None or not measured else _number(value / scale)
-        return cls(True, measured, share, interval)
+        share = None if value is None else _number(value / scale)
+        return cls(True, True, share, interval) if measured else cls(True, False, None, interval, share)
 
     def __str__(self) -> str:
         if not self.is_lossy:
             return ""
+        if self.predicted is not None:
+            return f"{_percent(self.predicted)} predicted, {NOT_MEASURED}"
         if self.value is None:
             return "measured" if self.is_measured else NOT_MEASURED
         text = _percent(self.value)

@@ -13,8 +13,9 @@ from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.storage import LocalStorage, local_path
 from shrinkpoint.store.chain import file_chain, read_header
-from shrinkpoint.store.checkpoint_file import DecodedFile, SaveReport, write_file
+from shrinkpoint.store.checkpoint_file import DecodedFile, write_file
 from shrinkpoint.store.decode import decode_chain
+from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import flatten
 from shrinkpoint.tensors.info import TensorInfo
 

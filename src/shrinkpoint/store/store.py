@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from shrinkpoint.schemes.base import PlanningScheme, Scheme
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.storage import LocalStorage, Storage, local_path
 from shrinkpoint.store import chain, layout
-from shrinkpoint.store.checkpoint_file import Device, SaveReport, build_state
+from shrinkpoint.store.checkpoint_file import Device, build_state
 from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.store.delta_base import (
     MISSING,
@@ -33,6 +33,8 @@ from shrinkpoint.store.delta_base import (
 from shrinkpoint.store.listing import Lister, Listing, SkippedCheckpoint, forget
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.retention import Keep, PrunePlan, check_keep, execute_prune, plan_prune
+from shrinkpoint.store.save_report import SaveReport
+from shrinkpoint.store.store_html import store_html
 from shrinkpoint.store.transaction import (
     CheckpointTransaction,
     Rewrite,
@@ -56,7 +58,7 @@ class StoreRestore:
     """
 
     step: int
-    state: Any
+    state: Any = field(repr=False)
     manifest: Manifest
     skipped: tuple[SkippedCheckpoint, ...] = ()
 
@@ -99,6 +101,10 @@ class Store:
 
     def __repr__(self) -> str:
         return f"Store({self.storage.describe()!r})"
+
+    def _repr_html_(self) -> str:
+        """What is in the store, for a notebook: totals, and the newest checkpoints."""
+        return store_html(self.storage.describe(), self.list())
 
     def __enter__(self) -> Store:
         return self

@@ -14,10 +14,11 @@ from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.lossless import Recode
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import chain, layout
-from shrinkpoint.store.checkpoint_file import SaveReport, build_state, write_file
+from shrinkpoint.store.checkpoint_file import build_state, write_file
 from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.store.listing import Lister, Listing, read_step, scan
 from shrinkpoint.store.manifest import ChainLink, Manifest, Payload, encode_store_manifest, utc_timestamp
+from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import JSON
 

@@ -17,8 +17,8 @@ from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import StorageError, find_user_line, warn_at
 from shrinkpoint.schemes.base import Resumable, Scheme
 from shrinkpoint.schemes.registry import get_scheme
-from shrinkpoint.store.checkpoint_file import SaveReport
 from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import FlatState, allocate_like
 from shrinkpoint.tensors.side_streams import SideStreams
 from shrinkpoint.train.planning import SavePlan

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic
 
+from shrinkpoint import html, humanize
 from shrinkpoint.errors import NotFoundError, ShrinkpointError
 from shrinkpoint.sharding.collectives import AllGather
 from shrinkpoint.store import SkippedCheckpoint
@@ -33,6 +34,17 @@ class RestoreReport:
     depth: int = 0
     scheme: str = ""
     lossy_restores: int = 0
+
+    def _repr_html_(self) -> str:
+        """The numbers, for a notebook."""
+        numbers = [
+            ("scheme", self.scheme),
+            ("state", humanize.size(self.raw_bytes)),
+            ("deltas above the keyframe", str(self.depth)),
+            ("lossy restores", str(self.lossy_restores or "")),
+            ("seconds", f"{self.seconds:.2f}"),
+        ]
+        return html.fragment("restored", html.pairs(numbers))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.lattice_records import same_origin
 from helpers.round_trip import Loop
 from helpers.small_training import Silent
@@ -155,3 +156,27 @@ def test_a_first_moment_that_stayed_while_its_second_one_did_not_can_be_written_
         assert store.compact()
     assert difference(state, sp.Store(tmp_path).load(2)) is None
     assert not list(sp.Store(tmp_path).verify(deep=True))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_weights_out_of_reach_are_coded_after_their_moments_whatever_records_these_share(tmp_path, seed):
+    """Of some tensors the second moments stand still and are no record of this file: the first are no deeper, then."""
+    torch.manual_seed(seed)
+    weights = [1 + 1e-6 * torch.randn(512), torch.randn(64, 64), 1 + 1e-6 * torch.randn(300), torch.randn(70, 70)]
+    model = torch.nn.ParameterList(map(torch.nn.Parameter, weights))
+    optimizer = torch.optim.Adam(model, lr=1e-6)
+    store = sp.Store(tmp_path)
+    for step in range(4):
+        for weight in model:
+            weight.grad = torch.randn_like(weight) * 10**step
+        before = [optimizer.state[weight].get("exp_avg_sq", torch.zeros(())).clone() for weight in model]
+        optimizer.step()
+        for weight, second in zip(model, before, strict=True):
+            if step and torch.rand(()) < 0.5:
+                optimizer.state[weight]["exp_avg_sq"].copy_(second)
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        with Silent():
+            report = store.save(step, state, scheme=sp.Fisher(relative_error=0.01))
+        assert report.exact["model/0"] == report.exact["model/2"] == "out of reach of its steps"
+        loaded = sp.Store(tmp_path).load(step)["model"]
+        assert torch.equal(loaded["0"], model[0].data) and torch.equal(loaded["2"], model[2].data)

@@ -452,6 +452,9 @@ def _contexts_first(groups: Sequence[RecordGroup]) -> list[RecordGroup]:
 
     Depths are not enough: a first moment whose second moment is the parent's depends on no codes of this file, but
     shares its record with others, which comes after the records that those depend on.
+
+    Raises:
+        ValueError: groups depend on each other.
     """
     numbers = {info.name: number for number, group in enumerate(groups) for info in group.infos}
     waiting = [
@@ -461,7 +464,9 @@ def _contexts_first(groups: Sequence[RecordGroup]) -> list[RecordGroup]:
     ordered: list[RecordGroup] = []
     done = set[int]()
     while waiting:
-        ready = next((index for index, (_, contexts) in enumerate(waiting) if contexts <= done), 0)
+        ready = next((index for index, (_, contexts) in enumerate(waiting) if contexts <= done), None)
+        if ready is None:
+            raise ValueError("tensors are context for each other")
         group, _ = waiting.pop(ready)
         ordered.append(group)
         done.add(numbers[group.infos[0].name])

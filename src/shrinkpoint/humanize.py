@@ -36,6 +36,15 @@ def ratio(raw: int, stored: int) -> str:
     return f"{value:.2f}x" if value < 99.995 else f"{value:.0f}x"
 
 
+def sizes(raw: int, stored: int) -> str:
+    """Bytes of a state, and those it takes.
+
+    >>> sizes(2_200_000, 100_000)
+    '100 kB of 2.20 MB (22.00x)'
+    """
+    return f"{size(stored)} of {size(raw)} ({ratio(raw, stored)})"
+
+
 def age(created: str, now: datetime | None = None) -> str:
     """Time since an ISO 8601 time, as text in its largest unit.
 

@@ -1,0 +1,1 @@
+"""What stores, runs and files hold: as plain data, and as a page."""

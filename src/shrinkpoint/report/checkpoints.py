@@ -1,0 +1,180 @@
+"""What manifests say of the checkpoints of a store or a run, as plain data; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shrinkpoint.errors import ShrinkpointError
+from shrinkpoint.store.directory import find_checkpoints, read_directory_manifest
+from shrinkpoint.store.manifest import DirectoryManifest, LossIncrease, Manifest
+from shrinkpoint.tensors.info import JSON
+
+_STORE_ONLY = ("id", "chain", "forgotten", "keyframe")
+_DIRECTORY_ONLY = ("folder", "ranks")
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """One checkpoint of a store or of a framework's run, from its manifest.
+
+    Attributes:
+        folder: path of its directory, relative to the run; None for a checkpoint of a store.
+        step: the training step it was saved at; None if unknown.
+        id: random hex; a step that is saved again gets a new one; "" for a checkpoint of a run.
+        created: UTC, ISO 8601.
+        scheme: which scheme wrote it.
+        depth: deltas above the keyframe, on the rank that has most; 0 for a keyframe.
+        chain: the steps it is decoded from, keyframe first, itself last; empty for a checkpoint of a run.
+        ranks: how many processes wrote it.
+        raw_bytes: bytes of the tensors of the state.
+        stored_bytes: bytes of its own files, without links to its bases.
+        metrics: what the training loop measured.
+        lossy_restores: how many lossy restores the state has behind it.
+        loss: what was lost, and what was measured to decide it; None: nothing.
+        note: free text.
+        forgotten: hidden, and deleted by the next `prune` unless a kept checkpoint depends on it.
+        files: (name, bytes, header digest) of its payloads.
+    """
+
+    folder: str | None
+    step: int | None
+    id: str
+    created: str
+    scheme: str
+    depth: int
+    chain: tuple[int, ...]
+    ranks: int
+    raw_bytes: int
+    stored_bytes: int
+    metrics: dict[str, float]
+    lossy_restores: int
+    loss: JSON
+    note: str
+    forgotten: bool
+    files: tuple[tuple[str, int, str], ...]
+
+    @property
+    def keyframe(self) -> bool:
+        return self.depth == 0
+
+    def to_json(self, *, loss: bool = True) -> dict[str, Any]:
+        """The report as a JSON object, with the fields that a store's or a run's checkpoint has.
+
+        `ratio` is raw bytes for each stored byte, null if there are none. `rise` is the relative increase of the loss,
+        null if it was not measured, as `measured` says, or nothing was lost.
+
+        Args:
+            loss: include what the scheme recorded of the loss; a store's checkpoint has no entry if nothing was lost.
+        """
+        increase = LossIncrease.from_loss(self.loss)
+        document = {
+            **asdict(self),
+            "files": [{"name": name, "bytes": size, "digest": digest} for name, size, digest in self.files],
+            "keyframe": self.keyframe,
+            "ratio": _ratio(self.raw_bytes, self.stored_bytes),
+            "rise": increase.value,
+            "measured": increase.is_measured,
+        }
+        omitted = set(_DIRECTORY_ONLY if self.folder is None else _STORE_ONLY)
+        if not loss or (self.loss is None and self.folder is None):
+            omitted.add("loss")
+        return {name: value for name, value in document.items() if name not in omitted}
+
+
+@dataclass(frozen=True)
+class StoreReport:
+    """Every checkpoint of a store, or below the directory of a framework's run.
+
+    Attributes:
+        where: its path or URL.
+        checkpoints: a store's by rising step, a run's in the order of the numbers in their names.
+        broken: (place, reason) of every checkpoint whose manifest cannot be read.
+        is_run: it is the directory of a framework's run.
+    """
+
+    where: str
+    checkpoints: tuple[CheckpointReport, ...]
+    broken: tuple[tuple[str, str], ...] = ()
+    is_run: bool = False
+
+    @property
+    def raw_bytes(self) -> int:
+        return sum(checkpoint.raw_bytes for checkpoint in self.checkpoints)
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(checkpoint.stored_bytes for checkpoint in self.checkpoints)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as a JSON object; only `show` prints what a scheme recorded of the loss."""
+        document: dict[str, Any] = {
+            "where": self.where,
+            "checkpoints": [checkpoint.to_json(loss=False) for checkpoint in self.checkpoints],
+            "broken": [{"where": where, "found": found} for where, found in self.broken],
+            "raw_bytes": self.raw_bytes,
+            "stored_bytes": self.stored_bytes,
+        }
+        return document if self.is_run else {**document, "ratio": _ratio(self.raw_bytes, self.stored_bytes)}
+
+
+def checkpoint_report(
+    manifest: Manifest | DirectoryManifest, *, folder: str | None = None, forgotten: bool = False
+) -> CheckpointReport:
+    """Reports what the manifest of a checkpoint says, without looking at its files.
+
+    Args:
+        folder: path of the directory of a framework's checkpoint; None for one of a store.
+    """
+    chain: tuple[int, ...] = ()
+    if folder is None and manifest.step is not None:
+        chain = (*(base.step for base in manifest.bases), manifest.step)
+    return CheckpointReport(
+        folder=folder,
+        step=manifest.step,
+        id=manifest.id if folder is None else "",
+        created=manifest.created,
+        scheme=manifest.scheme,
+        depth=manifest.depth,
+        chain=chain,
+        ranks=1 if folder is None else len(manifest.payloads),
+        raw_bytes=manifest.raw_bytes,
+        stored_bytes=manifest.stored_bytes,
+        metrics=dict(manifest.metrics),
+        lossy_restores=manifest.lossy_restores,
+        loss=manifest.loss,
+        note=manifest.note,
+        forgotten=forgotten,
+        files=tuple((payload.name, payload.size, payload.digest) for payload in manifest.payloads),
+    )
+
+
+def store_report(
+    where: str,
+    manifests: Iterable[Manifest],
+    *,
+    forgotten: Collection[int] = frozenset(),
+    broken: Iterable[tuple[str, str]] = (),
+) -> StoreReport:
+    """Reports a store from its manifests, given in any order."""
+    rising = sorted(manifests, key=lambda manifest: manifest.step)
+    reports = (checkpoint_report(manifest, forgotten=manifest.step in forgotten) for manifest in rising)
+    return StoreReport(where, tuple(reports), tuple(broken))
+
+
+def run_report(root: Path) -> StoreReport:
+    """Reports every checkpoint below a directory, or the one checkpoint that the directory is."""
+    reports, broken = [], []
+    for directory in find_checkpoints(root):
+        folder = directory.relative_to(root).as_posix() if directory != root else directory.name
+        try:
+            reports.append(checkpoint_report(read_directory_manifest(directory), folder=folder))
+        except ShrinkpointError as error:
+            broken.append((error.where, error.found))
+    return StoreReport(str(root), tuple(reports), tuple(broken), is_run=True)
+
+
+def _ratio(raw: int, stored: int) -> float | None:
+    return raw / stored if raw and stored else None

@@ -1,0 +1,141 @@
+"""What the header of a file says of its tensors, as plain data; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from shrinkpoint.container import FileReader, RecordHead
+from shrinkpoint.report.plain_values import list_plain_values
+from shrinkpoint.tensors.info import JSON, Role
+
+
+class TensorRow(NamedTuple):
+    """One tensor of a file.
+
+    Attributes:
+        name: its name in the state.
+        dtype: its dtype, as text.
+        shape: its shape.
+        role: its role ("parameter", "moment1", ...).
+        raw_bytes: bytes of its values.
+        stored_bytes: bytes in the file; in a record of several tensors, a share in proportion to raw bytes.
+        how: the kind of its recipe ("plain", "same", ...).
+        record: name of its record.
+        shared: the record holds other tensors too.
+        needs_base: decoding needs the parent.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    role: str
+    raw_bytes: int
+    stored_bytes: int
+    how: str
+    record: str
+    shared: bool
+    needs_base: bool
+
+
+class RoleRow(NamedTuple):
+    """Totals of all tensors of one role."""
+
+    role: str
+    tensors: int
+    raw_bytes: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True)
+class FileReport:
+    """One file.
+
+    Attributes:
+        where: its path.
+        size: bytes of the whole file.
+        digest: digest of its header, which has the digests of all other bytes.
+        scheme: which scheme wrote it.
+        parent: how it names the file it depends on; None for a keyframe.
+        tensors: in the order of the file.
+        values: (path, text) of the plain values of the state.
+    """
+
+    where: str
+    size: int
+    digest: str
+    scheme: str
+    parent: JSON
+    tensors: tuple[TensorRow, ...] = field(repr=False)
+    values: tuple[tuple[str, str], ...] = field(repr=False)
+
+    @property
+    def raw_bytes(self) -> int:
+        return sum(row.raw_bytes for row in self.tensors)
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Bytes of the header: names, shapes, digests, plain values."""
+        return self.size - sum(row.stored_bytes for row in self.tensors)
+
+    @property
+    def roles(self) -> list[RoleRow]:
+        """The totals of each role that the file has."""
+        rows_by_role = {role.value: [row for row in self.tensors if row.role == role.value] for role in Role}
+        return [
+            RoleRow(name, len(rows), sum(row.raw_bytes for row in rows), sum(row.stored_bytes for row in rows))
+            for name, rows in rows_by_role.items()
+            if rows
+        ]
+
+    def to_json(self, *, tensors: bool) -> dict[str, Any]:
+        """The report as a JSON object; `tensors`: with one entry for each tensor."""
+        document = {
+            "where": self.where,
+            "bytes": self.size,
+            "digest": self.digest,
+            "scheme": self.scheme,
+            "parent": self.parent,
+            "raw_bytes": self.raw_bytes,
+            "stored_bytes": self.size,
+            "ratio": self.raw_bytes / self.size if self.raw_bytes else None,
+            "header_bytes": self.overhead_bytes,
+            "roles": [row._asdict() for row in self.roles],
+            "values": dict(self.values),
+        }
+        return {**document, "tensors": [row._asdict() for row in self.tensors]} if tensors else document
+
+
+def file_report(reader: FileReader, where: str) -> FileReport:
+    """Reports what the header of an open file says, without reading its payload."""
+    rows = tuple(row for head in reader.records for row in _tensor_rows(head))
+    values = list_plain_values(reader.tree)
+    return FileReport(where, reader.size, reader.digest, reader.scheme, reader.parent, rows, values)
+
+
+def _tensor_rows(head: RecordHead) -> Iterator[TensorRow]:
+    stored = sum(entry.size for entry in head.parts.values())
+    for info, share in zip(head.infos, _split_bytes([info.nbytes for info in head.infos], stored), strict=True):
+        yield TensorRow(
+            name=info.name,
+            dtype=info.dtype,
+            shape=info.shape,
+            role=info.role.value,
+            raw_bytes=info.nbytes,
+            stored_bytes=share,
+            how=str(head.recipe.get("kind", "?")) if isinstance(head.recipe, dict) else "?",
+            record=head.name,
+            shared=len(head.infos) > 1,
+            needs_base=head.base is not None,
+        )
+
+
+def _split_bytes(weights: list[int], total: int) -> list[int]:
+    """Splits `total` in proportion to the weights, so that the shares add up to it."""
+    total_weight = sum(weights)
+    if not total_weight:
+        return [total, *[0] * (len(weights) - 1)] if weights else []
+    ends = [total * cumulative // total_weight for cumulative in accumulate(weights)]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]

@@ -1,0 +1,40 @@
+"""What a notebook shows of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shrinkpoint import html, humanize
+from shrinkpoint.store.manifest import LossIncrease, Manifest
+
+_MAX_ROWS = 20
+_HEADS = ("step", "age", "kind", "scheme", "state", "stored", "ratio", "loss rise")
+
+
+def store_html(where: str, manifests: Sequence[Manifest]) -> str:
+    """The totals of a store and its newest checkpoints.
+
+    Args:
+        where: path or URL of the store.
+        manifests: by rising step.
+    """
+    raw, stored = (sum(getattr(manifest, name) for manifest in manifests) for name in ("raw_bytes", "stored_bytes"))
+    numbers = [
+        ("checkpoints", f"{len(manifests):,}"),
+        ("state", humanize.size(raw)),
+        ("stored", humanize.size(stored)),
+        ("ratio", humanize.ratio(raw, stored)),
+    ]
+    newest = manifests[: -_MAX_ROWS - 1 : -1]
+    table = html.table(_HEADS, map(_row, newest), numbers=("step", "age", "state", "stored", "ratio", "loss rise"))
+    earlier = len(manifests) - len(newest)
+    note = f"<p>and {humanize.count(earlier, 'earlier checkpoint')}</p>" if earlier else ""
+    return html.fragment(where, html.pairs(numbers), table if newest else "<p>no checkpoint yet</p>", note)
+
+
+def _row(manifest: Manifest) -> tuple[str, ...]:
+    raw, stored = manifest.raw_bytes, manifest.stored_bytes
+    kind = f"delta {manifest.depth}" if manifest.depth else "keyframe"
+    sizes = humanize.size(raw), humanize.size(stored), humanize.ratio(raw, stored)
+    increase = str(LossIncrease.from_loss(manifest.loss))
+    return str(manifest.step), humanize.age(manifest.created), kind, manifest.scheme, *sizes, increase
