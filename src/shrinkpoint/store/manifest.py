@@ -442,7 +442,6 @@ class LossIncrease:
         is_lossy: a restore gives other values than were saved.
         is_measured: whether the increase was measured; True where nothing was lost.
         value: relative to the loss before the save: .01 is one per cent; 0 if no weight changed; None if unknown.
-        predicted: the same where a scheme expects it and has not measured it.
         interval: 95 % confidence interval of `value` on other examples of the same kind; None if unknown.
     """
 
@@ -450,7 +449,6 @@ class LossIncrease:
     is_measured: bool = True
     value: float | None = None
     interval: tuple[float, float] | None = None
-    predicted: float | None = None
 
     @classmethod
     def from_loss(cls, loss: JSON) -> LossIncrease:
@@ -466,14 +464,12 @@ class LossIncrease:
         ends = loss.get("interval")
         low, high = (_number(end) for end in ends) if isinstance(ends, list) and len(ends) == 2 else (None, None)
         interval = None if low is None or high is None else (low / scale, high / scale)
-        share = None if value is None else _number(value / scale)
-        return cls(True, True, share, interval) if measured else cls(True, False, None, interval, share)
+        share = None if value is None or not measured else _number(value / scale)
+        return cls(True, measured, share, interval)
 
     def __str__(self) -> str:
         if not self.is_lossy:
             return ""
-        if self.predicted is not None:
-            return f"{_percent(self.predicted)} predicted, {NOT_MEASURED}"
         if self.value is None:
             return "measured" if self.is_measured else NOT_MEASURED
         text = _percent(self.value)
