@@ -25,7 +25,7 @@ from shrinkpoint.schemes.select import summarize_reasons
 from shrinkpoint.storage import Source, Storage
 from shrinkpoint.store.save_report import RoleBytes, SaveReport
 from shrinkpoint.tensors.flat_state import copy_tensors, unflatten
-from shrinkpoint.tensors.info import EncodedRecord, Role, TensorInfo
+from shrinkpoint.tensors.info import JSON, EncodedRecord, Role, TensorInfo
 
 MIN_LIMIT = 1 << 30
 """Bytes of tensors that any file may hold, however small it is."""
