@@ -17,5 +17,19 @@ settings.load_profile("patient")
 def elsewhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if isinstance(request.node, pytest.DoctestItem):
         monkeypatch.chdir(request.getfixturevalue("tmp_path"))
+        if request.node.name == "object_storage.md":
+            request.getfixturevalue("s3")
     yield
     logging.disable(logging.NOTSET)  # a page may have asked a framework to be quiet
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> object:
+    """A server of the S3 protocol, without faults; the environment of the test says where it is."""
+    from helpers.s3_server import shared_server
+
+    server = shared_server()
+    server.clear()
+    for name, value in server.environ.items():
+        monkeypatch.setenv(name, value)
+    return server

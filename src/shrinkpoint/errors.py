@@ -164,6 +164,7 @@ def warn_user(text: str, category: type[Warning] = LossWarning) -> None:
 EXTRAS = {
     "accelerate": ("accelerate",),
     "cli": ("typer", "rich"),
+    "cloud": ("obstore",),
     "lightning": ("lightning", "torchmetrics"),
     "plot": ("plotly",),
     "transformers": ("transformers", "accelerate"),

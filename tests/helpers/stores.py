@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from helpers import s3_server
 
 from shrinkpoint.storage import LocalStorage, MemoryStorage, Storage
 
@@ -18,10 +21,17 @@ class Linkless(MemoryStorage):
 
 
 PLACES = ("local", "memory", "linkless")
+PLACES_AND_BUCKET = (*PLACES, pytest.param("bucket", marks=pytest.mark.nightly))
 
 
 def place(kind: str, path: Path) -> Storage:
-    return {"local": lambda: LocalStorage(path), "memory": MemoryStorage, "linkless": Linkless}[kind]()
+    make = {"local": lambda: LocalStorage(path), "memory": MemoryStorage, "linkless": Linkless, "bucket": new_bucket}
+    return make[kind]()
+
+
+def new_bucket() -> Storage:
+    """A new place in a bucket of a server that all tests share."""
+    return s3_server.shared_server().storage(f"s3://{s3_server.BUCKET}/{secrets.token_hex(8)}")
 
 
 def state(seed: int) -> dict[str, Any]:

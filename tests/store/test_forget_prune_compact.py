@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from helpers.stores import PLACES, flip, payloads, place, remove, state
+from helpers.stores import PLACES_AND_BUCKET, flip, payloads, place, remove, state
 from helpers.strategies import difference
 
 from shrinkpoint.errors import NotFoundError, StorageError, VersionError
@@ -15,7 +15,7 @@ from shrinkpoint.store import Keep, Store
 from shrinkpoint.store import manifest as manifests
 
 
-@pytest.fixture(params=PLACES)
+@pytest.fixture(params=PLACES_AND_BUCKET)
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return place(request.param, tmp_path / "store")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.mutations import canonical
-from helpers.stores import PLACES, flip, payloads, place, remove, state
+from helpers.stores import PLACES_AND_BUCKET, flip, payloads, place, remove, state
 from helpers.strategies import difference
 
 import shrinkpoint.store.store as store_module
@@ -23,7 +23,7 @@ from shrinkpoint.store import Store, decode, delta_base
 from shrinkpoint.tensors.flat_state import flatten, snapshot
 
 
-@pytest.fixture(params=PLACES)
+@pytest.fixture(params=PLACES_AND_BUCKET)
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return place(request.param, tmp_path / "store")
 

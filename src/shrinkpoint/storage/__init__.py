@@ -1,8 +1,10 @@
-"""Maps keys to bytes, in a directory or in memory, with atomic and durable writes."""
+"""Maps keys to bytes, in a directory, in memory or in a bucket, with atomic and durable writes."""
 
 from shrinkpoint.storage.base import MemoryStorage, Sink, Source, Storage, check_key, storage_error
 from shrinkpoint.storage.local import LocalStorage, atomic_replace, check_no_loss
+from shrinkpoint.storage.object_url import is_object_url
 from shrinkpoint.storage.paths import is_url, local_path, natural_key, what_is_at
+from shrinkpoint.storage.resolve import resolve_storage
 
 __all__ = [
     "LocalStorage",
@@ -13,9 +15,11 @@ __all__ = [
     "atomic_replace",
     "check_key",
     "check_no_loss",
+    "is_object_url",
     "is_url",
     "local_path",
     "natural_key",
+    "resolve_storage",
     "storage_error",
     "what_is_at",
 ]

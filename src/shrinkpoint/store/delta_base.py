@@ -239,6 +239,11 @@ class StoredFile:
         return isinstance(self.storage, LocalStorage)
 
     @property
+    def is_verified_by_service(self) -> bool:
+        """Whether its storage compares what it holds with checksums itself, and says when an object is replaced."""
+        return hasattr(self.storage, "version")
+
+    @property
     def is_readable(self) -> bool:
         """Whether its bytes can be read again; a storage that only counts bytes keeps none."""
         return getattr(self.storage, "keeps_payloads", True)
@@ -246,11 +251,12 @@ class StoredFile:
     def stamp(self) -> object:
         """A value that changes when the file is written to or replaced; None if the storage has none.
 
-        Device, inode, size and time of modification. The time of the inode's change is left out: a hard link made or
-        removed elsewhere changes it, too.
+        Of a file device, inode, size and time of modification. The time of the inode's change is left out: a hard link
+        made or removed elsewhere changes it, too.
         """
         if not isinstance(self.storage, LocalStorage):
-            return None
+            version: Callable[[str], object] | None = getattr(self.storage, "version", None)
+            return None if version is None else version(self.key) or MISSING
         with suppress(OSError):
             status = Path(self.storage.path.absolute() / self.key).stat()
             return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
@@ -285,7 +291,8 @@ class BaseVerifier:
         """The first damage found in a chain; None if none is known so far. Damage is logged.
 
         Reads files that are unknown or have changed, and a chain of `MIN_BYTES` or on a custom storage besides. Of
-        another one a share is due: `read_share` reads it, and what is wrong with it is found by the next call.
+        another one a share is due: `read_share` reads it, and what is wrong with it is found by the next call. None is
+        due of what an object storage holds, which compares it with checksums itself.
 
         Args:
             files: the chain, keyframe first.
@@ -300,7 +307,7 @@ class BaseVerifier:
                 if file.digest not in stamps or stamps[file.digest] != stamp:
                     self._begin_scan(file).read(file, file.size)
                     stamps[file.digest] = stamp  # taken before reading
-            self._due = {file.digest: file for file in files}
+            self._due = {file.digest: file for file in files if not file.is_verified_by_service}
             if sum(file.size for file in files) <= MIN_BYTES or not all(file.is_local for file in files):
                 self._check_share()
         except ShrinkpointError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -194,7 +194,8 @@ class Lister:
     """Lists a store again and again.
 
     What was read of a step's directory in a local storage is not read again while the inodes and times of the
-    directory, of its links, of its manifest and of its mark are unchanged.
+    directory, of its links, of its manifest and of its mark are unchanged; in a storage that lists `versions`, while
+    these are.
 
     Args:
         storage: the store's.
@@ -203,6 +204,7 @@ class Lister:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._cache: dict[int, tuple[_Stamps, StepDirectory]] = {}
+        self._version_cache: dict[int, tuple[dict[str, object], StepDirectory]] = {}
         self._listing = Listing({})
 
     def scan(self) -> Listing:
@@ -214,11 +216,7 @@ class Lister:
         if isinstance(self._storage, LocalStorage):
             entries = self._read_directories(self._storage)
         else:
-            names: dict[int, list[str]] = {}
-            for key in self._storage.list(""):
-                if (step := layout.step_of(key)) is not None:
-                    names.setdefault(step, []).append(key.partition("/")[2])
-            entries = [_read_manifest_of(self._storage, step, frozenset(names[step])) for step in sorted(names)]
+            entries = self._read_keys()
         if entries != [*self._listing.directories.values()]:
             self._listing = Listing({entry.step: entry for entry in entries})
         return self._listing
@@ -231,8 +229,10 @@ class Lister:
     def scan_chain(self, step: int, parent: int) -> Listing:
         """As `scan`, of what a delta of `step` against `parent` has to do with: both, and where the parent's bases are.
 
-        Of steps that only have bases the manifests are not read.
+        Of steps that only have bases the manifests are not read. Where all keys come in one list, all are listed.
         """
+        if hasattr(self._storage, "versions"):
+            return self.scan()
         listing = self.scan_steps((step, parent))
         entry = listing.directories.get(parent)
         steps = {layout.step_of(key) for key in entry.foreign_keys} if entry is not None else set()
@@ -257,6 +257,27 @@ class Lister:
                 entry = StepDirectory(step, frozenset(), error=error)
             if entry is not None:
                 yield entry
+
+    def _read_keys(self) -> list[StepDirectory]:
+        """The directories of all steps, from a list of all keys; those that have changed read again."""
+        list_versions: Callable[[], Mapping[str, object]] | None = getattr(self._storage, "versions", None)
+        versions = dict.fromkeys(self._storage.list("")) if list_versions is None else list_versions()
+        names: dict[int, dict[str, object]] = {}
+        for key, version in versions.items():
+            if (step := layout.step_of(key)) is not None:
+                names.setdefault(step, {})[key.partition("/")[2]] = version
+        entries, cache = [], {}
+        for step in sorted(names):
+            old = self._version_cache.get(step)
+            if old is not None and old[0] == names[step]:
+                entry = old[1]
+            else:
+                entry = _read_manifest_of(self._storage, step, frozenset(names[step]))
+            entries.append(entry)
+            if list_versions is not None and entry.error is None:
+                cache[step] = names[step], entry
+        self._version_cache = cache
+        return entries
 
     def _read_directories(self, storage: LocalStorage) -> list[StepDirectory]:
         """The directories of all steps, those that have changed read again."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from shrinkpoint import validate
 from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
-from shrinkpoint.storage import LocalStorage, Storage, local_path, what_is_at
+from shrinkpoint.storage import LocalStorage, Storage, is_object_url, local_path, resolve_storage, what_is_at
 from shrinkpoint.store import chain as chains
 from shrinkpoint.store.checkpoint_file import Device, build_state
 from shrinkpoint.store.decode import SelectLeaves, decode_chain
@@ -37,8 +37,8 @@ def load(
     """Load a state, or the part of it that `only` names.
 
     Args:
-        where: a file that `save` wrote, or a payload; a store, as a directory or a storage; a checkpoint directory of a
-            framework, or its run.
+        where: a file that `save` wrote, or a payload; a store, as a directory, a URL or a storage; a checkpoint
+            directory of a framework, or its run.
         step: of a store or run: which checkpoint; None: the newest.
         only: a pattern of names, or several, such as "model.*": load what matches, and decode only what that needs.
             Keys are joined by "." or, as `inspect` shows them, by "/"; "*" matches any of these, too. A pattern
@@ -129,6 +129,9 @@ def find_chain(
     Raises:
         NotFoundError, ChainError, FormatError, MismatchError, StorageError, PolicyError: as `load`.
     """
+    if is_object_url(where):
+        _check_absent("base", base, str(where), "a checkpoint of a store names its own")
+        where = resolve_storage(where)
     if not isinstance(where, str | Path):
         return _store_chain(where, step)
     path = local_path(where).absolute()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -253,10 +253,17 @@ def reclaimable_bytes(storage: Storage, listing: Listing, keys: Iterable[str]) -
                 files[file] = status.st_nlink, status.st_size
             else:
                 file = digests.get(key, key)
-                with storage.open(key) as source:
-                    files[file] = keys_by_digest.get(file, 1), source.size
+                files[file] = keys_by_digest.get(file, 1), _size_of(storage, key)
             deleted_names[file] += 1
     return sum(size for file, (names, size) in files.items() if deleted_names[file] >= names)
+
+
+def _size_of(storage: Storage, key: str) -> int:
+    size: Callable[[str], int] | None = getattr(storage, "size", None)  # without opening it, where that is cheaper
+    if size is not None:
+        return size(key)
+    with storage.open(key) as source:
+        return source.size
 
 
 def inode_key(storage: Storage, key: str) -> object:

@@ -17,7 +17,7 @@ from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import ChainError, FormatError, NotFoundError, PolicyError, StorageError
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
 from shrinkpoint.schemes.registry import get_scheme
-from shrinkpoint.storage import LocalStorage, Storage, local_path
+from shrinkpoint.storage import Storage, resolve_storage
 from shrinkpoint.store import chain, layout
 from shrinkpoint.store.checkpoint_file import Device, build_state
 from shrinkpoint.store.decode import decode_chain
@@ -64,7 +64,7 @@ class StoreRestore:
 
 
 class Store:
-    """Checkpoints in a directory, or in any `Storage`.
+    """Checkpoints in a directory, in a bucket, or in any `Storage`.
 
     Reading never locks. The first save takes the store's lock, removes the files of interrupted saves, and keeps the
     lock until `close`; a second process that saves gets an error. Several threads of a process may share one store.
@@ -74,7 +74,7 @@ class Store:
     held: the next save decodes them again.
 
     Args:
-        where: a directory, which need not exist yet, or a storage.
+        where: a directory or a URL such as "s3://bucket/run", which need not exist yet, or a storage.
         keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
             files have four times the bytes of the state. None: no limit.
         threads: native threads for coding; None: every core.
@@ -83,14 +83,15 @@ class Store:
         storage: what holds the files.
 
     Raises:
-        PolicyError: an invalid argument; a URL or a file instead of a directory.
+        PolicyError: an invalid argument; a file instead of a directory, a URL that is not one of object storage.
+        MissingExtraError: a URL, and what reaches it is not installed.
     """
 
     def __init__(
         self, where: str | Path | Storage, *, keyframe_every: int | None = 20, threads: int | None = None
     ) -> None:
         keyframe_every, threads = validate.check_keyframe_every(keyframe_every), validate.check_threads(threads)
-        self.storage = _as_storage(where)
+        self.storage = resolve_storage(where, "the directory of a store")
         self._keyframe_every, self._threads = keyframe_every, threads
         self._reference_cache: ReferenceCache[Manifest] = ReferenceCache()
         self._mutex = threading.RLock()
@@ -452,12 +453,6 @@ class Store:
             return NotFoundError(where, found="no checkpoint", do="save one first")
         found = f"step {step} is forgotten" if step in listing.forgotten else f"no checkpoint of step {step}"
         return NotFoundError(where, found=found, expected=chain.describe_steps(listing.visible), do="list the store")
-
-
-def _as_storage(where: str | Path | Storage) -> Storage:
-    if isinstance(where, str | Path) or not hasattr(where, "remove_stale"):
-        return LocalStorage(local_path(where, "the directory of a store", directory=True))
-    return where
 
 
 def _check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:

@@ -239,7 +239,7 @@ class CheckpointTransaction:
         if key in self._listing:
             return True
         for source in dict.fromkeys((parent.key(base.name), base.sibling_key)):
-            if source in self._listing:
+            if source in self._listing and getattr(self._storage, "has_links", True):
                 self._written_keys.append(key)
                 if self._storage.link(source, key):
                     return True

@@ -31,7 +31,7 @@ class CheckpointManager(BackgroundSaver):
     state's size free hold a copy of it until it has been planned for and brought to the host.
 
     Args:
-        where: a directory, which need not exist yet, or a storage.
+        where: a directory or a URL such as "s3://bucket/run", which need not exist yet, or a storage.
         scheme: "lossless", or a scheme with settings. One that searches evaluates `model` during `save`, before
             it returns; in a group of replicas all of them call `save`, and only the first one writes.
         keep: which checkpoints to keep, applied after every save; None keeps all.

@@ -1,0 +1,86 @@
+"""Requests to an object storage, and the errors of this library for what it answers."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from shrinkpoint.errors import NotFoundError, ShrinkpointError, StorageError
+
+T = TypeVar("T")
+_PAUSES = (0.1, 0.4, 1.6)  # seconds before a request is sent again whose answer broke off
+_CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,80})</Code>")
+_STATUS = re.compile(r"status code: ([0-9]{3}[A-Za-z ]{0,40})")
+_RETRIES = re.compile(r"after ([0-9]{1,4}) retries")
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
+_REFUSED = ("PermissionDeniedError", "UnauthenticatedError")
+_DO = "the service or the way to it failed: save or load again; committed checkpoints are untouched"
+
+
+class ObjectConflictError(StorageError):
+    """A condition of a write does not hold: the object is another than it was, or is there already."""
+
+
+def send_request(where: str, operation: str, call: Callable[[], T]) -> T:
+    """Call obstore, and raise errors of this library for its own.
+
+    obstore sends most requests again that fail. It does not when the connection breaks in the middle of an answer: then
+    `call` is called again, so it must bear that.
+
+    Args:
+        where: the object, for messages.
+        operation: what is being done, for messages: "writing".
+
+    Raises:
+        NotFoundError: there is no such object.
+        ObjectConflictError: a condition of a write does not hold.
+        StorageError: anything else. Neither the message nor a chained error repeats the service's text: it may hold a
+            signed URL or a key.
+    """
+    for pause in (*_PAUSES, None):
+        try:
+            return call()
+        except ShrinkpointError:
+            raise
+        except Exception as error:
+            if pause is None or not _is_broken_answer(error):
+                raise _translate(where, operation, error) from None
+        time.sleep(pause)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _is_broken_answer(error: Exception) -> bool:
+    text = str(error)
+    if "NoSuchUpload" in text:  # the answer that an upload is complete was lost
+        return True
+    return type(error).__name__ == "GenericError" and not (_STATUS.search(text) or _RETRIES.search(text))
+
+
+def _translate(where: str, operation: str, error: Exception) -> ShrinkpointError:
+    text, kind = str(error), type(error).__name__
+    if any(name in text for name in _NO_BUCKET):
+        return StorageError(where, found="no such bucket", expected="a bucket", do="create it, or name another one")
+    if isinstance(error, FileNotFoundError):
+        return NotFoundError(where, found="no such object", do="list what there is")
+    reason = _reason(text, kind)
+    if kind in _REFUSED or "403 Forbidden" in text or "401 Unauthorized" in text:
+        do = "look at the credentials, and at what they may do in this bucket"
+        return StorageError(where, found=f"{operation} was refused ({reason})", do=do)
+    if kind in ("AlreadyExistsError", "PreconditionError"):
+        do = "read it again; something else writes here"
+        return ObjectConflictError(where, found=f"{operation} found another object than before ({reason})", do=do)
+    return StorageError(where, found=f"{operation} failed ({reason})", do=_DO)
+
+
+def _reason(text: str, kind: str) -> str:
+    """What is said of an error: status, code, and how often the request was tried again."""
+    status, code, retries = _STATUS.search(text), _CODE.search(text), _RETRIES.search(text)
+    parts = [match[1].strip() for match in (status, code) if match]
+    if not parts:
+        is_late = "timed out" in text.lower() or "TimedOut" in text
+        parts = ["no answer in time" if is_late else "no connection" if "error sending request" in text else kind]
+    if retries:
+        parts.append(f"{retries[1]} retries")
+    return ", ".join(parts)

@@ -1,0 +1,202 @@
+"""A storage in a bucket: Amazon S3 and what speaks its protocol, Google Cloud Storage, Azure.
+
+An object is written in one piece, or in parts that become it at once when the last has arrived. Services of today show
+it to every reader from then on. There are no links and no directories.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from typing import Any
+
+from shrinkpoint import validate
+from shrinkpoint.errors import LockedError, NotFoundError, StorageError
+from shrinkpoint.storage.base import RESERVED, Buffer, Keys, check_key
+from shrinkpoint.storage.lease import Lease
+from shrinkpoint.storage.object_errors import send_request
+from shrinkpoint.storage.object_source import ObjectSource
+from shrinkpoint.storage.object_url import parse_object_url
+from shrinkpoint.storage.upload import UploadSink
+
+_REQUEST_SECONDS = 180.0  # that one request may take, with all its retries
+_PARALLEL_READS = 8
+
+
+class ObjectStorage:
+    """The objects below a URL.
+
+    Args:
+        url: "s3://bucket/path", "gs://bucket/path" or "az://container/path".
+        lease_seconds: how long other writers wait for one that died on another machine.
+        options: further arguments of `obstore.store.from_url`, such as `config={"aws_region": "eu-west-1"}` and
+            `credential_provider`; without them, what the environment says.
+
+    Attributes:
+        url: without credentials.
+        has_links: False: `link` need not be tried.
+
+    Raises:
+        PolicyError: no such URL, one with credentials, or options of which obstore makes no client.
+        MissingExtraError: obstore is not installed.
+    """
+
+    has_links = False
+
+    def __init__(self, url: str | os.PathLike[str], *, lease_seconds: float = 60.0, **options: Any) -> None:
+        self.url = parse_object_url(url)
+        self._lease_seconds = validate.check_float("lease_seconds", lease_seconds, minimum=1.0)
+        self._store = self.url.connect(options, seconds=_REQUEST_SECONDS)
+        # What is written under a lease, the manifest above all, arrives before the lease ends, or not at all.
+        self._lease_store = self.url.connect(options, seconds=min(_REQUEST_SECONDS, self._lease_seconds / 3))
+        self._lease: Lease | None = None
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(_PARALLEL_READS, "shrinkpoint-read")
+
+    def put(self, key: str, data: Buffer) -> None:
+        """Write a small object, such as the manifest that commits a checkpoint.
+
+        Raises:
+            LockedError: this storage is locked, but its lease was taken by another writer; nothing was written.
+        """
+        import obstore
+
+        check_key(key)
+        store = self._store
+        if (lease := self._own_lease()) is not None:
+            lease.renew()
+            store = self._lease_store
+        content = bytes(data)
+        with _bucket_errors(self.describe(key)):
+            send_request(self.describe(key), "writing", lambda: obstore.put(store, key, content, use_multipart=False))
+
+    @contextmanager
+    def create(self, key: str) -> Iterator[UploadSink]:
+        check_key(key)
+        sink = UploadSink(self.describe(key))
+        try:
+            yield sink
+            self._check_lease()
+            with _bucket_errors(self.describe(key)):
+                sink.upload(self._store, key)
+            self._check_lease()
+        finally:
+            sink.close()
+
+    def open(self, key: str) -> ObjectSource:
+        return ObjectSource(self._store, check_key(key), self.describe(key), self._pool)
+
+    def get(self, key: str) -> bytes:
+        with self.open(key) as source:
+            return bytes(source.read(0, source.size))
+
+    def list(self, prefix: str = "") -> Keys:
+        return sorted(self.versions(prefix))
+
+    def versions(self, prefix: str = "") -> Mapping[str, object]:
+        """By key of every object that begins with `prefix`, a value that changes when it is replaced."""
+        import obstore
+
+        directory = prefix.rpartition("/")[0]  # services list whole parts of keys only
+        if directory:
+            check_key(directory)
+
+        def collect() -> Sequence[Mapping[str, Any]]:
+            return [meta for page in obstore.list(self._store, directory or None) for meta in page]
+
+        objects = send_request(self.describe(prefix), "listing", collect)
+        keys = {meta["path"]: _version_of(meta) for meta in objects if meta["path"].startswith(prefix)}
+        return {key: version for key, version in keys.items() if f"/{RESERVED}" not in f"/{key}"}
+
+    def version(self, key: str) -> object:
+        """A value that changes when the object is replaced; None if there is none."""
+        try:
+            return _version_of(self._head(key))
+        except NotFoundError:
+            return None
+
+    def size(self, key: str) -> int:
+        """Bytes of an object.
+
+        Raises:
+            NotFoundError: there is no such object.
+        """
+        return int(self._head(key)["size"])
+
+    def _head(self, key: str) -> Mapping[str, Any]:
+        import obstore
+
+        check_key(key)
+        return send_request(self.describe(key), "asking for an object", lambda: obstore.head(self._store, key))
+
+    def list_dirs(self) -> Keys:
+        """The first parts of all keys that have several, sorted; one request for a thousand of them."""
+        import obstore
+
+        answer = send_request(self.describe(), "listing", lambda: obstore.list_with_delimiter(self._store))
+        return sorted(name.rpartition("/")[2] for name in answer["common_prefixes"])
+
+    def delete(self, key: str) -> None:
+        import obstore
+
+        check_key(key)
+        self._check_lease()
+        with suppress(NotFoundError):  # some services say so
+            send_request(self.describe(key), "deleting", lambda: obstore.delete(self._store, key))
+
+    def link(self, source: str, target: str) -> bool:
+        """No service has links: returns False, after looking whether there is a `source`."""
+        check_key(target)
+        self.open(source).close()
+        return False
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        lease = Lease(self._lease_store, self.describe(), self._lease_seconds)
+        if self._own_lease() is not None:
+            found, do = f"process {os.getpid()} is saving here already", "wait until it has finished"
+            raise LockedError(self.describe(), found=found, expected="one writer at a time", do=do)
+        try:
+            lease.acquire()
+            self._lease = lease
+            yield
+        finally:
+            if self._lease is lease:
+                self._lease = None
+                lease.release()
+
+    def remove_stale(self, is_own_dir: Callable[[str], bool] = lambda name: False) -> Keys:
+        """Nothing to remove: what an interrupted writer uploads has no key until it is complete.
+
+        Parts of an interrupted upload are not listed with objects; a lifecycle rule of the bucket removes them.
+        """
+        return []
+
+    def describe(self, key: str = "") -> str:
+        return f"{self.url}/{key}" if key else str(self.url)
+
+    def _own_lease(self) -> Lease | None:
+        """The lease that this process holds."""
+        return self._lease if self._lease is not None and self._lease.is_own else None
+
+    def _check_lease(self) -> None:
+        if (lease := self._own_lease()) is not None:
+            lease.check()
+
+
+def _version_of(meta: Mapping[str, Any]) -> object:
+    return meta["e_tag"], meta["version"], meta["size"]
+
+
+@contextmanager
+def _bucket_errors(where: str) -> Iterator[None]:
+    """Where an object is written, there is no object that could be missing: the bucket is."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise StorageError(where, found="no such bucket", expected="a bucket", do="create it first") from error

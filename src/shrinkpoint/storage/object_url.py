@@ -1,0 +1,107 @@
+"""URLs of object storage, and the clients that reach them: S3 and what speaks its protocol, Google Cloud, Azure."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from shrinkpoint.errors import PolicyError, missing_extra
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+OBJECT_SCHEMES = ("s3", "gs", "az")
+"""Schemes of the URLs of object storage: Amazon S3 and all that speaks its protocol, Google Cloud Storage, Azure."""
+_OBJECT_URL = re.compile(rf"({'|'.join(OBJECT_SCHEMES)}):/{{1,2}}(.*)", re.DOTALL)
+_ALLOW_HTTP = {"s3": "AWS_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}
+_MAX_RETRIES = 10
+
+
+@dataclass(frozen=True)
+class ObjectUrl:
+    """A place in a bucket.
+
+    Attributes:
+        scheme: one of `OBJECT_SCHEMES`.
+        bucket: its name; of a container on Azure.
+        prefix: how all keys below begin, without a "/" at either end; "" for the whole bucket.
+    """
+
+    scheme: str
+    bucket: str
+    prefix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
+
+    def connect(self, options: Mapping[str, Any], *, seconds: float) -> ObjectStore:
+        """A client of obstore for this place. Every request ends, and is tried again at most until `seconds` are over.
+
+        Args:
+            options: further arguments of `obstore.store.from_url`, such as `config` and `credential_provider`.
+
+        Raises:
+            MissingExtraError: obstore is not installed.
+            PolicyError: the options, or what the environment says, do not make a client.
+        """
+        try:
+            from obstore.store import from_url
+        except ModuleNotFoundError as error:
+            raise missing_extra(error, "cloud") from error
+        limit = timedelta(seconds=seconds)
+        # Given here, options of the client are not taken from the environment any more.
+        is_plain = os.environ.get(_ALLOW_HTTP.get(self.scheme, ""), "").lower() in ("true", "1")
+        client = {"connect_timeout": min(limit, timedelta(seconds=10)), "timeout": limit, "allow_http": is_plain}
+        retry = {"max_retries": _MAX_RETRIES, "retry_timeout": limit}
+        options = {**options, "client_options": {**client, **options.get("client_options", {})}}
+        try:
+            return from_url(str(self), **{"retry_config": retry, **options})
+        except BaseException as error:  # a panic in obstore is no `Exception`
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            # Their texts may hold what was configured, keys too.
+            found = f"settings of which obstore makes no client ({type(error).__name__})"
+            do = "look at the options, and at the environment variables of the service, such as AWS_REGION"
+            raise PolicyError(str(self), found=found, expected="settings of this service", do=do) from None
+
+
+def is_object_url(value: object) -> bool:
+    """Whether a path is a URL of object storage; also after pathlib has removed one of its slashes.
+
+    >>> [is_object_url(text) for text in ("s3://bucket/run", "s3:/bucket", "gs://b", "hdfs://b", "runs/s3")]
+    [True, True, True, False, False]
+    """
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    return isinstance(text, str) and bool(_OBJECT_URL.match(text))
+
+
+def parse_object_url(value: str | os.PathLike[str], argument: str = "url") -> ObjectUrl:
+    """The place that a URL names.
+
+    >>> str(parse_object_url("s3:/bucket/run/"))
+    's3://bucket/run'
+
+    Raises:
+        PolicyError: it is no URL of object storage, names no bucket, or says more than a bucket and a path. The message
+            does not repeat a URL that may hold credentials.
+    """
+    match = _OBJECT_URL.fullmatch(os.fspath(value))
+    if match is None:
+        expected = "one of " + ", ".join(f"{scheme}://bucket/path" for scheme in OBJECT_SCHEMES)
+        raise PolicyError(argument, found=f"{os.fspath(value)!r:.200}", expected=expected, do="write such a URL")
+    expected = f"{match[1]}://bucket/path, and nothing else"
+    parts = urlsplit(f"{match[1]}://{match[2]}")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        do = "give credentials in the environment variables of the service, such as AWS_ACCESS_KEY_ID"
+        raise PolicyError(argument, found="a URL with a user, a query or a fragment", expected=expected, do=do)
+    prefix = parts.path.strip("/")
+    if not parts.netloc or "\0" in prefix or any(part in ("", ".", "..") for part in prefix.split("/") if prefix):
+        raise PolicyError(
+            argument, found=f"{os.fspath(value)!r:.200}", expected=expected, do="name a bucket and a path"
+        )
+    return ObjectUrl(match[1], parts.netloc, prefix)

@@ -1,0 +1,34 @@
+"""The storage that a path or a URL names."""
+
+from __future__ import annotations
+
+import os
+from typing import TypeGuard
+
+from shrinkpoint.storage.base import Storage
+from shrinkpoint.storage.local import LocalStorage
+from shrinkpoint.storage.object_url import is_object_url
+from shrinkpoint.storage.paths import local_path
+
+
+def resolve_storage(where: str | os.PathLike[str] | Storage, argument: str = "path") -> Storage:
+    """The storage of a directory or a URL, which need not exist yet; a storage is returned as it is.
+
+    Args:
+        argument: its name, for messages.
+
+    Raises:
+        PolicyError: a file instead of a directory, or a URL that is not one of object storage.
+        MissingExtraError: a URL, and what reaches it is not installed.
+    """
+    if _is_storage(where):
+        return where
+    if is_object_url(where):
+        from shrinkpoint.storage.object_storage import ObjectStorage
+
+        return ObjectStorage(where)  # type: ignore[arg-type]
+    return LocalStorage(local_path(where, argument, directory=True))
+
+
+def _is_storage(where: object) -> TypeGuard[Storage]:
+    return not isinstance(where, str | os.PathLike) and hasattr(where, "remove_stale")

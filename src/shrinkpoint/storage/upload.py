@@ -1,0 +1,101 @@
+"""Writes an object: its bytes are gathered in a temporary file, and uploaded when it is complete."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import IO, TYPE_CHECKING
+
+from shrinkpoint.storage.base import Buffer, Sink, storage_error
+from shrinkpoint.storage.object_errors import send_request
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+PART_BYTES = 1 << 23
+"""Bytes of one part of an upload; a slow line still takes them before a request times out."""
+_MAX_PARTS = 9000  # S3 takes 10,000
+_PARALLEL_PARTS = 4
+_MAX_HELD_BYTES = 2 * PART_BYTES  # that stay in memory, and go in one request
+
+
+class UploadSink(Sink):
+    """The bytes of an object that does not exist yet.
+
+    The header is at the front of a file of ours and is known last, and the parts of an upload are numbered from the
+    front: so the bytes wait in a temporary file (`tempfile.gettempdir()`; small ones in memory), and the upload begins
+    when the file is complete.
+
+    Args:
+        where: its name in messages.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._file: IO[bytes] = io.BytesIO()
+
+    def write(self, data: Buffer) -> None:
+        with self._os_errors("writing"):
+            if isinstance(self._file, io.BytesIO) and self._file.tell() + memoryview(data).nbytes > _MAX_HELD_BYTES:
+                self._move_to_disk(self._file)
+            self._file.write(data)
+
+    def seek(self, offset: int) -> None:
+        with self._os_errors("seeking"):
+            self._file.seek(offset)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def read(self, length: int) -> bytes:
+        with self._os_errors("reading back"):
+            return self._file.read(length)
+
+    def upload(self, store: ObjectStore, path: str) -> None:
+        """Make the bytes an object: it is there, complete and durable, when this returns.
+
+        Large ones go in parts, a few at once. Memory: `_PARALLEL_PARTS` parts.
+
+        Raises:
+            StorageError: the service did not take it.
+        """
+        import obstore
+
+        with self._os_errors("reading back"):
+            size = self._file.seek(0, io.SEEK_END)
+            self._file.seek(0)
+        if isinstance(self._file, io.BytesIO):
+            data = self._file.getvalue()
+            send_request(self._where, "writing", lambda: obstore.put(store, path, data, use_multipart=False))
+            return
+        part = max(PART_BYTES, -(-size // _MAX_PARTS))
+
+        def put_parts() -> None:
+            self._file.seek(0)
+            obstore.put(store, path, self._file, use_multipart=True, chunk_size=part, max_concurrency=_PARALLEL_PARTS)
+
+        send_request(self._where, "uploading", put_parts)
+
+    def close(self) -> None:
+        with suppress(OSError):  # of a temporary file, which is gone then
+            self._file.close()
+
+    def _move_to_disk(self, held: io.BytesIO) -> None:
+        file = tempfile.TemporaryFile()  # noqa: SIM115
+        try:
+            file.write(held.getbuffer())
+            file.seek(held.tell())
+        except BaseException:
+            file.close()
+            raise
+        self._file = file
+
+    @contextmanager
+    def _os_errors(self, operation: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            where = f"{self._where}: temporary file in {tempfile.gettempdir()}"
+            raise storage_error(where, operation, error) from error
