@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from helpers.paths import REPOSITORY
+from helpers.processes import run_forked
 
 BENCHMARKS = REPOSITORY / "benchmarks"
 
@@ -29,6 +32,7 @@ def test_a_tiny_model_is_measured_in_rounds(
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     scale = importlib.import_module("scale")
     monkeypatch.setattr(scale, "draw", lambda *arguments: None)
+    monkeypatch.setattr(scale, "subprocess", SimpleNamespace(run=_run_first_as_is_and_fork_others()))
     options = ["--models", "tiny", "--repeats", "2", "--methods", "fisher", "--threads", "1"]
     monkeypatch.setattr(sys, "argv", ["scale.py", *options, "--add", "--out", str(tmp_path / "scale.json")])
     other = _row("keyframe", 1, 1.0) | {key: [1.0, 1.0] for key in ("seconds", "processor_seconds", "user_seconds")}
@@ -41,6 +45,22 @@ def test_a_tiny_model_is_measured_in_rounds(
     assert all(least <= median for row in document["rows"] for median, least in [row["user_seconds"]])
     assert any("fisher delta, GB/s a core" in figure["name"] for figure in document["figures"])
     assert ">= 1.5" in capsys.readouterr().out
+
+
+def _run_first_as_is_and_fork_others() -> Any:
+    """`subprocess.run`, and after its first call forks of a process that has imported torch: an import costs more."""
+    program = f"import runpy, sys; sys.path.insert(0, {str(BENCHMARKS)!r}); runpy.run_path({{!r}}, run_name='__main__')"
+    runs = 0
+
+    def run(command: list[str], **settings: Any) -> Any:
+        nonlocal runs
+        runs += 1
+        if runs == 1:
+            return subprocess.run(command, **settings)
+        _, script, argument = command
+        return subprocess.CompletedProcess(command, 0, run_forked(program.format(script), argument), "")
+
+    return run
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is measured by /proc")

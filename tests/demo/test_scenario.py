@@ -40,8 +40,15 @@ class FinishedDemo(NamedTuple):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> FinishedDemo:
-    """A demo whose first kill comes too late: as on a machine so busy that every save of a run is over by then."""
-    attempts = 0
+    """A demo whose first kill comes too late: as on a machine so busy that every save of a run is over by then.
+
+    The first two trainings are forked, one that is never killed and one that is over before it is. The third, which is
+    killed, and all after it are started as a user's are.
+    """
+    attempts, first_ones = 0, iter((ForkedTraining, ForkedTraining))
+
+    def start(*arguments: Any, **settings: Any) -> Any:
+        return next(first_ones, subprocess.Popen)(*arguments, **settings)
 
     def kill_too_late_once(child: TrainingProcess, store: Path, first_step: int, min_bytes: int = 0) -> dict[str, int]:
         nonlocal attempts
@@ -54,6 +61,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> FinishedDemo:
     options, text = tiny(tmp_path_factory.mktemp("finished") / "demo"), io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scenario, "kill_during_save", kill_too_late_once)
+        patch.setattr(processes, "subprocess", SimpleNamespace(Popen=start, PIPE=subprocess.PIPE))
         assert run_demo(options, Console(file=text, width=80)), text.getvalue()
     return FinishedDemo(options, text.getvalue(), json.loads(options.record_path.read_text()))
 
