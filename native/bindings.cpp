@@ -81,14 +81,6 @@ uint64_t count_of(const Model& model, const Bytes& values) {
     return values.size() / bytes;
 }
 
-// The chunks from `first` on that `here` values of `count` fill: whole ones, but for the last of all.
-ChunkRange chunk_range_of(uint64_t count, size_t chunk, size_t first, uint64_t here) {
-    if (first > count / chunk || here > count - first * chunk) throw nb::value_error("a range beyond the record");
-    const uint64_t start = first * chunk;
-    if (here % chunk != 0 && start + here != count) throw nb::value_error("a range that ends within a chunk");
-    return {count, chunk, first, first + static_cast<size_t>((here - 1) / chunk) + 1};
-}
-
 std::string hex(const Digest128& digest) {
     char text[33];
     std::snprintf(text, sizeof text, "%016llx%016llx", static_cast<unsigned long long>(digest.high),
@@ -97,6 +89,13 @@ std::string hex(const Digest128& digest) {
 }
 
 }  // namespace
+
+ChunkRange shrinkpoint::chunk_range_of(uint64_t count, size_t chunk, size_t first, uint64_t here) {
+    if (first > count / chunk || here > count - first * chunk) throw nb::value_error("a range beyond the record");
+    const uint64_t start = first * chunk;
+    if (here % chunk != 0 && start + here != count) throw nb::value_error("a range that ends within a chunk");
+    return {count, chunk, first, first + static_cast<size_t>((here - 1) / chunk) + 1};
+}
 
 NB_MODULE(_native, m) {
     nb::exception<Corrupt>(m, "Corrupt");

@@ -267,7 +267,89 @@ nb::tuple decode_lattice(const Lattice& lattice, nb::handle tokens, nb::handle c
     return nb::make_tuple(result.escapes, result.narrow);
 }
 
-void decode_values(const Lattice& lattice, nb::handle codes, nb::handle values, nb::handle squares,
+// A part as Python gives it: a lattice, the first of its positions, room for codes of a byte, parent and squares.
+class PartArgument {
+   public:
+    explicit PartArgument(nb::handle object)
+        : lattice_(nb::cast<const Lattice*>(object[0])),
+          first_(nb::cast<uint64_t>(object[1])),
+          parent_(object[3]),
+          squares_(object[4]),
+          codes(nb::object(object[2]), PyBUF_WRITABLE) {}
+
+    CodedPart checked() const {
+        const Positions positions = positions_of(*lattice_, first_, codes.size());
+        const Known known{parent_.checked(*lattice_, positions.count, "parent"),
+                          squares_.checked_squares(*lattice_, positions.count)};
+        check_overlap(codes, {&squares_.bytes});
+        if (known.parent.codes.data != codes.data() || known.parent.codes.bytes != 1)
+            check_overlap(codes, {&parent_.bytes});
+        return {lattice_, known, positions, reinterpret_cast<int8_t*>(codes.data())};
+    }
+
+   private:
+    const Lattice* lattice_;
+    const uint64_t first_;
+    const ValuesArgument parent_, squares_;
+
+   public:
+    const Bytes codes;
+};
+
+// Codes of one byte, and in their place those of two, some of which do not fit; in pieces of the pool's memory.
+nb::list widened(const std::vector<CodedPart>& parts, const std::vector<WideCodes>& pieces) {
+    std::vector<Buffer> wide(parts.size());
+    {
+        nb::gil_scoped_release release;
+        for (const WideCodes& piece : pieces) {
+            const CodedPart& part = parts[piece.part];
+            Buffer& out = wide[piece.part];
+            if (out.empty()) {
+                out.resize(2 * part.positions.count);
+                widen_codes(part.codes, part.positions.count, reinterpret_cast<int16_t*>(out.data()));
+            }
+            std::memcpy(out.data() + 2 * piece.start, piece.codes.data(), 2 * piece.codes.size());
+        }
+    }
+    nb::list out;
+    for (Buffer& codes : wide) {
+        if (codes.empty())
+            out.append(nb::none());
+        else
+            out.append(array_of(std::move(codes)));
+    }
+    return out;
+}
+
+nb::list decode_lattice_codes(const Model& model, nb::handle side, nb::handle coded, uint64_t count, size_t first,
+                              nb::list parts, size_t chunk, unsigned threads) {
+    const Bytes side_bytes(side), coded_bytes(coded);
+    std::vector<std::unique_ptr<PartArgument>> arguments;
+    std::vector<CodedPart> checked;
+    uint64_t here = 0;
+    for (const nb::handle part : parts) {
+        arguments.push_back(std::make_unique<PartArgument>(part));
+        checked.push_back(arguments.back()->checked());
+        check_overlap(arguments.back()->codes, {&side_bytes, &coded_bytes});
+        here += checked.back().positions.count;
+    }
+    if (here == 0 || chunk == 0) throw nb::value_error("nothing to decode");
+    if (model.tokens != Tokens::Codes || model.predictor != Predictor::Base)
+        throw nb::value_error("model: of other codes than lattices have");
+    Arrays predicted;
+    predicted.base = side_bytes.data();  // in the place of what is made tile by tile
+    check(model, predicted, false);
+    const ChunkRange range = chunk_range_of(count, chunk, first, here);
+    std::vector<WideCodes> wide;
+    {
+        nb::gil_scoped_release release;
+        wide = lattice_decode_codes(checked, model, side_bytes.data(), side_bytes.size(), coded_bytes.data(),
+                                    coded_bytes.size(), range, threads);
+    }
+    return widened(checked, wide);
+}
+
+void decode_values(const Lattice& lattice, nb::handle codes, nb::handle values, nb::handle squares, Hasher* digest,
                    std::optional<uint64_t> first, unsigned threads) {
     const ValuesArgument square_values(squares);
     const Bytes code_bytes(codes), value_bytes(values, PyBUF_WRITABLE);
@@ -277,7 +359,7 @@ void decode_values(const Lattice& lattice, nb::handle codes, nb::handle values, 
     const Values square_data = square_values.checked_squares(lattice, positions.count);
     auto* value_data = array_of_size<float>(positions.count, value_bytes, "values");
     nb::gil_scoped_release release;
-    lattice_values(lattice, code_data, square_data, value_data, positions, threads);
+    lattice_values(lattice, code_data, square_data, value_data, digest, positions, threads);
 }
 
 // Runs of positions that lie in a lattice's tensor.
@@ -397,8 +479,10 @@ void bind_lattice(nb::module_& m) {
     m.def("lattice_decode", decode_lattice, "lattice"_a, "tokens"_a, "contexts"_a, "escapes"_a, "guesses"_a,
           "values"_a.none(), nb::kw_only(), "codes"_a.none() = nb::none(), "squares"_a.none() = nb::none(),
           "digest"_a.none() = nb::none(), "first"_a.none() = nb::none(), "threads"_a = 1);
+    m.def("lattice_decode_codes", decode_lattice_codes, "model"_a, "side"_a, "coded"_a, "count"_a, "first"_a,
+          "parts"_a, nb::kw_only(), "chunk"_a = kChunk, "threads"_a = 1);
     m.def("lattice_values", decode_values, "lattice"_a, "codes"_a, "values"_a, nb::kw_only(),
-          "squares"_a.none() = nb::none(), "first"_a.none() = nb::none(), "threads"_a = 1);
+          "squares"_a.none() = nb::none(), "digest"_a.none() = nb::none(), "first"_a.none() = nb::none(), "threads"_a = 1);
     m.def("lattice_run_values", decode_run_values, "lattice"_a, "codes"_a, "values"_a, nb::kw_only(),
           "squares"_a.none() = nb::none(), "first"_a, "length"_a, "stride"_a, "count"_a);
     m.def("lattice_quantize", quantize_lattice, "lattice"_a, "values"_a, "codes"_a, nb::kw_only(),

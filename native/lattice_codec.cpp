@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <stdexcept>
 
 #include "buffer.hpp"
@@ -19,6 +20,7 @@ namespace shrinkpoint {
 namespace {
 
 constexpr int32_t kEscape = -128;
+constexpr uint16_t kEscapeSymbol = 255;  // of this difference
 constexpr int32_t kOffsets = 16, kQuarters = 12;
 constexpr float kNear = 1.0f / 64;
 
@@ -188,6 +190,25 @@ SHRINKPOINT_KERNEL(Sums, add,
     return {escapes, (out_of_range & 0x8000) == 0, lost == 0};
 }
 
+// Adds differences, folded to symbols, to the guesses of up to kTile codes; as `add`.
+SHRINKPOINT_KERNEL(Sums, add_folded, (const uint8_t* symbols, size_t count, int16_t* codes, int8_t* narrow),
+                   (symbols, count, codes, narrow)) {
+    constexpr uint16_t kFirstInvalid = kMaxCode + 1, kInvalid = 3;  // 32767, -32768, -32767
+    uint16_t escapes = 0, out_of_range = 0, lost = 0;
+    for (size_t i = 0; i < count; ++i) {
+        const uint16_t symbol = symbols[i], guess = static_cast<uint16_t>(codes[i]);
+        const auto difference = static_cast<uint16_t>(symbol >> 1 ^ (0 - (symbol & 1)));
+        const auto code = static_cast<uint16_t>(guess + difference);
+        const auto invalid = static_cast<uint16_t>(static_cast<uint16_t>(code - kFirstInvalid) < kInvalid ? 0x8000 : 0);
+        escapes = static_cast<uint16_t>(escapes + (symbol == kEscapeSymbol));
+        out_of_range = static_cast<uint16_t>(out_of_range | ((code ^ guess) & (code ^ difference)) | invalid);
+        codes[i] = static_cast<int16_t>(code);
+        narrow[i] = static_cast<int8_t>(code);
+        lost = static_cast<uint16_t>(lost | (static_cast<uint16_t>(narrow[i]) ^ code));
+    }
+    return {escapes, (out_of_range & 0x8000) == 0, lost == 0};
+}
+
 SHRINKPOINT_KERNEL(size_t, count_escapes, (const uint8_t* tokens, const uint8_t* contexts, size_t count),
                    (tokens, contexts, count)) {
     uint32_t escapes = 0;
@@ -276,6 +297,9 @@ class PointPredictor {
     PointPredictor(const Lattice& lattice, const Known& known)
         : lattice_(lattice), known_(known), is_same_(is_same_lattice(lattice, known)) {}
 
+    // Whether the parent is on this very lattice.
+    bool is_same() const { return is_same_; }
+
     // Whether `predict` looks at the steps of the cells; where not, their dithers or exponents are enough.
     bool needs_steps(bool all) const { return is_same_ ? all : !known_.parent.none(); }
 
@@ -331,6 +355,73 @@ bool is_same(const float* values, Floats expected, uint64_t start, size_t count)
     if (expected.bytes == 4) return std::memcmp(values, expected_values, 4 * count) == 0;
     return same_when_narrow(values, reinterpret_cast<const uint16_t*>(expected_values), count);
 }
+
+// One part of several, whose codes lie from `begin` of all on.
+struct PartDecoder {
+    const CodedPart& part;
+    PointPredictor predictor;
+    size_t index;
+    uint64_t begin;
+
+    uint64_t end() const { return begin + part.positions.count; }
+};
+
+struct WideList {
+    std::mutex mutex;
+    std::vector<WideCodes> all;
+};
+
+// Predicts tiles of several parts, and adds the differences to what was predicted.
+class LatticeTiles : public CodeTiles {
+ public:
+    LatticeTiles(const std::vector<PartDecoder>& parts, WideList& wide) : parts_(parts), wide_(wide), memory_(1) {}
+
+    void fill_contexts(uint64_t start, size_t count, uint8_t* contexts) override {
+        by_parts(start, count, [&](const PartDecoder& decoder, uint64_t first, size_t run, size_t place) {
+            const CodedPart& part = decoder.part;
+            Scratch& scratch = memory_.front();
+            const uint64_t place_in_tensor = part.positions.first + first;
+            if (decoder.predictor.needs_steps(false))
+                fill_cells(*part.lattice, read_roots(part.known.squares, part.positions.first, first, run, scratch),
+                           place_in_tensor, run, scratch.cells);
+            else if (!decoder.predictor.is_same())
+                fill_offsets(*part.lattice, place_in_tensor, run, scratch.cells);
+            decoder.predictor.predict(part.positions.first, first, run, false, scratch, scratch.parent, codes_ + place,
+                                      contexts + place);
+        });
+    }
+
+    void take(uint64_t start, size_t count, const uint8_t* symbols) override {
+        by_parts(start, count, [&](const PartDecoder& decoder, uint64_t first, size_t run, size_t place) {
+            const Sums sums = add_folded(symbols + place, run, codes_ + place, decoder.part.codes + first);
+            if (sums.escapes != 0) throw std::invalid_argument("more large differences than escapes");
+            if (!sums.in_range) throw std::invalid_argument("a point that is too far out");
+            if (sums.narrow) return;
+            const std::lock_guard lock(wide_.mutex);
+            wide_.all.push_back({decoder.index, first, {codes_ + place, codes_ + place + run}});
+        });
+    }
+
+ private:
+    // work(part, start in the part, count, place among those asked for)
+    template <typename Work>
+    void by_parts(uint64_t start, size_t count, Work work) const {
+        const auto begins_behind = [](uint64_t place, const PartDecoder& part) { return place < part.begin; };
+        auto part = std::upper_bound(parts_.begin(), parts_.end(), start, begins_behind) - 1;
+        for (size_t done = 0; done < count;) {
+            const uint64_t place = start + done;
+            const auto run = static_cast<size_t>(std::min<uint64_t>({kBlock, count - done, part->end() - place}));
+            if (run != 0) work(*part, place - part->begin, run, done);
+            done += run;
+            if (place + run == part->end()) ++part;
+        }
+    }
+
+    const std::vector<PartDecoder>& parts_;
+    WideList& wide_;
+    std::vector<Scratch, UninitializedAllocator<Scratch>> memory_;  // of the pool: its pages have been touched
+    int16_t codes_[kTile];  // predicted, and then decoded
+};
 
 // Where the escapes of every piece start, and how many there are.
 std::vector<size_t> escapes_before(const uint8_t* tokens, const uint8_t* contexts, uint64_t count, unsigned threads) {
@@ -463,15 +554,32 @@ void lattice_run_values(const Lattice& lattice, Codes codes, Floats squares, Run
     });
 }
 
-void lattice_values(const Lattice& lattice, Codes codes, const Values& squares, float* values, Positions positions,
-                    unsigned threads) {
+std::vector<WideCodes> lattice_decode_codes(const std::vector<CodedPart>& parts, const Model& model,
+                                            const uint8_t* side, size_t side_size, const uint8_t* coded,
+                                            size_t coded_size, const ChunkRange& range, unsigned threads) {
+    uint64_t end = 0;
+    std::vector<PartDecoder> decoders;
+    decoders.reserve(parts.size());
+    for (size_t i = 0; i < parts.size(); ++i) {
+        decoders.push_back({parts[i], PointPredictor(*parts[i].lattice, parts[i].known), i, end});
+        end += parts[i].positions.count;
+    }
+    WideList wide;
+    decode_tiles(model, side, side_size, coded, coded_size, range,
+                 [&] { return std::make_unique<LatticeTiles>(decoders, wide); }, threads);
+    return std::move(wide.all);
+}
+
+void lattice_values(const Lattice& lattice, Codes codes, const Values& squares, float* values, Hasher* digest,
+                    Positions positions, unsigned threads) {
     const auto work = [&](size_t, uint64_t start, size_t count, Scratch& scratch, size_t) {
         fill_cells(lattice, read_roots(squares, positions.first, start, count, scratch), positions.first + start,
                    count, scratch.cells);
         values_of_codes(lattice, read_codes(codes, start, count, scratch.cells.codes), count, scratch.cells,
                         values + start);
     };
-    by_turns(positions.count, threads, work, [](const Span&, Scratch&) {});
+    by_turns(positions.count, threads, work,
+             [&](const Span& piece, Scratch&) { update(digest, values + piece.start, piece.count); });
 }
 
 }  // namespace shrinkpoint

@@ -8,6 +8,7 @@
 #include "floats.hpp"
 #include "lattice_codes.hpp"
 #include "lattice_grid.hpp"
+#include "record_codec.hpp"
 
 namespace shrinkpoint {
 
@@ -73,11 +74,34 @@ DecodeResult lattice_decode(const Lattice& lattice, const uint8_t* tokens, const
                             const int32_t* escapes, size_t escape_count, const Values& squares, int16_t* guesses,
                             const Decoded& out, Positions positions, unsigned threads);
 
+// A part of a tensor whose codes are decoded: what they are predicted from, and where they go. `codes` may be the
+// parent's, if these have one byte and nobody needs them any more.
+struct CodedPart {
+    const Lattice* lattice;
+    Known known;
+    Positions positions;
+    int8_t* codes;
+};
+
+// Codes of a part that do not all fit into bytes, from `start` of the part on; of the others of it, those of one byte hold.
+struct WideCodes {
+    size_t part;
+    uint64_t start;
+    std::vector<int16_t> codes;
+};
+
+// The chunks of parts that lie one behind the other, which have no escapes, tile by tile: nothing between the coded
+// bytes and the codes leaves the nearest cache. Throws std::invalid_argument for an escape, and for a code that no
+// writer has; and what decode_tiles throws.
+std::vector<WideCodes> lattice_decode_codes(const std::vector<CodedPart>& parts, const Model& model,
+                                            const uint8_t* side, size_t side_size, const uint8_t* coded,
+                                            size_t coded_size, const ChunkRange& range, unsigned threads);
+
 // The values of runs of positions; `codes` holds those of the whole tensor, `squares` and `values` those of the runs.
 void lattice_run_values(const Lattice& lattice, Codes codes, Floats squares, Runs runs, float* values);
 
-// The values of some positions; `codes` and `squares` hold those of these alone.
-void lattice_values(const Lattice& lattice, Codes codes, const Values& squares, float* values, Positions positions,
-                    unsigned threads);
+// The values of some positions; `codes` and `squares` hold those of these alone. `digest` goes on with them, or is null.
+void lattice_values(const Lattice& lattice, Codes codes, const Values& squares, float* values, Hasher* digest,
+                    Positions positions, unsigned threads);
 
 }  // namespace shrinkpoint

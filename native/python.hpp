@@ -53,6 +53,11 @@ inline Array array_of(Buffer&& data) {
     return Array(owned->data(), {owned->size()}, owner);
 }
 
+struct ChunkRange;
+
+// The chunks from `first` on that `here` values of `count` fill: whole ones, but for the last of all.
+ChunkRange chunk_range_of(uint64_t count, size_t chunk, size_t first, uint64_t here);
+
 // Adds cyclic_encode, cyclic_decode, kmeans, kmeans_plus_plus, Lattice and what takes one.
 void bind_quantizers(nb::module_& m);
 // What crosses a wire: ranges, blocks, indices.

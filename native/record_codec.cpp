@@ -176,12 +176,13 @@ class ChunkEncoder {
 class ChunkDecoder {
    public:
     ChunkDecoder(const Model& model, const Arrays& arrays, const ContextTables& tables, const DecoderTables& decoder_tables,
-                 uint8_t* values)
+                 uint8_t* values, std::unique_ptr<CodeTiles> tiles)
         : model_(model),
           contexts_(model, arrays),
           tables_(tables),
           decoder_tables_(decoder_tables),
           values_(values),
+          tiles_(std::move(tiles)),
           parent_(is_under_parent(model, arrays) ? arrays.base : nullptr),
           in_place_(arrays.in_place && model.predictor == Predictor::Base) {}
 
@@ -231,17 +232,11 @@ class ChunkDecoder {
         if (several && tables_buffer_.size() < count) tables_buffer_.resize(count);
         table_of_ = several ? tables_buffer_.data() : nullptr;
         if (!planes()) {
-            const uint64_t start = span_.start + done_;
-            if (parent_ == nullptr) {
-                contexts_.fill(start, count, tile_);
-                if (several)
-                    look_up(tables_.map.data(), tables_.map.size(), tile_.contexts, count, tables_buffer_.data());
-            } else {
-                tile_.prediction = parent_ + start;
-                if (several)
-                    look_up_bytes(tables_.map.data(), tables_.map.size(), parent_ + start, count,
-                                  tables_buffer_.data());
-            }
+            const uint8_t* const bytes = fill_contexts(span_.start + done_, count);
+            if (several && bytes != nullptr)
+                look_up_bytes(tables_.map.data(), tables_.map.size(), bytes, count, tables_buffer_.data());
+            else if (several)
+                look_up(tables_.map.data(), tables_.map.size(), tile_.contexts, count, tables_buffer_.data());
             if (in_place_) hold_prediction(count);
             symbols_ = tile_.symbols;
             return;
@@ -250,6 +245,20 @@ class ChunkDecoder {
         symbols_ = symbols_buffer_.data();
         for (unsigned p = 0; several && p < bytes_of(model_); ++p)
             std::fill_n(tables_buffer_.data() + p * span_.count, span_.count, tables_.map[p]);
+    }
+
+    // Finds what is predicted, and the contexts: of a byte each, or in the tile, where null is returned.
+    const uint8_t* fill_contexts(uint64_t start, size_t count) {
+        if (tiles_ != nullptr) {
+            tiles_->fill_contexts(start, count, code_contexts_);
+            return code_contexts_;
+        }
+        if (parent_ == nullptr) {
+            contexts_.fill(start, count, tile_);
+            return nullptr;
+        }
+        tile_.prediction = parent_ + start;
+        return parent_ + start;
     }
 
     // Copies what is predicted, if it is the base itself, to where no value is written.
@@ -266,6 +275,11 @@ class ChunkDecoder {
             return;
         }
         const size_t count = piece();
+        if (tiles_ != nullptr) {
+            tiles_->take(span_.start + done_, count, symbols_);
+            done_ += count;
+            return;
+        }
         const uint64_t bits = extra_widths(model_, count, tile_);
         const auto held = static_cast<uint64_t>(extra_.end - extra_.data) - kBitSlack;
         if (position_ + bits > 8 * held) throw Truncated("the extra bits end too early");
@@ -279,6 +293,7 @@ class ChunkDecoder {
     const ContextTables& tables_;
     const DecoderTables& decoder_tables_;
     uint8_t* values_;
+    const std::unique_ptr<CodeTiles> tiles_;  // of codes that no arrays are at hand for
     const uint8_t* const parent_;  // of codes under nothing but the parent's
     const bool in_place_;
     std::optional<RansDecoder> stream_;
@@ -289,6 +304,7 @@ class ChunkDecoder {
     const uint8_t* table_of_ = nullptr;
     uint8_t* symbols_ = nullptr;
     Buffer symbols_buffer_, tables_buffer_;
+    uint8_t code_contexts_[kTile];
     Tile tile_;
 };
 
@@ -316,6 +332,13 @@ class SideReader {
     void read(T* out, size_t count) {
         if (count > left_ / sizeof(T)) throw Truncated("the side data end too early");
         std::memcpy(out, take(count * sizeof(T)), count * sizeof(T));
+    }
+
+    ContextTables read_tables(unsigned contexts) {
+        uint32_t size;
+        read(&size, 1);
+        const uint8_t* const written = take(size);
+        return shrinkpoint::read_tables(written, size, contexts);
     }
 
     size_t left() const { return left_; }
@@ -392,6 +415,40 @@ void decode_both(ChunkDecoder& a, ChunkDecoder& b) {
     a.finish(), b.finish();
 }
 
+// Decodes chunks two by two, as far as there are two.
+void decode_with(const Model& model, const Arrays& arrays, const ContextTables& tables, SideReader sizes_reader,
+                 const uint8_t* codes, size_t codes_size, uint8_t* values, const ChunkRange& range,
+                 const MakeTiles& make_tiles, unsigned threads) {
+    const size_t all = chunk_count(range.count, range.chunk), chunks = range.last - range.first;
+    if (sizes_reader.left() != all * sizeof(uint32_t)) throw Corrupt("the side data do not list one size a chunk");
+    sizes_reader.take(range.first * sizeof(uint32_t));
+    std::vector<uint32_t> sizes(chunks);
+    sizes_reader.read(sizes.data(), chunks);
+    std::vector<uint64_t> starts(1, 0);
+    for (const uint32_t size : sizes) starts.push_back(starts.back() + size);
+    if (starts.back() > codes_size) throw Truncated("the codes are shorter than their chunks");
+    if (starts.back() < codes_size) throw Corrupt("the codes are longer than their chunks");
+    const DecoderTables decoder_tables(tables.frequencies);
+    parallel((chunks + 1) / 2, threads, [&](WorkQueue& indices) {
+        const ScopedFpEnvironment floats;
+        const auto one = std::make_unique<ChunkDecoder>(model, arrays, tables, decoder_tables, values, make_tiles());
+        const auto other = std::make_unique<ChunkDecoder>(model, arrays, tables, decoder_tables, values, make_tiles());
+        const auto begin = [&](ChunkDecoder& decoder, size_t i) {
+            decoder.begin(codes + starts[i], sizes[i], span_of(i, range.values(), range.chunk, range.chunk));
+        };
+        for (size_t i; indices.take(i);) {
+            begin(*one, 2 * i);
+            if (2 * i + 1 < chunks) {
+                begin(*other, 2 * i + 1);
+                decode_both(*one, *other);
+            } else {
+                while (one->more()) one->decode_piece();
+                one->finish();
+            }
+        }
+    });
+}
+
 }  // namespace
 
 EncodedRecord encode(const Model& model, const Arrays& arrays, const uint8_t* values, uint64_t count, size_t chunk,
@@ -418,10 +475,7 @@ void decode_chunks(const Model& model, Arrays arrays, Factors* factors, const ui
                     const uint8_t* codes, size_t codes_size, uint8_t* values, const ChunkRange& range,
                     unsigned threads) {
     SideReader reader(side, side_size);
-    uint32_t tables_size;
-    reader.read(&tables_size, 1);
-    const uint8_t* written = reader.take(tables_size);
-    const ContextTables tables = read_tables(written, tables_size, context_count(model, arrays));
+    const ContextTables tables = reader.read_tables(context_count(model, arrays));
     if (factors != nullptr) {
         reader.read(factors->centers.data(), factors->centers.size());
         for (const int32_t center : factors->centers)
@@ -432,34 +486,15 @@ void decode_chunks(const Model& model, Arrays arrays, Factors* factors, const ui
         arrays.factors = factors;
     }
     arrays.in_place = arrays.base == values;
-    const size_t all = chunk_count(range.count, range.chunk), chunks = range.last - range.first;
-    if (reader.left() != all * sizeof(uint32_t)) throw Corrupt("the side data do not list one size a chunk");
-    reader.take(range.first * sizeof(uint32_t));
-    std::vector<uint32_t> sizes(chunks);
-    reader.read(sizes.data(), chunks);
-    std::vector<uint64_t> starts(1, 0);
-    for (const uint32_t size : sizes) starts.push_back(starts.back() + size);
-    if (starts.back() > codes_size) throw Truncated("the codes are shorter than their chunks");
-    if (starts.back() < codes_size) throw Corrupt("the codes are longer than their chunks");
-    const DecoderTables decoder_tables(tables.frequencies);
-    parallel((chunks + 1) / 2, threads, [&](WorkQueue& indices) {
-        const ScopedFpEnvironment floats;
-        const auto one = std::make_unique<ChunkDecoder>(model, arrays, tables, decoder_tables, values);
-        const auto other = std::make_unique<ChunkDecoder>(model, arrays, tables, decoder_tables, values);
-        const auto begin = [&](ChunkDecoder& decoder, size_t i) {
-            decoder.begin(codes + starts[i], sizes[i], span_of(i, range.values(), range.chunk, range.chunk));
-        };
-        for (size_t i; indices.take(i);) {
-            begin(*one, 2 * i);
-            if (2 * i + 1 < chunks) {
-                begin(*other, 2 * i + 1);
-                decode_both(*one, *other);
-            } else {
-                while (one->more()) one->decode_piece();
-                one->finish();
-            }
-        }
-    });
+    decode_with(model, arrays, tables, reader, codes, codes_size, values, range, [] { return nullptr; }, threads);
+}
+
+void decode_tiles(const Model& model, const uint8_t* side, size_t side_size, const uint8_t* codes, size_t codes_size,
+                  const ChunkRange& range, const MakeTiles& make_tiles, unsigned threads) {
+    SideReader reader(side, side_size);
+    const Arrays none;
+    const ContextTables tables = reader.read_tables(context_count(model, none));
+    decode_with(model, none, tables, reader, codes, codes_size, nullptr, range, make_tiles, threads);
 }
 
 }  // namespace shrinkpoint

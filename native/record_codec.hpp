@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
 
 #include "buffer.hpp"
 #include "model.hpp"
@@ -36,6 +38,21 @@ struct ChunkRange {
 void decode_chunks(const Model& model, Arrays arrays, Factors* factors, const uint8_t* side, size_t side_size,
                     const uint8_t* codes, size_t codes_size, uint8_t* values, const ChunkRange& range,
                     unsigned threads);
+
+// What the contexts of bytes are, and what becomes of their symbols: tile by tile, in the order of a chunk.
+class CodeTiles {
+   public:
+    virtual ~CodeTiles() = default;
+    // Of `count` positions of the range from `start` on, at most kTile.
+    virtual void fill_contexts(uint64_t start, size_t count, uint8_t* contexts) = 0;
+    // The differences of the same positions, as fold_codes makes symbols of them.
+    virtual void take(uint64_t start, size_t count, const uint8_t* symbols) = 0;
+};
+using MakeTiles = std::function<std::unique_ptr<CodeTiles>()>;
+
+// As decode_chunks, of codes under a parent of which no array exists: every chunk at work has tiles of its own.
+void decode_tiles(const Model& model, const uint8_t* side, size_t side_size, const uint8_t* codes, size_t codes_size,
+                  const ChunkRange& range, const MakeTiles& make_tiles, unsigned threads);
 
 // `factors` has its segments filled in where the model uses them. Throws Corrupt or Truncated; reads and writes only
 // inside the given spans.

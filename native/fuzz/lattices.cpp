@@ -113,8 +113,8 @@ Bytes values_of(const Grid& grid, const Bytes& codes) {
     const Exact squares(grid.squares), points(as_codes(codes, width));
     return same_everywhere([&](unsigned threads) {
         const Exact out(Bytes(4 * count, 0xa5));
-        lattice_values(grid.lattice, {points.data(), width}, squares_of(grid.squares, squares), out.floats(), {0, count},
-                       threads);
+        lattice_values(grid.lattice, {points.data(), width}, squares_of(grid.squares, squares), out.floats(), nullptr,
+                       {0, count}, threads);
         return Bytes(out.data(), out.data() + 4 * count);
     });
 }

@@ -67,6 +67,9 @@ class Lattice:
 
 LatticeValues: TypeAlias = Buffer | tuple[Lattice, Buffer]
 """Float32 values: their bytes, or a lattice and codes on it."""
+LatticePart: TypeAlias = tuple[Lattice, int, Bytes, LatticeValues | None, LatticeValues | None]
+"""A part of a tensor to be decoded: its lattice, the first of its positions, where codes of a byte go, what they are
+predicted from, and second moments."""
 
 class Hasher:
     def __init__(self) -> None: ...
@@ -190,9 +193,21 @@ def lattice_values(
     values: Bytes,
     *,
     squares: LatticeValues | None = None,
+    digest: Hasher | None = None,
     first: int | None = None,
     threads: int = 1,
 ) -> None: ...
+def lattice_decode_codes(
+    model: Model,
+    side: Buffer,
+    coded: Buffer,
+    count: int,
+    first: int,
+    parts: list[LatticePart],
+    *,
+    chunk: int = 262144,
+    threads: int = 1,
+) -> list[Bytes | None]: ...
 def lattice_run_values(
     lattice: Lattice,
     codes: Buffer,

@@ -16,6 +16,7 @@ from reference import lattice as reference
 from torch import Tensor
 
 from shrinkpoint import _native
+from shrinkpoint.codec.coder import BYTE_FORMAT, CoderConfig, CodingContext
 from shrinkpoint.codec.lattice import MAX_LATTICE_CODE, ZERO_CODE, Lattice, LatticeTensor
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
@@ -288,6 +289,29 @@ def test_roots_of_codes_are_the_roots_of_the_values_they_stand_for(most: int) ->
     assert (out[0].view(np.int32) == out[1].view(np.int32)).all() and (out == 0).any()
 
 
+BOTH = _bytes(24)
+
+
+def _decode_codes(parts: list[Any], tokens: Bytes | None = None) -> list[Bytes | None]:
+    config = CoderConfig("codes", predictor="base")
+    tokens = _bytes(6) if tokens is None else tokens
+    side, coded = config.encode(BYTE_FORMAT, tokens, CodingContext(base=_bytes(6)), 1)
+    return _native.lattice_decode_codes(config.native_model(BYTE_FORMAT), side, coded, 6, 0, parts)
+
+
+def test_a_difference_without_its_escape_is_refused() -> None:
+    tokens = np.array([0, 0, 0x80, 0, 0, 0], np.uint8)
+    with pytest.raises(ValueError, match="more large differences than escapes"):
+        _decode_codes([(FLAT, 0, _bytes(6), None, None)], tokens)
+
+
+def test_a_code_beyond_all_others_is_refused() -> None:
+    parent = np.full(6, 2**15 - 2, np.int16).view(np.uint8)
+    tokens = np.array([0, 0, 0, 0, 0, 3], np.uint8)
+    with pytest.raises(ValueError, match="too far out"):
+        _decode_codes([(FLAT, 0, _bytes(6), (FLAT, parent), None)], tokens)
+
+
 WRONG: dict[str, Callable[[], Any]] = {
     "too few rows": lambda: _native.Lattice(_shorts(0), _shorts(0), 2, 3),
     "too few columns": lambda: _native.Lattice(_shorts(0, 0), _shorts(0, 0), 2, 3),
@@ -304,6 +328,12 @@ WRONG: dict[str, Callable[[], Any]] = {
         FLAT, _bytes(12), _bytes(6), _bytes(6), expected=_bytes(23)
     ),
     "too few tokens": lambda: _native.lattice_decode(FLAT, _bytes(5), _bytes(6), _bytes(0), _bytes(12), _bytes(24)),
+    "too few codes for a chunk": lambda: _decode_codes([(FLAT, 0, _bytes(5), None, None)]),
+    "positions behind the last": lambda: _decode_codes([(FLAT, 3, _bytes(6), None, None)]),
+    "no part of a lattice": lambda: _decode_codes([]),
+    "codes in the place of squares": lambda: _decode_codes([(FLAT, 0, BOTH[:6], None, BOTH)]),
+    "codes in the place of others": lambda: _decode_codes([(FLAT, 0, BOTH[1:7], (FLAT, BOTH[:6]), None)]),
+    "codes in the place of wide ones": lambda: _decode_codes([(FLAT, 0, BOTH[:6], (FLAT, BOTH[:12]), None)]),
     "half an escape": lambda: _native.lattice_decode(FLAT, _bytes(6), _bytes(6), _bytes(2), _bytes(12), _bytes(24)),
     "too little room": lambda: _native.lattice_values(FLAT, _bytes(12), _bytes(20)),
     "values that are not aligned": lambda: _native.lattice_values(FLAT, _bytes(12), _bytes(28)[1:25]),

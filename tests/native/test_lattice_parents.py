@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shrinkpoint import _native
+from shrinkpoint.codec.coder import BYTE_FORMAT, CoderConfig, CodingContext
 from shrinkpoint.codec.lattice import MAX_LATTICE_CODE, ZERO_CODE, Lattice, LatticeTensor
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
@@ -66,6 +68,9 @@ class Pair:
         values = self.tensor.dequantize(torch.float32, moments)
         assert found[3:] == [_native.xxh3_128(tensor_bytes(values)), _native.xxh3_128(tensor_bytes(parent))]
         self.decode(found, values, threads)
+        if values.numel() and not found[2]:
+            for overwrite in (False, True):
+                self.decode_tiles(found, threads, overwrite)
 
     def decode(self, found: list[object], values: Tensor, threads: int) -> None:
         """From guesses and tokens to codes of either width."""
@@ -98,6 +103,36 @@ class Pair:
         assert fits == (self.tensor.narrow().codes.dtype == torch.int8)
         if fits:
             assert torch.equal(torch.from_numpy(narrow.view(np.int8)), self.tensor.narrow().codes.reshape(-1))
+
+    def decode_tiles(self, found: list[object], threads: int, overwrite: bool) -> None:
+        """From coded bytes to codes, of the tensor's two thirds; into the parent's codes if these have one byte."""
+        contexts, tokens = (np.frombuffer(part, np.uint8) for part in found[:2])  # type: ignore[call-overload]
+        config = CoderConfig("codes", predictor="base", top=int(contexts.max()), chunk=1 << 15)
+        side, coded = config.encode(BYTE_FORMAT, tokens, CodingContext(base=contexts), 1)
+        ends = [0, tokens.size // 3, tokens.size]
+        parts: list[Any] = []
+        for first, last in pairwise(ends):
+            parent, second = (None if source is None else self.part(source, first, last) for source in self.sources)
+            assert parent is not None
+            narrow = parent[1] if overwrite and parent[1].size == last - first else np.zeros(last - first, np.uint8)
+            parts.append((self.tensor.lattice.to_native(self.shape), first, narrow, parent, second))
+        wide = _native.lattice_decode_codes(
+            config.native_model(BYTE_FORMAT), side, coded, tokens.size, 0, parts, chunk=config.chunk, threads=threads
+        )
+        expected = self.tensor.codes.to(torch.int16).reshape(-1).numpy()
+        for (first, last), part, codes in zip(pairwise(ends), parts, wide, strict=True):
+            fits = bool((np.abs(expected[first:last] + 0.5) < 128).all())
+            assert (codes is None) == fits
+            decoded = part[2].view(np.int8) if codes is None else codes.view(np.int16)
+            assert np.array_equal(decoded, expected[first:last])
+
+    @property
+    def sources(self) -> tuple[LatticeTensor | None, LatticeTensor | None]:
+        return self.parent, self.second
+
+    def part(self, tensor: LatticeTensor, first: int, last: int) -> tuple[_native.Lattice, Any]:
+        codes = tensor.codes.reshape(-1)[first:last].clone()
+        return tensor.lattice.to_native(self.shape), tensor_bytes(codes)
 
 
 def points(random: np.random.Generator, grid: Lattice, shape: tuple[int, int], most: int) -> LatticeTensor:

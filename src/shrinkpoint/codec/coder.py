@@ -168,7 +168,7 @@ class CoderConfig:
         Raises:
             _native.DropsBits: this configuration would lose bits of these values, so it never becomes a checkpoint.
         """
-        model = self._native_model(number_format)
+        model = self.native_model(number_format)
         factors = self._fit_factors(model, values, context)
         return _native.encode(
             model, values, **self._native_arrays(context), factors=factors, chunk=self.chunk, threads=threads
@@ -178,7 +178,7 @@ class CoderConfig:
         self, number_format: NumberFormat, values: Bytes, context: CodingContext, stride: int, threads: int
     ) -> float:
         """Estimate how many bytes `encode` would return, from every `stride`-th tile."""
-        model = self._native_model(number_format)
+        model = self.native_model(number_format)
         factors = self._fit_factors(model, values, context)
         bits = _native.estimate_bits(
             model, values, **self._native_arrays(context), factors=factors, stride=stride, threads=threads
@@ -209,7 +209,7 @@ class CoderConfig:
             _native.Corrupt, _native.Truncated: the bytes are damaged.
         """
         _native.decode_chunks(
-            self._native_model(number_format),
+            self.native_model(number_format),
             side,
             codes,
             out,
@@ -226,7 +226,12 @@ class CoderConfig:
             context.factor_cache[self.fine] = _native.fit_factors(model, values, context.shapes or [])
         return context.factor_cache[self.fine] if self.factors else None
 
-    def _native_model(self, number_format: NumberFormat) -> _native.Model:
+    def native_model(self, number_format: NumberFormat) -> _native.Model:
+        """Return what the native core calls this configuration.
+
+        Raises:
+            ValueError: it names what this release does not know.
+        """
         model = _native.Model()
         try:
             model.tokens = Tokens[self.tokens.upper()]

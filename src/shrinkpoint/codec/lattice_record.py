@@ -40,11 +40,9 @@ from shrinkpoint.codec.decoder import (
     QuantizerParams,
     RecordDecoder,
     RecordView,
-    TensorRange,
-    as_aligned,
-    cast,
 )
 from shrinkpoint.codec.lattice import MAX_SCALE_EXPONENT, Lattice, LatticeTensor, matrix_shape, scale_counts
+from shrinkpoint.codec.lattice_member import MemberDecoder, native_values
 from shrinkpoint.codec.recipe import LatticeRecipe
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.tensors.dtypes import as_native_float, tensor_bytes, torch_dtype
@@ -208,11 +206,6 @@ def _parent_values(
     return tensor_bytes(as_native_float(values)), None
 
 
-def native_values(tensor: LatticeTensor) -> tuple[_native.Lattice, Bytes]:
-    """Float32 values as the native core takes them: a lattice, and codes on it."""
-    return tensor.lattice.to_native(matrix_shape(tuple(tensor.codes.shape))), tensor_bytes(tensor.codes)
-
-
 def _native_squares(moment: Tensor | LatticeTensor | None) -> _native.LatticeValues | None:
     if moment is None or isinstance(moment, LatticeTensor):
         return None if moment is None else native_values(moment)
@@ -354,7 +347,7 @@ class LatticeDecoder(RecordDecoder):
         ]
         if end != size:
             raise _native.Truncated("the codes end too early, or too late")
-        self._recipe, self.uses_parent = recipe, recipe.base
+        self._recipe, self.uses_parent, self._has_escapes = recipe, recipe.base, escapes > 0
         self.unit, self.chunk = NUMBER_FORMATS[infos[0].dtype].itemsize, recipe.run.chunk
         self.splittable = not escapes and len({info.dtype for info in infos}) == 1 and self.count > 0
         side_data = view.read_array("points", self._lattices_end, begin)
@@ -385,7 +378,7 @@ class LatticeDecoder(RecordDecoder):
         parents = self._parent_ranges(lo, hi) if self._recipe.base else []
         sources = zip_longest(ranges, parents, self._moment_ranges(lo, hi))
         members = [
-            _MemberDecoder(self._lattices[span.member], span, parent, squares, inputs)
+            MemberDecoder(self._lattices[span.member], span, parent, squares, inputs)
             for span, parent, squares in sources
         ]
         digests, base_digests = inputs.value_digests, inputs.base_digests
@@ -393,7 +386,10 @@ class LatticeDecoder(RecordDecoder):
         values = _native.Hasher() if digests is not None and is_native else None
         base = self._base_hasher(inputs) if base_digests is not None and self._recipe.base else None
         try:
-            self._decode_blocks(lo, hi, members, values, base, inputs.threads)
+            if base is None and not self._has_escapes:
+                self._decode_tiles(lo, hi, members, values, inputs.threads)
+            else:
+                self._decode_blocks(lo, hi, members, values, base, inputs.threads)
         except (ValueError, _native.Corrupt, _native.Truncated):
             if base_digests is not None and base is not None:  # of another parent nothing else can be expected
                 whole = self._base_hasher(inputs)
@@ -410,11 +406,30 @@ class LatticeDecoder(RecordDecoder):
             digests.check_values(part.values for part in out if part.values is not None)
         return out
 
+    def _decode_tiles(
+        self, lo: int, hi: int, members: Sequence[MemberDecoder], digest: _native.Hasher | None, threads: int
+    ) -> None:
+        """Decode codes in one native loop that makes guesses and contexts tile by tile, and then their values."""
+        if lo < hi:
+            config = self._chunks.config
+            wide = _native.lattice_decode_codes(
+                config.native_model(BYTE_FORMAT),
+                self._chunks.side,
+                self._view.read_array("points", *self._chunks.byte_range(lo, hi)),
+                self.count,
+                lo // config.chunk,
+                [member.codes_part() for member in members],
+                chunk=config.chunk,
+                threads=threads,
+            )
+            for member, codes in zip(members, wide, strict=True):
+                member.decode_values(codes, digest, threads)
+
     def _decode_blocks(
         self,
         lo: int,
         hi: int,
-        members: Sequence[_MemberDecoder],
+        members: Sequence[MemberDecoder],
         values: _native.Hasher | None,
         base: _native.Hasher | None,
         threads: int,
@@ -458,115 +473,3 @@ class LatticeDecoder(RecordDecoder):
     def _parent_lattices(self, fetch: FetchParams) -> list[Lattice]:
         params = [fetch(name) for name in self.required_parents()]
         return [param for param in params if isinstance(param, Lattice)]
-
-
-class _MemberDecoder:
-    """Decodes a range of one tensor part by part: its codes are predicted, and then corrected by the tokens.
-
-    Attributes:
-        count: values in the range.
-    """
-
-    def __init__(
-        self,
-        lattice: Lattice,
-        span: TensorRange,
-        parent: ByteRange | None,
-        squares: ByteRange | None,
-        inputs: DecodeInputs,
-    ) -> None:
-        self._info, self._first, self.count, self._origin = span.info, span.begin, span.end - span.begin, lattice
-        self._lattice = lattice.to_native(matrix_shape(span.info.shape))
-        self._parent = None if parent is None else _FetchedValues(parent, span.info.dtype, inputs)
-        self._squares = None if squares is None else _FetchedValues(squares, "F32", inputs)
-        self._codes, self._code_bytes = inputs.allocate_codes(self.count), 1
-        self._values = None
-        if inputs.with_values:
-            is_native = span.info.dtype == "F32"
-            self._values = inputs.allocate(4 * self.count) if is_native else _native.empty(4 * self.count)
-
-    def predict(self, start: int, guesses: Bytes, contexts: Bytes, base: _native.Hasher | None, threads: int) -> None:
-        """Predict codes from `start` of the range on, and fill in their contexts."""
-        if self._parent is not None and self._parent.values is not None and base is not None and start == 0:
-            base.update(self._parent.stored)
-            base = None
-        is_hashed = self._parent is not None and self._parent.values is None
-        _native.lattice_predict(
-            self._lattice,
-            guesses,
-            contexts,
-            parent=None if self._parent is None else self._parent.part(start, contexts.size),
-            squares=None if self._squares is None else self._squares.part(start, contexts.size),
-            base=base if is_hashed else None,
-            first=self._first + start,
-            threads=threads,
-        )
-
-    def decode(
-        self,
-        start: int,
-        guesses: Bytes,
-        tokens: Bytes,
-        contexts: Bytes,
-        escapes: Bytes,
-        digest: _native.Hasher | None,
-        threads: int,
-    ) -> int:
-        """Decode codes and values from `start` of the range on; returns how many escapes they used."""
-        stop = start + tokens.size
-        used, is_narrow = _native.lattice_decode(
-            self._lattice,
-            tokens,
-            contexts,
-            escapes,
-            guesses,
-            None if self._values is None else self._values[4 * start : 4 * stop],
-            codes=self._codes[self._code_bytes * start : self._code_bytes * stop],
-            squares=None if self._squares is None else self._squares.part(start, tokens.size),
-            digest=digest,
-            first=self._first + start,
-            threads=threads,
-        )
-        if not is_narrow and self._code_bytes == 1:
-            wide = _native.empty(2 * self.count)
-            wide.view(np.int16)[:start] = self._codes.view(np.int8)[:start]
-            wide[2 * start : 2 * stop] = guesses
-            self._codes, self._code_bytes = wide, 2
-        return used
-
-    def part(self) -> DecodedPart:
-        """The decoded range; its codes are of the tensor's shape if they are all of its codes."""
-        codes = torch.from_numpy(self._codes.view(np.int8 if self._code_bytes == 1 else np.int16))
-        codes = codes.reshape(self._info.shape) if self.count == self._info.numel else codes
-        values = None if self._values is None else cast(self._values, "F32", self._info.dtype)
-        relative_to = "" if self._squares is None else self._squares.name
-        return DecodedPart(values, LatticeTensor(codes, self._origin, relative_to))
-
-
-class _FetchedValues:
-    """Values of a range of another tensor, float32 or bfloat16: codes on a lattice if they are all of its values.
-
-    Attributes:
-        name: of the tensor.
-        stored: its bytes as they are; empty for codes.
-        values: the same as the native core reads them; None for codes.
-    """
-
-    def __init__(self, span: ByteRange, dtype: str, inputs: DecodeInputs) -> None:
-        source = inputs.fetch_codes(span) if dtype == "F32" else None
-        self.name, self.values = span.name, None
-        self.stored: Bytes = np.empty(0, np.uint8)
-        if source is not None:
-            self._lattice, self._codes = native_values(source)
-            self._code_bytes = source.codes.element_size()
-            return
-        self.stored = inputs.fetch(span)
-        # The native core reads no float16.
-        self.values = as_aligned(cast(self.stored, "F16", "F32") if dtype == "F16" else self.stored, 4)
-        self._itemsize = 2 if dtype == "BF16" else 4
-
-    def part(self, start: int, count: int) -> _native.LatticeValues:
-        """Values of the range from `start` on."""
-        if self.values is not None:
-            return self.values[self._itemsize * start : self._itemsize * (start + count)]
-        return self._lattice, self._codes[self._code_bytes * start : self._code_bytes * (start + count)]
