@@ -166,7 +166,7 @@ def test_interrupt_at_any_line_of_a_save_leaves_all_of_it_working(tmp_path, kind
         """  # tracing and interrupts confuse who watches over tests
         faults, hits, lines = json.loads(run_forked(code, timeout=PATIENCE if every > 1 else 2 * PATIENCE))
     assert faults == []
-    assert hits > 0.9 * lines > 9 / every
+    assert hits >= 0.9 * lines > 9 / every  # a line that runs once a process is not reached again
 
 
 def sweep(path, kind, background, first, every):

@@ -1,4 +1,4 @@
-"""Saving and restoring training loops: checkpoint managers, gradient recorders, partial restores.
+"""Saving and restoring training loops: checkpoint managers, when to save, gradient recorders, partial restores.
 
 Each framework has a subpackage, imported at its first use: `dcp`, `transformers`, `accelerate`, `lightning`.
 """
@@ -14,6 +14,17 @@ from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.partial_restore import RankShard
 from shrinkpoint.train.restore import RestoreReport, RestoreResult, latest_valid
+from shrinkpoint.train.save_decision import (
+    AnySavePolicy,
+    BestMetricPolicy,
+    ContinuousCheckpointingPolicy,
+    DecisionContext,
+    FixedIntervalPolicy,
+    PreemptionCheckpointingPolicy,
+    SaveDecisionPolicy,
+    SaveSchedule,
+    SpecificStepsPolicy,
+)
 
 if TYPE_CHECKING:
     from shrinkpoint.train import accelerate as accelerate
@@ -24,13 +35,22 @@ if TYPE_CHECKING:
 _SUBPACKAGES = ("accelerate", "dcp", "lightning", "transformers")
 
 __all__ = [
+    "AnySavePolicy",
+    "BestMetricPolicy",
     "CheckpointManager",
     "Checkpointer",
+    "ContinuousCheckpointingPolicy",
+    "DecisionContext",
+    "FixedIntervalPolicy",
     "GradientRecorder",
+    "PreemptionCheckpointingPolicy",
     "RankShard",
     "RestoreReport",
     "RestoreResult",
+    "SaveDecisionPolicy",
+    "SaveSchedule",
     "SkippedCheckpoint",
+    "SpecificStepsPolicy",
     "latest_valid",
 ]
 

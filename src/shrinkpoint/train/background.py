@@ -230,6 +230,12 @@ class BackgroundWorker:
             self._revoke(new_job)
             raise
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a job runs, or is about to."""
+        job = self._job
+        return job is not None and not job.done.is_set()
+
     def join(self) -> None:
         """Wait for the job that runs, if any; its error is kept for `wait`. Any thread may call this."""
         job = self._job

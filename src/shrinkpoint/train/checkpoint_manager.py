@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import MismatchError, PolicyError, warn_user
@@ -19,7 +19,11 @@ from shrinkpoint.train import partial_restore, state_dicts
 from shrinkpoint.train.background import BackgroundSaver
 from shrinkpoint.train.planning import make_save_plan
 from shrinkpoint.train.restore import RestoreResult
+from shrinkpoint.train.save_decision import SaveDecisionPolicy, SaveSchedule
 from shrinkpoint.train.state_dicts import as_floats, mark_parameters
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class CheckpointManager(BackgroundSaver):
@@ -39,6 +43,8 @@ class CheckpointManager(BackgroundSaver):
             files have four times the bytes of the state. None: no limit.
         background: `save` returns as soon as the state is copied, and the copy is written beside the loop.
         threads: native threads for coding; None: every core.
+        save_decision_policy: what `should_save` asks; None: the loop decides itself.
+        group: the ranks that all call `should_save` at every step and get the same answer; None: this process alone.
 
     Attributes:
         store: the store.
@@ -56,15 +62,55 @@ class CheckpointManager(BackgroundSaver):
         keyframe_every: int | None = 20,
         background: bool = False,
         threads: int | None = None,
+        save_decision_policy: SaveDecisionPolicy | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(scheme, background=background)
         self._keep = check_keep(keep)
         self.store = Store(where, keyframe_every=keyframe_every, threads=threads)
+        self._schedule = None if save_decision_policy is None else SaveSchedule(save_decision_policy, group=group)
+        self._has_read_steps = False  # of the store, for the schedule
         self._has_warned = False  # that retention deletes nothing
         self._is_locked = False  # the store's lock is ours
 
     def __repr__(self) -> str:
         return f"CheckpointManager({self.store.storage.describe()!r})"
+
+    def should_save(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
+        """Whether the `save_decision_policy` wants this step saved; False for a step that is saved already.
+
+        Args:
+            step: number of the training step.
+            metrics: numbers of this step, for `BestMetricPolicy`.
+
+        Raises:
+            PolicyError: there is no policy; no step; ranks that ask for different steps; a metric that is no number.
+            StorageError: the store cannot be read.
+            whatever a policy raises, on all ranks.
+        """
+        if self._schedule is None:
+            do = "pass save_decision_policy=, such as shrinkpoint.train.FixedIntervalPolicy(1000)"
+            raise PolicyError("should_save", found="a manager without a policy", expected="one that decides", do=do)
+        if not self._has_read_steps:
+            for manifest in self.store.list():
+                self._schedule.note_previous(manifest.step, manifest.metrics)
+            self._has_read_steps = True
+        return self._schedule.should_save(step, metrics=metrics, is_saving_in_progress=self._worker.is_running)
+
+    @property
+    def reached_preemption(self) -> bool:
+        """Whether the process was told to end (SIGTERM) when `should_save` was called last; the same on all ranks.
+
+        Always False without a `PreemptionCheckpointingPolicy`.
+        """
+        return self._schedule is not None and self._schedule.reached_preemption
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            if self._schedule is not None:
+                self._schedule.close()
 
     def save(
         self,
@@ -126,7 +172,10 @@ class CheckpointManager(BackgroundSaver):
                     stall=self._stall,
                 )
 
-            return self._save(f"saving step {step}", flat_state, plan, write, self._apply_retention)
+            report = self._save(f"saving step {step}", flat_state, plan, write, self._apply_retention)
+            if self._schedule is not None:
+                self._schedule.note_saved(step, values)
+            return report
 
     def restore(
         self,

@@ -1,0 +1,275 @@
+"""When to save: policies that a training loop asks at every step, with one answer on all ranks.
+
+The names are those of Orbax's save decision policies, which these follow; steps are whole numbers here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from shrinkpoint import validate
+from shrinkpoint.errors import PolicyError
+from shrinkpoint.sharding.collectives import gather_or_raise
+from shrinkpoint.store import layout
+from shrinkpoint.train.preemption import PreemptionWatch
+from shrinkpoint.train.state_dicts import as_floats
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class DecisionContext:
+    """What a policy may look at besides steps.
+
+    Attributes:
+        seconds: since the last save was decided; before the first one, since the schedule was made.
+        is_saving_in_progress: a save is being written in the background.
+        reached_preemption: the process will be ended, and nothing was saved since that was announced.
+        metrics: of this step.
+        previous_metrics: of each of the previous steps; empty where none were given.
+    """
+
+    seconds: float = 0.0
+    is_saving_in_progress: bool = False
+    reached_preemption: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    previous_metrics: Sequence[Mapping[str, float]] = ()
+
+
+class SaveDecisionPolicy(Protocol):
+    """Decides whether to save; for one of your own, this method is enough.
+
+    Two attributes are optional: `is_by_step`, True if the answer depends on the step alone, so that ranks need not
+    compare theirs; and `watches_preemption`, True if SIGTERM is to be watched for.
+    """
+
+    def should_save(self, step: int, previous_steps: Sequence[int], *, context: DecisionContext) -> bool:
+        """Whether to save at this step, which is none of the previous ones.
+
+        Args:
+            previous_steps: of the checkpoints there were at the beginning, and of those decided since.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class FixedIntervalPolicy:
+    """Save every so many steps: at the multiples of `interval`.
+
+    Raises:
+        PolicyError: the interval is not a whole number from 1.
+    """
+
+    interval: int
+    is_by_step = True
+
+    def __post_init__(self) -> None:
+        validate.check_int("FixedIntervalPolicy(interval=)", self.interval, do="say how many steps")
+
+    def should_save(self, step: int, previous_steps: Sequence[int], *, context: DecisionContext) -> bool:
+        return step % self.interval == 0
+
+
+@dataclass(frozen=True)
+class SpecificStepsPolicy:
+    """Save at these steps.
+
+    Raises:
+        PolicyError: one of them is no step.
+    """
+
+    steps: Sequence[int]
+    is_by_step = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", tuple(layout.check_step(step) for step in self.steps))
+
+    def should_save(self, step: int, previous_steps: Sequence[int], *, context: DecisionContext) -> bool:
+        return step in self.steps
+
+
+@dataclass(frozen=True)
+class ContinuousCheckpointingPolicy:
+    """Save whenever no save is in progress, and at least so many seconds have passed since the last one.
+
+    Raises:
+        PolicyError: the seconds are no number from 0.
+    """
+
+    minimum_interval_secs: float = 0.0
+
+    def __post_init__(self) -> None:
+        seconds = self.minimum_interval_secs
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+            where, do = "ContinuousCheckpointingPolicy(minimum_interval_secs=)", "say e.g. 600 for ten minutes"
+            raise validate.argument_error(where, seconds, "a number of seconds from 0", do)
+
+    def should_save(self, step: int, previous_steps: Sequence[int], *, context: DecisionContext) -> bool:
+        return not context.is_saving_in_progress and context.seconds >= self.minimum_interval_secs
+
+
+@dataclass(frozen=True)
+class BestMetricPolicy:
+    """Save when a metric is better than in every previous checkpoint; nan is no value.
+
+    Args:
+        metric: the name under which `should_save` and `save` get it.
+        mode: "min" or "max".
+
+    Raises:
+        PolicyError: an unknown mode, or an empty name.
+    """
+
+    metric: str = "val_loss"
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        validate.check_str("BestMetricPolicy(metric=)", self.metric, do="name what the loop reports")
+        validate.check_choice("BestMetricPolicy(mode=)", self.mode, ("min", "max"))
+
+    def should_save(self, step: int, previous_steps: Sequence[int], *, context: DecisionContext) -> bool:
+        sign = 1.0 if self.mode == "min" else -1.0
+        value = sign * context.metrics.get(self.metric, math.nan)
+        return not math.isnan(value) and not any(
+            sign * metrics.get(self.metric, math.nan) <= value for metrics in context.previous_metrics
+        )
+
+
+@dataclass(frozen=True)
+class PreemptionCheckpointingPolicy:
+    """Save once when the process is told to end, by SIGTERM; a process that uses this policy does not end by it."""
+
+    watches_preemption = True
+
+    def should_save(self, step: int, previous_steps: Sequence[int], *, context: DecisionContext) -> bool:
+        return context.reached_preemption
+
+
+@dataclass(frozen=True)
+class AnySavePolicy:
+    """Save when any of several policies does.
+
+    Raises:
+        PolicyError: one of them is no policy.
+    """
+
+    policies: Sequence[SaveDecisionPolicy]
+
+    def __post_init__(self) -> None:
+        policies = self.policies if isinstance(self.policies, Sequence) else (self.policies,)
+        object.__setattr__(self, "policies", tuple(map(check_policy, policies)))
+
+    @property
+    def is_by_step(self) -> bool:
+        return all(getattr(policy, "is_by_step", False) for policy in self.policies)
+
+    @property
+    def watches_preemption(self) -> bool:
+        return any(getattr(policy, "watches_preemption", False) for policy in self.policies)
+
+    def should_save(self, step: int, previous_steps: Sequence[int], *, context: DecisionContext) -> bool:
+        return any(policy.should_save(step, previous_steps, context=context) for policy in self.policies)
+
+
+def check_policy(policy: Any) -> SaveDecisionPolicy:
+    """Return a policy.
+
+    Raises:
+        PolicyError: it is something else.
+    """
+    if callable(getattr(policy, "should_save", None)) and not isinstance(policy, type):
+        return policy  # type: ignore[no-any-return]
+    expected = "an object with should_save(step, previous_steps, *, context)"
+    raise validate.argument_error("save_decision_policy", policy, expected, "pass e.g. FixedIntervalPolicy(1000)")
+
+
+class SaveSchedule:
+    """Asks a policy at every step, and remembers what it decided; on several ranks, all get the same answer.
+
+    A rank's yes is everyone's: they compare their answers at every step, in one small exchange, unless the policy goes
+    by the step alone. `CheckpointManager.should_save` is one of these; loops that save by other means make their own.
+
+    Args:
+        policy: says when to save.
+        group: the ranks, all of which ask at every step; None: this process alone.
+
+    Raises:
+        PolicyError: no policy; a policy that watches for SIGTERM, in another thread than the main one.
+    """
+
+    def __init__(self, policy: SaveDecisionPolicy, *, group: ProcessGroup | None = None) -> None:
+        self._policy, self._group = check_policy(policy), group
+        self._metrics: dict[int, Mapping[str, float]] = {}  # by step, in the order of the saves
+        self._last_save = time.monotonic()
+        self._is_preempted = self._is_saved_since = False
+        self._watch = PreemptionWatch() if getattr(policy, "watches_preemption", False) else None
+
+    def __enter__(self) -> SaveSchedule:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def reached_preemption(self) -> bool:
+        """Whether the process was told to end when `should_save` was called last; the same on all ranks."""
+        return self._is_preempted
+
+    def should_save(
+        self, step: int, *, metrics: Mapping[str, Any] | None = None, is_saving_in_progress: bool = False
+    ) -> bool:
+        """Whether to save at this step; False if that has been decided for it, or `note_saved` was called with it.
+
+        Args:
+            metrics: numbers by name, of this step.
+            is_saving_in_progress: a save is being written in the background.
+
+        Raises:
+            PolicyError: no step; ranks that ask for different steps; a metric that is no number.
+            whatever a policy raises, on all ranks.
+        """
+        step, values = layout.check_step(step), as_floats(metrics)
+
+        def decide() -> tuple[int, bool, bool]:
+            is_signalled = self._watch is not None and self._watch.is_signalled
+            context = DecisionContext(
+                time.monotonic() - self._last_save,
+                is_saving_in_progress,
+                is_signalled and not self._is_saved_since,
+                values,
+                tuple(self._metrics.values()),
+            )
+            is_new = step not in self._metrics
+            is_due = is_new and self._policy.should_save(step, tuple(self._metrics), context=context)
+            return step, bool(is_due), is_signalled
+
+        is_local = self._group is None or getattr(self._policy, "is_by_step", False)
+        answers = [decide()] if is_local else gather_or_raise(decide, self._group)
+        steps = sorted({other for other, _, _ in answers})
+        if len(steps) > 1:
+            found, do = f"ranks at steps {', '.join(map(str, steps))}", "let all ranks ask at every step"
+            raise PolicyError("should_save", found=found, expected="the same step on all ranks", do=do)
+        self._is_preempted = any(is_signalled for _, _, is_signalled in answers)
+        is_due = any(is_due for _, is_due, _ in answers)
+        if is_due:
+            self.note_saved(step, values)
+        return is_due
+
+    def note_previous(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Count a checkpoint of an earlier process; no seconds are counted from it."""
+        self._metrics.setdefault(step, dict(metrics))
+
+    def note_saved(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Count a step as saved, with its metrics; what `should_save` has decided is counted already."""
+        self._metrics[step] = {**self._metrics.get(step, {}), **(metrics or {})}
+        self._last_save, self._is_saved_since = time.monotonic(), self._is_preempted
+
+    def close(self) -> None:
+        """Let SIGTERM do what it did before."""
+        if self._watch is not None:
+            self._watch.close()
