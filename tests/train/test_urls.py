@@ -129,7 +129,13 @@ ELSEWHERE = {
     "dcp.Writer.validate_checkpoint_id checkpoint_id",
     "dcp.Reader.validate_checkpoint_id checkpoint_id",
 }
-TAKES_BUCKETS = ("load where", "Store where", "CheckpointManager where")
+TAKES_BUCKETS = (
+    "load where",
+    "Store where",
+    "CheckpointManager where",
+    "transformers.from_pretrained where",
+    "transformers.export_pretrained where",
+)
 IS_FRAMEWORKS = ("transformers.ShrinkTrainer", "transformers.ShrinkCallback", "lightning d")
 
 

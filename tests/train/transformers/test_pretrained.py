@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 import shrinkpoint as sp
 from shrinkpoint.cli.app import app
 from shrinkpoint.errors import CorruptError, MismatchError, NotFoundError, PolicyError
-from shrinkpoint.storage import LocalStorage
+from shrinkpoint.storage import LocalStorage, MemoryStorage
 from shrinkpoint.store import decode
 from shrinkpoint.store.chain import read_header
 from shrinkpoint.store.listing import list_steps
@@ -323,3 +323,18 @@ def test_a_model_comes_from_a_checkpoint_of_many_ranks(tmp_path):
         assert difference(weights(again), weights(model)) is None
     with pytest.raises(NotFoundError, match="no weights"):
         from_pretrained(AutoModelForCausalLM, tmp_path / "checkpoint-5" / "nested", key="ema")
+
+
+def test_a_model_comes_from_a_storage_that_is_no_directory(tmp_path):
+    model, storage = moved(gpt2()), MemoryStorage()
+    model.save_pretrained(tmp_path / "stock")
+    with sp.Store(storage) as store:
+        store.save(3, {"model": model.state_dict(), "optimizer": {"m": torch.ones(9)}})
+    with pytest.raises(NotFoundError, match=r"config.json in it"):
+        from_pretrained(AutoModelForCausalLM, storage)
+    storage.put("config.json", (tmp_path / "stock" / "config.json").read_bytes())
+    again = from_pretrained(AutoModelForCausalLM, storage, step=3)
+    assert difference(weights(again), weights(model)) is None
+    export_pretrained(storage, tmp_path / "out")
+    stock, out = (tmp_path / name / "model.safetensors" for name in ("stock", "out"))
+    assert out.read_bytes() == stock.read_bytes()

@@ -16,11 +16,16 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
-from shrinkpoint.storage import atomic_replace, check_no_loss, local_path
+from shrinkpoint.storage import Storage, atomic_replace, check_no_loss, local_path
 from shrinkpoint.train.transformers.checkpoint_dirs import WEIGHT_FILES
-from shrinkpoint.train.transformers.weights import CONFIG_FILE, SMALL_FILES, PretrainedWeights, load_weights
+from shrinkpoint.train.transformers.weights import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    SMALL_FILES,
+    PretrainedWeights,
+    load_weights,
+)
 
-_GENERATION_FILE = "generation_config.json"
 _MAX_LISTED = 3
 _MODEL_ARGUMENTS = ("dtype", "torch_dtype", "quantization_config")
 """Arguments that `AutoConfig` would take away from the model."""
@@ -28,7 +33,7 @@ _MODEL_ARGUMENTS = ("dtype", "torch_dtype", "quantization_config")
 
 def from_pretrained(
     model_class: Any,
-    where: str | Path,
+    where: str | Path | Storage,
     *model_args: Any,
     step: int | None = None,
     key: str | Sequence[str | int] | None = None,
@@ -44,7 +49,8 @@ def from_pretrained(
 
     Args:
         model_class: a model's class, or an Auto class such as `AutoModelForCausalLM`.
-        where: a checkpoint directory of a `ShrinkTrainer` or another integration, its run, a store, or a file.
+        where: a checkpoint directory of a `ShrinkTrainer` or another integration, its run, a file, or a store, also one
+            in a bucket ("s3://bucket/run").
         step: of a run or store: which checkpoint; None: the newest.
         key: the key of the weights in the state, or a path of keys; None: "model", or what the integrations use.
         strict: False: tensors that the model has and the checkpoint lacks are initialized, and others ignored.
@@ -86,7 +92,7 @@ class PretrainedExport:
 
 
 def export_pretrained(
-    where: str | Path,
+    where: str | Path | Storage,
     out: str | Path,
     *,
     step: int | None = None,
@@ -167,7 +173,7 @@ def _build_model(
         config, options = _load_config(config_class, _config_source(config, weights, directory), options)
     if _is_auto(model_class):
         model_class, config = _resolve_auto(model_class, config, options)
-    if directory is not None and (directory / _GENERATION_FILE).is_file():
+    if directory is not None and (directory / GENERATION_FILE).is_file():
         options.setdefault("generation_config", GenerationConfig.from_pretrained(str(directory)))
     returns_info = options.pop("output_loading_info", False)
     ignores_sizes = options.pop("ignore_mismatched_sizes", False)
@@ -213,7 +219,7 @@ def _config_source(config: Any, weights: PretrainedWeights, directory: Path | No
     if config is not None:
         return config
     if directory is None:
-        places = " or ".join(str(path) for path in weights.directories[:2])
+        places = " or ".join(str(path) for path in weights.directories[:2]) or "it"
         do = "pass config=, or write one there: model.config.save_pretrained(directory)"
         raise NotFoundError(weights.where, found="no configuration", expected=f"{CONFIG_FILE} in {places}", do=do)
     return str(directory)

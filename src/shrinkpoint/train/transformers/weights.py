@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from glob import escape
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
-from shrinkpoint.storage import LocalStorage, local_path, what_is_at
+from shrinkpoint.storage import LocalStorage, Storage, is_object_url, local_path, resolve_storage, what_is_at
 from shrinkpoint.store.checkpoint_file import build_state
 from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.store.directory import is_checkpoint, read_directory_manifest
@@ -26,7 +26,7 @@ from shrinkpoint.tensors.names import StatePath, tensor_name
 from shrinkpoint.tensors.tree_selection import SelectedLeaves, select_leaves
 from shrinkpoint.train.checkpointer import wait_for_writes
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 SMALL_FILES = re.compile(
     r"config\.json|generation_config\.json|tokenizer.*\.json|(special_tokens_map|added_tokens|vocab|chat_template)\.json"
     r"|(pre|video_pre)?processor_config\.json|vocab\.txt|merges\.txt|.*\.(model|tiktoken|jinja)"
@@ -75,7 +75,7 @@ class PretrainedWeights:
 
 
 def load_weights(
-    where: str | Path,
+    where: str | Path | Storage,
     step: int | None,
     key: str | Sequence[str | int] | None,
     *,
@@ -85,7 +85,7 @@ def load_weights(
     """Decode the weights of a checkpoint, and nothing else of it.
 
     Args:
-        where: a file, a store, a checkpoint directory of a framework, or its run.
+        where: a file, a store, also in a bucket, a checkpoint directory of a framework, or its run.
         step: of a store or run; None: the newest.
         key: the key of the weights in the state, or the path of keys; None: they are looked for.
 
@@ -94,6 +94,10 @@ def load_weights(
         MismatchError: what is there is no dict of tensors.
         ChainError, FormatError, StorageError, PolicyError: as `shrinkpoint.load`.
     """
+    if is_object_url(where) or not isinstance(where, str | Path):
+        storage = resolve_storage(where)
+        weights = _decode_weights(storage, step, key, (), threads, max_bytes)
+        return replace(weights, files={**_read_small_files(storage), **weights.files})
     wait_for_writes(where)
     path = local_path(where).absolute()
     is_directory = what_is_at(path) == "a directory"
@@ -103,15 +107,37 @@ def load_weights(
         directories = [*dict.fromkeys((directory, *directories, directory.parent))]
         if len(read_directory_manifest(directory).payloads) != 1 or _is_dcp(directory):
             return PretrainedWeights(str(where), _load_distributed(directory, key, threads), tuple(directories))
+    return _decode_weights(where, step, key, tuple(directories), threads, max_bytes)
+
+
+def _decode_weights(
+    where: str | Path | Storage,
+    step: int | None,
+    key: str | Sequence[str | int] | None,
+    directories: tuple[Path, ...],
+    threads: int | None,
+    max_bytes: int | None,
+) -> PretrainedWeights:
+    """The weights in the state of one process."""
+    name = str(where) if isinstance(where, str | Path) else where.describe()
     search = _WeightSearch(_as_path(key), directories)
-    decoded = decode_chain(find_chain(path, step), select=search.select, threads=threads, max_bytes=max_bytes)
-    state = build_state(decoded, str(where))
+    decoded = decode_chain(find_chain(where, step), select=search.select, threads=threads, max_bytes=max_bytes)
+    state = build_state(decoded, name)
     value, files = state, {}
     for part in search.path:
         value = value[0] if type(value) is list else value[part]  # of a list, the selected item alone is there
     if search.path[:1] == ("state",):
-        files = {name: data for name, data in state["state"].items() if type(data) is bytes}
-    return PretrainedWeights(str(where), _check_tensors(value, str(where), search.path), tuple(directories), files)
+        files = {file: data for file, data in state["state"].items() if type(data) is bytes}
+    return PretrainedWeights(name, _check_tensors(value, name, search.path), directories, files)
+
+
+def _read_small_files(storage: Storage) -> dict[str, bytes]:
+    """The configurations at the top of a store that is no directory here."""
+    files = {}
+    for name in (CONFIG_FILE, GENERATION_FILE):
+        with suppress(NotFoundError):
+            files[name] = bytes(storage.get(name))
+    return files
 
 
 class _WeightSearch:
