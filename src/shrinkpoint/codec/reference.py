@@ -19,7 +19,7 @@ from shrinkpoint.codec.decoded_tensors import (
     tensor_rows,
 )
 from shrinkpoint.codec.lattice import LatticeTensor, as_matrix
-from shrinkpoint.tensors.dtypes import empty
+from shrinkpoint.tensors.dtypes import copy_to_host, empty
 
 QuantizedTensor: TypeAlias = CodebookTensor | LatticeTensor
 """A quantized tensor: codes with the codebook or lattice that they index."""
@@ -45,7 +45,7 @@ class RowSample(NamedTuple):
     def from_tensor(cls, tensor: Tensor, rows: slice | None = None) -> RowSample:
         """Copy rows of a tensor to host memory; None: every n-th, of about `MAX_SAMPLED_VALUES` values."""
         rows = slice(0, None, max(1, tensor.numel() // MAX_SAMPLED_VALUES)) if rows is None else rows
-        return cls(tuple(tensor.shape), rows, as_matrix(tensor.detach())[rows].to("cpu", copy=True))
+        return cls(tuple(tensor.shape), rows, copy_to_host(as_matrix(tensor)[rows]))
 
 
 def names_by_ordinal(tensors: Mapping[str, Tensor]) -> Sequence[str]:

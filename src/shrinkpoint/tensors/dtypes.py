@@ -94,6 +94,18 @@ def materialize(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg()
 
 
+def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a sample to new, contiguous host memory, without gradient.
+
+    A sample in host memory is copied by this thread alone: torch would share it out among its own threads, which costs
+    more than it gains, the most where they are busy with something else, such as the training beside a save.
+    """
+    tensor = tensor.detach()
+    if not tensor.is_cpu:
+        return tensor.to("cpu", copy=True).contiguous()
+    return torch.from_numpy(as_bits(materialize(tensor)).numpy().copy()).view(tensor.dtype)
+
+
 def numpy_to_torch_dtype(dtype: np.dtype[np.generic]) -> torch.dtype | None:
     """Return the torch dtype of a numpy dtype of either byte order; None for dates, strings, objects, longdouble."""
     return _TORCH_OF_NUMPY.get(dtype.str[1:])

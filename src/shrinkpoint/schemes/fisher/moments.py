@@ -28,7 +28,7 @@ from shrinkpoint.codec.lattice import (
     scale_counts,
 )
 from shrinkpoint.quantize.lattice import quantize_to_lattice
-from shrinkpoint.quantize.map_tensors import map_tensors
+from shrinkpoint.quantize.map_tensors import map_parts, map_tensors
 from shrinkpoint.quantize.second_moment import (
     LOG_UNITS_PER_OCTAVE,
     SecondMomentSums,
@@ -274,7 +274,7 @@ def quantize_first(
 
 def first_row_exponents(means: Tensor, precision: MomentPrecision) -> Tensor:
     """Exponents of the rows of a first moment, from the row means of its squares relative to the second moment."""
-    steps = (means.to(torch.float32).sqrt() * precision.first_max).clamp(
+    steps = (map_parts(torch.sqrt, means.to(torch.float32)) * precision.first_max).clamp(
         max=precision.first_step, min=2.0 ** (-MAX_SCALE_EXPONENT / STEPS_PER_OCTAVE)
     )
     return _log2_exponents(steps)
@@ -359,4 +359,4 @@ def _means(sums: Tensor, counts: Tensor, mean: float) -> NDArray[np.float64]:
 
 def _log2_exponents(values: Tensor) -> Tensor:
     limit = MAX_SCALE_EXPONENT // 2
-    return (values.log2() * STEPS_PER_OCTAVE).round().clamp(-limit, limit).to(torch.int16).cpu()
+    return (map_parts(torch.log2, values) * STEPS_PER_OCTAVE).round().clamp(-limit, limit).to(torch.int16).cpu()

@@ -21,6 +21,7 @@ from shrinkpoint.quantize.lattice import (
 )
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights
 from shrinkpoint.schemes.select import equal_elements
+from shrinkpoint.tensors.dtypes import copy_to_host
 
 _HYSTERESIS_LEVELS = 64
 
@@ -125,7 +126,8 @@ def fit_hysteresis(
         original = points.originals(rows) if weights.is_primary(name) else None
         if original is not None:
             matrix = as_matrix(weights.local[name])
-            values, indices = matrix[rows].cpu(), range(matrix.shape[0])[rows]
+            values, indices = matrix[rows], range(matrix.shape[0])[rows]
+            values = values if values.is_cpu and values.is_contiguous() else copy_to_host(values)
             squared, parts = hysteresis_sums(
                 values, lattices[name], points.values(rows), original, indices, max_hysteresis, _HYSTERESIS_LEVELS
             )
