@@ -13,9 +13,10 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(VENV)/.installed
 	$(BIN)/shrinkpoint demo
 
-# In two processes, a file in one of them, in the order of tests/conftest.py: most tests use one core, and those with several
-# ranks wait for each other.
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+# In three processes on two cores, a file in one of them, in the order of tests/conftest.py: tests of several ranks, and those
+# that start programs, wait for a third of their time. More cores: make test WORKERS=9
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed
 	$(PYTEST)

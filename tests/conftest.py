@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-"""Set before torch is imported, here and in every process a test starts: on two cores, two workers of two threads each
+"""Set before torch is imported, here and in every process a test starts: on two cores, workers of two threads each
 mostly wait for each other."""
 
 MEMORY = Path("/dev/shm")
@@ -32,20 +32,27 @@ def pytest_configure() -> None:
 
 
 LONGEST_FIRST = (
-    "tests/store/test_header_mutations.py",
-    "tests/train/test_crash_recovery.py",
     "tests/demo/test_scenario.py",
+    "tests/comm/test_fsdp.py",
+    "tests/comm/test_ddp.py",
+    "tests/store/test_header_mutations.py",
+    "tests/store/test_crash_recovery.py",
+    "tests/train/test_crash_recovery.py",
+    "tests/train/dcp/test_reshard.py",
+    "tests/store/test_lossy_store.py",
     "tests/test_lazy_imports.py",
     "tests/test_examples.py",
-    "tests/comm/test_ddp.py",
     "tests/comm/pipeline/test_state_dict.py",
+    "tests/benchmarks",
+    "tests/schemes/encode/test_many_tensors.py",
+    "tests/schemes/search",
     "tests/train",
     "tests/comm",
     "tests/schemes",
     "tests/store",
     "tests",
 )
-"""Files and folders whose tests begin first: what begins last and takes long leaves one of two cores idle."""
+"""Files and folders whose tests begin first: what begins last and takes long leaves a core idle."""
 
 _frozen_modules = 0
 
