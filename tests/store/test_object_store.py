@@ -15,7 +15,7 @@ from helpers.strategies import difference
 
 import shrinkpoint
 from shrinkpoint import Keep, Store
-from shrinkpoint.errors import LockedError, MissingExtraError, NotFoundError, PolicyError, StorageError
+from shrinkpoint.errors import ChainError, LockedError, MissingExtraError, NotFoundError, PolicyError, StorageError
 from shrinkpoint.store.load import load
 
 _numbers = itertools.count()
@@ -224,3 +224,45 @@ print(acknowledged.read_text())
 @pytest.mark.nightly
 def test_no_kill_loses_or_halves_a_checkpoint(url, tmp_path):
     assert int(run_forked(_KILLS, url, "100", str(tmp_path), timeout=1500)) > 0
+
+
+def test_single_files_in_a_bucket(url, tmp_path):
+    a, b, c = f"{url}/a.safetensors", f"{url}/b.safetensors", f"{url}/deep/er/c.safetensors"
+    shrinkpoint.save(state(1), a)
+    assert not shrinkpoint.save(state(2), b, base=a).keyframe
+    shrinkpoint.save(state(3), c, base=b)
+    for file, seed in ((a, 1), (b, 2), (c, 3)):
+        assert difference(load(file), state(seed)) is None
+        assert difference(load(file, only="seed"), {"seed": seed}) is None
+    info = shrinkpoint.inspect(c)
+    assert (info.path, info.parent, len(info.tensors)) == (c, "../../b.safetensors", 3)
+    with pytest.raises(PolicyError, match="a base that is this file"):
+        shrinkpoint.save(state(4), a, base=c)
+    with pytest.raises(NotFoundError, match=r"b\.safetensors2: no such object"):
+        load(f"{b}2")
+    with pytest.raises(PolicyError, match="A file has none"):
+        load(a, step=3)
+
+    here = tmp_path / "here.safetensors"
+    shrinkpoint.save(state(5), here, base=b)
+    with pytest.raises(ChainError, match="base="):  # a file does not send its reader to a bucket
+        load(here)
+    assert difference(load(here, base=b), state(5)) is None
+    shrinkpoint.save(state(5), here)
+    shrinkpoint.save(state(6), f"{url}/d.safetensors", base=here)
+    with pytest.raises(ChainError, match="base="):
+        load(f"{url}/d.safetensors")
+
+
+def test_payload_of_a_store_loads_by_its_url(url):
+    with Store(url) as store:
+        for step in (1, 2, 3):
+            store.save(step, state(step))
+    assert difference(load(f"{url}/step-000000003/rank-00000.safetensors"), state(3)) is None
+
+
+def test_file_is_inspected_without_its_payload(url, s3):
+    shrinkpoint.save(large_state(1), f"{url}/a")
+    s3.clear()
+    shrinkpoint.inspect(f"{url}/a")
+    assert len([path for method, path, _ in s3.requests() if method == "GET"]) <= 2

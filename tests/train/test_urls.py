@@ -130,6 +130,10 @@ ELSEWHERE = {
     "dcp.Reader.validate_checkpoint_id checkpoint_id",
 }
 TAKES_BUCKETS = (
+    "save path",
+    "save base",
+    "load base",
+    "inspect path",
     "load where",
     "Store where",
     "CheckpointManager where",

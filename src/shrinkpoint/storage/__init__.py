@@ -4,7 +4,7 @@ from shrinkpoint.storage.base import MemoryStorage, Sink, Source, Storage, check
 from shrinkpoint.storage.local import LocalStorage, atomic_replace, check_no_loss
 from shrinkpoint.storage.object_url import is_object_url
 from shrinkpoint.storage.paths import is_url, local_path, natural_key, what_is_at
-from shrinkpoint.storage.resolve import resolve_storage
+from shrinkpoint.storage.resolve import resolve_storage, split_object_url
 
 __all__ = [
     "LocalStorage",
@@ -20,6 +20,7 @@ __all__ = [
     "local_path",
     "natural_key",
     "resolve_storage",
+    "split_object_url",
     "storage_error",
     "what_is_at",
 ]

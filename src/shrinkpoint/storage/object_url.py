@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard
 from urllib.parse import urlsplit
 
 from shrinkpoint.errors import PolicyError, missing_extra
@@ -70,7 +71,7 @@ class ObjectUrl:
             raise PolicyError(str(self), found=found, expected="settings of this service", do=do) from None
 
 
-def is_object_url(value: object) -> bool:
+def is_object_url(value: object) -> TypeGuard[str | Path]:
     """Whether a path is a URL of object storage; also after pathlib has removed one of its slashes.
 
     >>> [is_object_url(text) for text in ("s3://bucket/run", "s3:/bucket", "gs://b", "hdfs://b", "runs/s3")]

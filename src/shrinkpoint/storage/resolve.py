@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from typing import TypeGuard
 
-from shrinkpoint.storage.base import Storage
+from shrinkpoint.errors import PolicyError
+from shrinkpoint.storage.base import Storage, check_key
 from shrinkpoint.storage.local import LocalStorage
-from shrinkpoint.storage.object_url import is_object_url
+from shrinkpoint.storage.object_url import ObjectUrl, is_object_url, parse_object_url
 from shrinkpoint.storage.paths import local_path
 
 
@@ -26,8 +27,24 @@ def resolve_storage(where: str | os.PathLike[str] | Storage, argument: str = "pa
     if is_object_url(where):
         from shrinkpoint.storage.object_storage import ObjectStorage
 
-        return ObjectStorage(where)  # type: ignore[arg-type]
+        return ObjectStorage(where)
     return LocalStorage(local_path(where, argument, directory=True))
+
+
+def split_object_url(url: str | os.PathLike[str], argument: str = "path") -> tuple[Storage, str]:
+    """The storage of the bucket that a URL names, and the key of the object in it.
+
+    Raises:
+        PolicyError: no such URL, or one that names no object.
+        MissingExtraError: obstore is not installed.
+    """
+    from shrinkpoint.storage.object_storage import ObjectStorage
+
+    place = parse_object_url(url, argument)
+    if not place.prefix:
+        expected, do = f"{place}/name", "name the object"
+        raise PolicyError(argument, found=f"the bucket {str(place)!r}", expected=expected, do=do)
+    return ObjectStorage(str(ObjectUrl(place.scheme, place.bucket))), check_key(place.prefix)
 
 
 def _is_storage(where: object) -> TypeGuard[Storage]:

@@ -8,8 +8,8 @@ bases (`file_chain`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +26,7 @@ from shrinkpoint.errors import (
 )
 from shrinkpoint.storage import LocalStorage, Source, Storage
 from shrinkpoint.store import layout
+from shrinkpoint.store.file_place import AnyPlace, FilePlace, place_file
 from shrinkpoint.store.manifest import ChainLink, Manifest, Payload
 
 T = TypeVar("T")
@@ -174,11 +175,11 @@ def directory_chain(directory: str | Path, payload: Payload) -> tuple[ChainFile,
     return (*bases, own)
 
 
-def file_chain(path: Path, base: Path | None = None) -> tuple[ChainFile, ...]:
+def file_chain(where: AnyPlace, base: AnyPlace | None = None) -> tuple[ChainFile, ...]:
     """The files that a single file is decoded from, each found by the name that its child has of it.
 
     Args:
-        path: the last file.
+        where: the last file.
         base: where its base is now; None: where the file says.
 
     Raises:
@@ -187,20 +188,21 @@ def file_chain(path: Path, base: Path | None = None) -> tuple[ChainFile, ...]:
         FormatError: a header is damaged, or is not one of ours.
         StorageError: reading failed.
     """
-    reader = read_header(path)
-    files = [_single_file(path, reader, is_payload=True)]
+    place = place_file(where)
+    reader = read_header(place)
+    files = [_single_file(place, reader, is_payload=True)]
     while reader.parent is not None:
         name, digest = reader.parent["name"], reader.parent["digest"]
         if digest in {file.digest for file in files}:
-            raise ChainError(str(path), found="a chain that leads back to itself", do="restore another checkpoint")
-        child = Path(reader.where)
-        candidates = [base] if base is not None and len(files) == 1 else _candidate_paths(child, name)
-        path_of_base, reader = _find_base(candidates, digest, child)
-        files.append(_single_file(path_of_base, reader))
+            raise ChainError(str(where), found="a chain that leads back to itself", do="restore another checkpoint")
+        is_given = base is not None and len(files) == 1
+        candidates = [place_file(base)] if base is not None and is_given else place.candidates(name)
+        place, reader = _find_base(candidates, digest, place)
+        files.append(_single_file(place, reader))
     return tuple(reversed(files))
 
 
-def read_header(path: Path) -> FileReader:
+def read_header(where: AnyPlace) -> FileReader:
     """The header of a single file; the file is closed again.
 
     Raises:
@@ -208,60 +210,50 @@ def read_header(path: Path) -> FileReader:
         FormatError: it is damaged, or is not one of ours; the message says what it is instead.
         StorageError: reading failed.
     """
-    with _identified_errors(path), LocalStorage(path.parent).open(path.name) as source:
-        reader = FileReader(source, str(path))
+    place = place_file(where)
+    with _identified_errors(place), place.open() as source:
+        reader = FileReader(source, str(place))
     if reader.parent is not None and not all(type(reader.parent.get(key)) is str for key in ("name", "digest")):
         found, expected = f"a parent {reader.parent!a:.60}", "an object with a name and a digest"
-        raise CorruptError(str(path), found=found, expected=expected, do="restore another checkpoint")
+        raise CorruptError(str(place), found=found, expected=expected, do="restore another checkpoint")
     return reader
 
 
 @contextmanager
-def _identified_errors(path: Path) -> Iterator[None]:
+def _identified_errors(place: FilePlace) -> Iterator[None]:
     """Say what a path holds where that is no file of ours."""
     try:
         yield
     except (NotFoundError, CorruptError, TruncatedError) as error:
         from shrinkpoint.store.identify import identify  # which looks for checkpoints, and so imports this
 
-        result = identify(path)
+        result = None if place.path is None else identify(place.path)
         if result is None:
             raise
         error_class = FormatError if result.is_foreign and isinstance(error, FormatError) else type(error)
         expected = "a file that shrinkpoint saved"
-        raise error_class(str(path), found=result.description, expected=expected, do=result.do) from error
+        raise error_class(str(place), found=result.description, expected=expected, do=result.do) from error
 
 
-def _single_file(path: Path, header: FileReader, *, is_payload: bool = False) -> ChainFile:
+def _single_file(place: FilePlace, header: FileReader, *, is_payload: bool = False) -> ChainFile:
     # Only a keyframe's header is kept: what has been read of it need not be read again, and the others are verified.
-    storage, expected = LocalStorage(path.parent), "as it was a moment ago"
+    storage, expected = place.storage, "as it was a moment ago"
     keyframe_header = header if header.parent is None else None
-    return ChainFile(header.digest, storage, (path.name,), expected, header=keyframe_header, is_payload=is_payload)
+    return ChainFile(header.digest, storage, (place.key,), expected, header=keyframe_header, is_payload=is_payload)
 
 
-def _candidate_paths(child: Path, name: str) -> list[Path]:
-    """Where the base that a file names, relative to the directory in which it was written, may be now."""
-    directory = child.parent  # of the file, or `bases` of a later step with a link to it
-    return [*dict.fromkeys((directory / name, directory / Path(name).name, directory.parent / name))]
-
-
-def _find_base(candidates: list[Path], digest: str, child: Path) -> tuple[Path, FileReader]:
+def _find_base(candidates: Sequence[FilePlace], digest: str, child: FilePlace) -> tuple[FilePlace, FileReader]:
     """The first candidate with this digest."""
     error: ChainError | None = None
     do = "say where the base is with base=, or load through its store"
-    for path in candidates:
-        if not _is_file(path):
+    for place in candidates:
+        if not place.exists:
             continue
-        reader = read_header(path)
+        reader = read_header(place)
         if reader.digest == digest:
-            return path, reader
+            return place, reader
         found, expected = f"a file with digest {reader.digest}", f"{digest}, which {child} needs"
-        error = error or ChainError(str(path), found=found, expected=expected, do=do)
+        error = error or ChainError(str(place), found=found, expected=expected, do=do)
     expected = f"the base of {child}, with digest {digest}"
-    raise error or ChainError(str(candidates[0]), found="no such file", expected=expected, do=do)
-
-
-def _is_file(path: Path) -> bool:
-    with suppress(OSError):  # a name too long for this file system, a directory that may not be entered
-        return path.is_file()
-    return False
+    where, found = (str(candidates[0]), "no such file") if candidates else (str(child), "a base that lies elsewhere")
+    raise error or ChainError(where, found=found, expected=expected, do=do)

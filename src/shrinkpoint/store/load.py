@@ -13,6 +13,7 @@ from shrinkpoint.store import chain as chains
 from shrinkpoint.store.checkpoint_file import Device, build_state
 from shrinkpoint.store.decode import SelectLeaves, decode_chain
 from shrinkpoint.store.directory import find_checkpoints, read_directory_manifest
+from shrinkpoint.store.file_place import FilePlace, place_file
 from shrinkpoint.store.identify import identify
 from shrinkpoint.store.listing import list_steps
 from shrinkpoint.store.store import Store
@@ -37,8 +38,8 @@ def load(
     """Load a state, or the part of it that `only` names.
 
     Args:
-        where: a file that `save` wrote, or a payload; a store, as a directory, a URL or a storage; a checkpoint
-            directory of a framework, or its run.
+        where: a file that `save` wrote, or a payload; a store, as a directory or a storage; a URL of either, such as
+            "s3://bucket/run"; a checkpoint directory of a framework, or its run.
         step: of a store or run: which checkpoint; None: the newest.
         only: a pattern of names, or several, such as "model.*": load what matches, and decode only what that needs.
             Keys are joined by "." or, as `inspect` shows them, by "/"; "*" matches any of these, too. A pattern
@@ -60,9 +61,9 @@ def load(
         PolicyError: the device is not there, or is full; a limit that is none; a step or a base of what has none.
     """
     threads, tie = validate.check_threads(threads), validate.check_bool("tie", tie)
-    base_path = None if base is None else local_path(base, "base").absolute()
+    base_place = None if base is None else place_file(base, "base")
     select = None if only is None else select_patterns(only)
-    files = find_chain(where, step, base_path)
+    files = find_chain(where, step, base_place)
     decoded = decode_chain(files, select=select, threads=threads, max_bytes=max_bytes)
     return build_state(decoded, _describe(where), tie=tie, device=device)
 
@@ -122,7 +123,7 @@ def list_names(names: Sequence[str]) -> str:
 
 
 def find_chain(
-    where: str | Path | Storage, step: int | None = None, base: Path | None = None
+    where: str | Path | Storage, step: int | None = None, base: FilePlace | None = None
 ) -> tuple[chains.ChainFile, ...]:
     """The files that a checkpoint is decoded from, wherever it lies; `load` says what `where` may be.
 
@@ -130,8 +131,12 @@ def find_chain(
         NotFoundError, ChainError, FormatError, MismatchError, StorageError, PolicyError: as `load`.
     """
     if is_object_url(where):
-        _check_absent("base", base, str(where), "a checkpoint of a store names its own")
-        where = resolve_storage(where)
+        storage = resolve_storage(where)
+        if list_steps(storage):
+            _check_absent("base", base, str(where), "a checkpoint of a store names its own")
+            return _store_chain(storage, step)
+        _check_absent("step", step, str(where), "a file has none: name the store")
+        return chains.file_chain(where, base)
     if not isinstance(where, str | Path):
         return _store_chain(where, step)
     path = local_path(where).absolute()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.registry import get_scheme
-from shrinkpoint.storage import LocalStorage, local_path
 from shrinkpoint.store.chain import file_chain, read_header
 from shrinkpoint.store.checkpoint_file import DecodedFile, write_file
 from shrinkpoint.store.decode import decode_chain
+from shrinkpoint.store.file_place import AnyPlace, place_file
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import flatten
 from shrinkpoint.tensors.info import TensorInfo
@@ -25,7 +24,7 @@ class FileInfo:
     """The header of a file.
 
     Attributes:
-        path: of the file.
+        path: of the file, or its URL.
         scheme: which scheme wrote it.
         parent: name of the file it is a delta against; None for a keyframe.
         raw_bytes: bytes of its tensors.
@@ -60,34 +59,35 @@ def save(
         state: any nest of dicts, lists, tuples, tensors and plain values; it is not changed. Of a `Parameter`
             `requires_grad` comes back; another tensor comes back without it.
         scheme: a scheme, or its text, such as "fisher(relative_error=.3)".
+        path: where to, or a URL such as "s3://bucket/file".
         base: a file saved earlier: write a delta against it. It must be kept; `load` needs it.
         threads: native threads; None: every core.
 
     Raises:
         StateError: the state holds something that cannot be stored.
-        PolicyError: a wrong argument, a URL; a file that is its own base, or its base's.
+        PolicyError: a wrong argument; a URL of something else than object storage; a file that is its own base, or its
+            base's.
         FormatError, ChainError, NotFoundError: the base does not load.
         StorageError: writing failed; a file that was there is unchanged.
     """
     scheme, threads = get_scheme(scheme), validate.check_threads(threads)
-    target = local_path(path).absolute()
+    target = place_file(path)
     flat_state = flatten(state)
     reference = parent = None
     if base is not None:
-        root = local_path(base, "base").absolute()
-        if any(_is_same(Path(file.storage.describe(*file.keys)), target) for file in file_chain(root)):
+        root = place_file(base, "base")
+        if any(place_file(file.storage.describe(*file.keys)).is_same(target) for file in file_chain(root)):
             found, do = "a base that is this file, or needs it", "save the delta under another name"
             raise PolicyError(str(path), found=found, do=do)
         decoded, digest = decode_file(root, threads=threads)
         reference = decoded.reference
         # Relative if they share a directory, so that both can be moved.
-        parent = {"name": root.name if root.parent == target.parent else str(root), "digest": digest}
+        parent = {"name": root.name_for(target), "digest": digest}
     quantized = scheme.quantize(flat_state, reference)
     if quantized.keyframe:
         reference = parent = None
-    storage = LocalStorage(target.parent)
     written = write_file(
-        storage, target.name, quantized, scheme=scheme, reference=reference, parent=parent, threads=threads
+        target.storage, target.key, quantized, scheme=scheme, reference=reference, parent=parent, threads=threads
     )
     return written.report
 
@@ -99,7 +99,7 @@ def inspect(path: str | Path) -> FileInfo:
         NotFoundError: there is no such file.
         FormatError: its header is damaged.
     """
-    reader = read_header(local_path(path).absolute())
+    reader = read_header(path)
     tensors = tuple(info for head in reader.records for info in head.infos)
     parent = None if reader.parent is None else reader.parent["name"]
     raw_bytes = sum(info.nbytes for info in tensors)
@@ -107,14 +107,8 @@ def inspect(path: str | Path) -> FileInfo:
 
 
 def decode_file(
-    path: Path, base: Path | None = None, *, threads: int | None = None, max_bytes: int | None = None
+    path: AnyPlace, base: AnyPlace | None = None, *, threads: int | None = None, max_bytes: int | None = None
 ) -> tuple[DecodedFile, str]:
     """A file's content, decoded from its keyframe, and its header digest; raises as `load.load` does."""
     chain = file_chain(path, base)
     return decode_chain(chain, threads=threads, max_bytes=max_bytes), chain[-1].digest
-
-
-def _is_same(a: Path, b: Path) -> bool:
-    with suppress(OSError):
-        return a.samefile(b)
-    return False

@@ -1,0 +1,108 @@
+"""Where a single file lies: in a directory or in a bucket, and where the files that it names may be."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from shrinkpoint.storage import LocalStorage, Source, Storage, is_object_url, is_url, local_path, split_object_url
+
+
+@dataclass(frozen=True)
+class FilePlace:
+    """A file that exists or not.
+
+    Attributes:
+        storage: of its directory; of its bucket.
+        key: its name there.
+        path: where it lies on this machine; None in a bucket.
+    """
+
+    storage: Storage
+    key: str
+    path: Path | None = None
+
+    def __str__(self) -> str:
+        return self.storage.describe(self.key)
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is such a file or object.
+
+        Raises:
+            StorageError: the bucket cannot be asked.
+        """
+        if self.path is None:
+            return getattr(self.storage, "version")(self.key) is not None  # noqa: B009
+        with suppress(OSError):  # a name too long for this file system, a directory that may not be entered
+            return self.path.is_file()
+        return False
+
+    def open(self) -> Source:
+        return self.storage.open(self.key)
+
+    def is_same(self, other: FilePlace) -> bool:
+        """Whether both are one file."""
+        if self.path is None or other.path is None:
+            return str(self) == str(other)
+        with suppress(OSError):
+            return self.path.samefile(other.path)
+        return False
+
+    def name_for(self, child: FilePlace) -> str:
+        """The name by which a file that is written can refer to this one: relative, if both can be moved together."""
+        if self.path is not None and child.path is not None:
+            return self.path.name if self.path.parent == child.path.parent else str(self.path)
+        if self.path is None and child.path is None and self._bucket == child._bucket:
+            return posixpath.relpath(self.key, posixpath.dirname(child.key))
+        return str(self)
+
+    def candidates(self, name: str) -> Sequence[FilePlace]:
+        """Where the file that this one names, relative to the directory in which it was written, may be now.
+
+        Of a file in a bucket: in this bucket. Of another one: on this machine.
+        """
+        if is_url(name):
+            return []
+        directory = os.fspath(self.path.parent) if self.path is not None else posixpath.dirname(self.key)
+        # Of the file, or `bases` of a later step with a link to it.
+        names = (
+            os.path.join(directory, name),  # noqa: PTH118
+            os.path.join(directory, Path(name).name),  # noqa: PTH118
+            os.path.join(os.path.dirname(directory), name),  # noqa: PTH118, PTH120
+        )
+        places = []
+        for path in dict.fromkeys(names):
+            if self.path is not None:
+                places.append(place_file(Path(path)))
+            elif not posixpath.isabs(name):
+                places.append(FilePlace(self.storage, posixpath.normpath(path)))
+        return places
+
+    @property
+    def _bucket(self) -> str:
+        return self.storage.describe()
+
+
+AnyPlace: TypeAlias = str | Path | FilePlace
+
+
+def place_file(where: AnyPlace, argument: str = "path") -> FilePlace:
+    """The place that a path or a URL of object storage names.
+
+    Raises:
+        PolicyError: neither a path of this machine nor such a URL.
+        MissingExtraError: a URL, and what reaches it is not installed.
+    """
+    if isinstance(where, FilePlace):
+        return where
+    if is_object_url(where):
+        storage, key = split_object_url(where, argument)
+        return FilePlace(storage, key)
+    path = local_path(where, argument).absolute()
+    return FilePlace(LocalStorage(path.parent), path.name, path)
