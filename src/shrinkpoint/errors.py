@@ -163,10 +163,9 @@ def warn_user(text: str, category: type[Warning] = LossWarning) -> None:
 
 EXTRAS = {
     "accelerate": ("accelerate",),
-    "cli": ("typer", "rich"),
+    "cli": ("typer", "rich", "plotly"),
     "cloud": ("obstore",),
     "lightning": ("lightning", "torchmetrics"),
-    "plot": ("plotly",),
     "transformers": ("transformers", "accelerate"),
 }
 """Packages that each extra installs and that may be missing without it."""

@@ -209,7 +209,7 @@ def write_plot(results: Sequence[BenchResult], path: Path, title: str) -> list[P
         PolicyError: plotly is not installed.
     """
     if find_spec("plotly") is None:
-        expected, do = "plotly", "pip install 'shrinkpoint[plot]'"
+        expected, do = "plotly", "pip install 'shrinkpoint[cli]'"
         raise PolicyError("plot", found="no plotly", expected=expected, do=do)
     figure = _figure([result for result in results if result.rows], title)
     path.parent.mkdir(parents=True, exist_ok=True)

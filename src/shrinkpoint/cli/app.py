@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from shrinkpoint import __version__
-from shrinkpoint.cli import bench, compact, convert, demo, diff, export, forget, list, prune, show, verify
+from shrinkpoint.cli import bench, compact, convert, demo, diff, export, forget, list, prune, report, show, verify
 from shrinkpoint.cli.console import ExitCode, close_pipe, exit_code_of, print_note
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.storage import local_path
@@ -111,5 +111,5 @@ def _refuse_urls(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-for _module in (list, show, verify, diff, export, convert, forget, prune, compact, bench, demo):
+for _module in (list, show, report, verify, diff, export, convert, forget, prune, compact, bench, demo):
     app.command(name=_module.__name__.rpartition(".")[2])(_refuse_urls(_module.command))

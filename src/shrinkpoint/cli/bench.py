@@ -132,7 +132,7 @@ def _write_results(document: dict[str, Any], results: Sequence[BenchResult], out
     written = [out.with_suffix(".json")]
     written[0].write_text(jsonlib.dumps(document, indent=1))
     if find_spec("plotly") is None:
-        print_note("plotly is not installed: no picture (pip install 'shrinkpoint[plot]')")
+        print_note("plotly is not installed: no picture (pip install 'shrinkpoint[cli]')")
     else:
         written += write_plot(results, out, f"{document['series']}: {document['checkpoints']} checkpoints")
     return written

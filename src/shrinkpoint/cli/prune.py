@@ -27,22 +27,28 @@ class MetricMode(str, Enum):
     MAX = "max"
 
 
+LastOption = Annotated[
+    int | None, typer.Option("--keep-last", min=1, metavar="N", help="Keep this many of the newest.")
+]
+EveryOption = Annotated[
+    int | None, typer.Option("--keep-every", min=1, metavar="N", help="Keep steps that are a multiple.")
+]
+BestOption = Annotated[int | None, typer.Option("--keep-best", min=1, metavar="N", help="Keep this many of the best.")]
+MetricOption = Annotated[str, typer.Option("--metric", metavar="NAME", help="What --keep-best goes by.")]
+ModeOption = Annotated[MetricMode, typer.Option("--mode", help="Which end of the metric is best.")]
+WithinOption = Annotated[
+    str | None, typer.Option("--keep-within", metavar="SPAN", help="Keep those younger than, e.g., 90s, 12h, 7d.")
+]
+
+
 def command(
     store: StoreArgument,
-    last: Annotated[
-        int | None, typer.Option("--keep-last", min=1, metavar="N", help="Keep this many of the newest.")
-    ] = None,
-    every: Annotated[
-        int | None, typer.Option("--keep-every", min=1, metavar="N", help="Keep steps that are a multiple.")
-    ] = None,
-    best: Annotated[
-        int | None, typer.Option("--keep-best", min=1, metavar="N", help="Keep this many of the best.")
-    ] = None,
-    metric: Annotated[str, typer.Option("--metric", metavar="NAME", help="What --keep-best goes by.")] = "val_loss",
-    mode: Annotated[MetricMode, typer.Option("--mode", help="Which end of the metric is best.")] = MetricMode.MIN,
-    within: Annotated[
-        str | None, typer.Option("--keep-within", metavar="SPAN", help="Keep those younger than, e.g., 90s, 12h, 7d.")
-    ] = None,
+    last: LastOption = None,
+    every: EveryOption = None,
+    best: BestOption = None,
+    metric: MetricOption = "val_loss",
+    mode: ModeOption = MetricMode.MIN,
+    within: WithinOption = None,
     apply: Annotated[bool, typer.Option("--apply", help="Delete. Without it nothing is deleted.")] = False,
     json: JsonOption = False,
 ) -> None:

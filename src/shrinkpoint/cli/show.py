@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -19,10 +18,9 @@ from shrinkpoint.cli.arguments import (
     parse_location,
 )
 from shrinkpoint.cli.console import Column, print_json, print_line, print_pairs, print_table
-from shrinkpoint.container import FileReader
 from shrinkpoint.report.checkpoints import CheckpointReport, checkpoint_report
-from shrinkpoint.report.files import FileReport, TensorRow, file_report
-from shrinkpoint.storage import LocalStorage, Storage
+from shrinkpoint.report.files import FileReport, TensorRow, read_file_report
+from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store.directory import read_directory_manifest
 from shrinkpoint.store.manifest import LossIncrease
 from shrinkpoint.tensors.info import JSON
@@ -43,15 +41,15 @@ def command(
     if location.is_run:
         directory = location.newest_directory
         report = checkpoint_report(read_directory_manifest(directory), folder=str(directory))
-        files = [_report_file(LocalStorage(directory.absolute()), name, directory) for name, _, _ in report.files]
+        files = directory_files(directory, report)
     elif location.is_file:
         path = location.path
-        files = [_report_file(LocalStorage(path.absolute().parent), path.name, path.parent)]
+        files = [read_file_report(LocalStorage(path.absolute().parent), path.name, str(path))]
     else:
         storage, listing = open_store(str(location.path))
         manifest = find_manifest(listing, location)
         report = checkpoint_report(manifest, forgotten=manifest.step in listing.forgotten)
-        files = [_report_file(storage, manifest.key(payload.name)) for payload in manifest.payloads]
+        files = [read_file_report(storage, manifest.key(payload.name)) for payload in manifest.payloads]
     if json:
         documents = [file.to_json(tensors=tensors) for file in files]
         print_json(documents[0] if report is None else {**report.to_json(), "files": documents})
@@ -61,11 +59,10 @@ def command(
         _print_file(file, tensors, values)
 
 
-def _report_file(storage: Storage, key: str, directory: Path | None = None) -> FileReport:
-    """Reports a file of a storage, named as below `directory` if that is given."""
-    where = storage.describe(key) if directory is None else str(directory / key)
-    with closing(storage.open(key)) as source:
-        return file_report(FileReader(source, where), where)
+def directory_files(directory: Path, report: CheckpointReport) -> list[FileReport]:
+    """Reports the files of a framework's checkpoint."""
+    storage = LocalStorage(directory.absolute())
+    return [read_file_report(storage, name, str(directory / name)) for name, _, _ in report.files]
 
 
 def _print_header(place: str, report: CheckpointReport | None, files: Sequence[FileReport]) -> None:

@@ -35,6 +35,7 @@ class CheckpointReport:
         lossy_restores: how many lossy restores the state has behind it.
         loss: what was lost, and what was measured to decide it; None: nothing.
         note: free text.
+        stats: what the save measured of itself: `seconds`, `stall`, `retention`, as far as known.
         forgotten: hidden, and deleted by the next `prune` unless a kept checkpoint depends on it.
         files: (name, bytes, header digest) of its payloads.
     """
@@ -53,6 +54,7 @@ class CheckpointReport:
     lossy_restores: int
     loss: JSON
     note: str
+    stats: dict[str, float]
     forgotten: bool
     files: tuple[tuple[str, int, str], ...]
 
@@ -146,6 +148,7 @@ def checkpoint_report(
         lossy_restores=manifest.lossy_restores,
         loss=manifest.loss,
         note=manifest.note,
+        stats=dict(manifest.stats),
         forgotten=forgotten,
         files=tuple((payload.name, payload.size, payload.digest) for payload in manifest.payloads),
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from shrinkpoint.container import FileReader, RecordHead
 from shrinkpoint.report.plain_values import list_plain_values
+from shrinkpoint.storage import Storage
 from shrinkpoint.tensors.info import JSON, Role
 
 
@@ -26,6 +28,7 @@ class TensorRow(NamedTuple):
         record: name of its record.
         shared: the record holds other tensors too.
         needs_base: decoding needs the parent.
+        coding: what was done to it, in words.
     """
 
     name: str
@@ -38,6 +41,7 @@ class TensorRow(NamedTuple):
     record: str
     shared: bool
     needs_base: bool
+    coding: str
 
 
 class RoleRow(NamedTuple):
@@ -115,6 +119,16 @@ def file_report(reader: FileReader, where: str) -> FileReport:
     return FileReport(where, reader.size, reader.digest, reader.scheme, reader.parent, rows, values)
 
 
+def read_file_report(storage: Storage, key: str, where: str = "") -> FileReport:
+    """Reports a file of a storage.
+
+    Args:
+        where: how messages call it; by default as the storage does.
+    """
+    with closing(storage.open(key)) as source:
+        return file_report(FileReader(source, where or storage.describe(key)), where or storage.describe(key))
+
+
 def _tensor_rows(head: RecordHead) -> Iterator[TensorRow]:
     stored = sum(entry.size for entry in head.parts.values())
     for info, share in zip(head.infos, _split_bytes([info.nbytes for info in head.infos], stored), strict=True):
@@ -129,7 +143,40 @@ def _tensor_rows(head: RecordHead) -> Iterator[TensorRow]:
             record=head.name,
             shared=len(head.infos) > 1,
             needs_base=head.base is not None,
+            coding=describe_recipe(head.recipe),
         )
+
+
+def describe_recipe(recipe: JSON) -> str:
+    """What was done to the tensors of a record, in words; of a recipe that no writer of ours makes, "unknown".
+
+    >>> describe_recipe({"kind": "quantized", "bins": 16, "residual": True})
+    'differences on 16 levels'
+    """
+    recipe = recipe if isinstance(recipe, dict) else {}
+    kind, bins = recipe.get("kind"), recipe.get("bins")
+    if kind == "gridded":
+        return _LATTICES.get(str(recipe.get("law")), "unknown")
+    if kind == "quantized":
+        return f"{'differences' if recipe.get('residual') else 'values'} on {bins if type(bins) is int else '?'} levels"
+    if kind == "coded":
+        runs = recipe.get("runs")
+        first = runs[0] if isinstance(runs, list) and runs and isinstance(runs[0], dict) else {}
+        return f"exact, {_PREDICTORS.get(str(first.get('predictor')), 'coded alone')}"
+    return _EXACT.get(str(kind), "unknown")
+
+
+_EXACT = {"plain": "exact, as it is", "same": "exact, as in the base", "copy": "exact, as another tensor"}
+_PREDICTORS = {
+    "adam": "from the base by Adam's step",
+    "square": "from the base by Adam's average",
+    "base": "as a difference to the base",
+}
+_LATTICES = {
+    "linear": "multiples of a step",
+    "relative": "multiples of a step, in units of the second moment's root",
+    "log": "powers",
+}
 
 
 def _split_bytes(weights: list[int], total: int) -> list[int]:

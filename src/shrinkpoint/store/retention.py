@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
-from shrinkpoint import validate
+from shrinkpoint import humanize, validate
 from shrinkpoint.errors import NotFoundError, PolicyError
 from shrinkpoint.storage import LocalStorage, Storage
 from shrinkpoint.store import chain, layout
@@ -204,6 +204,11 @@ class PrunePlan:
     bytes: int
     reasons: dict[int, tuple[str, ...]]
     keys: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        """What it frees, in one short line."""
+        count = humanize.count(len(self.delete), "checkpoint")
+        return f"<PrunePlan deletes {count} and {humanize.size(self.bytes)}, keeps {len(self.keep)}>"
 
 
 def plan_prune(storage: Storage, listing: Listing, keep: Keep, now: datetime) -> PrunePlan:

@@ -1,0 +1,113 @@
+"""`shrinkpoint report`: a page about a store, a run or a file, or about two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shrinkpoint import humanize
+from shrinkpoint.cli.arguments import Location, find_manifest, open_store, parse_location
+from shrinkpoint.cli.console import print_line, spinner
+from shrinkpoint.cli.prune import (
+    BestOption,
+    EveryOption,
+    LastOption,
+    MetricMode,
+    MetricOption,
+    ModeOption,
+    WithinOption,
+    join_reasons,
+)
+from shrinkpoint.cli.show import directory_files
+from shrinkpoint.errors import PolicyError
+from shrinkpoint.report.checkpoints import checkpoint_report, run_report, store_report
+from shrinkpoint.report.files import read_file_report
+from shrinkpoint.report.page import render_page
+from shrinkpoint.report.run import RunReport
+from shrinkpoint.storage import LocalStorage
+from shrinkpoint.storage.local import atomic_replace
+from shrinkpoint.store.directory import read_directory_manifest
+from shrinkpoint.store.retention import Keep, plan_prune
+
+_MAX_PLACES = 2
+_PLACE_HELP = (
+    "A store, one of its checkpoints (STORE@STEP), a framework's run or checkpoint, or a file; or two of them."
+)
+
+
+def command(
+    places: Annotated[list[str], typer.Argument(metavar="STORE|RUN|FILE...", help=_PLACE_HELP)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the page goes.")] = Path("shrinkpoint-report.html"),
+    last: LastOption = None,
+    every: EveryOption = None,
+    best: BestOption = None,
+    metric: MetricOption = "val_loss",
+    mode: ModeOption = MetricMode.MIN,
+    within: WithinOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists and is no page of ours.")] = False,
+) -> None:
+    """Write a page: bytes, rise of the loss, stalls, chains, and how each tensor is coded. Two places: side by side.
+
+    The page is one file that works without a network. With the rules of `prune` (--keep-last ...) it says what a prune
+    would delete next; without, only what is forgotten.
+    """
+    if len(places) > _MAX_PLACES:
+        raise PolicyError("report", found=f"{len(places)} places", expected="one or two", do="make a page for each two")
+    keep = Keep(last=last, every=every, best=best, metric=metric, mode=mode.value, within=within)
+    _check_out(out, force)
+    with spinner(f"writing {out}"):
+        names = _short_names(places)
+        page = render_page(
+            [_read(parse_location(place), name, keep) for place, name in zip(places, names, strict=True)]
+        )
+        with atomic_replace(out.absolute()) as temporary:
+            temporary.write_text(page, "utf-8")
+    print_line(f"{out}: {humanize.size(out.stat().st_size)}; open it in a browser")
+
+
+def _check_out(out: Path, force: bool) -> None:
+    """Refuse to replace what is no page of ours."""
+    if not out.exists() or force:
+        return
+    head = b""
+    if out.is_file():
+        with out.open("rb") as file:
+            head = file.read(4096)
+    if b": shrinkpoint</title>" not in head:
+        raise PolicyError(str(out), found="a file that exists", expected="a new name", do="add --force to replace it")
+
+
+def _short_names(places: Sequence[str]) -> list[str]:
+    """What the page calls each place: the last part of its path, or all of it where that says nothing.
+
+    >>> _short_names(["runs/a/store", "runs/b"]), _short_names(["runs/a/store", "runs/b/store"]), _short_names(["."])
+    (['store', 'b'], ['runs/a/store', 'runs/b/store'], ['.'])
+    """
+    names = [Path(place).name for place in places]
+    return names if all(names) and len({*names}) == len(names) else [*places]
+
+
+def _read(location: Location, name: str, keep: Keep) -> RunReport:
+    """What the page says of one place; files are read as far as their headers."""
+    if location.is_file:
+        path = location.path
+        file = read_file_report(LocalStorage(path.absolute().parent), path.name, str(path))
+        return RunReport(name, None, None, (file,))
+    if location.is_run:
+        directory = location.newest_directory
+        shown = checkpoint_report(read_directory_manifest(directory), folder=directory.name)
+        return RunReport(name, run_report(location.path), shown, tuple(directory_files(directory, shown)))
+    storage, listing = open_store(str(location.path))
+    broken = [(error.where, error.found) for error in listing.broken.values()]
+    store = store_report(storage.describe(), listing.manifests.values(), forgotten=listing.forgotten, broken=broken)
+    if not listing.manifests:
+        return RunReport(name, store, None, ())
+    manifest = find_manifest(listing, location)
+    files = [read_file_report(storage, manifest.key(payload.name)) for payload in manifest.payloads]
+    plan = plan_prune(storage, listing, keep, datetime.now(timezone.utc))
+    doomed = {step: join_reasons(plan.reasons[step]) for step in plan.delete}
+    return RunReport(name, store, checkpoint_report(manifest), tuple(files), doomed)
