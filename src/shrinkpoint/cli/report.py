@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from shrinkpoint import humanize
-from shrinkpoint.cli.arguments import Location, find_manifest, open_store, parse_location
-from shrinkpoint.cli.console import print_line, spinner
+from shrinkpoint.cli.arguments import JsonOption, Location, find_manifest, open_store, parse_location
+from shrinkpoint.cli.console import print_json, print_line, spinner
 from shrinkpoint.cli.prune import (
     BestOption,
     EveryOption,
@@ -49,6 +49,7 @@ def command(
     mode: ModeOption = MetricMode.MIN,
     within: WithinOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists and is no page of ours.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """Write a page: bytes, rise of the loss, stalls, chains, and how each tensor is coded. Two places: side by side.
 
@@ -66,7 +67,11 @@ def command(
         )
         with atomic_replace(out.absolute()) as temporary:
             temporary.write_text(page, "utf-8")
-    print_line(f"{out}: {humanize.size(out.stat().st_size)}; open it in a browser")
+    size = out.stat().st_size
+    if json:
+        print_json({"out": str(out), "bytes": size})
+    else:
+        print_line(f"{out}: {humanize.size(size)}; open it in a browser")
 
 
 def _check_out(out: Path, force: bool) -> None:
