@@ -101,6 +101,29 @@ def test_a_resumed_run_writes_deltas_against_what_it_loaded(tmp_path):
     assert difference(Checkpointer().load(tmp_path / "c2").state, loop.state) is None
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_after_a_load_the_next_delta_is_made_against_what_lies_on_the_disk(tmp_path, damaged):
+    loop = Loop()
+    with Checkpointer() as checkpointer:
+        for name in ("c1", "c2"):
+            loop.train()
+            checkpointer.save(tmp_path / name, loop.state, objects=loop.parts)
+    with Checkpointer(background=True) as checkpointer:
+        state = checkpointer.load(tmp_path / "c2").state
+        for tensor in state["model"].values():
+            tensor.zero_()
+        checkpointer.discard(tmp_path / "c2")
+        if damaged:
+            for path in tmp_path.glob(".*/**/*.safetensors"):
+                path.write_bytes(path.read_bytes()[:-1])
+        loop.train()
+        checkpointer.save(tmp_path / "c3", loop.state, objects=loop.parts)
+        report = checkpointer.wait()
+        assert report is not None
+        assert report.keyframe == damaged
+    assert difference(Checkpointer().load(tmp_path / "c3").state, loop.state) is None
+
+
 def test_a_folder_that_is_discarded_while_it_is_written_is_gone_and_the_next_is_still_a_delta(tmp_path):
     loop = Loop()
     with Checkpointer(background=True) as checkpointer:

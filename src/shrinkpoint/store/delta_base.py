@@ -104,6 +104,11 @@ class ReferenceCache(Generic[M]):
     @property
     def reference(self) -> Reference:
         """What is held; empty if it was to be decoded again and could not be: then nothing is held any more."""
+        self.ensure_decoded()
+        return self._reference
+
+    def ensure_decoded(self) -> bool:
+        """Decode what is held encoded; whether anything is held after that."""
         if self._decode is not None:
             manifest, decode = self.manifest, self._decode
             try:
@@ -114,7 +119,7 @@ class ReferenceCache(Generic[M]):
             else:
                 assert manifest is not None
                 self.adopt(manifest, reference)
-        return self._reference
+        return self.manifest is not None
 
     def drop(self) -> None:
         """Free the tensors: the next save is a keyframe."""

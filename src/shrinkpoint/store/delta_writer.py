@@ -19,6 +19,7 @@ from shrinkpoint.storage import LocalStorage, local_path
 from shrinkpoint.store import layout
 from shrinkpoint.store.chain import directory_chain
 from shrinkpoint.store.checkpoint_file import DecodedFile, write_file
+from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.store.delta_base import (
     BaseVerifier,
     ReferenceCache,
@@ -158,14 +159,31 @@ class DeltaWriter:
 
     def adopt(self, directory: str | Path, decoded: DecodedFile, rank: int = 0) -> None:
         """Make a loaded checkpoint the reference for the next delta, and take over its tensors."""
+        payload = self._take_base(directory, rank)
+        self._reference_cache.adopt(payload, decoded.reference)
+
+    def adopt_encoded(self, directory: str | Path, rank: int = 0) -> None:
+        """Make a checkpoint that was loaded the reference for the next delta, which decodes it again."""
+        payload = self._take_base(directory, rank)
+        self._reference_cache.adopt_encoded(payload, lambda: self._decode_base(payload))
+
+    def _take_base(self, directory: str | Path, rank: int) -> Payload:
+        """Make the files of a checkpoint that was loaded the base of the next delta; return its payload."""
         self.rollback()
         payload, storage = read_directory_manifest(directory).payloads[rank], LocalStorage(Path(directory).absolute())
-        self._reference_cache.adopt(payload, decoded.reference)
         self._base_dir = storage.path
         files = directory_chain(storage.path, payload)
         stamps = {file.digest: StoredFile(file.digest, file.size or 0, storage, *file.keys).stamp() for file in files}
         self._base_verifier.mark_verified(stamps)
         self._remove_own_base_dir()
+        return payload
+
+    def _decode_base(self, payload: Payload) -> Reference:
+        """Decode the files of the reference, wherever they are now."""
+        assert self._base_dir is not None
+        *_, (own_path, _) = _base_files(self._base_dir, payload)
+        files = directory_chain(self._base_dir, replace(payload, name=str(own_path.relative_to(self._base_dir))))
+        return decode_chain(files, threads=self._threads).reference
 
     def keep_base(self, directory: str | Path) -> None:
         """Keep the files that the next delta depends on; to be called before this directory is deleted.
@@ -210,7 +228,8 @@ class DeltaWriter:
                 for path, digest in _base_files(self._base_dir, payload)
             )
             chain = [StoredFile(base, size, storage, layout.base_name(base)) for base, size in _base_digests(payload)]
-            if self._can_link and self._base_verifier.find_damage(chain) is None:
+            is_intact = self._can_link and self._base_verifier.find_damage(chain) is None
+            if is_intact and self._reference_cache.ensure_decoded():
                 return payload
         except (ShrinkpointError, OSError):  # deleted meanwhile
             pass

@@ -13,9 +13,10 @@ from typing import Any
 from weakref import WeakSet
 
 from shrinkpoint import validate
+from shrinkpoint.codec.decoded_tensors import is_mostly_codes
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import MismatchError, ShrinkpointError, StorageError
-from shrinkpoint.schemes.base import Scheme
+from shrinkpoint.schemes.base import PlanningScheme, Scheme
 from shrinkpoint.storage import local_path, storage_error
 from shrinkpoint.store import SaveReport
 from shrinkpoint.store import directory as directories
@@ -127,7 +128,7 @@ class Checkpointer(BackgroundSaver):
             target = local_path(directory, "directory").absolute()
             options = SaveOptions(step, as_floats(metrics), note, keyframe, extra)
             flat_state = mark_parameters(flatten(dict(state)), objects or {})
-            reference = self._delta_writer.last_reference
+            reference = self._delta_writer.last_reference if isinstance(self._scheme, PlanningScheme) else None
             if keyframe and reference is not None:
                 reference = replace(reference, is_base=False)
             plan = make_save_plan(
@@ -171,8 +172,12 @@ class Checkpointer(BackgroundSaver):
             raise MismatchError(str(directory), found=found, expected="the payload of one process", do=do)
         self._delta_writer.drop()  # otherwise three states would be in memory
         decoded = decode_directory(directory, threads=self._threads)
-        state = build_state(decoded, str(directory), tie=tie, device=device, copy=True)
-        self._delta_writer.adopt(directory, decoded)
+        holds = is_mostly_codes(decoded.reference.tensors)
+        state = build_state(decoded, str(directory), tie=tie, device=device, copy=holds)
+        if holds:
+            self._delta_writer.adopt(directory, decoded)
+        else:  # a copy of all tensors would take a state of memory, and as long as decoding them
+            self._delta_writer.adopt_encoded(directory)
         self._drop_snapshots()
         self._resume_from(manifest)
         seconds = time.perf_counter() - start
