@@ -1,4 +1,4 @@
-# Six verbs: check, test, nightly, bench, studies, golden. And the demo. Each sets up what it needs in .venv.
+# Seven verbs: check, test, nightly, bench, studies, golden, wheel. And the demo. Each sets up what it needs in .venv.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,7 @@ NATIVE := CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
 # Compiled modules are stored even where the environment forbids it: hundreds of processes of the tests read them.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test nightly check bench studies golden fuzz libfuzzer clean
+.PHONY: demo test nightly check bench studies golden wheel fuzz libfuzzer clean
 
 demo: $(VENV)/.installed
 	$(BIN)/shrinkpoint demo
@@ -21,8 +21,8 @@ PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscop
 test: $(VENV)/.installed
 	$(PYTEST)
 
-# What takes too long for every change: long matrices of ranks, real kills in the middle of saves, sanitizers.
-nightly: $(VENV)/.installed
+# What takes too long for every change: long matrices of ranks, real kills in the middle of saves, sanitizers, installs of a release.
+nightly: $(VENV)/.release
 	$(PYTEST) -m nightly
 
 check: $(VENV)/.installed
@@ -49,14 +49,22 @@ studies: $(VENV)/.bench
 golden: $(VENV)/.installed
 	$(BIN)/python tests/golden/make.py
 
+# A release in dist/: the source distribution and wheels, for the Pythons that are found here (release/build.py --help).
+wheel: $(VENV)/.release
+	$(BIN)/python release/build.py
+
 # An editable install: the Python sources are used where they stand, and the native core is built again when it changes.
 # torch comes first and pinned: what it would bring along by itself is gigabytes of CUDA.
-$(VENV)/.installed: pyproject.toml $(NATIVE)
+$(VENV)/.installed: pyproject.toml release/build-requirements.txt $(NATIVE)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/pip install --quiet "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.15" ninja
+	$(BIN)/pip install --quiet --requirement release/build-requirements.txt
 	$(BIN)/pip install --quiet --no-build-isolation --editable ".[dev]"
+	touch $@
+
+$(VENV)/.release: $(VENV)/.installed release/requirements.txt
+	$(BIN)/pip install --quiet --requirement release/requirements.txt
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.installed

@@ -93,7 +93,7 @@ def numbers(random: np.random.Generator, kind: str, count: int, width: int, mant
     if kind == "wild":
         return random.integers(0, 1 << width, count, unsigned, endpoint=False) if width < 64 else _words(random, count)
     if kind == "zeros":
-        return np.where(random.random(count) < 0.9, 0, 1 << (width - 1)).astype(unsigned)
+        return np.where(random.random(count) < 0.9, unsigned.type(0), unsigned.type(1 << (width - 1)))
     if mantissa == 0:
         values = random.normal(0, 20, count).astype(np.int64).astype(np.uint64)
         return (np.full_like(values, 3) if kind == "constant" else values).astype(unsigned)

@@ -63,7 +63,6 @@ app = typer.Typer(
     help="Look at, check and tend compressed checkpoint chains.",
     epilog=_EPILOG,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )

@@ -1,0 +1,125 @@
+"""Builds a release into a folder: the source distribution, and from it wheels for Linux. `make wheel` runs this.
+
+Wheels are compiled by zig's C++ compiler for glibc 2.17, whatever glibc this machine has, and auditwheel confirms it by
+the symbols that they need. A wheel of the stable ABI serves CPython 3.12 and later; 3.10 and 3.11 have a wheel each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REQUIREMENTS = Path(__file__).with_name("build-requirements.txt")
+GLIBC = (2, 17)
+ABI3 = (3, 12)
+"""The Python version from which one wheel serves all later ones."""
+
+_PROBE = """
+import os, sys, sysconfig, ensurepip
+print(*sys.version_info[:2], os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))
+"""
+
+
+def main() -> None:
+    """Build what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where files go (dist)")
+    parser.add_argument(
+        "--python", action="append", help="an interpreter to build with; may be repeated (otherwise all that are found)"
+    )
+    asked = parser.parse_args()
+    pythons = [Path(path) for path in asked.python] if asked.python else find_pythons()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    sdist = build_sdist(asked.out)
+    files = [sdist, *(build_wheel(python, sdist, asked.out) for python in pythons)]
+    _run([sys.executable, "-m", "twine", "check", "--strict", *map(str, files)])
+    for file in files:
+        print(f"{file}  {file.stat().st_size / 1e6:.1f} MB")
+
+
+def find_pythons() -> list[Path]:
+    """One interpreter for each wheel: those of 3.10 and 3.11, and the oldest from 3.12 on; what is missing is said.
+
+    Interpreters are looked for on PATH and among those of pyenv, and must have headers and ensurepip.
+    """
+    found = dict(sorted(((version, path) for path in _candidates() if (version := _version(path))), reverse=True))
+    pythons = [found[version] for version in ((3, 10), (3, 11)) if version in found]
+    newer = sorted(version for version in found if version >= ABI3)
+    for version in ((3, 10), (3, 11)):
+        if version not in found:
+            print(f"no wheel for Python {version[0]}.{version[1]}: there is no such interpreter with headers here")
+    if not newer:
+        raise SystemExit("error: no Python 3.12 or newer with headers here; install one, or name others with --python")
+    return [*pythons, found[newer[0]]]
+
+
+def _candidates() -> list[Path]:
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    on_path = (shutil.which(f"python3.{minor}") for minor in range(10, 20))
+    return [*(Path(path) for path in on_path if path), *sorted(versions.glob("3.*/bin/python"))]
+
+
+def _version(python: Path) -> tuple[int, int] | None:
+    """The version of an interpreter that can build, or None."""
+    probe = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True)
+    if probe.returncode != 0:
+        return None
+    major, minor, has_headers = probe.stdout.split()
+    return (int(major), int(minor)) if has_headers == "True" else None
+
+
+def build_sdist(out: Path) -> Path:
+    """The source distribution of this tree."""
+    import scikit_build_core.build
+
+    before = Path.cwd()
+    os.chdir(ROOT)
+    try:
+        return out / scikit_build_core.build.build_sdist(str(out.resolve()))
+    finally:
+        os.chdir(before)
+
+
+def build_wheel(python: Path, sdist: Path, out: Path) -> Path:
+    """The wheel that one interpreter makes of a source distribution, with the tag that auditwheel confirmed."""
+    with tempfile.TemporaryDirectory() as where:
+        venv, built, repaired = Path(where, "venv"), Path(where, "built"), Path(where, "repaired")
+        _run([str(python), "-m", "venv", str(venv)])
+        _run([str(venv / "bin" / "pip"), "install", "--quiet", "--requirement", str(REQUIREMENTS)])
+        command = [str(venv / "bin" / "pip"), "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(built)]
+        _run([*command, str(sdist)], env=os.environ | _compiler() | {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}"})
+        (wheel,) = built.iterdir()
+        tag = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{platform.machine()}"
+        _run([sys.executable, "-m", "auditwheel", "repair", "--plat", tag, "--wheel-dir", str(repaired), str(wheel)])
+        (wheel,) = repaired.iterdir()
+        return Path(shutil.copy(wheel, out))
+
+
+def _compiler() -> dict[str, str]:
+    """The environment in which CMake takes zig for a compiler.
+
+    libc++ comes into the wheel. Headers of Python's limited API leave stdio.h to the C++ library, and libc++ to us.
+    """
+    import ziglang
+
+    target = f"-target {platform.machine()}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
+    zig = Path(ziglang.__file__).with_name("zig")
+    return {"CXX": f"{zig} c++", "CXXFLAGS": f"{target} -include stdio.h", "LDFLAGS": target}
+
+
+def _run(command: list[str], env: dict[str, str] | None = None) -> None:
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.stderr.write(done.stdout[-8000:] + done.stderr[-8000:])
+        raise SystemExit(f"error: {' '.join(command)} ended with {done.returncode}")
+
+
+if __name__ == "__main__":
+    main()
