@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.quantize.map_tensors import MIN_BATCH_NUMEL, map_parts, map_tensors
+from shrinkpoint.quantize.map_tensors import MIN_BATCH_NUMEL, map_tensors
 
 SIZES = [3, 1, MIN_BATCH_NUMEL, 0, 5, MIN_BATCH_NUMEL + 1, 2]
 
@@ -76,10 +76,3 @@ def test_files_of_fisher_do_not_depend_on_the_number_of_threads(tmp_path):
         finally:
             torch.set_num_threads(before)
     assert len(sizes[0]) >= 3 and sizes[0] == sizes[1] == sizes[2]
-
-
-@pytest.mark.parametrize("count", [0, 1, 512, 513, 5000])
-def test_parts_of_a_vector_have_the_bits_of_the_whole(count):
-    values = torch.rand(count, generator=torch.Generator().manual_seed(count)) * 1e-9
-    for function in (torch.log2, torch.sqrt):
-        assert torch.equal(map_parts(function, values), function(values))

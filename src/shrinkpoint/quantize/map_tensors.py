@@ -16,20 +16,6 @@ MIN_BATCH_NUMEL = 1 << 19
 """Number of values from which tensors are a task for a thread: handing over fewer costs more than it gains."""
 
 
-_PART_NUMEL = 1 << 9
-"""Number of values beyond which torch shares out a function such as log2 among its threads."""
-
-
-def map_parts(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """Return an elementwise function of a vector as long as an axis, computed by this thread alone.
-
-    Waking torch's threads costs more than they gain here, the most where they are busy with the training beside a save.
-    """
-    if values.numel() <= _PART_NUMEL or not values.is_cpu:
-        return function(values)
-    return torch.cat([function(part) for part in torch.split(values, _PART_NUMEL)])
-
-
 def map_tensors(function: Callable[[str, int], T], tensors: Mapping[str, Tensor]) -> dict[str, T]:
     """Return `function(name, threads)` of each tensor, by name in the same order.
 

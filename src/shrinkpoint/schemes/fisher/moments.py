@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,7 +28,7 @@ from shrinkpoint.codec.lattice import (
     scale_counts,
 )
 from shrinkpoint.quantize.lattice import quantize_to_lattice
-from shrinkpoint.quantize.map_tensors import map_parts, map_tensors
+from shrinkpoint.quantize.map_tensors import map_tensors
 from shrinkpoint.quantize.second_moment import (
     LOG_UNITS_PER_OCTAVE,
     SecondMomentSums,
@@ -215,13 +215,14 @@ class _MomentQuantizer:
             return rows, torch.zeros(matrix_shape(tuple(moments[name].shape))[1], dtype=torch.float64)
 
         sums = tensors.marginals((name for name in names if not tensors.is_whole(name)), local_sums)
+        exponents = self._row_exponents(name for name in names if name not in momentum and tensors.is_whole(name))
 
         def quantize(name: str, threads: int) -> LatticeTensor | None:
             m, total = moments[name], sums.get(tensors.global_name(name))
             if name in momentum:
                 return self._quantize_momentum(name, m, seeds[name], total)
             second = self._pairs[name]
-            rows = self._row_exponents(name, None if tensors.is_whole(name) else total)
+            rows = exponents[name] if total is None else self._split_row_exponents(name, total)
             return quantize_first(m, second_points[second], second, seeds[name], rows, threads)
 
         points = map_tensors(quantize, {name: moments[name] for name in names})
@@ -235,11 +236,16 @@ class _MomentQuantizer:
             self._relative_sums[name] = relative_squares(self._usable[name], v).sum(1, dtype=torch.float64).cpu()
         return self._relative_sums[name]
 
-    def _row_exponents(self, name: str, sums: Marginals | None) -> Tensor:
-        """The exponents of a first moment's rows, from the sums of all shards, or of this rank's if it has all."""
-        if sums is None:
-            columns = matrix_shape(tuple(self._usable[name].shape))[1]
-            return first_row_exponents(self._row_sums(name) / columns, self._precision)
+    def _row_exponents(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The exponents of the rows of first moments that this rank has all of; together, as most have few rows."""
+        means = {name: self._row_sums(name) / matrix_shape(tuple(self._usable[name].shape))[1] for name in names}
+        if not means:
+            return {}
+        exponents = first_row_exponents(torch.cat([*means.values()]), self._precision)
+        return dict(zip(means, torch.split(exponents, [len(rows) for rows in means.values()]), strict=True))
+
+    def _split_row_exponents(self, name: str, sums: Marginals) -> Tensor:
+        """The exponents of the rows of a shard of a first moment, from the sums of all shards."""
         rows = first_row_exponents(sums.mean_along(1), self._precision)
         return self._slice(name, Lattice("relative", rows, torch.zeros(1, dtype=torch.int16)))[0]
 
@@ -274,7 +280,7 @@ def quantize_first(
 
 def first_row_exponents(means: Tensor, precision: MomentPrecision) -> Tensor:
     """Exponents of the rows of a first moment, from the row means of its squares relative to the second moment."""
-    steps = (map_parts(torch.sqrt, means.to(torch.float32)) * precision.first_max).clamp(
+    steps = (means.to(torch.float32).sqrt() * precision.first_max).clamp(
         max=precision.first_step, min=2.0 ** (-MAX_SCALE_EXPONENT / STEPS_PER_OCTAVE)
     )
     return _log2_exponents(steps)
@@ -359,4 +365,4 @@ def _means(sums: Tensor, counts: Tensor, mean: float) -> NDArray[np.float64]:
 
 def _log2_exponents(values: Tensor) -> Tensor:
     limit = MAX_SCALE_EXPONENT // 2
-    return (map_parts(torch.log2, values) * STEPS_PER_OCTAVE).round().clamp(-limit, limit).to(torch.int16).cpu()
+    return (values.log2() * STEPS_PER_OCTAVE).round().clamp(-limit, limit).to(torch.int16).cpu()

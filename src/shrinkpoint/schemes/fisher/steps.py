@@ -20,7 +20,7 @@ from shrinkpoint.codec.lattice import (
 )
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.quantize.layer_types import EMBEDDING, HEAD, layer_type_from_name
-from shrinkpoint.quantize.map_tensors import map_parts, map_tensors
+from shrinkpoint.quantize.map_tensors import map_tensors
 from shrinkpoint.schemes.fisher.curvature import Curvature
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights, total_entropy_bits
 from shrinkpoint.schemes.fisher.rounding import (
@@ -123,7 +123,7 @@ def _log_step_profile(means: Tensor | None, count: int) -> Tensor:
     means = means.clamp(min=float(means.mean()) * MIN_RELATIVE_CURVATURE)
     if not bool((means > 0).all()):
         return torch.zeros_like(means)
-    logs = map_parts(torch.log2, means) * -ROW_COL_EXPONENT
+    logs = means.log2() * -ROW_COL_EXPONENT
     return logs - logs.mean()
 
 
