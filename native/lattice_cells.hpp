@@ -57,6 +57,7 @@ struct alignas(64) Cells {
     float parent[kTile];
     float values[kTile];
     int32_t exponents[kTile];
+    int16_t short_exponents[kTile];
     uint8_t classes[kTile];
     int16_t guesses[kTile];
     int16_t codes[kTile];

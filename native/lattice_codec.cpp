@@ -10,6 +10,7 @@
 
 #include "buffer.hpp"
 #include "lattice_cells.hpp"
+#include "lattice_guesses.hpp"
 #include "lattice_powers.hpp"
 #include "simd.hpp"
 #include "tiles.hpp"
@@ -21,8 +22,6 @@ namespace {
 
 constexpr int32_t kEscape = -128;
 constexpr uint16_t kEscapeSymbol = 255;  // of this difference
-constexpr int32_t kOffsets = 16, kQuarters = 12;
-constexpr float kNear = 1.0f / 64;
 
 SHRINKPOINT_KERNEL(bool, same_when_narrow, (const float* values, const uint16_t* expected, size_t count),
                    (values, expected, count)) {
@@ -33,92 +32,6 @@ SHRINKPOINT_KERNEL(bool, same_when_narrow, (const float* values, const uint16_t*
         differing_bits |= (narrow ^ expected[i]) | ((bits & 0x7fffffff) > 0x7f800000);
     }
     return differing_bits == 0;
-}
-
-// The nearest point, and by how much it is missed and how large the step is.
-SHRINKPOINT_KERNEL(void, guess_multiples,
-                   (const float* parent, const float* steps, const float* dithers, const uint8_t* classes, size_t count,
-                    int16_t* guesses, uint8_t* contexts),
-                   (parent, steps, dithers, classes, count, guesses, contexts)) {
-    for (size_t i = 0; i < count; ++i) {
-        const float position = reachable(parent[i] / steps[i] - dithers[i]);
-        const int32_t code = rounded(position);
-        const float remainder = position - static_cast<float>(code);
-        int32_t offset = std::min(static_cast<int32_t>((remainder + 0.5f) * kOffsets), kOffsets - 1);
-        offset = chosen(std::fabs(remainder) < kNear, kOffsets, offset);
-        guesses[i] = static_cast<int16_t>(code);
-        contexts[i] = static_cast<uint8_t>(offset * kStepClasses + classes[i]);
-    }
-}
-
-// The same without a parent: the nearest point to 0 is that of code 0, and missed by the dither alone.
-SHRINKPOINT_KERNEL(void, guess_zeros,
-                   (const float* dithers, const uint8_t* classes, size_t count, int16_t* guesses, uint8_t* contexts),
-                   (dithers, classes, count, guesses, contexts)) {
-    for (size_t i = 0; i < count; ++i) {
-        const auto offset = static_cast<int32_t>((0.5f - dithers[i]) * kOffsets);
-        guesses[i] = 0;
-        contexts[i] =
-            static_cast<uint8_t>(chosen(std::fabs(dithers[i]) < kNear, kOffsets, offset) * kStepClasses + classes[i]);
-    }
-}
-
-// The same where the parent is on this very lattice: its codes are the guesses, and what they are missed by is rounding.
-SHRINKPOINT_KERNEL(void, guess_same,
-                   (const int16_t* parent, const uint8_t* classes, size_t count, int16_t* guesses, uint8_t* contexts),
-                   (parent, classes, count, guesses, contexts)) {
-    for (size_t i = 0; i < count; ++i) {
-        const int32_t code = parent[i];
-        guesses[i] = static_cast<int16_t>(std::min(std::max(code, -kMaxCode), kMaxCode));
-        contexts[i] = static_cast<uint8_t>(kOffsets * kStepClasses + classes[i]);
-    }
-}
-
-// Quarters of a step that `distance` eighths of an octave are, rounded down; `inverse` is that of a step's eighths.
-ALWAYS_INLINE int32_t quarters_of(int32_t distance, float inverse) {
-    // Never near a whole number, by what is added: so the product is on the same side of it as the quotient.
-    float quotient = (static_cast<float>(4 * distance) + 0.5f) * inverse;
-    quotient = std::min(std::max(quotient, -kQuarters - 1.0f), kQuarters + 1.0f);
-    int32_t quarters = static_cast<int32_t>(quotient);
-    quarters -= static_cast<float>(quarters) > quotient;
-    return std::min(std::max(quarters, -kQuarters), kQuarters - 1) + kQuarters;
-}
-
-// The guess and the context of a power: those of zero, or of the point that `quarters` tells from its parent's.
-ALWAYS_INLINE void put_power(bool zero, int32_t quarters, int16_t& guess, uint8_t& context) {
-    guess = static_cast<int16_t>(chosen(zero, kZeroCode, 0));
-    context = static_cast<uint8_t>(chosen(zero, 2 * kQuarters, quarters));
-}
-
-// Most values are where their row and column say, whatever the parent's were: so that is the guess, and the parent's
-// point is context, by how many quarters of a step it is above them. The parent's values are taken as integers: an
-// octave has eight parts of equal width, nearly those of powers of two.
-SHRINKPOINT_KERNEL(void, guess_powers,
-                   (const float* parent, const int32_t* exponents, int32_t step, size_t count, int16_t* guesses,
-                    uint8_t* contexts),
-                   (parent, exponents, step, count, guesses, contexts)) {
-    const float inverse = 1 / static_cast<float>(step);
-    for (size_t i = 0; i < count; ++i) {
-        const auto bits = static_cast<int32_t>(bits_of(parent[i]));
-        const int32_t quarters = quarters_of((bits >> 20) - 127 * kStepsPerOctave - exponents[i], inverse);
-        put_power(bits == 0, quarters, guesses[i], contexts[i]);
-    }
-}
-
-// The same where the parent's values are powers of two: of 2^(k / 8) within an octave, k - 1 eighths are below it.
-SHRINKPOINT_KERNEL(void, guess_powers_of_codes,
-                   (const int16_t* codes, const int32_t* code_exponents, int32_t code_step, const int32_t* exponents,
-                    int32_t step, size_t count, int16_t* guesses, uint8_t* contexts),
-                   (codes, code_exponents, code_step, exponents, step, count, guesses, contexts)) {
-    const float inverse = 1 / static_cast<float>(step);
-    for (size_t i = 0; i < count; ++i) {
-        const int32_t exponent = code_exponents[i] + code_step * codes[i];
-        const int32_t eighths = exponent & (kStepsPerOctave - 1);
-        const int32_t of_octave = eighths - (eighths > 0);
-        const int32_t quarters =
-            quarters_of(octave_of(exponent) * kStepsPerOctave + of_octave - exponents[i], inverse);
-        put_power(codes[i] == kZeroCode, quarters, guesses[i], contexts[i]);
-    }
 }
 
 // Whether no difference is an escape and all codes are small: then these are the tokens. In arithmetic of 16 bits, which
@@ -291,14 +204,28 @@ bool is_same_lattice(const Lattice& lattice, const Known& known) {
     return same && largest(lattice.row_exponents) + largest(lattice.column_exponents) <= 100 * kStepsPerOctave;
 }
 
+// Whether guess_powers_of_bytes serves for these.
+bool are_short_powers(const Lattice& lattice, const Values& parent) {
+    const auto is_short = [](const Lattice& powers) {
+        return powers.powers && largest(powers.row_exponents) + largest(powers.column_exponents) <= kMaxShortExponent;
+    };
+    if (parent.lattice == nullptr || parent.codes.bytes != 1) return false;
+    const bool are_steps_short = kMinShortStep <= lattice.step && lattice.step <= kMaxShortStep &&
+                                 parent.lattice->step <= kMaxShortParentStep;
+    return are_steps_short && is_short(lattice) && is_short(*parent.lattice);
+}
+
 // Guesses and contexts of one tile, given its cells.
 class PointPredictor {
  public:
     PointPredictor(const Lattice& lattice, const Known& known)
-        : lattice_(lattice), known_(known), is_same_(is_same_lattice(lattice, known)) {}
+        : lattice_(lattice),
+          known_(known),
+          is_same_(is_same_lattice(lattice, known)),
+          is_short_(are_short_powers(lattice, known.parent)) {}
 
-    // Whether the parent is on this very lattice.
-    bool is_same() const { return is_same_; }
+    // Whether `predict` looks at the cells, if nobody asks for the parent's values.
+    bool needs_cells() const { return !is_same_ && !is_short_; }
 
     // Whether `predict` looks at the steps of the cells; where not, their dithers or exponents are enough.
     bool needs_steps(bool all) const { return is_same_ ? all : !known_.parent.none(); }
@@ -318,6 +245,14 @@ class PointPredictor {
         if (parent.none()) return guess_without(count, cells, guesses, contexts);
         if (!all && lattice_.powers && parent.lattice != nullptr && parent.lattice->powers) {
             Cells& parent_cells = scratch.parent_cells;
+            if (is_short_) {
+                fill_exponents(*parent.lattice, first + start, count, parent_cells.short_exponents);
+                fill_exponents(lattice_, first + start, count, cells.short_exponents);
+                const auto* bytes = reinterpret_cast<const int8_t*>(parent.codes.data) + start;
+                return guess_powers_of_bytes(bytes, parent_cells.short_exponents,
+                                             static_cast<int16_t>(parent.lattice->step), cells.short_exponents,
+                                             static_cast<int16_t>(lattice_.step), count, guesses, contexts);
+            }
             fill_exponents(*parent.lattice, first + start, count, parent_cells.exponents);
             const int16_t* codes = read_codes(parent.codes, start, count, parent_cells.codes);
             return guess_powers_of_codes(codes, parent_cells.exponents, parent.lattice->step, cells.exponents,
@@ -343,7 +278,7 @@ class PointPredictor {
 
     const Lattice& lattice_;
     const Known& known_;
-    const bool is_same_;
+    const bool is_same_, is_short_;
 };
 
 void update(Hasher* digest, const float* values, size_t count) {
@@ -381,10 +316,10 @@ class LatticeTiles : public CodeTiles {
             const CodedPart& part = decoder.part;
             Scratch& scratch = memory_.front();
             const uint64_t place_in_tensor = part.positions.first + first;
-            if (decoder.predictor.needs_steps(false))
+            if (decoder.predictor.needs_cells() && decoder.predictor.needs_steps(false))
                 fill_cells(*part.lattice, read_roots(part.known.squares, part.positions.first, first, run, scratch),
                            place_in_tensor, run, scratch.cells);
-            else if (!decoder.predictor.is_same())
+            else if (decoder.predictor.needs_cells())
                 fill_offsets(*part.lattice, place_in_tensor, run, scratch.cells);
             decoder.predictor.predict(part.positions.first, first, run, false, scratch, scratch.parent, codes_ + place,
                                       contexts + place);

@@ -83,7 +83,7 @@ struct CodedPart {
     int8_t* codes;
 };
 
-// Codes of a part that do not all fit into bytes, from `start` of the part on; of the others of it, those of one byte hold.
+// Codes of a part that do not all fit into bytes, from `start` of the part on; others of the part have their byte.
 struct WideCodes {
     size_t part;
     uint64_t start;
@@ -100,7 +100,7 @@ std::vector<WideCodes> lattice_decode_codes(const std::vector<CodedPart>& parts,
 // The values of runs of positions; `codes` holds those of the whole tensor, `squares` and `values` those of the runs.
 void lattice_run_values(const Lattice& lattice, Codes codes, Floats squares, Runs runs, float* values);
 
-// The values of some positions; `codes` and `squares` hold those of these alone. `digest` goes on with them, or is null.
+// The values of some positions; `codes` and `squares` hold those of these alone. `digest` goes on with them; or null.
 void lattice_values(const Lattice& lattice, Codes codes, const Values& squares, float* values, Hasher* digest,
                     Positions positions, unsigned threads);
 

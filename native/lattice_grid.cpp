@@ -108,10 +108,28 @@ SHRINKPOINT_KERNEL(void, fill_step_classes, (const Lattice& lattice, uint64_t st
     });
 }
 
-SHRINKPOINT_KERNEL(void, fill_exponents, (const Lattice& lattice, uint64_t start, size_t count, int32_t* out),
+namespace {
+
+SHRINKPOINT_KERNEL(void, fill_int_exponents, (const Lattice& lattice, uint64_t start, size_t count, int32_t* out),
                    (lattice, start, count, out)) {
     spread(lattice, lattice.row_exponents, lattice.column_exponents, start, count, out,
            [](int32_t row, int32_t column) { return row + column; });
+}
+
+SHRINKPOINT_KERNEL(void, fill_short_exponents, (const Lattice& lattice, uint64_t start, size_t count, int16_t* out),
+                   (lattice, start, count, out)) {
+    spread(lattice, lattice.row_exponents, lattice.column_exponents, start, count, out,
+           [](int16_t row, int16_t column) { return static_cast<int16_t>(row + column); });
+}
+
+}  // namespace
+
+void fill_exponents(const Lattice& lattice, uint64_t start, size_t count, int32_t* out) {
+    fill_int_exponents(lattice, start, count, out);
+}
+
+void fill_exponents(const Lattice& lattice, uint64_t start, size_t count, int16_t* out) {
+    fill_short_exponents(lattice, start, count, out);
 }
 
 SHRINKPOINT_KERNEL(void, fill_dithers, (uint32_t seed, uint64_t start, size_t count, float* out),

@@ -80,6 +80,7 @@ void by_tiles_of(const Runs& runs, size_t tile, Work work) {
 void fill_steps(const Lattice& lattice, uint64_t start, size_t count, float* out);
 void fill_step_classes(const Lattice& lattice, uint64_t start, size_t count, uint8_t* out);
 void fill_exponents(const Lattice& lattice, uint64_t start, size_t count, int32_t* out);
+void fill_exponents(const Lattice& lattice, uint64_t start, size_t count, int16_t* out);  // which must fit
 
 // What is added to a code: odd multiples of 1/512 in (-1/2, 1/2), by a hash of the position.
 void fill_dithers(uint32_t seed, uint64_t start, size_t count, float* out);

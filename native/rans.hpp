@@ -65,7 +65,7 @@ class DecoderTables {
 
     std::vector<uint32_t> entries;  // kProbabilityScale a table
     size_t count;
-    // Behind the slots of symbol 0, of 0 and 1, and of 0 to 2, of each table; `few`: some table has nearly all slots there.
+    // Behind the slots of symbol 0, of 0 and 1, and of 0 to 2, of each table. `few`: these are nearly all of some table.
     uint32_t ends[kFirst][kMaxTables] = {};
     bool few = false;
 };
