@@ -254,8 +254,8 @@ def test_every_path_of_every_command_is_checked(tmp_path):
         arguments.pop("steps", None)
         places = [name for name, one in arguments.items() if type(one).__name__ == "ArgumentInfo"]
         for name in arguments:
-            line = [info.name, *("s3://x/y" if place == name else "here" for place in places)]
-            line += [f"--{name}", "s3://x/y"] if name not in places else []
+            line = [info.name, *("hdfs://x/y" if place == name else "here" for place in places)]
+            line += [f"--{name}", "hdfs://x/y"] if name not in places else []
             line += ["3"] if info.name == "forget" else []
             result = CliRunner().invoke(app, line)
             checked.append(name)

@@ -16,7 +16,7 @@ from shrinkpoint import __version__
 from shrinkpoint.cli import bench, compact, convert, demo, diff, export, forget, list, prune, report, show, verify
 from shrinkpoint.cli.console import ExitCode, close_pipe, exit_code_of, print_note
 from shrinkpoint.errors import ShrinkpointError
-from shrinkpoint.storage import local_path
+from shrinkpoint.storage import is_object_url, local_path
 
 _TRACEBACK_VARIABLE = "SHRINKPOINT_TRACEBACK"
 _EPILOG = (
@@ -90,8 +90,12 @@ def _options(
     pass
 
 
-def _refuse_urls(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a command so that it refuses URLs as arguments and as options that are paths."""
+def _refuse_urls(command: Callable[..., Any], takes_buckets: bool) -> Callable[..., Any]:
+    """Wraps a command so that it refuses URLs as arguments and as options that are paths.
+
+    Args:
+        takes_buckets: its arguments that are no paths may be URLs of object storage.
+    """
     hints = get_type_hints(command, include_extras=True)
     arguments = {
         name
@@ -103,7 +107,8 @@ def _refuse_urls(command: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         for name, value in kwargs.items():
             for item in value if isinstance(value, Sequence) and not isinstance(value, str) else (value,):
-                if isinstance(item, Path) or (name in arguments and isinstance(item, str)):
+                is_text = name in arguments and isinstance(item, str)
+                if isinstance(item, Path) or (is_text and not (takes_buckets and is_object_url(item))):
                     local_path(item, name)
         return command(*args, **kwargs)
 
@@ -111,4 +116,5 @@ def _refuse_urls(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _module in (list, show, report, verify, diff, export, convert, forget, prune, compact, bench, demo):
-    app.command(name=_module.__name__.rpartition(".")[2])(_refuse_urls(_module.command))
+    _takes_buckets = _module not in (convert, bench, demo)
+    app.command(name=_module.__name__.rpartition(".")[2])(_refuse_urls(_module.command, _takes_buckets))

@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,9 +14,11 @@ import typer
 
 from shrinkpoint import validate
 from shrinkpoint.errors import NotFoundError, PolicyError
-from shrinkpoint.storage import LocalStorage, Source, Storage
+from shrinkpoint.storage import LocalStorage, Storage, is_object_url, resolve_storage
+from shrinkpoint.storage.object_url import ObjectUrl, parse_object_url
 from shrinkpoint.store.directory import find_checkpoints, read_directory_manifest
-from shrinkpoint.store.identify import EMPTY_DIRECTORY, identify
+from shrinkpoint.store.file_place import FilePlace, place_file
+from shrinkpoint.store.identify import EMPTY_DIRECTORY, Identification, identify
 from shrinkpoint.store.listing import Listing, scan
 from shrinkpoint.store.manifest import Manifest
 
@@ -72,8 +75,9 @@ def import_function(text: str) -> Callable[[Any], Any]:
 
 OWN_CHECKPOINT = "a checkpoint of shrinkpoint"
 _LOCATION_HELP = "A store, a store's checkpoint (STORE@STEP), a framework's checkpoint directory or run, or one file."
-StoreArgument = Annotated[str, typer.Argument(metavar="STORE", help="Directory of a store.")]
-RunArgument = Annotated[str, typer.Argument(metavar="STORE|RUN", help="Directory of a store, or of a framework's run.")]
+StoreArgument = Annotated[str, typer.Argument(metavar="STORE", help="Directory or URL of a store.")]
+_RUN_HELP = "Directory or URL of a store, or directory of a framework's run."
+RunArgument = Annotated[str, typer.Argument(metavar="STORE|RUN", help=_RUN_HELP)]
 LocationArgument = Annotated[str, typer.Argument(metavar="STORE|FOLDER|FILE", help=_LOCATION_HELP)]
 
 
@@ -82,21 +86,43 @@ class Location:
     """A store, one of its checkpoints, a framework's directory or a file, as the command line names it.
 
     Attributes:
-        path: path of the store, directory or file.
+        path: path or URL of the store, directory or file.
         step: the requested step of a store; None: the newest.
     """
 
-    path: Path
+    path: Path | ObjectUrl
     step: int | None = None
+
+    @cached_property
+    def file(self) -> FilePlace | None:
+        """The single file that it names; None if that is none."""
+        if isinstance(self.path, Path):
+            return place_file(self.path) if self.path.is_file() else None
+        place = place_file(str(self.path)) if self.path.prefix else None
+        return place if place is not None and place.exists else None
 
     @property
     def is_file(self) -> bool:
-        return self.path.is_file()
+        return self.file is not None
+
+    @property
+    def directory(self) -> Path | None:
+        """The directory that it names; None for a file, and in a bucket."""
+        return self.path if isinstance(self.path, Path) and self.path.is_dir() else None
+
+    @property
+    def directories(self) -> list[Path]:
+        """The checkpoint directories of frameworks that it names or holds."""
+        return [] if self.directory is None else find_checkpoints(self.directory)
 
     @property
     def is_run(self) -> bool:
         """Whether it is a framework's checkpoint directory, or a directory with some in it and no store."""
-        return self.path.is_dir() and bool(find_checkpoints(self.path)) and not scan(LocalStorage(self.path)).keys
+        return bool(self.directories) and not scan(LocalStorage(str(self.path))).keys
+
+    def identify(self) -> Identification | None:
+        """What else than a checkpoint of ours lies there; None if unknown, and in a bucket."""
+        return identify(self.path) if isinstance(self.path, Path) else None
 
     @property
     def newest_directory(self) -> Path:
@@ -108,45 +134,57 @@ class Location:
         if self.step is not None:
             found, do = f"step {self.step}", f"name the directory of that checkpoint below {self.path}"
             raise PolicyError(str(self.path), found=found, expected="a checkpoint's own directory", do=do)
-        return find_checkpoints(self.path)[-1]
+        return self.directories[-1]
 
     def __str__(self) -> str:
         return str(self.path) if self.step is None else f"{self.path}@{self.step}"
 
 
 def parse_location(text: str, step: int | None = None) -> Location:
-    """Parses `PATH` or `STORE@STEP`; a path that exists is not split at its `@`.
+    """Parses `PATH`, `STORE@STEP`, or a URL of either; a path that exists is not split at its `@`.
 
     Raises:
         NotFoundError: there is nothing, or a file that something else wrote.
         PolicyError: two different steps, or a step of a file.
     """
-    path = Path(text)
-    if not path.exists():
-        store, _, step_text = text.rpartition("@")
-        if store and step_text.isdecimal() and Path(store).is_dir():
-            if step not in (None, int(step_text)):
-                raise PolicyError(text, found=f"--step {step} as well", expected="one step", do="leave one of them out")
-            return Location(Path(store), int(step_text))
+    is_remote = is_object_url(text)
+    store, _, step_text = text.rpartition("@")
+    if store and step_text.isdecimal() and (is_remote or (not Path(text).exists() and Path(store).is_dir())):
+        if step not in (None, int(step_text)):
+            raise PolicyError(text, found=f"--step {step} as well", expected="one step", do="leave one of them out")
+        text, step = store, int(step_text)
+    location = Location(parse_object_url(text) if is_remote else Path(text), step)
+    if not is_remote and not Path(text).exists():
         raise NotFoundError(text, found="no such file or directory", do="check the path")
-    if path.is_file() and step is not None:
+    if step is not None and location.is_file:
         raise PolicyError(text, found="a file with --step", expected="a store", do="leave --step out")
-    identity = identify(path) if path.is_file() else None
+    identity = location.identify() if location.is_file else None
     if identity is not None and identity.is_foreign:
         raise NotFoundError(text, found=identity.description, expected=OWN_CHECKPOINT, do=identity.do)
-    return Location(path, step)
+    return location
+
+
+def parse_store(text: str) -> Location:
+    """The location of a store or run, which need not exist."""
+    return Location(parse_object_url(text) if is_object_url(text) else Path(text))
 
 
 def open_store(text: str, *, allow_run: bool = False) -> tuple[Storage, Listing]:
     """Opens the storage of a store, and lists its checkpoints.
 
     Args:
-        text: path of the store's directory.
+        text: path or URL of the store's directory.
         allow_run: also accept the directory of a framework's run.
 
     Raises:
         NotFoundError: there is no such directory, or it has something else in it. An empty directory is a store.
     """
+    if is_object_url(text):
+        storage = resolve_storage(text)
+        listing = scan(storage)
+        if not (listing.keys or allow_run):
+            raise NotFoundError(text, found="no checkpoint", expected="a store", do="check the URL")
+        return storage, listing
     path, expected = Path(text), "the directory of a store"
     if path.exists() and not path.is_dir():
         raise NotFoundError(text, found="a file", expected=expected, do=f"see `shrinkpoint show {text}`")
@@ -159,11 +197,6 @@ def open_store(text: str, *, allow_run: bool = False) -> tuple[Storage, Listing]
         if identity is not None and identity.description != EMPTY_DIRECTORY and (identity.is_foreign or not allow_run):
             raise NotFoundError(text, found=identity.description, expected=expected, do=identity.do)
     return storage, listing
-
-
-def open_file(path: Path) -> Source:
-    """Opens a single file as a source of bytes; the caller closes it."""
-    return LocalStorage(path.absolute().parent).open(path.name)
 
 
 def find_manifest(listing: Listing, location: Location) -> Manifest:
@@ -179,7 +212,7 @@ def find_manifest(listing: Listing, location: Location) -> Manifest:
         return listing.visible[max(listing.visible)]
     if location.step in listing.manifests:
         return listing.manifests[location.step]
-    identity = None if listing.visible or listing.manifests else identify(location.path)
+    identity = None if listing.visible or listing.manifests else location.identify()
     if identity is not None and (identity.is_foreign or location.step is None):
         where, do = str(location.path), identity.do
         raise NotFoundError(where, found=identity.description, expected=OWN_CHECKPOINT, do=do)
@@ -222,8 +255,8 @@ def decode_location(location: Location) -> DecodedFile:
     from shrinkpoint.store.decode import decode_chain
     from shrinkpoint.store.single_file import decode_file
 
-    if location.is_file:
-        return decode_file(location.path.absolute())[0]
+    if location.file is not None:
+        return decode_file(location.file)[0]
     if location.is_run:
         return _decode_directory(location.newest_directory)
     storage, listing = open_store(str(location.path))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from shrinkpoint import humanize
-from shrinkpoint.cli.arguments import JsonOption, Location, StoreArgument, find_manifest, open_store
+from shrinkpoint.cli.arguments import JsonOption, StoreArgument, find_manifest, open_store, parse_store
 from shrinkpoint.cli.console import Column, print_json, print_line, print_table, spinner
 from shrinkpoint.report.checkpoints import CheckpointReport, checkpoint_report
 from shrinkpoint.store import chain
@@ -53,7 +53,7 @@ def command(
 def _steps_to_rewrite(listing: Listing, store: str, step: int | None) -> list[int]:
     """The steps that `Store.compact` rewrites."""
     if step is not None:
-        return [step] if find_manifest(listing, Location(Path(store), step)).bases else []
+        return [step] if find_manifest(listing, replace(parse_store(store), step=step)).bases else []
     visible = listing.visible
     return [
         manifest.step

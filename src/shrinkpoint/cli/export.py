@@ -109,7 +109,7 @@ def _export_pretrained(
 
     with spinner(f"writing {out}"):
         report = export_pretrained(
-            location.path,
+            location.path if isinstance(location.path, Path) else str(location.path),
             out,
             step=location.step,
             config=None if config is None else str(config),

@@ -10,10 +10,9 @@ from typing import Annotated
 import typer
 
 from shrinkpoint import humanize
-from shrinkpoint.cli.arguments import JsonOption, Location, RunArgument, open_store
+from shrinkpoint.cli.arguments import JsonOption, RunArgument, open_store, parse_store
 from shrinkpoint.cli.console import Column, print_json, print_line, print_note, print_table
 from shrinkpoint.report.checkpoints import CheckpointReport, StoreReport, run_report, store_report
-from shrinkpoint.store.directory import find_checkpoints
 from shrinkpoint.store.manifest import LossIncrease
 
 
@@ -25,7 +24,8 @@ def command(
     """List the checkpoints of a store, or of a framework's run: age, size, base, metrics."""
     storage, listing = open_store(store, allow_run=True)
     hidden = 0
-    if Location(Path(store)).is_run:
+    location = parse_store(store)
+    if location.is_run:
         report = run_report(Path(store))
     else:
         hidden = 0 if every else len(listing.forgotten & set(listing.manifests))
@@ -35,7 +35,7 @@ def command(
             forgotten=listing.forgotten,
             broken=[(error.where, error.found) for error in listing.broken.values()],
         )
-        if directories := find_checkpoints(store):
+        if directories := location.directories:
             count = humanize.count(len(directories), "checkpoint")
             print_note(f"{store}: {count} of a framework, such as {directories[-1]}, are not listed")
     if json:

@@ -28,7 +28,6 @@ from shrinkpoint.report.checkpoints import checkpoint_report, run_report, store_
 from shrinkpoint.report.files import read_file_report
 from shrinkpoint.report.page import render_page
 from shrinkpoint.report.run import RunReport
-from shrinkpoint.storage import LocalStorage
 from shrinkpoint.storage.local import atomic_replace
 from shrinkpoint.store.directory import read_directory_manifest
 from shrinkpoint.store.retention import Keep, plan_prune
@@ -98,11 +97,10 @@ def _short_names(places: Sequence[str]) -> list[str]:
 
 def _read(location: Location, name: str, keep: Keep) -> RunReport:
     """What the page says of one place; files are read as far as their headers."""
-    if location.is_file:
-        path = location.path
-        file = read_file_report(LocalStorage(path.absolute().parent), path.name, str(path))
+    if location.file is not None:
+        file = read_file_report(location.file.storage, location.file.key, str(location.path))
         return RunReport(name, None, None, (file,))
-    if location.is_run:
+    if isinstance(location.path, Path) and location.is_run:
         directory = location.newest_directory
         shown = checkpoint_report(read_directory_manifest(directory), folder=directory.name)
         return RunReport(name, run_report(location.path), shown, tuple(directory_files(directory, shown)))

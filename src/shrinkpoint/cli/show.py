@@ -42,9 +42,8 @@ def command(
         directory = location.newest_directory
         report = checkpoint_report(read_directory_manifest(directory), folder=str(directory))
         files = directory_files(directory, report)
-    elif location.is_file:
-        path = location.path
-        files = [read_file_report(LocalStorage(path.absolute().parent), path.name, str(path))]
+    elif location.file is not None:
+        files = [read_file_report(location.file.storage, location.file.key, str(location.path))]
     else:
         storage, listing = open_store(str(location.path))
         manifest = find_manifest(listing, location)

@@ -17,15 +17,15 @@ from shrinkpoint.cli.arguments import (
     Location,
     LocationArgument,
     decode_location,
-    open_file,
     open_store,
     parse_location,
 )
 from shrinkpoint.cli.console import ExitCode, print_json, print_line, spinner
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import NotFoundError, PolicyError, ShrinkpointError
-from shrinkpoint.store.directory import find_checkpoints, verify_directory
-from shrinkpoint.store.identify import EMPTY_DIRECTORY, identify
+from shrinkpoint.store.directory import verify_directory
+from shrinkpoint.store.file_place import FilePlace
+from shrinkpoint.store.identify import EMPTY_DIRECTORY
 from shrinkpoint.store.verify import Finding, verify
 
 
@@ -62,19 +62,20 @@ def _is_orphan(finding: Finding) -> bool:
 
 def _verify_all(location: Location, deep: bool) -> tuple[list[Finding], int]:
     """The findings, and the number of checkpoints or files that were verified."""
-    if location.is_file:
-        return _verify_file(location, deep), 1
-    directories = find_checkpoints(location.path)
+    if location.file is not None:
+        return _verify_file(location, location.file, deep), 1
+    directories = location.directories
     findings = [finding for directory in directories for finding in _verify_directory(directory, deep)]
     if location.is_run:
         return findings, len(directories)
     storage, listing = open_store(str(location.path), allow_run=True)
     findings = [*verify(storage, deep=deep), *findings]
     checked = len(listing.visible) + len(directories)
-    identity = identify(location.path)
-    if not checked and not findings and identity is not None:
-        do = "save one first" if identity.description == EMPTY_DIRECTORY else identity.do
-        raise NotFoundError(str(location.path), found=identity.description, expected=OWN_CHECKPOINT, do=do)
+    identity = location.identify()
+    if not checked and not findings and (identity is not None or location.directory is None):
+        found, do = ("no checkpoint", "check the URL") if identity is None else (identity.description, identity.do)
+        do = "save one first" if found == EMPTY_DIRECTORY else do
+        raise NotFoundError(str(location.path), found=found, expected=OWN_CHECKPOINT, do=do)
     return findings, checked
 
 
@@ -93,10 +94,10 @@ def _verify_directory(directory: Path, deep: bool) -> list[Finding]:
     return []
 
 
-def _verify_file(location: Location, deep: bool) -> list[Finding]:
+def _verify_file(location: Location, file: FilePlace, deep: bool) -> list[Finding]:
     """Verifies the header of a single file, the digests of its parts and, if deep, what it decodes to."""
     try:
-        with closing(open_file(location.path)) as source:
+        with closing(file.open()) as source:
             for head in (reader := FileReader(source, str(location.path))).records:
                 reader.read(head)
         if deep:
