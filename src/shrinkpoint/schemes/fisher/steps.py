@@ -97,12 +97,7 @@ def make_lattice(
     if not 0 < std < math.inf:
         return None
     rows, columns = scale_counts("linear", shape)
-    power = PROBED_EXPONENT if curvature.probed else TENSOR_EXPONENT
-    level = math.log2(std) - (
-        power * math.log2(curvature.mean / reference_curvature)
-        if curvature.mean > 0 and reference_curvature > 0
-        else 0.0
-    )
+    level = _mean_log2_step(curvature, reference_curvature, std)
     by_row, by_column = torch.zeros(rows), torch.zeros(columns)
     if rows > 1:
         by_row, by_column = (
@@ -114,6 +109,13 @@ def make_lattice(
         for exponents in ((by_row + level) * STEPS_PER_OCTAVE, by_column * STEPS_PER_OCTAVE)
     )
     return Lattice("linear", row_exponents, column_exponents, seed=seed)
+
+
+def _mean_log2_step(curvature: Curvature, reference_curvature: float, std: float) -> float:
+    """log2 of the geometric mean of the steps of a weight; arguments as of `make_lattice`."""
+    power = PROBED_EXPONENT if curvature.probed else TENSOR_EXPONENT
+    is_known = curvature.mean > 0 and reference_curvature > 0
+    return math.log2(std) - (power * math.log2(curvature.mean / reference_curvature) if is_known else 0.0)
 
 
 def _log_step_profile(means: Tensor | None, count: int) -> Tensor:
@@ -149,6 +151,7 @@ MAX_HYSTERESIS = 0.75
 MAX_STEP_EXCESS = STEPS_PER_OCTAVE
 """By how many eighths of an octave inherited steps may exceed those that a weight would get now. They exceed them more
 if it has shrunk since, or was saved while it was far too large; then they would round it away."""
+_MAX_UNBOUNDED_LEVEL = 40  # octaves of a mean step up to which no row's step is at the end of the range of exponents
 _BITS_SAMPLE = 1 << 14
 """Values of each weight from which bits are estimated, about."""
 
@@ -221,26 +224,32 @@ class StepCandidates:
         self._global, self._reference, self._parent_log_step = weights, reference, parent_log_step
         typical = reference_curvature(weights, curvatures)
         types = {weights.global_name(name): layer_type for name, layer_type in (layer_types or {}).items()}
-        scales, seeds, fresh = dict[str, float](), dict[str, int](), dict[str, Lattice | None]()
+        scales, seeds = dict[str, float](), dict[str, int]()
         for name, weight in weights.local.items():
             global_name = weights.global_name(name)
             scales[name] = step_scale(global_name, weight, curvatures[name], typical, types)
             seeds[name] = weights.local_seed(name, weight_dither_seed(global_name, lossy_restores, seed))
-            fresh[name] = self._fresh_lattice(name, curvatures[name], typical, seeds[name], scales[name])
         inherited = self._inherited_lattices()
+
+        def make_fresh(name: str) -> Lattice | None:
+            return self._fresh_lattice(name, curvatures[name], typical, seeds[name], scales[name])
+
+        def is_too_coarse(name: str) -> bool:
+            lattice, std = inherited[name], scales[name] * self._std(name)
+            if weights.is_whole(name) and _is_fine(lattice, curvatures[name], typical, std):
+                return False  # without making a fresh one, which takes a logarithm for each row and column
+            return _is_too_coarse(lattice, make_fresh(name))
+
         self._stochastic = choose_stochastic_rounding(weights, inherited.keys(), seeds, reference)
         too_coarse = weights.tensors.union(
-            name
-            for name, lattice in inherited.items()
-            if name not in self._stochastic and _is_too_coarse(lattice, fresh[name])
+            name for name in inherited if name not in self._stochastic and is_too_coarse(name)
         )
         self._inherited = {name for name in inherited if weights.global_name(name) not in too_coarse}
         self.unit_lattices: dict[str, Lattice] = {}
         for name in weights.local:
-            lattice = fresh[name]
-            if name in self._inherited:
-                lattice = inherited[name]
-                lattice = lattice if name in self._stochastic else replace(lattice, seed=seeds[name])
+            lattice = inherited[name] if name in self._inherited else make_fresh(name)
+            if lattice is not None and name in self._inherited and name not in self._stochastic:
+                lattice = replace(lattice, seed=seeds[name])
             if lattice is not None:
                 self.unit_lattices[name] = lattice
         self.weights = {name: weights.local[name] for name in self.unit_lattices}
@@ -393,11 +402,26 @@ def from_log_step(log_step: int) -> float:
     return float(2.0 ** (log_step / STEPS_PER_OCTAVE))
 
 
+def _is_fine(lattice: Lattice, curvature: Curvature, reference_curvature: float, std: float) -> bool:
+    """Whether an inherited lattice of a whole weight is not too coarse, by the mean step that a fresh one would have.
+
+    Rounding moves the mean exponent of a fresh one's rows, and that of its columns, by at most a half. False: unknown.
+    """
+    if not 0 < std < math.inf or curvature.marginals is not None:
+        return False
+    level = _mean_log2_step(curvature, reference_curvature, std)
+    return (
+        abs(level) < _MAX_UNBOUNDED_LEVEL and _mean_exponent(lattice) < level * STEPS_PER_OCTAVE + MAX_STEP_EXCESS - 2
+    )
+
+
 def _is_too_coarse(lattice: Lattice, fresh: Lattice | None) -> bool:
     """Whether the geometric mean of a lattice's steps exceeds that of a fresh one by more than `MAX_STEP_EXCESS`."""
     if fresh is None:
         return False
-    log_steps, fresh_log_steps = (
-        float(steps.rows.float().mean()) + float(steps.columns.float().mean()) for steps in (lattice, fresh)
-    )
-    return log_steps > fresh_log_steps + MAX_STEP_EXCESS
+    return _mean_exponent(lattice) > _mean_exponent(fresh) + MAX_STEP_EXCESS
+
+
+def _mean_exponent(lattice: Lattice) -> float:
+    """The geometric mean of a lattice's steps, in eighths of an octave."""
+    return float(lattice.rows.float().mean()) + float(lattice.columns.float().mean())
