@@ -138,7 +138,7 @@ class _RecordEncoder:
         """Yield the records of each group; some are coded ahead."""
         return map_ordered(
             lambda index, threads: self._encode_group(index, groups[index], threads),
-            [_coded_bytes(group) for group in groups],
+            [_raw_bytes(group) for group in groups],
             self.workers,
         )
 
@@ -202,6 +202,6 @@ class _RecordEncoder:
         return tuple((self.ordinals[first], self.ordinals[second]) for first, second in group.moments)
 
 
-def _coded_bytes(group: RecordGroup) -> int:
-    """Bytes that are coded for a group: those of its values, or one for each code."""
-    return sum(info.nbytes if group.kind == "values" else info.numel for info in group.infos)
+def _raw_bytes(group: RecordGroup) -> int:
+    """Bytes of a group's tensors; their codes are fewer, but what is needed to code them grows with the tensors."""
+    return sum(info.nbytes for info in group.infos)
