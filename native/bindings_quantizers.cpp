@@ -278,6 +278,7 @@ class PartArgument {
           codes(nb::object(object[2]), PyBUF_WRITABLE) {}
 
     CodedPart checked() const {
+        if (lattice_ == nullptr) throw nb::value_error("a part without a lattice");
         const Positions positions = positions_of(*lattice_, first_, codes.size());
         const Known known{parent_.checked(*lattice_, positions.count, "parent"),
                           squares_.checked_squares(*lattice_, positions.count)};

@@ -331,6 +331,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "too few codes for a chunk": lambda: _decode_codes([(FLAT, 0, _bytes(5), None, None)]),
     "positions behind the last": lambda: _decode_codes([(FLAT, 3, _bytes(6), None, None)]),
     "no part of a lattice": lambda: _decode_codes([]),
+    "a part without a lattice": lambda: _decode_codes([(None, 0, _bytes(6), None, None)]),
     "codes in the place of squares": lambda: _decode_codes([(FLAT, 0, BOTH[:6], None, BOTH)]),
     "codes in the place of others": lambda: _decode_codes([(FLAT, 0, BOTH[1:7], (FLAT, BOTH[:6]), None)]),
     "codes in the place of wide ones": lambda: _decode_codes([(FLAT, 0, BOTH[:6], (FLAT, BOTH[:12]), None)]),
