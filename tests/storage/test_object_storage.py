@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 from contracts.storage import StorageSuite
@@ -89,3 +90,18 @@ def test_a_service_that_goes_on_failing_is_an_error_that_ends_and_says_no_secret
         assert caught.value.__cause__ is None
         assert caught.value.__suppress_context__
     source.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_fork_of_a_process_that_used_a_bucket_does_not_wait_forever(s3):
+    storage = new_storage()
+    storage.put("a", b"a")
+    pid = os.fork()
+    if pid == 0:
+        try:
+            storage.get("a")
+        except StorageError as error:
+            os._exit(7 if "spawn" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert storage.get("a") == b"a"

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.paths import TESTS
 from helpers.processes import run_forked
 from helpers.stores import state
 from helpers.strategies import difference
+from helpers.timeouts import PATIENCE
 
 import shrinkpoint
 from shrinkpoint import Keep, Store
@@ -266,3 +270,81 @@ def test_file_is_inspected_without_its_payload(url, s3):
     s3.clear()
     shrinkpoint.inspect(f"{url}/a")
     assert len([path for method, path, _ in s3.requests() if method == "GET"]) <= 2
+
+
+_LAST_SAVE = """
+import sys
+from helpers.stores import state
+from shrinkpoint import Store
+store = Store(sys.argv[1])
+store.save(1, state(1))
+store.load()
+"""
+
+
+def test_process_that_closes_nothing_ends_and_has_a_successor(url):
+    environment = os.environ | {"PYTHONPATH": str(TESTS)}
+    subprocess.run([sys.executable, "-c", _LAST_SAVE, url], env=environment, check=True, timeout=PATIENCE)
+    with Store(url) as store:
+        store.save(2, state(2))
+        assert [*store.steps()] == [1, 2]
+
+
+_TWO_WRITERS = """
+import os, random, sys, time
+
+def of_rank(rank, width, url, folder):
+    import json
+    from helpers.stores import state
+    from shrinkpoint import Store
+    from shrinkpoint.errors import LockedError
+    random.seed(rank)
+    saved, refused = [], 0
+    deadline = time.monotonic() + 40
+    step = rank
+    while time.monotonic() < deadline:
+        try:
+            with Store(url) as store:
+                for _ in range(random.randrange(1, 4)):
+                    store.save(step, state(step))
+                    saved.append(step)
+                    step += width
+        except LockedError:
+            refused += 1
+        time.sleep(random.uniform(0, .05))
+    with open(f"{folder}/{rank}.json", "w") as file:
+        json.dump([saved, refused], file)
+
+folder, url = sys.argv[1:]
+children = []
+for rank in range(3):
+    children.append(os.fork())
+    if children[-1] == 0:
+        finish(lambda: of_rank(rank, 3, url, folder))
+assert not any([os.waitpid(child, 0)[1] for child in children])
+"""
+
+
+@pytest.mark.nightly
+def test_writers_at_once_take_turns_and_every_save_that_returned_is_there(url, tmp_path):
+    run_forked(_TWO_WRITERS, str(tmp_path), url)
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    saved = sorted(step for steps, _ in results for step in steps)
+    assert sum(refused for _, refused in results) > 0
+    assert sum(bool(steps) for steps, _ in results) > 1
+    store = Store(url)
+    assert [*store.steps()] == saved
+    assert store.verify(deep=True) == []
+    for step in saved[::7]:
+        assert difference(store.load(step, keep=False), state(step)) is None
+
+
+@pytest.mark.nightly
+def test_slow_line_takes_longer_and_that_is_all(url, s3):
+    saved = large_state(1)
+    s3.set_pace(12.5e6)  # 100 Mbit/s for each of the requests
+    with Store(url) as store:
+        store.save(1, saved)
+    assert difference(Store(url).load(), saved) is None
+    s3.set_pace(1e6)
+    assert difference(load(url, only="model.*"), {"model": saved["model"]}) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from shrinkpoint.errors import NotFoundError, ShrinkpointError, StorageError
 
 T = TypeVar("T")
 _PAUSES = (0.1, 0.4, 1.6)  # seconds before a request is sent again whose answer broke off
+_sender = 0  # the process in which obstore's threads run
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,80})</Code>")
 _STATUS = re.compile(r"status code: ([0-9]{3}[A-Za-z ]{0,40})")
 _RETRIES = re.compile(r"after ([0-9]{1,4}) retries")
@@ -39,6 +41,7 @@ def send_request(where: str, operation: str, call: Callable[[], T]) -> T:
         StorageError: anything else. Neither the message nor a chained error repeats the service's text: it may hold a
             signed URL or a key.
     """
+    _check_not_forked(where)
     for pause in (*_PAUSES, None):
         try:
             return call()
@@ -49,6 +52,16 @@ def send_request(where: str, operation: str, call: Callable[[], T]) -> T:
                 raise _translate(where, operation, error) from None
         time.sleep(pause)
     raise AssertionError("the last attempt returns or raises")
+
+
+def _check_not_forked(where: str) -> None:
+    """Raise a StorageError in a fork of a process that has sent requests: obstore's threads are not in it, and it would
+    wait for them forever."""
+    global _sender
+    _sender = _sender or os.getpid()
+    if _sender != os.getpid():
+        found, expected = "a fork of a process that has used object storage", "a process that has not, or a spawned one"
+        raise StorageError(where, found=found, expected=expected, do='start it with the method "spawn"')
 
 
 def _is_broken_answer(error: Exception) -> bool:
