@@ -8,7 +8,7 @@ import os
 import pytest
 from contracts.storage import StorageSuite
 
-from shrinkpoint.errors import StorageError
+from shrinkpoint.errors import PolicyError, StorageError
 from shrinkpoint.storage import Storage
 from shrinkpoint.storage.object_storage import ObjectStorage
 
@@ -105,3 +105,10 @@ def test_fork_of_a_process_that_used_a_bucket_does_not_wait_forever(s3):
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     assert storage.get("a") == b"a"
+
+
+def test_settings_of_which_no_client_is_made_are_an_error_without_them():
+    for place in ("az://container/run", "s3://bucket/run"):
+        with pytest.raises(PolicyError, match="variables that begin with A") as caught:
+            ObjectStorage(place, config={"nonsense": "SECRET"})
+        assert "SECRET" not in str(caught.value)

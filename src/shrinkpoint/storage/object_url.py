@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 OBJECT_SCHEMES = ("s3", "gs", "az")
 """Schemes of the URLs of object storage: Amazon S3 and all that speaks its protocol, Google Cloud Storage, Azure."""
 _OBJECT_URL = re.compile(rf"({'|'.join(OBJECT_SCHEMES)}):/{{1,2}}(.*)", re.DOTALL)
-_ALLOW_HTTP = {"s3": "AWS_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}
+_VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 _MAX_RETRIES = 10
 
 
@@ -56,7 +56,7 @@ class ObjectUrl:
             raise missing_extra(error, "cloud") from error
         limit = timedelta(seconds=seconds)
         # Given here, options of the client are not taken from the environment any more.
-        is_plain = os.environ.get(_ALLOW_HTTP.get(self.scheme, ""), "").lower() in ("true", "1")
+        is_plain = os.environ.get(f"{_VARIABLES[self.scheme]}ALLOW_HTTP", "").lower() in ("true", "1")
         client = {"connect_timeout": min(limit, timedelta(seconds=10)), "timeout": limit, "allow_http": is_plain}
         retry = {"max_retries": _MAX_RETRIES, "retry_timeout": limit}
         options = {**options, "client_options": {**client, **options.get("client_options", {})}}
@@ -67,7 +67,7 @@ class ObjectUrl:
                 raise
             # Their texts may hold what was configured, keys too.
             found = f"settings of which obstore makes no client ({type(error).__name__})"
-            do = "look at the options, and at the environment variables of the service, such as AWS_REGION"
+            do = f"look at the options, and at the environment variables that begin with {_VARIABLES[self.scheme]}"
             raise PolicyError(str(self), found=found, expected="settings of this service", do=do) from None
 
 
