@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 
 import pytest
@@ -19,9 +18,8 @@ from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-REQUIRED = os.environ.get("SHRINKPOINT_BROWSER") == "1"
 pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None and not REQUIRED, reason="no Chromium (Debian: chromium, chromium-driver)"),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium (Debian: chromium, chromium-driver)"),
     pytest.mark.xdist_group("browser"),
 ]
 FLAGS = (
