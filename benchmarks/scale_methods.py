@@ -66,7 +66,7 @@ class Meter:
             user = end.ru_utime - start.ru_utime
             row |= {
                 "seconds": seconds,
-                "processor_seconds": user + end.ru_stime - start.ru_stime,
+                "processor_seconds": user + (end.ru_stime - start.ru_stime),
                 "user_seconds": user,
             }
         self.rows.append(row | ({} if size is None else {"bytes": size()}))

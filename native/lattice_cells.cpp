@@ -1,5 +1,7 @@
 #include "lattice_cells.hpp"
 
+#include <algorithm>
+
 #include "lattice_powers.hpp"
 
 namespace shrinkpoint {
@@ -33,7 +35,11 @@ SHRINKPOINT_KERNEL(bool, narrow_codes, (const int16_t* codes, size_t count, int8
 
 void fill_offsets(const Lattice& lattice, uint64_t start, size_t count, Cells& cells) {
     if (lattice.powers) return fill_exponents(lattice, start, count, cells.exponents);
-    if (lattice.seed != 0) fill_dithers(lattice.seed, start, count, cells.dithers);
+    if (lattice.seed != 0)
+        fill_dithers(lattice.seed, start, count, cells.dithers);
+    else if (cells.is_dithered)
+        std::fill_n(cells.dithers, kTile, 0.0f);
+    cells.is_dithered = lattice.seed != 0;
 }
 
 void fill_cells(const Lattice& lattice, const float* roots, uint64_t start, size_t count, Cells& cells) {

@@ -53,7 +53,8 @@ ALWAYS_INLINE float reachable(float position) {
 // The steps and contexts of the positions of one tile, and scratch memory.
 struct alignas(64) Cells {
     float steps[kTile];
-    float dithers[kTile];
+    float dithers[kTile];      // zeros at first, and again for a lattice without a seed
+    bool is_dithered = false;  // otherwise they are zeros
     float parent[kTile];
     float values[kTile];
     int32_t exponents[kTile];

@@ -261,7 +261,7 @@ def test_save_and_load_refuse_before_they_touch_a_disk(name, tmp_path):
             sp.save(**{"state": {"a": 1}, "path": tmp_path / "a", name: one})
         if name != "scheme":
             with pytest.raises(PolicyError, match=name):
-                sp.load(**{"path": tmp_path / "a", name: one})
+                sp.load(**{"where": tmp_path / "a", "where" if name == "path" else name: one})
     assert [*tmp_path.iterdir()] == []
 
 
@@ -330,7 +330,7 @@ def test_settings_of_accelerate_are_refused_and_named(tmp_path):
 PUBLIC = [getattr(sp, name) for name in sp.__all__ if callable(getattr(sp, name))]
 PUBLIC += [getattr(comm, name) for name in comm.__all__ if callable(getattr(comm, name))]
 PUBLIC += [getattr(dcp, name) for name in dcp.__all__]
-EXPECTED_OPEN = {"ShrinkTrainer", "load_from_checkpoint"}
+EXPECTED_OPEN = {"ShrinkTrainer", "from_pretrained", "load_from_checkpoint"}
 """What hands everything else on to a class of the framework."""
 
 

@@ -188,6 +188,26 @@ def test_points_are_those_of_the_whole_where_none_is_an_escape(made, start, stop
         holds(part, start, stop)
 
 
+@pytest.mark.parametrize("seeds", [(0, 7, 0), (7, 0, 7), (7, 9, 0)])
+@pytest.mark.parametrize("shape", [(), (500,), (20, 30)])
+def test_tensors_with_and_without_a_seed_share_a_record(seeds, shape):
+    """What one of them was dithered by is no dither of the next."""
+    points, before = (
+        {
+            str(i): lattice_records.points_of("linear", shape, "near", random=8 * i + when, seed=seed)
+            for i, seed in enumerate(seeds if when else seeds[::-1])
+        }
+        for when in range(2)
+    )
+    held = Reference({name: x.dequantize(torch.float32) for name, x in before.items()}, before)
+    made = lattice_records.made(points, "F32", held)
+    lattice_records.comes_back(decode(made.encoded, {}, held, trust_base=True), made)
+    part = Part(made.encoded, made.decoded, held)
+    holds(part, 0, 1000)
+    for place in range(0, 1000, 100):
+        holds(part, place, place + 100)
+
+
 @pytest.mark.parametrize("law", lattice_records.LAWS)
 @pytest.mark.parametrize("shape", [LARGE, (700_000,), (700_000, 1)], ids=str)
 def test_chunks_of_points_are_those_of_the_whole(law, shape):

@@ -95,8 +95,9 @@ def load_weights(
         ChainError, FormatError, StorageError, PolicyError: as `shrinkpoint.load`.
     """
     if is_object_url(where) or not isinstance(where, str | Path):
+        storage = resolve_storage(where, "where")
         weights = _decode_weights(where, step, key, (), threads, max_bytes)
-        return replace(weights, files={**_read_small_files(resolve_storage(where)), **weights.files})
+        return replace(weights, files={**_read_small_files(storage), **weights.files})
     wait_for_writes(where)
     path = local_path(where).absolute()
     is_directory = what_is_at(path) == "a directory"
