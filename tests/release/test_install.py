@@ -102,7 +102,11 @@ def test_a_wheel_has_the_package_and_neither_tests_nor_sources(dist: Path) -> No
 
 def package_files() -> list[Path]:
     paths = (ROOT / "src" / "shrinkpoint").rglob("*")
-    return [path for path in paths if path.suffix in (".py", ".pyi", ".typed") and "__pycache__" not in path.parts]
+    return [
+        path
+        for path in paths
+        if path.suffix in (".css", ".js", ".py", ".pyi", ".typed") and "__pycache__" not in path.parts
+    ]
 
 
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
